@@ -21,7 +21,7 @@ from firn.core.values import Message, TextPart, ToolCall
 from firn.demo.builtin import builtin_folder
 from firn.models.loader import load_tokenizer
 from firn.text.formats import markup_tokens, own_markup
-from firn.text.messages import settled, to_template
+from firn.text.messages import normalize_calls, to_template
 from firn.text.rendering import Content
 from firn.text.template import MESSAGE_OPENERS, Template
 from firn.text.typed_control import TypedControl, control_texts
@@ -80,7 +80,9 @@ def main() -> None:
     guard = TypedControl(control_texts(tokenizer, known), own=own_markup())
 
     def render(content: Content) -> str:
-        messages = to_template(settled(content.messages, template.style), style=template.style)
+        messages = to_template(
+            normalize_calls(content.messages, template.style), style=template.style
+        )
         return tokenizer.render(messages, tools=None, kwargs={})
 
     print(f"{folder.name}: {len(tokenizer.added_tokens)} added tokens")

@@ -65,17 +65,17 @@ def read(*parts: Any, limits: DocumentLimits | None = None) -> list[Any]:
 
 
 def test_a_pdf_is_read_page_by_page() -> None:
-    (found,) = read(document(pdf("Snow that stays.", "", "Firn."), lead="notes.pdf"))
-    assert found.text == "Snow that stays.\n\nFirn."
-    assert (found.data, found.lead, found.fault) == ("", "notes.pdf", "")
+    (part,) = read(document(pdf("Snow that stays.", "", "Firn."), lead="notes.pdf"))
+    assert part.text == "Snow that stays.\n\nFirn."
+    assert (part.data, part.lead, part.fault) == ("", "notes.pdf", "")
 
 
 def test_plain_text_is_decoded() -> None:
-    (found,) = read(document("\ufeffGrüße".encode(), "text/markdown"))
-    assert found.text == "Grüße"
+    (part,) = read(document("\ufeffGrüße".encode(), "text/markdown"))
+    assert part.text == "Grüße"
 
 
-def test_everything_else_stays_as_it_is() -> None:
+def test_other_parts_stay_as_they_are() -> None:
     parts = (TextPart("a"), PicturePart("data:,x"))
     assert read(*parts) == list(parts)
     raw = GenerateRequest("m", RawText("x"))
@@ -83,40 +83,40 @@ def test_everything_else_stays_as_it_is() -> None:
 
 
 UNREADABLE = {
-    "no PDF": (document(b"hello"), "is no PDF file"),
+    "not a PDF": (document(b"hello"), "is not a PDF file"),
     "scanned": (document(pdf("")), "holds no text"),
     "broken": (document(b"%PDF-1.4\n" + b"\x00" * 100), "could not be read"),
     "cut": (document(pdf("x")[:200]), "could not be read"),
-    "base64": (DocumentPart("!!!", "application/pdf"), "no valid base64"),
-    "kind": (document(b"PK\x03\x04", "application/zip"), "not read here"),
-    "not UTF-8": (document(b"\xff\xfe\xff", "text/plain"), "no text in UTF-8"),
+    "base64": (DocumentPart("!!!", "application/pdf"), "not valid base64"),
+    "kind": (document(b"PK\x03\x04", "application/zip"), "application/zip"),
+    "not UTF-8": (document(b"\xff\xfe\xff", "text/plain"), "not UTF-8 text"),
 }
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
-def test_what_cannot_be_read_says_so(case: str) -> None:
-    part, why = UNREADABLE[case]
-    (found,) = read(part)
-    assert found.text is None
-    assert why in found.fault
-    assert found.fault.startswith("the document ")
+def test_an_unreadable_document_says_why(case: str) -> None:
+    sent, why = UNREADABLE[case]
+    (part,) = read(sent)
+    assert part.text is None
+    assert why in part.fault
+    assert part.fault.startswith("the document ")
 
 
-def test_limits() -> None:
+def test_documents_are_read_up_to_their_limits() -> None:
     small = DocumentLimits(nbytes=10)
     assert "over the limit" in read(document(b"x" * 20, "text/plain"), limits=small)[0].fault
     pages = DocumentLimits(pages=2)
-    (found,) = read(document(pdf("a", "b", "c")), limits=pages)
-    assert found.text == "a\n\nb\n\n[Of 3 pages, 2 were read.]"
+    (part,) = read(document(pdf("a", "b", "c")), limits=pages)
+    assert part.text == "a\n\nb\n\n[Of 3 pages, 2 were read.]"
     chars = DocumentLimits(chars=3)
     assert read(document(b"abcdef", "text/plain"), limits=chars)[0].text == "abc"
-    (found,) = read(document(pdf("abcdef", "g")), limits=chars)
-    assert found.text.startswith("abc\n\n[Of 2 pages")
+    (part,) = read(document(pdf("abcdef", "g")), limits=chars)
+    assert part.text.startswith("abc\n\n[Of 2 pages")
 
 
 def test_a_file_that_takes_too_long_is_given_up() -> None:
-    (found,) = read(document(pdf("x")), limits=DocumentLimits(seconds=0))
-    assert "could not be read in 0 seconds" in found.fault
+    (part,) = read(document(pdf("x")), limits=DocumentLimits(seconds=0))
+    assert "could not be read in 0 seconds" in part.fault
 
 
 def test_a_text_is_kept_for_the_turns_to_come() -> None:

@@ -1,4 +1,4 @@
-"""Documents of several callers, and of one who sends many: whose memory, whose time."""
+"""Documents of several callers, and of one who sends many: nobody learns of others, time is limited."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def gathered(documents: Documents, request: GenerateRequest, owner: str) -> list
 
 
 def test_a_text_is_kept_for_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How long it takes to read tells nobody what others have sent."""
+    """The time that reading takes tells nobody what others have sent."""
     documents = Documents()
     read: list[bytes] = []
     text_of = documents._text
@@ -42,13 +42,13 @@ def test_a_text_is_kept_for_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read == [b"snow", b"snow"]
 
 
-def test_so_many_are_read_and_no_more() -> None:
+def test_a_request_reads_a_limited_number_of_documents() -> None:
     parts = gathered(Documents(DocumentLimits(count=2)), asked("a", "b", "c", "d"), "alice")
     assert [p.text for p in parts] == ["a", "b", None, None]
-    assert parts[2].fault == "the document is one too many: 2 are read."
+    assert parts[2].fault == "the document is one too many: a request may have 2."
 
 
-def test_the_documents_of_a_request_have_one_time_together() -> None:
+def test_the_documents_of_a_request_share_one_time_limit() -> None:
     parts = gathered(Documents(DocumentLimits(total_s=-1)), asked("a", "b"), "alice")
     assert [p.text for p in parts] == [None, None]
     assert all("could not be read in time" in p.fault for p in parts)

@@ -1,4 +1,4 @@
-"""Images by address: only from the public internet, only what was checked, only so much of it."""
+"""Pictures by address: only from the public internet, only what was checked, within limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from firn.core.errors import BadPicture
 from firn.core.values import Chat, GenerateRequest, Message, PicturePart, TextPart
-from firn.media.fetch import MAX_TOTAL, MAX_URLS, Fetcher, FetchLimits, is_public
+from firn.media.fetch import MAX_URLS, TOTAL_FACTOR, Fetcher, FetchLimits, is_public
 
 PUBLIC = "93.184.216.34"
 NAMES: Mapping[str, list[str]] = {
@@ -86,7 +86,7 @@ def test_it_connects_to_the_address_that_was_checked() -> None:
     assert web.resolved == ["pictures.example"]
 
 
-def test_addresses_of_either_kind() -> None:
+def test_ipv4_and_ipv6_addresses_are_fetched() -> None:
     assert Web(ok).fetch("https://two.example/") == b"pixels"
     assert Web(ok).fetch("https://[2606:2800:220:1::1]/") == b"pixels"
 
@@ -110,7 +110,7 @@ def test_nothing_private_is_reached(host: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["1.1.1.1", "8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8"])
-def test_public_addresses(text: str) -> None:
+def test_public_addresses_are_allowed(text: str) -> None:
     assert is_public(ipaddress.ip_address(text))
 
 
@@ -121,15 +121,15 @@ def test_public_addresses(text: str) -> None:
         ("ftp://pictures.example/a.png", "must begin with https"),
         ("https:///a.png", "could not be fetched|names no host"),
         ("https://nowhere.example/", "could not be fetched"),
-        ("https://pictures.example:99999/", "no such port"),
+        ("https://pictures.example:99999/", "port above 65535"),
     ],
 )
-def test_addresses_that_are_none(url: str, said: str) -> None:
+def test_malformed_addresses_are_refused(url: str, said: str) -> None:
     with pytest.raises(BadPicture, match=said):
         Web(no_web).fetch(url)
 
 
-def test_plain_http_where_it_is_allowed() -> None:
+def test_plain_http_is_fetched_where_it_is_allowed() -> None:
     assert Web(ok).fetch("http://pictures.example/", plain_http=True) == b"pixels"
 
 
@@ -169,9 +169,9 @@ def test_redirects_are_checked(to: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("response", "said"),
     [
-        (httpx.Response(404), "answers 404"),
+        (httpx.Response(404), "answered 404"),
         (httpx.Response(200, content=streamed(b"x" * 1001)), "over the limit"),
-        (httpx.Response(200, headers={"content-encoding": "gzip"}), "compresses"),
+        (httpx.Response(200, headers={"content-encoding": "gzip"}), "compressed"),
     ],
 )
 def test_answers_that_are_refused(response: httpx.Response, said: str) -> None:
@@ -179,7 +179,7 @@ def test_answers_that_are_refused(response: httpx.Response, said: str) -> None:
         Web(lambda _: response).fetch("https://pictures.example/")
 
 
-def test_a_server_that_says_nothing() -> None:
+def test_a_silent_server_times_out() -> None:
     class Slow(httpx.AsyncBaseTransport):
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
             await asyncio.Event().wait()
@@ -192,7 +192,7 @@ def test_a_server_that_says_nothing() -> None:
         asyncio.run(fetcher.fetch(PicturePart("https://pictures.example/")))
 
 
-def test_a_request_is_filled_in() -> None:
+def test_only_remote_pictures_of_a_request_are_filled_in() -> None:
     parts = (
         TextPart("see"),
         PicturePart("https://pictures.example/a.png"),
@@ -231,22 +231,22 @@ def test_an_address_that_is_shown_twice_is_fetched_once() -> None:
     assert len(web.asked) == 2
 
 
-def test_one_request_fetches_only_so_many() -> None:
+def test_a_request_fetches_a_limited_number_of_pictures() -> None:
     urls = [f"https://pictures.example/{i}.png" for i in range(MAX_URLS + 1)]
     with pytest.raises(BadPicture, match=rf"^content\[{MAX_URLS}\]: more than"):
         gather(Web(no_web), *urls)
 
 
-def test_one_request_fetches_only_so_much() -> None:
+def test_a_request_fetches_a_limited_number_of_bytes() -> None:
     """Each is within the limit, all of them together are not."""
-    urls = [f"https://pictures.example/{i}.png" for i in range(MAX_TOTAL + 1)]
+    urls = [f"https://pictures.example/{i}.png" for i in range(TOTAL_FACTOR + 1)]
     assert gather(Web(ok), *urls[:-1], nbytes=len(b"pixels"))
     with pytest.raises(BadPicture, match="too large together"):
         gather(Web(ok), *urls, nbytes=len(b"pixels"))
 
 
 def test_one_fault_ends_the_request() -> None:
-    """The first fault is told, and nothing of the other fetches goes on."""
+    """The first fault is reported, and the other fetches end."""
 
     async def run() -> None:
         never = asyncio.Event()
@@ -261,7 +261,7 @@ def test_one_fault_ends_the_request() -> None:
         fetcher = Fetcher(FetchLimits(nbytes=10), resolve=Web(ok).resolve, transport=Stuck())
         urls = ("https://pictures.example/slow", "https://pictures.example/bad")
         parts = tuple(PicturePart(url, param=url) for url in urls)
-        with pytest.raises(BadPicture, match="answers 500") as fault:
+        with pytest.raises(BadPicture, match="answered 500") as fault:
             await fetcher.gather(GenerateRequest("m", Chat((Message("user", parts),))))
         assert fault.value.param == urls[1]
         assert len(asyncio.all_tasks()) == 1

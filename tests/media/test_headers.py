@@ -1,4 +1,4 @@
-"""Files that would keep a decoder busy for good are refused before one sees them."""
+"""Files that would keep a decoder busy for ever are refused before one sees them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from PIL import Image
 
 from firn.media import decode as decoding
 from firn.media.decode import decode
-from firn.media.headers import Undecodable, check
+from firn.media.faults import Undecodable
+from firn.media.headers import check
 from tests.media.test_decode import chunk, colours, saved
 
 MIB = 1 << 20
@@ -27,7 +28,7 @@ def tiff(*tags: tuple[int, int, int, int], following: int = 0, rest: bytes = b""
 
 
 def many_pages(n: int) -> bytes:
-    """Directories without a tag, each behind the other."""
+    """Directories without a tag, one after the other."""
     pages = [struct.pack("<HI", 0, 8 + 6 * (i + 1) if i + 1 < n else 0) for i in range(n)]
     return b"II*\0" + struct.pack("<I", 8) + b"".join(pages)
 
@@ -87,7 +88,9 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_no_decoder_sees_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostile_file_is_refused_before_decoding(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unseen(*args: Any, **options: Any) -> None:
         raise AssertionError("a decoder was asked")
 
@@ -156,7 +159,7 @@ def test_pages_and_frames_are_told_by_the_structure() -> None:
             check(saved(colours(), kind, save_all=True, append_images=[colours().rotate(180)]))
 
 
-def test_garbage_where_exif_should_be_is_not_a_matter_of_the_picture() -> None:
+def test_garbage_in_place_of_exif_is_ignored() -> None:
     file = io.BytesIO()
     colours(size=(32, 16)).save(file, "JPEG")
     data = file.getvalue()

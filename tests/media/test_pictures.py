@@ -49,7 +49,7 @@ def as_url(data: bytes, head: str = "data:image/png;base64,") -> str:
     return head + base64.b64encode(data).decode()
 
 
-def album(**options: Any) -> tuple[Pictures, FakeProcessor]:
+def make_pictures(**options: Any) -> tuple[Pictures, FakeProcessor]:
     processor = FakeProcessor()
     options = {"limits": PictureLimits(nbytes=10_000, pixels=1000), **options}
     return Pictures(processor, whole=False, **options), processor
@@ -69,7 +69,7 @@ def album(**options: Any) -> tuple[Pictures, FakeProcessor]:
     ],
     ids=range(8),
 )
-def test_data_urls(url: str) -> None:
+def test_every_form_of_a_data_url_is_read(url: str) -> None:
     assert read(PicturePart(url), max_nbytes=10_000) == png()
 
 
@@ -84,16 +84,16 @@ def test_data_urls(url: str) -> None:
         ("HTTP://example.com/a.png", "fetches no images"),
         ("data:image/png;base64", "malformed"),
         ("data:image/png;base64,", "empty"),
-        ("data:image/png;base64,@@@@", "no valid base64"),
+        ("data:image/png;base64,@@@@", "not valid base64"),
         (as_url(b"x" * 20_000), "over the limit of"),
-        (as_url(b"hello"), "is no PNG"),
+        (as_url(b"hello"), "is not a PNG"),
         (as_url(png((1001, 1))), "1001 x 1"),
         (as_url(png((9, 1))), "processor refuses the image: too flat"),
     ],
 )
 def test_faults_name_the_part(url: str, said: str) -> None:
     with pytest.raises(BadPicture, match=said) as fault:
-        album()[0].prepare(PicturePart(url, param="messages[3].content[0]"))
+        make_pictures()[0].prepare(PicturePart(url, param="messages[3].content[0]"))
     assert fault.value.param == "messages[3].content[0]"
     assert fault.value.message.startswith("messages[3].content[0]: ")
     assert "\n" not in fault.value.message
@@ -106,15 +106,15 @@ def test_fetched_bytes_have_the_same_limit() -> None:
 
 
 def test_a_picture_sent_again_is_not_processed_again() -> None:
-    pictures, processor = album()
+    pictures, processor = make_pictures()
     first = pictures.prepare(PicturePart(as_url(png())))
     second = pictures.prepare(PicturePart(as_url(png()), param="elsewhere"))
     assert first is second
     assert len(processor.seen) == 1
 
 
-def test_only_so_many_are_kept() -> None:
-    pictures, processor = album(keep_nbytes=250)
+def test_the_oldest_pictures_are_dropped() -> None:
+    pictures, processor = make_pictures(keep_nbytes=250)
     for colour in (1, 2, 3, 1):
         pictures.prepare(PicturePart(as_url(png(colour=(colour, 0, 0)))))
     assert len(processor.seen) == 4
@@ -122,9 +122,9 @@ def test_only_so_many_are_kept() -> None:
     assert len(processor.seen) == 4
 
 
-def test_a_digest_is_of_what_is_seen() -> None:
+def test_a_digest_is_of_the_pixels_not_of_the_file() -> None:
     """The same pixels in another file format, or fetched, are the same picture."""
-    pictures, _ = album()
+    pictures, _ = make_pictures()
     one = pictures.prepare(PicturePart(as_url(png())))
     file = io.BytesIO()
     Image.new("RGB", (4, 3), (1, 2, 3)).save(file, "BMP")
@@ -143,7 +143,7 @@ def test_digests_differ_in_pixels_size_and_settings() -> None:
 
 def test_a_picture_is_kept_for_its_owner() -> None:
     """Whether it was here before shows in the time it takes: to its owner alone."""
-    kept, processor = album()
+    kept, processor = make_pictures()
     nobodys = PicturePart(as_url(png()))
     mine, other = replace(nobodys, owner="alice"), replace(nobodys, owner="bob")
     first = kept.prepare(mine)

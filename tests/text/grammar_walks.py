@@ -1,4 +1,4 @@
-"""Tool formats held to their grammars: a tokenizer with each format's tokens, and walks through it."""
+"""Random replies within the grammars of tool formats, with a tokenizer that has each format's tokens."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ TOOLS = (WEATHER, PING, SAY)
 
 @cache
 def tokenizer(format: str) -> HfTokenizer:
-    """Byte-level, with the control tokens of one format; its example stands in for its template."""
-    known = formats()[format]
-    control = [END, THINK.open, THINK.close, *known.tokens]
+    """Byte-level, with the control tokens of one format. Its template is the format's example."""
+    form = formats()[format]
+    control = [END, THINK.open, THINK.close, *form.tokens]
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -94,7 +94,7 @@ def tokenizer(format: str) -> HfTokenizer:
     )
     made.train_from_iterator([CORPUS], trainer)
     with TemporaryDirectory() as path:
-        write(Path(path), made.to_str(), chat_template=known.example)
+        write(Path(path), made.to_str(), chat_template=form.example)
         return load_tokenizer(Path(path))
 
 
@@ -143,9 +143,9 @@ def constraint_of(format: str, request: GenerateRequest, *, tail: str = "") -> R
 
 
 def start(format: str, request: GenerateRequest, *, tail: str = "") -> Constraint:
-    found = grammar_of(format, request, tail=tail)
-    assert found is not None
-    return compiler(format).compile(found).start()
+    grammar = grammar_of(format, request, tail=tail)
+    assert grammar is not None
+    return compiler(format).compile(grammar).start()
 
 
 def accepts(format: str, begun: Constraint, text: str) -> bool:
@@ -175,14 +175,14 @@ def walks(format: ToolFormat, choice: ToolChoice, **options: object) -> list[Rep
     """Replies that the grammar allows, read back; those that ran on are left out."""
     request = asked(choice, **options)  # type: ignore[arg-type]
     vocabulary = tokenizer(format.name)
-    found = []
+    replies = []
     for seed in range(N_WALKS):
         begun = start(format.name, request)
         walk = wander(begun, vocabulary.eos, seed=seed, n_most=600)
         if walk is not None:
-            found.append(reply_of(format, vocabulary.decode(walk)))
-    assert len(found) > N_WALKS // 3
-    return found
+            replies.append(reply_of(format, vocabulary.decode(walk)))
+    assert len(replies) > N_WALKS // 3
+    return replies
 
 
 def check(reply: Reply) -> None:

@@ -1,4 +1,4 @@
-"""Running replies through routers, and folding what comes out."""
+"""Runs replies through splitters, and puts together what comes out."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Call:
 
 @dataclass
 class Reply:
-    """A reply put together again; `order` is the sequence of what came, runs of one kind as one."""
+    """A reply put together again. `order`: the kinds of pieces as they came, runs of a kind once."""
 
     text: str = ""
     reasoning: str = ""

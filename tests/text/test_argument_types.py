@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from firn.core.values import Tool
@@ -34,6 +34,9 @@ FROM_TEXT: list[tuple[str, frozenset[str], Any]] = [
     ("-1e3", kinds("number"), -1000.0),
     ("NaN", kinds("number"), "NaN"),
     ("1e999", kinds("number"), "1e999"),
+    ("[1e999]", kinds("array"), "[1e999]"),
+    ('{"a": -1e999}', ANY, '{"a": -1e999}'),
+    ('{"a": "x\ny", "b": 1e999}', kinds("object"), '{"a": "x\ny", "b": 1e999}'),
     ("true", kinds("boolean"), True),
     ("False", kinds("boolean"), False),
     ("yes", kinds("boolean"), "yes"),
@@ -44,6 +47,7 @@ FROM_TEXT: list[tuple[str, frozenset[str], Any]] = [
     ("null", kinds("string", "null"), None),
     ("none of them", kinds("string", "null"), "none of them"),
     ("7", kinds("string", "integer"), 7),
+    ("7", kinds("string", "number"), 7),
     ("007", kinds("string", "integer"), "007"),
     ("7", kinds("string", "null"), "7"),
     ('{"a": [1]}', kinds("object"), {"a": [1]}),
@@ -61,18 +65,29 @@ FROM_TEXT: list[tuple[str, frozenset[str], Any]] = [
 
 
 @pytest.mark.parametrize(("text", "types", "value"), FROM_TEXT)
-def test_from_text(text: str, types: frozenset[str], value: Any) -> None:
-    found = from_text(text, types)
-    assert found == value
-    assert type(found) is type(value)
+def test_a_text_becomes_a_value_of_the_schemas_type(
+    text: str, types: frozenset[str], value: Any
+) -> None:
+    got = from_text(text, types)
+    assert got == value
+    assert type(got) is type(value)
 
 
 @given(st.text(), st.frozensets(st.sampled_from(["string", "integer", "object", "null", "odd"])))
+@example("NaN", frozenset())
+@example("-Infinity", frozenset({"number"}))
+@example("[1e999]", frozenset({"array"}))
+@example("{'a': {1}}", frozenset({"object"}))
+@example("{1: 2}", frozenset({"object"}))
+@example("9" * 5000, frozenset({"integer"}))
 def test_any_text_gives_a_value_that_is_json(text: str, types: frozenset[str]) -> None:
     json.dumps(from_text(text, types), allow_nan=False)
 
 
 @given(st.text())
+@example("007")
+@example("null")
+@example(' {"a": 1}\n')
 def test_a_string_stays_a_string(text: str) -> None:
     assert from_text(text, kinds("string")) == text
     assert coerce(text, kinds("string")) == text
@@ -87,15 +102,19 @@ COERCE: list[tuple[Any, frozenset[str], Any]] = [
     ({"a": 1}, kinds("string"), {"a": 1}),
     ("[1]", kinds("array"), [1]),
     (5, kinds("integer"), 5),
+    (5, kinds("string", "integer"), 5),
+    (True, kinds("string", "boolean"), True),
     ("x", ANY, "x"),
 ]
 
 
 @pytest.mark.parametrize(("value", "types", "result"), COERCE)
-def test_coerce(value: Any, types: frozenset[str], result: Any) -> None:
-    found = coerce(value, types)
-    assert found == result
-    assert type(found) is type(result)
+def test_a_value_of_another_type_is_coerced_if_nothing_is_lost(
+    value: Any, types: frozenset[str], result: Any
+) -> None:
+    got = coerce(value, types)
+    assert got == result
+    assert type(got) is type(result)
 
 
 ROOT = {
@@ -125,7 +144,7 @@ TYPES: list[tuple[Any, frozenset[str]]] = [
 
 
 @pytest.mark.parametrize(("schema", "types"), TYPES)
-def test_types_of(schema: Any, types: frozenset[str]) -> None:
+def test_every_type_that_a_schema_allows_is_known(schema: Any, types: frozenset[str]) -> None:
     assert types_of(schema, ROOT) == types
 
 

@@ -6,7 +6,13 @@ import pytest
 
 from firn.core.values import Message, PicturePart, TextPart, Tool, ToolCall
 from firn.text.arrange import arrange, strip_changing_lines
-from firn.text.messages import TemplateStyle, settled, short_id, to_template, tools_to_template
+from firn.text.messages import (
+    TemplateStyle,
+    normalize_calls,
+    short_id,
+    to_template,
+    tools_to_template,
+)
 from firn.text.turn_rules import TurnRules
 
 
@@ -67,7 +73,8 @@ TABLE = {
         (system("Be kind."), user("u")),
     ),
     "nothing left": ((system("x-anthropic-billing-header: cch=1"), user("u")), (user("u"),)),
-    "an empty system message is a wish": ((system(""), user("u")), (system(""), user("u"))),
+    "an empty system message is kept": ((system(""), user("u")), (system(""), user("u"))),
+    "and so is one without parts": ((system(), user("u")), (system(), user("u"))),
     "a user may quote the line": (
         (user("x-anthropic-billing-header: cch=1"),),
         (user("x-anthropic-billing-header: cch=1"),),
@@ -76,7 +83,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize("case", TABLE)
-def test_normalise(case: str) -> None:
+def test_where_all_turns_are_allowed_only_system_messages_change(case: str) -> None:
     before, after = TABLE[case]
     kept = copy.deepcopy(before)
     assert arrange(before, TurnRules()) == after
@@ -105,7 +112,7 @@ STRICT = {
         (user("look"), SHOWS),
         (Message("user", (TextPart("look\n\nsee"), PICTURE)),),
     ),
-    "late system joins the turn behind it": (
+    "late system joins the turn after it": (
         (system("a"), user("u"), assistant("x"), system("s"), user("v")),
         (system("a"), user("u"), assistant("x"), said("user", late("s") + "\n\nv", aside=True)),
     ),
@@ -117,7 +124,7 @@ STRICT = {
         (user("u"), assistant("x"), system("s"), assistant("y")),
         (user("u"), assistant("x"), said("user", late("s"), aside=True), assistant("y")),
     ),
-    "behind results it is a part of the last": (
+    "after results it is a part of the last": (
         (user("u"), CALLS, RESULT, OTHER_RESULT, system("s"), user("v")),
         (user("u"), CALLS, RESULT, said("tool", f"43\n\n{late('s')}\n\nv", tool_call_id="c2")),
     ),
@@ -130,9 +137,52 @@ def test_what_a_strict_template_gets(case: str) -> None:
     assert arrange(before, ALTERNATING) == after
 
 
-def test_a_program_s_note_stays_in_the_results_where_a_turn_would_change_what_stands_before() -> (
-    None
-):
+NO_RESULT = "(There is no result.)"
+EARLIER = "(The conversation began earlier.)"
+INTERRUPTED = {
+    "an abandoned call gets a result": (
+        TurnRules(unanswered=False),
+        (user("u"), CALLS, user("v"), CALLS, RESULT, CALLS, assistant("x")),
+        (
+            *(user("u"), CALLS, said("tool", NO_RESULT, tool_call_id="c1"), user("v")),
+            *(CALLS, RESULT, CALLS, said("tool", NO_RESULT, tool_call_id="c1"), assistant("x")),
+        ),
+    ),
+    "the last call may still get its own": (
+        TurnRules(unanswered=False),
+        (user("u"), CALLS),
+        (user("u"), CALLS),
+    ),
+    "a result without a call is a user's text": (
+        TurnRules(orphans=False),
+        (user("u"), RESULT, CALLS, RESULT, OTHER_RESULT),
+        (user("u"), user("42"), CALLS, RESULT, user("43")),
+    ),
+    "answers in a row become one": (
+        TurnRules(assistant_runs=False),
+        (user("u"), assistant("x", reasoning="a"), assistant("y", reasoning="b"), CALLS, RESULT),
+        (user("u"), assistant("x\n\ny", reasoning="a\n\nb", tool_calls=(CALL,)), RESULT),
+    ),
+    "an answer at the beginning gets a turn before it": (
+        TurnRules(assistant_first=False),
+        (system("s"), assistant("x"), user("u")),
+        (system("s"), user(EARLIER), assistant("x"), user("u")),
+    ),
+    "a lone system message becomes a user's": (
+        TurnRules(system_alone=False),
+        (system("a"), system("b")),
+        (user("a\n\nb"),),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", INTERRUPTED)
+def test_what_interrupted_agents_leave_can_be_rendered(case: str) -> None:
+    rules, before, after = INTERRUPTED[case]
+    assert arrange(before, rules) == after
+
+
+def test_a_programs_note_joins_the_results_where_a_turn_would_change_the_prefix() -> None:
     chat = (user("u"), CALLS, RESULT, NOTE)
     assert arrange(chat, TurnRules()) == chat
     inside = arrange(chat, TurnRules(notes_in_results=True))
@@ -155,7 +205,7 @@ def test_calls_made_at_once_become_calls_in_turn() -> None:
     )
 
 
-def test_a_template_without_a_system_role() -> None:
+def test_without_a_system_role_the_system_prompt_opens_the_first_user_turn() -> None:
     mute = TurnRules(leading_system=False)
     assert arrange((system("s"), user("u")), mute) == (user("s\n\nu"),)
     assert arrange((system("s"), assistant("x")), mute) == (user("s"), assistant("x"))
@@ -177,8 +227,8 @@ def test_only_whole_changing_lines_go(text: str, left: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["x-" + "billing" * 100_000, " " * 700_000, "x-" + "-" * 700_000])
-def test_a_line_without_end_is_read_once(text: str) -> None:
-    """Trying every way to read it would take hours, with Python's lock held."""
+def test_an_endless_line_takes_linear_time(text: str) -> None:
+    """Backtracking would take hours, with Python's lock held."""
     assert strip_changing_lines(text) == text
 
 
@@ -197,9 +247,9 @@ def test_a_line_without_end_is_read_once(text: str) -> None:
 )
 def test_arguments_reach_the_template_as_an_object(given: object, reaches: object) -> None:
     message = assistant(tool_calls=(ToolCall("c", "f", given),))  # type: ignore[arg-type]
-    (found,) = settled((message,), TemplateStyle())
-    assert found.tool_calls[0].arguments == reaches
-    (rendered,) = to_template((found,))
+    (normal,) = normalize_calls((message,), TemplateStyle())
+    assert normal.tool_calls[0].arguments == reaches
+    (rendered,) = to_template((normal,))
     assert rendered["tool_calls"] == [
         {"type": "function", "id": "c", "function": {"name": "f", "arguments": reaches}}
     ]
@@ -233,7 +283,7 @@ def test_content_is_a_list_only_with_pictures() -> None:
     ]
 
 
-def test_styles() -> None:
+def test_calls_and_results_follow_the_templates_style() -> None:
     messages = (assistant(reasoning="hm", tool_calls=(CALL,)), RESULT)
     style = TemplateStyle(
         none_content=True,
@@ -242,7 +292,7 @@ def test_styles() -> None:
         names_results=True,
         reasoning_key="thinking",
     )
-    said, result = to_template(settled(messages, style), style=style)
+    said, result = to_template(normalize_calls(messages, style), style=style)
     assert said["content"] is None
     assert said["thinking"] == "hm"
     assert said["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'

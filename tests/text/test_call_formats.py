@@ -1,4 +1,4 @@
-"""Each format's own ways, beyond what the contract asks of all."""
+"""What each format allows, beyond the contract that all of them keep."""
 # ruff: noqa: E501  (a reply is easier to read on one line)
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from firn.text.formats import ReplyFormat
+from firn.text.make_splitter import make_splitter
 from firn.text.native import NativeParser
-from firn.text.pythonic import python_calls
-from tests.text.replies import Call, Reply, read, read_at_every_split
+from firn.text.python_calls import python_calls
+from tests.text.replies import TOOLS, Call, Reply, fold, read, read_at_every_split
 
 WEATHER = "get_weather"
 
@@ -35,6 +36,7 @@ CALLS: dict[str, list[tuple[str, list[tuple[str, Any]]]]] = {
         (tagged('{"name": "other", "arguments": {"a": "x\ny\tz"}}'), [("other", {"a": "x\ny\tz"})]),
         (tagged('{"name": "other", "arguments": {"a": "C:\\dir \\d+ \\u00e9 \\\' \\uZ"}}'), [("other", {"a": "C:\\dir \\d+ é ' \\uZ"})]),
         (tagged('{"name": "other", "arguments": {"a": True, "b": None, "c": -1.5e3}}'), [("other", {"a": True, "b": None, "c": -1500.0})]),
+        (tagged('{"name": "other", "arguments": {"a": [True, {"b": None, "c": [1e2, false]}], "d": {"True": "None"}}}'), [("other", {"a": [True, {"b": None, "c": [100.0, False]}], "d": {"True": "None"}})]),
         (tagged('{"name": "get_weather", "arguments": {"city": 75, "days": "3", "note": "7"}}'), [(WEATHER, {"city": "75", "days": 3, "note": "7"})]),
         (tagged('{"name": "other", "arguments": {"a": "</tool_call> <think>"}}'), [("other", {"a": "</tool_call> <think>"})]),
         ('<TOOLCALL>[{"name": "other", "arguments": {"a": 1}}]</TOOLCALL>', [("other", {"a": 1})]),
@@ -78,6 +80,7 @@ CALLS: dict[str, list[tuple[str, list[tuple[str, Any]]]]] = {
     ],
     "dsml": [
         ('<｜DSML｜function_calls>\n<｜DSML｜invoke name="other">\n<｜DSML｜parameter name="a" string="true">7</｜DSML｜parameter>\n<｜DSML｜parameter name="b" string="false">7</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>', [("other", {"a": "7", "b": 7})]),
+        ('<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="note" string="false">7</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>', [(WEATHER, {"note": 7})]),
     ],
     "mistral": [
         ('[TOOL_CALLS][{"name": "other", "arguments": {"a": 1}, "id": "abcdef123"}]', [("other", {"a": 1})]),
@@ -115,7 +118,9 @@ CALLS: dict[str, list[tuple[str, list[tuple[str, Any]]]]] = {
     ("format", "text", "calls"),
     [(f, text, calls) for f, cases in CALLS.items() for text, calls in cases],
 )
-def test_calls(format: str, text: str, calls: list[tuple[str, Any]]) -> None:
+def test_every_variant_of_a_call_is_read(
+    format: str, text: str, calls: list[tuple[str, Any]]
+) -> None:
     reply = read_at_every_split(ReplyFormat(tool=format), text)
     assert [(c.name, c.arguments) for c in reply.calls] == calls
     assert reply.text == ("Sure." if text.startswith("Sure.") else "")
@@ -130,19 +135,22 @@ TEXTS: dict[str, list[str]] = {
         tagged('{"name": "two words", "arguments": {}}'),
         tagged('{"name": "other", "arguments": [1]}'),
         tagged('{"name": "other" "arguments": {}}'),
+        tagged('{"arguments": {"a": [NaN]}, "name": "other"}'),
+        tagged('{"name": "other", "arguments": "{\\"a\\": 1e999}"}'),
         "<tool_call",
         "a <tool_call> is a tag, and <tool_response> too",
     ],
     "bare_json": [
         '{"answer": 42}',
         '{"name": "Bob", "age": 3}',
+        '{"name": "other", "age": 3}',
         '{"name": "nobody", "parameters": {}}',
         '[1] is a footnote',
         "{not json}",
         'Text first: {"name": "other", "parameters": {}}',
         '{"name": "other"',
     ],
-    "python_tag": ["<|python_tag|>print(1)", "<|python_tag|>unknown.call(a=1)"],
+    "python_tag": ["<|python_tag|>print(1)", "<|python_tag|>unknown.call(a=1)", "<|python_tag|>other.call(a=b'x')"],
     "xml_functions": ["<tool_call>\nhello\n</tool_call>", "<function=two words>x</function>"],
     "glm": ["<tool_call> is a tag\nof two lines", "<tool_call>" + "x" * 2000],
     "mistral": ["[TOOL_CALLS] is a marker", '[TOOL_CALLS][{"name": "other", "arguments": [}]'],
@@ -154,9 +162,14 @@ TEXTS: dict[str, list[str]] = {
         "<|tool_call_start|>[other(1)]<|tool_call_end|>",
         "<|tool_call_start|>[other(**x)]<|tool_call_end|>",
         "<|tool_call_start|>import os<|tool_call_end|>",
+        "<|tool_call_start|>[other(), other(a=b'x')]<|tool_call_end|>",
+        "<|tool_call_start|>[other(a={1, 2})]<|tool_call_end|>",
+        "<|tool_call_start|>[other(a={(1, 2): 3})]<|tool_call_end|>",
+        "<|tool_call_start|>[other(a=...)]<|tool_call_end|>",
+        "<|tool_call_start|>[other(a=1e999)]<|tool_call_end|>",
     ],
     "pythonic_bare": ["[1] see (below)]", "[unknown(a=1)]", "[get_weather(a="],
-    "whole_call": ["<call>no</call>", "<call>[1]</call>", '<call>{"name": "other", "arguments": 1}</call>'],
+    "whole_call": ['<call>{"name": "other", "arguments": {"a": 1e999}}</call>', "<call>no</call>", "<call>[1]</call>", '<call>{"name": "other", "arguments": 1}</call>'],
 }  # fmt: skip
 NATIVE = NativeParser("fake", "<call>", "</call>", lambda text, tools: json.loads(text))
 
@@ -173,7 +186,7 @@ BROKEN: dict[str, tuple[str, str]] = {
         "<|tool_calls_section_end|>",
     ),
 }
-"""Two calls of a section each, the first of which is no JSON: what was said of it stands."""
+"""Two calls of a section each. The first is not JSON; what the client has seen of it stays."""
 
 
 @pytest.mark.parametrize("format", BROKEN)
@@ -186,7 +199,7 @@ def test_a_broken_call_takes_no_good_one_along(format: str) -> None:
 @pytest.mark.parametrize(
     ("format", "text"), [(f, text) for f, cases in TEXTS.items() for text in cases]
 )
-def test_what_is_no_call_is_text(format: str, text: str) -> None:
+def test_what_is_not_a_call_is_text(format: str, text: str) -> None:
     reply = read_at_every_split(ReplyFormat(tool=format, native=NATIVE), text)
     assert reply.calls == []
     assert reply.text == text
@@ -206,11 +219,22 @@ def test_a_header_without_its_separator_takes_no_good_call_along(format: str) ->
     assert [(c.name, c.text) for c in reply.calls] == [("other", '{"a": 1}')]
 
 
-def test_deepseek_arguments_that_are_no_object_stay_in_their_call() -> None:
+def test_deepseek_arguments_that_are_not_an_object_stay_in_their_call() -> None:
     call, separator, end = NO_SEPARATOR["deepseek"]
     text = f'{call}other{separator}[1]{end}{call}other{separator}{{"a": 1}}{end}'
     reply = read_at_every_split(ReplyFormat(tool="deepseek"), text)
     assert [(c.name, c.text) for c in reply.calls] == [("other", "[1]"), ("other", '{"a": 1}')]
+
+
+def test_a_header_that_is_too_long_is_text() -> None:
+    """At once, so that the reader need not wait for the end of the reply."""
+    format, text = ReplyFormat(tool="glm"), "<tool_call>" + "x" * 2000
+    splitter = make_splitter(format, TOOLS, "")
+    assert splitter is not None
+    assert fold(splitter.feed(text)).text == text
+    closed = f"{text}\n</tool_call>"
+    assert read(format, [closed]) == read(format, list(closed))
+    assert read(format, [closed]).text == closed
 
 
 def test_a_good_call_after_a_bad_one() -> None:
@@ -267,7 +291,7 @@ HARMONY = ReplyFormat(tool="harmony")
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
 
 
-def test_channels() -> None:
+def test_harmony_channels_become_reasoning_text_and_calls() -> None:
     text = (
         f"{CHANNEL}analysis{MESSAGE}I think.{END}"
         f"{START}assistant{CHANNEL}commentary{MESSAGE}Let me look.{END}"

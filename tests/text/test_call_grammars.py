@@ -1,4 +1,4 @@
-"""Calls that are enforced: whatever a model held to a format's grammar writes, it is a call."""
+"""Enforced calls: whatever a model writes within a format's grammar is a call."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from tests.text.grammar_walks import (
 )
 
 
-def test_every_format_but_the_foreign_one_can_be_held() -> None:
+def test_every_format_but_the_foreign_one_has_a_grammar() -> None:
     assert set(formats()) - set(ENFORCEABLE) == {"whole_call"}
 
 
 @EACH
-def test_what_the_format_is_known_by_is_in_its_grammar(format: ToolFormat) -> None:
+def test_the_grammar_accepts_the_formats_example(format: ToolFormat) -> None:
     begun = start(format.name, asked(required()))
     assert accepts(format.name, begun, format.example)
 
 
 @EACH
-def test_a_call_is_required(format: ToolFormat) -> None:
+def test_a_required_call_is_always_made(format: ToolFormat) -> None:
     replies = walks(format, required())
     for reply in replies:
         check(reply)
@@ -48,22 +48,22 @@ def test_a_call_is_required(format: ToolFormat) -> None:
 
 
 @EACH
-def test_no_more_than_one_call(format: ToolFormat) -> None:
+def test_without_parallel_calls_there_is_exactly_one(format: ToolFormat) -> None:
     for reply in walks(format, required(parallel=False)):
         check(reply)
         assert len(reply.calls) == 1
 
 
 @EACH
-def test_a_call_by_name(format: ToolFormat) -> None:
+def test_only_the_named_tool_is_called(format: ToolFormat) -> None:
     for reply in walks(format, ToolChoice(ToolMode.NAMED, name="say")):
         check(reply)
         assert {call.name for call in reply.calls} == {"say"}
 
 
 @EACH
-def test_a_call_or_an_answer(format: ToolFormat) -> None:
-    """With tools on offer and a format for the answer, the model has both ways to go."""
+def test_the_model_may_call_or_answer_in_its_format(format: ToolFormat) -> None:
+    """With tools and a format for the answer, the model may do either."""
     answer = Grammar("json_schema", '{"const": {"answer": 42}}')
     texts, n_calls = set(), 0
     for reply in walks(format, ToolChoice(), grammar=answer):
@@ -77,7 +77,7 @@ def test_a_call_or_an_answer(format: ToolFormat) -> None:
 
 
 @EACH
-def test_other_text_is_refused(format: ToolFormat) -> None:
+def test_where_a_call_is_required_other_text_is_refused(format: ToolFormat) -> None:
     for text in ("Hello", "", "I shall look.\n" + format.example, format.example[:-9]):
         assert not accepts(format.name, start(format.name, asked(required())), text)
     lost = format.example.replace("get_weather", "get_lost")
@@ -98,7 +98,7 @@ def words_of(format: ToolFormat, text: str = WORDS) -> str:
 
 
 @EACH
-def test_calls_are_forbidden(format: ToolFormat) -> None:
+def test_where_calls_are_forbidden_none_can_be_written(format: ToolFormat) -> None:
     def is_allowed(text: str) -> bool:
         return accepts(format.name, start(format.name, asked(NEVER)), text)
 
@@ -113,7 +113,7 @@ def test_calls_are_forbidden(format: ToolFormat) -> None:
 
 
 @EACH
-def test_the_thought_before_words_is_free_of_calls_too(format: ToolFormat) -> None:
+def test_reasoning_before_text_has_no_calls_either(format: ToolFormat) -> None:
     if format.splitter:
         pytest.skip("its thoughts have a channel of their own")
     request = asked(NEVER, thinks=None)
@@ -126,7 +126,7 @@ def test_the_thought_before_words_is_free_of_calls_too(format: ToolFormat) -> No
 
 
 @EACH
-def test_only_some_tools_are_allowed(format: ToolFormat) -> None:
+def test_only_allowed_tools_are_called(format: ToolFormat) -> None:
     choice = ToolChoice(allowed=frozenset({"get_weather", "say"}))
 
     def is_allowed(text: str) -> bool:
@@ -150,7 +150,7 @@ def test_one_of_some_tools_must_be_called() -> None:
         assert {call.name for call in reply.calls} == {"say"}
 
 
-# --- dialects of a format, by the template -------------------------------------------------
+# --- variants of a format, by the template -------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -195,23 +195,23 @@ def test_one_of_some_tools_must_be_called() -> None:
         ("python_tag", "", '{"name": "ping", "parameters": {}}'),
     ],
 )
-def test_the_template_says_which_dialect(format: str, template: str, reply: str) -> None:
+def test_the_template_tells_the_variant_of_a_format(format: str, template: str, reply: str) -> None:
     class Taught:
-        """The format's tokenizer behind another template."""
+        """The format's tokenizer with another template."""
 
         chat_template = template
 
         def __getattr__(self, name: str) -> object:
             return getattr(tokenizer(format), name)
 
-    found = grammar_walks.constraint(
+    grammar = grammar_walks.constraint(
         asked(required()),
         format=ReplyFormat(tool=format),
         tokenizer=Taught(),  # type: ignore[arg-type]
         prompt_tail="",
     ).grammar
-    assert found is not None
-    begun = grammar_walks.compiler(format).compile(found).start()
+    assert grammar is not None
+    begun = grammar_walks.compiler(format).compile(grammar).start()
     assert accepts(format, begun, reply)
     assert reply_of(formats()[format], reply).calls
 
@@ -226,7 +226,7 @@ def test_the_template_says_which_dialect(format: str, template: str, reply: str)
         ("glm", Tool("f", "", {"properties": {"<key>": {}}})),
     ],
 )
-def test_a_name_that_a_format_cannot_write(format: str, tool: Tool) -> None:
+def test_a_name_that_a_format_cannot_write_is_a_bad_request(format: str, tool: Tool) -> None:
     with pytest.raises(BadRequest) as caught:
         start(format, asked(required(), tools=(PING, tool)))
     assert caught.value.param == "tools[1]"

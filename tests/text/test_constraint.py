@@ -43,14 +43,14 @@ CALL = '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>'
         ("assistant\n<think>\n\n</think>\n\n", None, f"<think></think>{CALL}", False),
     ],
 )
-def test_the_grammar_begins_behind_the_reasoning(
+def test_the_grammar_begins_after_the_reasoning(
     tail: str, thinks: bool | None, reply: str, is_right: bool
 ) -> None:
     begun = start("json_tags", asked(required(), thinks=thinks), tail=tail)
     assert accepts("json_tags", begun, reply) is is_right
 
 
-def test_an_answer_behind_reasoning() -> None:
+def test_an_answer_may_follow_reasoning() -> None:
     answer = Grammar("json_schema", '{"type": "boolean"}')
     request = asked(ToolChoice(), tools=(), grammar=answer, thinks=None)
     for reply in ("true", "<think>perhaps</think>\nfalse"):
@@ -59,17 +59,17 @@ def test_an_answer_behind_reasoning() -> None:
         assert not accepts("json_tags", start("json_tags", request), reply)
 
 
-def test_tags_that_are_no_tokens() -> None:
+def test_think_tags_that_are_not_tokens_are_spelled_out() -> None:
     """The closing tag is spelled out; a token that spells its end and more counts as both."""
     request = asked(required(), thinks=None)
-    found = grammar_walks.constraint(
+    grammar = grammar_walks.constraint(
         request,
         format=ReplyFormat(tool="json_tags", think=type(THINK)("<thinking>", "</thinking>")),
         tokenizer=tokenizer("json_tags"),
         prompt_tail="<thinking>",
     ).grammar
-    assert found is not None
-    compiled = grammar_walks.compiler("json_tags").compile(found)
+    assert grammar is not None
+    compiled = grammar_walks.compiler("json_tags").compile(grammar)
     assert accepts("json_tags", compiled.start(), f"well </thinkin </thinking>\n{CALL}")
     assert not accepts("json_tags", compiled.start(), f"well </thinking>so {CALL}")
 
@@ -102,7 +102,7 @@ def test_an_answer_alone_stays_as_it_is() -> None:
         assert grammar_of("json_tags", asked(choice, tools=tools, grammar=answer)) is answer
 
 
-def test_a_format_without_a_grammar_is_refused_in_words() -> None:
+def test_a_format_without_a_grammar_is_a_bad_request() -> None:
     with pytest.raises(BadRequest, match="whole_call") as caught:
         grammar_of("whole_call", asked(required()))
     assert caught.value.param == "tool_choice"

@@ -30,26 +30,26 @@ def tokenizer(request: pytest.FixtureRequest) -> TrainedTokenizer:
 @pytest.mark.parametrize("text", HARD_TEXTS, ids=range(len(HARD_TEXTS)))
 def test_the_pieces_are_the_decoding_of_the_whole(tokenizer: TrainedTokenizer, text: str) -> None:
     ids = tokenizer.encode(text, add_special=False)
-    found = pieces(tokenizer, ids)
-    assert "".join(found) == tokenizer.decode(ids)
-    assert not any(BROKEN in p for p in found)
+    shown = pieces(tokenizer, ids)
+    assert "".join(shown) == tokenizer.decode(ids)
+    assert not any(BROKEN in p for p in shown)
 
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=60))
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_any_text(kind: str, text: str) -> None:
+def test_any_text_comes_back(kind: str, text: str) -> None:
     tokenizer = TOKENIZERS[kind]()
     ids = tokenizer.encode(text, add_special=False)
-    found = pieces(tokenizer, ids)
-    assert "".join(found) == tokenizer.decode(ids)
+    shown = pieces(tokenizer, ids)
+    assert "".join(shown) == tokenizer.decode(ids)
     if BROKEN not in text:
-        assert not any(BROKEN in p for p in found)
+        assert not any(BROKEN in p for p in shown)
 
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_any_ids_of_a_byte_level_vocabulary(data: st.DataObject) -> None:
+def test_any_ids_of_a_byte_level_vocabulary_come_back(data: st.DataObject) -> None:
     tokenizer = byte_level()
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=80))
     assert "".join(pieces(tokenizer, ids)) == uncut(tokenizer, ids)
@@ -76,7 +76,7 @@ def test_long_runs_of_broken_bytes_keep_the_window_short(data: st.DataObject) ->
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("strips", [True, False])
-def test_any_ids_of_a_fallback_vocabulary(strips: bool, data: st.DataObject) -> None:
+def test_any_ids_of_a_fallback_vocabulary_come_back(strips: bool, data: st.DataObject) -> None:
     tokenizer = fallback(strips=strips)
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=60))
     whole = tokenizer.decode(ids)
@@ -115,10 +115,41 @@ def test_a_character_that_is_cut_off_is_held_back(kind: str, n_whole: int) -> No
         assert "".join(pieces(tokenizer, ids)) == text
 
 
-def test_bytes_that_are_no_character_are_shown_as_broken() -> None:
+def test_bytes_that_are_not_a_character_are_shown_as_broken() -> None:
     tokenizer = byte_level()
     by_byte = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
     assert pieces(tokenizer, [by_byte[b"\xe2"], by_byte[b"a"]])[-2:] == [f"{BROKEN}a", ""]
+    begins_none = [by_byte[b"\x82"], by_byte[b"a"]]
+    assert pieces(tokenizer, begins_none) == [BROKEN, "a", ""], "it need not wait"
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_byte_that_breaks_what_was_shown_is_shown_as_broken(kind: str) -> None:
+    """With byte fallback, the decoder then shows the whole run as broken."""
+    tokenizer = TOKENIZERS[kind]()
+    by_byte = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    ids = [by_byte[bytes([b])] for b in "€".encode() + b"\x82"]
+    assert pieces(tokenizer, ids) == ["", "", "€", BROKEN, ""]
+
+
+def test_a_token_that_ends_inside_a_character_shows_what_is_whole() -> None:
+    tokenizer = byte_level()
+    by_byte = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    begun, rest = by_byte[b" M\xc3"], by_byte[b"\xbc"]
+    assert pieces(tokenizer, [begun]) == [" M", ""]
+    assert pieces(tokenizer, [begun, rest]) == [" M", "ü", ""]
+
+
+def test_a_character_after_many_broken_ones_is_whole() -> None:
+    """It has begun when the window of pending tokens is full."""
+    tokenizer = byte_level().with_template(None)
+    by_byte = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    first, *rest = "🙂".encode()
+    begun = bytes([first, *rest[:2]])
+    n_begun = MAX_PENDING // len(begun)
+    ids = [by_byte[bytes([b])] for b in b"\xe2" + begun * n_begun + bytes(rest[2:])]
+    assert "".join(pieces(tokenizer, ids)) == BROKEN * n_begun + "🙂"
+    assert tokenizer.longest_decode <= MAX_PENDING + 1
 
 
 def test_control_tokens_are_hidden_unless_they_are_markup(tokenizer: TrainedTokenizer) -> None:

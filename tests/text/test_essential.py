@@ -1,4 +1,4 @@
-"""System prompt, tools and the newest message are found in every family's prompts."""
+"""System prompt, tools and the newest message are essential in every family's prompts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parts(name: str, said: list[tuple[str, str]], *tools: Tool) -> tuple[str, st
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)
-def test_the_system_prompt_and_the_newest_message(name: str) -> None:
+def test_the_system_prompt_and_the_newest_message_are_essential(name: str) -> None:
     first, between, last = parts(name, [SYSTEM, *TALK])
     assert SYSTEM[1] in first
     assert TALK[-1][1] in last
@@ -52,7 +52,7 @@ def test_the_system_prompt_and_the_newest_message(name: str) -> None:
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
 @pytest.mark.parametrize("system", [True, False])
-def test_tools_wherever_the_template_puts_them(name: str, system: bool) -> None:
+def test_tools_are_essential_wherever_the_template_puts_them(name: str, system: bool) -> None:
     first, between, last = parts(name, [*([SYSTEM] if system else []), *TALK], LOOKUP)
     assert LOOKUP.description in first + last
     assert LOOKUP.description not in between
@@ -105,7 +105,9 @@ def test_the_middle_of_a_long_newest_message_may_be_skipped(
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
 @pytest.mark.parametrize("earlier", [[], [SYSTEM], [SYSTEM, *TALK[:-1]]])
-def test_tools_beside_a_long_newest_message(name: str, earlier: list[tuple[str, str]]) -> None:
+def test_tools_beside_a_long_newest_message_are_essential(
+    name: str, earlier: list[tuple[str, str]]
+) -> None:
     long = "something that is told at length " * 100
     tools = [replace(LOOKUP, name=f"lookup{i}", description=f"{i}: {long}") for i in range(3)]
     skippable, n = thinnable(name, [*earlier, LONG_MESSAGES[0]], *tools)
@@ -115,19 +117,19 @@ def test_tools_beside_a_long_newest_message(name: str, earlier: list[tuple[str, 
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)
-def test_a_newest_message_that_could_stand_anywhere(name: str) -> None:
+def test_a_newest_message_that_could_occur_anywhere_is_essential(name: str) -> None:
     _, _, last = parts(name, [SYSTEM, *TALK[:-1], ("user", "a")])
     assert "a" in last.replace("assistant", "")
 
 
-def test_a_text_that_is_no_chat_keeps_its_beginning_and_its_end() -> None:
+def test_a_raw_text_keeps_its_beginning_and_its_end() -> None:
     maker = PromptMaker(families.tokenizer("qwen3"), context_length=1 << 20)
     assert maker.make(RawText("some text " * 50)).essential == ()
     prompt = maker.make(RawText(FILE))
     assert prompt.essential == ((0, BEGINNING), (len(prompt) - ENDING, len(prompt)))
 
 
-def test_what_stands_around_a_gap_is_all_essential() -> None:
+def test_everything_around_a_gap_is_essential() -> None:
     tokenizer = FakeTokenizer(special=(END, START, "[SUFFIX]", "[PREFIX]"))
     prompt = PromptMaker(tokenizer, context_length=1 << 20).make(FillInMiddle("a " * 3000, "b"))
     assert prompt.essential == ((0, len(prompt)),)

@@ -1,7 +1,7 @@
 """A chat that grows keeps its prefix: over every dialect, with templates of every family.
 
-The prompt of a turn is the beginning of the next turn's, but for the reply's header and for thinking
-that a template itself leaves out later. What is written here as items is put into each API's own shape.
+The prompt of a turn is the beginning of the next turn's, except for the reply's header and for reasoning
+that the template itself leaves out later. Chats are written as items here, put into each API's shape.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from firn.api.dialects import discover
@@ -56,7 +56,7 @@ SAID = (
 
 @st.composite
 def chats(draw: st.DrawFn, *, thoughts: bool) -> list[Item]:
-    found: list[Item] = []
+    items: list[Item] = []
     n_said = n_calls = 0
 
     def text() -> str:
@@ -68,23 +68,23 @@ def chats(draw: st.DrawFn, *, thoughts: bool) -> list[Item]:
         return f"thought {text()}" if thoughts and draw(st.booleans()) else ""
 
     for _ in range(draw(st.integers(0, 2))):
-        found.append(Item("system", (text(),)))
+        items.append(Item("system", (text(),)))
     for _ in range(draw(st.integers(1, 3))):
         for _ in range(draw(st.integers(1, 2))):
-            found.append(Item("user", (text(),)))
+            items.append(Item("user", (text(),)))
         if draw(st.integers(0, 3)) == 0:
-            found.append(Item("system", (text(),)))
+            items.append(Item("system", (text(),)))
         for _ in range(draw(st.integers(0, 2))):
             texts = tuple(text() for _ in range(draw(st.integers(1, 2))))
-            found.append(Item("calls", texts, thought(), n_calls))
-            found.append(Item("results", tuple(text() for _ in texts), first=n_calls))
+            items.append(Item("calls", texts, thought(), n_calls))
+            items.append(Item("results", tuple(text() for _ in texts), first=n_calls))
             n_calls += len(texts)
             late = draw(st.sampled_from(["", "", "system", "note"]))
             if late:
-                found.append(Item(late, (text(),)))  # type: ignore[arg-type]
+                items.append(Item(late, (text(),)))  # type: ignore[arg-type]
         if draw(st.integers(0, 3)):
-            found.append(Item("answer", (text(),), thought()))
-    return found
+            items.append(Item("answer", (text(),), thought()))
+    return items
 
 
 def turns(items: list[Item]) -> Iterator[list[Item]]:
@@ -160,27 +160,29 @@ def for_messages(items: list[Item]) -> dict[str, Any]:
 
 
 def for_responses(items: list[Item]) -> dict[str, Any]:
-    found: list[dict[str, Any]] = []
+    input_items: list[dict[str, Any]] = []
     for item in items:
         if item.thought:
-            found.append({"type": "reasoning", "content": [
+            input_items.append({"type": "reasoning", "content": [
                 {"type": "reasoning_text", "text": item.thought}], "summary": []})  # fmt: skip
         for i, text in enumerate(item.texts):
             id = f"call_{item.first + i}"
             match item.kind:
                 case "user" | "note":
-                    found.append({"role": "user", "content": text})
+                    input_items.append({"role": "user", "content": text})
                 case "system":
-                    found.append({"role": "system", "content": text})
+                    input_items.append({"role": "system", "content": text})
                 case "answer":
-                    found.append({"role": "assistant", "content": text})
+                    input_items.append({"role": "assistant", "content": text})
                 case "calls":
-                    given = {"name": "look", "arguments": json.dumps({"at": text}), "call_id": id}
-                    found.append({"type": "function_call", **given})
+                    call = {"name": "look", "arguments": json.dumps({"at": text}), "call_id": id}
+                    input_items.append({"type": "function_call", **call})
                 case "results":
-                    found.append({"type": "function_call_output", "call_id": id, "output": text})
+                    input_items.append(
+                        {"type": "function_call_output", "call_id": id, "output": text}
+                    )
     tool = {"type": "function", "name": "look", "description": "Looks.", "parameters": PARAMETERS}
-    return {"input": found, "tools": [tool]}
+    return {"input": input_items, "tools": [tool]}
 
 
 def for_ollama(items: list[Item]) -> dict[str, Any]:
@@ -212,6 +214,32 @@ def test_every_dialect_of_chats_is_here() -> None:
 
 # --- the property --------------------------------------------------------------------------
 
+PLAIN_CHAT = [
+    Item("system", ("Be kind word1.",)),
+    Item("user", ("two\n\nparagraphs word2.",)),
+    Item("answer", ("Grüße word3.",)),
+    Item("user", (f"{SAID[5]} word4.",)),
+    Item("user", ("well word5.",)),
+]
+AGENT_CHAT = [
+    Item("system", ("Be kind word1.",)),
+    Item("system", ("Be brief word2.",)),
+    Item("user", ("look word3.",)),
+    Item("system", ("late word4.",)),
+    Item("calls", ("here word5.", "there word6."), first=0),
+    Item("results", ("snow word7.", f"{SAID[6]} word8."), first=0),
+    Item("note", ("a note word9.",)),
+    Item("calls", ("  spaces   word10.",), first=2),
+    Item("results", ("ice word11.",), first=2),
+    Item("system", ("later word12.",)),
+    Item("answer", ("done word13.",)),
+    Item("user", ("thanks word14.",)),
+]
+THOUGHTFUL_CHAT = [
+    replace(item, thought=f"thought about {i}") if item.is_assistants else item
+    for i, item in enumerate(AGENT_CHAT)
+]
+
 
 @cache
 def maker(family: str) -> PromptMaker:
@@ -233,8 +261,8 @@ def chat_of(path: str, items: list[Item]) -> Chat:
 
 def ids_of(family: str, chat: Chat, *, header: bool) -> list[int]:
     kwargs = {**chat.template_kwargs, "add_generation_prompt": header}
-    found = maker(family).make(replace(chat, template_kwargs=kwargs))
-    return [int(token) for token in found.ids]
+    prompt = maker(family).make(replace(chat, template_kwargs=kwargs))
+    return [int(token) for token in prompt.ids]
 
 
 def check(family: str, path: str, items: list[Item]) -> None:
@@ -262,8 +290,8 @@ def floor(family: str, path: str, text: str, before: list[Item], now: list[Item]
     added = now[len(before) :]
     may_join = rules.alternates or before[-1].kind in ("results", "note")
     if may_join and not added[0].is_assistants:
-        # Nobody has answered: this is said in the same turn, where a template alternates, or
-        # behind results, where it may belong to them. The turn's end stands behind it now.
+        # Nobody has answered: what was added belongs to the same turn, where a template alternates,
+        # or to the results before it. The turn's end comes after it now.
         end = text.rfind(before[-1].texts[-1].split()[-1].rstrip("."))
     questions = ("user",) if path == "/v1/messages" else ("user", "note")
     if rules.thought and any(item.kind in questions for item in added):
@@ -278,6 +306,8 @@ def floor(family: str, path: str, text: str, before: list[Item], now: list[Item]
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=10, deadline=None)
 @given(items=chats(thoughts=False))
+@example(items=PLAIN_CHAT)
+@example(items=AGENT_CHAT)
 def test_a_turn_begins_with_the_one_before(family: str, path: str, items: list[Item]) -> None:
     check(family, path, items)
 
@@ -286,7 +316,8 @@ def test_a_turn_begins_with_the_one_before(family: str, path: str, items: list[I
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=6, deadline=None)
 @given(items=chats(thoughts=True))
-def test_but_for_thoughts_that_the_template_drops(
+@example(items=THOUGHTFUL_CHAT)
+def test_only_reasoning_that_the_template_drops_is_lost(
     family: str, path: str, items: list[Item]
 ) -> None:
     check(family, path, items)

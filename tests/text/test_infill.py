@@ -19,40 +19,40 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize("prompt", FAMILIES)
-def test_each_family_in_its_order(prompt: str) -> None:
-    tokens = [each for each in prompt.split() if each not in ("A", "B")]
+def test_each_family_is_written_in_its_order(prompt: str) -> None:
+    tokens = [word for word in prompt.split() if word not in ("A", "B")]
     tokenizer = FakeTokenizer(special=(END, START, *tokens))
-    found = detect_infill(tokenizer)
-    assert found is not None
-    assert tokenizer.decode(found.ids("A", "B")) == prompt.replace(" ", "")
-    assert {tokenizer.decode([token]) for token in found.ends} == set(tokens)
+    infill = detect_infill(tokenizer)
+    assert infill is not None
+    assert tokenizer.decode(infill.ids("A", "B")) == prompt.replace(" ", "")
+    assert {tokenizer.decode([token]) for token in infill.ends} == set(tokens)
 
 
-def test_code_llamas_tokens_begin_with_a_blank() -> None:
+def test_code_llamas_tokens_begin_with_a_space() -> None:
     tokenizer = FakeTokenizer(special=(END, START, " <PRE>", " <SUF>", " <MID>", " <EOT>"))
-    found = detect_infill(tokenizer)
-    assert found is not None
-    assert tokenizer.decode(found.ids("A", "B")) == " <PRE>A <SUF>B <MID>"
-    assert " <EOT>" in {tokenizer.decode([token]) for token in found.ends}
+    infill = detect_infill(tokenizer)
+    assert infill is not None
+    assert tokenizer.decode(infill.ids("A", "B")) == " <PRE>A <SUF>B <MID>"
+    assert " <EOT>" in {tokenizer.decode([token]) for token in infill.ends}
 
 
-def test_a_family_that_is_not_whole_is_none() -> None:
+def test_a_family_that_lacks_a_token_is_not_detected() -> None:
     assert detect_infill(FakeTokenizer()) is None
     assert (
         detect_infill(FakeTokenizer(special=(END, START, "<fim_prefix>", "<fim_suffix>"))) is None
     )
 
 
-def test_nothing_on_one_side() -> None:
+def test_either_side_may_be_empty() -> None:
     tokenizer = FakeTokenizer(special=(END, START, "[SUFFIX]", "[PREFIX]"))
-    found = detect_infill(tokenizer)
-    assert found is not None
-    assert tokenizer.decode(found.ids("", "B")) == "[SUFFIX]B[PREFIX]"
-    assert tokenizer.decode(found.ids("", "")) == "[SUFFIX][PREFIX]"
+    infill = detect_infill(tokenizer)
+    assert infill is not None
+    assert tokenizer.decode(infill.ids("", "B")) == "[SUFFIX]B[PREFIX]"
+    assert tokenizer.decode(infill.ids("", "")) == "[SUFFIX][PREFIX]"
 
 
 class Framing(FakeTokenizer):
-    """Puts a token in front of every raw prompt and its end token behind."""
+    """Puts a token before every raw prompt and its end token after it."""
 
     def encode(
         self, text: str, *, add_special: bool, typed: Sequence[tuple[int, int]] = ()
@@ -63,15 +63,15 @@ class Framing(FakeTokenizer):
 
 def test_the_opening_token_comes_first_and_no_end_token() -> None:
     tokenizer = Framing(special=(END, START, "[SUFFIX]", "[PREFIX]"))
-    found = detect_infill(tokenizer)
-    assert found is not None
-    assert tokenizer.decode(found.ids("A", "B")) == f"{START}[SUFFIX]B[PREFIX]A"
-    bare = found.ids("A", "B", add_special=False)
+    infill = detect_infill(tokenizer)
+    assert infill is not None
+    assert tokenizer.decode(infill.ids("A", "B")) == f"{START}[SUFFIX]B[PREFIX]A"
+    bare = infill.ids("A", "B", add_special=False)
     assert tokenizer.decode(bare) == "[SUFFIX]B[PREFIX]A"
 
 
-class Blank(FakeTokenizer):
-    """Puts a blank before every text, as SentencePiece does."""
+class SpaceFirst(FakeTokenizer):
+    """Puts a space before every text, as SentencePiece does."""
 
     def encode(
         self, text: str, *, add_special: bool, typed: Sequence[tuple[int, int]] = ()
@@ -80,19 +80,19 @@ class Blank(FakeTokenizer):
         return super().encode(f" {text}" if text else "", add_special=False, typed=moved)
 
 
-def test_what_is_behind_the_hole_gets_no_blank_before_it() -> None:
-    tokenizer = Blank(special=(END, START, "[SUFFIX]", "[PREFIX]"))
-    found = detect_infill(tokenizer)
-    assert found is not None
-    assert tokenizer.decode(found.ids("A", "B")) == "[SUFFIX]B[PREFIX] A"
-    typed = found.ids("[PREFIX]", "[PREFIX]", typed=lambda text: [(0, len(text))])
+def test_the_text_after_the_gap_gets_no_space_before_it() -> None:
+    tokenizer = SpaceFirst(special=(END, START, "[SUFFIX]", "[PREFIX]"))
+    infill = detect_infill(tokenizer)
+    assert infill is not None
+    assert tokenizer.decode(infill.ids("A", "B")) == "[SUFFIX]B[PREFIX] A"
+    typed = infill.ids("[PREFIX]", "[PREFIX]", typed=lambda text: [(0, len(text))])
     assert tokenizer.decode(typed) == "[SUFFIX][PREFIX][PREFIX] [PREFIX]"
     assert typed.count(tokenizer.token_id("[PREFIX]") or 0) == 1
 
 
-def test_tokens_that_are_spelled_as_sentencepiece_spells_blanks() -> None:
+def test_tokens_may_spell_spaces_as_sentencepiece_does() -> None:
     marks = ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>")
     tokenizer = FakeTokenizer(special=(END, START, *marks))
-    found = detect_infill(tokenizer)
-    assert found is not None
-    assert tokenizer.decode(found.ids("A", "B")) == "{}A{}B{}".format(*marks)
+    infill = detect_infill(tokenizer)
+    assert infill is not None
+    assert tokenizer.decode(infill.ids("A", "B")) == "{}A{}B{}".format(*marks)

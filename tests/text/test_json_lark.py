@@ -47,6 +47,7 @@ CASES = {
     ),
     "literals": ('start: "a\\"b\\\\" "\\n\\t/" "x"i', ['a"b\\\n\t/X', 'a"b\\\n\t/x'], ["a", 'a"b']),
     "a range": ('start: "a".."c"+', ["abc"], ["abd", ""]),
+    "a range with spaces": ('start: ("!" .. "~")+', ['a"b', "\\"], ["\n", "a b", ""]),
     "odd range": ('start: (" ".."0")+', ['"! 0'], ["1"]),
     "classes": (r"start: /[\s\w]{2}\d/", ["\na1", "ab2"], ["a1", "-a1"]),
     "any line": ("start: /a.b/s", ["a\nb", 'a"b'], ["a\n", "ab"]),
@@ -68,7 +69,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_texts_are_the_same(case: str) -> None:
+def test_the_quoted_grammar_accepts_the_same_texts(case: str) -> None:
     grammar, right, wrong = CASES[case]
     inside = quoted(grammar)
     for text in right:
@@ -78,9 +79,9 @@ def test_texts_are_the_same(case: str) -> None:
         assert not accepts(inside, json.dumps(text, ensure_ascii=False)[1:-1]), text
 
 
-@pytest.mark.parametrize("raw", ['a"', "a\n", "\\", '\\"x'])
+@pytest.mark.parametrize("raw", ['a"', '"x', "a\n", "\\"])
 def test_no_text_ends_the_string(raw: str) -> None:
-    assert not accepts(quoted("start: /(?s:.*)/"), raw if raw != '\\"x' else '"x')
+    assert not accepts(quoted("start: /(?s:.*)/"), raw)
 
 
 @pytest.mark.parametrize(
@@ -99,10 +100,12 @@ def test_no_text_ends_the_string(raw: str) -> None:
         "%import other.THING\nstart: THING",
         "start: A\n%ignore WS\n%import common.WS\nA: /a/",
         'start: "abc".."z"',
+        'start: "a"..',
+        'start: "a".. B',
         "start: /[/",
     ],
 )
-def test_what_cannot_be_said_there(grammar: str) -> None:
+def test_a_grammar_without_a_form_inside_json_is_refused(grammar: str) -> None:
     with pytest.raises(Unquotable):
         quoted(grammar)
 
@@ -110,7 +113,7 @@ def test_what_cannot_be_said_there(grammar: str) -> None:
 # --- regular expressions -------------------------------------------------------------------
 
 
-def test_expressions_are_taken_apart() -> None:
+def test_regular_expressions_are_parsed() -> None:
     assert parse(r"a\n[b\]]*|(?:c.){2,}") == Group(
         (
             (
@@ -128,13 +131,13 @@ def test_expressions_are_taken_apart() -> None:
     )
     assert parse("a+?") == Group(((Item(Char("a"), "+"),),))
     assert parse(r"\x41\u{42}\u0043") == Group(((*(Item(Char(c)) for c in "ABC"),),))
-    assert parse("(?s:.)(?P<n>x)(?i:y)").options[0][2].what == Group(((Item(Char("y")),),), True)
-    assert parse(r"\p{L}\d[[a-c]&&[^b]]").options[0][2].what == Class("[[a-c]&&[^b]]")
+    assert parse("(?s:.)(?P<n>x)(?i:y)").options[0][2].atom == Group(((Item(Char("y")),),), True)
+    assert parse(r"\p{L}\d[[a-c]&&[^b]]").options[0][2].atom == Class("[[a-c]&&[^b]]")
 
 
 @pytest.mark.parametrize(
     "pattern", ["(", ")", "[a", "*a", "a|*", r"\b", r"\1", "(?!a)", r"\xzz", "^"]
 )
-def test_others_are_not(pattern: str) -> None:
+def test_unsupported_expressions_are_refused(pattern: str) -> None:
     with pytest.raises(UnsupportedRegex):
         parse(pattern)

@@ -1,4 +1,4 @@
-"""Too long is told before all of it is tokenized."""
+"""A text that is too long is refused before all of it is tokenized."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.fakes import FakeTokenizer
 
 
 class Counting(FakeTokenizer):
-    """One token for each character, or for so many of them; it counts what it is asked to read."""
+    """One token for every few characters; counts the characters that it is asked to read."""
 
     def __init__(self, *, chars_a_token: int = 1, longest: int = 16) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def test_a_text_that_no_tokens_could_hold_is_hardly_read() -> None:
     assert "about" in caught.value.message
 
 
-def test_others_are_read_in_slices_until_it_is_clear() -> None:
+def test_a_text_that_might_fit_is_read_in_slices_until_it_is_clear() -> None:
     tokenizer = Counting(longest=10**6)
     with pytest.raises(ContextTooLong) as caught:
         refuse_too_long("x" * (8 << 20), tokenizer, limit=SLICE_CHARS + 1)
@@ -55,10 +55,20 @@ def test_others_are_read_in_slices_until_it_is_clear() -> None:
     assert caught.value.n_prompt > SLICE_CHARS
 
 
-def test_a_text_that_fits_after_all() -> None:
+def test_a_long_text_of_few_tokens_passes() -> None:
     tokenizer = Counting(chars_a_token=1000, longest=1000)
     refuse_too_long("x" * (1 << 20), tokenizer, limit=4096)
     assert tokenizer.n_read == 1 << 20
+
+
+def test_tokens_that_only_cutting_adds_do_not_count() -> None:
+    """Whole, it has one token for every 1000 characters; each slice has a part of one more."""
+    tokenizer = Counting(chars_a_token=1000, longest=1000)
+    text = "x" * (4 * SLICE_CHARS)
+    n_tokens = len(tokenizer.encode(text, add_special=False))
+    refuse_too_long(text, tokenizer, limit=n_tokens + 1)
+    with pytest.raises(ContextTooLong):
+        refuse_too_long(text, tokenizer, limit=n_tokens // 2)
 
 
 def test_ordinary_texts_are_not_looked_at() -> None:
@@ -69,7 +79,7 @@ def test_ordinary_texts_are_not_looked_at() -> None:
 
 
 @pytest.mark.parametrize("source", ["chat", "raw"])
-def test_prompts_are_refused_that_way(source: str) -> None:
+def test_a_prompt_is_refused_before_all_of_it_is_tokenized(source: str) -> None:
     tokenizer = Counting()
     maker = PromptMaker(tokenizer, context_length=1000)
     tokenizer.n_read = 0

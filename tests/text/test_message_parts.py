@@ -1,4 +1,4 @@
-"""What a model cannot take becomes a text, unless somebody has just sent it."""
+"""What a model cannot take becomes a text, unless a user has just sent it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SEEN, BROKEN = PicturePart("data:ok", "messages[0]"), PicturePart("data:broken",
 SOUND = OtherPart("input_audio", "messages[0].content[0].type")
 PAPER = DocumentPart("", "application/pdf", "notes.pdf", "messages[0]", text="Firn is old snow.")
 SEALED = DocumentPart("", "application/pdf", "", "messages[0]", fault="the document is encrypted.")
-NO_EYES, UNSHOWN = (
+NO_VISION, UNSHOWN = (
     "[An image was here. This model cannot see images.]",
     "[An image was here. It could not be shown.]",
 )
 
 
-class Eyes:
+class FakePictures:
     placeholder, inline, whole = "<image>", False, False
 
     def prepare(self, part: PicturePart) -> PreparedPicture:
@@ -39,35 +39,35 @@ class Eyes:
         return PreparedPicture(b"", "<image>", np.array([1]), None)
 
 
-def told(*parts: Any, role: Any = "tool") -> Message:
+def message(*parts: Any, role: Any = "tool") -> Message:
     return Message(role, parts)
 
 
 def only(reader: PartReader, *parts: Any, **more: Any) -> tuple[Any, ...]:
-    return reader.read([told(*parts, **more)], newest=-1).messages[0].parts
+    return reader.read([message(*parts, **more)], newest=-1).messages[0].parts
 
 
-def test_a_model_without_eyes() -> None:
-    found = PartReader().read([told(TextPart("see"), SEEN, TextPart("that"))], newest=-1)
-    (part,) = found.messages[0].parts
-    assert part == TextPart(f"see\n\n{NO_EYES}\n\nthat")
-    assert found.notes == ("messages[0]: this model takes no images. A text stands in its place.",)
+def test_a_model_without_vision_gets_a_text_in_place_of_a_picture() -> None:
+    read = PartReader().read([message(TextPart("see"), SEEN, TextPart("that"))], newest=-1)
+    (part,) = read.messages[0].parts
+    assert part == TextPart(f"see\n\n{NO_VISION}\n\nthat")
+    assert read.notes == ("messages[0]: this model takes no images. A text stands in its place.",)
 
 
-def test_a_model_with_eyes() -> None:
-    reader = PartReader(Eyes())
+def test_pictures_are_prepared_or_replaced_by_a_text() -> None:
+    reader = PartReader(FakePictures())
     (ready,) = only(reader, SEEN)
     assert isinstance(ready, ReadyPicture)
     assert only(reader, BROKEN) == (TextPart(UNSHOWN),)
-    assert only(PartReader(Eyes(), in_results=False), SEEN) == (TextPart(UNSHOWN),)
+    assert only(PartReader(FakePictures(), in_results=False), SEEN) == (TextPart(UNSHOWN),)
     assert isinstance(
-        only(PartReader(Eyes(), in_results=False), SEEN, role="user")[0], ReadyPicture
+        only(PartReader(FakePictures(), in_results=False), SEEN, role="user")[0], ReadyPicture
     )
     many = only(reader, *[SEEN] * (MAX_PICTURES + 2))
     assert [isinstance(p, ReadyPicture) for p in many] == [True] * MAX_PICTURES + [False]
 
 
-def test_other_things() -> None:
+def test_documents_become_text_and_other_parts_a_note() -> None:
     assert only(PartReader(), SOUND) == (
         TextPart("[input_audio was here. This model cannot take it.]"),
     )
@@ -80,7 +80,7 @@ def test_other_things() -> None:
 def test_texts_are_left_alone() -> None:
     parts = (TextPart("a"), TextPart("b"))
     assert only(PartReader(), *parts) == parts
-    assert only(PartReader(Eyes()), *parts, SEEN, *parts)[:2] == parts
+    assert only(PartReader(FakePictures()), *parts, SEEN, *parts)[:2] == parts
 
 
 @pytest.mark.parametrize(
@@ -88,12 +88,12 @@ def test_texts_are_left_alone() -> None:
 )
 def test_what_a_user_has_just_sent_is_refused(part: Any, kind: type[BadPart]) -> None:
     with pytest.raises(kind) as caught:
-        PartReader().read([told(part, role="user")], newest=0)
+        PartReader().read([message(part, role="user")], newest=0)
     assert caught.value.param == part.param
     assert caught.value.status == 400
 
 
-def said(*roles: str) -> Chat:
+def chat_of(*roles: str) -> Chat:
     made = [Message(r.removesuffix("+"), aside=r.endswith("+")) for r in roles]  # type: ignore[arg-type]
     return Chat(tuple(made))
 
@@ -114,5 +114,5 @@ def said(*roles: str) -> Chat:
     ],
 )
 def test_which_message_is_a_users_newest(roles: tuple[str, ...], newest: int) -> None:
-    """What comes with a tool's result is an agent's, not a user's."""
-    assert said(*roles).newest == newest
+    """What comes with a tool's result was sent by an agent, not by a user."""
+    assert chat_of(*roles).newest == newest

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from firn.core.values import (
 )
 from firn.text.prompt import PromptMaker
 from firn.text.template import read_style
+from tests import families
 from tests.text.trained import CHATML, TrainedTokenizer, byte_level, fallback
 
 LLAMA = (
@@ -145,10 +147,29 @@ def test_another_chat_shares_the_system_prompt(name: str) -> None:
     assert best in two.boundaries
 
 
-def test_the_system_prompt_inside_the_first_user_message_with_byte_fallback() -> None:
+def test_a_system_prompt_inside_the_first_user_turn_has_a_boundary_with_byte_fallback() -> None:
     tokenizer = fallback(strips=True).with_template(GEMMA)
     prompt = PromptMaker(tokenizer, context_length=4096).make(chat(SYSTEM, TURNS[0]))
-    assert all(0 < p < len(prompt) for p in prompt.boundaries)
+    shown = [tokenizer.decode(prompt.ids[:p].tolist()) for p in prompt.boundaries]
+    assert any(text.endswith(SYSTEM.text) for text in shown)
+
+
+class Lowering(TrainedTokenizer):
+    """Decodes to lower case only."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return super().decode(ids).lower()
+
+
+def test_a_tokenizer_that_changes_the_text_gives_no_boundary_inside_a_turn() -> None:
+    plain = byte_level().with_template(GEMMA)
+    lowering = Lowering(plain._tokenizer, byte_level=True, chat_template=GEMMA)
+    source = chat(SYSTEM, TURNS[0])
+    exact, changed = (
+        PromptMaker(tokenizer, context_length=4096).make(source).boundaries
+        for tokenizer in (plain, lowering)
+    )
+    assert set(changed) < set(exact)
 
 
 def test_a_template_without_control_tokens_has_no_message_boundaries() -> None:
@@ -186,7 +207,7 @@ def test_a_choice_changes_nothing_of_the_prompt() -> None:
         np.testing.assert_array_equal(maker().make(chosen).ids, maker().make(source).ids)
 
 
-def test_raw_sources() -> None:
+def test_raw_texts_and_raw_tokens_are_taken_as_they_are() -> None:
     tokenizer = byte_level()
     prompt = maker().make(RawText("The quick brown"))
     assert prompt.ids.tolist() == tokenizer.encode("The quick brown", add_special=True)
@@ -238,7 +259,7 @@ STYLES = [
 
 
 @pytest.mark.parametrize(("source", "trait"), STYLES)
-def test_traits_of_templates(source: str, trait: str) -> None:
+def test_the_style_is_read_from_the_templates_source(source: str, trait: str) -> None:
     assert getattr(read_style(source), trait) is True
     assert getattr(read_style(CHATML), trait) is False
 
@@ -251,18 +272,16 @@ def test_traits_of_templates(source: str, trait: str) -> None:
         ("{{ message.content }}", "reasoning_content"),
     ],
 )
-def test_what_reasoning_is_called(source: str, key: str) -> None:
+def test_reasoning_gets_the_key_that_the_template_reads(source: str, key: str) -> None:
     assert read_style(source).reasoning_key == key
 
 
-def test_the_fixture_is_a_port() -> None:
-    from firn.core.ports import Tokenizer
-
-    port: Tokenizer = TrainedTokenizer.with_template(byte_level(), None)
-    assert port.chat_template is None
+def test_the_styles_of_families_are_read_from_their_sources() -> None:
+    assert read_style(families.template("mistral")).short_ids
+    assert read_style(families.template("gpt_oss")).reasoning_key == "thinking"
 
 
-# --- going on ------------------------------------------------------------------------------
+# --- continuing a reply --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -274,6 +293,6 @@ def test_the_fixture_is_a_port() -> None:
     ],
     ids=["user", "empty", "call"],
 )
-def test_what_cannot_be_continued(last: Message) -> None:
+def test_only_an_assistants_text_can_be_continued(last: Message) -> None:
     with pytest.raises(BadRequest, match="continued"):
         maker().make(chat(SYSTEM, *TURNS, last, continues=True))

@@ -31,7 +31,7 @@ class Vocabulary:
         return self._ids.get(text)
 
 
-def found(template: str | None, *tokens: str, **more: str | NativeParser | None) -> ReplyFormat:
+def detected(template: str | None, *tokens: str, **more: str | NativeParser | None) -> ReplyFormat:
     return detect_format(Vocabulary(template, tokens), **more)  # type: ignore[arg-type]
 
 
@@ -80,30 +80,30 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...], str | None]] = {
 
 
 @pytest.mark.parametrize("case", TEMPLATES)
-def test_formats_are_found(case: str) -> None:
+def test_the_format_is_detected(case: str) -> None:
     template, tokens, name = TEMPLATES[case]
-    assert found(template, *tokens).tool == name
+    assert detected(template, *tokens).tool == name
 
 
 def test_a_model_without_a_template_has_no_format() -> None:
-    assert found(None) == ReplyFormat()
+    assert detected(None) == ReplyFormat()
 
 
 @pytest.mark.parametrize("name", THINK_TAGS)
-def test_think_tags_in_the_template(name: str) -> None:
+def test_think_tags_are_detected_in_the_template(name: str) -> None:
     tags = THINK_TAGS[name]
-    assert found(f"{tags.open} reasoning {tags.close}").think == tags
+    assert detected(f"{tags.open} reasoning {tags.close}").think == tags
 
 
-def test_think_tags_in_the_vocabulary() -> None:
-    assert found("", "<think>", "</think>").think == THINK
-    assert found("", "<think>").think is None
-    assert found("", "<|open|>", "<|close|>", "<|sep|>").think == THINK_TAGS["kimi_k3"]
-    assert found("", "<|open|>", "<|close|>", "<|sep|>").drop
+def test_think_tags_are_detected_in_the_vocabulary() -> None:
+    assert detected("", "<think>", "</think>").think == THINK
+    assert detected("", "<think>").think is None
+    assert detected("", "<|open|>", "<|close|>", "<|sep|>").think == THINK_TAGS["kimi_k3"]
+    assert detected("", "<|open|>", "<|close|>", "<|sep|>").drop
 
 
 def test_harmony_has_no_think_tags() -> None:
-    format = found("<|channel|><|message|> <think></think>")
+    format = detected("<|channel|><|message|> <think></think>")
     assert format.is_harmony
     assert format.think is None
 
@@ -119,37 +119,37 @@ def test_only_control_tokens_need_to_be_made_visible() -> None:
     assert detect_format(Plain()).visible == {1}  # type: ignore[arg-type]
 
 
-def test_overrides() -> None:
-    assert found(HERMES, tool_override="none").tool is None
-    assert found(HERMES, tool_override="auto").tool == "json_tags"
-    assert found(None, tool_override="qwen3_coder").tool == "xml_functions"
-    assert found("<think></think>", reasoning_override="none").think is None
-    assert found(None, reasoning_override="deepseek_r1").think == THINK
-    assert found("<think></think>", reasoning_override="auto").think == THINK
-    assert found(None, reasoning_override="mistral").think == THINK_TAGS["magistral"]
+def test_an_override_wins_over_detection() -> None:
+    assert detected(HERMES, tool_override="none").tool is None
+    assert detected(HERMES, tool_override="auto").tool == "json_tags"
+    assert detected(None, tool_override="qwen3_coder").tool == "xml_functions"
+    assert detected("<think></think>", reasoning_override="none").think is None
+    assert detected(None, reasoning_override="deepseek_r1").think == THINK
+    assert detected("<think></think>", reasoning_override="auto").think == THINK
+    assert detected(None, reasoning_override="mistral").think == THINK_TAGS["magistral"]
 
 
 def test_unknown_overrides_name_the_known() -> None:
     with pytest.raises(SetupError, match=r"'nope'.*hermes"):
-        found(None, tool_override="nope")
+        detected(None, tool_override="nope")
     with pytest.raises(SetupError, match=r"'nope'.*think"):
-        found(None, reasoning_override="nope")
+        detected(None, reasoning_override="nope")
 
 
-def test_names_for_help_texts() -> None:
+def test_every_name_in_the_help_texts_is_known() -> None:
     assert tool_parser_names()[:2] == reasoning_parser_names()[:2] == ("auto", "none")
     for name in tool_parser_names():
-        found(None, tool_override=name)
+        detected(None, tool_override=name)
     for name in reasoning_parser_names():
-        found(None, reasoning_override=name)
+        detected(None, reasoning_override=name)
 
 
 def test_the_tokenizers_own_parser_reads_what_no_file_knows() -> None:
-    format = found("<|odd|>", "<|odd|>", "<|/odd|>", native=NATIVE)
+    format = detected("<|odd|>", "<|odd|>", "<|/odd|>", native=NATIVE)
     assert (format.tool, format.native) == ("whole_call", NATIVE)
     assert format.visible == {0, 1}
-    assert found(HERMES, native=NATIVE).tool == "json_tags"
-    assert found(HERMES, native=NATIVE, tool_override="native").tool == "whole_call"
+    assert detected(HERMES, native=NATIVE).tool == "json_tags"
+    assert detected(HERMES, native=NATIVE, tool_override="native").tool == "whole_call"
 
 
 @pytest.mark.parametrize(
@@ -164,11 +164,11 @@ def test_the_tokenizers_own_parser_reads_what_no_file_knows() -> None:
         ("", False),
     ],
 )
-def test_prompts_that_end_inside_reasoning(tail: str, opens: bool) -> None:
+def test_a_prompt_may_end_inside_reasoning(tail: str, opens: bool) -> None:
     assert opens_in_reasoning(tail, THINK) is opens
     assert opens_in_reasoning(tail, None) is False
 
 
-def test_every_file_of_the_folder_is_found() -> None:
+def test_every_file_of_the_folder_is_loaded() -> None:
     assert {"json_tags", "harmony", "whole_call"} < set(formats())
     assert len(formats()) >= 17

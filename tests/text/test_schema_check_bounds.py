@@ -1,4 +1,4 @@
-"""Schemas of anybody, looked at where everybody's tokens pass: nothing takes long, nothing raises."""
+"""Anybody may send a schema, and checks run on the thread of all tokens: none is slow, none raises."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HOSTILE: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_it_has_an_end(name: str) -> None:
+def test_a_hostile_schema_is_given_up_in_time(name: str) -> None:
     """Each of these would take minutes at least."""
     value, schema = HOSTILE[name]
     assert isinstance(faults(value, schema), list)
@@ -50,12 +50,12 @@ def test_it_has_an_end(name: str) -> None:
         {"enum": 5, "pattern": {}, "propertyNames": 1, "items": 3, "contains": 4, "$ref": []},
     ],
 )
-def test_what_has_no_meaning_is_no_fault(schema: Any) -> None:
+def test_malformed_keywords_raise_nothing(schema: Any) -> None:
     for value in ({"a": 1}, [1], "a", 1, None):
         assert isinstance(faults(value, schema), list)
 
 
-def test_all_calls_of_a_reply_have_one_time_together() -> None:
+def test_all_calls_of_a_reply_share_one_time_limit() -> None:
     check = CallCheck([Tool("f", "", {"properties": {"a": {"pattern": SLOW}}}, param="tools[0]")])
     events: list[Any] = []
     for i in range(2000):
@@ -64,7 +64,7 @@ def test_all_calls_of_a_reply_have_one_time_together() -> None:
     assert check.see([ChoiceFinished(0, "tool_calls")]) == []
 
 
-def test_brackets_without_end_are_no_call() -> None:
+def test_arguments_of_endless_brackets_are_not_checked() -> None:
     check = CallCheck([Tool("f", "", {"not": {}}, param="tools[0]")])
     check.see([ToolCallStarted(0, 0, "a", "f"), ToolCallDelta(0, 0, "[" * 100_000)])
     assert check.see([ChoiceFinished(0, "length")]) == []

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from firn.text.formats import ReplyFormat
@@ -20,6 +20,7 @@ TABLE: list[tuple[str, str, str, str]] = [
     ("  plain \n", "", "  plain \n", ""),
     ("<think>hm</think>yes", "", "yes", "hm"),
     ("<think>\nhm\n\n</think>\n\nyes\n", "", "yes\n", "hm"),
+    ("<think>one\n\ntwo\n</think>yes", "", "yes", "one\n\ntwo"),
     ("\n<think>hm</think>yes", "", "yes", "hm"),
     ("hm</think>yes", "<think>\n", "yes", "hm"),
     ("hm</think>yes", "user<think>", "yes", "hm"),
@@ -40,7 +41,9 @@ TABLE: list[tuple[str, str, str, str]] = [
 
 @pytest.mark.parametrize(("text", "tail", "said", "reasoning"), TABLE)
 @pytest.mark.parametrize("format", [THINKS, BOTH], ids=["think", "think and tools"])
-def test_reasoning(format: ReplyFormat, text: str, tail: str, said: str, reasoning: str) -> None:
+def test_reasoning_is_split_from_text(
+    format: ReplyFormat, text: str, tail: str, said: str, reasoning: str
+) -> None:
     reply = read_at_every_split(format, text, tail=tail)
     assert reply.text.replace(" ", "") == said.replace(" ", "")
     assert reply.reasoning.replace(" ", "") == reasoning.replace(" ", "")
@@ -78,6 +81,13 @@ def test_after_a_call_in_reasoning_the_reasoning_goes_on() -> None:
     assert (reply.reasoning, reply.text, len(reply.calls)) == ("ab", "c", 1)
 
 
+def test_a_call_of_an_unknown_tool_in_reasoning_is_a_quotation() -> None:
+    quoted = CALL.replace("other", "nobody")
+    reply = read_at_every_split(BOTH, f"a {quoted} b</think>c", tail="<think>")
+    assert (reply.reasoning, reply.text, reply.calls) == (f"a {quoted} b", "c", [])
+    assert len(read_at_every_split(BOTH, f"a {quoted}").calls) == 1, "in text it is a call"
+
+
 def test_a_call_without_markers_may_follow_reasoning() -> None:
     format = ReplyFormat(tool="bare_json", think=THINK)
     bare = '{"name": "other", "parameters": {}}'
@@ -86,14 +96,14 @@ def test_a_call_without_markers_may_follow_reasoning() -> None:
     assert read_at_every_split(format, "so: " + bare).text == "so: " + bare
 
 
-def test_dropped_markup() -> None:
+def test_markup_to_drop_is_dropped() -> None:
     format = ReplyFormat(think=ThinkTags("<T>", "</T>"), drop=("<R>", "</R>"))
     assert read_at_every_split(format, "<T>hm</T><R>yes</R>") == Reply(
         "yes", "hm", [], ["ReasoningPiece", "TextPiece"]
     )
 
 
-def test_nothing_to_look_for_needs_no_router() -> None:
+def test_a_reply_with_nothing_to_look_for_needs_no_splitter() -> None:
     assert make_splitter(ReplyFormat(), TOOLS, "") is None
     assert make_splitter(ReplyFormat(tool="json_tags"), (), "") is None
 
@@ -106,11 +116,15 @@ def test_nothing_to_look_for_needs_no_router() -> None:
         ),
         max_size=10,
     ),
-    data=st.data(),
+    cuts=st.lists(st.integers(0, 200), max_size=6),
 )
-def test_no_split_matters_and_plain_text_is_whole(parts: list[str], data: st.DataObject) -> None:
+@example(parts=["<", "think>", "a", "</think>", "\n", CALL, " ", CALL, "a"], cuts=[3, 12, 40, 80])
+@example(parts=["a", " ", "\n", CALL, "\n", "<tool_call>", "a", "<"], cuts=[2, 3, 5])
+@example(parts=["<think>", CALL, "\n", "a", "</think>", " ", "a"], cuts=[4, 9])
+@example(parts=["a", " ", "<", "think", "\n", "<"], cuts=[3])
+def test_no_split_matters_and_plain_text_is_whole(parts: list[str], cuts: list[int]) -> None:
     text = "".join(parts)
-    ends = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    ends = sorted(min(cut, len(text)) for cut in cuts)
     chunks = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
     whole = read(BOTH, [text])
     assert read(BOTH, chunks) == read(BOTH, list(text)) == whole
@@ -119,6 +133,9 @@ def test_no_split_matters_and_plain_text_is_whole(parts: list[str], data: st.Dat
 
 
 @given(st.text(alphabet="<think/>tool_call{}ab \n", max_size=40))
+@example("a <tool_call>{} \n")
+@example("<thin <think </think> <tool_call"[:20])
+@example(" \n<tool_call>\n{a}</tool_call>\n ")
 def test_text_that_holds_no_whole_tag_passes_unchanged(text: str) -> None:
     if not any(tag in text for tag in ("<think>", "</think>")):
         assert read(BOTH, list(text)).text == text

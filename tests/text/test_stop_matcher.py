@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from firn.text.scan import Finder
 from firn.text.stops import StopMatcher
+from firn.text.stream_finder import StreamFinder
 
 
 def read(stops: tuple[str, ...], chunks: list[str]) -> tuple[str, str | None]:
@@ -37,6 +37,7 @@ TABLE = [
     (("aab",), "aaab", ("a", "aab")),
     (("abcd", "bc"), "xabcd", ("xa", "bc")),
     (("bc", "abc"), "xabc", ("x", "abc")),
+    (("abc", "bc"), "xabc", ("x", "abc")),
     (("é",), "cafés", ("caf", "é")),
     (("abab", "babc"), "ababc", ("", "abab")),
     ((), "anything", ("anything", None)),
@@ -45,7 +46,9 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("stops", "text", "result"), TABLE)
-def test_at_every_split(stops: tuple[str, ...], text: str, result: tuple[str, str | None]) -> None:
+def test_a_stop_is_found_at_every_split(
+    stops: tuple[str, ...], text: str, result: tuple[str, str | None]
+) -> None:
     assert expected(stops, text) == result
     assert read(stops, list(text)) == result
     for i in range(len(text) + 1):
@@ -58,7 +61,11 @@ def test_at_every_split(stops: tuple[str, ...], text: str, result: tuple[str, st
     stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4).map(tuple),
     chunks=st.lists(st.text("abc", max_size=6), max_size=10),
 )
-def test_as_defined(stops: tuple[str, ...], chunks: list[str]) -> None:
+@example(stops=("abab", "bab"), chunks=["a", "ba", "bc"])
+@example(stops=("aab", "ab"), chunks=["aa", "aab"])
+@example(stops=("ababb",), chunks=["abab", "abb"])
+@example(stops=("b", "ab"), chunks=["a", "b"])
+def test_any_stops_match_as_defined(stops: tuple[str, ...], chunks: list[str]) -> None:
     assert read(stops, chunks) == expected(stops, "".join(chunks))
 
 
@@ -66,22 +73,31 @@ def test_as_defined(stops: tuple[str, ...], chunks: list[str]) -> None:
     stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3).map(tuple),
     chunks=st.lists(st.text("abc", max_size=6), max_size=10),
 )
+@example(stops=("abb", "ba"), chunks=["ca", "c", "ab", "c"])
+@example(stops=("aab",), chunks=["aaa", "a"])
 def test_no_more_is_held_back_than_may_begin_a_stop(
     stops: tuple[str, ...], chunks: list[str]
 ) -> None:
-    finder = Finder(stops)
+    finder = StreamFinder(stops)
     for chunk in chunks:
         if finder.feed(chunk).needle:
             return
-        assert finder.held == "" or any(s.startswith(finder.held) for s in stops)
+        assert finder.pending == "" or any(s.startswith(finder.pending) for s in stops)
 
 
 def test_it_starts_afresh_after_a_needle() -> None:
-    finder = Finder(("ab",))
+    finder = StreamFinder(("ab",))
     assert finder.feed("xaby") == ("x", "ab", "y")
     assert finder.feed("yb") == ("yb", "", "")
     assert finder.feed("a") == ("", "", "")
     assert finder.feed("b!") == ("", "ab", "!")
+
+
+def test_it_starts_afresh_after_a_flush() -> None:
+    finder = StreamFinder(("aab",))
+    assert finder.feed("xaa") == ("x", "", "")
+    assert finder.flush() == "aa"
+    assert finder.feed("ab") == ("ab", "", "")
 
 
 def test_a_long_self_similar_stop_costs_time_linear_in_the_text() -> None:

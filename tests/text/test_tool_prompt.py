@@ -1,4 +1,4 @@
-"""Tools in words, for templates that know none; and what is asked of templates at load."""
+"""Tools in words, for templates that take none; and what templates are probed for at load."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from firn.core.errors import BadRequest
-from firn.core.values import Chat, Message, TextPart, Tool, ToolCall
+from firn.core.values import Chat, Message, RawText, TextPart, Tool, ToolCall
 from firn.text.formats import FALLBACK, detect_format
-from firn.text.messages import COMMON
 from firn.text.parsers import formats
 from firn.text.prompt import PromptMaker
 from firn.text.template import Template
+from firn.text.tool_prompt import in_words
 from firn.text.turn_rules import TurnRules
 from tests import families
 from tests.text.replies import read
@@ -43,12 +43,21 @@ def text_of(family: str, chat: Chat, format: str = FALLBACK) -> str:
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma2"])
-def test_tools_calls_and_results_in_words(family: str) -> None:
+def test_tools_calls_and_results_are_written_in_words(family: str) -> None:
     text = text_of(family, CHAT)
     assert text.index('"name": "look"') < text.index("Be brief.") < text.index("How is it")
     call = formats()[FALLBACK].write("look", {"at": "sky"})  # type: ignore[misc]
     assert f"<start_of_turn>model\nI look.\n{call}<end_of_turn>" in text
     assert '<tool_result name="look">\nblue\n</tool_result><end_of_turn>' in text
+
+
+def test_a_result_may_name_any_tool() -> None:
+    """Nothing keeps a client from a name with a NUL, or with braces."""
+    for name in ("a\0b", "{text}", ""):
+        result = said("tool", "blue", name=name)
+        (turn,) = in_words([result], (), formats()[FALLBACK])
+        shown = f' name="{name}"' if name else ""
+        assert turn.text == f"<tool_result{shown}>\nblue\n</tool_result>"
 
 
 @pytest.mark.parametrize("format", [f.name for f in formats().values() if f.write])
@@ -122,12 +131,21 @@ RULES["gemma2"] = TurnRules(leading_system=False, late_system=False, user_runs=F
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_the_rules_of_a_family(family: str) -> None:
+def test_probing_finds_the_rules_of_every_family(family: str) -> None:
     assert rules(family) == RULES[family]
 
 
-def test_nothing_is_asked_of_a_model_without_a_template() -> None:
+def test_a_model_without_a_template_is_not_probed() -> None:
     tokenizer = families.with_template("qwen3", None)
-    assert tokenizer.chat_template is None
-    PromptMaker(tokenizer, context_length=64)
-    assert COMMON.lists is False
+
+    class Unrendered:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def render(self, *args: Any, **options: Any) -> str:
+            raise AssertionError("there is no template to render")
+
+    unrendered: Any = Unrendered()
+    assert unrendered.chat_template is None
+    made = PromptMaker(unrendered, context_length=64).make(RawText("snow"))
+    assert tokenizer.decode(made.ids.tolist()) == "snow"

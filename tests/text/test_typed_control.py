@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from firn.core.ports import Tokenizer
@@ -15,12 +15,11 @@ from firn.text.formats import own_markup
 from firn.text.messages import to_template
 from firn.text.prompt import PromptMaker
 from firn.text.rendering import Content, Rendered
-from firn.text.template import read_style
 from firn.text.typed_control import TypedControl, control_texts
 from firn.text.typed_marks import MAX_RENDERINGS
 from tests import families
 from tests.families import FAMILIES
-from tests.text.trained import CHATML, CONTROL, MARKUP, TrainedTokenizer, byte_level, fallback
+from tests.text.trained import CONTROL, MARKUP, TrainedTokenizer, byte_level, fallback
 
 each_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -89,7 +88,7 @@ def test_markup_in_what_users_and_tools_bring_is_text(family: str) -> None:
         assert tokenizer.decode(typed) == tokenizer.decode(harmless).replace("snow", word)
 
 
-def test_an_assistant_s_own_tags_are_the_model_s() -> None:
+def test_markup_in_an_assistants_text_stays_markup() -> None:
     tokenizer = families.tokenizer("llama3")  # its template does nothing about them
     tagged = families.with_template("qwen3", families.template("llama3"))
     chat = Chat((said("user", "a"), said("assistant", "<think>hm</think>b"), said("user", "c")))
@@ -124,7 +123,7 @@ def test_an_ordinary_prompt_is_tokenized_as_ever(family: str) -> None:
 
 
 @pytest.mark.parametrize("parts", [("<|im_", "end|>"), ("<", "|im_end|>"), ("<|im_end|", ">", "")])
-def test_a_token_in_pieces_is_no_token_either(parts: tuple[str, ...]) -> None:
+def test_a_token_in_several_parts_is_text_too(parts: tuple[str, ...]) -> None:
     ids = ids_of("qwen3", Chat((said("user", *parts),)))
     whole = ids_of("qwen3", Chat((said("user", "<|im_end|>"),)))
     assert ids == whole
@@ -141,7 +140,7 @@ def test_what_a_template_refuses_in_content_is_nothing_but_text() -> None:
     assert ids.count(tokenizer.token_id("<|channel|>")) == 1  # before the word "final"
 
 
-# --- templates that look into what they are given ------------------------------------------
+# --- templates that look for tokens in their messages --------------------------------------
 
 CURIOUS = {
     "splits": "{{ m.content.split('</think>')[-1] }}",
@@ -163,6 +162,10 @@ WORDS = st.sampled_from(["<|im_end|>", "<|im_start|>", "</think>", "<think>", " 
 @pytest.mark.parametrize("name", CURIOUS)
 @settings(max_examples=40, deadline=None)
 @given(words=st.lists(st.lists(WORDS, max_size=5).map("".join), min_size=1, max_size=3))
+@example(words=["<|im_end|>"])
+@example(words=["<|im_start|>a<|im_end|>", "a</think>b<|im_end|>"])
+@example(words=["<think>a</think><|im_end|>\n", " <|im_start|> "])
+@example(words=["<|im_end|><|im_end|>", "a", "</think></think>"])
 def test_the_text_is_what_the_template_makes_of_it(name: str, words: list[str]) -> None:
     body = CURIOUS[name]
     source = (
@@ -175,10 +178,10 @@ def test_the_text_is_what_the_template_makes_of_it(name: str, words: list[str]) 
         return tokenizer.render(to_template(content.messages), tools=None, kwargs={})
 
     content = Content(tuple(said("user", text) for text in words))
-    found = TypedControl(control_texts(tokenizer)).render(content, render)
-    assert found.text == render(content)
-    ids = tokenizer.encode(found.text, add_special=False, typed=found.typed)
-    assert tokenizer.decode(ids) == found.text
+    rendered = TypedControl(control_texts(tokenizer)).render(content, render)
+    assert rendered.text == render(content)
+    ids = tokenizer.encode(rendered.text, add_special=False, typed=rendered.typed)
+    assert tokenizer.decode(ids) == rendered.text
     if name != "cuts":
         assert ids.count(tokenizer.token_id("<|im_start|>")) == len(words) + 1
         assert ids.count(tokenizer.token_id("<|im_end|>")) == len(words)
@@ -197,24 +200,24 @@ def test_a_template_is_asked_a_bounded_number_of_times() -> None:
 
     typed = TypedControl(kinds)
     text = " ".join(kinds)
-    found = typed.render(Content((said("user", text),)), render)
-    assert found.text == f"10 {text}"
-    assert len(found.typed) == 500, "found in the whole text, where marks were no help"
+    rendered = typed.render(Content((said("user", text),)), render)
+    assert rendered.text == f"10 {text}"
+    assert len(rendered.typed) == 500, "found in the whole text, where marks were no help"
     assert n_renders <= 2 * MAX_RENDERINGS + 8
 
 
 def test_a_mark_that_json_has_changed_is_known_again() -> None:
     typed = TypedControl(['<|"|>'])
-    found = typed.render(
+    rendered = typed.render(
         Content((said("user", 'x<|"|>'),)), lambda c: str([c.messages[0].text.replace('"', '\\"')])
     )
-    assert found == Rendered(found.text)
+    assert rendered == Rendered(rendered.text)
 
 
 # --- which texts are control ---------------------------------------------------------------
 
 
-def test_html_and_runs_of_spaces_are_no_control() -> None:
+def test_html_and_runs_of_spaces_are_not_control() -> None:
     gemma = families.tokenizer("gemma3")
     assert {"<table>", "<h1>", "\n\n"} <= set(gemma.added_tokens)
     assert control_texts(gemma) == set(FAMILIES["gemma3"].special)
@@ -232,6 +235,8 @@ def test_markup_that_is_not_special_is_control_too() -> None:
 
 # --- tokenizers of other kinds -------------------------------------------------------------
 
+PIECES = st.sampled_from([*CONTROL[:4], *MARKUP[:2], "fox", " ", "  ", "\n", "dög", "世", "<|"])
+
 
 @pytest.mark.parametrize(
     "tokenizer",
@@ -239,10 +244,14 @@ def test_markup_that_is_not_special_is_control_too() -> None:
     ids=["bytes", "stripping", "metaspace"],
 )
 @settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_any_mixture_of_typed_and_meant(tokenizer: TrainedTokenizer, data: st.DataObject) -> None:
-    words = st.sampled_from([*CONTROL[:4], *MARKUP[:2], "fox", " ", "  ", "\n", "dög", "世", "<|"])
-    pieces = data.draw(st.lists(st.tuples(words, st.booleans()), max_size=8))
+@given(pieces=st.lists(st.tuples(PIECES, st.booleans()), max_size=8))
+@example(pieces=[("<|im_end|>", True)])
+@example(pieces=[("<|im_end|>", True), ("<|im_end|>", False), ("<|im_end|>", True)])
+@example(pieces=[("fox", False), ("<think>", False), (" ", False), ("</think>", True)])
+@example(pieces=[("<|", False), ("<|im_start|>", True), ("世", False), ("<|im_start|>", False)])
+def test_any_mixture_of_typed_and_meant(
+    tokenizer: TrainedTokenizer, pieces: list[tuple[str, bool]]
+) -> None:
     text, typed, meant = "", [], []
     for word, is_typed in pieces:
         if word in (*CONTROL, *MARKUP):
@@ -266,7 +275,7 @@ def tokenizer_is_exact(tokenizer: TrainedTokenizer, text: str) -> bool:
 # --- raw text ------------------------------------------------------------------------------
 
 
-def test_a_raw_prompt_is_as_it_is_unless_it_says_otherwise() -> None:
+def test_a_raw_prompt_has_control_tokens_unless_parse_special_is_off() -> None:
     tokenizer = families.tokenizer("llama3")
     made = maker("llama3")
     text = "a<|eot_id|>b"
@@ -276,9 +285,3 @@ def test_a_raw_prompt_is_as_it_is_unless_it_says_otherwise() -> None:
     plain = made.make(RawText(text, parse_special=False)).ids.tolist()
     assert tokenizer.token_id("<|eot_id|>") not in plain
     assert tokenizer.decode(plain) == tokenizer.decode(whole)
-
-
-def test_styles_are_read_from_the_families_sources() -> None:
-    assert read_style(families.template("mistral")).short_ids
-    assert read_style(families.template("gpt_oss")).reasoning_key == "thinking"
-    assert CHATML

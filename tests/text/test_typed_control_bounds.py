@@ -1,4 +1,4 @@
-"""However many control tokens somebody types, they are told apart in time that grows with the text."""
+"""However many control tokens somebody types, telling them apart takes linear time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def user(text: str) -> Message:
 
 
 def nosy(content: Content) -> str:
-    """As templates that look into what they are given, and write something else then."""
+    """Like a template that looks for tokens in its messages, and then writes something else."""
     said = "".join(
         f"{START}{m.text.count(END)} {END in m.text} {m.text}{END}" for m in content.messages
     )
@@ -37,17 +37,17 @@ def spelled(content: Content) -> int:
         Content((user(f"{END}{START} x " * N),)),
         Content(tuple(user(f"a{END}b {i}") for i in range(2000))),
     ],
-    ids=["one text", "one behind the other", "two kinds", "many messages"],
+    ids=["one text", "one after the other", "two kinds", "many messages"],
 )
-def test_thousands_of_typed_tokens(content: Content) -> None:
-    found = TypedControl([END, START]).render(content, nosy)
-    assert found.text == nosy(content)
+def test_thousands_of_typed_tokens_are_all_text(content: Content) -> None:
+    rendered = TypedControl([END, START]).render(content, nosy)
+    assert rendered.text == nosy(content)
     # All but what the template itself has written.
     n_own = 2 * len(content.messages) + 1
     assert (
-        len(found.typed)
+        len(rendered.typed)
         == spelled(content)
-        == found.text.count(END) + found.text.count(START) - n_own
+        == rendered.text.count(END) + rendered.text.count(START) - n_own
     )
 
 
@@ -63,6 +63,6 @@ def test_a_slow_template_is_not_asked_again_and_again(monkeypatch: pytest.Monkey
         return f"{sum(kind in text for kind in kinds)} {text}"
 
     text = " x ".join(kinds)
-    found = TypedControl(kinds).render(Content((user(text),)), render)
+    rendered = TypedControl(kinds).render(Content((user(text),)), render)
     assert n_renders <= 3
-    assert len(found.typed) == len(kinds)
+    assert len(rendered.typed) == len(kinds)

@@ -15,7 +15,7 @@ TOOLS = (Tool("get_weather"), Tool("a+b"))
 @pytest.mark.parametrize(
     "form", [f for f in formats().values() if f.name != "whole_call"], ids=lambda form: form.name
 )
-def test_the_example_of_every_format_is_seen(form: ToolFormat) -> None:
+def test_a_call_in_any_format_is_noticed(form: ToolFormat) -> None:
     assert mark_of_call(form.example, TOOLS)
     if form.opens:
         assert mark_of_call(f"Sure. {form.example}", TOOLS)
@@ -33,7 +33,7 @@ def test_the_example_of_every_format_is_seen(form: ToolFormat) -> None:
         'I call [{"tool" : "a+b", "args": {}}]',
     ],
 )
-def test_a_tool_by_its_name(text: str) -> None:
+def test_json_that_names_a_tool_is_a_call(text: str) -> None:
     assert mark_of_call(text, TOOLS)
 
 
@@ -52,11 +52,11 @@ def test_a_tool_by_its_name(text: str) -> None:
         f'<tool_call>{{"name": "get_weather", "arguments": {"[" * 99_999}{"]" * 99_999}}}</tool_call>',
     ],
 )
-def test_plain_text_is_no_call(text: str) -> None:
+def test_text_about_calls_is_not_a_call(text: str) -> None:
     assert mark_of_call(text, TOOLS) is None
 
 
-def test_it_is_seen_across_deltas_and_said_at_the_end() -> None:
+def test_a_call_is_noticed_across_deltas_and_reported_at_the_end() -> None:
     watch = UnreadCalls(TOOLS)
     assert watch.see([TextDelta(0, "<tool_")]) is None
     assert watch.see([TextDelta(0, 'call>{"name": "get_weather", ')]) is None
@@ -71,13 +71,13 @@ def test_a_reply_that_names_no_tool_is_not_looked_at() -> None:
     assert watch.see([TextDelta(0, "<tool_call>{}"), ChoiceFinished(0, "stop")]) is None
 
 
-def test_a_reply_that_was_cut_has_lost_nothing_of_ours() -> None:
+def test_a_reply_that_was_cut_short_is_not_reported() -> None:
     watch = UnreadCalls(TOOLS)
     said = '<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>'
     assert watch.see([TextDelta(0, said), ChoiceFinished(0, "length")]) is None
 
 
-def test_where_a_call_was_read_nothing_is_missed() -> None:
+def test_a_reply_with_a_call_that_was_read_is_not_reported() -> None:
     watch = UnreadCalls(TOOLS)
     events = [TextDelta(0, "<tool_call>"), ToolCallStarted(0, 0, "a", "get_weather")]
     assert watch.see(events) is None

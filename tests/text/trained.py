@@ -80,8 +80,8 @@ class TrainedTokenizer:
         self.longest_decode = 0
 
     def _known(self, texts: Sequence[str]) -> list[int]:
-        found = [self._tokenizer.token_to_id(text) for text in texts]
-        return [i for i in found if i is not None]
+        ids = [self._tokenizer.token_to_id(text) for text in texts]
+        return [i for i in ids if i is not None]
 
     @property
     def vocab_size(self) -> int:
@@ -134,8 +134,8 @@ class TrainedTokenizer:
         return str(text).replace("▁", " ").encode()
 
     def token_id(self, text: str) -> int | None:
-        found = self._tokenizer.token_to_id(text)
-        return None if found is None else int(found)
+        token = self._tokenizer.token_to_id(text)
+        return None if token is None else int(token)
 
     def render(
         self,

@@ -189,7 +189,7 @@ def test_a_place_where_the_template_has_no_pictures() -> None:
 
 def test_faults_name_the_part_of_the_message() -> None:
     bad = Message("user", (PicturePart("data:,x", param="messages[4].content[2]"),))
-    with pytest.raises(BadPicture, match=r"^messages\[4\]\.content\[2\]: the image is no PNG"):
+    with pytest.raises(BadPicture, match=r"^messages\[4\]\.content\[2\]: the image is not a PNG"):
         gallery.prompt_of("qwen2_5_vl", bad)
 
 

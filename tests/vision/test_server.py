@@ -168,8 +168,8 @@ def bad_urls() -> dict[str, tuple[str, str]]:
     return {
         "https://example.com/a.png": ("https://example.com/a.png", "fetches no images"),
         "file": ("file:///etc/passwd", "neither a data URL"),
-        "base64": ("data:image/png;base64,!!!", "no valid base64"),
-        "not a picture": ("data:image/png;base64,aGVsbG8=", "is no PNG"),
+        "base64": ("data:image/png;base64,!!!", "not valid base64"),
+        "not a picture": ("data:image/png;base64,aGVsbG8=", "is not a PNG"),
         "too many pixels": (wide, "1200 x 1000"),
         "too many bytes": ("data:image/png;base64," + "A" * 2_000_000, "over the limit"),
         "too flat": (gallery.data_url(Image.new("RGB", (900, 1))), "aspect ratio"),

@@ -1,1 +1,1 @@
-"""Pictures and documents of requests: fetched, checked, decoded. No mlx."""
+"""Pictures and documents of requests: fetched, checked, decoded. Imports no mlx."""

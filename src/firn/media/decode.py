@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from firn.media.headers import Undecodable, check
+from firn.media.faults import SEVERAL_PICTURES, Undecodable, one_line
+from firn.media.headers import check
 
 Pixels = npt.NDArray[np.uint8]
 """(height, width, 3)."""
@@ -25,7 +26,7 @@ DAMAGE = (
     OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError,
     ZeroDivisionError, NotImplementedError, MemoryError, struct.error, zlib.error,
 )  # fmt: skip
-"""What Pillow's decoders raise for files that are not what they say."""
+"""What Pillow's decoders raise for damaged files."""
 WHITE = (255, 255, 255, 255)
 PLAIN_MODES = frozenset({"1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "LAB", "HSV"})
 ALPHA_MODES = frozenset({"RGBA", "RGBa", "LA", "La", "PA"})
@@ -40,11 +41,11 @@ def decode(data: bytes, *, max_pixels: int) -> Pixels:
             _check(image, max_pixels)
             rgb = _to_rgb(ImageOps.exif_transpose(image))
     except UnidentifiedImageError as e:
-        raise Undecodable(f"is no {SHOWN_FORMATS} file") from e
+        raise Undecodable(f"is not a {SHOWN_FORMATS} file") from e
     except Image.DecompressionBombError as e:
-        raise Undecodable("has more pixels than can be decoded") from e
+        raise Undecodable("has more pixels than can be decoded; send a smaller one") from e
     except DAMAGE as e:
-        raise Undecodable(f"is damaged: {_one_line(e)}") from e
+        raise Undecodable(f"is damaged: {one_line(e)}") from e
     return np.ascontiguousarray(rgb)
 
 
@@ -54,12 +55,12 @@ def _check(image: Image.Image, max_pixels: int) -> None:
         raise Undecodable("has no pixels")
     if width * height > max_pixels:
         raise Undecodable(
-            f"has {width} x {height} pixels; {max_pixels / 1e6:g} million are the most"
+            f"has {width} x {height} pixels; the limit is {max_pixels / 1e6:g} million"
         )
-    # A camera's MPO has several views of one scene; the first is the picture. GIF and TIFF were
-    # checked by their structure: a decoder takes longer to count their frames.
+    # An MPO from a camera has several views of one scene; the first is the picture. GIF and TIFF were
+    # checked by their structure already: a decoder takes longer to count their frames.
     if image.format in ("PNG", "WEBP") and getattr(image, "is_animated", False):
-        raise Undecodable("is animated or has several pages; send one of them")
+        raise Undecodable(SEVERAL_PICTURES)
 
 
 def _to_rgb(image: Image.Image) -> Pixels:
@@ -70,19 +71,14 @@ def _to_rgb(image: Image.Image) -> Pixels:
         coloured = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, WHITE), coloured)
     elif mode not in PLAIN_MODES:
-        raise Undecodable(f"has pixels of a kind that is not supported ({mode})")
+        raise Undecodable(f"has pixels in a mode that is not supported ({mode}); send it as RGB")
     return np.asarray(image.convert("RGB"), dtype=np.uint8)
 
 
 def _from_wide(image: Image.Image) -> Pixels:
-    """Scales 16-bit grey values: Pillow's own conversion clips all but the darkest 256."""
+    """Scales 16-bit grey values: Pillow's own conversion clips everything above 255."""
     values = np.asarray(image).astype(np.int64)
     if values.min() < 0 or values.max() > 65535:
         raise Undecodable("has values beyond 16 bits")
     grey = (values / 257.0).round().astype(np.uint8)
     return np.repeat(grey[:, :, None], 3, axis=2)
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text[:120] if text else type(error).__name__

@@ -28,7 +28,7 @@ MAX_KEPT_CHARS = 16 * MIB
 
 @dataclass(frozen=True, slots=True)
 class DocumentLimits:
-    """Of one document; count and total_s: of all documents of one request."""
+    """Per document. count, total_s: for all documents of one request."""
 
     nbytes: int = 32 * MIB
     pages: int = 1000
@@ -75,12 +75,16 @@ class Documents:
         loop = asyncio.get_running_loop()
         try:
             if number >= self._limits.count:
-                raise UnreadableDocument(f"is one too many: {self._limits.count} are read")
+                raise UnreadableDocument(
+                    f"is one too many: a request may have {self._limits.count}"
+                )
             digest, data = await loop.run_in_executor(self._pool, self._bytes, part)
             key = (owner, digest)
             if key not in self._kept:
                 if loop.time() > deadline:
-                    raise UnreadableDocument("could not be read in time, after the others")
+                    raise UnreadableDocument(
+                        "could not be read in time after the others; send fewer"
+                    )
                 read = await loop.run_in_executor(self._pool, self._text, data, part.media_type)
                 self._keep(key, read)
             self._kept.move_to_end(key)
@@ -101,7 +105,7 @@ class Documents:
         try:
             data = base64.b64decode("".join(part.data.split()), validate=True)
         except ValueError:
-            raise UnreadableDocument("is no valid base64") from None
+            raise UnreadableDocument("is not valid base64") from None
         kind = part.media_type.encode("utf-8", "replace")
         return hashlib.blake2b(data, person=b"firn-document", key=kind[:64]).digest(), data
 
@@ -109,13 +113,15 @@ class Documents:
         if data[:1024].lstrip().startswith(b"%PDF-"):
             return self._pdf(data)
         if media_type.lower() == PDF:
-            raise UnreadableDocument("is no PDF file")
+            raise UnreadableDocument("is not a PDF file")
         if not media_type.lower().startswith(TEXT_TYPES):
-            raise UnreadableDocument(f"is of a kind that is not read here ({media_type[:64]!r})")
+            raise UnreadableDocument(
+                f"has the media type {media_type[:64]!r}; only PDF and text are read"
+            )
         try:
             return data.decode("utf-8-sig")[: self._limits.chars]
         except UnicodeDecodeError:
-            raise UnreadableDocument("is no text in UTF-8") from None
+            raise UnreadableDocument("is not UTF-8 text") from None
 
     def _pdf(self, data: bytes) -> str:
         limits = self._limits

@@ -19,25 +19,27 @@ import httpx
 
 from firn.core.errors import BadPicture
 from firn.core.values import Chat, GenerateRequest, Namespace, Part, PicturePart
+from firn.media.faults import one_line
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 """All addresses of a host name; raises OSError."""
 
+MIB = 1 << 20
 MAX_REDIRECTS = 3
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MAX_AT_ONCE = 8
 MAX_URLS = 256
-"""Different URLs in one request: as many as a prompt may have pictures."""
-MAX_TOTAL = 8
-"""The pictures of one request together may be as large as so many of the largest allowed."""
-TOO_MANY = f"more than {MAX_URLS} images to fetch."
+"""Different URLs in one request; a prompt may have as many pictures."""
+TOTAL_FACTOR = 8
+"""All pictures of a request together may be this many times as large as one."""
+TOO_MANY = f"more than {MAX_URLS} images to fetch; send fewer."
 HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "firn"}
 
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
-    """Of one picture. plain_http: http:// is allowed beside https://."""
+    """Per picture. plain_http: http:// is allowed as well as https://."""
 
     nbytes: int
     timeout_s: float = 10.0
@@ -62,11 +64,10 @@ class Fetcher:
     async def gather(
         self, request: GenerateRequest, owner: Namespace | None = None
     ) -> GenerateRequest:
-        """The request with the bytes of its pictures, or with the reason why there are none. Nothing is
-        kept.
+        """The request with the bytes of each picture, or with the reason why there are none.
 
-        Raises BadPicture if a picture of the newest message fails; the conversation goes on without
-        an older one.
+        Nothing is kept. Raises BadPicture if a picture of the newest message fails; without an older one
+        the conversation goes on.
         """
         source = request.source
         if not isinstance(source, Chat) or not any(map(_is_remote, _parts(source))):
@@ -74,7 +75,7 @@ class Fetcher:
         newest = _urls_of_newest(source)
         wanted = _by_url(source, newest)
         slots = asyncio.Semaphore(MAX_AT_ONCE)
-        n_left = MAX_TOTAL * self._limits.nbytes
+        n_left = TOTAL_FACTOR * self._limits.nbytes
 
         async def fetched(part: PicturePart) -> bytes | BadPicture:
             nonlocal n_left
@@ -83,7 +84,9 @@ class Fetcher:
                     data = await self.fetch(part)
                 n_left -= len(data)
                 if n_left < 0:
-                    raise BadPicture(part.param, "the request's images are too large together.")
+                    raise BadPicture(
+                        part.param, "the request's images are too large together; send fewer."
+                    )
             except BadPicture as fault:
                 if part.url in newest:
                     raise
@@ -114,15 +117,15 @@ class Fetcher:
             async with asyncio.timeout(self._limits.timeout_s):
                 return await self._follow(part)
         except TimeoutError as e:
-            late = f"the image did not come within {self._limits.timeout_s:g} seconds."
+            late = f"the image did not arrive within {self._limits.timeout_s:g} seconds."
             raise BadPicture(part.param, late) from e
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as e:
-            why = " ".join(str(e).split())[:120] or type(e).__name__
-            raise BadPicture(part.param, f"the image could not be fetched: {why}") from e
+            why = f"the image could not be fetched: {one_line(e)}"
+            raise BadPicture(part.param, why) from e
 
     async def _follow(self, part: PicturePart) -> bytes:
         url = httpx.URL(part.url)
-        # One client per picture: a connection that is kept alive would outlive the check of its address.
+        # One client per picture: a connection kept alive would outlive the check of its address.
         async with httpx.AsyncClient(
             trust_env=False,
             follow_redirects=False,
@@ -154,17 +157,18 @@ class Fetcher:
             if response.status_code in REDIRECTS and "location" in response.headers:
                 return url.join(response.headers["location"])
             if response.status_code != 200:
-                raise BadPicture(part.param, f"the image's server answers {response.status_code}.")
+                raise BadPicture(part.param, f"the image's server answered {response.status_code}.")
             if response.headers.get("content-encoding", "identity") != "identity":
                 raise BadPicture(
-                    part.param, "the image's server compresses what it was asked not to."
+                    part.param, "the image's server sent it compressed, though asked not to."
                 )
             body = bytearray()
             async for chunk in response.aiter_raw():
                 body += chunk
                 if len(body) > self._limits.nbytes:
                     raise BadPicture(
-                        part.param, f"the image is over the limit of {self._limits.nbytes} bytes."
+                        part.param,
+                        f"the image is over the limit of {self._limits.nbytes / MIB:g} MiB.",
                     )
             return bytes(body)
 
@@ -179,7 +183,7 @@ class Fetcher:
             raise BadPicture(part.param, "the image's address names no host.")
         port = url.port or (443 if url.scheme == "https" else 80)
         if port > 65535:
-            raise BadPicture(part.param, "the image's address has no such port.")
+            raise BadPicture(part.param, "the image's address has a port above 65535.")
         addresses = [_parsed(a) for a in await self._resolve(url.host, port)]
         if not addresses or not all(map(is_public, addresses)):
             raise BadPicture(part.param, "the image's address is not on the public internet.")
@@ -193,8 +197,8 @@ async def system_resolver(host: str, port: int) -> list[str]:
 
 
 def is_public(address: Address) -> bool:
-    """Neither private, loopback, link-local, shared (CGNAT), multicast nor reserved, and no IPv6 form of
-    such an IPv4 address."""
+    """Not private, loopback, link-local, shared (CGNAT), multicast or reserved, nor an IPv6 form of such
+    an IPv4 address."""
     if isinstance(address, ipaddress.IPv6Address):
         inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
         if any(a is not None and not is_public(a) for a in inner):
@@ -222,7 +226,7 @@ def _parts(chat: Chat) -> list[Part]:
 
 
 def _urls_of_newest(chat: Chat) -> frozenset[str]:
-    """Those that the user has just sent."""
+    """The URLs that the user has just sent."""
     parts = chat.messages[chat.newest].parts if chat.newest >= 0 else ()
     return frozenset(part.url for part in parts if isinstance(part, PicturePart))
 

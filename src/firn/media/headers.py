@@ -11,6 +11,8 @@ import contextlib
 import struct
 from collections.abc import Iterator
 
+from firn.media.faults import SEVERAL_PICTURES, Undecodable
+
 MAX_TAGS = 1024
 MAX_STRIPS = 100_000
 MAX_SEGMENTS = 4096
@@ -30,16 +32,12 @@ TIFF_HEADS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+", b"MM*\0", b"II\0*")
 EXIF = b"Exif\0\0"
 
 
-class Undecodable(Exception):
-    """The picture is at fault; the message says how."""
-
-
 def check(data: bytes) -> None:
     """Raises Undecodable for what must not reach a decoder."""
     with contextlib.suppress(struct.error, IndexError):  # cut off: the decoder will say so
         if data[:4] in TIFF_HEADS:
             if _check_tags(data):
-                raise Undecodable("is animated or has several pages; send one of them")
+                raise Undecodable(SEVERAL_PICTURES)
         elif data[:3] == b"\xff\xd8\xff":
             _check_jpeg(data)
         elif data[:6] in (b"GIF87a", b"GIF89a"):
@@ -53,7 +51,7 @@ def check(data: bytes) -> None:
 
 
 def _check_tags(data: bytes) -> int:
-    """A TIFF's first directory, which is also the form of Exif. Returns where the next one is."""
+    """Checks a TIFF's first directory, which is also the form of Exif. Returns where the next one is."""
     order = "<" if data[:2] == b"II" else ">"
     big = 43 in (data[2], data[3])
     if big:
@@ -73,7 +71,7 @@ def _check_tags(data: bytes) -> int:
         if tag in (STRIP_OFFSETS, TILE_OFFSETS) and count > MAX_STRIPS:
             raise Undecodable("is cut into more pieces than pictures are")
     if nbytes > 2 * len(data):
-        raise Undecodable("has tags that are larger than the file")
+        raise Undecodable("has tags that claim more than the file")
     (following,) = struct.unpack_from(link, data, at + head + n_tags * entry.size)
     return int(following)
 
@@ -118,7 +116,7 @@ def _check_scans(data: bytes, first: int, n_pixels: int) -> None:
     end = data.find(b"\xff\xd9", first)
     n_scans = data.count(b"\xff\xda", first, end if end >= 0 else len(data))
     if n_scans > MIN_SCANS and n_scans * n_pixels > MAX_SCANNED_PIXELS:
-        raise Undecodable(f"is written in {n_scans} passes over its pixels")
+        raise Undecodable(f"is written in {n_scans} passes over its pixels; save it without them")
 
 
 def _check_gif(data: bytes) -> None:
@@ -129,7 +127,7 @@ def _check_gif(data: bytes) -> None:
         if kind == 0x2C:
             n_images += 1
             if n_images > 1:
-                raise Undecodable("is animated or has several pages; send one of them")
+                raise Undecodable(SEVERAL_PICTURES)
             at += 11 + _palette_nbytes(data[at + 9])
         elif kind == 0x21:
             at += 2
@@ -149,11 +147,11 @@ def _check_gif(data: bytes) -> None:
 
 
 def _check_bmp(data: bytes) -> None:
-    """Runs of pixels are decoded one by one, in Python."""
+    """Pillow decodes runs of pixels one by one, in Python."""
     (n_head,) = struct.unpack_from("<I", data, 14)
     (compression,) = struct.unpack_from("<I", data, 30)
     if n_head >= 40 and compression in (1, 2) and len(data) > MAX_RUNS_NBYTES:
-        raise Undecodable("is a run-length encoded BMP, and too large for one")
+        raise Undecodable("is a large BMP with run-length encoding; send it as PNG")
 
 
 def _palette_nbytes(flags: int) -> int:

@@ -1,7 +1,7 @@
 """A program: reads a PDF file on stdin and prints its text as JSON.
 
-A small PDF can ask for endless work. So each is read in a process that has little memory, writes no
-files and is killed when its time is over. It is run by its path and imports nothing of firn.
+A small PDF can ask for endless work, so each is read in a process that has little memory, writes no
+files and is killed when its time is up. It is run by its path and imports nothing of firn.
 """
 
 from __future__ import annotations

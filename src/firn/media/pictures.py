@@ -1,7 +1,7 @@
 """A picture of a message, ready for the prompt: read, decoded, digested, preprocessed.
 
 The digest covers the decoded pixels with their size, the processor's settings and the owner: what the
-model sees and who has sent it, not in which file format.
+model sees and who sent it, not the file format.
 
 Called by several threads of the tokenize pool.
 """
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from firn.core.errors import BadPicture
 from firn.core.values import PicturePart, PreparedPicture, TokenArray
 from firn.media.decode import Pixels, decode
-from firn.media.headers import Undecodable
+from firn.media.faults import Undecodable, one_line
 
 MIB = 1 << 20
 _DATA_URL = re.compile(r"data:(?P<kind>[^,]*?)(?P<base64>;\s*base64)?\s*,", re.IGNORECASE)
@@ -42,14 +42,14 @@ class Processed(Protocol):
 
 
 class Processor(Protocol):
-    """The model's side: `firn.models.processor.VisionProcessor` is one."""
+    """The model's side; `firn.models.processor.VisionProcessor` implements it."""
 
     placeholder: str
     inline: bool
     settings: bytes
 
     def process(self, pixels: Pixels) -> Processed:
-        """Raises anything for a picture that it cannot take."""
+        """Raises any exception for a picture that it cannot take."""
         ...
 
 
@@ -94,8 +94,8 @@ class Pictures:
         try:
             processed = self._processor.process(pixels)
         except Exception as e:  # any processor of mlx-vlm or transformers may run here
-            why = " ".join(str(e).split())[:200] or type(e).__name__
-            raise BadPicture(part.param, f"the model's processor refuses the image: {why}") from e
+            why = f"the model's processor refuses the image: {one_line(e)}"
+            raise BadPicture(part.param, why) from e
         digest = digest_of(pixels, self._processor.settings, owner=part.owner)
         prepared = PreparedPicture(digest, processed.text, processed.ids, processed.inputs)
         self._keep(key, prepared, processed.nbytes)
@@ -113,14 +113,14 @@ class Pictures:
 
 
 def digest_of(pixels: Pixels, settings: bytes, *, owner: str = "") -> bytes:
-    """Fields are framed by their lengths, so that a picture and its transpose differ.
+    """The picture's name. Fields are framed by their lengths, so that none can pass for another.
 
     The vision tower's features are kept by this digest: owners share none, even of the same picture.
     """
     height, width, _ = pixels.shape
     digest = hashlib.blake2b(digest_size=32, person=b"firn-image")
-    whose = (owner.encode(),) if owner else ()
-    for field in (settings, b"RGB", f"{width}x{height}".encode(), pixels.tobytes(), *whose):
+    owner_field = (owner.encode(),) if owner else ()
+    for field in (settings, b"RGB", f"{width}x{height}".encode(), pixels.tobytes(), *owner_field):
         digest.update(len(field).to_bytes(8, "little"))
         digest.update(field)
     return digest.digest()
@@ -165,7 +165,7 @@ def _from_data_url(part: PicturePart, max_nbytes: int) -> bytes:
     try:
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except ValueError as e:
-        raise BadPicture(part.param, "the data URL is no valid base64.") from e
+        raise BadPicture(part.param, "the data URL is not valid base64.") from e
 
 
 def _too_large(part: PicturePart, max_nbytes: int) -> BadPicture:

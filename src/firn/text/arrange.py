@@ -17,24 +17,26 @@ from firn.text.turn_rules import TurnRules
 
 SEPARATOR = "\n\n"
 LATE_SYSTEM = "<system-message>\n{}\n</system-message>"
-"""A later system message, as a user turn shows it where the template cannot."""
+"""How a user turn carries a later system message that the template cannot render."""
 
 EARLIER = "(The conversation began earlier.)"
+"""The first user turn of a chat that begins with the assistant, where the template wants one."""
 NO_RESULT = "(There is no result.)"
+"""The result of an abandoned call, where the template wants one."""
 
 _CHANGING_LINE = re.compile(
     r"^[ \t]{0,16}x-[a-z0-9-]{0,64}(?:billing|attribution)[a-z0-9-]{0,64}[ \t]{0,16}:.*(?:\r?\n|\Z)",
     re.IGNORECASE | re.MULTILINE,
 )
-"""Bounded: otherwise a name of a megabyte would be tried in as many ways as it has letters."""
+"""Repetitions are bounded: with open ones, a name of a megabyte takes quadratic time."""
 
 
 def arrange(messages: Sequence[Message], rules: TurnRules) -> tuple[Message, ...]:
-    """The messages as the template wants them."""
+    """The messages in a form that the template can render."""
     leading = list(takewhile(lambda m: m.role == "system", messages))
     turns = [t for m in messages[len(leading) :] for t in _placed(m, rules)]
     if not rules.orphans:
-        turns = _adopted(turns)
+        turns = _orphans_as_user_turns(turns)
     if not rules.unanswered:
         turns = _answered(turns)
     if not rules.several_calls:
@@ -68,7 +70,7 @@ def _merged_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_system(system: list[Message], turns: list[Message], rules: TurnRules) -> list[Message]:
-    """With the system message in front, or at the start of the first user turn."""
+    """Puts the system message in front, or at the start of the first user turn."""
     if not system or (rules.leading_system and (turns or rules.system_alone)):
         return system + turns
     (first,) = system
@@ -81,16 +83,16 @@ def _with_system(system: list[Message], turns: list[Message], rules: TurnRules) 
 
 
 def _placed(message: Message, rules: TurnRules) -> list[Message]:
-    """A system message in the middle of a chat, as the template can show it; others as they are."""
+    """A late system message in a form that the template can show; any other message unchanged."""
     if message.role != "system":
         return [message]
-    said = _map_texts(message, strip_changing_lines)
-    if not said.text.strip():
+    kept = _map_texts(message, strip_changing_lines)
+    if not kept.text.strip():
         return []
     if rules.late_system:
-        return [said]
-    marked = TextPart(LATE_SYSTEM.format(said.text))
-    return [Message("user", (marked,), checkpoint=said.checkpoint, aside=True)]
+        return [kept]
+    marked = TextPart(LATE_SYSTEM.format(kept.text))
+    return [Message("user", (marked,), checkpoint=kept.checkpoint, aside=True)]
 
 
 def _map_texts(message: Message, change: Callable[[str], str]) -> Message:
@@ -110,7 +112,7 @@ def _map_texts(message: Message, change: Callable[[str], str]) -> Message:
 # --- calls and results ---------------------------------------------------------------------
 
 
-def _adopted(messages: Iterable[Message]) -> list[Message]:
+def _orphans_as_user_turns(messages: Iterable[Message]) -> list[Message]:
     """Turns results without a call into user text."""
     arranged: list[Message] = []
     called: set[str | None] = set()
@@ -158,7 +160,7 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
 
 
 def _into_results(messages: Iterable[Message], rules: TurnRules) -> list[Message]:
-    """Moves user turns right after tool results into the last result, where they cannot stay."""
+    """Moves a user turn that follows tool results into the last result, if it cannot stay."""
     arranged: list[Message] = []
     for message in messages:
         inside = not rules.user_after_results or (message.aside and rules.notes_in_results)
@@ -198,8 +200,8 @@ def _join_parts(messages: Sequence[Message]) -> tuple[Part, ...]:
             continue
         first = message.parts[0]
         if parts and isinstance(parts[-1], TextPart) and isinstance(first, TextPart):
-            joint = SEPARATOR if parts[-1].text and first.text else ""
-            parts[-1] = TextPart(parts[-1].text + joint + first.text)
+            separator = SEPARATOR if parts[-1].text and first.text else ""
+            parts[-1] = TextPart(parts[-1].text + separator + first.text)
             parts.extend(message.parts[1:])
         else:
             parts.extend(message.parts)

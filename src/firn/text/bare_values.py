@@ -12,10 +12,10 @@ ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "example", "format", "deprecated", "readOnly",
      "writeOnly", "nullable", "discriminator", "$schema", "$id", "$comment", "$anchor"}
 )  # fmt: skip
-OF_OBJECTS = frozenset(
+OBJECT_KEYWORDS = frozenset(
     {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 )
-OF_LISTS = ("prefixItems", "additionalItems", "contains", "uniqueItems", "unevaluatedItems")
+LIST_KEYWORDS = ("prefixItems", "additionalItems", "contains", "uniqueItems", "unevaluatedItems")
 
 
 def as_root(schema: Any) -> Mapping[str, Any]:
@@ -23,8 +23,8 @@ def as_root(schema: Any) -> Mapping[str, Any]:
     return schema if isinstance(schema, Mapping) else {}
 
 
-def listed(schema: Any) -> Sequence[Any] | None:
-    """The only values that the schema allows; None where it allows others."""
+def allowed_values(schema: Any) -> Sequence[Any] | None:
+    """The values that the schema allows one by one; None where it lists none."""
     target = resolved(schema, as_root(schema))
     if not isinstance(target, Mapping):
         return None
@@ -32,8 +32,8 @@ def listed(schema: Any) -> Sequence[Any] | None:
     return values if isinstance(values, list) and values else None
 
 
-def limits(schema: Any) -> Iterator[str]:
-    """What the schema requires of a string, as terminals of a grammar."""
+def string_terminals(schema: Any) -> Iterator[str]:
+    """Terminals of a grammar for the length and pattern that the schema asks of a string."""
     target = resolved(schema, as_root(schema))
     if not isinstance(target, Mapping):
         return
@@ -42,26 +42,26 @@ def limits(schema: Any) -> Iterator[str]:
         yield f"/(?s:.{{{least or 0},{'' if most is None else most}}})/"
     pattern = target.get("pattern")
     if isinstance(pattern, str):
-        yield f"/{_search(pattern)}/"
+        yield f"/{_as_full_match(pattern)}/"
 
 
-def unheld_members(schema: Mapping[str, Any]) -> Iterator[str]:
+def unenforced_members(schema: Mapping[str, Any]) -> Iterator[str]:
     """Keywords about an object that bare formats cannot enforce: they know its declared members only."""
     if "properties" not in schema and isinstance(schema.get("additionalProperties"), Mapping):
         yield "additionalProperties"
-    known = OF_OBJECTS | ANNOTATIONS
+    known = OBJECT_KEYWORDS | ANNOTATIONS
     yield from (key for key in schema if key not in known and not key.startswith("x-"))
 
 
-def unheld_items(schema: Mapping[str, Any]) -> Iterator[str]:
+def unenforced_items(schema: Mapping[str, Any]) -> Iterator[str]:
     """Keywords about a list that bare formats cannot enforce: they know its length and one schema."""
-    return (key for key in OF_LISTS if key in schema)
+    return (key for key in LIST_KEYWORDS if key in schema)
 
 
-def unheld_text(schema: Any) -> Iterator[str]:
-    """Keywords about a text that `limits` does not turn into terminals."""
+def unenforced_text(schema: Any) -> Iterator[str]:
+    """Keywords about a text that `string_terminals` does not turn into terminals."""
     target = resolved(schema, as_root(schema))
-    if not isinstance(target, Mapping) or listed(schema) is not None:
+    if not isinstance(target, Mapping) or allowed_values(schema) is not None:
         return
     for key in ("anyOf", "oneOf"):
         options = target.get(key)
@@ -78,7 +78,7 @@ def _is_any_text(schema: Any) -> bool:
     return not asks and (kind == "string" or (isinstance(kind, list) and "string" in kind))
 
 
-def _search(pattern: str) -> str:
+def _as_full_match(pattern: str) -> str:
     """Turns a pattern that may match anywhere into one that matches the whole text."""
     start, end = "(?s:.*)", "(?s:.*)"
     if not _has_open_bar(pattern):
@@ -91,7 +91,7 @@ def _search(pattern: str) -> str:
 
 
 def _has_open_bar(pattern: str) -> bool:
-    """Whether there are alternatives outside of any group: then an anchor belongs to one of them."""
+    """Whether there are alternatives outside of any group: an anchor then belongs to only one."""
     depth, i, in_class = 0, 0, False
     while i < len(pattern):
         char = pattern[i]

@@ -14,7 +14,7 @@ from firn.text.essential import Opener, Ranges, essential
 from firn.text.rendering import Rendered
 
 HEADER_TOKENS = 16
-"""A reply's header is shorter than this. A message as short needs no boundary of its own."""
+"""A reply's header is shorter than this. A message this short needs no boundary of its own."""
 
 
 class Boundaries:
@@ -29,7 +29,7 @@ class Boundaries:
     def marked(
         self, prompt: Prompt, rendered: Rendered, messages: Sequence[Message], *, keeps_header: bool
     ) -> Prompt:
-        """With the positions where messages end. The next turn will share all up to the last of them."""
+        """The prompt with the positions where messages end; the next turn shares it up to the last."""
         ids = prompt.ids
         starts = self._message_starts(ids)
         points = {int(p) for p in starts}
@@ -45,10 +45,10 @@ class Boundaries:
         """The ranges of the prompt that sparse prefill never skips."""
         starts = self._message_starts(prompt.ids)
         typed = {start for start, _ in rendered.typed}
-        found = [m for m in self._opener.finditer(rendered.text) if m.start() not in typed]
-        if len(found) != len(starts):  # a tokenizer that reads them in another way
+        matches = [m for m in self._opener.finditer(rendered.text) if m.start() not in typed]
+        if len(matches) != len(starts):  # the tokenizer reads some of them as text
             return ((0, len(prompt)),)
-        openers = [Opener(*m.span(), int(t)) for m, t in zip(found, starts, strict=True)]
+        openers = [Opener(*m.span(), int(t)) for m, t in zip(matches, starts, strict=True)]
 
         def count(text: str) -> int:
             return len(self._tokenizer.encode(text, add_special=False))
@@ -64,36 +64,36 @@ class Boundaries:
     def _hints(
         self, rendered: Rendered, starts: TokenArray, messages: Sequence[Message]
     ) -> tuple[int, ...]:
-        """Where the messages end that the caller has marked.
+        """The ends of the messages that the caller has marked.
 
-        Each message is searched for in the rendered text, after the one before it. Counting the openers
-        up to its end tells how many messages have begun; the next opener is where it ends.
+        Each message is searched for in the rendered text, after the one before it. The openers up to its
+        end tell how many messages have begun; the message ends at the next opener.
         """
         if not self._openers or not any(m.checkpoint for m in messages):
             return ()
         text = rendered.text
         typed = {start for start, _ in rendered.typed}
-        found: list[int] = []
+        ends: list[int] = []
         at = n_begun = 0
         for message in messages:
-            said = message.text.strip()
-            start = text.find(said, at) if said else -1
+            words = message.text.strip()
+            start = text.find(words, at) if words else -1
             if start < 0:
                 continue
-            end = start + len(said)
+            end = start + len(words)
             n_begun += sum(m.start() not in typed for m in self._opener.finditer(text, at, end))
             at = end
             if message.checkpoint and n_begun < len(starts):
-                found.append(int(starts[n_begun]))
-        return tuple(dict.fromkeys(found))
+                ends.append(int(starts[n_begun]))
+        return tuple(dict.fromkeys(ends))
 
     def _end_of_system(
         self, text: str, ids: TokenArray, messages: Sequence[Message]
     ) -> Sequence[int]:
         """Where the system prompt ends, in a template that puts it inside the first user message.
 
-        Other chats share the prompt up to there, but no token marks the place: it is found by counting
-        the bytes of the tokens. A tokenizer that changes the text gives no boundary.
+        Other chats share the prompt up to there, but no token marks the place: counting the
+        bytes of the tokens finds it. With a tokenizer that changes the text there is no boundary.
         """
         if len(messages) < 2 or messages[0].role != "system" or messages[1].role != "user":
             return ()

@@ -21,19 +21,19 @@ class CallCheck:
         self._tools = {tool.name: tool for tool in tools}
         self._calls: dict[int, tuple[str, list[str]]] = {}
         self._left_s = TIME_S
-        """For all of its calls."""
+        """For all calls of the choice together."""
 
     def see(self, events: Iterable[Event]) -> list[str]:
-        """Once the reply has ended: what is wrong with its calls, one line for each."""
-        found: list[str] = []
+        """What is wrong with the calls, one line for each, once the reply has ended."""
+        lines: list[str] = []
         for event in events:
             if isinstance(event, ToolCallStarted):
                 self._calls[event.index] = (event.name, [])
             elif isinstance(event, ToolCallDelta):
                 self._calls[event.index][1].append(event.arguments)
             elif isinstance(event, ChoiceFinished):
-                found += filter(None, (self._fault(*call) for call in self._calls.values()))
-        return found
+                lines += filter(None, (self._fault(*call) for call in self._calls.values()))
+        return lines
 
     def _fault(self, name: str, pieces: Sequence[str]) -> str:
         tool = self._tools.get(name)
@@ -42,7 +42,7 @@ class CallCheck:
         try:
             value = json.loads("".join(pieces))
         except (ValueError, RecursionError):
-            return ""  # cut short, which the finish reason says; or nothing that a tool could read
+            return ""  # cut short, as the finish reason tells, or raw text that is not JSON
         began = time.thread_time()
         places = faults(value, tool.parameters, time_s=self._left_s)[:MAX_FAULTS]
         self._left_s -= time.thread_time() - began

@@ -1,4 +1,4 @@
-"""What a tool format writes its grammar with: the tools that may be called, JSON for their arguments."""
+"""What tool formats build their grammars from: the tools that may be called, JSON for arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from firn.core.errors import InvalidValue
-from firn.core.values import Tool
+from firn.core.values import Grammar, Tool
 from firn.text.json_lark import Unquotable, quoted
 from firn.text.lark import Lark, TextSymbol, literal
 
@@ -15,13 +15,13 @@ COMBINED = ("anyOf", "oneOf", "allOf", "$ref", "patternProperties", "unevaluated
 DEFINITIONS = ("$defs", "definitions")
 QUOTE = '"'
 FREE_FORM = "input"
-"""The one argument of a tool that takes a text."""
+"""The only argument of a free-form tool: a text."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallGrammar:
-    """The calls of one request. template: the chat template, which shows the variant of a format that
-    the model was trained with. before: text that may precede the first call; None: none may.
+    """The calls of one request. template: the chat template, which tells the variant of a format that
+    the model was trained with. before: text that may precede the first call; None: no text may.
     """
 
     lark: Lark
@@ -42,24 +42,24 @@ class CallGrammar:
         return self.lark.any_of(map(write, self.tools))
 
     def several(self, call: str, between: str = "", *, first: str = "") -> str:
-        """One call, or several where that is allowed. between: markup. first: how the first of them is
-        written, if that differs."""
+        """One call, or several where that is allowed. between: markup between two calls. first: how the
+        first call is written, if that differs."""
         first = first or call
         if not self.parallel:
             return first
-        joint = f"{self.lark.mark(between)} " if between else ""
-        return self.lark.rule(f"{first} ({joint}{call})*")
+        separator = f"{self.lark.mark(between)} " if between else ""
+        return self.lark.rule(f"{first} ({separator}{call})*")
 
     def in_marks(self, opens: str, call: str, closes: str, between: str = "") -> str:
         """Calls, each between its own opening and closing mark."""
         end = self.lark.mark(closes)
-        one = self.lark.rule(f"{self.lark.mark(opens)} {call} {end}")
+        marked = self.lark.rule(f"{self.lark.mark(opens)} {call} {end}")
         first = "" if self.before is None else self.lark.rule(f"{self.opening(opens)} {call} {end}")
-        return self.several(one, between, first=first)
+        return self.several(marked, between, first=first)
 
     def arguments(self, tool: Tool) -> str:
         """The object of a call's arguments, as JSON."""
-        if tool.grammar is not None and tool.grammar.kind == "lark":
+        if lark_grammar(tool) is not None:
             only = Parameter(FREE_FORM, {}, True)
             head = self.lark.mark(f'{{"{FREE_FORM}": ')
             return f"{head} {self.json_value(tool, only)} {self.lark.mark('}')}"
@@ -67,11 +67,12 @@ class CallGrammar:
 
     def json_value(self, tool: Tool, parameter: Parameter) -> str:
         """One argument by itself."""
-        if tool.grammar is not None and tool.grammar.kind == "lark":
+        grammar = lark_grammar(tool)
+        if grammar is not None:
             try:
-                inner = replace(tool.grammar, text=quoted(tool.grammar.text))
+                inner = replace(grammar, text=quoted(grammar.text))
             except Unquotable as e:
-                self.lark.leave_out(tool.grammar.param, f": {e}")
+                self.lark.leave_out(grammar.param, f": {e}")
                 return self.lark.json({"type": "string"}, param=tool.param)
             return f"{self.lark.mark(QUOTE)} {self.lark.part(inner)} {self.lark.mark(QUOTE)}"
         return self.lark.json(parameter.schema, param=tool.param)
@@ -87,7 +88,7 @@ class CallGrammar:
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """An object with the declared parameters and, unless the schema says so, no others."""
+    """An object with the declared parameters and no others, unless the schema allows them."""
     schema: dict[str, Any] = {"type": "object", **free_form(tool).parameters}
     closes = "properties" in schema and not any(key in schema for key in COMBINED)
     if closes:
@@ -95,8 +96,14 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
     return schema
 
 
+def lark_grammar(tool: Tool) -> Grammar | None:
+    """The Lark grammar of the one text that a free-form tool takes; None for other tools."""
+    grammar = tool.grammar
+    return grammar if grammar is not None and grammar.kind == "lark" else None
+
+
 def free_form(tool: Tool) -> Tool:
-    """A tool whose one text has a regular expression, with that as the text's pattern."""
+    """A free-form tool's regular expression becomes its text's pattern; other tools are unchanged."""
     if tool.grammar is None or tool.grammar.kind != "regex":
         return tool
     pattern = {"type": "string", "pattern": f"^(?:{tool.grammar.text})$"}
@@ -113,7 +120,7 @@ class Parameter:
 def parameters(tool: Tool) -> Sequence[Parameter] | None:
     """The declared ones, in their order; None where the schema declares none and allows any.
 
-    Each schema is one by itself: it has the definitions that it may refer to.
+    Each schema can be used alone: it carries the definitions that it may refer to.
     """
     tool, param = free_form(tool), tool.param
     properties = tool.parameters.get("properties")
@@ -121,21 +128,27 @@ def parameters(tool: Tool) -> Sequence[Parameter] | None:
         return None if tool.parameters.get("additionalProperties", True) else ()
     required = tool.parameters.get("required")
     names = required if isinstance(required, list) else []
-    shared = {k: tool.parameters[k] for k in DEFINITIONS if k in tool.parameters}
-    found = [
-        Parameter(
-            plain(name, param),
-            {**shared, **schema} if isinstance(schema, Mapping) else schema,
-            name in names,
-        )
+    declared = [
+        Parameter(plain(name, param), with_definitions(schema, tool.parameters), name in names)
         for name, schema in properties.items()
     ]
     undeclared = [Parameter(plain(n, param), {}, True) for n in names if n not in properties]
-    return [*found, *undeclared]
+    return [*declared, *undeclared]
+
+
+def with_definitions(schema: Any, root: Mapping[str, Any]) -> Any:
+    """A schema from inside `root` with the definitions that it may refer to, so it can be used alone."""
+    if not isinstance(schema, Mapping):
+        return schema
+    return {**{key: root[key] for key in DEFINITIONS if key in root}, **schema}
 
 
 def plain(name: str, param: str) -> str:
-    """A name that needs no quotes in a tag."""
+    """The name, if it needs no quotes in a tag; else raises InvalidValue."""
     if not name or any(c in "<>\"'`=" or c.isspace() for c in name):
-        raise InvalidValue(param, f"the model's call format cannot write the name {name[:64]!r}")
+        raise unwritable(name, param)
     return name
+
+
+def unwritable(name: str, param: str) -> InvalidValue:
+    return InvalidValue(param, f"the model's call format cannot write the name {name[:64]!r}")

@@ -22,7 +22,7 @@ SPACE = " \t\r\n"
 
 
 class NotACall(Exception):
-    """The text after the marker is no call of this format."""
+    """The text after the marker is not a call of this format."""
 
 
 class TextEnded(NotACall):
@@ -48,12 +48,12 @@ class Tape:
         self._n_dropped += self._kept
         self._kept = 0
 
-    def mark(self) -> int:
+    def position(self) -> int:
         """The reading position, valid across waits; see `back_to`."""
         return self._n_dropped + self.pos
 
-    def back_to(self, mark: int) -> None:
-        self.pos = mark - self._n_dropped
+    def back_to(self, position: int) -> None:
+        self.pos = position - self._n_dropped
 
     def keep(self) -> None:
         """What was read so far belongs to a call, and will not come back as text."""
@@ -98,22 +98,22 @@ class Tape:
 
     def expect(self, literal: str) -> Script[None]:
         if not (yield from self.take(literal)):
-            raise TextEnded if self.is_stump(literal) else NotACall
+            raise TextEnded if self.ends_inside(literal) else NotACall
 
     def close(self, literal: str, *, stray: str = "") -> Script[None]:
         """Steps over a closing marker, and over spaces and stray characters in front of it.
 
         If it is not next, nothing is stepped over: the call has ended without it.
         """
-        start = self.mark()
+        start = self.position()
         yield from self.skip(SPACE + stray)
         is_next = yield from self.take(literal)
-        if not is_next and self.is_stump(literal):
+        if not is_next and self.ends_inside(literal):
             self.pos = len(self.text)
         elif not is_next:
             self.back_to(start)
 
-    def is_stump(self, literal: str) -> bool:
+    def ends_inside(self, literal: str) -> bool:
         """Whether the reply has ended in the middle of this marker."""
         return self.ended and literal.startswith(self.text[self.pos :])
 
@@ -128,7 +128,7 @@ class Tape:
 
     def until(self, *markers: str, limit: int | None = None) -> Script[tuple[str, str]]:
         """(the text before the first of these markers, the marker); both are stepped over."""
-        start = self.mark()
+        start = self.position()
         n_seen = 0
         longest = max(map(len, markers))
         while True:
@@ -148,10 +148,10 @@ class Tape:
             yield from self.more()
 
     def flow(self, *markers: str) -> Script[tuple[str, str]]:
-        """A next piece of the text before the first marker, as soon as there is one.
+        """The next piece of the text before the first marker, as soon as there is one.
 
-        (piece, ""), or (piece, marker) when the marker came and was stepped over. At the end of the
-        reply TextEnded, after all the text was handed out.
+        (piece, ""), or (piece, marker) once the marker has come and was stepped over. Raises TextEnded
+        at the end of the reply, after all the text was handed out.
         """
         while True:
             text = self.text[self.pos :]
@@ -178,7 +178,7 @@ def _overlap(text: str, markers: tuple[str, ...]) -> int:
 
 
 class CallParser(ABC):
-    """Reads the calls of one format: text in, calls out; `rest` is what was no call.
+    """Reads the calls of one format: text in, calls out; `rest` is the text that belongs to no call.
 
     Made at an opening marker and fed the text after it. When `done`, `rest` is the text after the last
     call; if there was no call, all text from the marker on. Owner: a splitter.
@@ -216,7 +216,7 @@ class CallParser(ABC):
     # --- what a script reports -------------------------------------------------------------
 
     def start(self, name: str, call_id: str | None = None) -> None:
-        """A call begins. Raises NotACall if the name cannot be a tool's."""
+        """Reports that a call begins. Raises NotACall if the name cannot be a tool's."""
         self.name = self.checked(name)
         self.n_calls += 1
         self.is_open = True
@@ -232,21 +232,28 @@ class CallParser(ABC):
         return name
 
     def arguments(self, text: str) -> None:
-        """A part of the JSON text of its arguments."""
+        """A piece of the JSON text of the call's arguments."""
         if text:
             self._out.append(CallArguments(text))
         self.tape.keep()
 
     def end(self) -> None:
-        """The call's arguments are complete."""
+        """Reports that the call's arguments are complete."""
         self.is_open = False
         self.tape.keep()
 
     def whole(self, name: str, arguments: Mapping[str, Any], call_id: str | None = None) -> None:
-        """A call and all its arguments, by the types of its schema."""
+        """Reports a call and all its arguments, in the types of its schema.
+
+        Raises NotACall for a value that JSON cannot express, such as infinity.
+        """
         values = self.schemas.coerce(name.strip(), arguments)
+        try:
+            text = json.dumps(values, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as e:
+            raise NotACall from e
         self.start(name, call_id)
-        self.arguments(json.dumps(values, ensure_ascii=False))
+        self.arguments(text)
         self.end()
 
     def _run(self) -> list[CallPiece]:
@@ -258,12 +265,12 @@ class CallParser(ABC):
                 self.done = True
             except TextEnded:
                 self.done = True
-                if self.n_calls:  # the beginning of a marker or of another call is no text
+                if self.n_calls:  # what began another marker or call is not text
                     self.tape.pos = len(self.tape.text)
                     self.tape.keep()
             except NotACall:
                 self.done = True
-                if self.is_open:  # the client has seen its beginning: so it ends here
+                if self.is_open:  # the client has seen its beginning, so the call ends here
                     self.tape.keep()
         pieces, self._out = self._out, []
         return pieces

@@ -1,7 +1,7 @@
 """What a reply must look like: the answer's format, a tool call, either, or text without calls. Pure.
 
-Reasoning may come before all of it. Where a model is free to answer or to call, it is held to a grammar
-only if a tool needs that: one that is strict, that takes a text of a certain form, or is not allowed.
+Reasoning may come before all of it. Where the model may answer or call as it likes, there is a grammar
+only if a tool needs one: it is strict, it takes a text of a certain form, or it may not be called.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ BLANK = r"/\n{0,2}/"
 """Between reasoning and the answer."""
 
 Soften = Callable[[Mapping[str, Any]], SoftenedSchema]
-"""A schema as far as it can be enforced."""
+"""Reduces a schema to what can be enforced."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyConstraint:
-    """grammar: of all that the model may write; None: anything. left_out: places of the request that a
-    reply should follow, and that the grammar does not enforce."""
+    """grammar: what the whole reply must match; None: anything goes. left_out: places in the request
+    that the grammar does not enforce."""
 
     grammar: Grammar | None = None
     left_out: tuple[str, ...] = ()
@@ -42,12 +42,18 @@ def constraint(
     prompt_tail: str,
     soften: Soften = SoftenedSchema,
 ) -> ReplyConstraint:
-    """Raises BadRequest."""
+    """The constraint that a request puts on its reply. Raises BadRequest."""
     if not isinstance(request.source, Chat):
         return ReplyConstraint(request.grammar)
-    return _ConstraintWriter(
-        request, request.source, format, tokenizer, prompt_tail, soften
-    ).constraint()
+    writer = _ConstraintWriter(
+        request,
+        request.source,
+        format=format,
+        tokenizer=tokenizer,
+        prompt_tail=prompt_tail,
+        soften=soften,
+    )
+    return writer.constraint()
 
 
 class _ConstraintWriter:
@@ -57,6 +63,7 @@ class _ConstraintWriter:
         self,
         request: GenerateRequest,
         chat: Chat,
+        *,
         format: ReplyFormat,
         tokenizer: Tokenizer,
         prompt_tail: str,
@@ -68,22 +75,24 @@ class _ConstraintWriter:
         self._template = tokenizer.chat_template or ""
         self._tail = prompt_tail
         self._soften = soften
-        self._known = formats()[format.tool] if format.tool else None
-        self._lark = Lark(tokenizer, _control(format, self._known))
+        self._tool_format = formats()[format.tool] if format.tool else None
+        self._lark = Lark(tokenizer, _control_tokens(format, self._tool_format))
 
     def constraint(self) -> ReplyConstraint:
         choice, answer = self._chat.tool_choice, self._request.grammar
         tools = [tool for tool in self._chat.tools if choice.permits(tool)]
         if choice.mode in (ToolMode.REQUIRED, ToolMode.NAMED):
             if not self._chat.tools:
-                raise InvalidValue("tool_choice", "there are no tools to choose from")
+                raise InvalidValue(
+                    "tool_choice", "there are no tools to choose from; send tools, or leave it out"
+                )
             if not tools:
                 raise InvalidValue("tool_choice", f"no tool is named {choice.name!r}")
             return self._result(self._calls(tools, "tool_choice"), None, param="tool_choice")
         if answer is not None:
             calls = self._calls(tools, answer.param) if tools else None
             return self._result(calls, answer, param=answer.param)
-        if not self._chat.tools or self._known is None:
+        if not self._chat.tools or self._tool_format is None:
             return ReplyConstraint()
         if not tools:
             return self._result(None, self._text(), param="tool_choice")
@@ -103,28 +112,32 @@ class _ConstraintWriter:
         return self._result(calls, text, param="tools")
 
     def _text(self) -> TextSymbol:
-        known, native = self._known, self._format.native
-        assert known is not None
+        tool_format, native = self._tool_format, self._format.native
+        assert tool_format is not None
         names = [tool.name for tool in self._chat.tools]
-        markers = [*known.opens, *([native.opens] if native and not known.opens else [])]
-        patterns = [known.bare(names)] if known.bare else []
+        markers = [
+            *tool_format.opens,
+            *([native.opens] if native and not tool_format.opens else []),
+        ]
+        patterns = [tool_format.bare(names)] if tool_format.bare else []
         return self._lark.text_without([m for m in markers if m], patterns=patterns)
 
     def _calls(self, tools: Sequence[Tool], param: str, *, before: TextSymbol | None = None) -> str:
         """param: the request parameter that needs calls to be enforced."""
-        known = self._known
-        if known is None or known.grammar is None:
-            name = (
-                f"The tool-call format {known.name!r}" if known else "This model's tool-call format"
+        tool_format = self._tool_format
+        if tool_format is None or tool_format.grammar is None:
+            name = f" {tool_format.name!r}" if tool_format else ""
+            raise BadRequest(
+                f"{param}: this model's call format{name} has no grammar, so calls cannot be enforced.",
+                param=param,
             )
-            raise BadRequest(f"{param}: {name} has no grammar to hold the model to.", param=param)
-        return known.grammar(
+        return tool_format.grammar(
             CallGrammar(
                 lark=self._lark,
                 tools=tuple(map(self._enforceable, tools)),
                 parallel=self._chat.tool_choice.parallel,
                 template=self._template,
-                before=None if known.splitter else before,
+                before=None if tool_format.splitter else before,
             )
         )
 
@@ -137,19 +150,23 @@ class _ConstraintWriter:
     def _result(
         self, calls: str | None, answer: Grammar | TextSymbol | None, *, param: str
     ) -> ReplyConstraint:
-        lark, known = self._lark, self._known
+        lark, tool_format = self._lark, self._tool_format
         strict = {tool.param for tool in self._chat.tools if tool.strict}
         for owner, place in lark.left_out:
             if owner in strict:
-                raise InvalidValue(owner, f"{place} cannot be enforced, and the tool is strict")
+                raise InvalidValue(
+                    owner,
+                    f"{place} cannot be enforced, and the tool is strict;"
+                    " take it out of the schema, or strict out of the tool",
+                )
         left_out = tuple(dict.fromkeys(f"{owner}{place}" for owner, place in lark.left_out))
         text = answer if isinstance(answer, TextSymbol) else None
         part = text.symbol if text else None
         if isinstance(answer, Grammar):
             part = lark.part(answer)
-        if known and known.reply:
+        if tool_format and tool_format.reply:
             return ReplyConstraint(
-                lark.grammar(known.reply(lark, calls, part), param=param), left_out
+                lark.grammar(tool_format.reply(lark, calls, part), param=param), left_out
             )
         lead = self._reasoning(text)
         if isinstance(answer, Grammar) and not lead and not calls:
@@ -170,8 +187,8 @@ class _ConstraintWriter:
         return f"({lark.mark(think.open)} {lark.text_before(think.close, where=where)} {BLANK})?"
 
 
-def _control(format: ReplyFormat, known: ToolFormat | None) -> Iterator[str]:
-    if known:
-        yield from known.tokens
+def _control_tokens(format: ReplyFormat, tool_format: ToolFormat | None) -> Iterator[str]:
+    if tool_format:
+        yield from tool_format.tokens
     if format.think:
         yield from tokens_of(format.think)

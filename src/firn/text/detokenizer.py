@@ -15,14 +15,14 @@ _Utf8 = codecs.getincrementaldecoder("utf-8")
 MAX_WINDOW = 8
 """A longer window is cut down to its last piece, so that decoding stays cheap."""
 MAX_PENDING = 24
-"""Bytes that are no character may never become one: this is how many tokens wait for it."""
+"""Broken bytes may never become a character: after so many tokens they are passed on as broken."""
 
 
 class Detokenizer:
     """Owner: one choice of one reply.
 
     # _ids:   [0, _start) context, whole characters   [_start, ...) since the last clean point
-    # _given: how the decoded window began when text was last given out
+    # _emitted: how the decoded window began when text was last passed on
     """
 
     def __init__(self, tokenizer: Tokenizer, *, visible: frozenset[int] = frozenset()) -> None:
@@ -31,7 +31,7 @@ class Detokenizer:
         self._hidden = tokenizer.special - visible
         self._ids: list[int] = []
         self._start = 0
-        self._given = ""
+        self._emitted = ""
 
     def feed(self, token: int) -> str:
         if token in self._hidden:
@@ -39,8 +39,8 @@ class Detokenizer:
         self._ids.append(token)
         text = self._decode(self._ids)
         if text.endswith(BROKEN) and self._n_begun():
-            return self._give_partly(text)
-        return self._give(text)
+            return self._emit_whole_characters(text)
+        return self._emit(text)
 
     def flush(self) -> str:
         """The rest, without a character that was cut off."""
@@ -48,11 +48,11 @@ class Detokenizer:
         if text.endswith(BROKEN):
             text = self._without_begun(text)
         piece = self._piece(text)
-        self._ids, self._start, self._given = [], 0, ""
+        self._ids, self._start, self._emitted = [], 0, ""
         return piece
 
     def _without_begun(self, text: str) -> str:
-        """Tokens of the begun character alone go: a run of bytes may be broken by its end only."""
+        """Drops the tokens of the unfinished character only: it may be what breaks a run of bytes."""
         n_begun = self._n_begun()
         if not n_begun:
             return text
@@ -61,38 +61,38 @@ class Detokenizer:
         text = self._decode(self._ids)
         return text.removesuffix(BROKEN) if n_begun else text
 
-    def _give(self, text: str) -> str:
+    def _emit(self, text: str) -> str:
         piece = self._piece(text)
-        if len(self._ids) <= MAX_WINDOW and text.startswith(self._given):
-            self._given = text
+        if len(self._ids) <= MAX_WINDOW and text.startswith(self._emitted):
+            self._emitted = text
         else:
             self._ids = self._ids[self._start :]
-            self._given = self._decode(self._ids)
+            self._emitted = self._decode(self._ids)
         self._start = len(self._ids)
         return piece
 
-    def _give_partly(self, text: str) -> str:
+    def _emit_whole_characters(self, text: str) -> str:
         """The whole characters in front of the unfinished one.
 
-        A byte-fallback decoder shows a whole run of bytes as broken while its last character is:
-        with more than one U+FFFD in the new text nothing can be told yet, so all of it waits.
+        A byte-fallback decoder shows a whole run of bytes as broken while its last character is
+        unfinished: with more than one U+FFFD in the new text it is unclear which, so all of it waits.
         """
         stable = text[:-1]
         is_full = len(self._ids) - self._start > MAX_PENDING
-        piece = stable[len(self._given) :] if stable.startswith(self._given) else ""
+        piece = stable[len(self._emitted) :] if stable.startswith(self._emitted) else ""
         if BROKEN in piece and not is_full:
             return ""
         if piece:
-            self._given = stable
+            self._emitted = stable
         if is_full:  # an unfinished character spans at most three tokens: keep those and one more
             self._ids = self._ids[-4:]
             self._start = 0
-            self._given = self._decode(self._ids)[:-1]
+            self._emitted = self._decode(self._ids)[:-1]
         return piece
 
     def _piece(self, text: str) -> str:
-        if text.startswith(self._given):
-            return text[len(self._given) :]
+        if text.startswith(self._emitted):
+            return text[len(self._emitted) :]
         return self._decode(self._ids[self._start :])
 
     def _n_begun(self) -> int:

@@ -1,4 +1,4 @@
-"""A prompt that its reply repeats: the text and, for each token, how likely it was. Pure."""
+"""Echoes a prompt in its reply: the text and, for each token, how likely it was. Pure."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class EchoSlice:
 def echoed(
     tokenizer: Tokenizer, text: str, ids: TokenArray, logprobs: Sequence[TokenLogprob]
 ) -> list[EchoSlice]:
-    """The whole prompt in slices. `logprobs` are those of ids[1:]. Tokens that the tokenizer has put in
-    front of the text are shown as tokens, but have no text."""
+    """The whole prompt in slices. `logprobs` are those of ids[1:]. Tokens that the tokenizer put before
+    the text are shown as tokens, but have no text."""
 
     @cache
     def piece(token: int) -> tuple[str, bytes]:
@@ -52,7 +52,7 @@ def echoed(
         for start in range(0, len(ids), SLICE_TOKENS)
     ]
     texts = _texts(slices)
-    if "".join(texts) != text:  # tokenizers may change a text, if only by a blank in front
+    if "".join(texts) != text:  # some tokenizers change a text, if only by a leading space
         texts = [text, *[""] * (len(slices) - 1)]
     return [EchoSlice(*each) for each in zip(texts, slices, strict=True)]
 

@@ -1,11 +1,11 @@
-"""What of a prompt is read whatever else is skipped: system prompt, tools, the newest message. Pure.
+"""What sparse prefill never skips of a prompt: system prompt, tools, the newest message. Pure.
 
 Messages begin at openers, and templates differ in what else they put between them: tools in a message of
-their own, before the first user's words or before the last one's. Where it is not clear, more is
+their own, before the first user's words or before the last one's. Where that is unclear, more is
 essential rather than less.
 
-A newest message that is long (a pasted file with a question) would leave nothing to skip. Of such a one
-the beginning and the end are essential: that is where people ask.
+A newest message that is long (a pasted file with a question) would leave nothing to skip. Of such a
+message only the beginning and the end are essential: that is where people put their question.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from firn.core.values import Message
 
 LONG_CHARS = 64
-"""More than this between a message's opener and its words is no mere header."""
+"""More than this between a message's opener and its words is not just a header."""
 SHORT_CHARS = 8
-"""A message so short may stand anywhere by chance."""
+"""A message this short may occur anywhere by chance."""
 LONG_MESSAGE = 2048
-"""Tokens. A newest message that is no longer is read whole."""
+"""In tokens. A newest message up to this length is read whole."""
 BEGINNING, ENDING = 256, 768
-"""What is read whole of a longer one: in tokens, from its first word and up to its last."""
+"""In tokens. What is read of a longer one: from its first word on, and up to its last."""
 
 Ranges = tuple[tuple[int, int], ...]
 """Of tokens, half-open, in order."""
@@ -38,10 +38,10 @@ class Opener:
 
 
 @dataclass(frozen=True, slots=True)
-class Newest:
+class NewestMessage:
     """Where the newest message is, in tokens.
 
-    # start: with tools that only the newest turn has   words ... end: what its author has written
+    # start: with tools that only the newest turn has   [words, end): what its author wrote
     """
 
     start: int
@@ -57,8 +57,8 @@ def essential(
     n_tokens: int,
     count: Callable[[str], int],
 ) -> Ranges:
-    """Of a chat. count: how many tokens a piece of the text is."""
-    if not openers or not messages:  # nobody knows where the system prompt ends
+    """The essential ranges of a chat. count: how many tokens a piece of the text has."""
+    if not openers or not messages:  # it is unknown where the system prompt ends
         return ((0, n_tokens),)
     head = _head(text, openers, messages, count)
     newest = _newest(text, openers, messages, n_tokens=n_tokens, count=count)
@@ -71,7 +71,7 @@ def essential(
 
 
 def essential_of_text(n_tokens: int) -> Ranges:
-    """Of a text that is no chat."""
+    """The essential ranges of a text that is not a chat; a short one has none."""
     if n_tokens <= LONG_MESSAGE:
         return ()
     return ((0, BEGINNING), (n_tokens - ENDING, n_tokens))
@@ -80,18 +80,18 @@ def essential_of_text(n_tokens: int) -> Ranges:
 def _head(
     text: str, openers: Sequence[Opener], messages: Sequence[Message], count: Callable[[str], int]
 ) -> int:
-    """Tokens before the words of the first message that is not the system's."""
+    """How many tokens come before the words of the first message that is not a system message."""
     at = 0
     for message in messages:
         words = message.text.strip()
-        found = text.find(words, at) if words else -1
+        start = text.find(words, at) if words else -1
         if message.role == "system":
-            at = found + len(words) if found >= 0 else at
+            at = start + len(words) if start >= 0 else at
             continue
-        if found < 0:
+        if start < 0:
             return 0
-        before = [o for o in openers if o.end <= found]
-        lead = text[before[-1].end if before else 0 : found]
+        before = [o for o in openers if o.end <= start]
+        lead = text[before[-1].end if before else 0 : start]
         if not before:
             return count(lead) + 1
         is_more = len(lead) > LONG_CHARS or at > before[-1].end
@@ -106,28 +106,28 @@ def _newest(
     *,
     n_tokens: int,
     count: Callable[[str], int],
-) -> Newest:
+) -> NewestMessage:
     last, words = openers[-1], messages[-1].text.strip()
     tail = text[last.end :]
     is_header = words not in tail or (len(words) <= SHORT_CHARS and len(tail) < LONG_CHARS)
     opener = openers[-2] if is_header and len(openers) > 1 else last
     at = text.find(words, opener.end)
-    lead, behind = ("", "") if at < 0 else (text[opener.end : at], text[at + len(words) :])
+    lead, after = ("", "") if at < 0 else (text[opener.end : at], text[at + len(words) :])
     between = _between(text, messages, opener)
-    return Newest(
-        max(opener.token - _more_than_a_header(between, count), 0),
-        opener.token + _more_than_a_header(lead, count),
-        n_tokens - _more_than_a_header(behind, count),
+    return NewestMessage(
+        max(opener.token - _tokens_beyond_header(between, count), 0),
+        opener.token + _tokens_beyond_header(lead, count),
+        n_tokens - _tokens_beyond_header(after, count),
     )
 
 
 def _between(text: str, messages: Sequence[Message], opener: Opener) -> str:
-    """What stands between the words of the message before the newest and this one's opener."""
-    said = messages[-2].text.strip() if len(messages) > 1 else ""
-    at = text.rfind(said, 0, opener.start) if said else -1
-    return text[at + len(said) : opener.start] if at >= 0 else ""
+    """The text between the words of the last message but one and the newest one's opener."""
+    words = messages[-2].text.strip() if len(messages) > 1 else ""
+    at = text.rfind(words, 0, opener.start) if words else -1
+    return text[at + len(words) : opener.start] if at >= 0 else ""
 
 
-def _more_than_a_header(text: str, count: Callable[[str], int]) -> int:
-    """Its tokens, if it is more than what every message has around it."""
+def _tokens_beyond_header(text: str, count: Callable[[str], int]) -> int:
+    """How many tokens a text around a message has; 0 for a mere header."""
     return count(text) + 1 if len(text) > LONG_CHARS else 0

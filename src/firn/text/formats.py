@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from firn.core.errors import SetupError
 from firn.core.ports import Tokenizer
-from firn.text.harmony import CHANNEL, END, MESSAGE, START
+from firn.text.harmony_splitter import CHANNEL, END, MESSAGE, START
 from firn.text.native import NativeParser
 from firn.text.parsers import Clues, ToolFormat, formats, names
 from firn.text.splitter import ThinkTags
@@ -17,7 +17,7 @@ HARMONY = "harmony"
 NONE = "none"
 AUTO = "auto"
 FALLBACK = "json_tags"
-"""The format that a model without one is asked to call tools in: many have seen it in training."""
+"""The format that a model without one is asked to use: many have seen it in training."""
 
 THINK_TAGS: Mapping[str, ThinkTags] = MappingProxyType(
     {
@@ -63,9 +63,9 @@ _REASONING_ALIASES = {
 class ReplyFormat:
     """How to read a reply.
 
-    tool: a name of `parsers`, or None where the model has no way to call. think: its reasoning
-    tags. visible: control tokens that are markup, and must reach the reader as text.
-    drop: markup around the text, which no reader needs. native: the callable behind `whole_call`.
+    tool: the name of a tool-call format, or None where the model cannot call. think: its reasoning tags.
+    visible: control tokens that are markup, which the splitter must see as text. drop: markup around the
+    text, which nobody must see. native: the tokenizer's own parser, for `whole_call`.
     """
 
     tool: str | None = None
@@ -91,13 +91,13 @@ PLAIN = ReplyFormat()
 
 
 def markup_tokens() -> frozenset[str]:
-    """Every token that thoughts or calls may be written with, of any model."""
+    """Every token that any model writes reasoning or calls with."""
     calls = {token for form in formats().values() for token in form.tokens}
     return frozenset(calls.union(*map(tokens_of, THINK_TAGS.values())))
 
 
 def own_markup() -> frozenset[str]:
-    """Those of them that may stand in an assistant's text; the tokens of channels never do."""
+    """The markup tokens that may occur in an assistant's text; those of channels never do."""
     shaping = {token for form in formats().values() if form.splitter for token in form.tokens}
     return markup_tokens() - shaping
 
@@ -159,9 +159,9 @@ def _tool_format(
         if override not in names():
             raise SetupError(_unknown("tool-call parser", override, tool_parser_names()))
         return formats()[names()[override]]
-    found = [f for f in formats().values() if f.matches(clues)]
-    if found:
-        return max(found, key=lambda f: f.rank)
+    matching = [f for f in formats().values() if f.matches(clues)]
+    if matching:
+        return max(matching, key=lambda f: f.rank)
     return formats()["whole_call"] if native else None
 
 
@@ -187,5 +187,5 @@ def tokens_of(tags: ThinkTags) -> list[str]:
     return [*pieces.get(tags.open, [tags.open]), tags.close]
 
 
-def _unknown(what: str, name: str, known: Iterable[str]) -> str:
-    return f"unknown {what} {name!r}; known are: {', '.join(known)}"
+def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    return f"unknown {kind} {name!r}; known are: {', '.join(known)}"

@@ -8,21 +8,22 @@ from typing import Any
 
 from firn.core.values import Tool
 from firn.text.bare_values import (
+    allowed_values,
     as_root,
-    limits,
-    listed,
-    unheld_items,
-    unheld_members,
-    unheld_text,
+    string_terminals,
+    unenforced_items,
+    unenforced_members,
+    unenforced_text,
 )
 from firn.text.call_grammar import (
-    DEFINITIONS,
     FREE_FORM,
     CallGrammar,
     Parameter,
     free_form,
+    lark_grammar,
     parameters,
     plain,
+    with_definitions,
 )
 from firn.text.schema import resolved, types_of
 
@@ -31,12 +32,12 @@ _KEY = "/[A-Za-z_][A-Za-z0-9_-]{0,63}/"
 
 
 def gemma_calls(g: CallGrammar, opening: str, quote: str, closer: str) -> str:
-    call = g.each(lambda tool: _Notation(g, quote, tool.param).call(tool))
+    call = g.each(lambda tool: _GemmaWriter(g, quote, tool.param).call(tool))
     return g.in_marks(opening, call, closer)
 
 
-class _Notation:
-    """Owner: the writing of one tool. `param`: where its schema came from."""
+class _GemmaWriter:
+    """Writes the grammar of one tool's calls. `param`: where the request has the tool."""
 
     def __init__(self, g: CallGrammar, quote: str, param: str) -> None:
         self._lark = g.lark
@@ -46,15 +47,15 @@ class _Notation:
 
     def call(self, tool: Tool) -> str:
         head = self._lark.mark(f"call:{plain(tool.name, self._param)}")
-        if tool.grammar is not None and tool.grammar.kind == "lark":
-            marks = [
-                self._lark.mark(m) for m in (f"{{{FREE_FORM}:{self._quote}", f"{self._quote}}}")
-            ]
-            return f"{head} {marks[0]} {self._lark.part(tool.grammar)} {marks[1]}"
+        grammar = lark_grammar(tool)
+        if grammar is not None:
+            opens = self._lark.mark(f"{{{FREE_FORM}:{self._quote}")
+            closes = self._lark.mark(f"{self._quote}}}")
+            return f"{head} {opens} {self._lark.part(grammar)} {closes}"
         return f"{head} {self._object(free_form(tool).parameters, '#', depth=0)}"
 
     def _object(self, schema: Mapping[str, Any], at: str, *, depth: int) -> str:
-        self._leave_out(at, unheld_members(schema))
+        self._leave_out(at, unenforced_members(schema))
         declared = parameters(Tool("", "", schema, param=self._param))
         if declared is None:
             pair = f'{self._lark.terminal(_KEY)} ":" {self._anything()}'
@@ -72,33 +73,33 @@ class _Notation:
 
     def _value(self, schema: Any, at: str, depth: int) -> str:
         root = as_root(schema)
-        found = resolved(schema, root)
-        types = types_of(found, root)
-        if not isinstance(found, Mapping) or depth > _MAX_DEPTH:
+        target = resolved(schema, root)
+        types = types_of(target, root)
+        if not isinstance(target, Mapping) or depth > _MAX_DEPTH:
             return self._anything()
-        shared = {k: root[k] for k in DEFINITIONS if k in root}
-        values = listed(schema)
+        values = allowed_values(schema)
         if values is not None:
             return self._lark.any_of(map(self._literal, values))
-        options = found.get("anyOf") or found.get("oneOf")
+        options = target.get("anyOf") or target.get("oneOf")
         if isinstance(options, list) and options:
-            each = [self._value(_with(option, shared), at, depth + 1) for option in options]
-            return self._lark.any_of(each)
+            return self._lark.any_of(
+                self._value(with_definitions(option, root), at, depth + 1) for option in options
+            )
         if not types:
             return self._anything()
-        whole = {**shared, **found}
+        whole = with_definitions(target, root)
         return self._lark.any_of(self._typed(t, whole, at, depth) for t in sorted(types))
 
     def _typed(self, kind: str, schema: Mapping[str, Any], at: str, depth: int) -> str:
         if kind == "string":
-            self._leave_out(at, unheld_text(schema))
+            self._leave_out(at, unenforced_text(schema))
             return self._string(schema)
         if kind == "object":
             return self._object(schema, at, depth=depth + 1)
         if kind == "array":
-            self._leave_out(at, unheld_items(schema))
-            shared = {k: schema[k] for k in DEFINITIONS if k in schema}
-            item = self._value(_with(schema.get("items"), shared), f"{at}/items", depth + 1)
+            self._leave_out(at, unenforced_items(schema))
+            items = with_definitions(schema.get("items"), schema)
+            item = self._value(items, f"{at}/items", depth + 1)
             return f'"[" {_items(item, schema)} "]"'
         return self._lark.json({**schema, "type": kind}, param=self._param)
 
@@ -108,7 +109,7 @@ class _Notation:
         return self._lark.mark(json.dumps(value, ensure_ascii=False))
 
     def _string(self, schema: Any = None) -> str:
-        text = self._lark.text_before(self._quote, where=limits(schema))
+        text = self._lark.text_before(self._quote, where=string_terminals(schema))
         return f"{self._lark.mark(self._quote)} {text}"
 
     def _anything(self) -> str:
@@ -127,7 +128,3 @@ def _items(item: str, schema: Mapping[str, Any]) -> str:
     more = f"{max(low - 1, 0)},{most - 1 if isinstance(most, int) else ''}"
     run = f'{item} ("," {item}){{{more}}}'
     return run if low else f"({run})?"
-
-
-def _with(schema: Any, shared: Mapping[str, Any]) -> Any:
-    return {**shared, **schema} if isinstance(schema, Mapping) else schema

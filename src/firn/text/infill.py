@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from firn.core.ports import Tokenizer
+from firn.text.rendering import Span
 
 
 @dataclass(frozen=True, slots=True)
 class _InfillTokens:
-    """order: tokens, the text before the gap (P) and the text after it (S). ends: further tokens that
+    """order: tokens, the text before the gap ("P") and the text after it ("S"). ends: more tokens that
     end what is filled in."""
 
     order: tuple[str, ...]
@@ -47,11 +48,11 @@ _FAMILIES = (
 )
 
 
-Spans = Callable[[str], Sequence[tuple[int, int]]]
-"""Where a text spells control tokens and means none, as characters [start, end)."""
+TypedSpans = Callable[[str], Sequence[Span]]
+"""Where a text spells control tokens that are plain text."""
 
 
-def _nowhere(text: str) -> Sequence[tuple[int, int]]:
+def _nowhere(text: str) -> Sequence[Span]:
     return ()
 
 
@@ -65,43 +66,41 @@ class Infill:
     ends: frozenset[int]
 
     def ids(
-        self, prefix: str, suffix: str, *, add_special: bool = True, typed: Spans = _nowhere
+        self, prefix: str, suffix: str, *, add_special: bool = True, typed: TypedSpans = _nowhere
     ) -> list[int]:
-        """The prompt's tokens. add_special: with those that begin every prompt of this model."""
-        found = _opening(self.tokenizer) if add_special else []
-        for each in self.order:
-            if isinstance(each, int):
-                found.append(each)
-            elif each == "P":
-                found += self.tokenizer.encode(prefix, add_special=False, typed=typed(prefix))
+        """The prompt's tokens. add_special: include those that begin every prompt of this model."""
+        ids = _opening(self.tokenizer) if add_special else []
+        for item in self.order:
+            if isinstance(item, int):
+                ids.append(item)
+            elif item == "P":
+                ids += self.tokenizer.encode(prefix, add_special=False, typed=typed(prefix))
             else:
-                found += _encode_inside(self.tokenizer, suffix, typed(suffix))
-        return found
+                ids += _encode_inside(self.tokenizer, suffix, typed(suffix))
+        return ids
 
 
 def detect_infill(tokenizer: Tokenizer) -> Infill | None:
-    """None where the model has no tokens for it."""
+    """How this model fills in the middle; None where it has no tokens for that."""
     for family in _FAMILIES:
         order = [text if text in ("P", "S") else _token(tokenizer, text) for text in family.order]
         if None not in order:
             ends = {_token(tokenizer, text) for text in family.ends}
-            tokens = {each for each in order if isinstance(each, int)}
+            tokens = {item for item in order if isinstance(item, int)}
             return Infill(
                 tokenizer,
-                tuple(each for each in order if each is not None),
+                tuple(item for item in order if item is not None),
                 frozenset({*tokens, *(token for token in ends if token is not None)}),
             )
     return None
 
 
 def _token(tokenizer: Tokenizer, text: str) -> int | None:
-    found = tokenizer.token_id(text)
-    return tokenizer.token_id(text.replace(" ", "\u2581")) if found is None else found
+    token = tokenizer.token_id(text)
+    return tokenizer.token_id(text.replace(" ", "\u2581")) if token is None else token
 
 
-def _encode_inside(
-    tokenizer: Tokenizer, text: str, typed: Sequence[tuple[int, int]]
-) -> Sequence[int]:
+def _encode_inside(tokenizer: Tokenizer, text: str, typed: Sequence[Span]) -> Sequence[int]:
     """The tokens of a text in the middle of a prompt. Some tokenizers put a space before every text;
     models were trained without it here."""
     before = tokenizer.encode(UNJOINED, add_special=False)
@@ -115,6 +114,6 @@ def _encode_inside(
 def _opening(tokenizer: Tokenizer) -> list[int]:
     """The tokens that the tokenizer puts in front of every text."""
     ids: Sequence[int] = tokenizer.encode("", add_special=True)
-    while ids and ids[-1] in tokenizer.eos and len(ids) > 1:  # and behind it
+    while ids and ids[-1] in tokenizer.eos and len(ids) > 1:  # some append one, too
         ids = ids[:-1]
     return list(ids)

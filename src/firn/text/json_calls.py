@@ -21,7 +21,8 @@ ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
 ID_KEYS = ("id", "tool_call_id")
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
-_OUTSIDE = re.compile(r'[^"\[\]{}]+')
+_OUTSIDE = re.compile(r'[^"\[\]{}A-Za-z]+')
+_WORD = re.compile(r"[A-Za-z]")
 _SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _ESCAPES = '"\\/bfnrt'
@@ -38,7 +39,7 @@ class JsonTape:
         self._tape = tape
 
     def next_char(self) -> Script[str]:
-        """The next character that is no space; "" at the end of the reply."""
+        """The next character that is not a space; "" at the end of the reply."""
         yield from self._tape.skip()
         char = yield from self._tape.peek()
         return char
@@ -59,19 +60,19 @@ class JsonTape:
 
     def copy_object(self, sink: Sink, types_of: TypesOf) -> Script[None]:
         """An object; its top-level scalars get the types that `types_of` says for their keys."""
-        yield from self._mark("{", sink)
+        yield from self._copy_char("{", sink)
         if (yield from self._closes("}", sink)):
             return
         while True:
             yield from self.next_char()
             key = yield from self.string()
             sink(json.dumps(key, ensure_ascii=False))
-            yield from self._mark(":", sink)
+            yield from self._copy_char(":", sink)
             yield from self._copy_space(sink)
             yield from self.copy_value(sink, types_of(key))
             if (yield from self._closes("}", sink)):
                 return
-            yield from self._mark(",", sink)
+            yield from self._copy_char(",", sink)
             yield from self._copy_space(sink)
 
     def copy_value(self, sink: Sink, types: frozenset[str]) -> Script[None]:
@@ -92,7 +93,7 @@ class JsonTape:
         yield from tape.expect('"')
         sink('"')
         while True:
-            yield from self._need()
+            yield from self._wait_for_char()
             plain = _PLAIN.match(tape.text, tape.pos)
             if plain:
                 tape.pos = plain.end()
@@ -131,7 +132,7 @@ class JsonTape:
         tape = self._tape
         closers: list[str] = []
         while True:
-            yield from self._need()
+            yield from self._wait_for_char()
             outside = _OUTSIDE.match(tape.text, tape.pos)
             if outside:
                 tape.pos = outside.end()
@@ -141,6 +142,9 @@ class JsonTape:
             if char == '"':
                 yield from self.copy_string(sink)
                 continue
+            if _WORD.match(char):
+                sink((yield from self._word()))
+                continue
             if char in _CLOSER:
                 closers.append(_CLOSER[char])
             elif char != closers.pop():
@@ -149,6 +153,13 @@ class JsonTape:
             sink(char)
             if not closers:
                 return
+
+    def _word(self) -> Script[str]:
+        text = ""
+        while _WORD.match((yield from self._tape.peek())):
+            text += self._tape.text[self._tape.pos]
+            self._tape.pos += 1
+        return _PYTHON_WORDS.get(text, text)
 
     def _scalar(self) -> Script[str]:
         tape = self._tape
@@ -164,26 +175,26 @@ class JsonTape:
             raise NotACall
         return text
 
-    def _mark(self, char: str, sink: Sink) -> Script[None]:
+    def _copy_char(self, char: str, sink: Sink) -> Script[None]:
         yield from self._tape.skip()
         yield from self._tape.expect(char)
         sink(char)
 
     def _closes(self, char: str, sink: Sink) -> Script[bool]:
         yield from self._tape.skip()
-        found = yield from self._tape.take(char)
-        if found:
+        is_next = yield from self._tape.take(char)
+        if is_next:
             sink(char)
-        return found
+        return is_next
 
     def _copy_space(self, sink: Sink) -> Script[None]:
-        """One space for any number of them."""
+        """Copies any number of spaces as one."""
         char = yield from self._tape.peek()
         if char and char in SPACE:
             yield from self._tape.skip()
             sink(" ")
 
-    def _need(self) -> Script[None]:
+    def _wait_for_char(self) -> Script[None]:
         while self._tape.pos >= len(self._tape.text):
             yield from self._tape.more()
 
@@ -219,7 +230,7 @@ class JsonCallParser(CallParser):
         self.tape.keep()
 
     def stream_arguments(self) -> Script[None]:
-        """An object of arguments for the call that has started."""
+        """Passes on the object of arguments of the call that has started."""
         name = self.name
         yield from JsonTape(self.tape).copy_object(
             self.arguments, lambda key: self.schemas.types(name, key)
@@ -227,8 +238,8 @@ class JsonCallParser(CallParser):
         self.end()
 
     def guarded(self, script: Script[None], *closers: str) -> Script[None]:
-        """Runs a script. If a call that has begun turns out to be no JSON, its text is passed on as it
-        is, up to a closer, which is left to be read: the client has seen the call's beginning."""
+        """Runs a script. The client may have seen the beginning of a call that turns out not to be JSON:
+        then the rest is passed on as it is, up to a closer, which is left to be read."""
         try:
             yield from script
         except NotACall:
@@ -257,14 +268,14 @@ class SectionCallParser(JsonCallParser):
     call_open: ClassVar[str]
     call_end: ClassVar[str]
     fence: ClassVar[str] = ""
-    """What may close the block of code that arguments stand in."""
+    """What may close a block of code around the arguments."""
 
     @abstractmethod
     def read_call(self) -> Script[None]:
-        """Reads from behind a call's opening tag to the end of its arguments."""
+        """Reads from the end of a call's opening tag to the end of its arguments."""
 
     def header(self, end: str, *, limit: int) -> Script[str]:
-        """The text up to `end`, within this call: what has none is no call, and takes no other along."""
+        """The text up to `end`. Raises NotACall if the call has none, without reading into the next."""
         text, marker = yield from self.tape.until(end, self.call_open, self.call_end, limit=limit)
         if marker != end:
             raise NotACall
@@ -350,17 +361,17 @@ class _CallObject:
 
 
 def write_json(before: str, between: str, after: str) -> Callable[[str, Mapping[str, Any]], str]:
-    """A writer of calls whose arguments are JSON: markup, the name, markup, arguments, markup."""
+    """Makes a writer of calls with JSON arguments: markup, the name, markup, arguments, markup."""
 
     def write(name: str, arguments: Mapping[str, Any]) -> str:
-        given = json.dumps(arguments, ensure_ascii=False)
-        return f"{before}{name}{between}{given}{after}"
+        body = json.dumps(arguments, ensure_ascii=False)
+        return f"{before}{name}{between}{body}{after}"
 
     return write
 
 
 def _object_of(text: str | None) -> Mapping[str, Any]:
-    """Arguments that came before the name, as a JSON string, as null or not at all."""
+    """The arguments that came before the name, as a JSON string, as null or not at all."""
     value: Any = None
     try:
         value = json.loads(text or "null")

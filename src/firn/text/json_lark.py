@@ -1,9 +1,9 @@
 """Rewrites a Lark grammar for texts inside a JSON string, where characters are escaped. Pure.
 
-Where the grammar of a free-form tool has a line break, the call of a model that writes JSON has a
+Where the grammar of a free-form tool has a line break, a model that writes its calls as JSON writes a
 backslash and an n. Literals and regular expressions are rewritten one by one; the rules around them
 stay. A repetition of escaped characters becomes a rule: llguidance takes the longest match of a terminal
-and never goes back, so a terminal that may end before a backslash must not try to match it.
+and never backtracks, so a terminal that may end before a backslash must not try to match it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _TOKEN = re.compile(
       | (?P<regex>/(?:\\.|[^/\\\n])+/[imslux]*)
       | (?P<imports>%import\s+common[^\n]*)
       | (?P<ignore>%ignore\b)
+      | (?P<range>[ \t]*\.\.[ \t]*)
       | (?P<name>[?!_]?[A-Za-z][A-Za-z0-9_-]*)
-      | (?P<other>\s+|->|\.\.|[:|()\[\]{},*+?.0-9-])""",
+      | (?P<other>\s+|->|[:|()\[\]{},*+?.0-9-])""",
     re.VERBOSE,
 )
 _COMMON = {
@@ -47,7 +48,7 @@ _COMMON = {
 }
 """Terminals of Lark's library with characters that JSON escapes."""
 MAX_CHARS = 2**16
-"""Of a user's grammar: compiling takes time with the square of its alternatives."""
+"""Of a user's grammar: compiling takes quadratic time in its alternatives."""
 
 
 class Unquotable(ValueError):
@@ -68,11 +69,11 @@ def quoted(definition: str) -> str:
 
 @dataclass(slots=True)
 class _Statement:
-    """A definition, with its name; or anything else, with none."""
+    """A definition, or anything else, which has no name."""
 
     name: str = ""
     pieces: list[tuple[str, str]] = field(default_factory=list)
-    """(kind, text): names, and what was rewritten already."""
+    """(kind, text): names as they were, the rest rewritten."""
     needs_rule: bool = False
 
 
@@ -97,7 +98,7 @@ class _Quoting:
         return "\n".join([*filter(None, map(str.strip, map(shown, statements))), *self._lines])
 
     def _split(self) -> Iterator[list[tuple[str, str]]]:
-        """One statement each: a new one begins at a name with a colon behind it, or at a percent."""
+        """The tokens of each statement: one begins at a name before a colon, or at a percent sign."""
         current: list[tuple[str, str]] = []
         for (kind, text), ahead in zip(self._tokens, _next_words(self._tokens), strict=True):
             begins = kind in ("imports", "ignore") or (kind == "name" and ahead[:1] in (":", "["))
@@ -109,7 +110,7 @@ class _Quoting:
         yield current
 
     def _rewritten(self, tokens: list[tuple[str, str]]) -> Iterator[_Statement]:
-        found = _Statement()
+        statement = _Statement()
         tokens = [t for t in tokens if t[0] != "comment"]
         at = 0
         while at < len(tokens):
@@ -118,44 +119,44 @@ class _Quoting:
             if kind == "imports":
                 yield from self._imported(text)
                 continue
-            if kind == "name" and not found.name and not _has_colon(tokens[: at - 1]):
-                found.name = text
-            elif kind == "string" and tokens[at : at + 1] == [("other", "..")]:
-                (_, high), at = tokens[at + 1], at + 2
+            if kind == "name" and not statement.name and not _has_colon(tokens[: at - 1]):
+                statement.name = text
+            elif kind == "string" and [k for k, _ in tokens[at : at + 1]] == ["range"]:
+                high, at = "".join(t for _, t in tokens[at + 1 : at + 2]), at + 2
                 kind, text = "regex", f"/[{_in_class(_literal(text))}-{_in_class(_literal(high))}]/"
             if kind == "string":
                 text = _quoted_string(text)
             elif kind == "regex":
                 text, needs_rule = self._regex(text)
-                found.needs_rule |= needs_rule
+                statement.needs_rule |= needs_rule
             elif kind == "ignore":
-                found.name = text
-            found.pieces.append((kind, text))
-        if found.name == "%ignore" and found.needs_rule:
-            raise Unquotable("what is ignored cannot be said inside a JSON string")
-        yield found
+                statement.name = text
+            statement.pieces.append((kind, text))
+        if statement.name == "%ignore" and statement.needs_rule:
+            raise Unquotable("what %ignore names has no form inside a JSON string")
+        yield statement
 
     def _as_rules(self, statements: list[_Statement]) -> dict[str, str]:
-        """New names of the terminals that are rules now: those that hold one, and so on."""
+        """New names for terminals that become rules: those that must, and all that refer to one."""
         users: dict[str, list[str]] = {}
         for s in statements:
             if s.name.isupper():
                 for name in {t for kind, t in s.pieces if kind == "name" and t != s.name}:
                     users.setdefault(name, []).append(s.name)
-        found: dict[str, str] = {}
+        renamed: dict[str, str] = {}
         left = [s.name for s in statements if s.name.isupper() and s.needs_rule]
         while left:
             name = left.pop()
-            if name not in found:
-                found[name] = f"q_{name.lower()}"
+            if name not in renamed:
+                renamed[name] = f"q_{name.lower()}"
                 left += users.get(name, [])
         ignored = [s for s in statements if s.name == "%ignore"]
-        if any(kind == "name" and text in found for s in ignored for kind, text in s.pieces):
-            raise Unquotable("what is ignored cannot be said inside a JSON string")
-        return found
+        if any(kind == "name" and text in renamed for s in ignored for kind, text in s.pieces):
+            raise Unquotable("what %ignore names has no form inside a JSON string")
+        return renamed
 
     def _imported(self, statement: str) -> Iterator[_Statement]:
-        """Own definitions of what lark's library has in another form; the rest is still imported."""
+        """Definitions of the library's terminals that JSON escapes; the others are still imported."""
         listed = re.fullmatch(r"%import\s+common\s*\(([^)]*)\)\s*", statement)
         single = re.fullmatch(r"%import\s+common\.(\w+)(?:\s*->\s*(\w+))?\s*", statement)
         if not listed and not single:
@@ -168,13 +169,13 @@ class _Quoting:
                 pieces = [("name", alias), ("other", f": {text}")]
                 yield _Statement(alias, pieces, needs_rule)
             else:
-                renamed = f" -> {alias}" if alias != name else ""
-                yield _Statement("", [("other", f"%import common.{name}{renamed}")])
+                suffix = f" -> {alias}" if alias != name else ""
+                yield _Statement("", [("other", f"%import common.{name}{suffix}")])
 
     # --- regular expressions -----------------------------------------------------------------
 
     def _regex(self, token: str) -> tuple[str, bool]:
-        """As an expression of lark; and whether only a rule may hold it."""
+        """The Lark expression for it, and whether only a rule may contain that."""
         body, _, flags = token[1:].rpartition("/")
         if set(flags) - set("is"):
             raise Unquotable(f"the flags {flags!r} of a regular expression are not supported")
@@ -182,12 +183,12 @@ class _Quoting:
         if not _has_special(tree):
             return token, False
         if "i" in flags:
-            raise Unquotable("a regular expression without case is not supported here")
+            raise Unquotable("a regular expression that ignores case is not supported here")
         return f"({self._group(tree, is_last=True)})", _repeats_special(tree)
 
     def _group(self, group: RegexGroup, *, is_last: bool) -> str:
         if group.any_case:
-            raise Unquotable("a regular expression without case is not supported here")
+            raise Unquotable("a regular expression that ignores case is not supported here")
         options = [
             " ".join(self._item(item, is_last=is_last and item is items[-1]) for item in items)
             or '""'
@@ -196,7 +197,7 @@ class _Quoting:
         return " | ".join(options)
 
     def _item(self, item: RegexItem, *, is_last: bool) -> str:
-        match item.what:
+        match item.atom:
             case RegexChar(char):
                 shown = json.dumps(SPECIAL.get(char, char), ensure_ascii=False)
             case RegexClass(text) if is_last and item.repeat in ("*", "+"):
@@ -209,7 +210,7 @@ class _Quoting:
         return f"({shown}){item.repeat}" if item.repeat else shown
 
     def _set(self, chars: str, run: str = "") -> str:
-        """A class of characters: those that JSON leaves as they are, and the others as it has them."""
+        """A class of characters: some as they are, the others as JSON escapes them."""
         others = _special_of(chars)
         if not others:
             return f"/{_slashed(chars)}{run}/"
@@ -227,19 +228,19 @@ def _tokens(definition: str) -> Iterator[tuple[str, str]]:
     while at < len(definition):
         match = _TOKEN.match(definition, at)
         if match is None:
-            raise Unquotable(f"{definition[at : at + 12]!r} cannot be said inside a JSON string")
+            raise Unquotable(f"{definition[at : at + 12]!r} has no form inside a JSON string")
         at = match.end()
         yield match.lastgroup or "other", match[0]
 
 
 def _next_words(tokens: list[tuple[str, str]]) -> list[str]:
-    """For each token the next one that is no space; "" behind the last."""
-    found: list[str] = []
+    """For each token the next one that is not a space; "" after the last."""
+    following: list[str] = []
     ahead = ""
     for _, text in reversed(tokens):
-        found.append(ahead)
+        following.append(ahead)
         ahead = ahead if text.isspace() else text
-    return found[::-1]
+    return following[::-1]
 
 
 def _tail_space(tokens: list[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -254,26 +255,26 @@ def _has_colon(tokens: list[tuple[str, str]]) -> bool:
 
 
 def _literal(token: str) -> str:
-    """What a literal of lark says."""
+    """The text that a Lark literal stands for."""
     escaped = re.sub(r"\\x([0-9a-fA-F]{2})", r"\\u00\1", token.removesuffix("i"))
     try:
         return str(json.loads(escaped, strict=False))
     except ValueError:
-        raise Unquotable(f"{token[:40]} is no literal") from None
+        raise Unquotable(f"{token[:40]} is not a literal") from None
 
 
 def _quoted_string(token: str) -> str:
     text = _literal(token)
     any_case = token.endswith("i")
     if any_case and any(c in SPECIAL for c in text):
-        raise Unquotable(f"{token[:40]} has no case inside a JSON string")
+        raise Unquotable(f"{token[:40]}: characters that JSON escapes cannot ignore case")
     inner = "".join(SPECIAL.get(c, c) for c in text)
     return json.dumps(inner, ensure_ascii=False) + ("i" if any_case else "")
 
 
 def _in_class(char: str) -> str:
     if len(char) != 1:
-        raise Unquotable("a range is between two characters")
+        raise Unquotable("a range needs a single character at each end")
     return _slashed(re.escape(char))
 
 
@@ -289,25 +290,25 @@ def _special_of(chars: str) -> list[str]:
     return [c for c in SPECIAL if known.fullmatch(c)]
 
 
-def _has_special(what: RegexChar | RegexClass | RegexGroup) -> bool:
-    match what:
+def _has_special(atom: RegexChar | RegexClass | RegexGroup) -> bool:
+    match atom:
         case RegexChar(char):
             return char in SPECIAL
         case RegexClass(text):
             return bool(_special_of(text))
         case RegexGroup(options):
-            return any(_has_special(item.what) for items in options for item in items)
+            return any(_has_special(item.atom) for items in options for item in items)
 
 
 def _repeats_special(group: RegexGroup) -> bool:
-    """Whether it must be a rule: a set of escaped characters is one, and so is a repetition of them."""
+    """Whether it must be a rule, as a class of escaped characters must, and a repetition of them."""
     for items in group.options:
         for item in items:
-            what = item.what
-            if not _has_special(what):
+            atom = item.atom
+            if not _has_special(atom):
                 continue
-            if item.repeat or isinstance(what, RegexClass):
+            if item.repeat or isinstance(atom, RegexClass):
                 return True
-            if isinstance(what, RegexGroup) and _repeats_special(what):
+            if isinstance(atom, RegexGroup) and _repeats_special(atom):
                 return True
     return False

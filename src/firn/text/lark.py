@@ -21,7 +21,7 @@ _IN_REGEX = re.compile(r"[\\.+*?()|\[\]{}^$/]")
 
 @dataclass(frozen=True, slots=True)
 class TextSymbol:
-    """A symbol of a grammar that stands for text without any call."""
+    """A symbol of a grammar that stands for text without calls."""
 
     symbol: str
     is_terminal: bool
@@ -43,13 +43,13 @@ class Lark:
         self._lines: list[str] = []
         self._parts: list[tuple[str, Grammar]] = []
         self.left_out: list[tuple[str, str]] = []
-        """(request parameter, place in it) of what was asked for, and is not in the grammar."""
+        """(request parameter, place in it) of what was asked for and is not enforced."""
 
     def is_token(self, text: str) -> bool:
         return text in self._ids
 
     def ends_reply(self, text: str) -> bool:
-        """This token ends a reply, so that it needs no place in a grammar."""
+        """Whether this token ends a reply, so that a grammar need not have it."""
         return self._ids.get(text) in self._eos
 
     def mark(self, text: str) -> str:
@@ -66,7 +66,7 @@ class Lark:
         return name
 
     def terminal(self, body: str) -> str:
-        """A regular expression by name, which others can build on."""
+        """Names a regular expression, so that others can build on it."""
         name = f"T{len(self._lines)}"
         self._lines.append(f"{name}: {body}")
         return name
@@ -76,20 +76,20 @@ class Lark:
 
     def sequence(self, items: Sequence[tuple[str, bool]], between: str) -> str:
         """(item, whether it must be there) in this order, `between` those that are there."""
-        joint = literal(between)
+        separator = literal(between)
         first, rest = '""', '""'  # of what follows: as the first item, or as a later one
         for item, required in reversed(items):
-            begins, goes_on = f"{item} {rest}", f"{joint} {item} {rest}"
+            begins, goes_on = f"{item} {rest}", f"{separator} {item} {rest}"
             if not required:
                 begins, goes_on = f"{begins} | {first}", f"{goes_on} | {rest}"
             first, rest = self.rule(begins), self.rule(goes_on)
         return first
 
     def text_without(self, markers: Sequence[str], *, patterns: Iterable[str] = ()) -> TextSymbol:
-        """Any text in which none of these is; `patterns` are of whole texts.
+        """Any text that contains no marker, and that no pattern matches as a whole.
 
-        No text contains a marker with a control token in it. Where such a marker begins with text, only
-        a parser can tell whether that text goes on or not, so the result is no single terminal.
+        Text never contains a control token. Where a marker with a control token begins with text, only
+        a parser can tell whether the marker follows, so the result is not a single terminal.
         """
         begun = {m[0] for m in markers if self._control.search(m) and not self._control.match(m)}
         if begun:
@@ -107,22 +107,22 @@ class Lark:
         return f"{text.symbol} {self.mark(marker)}"
 
     def text_before(self, end: str, *, where: Iterable[str] = ()) -> str:
-        """Any text that does not contain `end`, and `end`. `where`: terminals the text must match."""
+        """Any text without `end`, then `end`. `where`: terminals that the text must match, too."""
         without = f"~/(?s:.*){escaped(end)}(?s:.*)/"
         text = self.terminal(" & ".join([ANY_TEXT, without, *where]))
         first, *rest = [p for p in self._control.split(end) if p]
         if first in self._ids:
             return " ".join([text, *map(self._symbol, (first, *rest))])
-        # As a part of one lexeme: the text would swallow an end that is text itself.
+        # Both in one lexeme: on its own, the text would swallow an end that is text itself.
         whole = self.rule(self.terminal(f"{text} {literal(first)}"), options="[lazy]")
         return " ".join([whole, *map(self._symbol, rest)])
 
     def leave_out(self, param: str, place: str) -> None:
-        """Note what the grammar does not hold a reply to."""
+        """Notes what the grammar does not enforce."""
         self.left_out.append((param, place))
 
     def part(self, grammar: Grammar) -> str:
-        """Another grammar, which keeps its own language."""
+        """A reference to another grammar, which keeps its own language."""
         name = f"g{len(self._parts)}"
         self._parts.append((name, grammar))
         return f"@{name}"
@@ -141,4 +141,4 @@ def literal(text: str) -> str:
 
 def escaped(text: str) -> str:
     """Text as a regular expression between slashes."""
-    return _IN_REGEX.sub(lambda found: "\\" + found[0], text).replace("\n", "\\n")
+    return _IN_REGEX.sub(lambda match: "\\" + match[0], text).replace("\n", "\\n")

@@ -21,8 +21,8 @@ class LogprobBuffer:
     """Tokens wait here until some of their text is delivered. Owner: one choice of a reply.
 
     A token is shown with the delta that has its first character; tokens of a split character with that
-    character. Tokens of reasoning, calls and markup are never shown: the bytes of all that are shown are
-    those of the choice's text.
+    character. Tokens of reasoning, calls and markup are never shown: the bytes of the tokens that are
+    shown add up to the choice's text.
     """
 
     def __init__(self, tokenizer: Tokenizer, visible: frozenset[int]) -> None:
@@ -35,20 +35,20 @@ class LogprobBuffer:
             self._waiting.append(_Entry(start, end, self._shown(token.logprob)))
 
     def take(self, start: int, end: int) -> tuple[TextLogprob, ...]:
-        """Of the tokens with text in [start, end); those before are dropped."""
-        found = []
+        """The logprobs of the tokens with text in [start, end); earlier tokens are dropped."""
+        logprobs = []
         while self._waiting and self._waiting[0].start < end:
             entry = self._waiting.popleft()
             if entry.end > start or entry.start >= start:
-                found.append(entry.logprob)
-        return tuple(found)
+                logprobs.append(entry.logprob)
+        return tuple(logprobs)
 
     def _shown(self, logprob: TokenLogprob) -> TextLogprob:
         data = self._tokenizer.token_bytes(logprob.token)
         top = []
         for token, value in logprob.top:
-            each = self._tokenizer.token_bytes(token)
-            top.append((_text(each), each, value))
+            raw = self._tokenizer.token_bytes(token)
+            top.append((_text(raw), raw, value))
         return TextLogprob(_text(data), data, logprob.logprob, tuple(top))
 
 

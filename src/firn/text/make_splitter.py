@@ -14,12 +14,12 @@ from firn.text.splitter import CallMarkers, ReplySplitter, TagSplitter
 def make_splitter(
     format: ReplyFormat, tools: tuple[Tool, ...], prompt_tail: str
 ) -> ReplySplitter | None:
-    """None where the whole reply is text. Without tools, the markup of calls is text too."""
-    known = formats()[format.tool] if format.tool else None
+    """None where the whole reply is text. Without tools, call markup is text, too."""
+    tool_format = formats()[format.tool] if format.tool else None
     schemas = ToolSchemas(tools)
-    if known and known.splitter:
-        return known.splitter(schemas, prompt_tail)
-    calls = _call_markers(format, known, schemas) if known and tools else None
+    if tool_format and tool_format.splitter:
+        return tool_format.splitter(schemas, prompt_tail)
+    calls = _call_markers(format, tool_format, schemas) if tool_format and tools else None
     if format.think is None and calls is None:
         return None
     return TagSplitter(
@@ -31,10 +31,10 @@ def make_splitter(
 
 
 def _call_markers(
-    format: ReplyFormat, known: ToolFormat, schemas: ToolSchemas
+    format: ReplyFormat, tool_format: ToolFormat, schemas: ToolSchemas
 ) -> CallMarkers | None:
     native = format.native
-    if known.parser is WholeCall:
+    if tool_format.parser is WholeCall:
         if native is None:
             return None
 
@@ -44,6 +44,6 @@ def _call_markers(
         return CallMarkers((native.opens,), make_native)
 
     def make(marker: str, *, known_only: bool) -> CallParser:
-        return known.parser(marker, schemas, known_only=known_only)
+        return tool_format.parser(marker, schemas, known_only=known_only)
 
-    return CallMarkers(known.opens, make, starts=known.starts)
+    return CallMarkers(tool_format.opens, make, starts=tool_format.starts)

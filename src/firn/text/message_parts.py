@@ -1,7 +1,7 @@
 """Reads the parts of messages: prepares pictures, and puts a short text in place of what cannot be read.
 
-A picture that a tool has returned once is sent again with every turn, so refusing it would end the
-session. Only a part of what the user has just written is refused: the user can do something about it.
+A picture that a tool once returned is sent again with every turn, so refusing it would end the session.
+Only parts of the newest message are refused: the user can do something about those.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from firn.core.values import DocumentPart, Message, OtherPart, Part, PicturePart
 from firn.text.picture_spans import ReadyPicture
 
 MAX_PICTURES = 256
-"""In one prompt. Each is decoded before the prompt's length is known."""
+"""In one prompt: each is decoded before the prompt's length is known."""
 PARAGRAPH = "\n\n"
 
 
@@ -46,7 +46,7 @@ class PartReader:
         """newest: the message whose parts are refused if they cannot be read. Raises BadPart."""
         if all(isinstance(p, TextPart) for m in messages for p in m.parts):
             return ReadableMessages(tuple(messages))
-        found: list[Message] = []
+        readable: list[Message] = []
         notes: list[str] = []
         n_pictures = 0
         for i, message in enumerate(messages):
@@ -58,10 +58,12 @@ class PartReader:
                 except BadPart as fault:
                     if i == newest:
                         raise
-                    parts.append(TextPart(_stand_in(part, seen=self._pictures is not None)))
+                    parts.append(
+                        TextPart(_stand_in(part, sees_pictures=self._pictures is not None))
+                    )
                     notes.append(f"{fault.message} A text stands in its place.")
-            found.append(replace(message, parts=_together(message.parts, parts)))
-        return ReadableMessages(tuple(found), tuple(notes))
+            readable.append(replace(message, parts=_join_texts(message.parts, parts)))
+        return ReadableMessages(tuple(readable), tuple(notes))
 
     def _read(self, part: Part, message: Message, n_pictures: int) -> Part:
         match part:
@@ -78,9 +80,14 @@ class PartReader:
         if self._pictures is None:
             raise BadPicture(part.param, "this model takes no images.")
         if n_pictures > MAX_PICTURES:
-            raise BadPicture(part.param, f"more than {MAX_PICTURES} images.")
+            raise BadPicture(
+                part.param, f"more than {MAX_PICTURES} images in a prompt; send fewer."
+            )
         if message.role == "tool" and not self._in_results:
-            raise BadPicture(part.param, "this model takes no images in tool results.")
+            raise BadPicture(
+                part.param,
+                "this model takes no images in tool results; send them in a user message.",
+            )
         prepared = self._pictures.prepare(part)
         return ReadyPicture(
             part.url, part.param, part.data, owner=part.owner, fault=part.fault, prepared=prepared
@@ -92,10 +99,10 @@ class PartReader:
         return TextPart(PARAGRAPH.join(filter(None, (part.lead, part.text))))
 
 
-def _stand_in(part: Part, *, seen: bool) -> str:
-    """The same text each time, whatever the reason was: prompts keep their prefix."""
+def _stand_in(part: Part, *, sees_pictures: bool) -> str:
+    """The same text whatever the reason, so that prompts keep their prefix."""
     match part:
-        case PicturePart() if seen:
+        case PicturePart() if sees_pictures:
             return "[An image was here. It could not be shown.]"
         case PicturePart():
             return "[An image was here. This model cannot see images.]"
@@ -108,17 +115,17 @@ def _stand_in(part: Part, *, seen: bool) -> str:
             return part.text
 
 
-def _together(sent: Sequence[Part], parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Joins texts: that of a document, or one in place of something, is a paragraph of its own."""
-    found: list[Part] = []
+def _join_texts(sent: Sequence[Part], parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Joins texts: that of a document, or one that replaces a part, becomes its own paragraph."""
+    joined: list[Part] = []
     was_new = False
     for before, part in zip(sent, parts, strict=True):
         is_new = not isinstance(before, TextPart)
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if isinstance(part, TextPart) and isinstance(last, TextPart) and (is_new or was_new):
-            joint = PARAGRAPH if last.text.strip() and part.text.strip() else ""
-            found[-1] = TextPart(last.text + joint + part.text)
+            separator = PARAGRAPH if last.text.strip() and part.text.strip() else ""
+            joined[-1] = TextPart(last.text + separator + part.text)
         else:
-            found.append(part)
+            joined.append(part)
         was_new = is_new
-    return tuple(found)
+    return tuple(joined)

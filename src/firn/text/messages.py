@@ -18,11 +18,11 @@ from firn.core.values import Message, PicturePart, TextPart, Tool, ToolCall
 class TemplateStyle:
     """How templates differ in what they expect of a message.
 
-    none_content: a message that only calls tools has none. short_ids: call ids are nine letters and
-    digits. text_arguments: they are JSON text. names_results: a tool's result has the tool's name.
-    reasoning_key: what reasoning is called; either_reasoning: it excludes content beside calls.
-    lists: content is always a list of parts. object_arguments: arguments are never a text, not even
-    those that are no valid JSON.
+    none_content: a message that only calls tools has None. short_ids: call ids are nine letters and
+    digits. text_arguments: arguments are JSON text. names_results: a tool's result has the tool's name.
+    reasoning_key: the field for reasoning. either_reasoning: a message with calls has reasoning or
+    content, not both. lists: content is always a list of parts. object_arguments: arguments are always
+    an object, even those that are not valid JSON.
     """
 
     none_content: bool = False
@@ -38,8 +38,8 @@ class TemplateStyle:
 COMMON = TemplateStyle()
 
 
-def settled(messages: Sequence[Message], style: TemplateStyle) -> tuple[Message, ...]:
-    """With calls whose arguments are objects and whose ids are as the template expects."""
+def normalize_calls(messages: Sequence[Message], style: TemplateStyle) -> tuple[Message, ...]:
+    """Parses the arguments of calls and gives calls the kind of ids that the template expects."""
 
     def call(c: ToolCall) -> ToolCall:
         id = short_id(c.id) if style.short_ids else c.id
@@ -59,7 +59,7 @@ def settled(messages: Sequence[Message], style: TemplateStyle) -> tuple[Message,
 
 
 def parse_arguments(arguments: Mapping[str, Any] | str) -> Mapping[str, Any] | str:
-    """The object that a JSON text stands for, an empty one for no text; anything else stays text."""
+    """The object in a JSON text, an empty one for an empty text; anything else stays text."""
     if not isinstance(arguments, str):
         return arguments
     if not arguments.strip():
@@ -74,7 +74,7 @@ def parse_arguments(arguments: Mapping[str, Any] | str) -> Mapping[str, Any] | s
 def to_template(
     messages: Sequence[Message], *, style: TemplateStyle = COMMON
 ) -> list[dict[str, Any]]:
-    """Plain dicts; content is a string, or a list of parts where there are images or it must be."""
+    """Plain dicts; content is a string, or a list where there are pictures or the style wants one."""
     tool_of_call = {c.id: c.name for m in messages for c in m.tool_calls}
     return [_message_dict(m, style, tool_of_call) for m in messages]
 
@@ -82,23 +82,23 @@ def to_template(
 def _message_dict(
     message: Message, style: TemplateStyle, tool_of_call: Mapping[str, str]
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {"role": message.role, "content": _content(message, style)}
+    fields: dict[str, Any] = {"role": message.role, "content": _content(message, style)}
     name = message.name
     if message.tool_calls:
-        found["tool_calls"] = [_call_dict(c, style) for c in message.tool_calls]
-        if style.none_content and not found["content"]:
-            found["content"] = None
+        fields["tool_calls"] = [_call_dict(c, style) for c in message.tool_calls]
+        if style.none_content and not fields["content"]:
+            fields["content"] = None
     if message.reasoning is not None and not (
-        style.either_reasoning and message.tool_calls and found["content"]
+        style.either_reasoning and message.tool_calls and fields["content"]
     ):
-        found[style.reasoning_key] = message.reasoning
+        fields[style.reasoning_key] = message.reasoning
     if message.tool_call_id is not None:
-        found["tool_call_id"] = message.tool_call_id
+        fields["tool_call_id"] = message.tool_call_id
         if style.names_results:
             name = name or tool_of_call.get(message.tool_call_id)
     if name is not None:
-        found["name"] = name
-    return found
+        fields["name"] = name
+    return fields
 
 
 def _content(message: Message, style: TemplateStyle) -> str | list[dict[str, Any]]:
@@ -119,7 +119,7 @@ def _call_dict(call: ToolCall, style: TemplateStyle) -> dict[str, Any]:
 
 
 def short_id(call_id: str) -> str:
-    """Nine letters and digits that stand for the id; itself where it is that already."""
+    """Nine letters and digits derived from the id; an id of that form stays as it is."""
     if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
         return call_id
     return hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:9]

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-ParseCall = Callable[[str, Sequence[dict[str, Any]]], Any]
+ParseCall = Callable[[str, Sequence[dict[str, Any]]], object]
 """(the text between the markers, the tools as OpenAI writes them) -> a call, or a list of calls.
 
 A call is {"name": ..., "arguments": {...}}, with an "id" where the model gave one. Any exception
-means that the text is no call.
+means that the text is not a call.
 """
 
 
@@ -26,8 +26,8 @@ class NativeParser:
 
     @property
     def tokens(self) -> list[str]:
-        """What in the markers may be a control token."""
-        found = [self.opens, self.closes]
+        """Every text in the markers that may be a control token."""
+        tokens = [self.opens, self.closes]
         for marker in (self.opens, self.closes):
-            found += re.findall(r"<[^<>]*>", marker)
-        return [t for t in found if t]
+            tokens += re.findall(r"<[^<>]*>", marker)
+        return [t for t in tokens if t]

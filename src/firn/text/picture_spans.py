@@ -4,8 +4,8 @@
     expanded   user: look at <image><image><image> and <image><image>
     tokens     |---- text ---|--- span 0: its digest --|- text -|-- span 1 --|
 
-The template writes one placeholder for each picture. The same characters in a caller's own text are no
-picture, nor are those of the tokens that a picture becomes: `typed_control` tells them apart.
+The template writes one placeholder for each picture. In a caller's own text, the same characters are
+text, and so are those of a picture's tokens: `typed_control` tells them apart.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class PromptPictures:
         self.prepared = [p.prepared for p in self._parts if p.prepared is not None]
 
     def tokens(self, tokenizer: Tokenizer) -> set[str]:
-        """The texts that a picture is written with: its placeholder, and the first of its tokens."""
+        """The texts that a picture begins with: its placeholder, and the first of its tokens."""
         firsts = {tokenizer.decode([int(picture.ids[0])]) for picture in self.prepared}
         return {self._placeholder, *firsts} - {""}
 
     def written_out(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """With placeholders in the text, for a template that takes no pictures."""
+        """Writes placeholders into the text, for a template that takes no pictures."""
         return (
             [_written_out(m, self._placeholder) for m in messages] if self._inline else [*messages]
         )
@@ -58,9 +58,12 @@ class PromptPictures:
         places = list(self._placeholders(rendered))
         if len(places) != len(self._parts):
             param = self._parts[0].param
-            raise BadPicture(param, "the model's chat template has no place for images here.")
+            raise BadPicture(
+                param,
+                "the model's chat template shows no images here; send them in a user message.",
+            )
         text, pieces, at = rendered.text, [], 0
-        grown: list[tuple[int, int]] = []  # (from here on, so many characters more)
+        grown: list[tuple[int, int]] = []  # (position in the old text, characters added up to it)
         n_more = 0
         for start, picture in zip(places, self.prepared, strict=True):
             end = start + len(self._placeholder)
@@ -80,32 +83,32 @@ class PromptPictures:
 
     def spans(self, ids: TokenArray) -> tuple[PictureSpan, ...]:
         """The span of each picture's tokens. Raises BadPicture."""
-        found: list[PictureSpan] = []
+        spans: list[PictureSpan] = []
         at = 0
         for part, picture in zip(self._parts, self.prepared, strict=True):
             start = _find(ids, picture.ids, at)
             if start < 0:
                 raise BadPicture(
-                    part.param, "the model's tokenizer breaks the image's placeholder."
+                    part.param, "the model's tokenizer splits the image's placeholder tokens."
                 )
             at = start + len(picture.ids)
-            found.append(PictureSpan(start, at, picture.digest))
-        return tuple(found)
+            spans.append(PictureSpan(start, at, picture.digest))
+        return tuple(spans)
 
 
 def _moved(spans: Sequence[Span], grown: Sequence[tuple[int, int]]) -> tuple[Span, ...]:
-    found: list[Span] = []
+    moved: list[Span] = []
     i, n_more = 0, 0
     for start, end in spans:
         while i < len(grown) and grown[i][0] <= start:
             n_more = grown[i][1]
             i += 1
-        found.append((start + n_more, end + n_more))
-    return tuple(found)
+        moved.append((start + n_more, end + n_more))
+    return tuple(moved)
 
 
 def _find(ids: TokenArray, wanted: TokenArray, start: int) -> int:
-    """The first position of `wanted` from `start` on; -1: none."""
+    """The first position of `wanted` from `start` on; -1 if there is none."""
     last = len(ids) - len(wanted)
     for at in np.flatnonzero(ids[start : last + 1] == wanted[0]) + start:
         if np.array_equal(ids[at : at + len(wanted)], wanted):
@@ -114,7 +117,7 @@ def _find(ids: TokenArray, wanted: TokenArray, start: int) -> int:
 
 
 def _written_out(message: Mapping[str, Any], placeholder: str) -> Mapping[str, Any]:
-    """With each picture as a line of the text."""
+    """The message with each picture as a line of its text."""
     content = message["content"]
     if not isinstance(content, list):
         return message

@@ -28,7 +28,7 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A part of the JSON text of the arguments of the call that started last."""
+    """A piece of the JSON text of the last call's arguments."""
 
     text: str
 

@@ -1,6 +1,6 @@
 """From a request's source to its Prompt: read, arrange, render, tokenize, mark where messages end.
 
-Runs in the tokenize pool; keeps only what was read once from the tokenizer.
+Runs in the tokenize pool; keeps only what it read from the tokenizer at the start.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from firn.text.formats import markup_tokens, own_markup
 from firn.text.infill import detect_infill
 from firn.text.length import refuse_too_long
 from firn.text.message_parts import PartReader
-from firn.text.messages import settled, to_template, tools_to_template
+from firn.text.messages import normalize_calls, to_template, tools_to_template
 from firn.text.parsers import formats
 from firn.text.picture_spans import PromptPictures, pictures_of
 from firn.text.rendering import Content, Rendered
@@ -43,8 +43,9 @@ from firn.text.typed_control import TypedControl, control_texts
 
 TAIL_TOKENS = 64
 N_KWARGS = 64
-"""Sets of template variables for which it is remembered whether the reply's header stays."""
-AS_TEMPLATE = Reasoning()
+"""For how many sets of template variables it is remembered whether the reply's header stays."""
+TEMPLATE_DEFAULT = Reasoning()
+"""The template decides whether the model reasons."""
 CONTINUE = {"add_generation_prompt": False, "continue_final_message": True}
 
 
@@ -62,8 +63,8 @@ class PromptMaker:
         template: Template | None = None,
     ) -> None:
         """n_ids: how many tokens the model has embeddings for; None: all. pictures: None for a model
-        that takes none. tool_format: how calls are written if the template takes no tools; None: they
-        are refused then. template: if it was read already."""
+        that takes none. tool_format: how calls are written where the template takes no tools; None:
+        tools are refused there. template: None: it is read from the tokenizer."""
         self._tokenizer = tokenizer
         self._infill = detect_infill(tokenizer)
         self._context_length = context_length
@@ -81,9 +82,9 @@ class PromptMaker:
         }
         known = {*markup_tokens(), *MESSAGE_OPENERS}
         self._typed = TypedControl(control_texts(tokenizer, known), own=own)
-        self._keeps_header = lru_cache(maxsize=N_KWARGS)(self._ask_for_header)
+        self._keeps_header = lru_cache(maxsize=N_KWARGS)(self._probe_header)
 
-    def make(self, source: Source, *, reasoning: Reasoning = AS_TEMPLATE) -> Prompt:
+    def make(self, source: Source, *, reasoning: Reasoning = TEMPLATE_DEFAULT) -> Prompt:
         """Raises BadRequest, ContextTooLong, TemplateFailed."""
         match source:
             case Chat():
@@ -100,25 +101,25 @@ class PromptMaker:
                 return Prompt(ids, essential=((0, len(ids)),))  # the gap may be anywhere in it
 
     def ends(self, source: Source) -> frozenset[int]:
-        """The tokens that end a reply to it, besides those that end every reply."""
+        """The tokens that end a reply to this source, besides those that end every reply."""
         if isinstance(source, FillInMiddle) and self._infill is not None:
             return self._infill.ends
         return frozenset()
 
     def tail(self, prompt: Prompt) -> str:
-        """The end of the prompt's text: a reader must know whether the template has begun reasoning."""
+        """The end of the prompt's text, which tells whether the template has begun reasoning."""
         return self._tokenizer.decode([int(t) for t in prompt.ids[-TAIL_TOKENS:]])
 
     def _chat(self, chat: Chat, reasoning: Reasoning) -> Prompt:
         template = self._checked(chat)
         read = self._reader.read(chat.messages, newest=chat.newest)
         kwargs = {**_reasoning_kwargs(reasoning), **chat.template_kwargs}
-        # Documents are long, and do not change the answer.
+        # Documents are long, and make no difference to the header.
         short = {k: v for k, v in kwargs.items() if k != "documents"}
         keeps = not chat.continues and self._keeps_header(json.dumps(short, sort_keys=True))
         continuing = CONTINUE if chat.continues else {}
         content = Content(
-            settled(read.messages, template.style), chat.tools, {**kwargs, **continuing}
+            normalize_calls(read.messages, template.style), chat.tools, {**kwargs, **continuing}
         )
         pictures = self._pictures_in(read.messages)
         typed = self._typed.including(pictures.tokens(self._tokenizer)) if pictures else self._typed
@@ -134,7 +135,7 @@ class PromptMaker:
         self._checked_ids(prompt.ids, param="messages", prompt=prompt)
         messages = self._arranged(content, template)
         prompt = self._boundaries.marked(prompt, rendered, messages, keeps_header=keeps)
-        # By the messages as they were sent: arranged for some templates, they have no system prompt.
+        # By the messages as they were sent: arranging them may turn the system prompt into user text.
         return replace(
             prompt, essential=self._boundaries.essential(prompt, rendered, content.messages)
         )
@@ -156,7 +157,10 @@ class PromptMaker:
                 param="messages",
             )
         if chat.tools and not self._template.rules.tools and not self._writes_calls:
-            raise BadRequest("This model's chat template takes no tools.", param="tools")
+            raise BadRequest(
+                "This model's chat template takes no tools; send the request without tools.",
+                param="tools",
+            )
         return self._template
 
     @property
@@ -198,11 +202,11 @@ class PromptMaker:
         if self._pictures is None or self._template is None:
             return False
         if self._pictures.inline or not self._template.rules.calls:
-            return True  # written as text, or in a user's turn
+            return True  # written into the text, or into a user turn
         placeholder = self._pictures.placeholder
         return shows_pictures_in_results(self._tokenizer, self._template, placeholder)
 
-    def _ask_for_header(self, kwargs: str) -> bool:
+    def _probe_header(self, kwargs: str) -> bool:
         """Whether the next turn's prompt contains the reply's header."""
         assert self._template is not None
         return keeps_header(self._tokenizer, self._template.style, json.loads(kwargs))
@@ -216,7 +220,9 @@ class PromptMaker:
 
     def _infilled(self, source: FillInMiddle) -> TokenArray:
         if self._infill is None:
-            raise InvalidValue("suffix", "this model has no tokens for filling in the middle")
+            raise InvalidValue(
+                "suffix", "this model has no tokens for filling in the middle; leave it out"
+            )
         prefix, suffix = _well_formed(source.prefix), _well_formed(source.suffix)
         refuse_too_long(prefix + suffix, self._tokenizer, limit=self._context_length)
         typed = (lambda text: ()) if source.parse_special else self._typed.spans
@@ -226,19 +232,19 @@ class PromptMaker:
 
     def _ids(self, ids: Sequence[int]) -> TokenArray:
         try:
-            found = np.asarray(ids, dtype=np.int64)
+            array = np.asarray(ids, dtype=np.int64)
         except OverflowError as e:
             raise BadRequest("prompt: a token id is out of range.", param="prompt") from e
-        if not len(found):
+        if not len(array):
             raise BadRequest("The prompt is empty.", param="prompt")
-        if len(found) >= self._context_length:
-            raise ContextTooLong(len(found), self._context_length)
-        return found
+        if len(array) >= self._context_length:
+            raise ContextTooLong(len(array), self._context_length)
+        return array
 
     def _checked_ids(
         self, ids: TokenArray, *, param: str, prompt: Prompt | None = None
     ) -> TokenArray:
-        """Raises InvalidValue for tokens of text that the embedding has no row for."""
+        """The ids. Raises InvalidValue for a token of text that the model has no embedding for."""
         if self._n_ids is None or (int(ids.max()) < self._n_ids and int(ids.min()) >= 0):
             return ids
         text = np.ones(len(ids), dtype=np.bool_)
@@ -246,7 +252,9 @@ class PromptMaker:
             text[span.start : span.end] = False
         wrong = ids[text & ((ids >= self._n_ids) | (ids < 0))]
         if len(wrong):
-            raise InvalidValue(param, f"the model has no token {int(wrong[0])}")
+            raise InvalidValue(
+                param, f"the model has no token {int(wrong[0])}; it has {self._n_ids}"
+            )
         return ids
 
 
@@ -255,7 +263,7 @@ def _plain(ids: TokenArray) -> Prompt:
 
 
 def _well_formed(text: str) -> str:
-    """With U+FFFD for half a surrogate pair, which JSON can carry but text cannot."""
+    """The text with U+FFFD for lone surrogates, which JSON can carry but UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -265,9 +273,9 @@ def _well_formed(text: str) -> str:
 
 def _reasoning_kwargs(reasoning: Reasoning) -> dict[str, Any]:
     """Template variables by the names that templates use for them."""
-    found: dict[str, Any] = {}
+    kwargs: dict[str, Any] = {}
     if reasoning.enabled is not None:
-        found["enable_thinking"] = found["thinking"] = reasoning.enabled
+        kwargs["enable_thinking"] = kwargs["thinking"] = reasoning.enabled
     if reasoning.effort is not None:
-        found["reasoning_effort"] = reasoning.effort
-    return found
+        kwargs["reasoning_effort"] = reasoning.effort
+    return kwargs

@@ -1,4 +1,4 @@
-"""Regular expressions taken apart, as far as grammars need it. Pure.
+"""Parses regular expressions, as far as grammars need it. Pure.
 
 Look-around, back references and anchors raise UnsupportedRegex.
 """
@@ -16,7 +16,7 @@ ANY, NOT_NEWLINE = r"[\s\S]", r"[^\n]"
 
 
 class UnsupportedRegex(ValueError):
-    """Not a regular expression that a grammar can express."""
+    """A grammar cannot express this regular expression."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class RegexChar:
 
 @dataclass(frozen=True, slots=True)
 class RegexClass:
-    """One character of a class, which is kept as written."""
+    """One character out of a class, which is kept as written."""
 
     text: str
 
@@ -43,17 +43,17 @@ class RegexGroup:
 class RegexItem:
     """`repeat` is "", or how often: * + ? {2,5}."""
 
-    what: RegexChar | RegexClass | RegexGroup
+    atom: RegexChar | RegexClass | RegexGroup
     repeat: str = ""
 
 
 def parse(pattern: str, *, any_line: bool = False) -> RegexGroup:
-    """any_line: a dot stands for line breaks, too."""
+    """any_line: a dot also matches line breaks. Raises UnsupportedRegex."""
     reader = _RegexParser(pattern)
-    found = reader.group(any_line)
+    tree = reader.group(any_line)
     if reader.at < len(pattern):
-        raise UnsupportedRegex("a bracket too many")
-    return found
+        raise UnsupportedRegex("a closing bracket too many")
+    return tree
 
 
 class _RegexParser:
@@ -80,13 +80,13 @@ class _RegexParser:
                 options.append(tuple(items))
                 items = []
                 continue
-            what = self._atom(any_line)
+            atom = self._atom(any_line)
             repeat = _REPEAT.match(self._pattern, self.at)
             self.at = repeat.end() if repeat else self.at
-            # Whether few or many are tried first matters to a search, not to a language.
+            # Greedy or lazy makes a difference to a search, not to a language.
             times = repeat[0] if repeat else ""
             items.append(
-                RegexItem(what, times[:-1] if len(times) > 1 and times[-1] == "?" else times)
+                RegexItem(atom, times[:-1] if len(times) > 1 and times[-1] == "?" else times)
             )
         return RegexGroup((*options, tuple(items)), any_case)
 
@@ -116,10 +116,10 @@ class _RegexParser:
             if flags:
                 any_line, any_case = any_line or "s" in flags[1], "i" in flags[1]
             self.at = (named or flags).end()  # type: ignore[union-attr]
-        found = self.group(any_line, any_case)
+        group = self.group(any_line, any_case)
         if self._next() != ")":
-            raise UnsupportedRegex("a group has no end")
-        return found
+            raise UnsupportedRegex("a group is not closed")
+        return group
 
     def _escape(self) -> RegexChar | RegexClass:
         char = self._next()
@@ -132,7 +132,7 @@ class _RegexParser:
             try:
                 return RegexChar(chr(int(digits, 16)))
             except (ValueError, OverflowError):
-                raise UnsupportedRegex(f"\\{char}{digits} is no character") from None
+                raise UnsupportedRegex(f"\\{char}{digits} is not a character") from None
         if not char or char in "bBAzZG" or (char.isdigit() and char != "0"):
             raise UnsupportedRegex(f"\\{char} is not supported here")
         return RegexChar(_ESCAPED.get(char, char))
@@ -142,14 +142,14 @@ class _RegexParser:
         return self._next(end + 1 - self.at) if self._peek() == "{" and end >= 0 else ""
 
     def _class(self) -> RegexClass:
-        """Up to the bracket that closes it; classes may hold classes."""
+        """Reads up to the bracket that closes the class; classes may contain classes."""
         start, depth = self.at - 1, 1
         self.at += self._peek() == "^"
         self.at += self._peek() == "]"
         while depth:
             char = self._next()
             if not char:
-                raise UnsupportedRegex("a class of characters has no end")
+                raise UnsupportedRegex("a class of characters is not closed")
             self.at += char == "\\"
             depth += (char == "[") - (char == "]")
         return RegexClass(self._pattern[start : self.at])

@@ -15,7 +15,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """All that a caller brings into a template."""
+    """Everything that a caller brings into a template."""
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
@@ -24,7 +24,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """typed: ascending places of the text where a control token is spelled, and is none."""
+    """typed: ascending spans that spell a control token but are plain text."""
 
     text: str
     typed: tuple[Span, ...] = ()
@@ -40,7 +40,7 @@ Change = Callable[[str, bool], str]
 
 
 def texts_of(content: Content) -> Iterator[tuple[str, bool]]:
-    """Every text with whether the assistant said it; texts of a message that touch, as one."""
+    """Every text, and whether it is the assistant's; adjacent texts of a message are joined."""
     for message in content.messages:
         is_own = message.role == "assistant"
         for is_text, run in groupby(message.parts, key=lambda p: isinstance(p, TextPart)):
@@ -70,6 +70,8 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def with_texts(content: Content, change: Change) -> Content:
+    """Applies `change` to every text, always in the same order."""
+
     def plain(text: str) -> str:
         return change(text, False)
 

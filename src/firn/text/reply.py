@@ -32,8 +32,8 @@ from firn.text.stops import StopMatcher
 class ReplyReader:
     """Owner: the session of the request, one reader a choice.
 
-    feed() each token, then finish() once; when `stopped` the list that feed() gave has ended in
-    ChoiceFinished already, and neither is called again.
+    feed() each token, then finish() once. When `stopped`, the last list from feed() has ended in
+    ChoiceFinished, and neither is called again.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class ReplyReader:
             return self._deltas(piece.text, end)
         text, stop = self._stops.feed(piece.text)
         if stop is None:
-            return self._deltas(text, end - self._stops.n_held)
+            return self._deltas(text, end - self._stops.n_pending)
         self.stopped = True
         events = self._deltas(text, end - self._stops.n_after - len(stop))
         return [*events, ChoiceFinished(self._choice, "stop", stop)]

@@ -19,14 +19,14 @@ SYSTEM = (
     'Note that the answer can only be "yes" or "no".'
 )
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-"""The one that the model was trained with; a request may send its own."""
+"""The instruction that the models were trained with; a request may send its own."""
 NO_THINKING = Reasoning(enabled=False)
 NAMED = "rerank"
 
 
 @dataclass(frozen=True, slots=True)
 class Reranker:
-    """The two tokens that it answers with."""
+    """The two tokens that the model answers with."""
 
     yes: int
     no: int
@@ -35,7 +35,7 @@ class Reranker:
 def detect_reranker(
     name: str, tokenizer: Tokenizer, score: Mapping[str, Any] | None
 ) -> Reranker | None:
-    """By what the folder says of its score (ids of two tokens), or by the model's name."""
+    """By the two token ids in the model folder's score settings, or by the model's name."""
     if score is not None:
         yes, no = score.get("true_token_id"), score.get("false_token_id")
         if type(yes) is int and type(no) is int:

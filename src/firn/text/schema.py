@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from firn.core.values import Tool
 
@@ -64,9 +64,9 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
         return types_of(resolve_reference(schema["$ref"], root), root, depth + 1)
     for union in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(union), list):
-            found = [types_of(s, root, depth + 1) for s in schema[union]]
-            known = [f for f in found if f]
-            if known and (union == "allOf" or len(known) == len(found)):
+            options = [types_of(s, root, depth + 1) for s in schema[union]]
+            known = [types for types in options if types]
+            if known and (union == "allOf" or len(known) == len(options)):
                 return frozenset().union(*known)
     if "properties" in schema:
         return frozenset({"object"})
@@ -74,7 +74,7 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """The schema itself, or what its reference points at in the end."""
+    """The schema itself, or what its chain of references ends at."""
     for _ in range(_MAX_DEPTH):
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
             break
@@ -83,7 +83,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def coerce(value: Any, types: frozenset[str]) -> Any:
-    """A parsed value as the schema's type, if that loses nothing."""
+    """A parsed value in the schema's type, if that loses nothing."""
     if not types:
         return value
     if isinstance(value, str):
@@ -99,32 +99,32 @@ def from_text(text: str, types: frozenset[str]) -> Any:
         return text
     if not types or "string" in types:  # it may be a string: "007" is one, 7 is not
         value = _strict_json(text)
-        if value is _NO:
+        if value is _UNREADABLE:
             value = _container(text)
-        return value if value is not _NO and _fits(value, types) else text
+        return value if value is not _UNREADABLE and _fits(value, types) else text
     bare = text.strip()
     for kind in ("null", "boolean", "integer", "number"):
         if kind in types:
             value = _READERS[kind](bare)
-            if value is not _NO:
+            if value is not _UNREADABLE:
                 return value
     value = _strict_json(bare)
-    if value is _NO:
+    if value is _UNREADABLE:
         value = _container(bare)
-    return text if value is _NO else value
+    return text if value is _UNREADABLE else value
 
 
-# --- readers: a value, or _NO ---------------------------------------------------------------
+# --- readers: a value, or _UNREADABLE ------------------------------------------------------
 
-_NO = object()
+_UNREADABLE = object()
 
 
 def _null(text: str) -> Any:
-    return None if text in ("null", "None") else _NO
+    return None if text in ("null", "None") else _UNREADABLE
 
 
 def _boolean(text: str) -> Any:
-    return {"true": True, "false": False}.get(text.lower(), _NO)
+    return {"true": True, "false": False}.get(text.lower(), _UNREADABLE)
 
 
 def _integer(text: str) -> Any:
@@ -133,12 +133,12 @@ def _integer(text: str) -> Any:
     value = _strict_json(text)
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    return _NO
+    return _UNREADABLE
 
 
 def _number(text: str) -> Any:
     value = _strict_json(text)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else _NO
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else _UNREADABLE
 
 
 _READERS = {
@@ -150,30 +150,35 @@ _READERS = {
 
 
 def _container(text: str) -> Any:
-    """An object or array that is almost JSON: raw line breaks, or Python's quotes and words."""
+    """An object or array that is almost JSON: with raw line breaks, or Python's quotes and words."""
     if text[:1] not in ("{", "["):
-        return _NO
+        return _UNREADABLE
     try:
-        return json.loads(text, strict=False, parse_constant=_refuse)
+        return json.loads(text, strict=False, parse_constant=_refuse, parse_float=_finite)
     except _LITERAL_FAULTS:
         pass
     try:
         value = ast.literal_eval(text)
         json.dumps(value, allow_nan=False)
     except _LITERAL_FAULTS:
-        return _NO
+        return _UNREADABLE
     return value
 
 
 def _strict_json(text: str) -> Any:
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except _LITERAL_FAULTS:
-        return _NO
-    return _NO if isinstance(value, float) and not math.isfinite(value) else value
+        return _UNREADABLE
 
 
-def _refuse(constant: str) -> Any:
+def _finite(number: str) -> float:
+    """1e999 is JSON, but the infinity that Python makes of it cannot be written as JSON again."""
+    value = float(number)
+    return value if math.isfinite(value) else _refuse(number)
+
+
+def _refuse(constant: str) -> NoReturn:
     raise ValueError(constant)
 
 
@@ -193,7 +198,7 @@ def type_of(value: Any) -> str:
 
 
 def resolve_reference(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a reference inside the schema points at; None for any other."""
+    """What a reference into the schema points at; None if it points at nothing there."""
     node: Any = root
     for step in reference.removeprefix("#").strip("/").split("/") if reference != "#" else ():
         if isinstance(node, list):

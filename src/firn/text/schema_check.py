@@ -1,7 +1,7 @@
-"""Does a value follow its JSON schema? Checked after a reply that no grammar could hold to it.
+"""Does a value follow its JSON schema? Checked after a reply where no grammar could enforce it.
 
 Bounded, because anybody may send a schema and this runs on the thread that passes on all tokens: time is
-limited, references lead only into the schema itself, and an unknown keyword is no fault.
+limited, references lead only into the schema itself, and unknown keywords are ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_STEPS = 20_000
 
 
 class _Keyword(NamedTuple):
-    """A value, and one keyword of a schema for it: what that says, all of the schema, where it is."""
+    """A value and one keyword of its schema: the keyword's argument, the whole schema, the place."""
 
     value: Any
     given: Any
@@ -35,16 +35,16 @@ class _Keyword(NamedTuple):
 Check = Callable[["_Checker", _Keyword], Iterator[str]]
 
 
-class _Endless(Exception):
-    """The check takes longer than it may."""
+class _OutOfTime(Exception):
+    """The check has taken more time or steps than it may."""
 
 
 def faults(value: Any, schema: Any, *, time_s: float = TIME_S) -> list[str]:
-    """JSON pointers to the places of the schema that the value does not follow; empty if it follows all,
-    or if that cannot be found out in `time_s`."""
+    """JSON pointers to the places of the schema that the value does not follow; empty if it follows all
+    of it, or if checking takes longer than `time_s`."""
     try:
         return list(dict.fromkeys(_Checker(schema, time_s).faults(value, schema, "#")))
-    except (_Endless, RecursionError):
+    except (_OutOfTime, RecursionError):
         return []
 
 
@@ -59,7 +59,7 @@ class _Checker:
     def faults(self, value: Any, schema: Any, at: str) -> Iterator[str]:
         self._n_steps += 1
         if self._n_steps > MAX_STEPS or self._left_s() < 0:
-            raise _Endless
+            raise _OutOfTime
         if schema is False:
             yield at
         if not isinstance(schema, Mapping):
@@ -71,16 +71,16 @@ class _Checker:
             try:
                 yield from check(self, _Keyword(value, given, schema, f"{at}/{keyword}"))
             except TypeError:
-                continue  # the keyword says nothing that has a meaning
+                continue  # a malformed keyword: it asks for nothing
 
     def follows(self, value: Any, schema: Any) -> bool:
         return next(self.faults(value, schema, ""), None) is None
 
     def matches(self, text: str, pattern: Any) -> bool:
-        """True also for what is no pattern, or takes too long."""
+        """Also true for a pattern that is malformed, too long or too slow."""
         left_s = self._left_s()
         if left_s < 0:
-            raise _Endless
+            raise _OutOfTime
         if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN_CHARS:
             return True
         try:
@@ -96,7 +96,7 @@ class _Checker:
 
 
 def _when(holds: Callable[[Any, Any], bool], *kinds: str) -> Check:
-    """A check of values of these kinds (of any, where none is named) against the keyword's own value."""
+    """A check of values of these kinds (none named: of any kind) against the keyword's argument."""
 
     def check(c: _Checker, k: _Keyword) -> Iterator[str]:
         if kinds and type_of(k.value) not in kinds:
@@ -104,7 +104,7 @@ def _when(holds: Callable[[Any, Any], bool], *kinds: str) -> Check:
         try:
             is_fault = not holds(k.value, k.given)
         except (TypeError, ValueError, ArithmeticError):
-            return  # the keyword says nothing that has a meaning
+            return  # a malformed keyword: it asks for nothing
         if is_fault:
             yield k.at
 
@@ -177,7 +177,7 @@ def _names(c: _Checker, k: _Keyword) -> Iterator[str]:
 
 
 def _dependent(c: _Checker, k: _Keyword) -> Iterator[str]:
-    """Both kinds: names of members that must also be there, or a schema for the whole value."""
+    """Both forms: names of members that must also be there, or a schema for the whole value."""
     if not isinstance(k.value, Mapping) or not isinstance(k.given, Mapping):
         return
     for name in k.given.keys() & k.value.keys():
@@ -210,9 +210,9 @@ def _prefix(c: _Checker, k: _Keyword) -> Iterator[str]:
 def _contains(c: _Checker, k: _Keyword) -> Iterator[str]:
     if not isinstance(k.value, list):
         return
-    n_found = sum(c.follows(item, k.given) for item in k.value)
+    n_matching = sum(c.follows(item, k.given) for item in k.value)
     least, most = k.schema.get("minContains", 1), k.schema.get("maxContains", len(k.value))
-    if not (isinstance(least, int) and isinstance(most, int)) or not least <= n_found <= most:
+    if not (isinstance(least, int) and isinstance(most, int)) or not least <= n_matching <= most:
         yield k.at
 
 
@@ -250,7 +250,7 @@ def _ref(c: _Checker, k: _Keyword) -> Iterator[str]:
 _NUMBERS = ("integer", "number")
 _CHECKS: Mapping[str, Check] = {
     "type": _when(_is_type),
-    "enum": _when(lambda value, given: any(_equal(value, one) for one in given)),
+    "enum": _when(lambda value, given: any(_equal(value, allowed) for allowed in given)),
     "const": _when(_equal),
     "pattern": _pattern,
     "minLength": _when(lambda text, n: len(text) >= n, "string"),

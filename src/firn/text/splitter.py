@@ -1,7 +1,7 @@
 """Splits a reply into text, reasoning and tool calls, however the stream is cut.
 
-No markup is passed on as text, and no text is lost: a tag that never completes, or what turns out to be
-no call, is passed on as text. Blank space around reasoning and calls belongs to the markup.
+No markup is passed on as text, and no text is lost: a tag that never completes, or a call that turns out
+not to be one, is text. Blank space around reasoning and calls belongs to the markup.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Protocol
 
 from firn.text.calls import SPACE, CallParser
 from firn.text.pieces import Piece, ReasoningPiece, TextPiece
-from firn.text.scan import Finder
+from firn.text.stream_finder import StreamFinder
 
 
 class ReplySplitter(Protocol):
@@ -37,7 +37,7 @@ class ThinkTags:
 class CallMarkers:
     """Where calls begin, and what reads them from there.
 
-    starts: single characters that begin a call as the first thing of a reply.
+    starts: single characters that begin a call at the beginning of a reply.
     """
 
     opens: tuple[str, ...]
@@ -62,40 +62,43 @@ class TagSplitter:
         self._drop = drop
         opens = calls.opens if calls else ()
         tags = (think.open, think.close) if think else ()
-        self._text_finder = Finder((*tags, *opens, *drop))
-        self._reasoning_finder = Finder((think.close, *opens) if think else ())
+        self._text_finder = StreamFinder((*tags, *opens, *drop))
+        self._reasoning_finder = StreamFinder((think.close, *opens) if think else ())
         self._parser: CallParser | None = None
         self._n_fed = 0
         self._at_start = True
+        """Neither text nor a call has come yet."""
         self._is_fresh = True
+        """The next text may begin with a call that has no marker."""
         self._skip = "\n" if in_reasoning else ""
+        """Characters to drop before the next text: they belong to the markup before it."""
         self._space = TextPiece("", 0)
         """Blank space that is text only if text follows."""
         self._out: list[Piece] = []
 
     def feed(self, text: str) -> list[Piece]:
         self._n_fed += len(text)
-        self._work(text)
-        return self._given()
+        self._read(text)
+        return self._take_pieces()
 
     def finish(self) -> list[Piece]:
         while self._parser is not None:
             self._out.extend(self._parser.finish())
-            self._work(self._leave_parser())
+            self._read(self._leave_parser())
         if self.in_reasoning:
-            self._reason(self._reasoning_finder.flush())
+            self._emit_reasoning(self._reasoning_finder.flush())
         else:
-            held = self._text_finder.flush()
-            self._say(held, self._n_fed - len(held))
+            rest = self._text_finder.flush()
+            self._emit_text(rest, self._n_fed - len(rest))
             if self._space.text:
                 self._out.append(self._space)
-        return self._given()
+        return self._take_pieces()
 
-    def _given(self) -> list[Piece]:
-        found, self._out = self._out, []
-        return found
+    def _take_pieces(self) -> list[Piece]:
+        pieces, self._out = self._out, []
+        return pieces
 
-    def _work(self, text: str) -> None:
+    def _read(self, text: str) -> None:
         while text:
             if self._parser is not None:
                 text = self._read_call(self._parser, text)
@@ -112,18 +115,18 @@ class TagSplitter:
         finder = self._text_finder
         before, needle, after = finder.feed(text)
         if before:
-            self._say(
-                before, self._n_fed - len(after) - len(needle) - len(finder.held) - len(before)
+            self._emit_text(
+                before, self._n_fed - len(after) - len(needle) - len(finder.pending) - len(before)
             )
         if needle:
-            self._meet(needle, self._n_fed - len(after) - len(needle))
+            self._handle_marker(needle, self._n_fed - len(after) - len(needle))
         return after
 
     def _read_start(self, text: str, calls: CallMarkers) -> str:
-        """The first thing of a reply whose calls have no marker of their own."""
+        """Reads the beginning of a reply whose calls have no marker."""
         bare = text.lstrip(SPACE)
         if len(bare) < len(text):
-            self._say(text[: len(text) - len(bare)], self._n_fed - len(text))
+            self._emit_text(text[: len(text) - len(bare)], self._n_fed - len(text))
         if not bare:
             return ""
         self._is_fresh = False
@@ -132,7 +135,7 @@ class TagSplitter:
         self._enter_parser(bare[0], calls)
         return bare[1:]
 
-    def _meet(self, needle: str, at: int) -> None:
+    def _handle_marker(self, needle: str, at: int) -> None:
         if needle in self._drop:
             self._is_fresh = self._at_start
             self._space, self._skip = TextPiece("", 0), "\n"
@@ -144,12 +147,12 @@ class TagSplitter:
                 self._is_fresh = True
                 self._space, self._skip = TextPiece("", 0), "\n"
             else:
-                self._say(needle, at)
+                self._emit_text(needle, at)
         elif self._calls:
             self._enter_parser(needle, self._calls)
 
-    def _say(self, text: str, at: int) -> None:
-        """Text to the reader; blank space at its end waits, as a call may follow it."""
+    def _emit_text(self, text: str, at: int) -> None:
+        """Passes on text; blank space at its end waits, since a call may follow."""
         if self._skip:
             bare = text.lstrip(self._skip)
             if not bare:
@@ -173,7 +176,7 @@ class TagSplitter:
     def _read_reasoning(self, text: str) -> str:
         before, needle, after = self._reasoning_finder.feed(text)
         if before:
-            self._reason(before)
+            self._emit_reasoning(before)
         if needle and self._think and needle == self._think.close:
             self.in_reasoning = False
             self._is_fresh = self._at_start
@@ -182,8 +185,8 @@ class TagSplitter:
             self._enter_parser(needle, self._calls)
         return after
 
-    def _reason(self, text: str) -> None:
-        """Reasoning to the reader, without the line breaks between it and its tags."""
+    def _emit_reasoning(self, text: str) -> None:
+        """Passes on reasoning, without the line breaks between it and its tags."""
         if self._skip:
             text = text.lstrip(self._skip)
             if not text:
@@ -198,7 +201,7 @@ class TagSplitter:
     # --- calls -----------------------------------------------------------------------------
 
     def _enter_parser(self, marker: str, calls: CallMarkers) -> None:
-        # A call inside reasoning is either a slip (the tag was not closed) or a quotation.
+        # A call inside reasoning is real if the model forgot to close its tag, else a quotation.
         self._parser = calls.make(marker, known_only=self.in_reasoning)
 
     def _read_call(self, parser: CallParser, text: str) -> str:
@@ -206,7 +209,7 @@ class TagSplitter:
         return self._leave_parser() if parser.done else ""
 
     def _leave_parser(self) -> str:
-        """The text behind the call; where there was no call, its first character is text for good."""
+        """The text after the call; without a call, the marker's first character is text for good."""
         parser, self._parser = self._parser, None
         if parser is None:
             return ""
@@ -216,7 +219,7 @@ class TagSplitter:
             self._space, self._skip = TextPiece("", 0), "\n" if self.in_reasoning else SPACE
             return rest
         if self.in_reasoning:
-            self._reason(rest[:1])
+            self._emit_reasoning(rest[:1])
         else:
-            self._say(rest[:1], self._n_fed - len(rest))
+            self._emit_text(rest[:1], self._n_fed - len(rest))
         return rest[1:]

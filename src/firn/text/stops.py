@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from firn.text.scan import Finder
+from firn.text.stream_finder import StreamFinder
 
 
 class StopMatcher:
     """The stop that ends first wins, as it would if the text came one character at a time."""
 
     def __init__(self, stops: Iterable[str]) -> None:
-        self._finder = Finder(stops)
+        self._finder = StreamFinder(stops)
         self.n_after = 0
-        """How many characters came in behind the stop that matched."""
+        """How many characters came in after the stop that matched."""
 
     def feed(self, text: str) -> tuple[str, str | None]:
         """(text to pass on, the stop that matched or None). Feed no more after a match."""
@@ -22,10 +22,10 @@ class StopMatcher:
         return before, stop or None
 
     @property
-    def n_held(self) -> int:
+    def n_pending(self) -> int:
         """How many characters wait for a match to complete or fail."""
-        return len(self._finder.held)
+        return len(self._finder.pending)
 
     def flush(self) -> str:
-        """What was held back for a match that did not come."""
+        """What was held back for a match that did not complete."""
         return self._finder.flush()

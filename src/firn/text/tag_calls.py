@@ -24,14 +24,14 @@ _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class TagGrammar:
+class CallTags:
     """The tags of one format, e.g. <function=NAME> <parameter=KEY> VALUE </parameter> </function>.
 
-    call: empty if the name follows the opening marker at once. key_end and value_open are between key
+    call: empty if the name directly follows the opening marker. key_end and value_open are between key
     and value. section_end: closes several calls; empty: nothing does. trims: a line break at each end
     of a value is layout. cdata: a value may be in a CDATA section.
 
-    How calls are written: line: between two tags. shares_section: several calls in one section.
+    For writing calls: line: what goes between two tags. shares_section: several calls share a section.
     says_string: a parameter's tag tells whether its value is a string.
     """
 
@@ -49,41 +49,52 @@ class TagGrammar:
     shares_section: bool = False
     says_string: bool = False
 
+    @property
+    def quote(self) -> str:
+        """Names are quoted where the tag has them as an attribute."""
+        return '"' if self.call.endswith("name=") else ""
+
+    @property
+    def padding(self) -> str:
+        """What is written at each end of a value."""
+        return "\n" if self.trims else ""
+
 
 class TagCallParser(JsonCallParser):
-    """`grammars` maps each opening marker of the format to its tags."""
+    """`tags_by_marker` maps each opening marker of the format to its tags."""
 
-    grammars: ClassVar[Mapping[str, TagGrammar]]
+    tags_by_marker: ClassVar[Mapping[str, CallTags]]
 
     def script(self) -> Script[None]:
-        self.grammar = self.grammars[self.marker]
-        end = self.grammar.section_end
+        self.tags = self.tags_by_marker[self.marker]
+        end = self.tags.section_end
         char = yield from JsonTape(self.tape).next_char()
-        if char == "{" and self.marker != self.grammar.call:  # JSON in the same tags: models mix
+        # Models mix formats: there may be JSON in the same tags.
+        if char == "{" and self.marker != self.tags.call:
             yield from self.guarded(self.calls(), *filter(None, [end]))
             yield from self.tape.close(end, stray="}")
             return
-        if self.grammar.call and self.marker != self.grammar.call:
-            yield from self.tape.expect(self.grammar.call)
+        if self.tags.call and self.marker != self.tags.call:
+            yield from self.tape.expect(self.tags.call)
         yield from self._call()
-        while self.grammar.call and (yield from self._next_call()):
+        while self.tags.call and (yield from self._next_call()):
             yield from self._call()
         if end:
             yield from self.tape.close(end)
 
     def _next_call(self) -> Script[bool]:
-        start = self.tape.mark()
+        start = self.tape.position()
         yield from self.tape.skip()
-        found = yield from self.tape.take(self.grammar.call)
-        if not found:
+        is_next = yield from self.tape.take(self.tags.call)
+        if not is_next:
             self.tape.back_to(start)
-        return found
+        return is_next
 
     def _call(self) -> Script[None]:
-        g = self.grammar
-        ends = (g.name_end,) if g.call else (g.name_end, g.parameter, g.call_end)
+        tags = self.tags
+        ends = (tags.name_end,) if tags.call else (tags.name_end, tags.parameter, tags.call_end)
         header, end = yield from self.tape.until(*ends, limit=_MAX_HEADER)
-        if end != g.name_end:
+        if end != tags.name_end:
             self.tape.pos -= len(end)
         self.start(_split_header(header)[0] if header.lstrip()[:1] in ('"', "'") else header)
         self.arguments("{")
@@ -92,41 +103,43 @@ class TagCallParser(JsonCallParser):
         except TextEnded:
             if self._in_value:
                 raise
-            self.tape.pos = len(self.tape.text)  # the stump of a tag
+            self.tape.pos = len(self.tape.text)  # a tag that was cut off
         self.arguments("}")
         self.end()
 
     def _parameters(self) -> Script[None]:
-        g = self.grammar
+        tags = self.tags
         self._in_value = False
-        joint = ""
-        ends = [g.call_end, *([g.section_end] if g.section_end not in ("", g.call_end) else [])]
+        separator = ""
+        ends = [tags.call_end]
+        if tags.section_end not in ("", tags.call_end):
+            ends.append(tags.section_end)
         while True:
-            _, marker = yield from self.tape.until(g.parameter, *ends)
+            _, marker = yield from self.tape.until(tags.parameter, *ends)
             if marker in ends:
-                if not g.call or marker != g.call_end:
+                if not tags.call or marker != tags.call_end:
                     self.tape.pos -= len(marker)  # left for the end of the section
                 return
-            header, _ = yield from self.tape.until(g.key_end)
+            header, _ = yield from self.tape.until(tags.key_end)
             key, attributes = _split_header(header)
-            if g.value_open:
-                yield from self.tape.until(g.value_open)
+            if tags.value_open:
+                yield from self.tape.until(tags.value_open)
             self._in_value = True
             yield from self._value(
-                joint + json.dumps(key, ensure_ascii=False) + ": ", key, attributes
+                separator + json.dumps(key, ensure_ascii=False) + ": ", key, attributes
             )
             self._in_value = False
-            joint = ", "
+            separator = ", "
 
     def _value(self, lead: str, key: str, attributes: str) -> Script[None]:
         types = self._types(key, attributes)
         if types == STRING:
             yield from self._string(lead)
             return
-        text, _ = yield from self.tape.until(self.grammar.parameter_end)
-        if self.grammar.trims:
+        text, _ = yield from self.tape.until(self.tags.parameter_end)
+        if self.tags.trims:
             text = text.removeprefix("\n").removesuffix("\n")
-        wrapped = _CDATA.fullmatch(text) if self.grammar.cdata else None
+        wrapped = _CDATA.fullmatch(text) if self.tags.cdata else None
         value = wrapped[1] if wrapped else from_text(text, types)
         self.arguments(lead + json.dumps(value, ensure_ascii=False))
 
@@ -137,40 +150,39 @@ class TagCallParser(JsonCallParser):
         return types - STRING if 'string="false"' in attributes else types
 
     def _string(self, lead: str) -> Script[None]:
-        end = self.grammar.parameter_end
-        if self.grammar.cdata and (yield from self._opens_cdata()):
+        end = self.tags.parameter_end
+        if self.tags.cdata and (yield from self._opens_cdata()):
             end = "]]>"
-        elif self.grammar.trims:
+        elif self.tags.trims:
             yield from self.tape.take("\n")
         self.arguments(lead + '"')
-        held = marker = ""
+        line_break = marker = ""
         while not marker:
             text, marker = yield from self.tape.flow(end)
-            text, held = held + text, ""
-            if self.grammar.trims and text.endswith("\n"):
-                text, held = text[:-1], "\n"
+            text, line_break = line_break + text, ""
+            if self.tags.trims and text.endswith("\n"):
+                text, line_break = text[:-1], "\n"
             self.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
         self.arguments('"')
 
     def _opens_cdata(self) -> Script[bool]:
-        start = self.tape.mark()
+        start = self.tape.position()
         yield from self.tape.skip()
-        found = yield from self.tape.take("<![CDATA[")
-        if not found:
+        is_next = yield from self.tape.take("<![CDATA[")
+        if not is_next:
             self.tape.back_to(start)
-        return found
+        return is_next
 
 
-def write_tags(grammars: Mapping[str, TagGrammar]) -> Callable[[str, Mapping[str, Any]], str]:
-    """A writer of calls in the first of these formats: strings as they are, anything else as JSON."""
-    opening, tags = next(iter(grammars.items()))
-    quote = '"' if tags.call.endswith("name=") else ""
-    pad = "\n" if tags.trims else ""
+def write_tags(tags_by_marker: Mapping[str, CallTags]) -> Callable[[str, Mapping[str, Any]], str]:
+    """Makes a writer of calls in the first of these formats: strings as they are, the rest as JSON."""
+    opening, tags = next(iter(tags_by_marker.items()))
+    quote, pad = tags.quote, tags.padding
 
-    def value(key: str, given: Any) -> str:
-        is_text = isinstance(given, str)
+    def value(key: str, argument: Any) -> str:
+        is_text = isinstance(argument, str)
         kind = f' string="{str(is_text).lower()}"' if tags.says_string else ""
-        text = given if is_text else json.dumps(given, ensure_ascii=False)
+        text = argument if is_text else json.dumps(argument, ensure_ascii=False)
         opens = tags.line + tags.value_open if tags.value_open else ""
         head = f"{tags.parameter}{quote}{key}{quote}{kind}{tags.key_end}{opens}"
         return f"{head}{pad}{text}{pad}{tags.parameter_end}{tags.line}"
@@ -179,7 +191,7 @@ def write_tags(grammars: Mapping[str, TagGrammar]) -> Callable[[str, Mapping[str
         lead = "" if opening == tags.call else opening + (tags.line if tags.call else "")
         line = "" if tags.name_end == "\n" else tags.line
         head = f"{lead}{tags.call}{quote}{name}{quote}{tags.name_end}{line}"
-        body = "".join(value(key, given) for key, given in arguments.items())
+        body = "".join(value(key, argument) for key, argument in arguments.items())
         tail = f"{tags.call_end}{tags.line}" if tags.call else ""
         return f"{head}{body}{tail}{tags.section_end}"
 
@@ -188,7 +200,7 @@ def write_tags(grammars: Mapping[str, TagGrammar]) -> Callable[[str, Mapping[str
 
 def _split_header(text: str) -> tuple[str, str]:
     """(name, attributes) of the inside of a tag; the name may be quoted."""
-    found = _HEADER.match(text)
-    if not found:
+    match = _HEADER.match(text)
+    if not match:
         return "", ""
-    return next(g for g in found.groups()[:3] if g is not None), found[4]
+    return next(g for g in match.groups()[:3] if g is not None), match[4]

@@ -5,29 +5,34 @@ from __future__ import annotations
 import json
 
 from firn.core.values import Tool
-from firn.text.bare_values import as_root, limits, listed, unheld_members, unheld_text
-from firn.text.call_grammar import CallGrammar, Parameter, parameters, plain
+from firn.text.bare_values import (
+    allowed_values,
+    as_root,
+    string_terminals,
+    unenforced_members,
+    unenforced_text,
+)
+from firn.text.call_grammar import CallGrammar, Parameter, lark_grammar, parameters, plain
 from firn.text.lark import literal
 from firn.text.schema import types_of
-from firn.text.tag_calls import TagGrammar
+from firn.text.tag_calls import CallTags
 
 _KEY = "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 
 
-def tag_calls(g: CallGrammar, tags: TagGrammar, opening: str) -> str:
+def calls_in_tags(g: CallGrammar, tags: CallTags, opening: str) -> str:
     """Calls between `opening` and the section's end; one in each section, or all in one."""
     return _TagGrammarWriter(g, tags, opening).calls()
 
 
 class _TagGrammarWriter:
-    """Owner: one call of `tag_calls`."""
+    """Owner: one call of `calls_in_tags`."""
 
-    def __init__(self, g: CallGrammar, tags: TagGrammar, opening: str) -> None:
+    def __init__(self, g: CallGrammar, tags: CallTags, opening: str) -> None:
         self._g = g
         self._lark = g.lark
         self._tags = tags
         self._line = tags.line
-        self._quote = '"' if tags.call.endswith("name=") else ""
         self._opening = opening
 
     def calls(self) -> str:
@@ -44,61 +49,62 @@ class _TagGrammarWriter:
     def _call(self, tool: Tool) -> str:
         t = self._tags
         tag = "" if self._opening == t.call else t.call
-        head = f"{tag}{self._named(plain(tool.name, tool.param))}{t.name_end}"
-        # A name that ends with a line break needs no other.
+        head = f"{tag}{self._quoted(plain(tool.name, tool.param))}{t.name_end}"
+        # One line break after the name is enough.
         head += self._line if t.name_end != "\n" else ""
         tail = f"{t.call_end}{self._line}" if t.call else ""
-        for key in unheld_members(tool.parameters):
+        for key in unenforced_members(tool.parameters):
             self._lark.leave_out(tool.param, f"#/{key}")
         declared = parameters(tool)
-        body = [self._free()] if declared is None else [self._given(p, tool) for p in declared]
+        body = (
+            [self._any_parameters()]
+            if declared is None
+            else [self._parameter(p, tool) for p in declared]
+        )
         return " ".join([self._lark.mark(head), *body, self._lark.mark(tail)])
 
-    def _named(self, name: str) -> str:
-        return f"{self._quote}{name}{self._quote}"
+    def _quoted(self, name: str) -> str:
+        return f"{self._tags.quote}{name}{self._tags.quote}"
 
-    def _given(self, parameter: Parameter, tool: Tool) -> str:
+    def _parameter(self, parameter: Parameter, tool: Tool) -> str:
         t = self._tags
         types = types_of(parameter.schema, as_root(parameter.schema))
         is_raw = not types or "string" in types
         kind = f' string="{"true" if is_raw else "false"}"' if t.says_string else ""
-        head = self._lark.mark(f"{t.parameter}{self._named(parameter.name)}{kind}{self._opens()}")
-        if tool.grammar is not None and tool.grammar.kind == "lark":
+        head = self._lark.mark(f"{t.parameter}{self._quoted(parameter.name)}{kind}{self._opens()}")
+        grammar = lark_grammar(tool)
+        if grammar is not None:
             closes = self._lark.mark(self._closes() + self._line)
-            return self._lark.rule(f"{head} {self._lark.part(tool.grammar)} {closes}")
-        one = self._lark.rule(f"{head} {self._value(parameter, types, tool.param)}")
-        return one if parameter.required else f"{one}?"
+            return self._lark.rule(f"{head} {self._lark.part(grammar)} {closes}")
+        tag = self._lark.rule(f"{head} {self._value(parameter, types, tool.param)}")
+        return tag if parameter.required else f"{tag}?"
 
-    def _free(self) -> str:
+    def _any_parameters(self) -> str:
         """Any parameters with any text: the schema declares none."""
         t, mark = self._tags, self._lark.mark
         kind = ' string="true"' if t.says_string else ""
         key = self._lark.terminal(_KEY)
-        head = f"{mark(t.parameter + self._quote)} {key} {mark(self._quote + kind + self._opens())}"
-        one = self._lark.rule(f"{head} {self._lark.text_before(self._closes())} {mark(self._line)}")
-        return f"{one}*"
+        head = f"{mark(t.parameter + t.quote)} {key} {mark(t.quote + kind + self._opens())}"
+        tag = self._lark.rule(f"{head} {self._lark.text_before(self._closes())} {mark(self._line)}")
+        return f"{tag}*"
 
     def _opens(self) -> str:
         t = self._tags
-        return t.key_end + (self._line + t.value_open if t.value_open else "") + self._pad
+        return t.key_end + (self._line + t.value_open if t.value_open else "") + t.padding
 
     def _closes(self) -> str:
-        return self._pad + self._tags.parameter_end
-
-    @property
-    def _pad(self) -> str:
-        return "\n" if self._tags.trims else ""
+        return self._tags.padding + self._tags.parameter_end
 
     def _value(self, parameter: Parameter, types: frozenset[str], param: str) -> str:
         name, schema = parameter.name, parameter.schema
         end = self._lark.mark(self._closes() + self._line)
-        values = listed(schema)
+        values = allowed_values(schema)
         if values is not None:
             texts = (v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in values)
             return f"({' | '.join(map(literal, texts))}) {end}"
         if types and "string" not in types:
             return f"{self._lark.json(schema, param=param)} {end}"
-        for key in unheld_text(schema):
+        for key in unenforced_text(schema):
             self._lark.leave_out(param, f"#/properties/{name}/{key}")
-        text = self._lark.text_before(self._closes(), where=limits(schema))
+        text = self._lark.text_before(self._closes(), where=string_terminals(schema))
         return f"{text} {self._lark.mark(self._line)}"

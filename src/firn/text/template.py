@@ -50,7 +50,7 @@ _ALPHA, _BETA, _GAMMA, _DELTA = "alpha", "beta", "gamma", "delta"
 
 
 _NAMED = r"(?:\.{0}\b|\[['\"]{0}['\"]\])"
-"""A field of something: message.content, message['content']."""
+"""Access to a field: message.content, message['content']."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def shows_pictures_in_results(tokenizer: Tokenizer, template: Template, placehol
 
 
 def _wants_lists(tokenizer: Tokenizer) -> bool:
-    """Whether the template loses text that is not in a list of parts, as LLaVA's does."""
+    """Whether the template drops text that is not in a list of parts, as LLaVA's does."""
 
     def shows(content: Any) -> bool:
         try:
@@ -95,7 +95,7 @@ def _wants_lists(tokenizer: Tokenizer) -> bool:
 
 
 def _wants_objects(tokenizer: Tokenizer, style: TemplateStyle) -> bool:
-    """Whether the template fails if the arguments of a call are a text."""
+    """Whether the template fails or drops the arguments of a call that are a text."""
 
     def shows(arguments: Mapping[str, Any] | str) -> bool:
         call = Message("assistant", tool_calls=(ToolCall("call00001", _ALPHA, arguments),))
@@ -113,9 +113,9 @@ def _wants_objects(tokenizer: Tokenizer, style: TemplateStyle) -> bool:
 
 
 def keeps_header(tokenizer: Tokenizer, style: TemplateStyle, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the next turn's prompt begins with all of this one's, the reply's header too.
+    """Whether the next turn's prompt begins with all of this one's, including the reply's header.
 
-    It does not where the header opens a thought, or closes an empty one, that history leaves out.
+    It does not where the header opens reasoning, or closes empty reasoning, that history leaves out.
     """
     question = Message("user", (TextPart(_ALPHA),))
     later = (Message("assistant", (TextPart(_BETA),)), Message("user", (TextPart(_GAMMA),)))
@@ -130,7 +130,7 @@ def keeps_header(tokenizer: Tokenizer, style: TemplateStyle, kwargs: Mapping[str
 
 
 def read_style(source: str) -> TemplateStyle:
-    """From the template's source; empty for a template that is code."""
+    """Reads the style from the template's source, which is empty for a template that is code."""
 
     def has(pattern: str) -> bool:
         return re.search(pattern, source) is not None
@@ -151,15 +151,15 @@ def read_style(source: str) -> TemplateStyle:
 def openers(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Ids of the tokens that begin a message in this model's prompts."""
     known = {text: tokenizer.token_id(text) for text in MESSAGE_OPENERS}
-    found = {token for token in known.values() if token is not None}
+    ids = {token for token in known.values() if token is not None}
     template = tokenizer.chat_template or ""
     if not any(token is not None and text in template for text, token in known.items()):
-        found |= _learn_openers(tokenizer)
-    return tuple(sorted(found))
+        ids |= _learn_openers(tokenizer)
+    return tuple(sorted(ids))
 
 
 def _learn_openers(tokenizer: Tokenizer) -> set[int]:
-    """The control tokens between the messages of a small chat.
+    r"""The control tokens between the messages of a small chat.
 
     # alpha <end> \n <start> assistant \n beta: the second control token opens the next message
     # alpha <start> beta:                       the only one does
@@ -173,11 +173,11 @@ def _learn_openers(tokenizer: Tokenizer) -> set[int]:
         text = tokenizer.render(chat, tools=None, kwargs={})
     except TemplateFailed:
         return set()
-    found = set()
+    openers = set()
     for before, after in ((_ALPHA, _BETA), (_BETA, _GAMMA)):
         between = text.partition(before)[2].partition(after)[0]
         ids = tokenizer.encode(between, add_special=False)
         control = [t for t in ids if t in tokenizer.special]
         if control:
-            found.add(control[1] if len(control) > 1 else control[0])
-    return found
+            openers.add(control[1] if len(control) > 1 else control[0])
+    return openers

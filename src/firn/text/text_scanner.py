@@ -8,26 +8,26 @@ from itertools import groupby
 
 
 class TextScanner:
-    """Finds any of many fixed texts, of those that begin together the longest. Immutable.
+    """Of texts that begin at the same place, finds the longest. Immutable.
 
-    One expression for each first character, which `re` looks for as fast as memory is read.
+    One expression for each first character: `re` searches for that at the speed of memory.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
         kinds = sorted({t for t in texts if t})
-        by_first = [list(run) for _, run in groupby(kinds, key=lambda t: t[0])]
-        self._each = [re.compile(_trie(group)) for group in by_first]
-        self._whole = re.compile("|".join(p.pattern for p in self._each) or "(?!)")
+        groups = [list(run) for _, run in groupby(kinds, key=lambda t: t[0])]
+        self._by_first = [re.compile(_trie(group)) for group in groups]
+        self._combined = re.compile("|".join(p.pattern for p in self._by_first) or "(?!)")
 
     def is_in(self, text: str) -> bool:
-        return any(p.search(text) for p in self._each)
+        return any(p.search(text) for p in self._by_first)
 
-    def all(self, text: str) -> Iterator[re.Match[str]]:
-        return self._whole.finditer(text) if self.is_in(text) else iter(())
+    def matches(self, text: str) -> Iterator[re.Match[str]]:
+        return self._combined.finditer(text) if self.is_in(text) else iter(())
 
 
 def _trie(texts: Sequence[str]) -> str:
-    """An expression that shares what texts begin with: alternatives are tried one by one."""
+    """One expression in which texts share their beginnings: `re` tries alternatives one by one."""
     rest: dict[str, list[str]] = {}
     for text in texts:
         if text:

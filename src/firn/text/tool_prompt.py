@@ -1,7 +1,7 @@
 """Tools for a model whose template takes none: described in the system prompt, called in text. Pure.
 
-Earlier calls and results become text of their turns, in the same format that the model is asked to write
-and that its reply is read with.
+Earlier calls and results become text, in the format that the model is asked to write and that its reply
+is read with.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ You can call tools. Each line describes one of them, with a JSON schema of its a
 To call a tool, write a call in exactly this form, with the tool's name and its arguments:
 {example}
 
-Write nothing behind a call: its result is sent to you next, between <tool_result> and </tool_result>.\
+Write nothing after a call: its result is sent to you next, between <tool_result> and </tool_result>.\
  Call a tool only where it helps; otherwise answer in plain text."""
-RESULT = "<tool_result{name}>\n{text}\n</tool_result>"
+RESULT_OPEN, RESULT_CLOSE = "<tool_result{name}>\n", "\n</tool_result>"
 
 
 def in_words(
@@ -49,24 +49,24 @@ def _introduced(tools: Sequence[Tool], write: WriteCall) -> list[Message]:
 def _in_words(message: Message, write: WriteCall, tool: str) -> Message:
     if message.role == "tool":
         name = f' name="{tool or message.name}"' if tool or message.name else ""
-        before, after = RESULT.format(name=name, text="\0").split("\0")
-        parts = (TextPart(before), *message.parts, TextPart(after))
+        before, after = TextPart(RESULT_OPEN.format(name=name)), TextPart(RESULT_CLOSE)
+        parts = (before, *message.parts, after)
         return Message("user", _merged(parts), checkpoint=message.checkpoint)
     if not message.tool_calls:
         return message
     calls = []
     for call in message.tool_calls:
-        given = {"input": call.arguments} if isinstance(call.arguments, str) else call.arguments
-        calls.append(write(call.name, given))
+        arguments = {"input": call.arguments} if isinstance(call.arguments, str) else call.arguments
+        calls.append(write(call.name, arguments))
     text = "\n".join(filter(None, [message.text, *calls]))
     return replace(message, parts=(TextPart(text),), tool_calls=())
 
 
 def _merged(parts: Sequence[Part]) -> tuple[Part, ...]:
-    found: list[Part] = []
+    merged: list[Part] = []
     for part in parts:
-        if isinstance(part, TextPart) and found and isinstance(found[-1], TextPart):
-            found[-1] = TextPart(found[-1].text + part.text)
+        if isinstance(part, TextPart) and merged and isinstance(merged[-1], TextPart):
+            merged[-1] = TextPart(merged[-1].text + part.text)
         else:
-            found.append(part)
-    return tuple(found)
+            merged.append(part)
+    return tuple(merged)

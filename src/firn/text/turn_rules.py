@@ -1,4 +1,4 @@
-"""Which turns a chat template can render: found out at load, by rendering small chats."""
+"""Which turns a chat template can render: probed at load, by rendering small chats."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from firn.core.errors import TemplateFailed
 from firn.core.ports import Tokenizer
-from firn.core.values import Message, TextPart, Tool, ToolCall
+from firn.core.values import Message, Role, TextPart, Tool, ToolCall
 from firn.text.messages import TemplateStyle, to_template, tools_to_template
 
 
 @dataclass(frozen=True, slots=True)
 class TurnRules:
-    """What a template renders in its place, without changing what comes before it. The default: all.
+    """What a template renders in its place, without changing what comes before it. By default: all.
 
     leading_system: a system message in front. late_system: one anywhere. user_runs: two user turns in
     a row. tools: a list of tools. calls: calls and results. several_calls: more than one call in a
@@ -47,19 +47,19 @@ def turn_rules(tokenizer: Tokenizer, style: TemplateStyle) -> TurnRules:
     return _TemplateProbe(tokenizer, style).rules()
 
 
-def _said(role: Any, text: str, **more: Any) -> Message:
-    return Message(role, (TextPart(text),), **more)
+def _message(role: Role, text: str, *, answers: ToolCall | None = None) -> Message:
+    return Message(role, (TextPart(text),), tool_call_id=answers.id if answers else None)
 
 
 _TOOL = Tool("lookabout", "Looks about.", {"type": "object", "properties": {}})
 _FIRST = ToolCall("call00001", _TOOL.name, {"at": "hazelsky"})
 _OTHER = ToolCall("call00002", _TOOL.name, {"at": "hazelsea"})
-_RULE, _LATE, _LATER = (_said("system", text) for text in ("aspenrule", "cedarlate", "yewlater"))
-_ASK, _AGAIN, _MORE = (_said("user", text) for text in ("alderask", "rowanask", "elmask"))
-_ANSWER = _said("assistant", "birchanswer")
-_RESULT = _said("tool", "lindenresult", tool_call_id=_FIRST.id)
-_OTHER_RESULT = _said("tool", "mapleresult", tool_call_id=_OTHER.id)
-_ANSWER_TOO = _said("assistant", "pineanswer")
+_RULE, _LATE, _LATER = (_message("system", text) for text in ("aspenrule", "cedarlate", "yewlater"))
+_ASK, _AGAIN, _MORE = (_message("user", text) for text in ("alderask", "rowanask", "elmask"))
+_ANSWER = _message("assistant", "birchanswer")
+_RESULT = _message("tool", "lindenresult", answers=_FIRST)
+_OTHER_RESULT = _message("tool", "mapleresult", answers=_OTHER)
+_ANSWER_TOO = _message("assistant", "pineanswer")
 _CALL = Message("assistant", tool_calls=(_FIRST,))
 _CALLS = Message("assistant", tool_calls=(_FIRST, _OTHER))
 _THOUGHT = Message("assistant", tool_calls=(_FIRST,), reasoning="oakthought")
@@ -72,11 +72,10 @@ class _TemplateProbe:
     def __init__(self, tokenizer: Tokenizer, style: TemplateStyle) -> None:
         self._tokenizer = tokenizer
         self._style = style
-        self._seen: dict[tuple[bool, tuple[int, ...]], str | None] = {}
+        self._seen: dict[tuple[bool, tuple[int, ...]], str] = {}
 
     def rules(self) -> TurnRules:
         leading = self._shows((_RULE, _ASK))
-        listed = self._rendered((_ASK,), tools=True)
         calls = self._shows(_WITH_CALL, tools=True)
         after_results = calls and self._shows((*_WITH_CALL, _MORE), tools=True)
         return TurnRules(
@@ -84,7 +83,7 @@ class _TemplateProbe:
             late_system=self._takes_late_system(with_calls=calls),
             user_runs=self._keeps((_ASK,), (_MORE,), ())
             and self._keeps((_ASK, _ANSWER, _AGAIN), (_MORE,), ()),
-            tools=listed is not None and _TOOL.name in listed,
+            tools=_TOOL.name in self._rendered((_ASK,), tools=True),
             calls=calls,
             several_calls=calls and self._shows((_ASK, _CALLS, _RESULT, _OTHER_RESULT), tools=True),
             user_after_results=after_results,
@@ -119,10 +118,10 @@ class _TemplateProbe:
         *,
         tools: bool = False,
     ) -> bool:
-        """Whether `late` is shown in its place, and changes nothing of what was said before it."""
+        """Whether `late` is shown in its place and changes nothing before it."""
         chat = (*before, *late, *after)
         text, without = self._rendered(chat, tools), self._rendered((*before, *after), tools)
-        if text is None or without is None or not self._shows(chat, tools=tools):
+        if not without or not self._shows(chat, tools=tools):
             return False
         last = _texts(before[-1:])[-1]
         end = text.find(last) + len(last)
@@ -131,37 +130,34 @@ class _TemplateProbe:
     def _shows(self, chat: tuple[Message, ...], *, tools: bool = False) -> bool:
         """Whether the text of every message is there, in order."""
         text = self._rendered(chat, tools)
-        if text is None:
-            return False
         at = 0
-        for said in _texts(chat):
-            at = text.find(said, at)
+        for words in _texts(chat):
+            at = text.find(words, at)
             if at < 0:
                 return False
-            at += len(said)
+            at += len(words)
         return True
 
-    def _rendered(self, chat: tuple[Message, ...], tools: bool = False) -> str | None:
-        key = (tools, tuple(map(id, chat)))  # all of them constants of this file
+    def _rendered(self, chat: tuple[Message, ...], tools: bool = False) -> str:
+        """The chat's text; "" if the template refuses it."""
+        key = (tools, tuple(map(id, chat)))  # messages are constants of this file
         if key not in self._seen:
             self._seen[key] = self._render(chat, tools_to_template((_TOOL,)) if tools else None)
         return self._seen[key]
 
-    def _render(
-        self, chat: tuple[Message, ...], tools: Sequence[Mapping[str, Any]] | None
-    ) -> str | None:
+    def _render(self, chat: tuple[Message, ...], tools: Sequence[Mapping[str, Any]] | None) -> str:
         try:
             messages = to_template(chat, style=self._style)
             return self._tokenizer.render(messages, tools=tools, kwargs={})
         except TemplateFailed:
-            return None
+            return ""
 
 
 def _texts(chat: Sequence[Message]) -> list[str]:
-    """The texts of the messages, in order; of calls, their arguments. Thinking may be left out."""
-    found = []
+    """The texts of messages and the arguments of calls, in order. Templates may leave reasoning out."""
+    texts = []
     for message in chat:
-        found += [message.text] if message.text else []
+        texts += [message.text] if message.text else []
         for call in message.tool_calls:
-            found += call.arguments.values() if isinstance(call.arguments, Mapping) else ()
-    return found
+            texts += call.arguments.values() if isinstance(call.arguments, Mapping) else ()
+    return texts

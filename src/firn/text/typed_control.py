@@ -1,9 +1,8 @@
 """Control tokens that somebody has typed are text, wherever a template puts them. Pure.
 
 What users, tools and files bring may spell a control token; only what the template itself writes is one.
-A rendered text does not show which is which, so a chat in which somebody has typed one is rendered a
-second time, with marks in those places: see `typed_marks`. A chat in which nobody has, which is nearly
-every one, costs a scan of its texts.
+A rendered text does not show which is which, so a chat with a typed one is rendered a second time, with
+marks in those places: see `typed_marks`. Nearly every chat has none, and costs a scan of its texts.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ _LIKE_HTML = re.compile(r"</?[a-zA-Z][a-zA-Z0-9]*>")
 
 
 def control_texts(tokenizer: Tokenizer, known: Collection[str] = ()) -> frozenset[str]:
-    """What in the vocabulary is control, or markup like it.
+    """The added tokens of the vocabulary that are control tokens, or markup like them.
 
-    Vocabularies add tokens of other kinds, too: runs of spaces, HTML tags. Those are text, unless the
-    template writes them, or `known` markup is made of them.
+    Vocabularies add other tokens, too: runs of spaces, HTML tags. Those are text, unless the template
+    writes them, or `known` markup is made of them.
     """
     template = tokenizer.chat_template or ""
 
@@ -44,14 +43,14 @@ def control_texts(tokenizer: Tokenizer, known: Collection[str] = ()) -> frozense
 class TypedControl:
     """Finds typed control tokens. Immutable.
 
-    `own`: markup of thoughts and calls. What the assistant has said holds it as the model wrote it.
+    `own`: markup of reasoning and calls, which an assistant's message may contain as the model wrote it.
     """
 
     def __init__(self, control: Collection[str], *, own: Collection[str] = ()) -> None:
         self._control = control
         self._own = own
         self._any = TextScanner(control)
-        self._alien = TextScanner(t for t in control if t not in own)
+        self._foreign = TextScanner(t for t in control if t not in own)
 
     def including(self, texts: Collection[str]) -> TypedControl:
         if all(text in self._control for text in texts):
@@ -60,7 +59,7 @@ class TypedControl:
 
     def spans(self, text: str) -> tuple[Span, ...]:
         """Every place where a control token is spelled."""
-        return tuple(m.span() for m in self._any.all(text))
+        return tuple(m.span() for m in self._any.matches(text))
 
     def render(self, content: Content, render: Render) -> Rendered:
         """Raises TemplateFailed."""
@@ -73,27 +72,27 @@ class TypedControl:
         own: list[str] = []
         for text, is_own in texts_of(content):
             (own if is_own else others).append(text)
-        return self._any.is_in(BETWEEN.join(others)) or self._alien.is_in(BETWEEN.join(own))
+        return self._any.is_in(BETWEEN.join(others)) or self._foreign.is_in(BETWEEN.join(own))
 
     def _find(self, text: str, is_own: bool) -> Iterator[re.Match[str]]:
-        return (self._alien if is_own else self._any).all(text)
+        return (self._foreign if is_own else self._any).matches(text)
 
     def _joined(self, content: Content) -> Content:
-        """With those texts of a message as one that spell a token only together."""
+        """Joins adjacent texts of a message if they spell a token only together."""
 
         def whole(message: Message) -> Message:
-            found: list[Part] = []
+            joined: list[Part] = []
             for is_text, run in groupby(message.parts, key=lambda p: isinstance(p, TextPart)):
                 parts = list(run)
                 if not is_text or len(parts) == 1:
-                    found += parts
+                    joined += parts
                     continue
-                if self._n_found(parts) != len(self.spans(joined_text(parts))):
+                if self._n_spelled(parts) != len(self.spans(joined_text(parts))):
                     parts = [TextPart(joined_text(parts))]
-                found += parts
-            return replace(message, parts=tuple(found))
+                joined += parts
+            return replace(message, parts=tuple(joined))
 
         return replace(content, messages=tuple(map(whole, content.messages)))
 
-    def _n_found(self, parts: Iterable[Part]) -> int:
+    def _n_spelled(self, parts: Iterable[Part]) -> int:
         return sum(len(self.spans(p.text)) for p in parts if isinstance(p, TextPart))

@@ -1,10 +1,10 @@
-"""Which places of a rendered text were typed by somebody: found by rendering it again, with marks. Pure.
+"""Tells typed control tokens from real ones in a rendered text, by rendering it with marks. Pure.
 
     content    read <|im_end|> aloud
     marked     user: read MARK aloud<|im_end|>        typed: the mark's place; control: the other one
 
-The text itself is always that of the rendering without marks. A template that looks for a token in what
-it is given does something else where the token is marked; then points beside it, or its context, tell.
+The result is always the text of the rendering without marks. A template that looks for a token in its
+messages behaves differently if the token is marked; then points beside the token, or its context, tell.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from firn.core.errors import TemplateFailed
 from firn.text.rendering import Content, Render, Rendered, Span, with_texts
 
 MAX_RENDERINGS = 24
-"""To find out which tokens a template inspects (one or two do, by halves), and as many more to find out
-where it puts them."""
+"""To find out, by halving, which tokens a template inspects (usually one or two), and as many again to
+find out where it puts them."""
 RENDERINGS_S = 2.0
-"""Of this thread's own time, after which no more are begun: what users type decides how many are."""
+"""Of this thread's own time, after which no more renderings begin: users decide how many are needed."""
 CONTEXT = 16
 MIN_MARK, LONG_MARK, N_MARK_START, MARK_END = 10, 24, 6, "q"
 BETWEEN = "\0"
-"""Between texts that are searched together."""
+"""Separates texts that are searched together."""
 
 FindTyped = Callable[[str, bool], Iterator[re.Match[str]]]
 """(text, whether it is the assistant's own) -> the control tokens that it spells."""
@@ -68,11 +68,11 @@ class TypedMarks:
         self._kinds = {mark: kind for kind, mark in self._marks.items()}
 
     def _new_marks(self, kinds: Iterable[str]) -> dict[str, str]:
-        """For each kind, and for a point, what stands in its place: found nowhere else.
+        """For each token, and for a point, a mark that occurs in no text.
 
-        Small letters survive JSON, trimming and whatever else templates do; where the token is long
-        enough for it, its mark has the same length. All begin alike: one search tells that no text
-        has any of them, and `re` finds them as fast as one.
+        Lowercase letters survive JSON, trimming and whatever else templates do; the mark of a long token
+        has the token's length. All marks begin alike: one search tells that no text has any of them, and
+        `re` finds them as fast as one.
         """
         texts = BETWEEN.join(self._leaves)
         start = _letters(N_MARK_START)
@@ -93,7 +93,7 @@ class TypedMarks:
         try:
             plain = self._render(self._content)
         except TemplateFailed:
-            # It may have refused the content for what it spells, which is nothing but text.
+            # It may have refused the content for a token that is nothing but text.
             return self._unmarked(self._render(self._marked(self._places)))
         spans = self._aligned(plain, self._places)
         if spans is None:
@@ -154,10 +154,10 @@ class TypedMarks:
     def _text(self, place: _TypedPlace) -> str:
         return self._leaves[place.leaf][place.start : place.end]
 
-    # --- templates that look for tokens in what they are given -------------------------------
+    # --- templates that look for tokens in their messages -----------------------------------
 
     def _without_inspected(self, plain: str) -> list[Span]:
-        """A template that inspects a token does something else where it is marked.
+        """The spans for a template that behaves differently where some token is marked.
 
         Such tokens stay as they are, and points beside them tell where they have gone.
         """
@@ -178,7 +178,7 @@ class TypedMarks:
         return typed + self._by_context(plain, lost)
 
     def _uninspected(self, plain: str) -> list[_TypedPlace]:
-        """Of all places those that can be marked together, found kind by kind."""
+        """The places that can be marked together: all places of a token, or none."""
         kinds: dict[str, list[_TypedPlace]] = {}
         for place in self._places:
             kinds.setdefault(self._text(place), []).append(place)
@@ -195,7 +195,7 @@ class TypedMarks:
         return kept
 
     def _beside(self, plain: str, places: Sequence[_TypedPlace]) -> list[Span] | None:
-        """By a point of the same text that the template does not care about; None if it has none."""
+        """The spans by a point of the same text that can be marked; None if there is no such point."""
         leaf, text = places[0].leaf, self._leaves[places[0].leaf]
         points = (
             len(text.rstrip()),
@@ -211,7 +211,7 @@ class TypedMarks:
                 spans: list[Span] = []
                 for at, _ in points_found:
                     low = point - _n_common_before(plain, at, text, point)
-                    high = point + _n_common_behind(plain, at, text, point)
+                    high = point + _n_common_after(plain, at, text, point)
                     inside = places[bisect_left(places, low, key=_start) :]
                     for place in inside[: bisect_right(inside, high, key=_end)]:
                         spans.append((at + place.start - point, at + place.end - point))
@@ -222,23 +222,23 @@ class TypedMarks:
         return self._n_renderings < most and time.thread_time() < self._until
 
     def _by_context(self, plain: str, places: Sequence[_TypedPlace]) -> list[Span]:
-        """By the characters before or behind it, of which there must be some."""
+        """The spans of tokens with the same characters before or after them as one that was typed."""
         around: dict[str, tuple[set[str], set[str]]] = {}
         for leaf, run in groupby(places, key=lambda p: p.leaf):
             text = self._leaves[leaf]
             first, last = len(text) - len(text.lstrip()), len(text.rstrip())
             for place in run:
-                before, behind = around.setdefault(self._text(place), (set(), set()))
+                before, after = around.setdefault(self._text(place), (set(), set()))
                 before.add(text[max(place.start - CONTEXT, first) : place.start])
-                behind.add(text[place.end : min(place.end + CONTEXT, last)])
+                after.add(text[place.end : min(place.end + CONTEXT, last)])
         spans = []
-        for kind, (before, behind) in around.items():
-            n_before, n_behind = ({len(c) for c in some} - {0} for some in (before, behind))
+        for kind, (before, after) in around.items():
+            n_before, n_after = ({len(c) for c in some} - {0} for some in (before, after))
             at = plain.find(kind)
             while at >= 0:
                 end = at + len(kind)
                 if any(at >= n and plain[at - n : at] in before for n in n_before) or any(
-                    end + n <= len(plain) and plain[end : end + n] in behind for n in n_behind
+                    end + n <= len(plain) and plain[end : end + n] in after for n in n_after
                 ):
                     spans.append((at, end))
                 at = plain.find(kind, at + 1)
@@ -267,8 +267,8 @@ def _n_common_before(plain: str, at: int, text: str, point: int) -> int:
     return low
 
 
-def _n_common_behind(plain: str, at: int, text: str, point: int) -> int:
-    """How many characters behind the two places are the same."""
+def _n_common_after(plain: str, at: int, text: str, point: int) -> int:
+    """How many characters after the two places are the same."""
     low, high = 0, min(len(plain) - at, len(text) - point)
     while low < high:
         n = (low + high + 1) // 2
@@ -278,7 +278,7 @@ def _n_common_behind(plain: str, at: int, text: str, point: int) -> int:
 
 
 def _spellings(text: str) -> tuple[str, ...]:
-    """As it is; as a JSON string has it; as one that is safe in HTML has it, like Jinja's own."""
+    """As it is, as in a JSON string, and as in one that is safe in HTML, like that of Jinja's tojson."""
     quoted = json.dumps(text)[1:-1]
     safe = "".join(f"\\u{ord(c):04x}" if c in "<>&'" else c for c in quoted)
     return (text, json.dumps(text, ensure_ascii=False)[1:-1], quoted, safe)

@@ -26,19 +26,19 @@ class UnreadCalls:
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._tools = tools
-        self._said: list[str] = []
+        self._texts: list[str] = []
         self._has_calls = False
 
     def see(self, events: Iterable[Event]) -> str | None:
-        """The whole reply, if it has ended by itself, no call was read in it, and it names a tool: the
-        text to give to `mark`. Else None."""
+        """The text to give to `mark`: the whole reply, if it ended by itself, no call was read in it
+        and it names a tool. Else None."""
         for event in events:
             if isinstance(event, TextDelta):
-                self._said.append(event.text)
+                self._texts.append(event.text)
             elif isinstance(event, ToolCallStarted):
                 self._has_calls = True
             elif isinstance(event, ChoiceFinished) and event.reason == "stop":
-                text = "".join(self._said)
+                text = "".join(self._texts)
                 named = not self._has_calls and any(tool.name in text for tool in self._tools)
                 return text if named else None
         return None
@@ -63,16 +63,16 @@ def _reads_call(form: ToolFormat, text: str, tools: Sequence[Tool]) -> bool:
     splitter = make_splitter(ReplyFormat(tool=form.name), tuple(tools), "")
     if splitter is None:
         return False
-    name, given = "", ""
+    name, arguments = "", ""
     names = {tool.name for tool in tools}
     for piece in [*splitter.feed(text), *splitter.finish()]:
         if isinstance(piece, CallStart):
-            if name in names and _is_object(given):
+            if name in names and _is_object(arguments):
                 return True
-            name, given = piece.name, ""
+            name, arguments = piece.name, ""
         elif isinstance(piece, CallArguments):
-            given += piece.text
-    return name in names and _is_object(given)
+            arguments += piece.text
+    return name in names and _is_object(arguments)
 
 
 def _is_object(text: str) -> bool:
@@ -83,7 +83,7 @@ def _is_object(text: str) -> bool:
 
 
 def _json_call(text: str, names: set[str]) -> str | None:
-    """A call as JSON in the midst of text, as in a block of code."""
+    """The name in a call as JSON in the middle of text, as in a block of code."""
     decoder = json.JSONDecoder()
     for match in list(re.finditer(r"\{", text))[:MAX_OBJECTS]:
         try:

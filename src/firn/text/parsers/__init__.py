@@ -1,4 +1,4 @@
-"""Tool-call formats, one file for each family. A file is found by being here, and names its FORMATS."""
+"""Tool-call formats, one file for each family. Every file of this folder is loaded for its FORMATS."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Clues:
 class ToolFormat:
     """A way in which models write calls.
 
-    opens: the markers at which `parser` takes over; starts: single characters that are such markers
-    as the first thing of a reply. tokens: control tokens that belong to the markup, and must be
-    seen as text. splitter: for a format that shapes the whole reply, not its calls alone; `reply` then
-    is the grammar of one, around calls, an answer, or either.
-    grammar: that of its calls, by which a model can be held to make one. write: a call as text.
-    bare: where calls have no marker, a regular expression of the replies that are one of these tools.
+    opens: the markers at which `parser` takes over. starts: single characters that are such markers at
+    the beginning of a reply. tokens: control tokens of the markup, which the splitter must see as text.
+    splitter: for a format that shapes the whole reply, not only its calls; `reply` then writes the
+    grammar of a reply around calls, an answer, or either.
+    grammar: writes the grammar of calls, to enforce them. write: writes a call as text.
+    bare: where calls have no marker, a regular expression of the replies that call one of these tools.
     example: a reply that calls get_weather with city "Paris" and days 3, and nothing else.
-    rank: of several formats whose clues match, the highest is meant.
+    rank: of several formats that match, the highest wins.
     """
 
     name: str
@@ -61,11 +61,11 @@ class ToolFormat:
 @cache
 def formats() -> Mapping[str, ToolFormat]:
     """Every format of this folder, by name."""
-    found: dict[str, ToolFormat] = {}
+    by_name: dict[str, ToolFormat] = {}
     for module in sorted(m.name for m in pkgutil.iter_modules(__path__)):
-        for each in importlib.import_module(f"{__name__}.{module}").FORMATS:
-            found[each.name] = each
-    return MappingProxyType(found)
+        for form in importlib.import_module(f"{__name__}.{module}").FORMATS:
+            by_name[form.name] = form
+    return MappingProxyType(by_name)
 
 
 @cache

@@ -30,7 +30,7 @@ class BareJson(JsonCallParser):
         """Calls in a row, with spaces, commas or semicolons between them."""
         yield from self.calls()
         while True:
-            start = self.tape.mark()
+            start = self.tape.position()
             yield from self.tape.skip(" \t\r\n;,")
             char = yield from JsonTape(self.tape).next_char()
             if char not in ("{", "[") or not char:
@@ -51,7 +51,7 @@ def bare_calls(g: CallGrammar) -> str:
 
 
 def bare_call(names: Sequence[str]) -> str:
-    """An object, or a list, that names one of the tools."""
+    """A regular expression of an object, or a list, that names one of the tools."""
     keys, tools = "|".join(NAME_KEYS), "|".join(map(escaped, names))
     return rf'\s*[\[{{](?s:.*)"({keys})"\s*:\s*"({tools})"(?s:.*)'
 

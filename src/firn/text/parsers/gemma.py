@@ -1,6 +1,6 @@
 """Gemma's own object notation: call:name{key:value}, strings between quote tokens.
 
-FunctionGemma quotes with <escape>, Gemma 4 with <|"|>. It becomes JSON as it is read.
+FunctionGemma quotes with <escape>, Gemma 4 with <|"|>. Arguments become JSON as they are read.
 """
 
 from __future__ import annotations
@@ -58,24 +58,24 @@ class Gemma(CallParser):
             is_next = yield from self._another()
 
     def _another(self) -> Script[bool]:
-        start = self.tape.mark()
+        start = self.tape.position()
         yield from self.tape.skip(SPACE + ",")
-        found = yield from self.tape.starts_with("call:")
-        if not found:
+        is_next = yield from self.tape.starts_with("call:")
+        if not is_next:
             self.tape.back_to(start)
-        return found
+        return is_next
 
     def _members(self, closer: str, sink: Sink, *, depth: int) -> Script[None]:
-        """key:value pairs up to a brace, or values up to a bracket; both from behind the opener."""
+        """Reads key:value pairs up to a brace, or values up to a bracket, from after the opener."""
         if depth > _MAX_DEPTH:
             raise NotACall
-        joint = ""
+        separator = ""
         while True:
             yield from self.tape.skip()
             if (yield from self.tape.take(closer)):
                 sink(closer)
                 return
-            lead, types = joint, ANY
+            lead, types = separator, ANY
             if closer == "}":
                 key = yield from self._key()
                 types = ANY if depth else self.schemas.types(self.name, key)
@@ -86,7 +86,7 @@ class Gemma(CallParser):
                 yield from self.tape.expect(closer)
                 sink(closer)
                 return
-            joint = ", "
+            separator = ", "
 
     def _key(self) -> Script[str]:
         if (yield from self.tape.take(self._quote)):
@@ -134,14 +134,14 @@ def _grammar(g: CallGrammar) -> str:
 def _writer(opening: str) -> WriteCall:
     quote, closer = MARKS[opening]
 
-    def value(given: Any) -> str:
-        if isinstance(given, str):
-            return f"{quote}{given}{quote}"
-        if isinstance(given, Mapping):
-            return "{" + ",".join(f"{k}:{value(v)}" for k, v in given.items()) + "}"
-        if isinstance(given, list | tuple):
-            return "[" + ",".join(map(value, given)) + "]"
-        return json.dumps(given)
+    def value(argument: Any) -> str:
+        if isinstance(argument, str):
+            return f"{quote}{argument}{quote}"
+        if isinstance(argument, Mapping):
+            return "{" + ",".join(f"{k}:{value(v)}" for k, v in argument.items()) + "}"
+        if isinstance(argument, list | tuple):
+            return "[" + ",".join(map(value, argument)) + "]"
+        return json.dumps(argument)
 
     return lambda name, arguments: f"{opening}call:{name}{value(arguments)}{closer}"
 

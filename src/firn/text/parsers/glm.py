@@ -7,12 +7,12 @@ from typing import ClassVar
 
 from firn.text.call_grammar import CallGrammar
 from firn.text.parsers import ToolFormat
-from firn.text.tag_calls import TagCallParser, TagGrammar, write_tags
-from firn.text.tag_grammar import tag_calls
+from firn.text.tag_calls import CallTags, TagCallParser, write_tags
+from firn.text.tag_grammar import calls_in_tags
 
 
-def _pairs(prefix: str = "") -> TagGrammar:
-    return TagGrammar(
+def _pairs(prefix: str = "") -> CallTags:
+    return CallTags(
         call="",
         call_end=f"</{prefix}tool_call>",
         parameter=f"<{prefix}arg_key>",
@@ -25,7 +25,7 @@ def _pairs(prefix: str = "") -> TagGrammar:
 
 
 class Glm(TagCallParser):
-    grammars: ClassVar[Mapping[str, TagGrammar]] = {
+    tags_by_marker: ClassVar[Mapping[str, CallTags]] = {
         "<tool_call>": _pairs(),
         "<longcat_tool_call>": _pairs("longcat_"),
     }
@@ -35,15 +35,15 @@ _NAMES = ("tool_call", "arg_key", "arg_value")
 
 
 def _grammar(g: CallGrammar) -> str:
-    opening = next((o for o in Glm.grammars if o in g.template), "<tool_call>")
-    return tag_calls(g, Glm.grammars[opening], opening)
+    opening = next((o for o in Glm.tags_by_marker if o in g.template), "<tool_call>")
+    return calls_in_tags(g, Glm.tags_by_marker[opening], opening)
 
 
 FORMATS = (
     ToolFormat(
         name="glm",
         parser=Glm,
-        opens=tuple(Glm.grammars),
+        opens=tuple(Glm.tags_by_marker),
         tokens=tuple(
             f"<{slash}{prefix}{name}>"
             for prefix in ("", "longcat_")
@@ -55,6 +55,6 @@ FORMATS = (
         "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
         matches=lambda clues: "arg_key>" in clues.template,
         grammar=_grammar,
-        write=write_tags(Glm.grammars),
+        write=write_tags(Glm.tags_by_marker),
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from firn.core.values import Tool
 from firn.text.call_grammar import CallGrammar, plain
-from firn.text.harmony import (
+from firn.text.harmony_splitter import (
     CALL,
     CHANNEL,
     CONSTRAIN,
@@ -38,7 +38,7 @@ def _grammar(g: CallGrammar) -> str:
 
 
 def _reply(lark: Lark, calls: str | None, answer: str | None) -> str:
-    """Any reasoning first, then what was asked for on its channel."""
+    """Any reasoning, then what was asked for, on its channel."""
     thought = lark.mark(f"{CHANNEL}analysis{MESSAGE}")
     thought = lark.rule(f"{thought} {lark.text_before(END)} {lark.mark(START + 'assistant')}")
     final = f"{lark.mark(f'{CHANNEL}final{MESSAGE}')} {answer}" if answer else None

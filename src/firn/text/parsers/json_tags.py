@@ -1,4 +1,4 @@
-"""Calls as JSON between tags: Hermes and Qwen's <tool_call>{...}</tool_call> and its many cousins."""
+"""Calls as JSON between tags: Hermes and Qwen's <tool_call>{...}</tool_call> and its many variants."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLOSERS = {
 
 @dataclass(frozen=True, slots=True)
 class TagLayout:
-    """How calls stand in a pair of tags: each in its own, or all in one list."""
+    """How calls are written between tags: each in a pair of its own, or all in one list."""
 
     is_list: bool = True
     before: str = '{"name": '
@@ -42,7 +42,7 @@ class JsonTags(JsonCallParser):
     def script(self) -> Script[None]:
         closer = CLOSERS[self.marker]
         yield from self.guarded(self._calls(), closer)
-        # A brace too many is common, and means nothing.
+        # Models often write a bracket too many; it is harmless.
         yield from self.tape.close(closer, stray="}]")
 
     def _calls(self) -> Script[None]:
@@ -60,7 +60,7 @@ def _grammar(g: CallGrammar) -> str:
     opening = next((o for o in CLOSERS if o in g.template), "<tool_call>")
     layout = LAYOUTS.get(opening, TagLayout())
     closer = CLOSERS[opening]
-    if closer not in g.template and not g.lark.is_token(closer):  # the end of the reply is the end
+    if closer not in g.template and not g.lark.is_token(closer):  # the reply's end closes it
         closer = ""
     opens, closes = opening + layout.line, layout.line + closer
     call = g.json_call(layout.before, layout.between, "}")

@@ -24,10 +24,10 @@ class KimiK2(SectionCallParser):
     def read_call(self) -> Script[None]:
         header = yield from self.header(ARGUMENTS, limit=512)
         call_id = header.strip()
-        found = _ID.fullmatch(call_id)
-        if not found:
+        match = _ID.fullmatch(call_id)
+        if not match:
             raise NotACall
-        self.start(found[1], call_id)
+        self.start(match[1], call_id)
         yield from self.stream_arguments()
 
 

@@ -1,4 +1,4 @@
-"""Calls as <invoke name="..."><parameter name="...">: MiniMax M2, and DeepSeek V3.2 behind its mark."""
+"""Calls as <invoke name="..."><parameter name="...">: MiniMax M2, and DeepSeek V3.2 with its mark."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import ClassVar
 
 from firn.text.call_grammar import CallGrammar
 from firn.text.parsers import ToolFormat
-from firn.text.tag_calls import TagCallParser, TagGrammar, write_tags
-from firn.text.tag_grammar import tag_calls
+from firn.text.tag_calls import CallTags, TagCallParser, write_tags
+from firn.text.tag_grammar import calls_in_tags
 
 _DSML = "｜DSML｜"
 
 
-def _invoke(section_end: str, mark: str = "") -> TagGrammar:
-    return TagGrammar(
+def _invoke(section_end: str, mark: str = "") -> CallTags:
+    return CallTags(
         call=f"<{mark}invoke name=",
         call_end=f"</{mark}invoke>",
         parameter=f"<{mark}parameter name=",
@@ -26,51 +26,51 @@ def _invoke(section_end: str, mark: str = "") -> TagGrammar:
 
 
 class MiniMax(TagCallParser):
-    grammars: ClassVar[Mapping[str, TagGrammar]] = {
+    tags_by_marker: ClassVar[Mapping[str, CallTags]] = {
         "<minimax:tool_call>": _invoke("</minimax:tool_call>")
     }
 
 
 class Dsml(TagCallParser):
-    grammars: ClassVar[Mapping[str, TagGrammar]] = {
+    tags_by_marker: ClassVar[Mapping[str, CallTags]] = {
         f"<{_DSML}{section}>": _invoke(f"</{_DSML}{section}>", _DSML)
         for section in ("function_calls", "tool_calls")
     }
 
 
 def _grammar(g: CallGrammar) -> str:
-    grammars = {**MiniMax.grammars, **Dsml.grammars}
-    opening = next((o for o in grammars if o in g.template), next(iter(Dsml.grammars)))
-    return tag_calls(g, grammars[opening], opening)
+    by_marker = {**MiniMax.tags_by_marker, **Dsml.tags_by_marker}
+    opening = next((o for o in by_marker if o in g.template), next(iter(Dsml.tags_by_marker)))
+    return calls_in_tags(g, by_marker[opening], opening)
 
 
 FORMATS = (
     ToolFormat(
         name="minimax",
         parser=MiniMax,
-        opens=tuple(MiniMax.grammars),
+        opens=tuple(MiniMax.tags_by_marker),
         tokens=("<minimax:tool_call>", "</minimax:tool_call>"),
         aliases=("minimax_m2",),
         example='<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris'
         '</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>',
         matches=lambda clues: "<minimax:tool_call>" in clues.template,
         grammar=_grammar,
-        write=write_tags(MiniMax.grammars),
+        write=write_tags(MiniMax.tags_by_marker),
     ),
     ToolFormat(
         name="dsml",
         parser=Dsml,
-        opens=tuple(Dsml.grammars),
+        opens=tuple(Dsml.tags_by_marker),
         tokens=(_DSML,),
         aliases=("deepseek_v32",),
         example=f'<{_DSML}function_calls>\n<{_DSML}invoke name="get_weather">\n'
         f'<{_DSML}parameter name="city" string="true">Paris</{_DSML}parameter>\n'
         f'<{_DSML}parameter name="days" string="false">3</{_DSML}parameter>\n'
         f"</{_DSML}invoke>\n</{_DSML}function_calls>",
-        # Its template is code, which leaves no source to read: the vocabulary tells.
+        # Its template is code, without a source to read: the vocabulary tells.
         matches=lambda clues: _DSML in clues.template or clues.has_token(_DSML),
         grammar=_grammar,
-        write=write_tags(Dsml.grammars),
+        write=write_tags(Dsml.tags_by_marker),
         rank=10,
     ),
 )

@@ -31,7 +31,7 @@ class Mistral(JsonCallParser):
 
 
 def _grammar(g: CallGrammar) -> str:
-    if ARGS not in g.template and not g.lark.is_token(ARGS):  # before the eleventh tokenizer
+    if ARGS not in g.template and not g.lark.is_token(ARGS):  # tokenizers before version 11
         calls = g.several(g.json_call('{"name": ', ', "arguments": ', "}"), ", ")
         return f"{g.opening(MARKER + '[')} {calls} {g.lark.mark(']')}"
 

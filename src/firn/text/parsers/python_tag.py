@@ -7,7 +7,7 @@ from firn.text.calls import NotACall, Script
 from firn.text.json_calls import JsonTape
 from firn.text.parsers import Clues, ToolFormat
 from firn.text.parsers.bare_json import BareJson, bare_call, bare_calls, write_bare
-from firn.text.pythonic import python_calls
+from firn.text.python_calls import python_calls
 
 TAG = "<|python_tag|>"
 ENDS = ("<|eom_id|>", "<|eot_id|>")

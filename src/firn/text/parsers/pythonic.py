@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from firn.core.errors import InvalidValue
 from firn.core.values import Tool
-from firn.text.bare_values import unheld_members
-from firn.text.call_grammar import CallGrammar, Parameter, parameters
+from firn.text.bare_values import unenforced_members
+from firn.text.call_grammar import CallGrammar, Parameter, parameters, unwritable
 from firn.text.calls import CallParser, NotACall, Script, TextEnded
 from firn.text.lark import escaped
 from firn.text.parsers import Clues, ToolFormat
-from firn.text.pythonic import PythonCall, python_calls, write_call
+from firn.text.python_calls import PythonCall, python_calls, write_call
 from firn.text.schema import ToolSchemas
 
 CLOSERS = {
@@ -71,14 +71,14 @@ def _grammar(g: CallGrammar) -> str:
 
 
 def _bare_grammar(g: CallGrammar) -> str:
-    """The bracket and the first name as one: with either by itself, words could go on, too."""
+    """The bracket and the first name are one literal: text might follow either of them alone."""
 
     def first(tool: Tool) -> str:
         return write(tool, "[")
 
     def write(tool: Tool, before: str = "") -> str:
         _check_names(tool.param, *tool.name.split("."))
-        for key in unheld_members(tool.parameters):
+        for key in unenforced_members(tool.parameters):
             g.lark.leave_out(tool.param, f"#/{key}")
         declared = parameters(tool)
         if declared is None:
@@ -92,7 +92,7 @@ def _bare_grammar(g: CallGrammar) -> str:
 
 
 def _keywords(g: CallGrammar, declared: Sequence[Parameter], tool: Tool) -> str:
-    """name=value pairs; JSON stands for Python's literals, as the parser knows its words."""
+    """name=value pairs; values are JSON, whose words the parser knows."""
     pairs = [(f"{g.lark.mark(p.name + '=')} {g.json_value(tool, p)}", p.required) for p in declared]
     return g.lark.sequence(pairs, ", ")
 
@@ -100,9 +100,7 @@ def _keywords(g: CallGrammar, declared: Sequence[Parameter], tool: Tool) -> str:
 def _check_names(param: str, *names: str) -> None:
     for name in names:
         if not name.isidentifier() or keyword.iskeyword(name):
-            raise InvalidValue(
-                param, f"the model's call format cannot write the name {name[:64]!r}"
-            )
+            raise unwritable(name, param)
 
 
 FORMATS = (

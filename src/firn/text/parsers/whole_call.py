@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from firn.text.calls import CallParser, NotACall, Script, TextEnded
 from firn.text.messages import tools_to_template
@@ -21,8 +20,8 @@ class WholeCall(CallParser):
 
     def script(self) -> Script[None]:
         body = yield from self._body()
-        found: Any = self._parsed(body)
-        for call in found if isinstance(found, list) else [found]:
+        parsed = self._parsed(body)
+        for call in parsed if isinstance(parsed, list) else [parsed]:
             self._emit(call)
 
     def _body(self) -> Script[str]:
@@ -38,14 +37,14 @@ class WholeCall(CallParser):
         start, self.tape.pos = self.tape.pos, len(self.tape.text)
         return self.tape.text[start:]
 
-    def _parsed(self, body: str) -> Any:
+    def _parsed(self, body: str) -> object:
         try:
             return self._native.parse(body, tools_to_template(self.schemas.tools))
         except Exception as e:
-            # The port's contract: foreign code, any exception of which says "no call".
+            # Foreign code: by the port's contract any exception says "not a call".
             raise NotACall from e
 
-    def _emit(self, call: Any) -> None:
+    def _emit(self, call: object) -> None:
         if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
             raise NotACall
         arguments = call.get("arguments") or {}

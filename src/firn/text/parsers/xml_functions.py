@@ -1,4 +1,4 @@
-"""Calls as <function=name><parameter=key>value: Qwen3-Coder, Seed-OSS, Nemotron 3; MiniCPM's cousin."""
+"""Calls as <function=name><parameter=key>value: Qwen3-Coder, Seed-OSS, Nemotron 3; MiniCPM's variant."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import ClassVar
 
 from firn.text.call_grammar import CallGrammar
 from firn.text.parsers import Clues, ToolFormat
-from firn.text.tag_calls import TagCallParser, TagGrammar, write_tags
-from firn.text.tag_grammar import tag_calls
+from firn.text.tag_calls import CallTags, TagCallParser, write_tags
+from firn.text.tag_grammar import calls_in_tags
 
-_QWEN = TagGrammar(
+_QWEN = CallTags(
     call="<function=",
     call_end="</function>",
     parameter="<parameter=",
@@ -22,16 +22,16 @@ _QWEN = TagGrammar(
 
 
 class XmlFunctions(TagCallParser):
-    grammars: ClassVar[Mapping[str, TagGrammar]] = {
+    tags_by_marker: ClassVar[Mapping[str, CallTags]] = {
         "<tool_call>": _QWEN,
-        "<function=": _QWEN,  # the outer tag is forgotten now and then
+        "<function=": _QWEN,  # models forget the outer tag now and then
         "<seed:tool_call>": replace(_QWEN, section_end="</seed:tool_call>"),
     }
 
 
 class NamedFunctions(TagCallParser):
-    grammars: ClassVar[Mapping[str, TagGrammar]] = {
-        "<function name=": TagGrammar(
+    tags_by_marker: ClassVar[Mapping[str, CallTags]] = {
+        "<function name=": CallTags(
             call="<function name=",
             call_end="</function>",
             parameter="<param name=",
@@ -53,37 +53,37 @@ def _is_named(clues: Clues) -> bool:
 
 def _xml_grammar(g: CallGrammar) -> str:
     opening = "<seed:tool_call>" if "<seed:tool_call>" in g.template else "<tool_call>"
-    return tag_calls(g, XmlFunctions.grammars[opening], opening)
+    return calls_in_tags(g, XmlFunctions.tags_by_marker[opening], opening)
 
 
 def _named_grammar(g: CallGrammar) -> str:
-    ((opening, tags),) = NamedFunctions.grammars.items()
-    return tag_calls(g, tags, opening)
+    ((opening, tags),) = NamedFunctions.tags_by_marker.items()
+    return calls_in_tags(g, tags, opening)
 
 
 FORMATS = (
     ToolFormat(
         name="xml_functions",
         parser=XmlFunctions,
-        opens=tuple(XmlFunctions.grammars),
+        opens=tuple(XmlFunctions.tags_by_marker),
         tokens=("<tool_call>", "</tool_call>", "<seed:tool_call>", "</seed:tool_call>"),
         aliases=("qwen3_coder", "qwen3_xml", "seed_oss", "nemotron3", "step3p5"),
         example="<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
         "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
         matches=_is_xml,
         grammar=_xml_grammar,
-        write=write_tags(XmlFunctions.grammars),
+        write=write_tags(XmlFunctions.tags_by_marker),
     ),
     ToolFormat(
         name="named_functions",
         parser=NamedFunctions,
-        opens=tuple(NamedFunctions.grammars),
+        opens=tuple(NamedFunctions.tags_by_marker),
         tokens=("<function", "</function>", "<param", "</param>"),
         aliases=("minicpm5",),
         example='<function name="get_weather"><param name="city">Paris</param>'
         '<param name="days">3</param></function>',
         matches=_is_named,
         grammar=_named_grammar,
-        write=write_tags(NamedFunctions.grammars),
+        write=write_tags(NamedFunctions.tags_by_marker),
     ),
 )

@@ -1,8 +1,8 @@
 """Finds fixed strings in a stream, however the stream is cut.
 
-The text that may be the beginning of a needle is held back; everything else passes at once. Linear
-in the text: one Knuth-Morris-Pratt automaton per needle, and a shortcut for text that has nothing
-to do with any of them.
+Text that may be the beginning of a needle is held back; everything else passes at once. Linear in the
+text: one Knuth-Morris-Pratt automaton per needle, and a shortcut for text without any needle's first
+character.
 """
 
 from __future__ import annotations
@@ -12,56 +12,56 @@ from typing import NamedTuple
 
 
 class ScanResult(NamedTuple):
-    """`before` is free to pass on; `needle` is what ended it ("" where nothing did); `after` follows."""
+    """`before` is free to pass on; `needle` is what ended it ("": nothing did); `after` follows."""
 
     before: str
     needle: str
     after: str
 
 
-class Finder:
+class StreamFinder:
     """Finds the needle that ends first; of those that end together, the longest.
 
-    Owner: whoever feeds it. `held` is the text that came in and has not gone out.
+    Owner: whoever feeds it. `pending` is the text that came in and has not gone out.
     """
 
     def __init__(self, needles: Iterable[str]) -> None:
         self.needles = tuple(dict.fromkeys(n for n in needles if n))
-        self.held = ""
+        self.pending = ""
         self._first = "".join({n[0] for n in self.needles})
         self._fail = [_failure(n) for n in self.needles]
         self._depth = [0] * len(self.needles)
 
     def feed(self, text: str) -> ScanResult:
         """Reads up to the first needle, or to the end of the text. Starts afresh after a needle."""
-        if not self.held:
+        if not self.pending:
             for char in self._first:
                 if char in text:
                     break
             else:
                 return ScanResult(text, "", "")
-        start = len(self.held)
-        text = self.held + text
+        start = len(self.pending)
+        text = self.pending + text
         depth = self._depth
         for i in range(start, len(text)):
             longest = self._step(text[i])
             if longest:
                 self._depth = [0] * len(depth)
-                self.held = ""
+                self.pending = ""
                 end = i + 1
                 return ScanResult(text[: end - longest], text[end - longest : end], text[end:])
         n_free = len(text) - max(depth, default=0)
-        self.held = text[n_free:]
+        self.pending = text[n_free:]
         return ScanResult(text[:n_free], "", "")
 
     def flush(self) -> str:
-        """The text held back, which no needle will claim any more."""
-        held, self.held = self.held, ""
+        """The text that was held back: no needle can complete any more."""
+        pending, self.pending = self.pending, ""
         self._depth = [0] * len(self._depth)
-        return held
+        return pending
 
     def _step(self, char: str) -> int:
-        """Advances every automaton by one character; the length of the longest needle it completes."""
+        """Reads one character; the length of the longest needle that it completes, or 0."""
         longest = 0
         depth = self._depth
         for j, needle in enumerate(self.needles):

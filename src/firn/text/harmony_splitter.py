@@ -15,8 +15,8 @@ from typing import Literal
 from firn.text.calls import Script
 from firn.text.json_calls import JsonCallParser, JsonTape
 from firn.text.pieces import Piece, ReasoningPiece, TextPiece
-from firn.text.scan import Finder
 from firn.text.schema import ToolSchemas
+from firn.text.stream_finder import StreamFinder
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -51,15 +51,15 @@ class HarmonySplitter:
     """Owner: one choice of one reply. Without tools, a message to a function is text."""
 
     def __init__(self, schemas: ToolSchemas, prompt_tail: str) -> None:
-        self._toolbox = schemas
+        self._schemas = schemas
         self._kind: Kind = "header"
         self._header = ""
-        self._finder = Finder(_BODY_ENDS)
+        self._finder = StreamFinder(_BODY_ENDS)
         self._call: HarmonyCall | None = None
         self._n_fed = 0
         self._out: list[Piece] = []
         if prompt_tail.endswith(MESSAGE):  # the prompt has begun a message already
-            self._enter(prompt_tail.rpartition(START)[2])
+            self._begin_body(prompt_tail.rpartition(START)[2])
 
     @property
     def in_reasoning(self) -> bool:
@@ -69,23 +69,23 @@ class HarmonySplitter:
         self._n_fed += len(text)
         while text:
             text = self._read_header(text) if self._kind == "header" else self._read_body(text)
-        return self._given()
+        return self._take_pieces()
 
     def finish(self) -> list[Piece]:
         if self._kind == "header":
-            # A header cut short is nothing to a reader, unless it never was one.
+            # A header that was cut short is dropped, unless it never was a header.
             if self._header.strip() and "<|" not in self._header:
                 self._out.append(TextPiece(self._header, self._n_fed - len(self._header)))
             self._header = ""
         else:
-            held = self._finder.flush()
-            self._say(held, self._n_fed - len(held))
-            self._leave()
-        return self._given()
+            rest = self._finder.flush()
+            self._emit(rest, self._n_fed - len(rest))
+            self._end_body()
+        return self._take_pieces()
 
-    def _given(self) -> list[Piece]:
-        found, self._out = self._out, []
-        return found
+    def _take_pieces(self) -> list[Piece]:
+        pieces, self._out = self._out, []
+        return pieces
 
     def _read_header(self, text: str) -> str:
         self._header += text
@@ -98,18 +98,18 @@ class HarmonySplitter:
         if not message:
             return ""
         self._header = ""
-        self._enter(header)
+        self._begin_body(header)
         return body
 
-    def _enter(self, header: str) -> None:
-        """What the header says decides what the body is."""
+    def _begin_body(self, header: str) -> None:
+        """The header decides what the body is."""
         recipient = _RECIPIENT.search(header)
         channel = header.rpartition(CHANNEL)[2].lstrip()
         name = recipient[1] if recipient else ""
-        is_function = name.startswith(_FUNCTIONS) or name in self._toolbox
-        if is_function and self._toolbox.tools:
+        is_function = name.startswith(_FUNCTIONS) or name in self._schemas
+        if is_function and self._schemas.tools:
             self._kind = "call"
-            self._call = HarmonyCall(name.removeprefix(_FUNCTIONS), self._toolbox)
+            self._call = HarmonyCall(name.removeprefix(_FUNCTIONS), self._schemas)
             self._out += self._call.feed("")
         elif channel.startswith("analysis"):
             self._kind = "reasoning"
@@ -119,14 +119,16 @@ class HarmonySplitter:
     def _read_body(self, text: str) -> str:
         finder = self._finder
         before, needle, after = finder.feed(text)
-        self._say(before, self._n_fed - len(after) - len(needle) - len(finder.held) - len(before))
+        self._emit(
+            before, self._n_fed - len(after) - len(needle) - len(finder.pending) - len(before)
+        )
         if not needle:
             return after
-        self._leave()
+        self._end_body()
         self._kind = "header"
         return needle + after if needle in (START, CHANNEL) else after
 
-    def _say(self, text: str, at: int) -> None:
+    def _emit(self, text: str, at: int) -> None:
         if not text:
             return
         if self._call is not None:
@@ -136,7 +138,7 @@ class HarmonySplitter:
         else:
             self._out.append(TextPiece(text, at))
 
-    def _leave(self) -> None:
+    def _end_body(self) -> None:
         if self._call is not None:
             self._out += self._call.finish()
             self._call = None

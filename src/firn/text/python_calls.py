@@ -19,13 +19,13 @@ class PythonCall(NamedTuple):
 
 
 def write_call(name: str, arguments: Mapping[str, Any]) -> str:
-    """A call with named arguments; JSON stands for Python's literals."""
+    """A call with named arguments; values are written as JSON, whose words `python_calls` knows."""
     pairs = (f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in arguments.items())
     return f"{name}({', '.join(pairs)})"
 
 
 def python_calls(text: str) -> list[PythonCall]:
-    """Every call of an expression, a list of them, or one a line; empty where it is anything else."""
+    """The calls in one expression, in a list, or one a line; empty for any other text."""
     try:
         body = _statements(text.strip())
         nodes: list[ast.expr] = []
@@ -47,27 +47,27 @@ def _statements(text: str) -> list[ast.stmt]:
 
 
 def _requoted(text: str) -> str:
-    """Strings as templates write them, without escapes, made into Python's.
+    """Escapes what templates leave unescaped in strings: quotes and line breaks.
 
-    A quote closes its string only before a comma or a closing bracket; line breaks are escaped.
+    A quote closes its string only if a comma, a colon, a closing bracket or the end follows.
     """
-    found = []
+    chars = []
     quote = ""
     escaped = False
     for i, char in enumerate(text):
         if not quote:
             quote = char if char in "'\"" else ""
-            found.append(char)
+            chars.append(char)
         elif escaped or char == "\\":
             escaped = not escaped
-            found.append(char)
+            chars.append(char)
         elif char == quote:
             closes = _AFTER_STRING.match(text, i + 1) is not None
-            found.append(char if closes else "\\" + char)
+            chars.append(char if closes else "\\" + char)
             quote = "" if closes else quote
         else:
-            found.append("\\n" if char == "\n" else char)
-    return "".join(found)
+            chars.append("\\n" if char == "\n" else char)
+    return "".join(chars)
 
 
 def _call(node: ast.expr) -> PythonCall:
@@ -77,7 +77,9 @@ def _call(node: ast.expr) -> PythonCall:
     for keyword in node.keywords:
         if keyword.arg is None:
             raise ValueError("a call with **arguments")
-        arguments[keyword.arg] = ast.literal_eval(_JsonWords().visit(keyword.value))
+        value = ast.literal_eval(_JsonWords().visit(keyword.value))
+        json.dumps(value, allow_nan=False)  # raises for bytes, sets and whatever else JSON lacks
+        arguments[keyword.arg] = value
     return PythonCall(_dotted(node.func), arguments)
 
 

@@ -1,0 +1,15 @@
+"""What is wrong with a picture, in words for whoever sent it."""
+
+from __future__ import annotations
+
+SEVERAL_PICTURES = "is animated or has several pages; send one of them"
+MAX_CHARS = 200
+
+
+class Undecodable(Exception):
+    """What is wrong with the picture, as the end of a sentence that begins with "the image"."""
+
+
+def one_line(error: BaseException) -> str:
+    """A library's message on one line; the error's class where it has no message."""
+    return " ".join(str(error).split())[:MAX_CHARS] or type(error).__name__
