@@ -79,7 +79,7 @@ def test_admitting_never_raises_what_asking_did_not() -> None:
     need = budget.need_nbytes(request)
     teach(budget, 1.0)
     budget.admit(request, need)
-    assert budget.held_nbytes == need
+    assert budget.reserved_nbytes == need
 
 
 @given(
@@ -160,9 +160,9 @@ def test_the_account_is_the_sum_of_what_is_held(steps: list[tuple[int, bool, int
         else:
             budget.release(request)
             model.pop(request.id, None)
-        assert budget.held_nbytes == sum(model.values())
+        assert budget.reserved_nbytes == sum(model.values())
         assert budget.free_nbytes() == (1 << 20) - sum(model.values())
     for request_id in list(model):
         budget.release(job(1, name=request_id))
-    assert budget.held_nbytes == 0
+    assert budget.reserved_nbytes == 0
     assert budget.free_nbytes() == budget.capacity_nbytes

@@ -10,7 +10,7 @@ import pytest
 
 from firn.cache.codecs import leaves
 from firn.engine import prefill, prompt_batches
-from firn.engine.prompt_batches import N_TRIED, TRY_EVERY, BatchTrial
+from firn.engine.prompt_batches import MIN_SAMPLES, TRY_EVERY, BatchTrial
 from firn.models.together import can_read_together, together_fault
 from tests.cache.lab import IN_ROWS, LabEngine, tree
 from tests.cache.tiny import Build, Reference, cold_and_warm, tiny, tokens
@@ -24,7 +24,7 @@ PLAIN = ["llama", "qwen3", "gemma"]
 
 
 class Always(BatchTrial):
-    def next(self) -> bool:
+    def should_batch(self) -> bool:
         return True
 
 
@@ -40,32 +40,32 @@ def submit_at_once(harness: Harness, prompts: list[list[int]], n_reply: int) -> 
     return harness.between_steps(lambda: [harness.submit(ids, n_reply) for ids in prompts])
 
 
-# --- the choice ----------------------------------------------------------------------------
+# --- the decision --------------------------------------------------------------------------
 
 
-def choose(choice: BatchTrial, n: int, *, together_s: float, alone_s: float) -> list[bool]:
-    """n occasions, where a token takes so long in either way."""
-    found = []
+def decide(trial: BatchTrial, n: int, *, together_s: float, alone_s: float) -> list[bool]:
+    """n decisions, each followed by a pass that takes this long per token."""
+    decisions = []
     for _ in range(n):
-        found.append(choice.next())
-        seconds = together_s if found[-1] else alone_s
-        choice.saw(100 * seconds, n_tokens=100, n_prompts=2 if found[-1] else 1)
-    return found
+        decisions.append(trial.should_batch())
+        seconds = together_s if decisions[-1] else alone_s
+        trial.saw(100 * seconds, n_tokens=100, n_prompts=2 if decisions[-1] else 1)
+    return decisions
 
 
-def test_both_ways_are_tried_and_the_better_one_is_kept() -> None:
-    found = choose(BatchTrial(), 60, together_s=1.0, alone_s=2.0)
-    assert found[: 2 * N_TRIED].count(True) == N_TRIED
-    assert all(found[2 * N_TRIED :])
-    found = choose(BatchTrial(), 60, together_s=1.0, alone_s=1.0)
-    assert not any(found[2 * N_TRIED :]), "as good is not better: it is left"
+def test_reading_together_and_alone_are_both_tried_and_the_faster_is_used() -> None:
+    decisions = decide(BatchTrial(), 60, together_s=1.0, alone_s=2.0)
+    assert decisions[: 2 * MIN_SAMPLES].count(True) == MIN_SAMPLES
+    assert all(decisions[2 * MIN_SAMPLES :])
+    decisions = decide(BatchTrial(), 60, together_s=1.0, alone_s=1.0)
+    assert not any(decisions[2 * MIN_SAMPLES :]), "equally fast is not worth it"
 
 
-def test_what_did_not_pay_is_tried_again_now_and_then() -> None:
-    choice = BatchTrial()
-    choose(choice, TRY_EVERY, together_s=2.0, alone_s=1.0)
-    later = choose(choice, 20 * TRY_EVERY, together_s=0.5, alone_s=1.0)
-    assert all(later[-TRY_EVERY + 1 : -1]), "it pays now, and that was found out"
+def test_the_slower_kind_is_tried_again_now_and_then() -> None:
+    trial = BatchTrial()
+    decide(trial, TRY_EVERY, together_s=2.0, alone_s=1.0)
+    later = decide(trial, 20 * TRY_EVERY, together_s=0.5, alone_s=1.0)
+    assert all(later[-TRY_EVERY + 1 : -1]), "it has become faster, and a trial noticed"
 
 
 # --- the same answers ----------------------------------------------------------------------

@@ -71,7 +71,7 @@ def test_a_neighbour_that_reads_the_same_takes_nothing_from_it() -> None:
 
 
 def test_a_large_vocabulary_makes_short_chunks() -> None:
-    with HashEngine(chunk=8, scored_nbytes=4 * VOCAB_SIZE * 3) as lab:
+    with HashEngine(chunk=8, logprobs_chunk_nbytes=4 * VOCAB_SIZE * 3) as lab:
         lab.submit(prompt_of(5, 10), 0, scored=0).wait().check()
         assert [end - start for start, end in lab.runner.prefills] == [3, 3, 3]
         lab.submit(prompt_of(6, 9), 1).wait().check()
@@ -79,7 +79,7 @@ def test_a_large_vocabulary_makes_short_chunks() -> None:
 
 
 def test_where_chunks_must_stay_they_stay() -> None:
-    with HashEngine(chunk=8, aligned=True, scored_nbytes=4 * VOCAB_SIZE * 3) as lab:
+    with HashEngine(chunk=8, aligned=True, logprobs_chunk_nbytes=4 * VOCAB_SIZE * 3) as lab:
         lab.submit(prompt_of(5, 20), 0, scored=0).wait().check()
         assert lab.runner.prefills == [(0, 8), (8, 16), (16, 19)]
 

@@ -100,7 +100,7 @@ def test_decoders_step_whenever_there_are_any(view: PendingWork) -> None:
 def eligible(view: PendingWork) -> list[Prefilling]:
     """Those that do not race; if there are none, those that do and need not wait."""
     alone = [p for p in view.prefilling if not p.racing]
-    return alone or [p for p in view.prefilling if not p.waits]
+    return alone or [p for p in view.prefilling if not p.should_wait]
 
 
 @given(views)

@@ -278,7 +278,7 @@ def _measure(parts: EngineParts) -> dict[str, Any]:
     """On the engine thread."""
     view = parts.budget.view()
     return {
-        "live": max(parts.runner.live_nbytes(), parts.budget.held_nbytes),
+        "live": max(parts.runner.live_nbytes(), parts.budget.reserved_nbytes),
         "bytes_per_token": view["bytes_per_token"],
         "bytes_per_row": view["bytes_per_row"],
     }
