@@ -40,7 +40,7 @@ def test_nothing_happens_where_nobody_asks() -> None:
 
 def test_an_idle_model_leaves_at_its_time() -> None:
     soon = loaded("a", expires_at=NOW + 5)
-    assert plan(soon) == FleetPlan(look_at=NOW + 5)
+    assert plan(soon) == FleetPlan(replan_at=NOW + 5)
     late = replace(soon, expires_at=NOW)
     assert plan(late).unload == (("a", "idle"),)
     for busy in ({"n_active": 1}, {"waiting_since": NOW - 1}, {"pinned": True}):
@@ -72,7 +72,7 @@ def test_a_model_stays_for_a_while() -> None:
     fresh = loaded("a", need=100, loaded_at=NOW - 1, used=NOW - 0.5)
     found = plan(fresh, wanted("b"))
     assert found.unload == ()
-    assert found.look_at == NOW + 1
+    assert found.replan_at == NOW + 1
     assert plan(fresh, wanted("b"), now=NOW + 1).unload == (("a", "room"),)
 
 
@@ -100,7 +100,7 @@ def test_the_machines_free_memory_counts() -> None:
 
 def test_after_a_failure_it_waits() -> None:
     failed = wanted("a", not_before=NOW + 8)
-    assert plan(failed) == FleetPlan(look_at=NOW + 8)
+    assert plan(failed) == FleetPlan(replan_at=NOW + 8)
     assert plan(failed, wanted("b")).load == ("b",)
 
 
@@ -108,7 +108,7 @@ def test_a_busy_model_is_closed_when_its_turn_is_over() -> None:
     busy = loaded("busy", need=100, n_active=3, used=NOW)
     early = plan(busy, wanted("other", since=NOW - 39))
     assert early.close == ()
-    assert early.look_at == NOW + 1  # 10 times the 4 s that loading takes
+    assert early.replan_at == NOW + 1  # 10 times the 4 s that loading takes
     over = plan(busy, wanted("other", since=NOW - 40))
     assert over.close == ("busy",)
     assert over.unload == ()
@@ -133,7 +133,7 @@ def test_a_contested_place_is_held_as_long_as_loading_takes() -> None:
     again = replace(calm, displaced_at=NOW - 20)
     held = plan(idle, again)
     assert held.unload == ()
-    assert held.look_at == NOW + 3
+    assert held.replan_at == NOW + 3
     assert held.contested == (("b", "a"),)
     assert plan(idle, again, now=NOW + 3).unload == (("a", "room"),)
     long_ago = replace(calm, displaced_at=NOW - 61)
@@ -178,5 +178,5 @@ def test_every_plan_keeps_the_promises(models: list[ModelView], free: int) -> No
     taken = sum(by_name[name].need_nbytes for name in found.load)
     assert not found.load or held + taken <= 100
     assert not found.load or taken <= free
-    assert found.look_at > NOW
+    assert found.replan_at > NOW
     assert len({name for name, _ in found.unload}) == len(found.unload)

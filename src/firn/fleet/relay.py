@@ -1,4 +1,4 @@
-"""A request at the front: find the model it names, wait until that is loaded, relay the reply."""
+"""A request at the front: find the model it names, wait until it is loaded, relay the reply."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from firn.core.events import Ended, Failed
 from firn.core.values import Usage
 from firn.fleet import proxy
 from firn.fleet.fleet import Fleet
-from firn.fleet.model import Lease, Model
+from firn.fleet.model import Model, ModelLease
 from firn.fleet.vouching import vouch
 
 log = logging.getLogger("firn.fleet")
@@ -47,7 +47,7 @@ MAX_REMEMBERED = 20_000
 
 @dataclass(frozen=True, slots=True)
 class WaitLimits:
-    """wait_s: for a model to be loaded. silence_s: after it, a waiting stream gets a comment line."""
+    """wait_s: for a model to be loaded. silence_s: a waiting stream gets a comment line this often."""
 
     wait_s: float = 300.0
     silence_s: float = 5.0
@@ -58,8 +58,8 @@ class ModelRequest:
     """What the front reads from a request's body."""
 
     model: str
-    stream: Any
-    """As it was sent; None: it was not."""
+    stream: object
+    """As it was sent, unchecked; None: it was not sent."""
     keep_alive_s: float | None
     body: Mapping[str, Any]
 
@@ -68,23 +68,23 @@ class RemoteFault(FirnError):
     """An error that the model's process has rendered, for a stream that has begun."""
 
     def __init__(self, status: int, raw: bytes) -> None:
-        message, self.status = f"The model's process answered with {status}.", status
+        self.status = status
+        message: object = f"The model's process answered with status {status}."
         try:
-            fault = json.loads(raw)["error"]
-            message = fault if isinstance(fault, str) else fault["message"]
-            self.code = (
-                str(fault.get("code") or self.code) if isinstance(fault, dict) else self.code
-            )
-            self.kind = (
-                str(fault.get("type") or self.kind) if isinstance(fault, dict) else self.kind
-            )
+            error = json.loads(raw)["error"]
+            if isinstance(error, dict):
+                message = error["message"]
+                self.code = str(error.get("code") or self.code)
+                self.kind = str(error.get("type") or self.kind)
+            elif isinstance(error, str):  # Ollama's shape
+                message = error
         except (ValueError, KeyError, TypeError):
-            pass
+            pass  # not an error of firn's: the status is all there is to say
         super().__init__(str(message))
 
 
-class _NothingComputed:
-    """A call's tokens are counted by the model's process, not by the front."""
+class _UncountedTokens:
+    """The tokens of a call as the front counts them: none, since the model's process counts them."""
 
     n_waiting = 0
     n_computed = 0
@@ -131,39 +131,39 @@ class Relay:
             if self.draining:
                 raise ShuttingDown()
             raw = await self._bodies.read(scope, receive)
-            request = await decoded(raw, self._pool, _wanted)
+            request = await decoded(raw, self._pool, _parse)
             model = self.find(request.model)
             if scope["path"] == RESPONSES:
                 self._remember(exchange.id, model)
             call = _RelayedCall(self, model, scope, raw, request)
-            if call.asks_to_leave:
+            if call.asks_to_unload:
                 await self._fleet.unload(model)
-                await call.say_gone(send)
+                await call.answer_unloaded(send)
                 return
-            with self._quotas.call(exchange.caller.own, _NothingComputed()):
+            with self._quotas.call(exchange.caller.own, _UncountedTokens()):
                 await while_connected(receive, lambda: call.answer(send))
         except FirnError as error:
             exchange.fault = error
             await send_error(send, error, self._shapes.of(scope["path"]))
 
     async def by_id(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI app: what is asked of a stored response, by its id."""
+        """An ASGI app: a request about a stored response, by its id."""
         exchange = exchange_of(scope)
         try:
             id = str(scope["path_params"]["response_id"])
             name = self._responses.get(id.rpartition("_")[2])
-            # Responses are lost with the model's process: nothing is loaded for them.
+            # Responses are lost with the model's process, so there is nothing to load a model for.
             if name is None or self._fleet.peek(self.find(name)) is None:
                 raise NotFound(f"There is no response {id[:64]!r} of yours.", param="response_id")
-            nothing = ModelRequest(name, None, None, {})
-            call = _RelayedCall(self, self.find(name), scope, b"", nothing)
+            request = ModelRequest(name, None, None, {})
+            call = _RelayedCall(self, self.find(name), scope, b"", request)
             await while_connected(receive, lambda: call.answer(send))
         except FirnError as error:
             exchange.fault = error
             await send_error(send, error, self._shapes.of(scope["path"]))
 
     def _remember(self, request: str, model: Model) -> None:
-        """A response's id is made of the request's."""
+        """Keep which model made the response, whose id contains the request's."""
         self._responses[request.removeprefix("req_")] = model.spec.name
         while len(self._responses) > MAX_REMEMBERED:
             self._responses.popitem(last=False)
@@ -185,7 +185,7 @@ class Relay:
         return self._shapes.of(path)
 
 
-def _wanted(body: dict[str, Any]) -> ModelRequest:
+def _parse(body: dict[str, Any]) -> ModelRequest:
     model, stream = body.get("model"), body.get("stream")
     if model is not None and not isinstance(model, str):
         raise InvalidValue("model", "must be a string")
@@ -202,42 +202,45 @@ class _RelayedCall:
     """One request on its way to a model's process and back. Owned by its task."""
 
     def __init__(
-        self, relay: Relay, model: Model, scope: Scope, raw: bytes, wanted: ModelRequest
+        self, relay: Relay, model: Model, scope: Scope, raw: bytes, request: ModelRequest
     ) -> None:
         self._relay = relay
         self._model = model
         self._scope = scope
         self._raw = raw
-        self._wanted = wanted
+        self._request = request
         self._exchange: Exchange = exchange_of(scope)
         self._dialect = relay.dialect(scope["path"])
         self._begun = False
         """Status and headers have been sent to the client."""
-        self._is_stream = self._streams = False
-        """What is sent is a stream; what was asked for is one."""
+        self._is_stream = False
+        """What is sent to the client is a stream."""
+        self._wants_stream = False
+        """The client asked for a stream."""
 
     @property
-    def asks_to_leave(self) -> bool:
-        """Ollama's way to unload a model: nothing to read, and nothing to keep it for."""
-        wanted, path = self._wanted, self._scope["path"]
-        read = {"/api/chat": "messages", "/api/generate": "prompt"}.get(path)
-        return read is not None and wanted.keep_alive_s == 0 and not wanted.body.get(read)
+    def asks_to_unload(self) -> bool:
+        """Ollama's clients unload a model by a request without a prompt and with keep_alive 0."""
+        prompt_field = {"/api/chat": "messages", "/api/generate": "prompt"}.get(self._scope["path"])
+        if prompt_field is None or self._request.body.get(prompt_field):
+            return False
+        return self._request.keep_alive_s == 0
 
-    async def say_gone(self, send: Send) -> None:
+    async def answer_unloaded(self, send: Send) -> None:
         assert self._dialect is not None
-        call = self._dialect.decode(self._wanted.body, namespace=self._exchange.caller.own)
+        call = self._dialect.decode(self._request.body, namespace=self._exchange.caller.own)
         head = _head_of(self._exchange, self._model.spec.name)
         await send_json(send, call.fold(head, [Ended(Usage(0, 0))]))
 
     async def answer(self, send: Send) -> None:
-        """Raises FirnError while nothing has been sent; then a fault is the stream's last event."""
+        """Raises FirnError while nothing has been sent; later, an error is the stream's last event."""
         fleet = self._relay.fleet
         self._relay.n_calls += 1
-        lease: Lease | None = None
+        lease: ModelLease | None = None
         try:
             lease = fleet.try_enter(self._model) or await self._wait(send)
-            await self._pass_on(lease, send)
-        except OSError:  # how newer ASGI servers say that nobody listens
+            await self._forward(lease, send)
+        except OSError:  # newer ASGI servers raise it when the client is gone
             raise ClientGone() from None
         except FirnError as error:
             if not self._begun:
@@ -247,11 +250,11 @@ class _RelayedCall:
         finally:
             self._relay.n_calls -= 1
             if lease is not None:
-                lease.release(keep_alive_s=self._wanted.keep_alive_s)
+                lease.release(keep_alive_s=self._request.keep_alive_s)
 
     # --- waiting ---------------------------------------------------------------------------
 
-    async def _wait(self, send: Send) -> Lease:
+    async def _wait(self, send: Send) -> ModelLease:
         self._check()
         fleet, limits, model = self._relay.fleet, self._relay.limits, self._model
         waiter = fleet.wait_for(model)
@@ -265,22 +268,22 @@ class _RelayedCall:
                 done, _ = await asyncio.wait({waiter.lease}, timeout=timeout)
                 if done:
                     return waiter.lease.result()
-                await self._comfort(send, waited_s=time.monotonic() - waiter.since)
+                await self._send_keep_alive(send, waited_s=time.monotonic() - waiter.since)
         except BaseException:
             fleet.leave(model, waiter)
             raise
 
     def _check(self) -> None:
-        """Load nothing for a bad body. Bodies of the Responses API refer to what only the model's
-        process has, and are checked there."""
-        self._streams = self._wanted.stream is True
+        """Check the body before a model is loaded for it. Bodies of the Responses API refer to what only
+        the model's process has, and are checked there."""
+        self._wants_stream = self._request.stream is True
         if self._dialect is not None and self._scope["path"] != RESPONSES:
-            call = self._dialect.decode(self._wanted.body, namespace=self._exchange.caller.own)
-            self._streams = call.stream
+            call = self._dialect.decode(self._request.body, namespace=self._exchange.caller.own)
+            self._wants_stream = call.stream
 
-    async def _comfort(self, send: Send, *, waited_s: float) -> None:
-        """Send a comment line on a stream that waits, so that clients and proxies keep it open."""
-        if self._dialect is None or not self._streams:
+    async def _send_keep_alive(self, send: Send, *, waited_s: float) -> None:
+        """Send a comment line on a waiting stream, so that clients and proxies keep it open."""
+        if self._dialect is None or not self._wants_stream:
             return
         dialect, model = self._dialect, self._model
         if not self._begun:
@@ -296,7 +299,7 @@ class _RelayedCall:
 
     # --- the reply -------------------------------------------------------------------------
 
-    async def _pass_on(self, lease: Lease, send: Send) -> None:
+    async def _forward(self, lease: ModelLease, send: Send) -> None:
         scope = self._scope
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
@@ -315,18 +318,18 @@ class _RelayedCall:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except proxy.ProcessLost:
             if self._begun and not self._is_stream:
-                raise ConnectionResetError("the model's process ended in mid-reply") from None
+                raise ConnectionResetError("the model's process ended during its reply") from None
             raise ModelDied(self._model.spec.name) from None
         finally:
             reply.close()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _head(self, reply: proxy.ForwardedReply, send: Send) -> None:
-        if self._begun:  # with status 200, while it waited
+        if self._begun:  # a keep-alive has sent the head, with status 200
             if reply.status != 200:
                 raise RemoteFault(reply.status, await reply.body())
             return
-        headers = reply.passed_on
+        headers = reply.client_headers
         kinds = (value for name, value in headers if name == b"content-type")
         self._is_stream = any(kind.startswith(_STREAMS) for kind in kinds)
         self._begun = True
@@ -345,7 +348,7 @@ _STREAMS = (b"text/event-stream", b"application/x-ndjson")
 
 
 def _fresh_encoder(dialect: Dialect, exchange: Exchange, model: str) -> Encoder:
-    """An encoder for an error at the end of a stream that the model's process has written so far."""
+    """An encoder for what the front itself adds to a stream: keep-alives, and an error at its end."""
     example = {**dialect.schema()["example"], "stream": True}
     call = dialect.decode(example, namespace=exchange.caller.own)
     return call.encoder(_head_of(exchange, model))
