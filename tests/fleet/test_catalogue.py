@@ -105,7 +105,7 @@ def test_what_cannot_be_served_is_told_at_start(tmp_path: Path) -> None:
         ModelCatalogue(made(tmp_path, "", fleet__models_dir=str(tmp_path)))
     events = {"cache__kv_events": "tcp://127.0.0.1:5557"}
     for more in ({"fleet__models_dir": str(tmp_path)}, {}):
-        with pytest.raises(SetupError, match="an address each"):
+        with pytest.raises(SetupError, match="an address of its own"):
             ModelCatalogue(made(tmp_path, "", "a/X", "b/Y", **events, **more))
     for spec in ModelCatalogue(made(tmp_path, "", "./nowhere", "nothing")):
         with pytest.raises(SetupError, match="no model folder"):

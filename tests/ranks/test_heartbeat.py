@@ -106,7 +106,7 @@ def test_a_follower_ends_when_rank_0_is_frozen() -> None:
         _, said = process.communicate(timeout=WAIT_S)
         rank_0.close()
     assert process.returncode == 1
-    assert "rank 0 has not been heard of for 0.2 s" in said
+    assert "rank 0 has sent nothing for 0.2 s" in said
 
 
 def send_much(link: RankLink) -> None:

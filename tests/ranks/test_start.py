@@ -1,4 +1,4 @@
-"""What does not go with sharded models is said in one line, before anything is loaded."""
+"""Options that sharded models do not support are refused in one line, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_defaults_do() -> None:
 def test_ranks_that_do_not_agree() -> None:
     own = {"error": "", "options": "a"}
     agree(own, {1: {"error": "", "options": "a", "node": "x"}})
-    with pytest.raises(SetupError, match="rank 2 has other options"):
+    with pytest.raises(SetupError, match="rank 2's options differ"):
         agree(own, {1: dict(own), 2: own | {"options": "b"}})
     with pytest.raises(SetupError, match="rank 1: no such model"):
         agree(own, {1: {"error": "no such model"}})
