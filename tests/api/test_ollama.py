@@ -112,7 +112,7 @@ def test_refusals(client: ollama.Client) -> None:
     assert caught.value.status_code == 404
     with pytest.raises(ollama.ResponseError, match="temperature"):
         client.chat("fake", MESSAGES, options={"temperature": -1})
-    with pytest.raises(ollama.ResponseError, match="makes no embeddings"):
+    with pytest.raises(ollama.ResponseError, match="does not compute embeddings"):
         client.embed("fake", ["a"])
     with pytest.raises(ollama.ResponseError, match="There is no"):
         client.pull("anything")

@@ -130,7 +130,7 @@ def test_an_unexpected_exception_in_the_middle(live: Live) -> None:
     assert '"internal_error"' in rest[-1]
     (job,) = live.engine.jobs
     live.engine.wait_for(lambda e: e.cancelled == [job.id])
-    live.log.wait_for("failed in its stream")
+    live.log.wait_for("failed while its reply was streamed")
     assert live.openai().models.list().data  # the server goes on
 
 

@@ -1,7 +1,7 @@
-"""Small decoders for JSON that anyone may have sent. Pure.
+"""Small decoders for JSON from anyone. Pure.
 
-Each takes a value and its name, and returns it checked or raises InvalidValue with that name.
-Nothing is coerced: a boolean is no number, "5" is no integer, 5.0 is no integer.
+Each takes a value and its name, and returns the checked value or raises InvalidValue with that name.
+Nothing is coerced: a boolean is not a number; "5" and 5.0 are not integers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def integer(value: Any, param: str, *, low: int, high: int = INT_MAX) -> int:
 
 
 def number(value: Any, param: str, *, low: float, high: float, above_low: bool = False) -> float:
-    """A finite number in [low, high], or in (low, high] where `above_low`."""
+    """A finite number in [low, high], or in (low, high] if `above_low`."""
     if type(value) not in (int, float):
         raise InvalidValue(param, f"must be a number, not {kind(value)}")
     inside = low < value <= high if above_low else low <= value <= high
@@ -71,7 +71,7 @@ def members(value: Any, param: str) -> Fields:
 
 
 def objects(value: Any, param: str, *, low: int = 0, high: int | None = None) -> Iterator[Fields]:
-    """The objects of an array, each checked when it is its turn."""
+    """The objects of an array, each checked when it is reached."""
     for i, item in enumerate(array(value, param, low=low, high=high)):
         yield members(item, f"{param}[{i}]")
 
@@ -84,10 +84,10 @@ def one_of(value: Any, param: str, choices: Sequence[str]) -> str:
 
 def page_limit(query: Mapping[str, str], *, default: int, high: int) -> int:
     """`limit` of a query string: how many entries a page may have."""
-    given = query.get("limit", str(default))
-    if not (given.isascii() and given.isdigit() and 1 <= int(given[:9]) <= high):
+    limit = query.get("limit", str(default))
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= high):
         raise InvalidValue("limit", f"must be between 1 and {high}")
-    return int(given)
+    return int(limit)
 
 
 def kind(value: Any) -> str:
@@ -108,9 +108,9 @@ def kind(value: Any) -> str:
 
 
 class Fields:
-    """The members of one JSON object, read one by one; null and absent are the same.
+    """The members of one JSON object, read one by one. Null and absent are the same.
 
-    Owned by the decode call that made it, which notes what is read: see `unread`.
+    Remembers which were read, see `unread`. Owner: the decoder that made it.
     """
 
     def __init__(self, members: Mapping[str, Any], path: str = "") -> None:
@@ -132,7 +132,7 @@ class Fields:
         return value
 
     def skip(self, *members: str) -> None:
-        """These are known, and change nothing here."""
+        """Count these as read: firn knows them, and they change nothing."""
         self._read.update(members)
 
     def integer(self, member: str, *, low: int, high: int = INT_MAX) -> int | None:
@@ -156,7 +156,7 @@ class Fields:
         return None if value is None else string(value, self.name(member), max_chars=max_chars)
 
     def object(self, member: str) -> Fields:
-        """The members of a nested object; none where it is absent."""
+        """The members of a nested object; none if it is absent."""
         value = self.get(member)
         name = self.name(member)
         return Fields({} if value is None else mapping(value, name), name)
@@ -165,10 +165,10 @@ class Fields:
         return members(self.require(member), self.name(member))
 
     def objects(self, member: str, *, high: int | None = None) -> Iterator[Fields]:
-        """The objects of an array; none where it is absent."""
+        """The objects of an array; none if it is absent."""
         value = self.get(member)
         return iter(()) if value is None else objects(value, self.name(member), high=high)
 
     def unread(self) -> tuple[str, ...]:
-        """Members that nobody has asked for: firn does not know them."""
+        """Members that no decoder has read: firn does not know them."""
         return tuple(self.name(member) for member in self._members if member not in self._read)

@@ -1,6 +1,6 @@
-"""JSON of large replies, made in the pool. Pure.
+"""Encodes large replies as JSON, in the pool. Pure.
 
-Python's encoder lets no other thread run until it is done, so long arrays go through it in pieces.
+Python's encoder holds the GIL until it is done, so long arrays go through it in pieces.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 def dumps(
     value: Any, encoder: json.JSONEncoder = DEFAULT, *, piece_items: int = PIECE_ITEMS
 ) -> bytes:
-    """What the encoder makes of it, as bytes. piece_items: of a longer array so many at once."""
+    """The encoder's output, as bytes. piece_items: longer arrays are encoded so many items at a time."""
     return "".join(_pieces(value, encoder, piece_items)).encode()
 
 

@@ -58,7 +58,7 @@ class Fleet:
         rules: PlacementRules | None = None,
         measure: Callable[[int], Room] = memory.room,
         folder_of: Callable[[ModelSpec], Path | None] = lambda spec: None,
-        charge: Callable[[Namespace, int], None] = lambda own, n_tokens: None,
+        charge: Callable[[Namespace, int], None] = lambda key_id, n_tokens: None,
     ) -> None:
         """folder: for the sockets. memory_nbytes: for all models together; 0: by the machine's memory.
         charge: called with the number of tokens that were computed for a caller."""
@@ -308,9 +308,9 @@ class Fleet:
                 model.ending.set()
 
     def _take_report(self, model: Model, report: Mapping[str, Any]) -> None:
-        for own, n_tokens in report["computed"].items():
-            self._charge(Namespace(own), n_tokens - model.computed.get(own, 0))
-            model.computed[own] = n_tokens
+        for key_id, n_tokens in report["computed"].items():
+            self._charge(Namespace(key_id), n_tokens - model.computed.get(key_id, 0))
+            model.computed[key_id] = n_tokens
         if report["device"] != "cpu":
             self._device_nbytes = report["device_memory"]
         background = max(int(report["calls"]) - model.n_active, 0)

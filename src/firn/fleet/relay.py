@@ -20,9 +20,10 @@ from firn.api.body_reader import BodyReader
 from firn.api.dialects import Dialect, Encoder, ReplyHead
 from firn.api.errors import ErrorShapes, RenderError
 from firn.api.exchange import Exchange, exchange_of, send_error, send_json
+from firn.api.fields import Fields
 from firn.api.generate import while_connected
-from firn.api.quotas import Quotas
-from firn.core import duration
+from firn.api.ollama import keep_alive_s
+from firn.api.quotas import FixedMeter, Quotas
 from firn.core.errors import (
     FirnError,
     InvalidValue,
@@ -83,13 +84,6 @@ class RemoteFault(FirnError):
         super().__init__(str(message))
 
 
-class _UncountedTokens:
-    """The tokens of a call as the front counts them: none, since the model's process counts them."""
-
-    n_waiting = 0
-    n_computed = 0
-
-
 class Relay:
     """One per front, on the asyncio thread."""
 
@@ -140,7 +134,8 @@ class Relay:
                 await self._fleet.unload(model)
                 await call.answer_unloaded(send)
                 return
-            with self._quotas.call(exchange.caller.own, _UncountedTokens()):
+            # The model's process counts the tokens, and reports them.
+            with self._quotas.call(exchange.caller.key_id, FixedMeter()):
                 await while_connected(receive, lambda: call.answer(send))
         except FirnError as error:
             exchange.fault = error
@@ -189,13 +184,7 @@ def _parse(body: dict[str, Any]) -> ModelRequest:
     model, stream = body.get("model"), body.get("stream")
     if model is not None and not isinstance(model, str):
         raise InvalidValue("model", "must be a string")
-    keep_alive_s = None
-    if body.get("keep_alive") is not None:
-        try:
-            keep_alive_s = duration.seconds(body["keep_alive"])
-        except ValueError as e:
-            raise InvalidValue("keep_alive", str(e)) from None
-    return ModelRequest(model or "", stream, keep_alive_s, body)
+    return ModelRequest(model or "", stream, keep_alive_s(Fields(body)), body)
 
 
 class _RelayedCall:
@@ -228,7 +217,7 @@ class _RelayedCall:
 
     async def answer_unloaded(self, send: Send) -> None:
         assert self._dialect is not None
-        call = self._dialect.decode(self._request.body, namespace=self._exchange.caller.own)
+        call = self._dialect.decode(self._request.body, namespace=self._exchange.caller.key_id)
         head = _head_of(self._exchange, self._model.spec.name)
         await send_json(send, call.fold(head, [Ended(Usage(0, 0))]))
 
@@ -278,7 +267,7 @@ class _RelayedCall:
         the model's process has, and are checked there."""
         self._wants_stream = self._request.stream is True
         if self._dialect is not None and self._scope["path"] != RESPONSES:
-            call = self._dialect.decode(self._request.body, namespace=self._exchange.caller.own)
+            call = self._dialect.decode(self._request.body, namespace=self._exchange.caller.key_id)
             self._wants_stream = call.stream
 
     async def _send_keep_alive(self, send: Send, *, waited_s: float) -> None:
@@ -350,7 +339,7 @@ _STREAMS = (b"text/event-stream", b"application/x-ndjson")
 def _fresh_encoder(dialect: Dialect, exchange: Exchange, model: str) -> Encoder:
     """An encoder for what the front itself adds to a stream: keep-alives, and an error at its end."""
     example = {**dialect.schema()["example"], "stream": True}
-    call = dialect.decode(example, namespace=exchange.caller.own)
+    call = dialect.decode(example, namespace=exchange.caller.key_id)
     return call.encoder(_head_of(exchange, model))
 
 

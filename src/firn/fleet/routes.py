@@ -22,12 +22,13 @@ from firn.api.body import parse_object
 from firn.api.body_reader import BodyReader
 from firn.api.dialects import JsonRoute, RouteRequest
 from firn.api.exchange import exchange_of
+from firn.api.fields import Fields
+from firn.api.ollama import keep_alive_s
 from firn.api.openapi import error_responses
 from firn.api.origins import check_may_change_cache, refuse_pages
 from firn.api.routes.models import add_routes, page
 from firn.api.routes.ollama import model_routes
-from firn.core import duration
-from firn.core.errors import Forbidden, InvalidValue, ModelNotFound
+from firn.core.errors import Forbidden, ModelNotFound
 from firn.core.values import Namespace
 from firn.fleet import merging
 from firn.fleet.files import ModelFacts, folder_of, read_facts
@@ -136,7 +137,7 @@ def add_loading(
     async def load(request: Request, model_id: str) -> dict[str, Any]:
         check(request)
         model = relay.find(model_id)
-        keep_alive_s = await _keep_alive(request, bodies)
+        stay_s = await _keep_alive_s(request, bodies)
         lease = fleet.try_enter(model)
         if lease is None:
             waiter = fleet.wait_for(model)
@@ -148,7 +149,7 @@ def add_loading(
             finally:
                 if lease is None:
                     fleet.leave(model, waiter)
-        lease.release(keep_alive_s=keep_alive_s)
+        lease.release(keep_alive_s=stay_s)
         return listing.shown(model)
 
     async def unload(request: Request, model_id: str) -> dict[str, Any]:
@@ -162,16 +163,11 @@ def add_loading(
     add("/v1/models/{model_id:path}/unload", unload, summary="Unload a model")
 
 
-async def _keep_alive(request: Request, bodies: BodyReader) -> float | None:
+async def _keep_alive_s(request: Request, bodies: BodyReader) -> float | None:
     """keep_alive of the body, in seconds; None: not given."""
     if request.headers.get("content-length", "0") == "0":
         return None
-    body = parse_object(await bodies.read(request.scope, request.receive))
-    try:
-        keep_alive = body.get("keep_alive")
-        return None if keep_alive is None else duration.seconds(keep_alive)
-    except ValueError as e:
-        raise InvalidValue("keep_alive", str(e)) from None
+    return keep_alive_s(Fields(parse_object(await bodies.read(request.scope, request.receive))))
 
 
 def add_ollama(app: FastAPI, listing: ModelListing, relay: Relay, bodies: BodyReader) -> None:
@@ -182,8 +178,8 @@ def add_ollama(app: FastAPI, listing: ModelListing, relay: Relay, bodies: BodyRe
             body: Mapping[str, Any] = {}
             if route.schema is not None:
                 body = parse_object(await bodies.read(request.scope, request.receive))
-            own = exchange_of(request.scope).caller.own
-            return JSONResponse(await route.answer(RouteRequest(own, body=body)))
+            key_id = exchange_of(request.scope).caller.key_id
+            return JSONResponse(await route.answer(RouteRequest(key_id, body=body)))
 
         app.router.routes.append(Route(route.path, endpoint, methods=[route.method]))
 
@@ -240,7 +236,7 @@ class FrontMetrics:
         )
         self._registry.register(_FleetCollector(fleet))
 
-    def count_request(self, own: Namespace, route: str, status: int, *, gone: bool) -> None:
+    def count_request(self, key_id: Namespace, route: str, status: int, *, gone: bool) -> None:
         self._requests.labels(route, str(status)).inc()
 
     def render(self) -> str:

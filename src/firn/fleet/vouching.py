@@ -24,7 +24,7 @@ RawHeaders = Iterable[tuple[bytes, bytes]]
 def vouch(exchange: Exchange) -> list[tuple[bytes, bytes]]:
     """Headers that name the caller and the request, and say whether the dashboard sent it."""
     caller = exchange.caller
-    text = f"{caller.own} {caller.namespace} {int(caller.operator)}"
+    text = f"{caller.key_id} {caller.namespace} {int(caller.operator)}"
     headers = [(CALLER, text.encode("ascii")), (REQUEST, exchange.id.encode("ascii"))]
     return [*headers, (PAGE, b"1")] if exchange.own_page else headers
 
@@ -35,8 +35,8 @@ class VouchedKeys(Keys):
     def admit(self, headers: RawHeaders, *, local: bool = False) -> Caller:
         for name, value in headers:
             if name == CALLER:
-                own, namespace, operator = value.decode("ascii").split(" ")
-                return Caller(Namespace(own), Namespace(namespace), operator == "1")
+                key_id, namespace, operator = value.decode("ascii").split(" ")
+                return Caller(Namespace(key_id), Namespace(namespace), operator == "1")
         raise Unauthorized("This is the private socket of a firn server.")
 
 

@@ -301,11 +301,11 @@ def test_an_item_can_be_named_in_place_of_being_sent() -> None:
         ask(dialect, "c", namespace=YOURS, input=items)
 
 
-def test_a_response_that_is_being_made_cannot_be_continued() -> None:
+def test_a_response_that_is_being_generated_cannot_be_continued() -> None:
     dialect = OpenAIResponses()
     running = dialect.decode({"input": "hi", "background": True}, namespace=MINE)
     assert running.fold(head("a"), [])["status"] == "queued"
-    with pytest.raises(InvalidValue, match="still being made"):
+    with pytest.raises(InvalidValue, match="still being generated"):
         ask(dialect, "b", previous_response_id="resp_a")
     assert running.fold(head("a"), reply())["status"] == "completed"
     ask(dialect, "b", previous_response_id="resp_a")
