@@ -60,8 +60,6 @@ class Connections:
     ) -> None:
         self.limits = limits or ConnectionLimits()
         self.clock = clock
-        self.n_cut = 0
-        """Connections that were cut off."""
         self._open: set[Connection] = set()
         self._heads: dict[Connection, None] = {}
         """Connections whose head has not arrived, the oldest first."""
@@ -73,12 +71,12 @@ class Connections:
 
     @property
     def is_over_limit(self) -> bool:
-        return len(self._open) > self.limits.max_open
+        return self.n_open > self.limits.max_open
 
     def add(self, connection: Connection) -> bool:
         """False: there is no place for it."""
         limits = self.limits
-        if len(self._open) >= limits.max_open + limits.n_spare and not self._cut_oldest():
+        if self.n_open >= limits.max_open + limits.n_spare and not self._cut_oldest():
             return False
         self._open.add(connection)
         self.awaits_head(connection)
@@ -105,7 +103,6 @@ class Connections:
         If there is none, close an idle one: its client will connect again."""
         for connection in chain(self._heads, (c for c in self._open if c.is_idle)):
             if not connection.is_answering:
-                self.n_cut += 1
                 connection.cut()
                 return True
         return False
@@ -114,7 +111,6 @@ class Connections:
         now = self.clock()
         for connection in list(self._open):
             if connection.is_late(now):
-                self.n_cut += 1
                 connection.give_up()
         self._sweeping = bool(self._open)
         if self._sweeping:

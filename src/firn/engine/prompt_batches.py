@@ -70,7 +70,6 @@ class PromptBatches:
         self._skip_ahead = skip_ahead
         self._trial = BatchTrial()
         self._is_supported = inflight.runner.reads_together and not inflight.limits.aligned
-        self.n_passes = 0
 
     def find(self, task: PrefillTask, *, max_tokens: int) -> list[PrefillTask]:
         """The tasks to read in the same pass. max_tokens: of the whole pass."""
@@ -119,7 +118,6 @@ class PromptBatches:
             )
             self._is_supported = False
             return False
-        self.n_passes += 1
         for t, start, share in zip(tasks, starts, shares, strict=True):
             t.chunk_start, t.chunk_began, t.share = start, began, share
         task.others = list(others)
