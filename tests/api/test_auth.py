@@ -10,7 +10,7 @@ def bearer(key: str) -> list[tuple[bytes, bytes]]:
     return [(b"host", b"x"), (b"authorization", f"Bearer {key}".encode())]
 
 
-def test_without_keys_everyone_shares() -> None:
+def test_without_keys_all_callers_share_a_namespace() -> None:
     assert not Keys().required
     assert Keys().admit([]) == ANYONE
     assert Keys().admit(bearer("whatever")) == ANYONE
@@ -67,6 +67,6 @@ def test_ways_to_present_a_key(headers: list[tuple[bytes, bytes]]) -> None:
         [(b"cookie", b"alice")],
     ],
 )
-def test_refused(headers: list[tuple[bytes, bytes]]) -> None:
+def test_missing_and_wrong_keys_are_refused(headers: list[tuple[bytes, bytes]]) -> None:
     with pytest.raises(Unauthorized):
         Keys(["alice"]).admit(headers)

@@ -66,7 +66,7 @@ def test_hanging_up_frees_the_row(live: Live, stage: Stage, path: str, stream: b
     assert live.n_calls() == 0
 
 
-def test_the_others_go_on() -> None:
+def test_other_calls_continue_when_clients_hang_up() -> None:
     tokenizer = FakeTokenizer()
     text = "abcdefghij" * 20
 
@@ -113,7 +113,7 @@ class SlowPrompts:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_hanging_up_while_the_prompt_is_made(stream: bool) -> None:
+def test_a_client_may_hang_up_while_its_prompt_is_made(stream: bool) -> None:
     """Nothing is ever queued for it."""
     made: list[SlowPrompts] = []
 
@@ -132,7 +132,7 @@ def test_hanging_up_while_the_prompt_is_made(stream: bool) -> None:
         assert live.engine.cancelled == []
 
 
-def test_hanging_up_before_the_body_is_whole(live: Live) -> None:
+def test_a_client_may_hang_up_before_its_body_is_whole(live: Live) -> None:
     with socket.create_connection(("127.0.0.1", live.port)) as client:
         client.sendall(
             b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -142,7 +142,7 @@ def test_hanging_up_before_the_body_is_whole(live: Live) -> None:
     assert live.engine.jobs == []
 
 
-def test_two_requests_on_one_connection(live: Live) -> None:
+def test_a_second_request_on_a_connection_is_no_hang_up(live: Live) -> None:
     """The second, sent early, is no sign that the client has gone."""
     live.engine.hold("decode", after=2)
     client = Client(live, "/v1/chat/completions", stream=True)
@@ -159,7 +159,7 @@ def test_two_requests_on_one_connection(live: Live) -> None:
     client.hang_up()
 
 
-def test_a_client_that_does_not_read_and_then_leaves() -> None:
+def test_a_client_that_stops_reading_and_hangs_up_frees_its_row() -> None:
     """The stream is stuck in a full socket; hanging up still frees the row."""
     tokenizer = FakeTokenizer(["x" * 20_000])
     big = tokenizer.vocab_size - 1

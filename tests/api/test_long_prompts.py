@@ -59,7 +59,7 @@ def test_a_pdf_is_read_as_text(live: Live) -> None:
     assert "ice" in live.prompt
 
 
-def test_openais_clients_send_files(live: Live) -> None:
+def test_files_from_openais_client_are_read_as_text(live: Live) -> None:
     data = f"data:application/pdf;base64,{coded(pdf('Firn is old snow.'))}"
     file: Any = {"type": "file", "file": {"filename": "snow.pdf", "file_data": data}}
     client = live.openai()
@@ -70,7 +70,7 @@ def test_openais_clients_send_files(live: Live) -> None:
     assert "Firn is old snow." in live.prompt
 
 
-def test_one_without_text_is_refused_once_and_ends_no_session(live: Live) -> None:
+def test_a_pdf_without_text_is_refused_once_and_ends_no_session(live: Live) -> None:
     scanned = document(pdf(""))
     with pytest.raises(anthropic.BadRequestError, match="holds no text"):
         said(live, scanned)
@@ -145,7 +145,7 @@ def counted(live: Live) -> Counting:
     return live.tokenizer
 
 
-def test_ids_that_the_model_has_no_row_for(live: Live) -> None:
+def test_token_ids_outside_the_vocabulary_are_refused(live: Live) -> None:
     n_ids = live.engine.model.n_ids or live.engine.model.vocab_size
     for prompt in ([1, n_ids], [1, 2**31 - 1]):
         with pytest.raises(openai.BadRequestError, match="no token"):

@@ -50,7 +50,7 @@ HEADER = 12
 """Tokens of a reply's header, which may open a thought that history leaves out."""
 
 
-def test_a_late_developer_message_in_chats(live: Live) -> None:
+def test_a_late_developer_message_keeps_the_prefix_of_a_chat(live: Live) -> None:
     client = live.openai()
     client.chat.completions.create(model="fake", messages=turn(FIRST))
     late: Any = {"role": "developer", "content": LATE}
@@ -63,7 +63,7 @@ def test_a_late_developer_message_in_chats(live: Live) -> None:
     assert n_shared >= n_before - HEADER
 
 
-def test_a_late_system_message_of_claude_code(live: Live) -> None:
+def test_a_late_system_message_of_claude_code_keeps_the_prefix(live: Live) -> None:
     client = live.anthropic()
     ask: dict[str, Any] = {"model": "fake", "max_tokens": 9, "tools": [TOOL]}
     calls = {"role": "assistant", "content": [tool_use("1", "Read", file_path="/a")]}
@@ -85,7 +85,7 @@ def first_thought(live: Live) -> int:
     return ids.index(mark) if mark in ids else len(ids)
 
 
-def test_a_late_message_of_codex(live: Live) -> None:
+def test_a_late_message_of_codex_keeps_the_prefix(live: Live) -> None:
     client = live.openai()
     client.responses.create(model="fake", instructions="Be Codex.", input=turn(FIRST))
     late: Any = {"role": "developer", "content": LATE}
@@ -95,7 +95,7 @@ def test_a_late_message_of_codex(live: Live) -> None:
     assert n_shared >= n_before - HEADER
 
 
-def test_a_cancelled_turn(live: Live) -> None:
+def test_a_cancelled_turn_keeps_the_prefix(live: Live) -> None:
     """Nobody has answered: the same question again, and one more word."""
     client = live.openai()
     client.chat.completions.create(model="fake", messages=turn(FIRST))

@@ -66,7 +66,7 @@ def test_the_right_answer_is_the_likeliest(client: openai.OpenAI) -> None:
     assert scores[0] > -1.0
 
 
-def test_others_reuse_what_was_computed_for_it(client: openai.OpenAI) -> None:
+def test_a_prompt_computed_for_logprobs_is_reused(client: openai.OpenAI) -> None:
     text = "Please note: the port of server Wilvex is 86103. " * 4
     score(client, text, 1)
     usage = client.completions.create(model=MODEL, prompt=f"{text}Hello", max_tokens=1).usage

@@ -44,7 +44,7 @@ class Script:
 # --- cancel --------------------------------------------------------------------------------
 
 
-def test_cancelled_in_the_queue() -> None:
+def test_a_request_cancelled_in_the_queue_never_starts() -> None:
     with HashEngine(cache=DictCache(), max_rows=1) as lab:
         gate = lab.hold()
         first = lab.submit(prompt_of(1, 9), 20)
@@ -58,7 +58,7 @@ def test_cancelled_in_the_queue() -> None:
         assert lab.leftovers() == {}
 
 
-def test_cancelled_in_prefill() -> None:
+def test_a_request_cancelled_in_prefill_leaves_its_blocks_in_the_cache() -> None:
     script, cache = Script(), DictCache()
     with HashEngine(script.faults, cache=cache, chunk=8) as lab:
         gate = lab.hold()
@@ -77,7 +77,7 @@ def test_cancelled_in_prefill() -> None:
         assert again.n_cached == 24, "the blocks done so far stay in the cache"
 
 
-def test_cancelled_in_decode() -> None:
+def test_a_request_cancelled_in_decode_frees_its_row_at_the_next_step() -> None:
     script = Script()
     with HashEngine(script.faults) as lab:
         gate = lab.hold()
@@ -92,7 +92,7 @@ def test_cancelled_in_decode() -> None:
         assert lab.leftovers() == {}
 
 
-def test_cancelled_with_several_choices() -> None:
+def test_a_cancelled_request_frees_the_rows_of_all_choices() -> None:
     script = Script()
     with HashEngine(script.faults, cache=DictCache()) as lab:
         gate = lab.hold()
@@ -105,7 +105,7 @@ def test_cancelled_with_several_choices() -> None:
         assert lab.leftovers() == {}
 
 
-def test_a_cancelled_request_hears_nothing_more() -> None:
+def test_a_cancelled_request_gets_no_more_events() -> None:
     with HashEngine() as lab:
         gate = lab.hold()
         gone = lab.submit(prompt_of(1, 9), 10_000_000)

@@ -129,7 +129,7 @@ def test_a_job_that_cannot_be_opened_ends_alone() -> None:
 
 @pytest.mark.parametrize("stage", ["launch", "collect"])
 @pytest.mark.parametrize("cached", [False, True])
-def test_a_failed_step_is_made_good(stage: str, cached: bool) -> None:
+def test_the_rows_of_a_failed_step_are_computed_again(stage: str, cached: bool) -> None:
     """Nobody sees more than a pause: all rows are read again from their tokens."""
     fault = Once(9)
     faults = Faults(launch=fault) if stage == "launch" else Faults(collect=fault)
@@ -146,7 +146,7 @@ def test_a_failed_step_is_made_good(stage: str, cached: bool) -> None:
         assert lab.leftovers() == {}
 
 
-def test_the_one_that_fails_alone_is_given_up() -> None:
+def test_a_row_that_fails_alone_is_given_up() -> None:
     """A row that fails every step it takes part in; those beside it go on."""
     with HashEngine(Faults(launch=on_bad), cache=DictCache(), max_rows=16) as lab:
         gate = lab.hold()
@@ -161,7 +161,7 @@ def test_the_one_that_fails_alone_is_given_up() -> None:
         assert lab.leftovers() == {}
 
 
-def test_several_bad_ones_do_not_drag_good_ones_along() -> None:
+def test_several_bad_rows_do_not_end_good_ones() -> None:
     with HashEngine(Faults(launch=on_bad), max_rows=32) as lab:
         gate = lab.hold()
         outcomes = [
@@ -178,7 +178,7 @@ def test_several_bad_ones_do_not_drag_good_ones_along() -> None:
         assert lab.leftovers() == {}
 
 
-def test_a_model_that_always_fails_fails_every_request_and_stays() -> None:
+def test_a_model_that_always_fails_fails_every_request_and_the_engine_lives() -> None:
     def always(rows: object) -> None:
         raise RuntimeError("no")
 
@@ -204,7 +204,7 @@ def test_a_request_with_rows_in_two_groups_fails_as_one() -> None:
         assert lab.leftovers() == {}
 
 
-def test_one_choice_may_be_rescued_while_another_goes_on() -> None:
+def test_one_choice_is_rescued_while_another_continues() -> None:
     """Only the first group's step fails; a stop or a cancel may come while the row is read again."""
     fault = Once(9)  # of the steps of two groups in turn
     with HashEngine(Faults(launch=fault), group_rows=1, chunk=4) as lab:
@@ -214,7 +214,7 @@ def test_one_choice_may_be_rescued_while_another_goes_on() -> None:
 
 
 @pytest.mark.parametrize("action", ["stop", "cancel"])
-def test_a_choice_can_go_while_it_is_read_again(action: str) -> None:
+def test_a_choice_can_be_stopped_while_it_is_read_again(action: str) -> None:
     fault = Once(9)
     cache = DictCache()
     seen: list[int] = []
@@ -290,7 +290,7 @@ def deadly(lab: HashEngine) -> None:
     lab.runner.faults.leave = dies
 
 
-def test_death_is_told_to_everyone_at_once() -> None:
+def test_all_clients_are_told_at_once_when_the_engine_dies() -> None:
     with HashEngine(max_rows=2, cache=DictCache()) as lab:
         gate = lab.hold()
         deadly(lab)
@@ -341,7 +341,7 @@ def test_a_call_in_the_inbox_of_a_dying_engine_is_answered() -> None:
         assert futures[0].result(WAIT_S) == 8  # type: ignore[attr-defined]
 
 
-def test_a_death_that_cannot_be_told_is_still_a_death() -> None:
+def test_on_death_is_called_even_if_clients_cannot_be_told() -> None:
     """The server exits by `on_death`, also where the events have nowhere to go."""
 
     def broken(batch: Sequence[Delivery]) -> None:
@@ -372,7 +372,7 @@ class Clients:
 
 
 @pytest.mark.parametrize("attempt", range(10))
-def test_nobody_is_lost_between_submit_and_death(attempt: int) -> None:
+def test_every_request_submitted_to_a_dying_engine_gets_an_error(attempt: int) -> None:
     """Jobs from several threads while the engine dies: each is refused or told, none waits."""
     with HashEngine(max_rows=4) as lab:
         deadly(lab)
@@ -398,7 +398,7 @@ def run_together(target: Callable[[], None], n: int) -> None:
 # --- stopping ------------------------------------------------------------------------------
 
 
-def test_stop_tells_those_who_wait() -> None:
+def test_stop_fails_waiting_requests() -> None:
     with HashEngine(max_rows=1) as lab:
         outcomes: list[Outcome] = []
         stopping = threading.Thread(target=lab.engine.stop)
@@ -434,7 +434,7 @@ def test_an_idle_engine_stops_at_once_and_twice() -> None:
         lab.engine.stop(timeout_s=WAIT_S)
 
 
-def test_a_model_that_cannot_be_built_is_the_starters_error() -> None:
+def test_start_raises_the_error_of_building_the_parts() -> None:
     def build() -> EngineParts:
         raise FileNotFoundError("no such model")
 
@@ -449,7 +449,7 @@ def test_a_model_that_cannot_be_built_is_the_starters_error() -> None:
     engine.stop(timeout_s=WAIT_S)
 
 
-def test_the_model_is_known_once_it_is_built() -> None:
+def test_model_waits_until_the_parts_are_built() -> None:
     runner = HashRunner()
     budget = Budget(RowCost(1, 1), capacity_nbytes=1)
     engine = Engine(

@@ -65,7 +65,7 @@ def say(lab: HashEngine, n: int, n_reply: int = 60) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5])
-def test_a_spoiled_chunk_is_computed_again_and_nobody_notices(chunk: int) -> None:
+def test_a_spoiled_chunk_is_computed_again_without_a_trace(chunk: int) -> None:
     device, cache = LateDevice(chunks=[chunk]), DictCache()
     with HashEngine(device.faults(), cache=cache, chunk=8) as lab:
         for outcome in say(lab, 4):
@@ -100,7 +100,7 @@ def test_a_row_that_ends_with_a_spoiled_step_stores_nothing_of_it() -> None:
     check_records(cache)
 
 
-def test_a_prompt_that_is_scored_fails_rather_than_being_told_twice() -> None:
+def test_prompt_logprobs_are_never_sent_twice_the_request_fails() -> None:
     device = LateDevice(chunks=[2])
     with HashEngine(device.faults(), cache=DictCache(), chunk=8) as lab:
         outcome = lab.submit(prompt_of(1, 40), 4, scored=0).wait()
@@ -118,7 +118,7 @@ def test_a_device_that_goes_on_failing_ends_the_process() -> None:
             assert isinstance(outcome.error, EngineDead)
 
 
-def test_who_meets_anothers_fault_is_not_to_blame() -> None:
+def test_a_request_that_meets_anothers_fault_is_not_given_up() -> None:
     """The error of one request's work is raised in the work of the next."""
     met: list[int] = []
 

@@ -66,7 +66,7 @@ def test_admission_is_in_order_of_arrival(view: PendingWork) -> None:
 
 
 @given(views)
-def test_whoever_fits_next_is_not_left_waiting(view: PendingWork) -> None:
+def test_a_request_that_fits_is_admitted(view: PendingWork) -> None:
     admit = plan(view).admit
     taken, left = view.waiting[: len(admit)], view.waiting[len(admit) :]
     n_rows = view.n_rows + sum(w.n_rows for w in taken)
@@ -76,7 +76,7 @@ def test_whoever_fits_next_is_not_left_waiting(view: PendingWork) -> None:
         assert n_rows + left[0].n_rows > view.max_rows or left[0].need_nbytes > free
 
 
-def test_one_that_does_not_fit_holds_back_smaller_ones_behind_it() -> None:
+def test_a_request_that_does_not_fit_holds_back_smaller_ones_after_it() -> None:
     """By its rows and by its bytes alike: else a stream of small ones would keep it waiting for ever."""
     view = replace(EMPTY, waiting=waiting_of([(3, 0), (1, 0)]), n_rows=2)
     assert plan(view).admit == ()
@@ -84,7 +84,7 @@ def test_one_that_does_not_fit_holds_back_smaller_ones_behind_it() -> None:
     assert plan(view).admit == ()
 
 
-def test_an_empty_engine_takes_what_is_too_large_for_it() -> None:
+def test_an_empty_engine_admits_even_a_request_that_is_too_large() -> None:
     view = replace(EMPTY, waiting=waiting_of([(9, 1 << 40), (1, 0)]))
     assert plan(view).admit == ("0",)
 
@@ -104,7 +104,7 @@ def eligible(view: PendingWork) -> list[Prefilling]:
 
 
 @given(views)
-def test_a_chunk_goes_to_someone_whenever_a_prompt_is_unread(view: PendingWork) -> None:
+def test_some_prompt_gets_a_chunk_whenever_one_is_unread(view: PendingWork) -> None:
     tasks = [p.task for p in eligible(view)]
     chosen = plan(view).prefill
     assert chosen in tasks if tasks else chosen is None
@@ -264,7 +264,7 @@ def test_the_same_prompt_is_cut_in_the_same_places_wherever_it_resumes(
 
 
 @given(cuts(), positions)
-def test_off_the_grid_the_next_chunk_is_back_on_it(
+def test_a_chunk_that_starts_off_the_grid_ends_on_it(
     cut: tuple[int, int, int, list[int]], n_done: int
 ) -> None:
     _, n_total, chunk, _ = cut
@@ -274,7 +274,7 @@ def test_off_the_grid_the_next_chunk_is_back_on_it(
 
 
 @given(chunk=st.integers(1, 40), n_total=st.integers(1, 200), n_done=st.integers(0, 199))
-def test_a_rest_of_a_chunk_and_a_half_is_one_where_bits_do_not_matter(
+def test_without_alignment_the_last_chunk_and_a_half_is_read_at_once(
     chunk: int, n_total: int, n_done: int
 ) -> None:
     n_done = min(n_done, n_total - 1)
@@ -287,10 +287,10 @@ def test_a_rest_of_a_chunk_and_a_half_is_one_where_bits_do_not_matter(
 
 
 @pytest.mark.parametrize(("n_done", "end"), [(0, 96), (96, 101), (16, 32), (90, 101)])
-def test_chunks_of_few_shapes(n_done: int, end: int) -> None:
+def test_common_chunks_end_at_multiples(n_done: int, end: int) -> None:
     assert chunk_end(n_done, 101, chunk=128, aligned=False, common=32) == end
 
 
-def test_chunks_of_few_shapes_end_at_stops_and_never_where_bits_matter() -> None:
+def test_common_chunks_end_at_stops_and_do_not_apply_to_aligned_ones() -> None:
     assert chunk_end(0, 101, chunk=128, aligned=False, common=32, stops=[40]) == 40
     assert chunk_end(0, 101, chunk=128, aligned=True, common=32) == 101

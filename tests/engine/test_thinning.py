@@ -45,7 +45,7 @@ def test_what_is_essential_leaves_the_best_of_the_rest_its_share() -> None:
     assert len(kept) == (20 + 1 + 1) * CHUNK
 
 
-def test_what_is_cached_is_kept_and_chunks_stand_at_absolute_places() -> None:
+def test_cached_tokens_are_kept_and_chunks_have_absolute_positions() -> None:
     scores = np.zeros(10 * CHUNK, dtype=np.float32)
     scores[7 * CHUNK] = 1.0
     kept = select(scores, start=70, keep=0.2)
@@ -62,7 +62,7 @@ def test_what_is_cached_is_kept_and_chunks_stand_at_absolute_places() -> None:
     essential=st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 300)), max_size=3),
     seed=st.integers(0, 5),
 )
-def test_whatever_the_scores_the_rules_hold(
+def test_for_any_scores_the_selection_keeps_its_rules(
     n: int, start: int, keep: float, essential: list[tuple[int, int]], seed: int
 ) -> None:
     start = min(start, n - 1)
@@ -109,7 +109,7 @@ def test_a_prompt_of_which_nearly_all_is_kept_is_read_in_full() -> None:
         ),
     ],
 )
-def test_prompts_that_are_read_in_full(job: Job) -> None:
+def test_which_prompts_may_not_be_thinned(job: Job) -> None:
     assert why_not(job, n_expected=0, max_tokens=8192)
 
 
@@ -138,7 +138,7 @@ def test_a_prompt_that_can_be_resumed_near_enough_is_read_in_full() -> None:
     assert why_not(job, n_expected=3976, max_tokens=8192)
 
 
-def test_each_share_has_a_recipe_of_its_own_that_is_expected() -> None:
+def test_each_share_has_a_recipe_of_its_own_among_the_listed_ones() -> None:
     assert len(set(recipes_of("s"))) == 100
     for keep in (0.01, 0.2, 0.29, 0.3, 1.0):
         assert recipe_of("s", keep) in recipes_of("s")

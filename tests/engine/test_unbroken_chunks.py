@@ -18,7 +18,7 @@ def cuts(n_total: int, *, start: int = 0, **options: object) -> list[int]:
     return found
 
 
-def test_a_picture_on_a_boundary_is_moved_behind_it() -> None:
+def test_a_picture_across_a_boundary_starts_the_next_chunk() -> None:
     # 0     8     16    24
     # |-----|--[====]--|
     assert cuts(30, chunk=8, unbroken=[(10, 20)]) == [8, 10, 20, 24, 30]
@@ -29,19 +29,19 @@ def test_a_picture_within_a_chunk_changes_nothing() -> None:
     assert cuts(30, chunk=8, unbroken=[(8, 16)]) == [8, 16, 24, 30]
 
 
-def test_a_picture_larger_than_a_chunk_is_one() -> None:
+def test_a_picture_larger_than_a_chunk_is_read_at_once() -> None:
     assert cuts(40, chunk=8, unbroken=[(8, 33)]) == [8, 33, 40]
 
 
-def test_pictures_one_behind_the_other() -> None:
+def test_adjacent_pictures_are_chunks_of_their_own() -> None:
     assert cuts(40, chunk=8, unbroken=[(3, 12), (12, 30)]) == [3, 12, 30, 32, 40]
 
 
-def test_a_stop_inside_a_picture_is_none() -> None:
+def test_a_stop_inside_a_picture_is_ignored() -> None:
     assert cuts(30, chunk=16, stops=[5, 10, 20], unbroken=[(8, 14)]) == [5, 16, 20, 30]
 
 
-def test_a_stop_at_a_pictures_edge_is_one() -> None:
+def test_a_stop_at_the_edge_of_a_picture_ends_a_chunk() -> None:
     """Text ends before a picture, and behind one: both are places to resume at."""
     assert cuts(30, chunk=16, stops=[8, 14], unbroken=[(8, 14)]) == [8, 14, 16, 30]
 
@@ -57,7 +57,7 @@ def layouts(draw: st.DrawFn) -> tuple[int, int, list[tuple[int, int]]]:
 
 
 @given(layouts())
-def test_no_cut_lies_inside(layout: tuple[int, int, list[tuple[int, int]]]) -> None:
+def test_no_chunk_ends_inside_a_picture(layout: tuple[int, int, list[tuple[int, int]]]) -> None:
     n_total, chunk, unbroken = layout
     found = cuts(n_total, chunk=chunk, unbroken=unbroken)
     assert not any(start < cut < end for cut in found for start, end in unbroken)

@@ -59,7 +59,7 @@ def streamed(front: Running, model: str, *, n: int) -> list[str]:
     return pieces
 
 
-def test_the_least_recently_used_goes(tmp_path: Path) -> None:
+def test_the_least_recently_used_model_is_unloaded(tmp_path: Path) -> None:
     with serving(tmp_path, "a", "b", "c", room=2) as front:
         for name in ("a", "b", "a", "c"):
             assert chat(front, name) == name
@@ -67,7 +67,7 @@ def test_the_least_recently_used_goes(tmp_path: Path) -> None:
         assert front.model("b").n_unloads == {"room": 1}
 
 
-def test_a_model_that_nobody_uses_goes_by_itself(tmp_path: Path) -> None:
+def test_an_unused_model_is_unloaded_after_its_keep_alive(tmp_path: Path) -> None:
     with serving(tmp_path, "a", "b", room=2, **{"fleet.keep_alive": "0.3"}) as front:
         assert chat(front, "a") == "a"
         front.until("a", ModelState.UNLOADED)
@@ -75,7 +75,7 @@ def test_a_model_that_nobody_uses_goes_by_itself(tmp_path: Path) -> None:
         assert chat(front, "a") == "a"
 
 
-def test_pinned_models_are_there_from_the_start_and_stay(tmp_path: Path) -> None:
+def test_pinned_models_are_loaded_at_start_and_stay(tmp_path: Path) -> None:
     file = '[models.a]\npinned = true\nkeep_alive = 0\naliases = ["main"]\n[models.b]\n[models.c]\n'
     flags = {"fleet.model_memory_gb": str(NEED_GB * 2 + 0.1)}
     made = config(tmp=tmp_path, file=file, **flags)
@@ -90,7 +90,7 @@ def test_pinned_models_are_there_from_the_start_and_stay(tmp_path: Path) -> None
         assert (shown["pinned"], shown["expires_at"]) == (True, None)
 
 
-def test_a_running_reply_is_never_cut(tmp_path: Path) -> None:
+def test_a_running_reply_is_never_cut_off(tmp_path: Path) -> None:
     """The other model waits until it has ended."""
     with serving(tmp_path, "a", "b", room=1) as front, ThreadPoolExecutor(2) as pool:
         chat(front, "a")
@@ -106,7 +106,9 @@ async def _active(front: Running, name: str) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_two_that_do_not_fit_take_turns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_models_that_do_not_fit_take_turns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Forty requests in turn cost a few loads, and the log says so once."""
 
     def client(name: str) -> None:
@@ -124,7 +126,7 @@ def test_two_that_do_not_fit_take_turns(tmp_path: Path, caplog: pytest.LogCaptur
     assert sum("take turns" in record.message for record in caplog.records) == 1
 
 
-def test_four_models_with_room_for_two(tmp_path: Path) -> None:
+def test_four_models_with_room_for_two_answer_every_request(tmp_path: Path) -> None:
     """200 requests, and every reply is whole and of the model that was asked."""
     names, rng = ("a", "b", "c", "d"), random.Random(7)
     orders = [(rng.choice(names), rng.randint(1, 40), rng.random() < 0.5) for _ in range(200)]
@@ -194,7 +196,7 @@ async def _waiting(front: Running, name: str) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_fails_its_requests_at_once(tmp_path: Path) -> None:
     file = '[models.bad]\npath = "broken"\n[models.good]\n'
     with fronting(config(tmp=tmp_path, file=file), command=ECHO) as front:
         for _ in range(2):  # the second is told at once, without another try
@@ -206,7 +208,7 @@ def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
         assert "it is broken" in shown["error"]
 
 
-def test_what_can_never_fit_is_told_at_once(tmp_path: Path) -> None:
+def test_a_model_that_can_never_fit_is_refused_at_once(tmp_path: Path) -> None:
     flags = {"fleet.model_memory_gb": "0.1"}
     with fronting(config("a", "b", tmp=tmp_path, **flags), command=ECHO) as front:
         refused = front.http().post("/v1/chat/completions", json={"model": "a", "messages": [
@@ -215,7 +217,7 @@ def test_what_can_never_fit_is_told_at_once(tmp_path: Path) -> None:
         assert refused.json()["error"]["code"] == "insufficient_memory"
 
 
-def test_a_client_that_goes_is_passed_on(tmp_path: Path) -> None:
+def test_a_client_that_hangs_up_ends_its_reply_in_the_models_process(tmp_path: Path) -> None:
     with serving(tmp_path, "a", "b", room=2) as front:
         body = {"model": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 100_000}
         with front.http().stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as s:
@@ -225,7 +227,7 @@ def test_a_client_that_goes_is_passed_on(tmp_path: Path) -> None:
         assert front.model("a").n_active == 0
 
 
-def test_a_folder_of_models_is_looked_at_again(tmp_path: Path) -> None:
+def test_new_folders_in_models_dir_are_found(tmp_path: Path) -> None:
     folder = tmp_path / "models"
     (folder / "one").mkdir(parents=True)
     (folder / "one" / "config.json").write_text("{}")
@@ -242,7 +244,7 @@ def test_a_folder_of_models_is_looked_at_again(tmp_path: Path) -> None:
 # --- keys ----------------------------------------------------------------------------------
 
 
-def test_keys_are_checked_at_the_door(tmp_path: Path) -> None:
+def test_keys_are_checked_at_the_front(tmp_path: Path) -> None:
     flags = {"server.api_keys": ["k1", "k2"], "server.admin_keys": ["boss"]}
     flags |= {"server.rate_limit": "6"}  # type: ignore[dict-item]
     with serving(tmp_path, "a", "b", room=2, **flags) as front:

@@ -84,7 +84,7 @@ def test_a_frozen_process_is_noticed_and_one_that_runs_is_not() -> None:
         assert watched.calls == [], "a heartbeat is nobody's call"
 
 
-def test_what_does_not_read_either_is_noticed() -> None:
+def test_a_frozen_process_is_noticed_while_a_send_blocks() -> None:
     """Our own words pile up and a send waits: that must not keep us from watching."""
     with other_end() as (watched, process):
         process.send_signal(signal.SIGSTOP)
@@ -114,7 +114,7 @@ def send_much(link: RankLink) -> None:
         link.send(b"x" * (64 << 20))
 
 
-def test_silence_counts_only_once_it_is_watched() -> None:
+def test_silence_counts_only_after_watch() -> None:
     near, link = pair()
     watched = Watched(link)
     threading.Event().wait(2 * N_SILENT * BEAT_S)  # a rank that loads its model
@@ -124,7 +124,7 @@ def test_silence_counts_only_once_it_is_watched() -> None:
     near.close()
 
 
-def test_a_closed_connection_is_gone_and_not_silent() -> None:
+def test_a_closed_connection_counts_as_gone_not_as_silent() -> None:
     near, link = pair()
     watched = Watched(link)
     watched.beat.watch()

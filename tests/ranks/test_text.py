@@ -99,7 +99,7 @@ def leave_early(ranks: Ranks, number: int) -> None:
 
 
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
-def test_attention(
+def test_a_model_of_attention_answers_and_restarts_on_two_ranks(
     model: Path, tmp_path: Path, flags: tuple[str, ...], expected: dict[str, str]
 ) -> None:
     with serving(model, *flags, "--cache-memory-mb", "1", folder=tmp_path / "first") as ranks:
@@ -143,7 +143,7 @@ def what_only_rank_0_knows_of(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("model", ["qwen3_5"], indirect=True)
-def test_recurrent_layers(
+def test_a_model_of_recurrent_layers_answers_and_restarts_on_two_ranks(
     model: Path, tmp_path: Path, flags: tuple[str, ...], expected: dict[str, str]
 ) -> None:
     with serving(model, *flags, folder=tmp_path / "first") as ranks:
@@ -158,7 +158,7 @@ def test_recurrent_layers(
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
-def test_experts(
+def test_a_model_of_experts_answers_on_two_ranks(
     model: Path, tmp_path: Path, flags: tuple[str, ...], expected: dict[str, str]
 ) -> None:
     with serving(model, *flags, folder=tmp_path / "first") as ranks:
@@ -167,7 +167,7 @@ def test_experts(
 
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
-def test_a_frozen_rank(model: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_a_frozen_rank_ends_the_group(model: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     with serving(model, *flags, folder=tmp_path / "ranks") as ranks:
         deaths.frozen_follower(ranks)
 

@@ -82,7 +82,7 @@ def test_instructions_come_first() -> None:
     assert messages(USER, instructions=listed)[0] == text("system", "be brief")
 
 
-def test_roles_and_parts() -> None:
+def test_roles_and_content_parts_are_decoded() -> None:
     found = messages(
         {"role": "developer", "content": "a"},
         {
@@ -165,7 +165,7 @@ def test_custom_tools_are_functions_of_one_text() -> None:
 # --- options -------------------------------------------------------------------------------
 
 
-def test_tools_and_those_that_others_run() -> None:
+def test_hosted_tools_are_left_out_and_named() -> None:
     made = call("hi", tools=[TOOL, {"type": "web_search"}])
     assert chat_of(made).tools == (Tool("look", "Looks.", {"a": 1}, param="tools[0]"),)
     assert made.ignored == ("tools[1] (web_search)",)
@@ -201,7 +201,7 @@ def test_tools_in_namespaces_have_long_names() -> None:
         ),
     ],
 )
-def test_tool_choice(given: dict[str, Any], choice: ToolChoice) -> None:
+def test_every_form_of_tool_choice_is_decoded(given: dict[str, Any], choice: ToolChoice) -> None:
     assert chat_of(call("hi", tools=[TOOL], **given)).tool_choice == choice
 
 
@@ -214,7 +214,9 @@ def test_tool_choice(given: dict[str, Any], choice: ToolChoice) -> None:
         ({"enable_thinking": False}, Reasoning(False)),
     ],
 )
-def test_reasoning(given: dict[str, Any], reasoning: Reasoning) -> None:
+def test_effort_and_summary_of_reasoning_are_decoded(
+    given: dict[str, Any], reasoning: Reasoning
+) -> None:
     assert request(**given).reasoning == reasoning
 
 
@@ -225,13 +227,13 @@ def test_numbers_reach_the_sampler() -> None:
     assert request(include=["message.output_text.logprobs"]).top_logprobs == 0
 
 
-def test_what_means_nothing_here_is_no_fault() -> None:
+def test_fields_without_effect_are_accepted() -> None:
     given = {"user": "x", "truncation": "auto", "prompt_cache_key": "k", "service_tier": "auto"}
     assert call("hi", **given).ignored == ()
 
 
 @pytest.mark.parametrize("given", [{"conversation": "conv_1"}, {"prompt": {"id": "p"}}])
-def test_what_would_change_the_answer_is_refused(given: dict[str, Any]) -> None:
+def test_unsupported_fields_that_would_change_the_answer_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(InvalidValue, match="is not supported"):
         call("hi", **given)
 
@@ -265,7 +267,7 @@ def ask(dialect: OpenAIResponses, id: str, *, namespace: Namespace = MINE, **bod
     return chat_of(made)
 
 
-def test_a_response_goes_on_from_the_one_before() -> None:
+def test_a_response_continues_the_previous_one() -> None:
     dialect = OpenAIResponses()
     ask(dialect, "a", instructions="only now")
     output = [{"type": "function_call_output", "call_id": "c1", "output": "waves"}]
@@ -284,7 +286,7 @@ def test_a_response_goes_on_from_the_one_before() -> None:
 @pytest.mark.parametrize(
     ("namespace", "stored"), [(YOURS, {}), (MINE, {"store": False})], ids=["others", "not stored"]
 )
-def test_what_is_not_there_cannot_be_continued(namespace: Namespace, stored: Any) -> None:
+def test_an_unknown_response_cannot_be_continued(namespace: Namespace, stored: Any) -> None:
     dialect = OpenAIResponses()
     ask(dialect, "a", **stored)
     with pytest.raises(InvalidValue) as caught:
@@ -292,7 +294,7 @@ def test_what_is_not_there_cannot_be_continued(namespace: Namespace, stored: Any
     assert caught.value.param == "previous_response_id"
 
 
-def test_an_item_can_be_named_in_place_of_being_sent() -> None:
+def test_an_item_can_be_referred_to_by_its_id() -> None:
     dialect = OpenAIResponses()
     ask(dialect, "a")
     items = [USER, {"type": "item_reference", "id": "msg_a_1"}, USER]
@@ -311,7 +313,7 @@ def test_a_response_that_is_being_generated_cannot_be_continued() -> None:
     ask(dialect, "b", previous_response_id="resp_a")
 
 
-def test_a_fold_says_how_it_ended() -> None:
+def test_a_folded_response_says_how_it_ended() -> None:
     body = call("hi").fold(head("a"), reply(finish="length"))
     assert body["status"] == "incomplete"
     assert body["incomplete_details"] == {"reason": "max_output_tokens"}

@@ -46,7 +46,7 @@ def chat(real: Real, body: dict[str, Any] = CHAT, **headers: str) -> httpx.Respo
     return answer
 
 
-def test_loads_are_sglangs(open_server: Real) -> None:
+def test_loads_have_sglangs_fields(open_server: Real) -> None:
     chat(open_server)
     chat(open_server)
     found = get(open_server, "/v1/loads?include=core,queues,memory").json()
@@ -60,7 +60,7 @@ def test_loads_are_sglangs(open_server: Real) -> None:
     assert found["aggregate"]["total_reqs"] == 0
 
 
-def test_descriptions_are_sglangs(open_server: Real) -> None:
+def test_server_and_model_info_have_sglangs_fields(open_server: Real) -> None:
     for path in ("/server_info", "/get_server_info"):
         found = get(open_server, path).json()
         assert found["served_model_name"] == "firn-demo"
@@ -74,7 +74,7 @@ def test_descriptions_are_sglangs(open_server: Real) -> None:
     assert elsewhere["model_path"] == "firn-demo", "where folders lie is nobody else's affair"
 
 
-def test_the_doors_are_those_of_the_other_routes(keyed: Real) -> None:
+def test_load_routes_need_a_key_and_loads_the_operators(keyed: Real) -> None:
     for path in ("/v1/loads", "/server_info", "/model_info"):
         assert get(keyed, path).status_code == 401
     assert get(keyed, "/v1/loads", "alice").status_code == 403
@@ -93,7 +93,7 @@ def test_a_conversation_has_one_name_in_all_its_turns(open_server: Real) -> None
     assert chat(open_server, {**CHAT, "stream": True}).headers["x-session"] == first
 
 
-def test_a_client_names_its_own(open_server: Real) -> None:
+def test_a_client_may_name_its_conversation(open_server: Real) -> None:
     assert chat(open_server, **{"x-session": "agent-7"}).headers["x-session"] == "agent-7"
     for bad in ("", "two words", "x" * 200):
         assert chat(open_server, **{"x-session": bad}).headers["x-session"].startswith("s-")

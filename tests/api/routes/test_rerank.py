@@ -76,7 +76,7 @@ def test_the_query_is_read_once(real: Real) -> None:
     assert cached > again["prompt_tokens"] // 2
 
 
-def test_the_shapes_of_both_apis(real: Real) -> None:
+def test_answers_have_the_shape_of_both_apis(real: Real) -> None:
     objects = [{"text": text} for text in DOCUMENTS]
     found = ask(real, "/v2/rerank", documents=objects, top_n=2, return_documents=True).json()
     assert len(found["results"]) == 2
@@ -89,7 +89,7 @@ def test_the_shapes_of_both_apis(real: Real) -> None:
     assert other["usage"]["total_tokens"] != ask(real).json()["usage"]["total_tokens"]
 
 
-def test_more_documents_than_run_at_once(real: Real) -> None:
+def test_more_documents_than_run_at_once_are_ranked(real: Real) -> None:
     documents = [f"Number {i % 7}." for i in range(70)]
     results = ask(real, documents=documents).json()["results"]
     assert len(results) == 70
@@ -103,13 +103,13 @@ def test_more_documents_than_run_at_once(real: Real) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"query": ""}, {"documents": []}, {"documents": [1]}, {"top_n": 0}, {"model": "x"}]
 )
-def test_what_is_wrong(real: Real, wrong: dict[str, Any]) -> None:
+def test_errors_name_the_parameter(real: Real, wrong: dict[str, Any]) -> None:
     refused = ask(real, **wrong)
     assert refused.status_code in (400, 404)
     assert refused.json()["error"]["param"].startswith(next(iter(wrong)))
 
 
-def test_it_is_shown(real: Real) -> None:
+def test_v1_models_shows_the_capability(real: Real) -> None:
     assert "rerank" in httpx.get(f"{real.url}/v1/models").json()["data"][0]["capabilities"]
 
 
@@ -118,7 +118,7 @@ class YesNo(FakeTokenizer):
         return {"yes": 5, "no": 6}.get(text)
 
 
-def test_which_models_rerank() -> None:
+def test_rerankers_are_recognised() -> None:
     assert rerank.detect_reranker("Qwen3-Reranker-0.6B", YesNo(), None) == rerank.Reranker(5, 6)
     assert rerank.detect_reranker("Qwen3-8B", YesNo(), None) is None
     assert rerank.detect_reranker("a-reranker", FakeTokenizer(), None) is None
