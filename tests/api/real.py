@@ -31,9 +31,9 @@ class Real:
 
     @property
     def tokenizer(self) -> HfTokenizer:
-        found = self.server.services.tokenizer
-        assert isinstance(found, HfTokenizer)
-        return found
+        tokenizer = self.server.services.tokenizer
+        assert isinstance(tokenizer, HfTokenizer)
+        return tokenizer
 
     @property
     def url(self) -> str:

@@ -40,18 +40,18 @@ def scripted_server(reply: str = REPLY, **options: Any) -> Iterator[Live]:
 
 def frames(raw: str) -> list[tuple[str, Any]]:
     """The events of a stream by name, with their data; comments are ("", text)."""
-    found: list[tuple[str, Any]] = []
+    events: list[tuple[str, Any]] = []
     for frame in raw.split("\n\n")[:-1]:
         lines = frame.split("\n")
         if lines[0].startswith(":"):
-            found.append(("", lines[0][1:].strip()))
+            events.append(("", lines[0][1:].strip()))
             continue
         name = lines[0].removeprefix("event: ")
         data = json.loads(lines[-1].removeprefix("data: "))
         assert len(lines) == 2
         assert data["type"] == name
-        found.append((name, data))
-    return found
+        events.append((name, data))
+    return events
 
 
 def post(live: Live, path: str, body: Any, **options: Any) -> httpx.Response:

@@ -125,8 +125,8 @@ def test_stop_reasons_say_why_a_reply_ended(
     message = client.messages.create(**(ASK | options))
     with client.messages.stream(**(ASK | options)) as stream:
         streamed = stream.get_final_message()
-    for found in (message, streamed):
-        assert (found.stop_reason, found.stop_sequence) == (reason, sequence)
+    for reply in (message, streamed):
+        assert (reply.stop_reason, reply.stop_sequence) == (reason, sequence)
     if sequence:
         assert message.content[0].type == "text"
         assert message.content[0].text == "Hello, "
@@ -195,12 +195,12 @@ def test_counting_counts_what_the_template_renders(plain: Live) -> None:
 def test_a_stream_has_its_events_in_order(live: Live) -> None:
     raw = post(live, "/v1/messages", ASK | {"stream": True, "tools": TOOLS})
     assert raw.headers["content-type"].startswith("text/event-stream")
-    found = frames(raw.text)
-    names = [name for name, _ in found]
+    shown = frames(raw.text)
+    names = [name for name, _ in shown]
     assert names[:2] == ["message_start", "ping"]
     assert names[-2:] == ["message_delta", "message_stop"]
     blocks: list[list[str]] = []
-    for name, data in found[2:-2]:
+    for name, data in shown[2:-2]:
         kind = name.removeprefix("content_block_")
         if kind == "start":
             assert data["index"] == len(blocks)
@@ -218,7 +218,7 @@ def test_a_stream_has_its_events_in_order(live: Live) -> None:
         ["tool_use", "input_json_delta", "stop"],
         ["tool_use", "input_json_delta", "stop"],
     ]
-    assert found[-2][1]["delta"]["stop_reason"] == "tool_use"
+    assert shown[-2][1]["delta"]["stop_reason"] == "tool_use"
 
 
 def test_a_stream_is_the_whole_message(live: Live) -> None:
@@ -273,9 +273,9 @@ def test_a_queued_stream_is_kept_open_by_comments() -> None:
                 seen += piece
                 if seen.count(": keep-alive") == 2:
                     live.engine.release("queue")
-        found = frames(seen)
-        assert found[0] == ("", "keep-alive")
-        assert next(name for name, _ in found if name) == "message_start"
+        shown = frames(seen)
+        assert shown[0] == ("", "keep-alive")
+        assert next(name for name, _ in shown if name) == "message_start"
         with live.anthropic().messages.stream(**ASK) as stream:
             assert stream.get_final_text() == "ok"
 

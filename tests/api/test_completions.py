@@ -129,8 +129,8 @@ def test_every_prompt_of_a_batch_is_scored(shared_live: Live) -> None:
     reply = shared_live.openai().completions.create(
         model="fake", prompt=["ab", "cde", "f"], echo=True, logprobs=1, max_tokens=0
     )
-    found = [choice.logprobs.token_logprobs for choice in reply.choices if choice.logprobs]
-    assert found == [[None, -0.125], [None, -0.125, -0.25], [None]]
+    logprobs = [choice.logprobs.token_logprobs for choice in reply.choices if choice.logprobs]
+    assert logprobs == [[None, -0.125], [None, -0.125, -0.25], [None]]
 
 
 def test_tokens_of_one_character_begin_where_it_does(shared_live: Live) -> None:

@@ -59,13 +59,13 @@ def connect(live: Live, sent: bytes = b"") -> socket.socket:
 
 def answer(sock: socket.socket) -> bytes:
     """Everything until the server closes; b"" where it just hangs up."""
-    found = b""
+    received = b""
     try:
         while piece := sock.recv(65536):
-            found += piece
+            received += piece
     except ConnectionResetError:
         pass
-    return found
+    return received
 
 
 def is_healthy(live: Live) -> bool:

@@ -58,8 +58,8 @@ def chat(live: Real, **options: Any) -> Any:
 
 
 def calls(reply: Any) -> list[tuple[str, Any]]:
-    found = reply.choices[0].message.tool_calls or []
-    return [(call.function.name, json.loads(call.function.arguments)) for call in found]
+    tool_calls = reply.choices[0].message.tool_calls or []
+    return [(call.function.name, json.loads(call.function.arguments)) for call in tool_calls]
 
 
 # --- which may be called -------------------------------------------------------------------
@@ -99,8 +99,8 @@ def test_tool_choice_none_keeps_the_prompt_and_forbids_calls(live: Real) -> None
 def test_only_allowed_tools_are_called(live: Real, seed: int) -> None:
     some = [{"type": "function", "function": {"name": "leave"}}]
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": some}}
-    found = calls(chat(live, tools=TOOLS, tool_choice=choice, seed=seed))
-    assert {name for name, _ in found} == {"leave"}
+    called = calls(chat(live, tools=TOOLS, tool_choice=choice, seed=seed))
+    assert {name for name, _ in called} == {"leave"}
     flat: Any = [{"type": "function", "name": n, "parameters": PLACE} for n in NAMES]
     made = live.openai().responses.create(
         model="", input=HI, tools=flat, max_output_tokens=300,
@@ -227,9 +227,9 @@ def test_a_model_without_tools_is_told_of_them_in_words(
     write_family(path, "gemma2")
     with serving(path) as plain:
         prompt = {"messages": HI, "tools": TOOLS}
-        found = plain.openai().post("/tokenize", body=prompt, cast_to=object)
-        assert isinstance(found, dict)
-        text = plain.tokenizer.decode(found["ids"])
+        tokenized = plain.openai().post("/tokenize", body=prompt, cast_to=object)
+        assert isinstance(tokenized, dict)
+        text = plain.tokenizer.decode(tokenized["ids"])
         assert '"look"' in text
         assert "To call a tool" in text
         reply = chat(plain, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)

@@ -133,8 +133,8 @@ class Counting:
     def encode(self, text: str, **more: Any) -> list[int]:
         with self._lock:
             self.n_chars += len(text)
-        found: list[int] = self._inner.encode(text, **more)
-        return found
+        ids: list[int] = self._inner.encode(text, **more)
+        return ids
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

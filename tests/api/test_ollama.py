@@ -132,9 +132,14 @@ def test_options_become_sampling() -> None:
         "repeat_penalty": 1.25, "num_predict": -1, "num_ctx": 4096,
     }  # fmt: skip
     (request,) = chat(options=options).requests
-    found = request.sampling
-    assert (found.temperature, found.top_k, found.top_p, found.min_p) == (0.5, 7, 0.5, 0.1)
-    assert (found.seed, found.repetition_penalty) == (3, 1.25)
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (
+        0.5,
+        7,
+        0.5,
+        0.1,
+    )
+    assert (sampling.seed, sampling.repetition_penalty) == (3, 1.25)
     assert request.stop == ("x",)
     assert request.max_tokens is None
 

@@ -55,8 +55,8 @@ CHECKS = [
 def test_every_route_keeps_to_its_description(described: Any, mode: GenerationMode) -> None:
     """Bodies that fit the description, then bodies that break it in one place."""
     statuses: Counter[int] = Counter()
-    for found in described.get_all_operations():
-        operation = found.ok()
+    for result in described.get_all_operations():
+        operation = result.ok()
         if mode is GenerationMode.NEGATIVE and not operation.body:
             continue
 

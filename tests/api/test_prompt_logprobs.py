@@ -38,9 +38,9 @@ def score(client: openai.OpenAI, text: str, n_behind: int) -> float:
     )
     assert reply.choices[0].text == text
     assert reply.choices[0].logprobs is not None
-    found = reply.choices[0].logprobs.token_logprobs
-    assert found is not None
-    return sum(found[-n_behind:])
+    logprobs = reply.choices[0].logprobs.token_logprobs
+    assert logprobs is not None
+    return sum(logprobs[-n_behind:])
 
 
 def test_a_prompts_logprobs_are_those_its_tokens_had_as_a_reply(client: openai.OpenAI) -> None:

@@ -57,12 +57,12 @@ def test_reasoning_text_and_calls_are_items(live: Live) -> None:
     assert reasoning.summary == []
     assert message.type == "message"
     assert response.output_text == SAID
-    found = [call for call in calls if call.type == "function_call"]
-    assert [json.loads(call.arguments) for call in found] == [{"at": "sky"}, {"at": "sea"}]
-    assert len({call.call_id for call in found}) == 2
-    assert all(call.call_id.startswith("call_") for call in found)
+    function_calls = [call for call in calls if call.type == "function_call"]
+    assert [json.loads(call.arguments) for call in function_calls] == [{"at": "sky"}, {"at": "sea"}]
+    assert len({call.call_id for call in function_calls}) == 2
+    assert all(call.call_id.startswith("call_") for call in function_calls)
     assert len({item.id for item in response.output}) == 4
-    assert {call.status for call in found} == {"completed"}
+    assert {call.status for call in function_calls} == {"completed"}
     assert response.usage is not None
     assert response.usage.output_tokens_details.reasoning_tokens > 0
 
@@ -185,10 +185,10 @@ def test_logprobs_are_shown_whole_and_streamed(plain: Live) -> None:
 
 def test_a_stream_has_its_events_in_order(live: Live) -> None:
     raw = post(live, "/v1/responses", ASK | {"stream": True, "tools": TOOLS})
-    found = frames(raw.text)
-    assert [data["sequence_number"] for _, data in found] == list(range(len(found)))
+    shown = frames(raw.text)
+    assert [data["sequence_number"] for _, data in shown] == list(range(len(shown)))
     kinds: list[str] = []
-    for name, data in found:
+    for name, data in shown:
         kind = name.removeprefix("response.")
         if not kinds or kinds[-1] != kind:
             kinds.append(kind)
@@ -235,7 +235,7 @@ def test_a_stream_is_the_whole_response(live: Live) -> None:
 def _without_parsed(items: Any) -> Any:
     return json.loads(
         json.dumps(items),
-        object_hook=lambda found: {k: v for k, v in found.items() if k != "parsed"},
+        object_hook=lambda members: {k: v for k, v in members.items() if k != "parsed"},
     )
 
 

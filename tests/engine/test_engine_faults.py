@@ -449,7 +449,7 @@ def test_start_raises_the_error_of_building_the_parts() -> None:
     engine.stop(timeout_s=WAIT_S)
 
 
-def test_model_waits_until_the_parts_are_built() -> None:
+def test_start_returns_the_model_of_the_built_parts() -> None:
     runner = HashRunner()
     budget = Budget(RowCost(1, 1), capacity_nbytes=1)
     engine = Engine(

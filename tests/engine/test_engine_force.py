@@ -35,8 +35,8 @@ def said(
 
 def marked(outcome: Outcome, choice: int = 0) -> list[int]:
     """Positions of the reply that came as forced."""
-    found = [e for e in outcome.of(Token) if e.choice == choice]
-    return [i for i, event in enumerate(found) if event.forced]
+    tokens = [e for e in outcome.of(Token) if e.choice == choice]
+    return [i for i, event in enumerate(tokens) if event.forced]
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 7, 15, 18])

@@ -238,18 +238,18 @@ def test_a_chunk_ends_on_the_grid_at_a_stop_or_at_the_end(
 
 
 def cut_points(start: int, n_total: int, *, chunk: int, stops: Sequence[int] = ()) -> list[int]:
-    found = [start]
-    while found[-1] < n_total:
-        found.append(chunk_end(found[-1], n_total, chunk=chunk, stops=stops))
-    return found
+    ends = [start]
+    while ends[-1] < n_total:
+        ends.append(chunk_end(ends[-1], n_total, chunk=chunk, stops=stops))
+    return ends
 
 
 @given(cuts())
 def test_every_stop_inside_the_prompt_is_a_cut(cut: tuple[int, int, int, list[int]]) -> None:
     _, n_total, chunk, stops = cut
-    found = cut_points(0, n_total, chunk=chunk, stops=stops)
-    assert {s for s in stops if 0 < s < n_total} <= set(found)
-    assert all(b - a <= chunk for a, b in pairwise(found))
+    ends = cut_points(0, n_total, chunk=chunk, stops=stops)
+    assert {s for s in stops if 0 < s < n_total} <= set(ends)
+    assert all(b - a <= chunk for a, b in pairwise(ends))
 
 
 @given(cuts())
@@ -269,8 +269,8 @@ def test_a_chunk_that_starts_off_the_grid_ends_on_it(
 ) -> None:
     _, n_total, chunk, _ = cut
     if n_done < n_total:
-        found = cut_points(n_done, n_total, chunk=chunk)
-        assert all(p % chunk == 0 for p in found[1:-1])
+        ends = cut_points(n_done, n_total, chunk=chunk)
+        assert all(p % chunk == 0 for p in ends[1:-1])
 
 
 @given(chunk=st.integers(1, 40), n_total=st.integers(1, 200), n_done=st.integers(0, 199))

@@ -69,15 +69,15 @@ def test_for_any_scores_the_selection_keeps_its_rules(
     ranges = [(a, min(a + length, n)) for a, length in essential if a < n]
     scores = np.random.default_rng(seed).random(n).astype(np.float32)
     kept = select(scores, start=start, keep=keep, essential=ranges)
-    found = set(kept.tolist())
+    positions = set(kept.tolist())
     assert np.all(np.diff(kept) > 0)
     assert kept[-1] == n - 1
-    assert set(range(start + 1)) <= found, "what is cached, and the first chunk"
-    assert all(set(range(*r)) <= found for r in ranges)
+    assert set(range(start + 1)) <= positions, "what is cached, and the first chunk"
+    assert all(set(range(*r)) <= positions for r in ranges)
     forced = len(select(scores, start=start, keep=0.0, essential=ranges))
     most = forced + keep * (n - forced)
-    assert len(found) <= most + ROUNDING
-    assert len(found) > most - CHUNK - ROUNDING, "as much as it may be"
+    assert len(positions) <= most + ROUNDING
+    assert len(positions) > most - CHUNK - ROUNDING, "as much as it may be"
 
 
 def test_a_prompt_of_which_nearly_all_is_kept_is_read_in_full() -> None:

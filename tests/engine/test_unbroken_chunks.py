@@ -9,13 +9,13 @@ from firn.engine.scheduler import chunk_end
 
 
 def cuts(n_total: int, *, start: int = 0, **options: object) -> list[int]:
-    found, at = [], start
+    ends, at = [], start
     while at < n_total:
         end = chunk_end(at, n_total, **options)  # type: ignore[arg-type]
         assert at < end <= n_total
-        found.append(end)
+        ends.append(end)
         at = end
-    return found
+    return ends
 
 
 def test_a_picture_across_a_boundary_starts_the_next_chunk() -> None:
@@ -59,8 +59,8 @@ def layouts(draw: st.DrawFn) -> tuple[int, int, list[tuple[int, int]]]:
 @given(layouts())
 def test_no_chunk_ends_inside_a_picture(layout: tuple[int, int, list[tuple[int, int]]]) -> None:
     n_total, chunk, unbroken = layout
-    found = cuts(n_total, chunk=chunk, unbroken=unbroken)
-    assert not any(start < cut < end for cut in found for start, end in unbroken)
+    ends = cuts(n_total, chunk=chunk, unbroken=unbroken)
+    assert not any(start < cut < end for cut in ends for start, end in unbroken)
 
 
 @given(layouts())

@@ -128,7 +128,7 @@ def fronting(
 ) -> Iterator[Running]:
     """command: what a model's process is; ECHO is one without a model, quick to start."""
     up, down = threading.Event(), threading.Event()
-    found: list[Running] = []
+    fronts: list[Running] = []
 
     async def serve(folder: Path) -> None:
         start = functools.partial(launch, command=command)
@@ -141,7 +141,7 @@ def fronting(
         while not web.started:
             await asyncio.sleep(0.01)
         port = web.servers[0].sockets[0].getsockname()[1]
-        found.append(Running(parts, port, asyncio.get_running_loop()))
+        fronts.append(Running(parts, port, asyncio.get_running_loop()))
         up.set()
         while not down.is_set():
             await asyncio.sleep(0.02)
@@ -159,7 +159,7 @@ def fronting(
     thread.start()
     try:
         assert up.wait(30)
-        yield found[0]
+        yield fronts[0]
     finally:
         down.set()
         thread.join(60)

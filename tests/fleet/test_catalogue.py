@@ -48,13 +48,13 @@ def test_names_aliases_and_the_default(tmp_path: Path) -> None:
     )
     assert [spec.name for spec in catalogue] == ["First", "big", "small"]
     for name in ("First", "org/First", "", "gpt-4o", "claude-x", "First:latest"):
-        found = catalogue.find(name)
-        assert found is not None, name
-        assert found.name == "First", name
+        spec = catalogue.find(name)
+        assert spec is not None, name
+        assert spec.name == "First", name
     for name in ("big", "main", "best", "org/Big-8bit", "main:latest"):
-        found = catalogue.find(name)
-        assert found is not None
-        assert (found.name, found.pinned) == ("big", True)
+        spec = catalogue.find(name)
+        assert spec is not None
+        assert (spec.name, spec.pinned) == ("big", True)
     assert catalogue.find("fast").name == "small"  # type: ignore[union-attr]
     assert catalogue.find("claude-haiku-4-5").name == "small"  # type: ignore[union-attr]
     assert catalogue.find("nobody") is None
@@ -151,9 +151,9 @@ def test_measured_needs_do_not_shrink() -> None:
 
 
 def test_nvidia_smi_gives_the_first_gpus_memory() -> None:
-    found = parse_gpus("143771, 143180\n143771, 2\n")
-    assert found is not None
-    assert (found.total, found.available) == (143771 * MIB, 143180 * MIB)
+    memory = parse_gpus("143771, 143180\n143771, 2\n")
+    assert memory is not None
+    assert (memory.total, memory.available) == (143771 * MIB, 143180 * MIB)
     assert parse_gpus("[N/A], [N/A]") is None
 
 

@@ -42,5 +42,5 @@ def test_the_peak_of_live_requests_is_remembered() -> None:
 
 
 def test_a_footprint_has_room_for_one_conversation() -> None:
-    found = measured(report(live_peak=0, per_token=100_000), Footprint(WEIGHTS, live_nbytes=0))
-    assert found.live_nbytes == CONVERSATION_TOKENS * 100_000 > LIVE_FLOOR_NBYTES
+    footprint = measured(report(live_peak=0, per_token=100_000), Footprint(WEIGHTS, live_nbytes=0))
+    assert footprint.live_nbytes == CONVERSATION_TOKENS * 100_000 > LIVE_FLOOR_NBYTES

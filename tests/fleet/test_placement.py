@@ -58,21 +58,21 @@ def test_the_least_recently_used_makes_room() -> None:
 
 def test_no_more_models_are_unloaded_than_needed() -> None:
     small = [loaded(f"s{i}", need=25, used=NOW - 90 + i) for i in range(4)]
-    found = plan(*small, wanted("big", need=60)).unload
-    assert found == (("s0", "room"), ("s1", "room"), ("s2", "room"))
+    unloaded = plan(*small, wanted("big", need=60)).unload
+    assert unloaded == (("s0", "room"), ("s1", "room"), ("s2", "room"))
 
 
 def test_pinned_and_busy_models_stay() -> None:
     pinned, busy = loaded("p", pinned=True), loaded("b", n_active=1)
-    found = plan(pinned, busy, wanted("c"))
-    assert (found.load, found.unload, found.close) == ((), (), ())
+    made = plan(pinned, busy, wanted("c"))
+    assert (made.load, made.unload, made.close) == ((), (), ())
 
 
 def test_a_model_stays_for_its_minimum_time() -> None:
     fresh = loaded("a", need=100, loaded_at=NOW - 1, used=NOW - 0.5)
-    found = plan(fresh, wanted("b"))
-    assert found.unload == ()
-    assert found.replan_at == NOW + 1
+    made = plan(fresh, wanted("b"))
+    assert made.unload == ()
+    assert made.replan_at == NOW + 1
     assert plan(fresh, wanted("b"), now=NOW + 1).unload == (("a", "room"),)
 
 
@@ -168,15 +168,15 @@ views = st.builds(
 def test_every_plan_keeps_its_rules(models: list[ModelView], free: int) -> None:
     models = [replace(v, name=str(i)) for i, v in enumerate(models)]
     by_name = {v.name: v for v in models}
-    found = plan(*models, free=free)
-    gone = [by_name[name] for name, _ in found.unload]
+    made = plan(*models, free=free)
+    gone = [by_name[name] for name, _ in made.unload]
     assert all(v.state is ModelState.LOADED and v.n_active == 0 and not v.pinned for v in gone)
-    assert all(by_name[name].state is ModelState.UNLOADED for name in found.load)
-    assert all(by_name[name].n_active for name in found.close)
-    assert not any(by_name[name].pinned for name in found.close)
+    assert all(by_name[name].state is ModelState.UNLOADED for name in made.load)
+    assert all(by_name[name].n_active for name in made.close)
+    assert not any(by_name[name].pinned for name in made.close)
     held = sum(v.need_nbytes for v in models if v.holds_memory)
-    taken = sum(by_name[name].need_nbytes for name in found.load)
-    assert not found.load or held + taken <= 100
-    assert not found.load or taken <= free
-    assert found.replan_at > NOW
-    assert len({name for name, _ in found.unload}) == len(found.unload)
+    taken = sum(by_name[name].need_nbytes for name in made.load)
+    assert not made.load or held + taken <= 100
+    assert not made.load or taken <= free
+    assert made.replan_at > NOW
+    assert len({name for name, _ in made.unload}) == len(made.unload)

@@ -18,11 +18,11 @@ OWN = {"/v1/models/{model_id:path}/load", "/v1/models/{model_id:path}/unload"}
 
 
 def routes_of(app: object) -> set[tuple[str, str]]:
-    found = set()
+    routes = set()
     for route in app.routes:  # type: ignore[attr-defined]
         if isinstance(route, Route):
-            found |= {(route.path, method) for method in route.methods or () if method != "HEAD"}
-    return found
+            routes |= {(route.path, method) for method in route.methods or () if method != "HEAD"}
+    return routes
 
 
 async def front_routes(tmp_path: Path) -> set[tuple[str, str]]:

@@ -51,8 +51,8 @@ def streamed(front: Running, model: str, *, n: int) -> list[str]:
     body = {"model": model, "messages": [{"role": "user", "content": "a"}], "max_tokens": n}
     pieces = []
     stream = front.plain.stream("POST", "/v1/chat/completions", json=body | {"stream": True})
-    with stream as found:
-        lines = [line[6:] for line in found.iter_lines() if line.startswith("data: ")]
+    with stream as response:
+        lines = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
     assert lines[-1] == "[DONE]", lines[-1]
     for line in lines[:-1]:
         pieces.append(json.loads(line)["choices"][0]["delta"]["content"])
@@ -159,8 +159,8 @@ def test_a_stream_that_waits_is_kept_alive(tmp_path: Path) -> None:
     body: dict[str, Any] = {"model": "slow", "messages": [{"role": "user", "content": "a"}]}
     with fronting(made, command=ECHO, waits=waits) as front:
         stream = front.http().stream("POST", "/v1/chat/completions", json=body | {"stream": True})
-        with stream as found:
-            lines = found.iter_lines()
+        with stream as response:
+            lines = response.iter_lines()
             assert next(lines).startswith(": 'slow' is loading")
             assert front.http().get("/v1/models/slow").json()["state"] == "loading"
             assert chat(front, "other") == "other"

@@ -77,8 +77,8 @@ def test_the_system_prompt_comes_first() -> None:
 
 
 def test_system_blocks_are_messages_so_that_each_can_be_dropped() -> None:
-    found = messages(HI, system=[block("billing"), block("be brief", cache_control=MARK)])
-    assert found[:2] == (text("system", "billing"), text("system", "be brief", checkpoint=True))
+    decoded = messages(HI, system=[block("billing"), block("be brief", cache_control=MARK)])
+    assert decoded[:2] == (text("system", "billing"), text("system", "be brief", checkpoint=True))
 
 
 def test_a_system_message_keeps_its_place_in_the_conversation() -> None:
@@ -119,8 +119,8 @@ def result(id: str, content: Any = None, **more: Any) -> dict[str, Any]:
 
 
 def test_results_come_right_after_their_calls() -> None:
-    found = messages(HI, user(block("note"), result("a", "1"), result("b", "2"), block("go on")))
-    assert found[1:] == (
+    decoded = messages(HI, user(block("note"), result("a", "1"), result("b", "2"), block("go on")))
+    assert decoded[1:] == (
         text("tool", "1", tool_call_id="a"),
         text("tool", "2", tool_call_id="b"),
         text("user", "note\n\ngo on"),
@@ -145,8 +145,8 @@ def test_results_alone_leave_no_user_message() -> None:
     ],
 )
 def test_results_are_decoded_in_every_shape(content: Any, more: dict[str, Any], said: str) -> None:
-    (_, found) = messages(HI, user(result("a", content, **more)))
-    assert (found.role, found.text, found.tool_call_id) == ("tool", said, "a")
+    (_, message) = messages(HI, user(result("a", content, **more)))
+    assert (message.role, message.text, message.tool_call_id) == ("tool", said, "a")
 
 
 IMAGE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
@@ -169,9 +169,12 @@ def test_images_are_decoded_by_data_and_by_address() -> None:
 
 def test_an_image_in_a_result_is_kept() -> None:
     shot = {"type": "image", "source": IMAGE}
-    (_, found) = messages(HI, user(result("a", [block("done"), shot])))
+    (_, message) = messages(HI, user(result("a", [block("done"), shot])))
     param = "messages[1].content[0].content[1].source"
-    assert found.parts == (TextPart("done"), PicturePart("data:image/png;base64,AAAA", param=param))
+    assert message.parts == (
+        TextPart("done"),
+        PicturePart("data:image/png;base64,AAAA", param=param),
+    )
 
 
 @pytest.mark.parametrize(
@@ -191,12 +194,12 @@ def test_texts_that_come_as_documents(given: dict[str, Any]) -> None:
 
 
 def test_cache_control_marks_the_message_that_contains_it() -> None:
-    found = messages(
+    decoded = messages(
         user(result("a", "1", cache_control=MARK), block("b")),
         {"role": "assistant", "content": [block("c", cache_control=MARK | {"ttl": "1h"})]},
         HI,
     )
-    assert [m.checkpoint for m in found] == [False, True, True, False]
+    assert [m.checkpoint for m in decoded] == [False, True, True, False]
 
 
 def test_cache_control_of_the_body_marks_the_last_message() -> None:
@@ -207,8 +210,8 @@ def test_cache_control_of_the_body_marks_the_last_message() -> None:
 
 
 def test_tools_are_decoded() -> None:
-    found = chat(tools=[TOOL, {"type": "custom", "name": "b", "input_schema": {"x": 1}}])
-    assert found.tools == (
+    decoded = chat(tools=[TOOL, {"type": "custom", "name": "b", "input_schema": {"x": 1}}])
+    assert decoded.tools == (
         Tool("look", "Looks.", {"type": "object"}, param="tools[0]"),
         Tool("b", "", {"x": 1}, param="tools[1]"),
     )
@@ -262,10 +265,11 @@ def test_every_form_of_thinking_is_decoded(given: dict[str, Any], reasoning: Rea
 
 
 def test_sampling_and_stop_sequences_are_decoded() -> None:
-    found = request(temperature=0.5, top_p=0.9, top_k=7, stop_sequences=["a", "b", "a"])
-    assert (found.sampling.temperature, found.sampling.top_p, found.sampling.top_k) == (0.5, 0.9, 7)
-    assert found.stop == ("a", "b")
-    assert found.max_tokens == 10
+    decoded = request(temperature=0.5, top_p=0.9, top_k=7, stop_sequences=["a", "b", "a"])
+    sampling = decoded.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 7)
+    assert decoded.stop == ("a", "b")
+    assert decoded.max_tokens == 10
 
 
 def test_fields_without_effect_are_accepted() -> None:

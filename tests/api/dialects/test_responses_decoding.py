@@ -83,7 +83,7 @@ def test_instructions_come_first() -> None:
 
 
 def test_roles_and_content_parts_are_decoded() -> None:
-    found = messages(
+    decoded = messages(
         {"role": "developer", "content": "a"},
         {
             "type": "message",
@@ -96,7 +96,7 @@ def test_roles_and_content_parts_are_decoded() -> None:
         {"role": "assistant", "content": [{"type": "output_text", "text": "c", "annotations": []}]},
     )
     image = PicturePart("data:image/png;base64,AAAA", param="input[1].content[1]")
-    assert found == (
+    assert decoded == (
         text("system", "a"),
         Message("user", (TextPart("b"), image)),
         text("assistant", "c"),
@@ -105,7 +105,7 @@ def test_roles_and_content_parts_are_decoded() -> None:
 
 def test_a_turns_items_become_one_message() -> None:
     second = CALL | {"call_id": "c2", "arguments": ""}
-    found = messages(
+    decoded = messages(
         USER,
         {"type": "reasoning", "id": "rs", "summary": [], "content": [
             {"type": "reasoning_text", "text": "hm"}]},
@@ -116,7 +116,7 @@ def test_a_turns_items_become_one_message() -> None:
         OUTPUT | {"call_id": "c2", "output": [{"type": "input_text", "text": "sky"}]},
         {"type": "message", "role": "assistant", "content": "It is wet."},
     )  # fmt: skip
-    assert found[1:] == (
+    assert decoded[1:] == (
         text(
             "assistant",
             "I look.",
@@ -143,8 +143,8 @@ SUMMARY = [{"type": "summary_text", "text": "in short"}]
     ],
 )
 def test_reasoning_comes_back_in_any_of_its_forms(item: Any, thought: str | None) -> None:
-    found = messages(USER, {"type": "reasoning", "id": "rs", **item}, CALL, OUTPUT)
-    assert found[1].reasoning == thought
+    decoded = messages(USER, {"type": "reasoning", "id": "rs", **item}, CALL, OUTPUT)
+    assert decoded[1].reasoning == thought
 
 
 def test_custom_tools_are_functions_of_one_text() -> None:
@@ -157,9 +157,9 @@ def test_custom_tools_are_functions_of_one_text() -> None:
     assert tool.parameters["required"] == ["input"]
     history = {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "*** Begin"}
     answered = {"type": "custom_tool_call_output", "call_id": "c", "output": "done"}
-    found = messages(USER, history, answered)
-    assert found[1].tool_calls == (ToolCall("c", "patch", {"input": "*** Begin"}),)
-    assert found[2] == text("tool", "done", tool_call_id="c")
+    decoded = messages(USER, history, answered)
+    assert decoded[1].tool_calls == (ToolCall("c", "patch", {"input": "*** Begin"}),)
+    assert decoded[2] == text("tool", "done", tool_call_id="c")
 
 
 # --- options -------------------------------------------------------------------------------
@@ -184,8 +184,8 @@ def test_tools_in_namespaces_have_long_names() -> None:
     assert chat_of(made).tool_choice.name == "agents__look"
     assert made.ignored == ("tools[3].tools[0] (namespace)",)
     history = {"type": "custom_tool_call", "call_id": "c", "name": "say", "namespace": "agents"}
-    found = messages(USER, history | {"input": "hm"})
-    assert found[1].tool_calls == (ToolCall("c", "agents__say", {"input": "hm"}),)
+    decoded = messages(USER, history | {"input": "hm"})
+    assert decoded[1].tool_calls == (ToolCall("c", "agents__say", {"input": "hm"}),)
 
 
 @pytest.mark.parametrize(
@@ -214,16 +214,15 @@ def test_every_form_of_tool_choice_is_decoded(given: dict[str, Any], choice: Too
         ({"enable_thinking": False}, Reasoning(False)),
     ],
 )
-def test_effort_and_summary_of_reasoning_are_decoded(
-    given: dict[str, Any], reasoning: Reasoning
-) -> None:
+def test_every_form_of_reasoning_is_decoded(given: dict[str, Any], reasoning: Reasoning) -> None:
     assert request(**given).reasoning == reasoning
 
 
 def test_numbers_reach_the_sampler() -> None:
-    found = request(temperature=0, top_p=0.5, max_output_tokens=3, seed=4, top_logprobs=2)
-    assert (found.sampling.temperature, found.sampling.top_p, found.sampling.seed) == (0.0, 0.5, 4)
-    assert (found.max_tokens, found.top_logprobs) == (3, 2)
+    decoded = request(temperature=0, top_p=0.5, max_output_tokens=3, seed=4, top_logprobs=2)
+    sampling = decoded.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.0, 0.5, 4)
+    assert (decoded.max_tokens, decoded.top_logprobs) == (3, 2)
     assert request(include=["message.output_text.logprobs"]).top_logprobs == 0
 
 
@@ -272,9 +271,9 @@ def test_a_response_continues_the_previous_one() -> None:
     ask(dialect, "a", instructions="only now")
     output = [{"type": "function_call_output", "call_id": "c1", "output": "waves"}]
     ask(dialect, "b", previous_response_id="resp_a", input=output)
-    found = ask(dialect, "c", previous_response_id="resp_b", input="and now?").messages
+    decoded = ask(dialect, "c", previous_response_id="resp_b", input="and now?").messages
     turn = text("assistant", "I look.", tool_calls=(ToolCall("c1", "look", {}),), reasoning="hm")
-    assert found == (
+    assert decoded == (
         text("user", "hi"),
         turn,
         text("tool", "waves", tool_call_id="c1"),

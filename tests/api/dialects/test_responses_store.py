@@ -31,13 +31,14 @@ def stored(
 
 
 def there(store: ResponseStore, *ids: str, namespace: Namespace = MINE) -> list[str]:
-    found = []
+    """Those of the ids that are stored."""
+    stored = []
     for id in ids:
         try:
-            found.append(store.get(namespace, id).id)
+            stored.append(store.get(namespace, id).id)
         except NotFound:
             continue
-    return found
+    return stored
 
 
 def test_a_stored_response_is_found_and_dropped() -> None:

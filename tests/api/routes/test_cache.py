@@ -72,7 +72,9 @@ def test_a_raw_prompt_is_probed_too(real: Real) -> None:
         (HI | {"tools": 5}, 400, "tools"),
     ],
 )
-def test_a_bad_body_is_a_400(real: Real, route: str, body: Any, status: int, param: str) -> None:
+def test_a_bad_body_names_the_parameter(
+    real: Real, route: str, body: Any, status: int, param: str
+) -> None:
     answer = ask(real, "POST", f"/v1/cache/{route}", body)
     assert answer.status_code == status
     assert answer.json()["error"]["param"] == param

@@ -58,15 +58,15 @@ def expected(real: Real, folder: Path, document: str) -> float:
 
 
 def test_scores_are_those_of_the_two_tokens(real: Real, folder: Path) -> None:
-    found = ask(real).json()
-    scores = {result["index"]: result["relevance_score"] for result in found["results"]}
+    ranked = ask(real).json()
+    scores = {result["index"]: result["relevance_score"] for result in ranked["results"]}
     assert sorted(scores) == [0, 1, 2, 3]
     for i, document in enumerate(DOCUMENTS):
         assert scores[i] == pytest.approx(expected(real, folder, document), rel=1e-3)
-    ordered = [result["relevance_score"] for result in found["results"]]
+    ordered = [result["relevance_score"] for result in ranked["results"]]
     assert ordered == sorted(ordered, reverse=True)
-    assert found["usage"]["total_tokens"] > 0
-    assert found["meta"]["tokens"]["input_tokens"] == found["usage"]["total_tokens"]
+    assert ranked["usage"]["total_tokens"] > 0
+    assert ranked["meta"]["tokens"]["input_tokens"] == ranked["usage"]["total_tokens"]
 
 
 def test_the_query_is_read_once(real: Real) -> None:
@@ -78,9 +78,9 @@ def test_the_query_is_read_once(real: Real) -> None:
 
 def test_answers_have_the_shape_of_both_apis(real: Real) -> None:
     objects = [{"text": text} for text in DOCUMENTS]
-    found = ask(real, "/v2/rerank", documents=objects, top_n=2, return_documents=True).json()
-    assert len(found["results"]) == 2
-    for result in found["results"]:
+    ranked = ask(real, "/v2/rerank", documents=objects, top_n=2, return_documents=True).json()
+    assert len(ranked["results"]) == 2
+    for result in ranked["results"]:
         assert result["document"] == {"text": DOCUMENTS[result["index"]]}
     assert "document" not in ask(real, "/rerank").json()["results"][0]
     cut = ask(real, max_tokens_per_doc=1).json()

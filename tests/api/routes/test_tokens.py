@@ -25,22 +25,22 @@ from tests.api.scripted import post
 
 
 def test_a_text_is_tokenized_and_detokenized(shared_live: Live) -> None:
-    found = post(shared_live, "/v1/tokenize", {"text": "hé<|im_end|>"}).json()
-    assert found["ids"] == [104, 195, 169, 256]
-    assert found["count"] == len(found["tokens"]) == 4
-    assert found["tokens"][0] == "h"
-    assert found["tokens"][3] == "<|im_end|>"
-    back = post(shared_live, "/v1/detokenize", {"ids": found["ids"]}).json()
+    tokenized = post(shared_live, "/v1/tokenize", {"text": "hé<|im_end|>"}).json()
+    assert tokenized["ids"] == [104, 195, 169, 256]
+    assert tokenized["count"] == len(tokenized["tokens"]) == 4
+    assert tokenized["tokens"][0] == "h"
+    assert tokenized["tokens"][3] == "<|im_end|>"
+    back = post(shared_live, "/v1/detokenize", {"ids": tokenized["ids"]}).json()
     assert back["text"] == "hé<|im_end|>"
 
 
 def test_a_chat_is_tokenized_as_its_template_renders_it(shared_live: Live) -> None:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
-    found = post(shared_live, "/v1/tokenize", body).json()
-    text = post(shared_live, "/v1/detokenize", {"ids": found["ids"]}).json()["text"]
+    tokenized = post(shared_live, "/v1/tokenize", body).json()
+    text = post(shared_live, "/v1/detokenize", {"ids": tokenized["ids"]}).json()["text"]
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     used = post(shared_live, "/v1/chat/completions", body).json()["usage"]["prompt_tokens"]
-    assert used == found["count"]
+    assert used == tokenized["count"]
 
 
 def test_texts_longer_than_the_context_can_be_counted(shared_live: Live) -> None:
@@ -55,11 +55,11 @@ def test_a_text_that_is_too_long_is_refused(shared_live: Live) -> None:
 
 def test_a_long_answer_is_encoded_like_a_short_one(shared_live: Live) -> None:
     text = "Grüße <&>\u2028 " * 1000
-    found = post(shared_live, "/v1/tokenize", {"text": text})
-    assert found.headers["content-type"] == "application/json"
-    ids = found.json()["ids"]
+    answer = post(shared_live, "/v1/tokenize", {"text": text})
+    assert answer.headers["content-type"] == "application/json"
+    ids = answer.json()["ids"]
     assert post(shared_live, "/v1/detokenize", {"ids": ids}).json()["text"] == text
-    assert found.content == JSONResponse(found.json()).body
+    assert answer.content == JSONResponse(answer.json()).body
 
 
 def test_older_names_work(shared_live: Live) -> None:
@@ -122,17 +122,17 @@ class FakeEmbedder:
         self, texts: Sequence[Sequence[int]], *, n_dims: int | None = None
     ) -> Future[list[list[float]]]:
         self.batches.append([list(text) for text in texts])
-        found: Future[list[list[float]]] = Future()
+        future: Future[list[list[float]]] = Future()
         vectors = [[float(len(t)), float(t[0]), float(t[-1]), 0.0][:n_dims] for t in texts]
 
         def answer() -> None:
             if self.fails:
-                found.set_exception(StepFailed("it broke"))
+                future.set_exception(StepFailed("it broke"))
             else:
-                found.set_result(vectors)
+                future.set_result(vectors)
 
         threading.Thread(target=answer).start()
-        return found
+        return future
 
 
 @pytest.fixture(scope="module")
@@ -147,10 +147,10 @@ def live(embedder: FakeEmbedder) -> Iterator[Live]:
 
 
 def test_the_client_gets_floats_from_base64(live: Live) -> None:
-    found = live.openai().embeddings.create(model="fake", input="hi")
-    assert [item.embedding for item in found.data] == [[2.0, 104.0, 105.0, 0.0]]
-    assert (found.usage.prompt_tokens, found.usage.total_tokens) == (2, 2)
-    assert found.model == "fake"
+    embedded = live.openai().embeddings.create(model="fake", input="hi")
+    assert [item.embedding for item in embedded.data] == [[2.0, 104.0, 105.0, 0.0]]
+    assert (embedded.usage.prompt_tokens, embedded.usage.total_tokens) == (2, 2)
+    assert embedded.model == "fake"
     raw = post(live, "/v1/embeddings", {"input": "hi", "encoding_format": "base64"}).json()
     assert isinstance(raw["data"][0]["embedding"], str)
 
@@ -158,12 +158,12 @@ def test_the_client_gets_floats_from_base64(live: Live) -> None:
 @pytest.mark.parametrize("form", ["float", "base64"])
 def test_embeddings_come_in_the_order_of_the_texts(live: Live, form: Any) -> None:
     texts = ["abc", "d", "ef", "abcdefgh"]
-    found = live.openai().embeddings.create(model="fake", input=texts, encoding_format=form)
-    assert [item.index for item in found.data] == [0, 1, 2, 3]
+    embedded = live.openai().embeddings.create(model="fake", input=texts, encoding_format=form)
+    assert [item.index for item in embedded.data] == [0, 1, 2, 3]
     lengths = [3.0, 1.0, 2.0, 8.0]
     if form == "float":
-        assert [item.embedding[0] for item in found.data] == lengths
-    assert found.usage.prompt_tokens == 14
+        assert [item.embedding[0] for item in embedded.data] == lengths
+    assert embedded.usage.prompt_tokens == 14
 
 
 def test_token_ids_are_embedded_like_texts(live: Live, embedder: FakeEmbedder) -> None:
@@ -174,18 +174,18 @@ def test_token_ids_are_embedded_like_texts(live: Live, embedder: FakeEmbedder) -
 
 
 def test_dimensions_shorten_the_vectors(live: Live) -> None:
-    found = live.openai().embeddings.create(model="fake", input="hi", dimensions=2)
-    assert found.data[0].embedding == [2.0, 104.0]
+    embedded = live.openai().embeddings.create(model="fake", input="hi", dimensions=2)
+    assert embedded.data[0].embedding == [2.0, 104.0]
 
 
 def test_a_long_text_is_refused_or_truncated(live: Live) -> None:
     with pytest.raises(openai.BadRequestError, match="11 tokens, the model takes 10"):
         live.openai().embeddings.create(model="fake", input=["a", "x" * 11])
-    found = live.openai().embeddings.create(
+    embedded = live.openai().embeddings.create(
         model="fake", input="abcdefghijk", extra_body={"truncate": True}
     )
-    assert found.data[0].embedding == [10.0, 97.0, 106.0, 0.0]
-    assert found.usage.prompt_tokens == 10
+    assert embedded.data[0].embedding == [10.0, 97.0, 106.0, 0.0]
+    assert embedded.usage.prompt_tokens == 10
 
 
 @pytest.mark.parametrize(
@@ -234,9 +234,9 @@ def test_a_model_without_pooling_refuses_embeddings(shared_live: Live) -> None:
 
 @given(st.lists(st.integers(1, BATCH_TOKENS * 2), min_size=1, max_size=50))
 def test_batches_are_bounded_and_lose_nothing(lengths: list[int]) -> None:
-    found = list(batches(lengths))
-    assert sorted(i for piece in found for i in piece) == list(range(len(lengths)))
-    for piece in found:
+    chosen = list(batches(lengths))
+    assert sorted(i for piece in chosen for i in piece) == list(range(len(lengths)))
+    for piece in chosen:
         padded = max(lengths[i] for i in piece) * len(piece)
         assert len(piece) == 1 or padded <= BATCH_TOKENS
 

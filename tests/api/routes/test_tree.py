@@ -135,7 +135,7 @@ def test_a_key_sees_its_own_tree_and_the_operator_all(keyed: Real) -> None:
     assert ask(keyed, "POST", f"/v1/cache/tree/{mine[1]['node']}/pin", **page).status_code == 200
 
 
-def test_the_text_of_a_difference_is_shown_only_with_show_text(opened: Real) -> None:
+def test_the_text_after_a_difference_is_shown_with_show_text(opened: Real) -> None:
     say(opened, LONG + "three")
     say(opened, LONG + "zebra")
     with httpx.stream("GET", f"{opened.url}/v1/activity", timeout=30) as response:
