@@ -1,4 +1,4 @@
-"""A live server whose model thinks, talks and calls, and the frames of a stream."""
+"""A live server whose model gives a scripted reply, and the frames of its streams."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PARAMETERS = {"type": "object", "properties": {"at": {"type": "string"}}}
 
 @contextmanager
 def scripted_server(reply: str = REPLY, **options: Any) -> Iterator[Live]:
-    """Whatever it is asked, it says this."""
+    """A server that answers every request with this text."""
     tokenizer = options.pop("tokenizer", None) or FakeTokenizer()
 
     def say(job: Job, choice: int) -> list[int]:

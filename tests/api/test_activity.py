@@ -1,4 +1,4 @@
-"""/v1/activity: what people see of calls while they go on, and of whom."""
+"""/v1/activity: what is shown of running calls, and to whom."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def live() -> Iterator[Live]:
 
 @every_turn
 def test_every_turn_is_answered_with_a_call(live: Live, path: str, turn: int, body: Body) -> None:
-    """Streamed and whole, by what each API calls a call."""
+    """Streamed and whole, in each API's own shape of calls."""
     name, arguments = CALLS[path]
     streamed = post(live, path, body)
     assert streamed.status_code == 200, streamed.text
@@ -188,7 +188,7 @@ SHOT: dict[str, Body] = {
 
 @pytest.mark.parametrize("path", SHOT)
 def test_a_screenshot_ends_no_session_of_a_model_without_eyes(live: Live, path: str) -> None:
-    """In a tool's result, and in what was said before, a text stands in its place; the log says so."""
+    """In tool results and earlier messages a text replaces it, and the log says so."""
     body = next(bodies[-1] for at, bodies in AGENTS.values() if at == path)
     key = "input" if path == "/v1/responses" else "messages"
     shown = [*body[key], SHOT[path]]
@@ -220,7 +220,7 @@ def decode(path: str, body: Body) -> GenerateRequest:
 
 @pytest.mark.parametrize("agent", AGENTS)
 def test_each_turn_begins_with_the_one_before(agent: str) -> None:
-    """With its generation prompt, but for the last token: that is what the prefix cache finds again."""
+    """With its generation prompt, but for the last token: the prefix that the cache can reuse."""
     path, bodies = AGENTS[agent]
     made = prompts(path, bodies)
     for before, after in itertools.pairwise(made):

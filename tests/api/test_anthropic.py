@@ -263,7 +263,7 @@ def test_a_stream_gets_pings_while_a_long_prompt_is_read() -> None:
 
 
 def test_a_queued_stream_is_kept_open_by_comments() -> None:
-    """Nothing may come before message_start, and what it says is not known yet."""
+    """No event may come before message_start, whose content is not known yet."""
     with scripted_server("ok", limits=ApiLimits(keep_alive_s=0.05)) as live:
         live.engine.hold("queue")
         body = ASK | {"stream": True}
@@ -379,7 +379,7 @@ def test_a_model_without_vision_refuses_images(plain: Live) -> None:
 
 
 def test_what_changes_with_each_request_is_not_in_the_prompt(plain: Live) -> None:
-    """Claude Code's billing line would break the prefix each time."""
+    """Claude Code's billing line changes each time, and would break the prefix."""
     client = plain.anthropic()
     for stamp in ("1", "2"):
         system: Any = [

@@ -185,7 +185,7 @@ STOPPED = "one two STOP three"
 
 
 def splits(text: str) -> Iterator[list[str]]:
-    """The text in two, at every place, and one character at a time."""
+    """The text in two pieces, at every place, and one character at a time."""
     for at in range(len(text) + 1):
         yield [piece for piece in (text[:at], text[at:]) if piece]
     yield list(text)

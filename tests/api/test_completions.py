@@ -80,7 +80,7 @@ def test_logprobs_have_tokens_offsets_and_alternatives(shared_live: Live) -> Non
 def test_echo_shows_how_likely_the_prompt_was(
     shared_live: Live, prompt: Any, max_tokens: int
 ) -> None:
-    """As lm-eval-harness asks: the first token has no logprob, the reply's follow the prompt's."""
+    """As lm-eval-harness asks: the first token has no logprob, and those of the reply follow."""
     reply = shared_live.openai().completions.create(
         model="fake", prompt=prompt, echo=True, logprobs=1, max_tokens=max_tokens
     )
@@ -154,7 +154,7 @@ def test_the_bos_token_is_echoed_without_text() -> None:
 
 
 class Opening(FakeTokenizer):
-    """Puts a token in front of every raw prompt."""
+    """A tokenizer that begins every raw prompt with a token."""
 
     def encode(
         self, text: str, *, add_special: bool, typed: Sequence[tuple[int, int]] = ()
@@ -187,7 +187,7 @@ def test_logprobs_of_too_many_tokens_are_refused(live: Live) -> None:
 
 @pytest.mark.parametrize("text", ["Grüße 🙂 " * 1500, "\ufb01" * 4000])
 def test_a_long_prompt_is_echoed_whole(text: str) -> None:
-    """In slices, whose borders may be inside characters, and away from the asyncio thread."""
+    """In slices, whose borders may split characters, off the asyncio thread."""
     with serve(context_length=100_000) as large:
         client = large.openai()
         ask: Any = {"model": "fake", "prompt": text, "echo": True, "logprobs": 1, "max_tokens": 2}
@@ -205,7 +205,7 @@ def test_a_long_prompt_is_echoed_whole(text: str) -> None:
 
 
 def test_the_echo_is_the_text_that_was_sent() -> None:
-    """What is echoed is what was sent."""
+    """The tokenizer changes the text, but the echo is what was sent."""
     with serve(tokenizer=Lowering(), context_length=100_000) as live:
         ask: Any = {"model": "fake", "prompt": "ABC" * 700, "echo": True, "logprobs": 0}
         whole = live.openai().completions.create(**ask, max_tokens=0).choices[0]
@@ -265,7 +265,7 @@ def test_a_suffix_that_the_model_cannot_take_is_a_400(
 
 
 def test_control_tokens_around_a_hole_stay_text() -> None:
-    """A file about tokens is a file; a prompt with the tokens of a repository says so."""
+    """A file may be about control tokens; a prompt that uses them says so with parse_special."""
     tokenizer = coder()
     mark = tokenizer.token_id("<|fim_middle|>")
     with serve(tokenizer=tokenizer) as live:

@@ -1,4 +1,4 @@
-"""Half requests, slow bodies, silent readers: none holds a place for long, and /health answers."""
+"""Half requests, slow bodies, clients that do not read: none keeps its place for long."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def connect(live: Live, sent: bytes = b"") -> socket.socket:
 
 
 def answer(sock: socket.socket) -> bytes:
-    """Everything until the server closes; b"" where it just hangs up."""
+    """Everything until the server closes; b"": it just hung up."""
     received = b""
     try:
         while piece := sock.recv(65536):
@@ -107,7 +107,7 @@ def test_a_body_that_never_ends_is_not_waited_for(sent: bytes) -> None:
 
 
 def test_a_slow_body_that_keeps_arriving_is_answered() -> None:
-    """As slow as it may be: what has arrived counts."""
+    """However slow it is: what has arrived counts."""
     with limited(body_s=0.0, body_nbytes_per_s=1) as live, connect(live, HEAD) as sock:
         sock.sendall(b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(BODY), BODY[:-1]))
         assert is_healthy(live)  # some sweeps later
@@ -141,7 +141,7 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
 
 
 class Wire(asyncio.Transport):
-    """Takes what is written, and forgets it."""
+    """Discards what is written."""
 
     def write(self, data: object) -> None:
         pass
@@ -160,7 +160,7 @@ class Wire(asyncio.Transport):
 
 
 def connection_by(clock: list[float], **limits: float) -> Connection:
-    """One that has been made, at a time that the test says. Inside a running loop."""
+    """An open connection whose clock is the test's. Inside a running loop."""
     wanted = ConnectionLimits(**limits)  # type: ignore[arg-type]
     connections = Connections(wanted, clock=lambda: clock[0])
 
@@ -205,7 +205,7 @@ def test_a_client_that_reads_again_has_not_stalled() -> None:
 
 
 def test_half_sent_heads_do_not_keep_others_out() -> None:
-    """The oldest go: whoever means well has sent all of it."""
+    """The oldest are closed: honest clients have sent their whole head."""
     with limited(max_open=8, max_heads=4, n_spare=2) as live, ExitStack() as held:
         socks = [held.enter_context(connect(live, HEAD)) for _ in range(40)]
         assert answer(socks[0]) == b""

@@ -1,4 +1,4 @@
-"""The page at /, as far as a program sees it: who gets it, what it may do, what it is made of."""
+"""The page at / as a program sees it: who gets it, what it may do, what it consists of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client that goes away, streaming or not, wherever its request is: its row is freed."""
+"""A client that hangs up, streaming or not, frees its row, wherever its request is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 class Client:
-    """A socket that can be hung up at any moment."""
+    """A client on a socket that can hang up at any moment."""
 
     def __init__(self, live: Live, path: str, *, stream: bool) -> None:
         body = json.dumps({**BODIES[path], "stream": stream}).encode()
@@ -93,7 +93,7 @@ def test_other_calls_continue_when_clients_hang_up() -> None:
 
 
 class SlowPrompts:
-    """Prompts that take until the test says so."""
+    """Prompts that are made when the test says so."""
 
     def __init__(self, prompts: Any) -> None:
         self._prompts = prompts
@@ -114,7 +114,7 @@ class SlowPrompts:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_may_hang_up_while_its_prompt_is_made(stream: bool) -> None:
-    """Nothing is ever queued for it."""
+    """No job is queued for it."""
     made: list[SlowPrompts] = []
 
     def wrap(prompts: Any) -> SlowPrompts:
@@ -143,7 +143,7 @@ def test_a_client_may_hang_up_before_its_body_is_whole(live: Live) -> None:
 
 
 def test_a_second_request_on_a_connection_is_no_hang_up(live: Live) -> None:
-    """The second, sent early, is no sign that the client has gone."""
+    """A second request sent early does not mean that the client is gone."""
     live.engine.hold("decode", after=2)
     client = Client(live, "/v1/chat/completions", stream=True)
     live.engine.wait_for(lambda e: e.n_sent() == 2)
@@ -160,7 +160,7 @@ def test_a_second_request_on_a_connection_is_no_hang_up(live: Live) -> None:
 
 
 def test_a_client_that_stops_reading_and_hangs_up_frees_its_row() -> None:
-    """The stream is stuck in a full socket; hanging up still frees the row."""
+    """The stream is blocked by a full socket; hanging up still frees the row."""
     tokenizer = FakeTokenizer(["x" * 20_000])
     big = tokenizer.vocab_size - 1
 

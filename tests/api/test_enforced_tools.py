@@ -1,4 +1,4 @@
-"""Tools on a whole server, asked for by the real clients: a model of noise, held to what was asked."""
+"""Tools on a whole server, with the real clients: a random model, kept to what was asked."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
 
 
 def bias(live: Real, *texts: str, by: float = 4) -> dict[str, float]:
-    """For what ends strings and replies, and for more."""
+    """A bias towards the ends of strings and replies, and these texts."""
     ids = [live.tokenizer.token_id(text) for text in ('"', "}", *texts)]
     return {str(t): by for t in (*ids, *live.tokenizer.eos) if t is not None}
 
@@ -66,7 +66,7 @@ def calls(reply: Any) -> list[tuple[str, Any]]:
 
 
 def test_tool_choice_none_keeps_the_prompt_and_forbids_calls(live: Real) -> None:
-    """An agent's last step: with the tools in the prompt, all of it is known already."""
+    """An agent's last step: since the tools stay in the prompt, all of it is cached."""
     pushed = bias(live, "<tool_call>", by=60)
     (seen,) = calls(
         chat(live, tools=TOOLS, parallel_tool_calls=False, tool_choice="required", max_tokens=300)

@@ -360,7 +360,7 @@ def test_a_full_queue_is_a_429_with_retry_after(live: Live) -> None:
 
 
 def test_a_queue_that_fills_between_two_prompts_cancels_the_first(live: Live) -> None:
-    """What was queued of the call is taken back."""
+    """The part of the call that was queued is cancelled."""
     live.engine.hold("queue")
 
     def once(job: Job, choice: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""To whom the server answers: its own names, and addresses; a page that passes for it gets nothing."""
+"""Which host names the server answers to: its own, and addresses; a rebound name gets nothing."""
 
 from __future__ import annotations
 

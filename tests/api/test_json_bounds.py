@@ -1,4 +1,4 @@
-"""How much is in a JSON text: counted without parsing, as the parser would have counted."""
+"""Counting the values of a JSON text without parsing it agrees with the parser."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ json_values = st.recursive(
 
 
 def count(value: Any) -> tuple[int, int, int]:
-    """Containers, members of objects, and commas besides."""
+    """Containers, members of objects, and commas between values."""
     if not isinstance(value, list | dict):
         return 0, 0, 0
     inner = list(value.values()) if isinstance(value, dict) else value
@@ -43,7 +43,7 @@ def count(value: Any) -> tuple[int, int, int]:
 
 @given(json_values, st.integers(1, 7), st.booleans())
 def test_the_count_agrees_with_the_parser_at_any_cut(value: Any, piece: int, spaced: bool) -> None:
-    """At any cut of the text, and whatever its strings hold."""
+    """Wherever the text is cut into pieces, and whatever its strings contain."""
     raw = json.dumps(value, indent=1 if spaced else None, ensure_ascii=False).encode()
     n_containers, n_members, n_commas = count(json.loads(raw))
     wanted = {

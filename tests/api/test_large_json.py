@@ -1,4 +1,4 @@
-"""Large replies as JSON: what the standard encoder makes of them."""
+"""Large replies are encoded as the standard encoder does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one client may ask for: so many requests a minute, so long a reply, so much time."""
+"""Limits of one client: requests per minute, length of a reply, time of a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients and logs are told: why a request was refused, what is served, what was shared."""
+"""What clients and logs say: why a request was refused, what is served, what was shared."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def counts(dialect: str, server: real.Real, text: str) -> tuple[int, int]:
 def test_usage_counts_what_a_neighbour_computed_as_cached(
     sharing: tuple[real.Real, LogLines], dialect: str
 ) -> None:
-    """Two equal prompts at once: what one computes the other takes over while it is read."""
+    """Two equal prompts at once: each takes over what the other computes."""
     server, log = sharing
     text = f"{dialect}: " + " ".join(f"word {i}" for i in range(60))
     gate = threading.Event()

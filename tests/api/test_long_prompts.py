@@ -1,4 +1,4 @@
-"""Documents and prompts that are too much for a model, sent by the real clients."""
+"""Documents, and prompts that are too long for the model, sent by the real clients."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_sixteen_megabytes_are_refused_before_they_are_tokenized(live: Live, tex
 
 
 def n_encoded(live: Live) -> int:
-    """Characters that the tokenizer was given so far."""
+    """Characters that the tokenizer has been given so far."""
     return counted(live).n_chars
 
 

@@ -1,4 +1,4 @@
-"""Messages stay where they were said: what a turn adds is all that is computed for it."""
+"""Messages keep their places, so that only what a turn adds is computed."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_late_system_message_of_claude_code_keeps_the_prefix(live: Live) -> No
 
 
 def first_thought(live: Live) -> int:
-    """Where the last prompt but one has a thought, even an empty one, that is dropped at a question."""
+    """Also if the template drops an earlier thought, even an empty one, at a new question."""
     ids = live.engine.jobs[-2].prompt.ids.tolist()
     mark = live.tokenizer.token_id("<think>")
     return ids.index(mark) if mark in ids else len(ids)
@@ -96,7 +96,7 @@ def test_a_late_message_of_codex_keeps_the_prefix(live: Live) -> None:
 
 
 def test_a_cancelled_turn_keeps_the_prefix(live: Live) -> None:
-    """Nobody has answered: the same question again, and one more word."""
+    """The question was not answered: it comes again, with another message."""
     client = live.openai()
     client.chat.completions.create(model="fake", messages=turn(FIRST))
     client.chat.completions.create(model="fake", messages=turn(FIRST, NEXT))
@@ -120,7 +120,7 @@ def real(
 
 
 def test_a_turn_computes_what_it_adds(real: Real) -> None:
-    """Also behind a reminder, a picture in a tool's result, and a turn that was given up."""
+    """Also after a reminder, a picture in a tool's result, and a cancelled turn."""
     client = real.anthropic()
     ask: dict[str, Any] = {"model": "", "max_tokens": 4, "tools": [TOOL]}
     pixels: Any = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}

@@ -1,4 +1,4 @@
-"""What interrupted agents leave in a conversation ends no session, whatever the template's rules are."""
+"""Odd histories that interrupted agents leave end no session, whatever the template demands."""
 
 from __future__ import annotations
 

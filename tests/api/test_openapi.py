@@ -1,4 +1,4 @@
-"""Requests made up from /openapi.json: whatever fits it, or nearly does, is answered, never a 5xx.
+"""Requests generated from /openapi.json: whatever fits it, or nearly does, is never a 5xx.
 
 Slow: some tens of requests for each of the routes.
 """

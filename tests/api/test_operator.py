@@ -1,4 +1,4 @@
-"""Whose numbers, whose cache: a key has its own, the operator everything, a page nothing."""
+"""Who sees which numbers and caches: a key its own, the operator all, a web page none."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_a_full_queue_does_not_say_how_many_wait() -> None:
 
 @pytest.mark.parametrize("origins", [(), ("https://app.example",)])
 def test_web_pages_cannot_delete_a_response(origins: tuple[str, ...]) -> None:
-    """A POST or DELETE without a body is not asked about before: no preflight protects it."""
+    """Browsers send a POST or DELETE without a body at once: no preflight protects it."""
     with serve(allow_origins=origins) as live:
         made = httpx.post(f"{live.url}/v1/responses", json={"input": "a"}).json()["id"]
         url = f"{live.url}/v1/responses/{made}"

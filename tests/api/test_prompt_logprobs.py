@@ -44,7 +44,7 @@ def score(client: openai.OpenAI, text: str, n_behind: int) -> float:
 
 
 def test_a_prompts_logprobs_are_those_its_tokens_had_as_a_reply(client: openai.OpenAI) -> None:
-    """Twice: the second time the whole of it is in the cache, which knows no logprobs."""
+    """Twice: the second time all of it is in the cache, which has no logprobs."""
     made = client.completions.create(
         model=MODEL, prompt=CHAT, max_tokens=24, temperature=0, logprobs=1
     )

@@ -1,4 +1,4 @@
-"""Pictures of a caller who shares nothing are marked as its own, before anything is kept of them."""
+"""Pictures of a caller that shares nothing are marked as its own before anything of them is cached."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from firn.core.values import (
 
 
 class Prompts:
-    """Notes what it was given."""
+    """Remembers the source it was given."""
 
     def make(self, source: Source, **options: Any) -> Prompt:
         self.source = source

@@ -1,4 +1,4 @@
-"""What one key may have at a time; the others go on."""
+"""The limits of one key do not affect others."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_overdrawn_tokens_must_be_refilled_first() -> None:
 
 
 def test_the_bucket_refills_during_a_long_call() -> None:
-    """A minute's worth at once, and then as much a minute."""
+    """A minute's worth at once, and then that much per minute."""
     clock = Clock()
     quotas = Quotas(KeyLimits(tokens_per_minute=600), clock=clock)
     with quotas.call(ALICE, call := Call()):

@@ -145,7 +145,7 @@ def test_custom_tools_are_called_with_a_text() -> None:
 
 
 def test_tools_in_namespaces_are_called_there() -> None:
-    """As Codex sends those of its MCP servers, and wants them back."""
+    """As Codex sends the tools of its MCP servers, and expects their calls."""
     said = '<tool_call>\n{"name": "mcp__sky__look", "arguments": {"at": "sky"}}\n</tool_call>'
     inner = {"type": "function", "name": "look", "parameters": PARAMETERS}
     tools: list[Any] = [{"type": "namespace", "name": "mcp__sky", "tools": [inner]}]

@@ -1,4 +1,4 @@
-"""Sampling defaults hold in every dialect, for real clients, unless a request says otherwise."""
+"""Sampling defaults apply in every dialect, for real clients, unless a request says otherwise."""
 
 from __future__ import annotations
 

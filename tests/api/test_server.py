@@ -1,4 +1,4 @@
-"""Probes, models, metrics, keys, origins and the description of it all."""
+"""Probes, models, metrics, keys, origins and /openapi.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waiting, failing and stopping in the middle of a stream."""
+"""Streams that wait, fail or are stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structured output through the real server: the openai client, a model of noise, valid answers."""
+"""Structured output through a real server and the openai client: a random model, valid answers."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_choice_regex_and_lark_are_followed_in_chats(live: Real) -> None:
 
 
 def test_extensions_are_followed_in_completions_and_responses(live: Real) -> None:
-    """A raw completion is held from its first token on, as nobody thinks in it."""
+    """A raw completion is constrained from its first token, since it has no thinking."""
     pick = {"type": "choice", "choices": ["one", "two words"]}
     raw = live.openai().completions.create(
         model="", prompt="Which?", max_tokens=50, extra_body={"response_format": pick}
@@ -186,7 +186,7 @@ def test_ignore_eos_does_not_outlast_a_grammar(live: Real) -> None:
 
 
 def test_the_answer_after_thinking_follows_its_schema(live: Real) -> None:
-    """The template opens the tag: what the model thinks is free, what it says is not."""
+    """The template opens the tag: thinking is free, the answer is constrained."""
     token = live.tokenizer.token_id("</think>")
     reply = live.openai().chat.completions.create(
         model="",
@@ -238,7 +238,7 @@ def test_an_answer_cut_off_has_the_reason_length(live: Real) -> None:
     ],
 )
 def test_a_control_token_in_a_grammar_is_text(live: Real, form: Any, texts: str) -> None:
-    """It is text, also where the model can write nothing else."""
+    """It is text, even if the model can write nothing else."""
     extra = {"response_format": form, "enable_thinking": False}
     (choice,) = ask(live, extra_body=extra).choices
     assert choice.finish_reason == "stop"

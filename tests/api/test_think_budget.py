@@ -1,4 +1,4 @@
-"""A thinking budget: the reply's thinking ends where it is used up, and the answer follows."""
+"""A thinking budget: thinking ends when it is used up, and the answer follows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def budget(n_tokens: int) -> Any:
 
 
 class InBackground:
-    """Runs something the test must interfere with."""
+    """Runs a call on a thread, so that the test can interfere."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._found: list[Any] = []
@@ -108,7 +108,7 @@ def test_thinking_that_ends_by_itself_is_left_alone() -> None:
 
 
 class Opening(FakeTokenizer):
-    """Its template begins the thinking."""
+    """A tokenizer whose template begins the thinking."""
 
     def render(self, messages: Any, *, tools: Any, kwargs: Any) -> str:
         return super().render(messages, tools=tools, kwargs=kwargs) + "<think>\n"

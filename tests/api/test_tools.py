@@ -1,4 +1,4 @@
-"""Calls and thoughts, from the model's own markup to what the openai client sees."""
+"""Calls and thinking, from the model's own markup to what the openai client sees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimates of what a request takes, and the account of what is held."""
+"""Estimates of what requests take, and the account of what is reserved."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def job(n_prompt: int, max_tokens: int = 0, *, n: int = 1, name: str = "job") ->
 
 
 def teach(budget: Budget, ratio: float) -> None:
-    """What rows take is this much of the estimate, again and again."""
+    """Rows repeatedly take this share of their estimate."""
     for _ in range(100):
         budget.learn([10_000], int(ratio * budget.cost.of(10_000)))
 
@@ -63,7 +63,7 @@ def test_a_prompt_over_the_capacity_never_fits() -> None:
 
 
 def test_the_learned_factor_may_admit_more_but_never_refuses_more() -> None:
-    """A factor over one makes requests wait; whether one can ever fit is not a matter of guesses."""
+    """A factor above one makes requests wait, but never refuses one for ever."""
     budget = Budget(COST, capacity_nbytes=1500)
     teach(budget, 10.0)
     assert budget.need_nbytes(job(100)) > 1500
@@ -72,7 +72,7 @@ def test_the_learned_factor_may_admit_more_but_never_refuses_more() -> None:
 
 
 def test_admitting_never_raises_what_asking_did_not() -> None:
-    """The factor may move between the two."""
+    """The factor may change between the two."""
     budget = Budget(COST, capacity_nbytes=1500)
     teach(budget, 0.5)
     request = job(150)
@@ -103,7 +103,7 @@ def test_the_factor_converges_to_what_is_measured(ratio: float) -> None:
 
 
 def test_short_rows_teach_nothing() -> None:
-    """Their buffers have a first step of 256 tokens: that is no waste of longer ones."""
+    """Their buffers have a first step of 256 tokens, which says nothing about longer rows."""
     budget = Budget(RowCost(1024, 0, 256), capacity_nbytes=1 << 30)
     for _ in range(64):
         budget.learn([13] * 8, 8 * 256 * 1024)
@@ -150,7 +150,7 @@ def test_chunks_shrink_with_depth_and_with_the_measured_peak() -> None:
 def test_the_reservation_is_the_sum_of_all_requests(
     steps: list[tuple[int, bool, int, int]],
 ) -> None:
-    """Against a plain dictionary: admitting twice replaces, releasing the unknown is nothing."""
+    """Compared with a dictionary: admitting twice replaces, releasing an unknown job does nothing."""
     budget = Budget(COST, capacity_nbytes=1 << 20)
     model: dict[str, int] = {}
     for name, admits, n_prompt, n in steps:

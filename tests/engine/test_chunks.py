@@ -1,4 +1,4 @@
-"""Sizes of prefill chunks: by depth, by company, by what was seen."""
+"""Sizes of prefill chunks: by depth, by load, by what was measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 def taught(*, base_s: float, per_depth_s: float = 0.0, **options: float) -> ChunkSizes:
-    """After chunks that took `base_s` a token, and more behind a longer context."""
+    """Sizes after chunks that took `base_s` per token, and more after a longer context."""
     sizes = ChunkSizes(512, largest=int(options.pop("largest", 2048)), **options)
     for start in (0, 512, 4096, 16_384, 65_536) * 3:
         mid = start + 256

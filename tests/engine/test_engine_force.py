@@ -1,4 +1,4 @@
-"""Tokens put in a reply's mouth: where they were asked for, as if they had been picked."""
+"""Forced tokens appear in a reply where they were asked for, as if they had been picked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def said(
     sampling: Sampling | None = None,
     choice: int = 0,
 ) -> list[int]:
-    """What the model says when some positions of its reply are not left to it."""
+    """The model's reply if these positions are forced."""
     tokens = list(prompt)
     for i in range(n_reply):
         draw = (sampling.seed, choice, i) if sampling else None
@@ -34,7 +34,7 @@ def said(
 
 
 def marked(outcome: Outcome, choice: int = 0) -> list[int]:
-    """Positions of the reply that came as forced."""
+    """The positions of the reply that are marked as forced."""
     tokens = [e for e in outcome.of(Token) if e.choice == choice]
     return [i for i, event in enumerate(tokens) if event.forced]
 
@@ -132,7 +132,7 @@ def test_an_order_can_be_withdrawn_until_it_has_begun(withdrawn_at: int, forced:
 
 @pytest.mark.parametrize("fails_at", [2, 6, 7, 8, 9, 12])
 def test_a_failed_step_loses_no_forced_token(fails_at: int) -> None:
-    """The row is read again from its tokens, and the rest of what was forced still comes."""
+    """The row is read again from its tokens, and the rest of the forced tokens still follow."""
     prompt = prompt_of(6, 25)
     n_launched = 0
 
@@ -165,7 +165,7 @@ orders = st.lists(
 def test_any_mixture_of_jobs_gets_its_own_forced_tokens(
     mixture: list[tuple[int, int, int, int]], max_rows: int, chunk: int
 ) -> None:
-    """Prefills and decodes of others go on in between, so that steps are in flight, or not."""
+    """Other requests prefill and decode meanwhile, so that steps are in flight or not."""
     with HashEngine(max_rows=max_rows, chunk=chunk) as lab:
         gate = lab.hold()
         outcomes = []

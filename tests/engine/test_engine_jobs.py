@@ -1,4 +1,4 @@
-"""Jobs through the real engine thread, on a runner whose every token depends on all before it."""
+"""Jobs through the real engine thread, on a runner whose tokens depend on all tokens before them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_greedy_choices_agree() -> None:
 
 
 def test_choices_end_one_by_one() -> None:
-    """Each at its own end token; the job when all have."""
+    """Each choice ends at its own end token, and the job with the last of them."""
     warm = Sampling(temperature=1.0, seed=1)
     eos = range(0, VOCAB_SIZE, 8)
     with HashEngine() as lab:
@@ -102,7 +102,7 @@ def test_choices_end_one_by_one() -> None:
 @pytest.mark.parametrize("group_rows", [1, 2, 100])
 @pytest.mark.parametrize("cached", [False, True])
 def test_jobs_that_come_and_go_do_not_touch_each_other(group_rows: int, cached: bool) -> None:
-    """With groups of one this is how a model is served whose layers cannot batch."""
+    """With groups of one row, as for models whose layers cannot batch."""
     rng = random.Random(group_rows)
     roots = [prompt_of(i, 60) for i in range(4)]
     cache = DictCache() if cached else None
@@ -210,7 +210,7 @@ def test_namespace_and_cache_control_reach_the_cache() -> None:
 
 
 def test_a_prompt_takes_over_what_its_neighbour_reads() -> None:
-    """Two of the same at once: the second goes on from the first one's chunks."""
+    """Two equal prompts at once: the second continues from the first one's chunks."""
     prompt = prompt_of(11, 400)
     with HashEngine(cache=DictCache(), chunk=8) as lab:
         gate = lab.hold()
@@ -401,7 +401,7 @@ def test_a_fault_in_a_call_is_raised_to_its_caller() -> None:
 
 
 def test_a_call_nobody_waits_for_any_more_is_not_run() -> None:
-    """A client that went away cancels its future; the engine goes on."""
+    """A client that hangs up cancels its future, and the engine continues."""
     ran = []
     with HashEngine() as lab:
         gate = lab.hold()

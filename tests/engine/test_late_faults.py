@@ -1,4 +1,4 @@
-"""A device that reports its faults a step late: what it spoiled never becomes a record."""
+"""A device that reports faults a step late: nothing that it spoiled becomes a record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WARM = Sampling(temperature=1.0, seed=5)
 
 
 class LateDevice:
-    """Spoils the work of some calls without a word, and raises when it is used the next time."""
+    """Spoils the work of some calls silently, and raises when it is next used."""
 
     def __init__(self, *, chunks: Sequence[int] = (), steps: Sequence[int] = ()) -> None:
         self.chunks, self.steps = set(chunks), set(steps)
@@ -78,7 +78,7 @@ def test_a_spoiled_chunk_is_computed_again_without_a_trace(chunk: int) -> None:
 
 @pytest.mark.parametrize("step", [1, 7, 8, 20, 33, 59])
 def test_a_spoiled_decode_step_leaves_no_record(step: int) -> None:
-    """Its token may have gone out; nothing that was stored may come from it."""
+    """Its token may have been sent, but nothing may be stored from it."""
     device, cache = LateDevice(steps=[step]), DictCache()
     with HashEngine(device.faults(), cache=cache, chunk=8) as lab:
         outcomes = say(lab, 3)

@@ -1,4 +1,4 @@
-"""Replies that outgrow the memory: records give way, then the youngest wait with their tokens."""
+"""Replies that outgrow memory: records give way, then the youngest requests wait with their tokens."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ WARM = Sampling(temperature=1.0, seed=3)
 
 
 def small(capacity: int) -> Budget:
-    """A byte a token; 16 tokens are set aside for any reply, then 16 more."""
+    """One byte per token; 16 tokens are reserved for any reply, then 16 more."""
     return Budget(RowCost(1, 0), capacity_nbytes=capacity, reserve_tokens=16, grow_tokens=16)
 
 
 class Most:
-    """The most tokens that rows held at a time."""
+    """The most tokens that rows had at a time."""
 
     def __init__(self) -> None:
         self.n_tokens = 0
@@ -107,7 +107,7 @@ def test_a_request_that_was_put_back_can_be_cancelled() -> None:
 
 
 class Knowing(DictCache):
-    """Has everything, of whatever prompt."""
+    """A cache that has every prompt."""
 
     def restore(self, cursor: Any) -> Restored | None:
         if isinstance(cursor, BlankCursor):
@@ -118,7 +118,7 @@ class Knowing(DictCache):
 
 
 def test_if_one_reply_of_a_put_back_request_fails_the_request_fails() -> None:
-    """Both are read from the cache at once: the second must not be opened for a request that is over."""
+    """Both are restored at once: the second must not be opened for a request that is over."""
     n_joined: Counter[str] = Counter()
 
     def choices(job: Job) -> None:
@@ -171,7 +171,7 @@ def test_the_youngest_request_is_put_back_when_the_capacity_shrinks() -> None:
 
 
 def test_short_rows_do_not_raise_the_estimate_of_long_prompts() -> None:
-    """Rows of a few tokens hold a buffer's first step; what was learned from that kept 8 MiB out."""
+    """Rows of a few tokens take a whole first buffer step, which says nothing about long prompts."""
     with HashEngine(budget=Budget(RowCost(1, 0, 256), capacity_nbytes=12_000)) as lab:
         lab.runner.live_nbytes = lambda: 256 * 64  # type: ignore[method-assign]
         for i in range(8):

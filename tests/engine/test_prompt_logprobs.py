@@ -1,4 +1,4 @@
-"""Prompts whose tokens are scored, and prompts that nobody wants a reply to."""
+"""Logprobs of prompts, and prompts without a reply."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_prompt_with_logprobs_is_computed_and_stored() -> None:
 
 
 def test_a_neighbour_with_the_same_prompt_takes_no_logprobs_away() -> None:
-    """Two of one prompt at once, one of them scored: it may not jump ahead, the other may."""
+    """Two equal prompts at once, one with logprobs: it must not skip ahead, the other may."""
     prompt = prompt_of(4, 80)
     with HashEngine(cache=DictCache(), chunk=8) as lab:
         gate = lab.hold()

@@ -1,4 +1,4 @@
-"""The scheduler is a pure function: what it promises holds for every view there can be."""
+"""The scheduler is a pure function, and keeps its promises for any pending work."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_rows_and_bytes_stay_within_their_limits(view: PendingWork) -> None:
 
 @given(views)
 def test_admission_is_in_order_of_arrival(view: PendingWork) -> None:
-    """Admitted is a prefix of those that wait: nobody overtakes another."""
+    """Admitted requests are a prefix of the queue: none overtakes another."""
     admit = list(plan(view).admit)
     assert admit == [w.id for w in view.waiting][: len(admit)]
 
@@ -77,7 +77,7 @@ def test_a_request_that_fits_is_admitted(view: PendingWork) -> None:
 
 
 def test_a_request_that_does_not_fit_holds_back_smaller_ones_after_it() -> None:
-    """By its rows and by its bytes alike: else a stream of small ones would keep it waiting for ever."""
+    """By rows and by bytes: otherwise a stream of small requests would keep it waiting for ever."""
     view = replace(EMPTY, waiting=waiting_of([(3, 0), (1, 0)]), n_rows=2)
     assert plan(view).admit == ()
     view = replace(EMPTY, waiting=waiting_of([(1, 100), (1, 1)]), n_rows=2, free_nbytes=50)
@@ -98,7 +98,7 @@ def test_decoders_step_whenever_there_are_any(view: PendingWork) -> None:
 
 
 def eligible(view: PendingWork) -> list[Prefilling]:
-    """Those that do not race; if there are none, those that do and need not wait."""
+    """Prompts that do not race; if there are none, those that do and need not wait."""
     alone = [p for p in view.prefilling if not p.racing]
     return alone or [p for p in view.prefilling if not p.should_wait]
 
@@ -129,13 +129,13 @@ def test_turns_alternate_between_the_oldest_and_the_shortest(view: PendingWork) 
 
 
 class Prompts:
-    """A world of prompts that get one chunk a step, as the engine deals them out."""
+    """Prompts that get one chunk per step, as in the engine."""
 
     def __init__(self, turn: int = 0) -> None:
         self.left: dict[int, int] = {}
         self.served: list[int] = []
         self.oldest: list[int] = []
-        """Who was the oldest when a chunk was dealt."""
+        """The oldest prompt at each chunk."""
         self.turn = turn
 
     def arrive(self, task: int, n_chunks: int) -> None:
@@ -158,7 +158,7 @@ class Prompts:
 def test_the_oldest_prompt_gets_half_of_all_chunks(
     arrivals: list[list[int]], odd_start: bool
 ) -> None:
-    """Over any stretch of chunks, whatever arrives meanwhile."""
+    """Over any run of chunks, whatever arrives meanwhile."""
     world, n = Prompts(turn=int(odd_start)), 0
     for lengths in arrivals:
         for n_chunks in lengths:
@@ -175,7 +175,7 @@ def test_the_oldest_prompt_gets_half_of_all_chunks(
 def test_a_short_prompt_is_not_stuck_behind_a_long_one(
     n_short: int, before: int, others: list[int]
 ) -> None:
-    """It waits for none but those with less left, and for two chunks of theirs and its own each."""
+    """It waits only for prompts with less left, two chunks for each of theirs and its own."""
     world = Prompts()
     world.arrive(0, 100_000 // 256)
     for i, n_chunks in enumerate(others):
@@ -256,7 +256,7 @@ def test_every_stop_inside_the_prompt_is_a_cut(cut: tuple[int, int, int, list[in
 def test_the_same_prompt_is_cut_in_the_same_places_wherever_it_resumes(
     cut: tuple[int, int, int, list[int]],
 ) -> None:
-    """What makes a warm answer bit for bit the cold one: only chunk borders are resumed at."""
+    """This makes warm answers equal to cold ones bit for bit, if only chunk borders are resumed at."""
     _, n_total, chunk, stops = cut
     cold = cut_points(0, n_total, chunk=chunk, stops=stops)
     for start, end in pairwise(cold):

@@ -1,4 +1,4 @@
-"""Thinned prompts in the engine: scored between steps, read in fewer tokens, and in full behind."""
+"""Thinned prompts in the engine: scored between steps, read in part, and in full later."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class DiceScorer:
     """Implements core.ports.Scorer: dice, the same for prompts of the same length."""
 
     at: dict[str, Callable[[], None]] = field(default_factory=dict)
-    """Called at each stage; what it raises happens there."""
+    """Called at each stage, to raise or to interfere there."""
     recipe: str = "dice"
     max_tokens: int = 1 << 20
     n_slices: int = 4
@@ -91,7 +91,7 @@ def thin_of(prompt: Sequence[int], *, start: int = 0, keep: float = 0.5) -> list
 
 
 def check_thin(outcome: Outcome, *, start: int = 0) -> None:
-    """It said what the model says to the tokens that were kept."""
+    """Check that the reply is the model's to the kept tokens."""
     assert outcome.wait().error is None
     job = outcome.job
     thin = thin_of(job.prompt.ids.tolist(), start=start)
@@ -102,7 +102,7 @@ def check_thin(outcome: Outcome, *, start: int = 0) -> None:
 
 
 def told(outcome: Outcome) -> Admitted:
-    """What the client knows of it in the end."""
+    """What the client has been told about it at its end."""
     news = outcome.of(Advanced)
     return news[-1].admission if news else outcome.of(Admitted)[-1]
 
@@ -185,7 +185,7 @@ def test_a_prompt_that_can_be_resumed_near_enough_is_exact() -> None:
 
 
 def test_replies_take_a_step_between_two_slices_of_scoring() -> None:
-    """Between two slices those who decode take a step."""
+    """Other requests decode between two slices."""
     steps: list[int] = []
     scorer = DiceScorer(n_slices=30)
     with HashEngine(Faults(launch=lambda rows: steps.append(len(rows))), scorer=scorer) as lab:
@@ -204,10 +204,10 @@ def test_replies_take_a_step_between_two_slices_of_scoring() -> None:
 
 @dataclass(eq=False)
 class ReadingScorer(DiceScorer):
-    """Takes as many slices as it needs for all tokens."""
+    """Takes as many slices as all tokens need."""
 
     asked: list[tuple[int, bool]] = field(default_factory=list)
-    """For each slice: tokens, and whether nobody else was there."""
+    """For each slice: its tokens, and whether no other request waited."""
 
     def read(self, reading: Scoring, n_tokens: int, *, alone: bool = False) -> None:
         super().read(reading, n_tokens, alone=alone)

@@ -19,7 +19,7 @@ from firn.core.values import (
 from firn.engine.thinning import CHUNK, recipe_of, recipes_of, select, thinned, why_not
 
 ROUNDING = 1e-6
-"""Of shares like 0.9999999999999999."""
+"""For shares like 0.9999999999999999."""
 
 
 def job_of(n_prompt: int, sparse: Sparse | None) -> Job:

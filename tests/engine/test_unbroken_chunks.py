@@ -1,4 +1,4 @@
-"""Prefill chunks around ranges that must not be cut: pictures whose tokens see each other."""
+"""Prefill chunks around ranges that must not be split: pictures whose tokens attend to each other."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_stop_inside_a_picture_is_ignored() -> None:
 
 
 def test_a_stop_at_the_edge_of_a_picture_ends_a_chunk() -> None:
-    """Text ends before a picture, and behind one: both are places to resume at."""
+    """A prompt can resume before a picture and after it."""
     assert cuts(30, chunk=16, stops=[8, 14], unbroken=[(8, 14)]) == [8, 14, 16, 30]
 
 
@@ -67,7 +67,7 @@ def test_no_chunk_ends_inside_a_picture(layout: tuple[int, int, list[tuple[int, 
 def test_cuts_do_not_depend_on_where_reading_resumed(
     layout: tuple[int, int, list[tuple[int, int]]],
 ) -> None:
-    """From any boundary of the grid that is no picture's inside, the rest is cut alike."""
+    """From any grid boundary outside pictures, the rest is cut in the same places."""
     n_total, chunk, unbroken = layout
     whole = cuts(n_total, chunk=chunk, unbroken=unbroken)
     for start in range(chunk, n_total, chunk):

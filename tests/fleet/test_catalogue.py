@@ -1,4 +1,4 @@
-"""Which models there are, and what each one's process is told."""
+"""Which models there are, and the settings of each process."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def right(reply: Any, n: int = 0) -> bool:
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the pair's requests are written down."""
+    """The trace of the pair's requests."""
     return tmp_path_factory.mktemp("trace") / "trace.jsonl"
 
 
@@ -268,7 +268,7 @@ def test_the_front_refuses_foreign_host_names(pair: Running) -> None:
 
 
 def test_a_process_that_dies_is_started_again(pair: Running) -> None:
-    """Its clients hear of it at once, and those of the other model not at all."""
+    """Its clients get an error at once; those of the other model notice nothing."""
     ask(pair, HYBRID)
     with pair.http().stream(
         "POST",
@@ -287,7 +287,7 @@ def test_a_process_that_dies_is_started_again(pair: Running) -> None:
 
 
 def test_a_model_that_is_loaded_again_finds_its_records(pair: Running) -> None:
-    """What was read before the model left is read from the SSD when it is back."""
+    """What was computed before the model was unloaded is read from the SSD afterwards."""
     before = ask(pair, DENSE, 1)
     cached = before.usage.prompt_tokens_details.cached_tokens
     assert cached

@@ -1,4 +1,4 @@
-"""What a model is thought to need: by its files first, by what its process has told afterwards."""
+"""The memory a model needs: estimated by its files first, by its process's reports afterwards."""
 
 from __future__ import annotations
 

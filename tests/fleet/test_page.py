@@ -1,4 +1,4 @@
-"""The page in front of several models: what it needs is passed on, and who asks is vouched for."""
+"""The dashboard in front of several models: its requests are relayed, with the caller's identity."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_tree_of_a_loaded_model_is_shown_and_changed_through_the_front(front
 
 
 def test_routers_see_loaded_models_and_load_none(front: Running) -> None:
-    """Of the models that are loaded; nothing is loaded for it."""
+    """Only loaded models are shown, and none is loaded for it."""
     unloaded = "/model_info?model=firn-demo-hybrid"
     assert ask(front, "GET", unloaded).status_code == 503
     front.client.chat.completions.create(

@@ -1,4 +1,4 @@
-"""Plans of which models to load and to unload, without any process."""
+"""Plans of which models to load and to unload; no processes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_model_stays_for_its_minimum_time() -> None:
 
 
 def test_no_other_model_takes_the_room_that_is_being_made() -> None:
-    """A small one waits while a large one's place is cleared, and not while nothing can go."""
+    """A small model waits while room is made for a large one, but not while nothing can be unloaded."""
     busy = loaded("busy", need=60, n_active=1)
     large, small = wanted("large", need=90, since=NOW - 3), wanted("small", need=30)
     assert plan(busy, large, small).load == ("small",)
@@ -126,7 +126,7 @@ def test_no_model_is_closed_if_that_would_not_make_enough_room() -> None:
 
 
 def test_a_contested_place_is_held_as_long_as_loading_takes() -> None:
-    """The other one made room a moment ago and is asked for again."""
+    """The other model made room a moment ago and has requests again."""
     idle = loaded("a", need=100, used=NOW - 1)
     calm = wanted("b")
     assert plan(idle, calm).unload == (("a", "room"),)

@@ -1,4 +1,4 @@
-"""The front knows every route that a model's own server has."""
+"""The front has every route that a server of one model has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Too little memory for all models: who goes, who waits, and what clients hear of it.
+"""Too little memory for all models: which are unloaded, which wait, and what clients notice.
 
 The models' processes are real ones without a model, so that loading takes no time.
 """
@@ -32,7 +32,7 @@ def serving(
     waits: WaitLimits | None = None,
     **more: Any,
 ) -> Any:
-    """A front with room for so many of these models."""
+    """A front with room for this many of the models."""
     flags = {"fleet.model_memory_gb": str(NEED_GB * room + 0.1), **more}
     made = config(*names, tmp=tmp_path, **flags)
     return fronting(made, rules=rules, waits=waits, command=ECHO)
@@ -47,7 +47,7 @@ def chat(front: Running, model: str, *, n: int = 1, **more: Any) -> str:
 
 
 def streamed(front: Running, model: str, *, n: int) -> list[str]:
-    """The pieces of a reply that was sent to its end."""
+    """The pieces of a whole streamed reply."""
     body = {"model": model, "messages": [{"role": "user", "content": "a"}], "max_tokens": n}
     pieces = []
     stream = front.plain.stream("POST", "/v1/chat/completions", json=body | {"stream": True})
@@ -109,7 +109,7 @@ async def _active(front: Running, name: str) -> None:
 def test_two_models_that_do_not_fit_take_turns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Forty requests in turn cost a few loads, and the log says so once."""
+    """Forty alternating requests cost a few loads, and the log mentions it once."""
 
     def client(name: str) -> None:
         assert all(chat(front, name, n=5) == name for _ in range(20))
@@ -127,7 +127,7 @@ def test_two_models_that_do_not_fit_take_turns(
 
 
 def test_four_models_with_room_for_two_answer_every_request(tmp_path: Path) -> None:
-    """200 requests, and every reply is whole and of the model that was asked."""
+    """200 requests: every reply is whole, and of the right model."""
     names, rng = ("a", "b", "c", "d"), random.Random(7)
     orders = [(rng.choice(names), rng.randint(1, 40), rng.random() < 0.5) for _ in range(200)]
 

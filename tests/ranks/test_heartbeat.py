@@ -1,4 +1,4 @@
-"""A process that is frozen closes nothing: the other end notices by its silence, and only then."""
+"""A frozen process closes no connection: the other end notices its silence, and nothing else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ranks.test_wire import pair
 
 BEAT_S = 0.02
 PATIENT_S = 0.3
-"""Who must not be taken for frozen may be kept waiting by a busy machine."""
+"""Long, because a busy machine may delay a process that is not frozen."""
 WAIT_S = 60.0
 OTHER_END = f"""
 import socket, sys, threading
@@ -54,7 +54,7 @@ class Watched:
         self.beat = Heartbeat(link, silent=self.silent.set, name="test", beat_s=beat_s)
 
     def on_answer(self, nbytes: int) -> None:
-        """Until so much more has come."""
+        """Wait until this many more bytes have arrived."""
         wanted = self.link.n_received + nbytes
         while self.link.n_received < wanted and not self.silent.is_set():
             threading.Event().wait(BEAT_S)
@@ -85,7 +85,7 @@ def test_a_frozen_process_is_noticed_and_one_that_runs_is_not() -> None:
 
 
 def test_a_frozen_process_is_noticed_while_a_send_blocks() -> None:
-    """Our own words pile up and a send waits: that must not keep us from watching."""
+    """Our own beats pile up until a send blocks, which must not stop the watching."""
     with other_end() as (watched, process):
         process.send_signal(signal.SIGSTOP)
         full = threading.Thread(target=send_much, args=(watched.link,), daemon=True)
@@ -96,7 +96,7 @@ def test_a_frozen_process_is_noticed_while_a_send_blocks() -> None:
 
 
 def test_a_follower_ends_when_rank_0_is_frozen() -> None:
-    """Frozen as seen from there: it keeps the connection, and says nothing."""
+    """To the follower it looks frozen: it keeps the connection open and sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(WAIT_S)
         port = str(server.getsockname()[1])

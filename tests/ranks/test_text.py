@@ -1,4 +1,4 @@
-"""Two ranks say what one process says, whatever the cache and the neighbours do, and end together.
+"""Two ranks answer as one process does, whatever the cache and other requests do, and end together.
 
 Slow: each test starts two or four real servers that share every step, on a machine with few cores.
 """
@@ -24,7 +24,7 @@ from tests.ranks.processes import Answer, Ranks, ask, serving
 STORY = "Snow that outlives its season becomes firn. " * 12
 FLAGS = ("--cache-block-tokens", "32", "--prefill-chunk", "64")
 N_GOOD = 128
-"""Tokens whose records nobody scribbles on."""
+"""Tokens whose records the test leaves intact."""
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
@@ -57,7 +57,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def expected(model: Path) -> dict[str, str]:
-    """What a server of one process says, without a cache."""
+    """The answers of a server in one process, without a cache."""
     config = Config(
         model=ModelConfig(path=str(model)),
         engine=EngineConfig(speculation="off"),
@@ -73,7 +73,7 @@ def flags(tmp_path: Path) -> tuple[str, ...]:
 
 
 def talk(ranks: Ranks, expected: dict[str, str]) -> None:
-    """One after the other, again from the cache, and all together while others come and go."""
+    """Ask one after the other, again from the cache, and all together while others come and go."""
     for question in QUESTIONS:
         assert question.asked_of(ranks.url).text == expected[question.name], question.name
     for question in QUESTIONS:

@@ -1,4 +1,4 @@
-"""Calls on a socket: whole, in order, and an end that is noticed."""
+"""Calls on a socket arrive whole and in order, and its end is noticed."""
 
 from __future__ import annotations
 

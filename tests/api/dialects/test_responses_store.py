@@ -1,4 +1,4 @@
-"""The store of responses: bounded, private, and a conversation loses its end before its beginning."""
+"""The store of responses is bounded and private, and a conversation loses its end first."""
 
 from __future__ import annotations
 

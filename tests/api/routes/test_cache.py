@@ -1,4 +1,4 @@
-"""/v1/cache/...: what would hit, what is kept, what is forgotten; each key sees its own."""
+"""/v1/cache: statistics, probe, pin and clear; each key sees its own."""
 
 from __future__ import annotations
 

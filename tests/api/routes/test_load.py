@@ -1,4 +1,4 @@
-"""What routers ask: loads and descriptions in SGLang's shapes, and which conversation a call is of."""
+"""What routers ask: loads and descriptions in SGLang's shapes, and a call's conversation."""
 
 from __future__ import annotations
 

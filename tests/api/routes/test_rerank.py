@@ -48,7 +48,7 @@ def ask(real: Real, path: str = "/v1/rerank", **body: Any) -> Any:
 
 
 def expected(real: Real, folder: Path, document: str) -> float:
-    """The share of the one token beside the other, at the end of the prompt."""
+    """The probability of one token against the other, at the end of the prompt."""
     chat = rerank.question(QUERY, document)
     prompt = real.server.services.prompts.make(chat, reasoning=Reasoning(enabled=False))
     model, _ = load_model(folder)

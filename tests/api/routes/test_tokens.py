@@ -77,7 +77,7 @@ PICTURE = "https://pictures.example/cat.png"
 
 
 async def fetched(request: GenerateRequest, owner: Namespace) -> GenerateRequest:
-    """A picture by its address is a word here: what came of it can be seen in the prompt."""
+    """A picture by its address becomes a word, so that the prompt shows it."""
     assert isinstance(request.source, Chat)
     (message,) = request.source.messages
     seen = tuple(TextPart("cat") if isinstance(p, PicturePart) else p for p in message.parts)

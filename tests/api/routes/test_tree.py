@@ -1,4 +1,4 @@
-"""/v1/cache/tree: what is stored as a tree, who sees it, and which pages may touch it."""
+"""/v1/cache/tree: the stored prefixes, who sees them, and which pages may change them."""
 
 from __future__ import annotations
 
