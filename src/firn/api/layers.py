@@ -88,7 +88,7 @@ class RequestCounts(Protocol):
 class RequestLog:
     """The outermost layer: gives an exchange its id, catches all faults, logs a line at its end.
 
-    routes: paths with a metric of their own; all others, of which there is no end, share one.
+    routes: paths with a metric of their own; all other paths, which clients may make up, share one.
     """
 
     def __init__(

@@ -167,7 +167,7 @@ class Recovery:
     def confirm(self, *, in_flight: bool) -> None:
         """Ask the device whether what was committed is sound; at once if no step is in flight.
 
-        MLX may finish an evaluation and report the fault of one of its commands later, to whoever uses
+        MLX may finish an evaluation and report the fault of one of its commands later, to whatever uses
         the device next.
         """
         inflight = self._inflight

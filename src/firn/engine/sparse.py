@@ -179,7 +179,7 @@ class DeferredPrefill:
         return bool(self._prompts)
 
     def add(self, sequence: Sequence) -> None:
-        """A request is over: if its prompt was thinned, the whole of it is to be read."""
+        """A request is over: if its prompt was thinned, read all of it later."""
         job = sequence.job
         reply = sequence.choices[0].tokens
         if not sequence.n_skipped or not reply or not job.cache.write:

@@ -149,7 +149,7 @@ class Relay:
             name = self._responses.get(id.rpartition("_")[2])
             # Responses are lost with the model's process, so there is nothing to load a model for.
             if name is None or self._fleet.peek(self.find(name)) is None:
-                raise NotFound(f"There is no response {id[:64]!r} of yours.", param="response_id")
+                raise NotFound(f"You have no response {id[:64]!r}.", param="response_id")
             request = ModelRequest(name, None, None, {})
             call = _RelayedCall(self, self.find(name), scope, b"", request)
             await while_connected(receive, lambda: call.answer(send))

@@ -50,9 +50,9 @@ def add_tree(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
     )
     add(f"{PATH}/{{node}}", one_node, methods=["GET"], summary="What a prefix takes and saves")
     for action, text in (
-        ("pin", "Keep a stored prefix"),
-        ("unpin", "Let it go again"),
-        ("forget", "Forget a prefix and all that goes on from it"),
+        ("pin", "Pin a stored prefix"),
+        ("unpin", "Unpin a stored prefix"),
+        ("forget", "Forget a prefix and all that continues it"),
     ):
         add(f"{PATH}/{{node}}/{action}", one_node, methods=["POST"], summary=text)
 

@@ -103,7 +103,7 @@ class ResponseStore:
         with self._lock:
             stored = self._of(namespace).entries.get(id)
             if stored is None:
-                raise NotFound(f"There is no response {id[:64]!r} of yours.", param="response_id")
+                raise NotFound(f"You have no response {id[:64]!r}.", param="response_id")
             return stored
 
     def drop(self, namespace: Namespace, id: str) -> StoredResponse:

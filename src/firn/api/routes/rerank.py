@@ -31,7 +31,7 @@ MAX_DOCUMENTS = 1000
 WAVE_DOCUMENTS = 32
 """Documents in the engine at a time: a long list must not fill its queue."""
 N_LIKELIEST = 64
-"""Of the first tokens, so many are asked for: the other answer is nearly always among them."""
+"""How many of the likeliest tokens are asked for: the other answer is nearly always among them."""
 FORCED = 1e4
 """A bias that no logit outweighs. Logprobs do not include it."""
 
