@@ -254,7 +254,7 @@ def hello() -> str:
     return _frame("hello", {"version": __version__, "now": round(time.time(), 3)})
 
 
-def _frame(event: str, value: Any) -> str:
+def _frame(event: str, value: object) -> str:
     return sse.named(event, json.dumps(value))
 
 

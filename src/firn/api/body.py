@@ -99,7 +99,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def parse(text: str) -> Any:
+def parse(text: str) -> object:
     """JSON that can be walked recursively and encoded as UTF-8. Raises ValueError.
 
     NaN and infinities pass: decoders that expect a number refuse them, and name the parameter.
@@ -118,7 +118,7 @@ def parse(text: str) -> Any:
     return value
 
 
-def _deeper_than(value: Any, limit: int) -> bool:
+def _deeper_than(value: object, limit: int) -> bool:
     level = [value]
     for _ in range(limit):
         inner: list[Any] = []

@@ -14,7 +14,7 @@ from firn.core.bounds import INT_MAX
 from firn.core.errors import InvalidValue
 
 
-def integer(value: Any, param: str, *, low: int, high: int = INT_MAX) -> int:
+def integer(value: object, param: str, *, low: int, high: int = INT_MAX) -> int:
     if type(value) is not int:
         raise InvalidValue(param, f"must be an integer, not {kind(value)}")
     if not low <= value <= high:
@@ -22,9 +22,9 @@ def integer(value: Any, param: str, *, low: int, high: int = INT_MAX) -> int:
     return value
 
 
-def number(value: Any, param: str, *, low: float, high: float, above_low: bool = False) -> float:
+def number(value: object, param: str, *, low: float, high: float, above_low: bool = False) -> float:
     """A finite number in [low, high], or in (low, high] if `above_low`."""
-    if type(value) not in (int, float):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidValue(param, f"must be a number, not {kind(value)}")
     inside = low < value <= high if above_low else low <= value <= high
     if not inside or not math.isfinite(value):
@@ -33,13 +33,13 @@ def number(value: Any, param: str, *, low: float, high: float, above_low: bool =
     return float(value)
 
 
-def boolean(value: Any, param: str) -> bool:
+def boolean(value: object, param: str) -> bool:
     if type(value) is not bool:
         raise InvalidValue(param, f"must be true or false, not {kind(value)}")
     return value
 
 
-def string(value: Any, param: str, *, max_chars: int | None = None, empty: bool = True) -> str:
+def string(value: object, param: str, *, max_chars: int | None = None, empty: bool = True) -> str:
     if type(value) is not str:
         raise InvalidValue(param, f"must be a string, not {kind(value)}")
     if not empty and not value:
@@ -49,7 +49,7 @@ def string(value: Any, param: str, *, max_chars: int | None = None, empty: bool 
     return value
 
 
-def array(value: Any, param: str, *, low: int = 0, high: int | None = None) -> list[Any]:
+def array(value: object, param: str, *, low: int = 0, high: int | None = None) -> list[Any]:
     if type(value) is not list:
         raise InvalidValue(param, f"must be an array, not {kind(value)}")
     if len(value) < low:
@@ -59,24 +59,26 @@ def array(value: Any, param: str, *, low: int = 0, high: int | None = None) -> l
     return value
 
 
-def mapping(value: Any, param: str) -> dict[str, Any]:
+def mapping(value: object, param: str) -> dict[str, Any]:
     if type(value) is not dict:
         raise InvalidValue(param, f"must be an object, not {kind(value)}")
     return value
 
 
-def members(value: Any, param: str) -> Fields:
+def members(value: object, param: str) -> Fields:
     """The members of an object."""
     return Fields(mapping(value, param), param)
 
 
-def objects(value: Any, param: str, *, low: int = 0, high: int | None = None) -> Iterator[Fields]:
+def objects(
+    value: object, param: str, *, low: int = 0, high: int | None = None
+) -> Iterator[Fields]:
     """The objects of an array, each checked when it is reached."""
     for i, item in enumerate(array(value, param, low=low, high=high)):
         yield members(item, f"{param}[{i}]")
 
 
-def one_of(value: Any, param: str, choices: Sequence[str]) -> str:
+def one_of(value: object, param: str, choices: Sequence[str]) -> str:
     if type(value) is not str or value not in choices:
         raise InvalidValue(param, f"must be one of {', '.join(map(repr, choices))}")
     return value
@@ -90,7 +92,7 @@ def page_limit(query: Mapping[str, str], *, default: int, high: int) -> int:
     return int(limit)
 
 
-def kind(value: Any) -> str:
+def kind(value: object) -> str:
     """What JSON calls this value, with an article."""
     match value:
         case None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from firn.api.prompting import gathered, make_prompt
 from firn.api.running import RunningRequest
@@ -114,7 +113,7 @@ class JobMaker:
         if run.request.top_logprobs is not None:
             run.echoed_ids = prompt.ids
 
-    def _grammar(self, run: RunningRequest, prompt_tail: str) -> Any:
+    def _grammar(self, run: RunningRequest, prompt_tail: str) -> object:
         """The compiled constraint of the request's replies; None: they are free."""
         services, source = self._services, run.request.source
         if services.compile_grammar is None:
@@ -158,7 +157,7 @@ class JobMaker:
         tokens = tuple(self._services.tokenizer.encode(closing, add_special=False))
         return [ThinkBudget(limit, tokens) for _ in range(request.n)]
 
-    def _eos(self, request: GenerateRequest, grammar: Any) -> frozenset[int]:
+    def _eos(self, request: GenerateRequest, grammar: object) -> frozenset[int]:
         """The tokens that end its replies."""
         # A satisfied grammar allows no token but the end.
         if request.ignore_eos and grammar is None:

@@ -93,7 +93,7 @@ class Services:
     model_aliases: frozenset[str] = frozenset()
     any_name: bool = False
     """Answer to every model name: the front of several models has chosen this one already."""
-    compile_grammar: Callable[[Grammar, Namespace], Any] | None = None
+    compile_grammar: Callable[[Grammar, Namespace], object] | None = None
     softener: Callable[[Namespace], Callable[[Mapping[str, Any]], SoftenedSchema]] = lambda owner: (
         SoftenedSchema
     )

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from firn.api.auth import SHARED
 from firn.api.dialects import discover
@@ -38,7 +37,7 @@ def read(path: Path, defaults: Defaults = PLAIN_DEFAULTS) -> list[GenerateReques
     return requests
 
 
-def _request(entry: Any, defaults: Defaults) -> GenerateRequest:
+def _request(entry: object, defaults: Defaults) -> GenerateRequest:
     if isinstance(entry, str):
         return GenerateRequest("", RawText(entry))
     body = {"messages": entry} if isinstance(entry, list) else entry

@@ -135,5 +135,5 @@ class _ActivityStream:
                 reply.close()
 
 
-def _frame(event: str, value: Any) -> bytes:
+def _frame(event: str, value: object) -> bytes:
     return sse.named(event, json.dumps(value)).encode()

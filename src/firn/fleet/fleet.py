@@ -239,7 +239,8 @@ class Fleet:
             self._failed(model, f"its process could not be started: {e.strerror or e}")
             return
         model.child = child
-        await asyncio.wait({ready, child.exited}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {ready, child.exited}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         message: Message = {"event": "failed", "message": _exit_text(child)}
         if ready.done():
             message = ready.result()

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 from firn.api import fields
 from firn.api.dialects import _openai
@@ -185,7 +184,7 @@ def _paragraphs(parts: Sequence[Part]) -> tuple[Part, ...]:
 # --- blocks --------------------------------------------------------------------------------
 
 
-def _blocks(value: Any, param: str) -> list[Fields]:
+def _blocks(value: object, param: str) -> list[Fields]:
     if not isinstance(value, list):
         raise InvalidValue(param, f"must be a string or an array, not {fields.kind(value)}")
     return list(fields.objects(value, param))
@@ -255,7 +254,7 @@ def _search_result(block: Fields) -> str:
     return PARAGRAPH.join(part for part in (*above, text) if part)
 
 
-def _inner_text(value: Any, param: str) -> str:
+def _inner_text(value: object, param: str) -> str:
     if isinstance(value, str):
         return value
     texts = []

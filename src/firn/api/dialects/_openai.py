@@ -95,7 +95,7 @@ def stop_strings(body: Fields) -> tuple[str, ...]:
     return stop_array(given, "stop")
 
 
-def stop_array(given: Any, param: str) -> tuple[str, ...]:
+def stop_array(given: object, param: str) -> tuple[str, ...]:
     """Without repetitions."""
     strings = (
         fields.string(text, f"{param}[{i}]", max_chars=MAX_STOP_CHARS, empty=False)

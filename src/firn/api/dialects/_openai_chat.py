@@ -71,7 +71,7 @@ def _message(message: Fields, *, last_call: str | None) -> Message:
     )
 
 
-def parts(content: Any, param: str) -> tuple[Part, ...]:
+def parts(content: object, param: str) -> tuple[Part, ...]:
     match content:
         case None:
             return ()
@@ -85,7 +85,7 @@ def parts(content: Any, param: str) -> tuple[Part, ...]:
             )
 
 
-def _part(value: Any, param: str) -> Part:
+def _part(value: object, param: str) -> Part:
     if isinstance(value, str):
         return TextPart(value)
     part = fields.members(value, param)
@@ -146,7 +146,7 @@ def _name(owner: Fields) -> str:
     return fields.string(owner.require("name"), owner.name("name"), empty=False)
 
 
-def arguments(value: Any, param: str) -> Mapping[str, Any] | str:
+def arguments(value: object, param: str) -> Mapping[str, Any] | str:
     """Calls without arguments arrive as null, "" or "{}"; some clients send the object itself."""
     if value is None or value == "":
         return {}

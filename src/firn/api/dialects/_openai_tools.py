@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from firn.api import fields
 from firn.api.dialects._custom_tools import custom_tool
@@ -135,7 +134,7 @@ def possible_mode(mode: ToolMode, any_tools: bool, param: str) -> ToolMode:
     return mode
 
 
-def _functions(given: Any, called: Any) -> OfferedTools:
+def _functions(given: object, called: object) -> OfferedTools:
     listed = fields.objects([] if given is None else given, "functions", high=MAX_TOOLS)
     tools = tuple(function_tool(function, function.path) for function in listed)
     choice = ToolChoice(parallel=False)

@@ -48,7 +48,7 @@ def output_format(owner: Fields, member: str, *, schema_in: str = "") -> Grammar
             return None
 
 
-def lark(given: Any, param: str) -> str:
+def lark(given: object, param: str) -> str:
     """A grammar that a user has written. Raises InvalidValue."""
     text = fields.string(given, param, max_chars=MAX_CHARS)
     if sum(map(text.count, MARKS)) > MAX_MARKS:

@@ -271,7 +271,7 @@ def tools(body: Fields) -> ResponseTools:
     return ResponseTools(tuple(decoded), frozenset(custom), namespaced, tuple(left_out))
 
 
-def _each_tool(given: Any, param: str) -> Iterator[tuple[Fields, str]]:
+def _each_tool(given: object, param: str) -> Iterator[tuple[Fields, str]]:
     """Each tool with its namespace; empty: it has none."""
     for tool in _listed(given, param):
         if tool.get("type") == "namespace":
@@ -282,7 +282,7 @@ def _each_tool(given: Any, param: str) -> Iterator[tuple[Fields, str]]:
             yield tool, ""
 
 
-def _listed(given: Any, param: str) -> list[Fields]:
+def _listed(given: object, param: str) -> list[Fields]:
     return list(fields.objects(given, param, high=MAX_TOOLS))
 
 

@@ -57,7 +57,7 @@ def template_kwargs(body: Fields) -> Mapping[str, Any]:
     return variables
 
 
-def _checked_size(name: str, value: Any) -> int:
+def _checked_size(name: str, value: object) -> int:
     """The size of one variable. Raises InvalidValue."""
     param = f"{PARAM}.{name[:64]}"
     if name in TEMPLATES:
@@ -68,7 +68,7 @@ def _checked_size(name: str, value: Any) -> int:
     return len(name) + _size(value, param, depth=MAX_DEPTH)
 
 
-def _check_documents(value: Any) -> None:
+def _check_documents(value: object) -> None:
     param = f"{PARAM}.documents"
     documents = fields.array(value, param)
     for i, document in enumerate(documents):
@@ -77,7 +77,7 @@ def _check_documents(value: Any) -> None:
         raise InvalidValue(param, f"must have at most {MAX_DOCUMENTS_SIZE} characters in all")
 
 
-def _size(value: Any, param: str, *, depth: int) -> int:
+def _size(value: object, param: str, *, depth: int) -> int:
     if isinstance(value, str):
         return VALUE_SIZE + len(value)
     if isinstance(value, dict | list):

@@ -123,7 +123,7 @@ def _continues_last_message(messages: Sequence[Message]) -> bool:
     return bool(last.text.strip())
 
 
-def _marks_anything(body: fields.Fields, messages: Sequence[Any]) -> bool:
+def _marks_anything(body: fields.Fields, messages: Sequence[Message]) -> bool:
     tools = body.get("tools") or ()
     return any(m.checkpoint for m in messages) or any(t.get("cache_control") for t in tools)
 

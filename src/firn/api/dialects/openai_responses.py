@@ -204,7 +204,7 @@ class OpenAIResponses:
 DIALECT = OpenAIResponses
 
 
-def _json_bytes(value: Any) -> bytes:
+def _json_bytes(value: object) -> bytes:
     """As JSON. Raises BadRequest if there is a NaN in the body, which a reply could not repeat."""
     try:
         return json.dumps(value, allow_nan=False).encode()
@@ -216,7 +216,7 @@ def _forget(reply: ResponseBuilder) -> None:
     """In place of a keeper, for `store: false`."""
 
 
-def _listed(given: list[Any], param: str) -> list[tuple[str, items.Item]]:
+def _listed(given: list[object], param: str) -> list[tuple[str, items.Item]]:
     listed: list[tuple[str, items.Item]] = []
     for i, value in enumerate(given):
         item = fields.mapping(value, f"{param}[{i}]")

@@ -81,7 +81,7 @@ async def embed(
     return [vectors[i] for i in range(len(texts))], sum(map(len, texts))
 
 
-def _texts_or_ids(given: Any) -> list[str | list[int]]:
+def _texts_or_ids(given: object) -> list[str | list[int]]:
     """A string, strings, token ids, or lists of token ids."""
     if isinstance(given, str):
         return [fields.string(given, "input", max_chars=MAX_CHARS, empty=False)]
@@ -98,11 +98,11 @@ def _texts_or_ids(given: Any) -> list[str | list[int]]:
     return texts
 
 
-def _text(value: Any, param: str) -> str:
+def _text(value: object, param: str) -> str:
     return fields.string(value, param, empty=False)
 
 
-def _ids(value: list[Any], param: str) -> list[int]:
+def _ids(value: list[object], param: str) -> list[int]:
     return [
         fields.integer(token, f"{param}[{i}]", low=0)
         for i, token in enumerate(fields.array(value, param, low=1))

@@ -88,7 +88,7 @@ async def _answer(services: Services, body: Fields, key_id: Namespace) -> dict[s
     }
 
 
-def _documents(given: Any) -> list[str]:
+def _documents(given: object) -> list[str]:
     texts = []
     for i, value in enumerate(fields.array(given, "documents", low=1, high=MAX_DOCUMENTS)):
         param = f"documents[{i}]"
