@@ -232,7 +232,7 @@ class HashEngine:
                 "rows": len(engine._loop.inflight.rows),
                 "queued": engine._n_queued,
                 "groups": len(self.runner.groups()),
-                "held_nbytes": self.budget.reserved_nbytes,
+                "reserved_nbytes": self.budget.reserved_nbytes,
                 "cursors": len(getattr(self.cache, "cursors", ())),
             }
             return {name: n for name, n in counts.items() if n}

@@ -147,7 +147,7 @@ def test_ollamas_client_lists_asks_and_shows_models(pair: Running) -> None:
         for part in client.generate(DENSE, "Hello", options=options, stream=True)
     )
     assert whole
-    with pytest.raises(ollama.ResponseError, match="no embeddings"):
+    with pytest.raises(ollama.ResponseError, match="does not compute embeddings"):
         client.embed(DENSE, "text")
 
 
