@@ -32,7 +32,7 @@ class Fixed:
     def __init__(self, answer: bool) -> None:
         self._answer = answer
 
-    def next(self) -> bool:
+    def should_batch(self) -> bool:
         return self._answer
 
     def saw(self, seconds: float, *, n_tokens: int, n_prompts: int) -> None:

@@ -120,7 +120,7 @@ class HashEngine:
         aligned: bool = False,
         group_rows: int = 1 << 30,
         capacity_nbytes: int = 1 << 40,
-        scored_nbytes: int = 1 << 30,
+        logprobs_chunk_nbytes: int = 1 << 30,
         publish: Callable[[Sequence[Delivery]], None] = _nothing,
         budget: Budget | None = None,
         largest_chunk: int = 0,
@@ -142,7 +142,7 @@ class HashEngine:
             aligned,
             largest_chunk=largest_chunk,
             common_chunk=common_chunk,
-            scored_nbytes=scored_nbytes,
+            logprobs_chunk_nbytes=logprobs_chunk_nbytes,
         )
         self.engine = Engine(
             lambda: EngineParts(self.runner, self.cache, self.budget, limits, scorer=scorer),
@@ -232,7 +232,7 @@ class HashEngine:
                 "rows": len(engine._loop.inflight.rows),
                 "queued": engine._n_queued,
                 "groups": len(self.runner.groups()),
-                "held_nbytes": self.budget.held_nbytes,
+                "reserved_nbytes": self.budget.reserved_nbytes,
                 "cursors": len(getattr(self.cache, "cursors", ())),
             }
             return {name: n for name, n in counts.items() if n}

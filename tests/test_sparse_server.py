@@ -328,7 +328,7 @@ def test_clients_that_go_away_while_it_is_scored_leave_nothing(real: Real) -> No
 
     while engine.call(lambda _: is_left()).result(60):
         pass
-    assert engine.call(lambda parts: parts.budget.held_nbytes).result(60) == 0
+    assert engine.call(lambda parts: parts.budget.reserved_nbytes).result(60) == 0
 
 
 def test_it_survives_a_restart_with_its_folder(folders: dict[str, Path], tmp_path: Path) -> None:

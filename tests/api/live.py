@@ -124,7 +124,7 @@ def serve(
     port: int = 0,
     **options: Any,
 ) -> Iterator[Live]:
-    """port: 0 takes any that is free."""
+    """port: 0: any free one."""
     tokenizer = tokenizer or FakeTokenizer()
     event_router = EventRouter()
 

@@ -31,9 +31,9 @@ class Real:
 
     @property
     def tokenizer(self) -> HfTokenizer:
-        found = self.server.services.tokenizer
-        assert isinstance(found, HfTokenizer)
-        return found
+        tokenizer = self.server.services.tokenizer
+        assert isinstance(tokenizer, HfTokenizer)
+        return tokenizer
 
     @property
     def url(self) -> str:
@@ -47,7 +47,7 @@ class Real:
 
 
 def write_model(path: Path, *, format: str, template: str) -> None:
-    """A tiny model that speaks one tool format: its control tokens, and a template that shows it."""
+    """A tiny model of one tool format: its control tokens, and a template that shows it."""
     tokenizer = grammar_walks.tokenizer(format)
     config = _write_weights(path, tokenizer)
     definition = tokenizer.definition
@@ -71,7 +71,7 @@ def _write_weights(path: Path, tokenizer: HfTokenizer) -> dict[str, Any]:
 
 
 ELSEWHERE = {"x-forwarded-for": "203.0.113.9"}
-"""As a proxy passes a caller on: not a program on this machine."""
+"""Headers that a proxy adds: the caller is not a program on this machine."""
 
 
 def demo_config(**server: Any) -> Config:
@@ -85,7 +85,7 @@ def demo_config(**server: Any) -> Config:
 
 @contextmanager
 def serving(path: Path, *, config: Config | None = None) -> Iterator[Real]:
-    """config: without it, the defaults but for the cache, which is off."""
+    """config: None: the defaults, with the cache off."""
     if config is None:
         off = CacheConfig(disable_prefix_cache=True)
         config = Config(model=ModelConfig(path=str(path)), cache=off)

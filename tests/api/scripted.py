@@ -1,4 +1,4 @@
-"""A live server whose model thinks, talks and calls, and the frames of a stream."""
+"""A live server whose model gives a scripted reply, and the frames of its streams."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PARAMETERS = {"type": "object", "properties": {"at": {"type": "string"}}}
 
 @contextmanager
 def scripted_server(reply: str = REPLY, **options: Any) -> Iterator[Live]:
-    """Whatever it is asked, it says this."""
+    """A server that answers every request with this text."""
     tokenizer = options.pop("tokenizer", None) or FakeTokenizer()
 
     def say(job: Job, choice: int) -> list[int]:
@@ -40,18 +40,18 @@ def scripted_server(reply: str = REPLY, **options: Any) -> Iterator[Live]:
 
 def frames(raw: str) -> list[tuple[str, Any]]:
     """The events of a stream by name, with their data; comments are ("", text)."""
-    found: list[tuple[str, Any]] = []
+    events: list[tuple[str, Any]] = []
     for frame in raw.split("\n\n")[:-1]:
         lines = frame.split("\n")
         if lines[0].startswith(":"):
-            found.append(("", lines[0][1:].strip()))
+            events.append(("", lines[0][1:].strip()))
             continue
         name = lines[0].removeprefix("event: ")
         data = json.loads(lines[-1].removeprefix("data: "))
         assert len(lines) == 2
         assert data["type"] == name
-        found.append((name, data))
-    return found
+        events.append((name, data))
+    return events
 
 
 def post(live: Live, path: str, body: Any, **options: Any) -> httpx.Response:

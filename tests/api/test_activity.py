@@ -1,4 +1,4 @@
-"""/v1/activity: what people see of calls while they go on, and of whom."""
+"""/v1/activity: what is shown of running calls, and to whom."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def watching(live: Live, key: str | None = None) -> Iterator[Events]:
         yield Events(response)
 
 
-def test_a_call_from_its_queue_to_its_end(live: Live) -> None:
+def test_a_call_is_shown_from_its_queue_to_its_end(live: Live) -> None:
     live.engine.n_cached, live.engine.tiers = 3, (("ssd", 3),)
     live.engine.reason = "diverged at token 3"
     with watching(live) as events:
@@ -76,7 +76,7 @@ def test_a_call_from_its_queue_to_its_end(live: Live) -> None:
     assert "Hi" not in json.dumps(done)
 
 
-def test_who_comes_later_sees_what_was(live: Live) -> None:
+def test_a_late_watcher_sees_calls_that_have_ended(live: Live) -> None:
     client = live.openai()
     for _ in range(2):
         client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "Hi"}])
@@ -84,7 +84,7 @@ def test_who_comes_later_sees_what_was(live: Live) -> None:
         assert [call["phase"] for call in events.next("calls")] == ["done", "done"]
 
 
-def test_a_client_that_goes_away_and_a_request_that_fails(live: Live) -> None:
+def test_calls_that_fail_or_lose_their_client_are_shown_as_such(live: Live) -> None:
     with watching(live) as events:
         live.engine.hold("decode")
         body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
@@ -115,7 +115,7 @@ def test_a_key_sees_its_own_calls_and_the_operator_all() -> None:
         assert refused.status_code == 401
 
 
-def test_there_is_an_end_to_watchers(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watchers_are_limited(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activity, "MAX_WATCHERS", 1)
     with watching(live) as events:
         events.next("calls")

@@ -62,7 +62,7 @@ def live() -> Iterator[Live]:
 
 @every_turn
 def test_every_turn_is_answered_with_a_call(live: Live, path: str, turn: int, body: Body) -> None:
-    """Streamed and whole, by what each API calls a call."""
+    """Streamed and whole, in each API's own shape of calls."""
     name, arguments = CALLS[path]
     streamed = post(live, path, body)
     assert streamed.status_code == 200, streamed.text
@@ -97,16 +97,16 @@ def _without_stream_options(path: str) -> Body:
 
 def rendered(live: Live, path: str, body: Body) -> list[dict[str, Any]]:
     post(live, path, body)
-    found: list[dict[str, Any]] = live.tokenizer.rendered[-1]["messages"]
-    return found
+    messages: list[dict[str, Any]] = live.tokenizer.rendered[-1]["messages"]
+    return messages
 
 
 def test_what_claude_code_says_reaches_the_template(live: Live) -> None:
-    found = rendered(live, "/v1/messages", claude_code()[2])
-    assert [m["role"] for m in found] == [
+    messages = rendered(live, "/v1/messages", claude_code()[2])
+    assert [m["role"] for m in messages] == [
         *("system", "user", "assistant", "tool", "tool", "user", "assistant", "user"),
     ]
-    system, first, calls, long, failed, noted, done, last = found
+    system, first, calls, long, failed, noted, done, last = messages
     assert "billing" not in system["content"]
     assert system["content"].startswith("You are Claude Code")
     assert "Working directory: /repo" in system["content"]
@@ -125,23 +125,23 @@ def test_what_claude_code_says_reaches_the_template(live: Live) -> None:
 
 
 def test_what_opencode_says_reaches_the_template(live: Live) -> None:
-    found = rendered(live, "/v1/chat/completions", opencode()[3])
-    assert [m["role"] for m in found] == [
+    messages = rendered(live, "/v1/chat/completions", opencode()[3])
+    assert [m["role"] for m in messages] == [
         *("system", "user", "assistant", "tool", "tool", "assistant", "user", "user", "system"),
     ]
-    assert found[0]["content"].startswith("You are opencode")
-    assert found[-1]["content"].endswith("plan mode."), "a late system message stays where it is"
-    assert found[2]["reasoning_content"] == "Read it first."
-    assert found[2]["tool_calls"][0]["function"]["arguments"] == {"file_path": "/repo/main.py"}
-    assert [m["content"] for m in found[-3:-1]] == ["thanks.", "plan a test"]
+    assert messages[0]["content"].startswith("You are opencode")
+    assert messages[-1]["content"].endswith("plan mode."), "a late system message stays where it is"
+    assert messages[2]["reasoning_content"] == "Read it first."
+    assert messages[2]["tool_calls"][0]["function"]["arguments"] == {"file_path": "/repo/main.py"}
+    assert [m["content"] for m in messages[-3:-1]] == ["thanks.", "plan a test"]
 
 
 def test_what_codex_says_reaches_the_template(live: Live) -> None:
-    found = rendered(live, "/v1/responses", codex()[2])
-    assert [m["role"] for m in found] == [
+    messages = rendered(live, "/v1/responses", codex()[2])
+    assert [m["role"] for m in messages] == [
         *("system", "user", "user", "assistant", "tool", "assistant", "tool", "assistant", "user"),
     ]
-    system, _, asked, shell, output, patch, patched, done, last = found
+    system, _, asked, shell, output, patch, patched, done, last = messages
     assert system["content"].startswith("You are Codex")
     assert "read-only sandbox" in system["content"]
     assert asked["content"].endswith("make the tests pass")
@@ -188,7 +188,7 @@ SHOT: dict[str, Body] = {
 
 @pytest.mark.parametrize("path", SHOT)
 def test_a_screenshot_ends_no_session_of_a_model_without_eyes(live: Live, path: str) -> None:
-    """In a tool's result, and in what was said before, a text stands in its place; the log says so."""
+    """In tool results and earlier messages a text replaces it, and the log says so."""
     body = next(bodies[-1] for at, bodies in AGENTS.values() if at == path)
     key = "input" if path == "/v1/responses" else "messages"
     shown = [*body[key], SHOT[path]]
@@ -220,13 +220,13 @@ def decode(path: str, body: Body) -> GenerateRequest:
 
 @pytest.mark.parametrize("agent", AGENTS)
 def test_each_turn_begins_with_the_one_before(agent: str) -> None:
-    """With its generation prompt, but for the last token: that is what the prefix cache finds again."""
+    """With its generation prompt, but for the last token: the prefix that the cache can reuse."""
     path, bodies = AGENTS[agent]
-    found = prompts(path, bodies)
-    for before, after in itertools.pairwise(found):
+    made = prompts(path, bodies)
+    for before, after in itertools.pairwise(made):
         end = before.boundaries[-1]
         assert end == len(before) - 1
-        if agent == "opencode" and after is found[-1]:
+        if agent == "opencode" and after is made[-1]:
             end -= len("assistant")  # nobody has answered: there is no header any more
         assert np.array_equal(before.ids[:end], after.ids[:end])
 

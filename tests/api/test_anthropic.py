@@ -97,7 +97,7 @@ def test_a_turn_can_be_sent_back_as_it_came(live: Live) -> None:
     assert rendered[2]["tool_call_id"] == rendered[1]["tool_calls"][0]["id"]
 
 
-def test_one_call_at_a_time(live: Live) -> None:
+def test_disable_parallel_tool_use_allows_one_call(live: Live) -> None:
     choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
     message = live.anthropic().messages.create(**ASK, tools=TOOLS, tool_choice=choice)
     assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
@@ -118,15 +118,15 @@ def test_without_tools_a_call_is_text(live: Live) -> None:
         ({"stop_sequences": ["nope", "world"]}, "stop_sequence", "world"),
     ],
 )
-def test_stop_reasons_are_true(
+def test_stop_reasons_say_why_a_reply_ended(
     plain: Live, options: dict[str, Any], reason: str, sequence: str | None
 ) -> None:
     client = plain.anthropic()
     message = client.messages.create(**(ASK | options))
     with client.messages.stream(**(ASK | options)) as stream:
         streamed = stream.get_final_message()
-    for found in (message, streamed):
-        assert (found.stop_reason, found.stop_sequence) == (reason, sequence)
+    for reply in (message, streamed):
+        assert (reply.stop_reason, reply.stop_sequence) == (reason, sequence)
     if sequence:
         assert message.content[0].type == "text"
         assert message.content[0].text == "Hello, "
@@ -143,7 +143,9 @@ def cached() -> Iterator[Live]:
 
 
 @pytest.mark.parametrize(("body", "creates"), [(ASK, False), (MARKED, True)])
-def test_usage_is_disjoint(cached: Live, body: dict[str, Any], creates: bool) -> None:
+def test_usage_counts_each_prompt_token_once(
+    cached: Live, body: dict[str, Any], creates: bool
+) -> None:
     client = cached.anthropic()
     n_prompt = client.messages.count_tokens(
         model="fake", messages=body["messages"], tools=[]
@@ -161,7 +163,7 @@ def test_usage_is_disjoint(cached: Live, body: dict[str, Any], creates: bool) ->
     assert whole.output_tokens == streamed.output_tokens == len(GREETING.encode())
 
 
-def test_zero_tokens_only_fill_the_cache(plain: Live) -> None:
+def test_max_tokens_zero_only_fills_the_cache(plain: Live) -> None:
     client = plain.anthropic()
     message = client.messages.create(**(ASK | {"max_tokens": 0}))
     assert message.content == []
@@ -190,15 +192,15 @@ def test_counting_counts_what_the_template_renders(plain: Live) -> None:
 # --- streamed ------------------------------------------------------------------------------
 
 
-def test_the_order_of_the_events(live: Live) -> None:
+def test_a_stream_has_its_events_in_order(live: Live) -> None:
     raw = post(live, "/v1/messages", ASK | {"stream": True, "tools": TOOLS})
     assert raw.headers["content-type"].startswith("text/event-stream")
-    found = frames(raw.text)
-    names = [name for name, _ in found]
+    shown = frames(raw.text)
+    names = [name for name, _ in shown]
     assert names[:2] == ["message_start", "ping"]
     assert names[-2:] == ["message_delta", "message_stop"]
     blocks: list[list[str]] = []
-    for name, data in found[2:-2]:
+    for name, data in shown[2:-2]:
         kind = name.removeprefix("content_block_")
         if kind == "start":
             assert data["index"] == len(blocks)
@@ -216,7 +218,7 @@ def test_the_order_of_the_events(live: Live) -> None:
         ["tool_use", "input_json_delta", "stop"],
         ["tool_use", "input_json_delta", "stop"],
     ]
-    assert found[-2][1]["delta"]["stop_reason"] == "tool_use"
+    assert shown[-2][1]["delta"]["stop_reason"] == "tool_use"
 
 
 def test_a_stream_is_the_whole_message(live: Live) -> None:
@@ -243,7 +245,7 @@ def test_thinking_can_be_left_out(live: Live) -> None:
         assert message.content[0].signature
 
 
-def test_pings_while_a_long_prompt_is_read() -> None:
+def test_a_stream_gets_pings_while_a_long_prompt_is_read() -> None:
     with scripted_server("ok", limits=ApiLimits(keep_alive_s=0.05)) as live:
         live.engine.chunk = 10
         live.engine.hold("prefill", after=20)
@@ -260,8 +262,8 @@ def test_pings_while_a_long_prompt_is_read() -> None:
         assert ("", "prefill 20/37") in frames(seen)
 
 
-def test_in_the_queue_a_comment_keeps_the_line_open() -> None:
-    """Nothing may come before message_start, and what it says is not known yet."""
+def test_a_queued_stream_is_kept_open_by_comments() -> None:
+    """No event may come before message_start, whose content is not known yet."""
     with scripted_server("ok", limits=ApiLimits(keep_alive_s=0.05)) as live:
         live.engine.hold("queue")
         body = ASK | {"stream": True}
@@ -271,9 +273,9 @@ def test_in_the_queue_a_comment_keeps_the_line_open() -> None:
                 seen += piece
                 if seen.count(": keep-alive") == 2:
                     live.engine.release("queue")
-        found = frames(seen)
-        assert found[0] == ("", "keep-alive")
-        assert next(name for name, _ in found if name) == "message_start"
+        shown = frames(seen)
+        assert shown[0] == ("", "keep-alive")
+        assert next(name for name, _ in shown if name) == "message_start"
         with live.anthropic().messages.stream(**ASK) as stream:
             assert stream.get_final_text() == "ok"
 
@@ -345,14 +347,14 @@ def test_a_stopping_server_is_overloaded() -> None:
         assert (caught.value.status_code, body["error"]["type"]) == (503, "overloaded_error")
 
 
-def test_methods_and_paths_below_have_the_shape_too(plain: Live) -> None:
+def test_errors_below_the_path_have_anthropics_shape(plain: Live) -> None:
     wrong = httpx.get(f"{plain.url}/v1/messages")
     assert (wrong.status_code, wrong.json()["error"]["type"]) == (405, "invalid_request_error")
     unknown = httpx.post(f"{plain.url}/v1/messages/batches", json={})
     assert (unknown.status_code, unknown.json()["type"]) == (404, "error")
 
 
-def test_either_way_of_sending_a_key() -> None:
+def test_keys_are_accepted_in_both_headers() -> None:
     with serve(keys=Keys(["secret"])) as live:
         by_header = live.anthropic(api_key="secret")
         assert by_header.messages.create(**ASK).stop_reason == "end_turn"
@@ -367,7 +369,7 @@ def test_either_way_of_sending_a_key() -> None:
         assert body["error"]["type"] == "authentication_error"
 
 
-def test_images_are_refused_where_there_are_no_eyes(plain: Live) -> None:
+def test_a_model_without_vision_refuses_images(plain: Live) -> None:
     source: Any = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
     content: Any = [{"type": "image", "source": source}, {"type": "text", "text": "what?"}]
     with pytest.raises(anthropic.BadRequestError, match="takes no images"):
@@ -377,7 +379,7 @@ def test_images_are_refused_where_there_are_no_eyes(plain: Live) -> None:
 
 
 def test_what_changes_with_each_request_is_not_in_the_prompt(plain: Live) -> None:
-    """Claude Code's billing line would break the prefix each time."""
+    """Claude Code's billing line changes each time, and would break the prefix."""
     client = plain.anthropic()
     for stamp in ("1", "2"):
         system: Any = [

@@ -10,7 +10,7 @@ def bearer(key: str) -> list[tuple[bytes, bytes]]:
     return [(b"host", b"x"), (b"authorization", f"Bearer {key}".encode())]
 
 
-def test_without_keys_everyone_shares() -> None:
+def test_without_keys_all_callers_share_a_namespace() -> None:
     assert not Keys().required
     assert Keys().admit([]) == ANYONE
     assert Keys().admit(bearer("whatever")) == ANYONE
@@ -21,7 +21,7 @@ def test_each_key_has_a_namespace_of_its_own() -> None:
     alice, bob = keys.admit(bearer("alice")), keys.admit(bearer("bob"))
     assert alice == Caller(namespace_of("alice"), namespace_of("alice"))
     assert len({alice, bob, ANYONE}) == 3
-    assert "alice" not in alice.own
+    assert "alice" not in alice.key_id
 
 
 def test_share_puts_all_keys_into_one_namespace() -> None:
@@ -29,7 +29,7 @@ def test_share_puts_all_keys_into_one_namespace() -> None:
     alice, bob = keys.admit(bearer("alice")), keys.admit(bearer("bob"))
     assert alice.namespace == bob.namespace == SHARED
     assert keys.namespaces == (SHARED,)
-    assert len({alice.own, bob.own, SHARED}) == 3, "what they left here stays their own"
+    assert len({alice.key_id, bob.key_id, SHARED}) == 3, "responses and quotas are not shared"
 
 
 def test_the_namespace_of_a_key_never_changes() -> None:
@@ -48,7 +48,7 @@ def test_the_namespace_of_a_key_never_changes() -> None:
     ],
 )
 def test_ways_to_present_a_key(headers: list[tuple[bytes, bytes]]) -> None:
-    assert Keys(["bob", "alice"]).admit(headers).own == namespace_of("alice")
+    assert Keys(["bob", "alice"]).admit(headers).key_id == namespace_of("alice")
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,6 @@ def test_ways_to_present_a_key(headers: list[tuple[bytes, bytes]]) -> None:
         [(b"cookie", b"alice")],
     ],
 )
-def test_refused(headers: list[tuple[bytes, bytes]]) -> None:
+def test_missing_and_wrong_keys_are_refused(headers: list[tuple[bytes, bytes]]) -> None:
     with pytest.raises(Unauthorized):
         Keys(["alice"]).admit(headers)

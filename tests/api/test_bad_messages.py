@@ -1,4 +1,4 @@
-"""Bodies that Anthropic's and the Responses dialect refuse, each with a 400 that names the place."""
+"""Bodies that the Anthropic and Responses dialects refuse, each with a 400 that names the parameter."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def send(http: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Response:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body", "param"), TABLE, ids=lambda v: json.dumps(v)[:60])
-def test_bad_bodies(
+def test_a_bad_body_is_a_400_that_names_the_parameter(
     http: httpx.Client, path: str, body: dict[str, Any], param: str | None, stream: bool
 ) -> None:
     answer = send(http, path, {"stream": stream, **body})
@@ -266,7 +266,9 @@ def test_bad_bodies(
     ],
     ids=lambda raw: repr(raw[:30]),
 )
-def test_bodies_that_are_no_json_objects(http: httpx.Client, path: str, raw: bytes) -> None:
+def test_a_body_that_is_not_a_json_object_is_a_400(
+    http: httpx.Client, path: str, raw: bytes
+) -> None:
     answer = http.post(path, content=raw, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
@@ -319,7 +321,7 @@ OTHERS: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), OTHERS, ids=lambda v: str(v)[:60])
-def test_the_other_routes_refuse_as_clearly(http: httpx.Client, path: str, body: Any) -> None:
+def test_bad_bodies_of_other_routes_are_400(http: httpx.Client, path: str, body: Any) -> None:
     answer = http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"]
@@ -328,7 +330,7 @@ def test_the_other_routes_refuse_as_clearly(http: httpx.Client, path: str, body:
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=x", "limit=101", "order=up"])
-def test_pages_of_items(http: httpx.Client, query: str) -> None:
+def test_a_bad_page_of_input_items_is_a_400(http: httpx.Client, query: str) -> None:
     made = http.post("/v1/responses", json={"input": "hi"}).json()
     answer = http.get(f"/v1/responses/{made['id']}/input_items?{query}")
     assert answer.status_code == 400

@@ -41,7 +41,7 @@ def test_an_undeclared_length_is_counted() -> None:
         read([piece(b"abc"), piece(b"de")], limit=4)
 
 
-def test_hanging_up_while_sending() -> None:
+def test_a_client_may_hang_up_while_sending() -> None:
     with pytest.raises(ClientGone):
         read([piece(b"abc"), {"type": "http.disconnect"}], limit=4)
 
@@ -49,14 +49,14 @@ def test_hanging_up_while_sending() -> None:
 @pytest.mark.parametrize(
     "given_type", [b"application/json", b"Application/JSON; charset=utf-8", b"application/x+json"]
 )
-def test_json_types(given_type: bytes) -> None:
+def test_json_content_types_are_accepted(given_type: bytes) -> None:
     check_content_type([(b"host", b"x"), (b"content-type", given_type)])
 
 
 @pytest.mark.parametrize(
     "given_type", [b"", b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data"]
 )
-def test_other_types(given_type: bytes) -> None:
+def test_other_content_types_are_refused(given_type: bytes) -> None:
     with pytest.raises(BadRequest):
         check_content_type([(b"content-type", given_type)])
     with pytest.raises(BadRequest):
@@ -86,12 +86,12 @@ def test_other_types(given_type: bytes) -> None:
     ],
     ids=lambda raw: repr(raw[:24]),
 )
-def test_bodies_that_are_none(raw: bytes) -> None:
+def test_bodies_that_are_not_json_objects_are_refused(raw: bytes) -> None:
     with pytest.raises(BadRequest):
         parse_object(raw)
 
 
-def test_bodies_that_are() -> None:
+def test_json_objects_are_accepted() -> None:
     assert parse_object(b'{"a": "\\ud83d\\ude00"}') == {"a": "\U0001f600"}
     wide = {"a": [[1], [2]] * 1000, "b": list(range(1000))}
     assert parse_object(json.dumps(wide).encode()) == wide

@@ -15,7 +15,7 @@ from tests.fakes import FakeTokenizer
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 
 
-def test_a_whole_reply(shared_live: Live) -> None:
+def test_a_whole_reply_has_text_usage_and_reason(shared_live: Live) -> None:
     reply = shared_live.openai().chat.completions.create(model="fake", messages=HI)
     assert reply.choices[0].message.content == GREETING
     assert reply.choices[0].message.role == "assistant"
@@ -29,7 +29,7 @@ def test_a_whole_reply(shared_live: Live) -> None:
     assert reply.usage.total_tokens == n_prompt + len(GREETING.encode())
 
 
-def test_a_stream(shared_live: Live) -> None:
+def test_a_stream_has_the_text_of_the_whole_reply(shared_live: Live) -> None:
     chunks = list(
         shared_live.openai().chat.completions.create(model="fake", messages=HI, stream=True)
     )
@@ -92,7 +92,7 @@ def test_choices_have_their_own_texts() -> None:
         assert len(live.engine.jobs) == 2  # one job each, whatever n is
 
 
-def test_logprobs(shared_live: Live) -> None:
+def test_logprobs_have_bytes_and_alternatives(shared_live: Live) -> None:
     client = shared_live.openai()
     ask: dict[str, Any] = {
         "model": "fake", "messages": HI, "logprobs": True, "top_logprobs": 2, "max_tokens": 5,
@@ -118,7 +118,7 @@ def test_length_is_a_finish_reason(shared_live: Live) -> None:
     assert reply.choices[0].finish_reason == "length"
 
 
-def test_a_character_cut_by_the_limit_is_held_back(shared_live: Live) -> None:
+def test_half_a_character_at_the_limit_is_not_shown(shared_live: Live) -> None:
     n = len(b"Hello, world! Gr") + 1
     client, claude = shared_live.openai(), shared_live.anthropic()
     reply = client.chat.completions.create(model="fake", messages=HI, max_tokens=n)
@@ -185,7 +185,7 @@ STOPPED = "one two STOP three"
 
 
 def splits(text: str) -> Iterator[list[str]]:
-    """The text in two, at every place, and one character at a time."""
+    """The text in two pieces, at every place, and one character at a time."""
     for at in range(len(text) + 1):
         yield [piece for piece in (text[:at], text[at:]) if piece]
     yield list(text)
@@ -275,7 +275,7 @@ def test_fifty_streams_at_once() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_the_async_client(shared_live: Live, n: int) -> None:
+def test_the_async_client_works(shared_live: Live, n: int) -> None:
     async def ask() -> None:
         async with shared_live.async_openai() as client:
             reply = await client.chat.completions.create(model="fake", messages=HI, n=n)

@@ -20,14 +20,14 @@ def echoing(tokenizer: FakeTokenizer) -> Any:
     return reply
 
 
-def test_a_prompt_is_a_text(shared_live: Live) -> None:
+def test_a_prompt_may_be_a_text(shared_live: Live) -> None:
     reply = shared_live.openai().completions.create(model="fake", prompt="Once")
     assert reply.choices[0].text == GREETING
     assert reply.object == "text_completion"
     assert shared_live.engine.jobs[-1].prompt.ids.tolist() == list(b"Once")
 
 
-def test_a_prompt_is_token_ids(shared_live: Live) -> None:
+def test_a_prompt_may_be_token_ids(shared_live: Live) -> None:
     shared_live.openai().completions.create(model="fake", prompt=[72, 105])
     assert shared_live.engine.jobs[-1].prompt.ids.tolist() == [72, 105]
 
@@ -50,7 +50,7 @@ def test_several_prompts_and_choices_are_numbered_in_order() -> None:
             assert texts == expected
 
 
-def test_echo(live: Live) -> None:
+def test_echo_begins_each_reply_with_the_prompt(live: Live) -> None:
     client = live.openai()
     for prompt in ("Once ", list(b"Once ")):
         whole = client.completions.create(model="fake", prompt=prompt, echo=True, n=2)
@@ -59,7 +59,7 @@ def test_echo(live: Live) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == f"Once {GREETING}"
 
 
-def test_logprobs(shared_live: Live) -> None:
+def test_logprobs_have_tokens_offsets_and_alternatives(shared_live: Live) -> None:
     reply = shared_live.openai().completions.create(
         model="fake", prompt="a", logprobs=3, max_tokens=4
     )
@@ -80,7 +80,7 @@ def test_logprobs(shared_live: Live) -> None:
 def test_echo_shows_how_likely_the_prompt_was(
     shared_live: Live, prompt: Any, max_tokens: int
 ) -> None:
-    """As lm-eval-harness asks: the first token has no logprob, the reply's follow the prompt's."""
+    """As lm-eval-harness asks: the first token has no logprob, and those of the reply follow."""
     reply = shared_live.openai().completions.create(
         model="fake", prompt=prompt, echo=True, logprobs=1, max_tokens=max_tokens
     )
@@ -116,7 +116,7 @@ def test_a_stream_echoes_with_logprobs_first(live: Live) -> None:
     assert offsets == [[4], [4]]
 
 
-def test_one_token_has_nothing_before_it(shared_live: Live) -> None:
+def test_the_first_token_of_a_prompt_has_no_logprob(shared_live: Live) -> None:
     reply = shared_live.openai().completions.create(
         model="fake", prompt="a", echo=True, logprobs=2, max_tokens=0
     )
@@ -129,8 +129,8 @@ def test_every_prompt_of_a_batch_is_scored(shared_live: Live) -> None:
     reply = shared_live.openai().completions.create(
         model="fake", prompt=["ab", "cde", "f"], echo=True, logprobs=1, max_tokens=0
     )
-    found = [choice.logprobs.token_logprobs for choice in reply.choices if choice.logprobs]
-    assert found == [[None, -0.125], [None, -0.125, -0.25], [None]]
+    logprobs = [choice.logprobs.token_logprobs for choice in reply.choices if choice.logprobs]
+    assert logprobs == [[None, -0.125], [None, -0.125, -0.25], [None]]
 
 
 def test_tokens_of_one_character_begin_where_it_does(shared_live: Live) -> None:
@@ -141,7 +141,7 @@ def test_tokens_of_one_character_begin_where_it_does(shared_live: Live) -> None:
     assert reply.choices[0].logprobs.text_offset == [0, 1, 1, 2]
 
 
-def test_what_the_tokenizer_puts_in_front_is_a_token_but_no_text() -> None:
+def test_the_bos_token_is_echoed_without_text() -> None:
     with serve(tokenizer=Opening()) as live:
         reply = live.openai().completions.create(
             model="fake", prompt="ab", echo=True, logprobs=0, max_tokens=0
@@ -154,7 +154,7 @@ def test_what_the_tokenizer_puts_in_front_is_a_token_but_no_text() -> None:
 
 
 class Opening(FakeTokenizer):
-    """Puts a token in front of every raw prompt."""
+    """A tokenizer that begins every raw prompt with a token."""
 
     def encode(
         self, text: str, *, add_special: bool, typed: Sequence[tuple[int, int]] = ()
@@ -162,7 +162,7 @@ class Opening(FakeTokenizer):
         return super().encode(START + text if add_special else text, add_special=False, typed=typed)
 
 
-def test_no_tokens_at_all_reads_the_prompt(live: Live) -> None:
+def test_max_tokens_zero_only_reads_the_prompt(live: Live) -> None:
     reply = live.openai().completions.create(model="fake", prompt="hello", max_tokens=0)
     assert (reply.choices[0].text, reply.choices[0].finish_reason) == ("", "length")
     assert live.engine.jobs[-1].max_tokens == 0
@@ -187,7 +187,7 @@ def test_logprobs_of_too_many_tokens_are_refused(live: Live) -> None:
 
 @pytest.mark.parametrize("text", ["Grüße 🙂 " * 1500, "\ufb01" * 4000])
 def test_a_long_prompt_is_echoed_whole(text: str) -> None:
-    """In slices, whose borders may be inside characters, and away from the asyncio thread."""
+    """In slices, whose borders may split characters, off the asyncio thread."""
     with serve(context_length=100_000) as large:
         client = large.openai()
         ask: Any = {"model": "fake", "prompt": text, "echo": True, "logprobs": 1, "max_tokens": 2}
@@ -204,8 +204,8 @@ def test_a_long_prompt_is_echoed_whole(text: str) -> None:
         assert max(len(chunk.text) for chunk in chunks) <= 1024
 
 
-def test_a_tokenizer_that_changes_a_text() -> None:
-    """What is echoed is what was sent."""
+def test_the_echo_is_the_text_that_was_sent() -> None:
+    """The tokenizer changes the text, but the echo is what was sent."""
     with serve(tokenizer=Lowering(), context_length=100_000) as live:
         ask: Any = {"model": "fake", "prompt": "ABC" * 700, "echo": True, "logprobs": 0}
         whole = live.openai().completions.create(**ask, max_tokens=0).choices[0]
@@ -229,7 +229,7 @@ def coder() -> FakeTokenizer:
     return FakeTokenizer(special=(END, START, *marks))
 
 
-def test_a_suffix_is_put_behind_the_hole() -> None:
+def test_a_suffix_follows_the_hole() -> None:
     tokenizer = coder()
     with serve(tokenizer=tokenizer) as live:
         reply = live.openai().completions.create(
@@ -257,15 +257,15 @@ def test_a_suffix_is_put_behind_the_hole() -> None:
         ({"prompt": "a", "max_tokens": 0}, "no tokens for filling in the middle"),
     ],
 )
-def test_a_suffix_that_cannot_be_is_a_clear_400(
+def test_a_suffix_that_the_model_cannot_take_is_a_400(
     shared_live: Live, given: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=says):
         shared_live.openai().completions.create(model="fake", suffix="b", **given)
 
 
-def test_what_the_two_texts_spell_is_text() -> None:
-    """A file about tokens is a file; a prompt with the tokens of a repository says so."""
+def test_control_tokens_around_a_hole_stay_text() -> None:
+    """A file may be about control tokens; a prompt that uses them says so with parse_special."""
     tokenizer = coder()
     mark = tokenizer.token_id("<|fim_middle|>")
     with serve(tokenizer=tokenizer) as live:
@@ -280,7 +280,7 @@ def test_what_the_two_texts_spell_is_text() -> None:
             )
 
 
-def test_several_holes_and_nothing_before_one() -> None:
+def test_several_holes_are_filled_even_at_the_start_of_a_text() -> None:
     tokenizer = coder()
     with serve(tokenizer=tokenizer) as live:
         reply = live.openai().completions.create(
@@ -293,7 +293,7 @@ def test_several_holes_and_nothing_before_one() -> None:
 
 
 @pytest.mark.parametrize("side", ["prompt", "suffix"])
-def test_two_texts_that_are_too_long(side: str) -> None:
+def test_prompt_and_suffix_beyond_the_context_are_refused(side: str) -> None:
     with serve(tokenizer=coder()) as live:
         ask: Any = {"model": "fake", "prompt": "a", "suffix": "b"} | {side: "a" * 5000}
         with pytest.raises(openai.BadRequestError, match="context holds") as caught:
@@ -302,7 +302,7 @@ def test_two_texts_that_are_too_long(side: str) -> None:
         assert live.engine.jobs == []
 
 
-def test_an_empty_suffix_is_none(shared_live: Live) -> None:
+def test_an_empty_suffix_counts_as_absent(shared_live: Live) -> None:
     reply = shared_live.openai().completions.create(model="fake", prompt="a", suffix="")
     assert reply.choices[0].text == GREETING
 

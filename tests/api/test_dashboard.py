@@ -1,4 +1,4 @@
-"""The page at /, as far as a program sees it: who gets it, what it may do, what it is made of."""
+"""The page at / as a program sees it: who gets it, what it may do, what it consists of."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def test_a_browser_gets_the_page_and_a_program_the_name(shared_live: Live) -> No
         ("", False),
     ],
 )
-def test_who_wants_a_page(accept: str, page: bool) -> None:
+def test_browsers_get_the_page_by_their_accept_header(accept: str, page: bool) -> None:
     assert wants_page(accept) is page
 
 
-def test_the_page_reaches_nobody_else(shared_live: Live) -> None:
+def test_the_page_may_reach_only_this_server(shared_live: Live) -> None:
     for path in ("/", "/page/app.js"):
         headers = httpx.get(f"{shared_live.url}{path}", headers=BROWSER).headers
         policy = headers["content-security-policy"]
@@ -57,7 +57,7 @@ def test_the_page_reaches_nobody_else(shared_live: Live) -> None:
         assert headers["x-content-type-options"] == "nosniff"
 
 
-def test_its_files_hold_no_inline_script_and_name_nobody_else() -> None:
+def test_its_files_have_no_inline_script_and_name_no_other_host() -> None:
     files = read_files()
     page = files["index.html"].body.decode()
     assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=", page)
@@ -93,7 +93,7 @@ def test_a_file_that_a_browser_has_is_not_sent_again(shared_live: Live) -> None:
         assert httpx.get(shared_live.url + path).status_code == 404
 
 
-def test_the_page_is_for_all_and_what_it_shows_for_a_key(keyed: Live) -> None:
+def test_the_page_needs_no_key_but_its_data_does(keyed: Live) -> None:
     for path in ("/", "/page/app.js"):
         assert httpx.get(keyed.url + path, headers=BROWSER).status_code == 200
     for path in ("/v1/activity", "/v1/models", "/v1/cache/tree"):
@@ -101,7 +101,7 @@ def test_the_page_is_for_all_and_what_it_shows_for_a_key(keyed: Live) -> None:
     assert httpx.get(f"{keyed.url}/v1/models").status_code == 401
 
 
-def test_no_dashboard() -> None:
+def test_without_the_dashboard_the_root_gives_name_and_version() -> None:
     with serve(dashboard=False) as live:
         assert httpx.get(live.url, headers=BROWSER).json()["name"] == "firn"
         assert httpx.get(f"{live.url}/page/app.js").status_code == 404

@@ -1,4 +1,4 @@
-"""A client that goes away, streaming or not, wherever its request is: its row is freed."""
+"""A client that hangs up, streaming or not, frees its row, wherever its request is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 class Client:
-    """A socket that can be hung up at any moment."""
+    """A client on a socket that can hang up at any moment."""
 
     def __init__(self, live: Live, path: str, *, stream: bool) -> None:
         body = json.dumps({**BODIES[path], "stream": stream}).encode()
@@ -66,7 +66,7 @@ def test_hanging_up_frees_the_row(live: Live, stage: Stage, path: str, stream: b
     assert live.n_calls() == 0
 
 
-def test_the_others_go_on() -> None:
+def test_other_calls_continue_when_clients_hang_up() -> None:
     tokenizer = FakeTokenizer()
     text = "abcdefghij" * 20
 
@@ -93,7 +93,7 @@ def test_the_others_go_on() -> None:
 
 
 class SlowPrompts:
-    """Prompts that take until the test says so."""
+    """Prompts that are made when the test says so."""
 
     def __init__(self, prompts: Any) -> None:
         self._prompts = prompts
@@ -113,8 +113,8 @@ class SlowPrompts:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_hanging_up_while_the_prompt_is_made(stream: bool) -> None:
-    """Nothing is ever queued for it."""
+def test_a_client_may_hang_up_while_its_prompt_is_made(stream: bool) -> None:
+    """No job is queued for it."""
     made: list[SlowPrompts] = []
 
     def wrap(prompts: Any) -> SlowPrompts:
@@ -132,7 +132,7 @@ def test_hanging_up_while_the_prompt_is_made(stream: bool) -> None:
         assert live.engine.cancelled == []
 
 
-def test_hanging_up_before_the_body_is_whole(live: Live) -> None:
+def test_a_client_may_hang_up_before_its_body_is_whole(live: Live) -> None:
     with socket.create_connection(("127.0.0.1", live.port)) as client:
         client.sendall(
             b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -142,8 +142,8 @@ def test_hanging_up_before_the_body_is_whole(live: Live) -> None:
     assert live.engine.jobs == []
 
 
-def test_two_requests_on_one_connection(live: Live) -> None:
-    """The second, sent early, is no sign that the client has gone."""
+def test_a_second_request_on_a_connection_is_no_hang_up(live: Live) -> None:
+    """A second request sent early does not mean that the client is gone."""
     live.engine.hold("decode", after=2)
     client = Client(live, "/v1/chat/completions", stream=True)
     live.engine.wait_for(lambda e: e.n_sent() == 2)
@@ -159,8 +159,8 @@ def test_two_requests_on_one_connection(live: Live) -> None:
     client.hang_up()
 
 
-def test_a_client_that_does_not_read_and_then_leaves() -> None:
-    """The stream is stuck in a full socket; hanging up still frees the row."""
+def test_a_client_that_stops_reading_and_hangs_up_frees_its_row() -> None:
+    """The stream is blocked by a full socket; hanging up still frees the row."""
     tokenizer = FakeTokenizer(["x" * 20_000])
     big = tokenizer.vocab_size - 1
 

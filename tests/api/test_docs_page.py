@@ -51,7 +51,7 @@ def test_its_examples_work_as_they_are() -> None:
         assert '"chat.completion"' in answer.stdout
 
 
-def test_what_a_schema_says_is_text() -> None:
+def test_texts_of_a_schema_are_escaped() -> None:
     spec = {
         "info": {"title": "<b>", "version": "1"},
         "paths": {

@@ -1,4 +1,4 @@
-"""Tools on a whole server, asked for by the real clients: a model of noise, held to what was asked."""
+"""Tools on a whole server, with the real clients: a random model, kept to what was asked."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
 
 
 def bias(live: Real, *texts: str, by: float = 4) -> dict[str, float]:
-    """For what ends strings and replies, and for more."""
+    """A bias towards the ends of strings and replies, and these texts."""
     ids = [live.tokenizer.token_id(text) for text in ('"', "}", *texts)]
     return {str(t): by for t in (*ids, *live.tokenizer.eos) if t is not None}
 
@@ -58,15 +58,15 @@ def chat(live: Real, **options: Any) -> Any:
 
 
 def calls(reply: Any) -> list[tuple[str, Any]]:
-    found = reply.choices[0].message.tool_calls or []
-    return [(call.function.name, json.loads(call.function.arguments)) for call in found]
+    tool_calls = reply.choices[0].message.tool_calls or []
+    return [(call.function.name, json.loads(call.function.arguments)) for call in tool_calls]
 
 
 # --- which may be called -------------------------------------------------------------------
 
 
-def test_none_keeps_the_prompt_and_forbids_calls(live: Real) -> None:
-    """An agent's last step: with the tools in the prompt, all of it is known already."""
+def test_tool_choice_none_keeps_the_prompt_and_forbids_calls(live: Real) -> None:
+    """An agent's last step: since the tools stay in the prompt, all of it is cached."""
     pushed = bias(live, "<tool_call>", by=60)
     (seen,) = calls(
         chat(live, tools=TOOLS, parallel_tool_calls=False, tool_choice="required", max_tokens=300)
@@ -96,11 +96,11 @@ def test_none_keeps_the_prompt_and_forbids_calls(live: Real) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_only_what_is_allowed_is_called(live: Real, seed: int) -> None:
+def test_only_allowed_tools_are_called(live: Real, seed: int) -> None:
     some = [{"type": "function", "function": {"name": "leave"}}]
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": some}}
-    found = calls(chat(live, tools=TOOLS, tool_choice=choice, seed=seed))
-    assert {name for name, _ in found} == {"leave"}
+    called = calls(chat(live, tools=TOOLS, tool_choice=choice, seed=seed))
+    assert {name for name, _ in called} == {"leave"}
     flat: Any = [{"type": "function", "name": n, "parameters": PLACE} for n in NAMES]
     made = live.openai().responses.create(
         model="", input=HI, tools=flat, max_output_tokens=300,
@@ -111,7 +111,7 @@ def test_only_what_is_allowed_is_called(live: Real, seed: int) -> None:
     assert {item.name for item in made.output if item.type == "function_call"} == {"ask"}
 
 
-def test_functions_as_they_were_called_first(live: Real) -> None:
+def test_the_older_functions_are_enforced_too(live: Real) -> None:
     old: Any = [tool["function"] for tool in TOOLS]
     reply = chat(live, functions=old, function_call={"name": "look"})
     message = reply.choices[0].message
@@ -164,7 +164,7 @@ def test_a_schema_is_enforced_as_far_as_it_goes(live: Real, word: str, schema: A
     assert "tools[0]" in str(caught.value)
 
 
-def test_what_is_held_wholly_says_nothing(live: Real) -> None:
+def test_a_fully_enforced_request_has_no_header(live: Real) -> None:
     answer = live.openai().chat.completions.with_raw_response.create(
         model="", messages=HI, tools=TOOLS, tool_choice="required", max_tokens=4
     )
@@ -181,7 +181,7 @@ GRAMMARS = [
 
 
 @pytest.mark.parametrize(("syntax", "definition", "form"), GRAMMARS, ids=["lark", "regex"])
-def test_a_custom_tool_is_held_to_its_grammar(
+def test_a_custom_tools_grammar_is_enforced(
     live: Real, syntax: str, definition: str, form: str
 ) -> None:
     grammar = {"syntax": syntax, "definition": definition}
@@ -204,7 +204,7 @@ def test_a_custom_tool_is_held_to_its_grammar(
 
 
 @pytest.mark.parametrize("n_tokens", [12, 16, 20, 24, 28])
-def test_a_custom_input_that_is_cut_has_no_wrapper(live: Real, n_tokens: int) -> None:
+def test_a_custom_input_that_is_cut_off_is_plain_text(live: Real, n_tokens: int) -> None:
     form = {"type": "grammar", "syntax": "regex", "definition": '[a"]{40}'}
     made = live.openai().responses.create(
         model="", input=HI, max_output_tokens=n_tokens, tool_choice="required",
@@ -227,9 +227,9 @@ def test_a_model_without_tools_is_told_of_them_in_words(
     write_family(path, "gemma2")
     with serving(path) as plain:
         prompt = {"messages": HI, "tools": TOOLS}
-        found = plain.openai().post("/tokenize", body=prompt, cast_to=object)
-        assert isinstance(found, dict)
-        text = plain.tokenizer.decode(found["ids"])
+        tokenized = plain.openai().post("/tokenize", body=prompt, cast_to=object)
+        assert isinstance(tokenized, dict)
+        text = plain.tokenizer.decode(tokenized["ids"])
         assert '"look"' in text
         assert "To call a tool" in text
         reply = chat(plain, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
@@ -248,7 +248,9 @@ def test_a_model_without_tools_is_told_of_them_in_words(
         assert made.content[0].type in ("tool_use", "text")
 
 
-def test_by_the_format_that_is_named(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_format_of_tool_call_parser_is_enforced(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     path = tmp_path_factory.mktemp("gemma2")
     write_family(path, "gemma2")
     base = Config(model=ModelConfig(path=str(path)))

@@ -207,7 +207,7 @@ def http(shared_live: Live) -> Any:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body", "param"), TABLE, ids=lambda v: json.dumps(v)[:50])
-def test_bad_bodies(
+def test_a_bad_body_is_a_400_that_names_the_parameter(
     http: httpx.Client, path: str, body: dict[str, Any], param: str, stream: bool
 ) -> None:
     whole = {"model": "fake", **ROUTES[path], "stream": stream, **body}
@@ -240,7 +240,9 @@ def test_bad_bodies(
     ],
     ids=lambda raw: repr(raw[:30]),
 )
-def test_bodies_that_are_no_json_objects(http: httpx.Client, path: str, raw: bytes) -> None:
+def test_a_body_that_is_not_a_json_object_is_a_400(
+    http: httpx.Client, path: str, raw: bytes
+) -> None:
     answer = http.post(path, content=raw, headers={"content-type": "application/json"})
     check_error(answer, 400)
 
@@ -271,13 +273,15 @@ def test_junk_is_refused_or_answered(http: httpx.Client, path: str, body: dict[s
 
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("given_type", ["text/plain", "application/x-www-form-urlencoded", None])
-def test_other_content_types(http: httpx.Client, path: str, given_type: str | None) -> None:
+def test_other_content_types_are_refused(
+    http: httpx.Client, path: str, given_type: str | None
+) -> None:
     headers = {"content-type": given_type} if given_type else {}
     error = check_error(http.post(path, content=b"{}", headers=headers), 400)
     assert "content-type" in error["message"]
 
 
-def test_an_unpaired_surrogate_inside_tool_arguments(http: httpx.Client) -> None:
+def test_an_unpaired_surrogate_in_tool_arguments_is_a_400(http: httpx.Client) -> None:
     function = {"name": "a", "arguments": '{"b": "\\ud800"}'}
     call = {"id": "1", "type": "function", "function": function}
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]
@@ -306,7 +310,7 @@ def test_unknown_models_are_404(shared_live: Live) -> None:
     assert caught.value.param == "model"
 
 
-def test_too_long_names_both_numbers(shared_live: Live) -> None:
+def test_a_prompt_that_is_too_long_names_both_numbers(shared_live: Live) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         shared_live.openai().chat.completions.create(
             model="fake", messages=[{"role": "user", "content": "x" * 5000}]
@@ -316,7 +320,7 @@ def test_too_long_names_both_numbers(shared_live: Live) -> None:
     assert "50" in caught.value.message
 
 
-def test_unknown_routes_and_methods(http: httpx.Client) -> None:
+def test_unknown_routes_are_404_and_methods_405(http: httpx.Client) -> None:
     assert check_error(http.get("/nowhere"), 404)["code"] == "not_found"
     assert check_error(http.post("/v1/chat/completions/"), 404)
     assert check_error(http.get("/v1/chat/completions"), 405)["code"] == "method_not_allowed"
@@ -329,7 +333,7 @@ def test_unknown_routes_and_methods(http: httpx.Client) -> None:
 # --- too much ------------------------------------------------------------------------------
 
 
-def test_bodies_over_the_limit() -> None:
+def test_bodies_over_the_limit_are_413() -> None:
     with serve(limits=ApiLimits(body_nbytes=1000)) as live, httpx.Client(base_url=live.url) as http:
         for path in ROUTES:
             headers = {"content-type": "application/json"}
@@ -343,7 +347,7 @@ def test_bodies_over_the_limit() -> None:
             assert http.post(path, json=ROUTES[path]).status_code == 200
 
 
-def test_a_full_queue_says_when_to_come_back(live: Live) -> None:
+def test_a_full_queue_is_a_429_with_retry_after(live: Live) -> None:
     live.engine.refusal = QueueFull(9, retry_after_s=3)
     for stream in (False, True):
         for path, body in ROUTES.items():
@@ -355,8 +359,8 @@ def test_a_full_queue_says_when_to_come_back(live: Live) -> None:
         live.openai().completions.create(model="fake", prompt="a")
 
 
-def test_a_queue_that_fills_between_two_prompts(live: Live) -> None:
-    """What was queued of the call is taken back."""
+def test_a_queue_that_fills_between_two_prompts_cancels_the_first(live: Live) -> None:
+    """The part of the call that was queued is cancelled."""
     live.engine.hold("queue")
 
     def once(job: Job, choice: int) -> list[int]:

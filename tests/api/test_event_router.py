@@ -53,7 +53,7 @@ def test_one_wakeup_per_step_whatever_the_batch() -> None:
     run(work)
 
 
-def test_what_has_gathered_is_taken_at_once() -> None:
+def test_take_returns_all_that_has_arrived() -> None:
     async def work(_: CountingLoop) -> None:
         router = EventRouter()
         queue = router.open([A], silence_s=60)
@@ -79,7 +79,7 @@ def test_the_batch_may_be_reused_by_its_sender() -> None:
     run(work)
 
 
-def test_one_box_for_several_requests() -> None:
+def test_the_requests_of_a_call_share_a_queue() -> None:
     async def work(_: CountingLoop) -> None:
         router = EventRouter()
         queue = router.open([A, B], silence_s=60)
@@ -92,7 +92,7 @@ def test_one_box_for_several_requests() -> None:
     run(work)
 
 
-def test_events_for_those_who_left_are_dropped() -> None:
+def test_events_for_closed_calls_are_dropped() -> None:
     async def work(_: CountingLoop) -> None:
         router = EventRouter()
         queue, other = router.open([A], silence_s=60), router.open([B], silence_s=60)
@@ -135,7 +135,7 @@ def test_a_cancelled_take_loses_nothing() -> None:
     run(work)
 
 
-def test_publishing_before_the_first_and_after_the_last() -> None:
+def test_publishing_without_an_open_loop_does_nothing() -> None:
     router = EventRouter()
     router.publish([(A, JobDone())])
 
@@ -146,7 +146,7 @@ def test_publishing_before_the_first_and_after_the_last() -> None:
     router.publish([(A, JobDone())])  # the loop is closed: nobody to tell, nothing to raise
 
 
-def test_draining_and_failing() -> None:
+def test_a_draining_router_refuses_calls_and_can_fail_the_rest() -> None:
     async def work(_: CountingLoop) -> None:
         router = EventRouter()
         queue = router.open([A, B], silence_s=60)

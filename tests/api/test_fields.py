@@ -15,19 +15,19 @@ NOT_NUMBERS: list[Any] = [
 
 
 @pytest.mark.parametrize("value", NOT_INTEGERS, ids=lambda v: repr(v)[:20])
-def test_not_integers(value: Any) -> None:
+def test_other_values_are_not_integers(value: Any) -> None:
     with pytest.raises(InvalidValue) as caught:
         fields.integer(value, "it", low=0, high=10)
     assert caught.value.param == "it"
 
 
 @pytest.mark.parametrize("value", NOT_NUMBERS, ids=lambda v: repr(v)[:20])
-def test_not_numbers(value: Any) -> None:
+def test_other_values_are_not_numbers(value: Any) -> None:
     with pytest.raises(InvalidValue):
         fields.number(value, "it", low=0, high=2)
 
 
-def test_numbers() -> None:
+def test_numbers_are_checked_at_their_bounds() -> None:
     assert fields.number(2, "it", low=0, high=2) == 2.0
     assert fields.number(0, "it", low=0, high=2) == 0.0
     with pytest.raises(InvalidValue):
@@ -42,14 +42,14 @@ def test_null_is_absent_and_unread_members_are_known() -> None:
     assert body.unread() == ("c",)
 
 
-def test_names_are_paths() -> None:
+def test_errors_name_the_path() -> None:
     with pytest.raises(InvalidValue) as caught:
         Fields({"d": {"e": True}}).object("d").integer("e", low=0)
     assert caught.value.param == "d.e"
     assert caught.value.message == "d.e: must be an integer, not a boolean"
 
 
-def test_required() -> None:
+def test_a_missing_member_is_named() -> None:
     for members in ({}, {"a": None}):
         with pytest.raises(InvalidValue) as caught:
             Fields(members, "x").require("a")

@@ -1,4 +1,4 @@
-"""Raw bytes at the door: nothing of it is a 5xx, nothing stays, and /health answers all the while.
+"""Random bytes on a connection: never a 5xx, nothing is left over, and /health answers throughout.
 
 `make soak` has the long version, on a real server.
 """

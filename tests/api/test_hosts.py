@@ -1,4 +1,4 @@
-"""To whom the server answers: its own names, and addresses; a page that passes for it gets nothing."""
+"""Which host names the server answers to: its own, and addresses; a rebound name gets nothing."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ NOT_OURS = [
 
 
 @pytest.mark.parametrize("host", OURS)
-def test_own_names(host: str) -> None:
+def test_the_servers_own_names_are_allowed(host: str) -> None:
     assert Hosts().allow(host)
 
 
 @pytest.mark.parametrize("host", NOT_OURS)
-def test_names_of_others(host: str) -> None:
+def test_foreign_names_are_refused(host: str) -> None:
     assert not Hosts().allow(host)
 
 
-def test_names_that_the_operator_allows() -> None:
+def test_names_of_allowed_hosts_are_allowed() -> None:
     hosts = Hosts(["ai.example.com", "*.lab.example"])
     for ours in ("ai.example.com", "AI.Example.com:443", "a.lab.example", "b.a.lab.example"):
         assert hosts.allow(ours)
@@ -58,7 +58,7 @@ def test_names_that_the_operator_allows() -> None:
     assert Hosts(["*"]).allow("anything.at.all")
 
 
-def test_names_of_the_machine() -> None:
+def test_the_machines_names_depend_on_the_address() -> None:
     assert machine_names("127.0.0.1") == machine_names("::1") == ()
     assert machine_names("gpu.lan") == ("gpu.lan",)
     assert any(name.endswith(".local") for name in machine_names("0.0.0.0"))
@@ -69,7 +69,7 @@ def scope(client: Any = ("127.0.0.1", 5), **headers: str) -> dict[str, Any]:
     return {"type": "http", "client": client, "headers": raw}
 
 
-def test_who_calls_from_this_machine() -> None:
+def test_loopback_addresses_are_local() -> None:
     assert is_local(scope())
     assert is_local(scope(("::1", 5)))
     assert is_local(scope(("::ffff:127.0.0.1", 5)))
@@ -78,11 +78,11 @@ def test_who_calls_from_this_machine() -> None:
 
 
 @pytest.mark.parametrize("header", ["x_forwarded_for", "forwarded", "x_real_ip", "via"])
-def test_a_proxy_speaks_for_somebody_else(header: str) -> None:
+def test_a_proxys_requests_are_not_local(header: str) -> None:
     assert not is_local(scope(**{header: "127.0.0.1"}))
 
 
-def test_browsers_tell_on_themselves() -> None:
+def test_browsers_are_known_by_their_headers() -> None:
     assert is_from_browser(scope(origin="http://evil.example")["headers"])
     assert is_from_browser(scope(sec_fetch_site="cross-site")["headers"])
     assert not is_from_browser(scope(user_agent="curl/8")["headers"])
@@ -111,7 +111,7 @@ def live() -> Iterator[Live]:
         ("GET", "/nowhere"),
     ],
 )
-def test_a_page_that_points_its_name_here_gets_nothing(live: Live, method: str, path: str) -> None:
+def test_dns_rebinding_is_refused(live: Live, method: str, path: str) -> None:
     """DNS rebinding: the page's own name, and our address."""
     answer = httpx.request(method, f"{live.url}{path}", headers={"host": "evil.example"})
     assert answer.status_code == 403
@@ -136,16 +136,16 @@ def talk(live: Live, request: bytes) -> bytes:
     return asyncio.run(exchange())
 
 
-def test_two_names_are_one_too_many(live: Live) -> None:
+def test_two_host_headers_are_refused(live: Live) -> None:
     both = b"GET /health HTTP/1.1\r\nhost: localhost\r\nhost: evil.example\r\nconnection: close\r\n\r\n"
     assert talk(live, both).startswith(b"HTTP/1.1 403")
 
 
-def test_no_name_at_all_is_not_from_a_browser(live: Live) -> None:
+def test_a_request_without_a_host_header_is_served(live: Live) -> None:
     assert talk(live, b"GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")
 
 
-def test_there_are_no_websockets(live: Live) -> None:
+def test_websockets_are_refused(live: Live) -> None:
     request = (
         b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade, close\r\n"
         b"upgrade: websocket\r\nsec-websocket-key: eA==\r\nsec-websocket-version: 13\r\n\r\n"

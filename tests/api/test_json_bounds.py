@@ -1,4 +1,4 @@
-"""How much is in a JSON text: counted without parsing, as the parser would have counted."""
+"""Counting the values of a JSON text without parsing it agrees with the parser."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ json_values = st.recursive(
 
 
 def count(value: Any) -> tuple[int, int, int]:
-    """Containers, members of objects, and commas besides."""
+    """Containers, members of objects, and commas between values."""
     if not isinstance(value, list | dict):
         return 0, 0, 0
     inner = list(value.values()) if isinstance(value, dict) else value
@@ -42,8 +42,8 @@ def count(value: Any) -> tuple[int, int, int]:
 
 
 @given(json_values, st.integers(1, 7), st.booleans())
-def test_it_counts_what_the_parser_would_make(value: Any, piece: int, spaced: bool) -> None:
-    """At any cut of the text, and whatever its strings hold."""
+def test_the_count_agrees_with_the_parser_at_any_cut(value: Any, piece: int, spaced: bool) -> None:
+    """Wherever the text is cut into pieces, and whatever its strings contain."""
     raw = json.dumps(value, indent=1 if spaced else None, ensure_ascii=False).encode()
     n_containers, n_members, n_commas = count(json.loads(raw))
     wanted = {
@@ -64,7 +64,7 @@ def test_it_counts_what_the_parser_would_make(value: Any, piece: int, spaced: bo
 
 
 @given(st.binary())
-def test_it_raises_nothing_else(raw: bytes) -> None:
+def test_any_bytes_raise_nothing_but_too_much(raw: bytes) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_bounds, "MAX_CONTAINERS", -1)
         patch.setattr(json_bounds, "PIECE_NBYTES", 3)
@@ -85,13 +85,15 @@ def repeated(item: bytes, n: int) -> bytes:
         (json.dumps({f"k{i}": i for i in range(210_000)}).encode(), "members"),
     ],
 )
-def test_too_much_is_not_parsed(raw: bytes, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_with_too_many_values_is_not_parsed(
+    raw: bytes, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(json, "loads", lambda text: pytest.fail("it was parsed"))
     with pytest.raises(BadRequest, match=what):
         parse_object(raw)
 
 
-def test_brackets_of_a_text_do_not_count() -> None:
+def test_brackets_inside_strings_do_not_count() -> None:
     code = {"text": '{"a": [1, 2]},\\ ' * 100_000, "ids": list(range(100_000))}
     assert parse_object(json.dumps(code).encode()) == code
 
@@ -137,7 +139,7 @@ def test_a_wall_of_brackets_is_refused(live: Live) -> None:
         {"chat_template_kwargs": {"x": "y" * 100_000}},
     ],
 )
-def test_no_request_brings_a_template(
+def test_a_request_cannot_bring_a_template(
     live: Live, path: str, body: dict[str, Any], more: dict[str, Any]
 ) -> None:
     answer = httpx.post(f"{live.url}{path}", json={**body, **more})

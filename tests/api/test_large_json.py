@@ -1,4 +1,4 @@
-"""Large replies as JSON: what the standard encoder makes of them."""
+"""Large replies are encoded as the standard encoder does."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_any_value(value: Any) -> None:
+def test_any_value_is_encoded_as_json_does(value: Any) -> None:
     assert large_json.dumps(value) == json.dumps(value).encode()
 
 
 @given(VALUES)
-def test_any_value_in_small_pieces_and_compact(value: Any) -> None:
+def test_small_pieces_encode_the_same(value: Any) -> None:
     encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
     whole = encoder.encode(value).encode()
     assert large_json.dumps(value, encoder, piece_items=2) == whole
 
 
-def test_long_arrays() -> None:
+def test_long_arrays_encode_the_same() -> None:
     for n in (0, 1, 511, 512, 513, 2000):
         value = {"a": [{"b": i, "c": [i] * 3} for i in range(n)], "d": [[None] * n]}
         assert large_json.dumps(value) == json.dumps(value).encode()

@@ -1,4 +1,4 @@
-"""What one client may ask for: so many requests a minute, so long a reply, so much time."""
+"""Limits of one client: requests per minute, length of a reply, time of a request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Clock:
         return self.now
 
 
-def test_so_many_in_any_minute() -> None:
+def test_a_client_has_a_limit_of_requests_per_minute() -> None:
     clock = Clock()
     rate = RequestRate(3, clock)
     assert [rate.take("a") for _ in range(3)] == [0, 0, 0]
@@ -55,14 +55,14 @@ def test_no_window_of_a_minute_holds_more(gaps: list[int], per_minute: int) -> N
         assert sum(start <= t < start + 60 for t in let_in[i:]) <= per_minute
 
 
-def test_strangers_do_not_fill_memory() -> None:
+def test_the_number_of_remembered_clients_is_bounded() -> None:
     rate = RequestRate(1, Clock())
     for i in range(MAX_CLIENTS + 50):
         rate.take(f"client {i}")
     assert len(rate._times) == MAX_CLIENTS
 
 
-def test_more_are_told_when_to_come_back() -> None:
+def test_requests_over_the_limit_get_retry_after() -> None:
     with serve(limits=ApiLimits(requests_per_minute=2)) as live:
         client = live.openai()
         for _ in range(2):
@@ -103,7 +103,7 @@ def test_without_keys_each_address_has_its_own_minute() -> None:
 # --- tokens of a reply ---------------------------------------------------------------------
 
 
-def test_a_reply_may_not_be_asked_to_be_longer() -> None:
+def test_max_tokens_over_the_servers_limit_is_refused() -> None:
     with serve(limits=ApiLimits(max_request_tokens=8)) as live:
         client = live.openai()
         with pytest.raises(openai.BadRequestError, match="at most 8 on this server"):
@@ -141,7 +141,7 @@ def test_more_prompts_than_can_ever_wait_are_refused_for_good() -> None:
 
 
 @pytest.mark.parametrize("stage", ["queue", "prefill", "decode"])
-def test_a_request_that_takes_too_long_ends(stage: Any) -> None:
+def test_a_request_over_its_time_is_a_504(stage: Any) -> None:
     with serve(limits=ApiLimits(timeout_s=0.05)) as live:
         live.engine.hold(stage)
         with pytest.raises(openai.InternalServerError) as caught:
@@ -167,7 +167,7 @@ def test_a_stream_that_takes_too_long_ends_with_an_error() -> None:
         assert live.n_calls() == 0
 
 
-def test_one_that_is_quick_enough_does_not_hear_of_it() -> None:
+def test_a_request_within_its_time_is_answered() -> None:
     with serve(limits=ApiLimits(timeout_s=60)) as live:
         assert live.openai().completions.create(model="fake", prompt="a").choices[0].text
         assert live.n_calls() == 0

@@ -1,4 +1,4 @@
-"""What clients and logs are told: why a request was refused, what is served, what was shared."""
+"""What clients and logs say: why a request was refused, what is served, what was shared."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_every_refusal_has_its_reason_in_the_log(
     assert "\n" not in line
 
 
-def test_a_wrong_key_and_a_full_queue_say_so() -> None:
+def test_a_wrong_key_and_a_full_queue_are_logged_with_their_reason() -> None:
     with serve(keys=Keys(["right"])) as live:
         with pytest.raises(openai.AuthenticationError):
             live.openai(api_key="wrong").models.list()
@@ -83,7 +83,7 @@ def test_a_wrong_key_and_a_full_queue_say_so() -> None:
         assert "error=queue_full 'Too many requests are waiting" in live.log.wait_for(" 429 ")
 
 
-def test_a_stream_that_breaks_says_why(live: Live) -> None:
+def test_a_stream_that_breaks_is_logged_with_its_reason(live: Live) -> None:
     live.engine.hold("decode", after=2)
     stream = live.openai().chat.completions.create(model="fake", messages=HI, stream=True)
     live.engine.wait_for(lambda e: e.n_sent() == 2)
@@ -93,7 +93,7 @@ def test_a_stream_that_breaks_says_why(live: Live) -> None:
     assert "finish=queue_full error=queue_full" in live.log.wait_for("finish=")
 
 
-def test_a_request_that_went_well_has_no_error(live: Live) -> None:
+def test_the_log_line_of_a_good_request_has_no_error(live: Live) -> None:
     live.openai().completions.create(model="fake", prompt="a")
     assert "error=" not in live.log.wait_for("finish=")
 
@@ -102,7 +102,9 @@ def test_a_request_that_went_well_has_no_error(live: Live) -> None:
 
 
 @pytest.mark.parametrize("name", ["claude-sonnet-4-5-20250929", "gpt-5.1-codex", "fake", ""])
-def test_names_that_agents_ask_for_mean_what_is_served(shared_live: Live, name: str) -> None:
+def test_the_served_model_answers_to_names_that_agents_ask_for(
+    shared_live: Live, name: str
+) -> None:
     client = shared_live.openai()
     assert client.chat.completions.create(model=name, messages=HI).model == "fake"
     assert client.completions.create(model=name, prompt="a").model == "fake"
@@ -118,7 +120,7 @@ def test_names_that_agents_ask_for_mean_what_is_served(shared_live: Live, name: 
         assert shared_live.anthropic().models.retrieve(name).id == "fake"
 
 
-def test_other_names_are_not_served(shared_live: Live) -> None:
+def test_other_model_names_are_404(shared_live: Live) -> None:
     with pytest.raises(openai.NotFoundError):
         shared_live.openai().models.retrieve("llama-3")
     with pytest.raises(anthropic.NotFoundError):
@@ -221,10 +223,10 @@ def counts(dialect: str, server: real.Real, text: str) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "dialect", ["chat", "completions", "responses", "messages", "messages stream"]
 )
-def test_what_a_neighbour_computes_is_cached_in_usage(
+def test_usage_counts_what_a_neighbour_computed_as_cached(
     sharing: tuple[real.Real, LogLines], dialect: str
 ) -> None:
-    """Two equal prompts at once: what one computes the other takes over while it is read."""
+    """Two equal prompts at once: each takes over what the other computes."""
     server, log = sharing
     text = f"{dialect}: " + " ".join(f"word {i}" for i in range(60))
     gate = threading.Event()

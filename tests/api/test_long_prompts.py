@@ -1,4 +1,4 @@
-"""Documents and prompts that are too much for a model, sent by the real clients."""
+"""Documents, and prompts that are too long for the model, sent by the real clients."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_pdf_is_read_as_text(live: Live) -> None:
     assert "ice" in live.prompt
 
 
-def test_openais_clients_send_files(live: Live) -> None:
+def test_files_from_openais_client_are_read_as_text(live: Live) -> None:
     data = f"data:application/pdf;base64,{coded(pdf('Firn is old snow.'))}"
     file: Any = {"type": "file", "file": {"filename": "snow.pdf", "file_data": data}}
     client = live.openai()
@@ -70,7 +70,7 @@ def test_openais_clients_send_files(live: Live) -> None:
     assert "Firn is old snow." in live.prompt
 
 
-def test_one_without_text_is_refused_once_and_ends_no_session(live: Live) -> None:
+def test_a_pdf_without_text_is_refused_once_and_ends_no_session(live: Live) -> None:
     scanned = document(pdf(""))
     with pytest.raises(anthropic.BadRequestError, match="holds no text"):
         said(live, scanned)
@@ -118,7 +118,7 @@ def test_sixteen_megabytes_are_refused_before_they_are_tokenized(live: Live, tex
 
 
 def n_encoded(live: Live) -> int:
-    """Characters that the tokenizer was given so far."""
+    """Characters that the tokenizer has been given so far."""
     return counted(live).n_chars
 
 
@@ -133,8 +133,8 @@ class Counting:
     def encode(self, text: str, **more: Any) -> list[int]:
         with self._lock:
             self.n_chars += len(text)
-        found: list[int] = self._inner.encode(text, **more)
-        return found
+        ids: list[int] = self._inner.encode(text, **more)
+        return ids
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -145,7 +145,7 @@ def counted(live: Live) -> Counting:
     return live.tokenizer
 
 
-def test_ids_that_the_model_has_no_row_for(live: Live) -> None:
+def test_token_ids_outside_the_vocabulary_are_refused(live: Live) -> None:
     n_ids = live.engine.model.n_ids or live.engine.model.vocab_size
     for prompt in ([1, n_ids], [1, 2**31 - 1]):
         with pytest.raises(openai.BadRequestError, match="no token"):

@@ -1,4 +1,4 @@
-"""Messages stay where they were said: what a turn adds is all that is computed for it."""
+"""Messages keep their places, so that only what a turn adds is computed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ HEADER = 12
 """Tokens of a reply's header, which may open a thought that history leaves out."""
 
 
-def test_a_late_developer_message_in_chats(live: Live) -> None:
+def test_a_late_developer_message_keeps_the_prefix_of_a_chat(live: Live) -> None:
     client = live.openai()
     client.chat.completions.create(model="fake", messages=turn(FIRST))
     late: Any = {"role": "developer", "content": LATE}
@@ -63,7 +63,7 @@ def test_a_late_developer_message_in_chats(live: Live) -> None:
     assert n_shared >= n_before - HEADER
 
 
-def test_a_late_system_message_of_claude_code(live: Live) -> None:
+def test_a_late_system_message_of_claude_code_keeps_the_prefix(live: Live) -> None:
     client = live.anthropic()
     ask: dict[str, Any] = {"model": "fake", "max_tokens": 9, "tools": [TOOL]}
     calls = {"role": "assistant", "content": [tool_use("1", "Read", file_path="/a")]}
@@ -79,13 +79,13 @@ def test_a_late_system_message_of_claude_code(live: Live) -> None:
 
 
 def first_thought(live: Live) -> int:
-    """Where the last prompt but one has a thought, even an empty one, that is dropped at a question."""
+    """Also if the template drops an earlier thought, even an empty one, at a new question."""
     ids = live.engine.jobs[-2].prompt.ids.tolist()
     mark = live.tokenizer.token_id("<think>")
     return ids.index(mark) if mark in ids else len(ids)
 
 
-def test_a_late_message_of_codex(live: Live) -> None:
+def test_a_late_message_of_codex_keeps_the_prefix(live: Live) -> None:
     client = live.openai()
     client.responses.create(model="fake", instructions="Be Codex.", input=turn(FIRST))
     late: Any = {"role": "developer", "content": LATE}
@@ -95,8 +95,8 @@ def test_a_late_message_of_codex(live: Live) -> None:
     assert n_shared >= n_before - HEADER
 
 
-def test_a_cancelled_turn(live: Live) -> None:
-    """Nobody has answered: the same question again, and one more word."""
+def test_a_cancelled_turn_keeps_the_prefix(live: Live) -> None:
+    """The question was not answered: it comes again, with another message."""
     client = live.openai()
     client.chat.completions.create(model="fake", messages=turn(FIRST))
     client.chat.completions.create(model="fake", messages=turn(FIRST, NEXT))
@@ -120,7 +120,7 @@ def real(
 
 
 def test_a_turn_computes_what_it_adds(real: Real) -> None:
-    """Also behind a reminder, a picture in a tool's result, and a turn that was given up."""
+    """Also after a reminder, a picture in a tool's result, and a cancelled turn."""
     client = real.anthropic()
     ask: dict[str, Any] = {"model": "", "max_tokens": 4, "tools": [TOOL]}
     pixels: Any = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}

@@ -1,4 +1,4 @@
-"""What interrupted agents leave in a conversation ends no session, whatever the template's rules are."""
+"""Odd histories that interrupted agents leave end no session, whatever the template demands."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ HISTORIES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_they_are_answered_and_all_of_it_is_there(live: Live) -> None:
+def test_odd_histories_are_answered_and_lose_nothing(live: Live) -> None:
     client = live.openai()
     for messages, tools in itertools.product(HISTORIES.values(), ({"tools": TOOLS}, {})):
         client.chat.completions.create(model="fake", messages=messages, **tools)

@@ -54,7 +54,7 @@ def client(live: Live) -> ollama.Client:
 MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "How is it outside?"}]
 
 
-def test_a_whole_reply(client: ollama.Client) -> None:
+def test_a_chat_is_answered_whole(client: ollama.Client) -> None:
     reply = client.chat("fake:latest", MESSAGES, tools=[look], think=True, keep_alive="5m")
     assert reply.message.content == SAID
     assert reply.message.thinking == THOUGHT
@@ -69,7 +69,7 @@ def test_a_whole_reply(client: ollama.Client) -> None:
     assert 0 < (reply.eval_duration or 0) < (reply.total_duration or 0)
 
 
-def test_a_stream(client: ollama.Client) -> None:
+def test_a_chat_is_answered_as_a_stream(client: ollama.Client) -> None:
     text = thinking = ""
     calls: list[Any] = []
     for part in client.chat("fake", MESSAGES, tools=[look], stream=True):
@@ -82,7 +82,7 @@ def test_a_stream(client: ollama.Client) -> None:
     assert (last.prompt_eval_duration or 0) > 0
 
 
-def test_a_prompt(client: ollama.Client) -> None:
+def test_generate_answers_a_prompt(client: ollama.Client) -> None:
     whole = client.generate("fake", "Hello", system="Be brief.", options={"num_predict": 8})
     assert whole.done_reason == "length"
     assert whole.eval_count == 8
@@ -93,13 +93,13 @@ def test_a_prompt(client: ollama.Client) -> None:
     assert raw.response.startswith("<think>")
 
 
-def test_asking_for_nothing_loads_the_model(client: ollama.Client) -> None:
+def test_a_request_without_a_prompt_only_loads_the_model(client: ollama.Client) -> None:
     assert client.generate("fake").done_reason == "load"
     assert client.chat("fake", []).done_reason == "load"
     assert client.generate("fake", keep_alive=0).done_reason == "unload"
 
 
-def test_what_is_served(client: ollama.Client) -> None:
+def test_the_model_is_listed_shown_and_running(client: ollama.Client) -> None:
     (model,) = client.list().models
     assert model.model == "fake:latest"
     (running,) = client.ps().models
@@ -109,13 +109,13 @@ def test_what_is_served(client: ollama.Client) -> None:
     assert set(shown.capabilities or ()) == {"completion", "tools", "thinking"}
 
 
-def test_refusals(client: ollama.Client) -> None:
+def test_bad_requests_are_refused_in_ollamas_shape(client: ollama.Client) -> None:
     with pytest.raises(ollama.ResponseError, match="is not served here") as caught:
         client.chat("nobody", MESSAGES)
     assert caught.value.status_code == 404
     with pytest.raises(ollama.ResponseError, match="temperature"):
         client.chat("fake", MESSAGES, options={"temperature": -1})
-    with pytest.raises(ollama.ResponseError, match="makes no embeddings"):
+    with pytest.raises(ollama.ResponseError, match="does not compute embeddings"):
         client.embed("fake", ["a"])
     with pytest.raises(ollama.ResponseError, match="There is no"):
         client.pull("anything")
@@ -135,9 +135,14 @@ def test_options_become_sampling() -> None:
         "repeat_penalty": 1.25, "num_predict": -1, "num_ctx": 4096,
     }  # fmt: skip
     (request,) = chat(options=options).requests
-    found = request.sampling
-    assert (found.temperature, found.top_k, found.top_p, found.min_p) == (0.5, 7, 0.5, 0.1)
-    assert (found.seed, found.repetition_penalty) == (3, 1.25)
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (
+        0.5,
+        7,
+        0.5,
+        0.1,
+    )
+    assert (sampling.seed, sampling.repetition_penalty) == (3, 1.25)
     assert request.stop == ("x",)
     assert request.max_tokens is None
 
@@ -147,7 +152,7 @@ def test_streaming_is_the_default() -> None:
     assert not chat(stream=False).stream
 
 
-def test_formats_and_thinking() -> None:
+def test_format_and_think_are_decoded() -> None:
     assert chat(format="json").requests[0].grammar.kind == "json_object"
     schema = {"type": "integer"}
     grammar = chat(format=schema).requests[0].grammar
@@ -179,7 +184,7 @@ def test_pictures_are_bare_base64() -> None:
     assert image.url == "data:image/png;base64,iVBOR"
 
 
-def test_a_prompt_by_itself() -> None:
+def test_a_prompt_of_generate_is_decoded() -> None:
     def source(**body: Any) -> Any:
         (request,) = OllamaGenerate().decode({"prompt": "a", **body}, namespace=OWN).requests
         return request.source
@@ -202,7 +207,7 @@ def test_a_prompt_by_itself() -> None:
         {"messages": [{"role": "user", "images": [1]}]},
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(wrong: dict[str, Any]) -> None:
+def test_errors_name_the_parameter(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidValue) as caught:
         chat(**wrong)
     assert caught.value.param is not None

@@ -1,4 +1,4 @@
-"""Requests made up from /openapi.json: whatever fits it, or nearly does, is answered, never a 5xx.
+"""Requests generated from /openapi.json: whatever fits it, or nearly does, is never a 5xx.
 
 Slow: some tens of requests for each of the routes.
 """
@@ -55,8 +55,8 @@ CHECKS = [
 def test_every_route_keeps_to_its_description(described: Any, mode: GenerationMode) -> None:
     """Bodies that fit the description, then bodies that break it in one place."""
     statuses: Counter[int] = Counter()
-    for found in described.get_all_operations():
-        operation = found.ok()
+    for result in described.get_all_operations():
+        operation = result.ok()
         if mode is GenerationMode.NEGATIVE and not operation.body:
             continue
 

@@ -1,4 +1,4 @@
-"""Whose numbers, whose cache: a key has its own, the operator everything, a page nothing."""
+"""Who sees which numbers and caches: a key its own, the operator all, a web page none."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello!"}], "m
 # --- who is the operator -------------------------------------------------------------------
 
 
-def test_without_keys_it_is_who_calls_from_here() -> None:
+def test_without_keys_a_local_caller_is_the_operator() -> None:
     assert Keys().admit([], local=True).operator
     assert Keys().admit([]) == ANYONE
 
 
-def test_with_keys_it_is_who_has_the_admin_key() -> None:
+def test_with_keys_the_admin_key_is_the_operator() -> None:
     keys = Keys(["alice"], admin=["root"])
     assert not keys.admit(bearer("alice"), local=True).operator
     root = keys.admit(bearer("root"))
@@ -90,13 +90,13 @@ def test_the_cache_is_changed_from_this_machine_only(
 @pytest.mark.parametrize(
     "page", [{"origin": "http://evil.example"}, {"origin": "null"}, {"sec_fetch_site": "same-site"}]
 )
-def test_no_page_changes_the_cache(
+def test_web_pages_cannot_change_the_cache(
     open_server: Real, method: str, path: str, body: Any, page: dict[str, str]
 ) -> None:
     assert ask(open_server, method, path, body=body, **page).status_code == 403
 
 
-def test_others_see_no_more_than_callers_do(open_server: Real) -> None:
+def test_remote_callers_do_not_see_the_operators_numbers(open_server: Real) -> None:
     assert ask(open_server, "POST", "/v1/chat/completions", body=HELLO).status_code == 200
     mine = ask(open_server, "GET", "/v1/cache/stats").json()
     theirs = ask(open_server, "GET", "/v1/cache/stats", **ELSEWHERE).json()
@@ -141,7 +141,7 @@ def test_a_key_sees_its_own_numbers(keyed: Real) -> None:
         assert name not in seen["alice"]
 
 
-def test_stats_and_admission_are_ones_own(keyed: Real) -> None:
+def test_a_key_sees_its_own_stats_and_admission(keyed: Real) -> None:
     stats = {
         key: ask(keyed, "GET", "/v1/cache/stats", x_api_key=key).json()
         for key in ("alice", "bob", "root")
@@ -153,7 +153,7 @@ def test_stats_and_admission_are_ones_own(keyed: Real) -> None:
         assert stats[key]["memory"]["records"] < stats["root"]["memory"]["records"]
 
 
-def test_how_busy_it_is_is_the_operators(keyed: Real, open_server: Real) -> None:
+def test_only_the_operator_sees_how_busy_the_server_is(keyed: Real, open_server: Real) -> None:
     anyone = ask(keyed, "GET", "/health").json()
     assert anyone["status"] == "ok"
     assert "calls" not in anyone
@@ -166,7 +166,7 @@ def test_how_busy_it_is_is_the_operators(keyed: Real, open_server: Real) -> None
     assert ask(open_server, "GET", "/health").json()["calls"] == 0
 
 
-def test_a_key_forgets_its_own_and_the_operator_everything(keyed: Real) -> None:
+def test_a_key_clears_its_own_records_and_the_operator_all(keyed: Real) -> None:
     def n_records(key: str) -> int:
         return int(ask(keyed, "GET", "/v1/cache/stats", x_api_key=key).json()["memory"]["records"])
 
@@ -180,7 +180,7 @@ def test_a_key_forgets_its_own_and_the_operator_everything(keyed: Real) -> None:
     assert n_records("root") == 0
 
 
-def test_how_many_wait_is_told_to_nobody() -> None:
+def test_a_full_queue_does_not_say_how_many_wait() -> None:
     from firn.core.errors import QueueFull
 
     with serve() as live:
@@ -194,8 +194,8 @@ def test_how_many_wait_is_told_to_nobody() -> None:
 
 
 @pytest.mark.parametrize("origins", [(), ("https://app.example",)])
-def test_no_page_deletes_a_response(origins: tuple[str, ...]) -> None:
-    """A POST or DELETE without a body is not asked about before: no preflight protects it."""
+def test_web_pages_cannot_delete_a_response(origins: tuple[str, ...]) -> None:
+    """Browsers send a POST or DELETE without a body at once: no preflight protects it."""
     with serve(allow_origins=origins) as live:
         made = httpx.post(f"{live.url}/v1/responses", json={"input": "a"}).json()["id"]
         url = f"{live.url}/v1/responses/{made}"

@@ -38,13 +38,13 @@ def score(client: openai.OpenAI, text: str, n_behind: int) -> float:
     )
     assert reply.choices[0].text == text
     assert reply.choices[0].logprobs is not None
-    found = reply.choices[0].logprobs.token_logprobs
-    assert found is not None
-    return sum(found[-n_behind:])
+    logprobs = reply.choices[0].logprobs.token_logprobs
+    assert logprobs is not None
+    return sum(logprobs[-n_behind:])
 
 
 def test_a_prompts_logprobs_are_those_its_tokens_had_as_a_reply(client: openai.OpenAI) -> None:
-    """Twice: the second time the whole of it is in the cache, which knows no logprobs."""
+    """Twice: the second time all of it is in the cache, which has no logprobs."""
     made = client.completions.create(
         model=MODEL, prompt=CHAT, max_tokens=24, temperature=0, logprobs=1
     )
@@ -66,7 +66,7 @@ def test_the_right_answer_is_the_likeliest(client: openai.OpenAI) -> None:
     assert scores[0] > -1.0
 
 
-def test_others_reuse_what_was_computed_for_it(client: openai.OpenAI) -> None:
+def test_a_prompt_computed_for_logprobs_is_reused(client: openai.OpenAI) -> None:
     text = "Please note: the port of server Wilvex is 86103. " * 4
     score(client, text, 1)
     usage = client.completions.create(model=MODEL, prompt=f"{text}Hello", max_tokens=1).usage

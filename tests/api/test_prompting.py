@@ -1,4 +1,4 @@
-"""Pictures of a caller who shares nothing are marked as its own, before anything is kept of them."""
+"""Pictures of a caller that shares nothing are marked as its own before anything of them is cached."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from firn.core.values import (
 
 
 class Prompts:
-    """Notes what it was given."""
+    """Remembers the source it was given."""
 
     def make(self, source: Source, **options: Any) -> Prompt:
         self.source = source
@@ -47,17 +47,17 @@ def owners(owner: Namespace) -> list[str]:
     return [p.owner for p in shown]
 
 
-def test_they_are_the_callers() -> None:
+def test_pictures_belong_to_their_caller() -> None:
     alice = namespace_of("alice")
     assert owners(alice) == [alice, alice]
 
 
-def test_where_all_share_they_are_nobodys() -> None:
+def test_pictures_of_a_shared_cache_belong_to_nobody() -> None:
     assert owners(SHARED) == ["", ""]
 
 
 @pytest.mark.parametrize("source", [RawText("a"), Chat((Message("user", (TextPart("a"),)),))])
-def test_what_has_no_pictures_stays_as_it_is(source: Source) -> None:
+def test_a_source_without_pictures_is_unchanged(source: Source) -> None:
     services: Any = Services()
     make_prompt(services, GenerateRequest("", source), namespace_of("alice"))
     assert services.prompts.source is source

@@ -1,4 +1,4 @@
-"""What one key may have at a time; the others go on."""
+"""The limits of one key do not affect others."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_no_limits_unless_they_are_set() -> None:
     assert (quotas.n_calls(ALICE), quotas.n_calls(BOB)) == (0, 0)
 
 
-def test_calls_at_a_time() -> None:
+def test_a_key_has_a_limit_of_calls_at_a_time() -> None:
     quotas = Quotas(KeyLimits(concurrency=2))
     with quotas.call(ALICE, Call()):
         with quotas.call(ALICE, Call()):
@@ -61,14 +61,14 @@ def test_calls_at_a_time() -> None:
         assert refusal(quotas) is None
 
 
-def test_a_call_that_failed_is_over() -> None:
+def test_a_failed_call_no_longer_counts() -> None:
     quotas = Quotas(KeyLimits(concurrency=1))
     with pytest.raises(ZeroDivisionError), quotas.call(ALICE, Call()):
         raise ZeroDivisionError
     assert refusal(quotas) is None
 
 
-def test_a_share_of_the_queue() -> None:
+def test_a_key_has_a_share_of_the_queue() -> None:
     quotas = Quotas(KeyLimits(queue_share=0.25), max_queue=16)
     waiting = Call(n_waiting=3)
     with quotas.call(ALICE, waiting):
@@ -82,7 +82,7 @@ def test_a_share_of_the_queue() -> None:
     assert refusal(Quotas(KeyLimits(queue_share=0.001), max_queue=0)) is None, "one may always wait"
 
 
-def test_tokens_a_minute() -> None:
+def test_a_key_has_a_limit_of_tokens_per_minute() -> None:
     clock = Clock()
     quotas = Quotas(KeyLimits(tokens_per_minute=600), clock=clock)
     with quotas.call(ALICE, call := Call()):
@@ -98,7 +98,7 @@ def test_tokens_a_minute() -> None:
     assert refusal(quotas) is None
 
 
-def test_what_was_used_beyond_is_owed() -> None:
+def test_overdrawn_tokens_must_be_refilled_first() -> None:
     clock = Clock()
     quotas = Quotas(KeyLimits(tokens_per_minute=600), clock=clock)
     with quotas.call(ALICE, Call(n_computed=1800)):
@@ -112,8 +112,8 @@ def test_what_was_used_beyond_is_owed() -> None:
     assert refusal(quotas) is None
 
 
-def test_what_a_long_call_may_use_meanwhile_is_not_lost() -> None:
-    """A minute's worth at once, and then as much a minute."""
+def test_the_bucket_refills_during_a_long_call() -> None:
+    """A minute's worth at once, and then that much per minute."""
     clock = Clock()
     quotas = Quotas(KeyLimits(tokens_per_minute=600), clock=clock)
     with quotas.call(ALICE, call := Call()):
@@ -130,7 +130,7 @@ def test_what_a_long_call_may_use_meanwhile_is_not_lost() -> None:
 # --- over the wire -------------------------------------------------------------------------
 
 
-def test_one_key_too_many_and_the_other_goes_on() -> None:
+def test_one_key_at_its_limit_does_not_affect_another() -> None:
     limits = Quotas(KeyLimits(concurrency=1))
     with serve(keys=Keys(["alice", "bob"]), quotas=limits) as live:
         live.engine.hold("decode", after=1)
@@ -155,7 +155,7 @@ def ask(live: Live, key: str, prompt: str = "hello") -> httpx.Response:
     return httpx.post(f"{live.url}/v1/completions", json=body, headers={"x-api-key": key})
 
 
-def test_tokens_are_those_that_were_computed() -> None:
+def test_only_computed_tokens_count() -> None:
     with serve(
         keys=Keys(["alice", "bob"]),
         quotas=Quotas(KeyLimits(tokens_per_minute=9), clock=lambda: 0.0),

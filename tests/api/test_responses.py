@@ -57,17 +57,17 @@ def test_reasoning_text_and_calls_are_items(live: Live) -> None:
     assert reasoning.summary == []
     assert message.type == "message"
     assert response.output_text == SAID
-    found = [call for call in calls if call.type == "function_call"]
-    assert [json.loads(call.arguments) for call in found] == [{"at": "sky"}, {"at": "sea"}]
-    assert len({call.call_id for call in found}) == 2
-    assert all(call.call_id.startswith("call_") for call in found)
+    function_calls = [call for call in calls if call.type == "function_call"]
+    assert [json.loads(call.arguments) for call in function_calls] == [{"at": "sky"}, {"at": "sea"}]
+    assert len({call.call_id for call in function_calls}) == 2
+    assert all(call.call_id.startswith("call_") for call in function_calls)
     assert len({item.id for item in response.output}) == 4
-    assert {call.status for call in found} == {"completed"}
+    assert {call.status for call in function_calls} == {"completed"}
     assert response.usage is not None
     assert response.usage.output_tokens_details.reasoning_tokens > 0
 
 
-def test_cut_short_it_is_incomplete(plain: Live) -> None:
+def test_a_response_cut_off_by_max_tokens_is_incomplete(plain: Live) -> None:
     client = plain.openai()
     response = client.responses.create(**ASK, max_output_tokens=5)
     assert response.status == "incomplete"
@@ -145,7 +145,7 @@ def test_custom_tools_are_called_with_a_text() -> None:
 
 
 def test_tools_in_namespaces_are_called_there() -> None:
-    """As Codex sends those of its MCP servers, and wants them back."""
+    """As Codex sends the tools of its MCP servers, and expects their calls."""
     said = '<tool_call>\n{"name": "mcp__sky__look", "arguments": {"at": "sky"}}\n</tool_call>'
     inner = {"type": "function", "name": "look", "parameters": PARAMETERS}
     tools: list[Any] = [{"type": "namespace", "name": "mcp__sky", "tools": [inner]}]
@@ -166,7 +166,7 @@ def test_tools_in_namespaces_are_called_there() -> None:
         assert sent["function"]["name"] == "mcp__sky__look"
 
 
-def test_logprobs(plain: Live) -> None:
+def test_logprobs_are_shown_whole_and_streamed(plain: Live) -> None:
     client = plain.openai()
     asked: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     response = client.responses.create(**ASK, **asked, max_output_tokens=3)
@@ -183,12 +183,12 @@ def test_logprobs(plain: Live) -> None:
 # --- streamed ------------------------------------------------------------------------------
 
 
-def test_the_order_of_the_events(live: Live) -> None:
+def test_a_stream_has_its_events_in_order(live: Live) -> None:
     raw = post(live, "/v1/responses", ASK | {"stream": True, "tools": TOOLS})
-    found = frames(raw.text)
-    assert [data["sequence_number"] for _, data in found] == list(range(len(found)))
+    shown = frames(raw.text)
+    assert [data["sequence_number"] for _, data in shown] == list(range(len(shown)))
     kinds: list[str] = []
-    for name, data in found:
+    for name, data in shown:
         kind = name.removeprefix("response.")
         if not kinds or kinds[-1] != kind:
             kinds.append(kind)
@@ -235,7 +235,7 @@ def test_a_stream_is_the_whole_response(live: Live) -> None:
 def _without_parsed(items: Any) -> Any:
     return json.loads(
         json.dumps(items),
-        object_hook=lambda found: {k: v for k, v in found.items() if k != "parsed"},
+        object_hook=lambda members: {k: v for k, v in members.items() if k != "parsed"},
     )
 
 
@@ -274,7 +274,7 @@ def test_a_fault_before_the_first_byte_is_a_status(plain: Live) -> None:
 # --- kept ----------------------------------------------------------------------------------
 
 
-def test_a_conversation_by_its_last_response(live: Live) -> None:
+def test_a_conversation_continues_from_its_last_response(live: Live) -> None:
     client = live.openai()
     first = client.responses.create(**ASK, instructions="be brief", tools=TOOLS)
     outputs: list[Any] = [
@@ -292,7 +292,7 @@ def test_a_conversation_by_its_last_response(live: Live) -> None:
     assert roles == ["user", "assistant", "tool", "tool", "assistant", "user"]
 
 
-def test_get_list_and_delete(plain: Live) -> None:
+def test_a_stored_response_can_be_read_listed_and_deleted(plain: Live) -> None:
     client = plain.openai()
     made = client.responses.create(
         model="fake",
@@ -308,7 +308,7 @@ def test_get_list_and_delete(plain: Live) -> None:
             gone(made.id)
 
 
-def test_what_is_not_to_be_stored_is_not(plain: Live) -> None:
+def test_a_response_with_store_false_is_not_stored(plain: Live) -> None:
     client = plain.openai()
     made = client.responses.create(**ASK, store=False)
     with pytest.raises(openai.NotFoundError):
@@ -319,14 +319,14 @@ def test_what_is_not_to_be_stored_is_not(plain: Live) -> None:
         client.responses.retrieve(streamed.response.id)
 
 
-def test_one_that_is_done_cannot_be_cancelled(plain: Live) -> None:
+def test_a_response_that_has_ended_cannot_be_cancelled(plain: Live) -> None:
     client = plain.openai()
     made = client.responses.create(**ASK)
     with pytest.raises(openai.BadRequestError, match="nothing to cancel"):
         client.responses.cancel(made.id)
 
 
-def test_counting(plain: Live) -> None:
+def test_input_tokens_counts_what_a_response_would_use(plain: Live) -> None:
     client = plain.openai()
     n_tokens = client.responses.input_tokens.count(**ASK, instructions="be brief").input_tokens
     made = client.responses.create(**ASK, instructions="be brief")
@@ -337,7 +337,7 @@ def test_counting(plain: Live) -> None:
 # --- in the background ---------------------------------------------------------------------
 
 
-def test_in_the_background() -> None:
+def test_a_response_in_the_background_is_stored_when_it_is_done() -> None:
     with serve() as live:
         client = live.openai()
         live.engine.hold("decode", after=4)
@@ -353,7 +353,7 @@ def test_in_the_background() -> None:
         assert (done.status, done.output_text) == ("completed", GREETING)
 
 
-def test_cancelled_in_the_background() -> None:
+def test_a_response_in_the_background_can_be_cancelled() -> None:
     with serve() as live:
         client = live.openai()
         live.engine.hold("decode", after=4)
@@ -366,7 +366,7 @@ def test_cancelled_in_the_background() -> None:
         assert live.n_calls() == 0
 
 
-def test_deleted_in_the_background() -> None:
+def test_a_response_in_the_background_can_be_deleted() -> None:
     with serve() as live:
         client = live.openai()
         live.engine.hold("decode", after=4)
@@ -379,7 +379,7 @@ def test_deleted_in_the_background() -> None:
             client.responses.retrieve(made.id)
 
 
-def test_failed_in_the_background() -> None:
+def test_a_response_that_fails_in_the_background_says_so() -> None:
     with serve() as live:
         client = live.openai()
         live.engine.hold("decode", after=4)
@@ -393,7 +393,7 @@ def test_failed_in_the_background() -> None:
         assert failed.error.message == "the model broke"
 
 
-def test_a_bad_request_is_refused_before_it_goes_there(plain: Live) -> None:
+def test_a_bad_background_request_is_refused_at_once(plain: Live) -> None:
     with pytest.raises(openai.BadRequestError):
         plain.openai().responses.create(model="fake", input="x" * 5000, background=True)
 

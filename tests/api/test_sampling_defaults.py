@@ -1,4 +1,4 @@
-"""Sampling defaults hold in every dialect, for real clients, unless a request says otherwise."""
+"""Sampling defaults apply in every dialect, for real clients, unless a request says otherwise."""
 
 from __future__ import annotations
 
@@ -54,12 +54,14 @@ DIALECTS = ("chat", "completions", "responses", "messages")
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_they_hold_where_a_request_says_nothing(warm: Live, dialect: str) -> None:
+def test_defaults_apply_to_what_a_request_does_not_say(warm: Live, dialect: str) -> None:
     assert ask(warm, dialect) == MODEL
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_what_a_request_says_wins_also_where_it_is_zero(warm: Live, dialect: str) -> None:
+def test_a_requests_value_overrides_the_default_even_if_it_is_zero(
+    warm: Live, dialect: str
+) -> None:
     given = {"temperature": 0, "top_k": 0, "repetition_penalty": 1, "presence_penalty": 0.5}
     assert ask(warm, dialect, given) == Sampling(
         temperature=0.0, top_p=0.9, top_k=0, min_p=0.05, presence_penalty=0.5
@@ -70,11 +72,11 @@ def test_what_a_request_says_wins_also_where_it_is_zero(warm: Live, dialect: str
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_without_any_the_neutral_ones_hold(shared_live: Live, dialect: str) -> None:
+def test_without_defaults_sampling_is_neutral(shared_live: Live, dialect: str) -> None:
     assert ask(shared_live, dialect) == Sampling()
 
 
-def test_models_show_them(warm: Live) -> None:
+def test_v1_models_shows_the_defaults(warm: Live) -> None:
     shown = warm.openai().models.retrieve("fake").model_dump()["sampling_defaults"]
     assert shown["temperature"] == 0.6
     assert shown["top_k"] == 20
@@ -90,13 +92,13 @@ def test_template_variables_reach_the_template(warm: Live, dialect: str) -> None
     assert warm.tokenizer.rendered[-1]["kwargs"] == {"enable_thinking": False}
 
 
-def test_a_request_that_thinks_is_let_think(warm: Live) -> None:
+def test_a_request_for_thinking_overrides_the_default(warm: Live) -> None:
     thinking: Any = {"type": "enabled", "budget_tokens": 1024}
     warm.anthropic().messages.create(model="fake", max_tokens=2048, messages=HI, thinking=thinking)
     assert warm.tokenizer.rendered[-1]["kwargs"]["enable_thinking"] is True
 
 
-def test_a_models_own_file_holds_on_a_real_server(tmp_path: Path) -> None:
+def test_generation_config_gives_the_defaults_on_a_real_server(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     real.write_model(tmp_path, format="json_tags", template=template)
     given = {"temperature": 0.0, "top_p": 7, "repetition_penalty": 1.3}

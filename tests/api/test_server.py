@@ -1,4 +1,4 @@
-"""Probes, models, metrics, keys, origins and the description of it all."""
+"""Probes, models, metrics, keys, origins and /openapi.json."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def metrics(live: Live, **headers: str) -> dict[str, float]:
     }
 
 
-def test_models(shared_live: Live) -> None:
+def test_v1_models_shows_the_model(shared_live: Live) -> None:
     client = shared_live.openai()
     (model,) = client.models.list().data
     assert model.id == "fake"
@@ -39,7 +39,7 @@ def test_models(shared_live: Live) -> None:
         client.models.retrieve("other/model")
 
 
-def test_aliases_and_no_name_at_all() -> None:
+def test_aliases_and_an_empty_name_are_the_served_model() -> None:
     with serve(model_aliases=frozenset({"org/other"})) as live:
         for name in ("fake", "org/other", ""):
             reply = live.openai().completions.create(model=name, prompt="a")
@@ -48,7 +48,7 @@ def test_aliases_and_no_name_at_all() -> None:
         assert httpx.post(f"{live.url}/v1/completions", json={"prompt": "a"}).status_code == 200
 
 
-def test_health_tells_what_it_is_told() -> None:
+def test_health_shows_further_details() -> None:
     with serve(health_details=lambda: {"cache": {"reuse": "off"}}) as live:
         health = httpx.get(f"{live.url}/health").json()
         assert health["status"] == "ok"
@@ -56,7 +56,7 @@ def test_health_tells_what_it_is_told() -> None:
         assert health["cache"] == {"reuse": "off"}
 
 
-def test_ready_wants_a_recent_step() -> None:
+def test_ready_needs_a_recent_step() -> None:
     with serve(limits=ApiLimits(stale_after_s=10)) as live:
         assert httpx.get(f"{live.url}/ready").json() == {"ready": True, "why": None}
         live.engine.last_step_age_s = 11
@@ -65,13 +65,13 @@ def test_ready_wants_a_recent_step() -> None:
         assert "11 s" in answer.json()["why"]
 
 
-class JsonRoute(Collector):
+class ExtraCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         return [GaugeMetricFamily("firn_extra", "Something else.", value=7)]
 
 
-def test_metrics() -> None:
-    with serve(extra_collectors=(JsonRoute(),)) as live:
+def test_metrics_count_requests_tokens_and_stages() -> None:
+    with serve(extra_collectors=(ExtraCollector(),)) as live:
         live.engine.n_cached = 3
         client = live.openai()
         client.completions.create(model="fake", prompt="hello", max_tokens=4)
@@ -122,7 +122,7 @@ CLOSED = ["/v1/models", "/v1/models/fake", "/metrics", "/docs", "/openapi.json",
 
 
 @pytest.mark.parametrize("path", CLOSED)
-def test_everything_else_needs_a_key(locked: Live, path: str) -> None:
+def test_all_other_routes_need_a_key(locked: Live, path: str) -> None:
     for headers in ({}, {"authorization": "Bearer carol"}, {"x-api-key": "carol"}):
         answer = httpx.get(f"{locked.url}{path}", headers=headers)
         assert answer.status_code == 401
@@ -135,7 +135,7 @@ def test_everything_else_needs_a_key(locked: Live, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready"])
-def test_probes_need_none(locked: Live, path: str) -> None:
+def test_probes_need_no_key(locked: Live, path: str) -> None:
     assert httpx.get(f"{locked.url}{path}").status_code == 200
 
 
@@ -182,7 +182,7 @@ def test_other_origins_are_off_by_default(shared_live: Live) -> None:
     assert "access-control-allow-origin" not in answer.headers
 
 
-def test_an_allowed_origin() -> None:
+def test_an_allowed_origin_gets_cors_headers() -> None:
     with serve(allow_origins=("http://app.example",), keys=Keys(["alice"])) as live:
         url = f"{live.url}/v1/completions"
         assert httpx.options(url, headers=PREFLIGHT).status_code == 200

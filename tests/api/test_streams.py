@@ -1,4 +1,4 @@
-"""Waiting, failing and stopping in the middle of a stream."""
+"""Streams that wait, fail or are stopped."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_prefill_shows_its_progress(live: Live) -> None:
     assert seen == [f": prefill {n}/{n_prompt}" for n in range(8, n_prompt, 8)]
 
 
-def test_the_openai_client_does_not_mind_comments() -> None:
+def test_the_openai_client_ignores_comments() -> None:
     with serve(limits=ApiLimits(keep_alive_s=0.01)) as live:
         live.engine.chunk = 4
         live.engine.hold("decode", after=3)
@@ -72,7 +72,7 @@ def test_the_openai_client_does_not_mind_comments() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_failure_in_the_middle_is_an_event_and_the_end(live: Live, path: str) -> None:
+def test_a_failure_in_a_stream_is_its_last_event(live: Live, path: str) -> None:
     live.engine.hold("decode", after=3)
     with streaming(live, path) as (answer, lines):
         assert answer.status_code == 200
@@ -95,7 +95,7 @@ def test_the_openai_client_sees_the_failure(live: Live) -> None:
         list(stream)
 
 
-def test_a_dying_engine_tells_everyone(live: Live) -> None:
+def test_every_stream_gets_an_error_when_the_engine_dies(live: Live) -> None:
     live.engine.hold("decode", after=3)
     stream = live.openai().completions.create(model="fake", prompt="a", stream=True)
     next(stream)
@@ -120,7 +120,7 @@ def test_a_dying_engine_tells_everyone(live: Live) -> None:
     assert after.json()["error"]["code"] == "engine_dead"
 
 
-def test_an_unexpected_exception_in_the_middle(live: Live) -> None:
+def test_an_unexpected_exception_in_a_stream_is_its_last_event(live: Live) -> None:
     """A token that no tokenizer knows breaks the reader, on the asyncio thread."""
     live.engine.reply = lambda *_: [72, 10**9, 72]
     with streaming(live, "/v1/completions") as (answer, lines):
@@ -130,14 +130,14 @@ def test_an_unexpected_exception_in_the_middle(live: Live) -> None:
     assert '"internal_error"' in rest[-1]
     (job,) = live.engine.jobs
     live.engine.wait_for(lambda e: e.cancelled == [job.id])
-    live.log.wait_for("failed in its stream")
+    live.log.wait_for("failed while its reply was streamed")
     assert live.openai().models.list().data  # the server goes on
 
 
 # --- stopping ------------------------------------------------------------------------------
 
 
-def test_draining_finishes_what_runs_and_refuses_the_rest(live: Live) -> None:
+def test_draining_finishes_running_calls_and_refuses_new_ones(live: Live) -> None:
     live.engine.hold("decode", after=3)
     stream = live.openai().completions.create(model="fake", prompt="a", stream=True)
     text = next(stream).choices[0].text
@@ -152,7 +152,7 @@ def test_draining_finishes_what_runs_and_refuses_the_rest(live: Live) -> None:
     assert text + "".join(chunk.choices[0].text for chunk in stream) == GREETING
 
 
-def test_cutting_what_runs(live: Live) -> None:
+def test_running_calls_can_be_ended_with_an_error(live: Live) -> None:
     live.engine.hold("decode", after=3)
     stream = live.openai().completions.create(model="fake", prompt="a", stream=True)
     next(stream)

@@ -1,4 +1,4 @@
-"""Structured output through the real server: the openai client, a model of noise, valid answers."""
+"""Structured output through a real server and the openai client: a random model, valid answers."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ QUIET: dict[str, Any] = {"extra_body": {"enable_thinking": False}}
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_a_schema(live: Real, seed: int) -> None:
+def test_a_reply_follows_its_schema(live: Real, seed: int) -> None:
     value = content(ask(live, response_format=as_format(POINT), seed=seed, **QUIET))
     jsonschema.validate(value, POINT)
 
 
-def test_a_schema_in_a_stream(live: Real) -> None:
+def test_a_stream_follows_its_schema(live: Real) -> None:
     whole = content(ask(live, response_format=as_format(POINT), **QUIET))
     stream = ask(live, response_format=as_format(POINT), stream=True, **QUIET)
     text, reason, n_pieces = "", None, 0
@@ -111,7 +111,7 @@ def test_a_schema_in_a_stream(live: Real) -> None:
     assert json.loads(text) == whole
 
 
-def test_the_clients_own_models(live: Real) -> None:
+def test_the_clients_pydantic_models_are_followed(live: Real) -> None:
     class Step(pydantic.BaseModel):
         n: int = pydantic.Field(ge=0, le=9)
         done: bool
@@ -133,7 +133,7 @@ def test_the_clients_own_models(live: Real) -> None:
     assert 1 <= len(plan.steps) <= 2
 
 
-def test_several_choices(live: Real) -> None:
+def test_every_choice_follows_its_schema(live: Real) -> None:
     reply = ask(live, response_format=as_format(POINT), n=3, **QUIET)
     values = [json.loads(choice.message.content) for choice in reply.choices]
     for value in values:
@@ -141,7 +141,7 @@ def test_several_choices(live: Real) -> None:
     assert len(values) == 3
 
 
-def test_the_extensions(live: Real) -> None:
+def test_choice_regex_and_lark_are_followed_in_chats(live: Real) -> None:
     pick = {"type": "choice", "choices": ["one", "two words"]}
     reply = ask(live, extra_body={"response_format": pick, "enable_thinking": False})
     assert reply.choices[0].message.content in pick["choices"]
@@ -153,8 +153,8 @@ def test_the_extensions(live: Real) -> None:
     assert reply.choices[0].message.content[1:3].isdigit()
 
 
-def test_the_extensions_elsewhere(live: Real) -> None:
-    """A raw completion is held from its first token on, as nobody thinks in it."""
+def test_extensions_are_followed_in_completions_and_responses(live: Real) -> None:
+    """A raw completion is constrained from its first token, since it has no thinking."""
     pick = {"type": "choice", "choices": ["one", "two words"]}
     raw = live.openai().completions.create(
         model="", prompt="Which?", max_tokens=50, extra_body={"response_format": pick}
@@ -185,8 +185,8 @@ def test_ignore_eos_does_not_outlast_a_grammar(live: Real) -> None:
     assert content(reply) in (True, False)
 
 
-def test_an_answer_behind_thoughts(live: Real) -> None:
-    """The template opens the tag: what the model thinks is free, what it says is not."""
+def test_the_answer_after_thinking_follows_its_schema(live: Real) -> None:
+    """The template opens the tag: thinking is free, the answer is constrained."""
     token = live.tokenizer.token_id("</think>")
     reply = live.openai().chat.completions.create(
         model="",
@@ -201,7 +201,7 @@ def test_an_answer_behind_thoughts(live: Real) -> None:
     assert reply.choices[0].message.model_dump()["reasoning_content"]
 
 
-def test_a_thinking_budget_and_a_grammar(live: Real) -> None:
+def test_a_thinking_budget_and_a_grammar_go_together(live: Real) -> None:
     reply = ask(
         live,
         response_format=as_format(POINT),
@@ -210,7 +210,7 @@ def test_a_thinking_budget_and_a_grammar(live: Real) -> None:
     jsonschema.validate(content(reply), POINT)
 
 
-def test_a_cut_answer_says_length(live: Real) -> None:
+def test_an_answer_cut_off_has_the_reason_length(live: Real) -> None:
     reply = live.openai().chat.completions.create(
         model="",
         messages=[{"role": "user", "content": "Go on."}],
@@ -237,8 +237,8 @@ def test_a_cut_answer_says_length(live: Real) -> None:
         ),
     ],
 )
-def test_a_form_that_spells_a_control_token(live: Real, form: Any, texts: str) -> None:
-    """It is text, also where the model can write nothing else."""
+def test_a_control_token_in_a_grammar_is_text(live: Real, form: Any, texts: str) -> None:
+    """It is text, even if the model can write nothing else."""
     extra = {"response_format": form, "enable_thinking": False}
     (choice,) = ask(live, extra_body=extra).choices
     assert choice.finish_reason == "stop"
@@ -254,7 +254,9 @@ def test_a_form_that_spells_a_control_token(live: Real, form: Any, texts: str) -
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     ],
 )
-def test_a_schema_that_cannot_be_kept(live: Real, schema: Any, words: str, stream: bool) -> None:
+def test_a_schema_that_cannot_be_enforced_is_refused(
+    live: Real, schema: Any, words: str, stream: bool
+) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         ask(live, response_format=as_format(schema), stream=stream)
     assert caught.value.status_code == 400
@@ -276,12 +278,12 @@ def check_calls(reply: Any, names: set[str], *, at_most: int = 99) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_a_call_is_required(live: Real, seed: int) -> None:
+def test_a_required_call_is_made(live: Real, seed: int) -> None:
     reply = ask(live, tools=OFFER, tool_choice="required", seed=seed, **QUIET)
     check_calls(reply, set(SCHEMAS))
 
 
-def test_a_call_by_name_in_a_stream(live: Real) -> None:
+def test_a_named_call_is_made_in_a_stream(live: Real) -> None:
     named = {"type": "function", "function": {"name": "get_weather"}}
     stream = ask(
         live, tools=OFFER, tool_choice=named, parallel_tool_calls=False, stream=True, **QUIET
@@ -295,7 +297,7 @@ def test_a_call_by_name_in_a_stream(live: Real) -> None:
     jsonschema.validate(json.loads(arguments), WEATHER.parameters)
 
 
-def test_a_call_or_an_answer(live: Real) -> None:
+def test_with_auto_the_model_calls_or_answers(live: Real) -> None:
     n_calls = n_answers = 0
     options = {**QUIET, "parallel_tool_calls": False}
     for seed in range(6):
@@ -311,7 +313,7 @@ def test_a_call_or_an_answer(live: Real) -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_every_style_of_calls(style: str, tmp_path: Path) -> None:
+def test_required_calls_are_made_in_every_format(style: str, tmp_path: Path) -> None:
     example = formats()[style].example
     clue = '{"name": ..., "parameters": ...}' if style == "bare_json" else example
     write_model(tmp_path, format=style, template=f"{TEMPLATE}{{# {clue} #}}")

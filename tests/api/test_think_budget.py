@@ -1,4 +1,4 @@
-"""A thinking budget: the reply's thinking ends where it is used up, and the answer follows."""
+"""A thinking budget: thinking ends when it is used up, and the answer follows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def budget(n_tokens: int) -> Any:
 
 
 class InBackground:
-    """Runs something the test must interfere with."""
+    """Runs a call on a thread, so that the test can interfere."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._found: list[Any] = []
@@ -68,7 +68,7 @@ def test_thinking_ends_when_its_budget_does() -> None:
         assert message.usage.output_tokens == N_OPEN + 50 + len(CLOSING)
 
 
-def test_the_same_through_the_chat_dialect_for_each_choice() -> None:
+def test_a_chats_budget_ends_the_thinking_of_each_choice() -> None:
     with scripted_server("<think>" + "a" * 50) as live:
         live.engine.hold("decode", after=N_OPEN)
         chat = live.openai().chat.completions
@@ -82,7 +82,7 @@ def test_the_same_through_the_chat_dialect_for_each_choice() -> None:
             assert choice.message.content == "a" * 40
 
 
-def test_a_large_budget_is_said_only_when_it_runs_short() -> None:
+def test_a_large_budget_reaches_the_engine_only_when_it_runs_short() -> None:
     n_budget = 10 + LOOKAHEAD_TOKENS
     with scripted_server("<think>" + "a" * (n_budget + 40)) as live:
         live.engine.hold("decode", after=N_OPEN + 9)
@@ -108,13 +108,13 @@ def test_thinking_that_ends_by_itself_is_left_alone() -> None:
 
 
 class Opening(FakeTokenizer):
-    """Its template begins the thinking."""
+    """A tokenizer whose template begins the thinking."""
 
     def render(self, messages: Any, *, tools: Any, kwargs: Any) -> str:
         return super().render(messages, tools=tools, kwargs=kwargs) + "<think>\n"
 
 
-def test_no_budget_at_all_where_the_prompt_begins_the_thinking() -> None:
+def test_a_budget_of_zero_ends_thinking_that_the_prompt_begins() -> None:
     with scripted_server("the answer", tokenizer=Opening()) as live:
         live.engine.hold("queue")
         chat = live.openai().chat.completions
@@ -127,7 +127,7 @@ def test_no_budget_at_all_where_the_prompt_begins_the_thinking() -> None:
         assert live.engine.forced == [(0, tuple(CLOSING.encode()), 0)]
 
 
-def test_harmony_goes_on_to_its_final_channel() -> None:
+def test_a_harmony_reply_continues_in_its_final_channel() -> None:
     tokenizer = FakeTokenizer(special=(END, START, *CONTROL))
     format = ReplyFormat(
         tool="harmony",
@@ -159,7 +159,7 @@ def test_a_model_that_does_not_think_has_nothing_to_end(format: ReplyFormat) -> 
         assert live.engine.forced == []
 
 
-def test_the_wish_reaches_the_template() -> None:
+def test_thinking_options_reach_the_template() -> None:
     with scripted_server("ok") as live:
         client = live.anthropic()
         client.messages.create(**ASK, thinking=budget(2000))
@@ -187,14 +187,14 @@ def token(*, forced: bool = False) -> Token:
     return Token(0, 1, forced=forced)
 
 
-def test_an_order_is_given_once() -> None:
+def test_the_engine_is_told_once() -> None:
     limit, reader = ThinkBudget(5, (7, 8)), Reader(True, 0, 3)
     assert limit.check(reader) == ThinkingEnd(8, (7, 8))  # type: ignore[arg-type]
     reader.n_reasoning = reader.n_completion = 4
     assert limit.check(reader) is None  # type: ignore[arg-type]
 
 
-def test_a_closing_that_arrives_is_read_and_not_ordered_again() -> None:
+def test_a_forced_closing_is_read_and_not_forced_again() -> None:
     limit, reader = ThinkBudget(0, (7, 8, 9)), Reader(True)
     limit.check(reader)  # type: ignore[arg-type]
     for i in range(3):
@@ -205,7 +205,7 @@ def test_a_closing_that_arrives_is_read_and_not_ordered_again() -> None:
     assert limit.check(reader) == ThinkingEnd(0, (7, 8, 9))  # type: ignore[arg-type]
 
 
-def test_a_closing_that_comes_too_late_is_not_shown() -> None:
+def test_a_forced_closing_that_comes_too_late_is_hidden() -> None:
     limit, reader = ThinkBudget(9, (7, 8)), Reader(True)
     limit.check(reader)  # type: ignore[arg-type]
     reader.in_reasoning = False
@@ -217,7 +217,7 @@ def test_a_closing_that_comes_too_late_is_not_shown() -> None:
     assert not limit.skips(token(), reader)  # type: ignore[arg-type]
 
 
-def test_the_closing_is_the_formats_own() -> None:
+def test_each_format_closes_thinking_in_its_own_way() -> None:
     assert ReplyFormat(think=THINK_TAGS["magistral"]).closing == "\n[/THINK]\n\n"
     assert ReplyFormat(tool="harmony").closing.endswith("<|channel|>final<|message|>")
     assert ReplyFormat(tool="json_tags").closing == ""

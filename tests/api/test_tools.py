@@ -1,4 +1,4 @@
-"""Calls and thoughts, from the model's own markup to what the openai client sees."""
+"""Calls and thinking, from the model's own markup to what the openai client sees."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def live() -> Iterator[Live]:
         yield running
 
 
-def test_a_whole_reply(live: Live) -> None:
+def test_a_whole_reply_has_its_calls(live: Live) -> None:
     reply = live.openai().chat.completions.create(**ASK, tools=TOOLS)
     (choice,) = reply.choices
     assert choice.finish_reason == "tool_calls"
@@ -62,7 +62,7 @@ def test_a_whole_reply(live: Live) -> None:
     assert reply.usage.completion_tokens_details.reasoning_tokens
 
 
-def test_a_stream(live: Live) -> None:
+def test_a_stream_has_its_calls(live: Live) -> None:
     text = thoughts = ""
     calls: dict[int, dict[str, str]] = {}
     reason = None
@@ -86,7 +86,7 @@ def test_a_stream(live: Live) -> None:
     assert [call["name"] for call in calls.values()] == ["look", "look"]
 
 
-def test_one_call_at_most(live: Live) -> None:
+def test_parallel_tool_calls_false_allows_one_call(live: Live) -> None:
     reply = live.openai().chat.completions.create(**ASK, tools=TOOLS, parallel_tool_calls=False)
     (call,) = reply.choices[0].message.tool_calls or []
     assert json.loads(call.function.arguments) == {"at": "sky"}  # type: ignore[union-attr]
@@ -101,7 +101,7 @@ def test_one_call_at_most(live: Live) -> None:
         {"response_format": {"type": "json_object"}},
     ],
 )
-def test_what_needs_a_grammar_is_refused_until_there_is_one(
+def test_without_a_grammar_compiler_constraints_are_refused(
     live: Live, body: dict[str, Any]
 ) -> None:
     answer = httpx.post(
@@ -111,7 +111,7 @@ def test_what_needs_a_grammar_is_refused_until_there_is_one(
     assert answer.json()["error"]["param"] in body
 
 
-def test_a_grammar_engine_is_all_it_takes() -> None:
+def test_with_a_grammar_compiler_the_job_has_the_compiled_grammar() -> None:
     with serve(compile_grammar=lambda grammar, owner: ("compiled", grammar.kind)) as live:
         live.openai().chat.completions.create(**ASK, response_format={"type": "json_object"})
         assert live.engine.jobs[0].grammar == ("compiled", "json_object")

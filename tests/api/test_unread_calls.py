@@ -21,7 +21,7 @@ def warnings(live: Live) -> list[str]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("format", [ReplyFormat(), ReplyFormat(tool="mistral")])
-def test_an_unread_call_is_noted_once(format: ReplyFormat, stream: bool) -> None:
+def test_an_unread_call_is_logged_once(format: ReplyFormat, stream: bool) -> None:
     with scripted_server(f"Sure.\n{CALLS}", format=format) as live:
         answer = post(live, "/v1/messages", ASK | {"tools": [TOOL], "stream": stream})
         assert answer.status_code == 200
@@ -32,7 +32,7 @@ def test_an_unread_call_is_noted_once(format: ReplyFormat, stream: bool) -> None
         assert "--tool-call-parser" in line
 
 
-def test_a_long_reply_is_looked_at_too() -> None:
+def test_a_long_reply_is_searched_too() -> None:
     said, form = "word " * 2000 + CALLS, ReplyFormat(tool="mistral")
     with scripted_server(said, format=form, context_length=1 << 16) as live:
         body = ASK | {"tools": [TOOL], "max_tokens": 20_000}
@@ -51,7 +51,7 @@ def test_a_long_reply_is_looked_at_too() -> None:
     ],
     ids=["read", "no call", "no tools", "no calls wanted"],
 )
-def test_there_is_nothing_to_note(reply: str, body: dict[str, Any]) -> None:
+def test_replies_without_an_unread_call_are_not_logged(reply: str, body: dict[str, Any]) -> None:
     with scripted_server(reply) as live:
         assert post(live, "/v1/messages", ASK | body).status_code == 200
         assert warnings(live) == []

@@ -17,6 +17,9 @@ from firn.core.duration import FOREVER, seconds
         (1.5, 1.5),
         ("90", 90.0),
         ("1h30m", 5400.0),
+        ("0", 0.0),
+        ("2.5s", 2.5),
+        (1e300, FOREVER),
         ("250ms", 0.25),
         (-1, FOREVER),
         ("-1m", FOREVER),
@@ -30,7 +33,9 @@ def test_seconds(value: object, expected: float) -> None:
     assert seconds(value) == expected
 
 
-@pytest.mark.parametrize("value", [True, None, [], "", "soon", "1x", "m", math.nan])
+@pytest.mark.parametrize(
+    "value", [True, None, [], "", "soon", "1x", "m", "5 m", "m5", "1h1", math.nan]
+)
 def test_what_is_no_time(value: object) -> None:
     with pytest.raises(ValueError, match="30m"):
         seconds(value)

@@ -1,4 +1,4 @@
-"""Estimates of what a request takes, and the account of what is held."""
+"""Estimates of what requests take, and the account of what is reserved."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def job(n_prompt: int, max_tokens: int = 0, *, n: int = 1, name: str = "job") ->
 
 
 def teach(budget: Budget, ratio: float) -> None:
-    """What rows take is this much of the estimate, again and again."""
+    """Rows repeatedly take this share of their estimate."""
     for _ in range(100):
         budget.learn([10_000], int(ratio * budget.cost.of(10_000)))
 
 
-def test_a_row_costs_its_tokens_and_what_any_row_costs() -> None:
+def test_a_row_costs_its_tokens_and_a_fixed_part() -> None:
     assert COST.of(0) == 500
     assert COST.of(100) == 1500
     assert RowCost(0, 147 << 20).of(1_000_000) == 147 << 20, "a purely recurrent model"
@@ -46,7 +46,7 @@ def test_need_counts_prompt_and_reply_of_every_choice() -> None:
     assert budget.need_nbytes(job(100, 20, n=3)) == 3 * (500 + 100 * 10 + 20 * 10)
 
 
-def test_of_a_long_reply_only_a_part_is_set_aside() -> None:
+def test_only_a_part_of_a_long_reply_is_reserved() -> None:
     budget = Budget(COST, capacity_nbytes=1 << 30)
     most = budget.need_nbytes(job(100, REPLY_RESERVE_TOKENS))
     assert budget.need_nbytes(job(100, 1_000_000)) == most
@@ -62,8 +62,8 @@ def test_a_prompt_over_the_capacity_never_fits() -> None:
         budget.need_nbytes(job(60, n=2))
 
 
-def test_what_was_learned_may_admit_more_but_never_refuses_more() -> None:
-    """A factor over one makes requests wait; whether one can ever fit is not a matter of guesses."""
+def test_the_learned_factor_may_admit_more_but_never_refuses_more() -> None:
+    """A factor above one makes requests wait, but never refuses one for ever."""
     budget = Budget(COST, capacity_nbytes=1500)
     teach(budget, 10.0)
     assert budget.need_nbytes(job(100)) > 1500
@@ -72,14 +72,14 @@ def test_what_was_learned_may_admit_more_but_never_refuses_more() -> None:
 
 
 def test_admitting_never_raises_what_asking_did_not() -> None:
-    """The factor may move between the two."""
+    """The factor may change between the two."""
     budget = Budget(COST, capacity_nbytes=1500)
     teach(budget, 0.5)
     request = job(150)
     need = budget.need_nbytes(request)
     teach(budget, 1.0)
     budget.admit(request, need)
-    assert budget.held_nbytes == need
+    assert budget.reserved_nbytes == need
 
 
 @given(
@@ -96,14 +96,14 @@ def test_the_factor_stays_within_its_bounds(seen: list[tuple[list[int], int]]) -
 
 
 @given(st.floats(MIN_FACTOR, MAX_FACTOR))
-def test_the_factor_goes_to_what_is_seen(ratio: float) -> None:
+def test_the_factor_converges_to_what_is_measured(ratio: float) -> None:
     budget = Budget(COST, capacity_nbytes=1 << 30)
     teach(budget, ratio)
     assert budget.factor == pytest.approx(ratio, rel=0.01)
 
 
 def test_short_rows_teach_nothing() -> None:
-    """Their buffers have a first step of 256 tokens: that is no waste of longer ones."""
+    """Their buffers have a first step of 256 tokens, which says nothing about longer rows."""
     budget = Budget(RowCost(1024, 0, 256), capacity_nbytes=1 << 30)
     for _ in range(64):
         budget.learn([13] * 8, 8 * 256 * 1024)
@@ -124,7 +124,7 @@ def test_a_growing_reply_is_counted_as_it_grows() -> None:
     assert budget.outgrown(long, [99_950])
 
 
-def test_chunks_shrink_with_depth_and_by_the_peak_that_was_seen() -> None:
+def test_chunks_shrink_with_depth_and_with_the_measured_peak() -> None:
     scores = Transient(1 << 10, 64)
     budget = Budget(COST, capacity_nbytes=1, transient=scores, chunk_nbytes=256 << 20)
     assert budget.chunk_tokens(0, most=1024) == 1024
@@ -147,8 +147,10 @@ def test_chunks_shrink_with_depth_and_by_the_peak_that_was_seen() -> None:
         max_size=60,
     )
 )
-def test_the_account_is_the_sum_of_what_is_held(steps: list[tuple[int, bool, int, int]]) -> None:
-    """Against a plain dictionary: admitting twice replaces, releasing the unknown is nothing."""
+def test_the_reservation_is_the_sum_of_all_requests(
+    steps: list[tuple[int, bool, int, int]],
+) -> None:
+    """Compared with a dictionary: admitting twice replaces, releasing an unknown job does nothing."""
     budget = Budget(COST, capacity_nbytes=1 << 20)
     model: dict[str, int] = {}
     for name, admits, n_prompt, n in steps:
@@ -160,9 +162,9 @@ def test_the_account_is_the_sum_of_what_is_held(steps: list[tuple[int, bool, int
         else:
             budget.release(request)
             model.pop(request.id, None)
-        assert budget.held_nbytes == sum(model.values())
+        assert budget.reserved_nbytes == sum(model.values())
         assert budget.free_nbytes() == (1 << 20) - sum(model.values())
     for request_id in list(model):
         budget.release(job(1, name=request_id))
-    assert budget.held_nbytes == 0
+    assert budget.reserved_nbytes == 0
     assert budget.free_nbytes() == budget.capacity_nbytes

@@ -1,4 +1,4 @@
-"""Sizes of prefill chunks: by depth, by company, by what was seen."""
+"""Sizes of prefill chunks: by depth, by load, by what was measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 def taught(*, base_s: float, per_depth_s: float = 0.0, **options: float) -> ChunkSizes:
-    """After chunks that took `base_s` a token, and more behind a longer context."""
+    """Sizes after chunks that took `base_s` per token, and more after a longer context."""
     sizes = ChunkSizes(512, largest=int(options.pop("largest", 2048)), **options)
     for start in (0, 512, 4096, 16_384, 65_536) * 3:
         mid = start + 256
@@ -23,7 +23,7 @@ def taught(*, base_s: float, per_depth_s: float = 0.0, **options: float) -> Chun
     return sizes
 
 
-def test_before_anything_was_seen_chunks_are_the_usual_ones() -> None:
+def test_before_any_measurement_chunks_have_the_usual_size() -> None:
     assert ChunkSizes(512, largest=2048).choose(0, alone=True) == 512
 
 
@@ -33,7 +33,7 @@ def test_fixed_chunks_stay_fixed() -> None:
     assert sizes.choose(100_000, alone=False) == 512
 
 
-def test_alone_and_fast_they_are_large_and_in_company_the_usual() -> None:
+def test_a_lone_prompt_gets_large_chunks_and_others_get_the_usual() -> None:
     fast = taught(base_s=1e-4)
     assert fast.choose(0, alone=True) == 2048
     assert fast.choose(0, alone=False) == 512
@@ -41,7 +41,7 @@ def test_alone_and_fast_they_are_large_and_in_company_the_usual() -> None:
     assert slow.choose(0, alone=True) == 512, "never below the usual behind a short context"
 
 
-def test_they_shrink_with_depth() -> None:
+def test_chunks_shrink_with_depth() -> None:
     deep = taught(base_s=2e-4, per_depth_s=1e-8)
     alone = [deep.choose(depth, alone=True) for depth in (0, 20_000, 100_000, 400_000)]
     together = [deep.choose(depth, alone=False) for depth in (0, 20_000, 100_000, 400_000)]
@@ -53,7 +53,7 @@ def test_they_shrink_with_depth() -> None:
 
 @pytest.mark.parametrize("max_step_s", [0.02, 0.05, 0.2, 3.0])
 @pytest.mark.parametrize("depth", [0, 8000, 64_000])
-def test_what_the_user_says_bounds_a_step_in_company(max_step_s: float, depth: int) -> None:
+def test_the_users_limit_bounds_a_chunk_while_others_wait(max_step_s: float, depth: int) -> None:
     sizes = taught(base_s=1e-4, per_depth_s=2e-9, max_step_s=max_step_s, largest=8192)
     chunk = sizes.choose(depth, alone=False)
     took = chunk * (1e-4 + 2e-9 * (depth + chunk / 2))
@@ -66,7 +66,7 @@ def test_what_the_user_says_bounds_a_step_in_company(max_step_s: float, depth: i
     st.integers(0, 1_000_000),
     st.booleans(),
 )
-def test_whatever_was_seen_a_chunk_is_one_of_the_sizes(
+def test_whatever_was_measured_a_chunk_has_one_of_the_sizes(
     seen: list[tuple[int, int, float]], depth: int, alone: bool
 ) -> None:
     sizes = ChunkSizes(512, largest=2048)
@@ -82,7 +82,7 @@ def test_a_machine_that_gets_slower_is_noticed() -> None:
     assert sizes.choose(0, alone=True) <= 512
 
 
-def test_after_a_fault_of_the_device_they_are_half_as_large() -> None:
+def test_after_a_device_fault_chunks_are_half_as_large() -> None:
     sizes = taught(base_s=1e-5)
     before = sizes.choose(0, alone=True)
     sizes.shrink()
@@ -95,7 +95,7 @@ def test_after_a_fault_of_the_device_they_are_half_as_large() -> None:
     assert small.choose(0, alone=True) == 8
 
 
-def test_in_an_engine_a_lone_prompt_gets_large_chunks_and_company_small_ones() -> None:
+def test_the_engine_gives_a_lone_prompt_large_chunks_and_several_small_ones() -> None:
     with HashEngine(chunk=64, largest_chunk=512) as lab:
         lab.submit(prompt_of(1, 2000), 2).wait().check()
         sizes = [end - start for start, end in lab.runner.prefills]
@@ -111,7 +111,7 @@ def test_in_an_engine_a_lone_prompt_gets_large_chunks_and_company_small_ones() -
         assert max(end - start for start, end in first) <= 64, "two prompts take turns"
 
 
-def test_exact_chunks_never_change() -> None:
+def test_chunks_of_exact_mode_never_change() -> None:
     with HashEngine(chunk=8, largest_chunk=64, aligned=True) as lab:
         lab.submit(prompt_of(1, 400), 2).wait().check()
         assert {end - start for start, end in lab.runner.prefills} <= {8, 7}

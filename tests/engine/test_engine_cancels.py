@@ -1,4 +1,4 @@
-"""A client that goes away frees what it held at the next step, wherever its request was."""
+"""A client that hangs up frees its memory at the next step, wherever its request was."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WARM = Sampling(temperature=1.0, seed=3)
 
 
 class Script:
-    """Does something on the engine thread at the n-th chunk or at the n-th decode step."""
+    """Runs a function on the engine thread at the n-th chunk or decode step."""
 
     def __init__(self) -> None:
         self.faults = Faults(prefill=self._on_chunk, launch=self._on_step)
@@ -25,7 +25,7 @@ class Script:
         self.n_chunks = 0
         self.n_steps = 0
         self.rows: list[list[HashRow]] = []
-        """Who was in each decode step."""
+        """The rows of each decode step."""
 
     def _on_chunk(self, row: HashRow, chunk: list[int]) -> None:
         self.n_chunks += 1
@@ -44,7 +44,7 @@ class Script:
 # --- cancel --------------------------------------------------------------------------------
 
 
-def test_cancelled_in_the_queue() -> None:
+def test_a_request_cancelled_in_the_queue_never_starts() -> None:
     with HashEngine(cache=DictCache(), max_rows=1) as lab:
         gate = lab.hold()
         first = lab.submit(prompt_of(1, 9), 20)
@@ -58,7 +58,7 @@ def test_cancelled_in_the_queue() -> None:
         assert lab.leftovers() == {}
 
 
-def test_cancelled_in_prefill() -> None:
+def test_a_request_cancelled_in_prefill_leaves_its_blocks_in_the_cache() -> None:
     script, cache = Script(), DictCache()
     with HashEngine(script.faults, cache=cache, chunk=8) as lab:
         gate = lab.hold()
@@ -77,7 +77,7 @@ def test_cancelled_in_prefill() -> None:
         assert again.n_cached == 24, "the blocks done so far stay in the cache"
 
 
-def test_cancelled_in_decode() -> None:
+def test_a_request_cancelled_in_decode_frees_its_row_at_the_next_step() -> None:
     script = Script()
     with HashEngine(script.faults) as lab:
         gate = lab.hold()
@@ -92,7 +92,7 @@ def test_cancelled_in_decode() -> None:
         assert lab.leftovers() == {}
 
 
-def test_cancelled_with_several_choices() -> None:
+def test_a_cancelled_request_frees_the_rows_of_all_choices() -> None:
     script = Script()
     with HashEngine(script.faults, cache=DictCache()) as lab:
         gate = lab.hold()
@@ -105,7 +105,7 @@ def test_cancelled_with_several_choices() -> None:
         assert lab.leftovers() == {}
 
 
-def test_a_cancelled_request_hears_nothing_more() -> None:
+def test_a_cancelled_request_gets_no_more_events() -> None:
     with HashEngine() as lab:
         gate = lab.hold()
         gone = lab.submit(prompt_of(1, 9), 10_000_000)
@@ -190,7 +190,7 @@ def test_a_choice_stopped_in_prefill_never_starts() -> None:
 
 
 class Crowd:
-    """Clients that go away, or stop a choice, at random moments of the engine's work."""
+    """Clients that hang up, or stop a choice, at random moments."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -257,7 +257,7 @@ def test_thousands_of_cancels_leave_nothing_behind(group_rows: int) -> None:
 
 
 def check_spoken(outcome: Outcome, crowd: Crowd) -> None:
-    """Whatever was said is right, and said once; only what was cancelled has no end."""
+    """Every token is right and sent once; only cancelled requests have no end."""
     assert outcome.error is None
     assert outcome.n_ends <= 1
     if outcome.job.id not in crowd.cancelled:

@@ -1,4 +1,4 @@
-"""What goes wrong in one request ends that one; what goes wrong in the thread is told to all."""
+"""A fault in one request ends that request; a fault of the thread is told to all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.hash_runner import VOCAB_SIZE, Faults, HashRow, HashRunner, prompt_of
 
 WARM = Sampling(temperature=1.0, seed=11)
 BAD = VOCAB_SIZE + 1
-"""A token no model says: prompts that hold it are the ones with the fault."""
+"""A token that no model picks: prompts that contain it are the faulty ones."""
 
 
 def on_bad(*args: object) -> None:
@@ -96,7 +96,7 @@ def test_a_named_fault_keeps_its_name() -> None:
 
 @pytest.mark.parametrize("stage", ["prefill", "settle"])
 def test_a_row_in_doubt_is_not_stored(stage: str) -> None:
-    """The chunk that failed has left the row half-written: nobody may find that, nor go on with it."""
+    """The failed chunk has left the row half-written: it must be neither stored nor continued."""
     fault = Once(3)
     faults = Faults(prefill=fault) if stage == "prefill" else Faults(settle=fault)
     cache = DictCache()
@@ -111,7 +111,7 @@ def test_a_row_in_doubt_is_not_stored(stage: str) -> None:
 
 
 def test_a_job_that_cannot_be_opened_ends_alone() -> None:
-    """The contract says that a cache never raises; nobody may hang if one does."""
+    """A cache must not raise by its contract; if one does, no client may hang."""
 
     class Broken(DictCache):
         def open(self, *args: object) -> object:  # type: ignore[override]
@@ -129,8 +129,8 @@ def test_a_job_that_cannot_be_opened_ends_alone() -> None:
 
 @pytest.mark.parametrize("stage", ["launch", "collect"])
 @pytest.mark.parametrize("cached", [False, True])
-def test_a_failed_step_is_made_good(stage: str, cached: bool) -> None:
-    """Nobody sees more than a pause: all rows are read again from their tokens."""
+def test_the_rows_of_a_failed_step_are_computed_again(stage: str, cached: bool) -> None:
+    """Clients notice only a pause: all rows are read again from their tokens."""
     fault = Once(9)
     faults = Faults(launch=fault) if stage == "launch" else Faults(collect=fault)
     cache = DictCache() if cached else None
@@ -146,8 +146,8 @@ def test_a_failed_step_is_made_good(stage: str, cached: bool) -> None:
         assert lab.leftovers() == {}
 
 
-def test_the_one_that_fails_alone_is_given_up() -> None:
-    """A row that fails every step it takes part in; those beside it go on."""
+def test_a_row_that_fails_alone_is_given_up() -> None:
+    """One row fails every step it is in; the others continue."""
     with HashEngine(Faults(launch=on_bad), cache=DictCache(), max_rows=16) as lab:
         gate = lab.hold()
         good = [lab.submit(prompt_of(i, 5 + i), 40, sampling=WARM) for i in range(7)]
@@ -161,7 +161,7 @@ def test_the_one_that_fails_alone_is_given_up() -> None:
         assert lab.leftovers() == {}
 
 
-def test_several_bad_ones_do_not_drag_good_ones_along() -> None:
+def test_several_bad_rows_do_not_end_good_ones() -> None:
     with HashEngine(Faults(launch=on_bad), max_rows=32) as lab:
         gate = lab.hold()
         outcomes = [
@@ -178,7 +178,7 @@ def test_several_bad_ones_do_not_drag_good_ones_along() -> None:
         assert lab.leftovers() == {}
 
 
-def test_a_model_that_always_fails_fails_every_request_and_stays() -> None:
+def test_a_model_that_always_fails_fails_every_request_and_the_engine_lives() -> None:
     def always(rows: object) -> None:
         raise RuntimeError("no")
 
@@ -193,7 +193,7 @@ def test_a_model_that_always_fails_fails_every_request_and_stays() -> None:
 
 
 def test_a_request_with_rows_in_two_groups_fails_as_one() -> None:
-    """Groups of one, as for models that cannot batch: the second choice goes with the first."""
+    """Groups of one row, as for models that cannot batch: the second choice ends with the first."""
     with HashEngine(Faults(launch=on_bad), group_rows=1, cache=DictCache()) as lab:
         gate = lab.hold()
         bad = lab.submit(bad_prompt(1, 9), 20, n=3, sampling=WARM)
@@ -204,7 +204,7 @@ def test_a_request_with_rows_in_two_groups_fails_as_one() -> None:
         assert lab.leftovers() == {}
 
 
-def test_one_choice_may_be_rescued_while_another_goes_on() -> None:
+def test_one_choice_is_rescued_while_another_continues() -> None:
     """Only the first group's step fails; a stop or a cancel may come while the row is read again."""
     fault = Once(9)  # of the steps of two groups in turn
     with HashEngine(Faults(launch=fault), group_rows=1, chunk=4) as lab:
@@ -214,7 +214,7 @@ def test_one_choice_may_be_rescued_while_another_goes_on() -> None:
 
 
 @pytest.mark.parametrize("action", ["stop", "cancel"])
-def test_a_choice_can_go_while_it_is_read_again(action: str) -> None:
+def test_a_choice_can_be_stopped_while_it_is_read_again(action: str) -> None:
     fault = Once(9)
     cache = DictCache()
     seen: list[int] = []
@@ -246,7 +246,7 @@ def test_a_choice_can_go_while_it_is_read_again(action: str) -> None:
 
 
 def test_random_faults_never_make_a_wrong_token() -> None:
-    """Faults of every stage, at random, for hundreds of jobs: right, or failed by name."""
+    """Random faults in every stage of hundreds of jobs: each is right, or fails with a named error."""
     rng = random.Random(5)
 
     def maybe(*_: object) -> None:
@@ -286,11 +286,11 @@ def dies(*_: object) -> None:
 
 
 def deadly(lab: HashEngine) -> None:
-    """`leave` has no way to fail but to take the thread along."""
+    """If `leave` fails, the thread dies."""
     lab.runner.faults.leave = dies
 
 
-def test_death_is_told_to_everyone_at_once() -> None:
+def test_all_clients_are_told_at_once_when_the_engine_dies() -> None:
     with HashEngine(max_rows=2, cache=DictCache()) as lab:
         gate = lab.hold()
         deadly(lab)
@@ -341,8 +341,8 @@ def test_a_call_in_the_inbox_of_a_dying_engine_is_answered() -> None:
         assert futures[0].result(WAIT_S) == 8  # type: ignore[attr-defined]
 
 
-def test_a_death_that_cannot_be_told_is_still_a_death() -> None:
-    """The server exits by `on_death`, also where the events have nowhere to go."""
+def test_on_death_is_called_even_if_clients_cannot_be_told() -> None:
+    """The server exits by `on_death`, even if events cannot be delivered."""
 
     def broken(batch: Sequence[Delivery]) -> None:
         raise RuntimeError("nobody listens")
@@ -355,7 +355,7 @@ def test_a_death_that_cannot_be_told_is_still_a_death() -> None:
 
 
 class Clients:
-    """Several threads that submit and ask until they are refused, or have done it often enough."""
+    """Several threads submit and call until they are refused, or have done so often enough."""
 
     def __init__(self, lab: HashEngine) -> None:
         self.lab = lab
@@ -372,8 +372,8 @@ class Clients:
 
 
 @pytest.mark.parametrize("attempt", range(10))
-def test_nobody_is_lost_between_submit_and_death(attempt: int) -> None:
-    """Jobs from several threads while the engine dies: each is refused or told, none waits."""
+def test_every_request_submitted_to_a_dying_engine_gets_an_error(attempt: int) -> None:
+    """Jobs from several threads while the engine dies: each is refused or failed, none waits."""
     with HashEngine(max_rows=4) as lab:
         deadly(lab)
         clients = Clients(lab)
@@ -398,7 +398,7 @@ def run_together(target: Callable[[], None], n: int) -> None:
 # --- stopping ------------------------------------------------------------------------------
 
 
-def test_stop_tells_those_who_wait() -> None:
+def test_stop_fails_waiting_requests() -> None:
     with HashEngine(max_rows=1) as lab:
         outcomes: list[Outcome] = []
         stopping = threading.Thread(target=lab.engine.stop)
@@ -434,7 +434,7 @@ def test_an_idle_engine_stops_at_once_and_twice() -> None:
         lab.engine.stop(timeout_s=WAIT_S)
 
 
-def test_a_model_that_cannot_be_built_is_the_starters_error() -> None:
+def test_start_raises_the_error_of_building_the_parts() -> None:
     def build() -> EngineParts:
         raise FileNotFoundError("no such model")
 
@@ -449,7 +449,7 @@ def test_a_model_that_cannot_be_built_is_the_starters_error() -> None:
     engine.stop(timeout_s=WAIT_S)
 
 
-def test_the_model_is_known_once_it_is_built() -> None:
+def test_start_returns_the_model_of_the_built_parts() -> None:
     runner = HashRunner()
     budget = Budget(RowCost(1, 1), capacity_nbytes=1)
     engine = Engine(

@@ -1,4 +1,4 @@
-"""Tokens put in a reply's mouth: where they were asked for, as if they had been picked."""
+"""Forced tokens appear in a reply where they were asked for, as if they had been picked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def said(
     sampling: Sampling | None = None,
     choice: int = 0,
 ) -> list[int]:
-    """What the model says when some positions of its reply are not left to it."""
+    """The model's reply if these positions are forced."""
     tokens = list(prompt)
     for i in range(n_reply):
         draw = (sampling.seed, choice, i) if sampling else None
@@ -34,14 +34,14 @@ def said(
 
 
 def marked(outcome: Outcome, choice: int = 0) -> list[int]:
-    """Positions of the reply that came as forced."""
-    found = [e for e in outcome.of(Token) if e.choice == choice]
-    return [i for i, event in enumerate(found) if event.forced]
+    """The positions of the reply that are marked as forced."""
+    tokens = [e for e in outcome.of(Token) if e.choice == choice]
+    return [i for i, event in enumerate(tokens) if event.forced]
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 7, 15, 18])
 @pytest.mark.parametrize("cached", [False, True])
-def test_the_reply_goes_on_from_what_was_forced(at: int, cached: bool) -> None:
+def test_the_reply_continues_from_forced_tokens(at: int, cached: bool) -> None:
     prompt = prompt_of(1, 30)
     with HashEngine(cache=DictCache() if cached else None) as lab:
         if cached:
@@ -62,7 +62,7 @@ def test_the_reply_goes_on_from_what_was_forced(at: int, cached: bool) -> None:
             assert again.tokens() == reply_to(longer, 5)
 
 
-def test_only_the_named_choice() -> None:
+def test_tokens_are_forced_on_the_named_choice_only() -> None:
     prompt = prompt_of(2, 20)
     with HashEngine() as lab:
         gate = lab.hold()
@@ -76,7 +76,7 @@ def test_only_the_named_choice() -> None:
             assert outcome.tokens(choice) == want
 
 
-def test_what_comes_too_late_follows_what_was_picked() -> None:
+def test_tokens_forced_too_late_follow_those_already_picked() -> None:
     prompt = prompt_of(3, 10)
     n_launched = 0
 
@@ -96,7 +96,7 @@ def test_what_comes_too_late_follows_what_was_picked() -> None:
     assert outcome.tokens() == said(prompt, 30, {start: 5, start + 1: 6})
 
 
-def test_a_second_order_takes_the_place_of_the_first() -> None:
+def test_a_second_order_replaces_the_first() -> None:
     prompt = prompt_of(4, 10)
     with HashEngine() as lab:
         gate = lab.hold()
@@ -131,8 +131,8 @@ def test_an_order_can_be_withdrawn_until_it_has_begun(withdrawn_at: int, forced:
 
 
 @pytest.mark.parametrize("fails_at", [2, 6, 7, 8, 9, 12])
-def test_a_failed_step_loses_none_of_it(fails_at: int) -> None:
-    """The row is read again from its tokens, and the rest of what was forced still comes."""
+def test_a_failed_step_loses_no_forced_token(fails_at: int) -> None:
+    """The row is read again from its tokens, and the rest of the forced tokens still follow."""
     prompt = prompt_of(6, 25)
     n_launched = 0
 
@@ -162,10 +162,10 @@ orders = st.lists(
 
 @given(orders, st.integers(1, 4), st.integers(1, 9))
 @settings(max_examples=40, deadline=None)
-def test_any_mixture_of_jobs_gets_what_was_forced_on_each(
+def test_any_mixture_of_jobs_gets_its_own_forced_tokens(
     mixture: list[tuple[int, int, int, int]], max_rows: int, chunk: int
 ) -> None:
-    """Prefills and decodes of others go on in between, so that steps are in flight, or not."""
+    """Other requests prefill and decode meanwhile, so that steps are in flight or not."""
     with HashEngine(max_rows=max_rows, chunk=chunk) as lab:
         gate = lab.hold()
         outcomes = []
@@ -182,7 +182,7 @@ def test_any_mixture_of_jobs_gets_what_was_forced_on_each(
         assert lab.leftovers() == {}
 
 
-def test_nobody_and_the_finished_are_ignored() -> None:
+def test_forcing_an_unknown_or_finished_request_does_nothing() -> None:
     with HashEngine() as lab:
         lab.engine.force(RequestId("nobody"), 3, [1], at=0)
         outcome = lab.submit(prompt_of(1, 5), 4)

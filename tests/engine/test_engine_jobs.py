@@ -1,4 +1,4 @@
-"""Jobs through the real engine thread, on a runner whose every token depends on all before it."""
+"""Jobs through the real engine thread, on a runner whose tokens depend on all tokens before them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.hash_runner import VOCAB_SIZE, Faults, HashRow, prompt_of, reply_to
 
 
 @pytest.mark.parametrize("length", [1, 2, 8, 9, 10, 40])
-def test_a_job_says_what_the_model_says(length: int) -> None:
+def test_a_job_yields_the_models_tokens(length: int) -> None:
     with HashEngine(chunk=8) as lab:
         outcome = lab.submit(prompt_of(length, length), 20).wait()
         outcome.check()
         assert lab.leftovers() == {}
 
 
-def test_events_come_in_their_order() -> None:
+def test_events_come_in_order() -> None:
     with HashEngine(chunk=4) as lab:
         prompt = prompt_of(1, 10)
         outcome = lab.submit(prompt, 3).wait()
@@ -85,7 +85,7 @@ def test_greedy_choices_agree() -> None:
 
 
 def test_choices_end_one_by_one() -> None:
-    """Each at its own end token; the job when all have."""
+    """Each choice ends at its own end token, and the job with the last of them."""
     warm = Sampling(temperature=1.0, seed=1)
     eos = range(0, VOCAB_SIZE, 8)
     with HashEngine() as lab:
@@ -102,7 +102,7 @@ def test_choices_end_one_by_one() -> None:
 @pytest.mark.parametrize("group_rows", [1, 2, 100])
 @pytest.mark.parametrize("cached", [False, True])
 def test_jobs_that_come_and_go_do_not_touch_each_other(group_rows: int, cached: bool) -> None:
-    """With groups of one this is how a model is served whose layers cannot batch."""
+    """With groups of one row, as for models whose layers cannot batch."""
     rng = random.Random(group_rows)
     roots = [prompt_of(i, 60) for i in range(4)]
     cache = DictCache() if cached else None
@@ -178,7 +178,7 @@ def test_decoders_step_between_any_two_chunks() -> None:
 # --- the prefix cache's port ---------------------------------------------------------------
 
 
-def test_a_second_cache_serves_prompts_and_replies() -> None:
+def test_a_prompt_and_its_reply_are_reused_from_the_cache() -> None:
     cache = DictCache()
     prompt = prompt_of(9, 50)
     with HashEngine(cache=cache, chunk=8) as lab:
@@ -197,7 +197,7 @@ def test_a_second_cache_serves_prompts_and_replies() -> None:
     assert lab.runner.closed
 
 
-def test_namespaces_and_switches_reach_the_cache() -> None:
+def test_namespace_and_cache_control_reach_the_cache() -> None:
     prompt = prompt_of(10, 40)
     with HashEngine(cache=DictCache()) as lab:
         silent = CacheControl(write=False)
@@ -210,7 +210,7 @@ def test_namespaces_and_switches_reach_the_cache() -> None:
 
 
 def test_a_prompt_takes_over_what_its_neighbour_reads() -> None:
-    """Two of the same at once: the second goes on from the first one's chunks."""
+    """Two equal prompts at once: the second continues from the first one's chunks."""
     prompt = prompt_of(11, 400)
     with HashEngine(cache=DictCache(), chunk=8) as lab:
         gate = lab.hold()
@@ -285,7 +285,7 @@ def test_a_record_that_cannot_be_restored_is_a_miss() -> None:
         assert lab.leftovers() == {}
 
 
-def test_a_neighbours_record_that_cannot_be_restored_is_no_loss() -> None:
+def test_a_prompt_is_computed_if_its_neighbours_record_cannot_be_restored() -> None:
     cache = DictCache(corrupt=True)
     prompt = prompt_of(13, 100)
     with HashEngine(cache=cache) as lab:
@@ -357,7 +357,7 @@ def test_without_a_queue_free_rows_still_take_requests() -> None:
         assert lab.leftovers() == {}
 
 
-def test_busy_rows_take_nobody() -> None:
+def test_without_a_queue_busy_rows_refuse_requests() -> None:
     started, release = threading.Event(), threading.Event()
 
     def watch(*_: object) -> None:
@@ -373,7 +373,7 @@ def test_busy_rows_take_nobody() -> None:
         first.wait().check()
 
 
-def test_a_refused_job_leaves_the_queue() -> None:
+def test_a_refused_job_does_not_stay_in_the_queue() -> None:
     with HashEngine(max_queue=1, max_rows=1) as lab:
         for _ in range(5):
             lab.submit(prompt_of(1, 5), n=2).wait()
@@ -392,7 +392,7 @@ def test_call_runs_on_the_engine_thread() -> None:
         assert lab.engine.call(ask).result(WAIT_S) == ("firn-engine", 8)
 
 
-def test_a_fault_in_a_call_is_the_callers() -> None:
+def test_a_fault_in_a_call_is_raised_to_its_caller() -> None:
     with HashEngine() as lab:
         future = lab.engine.call(lambda parts: parts.nothing_like_it)  # type: ignore[attr-defined]
         with pytest.raises(AttributeError):
@@ -401,7 +401,7 @@ def test_a_fault_in_a_call_is_the_callers() -> None:
 
 
 def test_a_call_nobody_waits_for_any_more_is_not_run() -> None:
-    """A client that went away cancels its future; the engine goes on."""
+    """A client that hangs up cancels its future, and the engine continues."""
     ran = []
     with HashEngine() as lab:
         gate = lab.hold()
@@ -412,7 +412,7 @@ def test_a_call_nobody_waits_for_any_more_is_not_run() -> None:
     assert ran == []
 
 
-def test_health_counts_what_there_is() -> None:
+def test_health_counts_the_requests_of_each_stage() -> None:
     seen = []
     faults = Faults(
         prefill=lambda row, chunk: seen.append(lab.engine.health()),

@@ -1,4 +1,4 @@
-"""A device that reports its faults a step late: what it spoiled never becomes a record."""
+"""A device that reports faults a step late: nothing that it spoiled becomes a record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WARM = Sampling(temperature=1.0, seed=5)
 
 
 class LateDevice:
-    """Spoils the work of some calls without a word, and raises when it is used the next time."""
+    """Spoils the work of some calls silently, and raises when it is next used."""
 
     def __init__(self, *, chunks: Sequence[int] = (), steps: Sequence[int] = ()) -> None:
         self.chunks, self.steps = set(chunks), set(steps)
@@ -65,7 +65,7 @@ def say(lab: HashEngine, n: int, n_reply: int = 60) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5])
-def test_a_spoiled_chunk_is_computed_again_and_nobody_notices(chunk: int) -> None:
+def test_a_spoiled_chunk_is_computed_again_without_a_trace(chunk: int) -> None:
     device, cache = LateDevice(chunks=[chunk]), DictCache()
     with HashEngine(device.faults(), cache=cache, chunk=8) as lab:
         for outcome in say(lab, 4):
@@ -78,7 +78,7 @@ def test_a_spoiled_chunk_is_computed_again_and_nobody_notices(chunk: int) -> Non
 
 @pytest.mark.parametrize("step", [1, 7, 8, 20, 33, 59])
 def test_a_spoiled_decode_step_leaves_no_record(step: int) -> None:
-    """Its token may have gone out; nothing that was stored may come from it."""
+    """Its token may have been sent, but nothing may be stored from it."""
     device, cache = LateDevice(steps=[step]), DictCache()
     with HashEngine(device.faults(), cache=cache, chunk=8) as lab:
         outcomes = say(lab, 3)
@@ -100,7 +100,7 @@ def test_a_row_that_ends_with_a_spoiled_step_stores_nothing_of_it() -> None:
     check_records(cache)
 
 
-def test_a_prompt_that_is_scored_fails_rather_than_being_told_twice() -> None:
+def test_prompt_logprobs_are_never_sent_twice_the_request_fails() -> None:
     device = LateDevice(chunks=[2])
     with HashEngine(device.faults(), cache=DictCache(), chunk=8) as lab:
         outcome = lab.submit(prompt_of(1, 40), 4, scored=0).wait()
@@ -118,7 +118,7 @@ def test_a_device_that_goes_on_failing_ends_the_process() -> None:
             assert isinstance(outcome.error, EngineDead)
 
 
-def test_who_meets_anothers_fault_is_not_to_blame() -> None:
+def test_a_request_that_meets_anothers_fault_is_not_given_up() -> None:
     """The error of one request's work is raised in the work of the next."""
     met: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Replies that outgrow the memory: records give way, then the youngest wait with their tokens."""
+"""Replies that outgrow memory: records give way, then the youngest requests wait with their tokens."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ WARM = Sampling(temperature=1.0, seed=3)
 
 
 def small(capacity: int) -> Budget:
-    """A byte a token; 16 tokens are set aside for any reply, then 16 more."""
+    """One byte per token; 16 tokens are reserved for any reply, then 16 more."""
     return Budget(RowCost(1, 0), capacity_nbytes=capacity, reserve_tokens=16, grow_tokens=16)
 
 
 class Most:
-    """The most tokens that rows held at a time."""
+    """The most tokens that rows had at a time."""
 
     def __init__(self) -> None:
         self.n_tokens = 0
@@ -40,7 +40,7 @@ class Most:
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("cached", [True, False])
-def test_nobody_is_cut_when_replies_grow_beyond_the_memory(cached: bool, n: int) -> None:
+def test_no_reply_is_cut_off_when_replies_outgrow_memory(cached: bool, n: int) -> None:
     most = Most()
     cache = DictCache() if cached else None
     with HashEngine(Faults(launch=most), cache=cache, budget=small(600 * n), max_rows=64) as lab:
@@ -52,7 +52,9 @@ def test_nobody_is_cut_when_replies_grow_beyond_the_memory(cached: bool, n: int)
     assert most.n_tokens <= (600 + 12 * 16 * 2) * n, "and stayed near the budget"
 
 
-def test_what_is_put_back_is_read_from_the_cache(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_that_was_put_back_is_read_from_the_cache(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     cache = DictCache()
     with caplog.at_level("INFO", "firn.engine"):
         with HashEngine(cache=cache, budget=small(300), chunk=8) as lab:
@@ -77,7 +79,7 @@ def test_the_oldest_is_never_put_back() -> None:
         assert len([e for e in first if isinstance(e, Prefilled)]) <= 2, "its prompt, once"
 
 
-def test_who_was_put_back_comes_before_who_waited() -> None:
+def test_a_request_that_was_put_back_is_first_in_the_queue() -> None:
     with HashEngine(cache=DictCache(), budget=small(200), max_rows=2, chunk=256) as lab:
         gate = lab.hold()
         outcomes = [lab.submit(prompt_of(i, 10), 180) for i in range(2)]
@@ -105,7 +107,7 @@ def test_a_request_that_was_put_back_can_be_cancelled() -> None:
 
 
 class Knowing(DictCache):
-    """Has everything, of whatever prompt."""
+    """A cache that has every prompt."""
 
     def restore(self, cursor: Any) -> Restored | None:
         if isinstance(cursor, BlankCursor):
@@ -115,8 +117,8 @@ class Knowing(DictCache):
         return Restored(len(known), partial(self._fill, known))
 
 
-def test_of_replies_that_come_back_together_a_failed_one_takes_the_other_along() -> None:
-    """Both are read from the cache at once: the second must not be opened for a request that is over."""
+def test_if_one_reply_of_a_put_back_request_fails_the_request_fails() -> None:
+    """Both are restored at once: the second must not be opened for a request that is over."""
     n_joined: Counter[str] = Counter()
 
     def choices(job: Job) -> None:
@@ -159,7 +161,7 @@ def test_records_give_way_before_a_request_waits() -> None:
         assert cache.room_nbytes == 1000
 
 
-def test_a_capacity_that_shrinks_takes_the_youngest_back() -> None:
+def test_the_youngest_request_is_put_back_when_the_capacity_shrinks() -> None:
     with HashEngine(cache=DictCache(), budget=small(10_000)) as lab:
         outcomes = [lab.submit(prompt_of(i, 20), 300, sampling=WARM) for i in range(6)]
         lab.engine.call(lambda parts: parts.set_capacity(400)).result(60)
@@ -168,8 +170,8 @@ def test_a_capacity_that_shrinks_takes_the_youngest_back() -> None:
         assert lab.leftovers() == {}
 
 
-def test_short_chats_do_not_make_long_prompts_look_large() -> None:
-    """Rows of a few tokens hold a buffer's first step; what was learned from that kept 8 MiB out."""
+def test_short_rows_do_not_raise_the_estimate_of_long_prompts() -> None:
+    """Rows of a few tokens take a whole first buffer step, which says nothing about long prompts."""
     with HashEngine(budget=Budget(RowCost(1, 0, 256), capacity_nbytes=12_000)) as lab:
         lab.runner.live_nbytes = lambda: 256 * 64  # type: ignore[method-assign]
         for i in range(8):

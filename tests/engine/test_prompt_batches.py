@@ -1,4 +1,4 @@
-"""Short prompts that wait together: one padded pass, the same answers; who leaves leaves alone."""
+"""Short prompts that wait together are read in one padded pass, with the answers they have alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from firn.cache.codecs import leaves
 from firn.engine import prefill, prompt_batches
-from firn.engine.prompt_batches import N_TRIED, TRY_EVERY, BatchTrial
+from firn.engine.prompt_batches import MIN_SAMPLES, TRY_EVERY, BatchTrial
 from firn.models.together import can_read_together, together_fault
 from tests.cache.lab import IN_ROWS, LabEngine, tree
 from tests.cache.tiny import Build, Reference, cold_and_warm, tiny, tokens
@@ -24,48 +24,53 @@ PLAIN = ["llama", "qwen3", "gemma"]
 
 
 class Always(BatchTrial):
-    def next(self) -> bool:
+    """Reads together whatever can be, and counts the passes of several prompts."""
+
+    n_passes = 0
+
+    def should_batch(self) -> bool:
         return True
 
+    def saw(self, seconds: float, *, n_tokens: int, n_prompts: int) -> None:
+        self.n_passes += n_prompts > 1
 
-def together(harness: Any) -> Any:
-    return harness.engine._loop._prefill._batches
 
-
-def read_together(harness: Harness) -> None:
-    harness.between_steps(lambda: setattr(together(harness), "_trial", Always()))
+def always_together(harness: Any) -> Always:
+    trial, batches = Always(), harness.engine._loop._prefill._batches
+    harness.between_steps(lambda: setattr(batches, "_trial", trial))
+    return trial
 
 
 def submit_at_once(harness: Harness, prompts: list[list[int]], n_reply: int) -> list[Any]:
     return harness.between_steps(lambda: [harness.submit(ids, n_reply) for ids in prompts])
 
 
-# --- the choice ----------------------------------------------------------------------------
+# --- the decision --------------------------------------------------------------------------
 
 
-def choose(choice: BatchTrial, n: int, *, together_s: float, alone_s: float) -> list[bool]:
-    """n occasions, where a token takes so long in either way."""
-    found = []
+def decide(trial: BatchTrial, n: int, *, together_s: float, alone_s: float) -> list[bool]:
+    """n decisions, each followed by a pass that takes this long per token."""
+    decisions = []
     for _ in range(n):
-        found.append(choice.next())
-        seconds = together_s if found[-1] else alone_s
-        choice.saw(100 * seconds, n_tokens=100, n_prompts=2 if found[-1] else 1)
-    return found
+        decisions.append(trial.should_batch())
+        seconds = together_s if decisions[-1] else alone_s
+        trial.saw(100 * seconds, n_tokens=100, n_prompts=2 if decisions[-1] else 1)
+    return decisions
 
 
-def test_both_ways_are_tried_and_the_better_one_is_kept() -> None:
-    found = choose(BatchTrial(), 60, together_s=1.0, alone_s=2.0)
-    assert found[: 2 * N_TRIED].count(True) == N_TRIED
-    assert all(found[2 * N_TRIED :])
-    found = choose(BatchTrial(), 60, together_s=1.0, alone_s=1.0)
-    assert not any(found[2 * N_TRIED :]), "as good is not better: it is left"
+def test_reading_together_and_alone_are_both_tried_and_the_faster_is_used() -> None:
+    decisions = decide(BatchTrial(), 60, together_s=1.0, alone_s=2.0)
+    assert decisions[: 2 * MIN_SAMPLES].count(True) == MIN_SAMPLES
+    assert all(decisions[2 * MIN_SAMPLES :])
+    decisions = decide(BatchTrial(), 60, together_s=1.0, alone_s=1.0)
+    assert not any(decisions[2 * MIN_SAMPLES :]), "equally fast is not worth it"
 
 
-def test_what_did_not_pay_is_tried_again_now_and_then() -> None:
-    choice = BatchTrial()
-    choose(choice, TRY_EVERY, together_s=2.0, alone_s=1.0)
-    later = choose(choice, 20 * TRY_EVERY, together_s=0.5, alone_s=1.0)
-    assert all(later[-TRY_EVERY + 1 : -1]), "it pays now, and that was found out"
+def test_the_slower_kind_is_tried_again_now_and_then() -> None:
+    trial = BatchTrial()
+    decide(trial, TRY_EVERY, together_s=2.0, alone_s=1.0)
+    later = decide(trial, 20 * TRY_EVERY, together_s=0.5, alone_s=1.0)
+    assert all(later[-TRY_EVERY + 1 : -1]), "it has become faster, and a trial noticed"
 
 
 # --- the same answers ----------------------------------------------------------------------
@@ -77,11 +82,11 @@ def test_prompts_of_unequal_lengths_are_answered_as_alone(name: str) -> None:
     prompts = [[*head, *tokens(i, 30 + 7 * i)] for i in range(6)]
     with cold_and_warm(tiny(name), chunk=400, block=16) as (cold, warm):
         want = Reference(cold)
-        read_together(warm)
+        trial = always_together(warm)
         warm.ask([*head, 9], 2)  # so that rows begin with a past
         for asked, ids in zip(submit_at_once(warm, prompts, 6), prompts, strict=True):
             assert asked.wait().reply == want(ids, 6).reply
-        assert together(warm).n_passes >= 1
+        assert trial.n_passes >= 1
         for ids in prompts:
             longer = [*ids, *want(ids, 6).reply, 11, 12]
             again = warm.ask(longer, 6)
@@ -92,24 +97,24 @@ def test_prompts_of_unequal_lengths_are_answered_as_alone(name: str) -> None:
 
 def test_rows_of_very_different_lengths_are_not_padded_to_each_other() -> None:
     with running(tiny("llama"), chunk=400, block=16) as harness:
-        read_together(harness)
+        trial = always_together(harness)
         prompts = [tokens(1, 20), tokens(2, 300)]
         for asked in submit_at_once(harness, prompts, 3):
             asked.wait()
-        assert together(harness).n_passes == 0
+        assert trial.n_passes == 0
 
 
 @pytest.mark.parametrize(
     ("name", "can"),
     [("llama", True), ("llama-sliding", False), ("qwen3_5", False), ("mamba2", False)],
 )
-def test_which_layers_can(name: str, can: bool) -> None:
+def test_which_layers_can_be_read_together(name: str, can: bool) -> None:
     build: Build = tiny(name)
     _, make_layers = build()
     assert can_read_together(leaves(make_layers())) is can
 
 
-def test_a_model_is_asked_first() -> None:
+def test_a_model_that_ignores_masks_is_refused() -> None:
     model, make_layers = tiny("llama")()
     assert together_fault(model, make_layers) is None
 
@@ -123,20 +128,20 @@ def test_a_model_is_asked_first() -> None:
     assert "different" in (together_fault(forgets_masks, make_layers) or "")
 
 
-def test_exact_mode_reads_one_by_one() -> None:
+def test_exact_mode_reads_prompts_one_by_one() -> None:
     with running(tiny("llama"), chunk=32, block=16, exact=True) as harness:
-        read_together(harness)
+        trial = always_together(harness)
         for asked in submit_at_once(harness, [tokens(i, 31) for i in range(4)], 3):
             asked.wait()
-        assert together(harness).n_passes == 0
+        assert trial.n_passes == 0
 
 
-# --- company -------------------------------------------------------------------------------
+# --- several at a time ---------------------------------------------------------------------
 
 
 def lab_of(faults: Faults | None = None, **options: Any) -> LabEngine:
     lab = LabEngine(IN_ROWS, faults, cache=tree(IN_ROWS, block=8), **options)
-    lab.between_steps(lambda: setattr(together(lab), "_trial", Always()))
+    always_together(lab)
     return lab
 
 
@@ -152,10 +157,10 @@ def test_what_two_prompts_share_is_computed_once() -> None:
         lab.check()
 
 
-def test_what_is_on_its_way_is_not_computed_along() -> None:
+def test_a_prompt_that_is_being_loaded_joins_no_pass() -> None:
     cache = DictCache(racing=True)
     with HashEngine(cache=cache, chunk=400) as lab:
-        lab.between_steps(lambda: setattr(together(lab), "_trial", Always()))
+        always_together(lab)
         gate = lab.hold()
         asked = [lab.submit(words(i, 40), 2) for i in range(3)]
         gate.set()
@@ -171,8 +176,8 @@ def test_what_is_on_its_way_is_not_computed_along() -> None:
         assert lab.runner.n_together == 1
 
 
-def test_of_the_time_of_a_pass_each_prompt_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the cache would think that computing takes as many times longer, and load instead."""
+def test_each_prompt_is_charged_its_share_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the cache would overestimate computing, and load instead."""
     now = [0.0]
 
     class Clock:
@@ -192,7 +197,7 @@ def test_of_the_time_of_a_pass_each_prompt_has_its_share(monkeypatch: pytest.Mon
         monkeypatch.setattr(module, "time", Clock)
     cache = Noting()
     with HashEngine(Faults(prefill=take_a_second), cache=cache, chunk=400) as lab:
-        lab.between_steps(lambda: setattr(together(lab), "_trial", Always()))
+        always_together(lab)
         gate = lab.hold()
         asked = [lab.submit(words(i, n), 2) for i, n in enumerate((41, 61))]
         gate.set()
@@ -203,8 +208,8 @@ def test_of_the_time_of_a_pass_each_prompt_has_its_share(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("gone", [0, 1, 2])
-def test_who_is_cancelled_in_the_middle_of_a_pass_leaves_alone(gone: int) -> None:
-    """Between its dispatch and its end, when others' tokens are told."""
+def test_a_request_cancelled_during_a_pass_leaves_the_others_alone(gone: int) -> None:
+    """The cancel arrives between the dispatch of the pass and its end."""
     outcomes: list[Any] = []
     cancelled: list[int] = []
 
@@ -225,7 +230,7 @@ def test_who_is_cancelled_in_the_middle_of_a_pass_leaves_alone(gone: int) -> Non
         lab.check()
 
 
-def test_a_model_that_cannot_after_all_is_read_one_by_one() -> None:
+def test_prompts_are_read_one_by_one_after_a_pass_has_failed() -> None:
     with lab_of(chunk=400) as lab:
 
         def refuse(*_: Any) -> None:
@@ -237,11 +242,11 @@ def test_a_model_that_cannot_after_all_is_read_one_by_one() -> None:
         gate.set()
         for outcome in asked:
             outcome.wait().check()
-        assert together(lab).n_passes == 0
+        assert lab.runner.n_together == 0
         lab.check()
 
 
-def test_crowds_that_come_and_go() -> None:
+def test_prompts_that_come_and_go_are_all_answered_right() -> None:
     rng = random.Random(4)
     with lab_of(chunk=120, max_rows=6) as lab:
         for _ in range(6):

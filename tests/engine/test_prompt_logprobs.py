@@ -1,4 +1,4 @@
-"""Prompts whose tokens are scored, and prompts that nobody wants a reply to."""
+"""Logprobs of prompts, and prompts without a reply."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.hash_runner import VOCAB_SIZE, Faults, prompt_of, scores_of
 
 @pytest.mark.parametrize("length", [1, 2, 8, 9, 10, 40])
 @pytest.mark.parametrize("n_reply", [0, 1, 5])
-def test_every_token_but_the_first_is_scored_once(length: int, n_reply: int) -> None:
+def test_every_token_but_the_first_gets_one_logprob(length: int, n_reply: int) -> None:
     with HashEngine(chunk=8) as lab:
         outcome = lab.submit(prompt_of(length, length), n_reply, scored=2).wait()
         outcome.check()
         assert lab.leftovers() == {}
 
 
-def test_the_scores_come_before_the_reply() -> None:
+def test_prompt_logprobs_come_before_the_reply() -> None:
     prompt = prompt_of(1, 10)
     with HashEngine(chunk=4) as lab:
         events = lab.submit(prompt, 1, scored=0).wait().events
@@ -39,12 +39,12 @@ def test_the_scores_come_before_the_reply() -> None:
     assert isinstance(events[-3], Token)
 
 
-def test_nobody_else_is_scored() -> None:
+def test_without_asking_there_are_no_prompt_logprobs() -> None:
     with HashEngine() as lab:
         assert lab.submit(prompt_of(1, 20), 3).wait().of(PromptLogprobs) == []
 
 
-def test_what_is_scored_is_computed_and_kept() -> None:
+def test_a_prompt_with_logprobs_is_computed_and_stored() -> None:
     prompt = prompt_of(2, 33)
     with HashEngine(cache=DictCache()) as lab:
         lab.submit(prompt, 2).wait().check()
@@ -59,8 +59,8 @@ def test_what_is_scored_is_computed_and_kept() -> None:
         assert lab.leftovers() == {}
 
 
-def test_a_neighbour_that_reads_the_same_takes_nothing_from_it() -> None:
-    """Two of one prompt at once, one of them scored: it may not jump ahead, the other may."""
+def test_a_neighbour_with_the_same_prompt_takes_no_logprobs_away() -> None:
+    """Two equal prompts at once, one with logprobs: it must not skip ahead, the other may."""
     prompt = prompt_of(4, 80)
     with HashEngine(cache=DictCache(), chunk=8) as lab:
         gate = lab.hold()
@@ -71,20 +71,20 @@ def test_a_neighbour_that_reads_the_same_takes_nothing_from_it() -> None:
 
 
 def test_a_large_vocabulary_makes_short_chunks() -> None:
-    with HashEngine(chunk=8, scored_nbytes=4 * VOCAB_SIZE * 3) as lab:
+    with HashEngine(chunk=8, logprobs_chunk_nbytes=4 * VOCAB_SIZE * 3) as lab:
         lab.submit(prompt_of(5, 10), 0, scored=0).wait().check()
         assert [end - start for start, end in lab.runner.prefills] == [3, 3, 3]
         lab.submit(prompt_of(6, 9), 1).wait().check()
         assert lab.runner.prefills[3:] == [(0, 8)]
 
 
-def test_where_chunks_must_stay_they_stay() -> None:
-    with HashEngine(chunk=8, aligned=True, scored_nbytes=4 * VOCAB_SIZE * 3) as lab:
+def test_aligned_chunks_keep_their_size_with_logprobs() -> None:
+    with HashEngine(chunk=8, aligned=True, logprobs_chunk_nbytes=4 * VOCAB_SIZE * 3) as lab:
         lab.submit(prompt_of(5, 20), 0, scored=0).wait().check()
         assert lab.runner.prefills == [(0, 8), (8, 16), (16, 19)]
 
 
-def test_choices_of_no_length_all_end() -> None:
+def test_choices_of_zero_tokens_all_end() -> None:
     with HashEngine(cache=DictCache()) as lab:
         outcome = lab.submit(prompt_of(7, 30), 0, n=3, sampling=Sampling(seed=1)).wait()
         outcome.check()
@@ -98,7 +98,7 @@ def test_choices_of_no_length_all_end() -> None:
         assert lab.leftovers() == {}
 
 
-def test_a_fault_while_scoring_ends_that_request_alone() -> None:
+def test_a_fault_with_logprobs_ends_that_request_alone() -> None:
     bad = prompt_of(8, 30)
 
     def fail(row: object, chunk: object) -> None:
@@ -114,7 +114,7 @@ def test_a_fault_while_scoring_ends_that_request_alone() -> None:
         assert lab.leftovers() == {}
 
 
-def test_a_row_that_is_read_again_is_not_scored_again() -> None:
+def test_a_row_that_is_read_again_sends_no_logprobs_again() -> None:
     broken: list[int] = []
 
     def fail(rows: object) -> None:
@@ -129,7 +129,7 @@ def test_a_row_that_is_read_again_is_not_scored_again() -> None:
 
 @given(st.data())
 @settings(max_examples=25, deadline=None)
-def test_scored_and_other_jobs_do_not_touch_each_other(data: st.DataObject) -> None:
+def test_jobs_with_and_without_logprobs_do_not_affect_each_other(data: st.DataObject) -> None:
     jobs = data.draw(
         st.lists(
             st.tuples(

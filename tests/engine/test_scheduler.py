@@ -1,4 +1,4 @@
-"""The scheduler is a pure function: what it promises holds for every view there can be."""
+"""The scheduler is a pure function, and keeps its promises for any pending work."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_rows_and_bytes_stay_within_their_limits(view: PendingWork) -> None:
 
 @given(views)
 def test_admission_is_in_order_of_arrival(view: PendingWork) -> None:
-    """Admitted is a prefix of those that wait: nobody overtakes another."""
+    """Admitted requests are a prefix of the queue: none overtakes another."""
     admit = list(plan(view).admit)
     assert admit == [w.id for w in view.waiting][: len(admit)]
 
 
 @given(views)
-def test_whoever_fits_next_is_not_left_waiting(view: PendingWork) -> None:
+def test_a_request_that_fits_is_admitted(view: PendingWork) -> None:
     admit = plan(view).admit
     taken, left = view.waiting[: len(admit)], view.waiting[len(admit) :]
     n_rows = view.n_rows + sum(w.n_rows for w in taken)
@@ -76,15 +76,15 @@ def test_whoever_fits_next_is_not_left_waiting(view: PendingWork) -> None:
         assert n_rows + left[0].n_rows > view.max_rows or left[0].need_nbytes > free
 
 
-def test_one_that_does_not_fit_holds_back_smaller_ones_behind_it() -> None:
-    """By its rows and by its bytes alike: else a stream of small ones would keep it waiting for ever."""
+def test_a_request_that_does_not_fit_holds_back_smaller_ones_after_it() -> None:
+    """By rows and by bytes: otherwise a stream of small requests would keep it waiting for ever."""
     view = replace(EMPTY, waiting=waiting_of([(3, 0), (1, 0)]), n_rows=2)
     assert plan(view).admit == ()
     view = replace(EMPTY, waiting=waiting_of([(1, 100), (1, 1)]), n_rows=2, free_nbytes=50)
     assert plan(view).admit == ()
 
 
-def test_an_empty_engine_takes_what_is_too_large_for_it() -> None:
+def test_an_empty_engine_admits_even_a_request_that_is_too_large() -> None:
     view = replace(EMPTY, waiting=waiting_of([(9, 1 << 40), (1, 0)]))
     assert plan(view).admit == ("0",)
 
@@ -98,13 +98,13 @@ def test_decoders_step_whenever_there_are_any(view: PendingWork) -> None:
 
 
 def eligible(view: PendingWork) -> list[Prefilling]:
-    """Those that do not race; if there are none, those that do and need not wait."""
+    """Prompts that do not race; if there are none, those that do and need not wait."""
     alone = [p for p in view.prefilling if not p.racing]
-    return alone or [p for p in view.prefilling if not p.waits]
+    return alone or [p for p in view.prefilling if not p.should_wait]
 
 
 @given(views)
-def test_a_chunk_goes_to_someone_whenever_a_prompt_is_unread(view: PendingWork) -> None:
+def test_some_prompt_gets_a_chunk_whenever_one_is_unread(view: PendingWork) -> None:
     tasks = [p.task for p in eligible(view)]
     chosen = plan(view).prefill
     assert chosen in tasks if tasks else chosen is None
@@ -129,13 +129,13 @@ def test_turns_alternate_between_the_oldest_and_the_shortest(view: PendingWork) 
 
 
 class Prompts:
-    """A world of prompts that get one chunk a step, as the engine deals them out."""
+    """Prompts that get one chunk per step, as in the engine."""
 
     def __init__(self, turn: int = 0) -> None:
         self.left: dict[int, int] = {}
         self.served: list[int] = []
         self.oldest: list[int] = []
-        """Who was the oldest when a chunk was dealt."""
+        """The oldest prompt at each chunk."""
         self.turn = turn
 
     def arrive(self, task: int, n_chunks: int) -> None:
@@ -158,7 +158,7 @@ class Prompts:
 def test_the_oldest_prompt_gets_half_of_all_chunks(
     arrivals: list[list[int]], odd_start: bool
 ) -> None:
-    """Over any stretch of chunks, whatever arrives meanwhile."""
+    """Over any run of chunks, whatever arrives meanwhile."""
     world, n = Prompts(turn=int(odd_start)), 0
     for lengths in arrivals:
         for n_chunks in lengths:
@@ -175,7 +175,7 @@ def test_the_oldest_prompt_gets_half_of_all_chunks(
 def test_a_short_prompt_is_not_stuck_behind_a_long_one(
     n_short: int, before: int, others: list[int]
 ) -> None:
-    """It waits for none but those with less left, and for two chunks of theirs and its own each."""
+    """It waits only for prompts with less left, two chunks for each of theirs and its own."""
     world = Prompts()
     world.arrive(0, 100_000 // 256)
     for i, n_chunks in enumerate(others):
@@ -238,25 +238,25 @@ def test_a_chunk_ends_on_the_grid_at_a_stop_or_at_the_end(
 
 
 def cut_points(start: int, n_total: int, *, chunk: int, stops: Sequence[int] = ()) -> list[int]:
-    found = [start]
-    while found[-1] < n_total:
-        found.append(chunk_end(found[-1], n_total, chunk=chunk, stops=stops))
-    return found
+    ends = [start]
+    while ends[-1] < n_total:
+        ends.append(chunk_end(ends[-1], n_total, chunk=chunk, stops=stops))
+    return ends
 
 
 @given(cuts())
 def test_every_stop_inside_the_prompt_is_a_cut(cut: tuple[int, int, int, list[int]]) -> None:
     _, n_total, chunk, stops = cut
-    found = cut_points(0, n_total, chunk=chunk, stops=stops)
-    assert {s for s in stops if 0 < s < n_total} <= set(found)
-    assert all(b - a <= chunk for a, b in pairwise(found))
+    ends = cut_points(0, n_total, chunk=chunk, stops=stops)
+    assert {s for s in stops if 0 < s < n_total} <= set(ends)
+    assert all(b - a <= chunk for a, b in pairwise(ends))
 
 
 @given(cuts())
 def test_the_same_prompt_is_cut_in_the_same_places_wherever_it_resumes(
     cut: tuple[int, int, int, list[int]],
 ) -> None:
-    """What makes a warm answer bit for bit the cold one: only chunk borders are resumed at."""
+    """This makes warm answers equal to cold ones bit for bit, if only chunk borders are resumed at."""
     _, n_total, chunk, stops = cut
     cold = cut_points(0, n_total, chunk=chunk, stops=stops)
     for start, end in pairwise(cold):
@@ -264,17 +264,17 @@ def test_the_same_prompt_is_cut_in_the_same_places_wherever_it_resumes(
 
 
 @given(cuts(), positions)
-def test_off_the_grid_the_next_chunk_is_back_on_it(
+def test_a_chunk_that_starts_off_the_grid_ends_on_it(
     cut: tuple[int, int, int, list[int]], n_done: int
 ) -> None:
     _, n_total, chunk, _ = cut
     if n_done < n_total:
-        found = cut_points(n_done, n_total, chunk=chunk)
-        assert all(p % chunk == 0 for p in found[1:-1])
+        ends = cut_points(n_done, n_total, chunk=chunk)
+        assert all(p % chunk == 0 for p in ends[1:-1])
 
 
 @given(chunk=st.integers(1, 40), n_total=st.integers(1, 200), n_done=st.integers(0, 199))
-def test_a_rest_of_a_chunk_and_a_half_is_one_where_bits_do_not_matter(
+def test_without_alignment_the_last_chunk_and_a_half_is_read_at_once(
     chunk: int, n_total: int, n_done: int
 ) -> None:
     n_done = min(n_done, n_total - 1)
@@ -287,10 +287,10 @@ def test_a_rest_of_a_chunk_and_a_half_is_one_where_bits_do_not_matter(
 
 
 @pytest.mark.parametrize(("n_done", "end"), [(0, 96), (96, 101), (16, 32), (90, 101)])
-def test_chunks_of_few_shapes(n_done: int, end: int) -> None:
+def test_common_chunks_end_at_multiples(n_done: int, end: int) -> None:
     assert chunk_end(n_done, 101, chunk=128, aligned=False, common=32) == end
 
 
-def test_chunks_of_few_shapes_end_at_stops_and_never_where_bits_matter() -> None:
+def test_common_chunks_end_at_stops_and_do_not_apply_to_aligned_ones() -> None:
     assert chunk_end(0, 101, chunk=128, aligned=False, common=32, stops=[40]) == 40
     assert chunk_end(0, 101, chunk=128, aligned=True, common=32) == 101

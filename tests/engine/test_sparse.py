@@ -1,4 +1,4 @@
-"""Thinned prompts in the engine: scored between steps, read in fewer tokens, and in full behind."""
+"""Thinned prompts in the engine: scored between steps, read in part, and in full later."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class DiceScorer:
     """Implements core.ports.Scorer: dice, the same for prompts of the same length."""
 
     at: dict[str, Callable[[], None]] = field(default_factory=dict)
-    """Called at each stage; what it raises happens there."""
+    """Called at each stage, to raise or to interfere there."""
     recipe: str = "dice"
     max_tokens: int = 1 << 20
     n_slices: int = 4
@@ -91,7 +91,7 @@ def thin_of(prompt: Sequence[int], *, start: int = 0, keep: float = 0.5) -> list
 
 
 def check_thin(outcome: Outcome, *, start: int = 0) -> None:
-    """It said what the model says to the tokens that were kept."""
+    """Check that the reply is the model's to the kept tokens."""
     assert outcome.wait().error is None
     job = outcome.job
     thin = thin_of(job.prompt.ids.tolist(), start=start)
@@ -102,7 +102,7 @@ def check_thin(outcome: Outcome, *, start: int = 0) -> None:
 
 
 def told(outcome: Outcome) -> Admitted:
-    """What the client knows of it in the end."""
+    """What the client has been told about it at its end."""
     news = outcome.of(Advanced)
     return news[-1].admission if news else outcome.of(Admitted)[-1]
 
@@ -134,7 +134,9 @@ def test_a_long_prompt_is_scored_and_thinned() -> None:
 @pytest.mark.parametrize(
     ("n_prompt", "sparse"), [(90, HALF), (N_PROMPT, None), (N_PROMPT, Sparse(1.0, 0)), (1, HALF)]
 )
-def test_others_are_read_in_full(n_prompt: int, sparse: Sparse | None) -> None:
+def test_short_prompts_and_those_that_do_not_ask_are_read_in_full(
+    n_prompt: int, sparse: Sparse | None
+) -> None:
     scorer = DiceScorer()
     with HashEngine(cache=DictCache(), scorer=scorer) as lab:
         outcome = lab.submit(prompt_of(1, n_prompt), 10, sparse=sparse).wait()
@@ -182,8 +184,8 @@ def test_a_prompt_that_can_be_resumed_near_enough_is_exact() -> None:
     assert scorer.opened == []
 
 
-def test_nobody_waits_for_the_scoring() -> None:
-    """Between two slices those who decode take a step."""
+def test_replies_take_a_step_between_two_slices_of_scoring() -> None:
+    """Other requests decode between two slices."""
     steps: list[int] = []
     scorer = DiceScorer(n_slices=30)
     with HashEngine(Faults(launch=lambda rows: steps.append(len(rows))), scorer=scorer) as lab:
@@ -202,10 +204,10 @@ def test_nobody_waits_for_the_scoring() -> None:
 
 @dataclass(eq=False)
 class ReadingScorer(DiceScorer):
-    """Takes as many slices as it needs for all tokens."""
+    """Takes as many slices as all tokens need."""
 
     asked: list[tuple[int, bool]] = field(default_factory=list)
-    """For each slice: tokens, and whether nobody else was there."""
+    """For each slice: its tokens, and whether no other request waited."""
 
     def read(self, reading: Scoring, n_tokens: int, *, alone: bool = False) -> None:
         super().read(reading, n_tokens, alone=alone)
@@ -242,7 +244,7 @@ def test_a_prompt_is_read_in_chunks_of_few_shapes() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_thinned_and_whole_prompts_in_one_batch(n: int) -> None:
+def test_thinned_and_whole_prompts_share_a_batch(n: int) -> None:
     with HashEngine(cache=DictCache(), scorer=DiceScorer(), max_rows=32) as lab:
         gate = lab.hold()
         thin = [
@@ -292,7 +294,7 @@ def test_a_step_that_fails_reads_the_same_tokens_again(n_launched: int) -> None:
         check_thin(lab.submit(prompt_of(1, N_PROMPT), 20, sparse=HALF))
 
 
-def test_a_device_that_fails_late_takes_everyone_back_to_their_tokens() -> None:
+def test_after_a_late_device_fault_all_requests_are_computed_again() -> None:
     n = [0]
 
     def confirm() -> None:
@@ -324,7 +326,7 @@ def test_slices_are_shorter_once_the_device_has_failed() -> None:
     assert max(n for n, _ in scorer.asked) == 128
 
 
-def test_a_thinned_request_that_waits_for_memory_goes_on_as_it_was() -> None:
+def test_a_thinned_request_that_was_put_back_continues_as_it_was() -> None:
     budget = Budget(RowCost(1, 0), capacity_nbytes=900, reserve_tokens=16, grow_tokens=16)
     with HashEngine(cache=DictCache(), scorer=DiceScorer(), budget=budget) as lab:
         gate = lab.hold()
@@ -338,7 +340,7 @@ def test_a_thinned_request_that_waits_for_memory_goes_on_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("stage", ["open", "read", "settle"])
-def test_cancelled_while_it_is_scored(stage: str) -> None:
+def test_a_request_can_be_cancelled_while_it_is_scored(stage: str) -> None:
     scorer, cache = DiceScorer(n_slices=10), DictCache()
     with HashEngine(cache=cache, scorer=scorer) as lab:
         gate = lab.hold()
@@ -356,7 +358,7 @@ def test_cancelled_while_it_is_scored(stage: str) -> None:
 # --- behind --------------------------------------------------------------------------------
 
 
-def test_the_next_turn_is_exact() -> None:
+def test_the_turn_after_a_sparse_one_resumes_from_the_exact_prompt() -> None:
     cache, prompt, scorer = DictCache(), prompt_of(1, N_PROMPT), DiceScorer()
     with HashEngine(cache=cache, scorer=scorer) as lab:
         first = lab.submit(prompt, 20, sparse=HALF)
@@ -370,7 +372,7 @@ def test_the_next_turn_is_exact() -> None:
     assert len(scorer.opened) == 1
 
 
-def test_whoever_comes_puts_reading_behind_off() -> None:
+def test_a_new_request_interrupts_deferred_prefill() -> None:
     chunks: list[int] = []
     cache, prompt = DictCache(), prompt_of(1, N_PROMPT)
     faults = Faults(
@@ -392,7 +394,7 @@ def test_whoever_comes_puts_reading_behind_off() -> None:
 @pytest.mark.parametrize(
     "control", [CacheControl(write=False), CacheControl(read=False, write=False)]
 )
-def test_what_must_not_be_kept_is_not_read_behind(control: CacheControl) -> None:
+def test_a_prompt_that_must_not_be_stored_is_not_deferred(control: CacheControl) -> None:
     cache = DictCache()
     with HashEngine(cache=cache, scorer=DiceScorer()) as lab:
         check_thin(lab.submit(prompt_of(1, N_PROMPT), 20, sparse=HALF, control=control))
@@ -402,7 +404,7 @@ def test_what_must_not_be_kept_is_not_read_behind(control: CacheControl) -> None
     assert cache.store == {}
 
 
-def test_a_fault_while_reading_behind_is_forgotten() -> None:
+def test_a_fault_in_deferred_prefill_gives_that_prompt_up() -> None:
     def fail(row: HashRow, chunk: Sequence[int]) -> None:
         if not lab.engine._loop.inflight.sequences:
             raise RuntimeError("behind")
@@ -415,6 +417,9 @@ def test_a_fault_while_reading_behind_is_forgotten() -> None:
         assert lab.leftovers() == {}
 
 
-def test_a_server_that_stops_while_it_reads_behind() -> None:
-    with HashEngine(cache=DictCache(), scorer=DiceScorer(), chunk=1) as lab:
+def test_the_engine_stops_cleanly_during_deferred_prefill() -> None:
+    cache = DictCache()
+    with HashEngine(cache=cache, scorer=DiceScorer(), chunk=1) as lab:
         check_thin(lab.submit(prompt_of(1, N_PROMPT), 20, sparse=HALF))
+    assert cache.closed
+    assert lab.runner.closed

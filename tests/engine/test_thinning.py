@@ -19,7 +19,7 @@ from firn.core.values import (
 from firn.engine.thinning import CHUNK, recipe_of, recipes_of, select, thinned, why_not
 
 ROUNDING = 1e-6
-"""Of shares like 0.9999999999999999."""
+"""For shares like 0.9999999999999999."""
 
 
 def job_of(n_prompt: int, sparse: Sparse | None) -> Job:
@@ -45,7 +45,7 @@ def test_what_is_essential_leaves_the_best_of_the_rest_its_share() -> None:
     assert len(kept) == (20 + 1 + 1) * CHUNK
 
 
-def test_what_is_cached_is_kept_and_chunks_stand_at_absolute_places() -> None:
+def test_cached_tokens_are_kept_and_chunks_have_absolute_positions() -> None:
     scores = np.zeros(10 * CHUNK, dtype=np.float32)
     scores[7 * CHUNK] = 1.0
     kept = select(scores, start=70, keep=0.2)
@@ -62,22 +62,22 @@ def test_what_is_cached_is_kept_and_chunks_stand_at_absolute_places() -> None:
     essential=st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 300)), max_size=3),
     seed=st.integers(0, 5),
 )
-def test_whatever_the_scores_the_rules_hold(
+def test_for_any_scores_the_selection_keeps_its_rules(
     n: int, start: int, keep: float, essential: list[tuple[int, int]], seed: int
 ) -> None:
     start = min(start, n - 1)
     ranges = [(a, min(a + length, n)) for a, length in essential if a < n]
     scores = np.random.default_rng(seed).random(n).astype(np.float32)
     kept = select(scores, start=start, keep=keep, essential=ranges)
-    found = set(kept.tolist())
+    positions = set(kept.tolist())
     assert np.all(np.diff(kept) > 0)
     assert kept[-1] == n - 1
-    assert set(range(start + 1)) <= found, "what is cached, and the first chunk"
-    assert all(set(range(*r)) <= found for r in ranges)
+    assert set(range(start + 1)) <= positions, "what is cached, and the first chunk"
+    assert all(set(range(*r)) <= positions for r in ranges)
     forced = len(select(scores, start=start, keep=0.0, essential=ranges))
     most = forced + keep * (n - forced)
-    assert len(found) <= most + ROUNDING
-    assert len(found) > most - CHUNK - ROUNDING, "as much as it may be"
+    assert len(positions) <= most + ROUNDING
+    assert len(positions) > most - CHUNK - ROUNDING, "as much as it may be"
 
 
 def test_a_prompt_of_which_nearly_all_is_kept_is_read_in_full() -> None:
@@ -109,7 +109,7 @@ def test_a_prompt_of_which_nearly_all_is_kept_is_read_in_full() -> None:
         ),
     ],
 )
-def test_prompts_that_are_read_in_full(job: Job) -> None:
+def test_which_prompts_may_not_be_thinned(job: Job) -> None:
     assert why_not(job, n_expected=0, max_tokens=8192)
 
 
@@ -138,7 +138,7 @@ def test_a_prompt_that_can_be_resumed_near_enough_is_read_in_full() -> None:
     assert why_not(job, n_expected=3976, max_tokens=8192)
 
 
-def test_each_share_has_a_recipe_of_its_own_that_is_expected() -> None:
+def test_each_share_has_a_recipe_of_its_own_among_the_listed_ones() -> None:
     assert len(set(recipes_of("s"))) == 100
     for keep in (0.01, 0.2, 0.29, 0.3, 1.0):
         assert recipe_of("s", keep) in recipes_of("s")

@@ -1,4 +1,4 @@
-"""What a request waited for, as people who watch are told."""
+"""The times that an admission reports, for the dashboard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's process without a model: speaks as `firn.fleet.worker` does, and starts in no time.
+"""A model's process without a model: it reports like `firn.fleet.worker`, and starts at once.
 
 It answers a chat with as many pieces as `max_tokens` says, each after a millisecond. What its path
 says, it does: "broken..." cannot be loaded, "gated:FILE" is loaded once the file is there.

@@ -1,4 +1,4 @@
-"""A front on a loopback port, with real children: as `firn serve A B` runs, but for its thread."""
+"""A front on a loopback port with real model processes, as `firn serve A B` runs, but on a thread."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from firn.fleet.relay import WaitLimits
 T = TypeVar("T")
 GIB = 1 << 30
 NEED_GB = 0.375
-"""What a model without weights is thought to need: a process, and the least for its requests."""
+"""The estimate for a model without weights: a process, and the least for its requests."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Running:
 
     def __post_init__(self) -> None:
         self.client, self.plain = self.openai(), self.http()
-        """To be used again and again: making one takes its time."""
+        """Reused, because making a client takes time."""
 
     @property
     def url(self) -> str:
@@ -87,7 +87,7 @@ class Running:
         return asyncio.run_coroutine_threadsafe(wrapped(), self.loop).result(60)
 
     def until(self, name: str, state: ModelState) -> None:
-        """Wait for it; the front tells when something has changed."""
+        """Wait until the model is in this state."""
 
         async def wait() -> None:
             while self.model(name).state is not state:
@@ -97,7 +97,7 @@ class Running:
 
 
 def config(*models: str, tmp: Path, file: str = "", **flags: Any) -> Config:
-    """As the command line would make it, with the cache in a folder of the test's."""
+    """As the command line would make it, with the cache in the test's folder."""
     given = {
         "cache.ssd_cache_dir": str(tmp / "ssd"),
         "cache.cache_block_tokens": "16",
@@ -126,9 +126,9 @@ def fronting(
     waits: WaitLimits | None = None,
     command: Sequence[str] = COMMAND,
 ) -> Iterator[Running]:
-    """command: what a model's process is; ECHO is one without a model, quick to start."""
+    """command: starts a model's process; ECHO's has no model and starts quickly."""
     up, down = threading.Event(), threading.Event()
-    found: list[Running] = []
+    fronts: list[Running] = []
 
     async def serve(folder: Path) -> None:
         start = functools.partial(launch, command=command)
@@ -141,7 +141,7 @@ def fronting(
         while not web.started:
             await asyncio.sleep(0.01)
         port = web.servers[0].sockets[0].getsockname()[1]
-        found.append(Running(parts, port, asyncio.get_running_loop()))
+        fronts.append(Running(parts, port, asyncio.get_running_loop()))
         up.set()
         while not down.is_set():
             await asyncio.sleep(0.02)
@@ -159,7 +159,7 @@ def fronting(
     thread.start()
     try:
         assert up.wait(30)
-        yield found[0]
+        yield fronts[0]
     finally:
         down.set()
         thread.join(60)

@@ -1,4 +1,4 @@
-"""Which models there are, and what each one's process is told."""
+"""Which models there are, and the settings of each process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from firn.config import OPTIONS, Config, load
-from firn.core import duration
 from firn.core.errors import SetupError
 from firn.fleet.catalogue import ModelCatalogue, from_json, to_json
 from firn.fleet.files import check, folder_of, read_facts
@@ -27,7 +26,7 @@ def made(tmp_path: Path, file: str = "", *models: str, **flags: object) -> Confi
     return load(given, environ={}, file=path)
 
 
-def test_one_model_is_one_process(tmp_path: Path) -> None:
+def test_a_single_model_needs_no_front(tmp_path: Path) -> None:
     assert not load({}, environ={}).several
     assert not load({"model.path": "a/b"}, environ={}).several
     assert load({"model.path": "a", "fleet.models": ["b"]}, environ={}).several
@@ -49,20 +48,20 @@ def test_names_aliases_and_the_default(tmp_path: Path) -> None:
     )
     assert [spec.name for spec in catalogue] == ["First", "big", "small"]
     for name in ("First", "org/First", "", "gpt-4o", "claude-x", "First:latest"):
-        found = catalogue.find(name)
-        assert found is not None, name
-        assert found.name == "First", name
+        spec = catalogue.find(name)
+        assert spec is not None, name
+        assert spec.name == "First", name
     for name in ("big", "main", "best", "org/Big-8bit", "main:latest"):
-        found = catalogue.find(name)
-        assert found is not None
-        assert (found.name, found.pinned) == ("big", True)
+        spec = catalogue.find(name)
+        assert spec is not None
+        assert (spec.name, spec.pinned) == ("big", True)
     assert catalogue.find("fast").name == "small"  # type: ignore[union-attr]
     assert catalogue.find("claude-haiku-4-5").name == "small"  # type: ignore[union-attr]
     assert catalogue.find("nobody") is None
     assert catalogue.aliases_of(catalogue.find("big")) == ("main", "best")  # type: ignore[arg-type]
 
 
-def test_a_table_is_more_than_the_file_and_less_than_a_flag(tmp_path: Path) -> None:
+def test_a_models_table_overrides_the_file_and_a_flag_overrides_both(tmp_path: Path) -> None:
     file = (
         "[engine]\nmax_concurrency = 8\nmax_queue = 9\n"
         "[models.a]\nmax_concurrency = 3\nreuse = 'exact'\nkeep_alive = '5m'\n[models.b]\n"
@@ -89,12 +88,12 @@ def test_a_table_is_more_than_the_file_and_less_than_a_flag(tmp_path: Path) -> N
         ("models = 1\n", "write \\[models.NAME\\]"),
     ],
 )
-def test_a_wrong_table_is_one_line(tmp_path: Path, file: str, line: str) -> None:
+def test_a_wrong_table_is_an_error_of_one_line(tmp_path: Path, file: str, line: str) -> None:
     with pytest.raises(SetupError, match=line):
         made(tmp_path, file)
 
 
-def test_what_cannot_be_served_is_told_at_start(tmp_path: Path) -> None:
+def test_models_that_cannot_be_served_are_refused_at_start(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="would both be called X"):
         ModelCatalogue(made(tmp_path, "", "a/X", "b/X"))
     with pytest.raises(SetupError, match="no model is called nobody"):
@@ -105,7 +104,7 @@ def test_what_cannot_be_served_is_told_at_start(tmp_path: Path) -> None:
         ModelCatalogue(made(tmp_path, "", fleet__models_dir=str(tmp_path)))
     events = {"cache__kv_events": "tcp://127.0.0.1:5557"}
     for more in ({"fleet__models_dir": str(tmp_path)}, {}):
-        with pytest.raises(SetupError, match="an address each"):
+        with pytest.raises(SetupError, match="an address of its own"):
             ModelCatalogue(made(tmp_path, "", "a/X", "b/Y", **events, **more))
     for spec in ModelCatalogue(made(tmp_path, "", "./nowhere", "nothing")):
         with pytest.raises(SetupError, match="no model folder"):
@@ -129,22 +128,7 @@ def test_a_childs_settings_survive_the_pipe(tmp_path: Path) -> None:
     assert again.server.served_model_name == "a"
 
 
-@pytest.mark.parametrize(
-    ("value", "seconds"),
-    [(5, 5), (0, 0), ("0", 0), (-1, math.inf), ("-1m", math.inf), ("90", 90), ("1h30m", 5400),
-     ("2.5s", 2.5), ("500ms", 0.5), (1.5, 1.5), (1e300, math.inf)],
-)  # fmt: skip
-def test_durations(value: object, seconds: float) -> None:
-    assert duration.seconds(value) == seconds
-
-
-@pytest.mark.parametrize("value", ["", "soon", "5 m", "m5", True, None, [], "1h1", float("nan")])
-def test_what_is_no_duration(value: object) -> None:
-    with pytest.raises(ValueError, match="must be a number of seconds"):
-        duration.seconds(value)
-
-
-def test_what_files_tell(tmp_path: Path) -> None:
+def test_a_models_files_give_its_facts_and_its_footprint(tmp_path: Path) -> None:
     (dense, _) = ModelCatalogue(made(tmp_path, "", "firn-demo", "some/model-that-is-not-here"))
     folder = folder_of(dense)
     facts = read_facts(folder)
@@ -166,14 +150,14 @@ def test_measured_needs_do_not_shrink() -> None:
     assert costly.live_nbytes == 4096 * MIB
 
 
-def test_a_gpus_memory() -> None:
-    found = parse_gpus("143771, 143180\n143771, 2\n")
-    assert found is not None
-    assert (found.total, found.available) == (143771 * MIB, 143180 * MIB)
+def test_nvidia_smi_gives_the_first_gpus_memory() -> None:
+    memory = parse_gpus("143771, 143180\n143771, 2\n")
+    assert memory is not None
+    assert (memory.total, memory.available) == (143771 * MIB, 143180 * MIB)
     assert parse_gpus("[N/A], [N/A]") is None
 
 
-def test_metrics_of_several_processes() -> None:
+def test_metrics_of_several_models_are_merged_under_labels() -> None:
     one = (
         '# HELP x_total A.\n# TYPE x_total counter\nx_total{k="v"} 1.0\n'
         "# HELP y B.\n# TYPE y gauge\ny 2.0\n"

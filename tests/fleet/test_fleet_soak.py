@@ -21,7 +21,7 @@ SESSIONS = [
 
 
 @pytest.mark.soak
-def test_200_random_requests(tmp_path: Path) -> None:
+def test_200_random_requests_to_many_models_are_answered_right(tmp_path: Path) -> None:
     for name in TINY:
         write_folder(name, tmp_path / "models" / name)
     flags: dict[str, Any] = {

@@ -43,7 +43,7 @@ def right(reply: Any, n: int = 0) -> bool:
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the pair's requests are written down."""
+    """The trace of the pair's requests."""
     return tmp_path_factory.mktemp("trace") / "trace.jsonl"
 
 
@@ -59,7 +59,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, trace: Path) -> Iterator[Runn
         yield front
 
 
-def test_models_load_when_they_are_asked_for(pair: Running) -> None:
+def test_models_are_loaded_when_a_request_needs_them(pair: Running) -> None:
     assert pair.states() == {DENSE: "unloaded", HYBRID: "unloaded"}
     listed = {model["id"]: model for model in pair.http().get("/v1/models").json()["data"]}
     assert listed[DENSE]["context_length"] == 16384
@@ -78,7 +78,7 @@ def test_models_load_when_they_are_asked_for(pair: Running) -> None:
     assert shown["dtype"] == "float32"
 
 
-def test_names_of_other_vendors_are_the_default_model(pair: Running) -> None:
+def test_the_default_model_answers_to_names_of_other_vendors(pair: Running) -> None:
     assert ask(pair, "gpt-5-mini").model == DENSE
     assert ask(pair, "").model == DENSE
     reply = pair.anthropic().messages.create(
@@ -104,7 +104,7 @@ def test_an_unknown_model_is_a_404_in_each_dialect(pair: Running) -> None:
     assert caught.value.status_code == 404
 
 
-def test_streams_come_through_as_they_are(pair: Running) -> None:
+def test_streams_are_relayed_unchanged(pair: Running) -> None:
     text, usage = "", None
     options: Any = {"include_usage": True}
     for chunk in ask(pair, DENSE, stream=True, stream_options=options):
@@ -122,7 +122,7 @@ def test_streams_come_through_as_they_are(pair: Running) -> None:
         assert stream.get_final_text() == SESSION.questions[0].answer
 
 
-def test_ollamas_client(pair: Running) -> None:
+def test_ollamas_client_lists_asks_and_shows_models(pair: Running) -> None:
     client = pair.ollama()
     names = [model.model for model in client.list().models]
     assert names == [f"{DENSE}:latest", f"{HYBRID}:latest"]
@@ -147,11 +147,11 @@ def test_ollamas_client(pair: Running) -> None:
         for part in client.generate(DENSE, "Hello", options=options, stream=True)
     )
     assert whole
-    with pytest.raises(ollama.ResponseError, match="no embeddings"):
+    with pytest.raises(ollama.ResponseError, match="does not compute embeddings"):
         client.embed(DENSE, "text")
 
 
-def test_what_is_wrong_is_told_in_the_dialects_own_shape(pair: Running) -> None:
+def test_errors_have_the_dialects_shape(pair: Running) -> None:
     http = pair.http()
     bad = {"model": DENSE, "messages": [{"role": "nobody"}], "max_tokens": 1}
     assert http.post("/v1/chat/completions", json=bad).json()["error"]["code"] == "invalid_value"
@@ -209,7 +209,7 @@ def test_every_model_writes_to_the_trace(pair: Running, trace: Path) -> None:
     assert not set(blocks[DENSE]) & set(blocks[HYBRID]), "and models nothing"
 
 
-def test_who_watches_sees_every_model_and_loads_none(pair: Running) -> None:
+def test_activity_shows_every_model_and_loads_none(pair: Running) -> None:
     assert right(ask(pair, DENSE))
     seen: dict[str, Any] = {}
     with pair.http().stream("GET", "/v1/activity") as response:
@@ -245,7 +245,7 @@ def test_stored_responses_are_found_again(pair: Running) -> None:
         client.responses.retrieve("resp_none")
 
 
-def test_the_children_hear_nobody_else(pair: Running) -> None:
+def test_only_the_front_can_reach_a_models_process(pair: Running) -> None:
     ask(pair, DENSE)
     child = pair.model(DENSE).child
     assert child is not None
@@ -260,15 +260,15 @@ def test_the_children_hear_nobody_else(pair: Running) -> None:
     assert listed.status_code == 200  # by the front's own word, not by the header
 
 
-def test_strangers_hosts_are_refused_at_the_door(pair: Running) -> None:
+def test_the_front_refuses_foreign_host_names(pair: Running) -> None:
     http = pair.http(headers={"host": "evil.example"})
     assert http.get("/v1/models").status_code == 403
     page = pair.http(headers={"origin": "https://evil.example"})
     assert page.post(f"/v1/models/{DENSE}/unload").status_code == 403
 
 
-def test_a_child_that_dies_is_started_again(pair: Running) -> None:
-    """Its clients hear of it at once, and those of the other model not at all."""
+def test_a_process_that_dies_is_started_again(pair: Running) -> None:
+    """Its clients get an error at once; those of the other model notice nothing."""
     ask(pair, HYBRID)
     with pair.http().stream(
         "POST",
@@ -286,8 +286,8 @@ def test_a_child_that_dies_is_started_again(pair: Running) -> None:
     assert pair.model(HYBRID).n_loads == 1
 
 
-def test_unloading_and_coming_back_warm(pair: Running) -> None:
-    """What was read before the model left is read from the SSD when it is back."""
+def test_a_model_that_is_loaded_again_finds_its_records(pair: Running) -> None:
+    """What was computed before the model was unloaded is read from the SSD afterwards."""
     before = ask(pair, DENSE, 1)
     cached = before.usage.prompt_tokens_details.cached_tokens
     assert cached
@@ -303,7 +303,7 @@ def test_unloading_and_coming_back_warm(pair: Running) -> None:
     assert after.usage.prompt_tokens_details.cached_tokens >= cached
 
 
-def test_keep_alive_of_a_request(pair: Running) -> None:
+def test_a_requests_keep_alive_unloads_the_model(pair: Running) -> None:
     assert right(ask(pair, DENSE, extra_body={"keep_alive": 0}))
     pair.until(DENSE, ModelState.UNLOADED)
     assert pair.model(DENSE).n_unloads["idle"] == 1

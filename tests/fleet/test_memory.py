@@ -1,4 +1,4 @@
-"""What a model is thought to need: by its files first, by what its process has told afterwards."""
+"""The memory a model needs: estimated by its files first, by its process's reports afterwards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def report(*, live_peak: int, weights: int = WEIGHTS, per_token: int = 1000) -> 
     }
 
 
-def test_files_tell_before_anything_was_loaded(tmp_path: Path) -> None:
+def test_before_a_load_the_weights_files_give_the_estimate(tmp_path: Path) -> None:
     for i in range(2):
         (tmp_path / f"model-{i}.safetensors").write_bytes(bytes(1000))
     (tmp_path / "README.md").write_bytes(bytes(5000))
@@ -32,7 +32,7 @@ def test_files_tell_before_anything_was_loaded(tmp_path: Path) -> None:
     assert estimate(None) == Footprint(0)
 
 
-def test_what_requests_have_taken_once_they_may_take_again() -> None:
+def test_the_peak_of_live_requests_is_remembered() -> None:
     busy = measured(report(live_peak=1 << 30), Footprint(WEIGHTS))
     assert busy.live_nbytes == 1 << 30
     quiet = measured(report(live_peak=1 << 20), busy)
@@ -41,6 +41,6 @@ def test_what_requests_have_taken_once_they_may_take_again() -> None:
     assert other.live_nbytes == CONVERSATION_TOKENS * 1000, "these are other weights"
 
 
-def test_there_is_room_for_a_conversation() -> None:
-    found = measured(report(live_peak=0, per_token=100_000), Footprint(WEIGHTS, live_nbytes=0))
-    assert found.live_nbytes == CONVERSATION_TOKENS * 100_000 > LIVE_FLOOR_NBYTES
+def test_a_footprint_has_room_for_one_conversation() -> None:
+    footprint = measured(report(live_peak=0, per_token=100_000), Footprint(WEIGHTS, live_nbytes=0))
+    assert footprint.live_nbytes == CONVERSATION_TOKENS * 100_000 > LIVE_FLOOR_NBYTES

@@ -1,4 +1,4 @@
-"""The page in front of several models: what it needs is passed on, and who asks is vouched for."""
+"""The dashboard in front of several models: its requests are relayed, with the caller's identity."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ask(front: Running, method: str, path: str, **headers: str) -> httpx.Respons
     return front.plain.request(method, path, headers=named)
 
 
-def test_the_page_and_nothing_loaded_for_it(front: Running) -> None:
+def test_the_dashboard_loads_no_model(front: Running) -> None:
     page = ask(front, "GET", "/", accept="text/html")
     assert page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]
@@ -44,7 +44,7 @@ def test_the_page_and_nothing_loaded_for_it(front: Running) -> None:
     assert set(front.states().values()) == {"unloaded"}
 
 
-def test_a_tree_behind_the_front(front: Running) -> None:
+def test_the_tree_of_a_loaded_model_is_shown_and_changed_through_the_front(front: Running) -> None:
     front.client.chat.completions.create(
         model="firn-demo", messages=[{"role": "user", "content": LONG}], max_tokens=1
     )
@@ -69,8 +69,8 @@ def test_a_tree_behind_the_front(front: Running) -> None:
     assert ask(front, "POST", "/v1/models/firn-demo/unload", **own).status_code == 200
 
 
-def test_what_routers_ask(front: Running) -> None:
-    """Of the models that are loaded; nothing is loaded for it."""
+def test_routers_see_loaded_models_and_load_none(front: Running) -> None:
+    """Only loaded models are shown, and none is loaded for it."""
     unloaded = "/model_info?model=firn-demo-hybrid"
     assert ask(front, "GET", unloaded).status_code == 503
     front.client.chat.completions.create(

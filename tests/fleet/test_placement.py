@@ -1,4 +1,4 @@
-"""Plans of which models to load and to unload, without any process."""
+"""Plans of which models to load and to unload; no processes."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def loaded(name: str, *, need: int = 50, used: float = NOW - 60, **more: object)
     return replace(view, **more)  # type: ignore[arg-type]
 
 
-def test_what_fits_is_loaded() -> None:
+def test_a_model_that_fits_is_loaded() -> None:
     assert plan(wanted("a"), wanted("b")).load == ("a", "b")
     assert plan(loaded("a"), wanted("b")).load == ("b",)
 
 
-def test_nothing_happens_where_nobody_asks() -> None:
+def test_without_requests_the_plan_is_empty() -> None:
     assert plan(ModelView("a"), loaded("b")) == FleetPlan()
 
 
-def test_an_idle_model_leaves_at_its_time() -> None:
+def test_an_idle_model_is_unloaded_after_its_keep_alive() -> None:
     soon = loaded("a", expires_at=NOW + 5)
-    assert plan(soon) == FleetPlan(look_at=NOW + 5)
+    assert plan(soon) == FleetPlan(replan_at=NOW + 5)
     late = replace(soon, expires_at=NOW)
     assert plan(late).unload == (("a", "idle"),)
     for busy in ({"n_active": 1}, {"waiting_since": NOW - 1}, {"pinned": True}):
@@ -56,28 +56,28 @@ def test_the_least_recently_used_makes_room() -> None:
     assert plan(new, wanted("c")).load == ("c",)
 
 
-def test_as_many_go_as_are_needed() -> None:
+def test_no_more_models_are_unloaded_than_needed() -> None:
     small = [loaded(f"s{i}", need=25, used=NOW - 90 + i) for i in range(4)]
-    found = plan(*small, wanted("big", need=60)).unload
-    assert found == (("s0", "room"), ("s1", "room"), ("s2", "room"))
+    unloaded = plan(*small, wanted("big", need=60)).unload
+    assert unloaded == (("s0", "room"), ("s1", "room"), ("s2", "room"))
 
 
 def test_pinned_and_busy_models_stay() -> None:
     pinned, busy = loaded("p", pinned=True), loaded("b", n_active=1)
-    found = plan(pinned, busy, wanted("c"))
-    assert (found.load, found.unload, found.close) == ((), (), ())
+    made = plan(pinned, busy, wanted("c"))
+    assert (made.load, made.unload, made.close) == ((), (), ())
 
 
-def test_a_model_stays_for_a_while() -> None:
+def test_a_model_stays_for_its_minimum_time() -> None:
     fresh = loaded("a", need=100, loaded_at=NOW - 1, used=NOW - 0.5)
-    found = plan(fresh, wanted("b"))
-    assert found.unload == ()
-    assert found.look_at == NOW + 1
+    made = plan(fresh, wanted("b"))
+    assert made.unload == ()
+    assert made.replan_at == NOW + 1
     assert plan(fresh, wanted("b"), now=NOW + 1).unload == (("a", "room"),)
 
 
-def test_nobody_takes_the_room_that_is_being_made() -> None:
-    """A small one waits while a large one's place is cleared, and not while nothing can go."""
+def test_no_other_model_takes_the_room_that_is_being_made() -> None:
+    """A small model waits while room is made for a large one, but not while nothing can be unloaded."""
     busy = loaded("busy", need=60, n_active=1)
     large, small = wanted("large", need=90, since=NOW - 3), wanted("small", need=30)
     assert plan(busy, large, small).load == ("small",)
@@ -98,9 +98,9 @@ def test_the_machines_free_memory_counts() -> None:
     assert plan(idle, wanted("a", need=50), free=40).unload == (("idle", "room"),)
 
 
-def test_after_a_failure_it_waits() -> None:
+def test_a_model_that_failed_is_not_loaded_before_its_time() -> None:
     failed = wanted("a", not_before=NOW + 8)
-    assert plan(failed) == FleetPlan(look_at=NOW + 8)
+    assert plan(failed) == FleetPlan(replan_at=NOW + 8)
     assert plan(failed, wanted("b")).load == ("b",)
 
 
@@ -108,7 +108,7 @@ def test_a_busy_model_is_closed_when_its_turn_is_over() -> None:
     busy = loaded("busy", need=100, n_active=3, used=NOW)
     early = plan(busy, wanted("other", since=NOW - 39))
     assert early.close == ()
-    assert early.look_at == NOW + 1  # 10 times the 4 s that loading takes
+    assert early.replan_at == NOW + 1  # 10 times the 4 s that loading takes
     over = plan(busy, wanted("other", since=NOW - 40))
     assert over.close == ("busy",)
     assert over.unload == ()
@@ -119,28 +119,28 @@ def test_a_busy_model_is_closed_when_its_turn_is_over() -> None:
     assert plan(ended, wanted("other", since=NOW - 40)).unload == (("busy", "room"),)
 
 
-def test_no_model_is_closed_for_nothing() -> None:
+def test_no_model_is_closed_if_that_would_not_make_enough_room() -> None:
     pinned = loaded("pinned", need=60, pinned=True)
     busy = loaded("busy", need=40, n_active=1)
     assert plan(pinned, busy, wanted("other", need=50, since=NOW - 500)).close == ()
 
 
 def test_a_contested_place_is_held_as_long_as_loading_takes() -> None:
-    """The other one made room a moment ago and is asked for again."""
+    """The other model made room a moment ago and has requests again."""
     idle = loaded("a", need=100, used=NOW - 1)
     calm = wanted("b")
     assert plan(idle, calm).unload == (("a", "room"),)
     again = replace(calm, displaced_at=NOW - 20)
     held = plan(idle, again)
     assert held.unload == ()
-    assert held.look_at == NOW + 3
+    assert held.replan_at == NOW + 3
     assert held.contested == (("b", "a"),)
     assert plan(idle, again, now=NOW + 3).unload == (("a", "room"),)
     long_ago = replace(calm, displaced_at=NOW - 61)
     assert plan(idle, long_ago).unload == (("a", "room"),)
 
 
-def test_more_than_thought_is_relieved() -> None:
+def test_idle_models_are_unloaded_when_memory_is_overdrawn() -> None:
     grown, idle = loaded("grown", need=80, n_active=1), loaded("idle", need=40)
     assert plan(grown, idle).unload == (("idle", "room"),)
     others = [loaded(name, need=15, used=NOW - 60 + i) for i, name in enumerate("abc")]
@@ -165,18 +165,18 @@ views = st.builds(
 
 
 @given(st.lists(views, max_size=6), st.integers(0, 200))
-def test_every_plan_keeps_the_promises(models: list[ModelView], free: int) -> None:
+def test_every_plan_keeps_its_rules(models: list[ModelView], free: int) -> None:
     models = [replace(v, name=str(i)) for i, v in enumerate(models)]
     by_name = {v.name: v for v in models}
-    found = plan(*models, free=free)
-    gone = [by_name[name] for name, _ in found.unload]
+    made = plan(*models, free=free)
+    gone = [by_name[name] for name, _ in made.unload]
     assert all(v.state is ModelState.LOADED and v.n_active == 0 and not v.pinned for v in gone)
-    assert all(by_name[name].state is ModelState.UNLOADED for name in found.load)
-    assert all(by_name[name].n_active for name in found.close)
-    assert not any(by_name[name].pinned for name in found.close)
+    assert all(by_name[name].state is ModelState.UNLOADED for name in made.load)
+    assert all(by_name[name].n_active for name in made.close)
+    assert not any(by_name[name].pinned for name in made.close)
     held = sum(v.need_nbytes for v in models if v.holds_memory)
-    taken = sum(by_name[name].need_nbytes for name in found.load)
-    assert not found.load or held + taken <= 100
-    assert not found.load or taken <= free
-    assert found.look_at > NOW
-    assert len({name for name, _ in found.unload}) == len(found.unload)
+    taken = sum(by_name[name].need_nbytes for name in made.load)
+    assert not made.load or held + taken <= 100
+    assert not made.load or taken <= free
+    assert made.replan_at > NOW
+    assert len({name for name, _ in made.unload}) == len(made.unload)

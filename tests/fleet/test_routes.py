@@ -1,4 +1,4 @@
-"""The front knows every route that a model's own server has."""
+"""The front has every route that a server of one model has."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ OWN = {"/v1/models/{model_id:path}/load", "/v1/models/{model_id:path}/unload"}
 
 
 def routes_of(app: object) -> set[tuple[str, str]]:
-    found = set()
+    routes = set()
     for route in app.routes:  # type: ignore[attr-defined]
         if isinstance(route, Route):
-            found |= {(route.path, method) for method in route.methods or () if method != "HEAD"}
-    return found
+            routes |= {(route.path, method) for method in route.methods or () if method != "HEAD"}
+    return routes
 
 
 async def front_routes(tmp_path: Path) -> set[tuple[str, str]]:
@@ -32,7 +32,7 @@ async def front_routes(tmp_path: Path) -> set[tuple[str, str]]:
     return routes_of(parts.app)
 
 
-def test_no_route_is_missing(tmp_path: Path) -> None:
+def test_the_front_has_every_route_of_a_single_server(tmp_path: Path) -> None:
     with serve(cache_admin=object()) as live:  # its routes are there, and nobody asks
         app = live.server.config.app
         while not hasattr(app, "routes"):
@@ -43,7 +43,7 @@ def test_no_route_is_missing(tmp_path: Path) -> None:
     assert {path for path, _ in fronted - single} == OWN
 
 
-def test_the_front_needs_no_mlx() -> None:
+def test_the_front_does_not_import_mlx() -> None:
     script = (
         "import sys, firn.fleet.server\n"
         "print([n for n in ('mlx', 'mlx_lm', 'transformers') if n in sys.modules])"

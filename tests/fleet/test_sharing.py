@@ -1,4 +1,4 @@
-"""Too little memory for all models: who goes, who waits, and what clients hear of it.
+"""Too little memory for all models: which are unloaded, which wait, and what clients notice.
 
 The models' processes are real ones without a model, so that loading takes no time.
 """
@@ -33,7 +33,7 @@ def serving(
     waits: WaitLimits | None = None,
     **more: Any,
 ) -> Any:
-    """A front with room for so many of these models."""
+    """A front with room for this many of the models."""
     flags = {"fleet.model_memory_gb": str(NEED_GB * room + 0.1), **more}
     made = config(*names, tmp=tmp_path, **flags)
     return fronting(made, rules=rules, waits=waits, command=ECHO)
@@ -48,19 +48,19 @@ def chat(front: Running, model: str, *, n: int = 1, **more: Any) -> str:
 
 
 def streamed(front: Running, model: str, *, n: int) -> list[str]:
-    """The pieces of a reply that was sent to its end."""
+    """The pieces of a whole streamed reply."""
     body = {"model": model, "messages": [{"role": "user", "content": "a"}], "max_tokens": n}
     pieces = []
     stream = front.plain.stream("POST", "/v1/chat/completions", json=body | {"stream": True})
-    with stream as found:
-        lines = [line[6:] for line in found.iter_lines() if line.startswith("data: ")]
+    with stream as response:
+        lines = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
     assert lines[-1] == "[DONE]", lines[-1]
     for line in lines[:-1]:
         pieces.append(json.loads(line)["choices"][0]["delta"]["content"])
     return pieces
 
 
-def test_the_least_recently_used_goes(tmp_path: Path) -> None:
+def test_the_least_recently_used_model_is_unloaded(tmp_path: Path) -> None:
     with serving(tmp_path, "a", "b", "c", room=2) as front:
         for name in ("a", "b", "a", "c"):
             assert chat(front, name) == name
@@ -68,7 +68,7 @@ def test_the_least_recently_used_goes(tmp_path: Path) -> None:
         assert front.model("b").n_unloads == {"room": 1}
 
 
-def test_a_model_that_nobody_uses_goes_by_itself(tmp_path: Path) -> None:
+def test_an_unused_model_is_unloaded_after_its_keep_alive(tmp_path: Path) -> None:
     with serving(tmp_path, "a", "b", room=2, **{"fleet.keep_alive": "0.3"}) as front:
         assert chat(front, "a") == "a"
         front.until("a", ModelState.UNLOADED)
@@ -76,7 +76,7 @@ def test_a_model_that_nobody_uses_goes_by_itself(tmp_path: Path) -> None:
         assert chat(front, "a") == "a"
 
 
-def test_pinned_models_are_there_from_the_start_and_stay(tmp_path: Path) -> None:
+def test_pinned_models_are_loaded_at_start_and_stay(tmp_path: Path) -> None:
     file = '[models.a]\npinned = true\nkeep_alive = 0\naliases = ["main"]\n[models.b]\n[models.c]\n'
     flags = {"fleet.model_memory_gb": str(NEED_GB * 2 + 0.1)}
     made = config(tmp=tmp_path, file=file, **flags)
@@ -91,7 +91,7 @@ def test_pinned_models_are_there_from_the_start_and_stay(tmp_path: Path) -> None
         assert (shown["pinned"], shown["expires_at"]) == (True, None)
 
 
-def test_a_running_reply_is_never_cut(tmp_path: Path) -> None:
+def test_a_running_reply_is_never_cut_off(tmp_path: Path) -> None:
     """The other model waits until it has ended."""
     with serving(tmp_path, "a", "b", room=1) as front, ThreadPoolExecutor(2) as pool:
         chat(front, "a")
@@ -107,8 +107,10 @@ async def _active(front: Running, name: str) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_two_that_do_not_fit_take_turns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Forty requests in turn cost a few loads, and the log says so once."""
+def test_two_models_that_do_not_fit_take_turns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Forty alternating requests cost a few loads, and the log mentions it once."""
 
     def client(name: str) -> None:
         assert all(chat(front, name, n=5) == name for _ in range(20))
@@ -125,8 +127,8 @@ def test_two_that_do_not_fit_take_turns(tmp_path: Path, caplog: pytest.LogCaptur
     assert sum("take turns" in record.message for record in caplog.records) == 1
 
 
-def test_four_models_with_room_for_two(tmp_path: Path) -> None:
-    """200 requests, and every reply is whole and of the model that was asked."""
+def test_four_models_with_room_for_two_answer_every_request(tmp_path: Path) -> None:
+    """200 requests: every reply is whole, and of the right model."""
     names, rng = ("a", "b", "c", "d"), random.Random(7)
     orders = [(rng.choice(names), rng.randint(1, 40), rng.random() < 0.5) for _ in range(200)]
 
@@ -158,8 +160,8 @@ def test_a_stream_that_waits_is_kept_alive(tmp_path: Path) -> None:
     body: dict[str, Any] = {"model": "slow", "messages": [{"role": "user", "content": "a"}]}
     with fronting(made, command=ECHO, waits=waits) as front:
         stream = front.http().stream("POST", "/v1/chat/completions", json=body | {"stream": True})
-        with stream as found:
-            lines = found.iter_lines()
+        with stream as response:
+            lines = response.iter_lines()
             assert next(lines).startswith(": 'slow' is loading")
             assert front.http().get("/v1/models/slow").json()["state"] == "loading"
             assert chat(front, "other") == "other"
@@ -195,7 +197,7 @@ async def _waiting(front: Running, name: str) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_fails_its_requests_at_once(tmp_path: Path) -> None:
     file = '[models.bad]\npath = "broken"\n[models.good]\n'
     with fronting(config(tmp=tmp_path, file=file), command=ECHO) as front:
         for _ in range(2):  # the second is told at once, without another try
@@ -207,7 +209,7 @@ def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
         assert "it is broken" in shown["error"]
 
 
-def test_what_can_never_fit_is_told_at_once(tmp_path: Path) -> None:
+def test_a_model_that_can_never_fit_is_refused_at_once(tmp_path: Path) -> None:
     flags = {"fleet.model_memory_gb": "0.1"}
     with fronting(config("a", "b", tmp=tmp_path, **flags), command=ECHO) as front:
         refused = front.http().post("/v1/chat/completions", json={"model": "a", "messages": [
@@ -216,7 +218,7 @@ def test_what_can_never_fit_is_told_at_once(tmp_path: Path) -> None:
         assert refused.json()["error"]["code"] == "insufficient_memory"
 
 
-def test_a_client_that_goes_is_passed_on(tmp_path: Path) -> None:
+def test_a_client_that_hangs_up_ends_its_reply_in_the_models_process(tmp_path: Path) -> None:
     with serving(tmp_path, "a", "b", room=2) as front:
         body = {"model": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 100_000}
         with front.http().stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as s:
@@ -226,7 +228,7 @@ def test_a_client_that_goes_is_passed_on(tmp_path: Path) -> None:
         assert front.model("a").n_active == 0
 
 
-def test_a_folder_of_models_is_looked_at_again(tmp_path: Path) -> None:
+def test_new_folders_in_models_dir_are_found(tmp_path: Path) -> None:
     folder = tmp_path / "models"
     (folder / "one").mkdir(parents=True)
     (folder / "one" / "config.json").write_text("{}")
@@ -252,7 +254,7 @@ def test_a_folder_of_models_is_looked_at_again(tmp_path: Path) -> None:
 # --- keys ----------------------------------------------------------------------------------
 
 
-def test_keys_are_checked_at_the_door(tmp_path: Path) -> None:
+def test_keys_are_checked_at_the_front(tmp_path: Path) -> None:
     flags = {"server.api_keys": ["k1", "k2"], "server.admin_keys": ["boss"]}
     flags |= {"server.rate_limit": "6"}  # type: ignore[dict-item]
     with serving(tmp_path, "a", "b", room=2, **flags) as front:

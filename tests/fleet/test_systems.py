@@ -1,4 +1,4 @@
-"""What a front takes of its system: paths of sockets that every one has, a share of its memory."""
+"""What a front needs of its system: short paths for sockets, a share of the memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from firn.fleet.memory import usable_share
 from firn.fleet.server import SOCKET_NAME_NBYTES, SOCKET_PATH_NBYTES, socket_base
 
 
-def test_a_runtime_folder_is_taken_where_it_is_short(tmp_path: Path) -> None:
+def test_sockets_go_into_a_short_runtime_folder(tmp_path: Path) -> None:
     assert socket_base({"XDG_RUNTIME_DIR": str(tmp_path)}) == str(tmp_path)
     assert socket_base({"XDG_RUNTIME_DIR": str(tmp_path / "gone")}) != str(tmp_path / "gone")
 
 
-def test_a_long_folder_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sockets_do_not_go_into_a_long_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     long = tmp_path / ("x" * 90)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
@@ -25,8 +27,8 @@ def test_a_long_folder_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert base == "/tmp"
 
 
-def test_a_macs_models_share_what_its_gpu_is_given() -> None:
-    """Before any of their processes has told how much that is."""
+def test_models_on_a_mac_share_what_its_gpu_may_use() -> None:
+    """Before any process has reported how much that is."""
     gib = 1 << 30
     assert usable_share(16 * gib, platform="darwin") == pytest.approx(2 / 3)
     assert usable_share(64 * gib, platform="darwin") == 0.75

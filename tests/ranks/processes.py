@@ -40,7 +40,7 @@ class Ranks:
         return self.logs[rank].read_text()
 
     def stop(self) -> list[int]:
-        """As one stops a server: rank 0 is told. The exit codes of all."""
+        """Stop rank 0, as a user does; returns the exit codes of all."""
         self.processes[0].send_signal(signal.SIGTERM)
         return self.wait()
 

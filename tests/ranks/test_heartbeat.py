@@ -1,4 +1,4 @@
-"""A process that is frozen closes nothing: the other end notices by its silence, and only then."""
+"""A frozen process closes no connection: the other end notices its silence, and nothing else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ranks.test_wire import pair
 
 BEAT_S = 0.02
 PATIENT_S = 0.3
-"""Who must not be taken for frozen may be kept waiting by a busy machine."""
+"""Long, because a busy machine may delay a process that is not frozen."""
 WAIT_S = 60.0
 OTHER_END = f"""
 import socket, sys, threading
@@ -54,7 +54,7 @@ class Watched:
         self.beat = Heartbeat(link, silent=self.silent.set, name="test", beat_s=beat_s)
 
     def on_answer(self, nbytes: int) -> None:
-        """Until so much more has come."""
+        """Wait until this many more bytes have arrived."""
         wanted = self.link.n_received + nbytes
         while self.link.n_received < wanted and not self.silent.is_set():
             threading.Event().wait(BEAT_S)
@@ -84,8 +84,8 @@ def test_a_frozen_process_is_noticed_and_one_that_runs_is_not() -> None:
         assert watched.calls == [], "a heartbeat is nobody's call"
 
 
-def test_what_does_not_read_either_is_noticed() -> None:
-    """Our own words pile up and a send waits: that must not keep us from watching."""
+def test_a_frozen_process_is_noticed_while_a_send_blocks() -> None:
+    """Our own beats pile up until a send blocks, which must not stop the watching."""
     with other_end() as (watched, process):
         process.send_signal(signal.SIGSTOP)
         full = threading.Thread(target=send_much, args=(watched.link,), daemon=True)
@@ -96,7 +96,7 @@ def test_what_does_not_read_either_is_noticed() -> None:
 
 
 def test_a_follower_ends_when_rank_0_is_frozen() -> None:
-    """Frozen as seen from there: it keeps the connection, and says nothing."""
+    """To the follower it looks frozen: it keeps the connection open and sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(WAIT_S)
         port = str(server.getsockname()[1])
@@ -106,7 +106,7 @@ def test_a_follower_ends_when_rank_0_is_frozen() -> None:
         _, said = process.communicate(timeout=WAIT_S)
         rank_0.close()
     assert process.returncode == 1
-    assert "rank 0 has not been heard of for 0.2 s" in said
+    assert "rank 0 has sent nothing for 0.2 s" in said
 
 
 def send_much(link: RankLink) -> None:
@@ -114,7 +114,7 @@ def send_much(link: RankLink) -> None:
         link.send(b"x" * (64 << 20))
 
 
-def test_silence_counts_only_once_it_is_watched() -> None:
+def test_silence_counts_only_after_watch() -> None:
     near, link = pair()
     watched = Watched(link)
     threading.Event().wait(2 * N_SILENT * BEAT_S)  # a rank that loads its model
@@ -124,7 +124,7 @@ def test_silence_counts_only_once_it_is_watched() -> None:
     near.close()
 
 
-def test_a_closed_connection_is_gone_and_not_silent() -> None:
+def test_a_closed_connection_counts_as_gone_not_as_silent() -> None:
     near, link = pair()
     watched = Watched(link)
     watched.beat.watch()

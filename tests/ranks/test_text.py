@@ -1,4 +1,4 @@
-"""Two ranks say what one process says, whatever the cache and the neighbours do, and end together.
+"""Two ranks answer as one process does, whatever the cache and other requests do, and end together.
 
 Slow: each test starts two or four real servers that share every step, on a machine with few cores.
 """
@@ -24,7 +24,7 @@ from tests.ranks.processes import Answer, Ranks, ask, serving
 STORY = "Snow that outlives its season becomes firn. " * 12
 FLAGS = ("--cache-block-tokens", "32", "--prefill-chunk", "64")
 N_GOOD = 128
-"""Tokens whose records nobody scribbles on."""
+"""Tokens whose records the test leaves intact."""
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
@@ -57,7 +57,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def expected(model: Path) -> dict[str, str]:
-    """What a server of one process says, without a cache."""
+    """The answers of a server in one process, without a cache."""
     config = Config(
         model=ModelConfig(path=str(model)),
         engine=EngineConfig(speculation="off"),
@@ -73,7 +73,7 @@ def flags(tmp_path: Path) -> tuple[str, ...]:
 
 
 def talk(ranks: Ranks, expected: dict[str, str]) -> None:
-    """One after the other, again from the cache, and all together while others come and go."""
+    """Ask one after the other, again from the cache, and all together while others come and go."""
     for question in QUESTIONS:
         assert question.asked_of(ranks.url).text == expected[question.name], question.name
     for question in QUESTIONS:
@@ -99,7 +99,7 @@ def leave_early(ranks: Ranks, number: int) -> None:
 
 
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
-def test_attention(
+def test_a_model_of_attention_answers_and_restarts_on_two_ranks(
     model: Path, tmp_path: Path, flags: tuple[str, ...], expected: dict[str, str]
 ) -> None:
     with serving(model, *flags, "--cache-memory-mb", "1", folder=tmp_path / "first") as ranks:
@@ -143,7 +143,7 @@ def what_only_rank_0_knows_of(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("model", ["qwen3_5"], indirect=True)
-def test_recurrent_layers(
+def test_a_model_of_recurrent_layers_answers_and_restarts_on_two_ranks(
     model: Path, tmp_path: Path, flags: tuple[str, ...], expected: dict[str, str]
 ) -> None:
     with serving(model, *flags, folder=tmp_path / "first") as ranks:
@@ -158,7 +158,7 @@ def test_recurrent_layers(
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
-def test_experts(
+def test_a_model_of_experts_answers_on_two_ranks(
     model: Path, tmp_path: Path, flags: tuple[str, ...], expected: dict[str, str]
 ) -> None:
     with serving(model, *flags, folder=tmp_path / "first") as ranks:
@@ -167,7 +167,7 @@ def test_experts(
 
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
-def test_a_frozen_rank(model: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_a_frozen_rank_ends_the_group(model: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     with serving(
         model, *flags, folder=tmp_path / "ranks", program=processes.IMPATIENT_FIRN
     ) as ranks:

@@ -1,4 +1,4 @@
-"""Calls on a socket: whole, in order, and an end that is noticed."""
+"""Calls on a socket arrive whole and in order, and its end is noticed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_calls_arrive_whole_however_they_are_cut(step: int) -> None:
         link.receive()
 
 
-def test_answers_wait_for_whoever_is_to_hear_them() -> None:
+def test_answers_wait_for_their_handler() -> None:
     near, link = pair()
     leader = Leader({1: link})
     near.sendall(encode(RankCall("ready", ({"capacity": 3},))))
@@ -57,7 +57,7 @@ def test_answers_wait_for_whoever_is_to_hear_them() -> None:
     near.close()
 
 
-def test_what_is_noted_comes_before_what_is_told() -> None:
+def test_deferred_calls_are_sent_before_the_next_call() -> None:
     near, link = pair()
     leader, far = Leader({1: link}), RankLink(near)
     leader.tell_later("cut", 1)

@@ -1,11 +1,11 @@
 """/v1/activity: what the server is doing, as a stream of events for the dashboard.
 
     event: hello     once: the server's version and clock
-    event: calls     those that began, went on or ended since the last one; at first all that are known
+    event: calls     those that have changed since the last event; at first all that are known
     event: state     engine, cache and memory, when they have changed
 
-A call is looked at while somebody watches, and once when it ends: serving pays nothing for it. The
-operator sees everybody's calls, a key its own; text of prompts only with --show-text.
+Calls are looked at while somebody watches, and once at their end, so that serving pays nothing. The
+operator sees all calls, a key its own; text of prompts only with --show-text.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from firn.core.errors import TryLater
 from firn.core.values import Namespace
 
 N_ENDED = 256
-"""Calls that have ended and are still shown."""
+"""How many calls that have ended are still shown."""
 TICK_S = 0.25
+"""How often a watcher gets what has changed."""
 STATE_TICKS = 4
+"""Every so many ticks it gets the state."""
 QUIET_TICKS = 40
 """After so many ticks without news a comment line keeps the connection alive."""
 MAX_WATCHERS = 16
@@ -44,7 +46,7 @@ Phase = Literal["queued", "reading", "decoding", "done", "failed", "gone"]
 
 @dataclass(frozen=True, slots=True)
 class CallView:
-    """One call. Seconds count from its arrival; arrived_at is a Unix time. None: not yet."""
+    """One call, as the dashboard shows it. Seconds count from its arrival; None: not yet."""
 
     id: str
     model: str
@@ -52,30 +54,31 @@ class CallView:
     """The first digits of its key's digest."""
     phase: Phase
     arrived_at: float
+    """A Unix time."""
     lookup_s: float | None
-    """The cache was asked from here..."""
+    """When the lookup in the cache began."""
     looked_up_s: float | None
-    """... to here."""
+    """When it ended."""
     row_s: float | None
     """When it left the queue."""
     loads: bool
-    """From the lookup until it was admitted, records were read from below memory."""
+    """Between lookup and admission, records were read from a tier below memory."""
     admitted_s: float | None
     """When it was known what the cache had for it."""
     first_token_s: float | None
     ended_s: float | None
     prompt_tokens: int
     read_tokens: int
-    """Of the prompt, reused ones included."""
+    """Prompt tokens read so far, reused ones included."""
     cached_tokens: int
     tiers: dict[str, int]
     reason: str
-    """Why not more was reused."""
+    """Why no more was reused."""
     approximate: bool
     """Some of the prompt is skipped (sparse prefill)."""
     skipped_tokens: int
     differs: str | None
-    """How the prompt goes on where it differs from what is stored; None: not to be shown."""
+    """The prompt's text from where it differs from everything stored; None: it must not be shown."""
     reply_tokens: int
     drafted_tokens: int
     accepted_tokens: int
@@ -90,21 +93,21 @@ class _OpenCall:
     differs: Callable[[Session], str | None]
     reason: str = ""
     excerpt: str | None = None
-    """Made anew when the reason changes."""
+    """Made again when the reason changes."""
 
     def view(self, *, ended: bool = False) -> CallView:
         session, began = self.session, self.exchange.began_at
         usage, admitted, waits = session.usage, session.admitted, session.waits
         tiers: Counter[str] = Counter()
-        for each in admitted:
-            tiers.update(dict(each.tiers))
-        reason = ", ".join(dict.fromkeys(each.reason for each in admitted if each.reason))
+        for admission in admitted:
+            tiers.update(dict(admission.tiers))
+        reason = ", ".join(dict.fromkeys(a.reason for a in admitted if a.reason))
         if reason != self.reason:
             self.reason, self.excerpt = reason, self.differs(session)
         return CallView(
             id=self.exchange.id,
             model=self.model,
-            key=self.exchange.caller.own[:8],
+            key=self.exchange.caller.key_id[:8],
             phase=self._phase(ended),
             arrived_at=round(self.arrived_at, 3),
             lookup_s=_since(began, waits.lookup_at if waits else None),
@@ -120,7 +123,7 @@ class _OpenCall:
             tiers=dict(tiers),
             reason=reason,
             differs=self.excerpt,
-            approximate=any(each.keep is not None for each in admitted),
+            approximate=any(a.keep is not None for a in admitted),
             skipped_tokens=usage.n_skipped,
             reply_tokens=usage.n_completion,
             drafted_tokens=usage.n_drafted,
@@ -143,10 +146,10 @@ def _since(began: float, then: float | None) -> float | None:
 
 
 class Activity:
-    """Calls that go on, and the last that ended. Owner: the app, on the asyncio thread."""
+    """Running calls, and the last that ended. Owner: the app, on the asyncio thread."""
 
     def __init__(self, model: str, differs: Callable[[Session], str | None]) -> None:
-        """differs: how a call's prompt goes on where it differs from everything stored."""
+        """differs: makes `CallView.differs`."""
         self._model = model
         self._differs = differs
         self._open: dict[str, tuple[Namespace, _OpenCall]] = {}
@@ -156,26 +159,30 @@ class Activity:
 
     @contextmanager
     def follow(self, exchange: Exchange, session: Session) -> Iterator[None]:
-        """Around a call, while its session is open."""
+        """Show a call while its session is open."""
         arrived_at = time.time() - (time.perf_counter() - exchange.began_at)
         call = _OpenCall(exchange, session, self._model, arrived_at, self._differs)
-        self._open[exchange.id] = exchange.caller.own, call
+        self._open[exchange.id] = exchange.caller.key_id, call
         try:
             yield
         finally:
             del self._open[exchange.id]
             self._n_ended += 1
             view = call.view(ended=True)
-            self._ended.append((self._n_ended, exchange.caller.own, view))
+            self._ended.append((self._n_ended, exchange.caller.key_id, view))
 
     def news(self, watcher: _Watcher, caller: Caller) -> list[CallView]:
-        """Calls that have changed since this watcher's last look."""
-        views = [view for n, own, view in self._ended if n > watcher.n_ended and _may(caller, own)]
+        """The calls that have changed since this watcher last asked."""
+        views = [
+            view
+            for n, key_id, view in self._ended
+            if n > watcher.n_ended and _may_see(caller, key_id)
+        ]
         watcher.n_ended = self._n_ended
         watcher.calls = {id: view for id, view in watcher.calls.items() if id in self._open}
-        for id, (own, call) in self._open.items():
+        for id, (key_id, call) in self._open.items():
             view = call.view()
-            if _may(caller, own) and watcher.calls.get(id) != view:
+            if _may_see(caller, key_id) and watcher.calls.get(id) != view:
                 watcher.calls[id] = view
                 views.append(view)
         return views
@@ -189,15 +196,15 @@ class _Watcher:
     calls: dict[str, CallView]
 
 
-def _may(caller: Caller, own: Namespace) -> bool:
-    return caller.operator or caller.own == own
+def _may_see(caller: Caller, key_id: Namespace) -> bool:
+    return caller.operator or caller.key_id == key_id
 
 
 class TooManyWatchers(TryLater):
     code = "too_many_watchers"
 
     def __init__(self) -> None:
-        super().__init__("Too many pages watch this server; close one of them.")
+        super().__init__("Too many dashboards watch this server; close one of them.")
 
 
 def add_activity(app: FastAPI, services: Services, activity: Activity) -> None:
@@ -214,7 +221,7 @@ def add_activity(app: FastAPI, services: Services, activity: Activity) -> None:
         methods=["GET"],
         summary="What is going on, as events",
         response_class=StreamingResponse,
-        include_in_schema=False,  # a stream without an end: tools that try every route would hang
+        include_in_schema=False,  # an endless stream: tools that try every route would hang
     )
 
 
@@ -243,16 +250,16 @@ async def _frames(services: Services, activity: Activity, caller: Caller) -> Asy
 
 
 def hello() -> str:
-    """The server's clock and version: a page that was loaded from another version says so."""
+    """The server's clock and version: a page loaded from another version tells its user."""
     return _frame("hello", {"version": __version__, "now": round(time.time(), 3)})
 
 
-def _frame(event: str, value: Any) -> str:
+def _frame(event: str, value: object) -> str:
     return sse.named(event, json.dumps(value))
 
 
 async def _state(services: Services, caller: Caller) -> dict[str, Any]:
-    """For this caller: how busy the machine is would tell a key what others do."""
+    """What this caller may see: a key must not learn from it what others do."""
     model = services.engine.model
     state: dict[str, Any] = {
         "model": model.name,

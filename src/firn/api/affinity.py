@@ -1,8 +1,8 @@
 """The header x-session: which conversation a call belongs to, for routers that keep it on one server.
 
-A client may name its conversation. Where it does not, the name is derived from how the conversation
-begins, so that every turn of it has the same. The response has it either way, and the next request can
-send it along. Nothing changes here: the cache looks at tokens, not at names.
+A client may name its conversation. If it does not, the name is derived from how the conversation begins,
+so that all turns have the same one. The response carries it either way, and the next request can send
+it. firn itself ignores it: the cache compares tokens, not names.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from firn.core.values import Chat, GenerateRequest, Namespace
 
 HEADER = b"x-session"
 N_CHARS = 2000
-"""Of each message that are looked at."""
+"""How much of each message goes into the name."""
 _is_name = re.compile(rb"[\x21-\x7e]{1,128}").fullmatch
 
 
 def conversation_of(
     headers: Iterable[tuple[bytes, bytes]], request: GenerateRequest, owner: Namespace
 ) -> str:
-    """Empty for a request that is no chat, or that no user has spoken in."""
+    """Empty if the request is not a chat, or has no user message."""
     for name, value in headers:
         if name == HEADER and _is_name(value):
             return value.decode("ascii")

@@ -1,4 +1,4 @@
-"""Who is calling: API keys, the cache namespace that each of them gets, and who is the operator."""
+"""Who calls: API keys, the cache namespace of each, and who is the operator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from firn.core.errors import Unauthorized
 from firn.core.values import Namespace
 
 SHARED = Namespace("shared")
-"""The one namespace where there are no keys, or where all keys share a cache."""
+"""The only namespace if there are no keys, or if all keys share a cache."""
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
@@ -24,17 +24,17 @@ def namespace_of(key: str) -> Namespace:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """own: its own name, under which its responses, quotas and counters are kept; shared with nobody
-    who has another key. namespace: where its prefixes are cached, which it may share. operator: sees
-    everybody's numbers, and may clear everybody's cache."""
+    """key_id: a digest of its key, under which its responses, quotas and counters are kept, so that no
+    other key shares them. namespace: where its prefixes are cached, which keys may share. operator: may
+    see every caller's numbers and clear every caller's cache."""
 
-    own: Namespace
+    key_id: Namespace
     namespace: Namespace
     operator: bool = False
 
     @property
     def has_key(self) -> bool:
-        return self.own != SHARED
+        return self.key_id != SHARED
 
 
 ANYONE = Caller(SHARED, SHARED)
@@ -42,10 +42,9 @@ ANYONE = Caller(SHARED, SHARED)
 
 
 class Keys:
-    """The accepted API keys; none at all means that everyone may call. Never changed.
+    """The accepted API keys; without any, everyone may call. Immutable.
 
-    admin: keys of the operator. Where there are no keys of either kind, a caller from this machine is
-    the operator.
+    admin: keys of the operator. Without keys of either kind, a caller on this machine is the operator.
     """
 
     def __init__(
@@ -84,11 +83,11 @@ class Keys:
         return tuple(namespaces) if self._required else (SHARED,)
 
     def admit(self, headers: RawHeaders, *, local: bool = False) -> Caller:
-        """Raises Unauthorized. local: a program on this machine calls."""
+        """Raises Unauthorized. local: the caller is a program on this machine."""
         presented = list(_presented(headers)) if self._entries else []
         admitted: Caller | None = None
         for candidate in map(_digest, presented):
-            # Every key is compared, so the time taken tells nothing about which one was close.
+            # Compare every key, so that the time taken does not tell which one was close.
             for digest, caller in self._entries:
                 if hmac.compare_digest(candidate, digest):
                     admitted = caller
@@ -105,7 +104,7 @@ class Keys:
 
 
 def _digest(key: bytes) -> bytes:
-    # compare_digest takes no time to find that two lengths differ; digests all have one length.
+    # compare_digest returns early if lengths differ, so compare digests, which all have one length.
     return hashlib.sha256(key).digest()
 
 

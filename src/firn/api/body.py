@@ -1,4 +1,4 @@
-"""Request bodies: read within a limit, checked before they are parsed, large ones off the event loop."""
+"""Request bodies: read within a limit, checked before parsing, large ones parsed off the event loop."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from firn.core.errors import BadRequest, BodyTooLarge
 T = TypeVar("T")
 
 INLINE_NBYTES = 64 * 1024
-"""A body of this size is parsed in a few milliseconds, whatever is in it."""
+"""A body of up to this size is parsed in a few milliseconds, whatever it contains."""
 MAX_DEPTH = 100
 """Deeper nesting could overflow the stack of a template or a schema compiler."""
 
 
 class ClientGone(Exception):
-    """The client hung up: there is nobody to answer."""
+    """The client has closed the connection: there is nobody to answer."""
 
 
 async def read_body(
@@ -32,12 +32,12 @@ async def read_body(
     limit_nbytes: int,
     take: Callable[[int], None] = lambda nbytes: None,
 ) -> bytes:
-    """The whole body. Raises BodyTooLarge as soon as that is known, and ClientGone.
+    """The whole body. Raises BodyTooLarge as early as possible, and ClientGone.
 
-    take: called with the size of every piece before it is kept; may raise.
+    take: called with the size of every piece before it is stored; may raise.
     """
     for name, value in headers:
-        # A length that is no number cannot get past the HTTP parser.
+        # The HTTP parser lets only numbers pass.
         if name == b"content-length" and int(value) > limit_nbytes:
             raise BodyTooLarge(limit_nbytes)
     pieces: list[bytes] = []
@@ -62,8 +62,8 @@ def check_content_type(headers: Iterable[tuple[bytes, bytes]]) -> None:
     A web page may post other types to a server on the user's own machine without asking. For JSON the
     browser asks first, and the answer is no (see --allow-origin).
     """
-    given = next((value for name, value in headers if name == b"content-type"), b"")
-    media_type = given.partition(b";")[0].strip().lower()
+    header = next((value for name, value in headers if name == b"content-type"), b"")
+    media_type = header.partition(b";")[0].strip().lower()
     if media_type != b"application/json" and not media_type.endswith(b"+json"):
         raise BadRequest("The header 'content-type: application/json' is required.")
 
@@ -71,7 +71,7 @@ def check_content_type(headers: Iterable[tuple[bytes, bytes]]) -> None:
 async def decoded(raw: bytes, pool: Executor, decode: Callable[[dict[str, Any]], T]) -> T:
     """What `decode` makes of the body's object. Raises BadRequest, and what `decode` raises.
 
-    A large body is decoded in the pool: it takes a tenth of a second, and streams would wait.
+    A large body is decoded in the pool: it may take a tenth of a second, and streams must not wait.
     """
 
     def work() -> T:
@@ -93,16 +93,16 @@ def parse_object(raw: bytes) -> dict[str, Any]:
             f"The body is not JSON: {error.msg} at line {error.lineno}, column {error.colno}."
         ) from None
     except ValueError as error:
-        raise BadRequest(f"The body is not usable JSON: {error}.") from None
+        raise BadRequest(f"The body cannot be used: {error}.") from None
     if not isinstance(value, dict):
         raise BadRequest("The body must be a JSON object.")
     return value
 
 
-def parse(text: str) -> Any:
-    """JSON that can be walked recursively and encoded as UTF-8; raises ValueError otherwise.
+def parse(text: str) -> object:
+    """JSON that can be walked recursively and encoded as UTF-8. Raises ValueError.
 
-    NaN and infinities pass: the decoder that expects a number refuses them, and names the parameter.
+    NaN and infinities pass: decoders that expect a number refuse them, and name the parameter.
     """
     try:
         value = json.loads(text)
@@ -122,7 +122,7 @@ def parse(text: str) -> Any:
     return value
 
 
-def _deeper_than(value: Any, limit: int) -> bool:
+def _deeper_than(value: object, limit: int) -> bool:
     level = [value]
     for _ in range(limit):
         inner: list[Any] = []

@@ -1,4 +1,4 @@
-"""Reads request bodies: JSON only, each within its limit, all together within the memory set aside."""
+"""Reads request bodies: JSON only, each within its limit, all together within a memory budget."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from firn.core.errors import Overloaded
 
 
 class BodyReader:
-    """Owner of the memory for all bodies; one per app, on the asyncio thread.
+    """Owner of the memory budget for bodies; one per app, on the asyncio thread.
 
-    A body alone always has room. What it takes is released at the end of the exchange: texts and
-    pictures live as long as their request.
+    A body always fits if it is the only one. Its memory is released when the exchange ends, since texts
+    and pictures live as long as their request.
     """
 
     def __init__(self, *, limit_nbytes: int, total_nbytes: int) -> None:
@@ -38,10 +38,10 @@ class BodyReader:
         exchange.body_nbytes = 0
 
     def _take(self, nbytes: int, exchange: Exchange) -> None:
-        others = self.used_nbytes - exchange.body_nbytes
-        if others and self.used_nbytes + nbytes > self._total_nbytes:
+        others_nbytes = self.used_nbytes - exchange.body_nbytes
+        if others_nbytes and self.used_nbytes + nbytes > self._total_nbytes:
             raise Overloaded(
-                "The requests of this moment are too large together; try again shortly."
+                "The requests being served use all memory for bodies; try again shortly."
             )
         self.used_nbytes += nbytes
         exchange.body_nbytes += nbytes

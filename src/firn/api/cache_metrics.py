@@ -1,4 +1,4 @@
-"""The cache's counters for /metrics, and the memory below it."""
+"""The cache's counters and MLX's memory, for /metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 Snapshot = Callable[[], Mapping[str, Any]]
-"""Counters as they are now; empty without a cache. Must not block."""
+"""The counters now; empty without a cache. Must not block."""
 
 COUNTED = {
     "hits": ("Lookups that reused something, by kind", "kind"),
@@ -26,7 +26,7 @@ def own_snapshot(stats: Mapping[str, Any]) -> Mapping[str, Any]:
     """Counters from what /v1/cache/stats says about one namespace."""
     if not stats.get("enabled"):
         return {}
-    parts = {part: held["bytes"] for part, held in stats["memory"]["parts"].items()}
+    parts = {name: part["bytes"] for name, part in stats["memory"]["parts"].items()}
     return {**stats, "bytes": {"memory": parts}}
 
 
@@ -35,42 +35,44 @@ class CacheMetrics(Collector):
         self._snapshot = snapshot
 
     def collect(self) -> Iterable[Metric]:
-        seen = self._snapshot()
-        if not seen:
+        counters = self._snapshot()
+        if not counters:
             return
         for name, (text, label) in COUNTED.items():
             family = CounterMetricFamily(f"firn_cache_{name}", text, labels=[label])
-            for value, n in sorted(seen[name].items()):
+            for value, n in sorted(counters[name].items()):
                 family.add_metric([value], n)
             yield family
         tokens = CounterMetricFamily(
             "firn_cache_tokens", "Prompt tokens, by origin", labels=["from"]
         )
         n_cached = 0
-        for tier, n in sorted(seen["tokens"]["by_tier"].items()):
+        for tier, n in sorted(counters["tokens"]["by_tier"].items()):
             tokens.add_metric([tier], n)
             n_cached += n
-        tokens.add_metric(["computed"], max(seen["tokens"]["prompt"] - n_cached, 0))
+        tokens.add_metric(["computed"], max(counters["tokens"]["prompt"] - n_cached, 0))
         yield tokens
         yield CounterMetricFamily(
-            "firn_cache_seconds_saved", "Prefill time saved, estimated", value=seen["seconds_saved"]
+            "firn_cache_seconds_saved",
+            "Prefill time saved, estimated",
+            value=counters["seconds_saved"],
         )
-        held = GaugeMetricFamily(
+        stored = GaugeMetricFamily(
             "firn_cache_bytes", "Bytes held, by tier and part", labels=["tier", "part"]
         )
-        for tier, parts in seen["bytes"].items():
+        for tier, parts in counters["bytes"].items():
             for part, n in parts.items():
-                held.add_metric([tier, part], n)
-        yield held
-        yield from _of_tiers(seen)
+                stored.add_metric([tier, part], n)
+        yield stored
+        yield from _tier_metrics(counters)
 
 
-def _of_tiers(seen: Mapping[str, Any]) -> Iterable[Metric]:
+def _tier_metrics(counters: Mapping[str, Any]) -> Iterable[Metric]:
     """For the operator only: all callers share the tiers."""
-    if "limits" not in seen:
+    if "limits" not in counters:
         return
     limits = GaugeMetricFamily("firn_cache_limit_bytes", "Most that a tier holds", labels=["tier"])
-    for tier, n in seen["limits"].items():
+    for tier, n in counters["limits"].items():
         limits.add_metric([tier], n)
     yield limits
     operations = CounterMetricFamily(
@@ -81,7 +83,7 @@ def _of_tiers(seen: Mapping[str, Any]) -> Iterable[Metric]:
     moved = CounterMetricFamily(
         "firn_tier_bytes", "Bytes that a tier has written, read, evicted", labels=["tier", "kind"]
     )
-    for tier, counts in seen["operations"].items():
+    for tier, counts in counters["operations"].items():
         for kind, n in sorted(counts.items()):
             is_bytes = kind.startswith("bytes_")
             (moved if is_bytes else operations).add_metric([tier, kind.removeprefix("bytes_")], n)

@@ -1,8 +1,8 @@
-"""Connections with deadlines: a client that sends or reads only half of something is cut off.
+"""Connections with deadlines: a client that stops in the middle of a request or a reply is cut off.
 
-uvicorn waits for the rest of a request as long as it takes, and a process has few descriptors. Here a
-request's head must arrive within seconds and its body at a minimum speed; if too many connections have
-no head yet, the oldest are cut first; a few places are kept for health checks.
+uvicorn waits for the rest of a request for ever, and a process has few descriptors. Here the head of a
+request must arrive within seconds, and its body at a minimum speed. If too many connections have sent no
+head yet, the oldest are closed first. A few places are reserved for health checks.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from firn.api.layers import OVER_LIMIT_KEY
 
 SWEEP_S = 1.0
+"""How often deadlines are checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """max_open: connections at a time, and `n_spare` more for health checks alone. max_heads: those
-    whose head has not arrived yet. head_s: for a head. A body has body_s, and a second more for every
-    body_nbytes_per_s. drain_s: for the rest of a body whose request was answered already. stall_s: for
-    a client that does not read."""
+    """max_open: connections at a time; n_spare: so many more for health checks alone. max_heads: those
+    whose head has not arrived yet. head_s: time for a head. A body has body_s, and a second more for
+    every body_nbytes_per_s. drain_s: for the rest of a body whose request was answered already.
+    stall_s: for a client that does not read."""
 
     max_open: int = 1024
     n_spare: int = 16
@@ -52,18 +53,16 @@ class Phase(enum.Enum):
 
 
 class Connections:
-    """Every open connection of a server. Owner: the app; on the asyncio thread."""
+    """All open connections of a server. Owner: the app, on the asyncio thread."""
 
     def __init__(
         self, limits: ConnectionLimits | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.limits = limits or ConnectionLimits()
         self.clock = clock
-        self.n_cut = 0
-        """Connections that were cut off."""
         self._open: set[Connection] = set()
         self._heads: dict[Connection, None] = {}
-        """Connections without a head, the oldest first."""
+        """Connections whose head has not arrived, the oldest first."""
         self._sweeping = False
 
     @property
@@ -72,12 +71,12 @@ class Connections:
 
     @property
     def is_over_limit(self) -> bool:
-        return len(self._open) > self.limits.max_open
+        return self.n_open > self.limits.max_open
 
     def add(self, connection: Connection) -> bool:
         """False: there is no place for it."""
         limits = self.limits
-        if len(self._open) >= limits.max_open + limits.n_spare and not self._cut_oldest():
+        if self.n_open >= limits.max_open + limits.n_spare and not self._cut_oldest():
             return False
         self._open.add(connection)
         self.awaits_head(connection)
@@ -100,11 +99,10 @@ class Connections:
         self._heads.pop(connection, None)
 
     def _cut_oldest(self) -> bool:
-        """Cuts off the connection that has waited longest for its head: an honest client has sent all of
-        it. If there is none, an idle one: its client will connect again."""
+        """Close the connection that has waited longest for its head: honest clients have sent theirs.
+        If there is none, close an idle one: its client will connect again."""
         for connection in chain(self._heads, (c for c in self._open if c.is_idle)):
             if not connection.is_answering:
-                self.n_cut += 1
                 connection.cut()
                 return True
         return False
@@ -113,7 +111,6 @@ class Connections:
         now = self.clock()
         for connection in list(self._open):
             if connection.is_late(now):
-                self.n_cut += 1
                 connection.give_up()
         self._sweeping = bool(self._open)
         if self._sweeping:
@@ -121,7 +118,7 @@ class Connections:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's connection, with deadlines. Lives from accept to close, on the asyncio thread."""
+    """uvicorn's connection, with deadlines. Owner: its transport, on the asyncio thread."""
 
     def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -154,15 +151,17 @@ class Connection(HttpToolsProtocol):
             return False  # uvicorn's own timer ends those that stay idle
         if self._answered_at is not None:
             return now - self._answered_at > limits.drain_s
-        if self.flow.read_paused:  # the server does not read: not the client's fault
+        if self.flow.read_paused:  # the server has stopped reading: not the client's fault
             self._since = now
             return False
         return now - self._since > limits.body_s + self._n_body / limits.body_nbytes_per_s
 
     def give_up(self) -> None:
-        """Close it, with a 408 if nothing was sent yet."""
-        silent = self._running is None or not (self.is_answering and self._running.response_started)
-        if self._stalled_at is None and self._answered_at is None and silent:
+        """Close it, with a 408 if no reply has begun."""
+        has_begun = self._running is not None and (
+            self.is_answering and self._running.response_started
+        )
+        if self._stalled_at is None and self._answered_at is None and not has_begun:
             self._refuse(b"408 Request Timeout", b"The request took too long to arrive.")
         else:
             self.cut()
@@ -232,7 +231,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        if self._phase is Phase.BODY:  # answered before all of it was there
+        if self._phase is Phase.BODY:  # answered before all of the body had arrived
             self._answered_at = self._all.clock()
         super().on_response_complete()
 
@@ -248,7 +247,7 @@ class Connection(HttpToolsProtocol):
 
 
 def http_config(app: ASGIApp, connections: Connections, **options: Any) -> uvicorn.Config:
-    """uvicorn's settings: no websockets, and no trust in what a proxy says about the caller."""
+    """uvicorn's settings: no websockets, and what a proxy says about the caller is not trusted."""
     protocol: Any = functools.partial(Connection, connections=connections)
     return uvicorn.Config(
         app,

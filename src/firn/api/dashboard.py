@@ -1,7 +1,7 @@
-"""The dashboard at /: a few files, read once, with headers that let them reach nobody but this server.
+"""The dashboard at /: a few files, read once, with headers that let them reach only this server.
 
-A browser gets the page; whoever asks for JSON, or for nothing in particular, is a program and gets name
-and version. The files are the same everywhere; what the page shows it asks for with the user's key.
+A browser gets the page. A client that asks for JSON, or for nothing in particular, is a program and gets
+name and version. The files are the same for everybody; the page asks for its data with the user's key.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
-"""No inline scripts or styles, nothing loaded from or sent to elsewhere, in no other page's frame."""
+"""No inline scripts or styles, nothing loaded from or sent to elsewhere, no frame in another page."""
 HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
@@ -58,24 +58,24 @@ class PageFile:
 
 
 def read_files() -> Mapping[str, PageFile]:
-    """By path below the folder."""
-    found: dict[str, PageFile] = {}
-    todo = [("", resources.files("firn") / "dashboard")]
-    while todo:
-        prefix, folder = todo.pop()
+    """The files of the page, by their path below the folder."""
+    files: dict[str, PageFile] = {}
+    folders = [("", resources.files("firn") / "dashboard")]
+    while folders:
+        prefix, folder = folders.pop()
         for entry in folder.iterdir():
             suffix = entry.name.rpartition(".")[2]
             if entry.is_dir():
-                todo.append((f"{prefix}{entry.name}/", entry))
+                folders.append((f"{prefix}{entry.name}/", entry))
             elif suffix in TYPES:
                 body = entry.read_bytes()
                 tag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
-                found[prefix + entry.name] = PageFile(body, TYPES[suffix], tag)
-    return found
+                files[prefix + entry.name] = PageFile(body, TYPES[suffix], tag)
+    return files
 
 
 def add_page(app: FastAPI, *, shown: bool) -> None:
-    """The root, and below /page/ the files of the page. shown: False: only name and version."""
+    """Add /, and the files of the page below /page/. shown: False: / gives only name and version."""
     files = read_files() if shown else {}
 
     async def root(request: Request) -> Response:
@@ -83,8 +83,8 @@ def add_page(app: FastAPI, *, shown: bool) -> None:
         if page is not None and wants_page(request.headers.get("accept", "")):
             response = page.response(request)
         else:
-            who = {"name": "firn", "version": __version__, "api": "/v1", "docs": "/docs"}
-            response = JSONResponse(who)
+            identity = {"name": "firn", "version": __version__, "api": "/v1", "docs": "/docs"}
+            response = JSONResponse(identity)
         response.headers["vary"] = "accept"
         return response
 
@@ -99,15 +99,14 @@ def add_page(app: FastAPI, *, shown: bool) -> None:
             "content": {"text/html": {"schema": {"type": "string"}}},
         }
     }
-    for method in ("GET", "HEAD"):  # agents and load balancers ask by HEAD whether anybody is there
+    for method in ("GET", "HEAD"):  # agents and load balancers check by HEAD
         add = partial(app.add_api_route, methods=[method])
-        is_told = method == "GET"
         add(
             "/",
             root,
             summary="Name and version; in a browser, the dashboard",
             responses=schema,
-            include_in_schema=is_told,
+            include_in_schema=method == "GET",
         )
         add(PAGE_FILES + "{name:path}", file, include_in_schema=False)
 

@@ -1,7 +1,7 @@
 """/docs: the routes of /openapi.json as one plain page.
 
-FastAPI's own page loads its scripts from the internet, and is empty on a machine without it. This one is
-rendered here and has no scripts at all.
+FastAPI's own page loads scripts from the internet, and stays empty on a machine without it. This one is
+rendered on the server and has no scripts at all.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def add_docs(app: FastAPI) -> None:
 
 
 def render(spec: Mapping[str, Any], *, base_url: str) -> str:
-    """The page for this description. base_url: of the server, for the examples."""
+    """The page for this OpenAPI description. base_url: of the server, for the examples."""
     curl = f"curl{CURL_KEY if 'security' in spec else ''} {base_url}"
     title = escape(f"{spec['info']['title']} {spec['info']['version']}")
     routes = [
@@ -66,19 +66,19 @@ def render(spec: Mapping[str, Any], *, base_url: str) -> str:
 
 def _route(method: str, path: str, operation: Mapping[str, Any], curl: str) -> str:
     head = f"<h2><code>{method} {escape(path)}</code></h2><p>{escape(operation.get('summary', ''))}</p>"
-    names = "".join(
+    rows = "".join(
         _row(f"{parameter['name']} ({parameter['in']})", parameter.get("schema", {}), parameter)
         for parameter in operation.get("parameters", ())
     )
     content = operation.get("requestBody", {}).get("content", {})
     schema = content.get("application/json", {}).get("schema")
     if schema is None:
-        return f"{head}{_table(names)}"
-    names += "".join(
+        return f"{head}{_table(rows)}"
+    rows += "".join(
         _row(name, member, {"required": name in schema.get("required", ())})
         for name, member in schema.get("properties", {}).items()
     )
-    return f"{head}{_example(curl + path, schema)}{_table(names)}"
+    return f"{head}{_example(curl + path, schema)}{_table(rows)}"
 
 
 def _example(curl: str, schema: Mapping[str, Any]) -> str:

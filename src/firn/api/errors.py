@@ -1,4 +1,4 @@
-"""How an error looks on the wire: its body in each API's shape, and the headers that go with it."""
+"""Errors on the wire: the body in each API's shape, and the headers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, Protocol
 from firn.core.errors import FirnError, TryLater, Unauthorized
 
 OLLAMA = "/api"
-"""Every path below it belongs to Ollama's API."""
+"""All paths below it belong to Ollama's API."""
 
 RenderError = Callable[[FirnError], dict[str, Any]]
 Headers = Sequence[tuple[bytes, bytes]]
 
 
 class HttpFault(FirnError):
-    """A fault that only HTTP has: an unknown route, a wrong method."""
+    """A fault at the level of HTTP: an unknown route, a wrong method."""
 
     code = "not_found"
     kind = "invalid_request_error"
@@ -29,10 +29,10 @@ class HttpFault(FirnError):
 
 
 class InternalFault(FirnError):
-    """A bug of ours. The client learns where to look in the log, not what happened."""
+    """A bug in firn. The client learns where to look in the log, not what happened."""
 
     def __init__(self, exchange_id: str) -> None:
-        super().__init__(f"The server made a mistake; its log has the details under {exchange_id}.")
+        super().__init__(f"Internal error; the server's log has the details under {exchange_id}.")
 
 
 def openai_error(error: FirnError) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def ollama_error(error: FirnError) -> dict[str, Any]:
 
 
 class HasErrors(Protocol):
-    """What `ErrorShapes` must know of a dialect."""
+    """What `ErrorShapes` must know about a dialect."""
 
     path: str
 
@@ -59,7 +59,7 @@ class HasErrors(Protocol):
 
 
 class ErrorShapes:
-    """The error body of a path: that of the dialect it lies below, else OpenAI's. Immutable."""
+    """Which shape errors have, by path: that of the dialect above it, else OpenAI's. Immutable."""
 
     def __init__(self, dialects: Iterable[HasErrors]) -> None:
         self._by_path: Mapping[str, RenderError] = {

@@ -1,6 +1,6 @@
-"""Where engine events change threads.
+"""Carries events from the engine thread to the asyncio thread.
 
-The engine thread publishes once a step; the router hands each event to the session that waits for it.
+The engine publishes once a step; the router hands each event to the session that waits for it.
 Everything but `publish` happens on the asyncio thread.
 """
 
@@ -16,10 +16,10 @@ from firn.core.values import RequestId
 
 
 class EventQueue:
-    """The deliveries of one call, in order. Owned by its session; lives on the asyncio thread.
+    """The deliveries of one call, in order. Owner: its session, on the asyncio thread.
 
-    `take` returns all that has arrived, or an empty list after `silence_s` without a delivery. One
-    timer per queue fires once a period, so that waiting for a token costs no timer of its own.
+    `take` returns all that has arrived, or an empty list after `silence_s` without a delivery. The
+    queue has one periodic timer, so that waiting for a token does not need one each time.
     """
 
     def __init__(self, *, silence_s: float) -> None:
@@ -60,9 +60,9 @@ class EventQueue:
 
 
 class EventRouter:
-    """Owner of the queues: which request's events go where, and who is still being served.
+    """Owner of the queues: where the events of each request go, and how many calls are open.
 
-    One per app, living as long as it does.
+    One per app, for as long as it lives.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class EventRouter:
     # --- engine thread -------------------------------------------------------------------
 
     def publish(self, batch: Sequence[Delivery]) -> None:
-        """Called once a step, from any thread; one wake-up of the loop, whatever the batch."""
+        """Called once a step. Any thread. Wakes the event loop once, however large the batch."""
         loop = self._loop
         if loop is None:
             return  # no call has been accepted yet
@@ -83,7 +83,7 @@ class EventRouter:
         except RuntimeError:
             if not loop.is_closed():
                 raise
-            # The HTTP server is gone, and its clients with it: there is nobody to tell.
+            # The HTTP server has ended, and its clients are gone: there is nobody to tell.
 
     # --- asyncio thread ------------------------------------------------------------------
 
@@ -115,15 +115,15 @@ class EventRouter:
         return self._draining
 
     def drain(self) -> None:
-        """Accept no new calls; those that run go on."""
+        """Accept no new calls; running ones continue."""
         self._draining = True
 
     def fail(self, request: RequestId, error: FirnError) -> None:
-        """End one call with this error; does nothing if it has ended already."""
+        """End one call with this error, unless it has ended already."""
         self._deliver([(request, JobFailed(error))])
 
     def fail_all(self, error: FirnError) -> None:
-        """End every call that still runs with this error."""
+        """End every running call with this error."""
         self._deliver([(request, JobFailed(error)) for request in self._queues])
 
     def _deliver(self, batch: Sequence[Delivery]) -> None:

@@ -1,4 +1,4 @@
-"""Excerpts of prompts, for people who may read them. Pure."""
+"""Excerpts of prompts for the dashboard, where --show-text allows it. Pure."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _DIVERGED = re.compile(r"diverged at token (\d+)")
 
 
 def first_difference(services: Services, session: Session) -> str | None:
-    """How the first prompt that differs from everything stored goes on where it differs; None: none
-    does, or nobody may read it."""
+    """The text of the first prompt that diverged from everything stored, from there on; None: none did,
+    or its text must not be shown."""
     if not services.show_text:
         return None
     for prompt, admitted in session.prompts:
-        place = _DIVERGED.match(admitted.reason)
-        if place is not None:
-            at = int(place[1])
+        diverged = _DIVERGED.match(admitted.reason)
+        if diverged is not None:
+            at = int(diverged[1])
             return excerpt(services, prompt.ids[at : at + N_TOKENS].tolist())
     return None
 
 
 def excerpt(services: Services, ids: Iterable[int]) -> str:
-    """The beginning of these tokens' text, on one line. What is no token of the model's, such as the
-    digest that stands for a picture, is left out."""
+    """The beginning of these tokens' text, on one line. Ids that are not the model's tokens, such as the
+    digest in place of a picture, are left out."""
     known = [id for id in ids if 0 <= id < services.engine.model.n_ids]
     return " ".join(services.tokenizer.decode(known).split())[:MAX_CHARS]

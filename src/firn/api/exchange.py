@@ -1,4 +1,4 @@
-"""One HTTP exchange: what the layers and the log line know of it, and how it is answered with JSON."""
+"""One HTTP exchange: what the layers and the log line know about it, and how JSON is sent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCOPE_KEY = "firn.exchange"
 
 @dataclass(slots=True)
 class Exchange:
-    """Owner: `RequestLog`, the outermost layer. Whoever answers notes here what the log shall say."""
+    """Owner: `RequestLog`, the outermost layer. Whoever answers notes here what the log line says."""
 
     id: str = field(default_factory=lambda: f"req_{uuid.uuid4().hex}")
     began_at: float = field(default_factory=time.perf_counter)
@@ -32,13 +32,13 @@ class Exchange:
     summary: str = ""
     """Tokens and seconds, for the log line."""
     body_nbytes: int = 0
-    """Taken of the memory for bodies, see `BodyReader`."""
+    """What its body takes of the memory for bodies, see `BodyReader`."""
     fault: FirnError | None = None
     """Why it was refused, or ended badly."""
     conversation: str = ""
     """The conversation it belongs to, see `affinity`."""
     own_page: bool | None = None
-    """A browser sends it for a page that this very server has served. None: not looked at yet."""
+    """A browser sends it for a page that this server itself has served. None: not checked yet."""
     passed_on: bool = False
     """Another process has answered it, and logs it."""
 

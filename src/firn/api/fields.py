@@ -1,7 +1,7 @@
-"""Small decoders for JSON that anyone may have sent. Pure.
+"""Small decoders for JSON from anyone. Pure.
 
-Each takes a value and its name, and returns it checked or raises InvalidValue with that name.
-Nothing is coerced: a boolean is no number, "5" is no integer, 5.0 is no integer.
+Each takes a value and its name, and returns the checked value or raises InvalidValue with that name.
+Nothing is coerced: a boolean is not a number; "5" and 5.0 are not integers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from firn.core.bounds import INT_MAX
 from firn.core.errors import InvalidValue
 
 
-def integer(value: Any, param: str, *, low: int, high: int = INT_MAX) -> int:
+def integer(value: object, param: str, *, low: int, high: int = INT_MAX) -> int:
     if type(value) is not int:
         raise InvalidValue(param, f"must be an integer, not {kind(value)}")
     if not low <= value <= high:
@@ -22,9 +22,9 @@ def integer(value: Any, param: str, *, low: int, high: int = INT_MAX) -> int:
     return value
 
 
-def number(value: Any, param: str, *, low: float, high: float, above_low: bool = False) -> float:
-    """A finite number in [low, high], or in (low, high] where `above_low`."""
-    if type(value) not in (int, float):
+def number(value: object, param: str, *, low: float, high: float, above_low: bool = False) -> float:
+    """A finite number in [low, high], or in (low, high] if `above_low`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidValue(param, f"must be a number, not {kind(value)}")
     inside = low < value <= high if above_low else low <= value <= high
     if not inside or not math.isfinite(value):
@@ -33,13 +33,13 @@ def number(value: Any, param: str, *, low: float, high: float, above_low: bool =
     return float(value)
 
 
-def boolean(value: Any, param: str) -> bool:
+def boolean(value: object, param: str) -> bool:
     if type(value) is not bool:
         raise InvalidValue(param, f"must be true or false, not {kind(value)}")
     return value
 
 
-def string(value: Any, param: str, *, max_chars: int | None = None, empty: bool = True) -> str:
+def string(value: object, param: str, *, max_chars: int | None = None, empty: bool = True) -> str:
     if type(value) is not str:
         raise InvalidValue(param, f"must be a string, not {kind(value)}")
     if not empty and not value:
@@ -49,7 +49,7 @@ def string(value: Any, param: str, *, max_chars: int | None = None, empty: bool 
     return value
 
 
-def array(value: Any, param: str, *, low: int = 0, high: int | None = None) -> list[Any]:
+def array(value: object, param: str, *, low: int = 0, high: int | None = None) -> list[Any]:
     if type(value) is not list:
         raise InvalidValue(param, f"must be an array, not {kind(value)}")
     if len(value) < low:
@@ -59,24 +59,26 @@ def array(value: Any, param: str, *, low: int = 0, high: int | None = None) -> l
     return value
 
 
-def mapping(value: Any, param: str) -> dict[str, Any]:
+def mapping(value: object, param: str) -> dict[str, Any]:
     if type(value) is not dict:
         raise InvalidValue(param, f"must be an object, not {kind(value)}")
     return value
 
 
-def members(value: Any, param: str) -> Fields:
+def members(value: object, param: str) -> Fields:
     """The members of an object."""
     return Fields(mapping(value, param), param)
 
 
-def objects(value: Any, param: str, *, low: int = 0, high: int | None = None) -> Iterator[Fields]:
-    """The objects of an array, each checked when it is its turn."""
+def objects(
+    value: object, param: str, *, low: int = 0, high: int | None = None
+) -> Iterator[Fields]:
+    """The objects of an array, each checked when it is reached."""
     for i, item in enumerate(array(value, param, low=low, high=high)):
         yield members(item, f"{param}[{i}]")
 
 
-def one_of(value: Any, param: str, choices: Sequence[str]) -> str:
+def one_of(value: object, param: str, choices: Sequence[str]) -> str:
     if type(value) is not str or value not in choices:
         raise InvalidValue(param, f"must be one of {', '.join(map(repr, choices))}")
     return value
@@ -84,13 +86,13 @@ def one_of(value: Any, param: str, choices: Sequence[str]) -> str:
 
 def page_limit(query: Mapping[str, str], *, default: int, high: int) -> int:
     """`limit` of a query string: how many entries a page may have."""
-    given = query.get("limit", str(default))
-    if not (given.isascii() and given.isdigit() and 1 <= int(given[:9]) <= high):
+    limit = query.get("limit", str(default))
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= high):
         raise InvalidValue("limit", f"must be between 1 and {high}")
-    return int(given)
+    return int(limit)
 
 
-def kind(value: Any) -> str:
+def kind(value: object) -> str:
     """What JSON calls this value, with an article."""
     match value:
         case None:
@@ -108,9 +110,9 @@ def kind(value: Any) -> str:
 
 
 class Fields:
-    """The members of one JSON object, read one by one; null and absent are the same.
+    """The members of one JSON object, read one by one. Null and absent are the same.
 
-    Owned by the decode call that made it, which notes what is read: see `unread`.
+    Remembers which were read, see `unread`. Owner: the decoder that made it.
     """
 
     def __init__(self, members: Mapping[str, Any], path: str = "") -> None:
@@ -132,7 +134,7 @@ class Fields:
         return value
 
     def skip(self, *members: str) -> None:
-        """These are known, and change nothing here."""
+        """Count these as read: firn knows them, and they change nothing."""
         self._read.update(members)
 
     def integer(self, member: str, *, low: int, high: int = INT_MAX) -> int | None:
@@ -156,7 +158,7 @@ class Fields:
         return None if value is None else string(value, self.name(member), max_chars=max_chars)
 
     def object(self, member: str) -> Fields:
-        """The members of a nested object; none where it is absent."""
+        """The members of a nested object; none if it is absent."""
         value = self.get(member)
         name = self.name(member)
         return Fields({} if value is None else mapping(value, name), name)
@@ -165,10 +167,10 @@ class Fields:
         return members(self.require(member), self.name(member))
 
     def objects(self, member: str, *, high: int | None = None) -> Iterator[Fields]:
-        """The objects of an array; none where it is absent."""
+        """The objects of an array; none if it is absent."""
         value = self.get(member)
         return iter(()) if value is None else objects(value, self.name(member), high=high)
 
     def unread(self) -> tuple[str, ...]:
-        """Members that nobody has asked for: firn does not know them."""
+        """Members that no decoder has read: firn does not know them."""
         return tuple(self.name(member) for member in self._members if member not in self._read)

@@ -1,4 +1,4 @@
-"""A dialect's POST, from the body to the last byte, as one plain ASGI app."""
+"""A dialect's POST as a plain ASGI app, from the body to the last byte of the reply."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from firn.core.values import Usage
 
 logger = logging.getLogger("firn.api")
 
-MAX_HEADER = 1000
-"""Characters: names in a schema can be long, and clients have limits."""
+MAX_HEADER_NBYTES = 1000
+"""Names in a schema can be long, and clients limit headers."""
 
 
 class Generate:
-    """One per dialect and app. What belongs to a call is its session's; this owns only the tasks that go
-    on in the background."""
+    """One per dialect and app. Owner of the tasks in the background; the rest of a call belongs to its
+    session."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class Generate:
         try:
             call = await self._decode(scope, receive, exchange)
             if call.requests:
-                own = exchange.caller.own
-                exchange.conversation = conversation_of(scope["headers"], call.requests[0], own)
+                key_id = exchange.caller.key_id
+                exchange.conversation = conversation_of(scope["headers"], call.requests[0], key_id)
             await while_connected(receive, lambda: self._answer(call, exchange, send))
         except FirnError as error:
             exchange.fault = error
@@ -79,12 +79,12 @@ class Generate:
         if services.event_router.draining:
             raise ShuttingDown()
         raw = await self._bodies.read(scope, receive)
-        own = exchange.caller.own
+        key_id = exchange.caller.key_id
         call = await decoded(
-            raw, services.pool, lambda body: self._dialect.decode(body, namespace=own)
+            raw, services.pool, lambda body: self._dialect.decode(body, namespace=key_id)
         )
         if call.ignored:
-            logger.debug("%s ignored: %a", exchange.id, ", ".join(call.ignored)[:500])
+            logger.debug("%s ignored fields: %a", exchange.id, ", ".join(call.ignored)[:500])
         return call
 
     async def _answer(self, call: ApiCall, exchange: Exchange, send: Send) -> None:
@@ -106,7 +106,7 @@ class Generate:
         tally = _Tally(exchange, session, self._metrics, self._services.recorder)
         with ExitStack() as stack:
             quota = self._services.quotas.call(
-                exchange.caller.own, session, n_requests=len(call.requests)
+                exchange.caller.key_id, session, n_requests=len(call.requests)
             )
             stack.enter_context(quota)
             stack.enter_context(contextlib.closing(session))
@@ -116,7 +116,9 @@ class Generate:
             await session.start()
             if call.background:
                 begun = call.fold(head, ())
-                task = asyncio.create_task(_detached(call, head, session, tally, stack.pop_all()))
+                task = asyncio.create_task(
+                    _run_in_background(call, head, session, tally, stack.pop_all())
+                )
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
                 await send_json(send, begun, headers=_early_headers(session))
@@ -127,7 +129,7 @@ class Generate:
 
     @contextlib.contextmanager
     def _deadline(self, head: ReplyHead) -> Iterator[None]:
-        """The call fails with TimedOut when its time is up."""
+        """Fail the call with TimedOut when its time is up."""
         limit_s = self._services.limits.timeout_s
         if limit_s is None:
             yield
@@ -159,37 +161,37 @@ class Generate:
     async def _stream(
         self, call: ApiCall, head: ReplyHead, session: Session, send: Send, tally: _Tally
     ) -> None:
-        """One write per batch. From here on a fault is the stream's last event."""
+        """One write for each batch. From here on a fault is the stream's last event."""
         encoder = call.encoder(head)
-        over = False
+        has_ended = False
         try:
             early = await _until_admitted(session)
             headers = [*self._dialect.stream_headers, *_early_headers(session)]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            async for batch in _all(early, session):
+            async for batch in _with_early(early, session):
                 frames = await self._services.offload(
                     partial(encoder.feed, batch), when=_n_logprobs(batch) > MANY_LOGPROBS
                 )
-                over = bool(batch) and isinstance(batch[-1], Ended | Failed)
+                has_ended = bool(batch) and isinstance(batch[-1], Ended | Failed)
                 tally.see(batch)
                 if frames:
                     await send({"type": "http.response.body", "body": frames, "more_body": True})
-        except OSError:  # how newer ASGI servers say that nobody listens
+        except OSError:  # newer ASGI servers raise it when the client is gone
             raise ClientGone() from None
         except Exception:
-            logger.exception("%s failed in its stream", tally.exchange.id)
+            logger.exception("%s failed while its reply was streamed", tally.exchange.id)
             failed = Failed(InternalFault(tally.exchange.id))
             tally.see([failed])
-            over = True
+            has_ended = True
             frames = encoder.feed([failed])
             await send({"type": "http.response.body", "body": frames, "more_body": True})
         finally:
-            if not over:
+            if not has_ended:
                 encoder.feed([Failed(Cancelled())])
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _all(early: list[Event], session: Session) -> AsyncIterator[list[Event]]:
+async def _with_early(early: list[Event], session: Session) -> AsyncIterator[list[Event]]:
     if early:
         yield early
     async for batch in session:
@@ -197,7 +199,7 @@ async def _all(early: list[Event], session: Session) -> AsyncIterator[list[Event
 
 
 async def _send_empty(call: ApiCall, head: ReplyHead, send: Send, own_headers: Headers) -> None:
-    """The reply to a call without requests: the model is there, and that is all."""
+    """The reply to a call without requests, which only asks whether the model is there."""
     events: list[Event] = [Started(0), Ended(Usage(0, 0))]
     if not call.stream:
         await send_json(send, call.fold(head, events))
@@ -206,10 +208,10 @@ async def _send_empty(call: ApiCall, head: ReplyHead, send: Send, own_headers: H
     await send({"type": "http.response.body", "body": call.encoder(head).feed(events)})
 
 
-async def _detached(
+async def _run_in_background(
     call: ApiCall, head: ReplyHead, session: Session, tally: _Tally, stack: ExitStack
 ) -> None:
-    """The outermost frame of a background task: what fails here is logged, nobody waits for it."""
+    """The outermost frame of a background task: faults are logged, since nobody waits for it."""
     events: list[Event] = []
     try:
         with stack:
@@ -220,27 +222,27 @@ async def _detached(
         logger.exception("%s failed in the background", head.request)
         events.append(Failed(InternalFault(head.request)))
     call.fold(head, events)
-    logger.info("%s in the background%s", head.request, tally.exchange.summary)
+    logger.info("%s ended in the background%s", head.request, tally.exchange.summary)
 
 
 def _n_logprobs(events: Sequence[Event]) -> int:
-    """Logprobs in these events, estimated by the last of each."""
-    shown = [event.logprobs for event in events if type(event) is TextDelta and event.logprobs]
-    return sum(len(each) * (1 + len(each[-1].top)) for each in shown)
+    """About how many logprobs these events have: the last token of each stands for the others."""
+    texts = [event.logprobs for event in events if type(event) is TextDelta and event.logprobs]
+    return sum(len(logprobs) * (1 + len(logprobs[-1].top)) for logprobs in texts)
 
 
 def _early_headers(session: Session) -> Headers:
-    """What a client should know of a reply before it reads it: what is not enforced, or approximate."""
-    places = ", ".join(session.unenforced).encode("ascii", "backslashreplace")
-    places = b" ".join(places.split())[:MAX_HEADER]
-    unenforced = [(b"x-firn-unenforced", places)] if places else []
+    """What a client should know before it reads a reply: what is not enforced, or approximate."""
+    parts = ", ".join(session.unenforced).encode("ascii", "backslashreplace")
+    parts = b" ".join(parts.split())[:MAX_HEADER_NBYTES]
+    unenforced = [(b"x-firn-unenforced", parts)] if parts else []
     return [*unenforced, *header_of(session.admitted)]
 
 
 async def _until_admitted(session: Session) -> list[Event]:
-    """Where the prompt may not be read in full, the events up to where that is known.
+    """If sparse prefill is possible, the events until it is known whether the prompt is thinned.
 
-    Not beyond the first silence: the client must hear that its request is being answered.
+    But no longer than until the first silence: the client must learn that its request is being answered.
     """
     events: list[Event] = []
     while session.may_skip and session.n_waiting and not session.ended:
@@ -252,7 +254,7 @@ async def _until_admitted(session: Session) -> list[Event]:
 
 
 async def while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
-    """Do the work; drop it as soon as the client hangs up, and raise ClientGone."""
+    """Do the work. If the client hangs up, cancel it at once and raise ClientGone."""
 
     async def hung_up() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -272,7 +274,7 @@ async def while_connected(receive: Receive, work: Callable[[], Awaitable[None]])
 
 
 class _Tally:
-    """What log line, counters and trace say about one call. Owned by the task that answers it."""
+    """What the log line, counters and trace say about one call. Owner: the task that answers it."""
 
     def __init__(
         self, exchange: Exchange, session: Session, metrics: Metrics, recorder: Recorder | None
@@ -303,13 +305,13 @@ class _Tally:
         if usage.n_drafted:
             text += f" drafted={usage.n_drafted} accepted={usage.n_accepted}"
         if first_at is not None and first_s is not None:
-            # The first token ends the prefill: it takes no part in the rate of the others.
+            # Not with the first token, whose time is that of the prefill.
             rate = (usage.n_completion - 1) / max(now - first_at, 1e-9)
             text += f" first={first_s:.3f}s rate={rate:.1f}/s"
         if self._reasons:
             text += f" finish={','.join(dict.fromkeys(self._reasons))}"
         self.exchange.summary = text
-        self._metrics.count_call(self.exchange.caller.own, usage, first_token_s=first_s)
+        self._metrics.count_call(self.exchange.caller.key_id, usage, first_token_s=first_s)
         if self._recorder is not None:
             at_s = time.time() - (now - self.exchange.began_at)
             for served in self._session.served(at_s=at_s, first_s=first_s):
@@ -317,10 +319,10 @@ class _Tally:
 
 
 def _origins(admitted: Sequence[Admitted]) -> str:
-    """Of the cached tokens, those of each tier; and why there were not more."""
+    """How many cached tokens came from each tier, and why there were no more."""
     tiers: Counter[str] = Counter()
-    for each in admitted:
-        tiers.update(dict(each.tiers))
+    for admission in admitted:
+        tiers.update(dict(admission.tiers))
     text = f" ({', '.join(f'{name} {n}' for name, n in tiers.items())})" if tiers else ""
-    reasons = ", ".join(dict.fromkeys(each.reason for each in admitted if each.reason))
+    reasons = ", ".join(dict.fromkeys(a.reason for a in admitted if a.reason))
     return f'{text} why="{reasons}"' if reasons else text

@@ -1,8 +1,8 @@
 """Which host names are ours, and who calls from this machine.
 
 A web page can make its own name point to 127.0.0.1 and then talk to this server as if it were the page's
-own (DNS rebinding). The browser still sends the page's name as Host, so only names that nobody else can
-own are answered. An address is no name: a page that was loaded from it came from here.
+own (DNS rebinding). The browser still sends the page's name as Host, so the server answers only to names
+that nobody else can own. It also answers to addresses: a page loaded from one came from here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RawHeaders = Iterable[tuple[bytes, bytes]]
 
 EVERY = "*"
 OWN_NAMES = ("localhost", "host.docker.internal", "host.containers.internal")
-"""The last two are this machine, seen from a container; nobody can register them."""
+"""The last two are this machine as seen from a container; nobody can register them."""
 FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via"})
 
 
@@ -51,14 +51,14 @@ class Hosts:
     def is_own_page(self, headers: RawHeaders) -> bool:
         """Whether a browser sends this for a page of ours: Origin and Host agree.
 
-        The name must be one that nobody else can own, even if every name is answered: a page that made
-        its own name point here would agree as well.
+        The name must be one that nobody else can own, even if the server answers to every name: for a
+        page that made its own name point here they agree as well.
         """
-        said: dict[bytes, list[str]] = {b"host": [], b"origin": [], b"sec-fetch-site": []}
+        values: dict[bytes, list[str]] = {b"host": [], b"origin": [], b"sec-fetch-site": []}
         for header, value in headers:
-            if header in said:
-                said[header].append(value.decode("latin-1").strip().lower())
-        hosts, origins, sites = said.values()
+            if header in values:
+                values[header].append(value.decode("latin-1").strip().lower())
+        hosts, origins, sites = values.values()
         if len(hosts) != 1 or len(origins) > 1 or any(site != "same-origin" for site in sites):
             return False
         from_here = (f"http://{hosts[0]}", f"https://{hosts[0]}")
@@ -66,20 +66,20 @@ class Hosts:
         return same and self._is_ours(_normal(_without_port(hosts[0])))
 
     def _is_ours(self, name: str) -> bool:
-        known = name in self._names - {EVERY} or name.endswith(self._suffixes)
-        return known or _address(name) is not None
+        is_listed = name in self._names - {EVERY} or name.endswith(self._suffixes)
+        return is_listed or _address(name) is not None
 
     def check(self, headers: RawHeaders) -> None:
-        """Raises HostNotAllowed. No header at all is not from a browser."""
+        """Raises HostNotAllowed. A request without the header is not from a browser, and passes."""
         for header, value in headers:
             if header == b"host" and not self.allow(shown := value.decode("latin-1")):
                 raise HostNotAllowed(_without_port(shown)[:100])
 
 
 def is_local(scope: Scope) -> bool:
-    """Whether a program on this machine calls, and for itself.
+    """Whether the caller is a program on this machine that acts for itself.
 
-    What a proxy passes on comes from this machine too; the headers that it adds give it away.
+    A proxy on this machine acts for others; the headers that it adds give it away.
     """
     client = scope.get("client")
     address = _address(client[0]) if client else None
@@ -90,7 +90,7 @@ def is_local(scope: Scope) -> bool:
 
 
 def is_from_browser(headers: RawHeaders) -> bool:
-    """Whether a web page asks: browsers say so, and pages cannot keep them from it."""
+    """Whether a web page sends this: browsers add these headers, and pages cannot prevent it."""
     return any(name == b"origin" or name.startswith(b"sec-fetch-") for name, _ in headers)
 
 

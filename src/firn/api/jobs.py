@@ -1,12 +1,10 @@
-"""From a request to the engine's job: checked, rendered and tokenized, with all that reads its reply."""
+"""Makes the engine's job of a request: checks, renders, tokenizes, and prepares to read the reply."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from firn.api.prompting import gathered, make_prompt
 from firn.api.running import RunningRequest
@@ -48,14 +46,16 @@ class JobMaker:
         self._new_tool_id = new_tool_id
 
     def check(self, request: GenerateRequest) -> None:
-        """Raises BadRequest or ModelNotFound for what can be told without a prompt."""
+        """Raises BadRequest or ModelNotFound for faults that show before there is a prompt."""
         model = self._services.engine.model
         self._services.check_model(request.model)
-        most, asked = self._services.limits.max_request_tokens, request.max_tokens
-        if most is not None and asked is not None and asked > most:
-            raise InvalidValue("max_tokens", f"must be at most {most} on this server")
+        limit = self._services.limits.max_request_tokens
+        if limit is not None and (request.max_tokens or 0) > limit:
+            raise InvalidValue("max_tokens", f"must be at most {limit} on this server")
         max_rows = self._services.limits.max_rows
-        if request.n > max_rows:  # the engine would say so too, when a stream has begun with a 200
+        if (
+            request.n > max_rows
+        ):  # the engine would refuse it too, after a stream has begun with a 200
             raise InvalidValue("n", f"{request.n} replies are over the limit of {max_rows}")
         if not model.generates:
             raise BadRequest("This model makes embeddings; it does not generate.", param="model")
@@ -67,10 +67,9 @@ class JobMaker:
         refuse_sparse(request, self._services.sparse)
 
     async def make(self, run: RunningRequest) -> Job:
-        """Fills in the run, too, which nobody else looks at meanwhile."""
+        """The job of a request. Also fills in the run, which nobody else reads meanwhile."""
         run.request = await gathered(self._services, run.request, self._namespace)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._services.pool, self._job, run)
+        return await self._services.in_pool(lambda: self._job(run))
 
     def _job(self, run: RunningRequest) -> Job:
         """In the tokenize pool."""
@@ -89,7 +88,7 @@ class JobMaker:
         run.readers = [self._reader(run, tail, choice) for choice in range(request.n)]
         run.budgets = self._budgets(request)
         if isinstance(request.source, Chat) and offers_tools(request.source):
-            run.watches = [UnreadCalls(request.source.tools) for _ in range(request.n)]
+            run.call_watches = [UnreadCalls(request.source.tools) for _ in range(request.n)]
         return Job(
             id=run.id,
             prompt=prompt,
@@ -103,7 +102,7 @@ class JobMaker:
             cache=request.cache,
             grammar=grammar,
             speculates=request.speculates,
-            # It only guides drafts: a control token that it spells does no harm.
+            # The prediction only guides drafts, so a control token in it does no harm.
             prediction=tuple(services.tokenizer.encode(request.prediction, add_special=False)),
             sparse=services.sparse.of(request.sparse_keep),
         )
@@ -119,32 +118,30 @@ class JobMaker:
         if run.request.top_logprobs is not None:
             run.echoed_ids = prompt.ids
 
-    def _grammar(self, run: RunningRequest, prompt_tail: str) -> Any:
-        """The compiled constraint of the request's replies, if any."""
+    def _grammar(self, run: RunningRequest, prompt_tail: str) -> object:
+        """The compiled constraint of the request's replies; None: they are free."""
         services, source = self._services, run.request.source
         if services.compile_grammar is None:
             return None
-        held = constraint(
+        enforced = constraint(
             run.request,
             format=services.reply_format,
             tokenizer=services.tokenizer,
             prompt_tail=prompt_tail,
             soften=services.softener(self._namespace),
         )
-        run.unenforced = held.left_out
-        if held.left_out and isinstance(source, Chat):
-            logger.info("%s cannot be held to %s", run.id, ", ".join(held.left_out))
-            loose = [
-                t for t in source.tools if any(p.startswith(f"{t.param}#") for p in held.left_out)
-            ]
-            run.checks = [CallCheck(loose) for _ in range(run.request.n)]
-        if held.grammar is None:
+        left_out = run.unenforced = enforced.left_out
+        if left_out and isinstance(source, Chat):
+            logger.info("%s: no grammar can enforce %s", run.id, ", ".join(left_out))
+            loose = [t for t in source.tools if any(p.startswith(f"{t.param}#") for p in left_out)]
+            run.call_checks = [CallCheck(loose) for _ in range(run.request.n)]
+        if enforced.grammar is None:
             return None
-        return services.compile_grammar(held.grammar, self._namespace)
+        return services.compile_grammar(enforced.grammar, self._namespace)
 
     def _reader(self, run: RunningRequest, prompt_tail: str, choice: int) -> ReplyReader:
         services, request = self._services, run.request
-        # A raw completion is shown as it is: nothing in it is markup.
+        # A raw completion is shown as it is: it has no markup to split off.
         chat = request.source if isinstance(request.source, Chat) else None
         return ReplyReader(
             services.tokenizer,
@@ -165,19 +162,19 @@ class JobMaker:
         tokens = tuple(self._services.tokenizer.encode(closing, add_special=False))
         return [ThinkBudget(limit, tokens) for _ in range(request.n)]
 
-    def _eos(self, request: GenerateRequest, grammar: Any) -> frozenset[int]:
+    def _eos(self, request: GenerateRequest, grammar: object) -> frozenset[int]:
         """The tokens that end its replies."""
-        # A grammar that is satisfied can only end: no other token is allowed then.
+        # A satisfied grammar allows no token but the end.
         if request.ignore_eos and grammar is None:
             return frozenset()
         return self._services.tokenizer.eos | self._services.prompts.ends(request.source)
 
 
-# --- a request against what server and model can do: pure ------------------------------------
+# --- what the server and the model can do: pure ----------------------------------------------
 
 
 def refuse_constraints(request: GenerateRequest) -> None:
-    """Raises BadRequest: without a grammar engine nothing can hold the model to a form."""
+    """For a server that cannot compile grammars. Raises BadRequest if the request needs one."""
     if request.grammar is not None:
         raise BadRequest(
             f"{request.grammar.param}: constrained output is not available on this server.",
@@ -208,5 +205,5 @@ def reply_length(
 
 
 def sampling_for(model: ModelInfo, sampling: Sampling) -> Sampling:
-    """A top_k that leaves every token in is no top_k."""
+    """A top_k that leaves every token in is dropped."""
     return sampling if sampling.top_k < model.vocab_size else replace(sampling, top_k=0)

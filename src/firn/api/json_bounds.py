@@ -1,8 +1,8 @@
-"""How much there is in a JSON text, told without parsing it: in linear time, at the speed of NumPy.
+"""Counts the values of a JSON text without parsing it: in linear time, with NumPy.
 
-Parsing holds Python's lock from the first byte to the last, and takes 60 to 650 ns a value: a few
-megabytes of brackets stop every stream of the server for seconds. So what is too much is refused before.
-Text inside of strings does not count, whatever brackets it has.
+The parser holds the GIL from the first byte to the last, at 60 to 650 ns a value: a few megabytes of
+brackets would stop every stream of the server for seconds. So too many are refused before they are
+parsed. Brackets inside strings do not count.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ QUOTE, BACKSLASH = ord('"'), ord("\\")
 
 
 class TooMuch(ValueError):
-    """More than is parsed here; the message says of what."""
+    """More than the server parses; the message says of what."""
 
 
 def check(raw: bytes) -> None:
-    """Raises TooMuch. A text that is no JSON may pass: the parser will say what is wrong with it."""
+    """Raises TooMuch. A text that is not JSON may pass: the parser will say what is wrong with it."""
     n_containers = raw.count(b"[") + raw.count(b"{")
     n_values, n_names = n_containers + raw.count(b","), raw.count(b":")
     if n_containers > MAX_CONTAINERS or n_values > MAX_VALUES or n_names > MAX_NAMES:
-        _check_outside_strings(raw)  # brackets of a text do not count
+        _check_outside_strings(raw)  # they may be inside strings, and count for nothing
 
 
 def _check_outside_strings(raw: bytes) -> None:
@@ -44,13 +44,13 @@ def _check_outside_strings(raw: bytes) -> None:
         n_containers += n_opened
         n_values += n_opened + _count(piece, outside, ",")
         n_names += _count(piece, outside, ":")
-        for n, limit, what in (
+        for n, limit, noun in (
             (n_containers, MAX_CONTAINERS, "arrays and objects"),
             (n_values, MAX_VALUES, "values"),
             (n_names, MAX_NAMES, "members"),
         ):
             if n > limit:
-                raise TooMuch(f"more than {limit} {what}")
+                raise TooMuch(f"more than {limit} {noun}")
 
 
 def _count(piece: Bytes, outside: npt.NDArray[np.bool_], characters: str) -> int:
@@ -58,7 +58,7 @@ def _count(piece: Bytes, outside: npt.NDArray[np.bool_], characters: str) -> int
 
 
 def _piece_end(data: Bytes, start: int) -> int:
-    """Never behind a backslash: what it escapes belongs to the same piece."""
+    """Never right after a backslash: what it escapes belongs to the same piece."""
     end = min(start + PIECE_NBYTES, len(data))
     while end < len(data) and data[end - 1] == BACKSLASH:
         end += 1
@@ -66,12 +66,12 @@ def _piece_end(data: Bytes, start: int) -> int:
 
 
 def _outside_strings(piece: Bytes, inside: bool) -> tuple[npt.NDArray[np.bool_], bool]:
-    """Which bytes lie outside of strings, and whether the piece ends inside of one."""
+    """Which bytes are outside strings, and whether the piece ends inside one."""
     quotes = piece == QUOTE
     slashes = np.flatnonzero(piece == BACKSLASH)
     if len(slashes):
-        # A backslash escapes what follows it, unless it is escaped itself: in a run of them the odd
-        # ones do. Behind a run of odd length, a quote ends no string.
+        # A backslash escapes what follows it, unless it is escaped itself: in a run of backslashes,
+        # every other one. After a run of odd length, a quote does not end the string.
         first = np.flatnonzero(np.diff(slashes, prepend=-2) != 1)
         last = np.append(first[1:], len(slashes)) - 1
         escaped = slashes[last][(last - first) % 2 == 0] + 1

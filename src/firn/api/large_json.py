@@ -1,13 +1,12 @@
-"""JSON of large replies, made in the pool. Pure.
+"""Encodes large replies as JSON, in the pool. Pure.
 
-Python's encoder lets no other thread run until it is done, so long arrays go through it in pieces.
+Python's encoder holds the GIL until it is done, so long arrays go through it in pieces.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 PIECE_ITEMS = 512
 DEFAULT = json.JSONEncoder()
@@ -16,13 +15,13 @@ COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 
 
 def dumps(
-    value: Any, encoder: json.JSONEncoder = DEFAULT, *, piece_items: int = PIECE_ITEMS
+    value: object, encoder: json.JSONEncoder = DEFAULT, *, piece_items: int = PIECE_ITEMS
 ) -> bytes:
-    """What the encoder makes of it, as bytes. piece_items: of a longer array so many at once."""
+    """The encoder's output, as bytes. piece_items: longer arrays are encoded so many items at a time."""
     return "".join(_pieces(value, encoder, piece_items)).encode()
 
 
-def _pieces(value: Any, encoder: json.JSONEncoder, n: int) -> Iterator[str]:
+def _pieces(value: object, encoder: json.JSONEncoder, n: int) -> Iterator[str]:
     if isinstance(value, dict) and value:
         opener = "{"
         for key, member in value.items():

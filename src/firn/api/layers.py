@@ -1,6 +1,6 @@
 """The layers around every route, outermost first: log and ids, host names, CORS, API keys, rate limit.
 
-Plain ASGI: none of them touches a token on its way out.
+They are plain ASGI apps: none of them costs anything per token.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from firn.core.values import Namespace
 logger = logging.getLogger("firn.api")
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
-"""For supervisors and browsers: no key needed, and no log line above DEBUG."""
+"""For supervisors and browsers: they need no key, and are logged at DEBUG."""
 POLLED_PATHS = frozenset({"/metrics", "/v1/loads"})
-"""Programs ask for these every few seconds: no log line above DEBUG either."""
+"""Programs ask for these every few seconds, so they are logged at DEBUG, too."""
 PAGE_FILES = "/page/"
-"""The dashboard's files lie below. They are the same for everybody and need no key; what the page shows
-it asks for with one."""
+"""The dashboard's files are below it. They are the same for everybody and need no key; the page asks for
+its data with one."""
 OVER_LIMIT_KEY = "firn.over_limit"
-"""Set in the scope of a connection beyond the limit: only the open paths are answered on it."""
+"""Set in the scope of a connection over the limit: only the open paths are answered on it."""
 EXPOSED_HEADERS = (
     "x-request-id",
     "request-id",
@@ -45,7 +45,7 @@ EXPOSED_HEADERS = (
     "x-firn-approximate",
     "x-session",
 )
-"""What a page of an allowed origin may read of a response."""
+"""The headers of a response that a page of an allowed origin may read."""
 MAX_WHY_CHARS = 300
 
 
@@ -60,7 +60,7 @@ def add_layers(
     allow_origins: Sequence[str],
     requests_per_minute: int | None,
 ) -> None:
-    """Around an app that has all its routes. The last layer added is the outermost."""
+    """Put the layers around an app that has all its routes. The last one added is the outermost."""
     if requests_per_minute:
         app.add_middleware(RateLimit, per_minute=requests_per_minute, shapes=shapes)
     app.add_middleware(Authentication, keys=keys, shapes=shapes)
@@ -82,13 +82,13 @@ def is_page_file(path: str) -> bool:
 
 
 class RequestCounts(Protocol):
-    def count_request(self, own: Namespace, route: str, status: int, *, gone: bool) -> None: ...
+    def count_request(self, key_id: Namespace, route: str, status: int, *, gone: bool) -> None: ...
 
 
 class RequestLog:
-    """Outermost: gives an exchange its id, catches what nobody else did, logs a line at the end.
+    """The outermost layer: gives an exchange its id, catches all faults, logs a line at its end.
 
-    `routes` are the paths that get a metric of their own: clients may ask for any number of others.
+    routes: paths with a metric of their own; all other paths, which clients may make up, share one.
     """
 
     def __init__(
@@ -110,16 +110,16 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # It is there already where a server of several models vouches for the caller.
+        # The front of several models has made it already, and vouches for the caller.
         exchange = scope.setdefault(SCOPE_KEY, Exchange())
-        # OpenAI's clients look for the one, Anthropic's for the other.
+        # OpenAI's clients read the first, Anthropic's the second.
         tags = [(name, exchange.id.encode()) for name in (b"x-request-id", b"request-id")]
 
         async def tagged(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                more = [*tags, *_affinity_header(exchange)]
-                message = {**message, "headers": [*message.get("headers", ()), *more]}
+                added = [*tags, *_affinity_header(exchange)]
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
             await send(message)
 
         try:
@@ -129,7 +129,7 @@ class RequestLog:
         except Exception:
             logger.exception("%s %s %a failed", exchange.id, scope["method"], scope["path"][:200])
             if exchange.status:
-                raise  # too late for a status: the server breaks the connection
+                raise  # too late for an error status: the server closes the connection
             exchange.fault = InternalFault(exchange.id)
             await send_error(tagged, exchange.fault, self._shapes.of(scope["path"]))
         finally:
@@ -137,16 +137,16 @@ class RequestLog:
             self._log(exchange, scope)
 
     def _log(self, exchange: Exchange, scope: Scope) -> None:
-        path, known = scope["path"], scope["path"] in self._routes
-        route, own = path if known else "other", exchange.caller.own
-        self._metrics.count_request(own, route, exchange.status, gone=exchange.gone)
+        path, is_known = scope["path"], scope["path"] in self._routes
+        route, key_id = path if is_known else "other", exchange.caller.key_id
+        self._metrics.count_request(key_id, route, exchange.status, gone=exchange.gone)
         quiet = path in OPEN_PATHS | POLLED_PATHS or exchange.passed_on or is_page_file(path)
         logger.log(
             logging.DEBUG if quiet else logging.INFO,
             "%s %s %s %s %.3fs%s%s%s",
             exchange.id,
             scope["method"],
-            path if known else ascii(path[:200]),  # it may hold line breaks
+            path if is_known else ascii(path[:200]),  # it may contain line breaks
             exchange.status or "-",
             time.perf_counter() - exchange.began_at,
             exchange.summary,
@@ -160,12 +160,12 @@ def _affinity_header(exchange: Exchange) -> list[tuple[bytes, bytes]]:
 
 
 def _why(fault: FirnError | None) -> str:
-    """What the client was told. It may quote what the client sent: escaped, and not all of it."""
+    """What the client was told. It may quote what the client sent, so escape and shorten it."""
     return "" if fault is None else f" error={fault.code} {fault.message[:MAX_WHY_CHARS]!a}"
 
 
 class HostCheck:
-    """Refuses what was sent to another host's name. Outside of CORS: no page is told anything."""
+    """Refuses requests for other host names. Outside CORS, so that no page can read the answer."""
 
     def __init__(self, app: ASGIApp, *, hosts: Hosts, shapes: ErrorShapes) -> None:
         self._app = app
@@ -191,7 +191,7 @@ class HostCheck:
 
 
 class Authentication:
-    """Admits callers by their API key. Inside of CORS, so that a browser may read the refusal."""
+    """Admits callers by their API key. Inside CORS, so that a browser may read the refusal."""
 
     def __init__(self, app: ASGIApp, *, keys: Keys, shapes: ErrorShapes) -> None:
         self._app = app

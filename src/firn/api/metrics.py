@@ -1,4 +1,4 @@
-"""What /metrics shows: everything to the operator, to other callers their own numbers."""
+"""What /metrics shows: everything to the operator, their own numbers to other callers."""
 
 from __future__ import annotations
 
@@ -68,27 +68,27 @@ class Counters:
 
 
 class Metrics:
-    """Owner of the counters of the HTTP side; one per app, asyncio thread."""
+    """Owner of the HTTP side's counters. One per app, on the asyncio thread."""
 
     def __init__(
         self,
         engine: Engine,
         event_router: EventRouter,
         *,
-        n_calls: Callable[[Namespace], int] = lambda own: 0,
+        n_calls: Callable[[Namespace], int] = lambda key_id: 0,
         extra: Iterable[Collector] = (),
     ) -> None:
-        """n_calls: those of one caller that have not ended."""
+        """n_calls: how many calls of a key are open."""
         self._everything = Counters(_EngineGauges(engine, event_router), *extra)
         self._n_calls = n_calls
-        self._own: dict[Namespace, Counters] = {}
+        self._by_key: dict[Namespace, Counters] = {}
 
-    def count_request(self, own: Namespace, route: str, status: int, *, gone: bool) -> None:
-        for counters in (self._everything, self._of(own)):
+    def count_request(self, key_id: Namespace, route: str, status: int, *, gone: bool) -> None:
+        for counters in (self._everything, self._of(key_id)):
             counters.request(route, status, gone=gone)
 
-    def count_call(self, own: Namespace, usage: Usage, *, first_token_s: float | None) -> None:
-        for counters in (self._everything, self._of(own)):
+    def count_call(self, key_id: Namespace, usage: Usage, *, first_token_s: float | None) -> None:
+        for counters in (self._everything, self._of(key_id)):
             counters.call(usage, first_token_s=first_token_s)
 
     @property
@@ -100,18 +100,18 @@ class Metrics:
         """For the operator."""
         return generate_latest(self._everything.registry)
 
-    def render_own(self, own: Namespace, *, extra: Iterable[Collector] = ()) -> bytes:
-        """For one caller: its own counters, and those of `extra`."""
+    def render_own(self, key_id: Namespace, *, extra: Iterable[Collector] = ()) -> bytes:
+        """For one caller: the counters of its key, and those of `extra`."""
         registry = CollectorRegistry()
         for collector in extra:
             registry.register(collector)
-        return generate_latest(self._of(own).registry) + generate_latest(registry)
+        return generate_latest(self._of(key_id).registry) + generate_latest(registry)
 
-    def _of(self, own: Namespace) -> Counters:
-        """There are as many as keys: other callers are refused before they get here."""
-        if own not in self._own:
-            self._own[own] = Counters(_CallGauge(lambda: self._n_calls(own)))
-        return self._own[own]
+    def _of(self, key_id: Namespace) -> Counters:
+        """No more than there are keys: unknown callers are refused before they get here."""
+        if key_id not in self._by_key:
+            self._by_key[key_id] = Counters(_CallGauge(lambda: self._n_calls(key_id)))
+        return self._by_key[key_id]
 
 
 CALLS = "Calls accepted and not ended."
@@ -129,14 +129,14 @@ class _CallGauge(Collector):
 
 
 class _EngineGauges(Collector):
-    """Gauges that are read when they are asked for, so that nobody has to keep them up to date."""
+    """Gauges that are read when they are shown, so that nobody has to keep them up to date."""
 
     def __init__(self, engine: Engine, event_router: EventRouter) -> None:
         self._engine = engine
         self._event_router = event_router
 
     def describe(self) -> Iterable[Metric]:
-        return ()  # registering must not ask an engine that has not started
+        return ()  # else registering would read an engine that has not started
 
     def collect(self) -> Iterator[Metric]:
         health = self._engine.health()

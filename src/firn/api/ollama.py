@@ -1,4 +1,4 @@
-"""What all routes of Ollama's API share: model names with a tag, keep_alive, durations. Pure."""
+"""What all routes of Ollama's API share: model names with tags, keep_alive, durations. Pure."""
 
 from __future__ import annotations
 
@@ -9,28 +9,31 @@ from firn.core import duration
 from firn.core.errors import InvalidValue
 
 TAG = ":latest"
-"""Clients put it behind a name that has no tag."""
+"""Clients append it to a name without a tag."""
 
 
 def model_name(body: Fields) -> str:
-    """Empty where the body names none."""
+    """Empty if the body names none."""
     return (body.string("model") or "").removesuffix(TAG)
 
 
 def keep_alive_s(body: Fields) -> float | None:
-    """Raises InvalidValue. A server of one model only checks it: its model stays."""
-    given = body.get("keep_alive")
-    if given is None:
+    """keep_alive in seconds; None: not given. Raises InvalidValue.
+
+    A server of one model only checks it: its model stays loaded.
+    """
+    keep_alive = body.get("keep_alive")
+    if keep_alive is None:
         return None
     try:
-        return duration.seconds(given)
+        return duration.seconds(keep_alive)
     except ValueError as e:
         raise InvalidValue("keep_alive", str(e)) from None
 
 
 def durations(began_ns: int, first_token_at: float | None) -> dict[str, int]:
-    """In nanoseconds. first_token_at: by `time.perf_counter`; None: there was none, and all of the time
-    counts as decoding."""
+    """In nanoseconds. first_token_at: by `time.perf_counter`; None: there was no token, so all of the
+    time counts as decoding."""
     now_ns = time.perf_counter_ns()
     first_ns = began_ns if first_token_at is None else int(first_token_at * 1e9)
     return {

@@ -1,7 +1,7 @@
-"""/openapi.json: FastAPI's own routes, and the dialects' bodies by hand.
+"""/openapi.json: FastAPI's own description of the routes, with the dialects added.
 
-The dialects decode by hand, for speed and for errors that name the parameter, so their schemas are
-written beside their decoders and put in here.
+The dialects decode their bodies themselves, for speed and for errors that name the parameter. So their
+schemas are written next to their decoders, and added here.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ ERRORS = {
 
 
 def describe(app: FastAPI, dialects: Sequence[Dialect], *, with_keys: bool) -> None:
-    """Makes the app describe the dialects along with its other routes."""
-    own = app.openapi
+    """Make the app describe the dialects along with its other routes."""
+    fastapi_openapi = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            spec = own()
+            spec = fastapi_openapi()
             for dialect in dialects:
                 spec["paths"][dialect.path] = {"post": _operation(dialect)}
             schemas = spec.setdefault("components", {}).setdefault("schemas", {})

@@ -1,7 +1,7 @@
-"""Who may change what is stored here: callers with a key, programs on this machine, and of all web pages
-only the one that this server serves.
+"""Who may change what is stored: callers with a key, programs on this machine, and of all web pages only
+this server's own.
 
-A page knows no key, but it can reach every server that its visitor can.
+A web page knows no key, but it can reach every server that its visitor can.
 """
 
 from __future__ import annotations
@@ -16,23 +16,26 @@ from firn.core.errors import Forbidden
 
 
 def refuse_pages(scope: Scope, allowed: Sequence[str]) -> None:
-    """Raises Forbidden for a page without a key, unless its origin is one that the operator allows.
+    """Raises Forbidden for a page without a key, unless the operator allows its origin.
 
-    For routes without a body: for those with one the browser asks first (see `check_content_type`).
+    For routes without a body. If there is one, the browser asks first (see `check_content_type`).
     """
     origins = [v.decode("latin-1") for name, v in scope["headers"] if name == b"origin"]
-    known = bool(origins) and all("*" in allowed or origin in allowed for origin in origins)
-    known = known or bool(exchange_of(scope).own_page)
-    if is_from_browser(scope["headers"]) and not known and not exchange_of(scope).caller.has_key:
-        raise Forbidden("A web page cannot do that here; see --allow-origin.")
+    is_allowed = bool(origins) and all("*" in allowed or origin in allowed for origin in origins)
+    is_allowed = is_allowed or bool(exchange_of(scope).own_page)
+    has_key = exchange_of(scope).caller.has_key
+    if is_from_browser(scope["headers"]) and not is_allowed and not has_key:
+        raise Forbidden("A web page of another origin cannot do that; see --allow-origin.")
 
 
 def check_may_change_cache(scope: Scope) -> None:
-    """Raises Forbidden."""
+    """Raises Forbidden if this caller may not."""
     caller = exchange_of(scope).caller
     if caller.has_key:
-        return  # what it changes is its own
+        return  # it can change only what is its own
     if not caller.operator:
-        raise Forbidden("The cache is changed from the server's own machine, or with a key.")
+        raise Forbidden(
+            "The cache can be changed only from the server's own machine, or with a key."
+        )
     if is_from_browser(scope["headers"]) and not exchange_of(scope).own_page:
-        raise Forbidden("A web page cannot change the cache.")
+        raise Forbidden("A web page of another origin cannot change the cache.")

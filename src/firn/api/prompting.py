@@ -1,8 +1,7 @@
-"""From a request to its prompt, in the tokenize pool."""
+"""Makes the prompt of a request, in the tokenize pool."""
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 from firn.api.auth import SHARED
@@ -25,14 +24,14 @@ def make_prompt(services: Services, request: GenerateRequest, owner: Namespace) 
         return services.prompts.make(_owned(request.source, owner), reasoning=request.reasoning)
     except UnicodeEncodeError:
         raise BadRequest(
-            "The prompt has an unpaired surrogate, which is not text.", param="messages"
+            "The prompt contains an unpaired surrogate, which is not valid text.", param="messages"
         ) from None
     except RecursionError:
         raise BadRequest("The prompt is nested too deeply.", param="messages") from None
 
 
 def _owned(source: Source, owner: Namespace) -> Source:
-    """With pictures marked as their owner's, where callers share nothing."""
+    """The source with its pictures marked as the owner's, unless callers share them."""
     if owner == SHARED or not isinstance(source, Chat):
         return source
 
@@ -48,7 +47,7 @@ def _owned(source: Source, owner: Namespace) -> Source:
 async def gathered(
     services: Services, request: GenerateRequest, owner: Namespace
 ) -> GenerateRequest:
-    """The request with what it refers to: pictures by address, the text of documents."""
+    """The request with what it refers to: pictures from their addresses, texts of documents."""
     for gather in (services.fetch_pictures, services.read_documents):
         if gather is not None:
             request = await gather(request, owner)
@@ -58,12 +57,11 @@ async def gathered(
 async def prompt_of(services: Services, request: GenerateRequest, owner: Namespace) -> Prompt:
     """For routes that generate nothing. Raises what `make_prompt` does."""
     request = await gathered(services, request, owner)
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(services.pool, make_prompt, services, request, owner)
+    return await services.in_pool(lambda: make_prompt(services, request, owner))
 
 
 async def count_tokens(services: Services, request: GenerateRequest, owner: Namespace) -> int:
-    """The length of its prompt, also where that is too long to be answered."""
+    """The length of its prompt, even if it is too long to be answered."""
     services.check_model(request.model)
     try:
         return len(await prompt_of(services, request, owner))

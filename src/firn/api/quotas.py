@@ -1,7 +1,7 @@
-"""Limits of one key: calls at a time, places in the queue, tokens a minute. Off unless set.
+"""Limits of each key: calls at a time, places in the queue, tokens per minute. Off unless set.
 
-Tokens count when they are computed, prompt and reply; cached ones are free, as they take no time. The
-bucket holds a minute's worth; a key that has used more must wait until it is refilled.
+Tokens of prompt and reply count when they are computed; cached ones are free. A key's bucket holds a
+minute's worth of tokens; a key that has used more must wait until the bucket has filled up again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from firn.core.errors import InvalidValue, KeyLimit
 from firn.core.values import Namespace
 
 RETRY_S = 1
-"""A guess: nobody knows when one of the key's calls will have ended."""
+"""A guess: when one of the key's calls will end is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class KeyLimits:
 
 
 class MeteredCall(Protocol):
-    """What a quota must know of a call; `api.session.Session` is one."""
+    """What a quota must know about a call; `api.session.Session` implements it."""
 
     @property
     def n_waiting(self) -> int:
@@ -44,14 +44,22 @@ class MeteredCall(Protocol):
 
 
 @dataclass(slots=True, eq=False)
+class FixedMeter:
+    """For calls that never queue: the caller sets the tokens, or leaves them to another process."""
+
+    n_waiting: int = 0
+    n_computed: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class _RunningCall:
-    work: MeteredCall
+    meter: MeteredCall
     n_charged: int = 0
 
 
 @dataclass(slots=True)
 class _Account:
-    """One key's account. tokens: left in its bucket at `as_of`; negative: what it owes."""
+    """One key's account. tokens: what its bucket held at `as_of`; negative: it has overdrawn."""
 
     tokens: float
     as_of: float
@@ -61,7 +69,7 @@ class _Account:
 
 
 class Quotas:
-    """Owner: the app; on the asyncio thread. One account for each key that has called."""
+    """One account for each key that has called. Owner: the app, on the asyncio thread."""
 
     def __init__(
         self,
@@ -77,12 +85,12 @@ class Quotas:
         self._accounts: dict[Namespace, _Account] = {}
 
     @contextmanager
-    def call(self, own: Namespace, work: MeteredCall, *, n_requests: int = 1) -> Iterator[None]:
-        """Around a call: it counts against its key while it runs. Raises KeyLimit; InvalidValue for
-        one that could never run."""
-        account = self._account(own)
+    def call(self, key_id: Namespace, meter: MeteredCall, *, n_requests: int = 1) -> Iterator[None]:
+        """Count a call against its key while it runs. Raises KeyLimit; InvalidValue if it could
+        never run."""
+        account = self._account(key_id)
         self._check(account, n_requests)
-        call = _RunningCall(work)
+        call = _RunningCall(meter)
         account.calls.append(call)
         try:
             yield
@@ -90,19 +98,19 @@ class Quotas:
             self._settle(account)
             account.calls.remove(call)
 
-    def n_calls(self, own: Namespace) -> int:
-        account = self._accounts.get(own)
+    def n_calls(self, key_id: Namespace) -> int:
+        account = self._accounts.get(key_id)
         return len(account.calls) if account else 0
 
     def computed(self) -> dict[Namespace, int]:
         """Tokens computed for each key so far."""
         for account in self._accounts.values():
             self._settle(account)
-        return {own: account.n_computed for own, account in self._accounts.items()}
+        return {key_id: account.n_computed for key_id, account in self._accounts.items()}
 
-    def charge(self, own: Namespace, n_tokens: int) -> None:
-        """Charges tokens that another process has computed for this key."""
-        account = self._account(own)
+    def charge(self, key_id: Namespace, n_tokens: int) -> None:
+        """Charge tokens that another process has computed for this key."""
+        account = self._account(key_id)
         self._settle(account)
         account.tokens -= n_tokens
 
@@ -110,18 +118,18 @@ class Quotas:
         limits = self._limits
         if limits.concurrency and len(account.calls) >= limits.concurrency:
             raise KeyLimit(
-                f"This key has {len(account.calls)} calls running; {limits.concurrency} are the most.",
+                f"This key has {len(account.calls)} calls running; it may have {limits.concurrency}.",
                 retry_after_s=RETRY_S,
             )
-        n_waiting = sum(call.work.n_waiting for call in account.calls)
-        if self._max_waiting and n_requests > self._max_waiting:  # for ever, so no 429
+        n_waiting = sum(call.meter.n_waiting for call in account.calls)
+        if self._max_waiting and n_requests > self._max_waiting:  # waiting would not help: no 429
             raise InvalidValue(
                 "prompt",
                 f"{n_requests} prompts at once are over the limit of {self._max_waiting} of a key",
             )
         if self._max_waiting and n_waiting + n_requests > self._max_waiting:
             raise KeyLimit(
-                f"This key has {n_waiting} requests waiting; {self._max_waiting} are the most.",
+                f"This key has {n_waiting} requests waiting; it may have {self._max_waiting}.",
                 retry_after_s=RETRY_S,
             )
         if limits.tokens_per_minute:
@@ -129,20 +137,20 @@ class Quotas:
             if account.tokens <= 0:
                 missing = 1 - account.tokens
                 raise KeyLimit(
-                    f"This key has used its {limits.tokens_per_minute} tokens a minute.",
+                    f"This key has used its {limits.tokens_per_minute} tokens per minute.",
                     retry_after_s=max(1, math.ceil(missing * 60 / limits.tokens_per_minute)),
                 )
 
-    def _account(self, own: Namespace) -> _Account:
-        if own not in self._accounts:
+    def _account(self, key_id: Namespace) -> _Account:
+        if key_id not in self._accounts:
             full = float(self._limits.tokens_per_minute)
-            self._accounts[own] = _Account(full, self._clock())
-        return self._accounts[own]
+            self._accounts[key_id] = _Account(full, self._clock())
+        return self._accounts[key_id]
 
     def _settle(self, account: _Account) -> None:
-        """Charges what was computed since the last time, and refills the bucket for the time passed."""
+        """Charge what was computed since the last time, and refill the bucket for the time passed."""
         for call in account.calls:
-            n_computed = call.work.n_computed
+            n_computed = call.meter.n_computed
             account.tokens -= n_computed - call.n_charged
             account.n_computed += n_computed - call.n_charged
             call.n_charged = n_computed

@@ -1,4 +1,4 @@
-"""A limit on the requests that each client may send in a minute: --rate-limit."""
+"""--rate-limit: how many requests a client may send in a minute."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from firn.core.errors import TooManyRequests
 
 WINDOW_S = 60.0
 MAX_CLIENTS = 10_000
-"""Remembered at once; beyond that, the client that asked longest ago is forgotten."""
+"""How many clients are remembered; beyond that, the least recent one is forgotten."""
 
 
 class RequestRate:
-    """When each client has asked within the last minute. Owner: its layer, on the asyncio thread."""
+    """When each client's requests of the last minute came. Owner: its layer, on the asyncio thread."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_minute = per_minute
@@ -27,7 +27,7 @@ class RequestRate:
         self._times: OrderedDict[str, deque[float]] = OrderedDict()
 
     def take(self, client: str) -> float:
-        """Count a request: 0.0, or the seconds until it would be let in, and then it is not counted."""
+        """Count a request and return 0.0; or return the seconds to wait, and count nothing."""
         now = self._clock()
         times = self._times.setdefault(client, deque())
         self._times.move_to_end(client)
@@ -42,8 +42,8 @@ class RequestRate:
 
 
 class RateLimit:
-    """A layer around the routes, inside of Authentication, which knows the caller. Only POSTs count:
-    looking at models and health does not."""
+    """A layer around the routes, inside Authentication, which knows the caller. Only POSTs count, not
+    looks at models and health."""
 
     def __init__(self, app: ASGIApp, *, per_minute: int, shapes: ErrorShapes) -> None:
         self._app = app
@@ -63,9 +63,9 @@ class RateLimit:
 
 
 def _client(scope: Scope) -> str:
-    """Its key; its address where there are no keys."""
+    """Its key; without keys, its address."""
     caller = exchange_of(scope).caller
     if caller.has_key:
-        return caller.own
+        return caller.key_id
     address = scope.get("client")
     return address[0] if address else ""

@@ -1,4 +1,4 @@
-"""One request of a call while it is in the engine: what its session must remember of it."""
+"""What a session remembers about one request of its call while that is in the engine."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ NOT_ADMITTED = Admitted(0)
 
 @dataclass(slots=True)
 class RunningRequest:
-    """Owner: its session. `JobMaker` fills it in before the session looks at it."""
+    """Owner: its session. `JobMaker` fills it in before the session reads it."""
 
     id: RequestId
     request: GenerateRequest
     first_choice: int
     readers: list[ReplyReader] = field(default_factory=list)
     budgets: list[ThinkBudget] = field(default_factory=list)
-    """One a choice, where thinking is limited."""
-    watches: list[UnreadCalls] = field(default_factory=list)
-    """One a choice, where tools were offered."""
-    checks: list[CallCheck] = field(default_factory=list)
-    """One a choice, where a call may break its schema."""
+    """One per choice, if thinking is limited."""
+    call_watches: list[UnreadCalls] = field(default_factory=list)
+    """One per choice, if tools were offered."""
+    call_checks: list[CallCheck] = field(default_factory=list)
+    """One per choice, if no grammar keeps calls to their schema."""
     unenforced: tuple[str, ...] = ()
-    """Places of the request that no grammar holds the reply to."""
+    """Parts of the request that no grammar enforces in the reply."""
     finished: set[int] = field(default_factory=set)
     """Choices that have ended."""
     n_prompt: int = 0
     n_read: int = 0
-    """Of the prompt, reused tokens included."""
+    """Prompt tokens read so far, reused ones included."""
     echo: str | None = None
-    """The prompt's text, where the reply begins with it."""
+    """The prompt's text, if the reply begins with it."""
     echoed_ids: TokenArray | None = None
-    """The prompt's tokens, where the reply shows their logprobs."""
+    """The prompt's tokens, if the reply shows their logprobs."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of all but the first of `echoed_ids`, as far as they have come."""
+    """Of all but the first of `echoed_ids`, as far as they have arrived."""
     admitted: Admitted = NOT_ADMITTED
     n_drafted: int = 0
     n_accepted: int = 0
     prompt: Prompt | None = None
     reply: list[int] = field(default_factory=list)
-    """Tokens of its first choice. Like `prompt`, kept for a trace, or for people who may read it."""
+    """Tokens of its first choice. Like `prompt`, kept only for a trace or for the dashboard."""
     n_dropped: Counter[int] = field(default_factory=Counter)
-    """Tokens by choice that came behind its end."""
+    """By choice: tokens that came after its end."""
     submitted: bool = False
     done: bool = False
 
@@ -75,8 +75,8 @@ class RunningRequest:
         """Tokens computed so far: its reply, and the prompt less what was cached or skipped."""
         if not self.is_admitted:
             return self.n_completion
-        spared = self.admitted.n_cached + self.admitted.n_skipped
-        return self.n_completion + self.n_prompt - spared
+        n_not_computed = self.admitted.n_cached + self.admitted.n_skipped
+        return self.n_completion + self.n_prompt - n_not_computed
 
     @property
     def n_logprobs(self) -> int:
@@ -88,7 +88,7 @@ class RunningRequest:
 
     @property
     def awaits_prompt_logprobs(self) -> bool:
-        """The echo has to wait: not all that it shows has come."""
+        """The echo has to wait: not all logprobs that it shows have arrived."""
         ids = self.echoed_ids
         return ids is not None and len(self.prompt_logprobs) < len(ids) - 1
 

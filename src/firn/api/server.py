@@ -1,4 +1,4 @@
-"""The HTTP app: builds routes, layers and error shapes, and holds no logic of its own."""
+"""Builds the HTTP app of routes, layers and error shapes. No logic of its own."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def create_app(services: Services) -> FastAPI:
 
 
 def new_app() -> FastAPI:
-    """An app without routes but those that describe it."""
+    """An app that has only the routes that describe it."""
     app = FastAPI(
         title="firn", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None
     )
@@ -107,8 +107,8 @@ def add_error_shapes(app: FastAPI, shapes: ErrorShapes) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         allow = (error.headers or {}).get("Allow")
-        what = f"{request.method} {request.url.path}"
-        message = {404: f"There is no {what} here.", 405: f"{what} is not allowed."}.get(
+        route = f"{request.method} {request.url.path}"
+        message = {404: f"There is no {route} here.", 405: f"{route} is not allowed."}.get(
             error.status_code, str(error.detail)
         )
         return render(request, HttpFault(error.status_code, message, allow=allow))

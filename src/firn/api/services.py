@@ -1,4 +1,4 @@
-"""What app.py hands to the HTTP side. Built complete, never changed."""
+"""What the HTTP side needs of the rest of the server. Built by `assembly`, never changed."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from firn.text.rerank import Reranker
 T = TypeVar("T")
 
 STAND_INS = ("claude", "gpt-")
-"""Model ids that begin like this are answered by the served model, whatever it is."""
+"""The served model answers to ids that begin like this, whatever it is."""
 
 Gather = Callable[[GenerateRequest, Namespace], Awaitable[GenerateRequest]]
-"""Fetches what a request refers to, on the asyncio thread; what is kept of it belongs to the owner."""
+"""Adds what a request refers to, on the asyncio thread. What is cached of it belongs to the owner."""
 
 
 class Prompts(Protocol):
-    """Makes prompts in the tokenize pool; implemented by `firn.text.prompt.PromptMaker`."""
+    """Makes prompts, in the tokenize pool. `firn.text.prompt.PromptMaker` implements it."""
 
     def make(self, source: Source, *, reasoning: Reasoning = ...) -> Prompt: ...
 
@@ -53,11 +53,11 @@ class Prompts(Protocol):
 class ApiLimits:
     """None: no limit.
 
-    max_tokens: of a reply whose request names no length. max_request_tokens: the most that a request
-    may name. timeout_s: of one request. requests_per_minute: of one client. max_calls: accepted at
-    once, in whatever stage. max_rows: requests that generate at once. max_requests: of one call.
-    body_nbytes: of one request; bodies_nbytes: of all together. keep_alive_s: silence after which a
-    stream gets a comment line. stale_after_s: an engine that took no step for so long is not ready.
+    max_tokens: of a reply whose request sets no max_tokens. max_request_tokens: the most that a request
+    may set. timeout_s: of one request. requests_per_minute: of one client. max_calls: open at a time,
+    in any stage. max_rows: requests that generate at a time. max_requests: of one call. body_nbytes: of
+    one request; bodies_nbytes: of all together. keep_alive_s: how long a stream may be silent before it
+    gets a comment line. stale_after_s: an engine that has taken no step for this long is not ready.
     """
 
     max_tokens: int = 4096
@@ -75,8 +75,8 @@ class ApiLimits:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """`pool` is the tokenize pool. What is None is not available, and requests for it are refused:
-    `compile_grammar` is for constrained output, `fetch_pictures` for images by address."""
+    """pool: the tokenize pool. What is None is not available, and requests for it are refused.
+    compile_grammar: for constrained output. fetch_pictures: for pictures given by their address."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -93,8 +93,8 @@ class Services:
     allow_origins: tuple[str, ...] = ()
     model_aliases: frozenset[str] = frozenset()
     any_name: bool = False
-    """Answer to every model name: a server of several models has chosen this one already."""
-    compile_grammar: Callable[[Grammar, Namespace], Any] | None = None
+    """Answer to every model name: the front of several models has chosen this one already."""
+    compile_grammar: Callable[[Grammar, Namespace], object] | None = None
     softener: Callable[[Namespace], Callable[[Mapping[str, Any]], SoftenedSchema]] = lambda owner: (
         SoftenedSchema
     )
@@ -110,7 +110,7 @@ class Services:
     show_text: bool = False
     """The dashboard shows text of prompts, to each caller its own."""
     allocated: Callable[[], Mapping[str, int]] = dict
-    """Bytes of device memory by kind, from any thread."""
+    """Bytes of device memory by kind. Any thread."""
     health_details: Callable[[], Mapping[str, Any]] = dict
     extra_collectors: tuple[Collector, ...] = ()
 
@@ -119,15 +119,17 @@ class Services:
         """Whether sessions keep the tokens of their prompts, for a trace or for the dashboard."""
         return self.recorder is not None or self.show_text
 
-    async def offload(self, work: Callable[[], T], *, when: bool) -> T:
-        """Do the work in the pool when there is much of it: other streams must not wait."""
-        if not when:
-            return work()
+    async def in_pool(self, work: Callable[[], T]) -> T:
+        """Do the work in the tokenize pool, so that no stream waits for it."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, work)
 
+    async def offload(self, work: Callable[[], T], *, when: bool) -> T:
+        """Do the work in the pool if there is much of it, else at once: the pool costs time, too."""
+        return await self.in_pool(work) if when else work()
+
     def serves(self, name: str) -> bool:
-        """Whether a request for this model is answered. Agents ask for several of OpenAI's or
-        Anthropic's models by name: the served model answers to all of them."""
+        """Whether a request for this model is answered. Agents ask for models of OpenAI or Anthropic by
+        name; the served model answers to all of them."""
         known = {self.engine.model.name, *self.model_aliases}
         return self.any_name or name in known or name.startswith(STAND_INS)
 

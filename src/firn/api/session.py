@@ -1,4 +1,4 @@
-"""One call's way through the engine: jobs in, tokens out, and what the dialect renders made of them."""
+"""One call's way through the engine: submits its jobs, and makes the dialect's events of its tokens."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ from firn.text.unread_calls import UnreadCalls
 logger = logging.getLogger("firn.api")
 
 MAX_LOGPROBS = 1 << 18
-"""Of the prompts' tokens in one reply, those of the likeliest candidates included."""
+"""In one reply, for the tokens of its prompts and their likeliest alternatives."""
 MANY_LOGPROBS = 1 << 12
-"""The asyncio thread turns no more than this into text by itself."""
+"""More than this are made into text in the pool, not on the asyncio thread."""
 LONG_REPLY = 4096
-"""Characters: a longer one is searched for unread calls in the pool."""
+"""In characters: a longer reply is searched for unread calls in the pool."""
 
 
 class Session:
-    """Owned by the task that answers the call; lives on the asyncio thread.
+    """Owner: the task that answers the call, on the asyncio thread.
 
-    `start` checks, tokenizes and queues: until it returns, faults are raised. Then iterate: each
-    batch holds what has happened since the last one, and an empty batch says that nothing has for a
-    while. The last batch ends in Ended or Failed. `close` may come at any moment, and frees at once
-    what is still in the engine.
+    `start` checks, tokenizes and submits; it raises faults. Then iterate: each batch holds what has
+    happened since the last one, and an empty batch says that nothing has for a while. The last batch
+    ends with Ended or Failed. `close` may be called at any time, and cancels what is still in the
+    engine.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class Session:
             self._runs[run_id] = RunningRequest(run_id, request, first_choice=n_choices)
             n_choices += request.n
         self.ended = False
-        """The last event has come."""
+        """The last event has arrived."""
         self.admitted_at: float | None = None
         self.waits: AdmissionTimes | None = None
-        """Of the first of its requests that left the queue."""
+        """Those of its first request that left the queue."""
         self.first_token_at: float | None = None
         self._on: dict[type[EngineEvent], Callable[[RunningRequest, Any, list[Event]], None]] = {
             Token: self._on_token,
@@ -93,7 +93,7 @@ class Session:
             JobFailed: self._on_job_failed,
         }
 
-    # --- in ------------------------------------------------------------------------------
+    # --- submitting ----------------------------------------------------------------------
 
     async def start(self) -> None:
         services, runs = self._services, self._runs.values()
@@ -113,7 +113,7 @@ class Session:
             raise InvalidValue(
                 "logprobs",
                 f"of {sum(run.n_prompt for run in runs)} prompt tokens are too many for one reply: "
-                "ask for fewer of each, for fewer prompts at once, or without echo",
+                "ask for fewer alternatives, for fewer prompts at once, or without echo",
             )
         if router.draining:
             raise ShuttingDown()
@@ -127,7 +127,7 @@ class Session:
             self._pending.extend(await self._echo(run))
 
     async def _echo(self, run: RunningRequest) -> list[Event]:
-        """The prompt as the beginning of each reply, once all that is shown of it is known."""
+        """The prompt as the beginning of each reply, as soon as all its logprobs are known."""
         if run.echo is None or run.awaits_prompt_logprobs:
             return []
         slices = [EchoSlice(run.echo)]
@@ -137,9 +137,9 @@ class Session:
             slices = await self._services.offload(work, when=self.n_logprobs > MANY_LOGPROBS)
         run.echo, run.prompt_logprobs = None, []
         choices = range(run.first_choice, run.first_choice + run.request.n)
-        return [TextDelta(i, each.text, each.logprobs) for i in choices for each in slices]
+        return [TextDelta(i, piece.text, piece.logprobs) for i in choices for piece in slices]
 
-    # --- out -----------------------------------------------------------------------------
+    # --- events --------------------------------------------------------------------------
 
     def __aiter__(self) -> Session:
         return self
@@ -162,7 +162,7 @@ class Session:
         return events
 
     def close(self) -> None:
-        """Idempotent. Whatever has not run to its end is cancelled and forgotten."""
+        """Cancel whatever still runs. Idempotent."""
         if self._queue is None:
             return
         for run in self._runs.values():
@@ -197,13 +197,13 @@ class Session:
         self, run: RunningRequest, choice: int, events: list[Event], out: list[Event]
     ) -> None:
         out.extend(events)
-        for fault in run.checks[choice].see(events) if run.checks else ():
+        for fault in run.call_checks[choice].see(events) if run.call_checks else ():
             logger.warning("%s %s", run.id, fault)
-        text = run.watches[choice].see(events) if run.watches else None
+        text = run.call_watches[choice].see(events) if run.call_watches else None
         if text is not None and len(text) > LONG_REPLY:
-            self._services.pool.submit(self._warn_of_unread, run.id, run.watches[choice], text)
+            self._services.pool.submit(self._warn_of_unread, run.id, run.call_watches[choice], text)
         elif text is not None:
-            self._warn_of_unread(run.id, run.watches[choice], text)
+            self._warn_of_unread(run.id, run.call_watches[choice], text)
 
     def _warn_of_unread(self, id: RequestId, watch: UnreadCalls, text: str) -> None:
         mark = watch.mark(text)
@@ -237,7 +237,7 @@ class Session:
 
     def _on_prefilled(self, run: RunningRequest, event: Prefilled, out: list[Event]) -> None:
         run.n_read = event.n_done
-        if event.n_done < event.n_total:  # the first token says that all of it is read
+        if event.n_done < event.n_total:  # the end of the prompt shows by the first token
             out.append(Progress(event.n_done, event.n_total))
 
     def _on_prompt_logprobs(
@@ -255,7 +255,7 @@ class Session:
         self.ended = True
         out.append(Failed(event.error))
 
-    # --- so far --------------------------------------------------------------------------
+    # --- state ---------------------------------------------------------------------------
 
     @property
     def usage(self) -> Usage:
@@ -263,17 +263,17 @@ class Session:
 
     @property
     def n_waiting(self) -> int:
-        """Requests that have no row yet."""
+        """Requests that still wait for a row."""
         return sum(not run.is_admitted and not run.done for run in self._runs.values())
 
     @property
     def n_computed(self) -> int:
-        """Tokens computed so far: replies, and what was not cached of the prompts taken in."""
+        """Tokens computed so far: replies, and the uncached parts of admitted prompts."""
         return sum(run.n_computed for run in self._runs.values())
 
     @property
     def n_read(self) -> int:
-        """Tokens of the prompts that were reused or computed so far."""
+        """Prompt tokens reused or computed so far."""
         return sum(run.n_read for run in self._runs.values())
 
     @property
@@ -283,28 +283,28 @@ class Session:
 
     @property
     def may_skip(self) -> bool:
-        """Whether some of a prompt may be left unread."""
+        """Whether sparse prefill may skip a part of a prompt."""
         rules = self._services.sparse
         return any(rules.of(run.request.sparse_keep) for run in self._runs.values())
 
     @property
     def unenforced(self) -> Sequence[str]:
-        """Places of the requests that their replies are not held to, though they ask for it."""
+        """Parts of the requests that are asked for but not enforced in the replies."""
         return [place for run in self._runs.values() for place in run.unenforced]
 
     @property
     def admitted(self) -> Sequence[Admitted]:
-        """What the cache had for each prompt that was taken in."""
+        """What the cache had for each admitted prompt."""
         return [run.admitted for run in self._runs.values() if run.is_admitted]
 
     @property
     def prompts(self) -> Sequence[tuple[Prompt, Admitted]]:
-        """Prompts that were taken in and what the cache had for them; none, where none are kept."""
+        """The admitted prompts, with what the cache had for them; empty unless prompts are kept."""
         runs = self._runs.values()
         return [(run.prompt, run.admitted) for run in runs if run.prompt and run.is_admitted]
 
     def served(self, *, at_s: float, first_s: float | None) -> Sequence[ServedRequest]:
-        """What a trace says of each request so far; nothing, where none is kept."""
+        """What a trace records of each request so far; empty unless prompts are kept."""
         return [
             ServedRequest(
                 at_s=at_s,

@@ -1,4 +1,4 @@
-"""Sparse prefill in the API: what is refused, and how a reply says that it is approximate."""
+"""Sparse prefill in the API: which requests are refused, and how a reply is marked as approximate."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ def refuse_sparse(request: GenerateRequest, rules: SparseRules) -> None:
     if keep is None or keep == IN_FULL:
         return
     if not rules.allowed:
-        raise InvalidValue(PARAM, "this server reads prompts in full (see --sparse-prefill)")
+        raise InvalidValue(
+            PARAM, "this server reads prompts in full; it must be started with --sparse-prefill"
+        )
     if request.echo and request.top_logprobs is not None:
         raise InvalidValue(
-            PARAM, "cannot be combined with the prompt's logprobs: these need all of it"
+            PARAM, "cannot be combined with logprobs of the prompt, which need all of it"
         )
 
 
 def header_of(admitted: Sequence[Admitted]) -> list[tuple[bytes, bytes]]:
-    """The header that says so before the reply; the usage at its end has the final numbers."""
-    shares = sorted({each.keep for each in admitted if each.keep is not None})
+    """The header of an approximate reply; the usage at its end has the final numbers."""
+    shares = sorted({a.keep for a in admitted if a.keep is not None})
     if not shares:
         return []
-    n_skipped = sum(each.n_skipped for each in admitted)
+    n_skipped = sum(a.n_skipped for a in admitted)
     skipped = f", skipped={n_skipped}" if n_skipped else ""
     return [(HEADER, f"keep={shares[0]:g}{skipped}".encode())]

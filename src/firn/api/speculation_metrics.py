@@ -10,17 +10,17 @@ from prometheus_client.registry import Collector
 
 class SpeculationMetrics(Collector):
     def __init__(self, snapshot: Callable[[], Mapping[str, int]]) -> None:
-        """snapshot: see `Totals.view`; empty where nothing is drafted. Must not block."""
+        """snapshot: see `Totals.view`; empty if nothing is ever drafted. Must not block."""
         self._snapshot = snapshot
 
     def collect(self) -> Iterable[Metric]:
-        seen = self._snapshot()
+        totals = self._snapshot()
         steps = CounterMetricFamily(
             "firn_decode_steps", "Decode steps of groups of rows, by kind", labels=["kind"]
         )
-        if seen:
-            steps.add_metric(["plain"], seen["steps"] - seen["draft_steps"])
-            steps.add_metric(["drafts"], seen["draft_steps"])
+        if totals:
+            steps.add_metric(["plain"], totals["steps"] - totals["draft_steps"])
+            steps.add_metric(["drafts"], totals["draft_steps"])
         yield steps
         tokens = CounterMetricFamily(
             "firn_speculation_tokens",
@@ -28,6 +28,6 @@ class SpeculationMetrics(Collector):
             "row_steps is how many there would be at one a step",
             labels=["kind"],
         )
-        for kind in ("drafted", "accepted", "taken", "row_steps") if seen else ():
-            tokens.add_metric([kind], seen[kind])
+        for kind in ("drafted", "accepted", "taken", "row_steps") if totals else ():
+            tokens.add_metric([kind], totals[kind])
         yield tokens

@@ -29,5 +29,5 @@ def named(event: str, text: str) -> str:
 
 
 def progress(event: Progress) -> str:
-    """A comment that shows how much of the prompt is read; clients skip it."""
+    """A comment line that says how much of the prompt is read; clients skip it."""
     return f": prefill {event.n_done}/{event.n_total}\n\n"

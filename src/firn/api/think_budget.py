@@ -1,4 +1,4 @@
-"""A reply's thinking budget: when it is used up, the engine is told to write the end of thinking."""
+"""A reply's thinking budget: when it is used up, the engine is told to force the end of thinking."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ from firn.core.events import Token
 from firn.text.reply import ReplyReader
 
 LOOKAHEAD_TOKENS = 128
-"""The engine is told this long before the budget ends. It runs ahead of what has been read, by several
-tokens a step, and the thinking of two equal requests should end at the same token."""
+"""The engine is told this early, because it runs ahead of what has been read, by several tokens a step,
+and the thinking of two equal requests should end at the same token."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingEnd:
-    """For `Engine.force`: these tokens from this position of the reply on; none at all withdraws what
-    was forced before."""
+    """Arguments of `Engine.force`: tokens, and their position in the reply. No tokens: withdraw those
+    forced before."""
 
     at: int
     tokens: tuple[int, ...]
 
 
 class ThinkBudget:
-    """Owner: one choice of a request, on the asyncio thread. Reads its reader, never writes to it."""
+    """Owner: one choice of a request, on the asyncio thread."""
 
     def __init__(self, n_tokens: int, closing: tuple[int, ...]) -> None:
         self._n_tokens = n_tokens
         self._closing = closing
         self._forced = False
         self._n_arrived = 0
-        """Of the closing tokens that were forced."""
+        """How many of the forced closing tokens have arrived."""
         self._is_late = False
+        """They arrive after the model has ended its thinking by itself."""
 
     def check(self, reader: ReplyReader) -> ThinkingEnd | None:
-        """What to tell the engine now: before the first token, and after each."""
+        """What to tell the engine, before the first token and after each; None: nothing."""
         left = max(self._n_tokens - reader.n_reasoning, 0)
         if not self._forced and reader.in_reasoning and left <= LOOKAHEAD_TOKENS:
             self._forced = True
@@ -44,9 +45,8 @@ class ThinkBudget:
         return None
 
     def skips(self, token: Token, reader: ReplyReader) -> bool:
-        """Whether this token closes thinking that had already ended by itself: withdrawn too late.
-
-        The model has seen it then; the user need not.
+        """Whether to hide this token: it closes thinking that had ended already, and was withdrawn too
+        late. The model has seen it, but the user need not.
         """
         if not token.forced:
             return False

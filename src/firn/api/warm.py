@@ -1,4 +1,4 @@
-"""--warm-prompts: a JSON file of prompts that are computed before the first client asks."""
+"""--warm-prompts: a JSON file of prompts to compute before the first request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from firn.api.auth import SHARED
 from firn.api.dialects import discover
@@ -29,7 +28,7 @@ def read(path: Path, defaults: Defaults = PLAIN_DEFAULTS) -> list[GenerateReques
     except (OSError, ValueError) as e:
         raise SetupError(f"{path} cannot be read as JSON: {e}") from e
     if not isinstance(entries, list):
-        raise SetupError(f"{path}: must be a JSON list of prompts")
+        raise SetupError(f"{path} must be a JSON list of prompts")
     requests = []
     for i, entry in enumerate(entries):
         try:
@@ -39,39 +38,41 @@ def read(path: Path, defaults: Defaults = PLAIN_DEFAULTS) -> list[GenerateReques
     return requests
 
 
-def _request(entry: Any, defaults: Defaults) -> GenerateRequest:
+def _request(entry: object, defaults: Defaults) -> GenerateRequest:
     if isinstance(entry, str):
         return GenerateRequest("", RawText(entry))
     body = {"messages": entry} if isinstance(entry, list) else entry
     if not isinstance(body, dict):
-        raise SetupError("must be a text, a list of messages or an object with messages")
+        raise SetupError("must be a string, a list of messages or an object with messages")
     chat = next(d for d in discover(defaults) if d.path == "/v1/chat/completions")
     (request,) = chat.decode(body, namespace=SHARED).requests
     return request
 
 
 async def compute(services: Services, requests: Sequence[GenerateRequest]) -> None:
-    """Runs every prompt once for each namespace, so that its prefix is stored. Faults are logged."""
+    """Run every prompt once for each namespace, so that its prefix is stored. Faults are logged."""
     jobs = [(r, ns) for r in requests for ns in services.keys.namespaces]
     for i, (request, namespace) in enumerate(jobs):
+        label = f"warm prompt {i + 1} of {len(jobs)}"
         greedy = Sampling(temperature=0.0)
-        one = replace(request, max_tokens=1, n=1, sampling=greedy, sparse_keep=IN_FULL)
-        session = Session(services, [one], id=f"warm-{i}", namespace=namespace)
+        short = replace(request, max_tokens=1, n=1, sampling=greedy, sparse_keep=IN_FULL)
+        session = Session(services, [short], id=f"warm-{i}", namespace=namespace)
         try:
             with closing(session):
                 await session.start()
-                n_prompt = await _follow(session)
+                n_prompt = await _follow(session, label)
         except FirnError as e:
-            log.warning("warm prompt %d of %d failed: %s", i + 1, len(jobs), e.message)
+            log.warning("%s failed: %s", label, e.message)
         else:
-            log.info("warm prompt %d of %d: %d tokens stored", i + 1, len(jobs), n_prompt)
+            log.info("%s: %d tokens stored", label, n_prompt)
 
 
-async def _follow(session: Session) -> int:
+async def _follow(session: Session, label: str) -> int:
+    """The length of the prompt, once it is computed."""
     async for batch in session:
         for event in batch:
             if isinstance(event, Progress):
-                log.info("  %d of %d tokens", event.n_done, event.n_total)
+                log.info("%s: %d of %d tokens computed", label, event.n_done, event.n_total)
             if isinstance(event, Failed):
                 raise event.error
     return session.usage.n_prompt

@@ -239,7 +239,9 @@ def watch_engine(
         planned,
         look=lambda: devices.look(device),
         used_nbytes=devices.used_nbytes,
-        held_nbytes=lambda: engine.call(lambda parts: parts.budget.held_nbytes).result(ENGINE_S),
+        held_nbytes=lambda: engine.call(lambda parts: parts.budget.reserved_nbytes).result(
+            ENGINE_S
+        ),
         capacity_nbytes=lambda: engine.parts.budget.capacity_nbytes,
         set_capacity=None if is_fixed else set_capacity,
         group=front,

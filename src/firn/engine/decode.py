@@ -1,4 +1,4 @@
-"""Generates replies: prompts that are read join the decode batch, and every step gives each a token.
+"""Generates replies: a prompt that is read joins the decode batch, and each step gives it a token.
 
 Owner: the engine thread.
 """
@@ -13,7 +13,7 @@ from firn.engine.inflight import InFlight
 from firn.engine.recovery import Recovery
 from firn.engine.sequence import Choice, ListTail, PrefillTask
 
-ALIKE = 2.0
+MAX_LENGTH_RATIO = 2.0
 """Prompts whose lengths differ by at most this factor are expected to join the same group."""
 
 
@@ -27,13 +27,13 @@ class Decode:
     # --- joining ---------------------------------------------------------------------------
 
     def begin(self, task: PrefillTask) -> None:
-        """The prompt is read except for its last token: its choices join the decode batch."""
+        """The prompt is read up to its last token: its choices join the decode batch."""
         job = task.sequence.job
         self._inflight.end_scoring(task)
-        self._inflight.announce(task.sequence, at_last=True)
+        self._inflight.announce(task.sequence, is_final=True)
         if not job.max_tokens:
             for choice in [c for c in task.choices if not c.done]:
-                self._inflight.say(job.id, ChoiceDone(choice.index, "length"))
+                self._inflight.emit(job.id, ChoiceDone(choice.index, "length"))
                 self._inflight.finish_choice(choice)
             return
         del self._inflight.tasks[task.number]
@@ -46,7 +46,7 @@ class Decode:
         last = int(task.prompt.ids[-1])
         choices = [c for c in task.choices if not c.done]
         rows = self._runner.choices(task.row, task.sequence.job, [c.index for c in choices])
-        n_coming = len(choices) + self._n_alike(task)
+        n_coming = len(choices) + self._n_of_similar_length(task)
         for choice, row in zip(choices, rows, strict=True):
             n_coming -= 1
             if choice.n_rescues or choice.tokens:
@@ -58,16 +58,16 @@ class Decode:
             if choice.forced.tokens:
                 self.force(choice, row)
 
-    def _n_alike(self, task: PrefillTask) -> int:
-        """How many rows will want a seat beside this one's: those admitted, of about its length."""
+    def _n_of_similar_length(self, task: PrefillTask) -> int:
+        """How many admitted rows will probably join the same group."""
         return sum(
             len(t.choices)
             for t in self._inflight.tasks.values()
-            if 1 / ALIKE <= len(t.prompt) / len(task.prompt) <= ALIKE
+            if 1 / MAX_LENGTH_RATIO <= len(t.prompt) / len(task.prompt) <= MAX_LENGTH_RATIO
         )
 
     def force(self, choice: Choice, row: LiveRow) -> None:
-        """Tell the runner which of the reply's next tokens are not left to the model."""
+        """Tell the runner which of the reply's next tokens the model does not pick."""
         rest = choice.forced.rest(choice.n_picked)
         n_prompt = len(choice.sequence.job.prompt)
         self._runner.force(row, rest.tokens, at=n_prompt + rest.at)
@@ -75,7 +75,7 @@ class Decode:
     # --- steps -----------------------------------------------------------------------------
 
     def _groups(self) -> Iterator[list[LiveRow]]:
-        """The decode groups, without rows that a fault in an earlier group took along."""
+        """The decode groups, without rows that were lost to a fault in an earlier group."""
         for rows in self._runner.groups():
             if live := [row for row in rows if row in self._inflight.rows]:
                 yield live
@@ -88,9 +88,8 @@ class Decode:
                 self._recovery.rescue(rows, e)
 
     def collect(self, *, wait: bool) -> None:
-        """Read the tokens; those of the newest step may stay in flight until the next is launched.
-
-        Not if a prefill chunk runs meanwhile (`wait`), and not if a request waits for its first token.
+        """Read the tokens. Those of the newest step stay in flight until the next one is launched,
+        unless a prefill chunk runs (`wait`) or a request waits for its first token.
         """
         for rows in self._groups():
             now = wait or any(not self._inflight.rows[row].tokens for row in rows)
@@ -99,8 +98,8 @@ class Decode:
             except Exception as e:
                 self._recovery.rescue(rows, e)
                 continue
-            for item in picked:
-                self._take(item)
+            for token in picked:
+                self._take(token)
 
     def _take(self, picked: PickedToken[LiveRow]) -> None:
         choice = self._inflight.rows.get(picked.row)
@@ -124,9 +123,9 @@ class Decode:
         ended = token.id in job.eos
         self._has_first_token |= not choice.tokens
         choice.tokens.append(token.id)
-        self._inflight.say(job.id, token)
+        self._inflight.emit(job.id, token)
         if ended or len(choice.tokens) >= job.max_tokens:
-            self._inflight.say(job.id, ChoiceDone(choice.index, "stop" if ended else "length"))
+            self._inflight.emit(job.id, ChoiceDone(choice.index, "stop" if ended else "length"))
             self._inflight.finish_choice(choice)
         elif choice.cursor is not None and choice.cursor.commit_due(row.n_tokens):
             self._inflight.commit(choice.cursor, row)

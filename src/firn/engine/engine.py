@@ -1,7 +1,7 @@
 """The engine as other threads see it: an inbox, and a thread that owns everything else.
 
-What other threads want goes through the inbox and is done between two steps. If the thread dies, every
-waiting client is told at once and `on_death` is called.
+Other threads put what they want into the inbox, and the engine thread does it between two steps. If that
+thread dies, every waiting client is told at once and `on_death` is called.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ P = TypeVar("P", bound=EngineParts)
 IDLE_TICK_S = 0.5
 """How often an idle engine ticks the cache."""
 LOAD_TICK_S = 0.005
-"""Likewise, while requests wait for a load."""
+"""How often it does while requests wait for a load."""
 
 
 class Engine(Generic[P]):
@@ -59,7 +59,7 @@ class Engine(Generic[P]):
     # --- any thread ------------------------------------------------------------------------
 
     def start(self) -> ModelInfo:
-        """Start the thread and wait for the model; raises what building the parts raised."""
+        """Start the thread and wait for the model. Raises what building the parts raised."""
         self._thread.start()
         return self._ready.result()
 
@@ -76,11 +76,11 @@ class Engine(Generic[P]):
             if self._n_queued >= self._queue_room():
                 raise QueueFull(self._n_queued)
             self._n_queued += 1
-            # Under the lock: no job may come in after the inbox was emptied for the last time.
+            # Under the lock, so that no job arrives after the inbox was emptied for the last time.
             self._inbox.put(lambda: self._loop.accept(job))
 
     def _queue_room(self) -> int:
-        """Requests that get a free row at the next step do not count as waiting."""
+        """Requests may wait up to the limit; those that get a free row at the next step do not count."""
         limits = self._parts.limits
         return max(limits.max_queue, limits.max_rows - self._loop.inflight.n_admitted)
 
@@ -104,10 +104,10 @@ class Engine(Generic[P]):
 
         def run() -> None:
             if not future.set_running_or_notify_cancel():
-                return  # cancelled by whoever asked
+                return  # the caller has cancelled it
             try:
                 future.set_result(function(self._parts))
-            except Exception as e:  # a fault of the caller's function is the caller's to handle
+            except Exception as e:  # the caller handles the faults of its own function
                 future.set_exception(e)
 
         with self._lock:
@@ -163,11 +163,11 @@ class Engine(Generic[P]):
                 self._last_step = time.monotonic()
             self._end_all(ShuttingDown())
         except BaseException:
-            log.critical("the engine died; every open request is told", exc_info=True)
+            log.critical("the engine thread died: every open request fails", exc_info=True)
             try:
                 self._end_all(EngineDead())
             except Exception:
-                log.critical("open requests could not be told", exc_info=True)
+                log.critical("open requests could not be told that the engine died", exc_info=True)
             self._on_death()
         finally:
             self._parts.cache.close()
@@ -176,14 +176,14 @@ class Engine(Generic[P]):
             self._parts.runner.close()
 
     def _drain(self) -> None:
-        """Take what is in the inbox; with nothing else to do, wait for it."""
+        """Do what is in the inbox. If there is nothing to compute, wait for the next entry."""
         try:
             if not self._loop.busy:
                 self._loop.inflight.flush()
-                wait = IDLE_TICK_S if self._parts.cache.settled else 0.0
-                if self._loop.inflight.tasks:  # they wait for a load that ends soon
-                    wait = min(wait, LOAD_TICK_S)
-                self._inbox.get(timeout=wait)()
+                wait_s = IDLE_TICK_S if self._parts.cache.settled else 0.0
+                if self._loop.inflight.tasks:  # which wait for a load that ends soon
+                    wait_s = min(wait_s, LOAD_TICK_S)
+                self._inbox.get(timeout=wait_s)()
             while True:
                 self._inbox.get_nowait()()
         except queue.Empty:

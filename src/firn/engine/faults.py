@@ -1,4 +1,4 @@
-"""What went wrong with a request: whose fault it may be, and what its client is told."""
+"""Which faults may be the device's, and what the client of a failed request is told."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from firn.core.values import Job
 log = logging.getLogger("firn.engine")
 
 
-def may_be_the_devices(error: Exception) -> bool:
-    """MLX raises a device fault as a RuntimeError, perhaps late, in whatever uses the device next."""
+def may_be_device_fault(error: Exception) -> bool:
+    """MLX reports a device fault as a RuntimeError, sometimes late, to whatever uses the device next."""
     return isinstance(error, RuntimeError | MemoryError)
 
 
 def client_error(job: Job, error: Exception) -> FirnError:
-    """The error as the client is told it; one that firn has no name for is logged in full."""
+    """The error to send to the client. One that firn has no name for is logged with its traceback."""
     if isinstance(error, FirnError):
         return error
     log.warning("request %s failed: %r", job.id, error, exc_info=error)

@@ -1,8 +1,8 @@
-"""The requests that the engine has: their rows, their cursors, and what their clients are told.
+"""The requests in the engine: their rows and cursors, and the events for their clients.
 
-The tables are shared by all that acts in a step (admission, prefill, decode, recovery). A request is in
-`sequences` from its arrival to its end; it is in `waiting` until it is admitted, and then has a prefill
-task for each prompt that is being read and an entry in `rows` for each reply that is being generated.
+Admission, prefill, decode and recovery share these tables. A request is in `sequences` from its arrival
+to its end. It is in `waiting` until it is admitted; then it has a prefill task for each prompt that is
+being read and an entry in `rows` for each reply that is being generated.
 
 Owner: the engine thread.
 """
@@ -24,7 +24,7 @@ log = logging.getLogger("firn.engine")
 
 
 class RestoreFailed(Exception):
-    """Records could not be copied into a row: a miss. The request's cursor is closed."""
+    """Records could not be copied into a row, which counts as a miss. The request's cursor is closed."""
 
 
 class InFlight:
@@ -38,7 +38,7 @@ class InFlight:
         on_end: Callable[[Sequence], None],
     ) -> None:
         """left_queue, rejoined_queue: called for each request that no longer waits, or waits again.
-        on_end: called for each request whose rows are gone for good."""
+        on_end: called for each request that is over."""
         self.runner, self.cache = parts.runner, parts.cache
         self.budget, self.limits, self.scorer = parts.budget, parts.limits, parts.scorer
         self.leave_queue, self.rejoin_queue = left_queue, rejoined_queue
@@ -49,7 +49,7 @@ class InFlight:
         self.tasks: dict[int, PrefillTask] = {}
         self.rows: dict[LiveRow, Choice] = {}
         self.n_unconfirmed = 0
-        """Steps since something was committed that the device has not been asked about."""
+        """Steps since the first commit that the device has not confirmed; 0: it has confirmed all."""
         self._n_tasks = 0
         self._events: list[Delivery] = []
 
@@ -66,8 +66,8 @@ class InFlight:
         return len(self.sequences) - len(self.waiting)
 
     @property
-    def is_one_prefill(self) -> bool:
-        """One prompt is being read, and nobody else waits for anything."""
+    def is_lone_prefill(self) -> bool:
+        """One prompt is being read, and no other request waits for anything."""
         return not self.rows and not self.waiting and len(self.tasks) == 1
 
     @property
@@ -80,16 +80,16 @@ class InFlight:
     def tasks_of(self, sequence: Sequence) -> list[PrefillTask]:
         return [t for t in self.tasks.values() if t.sequence is sequence]
 
-    # --- what clients are told -------------------------------------------------------------
+    # --- events for clients ----------------------------------------------------------------
 
-    def say(self, request: RequestId, event: EngineEvent) -> None:
+    def emit(self, request: RequestId, event: EngineEvent) -> None:
         self._events.append((request, event))
 
-    def announce(self, sequence: Sequence, *, at_last: bool = False) -> None:
-        """Say what the cache did for the prompt, as soon as that is settled."""
-        if not sequence.announced and (at_last or not sequence.cursor.racing):
+    def announce(self, sequence: Sequence, *, is_final: bool = False) -> None:
+        """Tell the client, once, what the cache did for its prompt. is_final: no load changes it now."""
+        if not sequence.announced and (is_final or not sequence.cursor.racing):
             sequence.announced = True
-            self.say(sequence.job.id, sequence.admission)
+            self.emit(sequence.job.id, sequence.admission)
 
     def flush(self) -> None:
         if self._events:
@@ -111,13 +111,19 @@ class InFlight:
         self.tasks[task.number] = task
         return task
 
-    def restore(self, cursor: Cursor, restored: Restored) -> LiveRow:
+    def restore(self, request: RequestId, cursor: Cursor, restored: Restored) -> LiveRow:
         """A new row with a cached prefix. Raises RestoreFailed."""
         began = time.perf_counter()
         try:
             row = self.runner.start(restored)
         except Exception as e:
-            log.warning("restoring %d tokens failed: %r", restored.n_tokens, e, exc_info=e)
+            log.warning(
+                "request %s: restoring %d cached tokens failed, they are computed instead: %r",
+                request,
+                restored.n_tokens,
+                e,
+                exc_info=e,
+            )
             self.cache.close_cursor(cursor, None)
             raise RestoreFailed from e
         self.cache.saw_restore(restored, time.perf_counter() - began)
@@ -125,15 +131,15 @@ class InFlight:
 
     def commit(self, cursor: Cursor, row: LiveRow) -> None:
         self.cache.commit(cursor, row)
-        self._is_unconfirmed()
+        self._mark_unconfirmed()
 
     def close(self, cursor: Cursor, row: LiveRow | None) -> None:
-        """row: store what it holds."""
+        """row: what it has computed is stored; None: nothing more is stored."""
         self.cache.close_cursor(cursor, row)
         if row is not None:
-            self._is_unconfirmed()
+            self._mark_unconfirmed()
 
-    def _is_unconfirmed(self) -> None:
+    def _mark_unconfirmed(self) -> None:
         self.n_unconfirmed = max(self.n_unconfirmed, 1)
 
     @contextmanager
@@ -148,7 +154,7 @@ class InFlight:
         """Tell the cache how much memory live requests leave for records."""
         self.cache.set_room(self.budget.free_nbytes())
 
-    # --- departures ------------------------------------------------------------------------
+    # --- ends ------------------------------------------------------------------------------
 
     def drop_task(self, task: PrefillTask, *, keep: bool = True) -> None:
         """keep: store what it has read."""
@@ -158,10 +164,10 @@ class InFlight:
         self.runner.leave([task.row])
 
     def end_scoring(self, task: PrefillTask) -> None:
-        """Its scoring is over, or given up."""
-        if task.reading is not None and self.scorer is not None:
-            self.scorer.close_reading(task.reading)
-            task.reading = None
+        """The prompt is scored, or its scoring is given up."""
+        if task.scoring is not None and self.scorer is not None:
+            self.scorer.close_reading(task.scoring)
+            task.scoring = None
 
     def drop_row(self, choice: Choice, *, keep: bool = True) -> None:
         """keep: store what it has generated."""
@@ -180,10 +186,10 @@ class InFlight:
             self.drop_task(task)
         if not choice.sequence.open_choices:
             self.retire(choice.sequence)
-            self.say(choice.sequence.job.id, JobDone())
+            self.emit(choice.sequence.job.id, JobDone())
 
     def retire(self, sequence: Sequence) -> None:
-        """Drop all rows of a request; the blocks done so far stay in the cache."""
+        """Drop all rows of a request. What they have computed stays in the cache."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
             self.leave_queue()
@@ -200,6 +206,6 @@ class InFlight:
         self._on_end(sequence)
 
     def clear(self) -> None:
-        """The engine ends: forget everyone."""
+        """The engine ends: forget every request."""
         for table in (self.sequences, self.waiting, self.tasks, self.rows):
             table.clear()

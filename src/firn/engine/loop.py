@@ -1,4 +1,4 @@
-"""What the engine thread does: one step after the other over the requests it has.
+"""What the engine thread does: step after step over the requests in flight.
 
     plan -> admit -> launch a decode step -> dispatch one prefill chunk -> read the tokens -> publish
     -> settle the chunk, commit what it finished
@@ -29,16 +29,16 @@ from firn.engine.prefill import Prefill
 from firn.engine.recovery import Recovery
 from firn.engine.scheduler import PendingWork, Prefilling, StepPlan, Waiting, plan
 from firn.engine.sequence import Choice, ForcedTokens, Sequence, looked_up
-from firn.engine.sparse import ReadBehind
+from firn.engine.sparse import DeferredPrefill
 
 log = logging.getLogger("firn.engine")
 
 YIELD_S = 1e-4
-"""Yield the GIL after a first token so that asyncio can send it: the next launch holds it for long."""
+"""Yield the GIL after a first token so that asyncio can send it: the next launch holds the GIL long."""
 CALIBRATE_EVERY = 64
-"""Steps between two looks at how much memory the decoding rows really take."""
+"""Steps between two measurements of the memory that decoding rows really take."""
 GROW_EVERY = 16
-"""Steps between two looks at how far replies have grown."""
+"""Steps between two counts of how far replies have grown."""
 
 
 class Loop:
@@ -56,12 +56,12 @@ class Loop:
             publish,
             left_queue=left_queue,
             rejoined_queue=rejoined_queue,
-            on_end=lambda sequence: self._behind.add(sequence),
+            on_end=lambda sequence: self._deferred.add(sequence),
         )
         self._sizes, self._scorer_sizes = (self._chunk_sizes(parts.limits) for _ in range(2))
-        self._behind = ReadBehind(self.inflight)
+        self._deferred = DeferredPrefill(self.inflight)
         self._recovery = Recovery(
-            self.inflight, on_device_fault=self._shrink_chunks, on_doubt=self._behind.forget
+            self.inflight, on_device_fault=self._shrink_chunks, on_doubt=self._deferred.forget
         )
         self._decode = Decode(self.inflight, self._recovery)
         self._prefill = Prefill(
@@ -95,21 +95,21 @@ class Loop:
 
     @property
     def _has_spare_work(self) -> bool:
-        return self._behind.has_work and not self.inflight.sequences
+        return self._deferred.has_work and not self.inflight.sequences
 
     def step(self) -> None:
         inflight = self.inflight
         inflight.cache.tick(inflight.load)
         if inflight.rows and self._n_steps % GROW_EVERY == 0:
             self._recovery.follow_growth()
-        todo = self._plan()
-        for request in todo.admit:
+        step_plan = self._plan()
+        for request in step_plan.admit:
             self._admit(inflight.sequences[request])
-        if todo.decode:
+        if step_plan.decode:
             self._decode.launch()
-        task = inflight.tasks.get(todo.prefill) if todo.prefill is not None else None
+        task = inflight.tasks.get(step_plan.prefill) if step_plan.prefill is not None else None
         reading = self._prefill.dispatch(task) if task is not None else ()
-        if todo.decode:
+        if step_plan.decode:
             self._decode.collect(wait=bool(reading))
         inflight.flush()
         if self._decode.take_first_token_flag():
@@ -117,7 +117,7 @@ class Loop:
         for task in reading:
             self._prefill.settle(task)
         if self._has_spare_work:
-            self._read_behind()
+            self._read_deferred()
         self._recovery.confirm(in_flight=bool(inflight.rows) and not reading)
         self._n_steps += 1
         if inflight.rows and self._n_steps % CALIBRATE_EVERY == 0:
@@ -152,14 +152,16 @@ class Loop:
         else:
             self._prefill.begin(sequence)
 
-    def _read_behind(self) -> None:
+    def _read_deferred(self) -> None:
         try:
-            self._behind.step()
+            self._deferred.step()
         except Exception as e:
-            log.warning("reading a skipped part of a prompt failed: %r", e, exc_info=e)
-            self._recovery.everyone_back()  # which forgets that work, too
+            log.warning(
+                "completing a sparsely read prompt failed, it is given up: %r", e, exc_info=e
+            )
+            self._recovery.put_all_back()  # forgets deferred prompts, too
 
-    # --- what others want, between two steps -----------------------------------------------
+    # --- what other threads ask for, between two steps -------------------------------------
 
     def accept(self, job: Job) -> None:
         inflight = self.inflight
@@ -169,15 +171,15 @@ class Loop:
                     "n", f"{job.n} replies are over the limit of {inflight.limits.max_rows}"
                 )
             need = inflight.budget.need_nbytes(job)
-            # A prompt whose logprobs are wanted must be computed; it is stored for others all the same.
+            # A prompt whose logprobs are wanted must be computed; it is still stored for others.
             control = replace(job.cache, read=False) if job.prompt_logprobs else job.cache
             began_at = time.perf_counter()
             cursor = inflight.cache.open(job.prompt, job.namespace, control)
         except Exception as e:
             inflight.leave_queue()
-            inflight.say(job.id, JobFailed(client_error(job, e)))
+            inflight.emit(job.id, JobFailed(client_error(job, e)))
             return
-        self._behind.pause()
+        self._deferred.pause()
         sequence = Sequence(job, cursor, need_nbytes=need, waits=looked_up(cursor, began_at))
         inflight.sequences[job.id] = sequence
         inflight.waiting.append(sequence)
@@ -197,16 +199,16 @@ class Loop:
                 self._decode.force(choice, choice.row)
 
     def _open_choices(self, request: RequestId, index: int) -> list[Choice]:
-        """The choice, unless it is done: requests end while others still speak of them."""
+        """The choice, or nothing if it is done: a request may end before the inbox is read."""
         sequence = self.inflight.sequences.get(request)
         choices = sequence.choices if sequence is not None else []
         return [c for c in choices if c.index == index and not c.done]
 
     def end_all(self, error: FirnError) -> None:
-        """Tell everyone, and let go of everything."""
-        with suppress(Exception):  # a device that fails now has nothing left to spoil
+        """Fail every request, and drop all rows."""
+        with suppress(Exception):  # a fault of the device no longer matters
             self._recovery.confirm(in_flight=False)
         for request in self.inflight.sequences:
-            self.inflight.say(request, JobFailed(error))
-        self._behind.forget()
+            self.inflight.emit(request, JobFailed(error))
+        self._deferred.forget()
         self.inflight.clear()

@@ -1,4 +1,4 @@
-"""What the engine thread is built of, and the limits it keeps. Built by it, at its start."""
+"""What the engine thread works with, and the limits it keeps. It builds them itself when it starts."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class EngineLimits:
     aligned: bool = False
     """Every chunk ends at a multiple of prefill_chunk: exact reuse needs it."""
     largest_chunk: int = 0
-    """Chunks grow to this, and shrink, by depth and load; 0: all have prefill_chunk tokens."""
+    """Chunks grow up to this, and shrink, with depth and load; 0: all have prefill_chunk tokens."""
     max_step_s: float = 0.0
-    """The longest that a chunk should hold up decoding requests; 0: by what the usual chunk takes."""
+    """How long a chunk may hold up decoding requests; 0: little longer than a usual chunk takes."""
     common_chunk: int = 0
-    """Longer chunks begin and end at multiples of this, shorter ones are padded by the runner: for a
-    device that prefers few shapes. 0: chunks end anywhere."""
-    scored_nbytes: int = 128 << 20
-    """Logits of a chunk whose logprobs are wanted: with a large vocabulary the chunk is shorter."""
+    """Longer chunks begin and end at multiples of this, and the runner pads shorter ones, for a device
+    that prefers few shapes. 0: chunks end anywhere."""
+    logprobs_chunk_nbytes: int = 128 << 20
+    """For the logits of a chunk whose logprobs are wanted: a large vocabulary shortens the chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What the engine thread builds for itself at its start."""
+    """Owner: the engine thread."""
 
     runner: Runner[LiveRow]
     cache: PrefixCache[Cursor]
@@ -38,6 +38,6 @@ class EngineParts:
     """Says which tokens of a long prompt matter; None: every prompt is read in full."""
 
     def set_capacity(self, nbytes: int) -> None:
-        """What live requests and stored prefixes may take from now on."""
+        """Set how much memory live requests and stored records may take together."""
         self.budget.capacity_nbytes = nbytes
         self.cache.set_room(self.budget.free_nbytes())

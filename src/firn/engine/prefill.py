@@ -1,4 +1,4 @@
-"""Reads prompts: opens a task for each admitted request, and reads one chunk of one task a step.
+"""Reads prompts: opens a task for each admitted request, and reads one chunk of one task in a step.
 
     look up -> restore what is cached into a new row -> chunks, each committed as it settles -> decode
 
@@ -39,28 +39,28 @@ class Prefill:
         self._decode = decode
         self._sizes = sizes
         self._sparse = SparsePrefill(inflight, inflight.scorer, sizes=scorer_sizes)
-        self._batches = PromptBatches(inflight, self.jump)
+        self._batches = PromptBatches(inflight, self.skip_ahead)
         self.n_chunks = 0
         """Its parity says whose turn it is."""
 
     # --- opening ---------------------------------------------------------------------------
 
     def begin(self, sequence: Sequence) -> None:
-        """The request has its memory: restore what the cache has of its prompt into a new row."""
+        """Start an admitted request: restore what the cache has of its prompt into a new row."""
         with self._recovery.guard(sequence):
             job = sequence.job
             task = self._open(sequence, job.prompt, sequence.choices, sequence.cursor)
             sequence.cursor = task.cursor
-            task.scored = job.prompt_logprobs
-            self._inflight.update_room()  # not earlier: it might have evicted what was restored
-            sequence.has_row()
+            task.wants_logprobs = job.prompt_logprobs
+            self._inflight.update_room()  # not before the restore, whose records it might evict
+            sequence.mark_started()
             self._sparse.begin(task)
             self._inflight.announce(sequence)
             if task.n_left == 0:
                 self._decode.begin(task)
 
     def begin_again(self, sequence: Sequence) -> None:
-        """The request has its memory back: read each reply up to where it was."""
+        """Start a request that was put back: read each reply up to where it was."""
         job = sequence.job
         sequence.was_put_back = False
         with self._recovery.guard(sequence):
@@ -84,7 +84,7 @@ class Prefill:
         restored = self._cache.restore(cursor)
         if restored is not None:
             try:
-                row = self._inflight.restore(cursor, restored)
+                row = self._inflight.restore(sequence.job.id, cursor, restored)
                 return self._inflight.add_task(sequence, prompt, choices, cursor, row)
             except RestoreFailed:
                 cursor = self._cache.blank()
@@ -95,13 +95,13 @@ class Prefill:
     # --- chunks ----------------------------------------------------------------------------
 
     def dispatch(self, task: PrefillTask) -> abc.Sequence[PrefillTask]:
-        """Start a chunk; the tasks that it reads, this one first. Empty: nothing to wait for."""
+        """Start a chunk; returns the tasks that it reads, this one first. Empty: nothing to wait for."""
         self.n_chunks += 1
-        if not self.jump(task):
+        if not self.skip_ahead(task):
             return ()
         chunk = self._chunk(task)
         task.chunk_start, task.chunk_began = task.row.n_tokens, time.perf_counter()
-        if task.reading is not None:
+        if task.scoring is not None:
             return self._score(task, chunk)
         end = chunk_end(
             task.row.n_tokens,
@@ -112,11 +112,11 @@ class Prefill:
             aligned=self._inflight.limits.aligned,
             common=self._inflight.limits.common_chunk,
         )
-        others = self._batches.find(task, most=chunk) if end == task.n_total else []
+        others = self._batches.find(task, max_tokens=chunk) if end == task.n_total else []
         task.chunk_began = time.perf_counter()
         with self._recovery.guard(task.sequence):
             if not (others and self._batches.prefill(task, others)):
-                top = (task.sequence.job.top_logprobs or 0) if task.scored else None
+                top = (task.sequence.job.top_logprobs or 0) if task.wants_logprobs else None
                 self._runner.prefill(task.row, task.prompt, end, top_logprobs=top)
             return [task, *task.others]
         return ()
@@ -124,11 +124,11 @@ class Prefill:
     def _score(self, task: PrefillTask, chunk: int) -> abc.Sequence[PrefillTask]:
         with self._recovery.guard(task.sequence):
             self._sparse.read(task, chunk)
-            return [task] if task.reading is not None else ()
+            return [task] if task.scoring is not None else ()
         return ()
 
-    def jump(self, task: PrefillTask) -> bool:
-        """Continue behind what was loaded, or computed by other requests, since the last chunk.
+    def skip_ahead(self, task: PrefillTask) -> bool:
+        """Skip what was loaded, or computed by other requests, since the last chunk.
 
         False: nothing is left to read.
         """
@@ -136,21 +136,21 @@ class Prefill:
         if ahead is None:
             return True
         try:
-            row = self._inflight.restore(task.cursor, ahead)
+            row = self._inflight.restore(task.sequence.job.id, task.cursor, ahead)
         except RestoreFailed:
-            self._go_on_without_cache(task)
+            self._continue_uncached(task)
         else:
             self._runner.leave([task.row])
             task.row = row
             if task.sequence.announced and task.is_prompt:
-                self._inflight.say(task.sequence.job.id, Advanced(task.sequence.admission))
+                self._inflight.emit(task.sequence.job.id, Advanced(task.sequence.admission))
         self._inflight.announce(task.sequence)
         if task.n_left == 0:
             self._decode.begin(task)
             return False
         return True
 
-    def _go_on_without_cache(self, task: PrefillTask) -> None:
+    def _continue_uncached(self, task: PrefillTask) -> None:
         is_prompt, task.cursor = task.is_prompt, self._cache.blank()
         if is_prompt:
             task.sequence.cursor = task.cursor
@@ -160,11 +160,13 @@ class Prefill:
         if limits.aligned:  # other chunks would give other bits
             return limits.prefill_chunk
         n_done = task.row.n_tokens
-        chunk = self._sizes.choose(n_done, alone=self._inflight.is_one_prefill)
+        chunk = self._sizes.choose(n_done, alone=self._inflight.is_lone_prefill)
         chunk = self._inflight.budget.chunk_tokens(n_done, most=chunk)
-        if not task.scored:
+        if not task.wants_logprobs:
             return chunk
-        return max(min(chunk, limits.scored_nbytes // (4 * self._runner.info.vocab_size)), 1)
+        return max(
+            min(chunk, limits.logprobs_chunk_nbytes // (4 * self._runner.info.vocab_size)), 1
+        )
 
     # --- settling --------------------------------------------------------------------------
 
@@ -173,21 +175,21 @@ class Prefill:
         if task.number not in self._inflight.tasks:  # cancelled while it ran
             return
         with self._recovery.guard(task.sequence):
-            if task.reading is not None:
+            if task.scoring is not None:
                 self._sparse.settle(task)
             else:
                 self._commit(task)
             self._inflight.announce(task.sequence)
             if task.sequence.announced:
-                self._inflight.say(task.sequence.job.id, Prefilled(*task.progress))
+                self._inflight.emit(task.sequence.job.id, Prefilled(*task.progress))
             if task.n_left == 0:
                 self._decode.begin(task)
 
     def _commit(self, task: PrefillTask) -> None:
         logprobs = self._runner.settle(task.row)
         if logprobs:
-            told = PromptLogprobs(task.chunk_start + 1, tuple(logprobs))
-            self._inflight.say(task.sequence.job.id, told)
+            event = PromptLogprobs(task.chunk_start + 1, tuple(logprobs))
+            self._inflight.emit(task.sequence.job.id, event)
         took_s = time.perf_counter() - task.chunk_began
         self._batches.settled(task, took_s)
         took_s *= task.share

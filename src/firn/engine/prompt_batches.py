@@ -1,9 +1,9 @@
-"""Short prompts that wait at the same time are read in one pass, where measurements say that it pays.
+"""Reads short prompts that wait at the same time in one pass, if measurements say that it pays.
 
 A pass of few tokens leaves a device partly idle; how much depends on the device and the model. So
-both ways are tried and timed per token, the faster one is used, and the other is tried again now
-and then. Prompts that share what they have not read yet are not read together: the second gets it
-from the first. Not in exact mode: other shapes give other bits.
+prompts are read alone and together, both are timed per token, the faster is used, and the slower is
+tried again now and then. Prompts that begin alike in what is left to read are not read together: the
+second gets it from the first. Nor are any in exact mode: other shapes give other bits.
 
 Owner: the engine thread.
 """
@@ -25,80 +25,81 @@ from firn.engine.sequence import PrefillTask
 log = logging.getLogger("firn.engine")
 
 MAX_TOKENS = 1024
-"""The longest prompt: a pass is padded to its longest."""
+"""The longest prompt that is read together with others."""
 MAX_NEW_TOKENS = 512
 MIN_NEW_TOKENS = 8
-MIN_FULL = 0.6
-"""The least share of a pass that is not padding."""
+MIN_FILL = 0.6
+"""The least share of a pass that is not padding: each row is padded to the longest."""
 N_SHARED = 16
-"""Prompts that agree on so many unread tokens wait for each other."""
-N_TRIED, N_KEPT = 4, 9
-WORTH = 0.95
-"""Time of a token read together over one read alone: above this it does not pay."""
+"""Of two prompts whose next tokens to read agree for this long, one waits for the other's records."""
+MIN_SAMPLES, MAX_SAMPLES = 4, 9
+"""Timings of each kind before the faster one is chosen, and how many are kept."""
+MAX_TIME_RATIO = 0.95
+"""Time per token together over time per token alone: above this, reading together does not pay."""
 TRY_EVERY = 64
-"""Occasions between two trials of the slower way."""
+"""Every so many decisions the slower kind is tried again."""
 
 
 @dataclass(eq=False)
 class BatchTrial:
-    """Decides whether to read short prompts together, by what both ways took."""
+    """Decides whether to read short prompts together or alone, by how long each took."""
 
-    alone_s: deque[float] = field(default_factory=lambda: deque(maxlen=N_KEPT))
-    together_s: deque[float] = field(default_factory=lambda: deque(maxlen=N_KEPT))
+    alone_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+    together_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     """Seconds per token of passes of each kind."""
-    _n: int = 0
+    _n_decisions: int = 0
 
-    def next(self) -> bool:
-        """Whether to read the next ones together."""
-        self._n += 1
-        if len(self.together_s) < N_TRIED or len(self.alone_s) < N_TRIED:
+    def should_batch(self) -> bool:
+        """Whether to read the next prompts together."""
+        self._n_decisions += 1
+        if len(self.together_s) < MIN_SAMPLES or len(self.alone_s) < MIN_SAMPLES:
             return len(self.together_s) <= len(self.alone_s)
-        pays = median(self.together_s) < WORTH * median(self.alone_s)
-        return pays is not (self._n % TRY_EVERY == 0)
+        pays = median(self.together_s) < MAX_TIME_RATIO * median(self.alone_s)
+        is_trial = self._n_decisions % TRY_EVERY == 0
+        return pays is not is_trial
 
     def saw(self, seconds: float, *, n_tokens: int, n_prompts: int) -> None:
-        kept = self.together_s if n_prompts > 1 else self.alone_s
-        kept.append(seconds / n_tokens)
+        samples = self.together_s if n_prompts > 1 else self.alone_s
+        samples.append(seconds / n_tokens)
 
 
 class PromptBatches:
-    def __init__(self, inflight: InFlight, jump: Callable[[PrefillTask], bool]) -> None:
-        """jump: see `Prefill.jump`."""
+    def __init__(self, inflight: InFlight, skip_ahead: Callable[[PrefillTask], bool]) -> None:
+        """skip_ahead: see `Prefill.skip_ahead`."""
         self._inflight = inflight
-        self._jump = jump
+        self._skip_ahead = skip_ahead
         self._trial = BatchTrial()
-        self._works = inflight.runner.reads_together and not inflight.limits.aligned
-        self.n_passes = 0
+        self._is_supported = inflight.runner.reads_together and not inflight.limits.aligned
 
-    def find(self, task: PrefillTask, *, most: int) -> list[PrefillTask]:
-        """The tasks to read in the same pass. most: tokens of a pass."""
+    def find(self, task: PrefillTask, *, max_tokens: int) -> list[PrefillTask]:
+        """The tasks to read in the same pass. max_tokens: of the whole pass."""
         task.others, task.share = [], 1.0
-        if not self._works or not self._is_short(task):
+        if not self._is_supported or not self._is_short(task):
             return []
         busy = bool(self._inflight.rows)
         waiting = [t for t in self._inflight.tasks.values() if t is not task and self._is_short(t)]
         waiting = [
             t for t in waiting if not t.cursor.racing and not t.cursor.should_wait(busy=busy)
         ]
-        chosen = _alike(task, waiting, most=most)
-        task.is_occasion = bool(chosen)
-        if not chosen or not self._trial.next():
+        chosen = _fill_pass(task, waiting, max_tokens=max_tokens)
+        task.could_batch = bool(chosen)
+        if not chosen or not self._trial.should_batch():
             return []
-        return [t for t in chosen if self._jump(t) and t.n_left]
+        return [t for t in chosen if self._skip_ahead(t) and t.n_left]
 
     def _is_short(self, task: PrefillTask) -> bool:
         return (
             MIN_NEW_TOKENS <= task.n_left <= MAX_NEW_TOKENS
             and task.n_total <= MAX_TOKENS
-            and not task.scored
-            and task.reading is None
+            and not task.wants_logprobs
+            and task.scoring is None
             and task.prompt.thinned is None
             and not task.prompt.unbroken
             and not self._inflight.cache.stops(task.cursor)
         )
 
     def prefill(self, task: PrefillTask, others: Sequence[PrefillTask]) -> bool:
-        """Dispatch a pass for all of them. False: it does not work for this model after all."""
+        """Dispatch one pass for all of them. False: this model cannot do it after all."""
         tasks = [task, *others]
         total, began = sum(t.n_left for t in tasks), time.perf_counter()
         starts = [t.row.n_tokens for t in tasks]
@@ -108,44 +109,46 @@ class PromptBatches:
                 [t.row for t in tasks], [t.prompt for t in tasks], [t.n_total for t in tasks]
             )
         except (RuntimeError, MemoryError):
-            raise  # a device fault, not the model's
+            raise  # may be the device's fault, which says nothing about the model
         except Exception as e:
-            log.warning("prompts cannot be read together: %r", e, exc_info=e)
-            self._works = False
+            log.warning(
+                "this model cannot read several prompts in one pass, from now on each is read alone: %r",
+                e,
+                exc_info=e,
+            )
+            self._is_supported = False
             return False
-        self.n_passes += 1
         for t, start, share in zip(tasks, starts, shares, strict=True):
             t.chunk_start, t.chunk_began, t.share = start, began, share
         task.others = list(others)
         return True
 
     def settled(self, task: PrefillTask, seconds: float) -> None:
-        """A pass that this task led took this long."""
-        if task.is_occasion or task.others:
+        """The pass that this task led took this long."""
+        if task.could_batch or task.others:
             n_tokens = task.row.n_tokens - task.chunk_start
             self._trial.saw(
                 seconds, n_tokens=int(n_tokens / task.share), n_prompts=1 + len(task.others)
             )
 
 
-def _alike(task: PrefillTask, waiting: Sequence[PrefillTask], *, most: int) -> list[PrefillTask]:
-    """Tasks that fill a pass of at most `most` tokens with little padding."""
+def _fill_pass(
+    task: PrefillTask, waiting: Sequence[PrefillTask], *, max_tokens: int
+) -> list[PrefillTask]:
+    """Which tasks fill a pass of at most `max_tokens`, led by `task`, with little padding."""
     chosen: list[PrefillTask] = []
     for other in sorted(waiting, key=lambda t: abs(t.n_left - task.n_left)):
-        every = [task, *chosen, other]
-        width = max(t.n_left for t in every)
-        if width * len(every) > most or sum(t.n_left for t in every) < MIN_FULL * width * len(
-            every
-        ):
+        lengths = [t.n_left for t in (task, *chosen, other)]
+        n_padded = max(lengths) * len(lengths)
+        if n_padded > max_tokens or sum(lengths) < MIN_FILL * n_padded:
             break
-        if not any(_share(other, t) for t in every[:-1]):
+        if not any(_begin_alike(other, t) for t in (task, *chosen)):
             chosen.append(other)
     return chosen
 
 
-def _share(a: PrefillTask, b: PrefillTask) -> bool:
-    """Whether both would compute the same tokens."""
+def _begin_alike(a: PrefillTask, b: PrefillTask) -> bool:
+    """Whether both would compute the same tokens first."""
     start = min(a.row.n_tokens, b.row.n_tokens)
     end = max(a.row.n_tokens, b.row.n_tokens) + N_SHARED
-    mine, theirs = a.prompt.ids[start:end], b.prompt.ids[start:end]
-    return len(mine) == len(theirs) and bool(np.array_equal(mine, theirs))
+    return bool(np.array_equal(a.prompt.ids[start:end], b.prompt.ids[start:end]))

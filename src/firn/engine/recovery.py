@@ -1,10 +1,10 @@
-"""Requests that fail, and requests that go back to their tokens.
+"""Requests that fail, and requests that lose their rows and are computed again from their tokens.
 
-A request that fails ends alone. A decode step that fails sends its rows back to their tokens: each is
-read again by itself, and only one that fails alone is given up. When memory runs out, or the device
-fails, requests are put back: they lose their rows, are first in the queue again, and when they are
-admitted each reply is read up to where it was, mostly from the cache. After a device fault nothing is
-trusted that was computed since the device was last asked: neither rows nor what they stored.
+A request that fails ends alone. If a decode step fails, each of its rows is read again from its tokens,
+by itself, and only a request that fails alone is given up. When memory runs out, or the device fails,
+requests are put back: they lose their rows and are first in the queue again, and once admitted each
+reply is read up to where it was, mostly from the cache. After a device fault nothing is trusted that
+was computed since the device last confirmed: neither rows nor the records made of them.
 
 Owner: the engine thread.
 """
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from firn.core.errors import DeviceFailing
 from firn.core.events import ChoiceDone, JobFailed
 from firn.core.ports import LiveRow
-from firn.engine.faults import client_error, may_be_the_devices
+from firn.engine.faults import client_error, may_be_device_fault
 from firn.engine.inflight import InFlight
 from firn.engine.sequence import Choice
 from firn.engine.sequence import Sequence as Request
@@ -28,10 +28,10 @@ log = logging.getLogger("firn.engine")
 
 MAX_RESCUES = 1
 CONFIRM_STEPS = 8
-"""While rows decode, a step is in flight, and asking the device waits for it: not at every step."""
+"""While rows decode, the device is asked once in so many steps: asking waits for the one in flight."""
 MAX_DEVICE_FAULTS = 3
 DEVICE_FAULTS_S = 600.0
-"""So many device faults within so long, and the process ends: its supervisor starts a new one."""
+"""After so many device faults within this time the process ends, for its supervisor to restart."""
 
 
 class Recovery:
@@ -43,7 +43,7 @@ class Recovery:
         on_doubt: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """on_doubt: nothing that was computed since the last confirmation can be trusted."""
+        """on_doubt: called when nothing computed since the last confirmation can be trusted."""
         self._inflight = inflight
         self._on_device_fault = on_device_fault
         self._on_doubt = on_doubt
@@ -54,18 +54,23 @@ class Recovery:
 
     @contextmanager
     def guard(self, sequence: Request) -> Iterator[None]:
-        """For work that concerns one request: a fault in it ends that request and is not raised.
+        """For work on one request: a fault ends that request and is not raised.
 
-        If it may be a late fault of the device, everyone is put back once and tries again.
+        If it may be a late fault of the device, all requests are put back and tried again, once.
         """
         try:
             yield
         except Exception as e:
             is_retried = not sequence.was_at_fault and not sequence.job.prompt_logprobs
-            if may_be_the_devices(e) and is_retried:
+            if may_be_device_fault(e) and is_retried:
                 sequence.was_at_fault = True
-                log.warning("request %s failed, trying again: %r", sequence.job.id, e, exc_info=e)
-                self.everyone_back()
+                log.warning(
+                    "request %s failed, perhaps a device fault; all requests are computed again: %r",
+                    sequence.job.id,
+                    e,
+                    exc_info=e,
+                )
+                self.put_all_back()
             else:
                 self.fail(sequence, e)
 
@@ -73,14 +78,18 @@ class Recovery:
         inflight = self._inflight
         if sequence.job.id not in inflight.sequences:
             return
-        told = client_error(sequence.job, error)
-        # After a fault the rows are in doubt: store no more of them, and do not read them again.
+        failure = client_error(sequence.job, error)
+        # After a fault the rows are in doubt: store no more of them, and defer no prefill of the rest.
         sequence.n_skipped = 0
-        tasks = [t.cursor for t in inflight.tasks_of(sequence)]
-        for cursor in [sequence.cursor, *tasks, *(c.cursor for c in sequence.choices if c.cursor)]:
+        task_cursors = [t.cursor for t in inflight.tasks_of(sequence)]
+        for cursor in [
+            sequence.cursor,
+            *task_cursors,
+            *(c.cursor for c in sequence.choices if c.cursor),
+        ]:
             inflight.cache.close_cursor(cursor, None)
         inflight.retire(sequence)
-        inflight.say(sequence.job.id, JobFailed(told))
+        inflight.emit(sequence.job.id, JobFailed(failure))
 
     # --- a fault of a decode step ----------------------------------------------------------
 
@@ -89,18 +98,24 @@ class Recovery:
 
         Each then decodes in a group of its own, so that the one at fault fails alone.
         """
-        log.warning("a decode step of %d rows failed: %r", len(rows), error, exc_info=error)
         inflight = self._inflight
         choices = [inflight.rows.pop(row) for row in rows]
+        requests = ", ".join(sorted({choice.sequence.job.id for choice in choices}))
+        log.warning(
+            "a decode step failed, its requests are read again (%s): %r",
+            requests,
+            error,
+            exc_info=error,
+        )
         inflight.runner.leave(rows)
         for choice in choices:
             if choice.cursor is not None:
                 inflight.cache.close_cursor(choice.cursor, None)
             choice.row = choice.cursor = None
-        if may_be_the_devices(error):
-            self.everyone_back(but={choice.sequence for choice in choices})
+        if may_be_device_fault(error):
+            self.put_all_back(spared={choice.sequence for choice in choices})
         for choice in choices:
-            if choice.done or not choice.sequence.admitted:  # given up, or put back, just now
+            if choice.done or not choice.sequence.admitted:  # given up or put back in this loop
                 continue
             choice.n_rescues += 1
             if choice.n_rescues > MAX_RESCUES:
@@ -117,16 +132,20 @@ class Recovery:
     # --- memory ----------------------------------------------------------------------------
 
     def follow_growth(self) -> None:
-        """Count what replies have grown to. Records give way to them, then the youngest requests."""
+        """Reserve what replies have grown to. Records give way to them, then the youngest requests."""
         inflight, budget = self._inflight, self._inflight.budget
         admitted = inflight.admitted
         for sequence in admitted:
             budget.admit(sequence.job, budget.grown_nbytes(sequence.job, sequence.replies))
         while budget.free_nbytes() < 0 and len(admitted) > 1:
             youngest = admitted.pop()
-            if not self._is_being_scored(youngest):
+            if not self._streams_prompt_logprobs(youngest):
                 n_tokens = sum(youngest.replies)
-                log.info("memory is short: request %s waits at token %d", youngest.job.id, n_tokens)
+                log.info(
+                    "memory is short: request %s is put back into the queue after %d tokens",
+                    youngest.job.id,
+                    n_tokens,
+                )
                 self._put_back(youngest, keep=True)
         inflight.update_room()
         oldest = admitted[0] if admitted else None
@@ -134,21 +153,21 @@ class Recovery:
             self._end_early(oldest)
 
     def _end_early(self, sequence: Request) -> None:
-        """It has all the memory there is: as at the end of a context, its replies are over."""
+        """It alone has outgrown all memory: its replies end, as they do at the end of the context."""
         log.warning(
-            "request %s ends early: its reply has used all memory that a reply can have",
+            "request %s ends early: its reply needs more memory than the server may use",
             sequence.job.id,
         )
         for choice in sequence.open_choices:
-            self._inflight.say(sequence.job.id, ChoiceDone(choice.index, "length"))
+            self._inflight.emit(sequence.job.id, ChoiceDone(choice.index, "length"))
             self._inflight.finish_choice(choice)
 
     # --- the device ------------------------------------------------------------------------
 
     def confirm(self, *, in_flight: bool) -> None:
-        """Ask the device about what was committed, at once if no step is in flight.
+        """Ask the device whether what was committed is sound; at once if no step is in flight.
 
-        MLX may finish an evaluation and report the fault of one of its commands later, to whoever uses
+        MLX may finish an evaluation and report the fault of one of its commands later, to whatever uses
         the device next.
         """
         inflight = self._inflight
@@ -166,22 +185,32 @@ class Recovery:
         inflight.cache.confirm()
 
     def _device_failed(self, error: Exception) -> None:
-        log.error("the device reported a late fault: %r", error, exc_info=error)
+        log.error(
+            "the device reported a late fault, all requests are computed again: %r",
+            error,
+            exc_info=error,
+        )
         now = self._clock()
         self._fault_times = [t for t in self._fault_times if now - t < DEVICE_FAULTS_S] + [now]
         self._on_device_fault()
-        self.everyone_back()
+        self.put_all_back()
         if len(self._fault_times) >= MAX_DEVICE_FAULTS:
             raise DeviceFailing(len(self._fault_times)) from error
 
-    def everyone_back(self, *, but: Collection[Request] = ()) -> None:
-        """Any of what ran may be wrong: forget what was stored of it, and compute it again."""
+    def put_all_back(self, *, spared: Collection[Request] = ()) -> None:
+        """Whatever ran may be wrong: forget the records made of it, and compute it again.
+
+        spared: requests that the caller recovers itself.
+        """
         inflight = self._inflight
         for sequence in reversed(inflight.admitted):
-            if sequence in but:
+            if sequence in spared:
                 continue
-            if self._is_being_scored(sequence):
-                self.fail(sequence, RuntimeError("the device failed while the prompt was scored"))
+            if self._streams_prompt_logprobs(sequence):
+                self.fail(
+                    sequence,
+                    RuntimeError("the device failed while the prompt's logprobs were computed"),
+                )
             else:
                 self._put_back(sequence, keep=False)
         inflight.n_unconfirmed = 0
@@ -189,15 +218,15 @@ class Recovery:
         inflight.cache.doubt()
         inflight.update_room()
 
-    def _is_being_scored(self, sequence: Request) -> bool:
-        """Its prompt's logprobs are sent as they come, and must not be sent twice."""
-        return any(task.scored for task in self._inflight.tasks_of(sequence))
+    def _streams_prompt_logprobs(self, sequence: Request) -> bool:
+        """The logprobs of its prompt are sent as they are computed, and must not be sent twice."""
+        return any(task.wants_logprobs for task in self._inflight.tasks_of(sequence))
 
     def _put_back(self, sequence: Request, *, keep: bool) -> None:
-        """Take its rows: it waits, first in the queue, with its tokens. keep: store what they hold."""
+        """Drop its rows and put it first in the queue, with its tokens. keep: store what they hold."""
         inflight, job = self._inflight, sequence.job
         inflight.budget.release(job)
-        inflight.update_room()  # for what it stores on its way out
+        inflight.update_room()  # room for what dropping its rows stores
         for task in inflight.tasks_of(sequence):
             inflight.drop_task(task, keep=keep)
         for choice in sequence.open_choices:

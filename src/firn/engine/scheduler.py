@@ -1,12 +1,12 @@
-"""What the next step does, as a pure function of what there is to do.
+"""Plans the next step: a pure function of the work there is.
 
 Fairness, in four rules:
-- Replies take a decode step between any two prefill chunks, so a long prompt never stops them.
+- A decode step of all replies runs between any two prefill chunks, so a long prompt never stops them.
 - Requests are admitted in the order they came.
-- Of two consecutive chunks one goes to the oldest prompt and one to the prompt with the least left.
-  Short prompts pass a 100K one within a few chunks, and the long one still gets half of all prefill:
-  it takes at most twice as long, whatever arrives behind it.
-- A prompt that is computed while it is also being loaded takes no chunk from one that is not.
+- Chunks go in turn to the oldest prompt and to the prompt with the least left to read. Short prompts
+  overtake one of 100K tokens within a few chunks, and the long one still gets half of all chunks: it
+  takes at most twice as long, whatever arrives after it.
+- A prompt that is also being loaded gets a chunk only if no other prompt needs one.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Waiting:
 class Prefilling:
     """A prompt being read, in order of arrival.
 
-    racing: a part of it is being loaded meanwhile. waits: the load ends so soon that no chunk
-    should start.
+    racing: a part of it is being loaded while it is computed. should_wait: the load ends so soon that
+    no chunk should start.
     """
 
     task: int
     n_left: int
     racing: bool = False
-    waits: bool = False
+    should_wait: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +71,11 @@ def plan(work: PendingWork) -> StepPlan:
 
 
 def _admit(work: PendingWork) -> tuple[RequestId, ...]:
-    """First come, first served: one that does not fit yet holds back those behind it."""
+    """First come, first served: a request that does not fit yet holds back those after it."""
     admitted: list[RequestId] = []
     n_rows, free = work.n_rows, work.free_nbytes
     for w in work.waiting:
-        alone = n_rows == 0  # an empty engine takes anything: nothing else can make room
+        alone = n_rows == 0  # an empty engine admits any request: waiting would free nothing
         if n_rows + w.n_rows > work.max_rows and not alone:
             break
         if w.need_nbytes > free and not alone:
@@ -86,14 +86,14 @@ def _admit(work: PendingWork) -> tuple[RequestId, ...]:
     return tuple(admitted)
 
 
-def _next_prefill(every: Sequence[Prefilling], turn: int) -> int | None:
-    prefilling = [p for p in every if not p.racing]
-    prefilling = prefilling or [p for p in every if not p.waits]
-    if not prefilling:
+def _next_prefill(prompts: Sequence[Prefilling], turn: int) -> int | None:
+    ready = [p for p in prompts if not p.racing]
+    ready = ready or [p for p in prompts if not p.should_wait]
+    if not ready:
         return None
     if turn % 2 == 0:
-        return min(prefilling, key=lambda p: p.n_left).task
-    return prefilling[0].task
+        return min(ready, key=lambda p: p.n_left).task
+    return ready[0].task
 
 
 def chunk_end(
@@ -108,18 +108,19 @@ def chunk_end(
 ) -> int:
     """Where the next prefill chunk ends.
 
-    Chunks are aligned to absolute positions, so that the same prompt is always cut in the same
-    places whatever part of it was restored; a stop (ascending) ends one early. Where that need not be
-    to the bit (`aligned` is False), a rest of up to a chunk and a half is one: two cost more.
+    Chunks are aligned to absolute positions, so that a prompt is always cut in the same places,
+    whatever part of it was restored. A stop (they ascend) ends a chunk early. If results need not be
+    equal bit for bit (`aligned` is False), the last chunk and a half is read at once: two chunks cost
+    more.
 
         0        chunk      2*chunk     n_total
         |----------|----------|---x
              ^ n_done: the next chunk ends at `chunk`, or at the first stop after n_done
 
-    An end that would fall inside an unbroken range moves to where that begins, or, if the chunk
-    begins there too, to where it ends: which depends on nothing but the prompt, again.
+    An end inside an unbroken range moves to the start of the range, or to its end if the chunk starts
+    in it. So this, too, depends on the prompt alone.
 
-    common: as `common_end` takes it, where chunks are not aligned.
+    common: the `multiple` of `common_end`, for chunks that are not aligned.
     """
     end = min((n_done // chunk + 1) * chunk, n_total)
     if not aligned and n_total - n_done <= chunk + chunk // 2:

@@ -14,7 +14,7 @@ from firn.core.values import Job, Prompt
 
 @dataclass(frozen=True, slots=True)
 class ForcedTokens:
-    """Tokens of a reply at positions [at, end) that the model does not pick."""
+    """Tokens at positions [at, end) of a reply that are given, not picked by the model."""
 
     at: int
     tokens: tuple[int, ...]
@@ -24,7 +24,7 @@ class ForcedTokens:
         return self.at + len(self.tokens)
 
     def rest(self, start: int) -> ForcedTokens:
-        """The part at `start` and beyond."""
+        """The part from `start` on."""
         n_done = max(start - self.at, 0)
         return ForcedTokens(self.at + n_done, self.tokens[n_done:])
 
@@ -33,7 +33,7 @@ NOT_FORCED = ForcedTokens(0, ())
 
 
 class ListTail(abc.Sequence[int]):
-    """The items of a growing list from a position on."""
+    """A view of a growing list, from a position on."""
 
     def __init__(self, tokens: list[int], start: int) -> None:
         self._tokens = tokens
@@ -67,31 +67,30 @@ class Choice:
 
     @property
     def n_picked(self) -> int:
-        """Reply tokens that are picked, including those in flight."""
+        """Reply tokens that have been picked, including those in flight."""
         if self.row is None:
             return len(self.tokens)
-        # A step that was taken back leaves more tokens here than the row has consumed.
+        # After a step was taken back there are more tokens here than the row has consumed.
         in_flight = self.row.n_tokens + 1 - len(self.sequence.job.prompt)
         return max(in_flight, len(self.tokens))
 
-    def force(self, wanted: ForcedTokens) -> bool:
-        """Start at the next position at the earliest. False: an earlier run of forced tokens is
-        under way."""
+    def force(self, forced: ForcedTokens) -> bool:
+        """Force these tokens, at the next position or later. False: earlier ones are still under way."""
         if self.forced.at < self.n_picked < self.forced.end:
             return False
-        self.forced = ForcedTokens(max(wanted.at, self.n_picked), wanted.tokens)
+        self.forced = ForcedTokens(max(forced.at, self.n_picked), forced.tokens)
         return True
 
 
 def looked_up(cursor: Cursor, began_at: float) -> AdmissionTimes:
-    """The cache's lookup for a new request has just ended."""
+    """The times of a request whose prompt the cache has just looked up."""
     now = time.perf_counter()
     return AdmissionTimes(began_at, now, now, loads=cursor.racing)
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One request."""
+    """One request, from its arrival to its end."""
 
     job: Job
     cursor: Cursor
@@ -102,31 +101,31 @@ class Sequence:
     need_nbytes: int = 0
     waits: AdmissionTimes | None = None
     was_put_back: bool = False
-    """It waits again: its rows were dropped."""
+    """Its rows were dropped, and it waits in the queue again."""
     was_at_fault: bool = False
-    """A fault in its work may have been another's: it has had its second chance."""
+    """A fault in its work may have been another request's, so it was tried again: once only."""
     keep: float | None = None
-    """Which share of its cold prompt sparse prefill reads."""
+    """The share of its uncached prompt that sparse prefill reads; None: all of it."""
     n_skipped: int = 0
-    """Tokens of its prompt that are not read; `job` has the thinned prompt."""
+    """Tokens of its prompt that sparse prefill skips; `job` has the thinned prompt."""
     whole_admission: Admitted | None = None
     """What the cache had of its prompt before it was thinned."""
 
     def __post_init__(self) -> None:
         self.choices = [Choice(self, i) for i in range(self.job.n)]
 
-    def has_row(self) -> None:
-        """It has left the queue."""
+    def mark_started(self) -> None:
+        """It has left the queue and has a row."""
         if self.waits is not None:
             self.waits = replace(self.waits, row_at=time.perf_counter())
 
     @property
     def admission(self) -> Admitted:
-        """What the cache has done for its prompt, and what it waited for."""
+        """What the cache has done for its prompt, and how long each wait took."""
         admission, whole = self.cursor.admission, self.whole_admission
-        if whole is not None:  # the row was resumed from the longer of the two
+        if whole is not None:  # the row resumed from whichever had more cached
             admission = replace(
-                max(whole, admission, key=lambda f: f.n_cached), reason=whole.reason
+                max(whole, admission, key=lambda a: a.n_cached), reason=whole.reason
             )
         return replace(admission, keep=self.keep, n_skipped=self.n_skipped, waits=self.waits)
 
@@ -141,7 +140,7 @@ class Sequence:
 
     @property
     def has_begun(self) -> bool:
-        """Its replies differ, so they can no longer be read as one prompt."""
+        """Its replies have tokens, so they can no longer be read as one prompt."""
         return any(c.tokens or c.done for c in self.choices)
 
 
@@ -158,22 +157,22 @@ class PrefillTask:
     choices: list[Choice]
     cursor: Cursor
     row: LiveRow
-    scored: bool = False
+    wants_logprobs: bool = False
     """The logprobs of the prompt's tokens are wanted."""
-    reading: object | None = None
-    """Its scoring, until it is known which tokens to read (sparse prefill)."""
+    scoring: object | None = None
+    """The scorer's handle, until it is known which tokens to read (sparse prefill)."""
     chunk_start: int = 0
     chunk_began: float = 0.0
     share: float = 1.0
-    """Its part of the tokens of the pass that it was last read in."""
+    """Its part of the tokens of its last pass."""
     others: list[PrefillTask] = field(default_factory=list)
-    """Tasks read in the same pass, which this one leads."""
-    is_occasion: bool = False
-    """Others could have been read with it, whether or not they were."""
+    """Tasks read in the same pass; this one leads it."""
+    could_batch: bool = False
+    """Other tasks could have been read in the same pass, whether or not they were."""
 
     @property
     def is_prompt(self) -> bool:
-        """It reads the request's prompt, not a reply again."""
+        """It reads the request's prompt, not the tokens of an interrupted reply."""
         return self.cursor is self.sequence.cursor
 
     @property
@@ -186,5 +185,5 @@ class PrefillTask:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Positions done, including what is skipped, and all positions."""
+        """Positions done, with those that are skipped, and all positions."""
         return self.prompt.position(self.row.n_tokens), self.prompt.position(len(self.prompt))

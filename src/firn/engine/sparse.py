@@ -1,10 +1,10 @@
-"""Long cold prompts of which only a part is read, and what is read of them when there is time.
+"""Sparse prefill: long uncached prompts of which only a part is read, and the rest when there is time.
 
     admitted -> scored in slices, between decode steps -> thinned -> read like any shorter prompt
 
-What is read of a thinned prompt is stored below roots of its own. The exact chain is resumed from and
-never written. Once such a request is over and the engine has nothing to do, its whole prompt and reply
-are read behind it, a chunk at a time, so that the next turn finds them; whoever comes puts that off.
+Records of a thinned prompt are stored under roots of their own. It may resume from the exact chain, but
+never writes to it. Once such a request is over and the engine is idle, its whole prompt and reply are
+read, a chunk at a time, so that the next turn finds them cached. A new request interrupts that.
 
 Owner: the engine thread.
 """
@@ -22,7 +22,7 @@ from firn.core.events import Advanced
 from firn.core.ports import Cursor, LiveRow, Scorer
 from firn.core.values import Job, Prompt, Scores
 from firn.engine.chunks import ChunkSizes
-from firn.engine.faults import may_be_the_devices
+from firn.engine.faults import may_be_device_fault
 from firn.engine.inflight import InFlight, RestoreFailed
 from firn.engine.scheduler import chunk_end
 from firn.engine.sequence import PrefillTask, Sequence
@@ -30,89 +30,98 @@ from firn.engine.thinning import recipe_of, select, thinned, why_not
 
 log = logging.getLogger("firn.engine")
 
-MAX_BEHIND = 8
-"""Prompts that wait to be read in full; of more, the oldest are forgotten."""
+MAX_DEFERRED = 8
+"""Prompts that wait to be read in full; the oldest beyond that are forgotten."""
 
 
 class SparsePrefill:
     def __init__(
         self, inflight: InFlight, scorer: Scorer[object] | None, *, sizes: ChunkSizes
     ) -> None:
-        """sizes: of the small model's chunks, which takes more tokens in the same time."""
+        """sizes: of the scorer's chunks; the small model reads more tokens in the same time."""
         self._inflight = inflight
         self._scorer = scorer
         self._sizes = sizes
 
     def begin(self, task: PrefillTask) -> None:
-        """The prompt was looked up: score it first, if that is to be."""
+        """Start to score the prompt, if it may be thinned."""
         job = task.sequence.job
-        if self._scorer is not None and job.sparse is not None and not self._why_not(task):
-            with self._or_all_of_it(task):
-                task.reading = self._scorer.open(job.prompt, job.namespace, job.cache)
+        if self._scorer is None or job.sparse is None:
+            return
+        if reason := self._why_not(task):
+            log.debug("request %s is read in full: %s", job.id, reason)
+        else:
+            with self._else_in_full(task):
+                task.scoring = self._scorer.open(job.prompt, job.namespace, job.cache)
                 task.sequence.keep = job.sparse.keep
 
     @contextmanager
-    def _or_all_of_it(self, task: PrefillTask) -> Iterator[None]:
-        """If its scoring fails, the prompt is read in full. What may be the device's fault is raised."""
+    def _else_in_full(self, task: PrefillTask) -> Iterator[None]:
+        """If its scoring fails, the prompt is read in full. A possible device fault is raised again."""
         try:
             yield
         except Exception as e:
             sequence = task.sequence
-            log.warning("request %s is read in full: %r", sequence.job.id, e, exc_info=e)
+            log.warning(
+                "request %s is read in full, scoring its prompt failed: %r",
+                sequence.job.id,
+                e,
+                exc_info=e,
+            )
             sequence.job, sequence.keep = replace(sequence.job, sparse=None), None
             self._inflight.end_scoring(task)
-            if may_be_the_devices(e):
+            if may_be_device_fault(e):
                 raise
 
     def _why_not(self, task: PrefillTask) -> str:
         assert self._scorer is not None
-        near = max(task.row.n_tokens, task.cursor.n_expected)
-        return why_not(task.sequence.job, n_expected=near, max_tokens=self._scorer.max_tokens)
+        n_expected = max(task.row.n_tokens, task.cursor.n_expected)
+        return why_not(task.sequence.job, n_expected=n_expected, max_tokens=self._scorer.max_tokens)
 
     def read(self, task: PrefillTask, n_tokens: int) -> None:
-        """Dispatch a slice of the scoring, which may end it: then `task.reading` is None.
+        """Dispatch the next slice of the scoring. If that fails, `task.scoring` is None afterwards.
 
-        n_tokens: what the large model would read now, and hold up others with.
+        n_tokens: the chunk that the large model would read now.
         """
         assert self._scorer is not None
-        with self._or_all_of_it(task):
-            alone, task.chunk_start = self._inflight.is_one_prefill, self._n_scored(task)
+        with self._else_in_full(task):
+            alone, task.chunk_start = self._inflight.is_lone_prefill, self._n_scored(task)
             if alone:
                 chunk = self._sizes.choose(task.chunk_start, alone=True)
                 n_tokens = self._inflight.budget.chunk_tokens(task.chunk_start, most=chunk)
-            self._scorer.read(task.reading, n_tokens, alone=alone)
+            self._scorer.read(task.scoring, n_tokens, alone=alone)
 
     def _n_scored(self, task: PrefillTask) -> int:
-        """Tokens of the prompt that the small model has read; the lookahead counts as not yet read."""
+        """Tokens of the prompt that the small model has read; those it looks ahead count as unread."""
         assert self._scorer is not None
-        return max(len(task.prompt) - self._scorer.n_left(task.reading), 0)
+        return max(len(task.prompt) - self._scorer.n_left(task.scoring), 0)
 
     def settle(self, task: PrefillTask) -> None:
-        """Wait for the slice; after the last, thin the prompt."""
+        """Wait for the slice. After the last one, thin the prompt."""
         assert self._scorer is not None
         scores = None
-        with self._or_all_of_it(task):
-            is_over = self._scorer.settle(task.reading)
+        with self._else_in_full(task):
+            is_over = self._scorer.settle(task.scoring)
             took_s = time.perf_counter() - task.chunk_began
             self._sizes.saw(task.chunk_start, self._n_scored(task), took_s)
             if not is_over:
                 return
-            scores = self._scorer.scores(task.reading)
+            scores = self._scorer.scores(task.scoring)
             self._inflight.end_scoring(task)
         sequence = task.sequence
-        prompt = None if scores is None else self._chosen(task, scores)
+        prompt = None if scores is None else self._select(task, scores)
         if prompt is None:
             sequence.keep = None
             log.info("request %s: nothing of its prompt can be skipped", sequence.job.id)
         else:
             self._thin(task, prompt)
         if sequence.announced:
-            self._inflight.say(sequence.job.id, Advanced(sequence.admission))
+            self._inflight.emit(sequence.job.id, Advanced(sequence.admission))
 
-    def _chosen(self, task: PrefillTask, scores: Scores) -> Prompt | None:
-        """What is read of the prompt; None: all of it."""
+    def _select(self, task: PrefillTask, scores: Scores) -> Prompt | None:
+        """What to read of the prompt; None: all of it."""
         sparse, start = task.sequence.job.sparse, task.row.n_tokens
-        if sparse is None or self._why_not(task):  # more of it may have been loaded meanwhile
+        if sparse is None or self._why_not(task):  # more may have been loaded since `begin`
             return None
         assert self._scorer is not None
         essential = task.prompt.essential
@@ -121,7 +130,7 @@ class SparsePrefill:
         return thinned(task.prompt, positions, start=start, recipe=recipe)
 
     def _thin(self, task: PrefillTask, prompt: Prompt) -> None:
-        """From here on the request's prompt is what is left of it."""
+        """Replace the request's prompt by the thinned one."""
         inflight, sequence = self._inflight, task.sequence
         n_skipped = len(task.prompt) - len(prompt)
         log.info(
@@ -138,7 +147,7 @@ class SparsePrefill:
         restored = inflight.cache.restore(cursor)
         if restored is not None and restored.n_tokens > task.row.n_tokens:
             try:
-                row = inflight.restore(cursor, restored)
+                row = inflight.restore(job.id, cursor, restored)
             except RestoreFailed:
                 cursor = inflight.cache.blank()
             else:
@@ -150,69 +159,71 @@ class SparsePrefill:
 
 
 @dataclass(eq=False)
-class _Behind:
-    """One whole prompt with its reply, on its way into the cache."""
+class _DeferredPrompt:
+    """A whole prompt with its reply, to be read into the cache."""
 
     job: Job
     cursor: Cursor | None = None
     row: LiveRow | None = None
 
 
-class ReadBehind:
+class DeferredPrefill:
+    """Reads sparsely read prompts in full while the engine is idle, newest first."""
+
     def __init__(self, inflight: InFlight) -> None:
         self._inflight = inflight
-        self._jobs: deque[_Behind] = deque(maxlen=MAX_BEHIND)
+        self._prompts: deque[_DeferredPrompt] = deque(maxlen=MAX_DEFERRED)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._jobs)
+        return bool(self._prompts)
 
     def add(self, sequence: Sequence) -> None:
-        """A request with a thinned prompt is over."""
+        """A request is over: if its prompt was thinned, read all of it later."""
         job = sequence.job
-        said = sequence.choices[0].tokens
-        if not sequence.n_skipped or not said or not job.cache.write:
+        reply = sequence.choices[0].tokens
+        if not sequence.n_skipped or not reply or not job.cache.write:
             return
-        prompt = job.prompt.whole.grown(said)
+        prompt = job.prompt.whole.grown(reply)
         self.pause()
-        # What is asked for next is most likely what was asked for last.
-        self._jobs.append(_Behind(replace(job, prompt=prompt)))
+        # Read first: the next request most likely continues the last one.
+        self._prompts.append(_DeferredPrompt(replace(job, prompt=prompt)))
 
     def pause(self) -> None:
-        """Somebody is here: let go of the row; what was read of it is in the cache."""
-        if self._jobs and self._jobs[-1].row is not None:
-            self._let_go(self._jobs[-1])
+        """A request has arrived: drop the row. What was read is in the cache."""
+        if self._prompts and self._prompts[-1].row is not None:
+            self._release(self._prompts[-1])
 
     def forget(self) -> None:
-        """The engine ends, or nothing that was computed can be trusted."""
-        for work in self._jobs:
-            self._let_go(work, keep=False)
-        self._jobs.clear()
+        """Drop everything: the engine ends, or nothing that was computed can be trusted."""
+        for deferred in self._prompts:
+            self._release(deferred, keep=False)
+        self._prompts.clear()
 
     def step(self) -> None:
-        """One chunk. Called while there are no requests."""
-        work = self._jobs[-1]
-        if (work.row is None and not self._begin(work)) or self._read(work):
-            self._let_go(work)
-            self._jobs.remove(work)
+        """Read one chunk. Called while there are no requests."""
+        deferred = self._prompts[-1]
+        if (deferred.row is None and not self._begin(deferred)) or self._read(deferred):
+            self._release(deferred)
+            self._prompts.remove(deferred)
 
-    def _begin(self, work: _Behind) -> bool:
-        """False: there is no memory for it."""
-        inflight, job = self._inflight, work.job
+    def _begin(self, deferred: _DeferredPrompt) -> bool:
+        """Reserve memory, and restore what is cached. False: there is no memory for it."""
+        inflight, job = self._inflight, deferred.job
         need = inflight.budget.cost.of(len(job.prompt))
         if need > inflight.budget.free_nbytes():
             return False
         inflight.budget.admit(job, need)
         inflight.update_room()
-        work.cursor = inflight.cache.open(job.prompt, job.namespace, job.cache)
-        restored = inflight.cache.restore(work.cursor)
-        work.row = inflight.runner.start(restored)
+        deferred.cursor = inflight.cache.open(job.prompt, job.namespace, job.cache)
+        restored = inflight.cache.restore(deferred.cursor)
+        deferred.row = inflight.runner.start(restored)
         return True
 
-    def _read(self, work: _Behind) -> bool:
-        """Whether that was all: the last token stays, as of any prompt."""
-        inflight, prompt = self._inflight, work.job.prompt
-        row, cursor = work.row, work.cursor
+    def _read(self, deferred: _DeferredPrompt) -> bool:
+        """Read a chunk. True: all is read but the last token, as with any prompt."""
+        inflight, prompt = self._inflight, deferred.job.prompt
+        row, cursor = deferred.row, deferred.cursor
         assert row is not None
         assert cursor is not None
         start, n_total = row.n_tokens, len(prompt) - 1
@@ -233,12 +244,12 @@ class ReadBehind:
         inflight.commit(cursor, row)
         return end >= n_total
 
-    def _let_go(self, work: _Behind, *, keep: bool = True) -> None:
+    def _release(self, deferred: _DeferredPrompt, *, keep: bool = True) -> None:
         inflight = self._inflight
-        inflight.budget.release(work.job)
-        if work.cursor is not None:
-            inflight.close(work.cursor, work.row if keep else None)
-        if work.row is not None:
-            inflight.runner.leave([work.row])
-        work.row = work.cursor = None
+        inflight.budget.release(deferred.job)
+        if deferred.cursor is not None:
+            inflight.close(deferred.cursor, deferred.row if keep else None)
+        if deferred.row is not None:
+            inflight.runner.leave([deferred.row])
+        deferred.row = deferred.cursor = None
         inflight.update_room()

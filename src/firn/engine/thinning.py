@@ -1,11 +1,11 @@
-"""Chooses which tokens of a long cold prompt are read: pure functions of scores.
+"""Chooses which tokens of a long uncached prompt are read. Pure functions of scores.
 
     0        n_cached                                             n_prompt
     |--------|==chunk==|--------|==chunk==|---------|=============|
-     resumed  essential  skipped  the best            newest message
+     resumed  essential  skipped  best scores         newest message
 
-The unit is a chunk of 32 tokens at absolute positions: a fact is longer than its best token, and prompts
-that differ a little choose alike.
+Chunks of 32 tokens at absolute positions are chosen, not tokens: a fact is longer than its best token,
+and prompts that differ a little choose alike.
 """
 
 from __future__ import annotations
@@ -18,39 +18,40 @@ from firn.core.values import Job, Prompt, Scores, Thinned, TokenArray
 
 CHUNK = 32
 MAX_SHARE = 0.9
-"""If more than this share of the cold tokens would be read, all of them are."""
+"""If more than this share of the uncached tokens would be read, all of them are."""
 KEEP_STEP = 0.01
 NEIGHBOUR_SHARE = 0.5
-"""A chunk counts at least so much of a neighbour's score: facts lie across chunk borders."""
+"""A chunk scores at least this share of what its neighbours do: facts cross the borders of chunks."""
 
 
 def why_not(job: Job, *, n_expected: int, max_tokens: int) -> str:
-    """Why this prompt is read in full; '' where it may be thinned.
+    """Why this prompt must be read in full; '' if it may be thinned.
 
-    n_expected: tokens that are cached, or on their way from below.
+    n_expected: tokens that are cached, or being loaded from a tier.
     """
     sparse, n_prompt = job.sparse, len(job.prompt)
     if sparse is None or job.prompt.thinned is not None:
-        return "not asked for"
+        return "sparse prefill is not asked for"
     if not job.max_tokens:
-        return "nothing is to be said"
+        return "it wants no reply"
     if sparse.keep > MAX_SHARE:
-        return "all of it is to be kept"
+        return f"keep is {sparse.keep:g}, above {MAX_SHARE:g}"
     if job.prompt_logprobs:
-        return "its tokens are scored"
+        return "it wants the logprobs of its prompt"
     if job.prompt.picture_spans:
         return "it has pictures"
     if n_prompt - n_expected <= sparse.over:
-        return f"{n_prompt - n_expected} tokens are cold, not more than {sparse.over}"
+        return f"{n_prompt - n_expected} tokens are not cached, and the threshold is {sparse.over}"
     if n_prompt > max_tokens:
-        return f"the draft model takes {max_tokens} tokens"
+        return f"it has {n_prompt} tokens, and the draft model takes {max_tokens}"
     if _n_read(job.prompt, n_expected, sparse.keep) > MAX_SHARE * (n_prompt - n_expected):
-        return "too little of it may be skipped"  # known before it is scored
+        return "too little of it may be skipped"
     return ""
 
 
 def _n_read(prompt: Prompt, n_cached: int, keep: float) -> float:
-    """Cold tokens that will be read, about: ranges do not overlap, chunks are not counted."""
+    """About how many uncached tokens will be read. Essential ranges do not overlap; they count as they
+    are, not in whole chunks."""
     n_essential = sum(max(end - max(start, n_cached), 0) for start, end in prompt.essential)
     return n_essential + keep * (len(prompt) - n_cached - n_essential)
 
@@ -62,10 +63,10 @@ def select(
     keep: float,
     essential: Sequence[tuple[int, int]] = (),
 ) -> TokenArray:
-    """Positions to read: all before `start`, the first and the last chunk, what is essential, and of the
-    rest the share `keep`, in whole chunks: the best by their mean score, smoothed over neighbours.
+    """The positions to read: all before `start`, the first and the last chunk, every essential one, and
+    the share `keep` of the other tokens, in whole chunks by mean score, smoothed over neighbours.
 
-    The share is one of the rest: a long list of tools must not use it up.
+    Essential tokens do not count towards the share: a long list of tools must not use it up.
     """
     n = len(scores)
     edges = np.unique([start, *range(start - start % CHUNK + CHUNK, n, CHUNK), n])
@@ -91,7 +92,7 @@ def select(
 
 
 def thinned(prompt: Prompt, positions: TokenArray, *, start: int, recipe: str) -> Prompt | None:
-    """What is read of the prompt; None where that is not worth it."""
+    """What to read of the prompt; None: so much of it that all is read."""
     n_cold = len(prompt) - start
     if len(positions) - start > MAX_SHARE * n_cold:
         return None
@@ -103,5 +104,5 @@ def recipe_of(scorer: str, keep: float) -> str:
 
 
 def recipes_of(scorer: str) -> list[str]:
-    """All there can be: shares are rounded to whole percents."""
+    """Every recipe of this scorer: shares are whole percents."""
     return [recipe_of(scorer, i * KEEP_STEP) for i in range(1, 101)]

@@ -1,8 +1,8 @@
-"""/v1/activity of several models: the streams of those that are loaded, put together.
+"""/v1/activity with several models: one stream made of those of all loaded models.
 
     event: hello     once: the server's version and clock
     event: models    all models and their states, when they have changed
-    event: calls, event: state     as the models' own processes tell them; each names its model
+    event: calls, event: state     from the models' own processes; each names its model
 
 Watching keeps no model loaded, and loads none.
 """
@@ -30,11 +30,11 @@ from firn.fleet.relay import Relay
 from firn.fleet.vouching import vouch
 
 MAX_WAITING = 256
-"""Frames that may wait for one watcher; then the models' processes wait."""
+"""Frames that may wait for one watcher; beyond that the models' processes wait."""
 
 
 class Watchers:
-    """Counts them. Owner: the front, on the asyncio thread."""
+    """How many watch. Owner: the front, on the asyncio thread."""
 
     def __init__(self) -> None:
         self.n = 0
@@ -56,14 +56,14 @@ def add_activity(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
 
 
 class _ActivityStream:
-    """The stream of one watcher. Owner: the task that answers it."""
+    """One watcher's stream. Owner: the task that answers it."""
 
     def __init__(self, fleet: Fleet, relay: Relay, scope: Scope, watchers: Watchers) -> None:
         self._fleet = fleet
         self._relay = relay
         self._scope = scope
         self._watchers = watchers
-        self._waiting: asyncio.Queue[bytes] = asyncio.Queue(MAX_WAITING)
+        self._frames: asyncio.Queue[bytes] = asyncio.Queue(MAX_WAITING)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def frames(self) -> AsyncIterator[bytes]:
@@ -78,9 +78,9 @@ class _ActivityStream:
                 shown = models
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(TICK_S):
-                        frames.append(await self._waiting.get())
-                while not self._waiting.empty():
-                    frames.append(self._waiting.get_nowait())
+                        frames.append(await self._frames.get())
+                while not self._frames.empty():
+                    frames.append(self._frames.get_nowait())
                 quiet = 0 if frames else quiet + 1
                 if quiet >= QUIET_TICKS:
                     frames, quiet = [sse.KEEP_ALIVE.encode()], 0
@@ -92,7 +92,7 @@ class _ActivityStream:
                 task.cancel()
 
     def _models(self) -> list[dict[str, Any]]:
-        """Only the operator sees how busy models are: it would tell a key about others."""
+        """Only the operator sees how busy models are: a key must not learn about other keys."""
         operator = exchange_of(self._scope).caller.operator
         models = []
         for name, model in self._fleet.models.items():
@@ -105,7 +105,7 @@ class _ActivityStream:
         return models
 
     def _attach(self) -> None:
-        """Listen to each loaded model that is not listened to yet."""
+        """Start to listen to models that have been loaded since."""
         self._tasks = {name: task for name, task in self._tasks.items() if not task.done()}
         for name, model in self._fleet.models.items():
             if name not in self._tasks and self._fleet.peek(model) is not None:
@@ -127,7 +127,7 @@ class _ActivityStream:
                 for frame in whole:
                     if frame.startswith(b"event: hello"):
                         continue  # the front has sent its own
-                    await self._waiting.put(frame + b"\n\n")
+                    await self._frames.put(frame + b"\n\n")
         except proxy.ProcessLost:
             pass  # unloaded or restarted: `_attach` listens again when it is back
         finally:
@@ -135,5 +135,5 @@ class _ActivityStream:
                 reply.close()
 
 
-def _frame(event: str, value: Any) -> bytes:
+def _frame(event: str, value: object) -> bytes:
     return sse.named(event, json.dumps(value)).encode()

@@ -15,14 +15,14 @@ from firn.core import duration
 from firn.core.errors import SetupError
 
 EVERY = "*"
-"""At the end of an alias: matches every name that begins with the rest."""
+"""At the end of an alias: it stands for every name that begins with the rest."""
 TAG = ":latest"
 """Ollama's clients append this to names."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model to be served. config: of its process. keep_alive_s: how long it stays loaded unused."""
+    """A model to serve. config: of its process. keep_alive_s: how long it stays loaded unused."""
 
     name: str
     config: Config
@@ -36,8 +36,10 @@ class ModelSpec:
 
 
 class ModelCatalogue:
-    """Owner: the front; on the asyncio thread. The models of --models-dir come and go with their
-    folders; the others are as they were at start."""
+    """The models of --models-dir come and go with their folders; the others never change.
+
+    Owner: the front, on the asyncio thread.
+    """
 
     def __init__(self, config: Config) -> None:
         """Raises SetupError."""
@@ -47,7 +49,7 @@ class ModelCatalogue:
             raise SetupError(f"--models-dir: there is no folder {self._folder}")
         self._fixed = _by_name(_named_models(config))
         _check_events(config, self._fixed.values())
-        self._found: dict[str, ModelSpec] = {}
+        self._in_folder: dict[str, ModelSpec] = {}
         self._aliases: dict[str, str] = {}
         self.rescan()
         if not self._specs and self._folder is not None:
@@ -55,16 +57,16 @@ class ModelCatalogue:
 
     @property
     def _specs(self) -> dict[str, ModelSpec]:
-        return {**self._fixed, **self._found}
+        return {**self._fixed, **self._in_folder}
 
     def rescan(self) -> None:
         """Look into --models-dir again."""
-        found: dict[str, ModelSpec] = {}
+        in_folder: dict[str, ModelSpec] = {}
         for name, folder in folders(self._folder):
-            known = self._found.get(name)
+            known = self._in_folder.get(name)
             if name not in self._fixed:
-                found[name] = known or _spec(self._config, name, str(folder))
-        self._found = found
+                in_folder[name] = known or _spec(self._config, name, str(folder))
+        self._in_folder = in_folder
         self._aliases = self._all_aliases()
 
     def _all_aliases(self) -> dict[str, str]:
@@ -83,8 +85,8 @@ class ModelCatalogue:
 
     @property
     def default(self) -> ModelSpec | None:
-        """For requests that name no model, or one of OpenAI's or Anthropic's: the first there is. None:
-        all folders of --models-dir are gone."""
+        """For requests that name no model, or one of OpenAI's or Anthropic's: the first model. None: all
+        folders of --models-dir are gone."""
         return next(iter(self._specs.values()), None)
 
     def find(self, name: str) -> ModelSpec | None:
@@ -112,7 +114,7 @@ class ModelCatalogue:
 
 
 def _named_models(config: Config) -> Iterator[ModelSpec]:
-    """Models of the command line first, then those of the file's tables."""
+    """Models of the command line first, then those of the configuration file's tables."""
     tables = {table.name: table for table in config.tables}
     listed = list(config.fleet.models)
     if config.origin("model.path").kind != "default":
@@ -120,37 +122,37 @@ def _named_models(config: Config) -> Iterator[ModelSpec]:
     elif not (listed or tables or config.fleet.models_dir):
         listed = [config.model.path]
     by_path = {table.path: table.name for table in config.tables}
-    asked = [by_path.get(path, path) for path in listed]
-    own = config.server.served_model_name
-    for i, path in enumerate(asked):
-        if path not in tables:
-            name = own if own and not i else path.rstrip("/").split("/")[-1]
-            yield _spec(config, name, path)
+    listed = [by_path.get(path, path) for path in listed]
+    served_name = config.server.served_model_name
+    for i, path in enumerate(listed):
+        if path in tables:
+            yield _table_spec(config, path)
         else:
-            yield _tabled(config, path)
-    yield from (_tabled(config, name) for name in tables if name not in asked)
+            name = served_name if served_name and i == 0 else path.rstrip("/").split("/")[-1]
+            yield _spec(config, name, path)
+    yield from (_table_spec(config, name) for name in tables if name not in listed)
 
 
 def _by_name(specs: Iterable[ModelSpec]) -> dict[str, ModelSpec]:
-    found: dict[str, ModelSpec] = {}
+    by_name: dict[str, ModelSpec] = {}
     for spec in specs:
-        other = found.get(spec.name)
+        other = by_name.get(spec.name)
         if other is not None:
             raise SetupError(
                 f"{other.path} and {spec.path} would both be called {spec.name}; name them in the "
                 "configuration file: [models.NAME] with path = ..."
             )
-        found[spec.name] = spec
-    return found
+        by_name[spec.name] = spec
+    return by_name
 
 
 def _check_events(config: Config, specs: Iterable[ModelSpec]) -> None:
     """Each model's process binds an address of its own. Raises SetupError."""
     addresses = [a for spec in specs if (a := spec.config.cache.kv_events) is not None]
-    to_come = config.fleet.models_dir is not None and config.cache.kv_events is not None
-    if to_come or len(addresses) != len(set(addresses)):
+    shared_by_folder = config.fleet.models_dir is not None and config.cache.kv_events is not None
+    if shared_by_folder or len(addresses) != len(set(addresses)):
         raise SetupError(
-            "--kv-events: several models need an address each; give kv_events in [models.NAME]"
+            "--kv-events: each model needs an address of its own; set kv_events in [models.NAME]"
         )
 
 
@@ -159,7 +161,7 @@ def _spec(config: Config, name: str, path: str) -> ModelSpec:
     return ModelSpec(name, child_config(config, name, path), keep_alive_s=keep_alive_s)
 
 
-def _tabled(config: Config, name: str) -> ModelSpec:
+def _table_spec(config: Config, name: str) -> ModelSpec:
     table = next(table for table in config.tables if table.name == name)
     keep_alive = table.keep_alive or config.fleet.keep_alive
     if table.keep_alive is not None and config.origin("fleet.keep_alive").kind in ("env", "flag"):
@@ -174,7 +176,7 @@ def _tabled(config: Config, name: str) -> ModelSpec:
 
 
 def folders(root: Path | None) -> Iterator[tuple[str, Path]]:
-    """Model folders in `root`, and one level deeper: owner/name, as other programs keep them."""
+    """Model folders in `root`, and one level deeper (owner/name), as other programs lay them out."""
     if root is None:
         return
     for folder in _subfolders(root):
@@ -199,30 +201,30 @@ def _subfolders(folder: Path) -> list[Path]:
 def child_config(
     config: Config, name: str, path: str, values: Mapping[str, Any] | None = None
 ) -> Config:
-    """The settings of one model's process. `values`: of its table; flags and variables win.
+    """The settings of one model's process. values: of its table; flags and environment win.
 
-    Limits that the front enforces (rates, calls of a key) are not enforced again behind it.
+    The process does not enforce again what the front enforces (rates, calls of a key).
     """
-    mine: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    own: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for key, value in (values or {}).items():
         if config.origin(key).kind not in ("env", "flag"):
             section, option = key.split(".")
-            mine[section][option] = value
-    mine["server"] |= {
+            own[section][option] = value
+    own["server"] |= {
         "served_model_name": name,
         "rate_limit": 0,
         "key_max_concurrency": 0,
         "key_tokens_per_minute": 0,
     }
-    mine["model"]["path"] = path
+    own["model"]["path"] = path
     sections = {
-        section: replace(getattr(config, section), **given) for section, given in mine.items()
+        section: replace(getattr(config, section), **given) for section, given in own.items()
     }
     return replace(config, **sections, tables=(), origins=types.MappingProxyType({}))
 
 
 def to_json(config: Config) -> str:
-    """All settings that are not defaults, as one line. It contains API keys: not for argv or logs."""
+    """All settings that are not defaults, on one line. With API keys: never for argv or logs."""
     shown: dict[str, Any] = {}
     for item in OPTIONS:
         value = config.get(item.key)

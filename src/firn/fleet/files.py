@@ -22,7 +22,7 @@ THINKING = ("<think>", "<|channel|>", "enable_thinking", "reasoning_effort")
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """None or empty: the folder does not say, or is not on this machine."""
+    """What a folder says about its model. None or empty: it does not say, or is not on this machine."""
 
     architecture: str | None = None
     context_length: int | None = None
@@ -49,7 +49,9 @@ def check(spec: ModelSpec) -> None:
     if not (name in PACKAGED or builtin_folder(name) or _is_hub_id(name) or find(name)):
         path = Path(os.path.expanduser(name))
         if not path.exists():
-            raise SetupError(f"There is no model folder {name}, and it is no hub id (owner/name).")
+            raise SetupError(
+                f"There is no model folder {name}, and it is not a hub id (owner/name)."
+            )
         if not (path / "config.json").exists():
             raise SetupError(f"{name} has no config.json: it is not a model folder.")
 
@@ -73,17 +75,17 @@ def read_facts(folder: Path | None) -> ModelFacts:
     config = _json(folder / "config.json")
     if not config:
         return ModelFacts()
-    judges = NAMED in folder.name.lower() or score_of(folder) is not None
-    pools = (folder / "modules.json").exists() and not judges
+    reranks = NAMED in folder.name.lower() or score_of(folder) is not None
+    embeds = (folder / "modules.json").exists() and not reranks
     template = _template(folder)
     can = {
-        "completion": not pools,
+        "completion": not embeds,
         "chat": template != "",
         "vision": is_vision(config),
         "tools": "tools" in template,
         "thinking": any(word in template for word in THINKING),
-        "embeddings": pools,
-        "rerank": judges,
+        "embeddings": embeds,
+        "rerank": reranks,
     }
     return ModelFacts(
         str(config.get("model_type") or "") or None,

@@ -1,6 +1,6 @@
-"""Owns every model's state and process: which are loaded, what waits, what is unloaded.
+"""Owns the state and the process of every model: loads them, unloads them, holds waiting requests.
 
-Plans are made in placement.py and carried out here.
+placement.py makes the plans; they are carried out here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from firn.core.values import Namespace
 from firn.fleet import memory
 from firn.fleet.catalogue import ModelCatalogue, ModelSpec
 from firn.fleet.memory import Room
-from firn.fleet.model import Lease, LoadWaiter, Model
+from firn.fleet.model import LoadWaiter, Model, ModelLease
 from firn.fleet.placement import NEVER, FleetPlan, ModelState, PlacementRules, Reason, make_plan
 from firn.fleet.process import Launch, Message, ModelProcess
 
@@ -35,11 +35,13 @@ log = logging.getLogger("firn.fleet")
 
 BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
 STEADY_S = 60.0
-"""A process that has lived this long starts its back-off anew."""
+"""After a process has lived this long, the next failure counts as the first."""
 MAX_RESTARTS = 5
-"""Restarts in a row of a model that no request waits for."""
+"""How often in a row a model that no request waits for is restarted after its process died."""
 END_S = 35.0
 """How long a process has to write its records and end."""
+KILL_S = 5.0
+"""How long the system may take to end a process that was killed."""
 
 
 class Fleet:
@@ -56,10 +58,10 @@ class Fleet:
         rules: PlacementRules | None = None,
         measure: Callable[[int], Room] = memory.room,
         folder_of: Callable[[ModelSpec], Path | None] = lambda spec: None,
-        charge: Callable[[Namespace, int], None] = lambda own, n_tokens: None,
+        charge: Callable[[Namespace, int], None] = lambda key_id, n_tokens: None,
     ) -> None:
-        """folder: for the sockets. memory_nbytes: of all models together; 0: by the machine's memory.
-        charge: called with the tokens that were computed for a caller."""
+        """folder: for the sockets. memory_nbytes: for all models together; 0: by the machine's memory.
+        charge: called with the number of tokens that were computed for a caller."""
         self.catalogue = catalogue
         self._launch = launch
         self._folder = folder
@@ -76,13 +78,13 @@ class Fleet:
         self._contests: set[frozenset[str]] = set()
         self._n_sockets = 0
         self._device_nbytes: float = math.inf
-        """What the driver lets models have; known once a model's process has reported it."""
+        """What the GPU's driver lets models use, once a process has reported it."""
         self.room = measure(memory_nbytes)
         for spec in catalogue:
             self.model(spec)
 
     def model(self, spec: ModelSpec) -> Model:
-        """Its state, created if it is new. A folder that was replaced is another model."""
+        """The state of this model, created if it is new."""
         model = self.models.get(spec.name)
         if model is None:
             footprint = memory.estimate(self._folder_of(spec))
@@ -94,18 +96,18 @@ class Fleet:
 
     # --- for requests ----------------------------------------------------------------------
 
-    def try_enter(self, model: Model) -> Lease | None:
-        """A lease at once; None: it is not loaded, or takes no requests now."""
+    def try_enter(self, model: Model) -> ModelLease | None:
+        """A lease, if the model can take a request now; None: wait for it."""
         if model.state is ModelState.LOADED and not (model.closed or model.unloading):
             return model.enter()
         return None
 
     def peek(self, model: Model) -> ModelProcess | None:
-        """Its process, for questions that do not count as use; None: it is not loaded."""
+        """Its process, for requests that do not count as use; None: it is not loaded."""
         return model.child if model.state is ModelState.LOADED else None
 
     def wait_for(self, model: Model) -> LoadWaiter:
-        """A place in the queue. Raises ModelNotReady, ModelFailed, ModelTooLarge, ShuttingDown."""
+        """Queue for a lease. Raises ModelNotReady, ModelFailed, ModelTooLarge, ShuttingDown."""
         if self._closing:
             raise ShuttingDown()
         now = time.monotonic()
@@ -124,7 +126,7 @@ class Fleet:
         return waiter
 
     def leave(self, model: Model, waiter: LoadWaiter) -> None:
-        """Wait no longer. Idempotent; releases a lease that was granted meanwhile."""
+        """Stop waiting, and release a lease that was granted meanwhile. Idempotent."""
         if waiter in model.waiters:
             model.waiters.remove(waiter)
             self._wake.set()
@@ -139,8 +141,8 @@ class Fleet:
         )
 
     async def unload(self, model: Model) -> None:
-        """Unload it once its replies have ended; returns when its memory is free. A pinned model stays
-        pinned, and is loaded again when a request needs it."""
+        """Unload it once its replies have ended; returns when its memory is free. A pinned model is not
+        loaded again until a request needs it."""
         model.wanted_since = NEVER
         model.unloading = model.state in (ModelState.LOADING, ModelState.LOADED)
         if model.state is ModelState.LOADING and model.child is not None:
@@ -148,12 +150,12 @@ class Fleet:
             model.child.kill()
         self._wake.set()
         if model.state is not ModelState.UNLOADED:
-            await model.over.wait()
+            await model.unloaded.wait()
 
     # --- planning --------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until `close`: whenever something has changed, make a plan and carry it out."""
+        """Until `close`: make a plan and carry it out, whenever something has changed."""
         while not self._closing:
             self._wake.clear()
             if any(m.waiters or m.wanted_since < NEVER for m in self.models.values()):
@@ -161,33 +163,34 @@ class Fleet:
                 self.room = await loop.run_in_executor(None, self._measure, self._memory_nbytes)
             plan = self._plan()
             self._act(plan)
-            delay = None if plan.look_at == NEVER else max(plan.look_at - time.monotonic(), 0.0)
+            delay = None if plan.replan_at == NEVER else max(plan.replan_at - time.monotonic(), 0.0)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), delay)
 
     def _plan(self) -> FleetPlan:
-        loading = sum(
+        # Models that are being loaded will allocate this, and have not yet.
+        loading_nbytes = sum(
             m.footprint.nbytes for m in self.models.values() if m.state is ModelState.LOADING
-        )  # has not allocated all of it yet
+        )
         if not self._memory_nbytes:
             budget = int(min(self.room.budget_nbytes, self._device_nbytes))
             self.room = replace(self.room, budget_nbytes=budget)
-        room = replace(self.room, free_nbytes=self.room.free_nbytes - loading)
+        room = replace(self.room, free_nbytes=self.room.free_nbytes - loading_nbytes)
         views = [model.view() for model in self.models.values()]
         return make_plan(views, room, self._rules, now=time.monotonic())
 
     def _act(self, plan: FleetPlan) -> None:
         for name in plan.load:
-            self._begin(self.models[name])
+            self._start_loading(self.models[name])
         for name, reason in plan.unload:
-            self._retire(self.models[name], reason)
+            self._start_unloading(self.models[name], reason)
         for model in self.models.values():
             if model.unloading and model.state is ModelState.LOADED and not model.view().n_active:
-                self._retire(model, "asked")
-            was, model.closed = model.closed, model.spec.name in plan.close
-            open = model.state is ModelState.LOADED and not model.unloading
-            if was and not model.closed and open:
-                self._let_in(model)
+                self._start_unloading(model, "asked")
+            was_closed, model.closed = model.closed, model.spec.name in plan.close
+            is_open = model.state is ModelState.LOADED and not model.unloading
+            if was_closed and not model.closed and is_open:
+                self._admit_waiters(model)
         for waiting, staying in plan.contested:
             pair = frozenset((waiting, staying))
             if pair not in self._contests:
@@ -201,18 +204,18 @@ class Fleet:
                     turn_s,
                 )
 
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.create_task(work)
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     # --- loading ---------------------------------------------------------------------------
 
-    def _begin(self, model: Model) -> None:
-        """Change its state at once, so that the next plan knows."""
+    def _start_loading(self, model: Model) -> None:
+        """Sets its state at once, so that the next plan knows."""
         model.state, model.load_began, model.progress = ModelState.LOADING, time.monotonic(), ""
         model.wanted_since = NEVER
-        model.over.clear()
+        model.unloaded.clear()
         model.ending.clear()
         model.computed = {}
         log.info("loading %s", model.spec.name)
@@ -224,20 +227,21 @@ class Fleet:
         socket = self._folder / f"{self._n_sockets}.sock"
         ready: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
 
-        def hear(message: Message) -> None:
+        def on_message(message: Message) -> None:
             if message["event"] in ("ready", "failed") and not ready.done():
                 ready.set_result(message)
             else:
-                self._heard(model, message)
+                self._on_message(model, message)
 
         try:
-            child = await self._launch(spec, socket, hear)
+            child = await self._launch(spec, socket, on_message)
         except OSError as e:
-            self._failed(model, f"its process cannot be started: {e.strerror or e}")
+            self._failed(model, f"its process could not be started: {e.strerror or e}")
             return
         model.child = child
-        await asyncio.wait({ready, child.exited}, return_when=asyncio.FIRST_COMPLETED)
-        message: Message = {"event": "failed", "message": _end(child)}
+        either: set[asyncio.Future[Any]] = {ready, child.exited}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        message: Message = {"event": "failed", "message": _exit_text(child)}
         if ready.done():
             message = ready.result()
         if message["event"] == "failed":
@@ -246,7 +250,7 @@ class Fleet:
             self._failed(model, str(message["message"]))
             return
         model.details = message["model"]
-        self._measured(model, message["report"])
+        self._take_report(model, message["report"])
         self._loaded(model, child)
         code = await asyncio.shield(child.exited)
         self._ended(model, code)
@@ -258,11 +262,11 @@ class Fleet:
         model.error, model.progress, model.closed = None, "", False
         model.n_loads += 1
         log.info("%s is loaded (%.1f s)", model.spec.name, model.load_s)
-        self._let_in(model)
+        self._admit_waiters(model)
         self._share_memory()
         self._wake.set()
 
-    def _let_in(self, model: Model) -> None:
+    def _admit_waiters(self, model: Model) -> None:
         waiters, model.waiters = model.waiters, []
         for waiter in waiters:
             if not waiter.lease.done():
@@ -270,10 +274,12 @@ class Fleet:
 
     def _failed(self, model: Model, why: str) -> None:
         model.state, model.child, model.unloading = ModelState.UNLOADED, None, False
-        model.over.set()
+        model.unloaded.set()
         retry_s = self._back_off(model)
         model.error = ModelFailed(model.spec.name, why, retry_after_s=math.ceil(retry_s))
-        log.error("%s cannot be loaded: %s", model.spec.name, why)
+        log.error(
+            "%s could not be loaded, next attempt in %.0f s: %s", model.spec.name, retry_s, why
+        )
         self._fail_waiters(model, model.error)
         if model.spec.pinned:
             model.wanted_since = time.monotonic()
@@ -293,19 +299,19 @@ class Fleet:
 
     # --- while it is loaded ----------------------------------------------------------------
 
-    def _heard(self, model: Model, message: Message) -> None:
+    def _on_message(self, model: Model, message: Message) -> None:
         match message:
             case {"event": "report", "report": report}:
-                self._measured(model, report)
+                self._take_report(model, report)
             case {"event": "progress", "text": text}:
                 model.progress = str(text)
             case {"event": "ending"}:
                 model.ending.set()
 
-    def _measured(self, model: Model, report: Mapping[str, Any]) -> None:
-        for own, n_tokens in report["computed"].items():
-            self._charge(Namespace(own), n_tokens - model.computed.get(own, 0))
-            model.computed[own] = n_tokens
+    def _take_report(self, model: Model, report: Mapping[str, Any]) -> None:
+        for key_id, n_tokens in report["computed"].items():
+            self._charge(Namespace(key_id), n_tokens - model.computed.get(key_id, 0))
+            model.computed[key_id] = n_tokens
         if report["device"] != "cpu":
             self._device_nbytes = report["device_memory"]
         background = max(int(report["calls"]) - model.n_active, 0)
@@ -316,10 +322,10 @@ class Fleet:
             self._wake.set()
 
     def _share_memory(self) -> None:
-        """Each loaded model may use what the others do not need."""
-        held = [m for m in self.models.values() if m.state is not ModelState.UNLOADED]
-        total = sum(m.footprint.nbytes for m in held)
-        for model in held:
+        """Let each loaded model use what the others do not need."""
+        in_memory = [m for m in self.models.values() if m.state is not ModelState.UNLOADED]
+        total = sum(m.footprint.nbytes for m in in_memory)
+        for model in in_memory:
             if model.state is ModelState.LOADED and model.child is not None:
                 own = model.footprint
                 free = self.room.budget_nbytes - (total - own.nbytes)
@@ -328,8 +334,8 @@ class Fleet:
 
     # --- unloading -------------------------------------------------------------------------
 
-    def _retire(self, model: Model, reason: Reason | str) -> None:
-        """It has no replies left: its process writes its records and ends."""
+    def _start_unloading(self, model: Model, reason: Reason | str) -> None:
+        """It has no replies left: tell its process to write its records and end."""
         assert model.child is not None
         log.info("unloading %s: %s", model.spec.name, _REASONS.get(reason, reason))
         model.state, model.closed = ModelState.DRAINING, False
@@ -337,36 +343,39 @@ class Fleet:
         if reason == "room":
             model.displaced_at = time.monotonic()
         model.child.tell({"do": "stop", "drain_s": None})
-        self._spawn(self._see_off(model, model.child))
+        self._spawn(self._await_exit(model, model.child))
 
-    async def _see_off(self, model: Model, child: ModelProcess) -> None:
-        """Wait for replies that run in the background, however long they take; then for the
-        process's end."""
-        idle = asyncio.ensure_future(model.ending.wait())
-        both: set[asyncio.Future[Any]] = {idle, child.exited}
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        idle.cancel()
+    async def _await_exit(self, model: Model, child: ModelProcess) -> None:
+        """Wait for replies in the background, however long they take; then for the process to exit."""
+        ending = asyncio.ensure_future(model.ending.wait())
+        either: set[asyncio.Future[Any]] = {ending, child.exited}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        ending.cancel()
         await asyncio.wait({child.exited}, timeout=END_S)
         child.kill()
 
     def _ended(self, model: Model, code: int) -> None:
-        """The process of a loaded model has ended, whether or not it was told to."""
-        asked = model.state is ModelState.DRAINING
+        """The process of a loaded model has ended, on request or not."""
+        was_told = model.state is ModelState.DRAINING
         lived_s = time.monotonic() - model.loaded_at
         model.state, model.child = ModelState.UNLOADED, None
         model.closed = model.unloading = False
         model.n_background = 0
-        model.over.set()
+        model.unloaded.set()
         model.keep_alive_s = model.spec.keep_alive_s
-        if not asked and not self._closing:
-            log.error("the process of %s ended unexpectedly (%s)", model.spec.name, code_text(code))
+        if not was_told and not self._closing:
+            log.error(
+                "the process of %s ended unexpectedly (%s): its requests fail",
+                model.spec.name,
+                code_text(code),
+            )
             model.n_failures = 0 if lived_s > STEADY_S else model.n_failures
             self._back_off(model)
             model.error = ModelDied(model.spec.name)
             self._fail_waiters(model, model.error)
             if model.spec.pinned or model.n_failures <= MAX_RESTARTS:
                 model.wanted_since = time.monotonic()
-        elif asked:
+        elif was_told:
             model.n_failures, model.not_before = 0, 0.0
         self._share_memory()
         self._wake.set()
@@ -379,7 +388,7 @@ class Fleet:
             self._fail_waiters(model, ShuttingDown())
 
     def cut(self) -> None:
-        """End replies that still run with an error."""
+        """End running replies with an error."""
         for model in self.models.values():
             if model.child is not None:
                 model.child.tell({"do": "stop", "drain_s": 0.0})
@@ -394,7 +403,7 @@ class Fleet:
         for child in children:
             child.kill()
         if children:
-            await asyncio.wait({child.exited for child in children}, timeout=5.0)
+            await asyncio.wait({child.exited for child in children}, timeout=KILL_S)
         for task in self._tasks:
             task.cancel()
 
@@ -406,7 +415,7 @@ _REASONS: Mapping[str, str] = {
 }
 
 
-def _end(child: ModelProcess) -> str:
+def _exit_text(child: ModelProcess) -> str:
     return (
         f"its process has ended ({code_text(child.exited.result())})" if child.exited.done() else ""
     )

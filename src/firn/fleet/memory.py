@@ -1,7 +1,7 @@
 """What a model needs while it is loaded, and what all models together may take.
 
-Before a model was ever loaded its files say; then its process reports: weights, the most that live
-requests have taken, the least that stored prefixes should have, and what the process itself takes.
+Until a model has been loaded once, the sizes of its files say. Then its process reports: weights, the
+most that live requests have taken, the least for stored prefixes, and what the process itself takes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ MIB, GIB = 1 << 20, 1 << 30
 PROCESS_NBYTES = 256 * MIB
 """Python, MLX and their libraries."""
 RECORDS_FLOOR_NBYTES = 64 * MIB
-"""The least for stored prefixes; more of them give way."""
+"""The least for stored prefixes; any beyond that give way to other models."""
 LIVE_FLOOR_NBYTES = 64 * MIB
 LIVE_SHARE = 0.1
-"""Of the weights: what requests may take, before anything was measured."""
+"""What requests may take, as a share of the weights, before anything was measured."""
 CONVERSATION_TOKENS = 4096
-"""Tokens of the one conversation that a model should at least have room for."""
+"""A model should have room for at least one conversation of this length."""
 HEADROOM_SHARE = 0.1
-"""Of the machine's memory, for everything else on it."""
+"""The share of the machine's memory for everything else on it."""
 SMALL_MAC_NBYTES = 36 * GIB
 
 
@@ -47,7 +47,7 @@ class Footprint:
 
 
 def estimate(folder: Path | None) -> Footprint:
-    """By the files of its folder; None: it is not on this machine yet."""
+    """By the files of its folder. folder: None: the model is not on this machine yet."""
     weights = 0
     if folder is not None:
         weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -55,11 +55,11 @@ def estimate(folder: Path | None) -> Footprint:
 
 
 def measured(report: Mapping[str, Any], before: Footprint) -> Footprint:
-    """By what its process reports. What live requests have taken once, they may take again."""
+    """By what its process reports. Live requests may take again what they have taken once."""
     row = report["bytes_per_row"] + CONVERSATION_TOKENS * report["bytes_per_token"]
     peak = max(report["live_peak"], row)
-    known = before.live_nbytes if before.weights_nbytes == report["weights"] else 0
-    return Footprint(report["weights"], live_nbytes=max(peak, known))
+    earlier = before.live_nbytes if before.weights_nbytes == report["weights"] else 0
+    return Footprint(report["weights"], live_nbytes=max(peak, earlier))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ class Room:
 
 
 def room(limit_nbytes: int) -> Room:
-    """Starts a program on macOS and with a GPU, so not for the asyncio thread. limit_nbytes: as the
-    user set it; 0: by the device's memory."""
+    """May start a program (macOS, NVIDIA), so not for the asyncio thread. limit_nbytes: set by the user;
+    0: by the device's memory."""
     now = gpu_memory() or machine.memory()
     budget = limit_nbytes or int(now.total * usable_share(now.total))
     free = math.inf if now.available is None else float(now.available)
@@ -88,7 +88,7 @@ def usable_share(total_nbytes: int, *, platform: str = sys.platform) -> float:
 
 
 def gpu_memory() -> machine.SystemMemory | None:
-    """Of the first NVIDIA GPU; None: MLX does not compute there, or nvidia-smi does not say."""
+    """Of the first NVIDIA GPU; None: MLX does not use it, or nvidia-smi does not say."""
     if not _mlx_uses_cuda():
         return None
     command = [
@@ -105,7 +105,7 @@ def gpu_memory() -> machine.SystemMemory | None:
 
 @functools.cache
 def _mlx_uses_cuda() -> bool:
-    """By what is installed: MLX itself is not imported here."""
+    """Judged by what is installed: the front must not import MLX."""
     for package in ("mlx-cuda-13", "mlx-cuda-12", "mlx-cuda"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             metadata.distribution(package)
@@ -114,7 +114,7 @@ def _mlx_uses_cuda() -> bool:
 
 
 def parse_gpus(text: str) -> machine.SystemMemory | None:
-    """nvidia-smi's lines "total, free" in MiB; the first GPU is the one that MLX takes."""
+    """nvidia-smi's lines "total, free" in MiB; MLX uses the first GPU."""
     total, _, free = text.strip().partition("\n")[0].partition(",")
     if not (total.strip().isdigit() and free.strip().isdigit()):
         return None

@@ -1,4 +1,4 @@
-"""One answer made of several: the same question to every loaded model, answers by name."""
+"""Asks every loaded model the same question, and merges the answers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from firn.fleet.model import Model
 from firn.fleet.vouching import vouch
 
 ANSWER_S = 10.0
+"""How long a model's process may take to answer before it is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,8 @@ async def ask_loaded(
     fleet: Fleet, scope: Scope, target: bytes, models: Iterable[Model] | None = None
 ) -> list[ModelAnswer]:
     """Send the same request to each loaded model; one that does not answer is left out."""
-    asked = list(fleet.models.values() if models is None else models)
-    answers = await asyncio.gather(*(_ask(fleet, model, scope, target) for model in asked))
+    models = fleet.models.values() if models is None else models
+    answers = await asyncio.gather(*(_ask(fleet, model, scope, target) for model in models))
     return [answer for answer in answers if answer is not None]
 
 
@@ -67,7 +68,7 @@ class _MetricFamily:
 
 
 def merge_metrics(texts: Mapping[str, str]) -> str:
-    """Prometheus's text format, by model: each sample gets a label with the model's name."""
+    """Texts in Prometheus's format, by model, as one: each sample gets a label with the model's name."""
     families: dict[str, _MetricFamily] = {}
     for model, text in texts.items():
         label = f'model="{_escaped(model)}"'
@@ -75,8 +76,7 @@ def merge_metrics(texts: Mapping[str, str]) -> str:
         for line in text.splitlines():
             if line.startswith("# HELP "):
                 family = families.setdefault(line.split(" ", 3)[2], _MetricFamily())
-                fresh = not family.head
-                if fresh:
+                if not family.head:
                     family.head.append(line)
             elif line.startswith("# TYPE "):
                 if len(family.head) == 1:

@@ -1,4 +1,4 @@
-"""What the front knows of one model: its state, its process, its leases, the requests that wait."""
+"""What the front knows about one model: state, process, leases, waiting requests."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from firn.fleet.process import ModelProcess
 
 
 @dataclass(eq=False, slots=True)
-class Lease:
+class ModelLease:
     """The right to use a loaded model. Owned by the request's task, which releases it."""
 
     model: Model
     child: ModelProcess
-    _held: bool = True
+    _is_open: bool = True
 
     def release(self, *, keep_alive_s: float | None = None) -> None:
-        if self._held:
-            self._held = False
-            self.model.left(keep_alive_s)
+        if self._is_open:
+            self._is_open = False
+            self.model.end_use(keep_alive_s)
 
 
 @dataclass(eq=False, slots=True)
 class LoadWaiter:
     since: float
-    lease: asyncio.Future[Lease]
+    lease: asyncio.Future[ModelLease]
 
 
 @dataclass(eq=False)
 class Model:
-    """One model. Owner: the fleet, on the asyncio thread."""
+    """One model, loaded or not. Owner: the fleet, on the asyncio thread."""
 
     spec: ModelSpec
     footprint: Footprint
@@ -50,17 +50,17 @@ class Model:
     """Replies that run without a connected client."""
     waiters: list[LoadWaiter] = field(default_factory=list)
     closed: bool = False
-    """Its turn is over: new requests wait."""
+    """Its turn is over: new requests wait. See placement.py."""
     unloading: bool = False
-    """On request: new requests wait, and it is unloaded when running replies have ended."""
+    """Somebody asked to unload it: new requests wait, and it goes when running replies have ended."""
     ending: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when its process has no more replies to send."""
     computed: dict[str, int] = field(default_factory=dict)
     """Tokens by caller, as its process has reported them."""
-    over: asyncio.Event = field(default_factory=asyncio.Event)
+    unloaded: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while it has no process."""
     wanted_since: float = NEVER
-    """Since when it is to be loaded although no request waits."""
+    """When it became due for loading though no request waits: it is pinned, or its process died."""
     keep_alive_s: float = duration.FOREVER
     load_began: float = 0.0
     load_s: float = 5.0
@@ -99,12 +99,12 @@ class Model:
             displaced_at=self.displaced_at,
         )
 
-    def enter(self) -> Lease:
+    def enter(self) -> ModelLease:
         assert self.child is not None
         self.n_active += 1
-        return Lease(self, self.child)
+        return ModelLease(self, self.child)
 
-    def left(self, keep_alive_s: float | None) -> None:
+    def end_use(self, keep_alive_s: float | None) -> None:
         self.n_active -= 1
         self.last_used = time.monotonic()
         if keep_alive_s is not None:

@@ -1,10 +1,10 @@
 """Which models to load, unload or close next: a pure function of all models' states.
 
-To make room, idle, unpinned models are unloaded, least recently used first, after a minimum stay. Where
-requests alternate between models that do not fit together, an idle one keeps its place for a while: at
-most as long as loading it again would take, so that waiting costs at most twice the best that could be
-done. One that is never idle keeps its place for a turn; then it is closed: new requests for it wait,
-running replies end, and the other model is loaded. A reply is never cut.
+To make room, idle models that are not pinned are unloaded, least recently used first, after a minimum
+stay. If requests alternate between models that do not fit together, an idle model stays a while longer:
+at most as long as loading it again would take, so that waiting costs at most twice the optimum. A model
+that is never idle stays for a turn. Then it is closed: new requests for it wait, running replies end,
+and the other model is loaded. A reply is never cut off.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class ModelState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """One model now. Times are those of one clock; NEVER: there is none.
+    """One model now. All times are of one clock; NEVER: there is no such time.
 
-    need_nbytes: while it is loaded. n_active: running replies. waiting_since: when the oldest
-    waiting request came, or since when a pinned model is not loaded. load_s: how long loading took,
-    or may take. not_before: earliest next start after a failure. displaced_at: when it last made
-    room for another.
+    need_nbytes: its memory while it is loaded. n_active: running replies. waiting_since: when the
+    oldest waiting request came, or when a pinned model was last unloaded. load_s: how long loading
+    took, or may take. not_before: the earliest next start after a failure. displaced_at: when it last
+    made room for another model.
     """
 
     name: str
@@ -64,9 +64,9 @@ class ModelView:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRules:
-    """min_stay_s: of a loaded model. A turn is `turn_loads` times as long as loading takes, within
-    bounds. contest_s: a model that made room and gets a request again within this time is
-    contested. hold_max_s: how long an idle model keeps a contested place at most."""
+    """min_stay_s: how long a model stays loaded at least. A turn lasts `turn_loads` times as long as
+    loading takes, within bounds. contest_s: a model that made room and gets a request again within
+    this time is contested. hold_max_s: how long an idle model may keep a contested place."""
 
     min_stay_s: float = 2.0
     turn_loads: float = 10.0
@@ -84,28 +84,28 @@ Reason = Literal["idle", "room"]
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """close: these take no new requests for now. contested: pairs (waiting, loaded) that take turns.
-    look_at: when to plan again if nothing happens before."""
+    """close: models that take no new requests for now. contested: pairs (waiting, loaded) that take
+    turns. replan_at: when to plan again if nothing happens before."""
 
     load: tuple[str, ...] = ()
     unload: tuple[tuple[str, Reason], ...] = ()
     close: tuple[str, ...] = ()
     contested: tuple[tuple[str, str], ...] = ()
-    look_at: float = NEVER
+    replan_at: float = NEVER
 
 
 def make_plan(
     models: Sequence[ModelView], room: Room, rules: PlacementRules, *, now: float
 ) -> FleetPlan:
-    work = _Planner(models, room, rules, now)
-    work.expire()
-    work.relieve()
+    planner = _Planner(models, room, rules, now)
+    planner.expire()
+    planner.unload_excess()
     for wanted in sorted(_wanted(models), key=lambda v: v.waiting_since):
         if wanted.not_before > now:
-            work.look(wanted.not_before)
-        elif not work.place(wanted):
-            break  # first come, first served: nobody else takes the room that is being made
-    return work.plan()
+            planner.replan(at=wanted.not_before)
+        elif not planner.place(wanted):
+            break  # first come, first served: no other model may take the room that is being made
+    return planner.plan()
 
 
 def _wanted(models: Sequence[ModelView]) -> list[ModelView]:
@@ -113,20 +113,20 @@ def _wanted(models: Sequence[ModelView]) -> list[ModelView]:
 
 
 class _Planner:
-    """One plan in the making."""
+    """Builds one plan."""
 
     def __init__(
         self, models: Sequence[ModelView], room: Room, rules: PlacementRules, now: float
     ) -> None:
         self._models, self._room, self._rules, self._now = models, room, rules, now
-        self._held = sum(v.need_nbytes for v in models if v.holds_memory)
-        self._free = room.free_nbytes
-        self._going = {v.name for v in models if v.state is ModelState.DRAINING}
+        self._used_nbytes = sum(v.need_nbytes for v in models if v.holds_memory)
+        self._free_nbytes = room.free_nbytes
+        self._leaving = {v.name for v in models if v.state is ModelState.DRAINING}
         self._load: list[str] = []
         self._unload: list[tuple[str, Reason]] = []
         self._close: list[str] = []
         self._contested: list[tuple[str, str]] = []
-        self._look_at = NEVER
+        self._next_at = NEVER
 
     def plan(self) -> FleetPlan:
         return FleetPlan(
@@ -134,81 +134,84 @@ class _Planner:
             tuple(self._unload),
             tuple(self._close),
             tuple(self._contested),
-            self._look_at,
+            self._next_at,
         )
 
-    def look(self, at: float) -> None:
+    def replan(self, *, at: float) -> None:
+        """Ask for another plan at this time, at the latest."""
         if at > self._now:
-            self._look_at = min(self._look_at, at)
+            self._next_at = min(self._next_at, at)
 
     def expire(self) -> None:
         for v in self._models:
             if v.state is ModelState.LOADED and v.is_idle and not v.pinned:
                 if v.expires_at <= self._now:
-                    self._send_off(v, "idle")
+                    self._unload_model(v, "idle")
                 else:
-                    self.look(v.expires_at)
+                    self.replan(at=v.expires_at)
 
-    def relieve(self) -> None:
-        """Models use more than expected: unload idle ones until the rest fits."""
-        over = self._held - self._freed() - self._room.budget_nbytes
+    def unload_excess(self) -> None:
+        """Models use more memory than expected: unload idle ones until the rest fits."""
+        over = self._used_nbytes - self._freed_nbytes() - self._room.budget_nbytes
         for v in self._idle():
             if over <= 0:
                 return
-            if self._may_go_at(v, None) <= self._now:
-                self._send_off(v, "room")
+            if self._may_unload_at(v, None) <= self._now:
+                self._unload_model(v, "room")
                 over -= v.need_nbytes
 
     def place(self, wanted: ModelView) -> bool:
-        """Load it, or make room for it. False: room is being made, and free memory is a part of it.
+        """Load it, or make room for it. False: room is being made, and what is free now is part of it.
 
-        While nothing can be unloaded yet, models that fit beside the loaded ones need not wait for it.
+        While nothing can be unloaded yet, models that fit beside the loaded ones need not wait.
         """
-        lacking = wanted.need_nbytes - min(self._room.budget_nbytes - self._held, self._free)
-        if lacking <= 0:
+        missing_nbytes = wanted.need_nbytes - min(
+            self._room.budget_nbytes - self._used_nbytes, self._free_nbytes
+        )
+        if missing_nbytes <= 0:
             self._load.append(wanted.name)
-            self._held += wanted.need_nbytes
-            self._free -= wanted.need_nbytes
+            self._used_nbytes += wanted.need_nbytes
+            self._free_nbytes -= wanted.need_nbytes
             return True
-        lacking -= self._freed()
-        return lacking > 0 and not self._make_room(wanted, lacking)
+        missing_nbytes -= self._freed_nbytes()
+        return missing_nbytes > 0 and not self._make_room(wanted, missing_nbytes)
 
-    def _make_room(self, wanted: ModelView, lacking: float) -> bool:
-        """Whether there will be enough once those that are unloaded now have ended."""
-        ready = [v for v in self._idle() if self._may_go_at(v, wanted) <= self._now]
-        chosen = _enough(ready, lacking)
+    def _make_room(self, wanted: ModelView, missing_nbytes: float) -> bool:
+        """Unload or close others. True: there will be enough memory once they have ended."""
+        ready = [v for v in self._idle() if self._may_unload_at(v, wanted) <= self._now]
+        chosen = _first_that_free(ready, missing_nbytes)
         if chosen is not None:
             for v in chosen:
-                self._send_off(v, "room")
+                self._unload_model(v, "room")
             return True
-        # Not yet: close those whose turn is over, if that will be enough.
-        others = [v for v in self._models if self._could_go(v) and v not in ready]
+        # Idle models are not enough: close those whose turn is over, if that will be.
+        others = [v for v in self._models if self._is_unloadable(v) and v not in ready]
         over = [v for v in others if self._turn_ends_at(v, wanted) <= self._now]
         over.sort(key=lambda v: v.last_used)
-        chosen = _enough([*ready, *over], lacking)
+        chosen = _first_that_free([*ready, *over], missing_nbytes)
         if chosen is not None:
             for v in chosen:
                 self._note_contest(wanted, v)
                 if v.is_idle or v.n_active == 0:
-                    self._send_off(v, "room")
+                    self._unload_model(v, "room")
                 else:
                     self._close.append(v.name)
         for v in others:
             if v.is_idle:
-                self.look(self._may_go_at(v, wanted))
-            self.look(self._turn_ends_at(v, wanted))
+                self.replan(at=self._may_unload_at(v, wanted))
+            self.replan(at=self._turn_ends_at(v, wanted))
             if self._is_contested(wanted):
                 self._note_contest(wanted, v)
         return chosen is not None
 
     def _idle(self) -> list[ModelView]:
-        idle = [v for v in self._models if self._could_go(v) and v.is_idle]
+        idle = [v for v in self._models if self._is_unloadable(v) and v.is_idle]
         return sorted(idle, key=lambda v: v.last_used)
 
-    def _could_go(self, v: ModelView) -> bool:
-        return v.state is ModelState.LOADED and not v.pinned and v.name not in self._going
+    def _is_unloadable(self, v: ModelView) -> bool:
+        return v.state is ModelState.LOADED and not v.pinned and v.name not in self._leaving
 
-    def _may_go_at(self, v: ModelView, wanted: ModelView | None) -> float:
+    def _may_unload_at(self, v: ModelView, wanted: ModelView | None) -> float:
         """When an idle model may be unloaded."""
         hold_s = 0.0
         if wanted is not None and self._is_contested(wanted):
@@ -216,7 +219,7 @@ class _Planner:
         return max(v.loaded_at + self._rules.min_stay_s, v.last_used + hold_s)
 
     def _is_contested(self, wanted: ModelView) -> bool:
-        """It made room not long ago and has requests again."""
+        """It made room a short while ago and has requests again."""
         return wanted.waiting_since - wanted.displaced_at < self._rules.contest_s
 
     def _turn_ends_at(self, v: ModelView, wanted: ModelView) -> float:
@@ -226,21 +229,21 @@ class _Planner:
         if (wanted.name, v.name) not in self._contested:
             self._contested.append((wanted.name, v.name))
 
-    def _send_off(self, v: ModelView, reason: Reason) -> None:
+    def _unload_model(self, v: ModelView, reason: Reason) -> None:
         self._unload.append((v.name, reason))
-        self._going.add(v.name)
+        self._leaving.add(v.name)
 
-    def _freed(self) -> int:
-        """Memory that is about to be freed."""
-        return sum(v.need_nbytes for v in self._models if v.name in self._going)
+    def _freed_nbytes(self) -> int:
+        """Memory of models that are on their way out."""
+        return sum(v.need_nbytes for v in self._models if v.name in self._leaving)
 
 
-def _enough(models: Sequence[ModelView], lacking: float) -> list[ModelView] | None:
-    """The first of them that free enough together; None: not even all do."""
+def _first_that_free(models: Sequence[ModelView], missing_nbytes: float) -> list[ModelView] | None:
+    """The first models that together free this much; None: not even all of them do."""
     chosen: list[ModelView] = []
     for v in models:
-        if lacking <= 0:
+        if missing_nbytes <= 0:
             break
         chosen.append(v)
-        lacking -= v.need_nbytes
-    return chosen if lacking <= 0 else None
+        missing_nbytes -= v.need_nbytes
+    return chosen if missing_nbytes <= 0 else None

@@ -1,8 +1,8 @@
-"""One model's process, as the front sees it: started, listened to, ended.
+"""A model's process as the front sees it: starts it, sends it orders, hears its reports, ends it.
 
-It gets orders as lines of JSON on its standard input, and reports in lines on another pipe. The end of
-its input means that the front is gone, however that happened: then it ends by itself. It has a session
-of its own, so that a Ctrl-C at the terminal reaches the front alone.
+Orders are lines of JSON on its standard input; reports are lines on another pipe. When its input ends,
+the front is gone, for whatever reason, and the process ends by itself. It has a session of its own, so
+that Ctrl-C at the terminal reaches the front alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,12 +22,12 @@ from firn.fleet.catalogue import ModelSpec, to_json
 
 log = logging.getLogger("firn.fleet")
 
-MAX_LINE = 1 << 20
+MAX_LINE_NBYTES = 1 << 20
 Message = Mapping[str, Any]
 
 
 class ModelProcess(Protocol):
-    """A model's process. `exited` holds its exit code."""
+    """A model's process. `exited` gets its exit code."""
 
     socket: Path
     exited: asyncio.Future[int]
@@ -40,13 +40,12 @@ class ModelProcess(Protocol):
 
 
 OnMessage = Callable[[Message], None]
-Launch = Callable[[ModelSpec, Path, OnMessage], Any]
-"""Starts a process; an awaitable ModelProcess. `OnMessage` gets each of its messages, on the asyncio
-thread."""
+Launch = Callable[[ModelSpec, Path, OnMessage], Awaitable[ModelProcess]]
+"""Starts a process. `OnMessage` gets each of its messages, on the asyncio thread."""
 
 
 class SpawnedProcess:
-    """A real one. Owner: the fleet."""
+    """A real process of the operating system. Owner: the fleet."""
 
     def __init__(self, process: asyncio.subprocess.Process, socket: Path) -> None:
         self.socket = socket
@@ -58,22 +57,22 @@ class SpawnedProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def follow(self, reading: int, hear: OnMessage) -> None:
+    def follow(self, read_fd: int, on_message: OnMessage) -> None:
         self._tasks = [
-            asyncio.create_task(self._listen(reading, hear)),
+            asyncio.create_task(self._listen(read_fd, on_message)),
             asyncio.create_task(self._wait()),
         ]
 
-    async def _listen(self, reading: int, hear: OnMessage) -> None:
-        stream = asyncio.StreamReader(limit=MAX_LINE)
-        pipe = os.fdopen(reading, "rb", 0)
+    async def _listen(self, read_fd: int, on_message: OnMessage) -> None:
+        stream = asyncio.StreamReader(limit=MAX_LINE_NBYTES)
+        pipe = os.fdopen(read_fd, "rb", 0)
         protocol = asyncio.StreamReaderProtocol(stream)
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
         try:
             while line := await stream.readline():
-                hear(json.loads(line))
+                on_message(json.loads(line))
         except (ValueError, OSError):
-            log.exception("a report of process %d cannot be read", self.pid)
+            log.exception("a report of model process %d cannot be read; no more are read", self.pid)
         finally:
             transport.close()
 
@@ -90,7 +89,7 @@ class SpawnedProcess:
             stdin.write(json.dumps(message).encode() + b"\n")
 
     def kill(self) -> None:
-        """At once, with whatever it has started in its session."""
+        """Kill it at once, with everything in its session."""
         if not self.exited.done():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -102,27 +101,27 @@ COMMAND = (sys.executable, "-m", "firn.fleet.worker")
 async def launch(
     spec: ModelSpec,
     socket: Path,
-    hear: OnMessage,
+    on_message: OnMessage,
     *,
     command: Sequence[str] = COMMAND,
 ) -> SpawnedProcess:
     """Start a model's process. Raises OSError."""
-    reading, writing = os.pipe()
+    read_fd, write_fd = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
-            str(writing),
+            str(write_fd),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
-            pass_fds=(writing,),
+            pass_fds=(write_fd,),
             start_new_session=True,
         )
     except OSError:
-        os.close(reading)
+        os.close(read_fd)
         raise
     finally:
-        os.close(writing)
+        os.close(write_fd)
     child = SpawnedProcess(process, socket)
-    child.follow(reading, hear)
+    child.follow(read_fd, on_message)
     child.tell({"config": json.loads(to_json(spec.config)), "socket": str(socket)})
     return child

@@ -1,7 +1,7 @@
-"""HTTP to a model's process on its socket: one request a connection, and its reply as it arrives.
+"""HTTP to a model's process on its socket: one request per connection, and its reply as it arrives.
 
-Bytes are forwarded in the pieces in which they arrive, one wake-up a piece. Closing a connection before
-the reply has ended tells the process that its client is gone.
+Bytes are forwarded in the pieces in which they arrive, with one wake-up for each. Closing a connection
+before the reply has ended tells the process that its client is gone.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import httptools
 Headers = Sequence[tuple[bytes, bytes]]
 
 HIGH_NBYTES = 256 * 1024
-"""How much is buffered for a client that does not keep up."""
+"""How much of a reply is buffered for a client that does not keep up."""
 HOP_BY_HOP = frozenset(
     {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection",
      b"te", b"trailer", b"transfer-encoding", b"upgrade"}
 )  # fmt: skip
 NOT_SENT = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"authorization", b"x-api-key"}
 NOT_RETURNED = HOP_BY_HOP | {b"date", b"server", b"x-request-id", b"request-id"}
-"""The front has its own."""
-OURS = b"x-firn-"
+"""The front adds its own."""
+INTERNAL_PREFIX = b"x-firn-"
+"""See vouching.py."""
 
 
 class ProcessLost(Exception):
@@ -45,7 +46,7 @@ class ForwardedRequest:
         kept = (
             (name, value)
             for name, value in self.headers
-            if name not in NOT_SENT and not name.startswith(OURS)
+            if name not in NOT_SENT and not name.startswith(INTERNAL_PREFIX)
         )
         own = [(b"host", b"localhost"), (b"connection", b"close"), *extra]
         if self.body or self.method not in ("GET", "HEAD", "DELETE"):
@@ -55,7 +56,7 @@ class ForwardedRequest:
 
 
 class ForwardedReply(asyncio.Protocol):
-    """A child's reply. Owned by the task that passes it on."""
+    """The reply of a model's process. Owner: the task that forwards it."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -68,12 +69,12 @@ class ForwardedReply(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
 
     async def head(self) -> None:
-        """Until status and headers are there. Raises ProcessLost."""
+        """Wait for status and headers. Raises ProcessLost."""
         while not self._begun:
             await self._wait()
 
     async def piece(self) -> bytes:
-        """What has arrived since; b"" is the end. Raises ProcessLost."""
+        """Wait for what has arrived since the last call; b"" is the end. Raises ProcessLost."""
         while not self._pieces:
             if self._complete:
                 return b""
@@ -93,8 +94,8 @@ class ForwardedReply(asyncio.Protocol):
         return b"".join(pieces)
 
     @property
-    def passed_on(self) -> list[tuple[bytes, bytes]]:
-        """Its headers, as the client gets them."""
+    def client_headers(self) -> list[tuple[bytes, bytes]]:
+        """Its headers that the client gets."""
         return [(name, value) for name, value in self.headers if name not in NOT_RETURNED]
 
     def close(self) -> None:
@@ -117,7 +118,7 @@ class ForwardedReply(asyncio.Protocol):
     # --- asyncio ---------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -153,7 +154,7 @@ class ForwardedReply(asyncio.Protocol):
 async def send(
     path: Path, request: ForwardedRequest, extra: Iterable[tuple[bytes, bytes]] = ()
 ) -> ForwardedReply:
-    """Send it; the reply's head has not come yet. The caller closes the reply. Raises ProcessLost."""
+    """Send a request. The caller waits for the reply's head, and closes it. Raises ProcessLost."""
     loop = asyncio.get_running_loop()
     try:
         transport, reply = await loop.create_unix_connection(ForwardedReply, str(path))

@@ -1,4 +1,4 @@
-"""A request at the front: find the model it names, wait until that is loaded, relay the reply."""
+"""A request at the front: find the model it names, wait until it is loaded, relay the reply."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from firn.api.body_reader import BodyReader
 from firn.api.dialects import ApiCall, Dialect, Encoder, ReplyHead
 from firn.api.errors import ErrorShapes, RenderError
 from firn.api.exchange import Exchange, exchange_of, send_error, send_json
+from firn.api.fields import Fields
 from firn.api.generate import while_connected
-from firn.api.quotas import Quotas
-from firn.core import duration
+from firn.api.ollama import keep_alive_s
+from firn.api.quotas import FixedMeter, Quotas
 from firn.core.errors import (
     FirnError,
     Forbidden,
@@ -37,7 +38,7 @@ from firn.core.events import Ended, Failed
 from firn.core.values import Usage
 from firn.fleet import proxy
 from firn.fleet.fleet import Fleet
-from firn.fleet.model import Lease, Model
+from firn.fleet.model import Model, ModelLease
 from firn.fleet.vouching import vouch
 
 log = logging.getLogger("firn.fleet")
@@ -49,7 +50,7 @@ MAX_REMEMBERED = 20_000
 
 @dataclass(frozen=True, slots=True)
 class WaitLimits:
-    """wait_s: for a model to be loaded. silence_s: after it, a waiting stream gets a comment line."""
+    """wait_s: for a model to be loaded. silence_s: a waiting stream gets a comment line this often."""
 
     wait_s: float = 300.0
     silence_s: float = 5.0
@@ -60,8 +61,8 @@ class ModelRequest:
     """What the front reads from a request's body."""
 
     model: str
-    stream: Any
-    """As it was sent; None: it was not."""
+    stream: object
+    """As it was sent, unchecked; None: it was not sent."""
     keep_alive_s: float | None
     body: Mapping[str, Any]
 
@@ -70,26 +71,19 @@ class RemoteFault(FirnError):
     """An error that the model's process has rendered, for a stream that has begun."""
 
     def __init__(self, status: int, raw: bytes) -> None:
-        message, self.status = f"The model's process answered with {status}.", status
+        self.status = status
+        message: object = f"The model's process answered with status {status}."
         try:
-            fault = json.loads(raw)["error"]
-            message = fault if isinstance(fault, str) else fault["message"]
-            self.code = (
-                str(fault.get("code") or self.code) if isinstance(fault, dict) else self.code
-            )
-            self.kind = (
-                str(fault.get("type") or self.kind) if isinstance(fault, dict) else self.kind
-            )
+            error = json.loads(raw)["error"]
+            if isinstance(error, dict):
+                message = error["message"]
+                self.code = str(error.get("code") or self.code)
+                self.kind = str(error.get("type") or self.kind)
+            elif isinstance(error, str):  # Ollama's shape
+                message = error
         except (ValueError, KeyError, TypeError):
-            pass
+            pass  # not an error of firn's: the status is all there is to say
         super().__init__(str(message))
-
-
-class _NothingComputed:
-    """A call's tokens are counted by the model's process, not by the front."""
-
-    n_waiting = 0
-    n_computed = 0
 
 
 class Relay:
@@ -135,40 +129,41 @@ class Relay:
             if self.draining:
                 raise ShuttingDown()
             raw = await self._bodies.read(scope, receive)
-            request = await decoded(raw, self._pool, _wanted)
+            request = await decoded(raw, self._pool, _parse)
             model = self.find(request.model)
             if scope["path"] == RESPONSES:
                 self._remember(exchange.id, model)
             call = _RelayedCall(self, model, scope, raw, request)
-            if call.asks_to_leave:
+            if call.asks_to_unload:
                 check_may_load(exchange.caller, self._keys)
                 await self._fleet.unload(model)
-                await call.say_gone(send)
+                await call.answer_unloaded(send)
                 return
-            with self._quotas.call(exchange.caller.own, _NothingComputed()):
+            # The model's process counts the tokens, and reports them.
+            with self._quotas.call(exchange.caller.key_id, FixedMeter()):
                 await while_connected(receive, lambda: call.answer(send))
         except FirnError as error:
             exchange.fault = error
             await send_error(send, error, self._shapes.of(scope["path"]))
 
     async def by_id(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI app: what is asked of a stored response, by its id."""
+        """An ASGI app: a request about a stored response, by its id."""
         exchange = exchange_of(scope)
         try:
             id = str(scope["path_params"]["response_id"])
             name = self._responses.get(id.rpartition("_")[2])
-            # Responses are lost with the model's process: nothing is loaded for them.
+            # Responses are lost with the model's process, so there is nothing to load a model for.
             if name is None or self._fleet.peek(self.find(name)) is None:
-                raise NotFound(f"There is no response {id[:64]!r} of yours.", param="response_id")
-            nothing = ModelRequest(name, None, None, {})
-            call = _RelayedCall(self, self.find(name), scope, b"", nothing)
+                raise NotFound(f"You have no response {id[:64]!r}.", param="response_id")
+            request = ModelRequest(name, None, None, {})
+            call = _RelayedCall(self, self.find(name), scope, b"", request)
             await while_connected(receive, lambda: call.answer(send))
         except FirnError as error:
             exchange.fault = error
             await send_error(send, error, self._shapes.of(scope["path"]))
 
     def _remember(self, request: str, model: Model) -> None:
-        """A response's id is made of the request's."""
+        """Keep which model made the response, whose id contains the request's."""
         self._responses[request.removeprefix("req_")] = model.spec.name
         while len(self._responses) > MAX_REMEMBERED:
             self._responses.popitem(last=False)
@@ -198,64 +193,61 @@ def check_may_load(caller: Caller, keys: Keys) -> None:
         )
 
 
-def _wanted(body: dict[str, Any]) -> ModelRequest:
+def _parse(body: dict[str, Any]) -> ModelRequest:
     model, stream = body.get("model"), body.get("stream")
     if model is not None and not isinstance(model, str):
         raise InvalidValue("model", "must be a string")
-    keep_alive_s = None
-    if body.get("keep_alive") is not None:
-        try:
-            keep_alive_s = duration.seconds(body["keep_alive"])
-        except ValueError as e:
-            raise InvalidValue("keep_alive", str(e)) from None
-    return ModelRequest(model or "", stream, keep_alive_s, body)
+    return ModelRequest(model or "", stream, keep_alive_s(Fields(body)), body)
 
 
 class _RelayedCall:
     """One request on its way to a model's process and back. Owned by its task."""
 
     def __init__(
-        self, relay: Relay, model: Model, scope: Scope, raw: bytes, wanted: ModelRequest
+        self, relay: Relay, model: Model, scope: Scope, raw: bytes, request: ModelRequest
     ) -> None:
         self._relay = relay
         self._model = model
         self._scope = scope
         self._raw = raw
-        self._wanted = wanted
+        self._request = request
         self._exchange: Exchange = exchange_of(scope)
         self._dialect = relay.dialect(scope["path"])
         self._begun = False
         """Status and headers have been sent to the client."""
-        self._is_stream = self._streams = False
-        """What is sent is a stream; what was asked for is one."""
+        self._is_stream = False
+        """What is sent to the client is a stream."""
+        self._wants_stream = False
+        """The client asked for a stream."""
 
     @property
-    def asks_to_leave(self) -> bool:
-        """Ollama's way to unload a model: nothing to read, and nothing to keep it for."""
-        wanted, path = self._wanted, self._scope["path"]
-        read = {"/api/chat": "messages", "/api/generate": "prompt"}.get(path)
-        if read is None or wanted.keep_alive_s != 0 or wanted.body.get(read):
+    def asks_to_unload(self) -> bool:
+        """Ollama's clients unload a model by a request without a prompt and with keep_alive 0."""
+        prompt_field = {"/api/chat": "messages", "/api/generate": "prompt"}.get(self._scope["path"])
+        if prompt_field is None or self._request.body.get(prompt_field):
+            return False
+        if self._request.keep_alive_s != 0:
             return False
         return not self._decoded().requests  # a picture or a suffix is something to read, too
 
-    async def say_gone(self, send: Send) -> None:
+    async def answer_unloaded(self, send: Send) -> None:
         call = self._decoded()
         head = _head_of(self._exchange, self._model.spec.name)
         await send_json(send, call.fold(head, [Ended(Usage(0, 0))]))
 
     def _decoded(self) -> ApiCall:
         assert self._dialect is not None
-        return self._dialect.decode(self._wanted.body, namespace=self._exchange.caller.own)
+        return self._dialect.decode(self._request.body, namespace=self._exchange.caller.key_id)
 
     async def answer(self, send: Send) -> None:
-        """Raises FirnError while nothing has been sent; then a fault is the stream's last event."""
+        """Raises FirnError while nothing has been sent; later, an error is the stream's last event."""
         fleet = self._relay.fleet
         self._relay.n_calls += 1
-        lease: Lease | None = None
+        lease: ModelLease | None = None
         try:
             lease = fleet.try_enter(self._model) or await self._wait(send)
-            await self._pass_on(lease, send)
-        except OSError:  # how newer ASGI servers say that nobody listens
+            await self._forward(lease, send)
+        except OSError:  # newer ASGI servers raise it when the client is gone
             raise ClientGone() from None
         except FirnError as error:
             if not self._begun:
@@ -265,11 +257,11 @@ class _RelayedCall:
         finally:
             self._relay.n_calls -= 1
             if lease is not None:
-                lease.release(keep_alive_s=self._wanted.keep_alive_s)
+                lease.release(keep_alive_s=self._request.keep_alive_s)
 
     # --- waiting ---------------------------------------------------------------------------
 
-    async def _wait(self, send: Send) -> Lease:
+    async def _wait(self, send: Send) -> ModelLease:
         self._check()
         fleet, limits, model = self._relay.fleet, self._relay.limits, self._model
         waiter = fleet.wait_for(model)
@@ -283,21 +275,21 @@ class _RelayedCall:
                 done, _ = await asyncio.wait({waiter.lease}, timeout=timeout)
                 if done:
                     return waiter.lease.result()
-                await self._comfort(send, waited_s=time.monotonic() - waiter.since)
+                await self._send_keep_alive(send, waited_s=time.monotonic() - waiter.since)
         except BaseException:
             fleet.leave(model, waiter)
             raise
 
     def _check(self) -> None:
-        """Load nothing for a bad body. Bodies of the Responses API refer to what only the model's
-        process has, and are checked there."""
-        self._streams = self._wanted.stream is True
+        """Check the body before a model is loaded for it. Bodies of the Responses API refer to what only
+        the model's process has, and are checked there."""
+        self._wants_stream = self._request.stream is True
         if self._dialect is not None and self._scope["path"] != RESPONSES:
-            self._streams = self._decoded().stream
+            self._wants_stream = self._decoded().stream
 
-    async def _comfort(self, send: Send, *, waited_s: float) -> None:
-        """Send a comment line on a stream that waits, so that clients and proxies keep it open."""
-        if self._dialect is None or not self._streams:
+    async def _send_keep_alive(self, send: Send, *, waited_s: float) -> None:
+        """Send a comment line on a waiting stream, so that clients and proxies keep it open."""
+        if self._dialect is None or not self._wants_stream:
             return
         dialect, model = self._dialect, self._model
         if not self._begun:
@@ -313,7 +305,7 @@ class _RelayedCall:
 
     # --- the reply -------------------------------------------------------------------------
 
-    async def _pass_on(self, lease: Lease, send: Send) -> None:
+    async def _forward(self, lease: ModelLease, send: Send) -> None:
         scope = self._scope
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
@@ -332,18 +324,18 @@ class _RelayedCall:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except proxy.ProcessLost:
             if self._begun and not self._is_stream:
-                raise ConnectionResetError("the model's process ended in mid-reply") from None
+                raise ConnectionResetError("the model's process ended during its reply") from None
             raise ModelDied(self._model.spec.name) from None
         finally:
             reply.close()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _head(self, reply: proxy.ForwardedReply, send: Send) -> None:
-        if self._begun:  # with status 200, while it waited
+        if self._begun:  # a keep-alive has sent the head, with status 200
             if reply.status != 200:
                 raise RemoteFault(reply.status, await reply.body())
             return
-        headers = reply.passed_on
+        headers = reply.client_headers
         kinds = (value for name, value in headers if name == b"content-type")
         self._is_stream = any(kind.startswith(_STREAMS) for kind in kinds)
         self._begun = True
@@ -362,9 +354,9 @@ _STREAMS = (b"text/event-stream", b"application/x-ndjson")
 
 
 def _fresh_encoder(dialect: Dialect, exchange: Exchange, model: str) -> Encoder:
-    """An encoder for an error at the end of a stream that the model's process has written so far."""
+    """An encoder for what the front itself adds to a stream: keep-alives, and an error at its end."""
     example = {**dialect.schema()["example"], "stream": True}
-    call = dialect.decode(example, namespace=exchange.caller.own)
+    call = dialect.decode(example, namespace=exchange.caller.key_id)
     return call.encoder(_head_of(exchange, model))
 
 

@@ -1,4 +1,4 @@
-"""What the front answers itself: models, loading and unloading, health, metrics, the cache."""
+"""The routes that the front answers itself: models, loading, health, metrics, cache."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from firn.api.body import parse_object
 from firn.api.body_reader import BodyReader
 from firn.api.dialects import JsonRoute, RouteRequest
 from firn.api.exchange import exchange_of
+from firn.api.fields import Fields
+from firn.api.ollama import keep_alive_s
 from firn.api.openapi import error_responses
 from firn.api.origins import check_may_change_cache, refuse_pages
 from firn.api.routes.models import add_routes, page
 from firn.api.routes.ollama import model_routes
-from firn.core import duration
-from firn.core.errors import InvalidValue, ModelNotFound, NotFound
+from firn.core.errors import ModelNotFound, NotFound
 from firn.core.values import Namespace
 from firn.fleet import merging
 from firn.fleet.files import ModelFacts, folder_of, read_facts
@@ -50,7 +51,7 @@ class ModelListing:
         return [self.shown(self._fleet.model(spec)) for spec in self._fleet.catalogue]
 
     def shown(self, model: Model) -> dict[str, Any]:
-        """As the model's own process shows it, with what only the front knows."""
+        """What the model's own process shows, with what only the front knows."""
         spec, catalogue = model.spec, self._fleet.catalogue
         born = datetime.fromtimestamp(self._began, tz=UTC)
         facts = ModelFacts() if model.details else self._read(model)
@@ -92,16 +93,16 @@ def _state(model: Model) -> str:
 
 
 def _expires_at(model: Model) -> str | None:
-    """When it is unloaded, if nobody uses it until then."""
+    """When it will be unloaded unless it is used before."""
     if model.expires_at == NEVER:
         return None
     at = time.time() + model.expires_at - time.monotonic()
     return datetime.fromtimestamp(at, tz=UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
-def add_models(app: FastAPI, catalog: ModelListing, relay: Relay) -> None:
+def add_models(app: FastAPI, listing: ModelListing, relay: Relay) -> None:
     async def models(request: Request) -> dict[str, Any]:
-        return page(catalog.listed(), request.query_params, find=_name)
+        return page(listing.listed(), request.query_params, find=_name)
 
     def _name(name: str) -> str | None:
         try:
@@ -110,7 +111,7 @@ def add_models(app: FastAPI, catalog: ModelListing, relay: Relay) -> None:
             return None
 
     async def model(model_id: str) -> dict[str, Any]:
-        return catalog.shown(relay.find(model_id))
+        return listing.shown(relay.find(model_id))
 
     add_routes(app, models, model)
 
@@ -118,13 +119,13 @@ def add_models(app: FastAPI, catalog: ModelListing, relay: Relay) -> None:
 def add_loading(
     app: FastAPI,
     fleet: Fleet,
-    catalog: ModelListing,
+    listing: ModelListing,
     relay: Relay,
     bodies: BodyReader,
     keys: Keys,
     allow_origins: tuple[str, ...],
 ) -> None:
-    """POST /v1/models/{id}/load and /unload; both answer when it is done."""
+    """POST /v1/models/{id}/load and /unload; they answer when it is done."""
 
     def check(request: Request) -> None:
         refuse_pages(request.scope, allow_origins)
@@ -133,56 +134,51 @@ def add_loading(
     async def load(request: Request, model_id: str) -> dict[str, Any]:
         check(request)
         model = relay.find(model_id)
-        keep_alive_s = await _keep_alive(request, bodies)
+        stay_s = await _keep_alive_s(request, bodies)
         lease = fleet.try_enter(model)
         if lease is None:
             waiter = fleet.wait_for(model)
             try:
                 lease = await asyncio.wait_for(asyncio.shield(waiter.lease), relay.limits.wait_s)
             except TimeoutError:
-                waited = f"it took longer than {relay.limits.wait_s:g} s"
-                raise fleet.not_ready(model, waited) from None
+                why = f"it took longer than {relay.limits.wait_s:g} s"
+                raise fleet.not_ready(model, why) from None
             finally:
                 if lease is None:
                     fleet.leave(model, waiter)
-        lease.release(keep_alive_s=keep_alive_s)
-        return catalog.shown(model)
+        lease.release(keep_alive_s=stay_s)
+        return listing.shown(model)
 
     async def unload(request: Request, model_id: str) -> dict[str, Any]:
         check(request)
         model = relay.find(model_id)
         await fleet.unload(model)
-        return catalog.shown(model)
+        return listing.shown(model)
 
     add = partial(app.add_api_route, methods=["POST"], responses=error_responses())
     add("/v1/models/{model_id:path}/load", load, summary="Load a model")
     add("/v1/models/{model_id:path}/unload", unload, summary="Unload a model")
 
 
-async def _keep_alive(request: Request, bodies: BodyReader) -> float | None:
-    """From the body, if there is one."""
+async def _keep_alive_s(request: Request, bodies: BodyReader) -> float | None:
+    """keep_alive of the body, in seconds; None: not given."""
     if request.headers.get("content-length", "0") == "0":
         return None
-    body = parse_object(await bodies.read(request.scope, request.receive))
-    try:
-        given = body.get("keep_alive")
-        return None if given is None else duration.seconds(given)
-    except ValueError as e:
-        raise InvalidValue("keep_alive", str(e)) from None
+    return keep_alive_s(Fields(parse_object(await bodies.read(request.scope, request.receive))))
 
 
-def add_ollama(app: FastAPI, catalog: ModelListing, relay: Relay, bodies: BodyReader) -> None:
-    """What Ollama's clients ask about models. No model is loaded for it."""
-    for extra in model_routes(catalog.listed, lambda name: catalog.shown(relay.find(name))):
+def add_ollama(app: FastAPI, listing: ModelListing, relay: Relay, bodies: BodyReader) -> None:
+    """What Ollama's clients ask about models. These requests load no model."""
+    for route in model_routes(listing.listed, lambda name: listing.shown(relay.find(name))):
 
-        async def endpoint(request: Request, extra: JsonRoute = extra) -> JSONResponse:
+        async def endpoint(request: Request, route: JsonRoute = route) -> JSONResponse:
             body: Mapping[str, Any] = {}
-            if extra.schema is not None:
+            if route.schema is not None:
                 body = parse_object(await bodies.read(request.scope, request.receive))
-            own = exchange_of(request.scope).caller.own
-            return JSONResponse(await extra.answer(RouteRequest(own, body=body)))
+            key_id = exchange_of(request.scope).caller.key_id
+            return JSONResponse(await route.answer(RouteRequest(key_id, body=body)))
 
-        app.router.routes.append(Route(extra.path, endpoint, methods=[extra.method]))
+        app.router.routes.append(Route(route.path, endpoint, methods=[route.method]))
 
 
 # --- health --------------------------------------------------------------------------------
@@ -197,7 +193,7 @@ def add_probes(app: FastAPI, fleet: Fleet, relay: Relay, keys: Keys) -> None:
             "model": default.name if default else None,
             "draining": relay.draining,
         }
-        # Where callers have keys, how busy the server is would tell them about each other.
+        # A key must not learn from this how busy other keys keep the server.
         if exchange_of(request.scope).caller.operator or not keys.required:
             shown["models"] = {m.spec.name: _state(m) for m in fleet.models.values()}
             shown["calls"] = relay.n_calls
@@ -238,7 +234,7 @@ class FrontMetrics:
         )
         self._registry.register(_FleetCollector(fleet))
 
-    def count_request(self, own: Namespace, route: str, status: int, *, gone: bool) -> None:
+    def count_request(self, key_id: Namespace, route: str, status: int, *, gone: bool) -> None:
         self._requests.labels(route, str(status)).inc()
 
     def render(self) -> str:
@@ -290,22 +286,25 @@ def add_metrics(app: FastAPI, fleet: Fleet, metrics: FrontMetrics) -> None:
 
 
 def add_cache(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
-    def chosen(model: str | None) -> list[Model] | None:
+    def models_named(model: str | None) -> list[Model] | None:
+        """None: all of them."""
         return None if model is None else [relay.find(model)]
 
     async def stats(request: Request, model: str | None = None) -> dict[str, Any]:
-        answers = await merging.ask_loaded(fleet, request.scope, b"/v1/cache/stats", chosen(model))
+        answers = await merging.ask_loaded(
+            fleet, request.scope, b"/v1/cache/stats", models_named(model)
+        )
         return {"models": _by_model(answers)}
 
     async def clear(
         request: Request, namespace: str | None = None, model: str | None = None
     ) -> dict[str, Any]:
-        """Of all loaded models, or of one, which must be loaded; `namespace` as each of them takes
-        it."""
+        """Clear the caches of all loaded models, or of one, which must be loaded. namespace: the
+        caller's own."""
         check_may_change_cache(request.scope)
         if namespace is not None and namespace != exchange_of(request.scope).namespace:
             raise NotFound("This namespace is not yours, or does not exist.", param="namespace")
-        models = chosen(model)
+        models = models_named(model)
         if models and fleet.peek(models[0]) is None:
             raise fleet.not_ready(models[0], "its cache can be cleared only while it is loaded")
         target = "/v1/cache" if namespace is None else f"/v1/cache?namespace={namespace}"

@@ -1,4 +1,4 @@
-"""The front process: builds and wires its parts, and runs them. It loads neither MLX nor a model."""
+"""The front process: builds its parts and runs them. It loads neither MLX nor a model."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ log = logging.getLogger("firn.fleet")
 
 GIB = 1 << 30
 DRAIN_S = 20.0
-"""How long running requests may go on when the server stops, before they are cut."""
+"""How long running requests may go on when the server stops, before they are cut off."""
 LEAVE_S = 75.0
-"""When the front is killed if it has not ended by itself; models' processes have ended before."""
+"""The front is killed if it has not ended by then; models' processes have ended before."""
 SOCKET_PATH_NBYTES = 103
-"""macOS's limit of a Unix socket's path; Linux has 107."""
+"""The longest path of a Unix socket on macOS; on Linux it is 107."""
 SOCKET_NAME_NBYTES = len("/firn-12345678/99999.sock")
 N_DECODERS = 2
 BY_BODY = (
@@ -67,12 +67,13 @@ BY_BODY = (
     "/v1/detokenize", "/v1/cache/probe", "/v1/cache/pin", "/v1/cache/unpin", "/api/embed",
     "/api/embeddings", *RERANK_PATHS,
 )  # fmt: skip
-"""Besides the dialects' paths: a POST whose body names its model."""
+"""POSTs whose body names the model, besides those of the dialects."""
 BY_ID = (
     ("/v1/responses/{response_id}", ("GET", "DELETE")),
     ("/v1/responses/{response_id}/input_items", ("GET",)),
     ("/v1/responses/{response_id}/cancel", ("POST",)),
 )
+"""Requests for the model that made a stored response."""
 
 
 def serve(config: Config) -> int:
@@ -89,7 +90,7 @@ def serve(config: Config) -> int:
 
 @contextlib.contextmanager
 def _private_folder() -> Iterator[Path]:
-    """For the sockets: private (0700), with a short path, since a socket's path has a length limit."""
+    """A folder for the sockets, which nobody else may open (0700)."""
     folder = Path(tempfile.mkdtemp(prefix="firn-", dir=socket_base(os.environ)))
     try:
         yield folder
@@ -98,21 +99,21 @@ def _private_folder() -> Iterator[Path]:
 
 
 def socket_base(environ: Mapping[str, str]) -> str:
-    """A writable folder whose sockets' paths are short enough for every system."""
+    """A writable folder in which the paths of sockets stay below the system's limit."""
     places = (environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp")
     for place in places:
         fits = len(os.fsencode(place)) + SOCKET_NAME_NBYTES <= SOCKET_PATH_NBYTES
         if place and fits and os.path.isdir(place) and os.access(place, os.W_OK):
             return place
     raise SetupError(
-        f"No socket can be made in any of {', '.join(filter(None, places))}: set TMPDIR to a writable "
-        "folder with a short path."
+        f"No socket can be created in any of {', '.join(filter(None, places))}: set TMPDIR to a "
+        "writable folder with a short path."
     )
 
 
 @dataclass(frozen=True, slots=True)
 class FrontParts:
-    """What a front consists of. The pool decodes large bodies."""
+    """What the front consists of. pool: decodes large bodies."""
 
     fleet: Fleet
     relay: Relay
@@ -156,10 +157,10 @@ def build(
         app.router.routes.append(Route(path, _AsgiEndpoint(relay.by_body), methods=["POST"]))
     for path, methods in BY_ID:
         app.router.routes.append(Route(path, _AsgiEndpoint(relay.by_id), methods=list(methods)))
-    catalog = routes.ModelListing(fleet)
-    routes.add_loading(app, fleet, catalog, relay, bodies, keys, server.allow_origins)
-    routes.add_models(app, catalog, relay)
-    routes.add_ollama(app, catalog, relay, bodies)
+    listing = routes.ModelListing(fleet)
+    routes.add_loading(app, fleet, listing, relay, bodies, keys, server.allow_origins)
+    routes.add_models(app, listing, relay)
+    routes.add_ollama(app, listing, relay, bodies)
     add_page(app, shown=not config.page.no_dashboard)
     routes.add_probes(app, fleet, relay, keys)
     routes.add_metrics(app, fleet, metrics)
@@ -229,7 +230,7 @@ async def _run(config: Config, catalogue: ModelCatalogue, folder: Path, sock: so
 
     def stop() -> None:
         if web.should_exit:
-            os._exit(130)  # asked twice: at once; models' processes notice and end
+            os._exit(130)  # the second signal; models' processes notice and end
         log.info("stopping; running requests have %.0f s to end", DRAIN_S)
         no_later_than(LEAVE_S)
         parts.relay.draining = True

@@ -1,6 +1,6 @@
-"""/v1/cache/tree of several models: forwarded to the model that is meant, if that is loaded.
+"""/v1/cache/tree with several models: forwarded to the model that is meant, if it is loaded.
 
-No model is loaded for it.
+These requests load no model.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from firn.fleet.fleet import Fleet
 from firn.fleet.model import Model
 from firn.fleet.relay import Relay
 
-LOOKED_AT = "its cache can be read only while it is loaded"
+ONLY_LOADED = "its cache can be read only while it is loaded"
 MODEL = {"name": "model", "in": "query", "required": False, "schema": {"type": "string"}}
 
 
 def add_tree(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
     async def tree(request: Request) -> Response:
-        model = chosen(fleet, relay, request.query_params.get("model"))
+        model = choose_model(fleet, relay, request.query_params.get("model"))
         if fleet.peek(model) is None:
             why = f"{model.spec.name} is not loaded"
             return _json({"enabled": False, "why": why, "model": model.spec.name})
-        return await ask_one(fleet, model, request.scope, LOOKED_AT)
+        return await ask_model(fleet, model, request.scope, ONLY_LOADED)
 
-    async def one(request: Request, node: str) -> Response:
-        model = chosen(fleet, relay, request.query_params.get("model"))
-        return await ask_one(fleet, model, request.scope, LOOKED_AT)
+    async def one_node(request: Request, node: str) -> Response:
+        model = choose_model(fleet, relay, request.query_params.get("model"))
+        return await ask_model(fleet, model, request.scope, ONLY_LOADED)
 
     add = partial(
         app.add_api_route,
@@ -48,16 +48,16 @@ def add_tree(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
         summary="What a loaded model's cache holds, as a tree",
         openapi_extra={"parameters": [*PARAMETERS, MODEL]},
     )
-    add(f"{PATH}/{{node}}", one, methods=["GET"], summary="What a prefix takes and saves")
+    add(f"{PATH}/{{node}}", one_node, methods=["GET"], summary="What a prefix takes and saves")
     for action, text in (
-        ("pin", "Keep a stored prefix"),
-        ("unpin", "Let it go again"),
-        ("forget", "Forget a prefix and all that goes on from it"),
+        ("pin", "Pin a stored prefix"),
+        ("unpin", "Unpin a stored prefix"),
+        ("forget", "Forget a prefix and all that continues it"),
     ):
-        add(f"{PATH}/{{node}}/{action}", one, methods=["POST"], summary=text)
+        add(f"{PATH}/{{node}}/{action}", one_node, methods=["POST"], summary=text)
 
 
-def chosen(fleet: Fleet, relay: Relay, name: str | None) -> Model:
+def choose_model(fleet: Fleet, relay: Relay, name: str | None) -> Model:
     """The model of this name; without a name, the default, or else the first that is loaded."""
     if name:
         return relay.find(name)
@@ -66,8 +66,8 @@ def chosen(fleet: Fleet, relay: Relay, name: str | None) -> Model:
     return default if fleet.peek(default) is not None else next(loaded, default)
 
 
-async def ask_one(fleet: Fleet, model: Model, scope: Scope, why: str) -> Response:
-    """The model's own answer to the same request. why: for the error if it is not loaded."""
+async def ask_model(fleet: Fleet, model: Model, scope: Scope, why: str) -> Response:
+    """The model's own answer to the same request. why: it must be loaded, for the error if it is not."""
     query = scope["query_string"]
     target = scope["raw_path"] + (b"?" + query if query else b"")
     answers = await merging.ask_loaded(fleet, scope, target, [model])

@@ -1,8 +1,8 @@
 """What the front tells a model's process about a caller: its identity, and the request's id.
 
-The front has checked keys, hosts and rates; behind it nothing is checked again. Clients cannot
-forge these headers: the front forwards none of theirs by these names, and only the front reaches
-the processes.
+The front has checked keys, hosts and rates; models' processes do not check them again. Clients cannot
+forge these headers: the front drops any of theirs with these names, and only the front can reach the
+processes.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ RawHeaders = Iterable[tuple[bytes, bytes]]
 
 
 def vouch(exchange: Exchange) -> list[tuple[bytes, bytes]]:
-    """The headers that identify the caller, and say whether the server's own page asks."""
+    """Headers that name the caller and the request, and say whether the dashboard sent it."""
     caller = exchange.caller
-    text = f"{caller.own} {caller.namespace} {int(caller.operator)}"
-    said = [(CALLER, text.encode("ascii")), (REQUEST, exchange.id.encode("ascii"))]
-    return [*said, (PAGE, b"1")] if exchange.own_page else said
+    text = f"{caller.key_id} {caller.namespace} {int(caller.operator)}"
+    headers = [(CALLER, text.encode("ascii")), (REQUEST, exchange.id.encode("ascii"))]
+    return [*headers, (PAGE, b"1")] if exchange.own_page else headers
 
 
 class VouchedKeys(Keys):
-    """Trusts the front about who calls; the keys only tell which namespaces there can be."""
+    """Believes the front about who calls. The keys only say which namespaces exist."""
 
     def admit(self, headers: RawHeaders, *, local: bool = False) -> Caller:
         for name, value in headers:
             if name == CALLER:
-                own, namespace, operator = value.decode("ascii").split(" ")
-                return Caller(Namespace(own), Namespace(namespace), operator == "1")
+                key_id, namespace, operator = value.decode("ascii").split(" ")
+                return Caller(Namespace(key_id), Namespace(namespace), operator == "1")
         raise Unauthorized("This is the private socket of a firn server.")
 
 
 def vouched(app: ASGIApp) -> ASGIApp:
-    """The app with the front's request ids, so that both logs show the same."""
+    """Wraps the app so that it uses the front's request ids: both logs show the same ones."""
 
     async def inner(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            given = [value.decode("ascii") for name, value in scope["headers"] if name == REQUEST]
-            if given:
+            ids = [value.decode("ascii") for name, value in scope["headers"] if name == REQUEST]
+            if ids:
                 page = any(name == PAGE for name, _ in scope["headers"])
-                scope[SCOPE_KEY] = Exchange(id=given[0], own_page=page)
+                scope[SCOPE_KEY] = Exchange(id=ids[0], own_page=page)
         await app(scope, receive, send)
 
     return inner

@@ -1,7 +1,7 @@
-"""A model's process: the server of one model on a private socket, for the front alone.
+"""A model's process: serves one model on a private socket, for the front alone.
 
 Run as `python -m firn.fleet.worker FD`. Settings, with API keys, come on standard input; reports go
-out on FD. When the input ends, the front is gone: this process saves its records and ends too.
+out on FD. When its input ends, the front is gone: this process writes its records and ends too.
 """
 
 from __future__ import annotations
@@ -48,9 +48,13 @@ from firn.models import device as devices
 log = logging.getLogger("firn.fleet")
 
 REPORT_S = PROGRESS_S = 0.5
+DRAIN_POLL_S = 0.02
+"""How often to look whether the last reply has ended: nothing signals that."""
+STARTUP_POLL_S = 0.005
+"""How often to look whether the socket listens: uvicorn does not signal it, and a client waits."""
 LEAVE_S = FLUSH_S + app.STOP_S + 5.0
 LIMITS = ConnectionLimits(max_open=1 << 20, max_heads=1 << 20)
-"""The front limits connections; there is no second limit behind it."""
+"""The front limits connections; a second limit here would only refuse what it let in."""
 
 
 class FrontLink:
@@ -61,10 +65,11 @@ class FrontLink:
         """The front is gone."""
         self._out = os.fdopen(fd, "wb", buffering=0)
         self._lock = threading.Lock()
-        self._obey: Callable[[Mapping[str, Any] | None], None] = _end_at_once
+        self._handler: Callable[[Mapping[str, Any] | None], None] = _end_at_once
         self._orders = _orders(sys.stdin.fileno())
 
-    def first(self) -> Mapping[str, Any]:
+    def first_order(self) -> Mapping[str, Any]:
+        """Settings and socket. Exits if the front is gone already."""
         order = next(self._orders, None)
         if order is None:
             raise SystemExit(1)
@@ -75,23 +80,23 @@ class FrontLink:
 
     def _listen(self) -> None:
         for order in self._orders:
-            self._obey(order)
+            self._handler(order)
         self.orphaned = True
-        self._obey(None)
+        self._handler(None)
 
-    def obey(self, obey: Callable[[Mapping[str, Any] | None], None]) -> None:
-        """Sets what is called with each order, on another thread; with None: the front is gone."""
-        self._obey = obey
+    def on_order(self, handler: Callable[[Mapping[str, Any] | None], None]) -> None:
+        """Set the handler of orders; it runs on the link's thread. None: the front is gone."""
+        self._handler = handler
 
     def tell(self, event: str, **details: Any) -> None:
         line = json.dumps({"event": event, **details}).encode() + b"\n"
-        with self._lock, contextlib.suppress(OSError):  # nobody listens any more
+        with self._lock, contextlib.suppress(OSError):  # the front is gone
             self._out.write(line)
 
 
 def _orders(fd: int) -> Iterator[Mapping[str, Any]]:
-    """Lines of JSON until the end. Reads the descriptor itself: a thread that waits inside of Python's
-    own buffered reader holds its lock, and the interpreter cannot end."""
+    """Lines of JSON until the end. Reads the descriptor directly: a thread that waits in Python's
+    buffered reader holds its lock, and the interpreter could not exit."""
     rest = b""
     while piece := os.read(fd, 1 << 16):
         *lines, rest = (rest + piece).split(b"\n")
@@ -99,13 +104,13 @@ def _orders(fd: int) -> Iterator[Mapping[str, Any]]:
 
 
 def _end_at_once(order: Mapping[str, Any] | None) -> None:
-    """While the model is being loaded there is nothing to save, whatever the order."""
+    """While the model is being loaded there is nothing to save, whatever the order is."""
     os._exit(1)
 
 
 def main() -> int:
     link = FrontLink(int(sys.argv[1]))
-    order = link.first()
+    order = link.first_order()
     config = from_json(json.dumps(order["config"]))
     name = config.server.served_model_name or config.model.path
     configure_logs(config.log.level, tag=name)
@@ -134,7 +139,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def _progress(link: FrontLink, spec: ModelSpec) -> Iterator[None]:
-    """Report, while the model is being loaded, how much of its weights is in memory."""
+    """While the model is being loaded, report how much of its weights is in memory."""
     n_weights = max(estimate(folder_of(spec)).weights_nbytes, 1)
     done = threading.Event()
 
@@ -173,7 +178,7 @@ class _SocketServer(Uvicorn):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         config = self.config
-        # The mode is that of the file from its first moment on, whatever the folder's is.
+        # A umask, not chmod: the file has this mode from the moment it exists.
         mask = os.umask(0o177)
         try:
             server = await asyncio.get_running_loop().create_unix_server(
@@ -209,7 +214,7 @@ async def _run(
     stopping = asyncio.Event()
 
     def stop(drain_s: float | None) -> None:
-        """Let replies end; with `drain_s` they are cut after that time."""
+        """Let replies end, and cut them off after `drain_s`; None: however long they take."""
         server.event_router.drain()
         stopping.set()
         if drain_s is not None:
@@ -219,7 +224,7 @@ async def _run(
     def obey(order: Mapping[str, Any] | None) -> None:
         match order:
             case None:
-                log.warning("the front is gone: this model's process ends")
+                log.warning("the front process is gone: this model's process ends")
                 no_later_than(LEAVE_S)
                 loop.call_soon_threadsafe(stop, 0.0)
             case {"do": "stop", "drain_s": drain_s}:
@@ -229,7 +234,7 @@ async def _run(
                 server.engine.call(lambda parts: parts.set_capacity(capacity))
 
     own_capacity = server.engine.parts.budget.capacity_nbytes
-    link.obey(obey)
+    link.on_order(obey)
     loop.add_signal_handler(signal.SIGTERM, stop, app.DRAIN_S)
     watching = asyncio.create_task(app.watch(server, web))
     await warm.compute(services, prompts)
@@ -245,8 +250,8 @@ async def _end_when_idle(
     server: app.Server, web: Uvicorn, stopping: asyncio.Event, link: FrontLink
 ) -> None:
     await stopping.wait()
-    while server.event_router.n_calls:  # including replies that run in the background
-        await asyncio.sleep(0.02)
+    while server.event_router.n_calls:  # replies in the background included
+        await asyncio.sleep(DRAIN_POLL_S)
     no_later_than(LEAVE_S)
     link.tell("ending")
     web.should_exit = True
@@ -256,9 +261,9 @@ async def _end_when_idle(
 
 
 async def _report(server: app.Server, services: Services, web: Uvicorn, link: FrontLink) -> None:
-    """Report that it is ready once it listens, and then whatever has changed."""
+    """Report `ready` once the socket listens, and then whatever has changed."""
     while not web.started:
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(STARTUP_POLL_S)
     peak, last, device = 0, None, devices.device()
     message: dict[str, Any] = {"event": "ready", "model": model_object(services)}
     while True:
@@ -278,7 +283,7 @@ def _measure(parts: EngineParts) -> dict[str, Any]:
     """On the engine thread."""
     view = parts.budget.view()
     return {
-        "live": max(parts.runner.live_nbytes(), parts.budget.held_nbytes),
+        "live": max(parts.runner.live_nbytes(), parts.budget.reserved_nbytes),
         "bytes_per_token": view["bytes_per_token"],
         "bytes_per_row": view["bytes_per_row"],
     }

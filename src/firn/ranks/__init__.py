@@ -1,1 +1,1 @@
-"""The processes of one sharded model: how they find each other, speak, and end together."""
+"""The processes of one sharded model: how they find each other, communicate, and end together."""

@@ -1,7 +1,7 @@
 """A follower's end of its connection to rank 0.
 
-If the connection closes without the call `end`, or rank 0 falls silent, the process exits from whichever
-thread notices: the main thread may hang in a collective that no other rank will join.
+If the connection closes without the call `end`, or rank 0 falls silent, the thread that notices ends
+the process: the main thread may hang in a collective that no other rank will join.
 """
 
 from __future__ import annotations
@@ -40,38 +40,43 @@ class Follower:
     def _gone(self) -> None:
         if self._is_ending:
             return
-        if self._is_following:  # else rank 0 has said why
-            log.critical("rank 0 is gone: rank %d ends", self.rank)
+        if self._is_following:  # before, rank 0 itself says why the start failed
+            log.critical("rank 0 is gone, its connection is closed: rank %d ends", self.rank)
         os._exit(1)
 
     def _silent(self) -> None:
         if not self._is_ending:
-            text = "rank 0 has not been heard of for %g s: it is frozen, and rank %d ends"
-            log.critical(text, self._silent_s, self.rank)
+            log.critical(
+                "rank 0 has sent nothing for %g s, it seems to be frozen: rank %d ends",
+                self._silent_s,
+                self.rank,
+            )
             os._exit(1)
 
     def begin(self) -> None:
-        """The start is over: from now on rank 0 is heard every second, or is frozen."""
+        """The start is over: from now on a silent rank 0 counts as frozen."""
         self._is_following = True
         self._beat.watch()
 
     def next(self) -> RankCall:
-        """Waits for it."""
+        """Wait for the next call."""
         return self._calls.get()
 
     def expect(self, name: str) -> RankCall:
         """The next call, which must have this name. Raises SetupError."""
         call = self.next()
         if call.name != name:
-            raise SetupError(f"rank 0 said {call.name!r} before {name!r}")
+            raise SetupError(
+                f"rank 0 sent {call.name!r} where {name!r} was due: are all ranks the same firn?"
+            )
         return call
 
     def put(self, call: RankCall) -> None:
-        """Queue a call to this process itself, from any thread, between those of rank 0."""
+        """Queue a call of this process's own among those of rank 0. Any thread."""
         self._calls.put(call)
 
     def answer(self, name: str, *args: Any) -> None:
-        """Any thread."""
+        """Send a call to rank 0. Any thread."""
         try:
             self._link.send(encode(RankCall(name, args)))
         except LinkClosed:
@@ -79,14 +84,14 @@ class Follower:
 
     def heed_signals(self) -> None:
         """Pass a signal on to rank 0, which decides when to stop; a second signal exits at once."""
-        n_asked = 0
+        n_signals = 0
 
         def stop(*_: object) -> None:
-            nonlocal n_asked
-            n_asked += 1
-            if n_asked > 1:
+            nonlocal n_signals
+            n_signals += 1
+            if n_signals > 1:
                 os._exit(130)
-            # Not here: this thread may be in the midst of an answer.
+            # On a thread of its own: this one may be sending an answer, and holds the lock then.
             threading.Thread(target=self.answer, args=("stop",), daemon=True).start()
 
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,7 +1,7 @@
 """How the ranks of one model find each other, and what they must agree on before they load it.
 
-MLX connects them first (`mlx.launch` says where). Then rank 0 opens a port for calls, and tells it to
-the others through MLX, together with a secret: nobody else can speak there.
+MLX connects them first (`mlx.launch` says where). Then rank 0 opens a port for calls and sends its
+number to the others through MLX, together with a secret, so that nobody else can connect.
 """
 
 from __future__ import annotations
@@ -35,18 +35,20 @@ log = logging.getLogger("firn.ranks")
 JOIN_S = 600.0
 """How long ranks wait for each other: one may still be copying a model."""
 CONNECT_S = 30.0
+RETRY_S = 0.1
+"""Between two attempts to connect: rank 0's network may not be up yet."""
 REFUSED = {
     "--adapter": ("model", "adapter"),
     "--draft-model": ("engine", "draft_model"),
     "--sparse-prefill": ("sparse", "sparse_prefill"),
     "--tier": ("cache", "tiers"),
 }
-"""Options that make rank 0 do what the others are not told of: section and field, where they exist."""
+"""Options that would make rank 0 do what it does not tell the others, with section and field."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankMember:
-    """This process among the ranks; it has one of the two ends."""
+    """This process as one of the ranks: rank 0 has a leader, any other a follower."""
 
     group: RankGroup
     leader: Leader | None = None
@@ -54,7 +56,7 @@ class RankMember:
 
     @property
     def text(self) -> str:
-        """A part of what records say of themselves, so that slices never mix."""
+        """Part of the root of this rank's records, so that slices never mix."""
         return f"rank {self.group.rank} of {self.group.size}"
 
     def folder(self, location: Path) -> Path:
@@ -63,13 +65,13 @@ class RankMember:
 
 
 def check_options(config: Config) -> None:
-    """Raises SetupError for what does not go with sharded models."""
+    """Raises SetupError for options that sharded models do not support."""
     for flag, (section, field) in REFUSED.items():
         if getattr(getattr(config, section, None), field, None):
-            raise SetupError(f"--tensor-parallel does not go with {flag}")
-    guesses = config.engine.speculation
-    if guesses not in ("auto", "off"):
-        raise SetupError(f"--tensor-parallel does not go with --speculation {guesses}")
+            raise SetupError(f"--tensor-parallel cannot be combined with {flag}")
+    speculation = config.engine.speculation
+    if speculation not in ("auto", "off"):
+        raise SetupError(f"--tensor-parallel cannot be combined with --speculation {speculation}")
 
 
 def form() -> RankMember:
@@ -80,7 +82,7 @@ def form() -> RankMember:
     if group.rank == 0:
         leader = _open(group)
         joined.set()
-        log.info("rank 0 of %d speaks for all", group.size)
+        log.info("all %d ranks are connected; rank 0 serves", group.size)
         return RankMember(group, leader=leader)
     follower = _connect(group)
     joined.set()
@@ -88,9 +90,12 @@ def form() -> RankMember:
 
 
 def _give_up(joined: threading.Event) -> None:
-    """MLX waits for ever for a rank that never comes."""
+    """MLX would wait for ever for a rank that never comes."""
     if not joined.wait(JOIN_S):
-        log.critical("the ranks did not find each other within %.0f s", JOIN_S)
+        log.critical(
+            "the ranks did not find each other within %.0f s: was firn started on every host?",
+            JOIN_S,
+        )
         os._exit(1)
 
 
@@ -110,23 +115,25 @@ def _open(group: RankGroup) -> Leader:
                 links[rank] = link
     except TimeoutError:
         missing = sorted(set(range(1, group.size)) - set(links))
-        raise SetupError(f"--tensor-parallel: rank {missing[0]} does not reach {host}") from None
+        raise SetupError(
+            f"--tensor-parallel: rank {missing[0]} did not connect to rank 0 at {host}"
+        ) from None
     finally:
         server.close()
     return Leader(links)
 
 
 def _greeted(link: RankLink, secret: str) -> int | None:
-    """The rank at the other end; None for a stranger."""
+    """The rank at the other end; None: it is not one of ours."""
     try:
         call = link.receive()
-        rank, said, version = call.args
+        rank, their_secret, version = call.args
     except (LinkClosed, ValueError, TypeError):
         return None
-    if not hmac.compare_digest(str(said), secret):
+    if not hmac.compare_digest(str(their_secret), secret):
         return None
     if version != __version__:
-        raise SetupError(f"rank {rank} is firn {version}, and rank 0 is {__version__}")
+        raise SetupError(f"rank {rank} runs firn {version}, and rank 0 runs {__version__}")
     return int(rank)
 
 
@@ -140,14 +147,14 @@ def _connect(group: RankGroup) -> Follower:
         except OSError as e:
             if time.monotonic() > until:
                 raise SetupError(f"rank 0 cannot be reached at {host}:{port}: {e}") from e
-            time.sleep(0.1)
+            time.sleep(RETRY_S)
     link = RankLink(sock)
     link.send(encode(RankCall("hello", (group.rank, secret, __version__))))
     return Follower(group.rank, link)
 
 
 def host_of_first(environ: Mapping[str, str]) -> str:
-    """Rank 0's address, as the other ranks know it: the launcher has told MLX."""
+    """Rank 0's address as the other ranks know it: the launcher has told MLX."""
     if address := environ.get("MLX_JACCL_COORDINATOR"):
         return _without_port(address)
     if host := environ.get("NCCL_HOST_IP"):
@@ -163,7 +170,7 @@ def _without_port(address: str) -> str:
 
 
 def _own_address() -> str:
-    """The one that leads out of this machine: where nobody has said, it is MPI that knows."""
+    """The address of this machine's default route: with MPI, no variable names rank 0."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         try:
             s.connect(("192.0.2.1", 9))  # sends nothing, but chooses an interface
@@ -177,7 +184,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def end_start(error: SetupError) -> NoReturn:
-    """Say why, and end at once: MLX's threads may wait for ranks that have ended, and abort an exit."""
+    """Print why, and exit at once: a normal exit may abort while MLX waits for ranks that are gone."""
     print(f"firn: {error}", file=sys.stderr, flush=True)
     os._exit(1)
 
@@ -186,16 +193,16 @@ def end_start(error: SetupError) -> NoReturn:
 
 
 def options_digest(config: Config) -> str:
-    """Secrets are no part of a section's repr."""
+    """A digest of the settings that all ranks must share. A section's repr contains no secrets."""
     text = repr((config.model, config.engine, config.cache))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def agree(own: Mapping[str, Any], others: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raises SetupError naming the rank that has something else."""
+def agree(own: Mapping[str, object], others: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raises SetupError that names the first rank with other values than rank 0."""
     for rank, theirs in sorted(others.items()):
         if theirs.get("error"):
             raise SetupError(f"rank {rank}: {theirs['error']}")
-        for what, value in own.items():
-            if theirs.get(what) != value:
-                raise SetupError(f"rank {rank} has other {what} than rank 0")
+        for name, value in own.items():
+            if theirs.get(name) != value:
+                raise SetupError(f"rank {rank}'s {name} differ from rank 0's: all must be the same")

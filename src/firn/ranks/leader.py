@@ -1,7 +1,7 @@
 """Rank 0's end of the connections to the others.
 
-Calls are sent in the order of `tell`. One thread per follower receives answers and another passes them
-to their handlers, so that a handler may block and a follower that dies or freezes is still noticed.
+Calls are sent in the order of `tell`. One thread for each follower receives answers, and one more passes
+them to their handlers: while a handler blocks, a follower that dies or freezes is still noticed.
 
 Owner: the process, for as long as it lives.
 """
@@ -24,9 +24,9 @@ from firn.ranks.wire import LinkClosed, RankLink, encode
 log = logging.getLogger("firn.ranks")
 
 END_S = 5.0
-"""How long a group that has lost a rank may take to tell its clients before the process exits."""
+"""How long the process may take to tell its clients that a rank is lost, before it exits."""
 MAX_PENDING_NBYTES = 1 << 16
-"""Bytes of calls that wait for the next one."""
+"""Calls of `tell_later` wait for the next `tell` up to this size."""
 
 
 class Leader:
@@ -39,19 +39,19 @@ class Leader:
         self._handlers_lock = threading.Lock()
         self._handlers: dict[str, OnAnswer] = {"failed": self._failed, "stop": lambda *_: None}
         self._unclaimed: list[tuple[int, RankCall]] = []
-        """Answers that came before their handler."""
+        """Answers that arrived before their handler was set."""
         self._answers: queue.SimpleQueue[tuple[int, RankCall]] = queue.SimpleQueue()
         self.is_lost = False
         self._is_ending = False
         self._on_lost: Callable[[], object] | None = None
         self._beats = [self._listen(rank, link, beat_s) for rank, link in self._links.items()]
-        threading.Thread(target=self._hand_on, name="firn-ranks", daemon=True).start()
+        threading.Thread(target=self._dispatch, name="firn-ranks", daemon=True).start()
 
     @property
     def n_followers(self) -> int:
         return len(self._links)
 
-    # --- to them ---------------------------------------------------------------------------
+    # --- calls -----------------------------------------------------------------------------
 
     def tell(self, name: str, *args: Any, blob: bytes = b"") -> None:
         data = encode(RankCall(name, args, blob))
@@ -82,9 +82,9 @@ class Leader:
             try:
                 link.send(data)
             except LinkClosed as e:
-                raise self.end_group(f"rank {rank} is gone") from e
+                raise self.end_group(f"rank {rank} is gone, its connection is closed") from e
 
-    # --- from them -------------------------------------------------------------------------
+    # --- answers ---------------------------------------------------------------------------
 
     def on_answer(self, name: str, take: OnAnswer) -> None:
         with self._handlers_lock:
@@ -100,10 +100,10 @@ class Leader:
             lambda: self._gone(rank),
             name=f"firn-rank-{rank}",
         )
-        why = f"rank {rank} has not been heard of for {N_SILENT * beat_s:g} s: it is frozen"
+        why = f"rank {rank} has sent nothing for {N_SILENT * beat_s:g} s, it seems to be frozen"
         return Heartbeat(link, silent=lambda: self.end_group(why), name=str(rank), beat_s=beat_s)
 
-    def _hand_on(self) -> None:
+    def _dispatch(self) -> None:
         while True:
             rank, call = self._answers.get()
             with self._handlers_lock:
@@ -114,32 +114,34 @@ class Leader:
             try:
                 take(rank, call)
             except Exception as e:
-                self.end_group(f"rank {rank} said {call.name!r}, and that failed: {e!r}")
+                self.end_group(f"handling {call.name!r} from rank {rank} failed: {e!r}")
 
     def gather(self, name: str, *, timeout_s: float) -> dict[int, RankCall]:
-        """One answer of this name from everybody. Raises SetupError."""
-        heard: queue.SimpleQueue[tuple[int, RankCall]] = queue.SimpleQueue()
-        self.on_answer(name, lambda rank, call: heard.put((rank, call)))
-        found: dict[int, RankCall] = {}
+        """Wait for one answer of this name from each follower. Raises SetupError."""
+        arrived: queue.SimpleQueue[tuple[int, RankCall]] = queue.SimpleQueue()
+        self.on_answer(name, lambda rank, call: arrived.put((rank, call)))
+        answers: dict[int, RankCall] = {}
         try:
-            while len(found) < len(self._links):
-                rank, call = heard.get(timeout=timeout_s)
-                found[rank] = call
+            while len(answers) < len(self._links):
+                rank, call = arrived.get(timeout=timeout_s)
+                answers[rank] = call
         except queue.Empty:
-            missing = sorted(set(self._links) - set(found))
-            raise SetupError(f"rank {missing[0]} did not answer for {timeout_s:.0f} s") from None
+            missing = sorted(set(self._links) - set(answers))
+            raise SetupError(
+                f"rank {missing[0]} did not send {name!r} within {timeout_s:.0f} s"
+            ) from None
         finally:
             with self._handlers_lock:
                 del self._handlers[name]
-        return found
+        return answers
 
     # --- the end ---------------------------------------------------------------------------
 
     def watch(self, *, lost: Callable[[], object], asked: Callable[[], object]) -> None:
-        """From now on there are clients: `lost` tells them. Until then a loss ends the start, and a rank
-        may be silent for as long as that takes.
+        """From now on there are clients. Before, the loss of a rank ends the start, and a rank may be
+        silent for as long as loading takes.
 
-        asked: a follower was asked to stop, and all are to.
+        lost: tells the clients that a rank is lost. asked: called when a follower gets a signal to stop.
         """
         self._on_lost = lost
         for beat in self._beats:
@@ -157,20 +159,20 @@ class Leader:
             try:
                 self.tell("end")
             except RankLost:
-                log.warning("a rank was gone before the end")
+                log.warning("a rank was lost before it could be told to end")
 
     def end_group(self, why: str) -> RankLost:
         if not (self.is_lost or self._is_ending):
             self.is_lost = True
-            log.critical("%s: the group ends", why)
+            log.critical("%s: all ranks end", why)
             threading.Thread(target=self._leave, daemon=True).start()
         return RankLost(why)
 
     def _gone(self, rank: int) -> None:
-        self.end_group(f"rank {rank} is gone")
+        self.end_group(f"rank {rank} is gone, its connection is closed")
 
     def _failed(self, rank: int, call: RankCall) -> None:
-        """A follower says why it exits. Before there are clients, that is what a failed start prints."""
+        """A follower says why it exits. Before there are clients, print it: the start has failed."""
         why = f"rank {rank}: {call.args[0]}"
         if self._on_lost is None:
             self.is_lost = True

@@ -1,5 +1,4 @@
-"""The parts of rank 0: those of a server of one process, each of which also tells the other ranks what
-it does.
+"""The parts of rank 0: those of a server in one process, which also tell the other ranks what they do.
 
 Owner: the engine thread, once it runs.
 """
@@ -30,8 +29,9 @@ from firn.ranks.leader import Leader
 log = logging.getLogger("firn.ranks")
 
 CHECK_S = 600.0
-"""How long the others have to find the model, which may mean a download."""
+"""How long the others may take to find the model, which may mean a download."""
 LOAD_S = 7200.0
+"""How long they may take to load it."""
 
 
 class LeaderParts:
@@ -58,31 +58,35 @@ class LeaderParts:
     ) -> None:
         """Check that all ranks can load the model, and tell them to. Raises SetupError."""
         check(settings, self._member.group.size, name=name, text_only=text_only)
-        told = self.leader.gather("checked", timeout_s=CHECK_S)
-        others = {rank: call.args[0] for rank, call in told.items()}
+        others = self._gather("checked", timeout_s=CHECK_S)
         agree({"error": "", "options": self._options}, others)
-        self._node_of = {rank: str(said["node"]) for rank, said in others.items()}
+        self._node_of = {rank: str(theirs["node"]) for rank, theirs in others.items()}
         self._nodes.update(self._node_of.values())
         self.leader.tell("load", cpu_dtype)
 
     def dtype_for(self, wanted: CpuDtype) -> CpuDtype:
-        """A type that does not depend on a rank's free memory: all must compute the same numbers."""
+        """`auto` would depend on each rank's free memory, and all must compute the same numbers."""
         return "float32" if wanted == "auto" else wanted
 
     def begin(self, info: ModelInfo, capacity_nbytes: int, *, device: str) -> int:
-        """Wait until all have loaded it; returns the least memory of a rank. Raises SetupError."""
-        told = self.leader.gather("ready", timeout_s=LOAD_S)
-        others = {rank: call.args[0] for rank, call in told.items()}
+        """Wait until all have loaded the model; returns the least capacity. Raises SetupError."""
+        others = self._gather("ready", timeout_s=LOAD_S)
         agree({"weights": info.fingerprint.hex(), "number types": info.dtype}, others)
-        capacities = [capacity_nbytes // self._n_here(platform.node(), device)]
-        for rank, said in others.items():
-            capacities.append(int(said["capacity"]) // self._n_here(self._node_of[rank], device))
+        capacities = [capacity_nbytes // self._n_sharing(platform.node(), device)]
+        for rank, theirs in others.items():
+            n_sharing = self._n_sharing(self._node_of[rank], device)
+            capacities.append(int(theirs["capacity"]) // n_sharing)
         self.leader.tell("begin", info.batchable)
         least = min(capacities)
         log.info("%d ranks: %d MiB for requests and cache on each", len(capacities), least >> 20)
         return least
 
-    def _n_here(self, node: str, device: str) -> int:
+    def _gather(self, name: str, *, timeout_s: float) -> dict[int, Mapping[str, Any]]:
+        """What each follower sends under this name: one mapping."""
+        answers = self.leader.gather(name, timeout_s=timeout_s)
+        return {rank: call.args[0] for rank, call in answers.items()}
+
+    def _n_sharing(self, node: str, device: str) -> int:
         """How many ranks share the memory of a machine. With CUDA each rank has a GPU to itself."""
         return 1 if device == "cuda" else self._nodes[node]
 

@@ -2,9 +2,8 @@
 
     u32 n   u32 m   n bytes: ["name", args...] as JSON   m bytes: the blob
 
-Both ends run the same version of firn, started by one command; the first call proves it. Only JSON and
-bytes are decoded, never pickle. The call `alive` says that the process runs (heartbeat.py); `receive`
-swallows it.
+Both ends run the same version of firn, started by one command; the first call checks it. Only JSON and
+bytes are decoded, never pickle. The call `alive` is a heartbeat (heartbeat.py); `receive` drops it.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ _HEAD = struct.Struct("<II")
 MAX_NBYTES = 1 << 30
 ALIVE = "alive"
 KEEPALIVE = (("TCP_KEEPIDLE", 3), ("TCP_KEEPALIVE", 3), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
-"""A machine that is gone without a word is noticed in ten seconds. The second is macOS's name."""
+"""A machine that is switched off is noticed within ten seconds. TCP_KEEPALIVE is macOS's name."""
 
 
 class LinkClosed(Exception):
-    """The other end is gone."""
+    """The connection is closed, or the other end is not a rank."""
 
 
 def encode(call: RankCall) -> bytes:

@@ -77,15 +77,15 @@ def test_the_system_prompt_comes_first() -> None:
 
 
 def test_system_blocks_are_messages_so_that_each_can_be_dropped() -> None:
-    found = messages(HI, system=[block("billing"), block("be brief", cache_control=MARK)])
-    assert found[:2] == (text("system", "billing"), text("system", "be brief", checkpoint=True))
+    decoded = messages(HI, system=[block("billing"), block("be brief", cache_control=MARK)])
+    assert decoded[:2] == (text("system", "billing"), text("system", "be brief", checkpoint=True))
 
 
-def test_a_system_message_inside_the_conversation() -> None:
+def test_a_system_message_keeps_its_place_in_the_conversation() -> None:
     assert messages(HI, {"role": "system", "content": "now stop"})[1] == text("system", "now stop")
 
 
-def test_an_assistant_that_speaks_last_has_begun_the_reply() -> None:
+def test_a_last_message_of_the_assistant_begins_the_reply() -> None:
     begun = {"role": "assistant", "content": "Sure: "}
     call = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
     assert chat(messages=[HI, begun]).continues
@@ -118,9 +118,9 @@ def result(id: str, content: Any = None, **more: Any) -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": id, "content": content} | more
 
 
-def test_results_come_right_behind_their_calls() -> None:
-    found = messages(HI, user(block("note"), result("a", "1"), result("b", "2"), block("go on")))
-    assert found[1:] == (
+def test_results_come_right_after_their_calls() -> None:
+    decoded = messages(HI, user(block("note"), result("a", "1"), result("b", "2"), block("go on")))
+    assert decoded[1:] == (
         text("tool", "1", tool_call_id="a"),
         text("tool", "2", tool_call_id="b"),
         text("user", "note\n\ngo on"),
@@ -144,15 +144,15 @@ def test_results_alone_leave_no_user_message() -> None:
         ([], {}, ""),
     ],
 )
-def test_results_in_every_shape(content: Any, more: dict[str, Any], said: str) -> None:
-    (_, found) = messages(HI, user(result("a", content, **more)))
-    assert (found.role, found.text, found.tool_call_id) == ("tool", said, "a")
+def test_results_are_decoded_in_every_shape(content: Any, more: dict[str, Any], said: str) -> None:
+    (_, message) = messages(HI, user(result("a", content, **more)))
+    assert (message.role, message.text, message.tool_call_id) == ("tool", said, "a")
 
 
 IMAGE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
 
 
-def test_images_by_data_and_by_address() -> None:
+def test_images_are_decoded_by_data_and_by_address() -> None:
     (said,) = messages(
         user(
             block("what is it"),
@@ -167,11 +167,14 @@ def test_images_by_data_and_by_address() -> None:
     )
 
 
-def test_an_image_in_a_result() -> None:
+def test_an_image_in_a_result_is_kept() -> None:
     shot = {"type": "image", "source": IMAGE}
-    (_, found) = messages(HI, user(result("a", [block("done"), shot])))
+    (_, message) = messages(HI, user(result("a", [block("done"), shot])))
     param = "messages[1].content[0].content[1].source"
-    assert found.parts == (TextPart("done"), PicturePart("data:image/png;base64,AAAA", param=param))
+    assert message.parts == (
+        TextPart("done"),
+        PicturePart("data:image/png;base64,AAAA", param=param),
+    )
 
 
 @pytest.mark.parametrize(
@@ -190,25 +193,25 @@ def test_texts_that_come_as_documents(given: dict[str, Any]) -> None:
     assert messages(user(given))[0].text == "T\n\nbody"
 
 
-def test_marks_are_on_the_message_that_holds_them() -> None:
-    found = messages(
+def test_cache_control_marks_the_message_that_contains_it() -> None:
+    decoded = messages(
         user(result("a", "1", cache_control=MARK), block("b")),
         {"role": "assistant", "content": [block("c", cache_control=MARK | {"ttl": "1h"})]},
         HI,
     )
-    assert [m.checkpoint for m in found] == [False, True, True, False]
+    assert [m.checkpoint for m in decoded] == [False, True, True, False]
 
 
-def test_a_mark_on_the_whole_is_on_the_last_message() -> None:
+def test_cache_control_of_the_body_marks_the_last_message() -> None:
     assert [m.checkpoint for m in messages(HI, HI, cache_control=MARK)] == [False, True]
 
 
 # --- options -------------------------------------------------------------------------------
 
 
-def test_tools() -> None:
-    found = chat(tools=[TOOL, {"type": "custom", "name": "b", "input_schema": {"x": 1}}])
-    assert found.tools == (
+def test_tools_are_decoded() -> None:
+    decoded = chat(tools=[TOOL, {"type": "custom", "name": "b", "input_schema": {"x": 1}}])
+    assert decoded.tools == (
         Tool("look", "Looks.", {"type": "object"}, param="tools[0]"),
         Tool("b", "", {"x": 1}, param="tools[1]"),
     )
@@ -236,7 +239,7 @@ def test_tools_of_anthropics_servers_are_left_out_and_named() -> None:
         ),
     ],
 )
-def test_tool_choice(given: Any, choice: ToolChoice) -> None:
+def test_every_form_of_tool_choice_is_decoded(given: Any, choice: ToolChoice) -> None:
     assert chat(tools=[TOOL], tool_choice=given).tool_choice == choice
 
 
@@ -257,18 +260,19 @@ def test_tool_choice(given: Any, choice: ToolChoice) -> None:
         ),
     ],
 )
-def test_thinking(given: dict[str, Any], reasoning: Reasoning) -> None:
+def test_every_form_of_thinking_is_decoded(given: dict[str, Any], reasoning: Reasoning) -> None:
     assert request(**given).reasoning == reasoning
 
 
-def test_sampling_and_stops() -> None:
-    found = request(temperature=0.5, top_p=0.9, top_k=7, stop_sequences=["a", "b", "a"])
-    assert (found.sampling.temperature, found.sampling.top_p, found.sampling.top_k) == (0.5, 0.9, 7)
-    assert found.stop == ("a", "b")
-    assert found.max_tokens == 10
+def test_sampling_and_stop_sequences_are_decoded() -> None:
+    decoded = request(temperature=0.5, top_p=0.9, top_k=7, stop_sequences=["a", "b", "a"])
+    sampling = decoded.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 7)
+    assert decoded.stop == ("a", "b")
+    assert decoded.max_tokens == 10
 
 
-def test_what_means_nothing_here_is_no_fault() -> None:
+def test_fields_without_effect_are_accepted() -> None:
     given = {"metadata": {"user_id": "x"}, "service_tier": "auto", "context_management": {}}
     assert call(**given).ignored == ()
 
@@ -284,13 +288,13 @@ def test_the_body_is_not_changed() -> None:
     assert json.dumps(body) == before
 
 
-def test_a_fault_names_its_place() -> None:
+def test_an_error_names_the_parameter() -> None:
     with pytest.raises(InvalidValue) as caught:
         messages(HI, user(result("a", [block("x"), {"type": "text"}])))
     assert caught.value.param == "messages[1].content[0].content[1].text"
 
 
-def test_what_nobody_here_takes_is_kept_with_its_place() -> None:
+def test_unknown_blocks_are_kept_with_their_place() -> None:
     _, told = messages(HI, user(result("a", [block("x"), {"type": "video"}])))
     assert told.parts[1] == OtherPart("video", "messages[1].content[0].content[1].type")
 

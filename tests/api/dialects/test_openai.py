@@ -143,7 +143,7 @@ def test_the_newer_name_of_max_tokens_wins() -> None:
     assert chat(max_tokens=5).requests[0].max_tokens == 5
 
 
-def test_logprobs_without_top() -> None:
+def test_logprobs_may_be_asked_for_without_alternatives() -> None:
     assert chat(logprobs=True).requests[0].top_logprobs == 0
     assert chat(logprobs=False).requests[0].top_logprobs is None
 
@@ -152,7 +152,7 @@ def test_unknown_fields_are_named_and_known_ones_are_not() -> None:
     assert chat(foo=1, user="me", metadata={}, bar=2).ignored == ("foo", "bar")
 
 
-def test_roles_and_contents() -> None:
+def test_roles_and_contents_are_decoded() -> None:
     url = "data:image/png;base64,AAAA"
     source = chat_source(
         messages=[
@@ -195,7 +195,7 @@ def test_roles_and_contents() -> None:
     )
 
 
-def test_tools_and_their_choice() -> None:
+def test_tools_and_tool_choice_are_decoded() -> None:
     assert chat_source(tools=[TOOL]).tools == (
         Tool("look", parameters={"type": "object"}, param="tools[0]"),
     )
@@ -219,11 +219,11 @@ def test_tools_and_their_choice() -> None:
         ({"enable_thinking": True, "thinking_budget": 9}, Reasoning(True, budget_tokens=9)),
     ],
 )
-def test_reasoning(body: dict[str, Any], reasoning: Reasoning) -> None:
+def test_every_form_of_reasoning_is_decoded(body: dict[str, Any], reasoning: Reasoning) -> None:
     assert chat(**body).requests[0].reasoning == reasoning
 
 
-def test_prompts_of_all_kinds() -> None:
+def test_prompts_of_all_kinds_are_decoded() -> None:
     def sources(prompt: object) -> list[object]:
         return [request.source for request in completion(prompt=prompt).requests]
 
@@ -256,7 +256,7 @@ def test_bad_completions_name_the_parameter(body: dict[str, Any], param: str) ->
     assert caught.value.param == param
 
 
-def test_completions_call_the_prompt_a_prompt() -> None:
+def test_errors_of_completions_name_the_prompt() -> None:
     error = ContextTooLong(9, 8)
     assert OpenAICompletions().render_error(error)["error"]["param"] == "prompt"
     assert OpenAIChat().render_error(error)["error"]["param"] == "messages"
@@ -287,7 +287,7 @@ def frames(raw: bytes) -> list[Any]:
     ]
 
 
-def test_chat_chunks() -> None:
+def test_a_chat_stream_has_a_chunk_for_each_event() -> None:
     shown = frames(chat(stream=True).encoder(HEAD).feed(TALK))
     assert shown[0] == ": prefill 4/10"
     assert shown[-1] == "data: [DONE]"
@@ -375,7 +375,7 @@ SPOKEN: list[Event] = [
 ]
 
 
-def test_chat_logprobs() -> None:
+def test_a_chat_shows_logprobs_in_stream_and_fold() -> None:
     folded = chat(logprobs=True).fold(HEAD, SPOKEN)["choices"][0]["logprobs"]["content"]
     assert folded == [
         {"token": "H", "logprob": -0.5, "bytes": [72], "top_logprobs": [
@@ -393,7 +393,7 @@ def test_chat_logprobs() -> None:
     assert streamed == folded
 
 
-def test_completion_logprobs() -> None:
+def test_a_completion_shows_logprobs_in_stream_and_fold() -> None:
     folded = completion(logprobs=2).fold(HEAD, SPOKEN)["choices"][0]["logprobs"]
     assert folded == {
         "tokens": ["H", "i", "!"],

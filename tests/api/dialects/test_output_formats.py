@@ -70,14 +70,16 @@ def decoded(param: str, form: Any) -> Grammar | None:
         ({"type": "choice", "choices": ["a", "b"]}, "choice", '["a", "b"]'),
     ],
 )
-def test_forms(param: str, form: Body, kind: Any, text: str) -> None:
+def test_every_form_is_decoded_in_every_dialect(
+    param: str, form: Body, kind: Any, text: str
+) -> None:
     in_its_shape = PLACES[param][2](form)
     assert decoded(param, in_its_shape) == Grammar(kind, text, param=param)
 
 
 @pytest.mark.parametrize("param", PLACES)
 @pytest.mark.parametrize("form", [None, {"type": "text"}])
-def test_any_text(param: str, form: Any) -> None:
+def test_without_a_form_there_is_no_grammar(param: str, form: Any) -> None:
     assert decoded(param, form) is None
 
 
@@ -98,7 +100,7 @@ def test_any_text(param: str, form: Any) -> None:
         ({"type": "lark", "grammar": "r: r\n" * 2001}, ".grammar"),
     ],
 )
-def test_refusals_say_where(param: str, form: Any, member: str) -> None:
+def test_errors_name_the_member(param: str, form: Any, member: str) -> None:
     with pytest.raises(InvalidValue) as caught:
         decoded(param, form)
     assert caught.value.param == f"{param}{member}"

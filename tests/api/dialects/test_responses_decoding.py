@@ -82,8 +82,8 @@ def test_instructions_come_first() -> None:
     assert messages(USER, instructions=listed)[0] == text("system", "be brief")
 
 
-def test_roles_and_parts() -> None:
-    found = messages(
+def test_roles_and_content_parts_are_decoded() -> None:
+    decoded = messages(
         {"role": "developer", "content": "a"},
         {
             "type": "message",
@@ -96,7 +96,7 @@ def test_roles_and_parts() -> None:
         {"role": "assistant", "content": [{"type": "output_text", "text": "c", "annotations": []}]},
     )
     image = PicturePart("data:image/png;base64,AAAA", param="input[1].content[1]")
-    assert found == (
+    assert decoded == (
         text("system", "a"),
         Message("user", (TextPart("b"), image)),
         text("assistant", "c"),
@@ -105,7 +105,7 @@ def test_roles_and_parts() -> None:
 
 def test_a_turns_items_become_one_message() -> None:
     second = CALL | {"call_id": "c2", "arguments": ""}
-    found = messages(
+    decoded = messages(
         USER,
         {"type": "reasoning", "id": "rs", "summary": [], "content": [
             {"type": "reasoning_text", "text": "hm"}]},
@@ -116,7 +116,7 @@ def test_a_turns_items_become_one_message() -> None:
         OUTPUT | {"call_id": "c2", "output": [{"type": "input_text", "text": "sky"}]},
         {"type": "message", "role": "assistant", "content": "It is wet."},
     )  # fmt: skip
-    assert found[1:] == (
+    assert decoded[1:] == (
         text(
             "assistant",
             "I look.",
@@ -143,8 +143,8 @@ SUMMARY = [{"type": "summary_text", "text": "in short"}]
     ],
 )
 def test_reasoning_comes_back_in_any_of_its_forms(item: Any, thought: str | None) -> None:
-    found = messages(USER, {"type": "reasoning", "id": "rs", **item}, CALL, OUTPUT)
-    assert found[1].reasoning == thought
+    decoded = messages(USER, {"type": "reasoning", "id": "rs", **item}, CALL, OUTPUT)
+    assert decoded[1].reasoning == thought
 
 
 def test_custom_tools_are_functions_of_one_text() -> None:
@@ -157,15 +157,15 @@ def test_custom_tools_are_functions_of_one_text() -> None:
     assert tool.parameters["required"] == ["input"]
     history = {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "*** Begin"}
     answered = {"type": "custom_tool_call_output", "call_id": "c", "output": "done"}
-    found = messages(USER, history, answered)
-    assert found[1].tool_calls == (ToolCall("c", "patch", {"input": "*** Begin"}),)
-    assert found[2] == text("tool", "done", tool_call_id="c")
+    decoded = messages(USER, history, answered)
+    assert decoded[1].tool_calls == (ToolCall("c", "patch", {"input": "*** Begin"}),)
+    assert decoded[2] == text("tool", "done", tool_call_id="c")
 
 
 # --- options -------------------------------------------------------------------------------
 
 
-def test_tools_and_those_that_others_run() -> None:
+def test_hosted_tools_are_left_out_and_named() -> None:
     made = call("hi", tools=[TOOL, {"type": "web_search"}])
     assert chat_of(made).tools == (Tool("look", "Looks.", {"a": 1}, param="tools[0]"),)
     assert made.ignored == ("tools[1] (web_search)",)
@@ -184,8 +184,8 @@ def test_tools_in_namespaces_have_long_names() -> None:
     assert chat_of(made).tool_choice.name == "agents__look"
     assert made.ignored == ("tools[3].tools[0] (namespace)",)
     history = {"type": "custom_tool_call", "call_id": "c", "name": "say", "namespace": "agents"}
-    found = messages(USER, history | {"input": "hm"})
-    assert found[1].tool_calls == (ToolCall("c", "agents__say", {"input": "hm"}),)
+    decoded = messages(USER, history | {"input": "hm"})
+    assert decoded[1].tool_calls == (ToolCall("c", "agents__say", {"input": "hm"}),)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_tools_in_namespaces_have_long_names() -> None:
         ),
     ],
 )
-def test_tool_choice(given: dict[str, Any], choice: ToolChoice) -> None:
+def test_every_form_of_tool_choice_is_decoded(given: dict[str, Any], choice: ToolChoice) -> None:
     assert chat_of(call("hi", tools=[TOOL], **given)).tool_choice == choice
 
 
@@ -214,24 +214,25 @@ def test_tool_choice(given: dict[str, Any], choice: ToolChoice) -> None:
         ({"enable_thinking": False}, Reasoning(False)),
     ],
 )
-def test_reasoning(given: dict[str, Any], reasoning: Reasoning) -> None:
+def test_every_form_of_reasoning_is_decoded(given: dict[str, Any], reasoning: Reasoning) -> None:
     assert request(**given).reasoning == reasoning
 
 
 def test_numbers_reach_the_sampler() -> None:
-    found = request(temperature=0, top_p=0.5, max_output_tokens=3, seed=4, top_logprobs=2)
-    assert (found.sampling.temperature, found.sampling.top_p, found.sampling.seed) == (0.0, 0.5, 4)
-    assert (found.max_tokens, found.top_logprobs) == (3, 2)
+    decoded = request(temperature=0, top_p=0.5, max_output_tokens=3, seed=4, top_logprobs=2)
+    sampling = decoded.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.0, 0.5, 4)
+    assert (decoded.max_tokens, decoded.top_logprobs) == (3, 2)
     assert request(include=["message.output_text.logprobs"]).top_logprobs == 0
 
 
-def test_what_means_nothing_here_is_no_fault() -> None:
+def test_fields_without_effect_are_accepted() -> None:
     given = {"user": "x", "truncation": "auto", "prompt_cache_key": "k", "service_tier": "auto"}
     assert call("hi", **given).ignored == ()
 
 
 @pytest.mark.parametrize("given", [{"conversation": "conv_1"}, {"prompt": {"id": "p"}}])
-def test_what_would_change_the_answer_is_refused(given: dict[str, Any]) -> None:
+def test_unsupported_fields_that_would_change_the_answer_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(InvalidValue, match="is not supported"):
         call("hi", **given)
 
@@ -265,14 +266,14 @@ def ask(dialect: OpenAIResponses, id: str, *, namespace: Namespace = MINE, **bod
     return chat_of(made)
 
 
-def test_a_response_goes_on_from_the_one_before() -> None:
+def test_a_response_continues_the_previous_one() -> None:
     dialect = OpenAIResponses()
     ask(dialect, "a", instructions="only now")
     output = [{"type": "function_call_output", "call_id": "c1", "output": "waves"}]
     ask(dialect, "b", previous_response_id="resp_a", input=output)
-    found = ask(dialect, "c", previous_response_id="resp_b", input="and now?").messages
+    decoded = ask(dialect, "c", previous_response_id="resp_b", input="and now?").messages
     turn = text("assistant", "I look.", tool_calls=(ToolCall("c1", "look", {}),), reasoning="hm")
-    assert found == (
+    assert decoded == (
         text("user", "hi"),
         turn,
         text("tool", "waves", tool_call_id="c1"),
@@ -284,7 +285,7 @@ def test_a_response_goes_on_from_the_one_before() -> None:
 @pytest.mark.parametrize(
     ("namespace", "stored"), [(YOURS, {}), (MINE, {"store": False})], ids=["others", "not stored"]
 )
-def test_what_is_not_there_cannot_be_continued(namespace: Namespace, stored: Any) -> None:
+def test_an_unknown_response_cannot_be_continued(namespace: Namespace, stored: Any) -> None:
     dialect = OpenAIResponses()
     ask(dialect, "a", **stored)
     with pytest.raises(InvalidValue) as caught:
@@ -292,7 +293,7 @@ def test_what_is_not_there_cannot_be_continued(namespace: Namespace, stored: Any
     assert caught.value.param == "previous_response_id"
 
 
-def test_an_item_can_be_named_in_place_of_being_sent() -> None:
+def test_an_item_can_be_referred_to_by_its_id() -> None:
     dialect = OpenAIResponses()
     ask(dialect, "a")
     items = [USER, {"type": "item_reference", "id": "msg_a_1"}, USER]
@@ -301,17 +302,17 @@ def test_an_item_can_be_named_in_place_of_being_sent() -> None:
         ask(dialect, "c", namespace=YOURS, input=items)
 
 
-def test_a_response_that_is_being_made_cannot_be_continued() -> None:
+def test_a_response_that_is_being_generated_cannot_be_continued() -> None:
     dialect = OpenAIResponses()
     running = dialect.decode({"input": "hi", "background": True}, namespace=MINE)
     assert running.fold(head("a"), [])["status"] == "queued"
-    with pytest.raises(InvalidValue, match="still being made"):
+    with pytest.raises(InvalidValue, match="still being generated"):
         ask(dialect, "b", previous_response_id="resp_a")
     assert running.fold(head("a"), reply())["status"] == "completed"
     ask(dialect, "b", previous_response_id="resp_a")
 
 
-def test_a_fold_says_how_it_ended() -> None:
+def test_a_folded_response_says_how_it_ended() -> None:
     body = call("hi").fold(head("a"), reply(finish="length"))
     assert body["status"] == "incomplete"
     assert body["incomplete_details"] == {"reason": "max_output_tokens"}

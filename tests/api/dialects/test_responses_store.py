@@ -1,4 +1,4 @@
-"""The store of responses: bounded, private, and a conversation loses its end before its beginning."""
+"""The store of responses is bounded and private, and a conversation loses its end first."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ def stored(
 
 
 def there(store: ResponseStore, *ids: str, namespace: Namespace = MINE) -> list[str]:
-    found = []
+    """Those of the ids that are stored."""
+    stored = []
     for id in ids:
         try:
-            found.append(store.get(namespace, id).id)
+            stored.append(store.get(namespace, id).id)
         except NotFound:
             continue
-    return found
+    return stored
 
 
-def test_what_is_put_is_got_and_dropped() -> None:
+def test_a_stored_response_is_found_and_dropped() -> None:
     store = ResponseStore()
     store.put(MINE, stored("a"))
     assert store.get(MINE, "a").body()["id"] == "a"
@@ -50,7 +51,7 @@ def test_what_is_put_is_got_and_dropped() -> None:
             gone(MINE, "a")
 
 
-def test_nobody_sees_anothers() -> None:
+def test_responses_of_other_namespaces_are_not_found() -> None:
     store = ResponseStore()
     store.put(MINE, stored("a"))
     with pytest.raises(NotFound):
@@ -63,7 +64,7 @@ def test_nobody_sees_anothers() -> None:
     assert store.item(MINE, "item-a") == {"id": "item-a", "text": ""}
 
 
-def test_the_count_is_bounded_for_each() -> None:
+def test_the_count_is_bounded_for_each_namespace() -> None:
     store = ResponseStore(max_count=2)
     for id in "abc":
         store.put(MINE, stored(id))
@@ -83,7 +84,7 @@ def test_the_bytes_are_bounded() -> None:
     assert there(store, *"abcd") == ["b", "d"]
 
 
-def test_what_is_too_large_is_not_kept_and_costs_nobody_else() -> None:
+def test_a_response_that_is_too_large_is_not_kept_and_evicts_nothing() -> None:
     store = ResponseStore(max_nbytes=OVERHEAD_NBYTES + 200)
     store.put(MINE, stored("a"))
     store.put(MINE, stored("b", size=5000))
@@ -108,7 +109,7 @@ def test_a_conversation_that_lost_a_link_says_so() -> None:
         store.conversation(MINE, "zzz")
 
 
-def test_the_beginning_outlives_the_end() -> None:
+def test_a_conversation_loses_its_end_first() -> None:
     store = ResponseStore(max_count=3)
     store.put(MINE, stored("a"))
     store.put(MINE, stored("b", previous="a"))
@@ -117,7 +118,7 @@ def test_the_beginning_outlives_the_end() -> None:
     assert there(store, *"abcx") == ["a", "c", "x"], "b was the end nobody asked for"
 
 
-def test_being_asked_for_keeps_a_conversation() -> None:
+def test_a_conversation_that_is_used_is_kept() -> None:
     store = ResponseStore(max_count=3)
     store.put(MINE, stored("a"))
     store.put(MINE, stored("b", previous="a"))
@@ -143,7 +144,9 @@ def test_what_was_deleted_meanwhile_stays_deleted() -> None:
         max_size=60,
     )
 )
-def test_bounds_hold_whatever_happens(steps: list[tuple[str, int, int]]) -> None:
+def test_count_and_bytes_stay_within_bounds_whatever_happens(
+    steps: list[tuple[str, int, int]],
+) -> None:
     store = ResponseStore(max_count=4, max_nbytes=4000)
     for kind, one, other in steps:
         id, previous = str(one), str(other) if other < one else None

@@ -39,11 +39,11 @@ def nested(depth: int) -> Any:
         {"deep": nested(8)},
     ],
 )
-def test_what_templates_ask_for_passes(kwargs: dict[str, Any]) -> None:
+def test_variables_that_templates_use_pass(kwargs: dict[str, Any]) -> None:
     assert decoded(**kwargs) == kwargs
 
 
-def test_none_is_none() -> None:
+def test_without_variables_there_are_none() -> None:
     assert template_kwargs(Fields({})) == {}
     assert template_kwargs(Fields({PARAM: None})) == {}
 
@@ -87,7 +87,7 @@ def test_none_is_none() -> None:
         {f"v{i}": 1 for i in range(MAX_NAMES + 1)},
     ],
 )
-def test_the_rest_is_refused_by_name(kwargs: dict[str, Any]) -> None:
+def test_reserved_and_malformed_variables_are_refused_by_name(kwargs: dict[str, Any]) -> None:
     with pytest.raises(InvalidValue) as caught:
         decoded(**kwargs)
     assert (caught.value.param or "").startswith(PARAM)
@@ -102,6 +102,6 @@ def test_a_template_beside_the_variables_is_refused_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("value", [5, "x", [], True])
-def test_they_are_an_object(value: Any) -> None:
+def test_variables_must_be_an_object(value: Any) -> None:
     with pytest.raises(InvalidValue):
         template_kwargs(Fields({PARAM: value}))

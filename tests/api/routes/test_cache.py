@@ -1,4 +1,4 @@
-"""/v1/cache/...: what would hit, what is kept, what is forgotten; each key sees its own."""
+"""/v1/cache: statistics, probe, pin and clear; each key sees its own."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def probe(real: Real, body: Any, *, key: str = "alice") -> Any:
     return ask(real, "POST", "/v1/cache/probe", body, key=key).json()
 
 
-def test_a_prefix_is_found_pinned_and_forgotten(real: Real) -> None:
+def test_a_prefix_is_probed_pinned_and_cleared(real: Real) -> None:
     assert probe(real, HI)["cached_tokens"] == 0
     n_prompt = probe(real, HI)["prompt_tokens"]
     pinned = ask(real, "POST", "/v1/cache/pin", HI).json()
@@ -74,12 +74,14 @@ def test_a_raw_prompt_is_probed_too(real: Real) -> None:
         (HI | {"tools": 5}, 400, "tools"),
     ],
 )
-def test_bad_bodies(real: Real, route: str, body: Any, status: int, param: str) -> None:
+def test_a_bad_body_names_the_parameter(
+    real: Real, route: str, body: Any, status: int, param: str
+) -> None:
     answer = ask(real, "POST", f"/v1/cache/{route}", body)
     assert answer.status_code == status
     assert answer.json()["error"]["param"] == param
 
 
 @pytest.mark.parametrize("query", ["namespace=bobs", "model=another"])
-def test_what_is_not_there_cannot_be_forgotten(real: Real, query: str) -> None:
+def test_an_unknown_namespace_or_model_is_a_404(real: Real, query: str) -> None:
     assert ask(real, "DELETE", f"/v1/cache?{query}").status_code == 404

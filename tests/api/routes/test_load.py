@@ -1,4 +1,4 @@
-"""What routers ask: loads and descriptions in SGLang's shapes, and which conversation a call is of."""
+"""What routers ask: loads and descriptions in SGLang's shapes, and a call's conversation."""
 
 from __future__ import annotations
 
@@ -46,35 +46,35 @@ def chat(real: Real, body: dict[str, Any] = CHAT, **headers: str) -> httpx.Respo
     return answer
 
 
-def test_loads_are_sglangs(open_server: Real) -> None:
+def test_loads_have_sglangs_fields(open_server: Real) -> None:
     chat(open_server)
     chat(open_server)
-    found = get(open_server, "/v1/loads?include=core,queues,memory").json()
-    assert found["dp_rank_count"] == 1
-    (load,) = found["loads"]
+    loads = get(open_server, "/v1/loads?include=core,queues,memory").json()
+    assert loads["dp_rank_count"] == 1
+    (load,) = loads["loads"]
     assert set(load) == LOAD
     assert load["num_running_reqs"] == load["num_waiting_reqs"] == 0
     assert 0 < load["cache_hit_rate"] < 1
     assert 0 < load["max_total_num_tokens"] < 2**31
     assert load["max_running_requests"] == 32
-    assert found["aggregate"]["total_reqs"] == 0
+    assert loads["aggregate"]["total_reqs"] == 0
 
 
-def test_descriptions_are_sglangs(open_server: Real) -> None:
+def test_server_and_model_info_have_sglangs_fields(open_server: Real) -> None:
     for path in ("/server_info", "/get_server_info"):
-        found = get(open_server, path).json()
-        assert found["served_model_name"] == "firn-demo"
-        assert (found["tp_size"], found["dp_size"]) == (1, 1)
-        assert found["context_length"] == 16384
-        assert Path(found["model_path"]).is_dir()
+        info = get(open_server, path).json()
+        assert info["served_model_name"] == "firn-demo"
+        assert (info["tp_size"], info["dp_size"]) == (1, 1)
+        assert info["context_length"] == 16384
+        assert Path(info["model_path"]).is_dir()
     for path in ("/model_info", "/get_model_info"):
-        found = get(open_server, path).json()
-        assert (found["is_generation"], found["model_type"]) == (True, "qwen3")
+        info = get(open_server, path).json()
+        assert (info["is_generation"], info["model_type"]) == (True, "qwen3")
     elsewhere = get(open_server, "/server_info", **ELSEWHERE).json()
     assert elsewhere["model_path"] == "firn-demo", "where folders lie is nobody else's affair"
 
 
-def test_the_doors_are_those_of_the_other_routes(keyed: Real) -> None:
+def test_load_routes_need_a_key_and_loads_the_operators(keyed: Real) -> None:
     for path in ("/v1/loads", "/server_info", "/model_info"):
         assert get(keyed, path).status_code == 401
     assert get(keyed, "/v1/loads", "alice").status_code == 403
@@ -93,7 +93,7 @@ def test_a_conversation_has_one_name_in_all_its_turns(open_server: Real) -> None
     assert chat(open_server, {**CHAT, "stream": True}).headers["x-session"] == first
 
 
-def test_a_client_names_its_own(open_server: Real) -> None:
+def test_a_client_may_name_its_conversation(open_server: Real) -> None:
     assert chat(open_server, **{"x-session": "agent-7"}).headers["x-session"] == "agent-7"
     for bad in ("", "two words", "x" * 200):
         assert chat(open_server, **{"x-session": bad}).headers["x-session"].startswith("s-")

@@ -50,7 +50,7 @@ def ask(real: Real, path: str = "/v1/rerank", **body: Any) -> Any:
 
 
 def expected(real: Real, folder: Path, document: str) -> float:
-    """The share of the one token beside the other, at the end of the prompt."""
+    """The probability of one token against the other, at the end of the prompt."""
     chat = rerank.question(QUERY, document)
     prompt = real.server.services.prompts.make(chat, reasoning=Reasoning(enabled=False))
     model, _ = load_model(folder)
@@ -60,15 +60,15 @@ def expected(real: Real, folder: Path, document: str) -> float:
 
 
 def test_scores_are_those_of_the_two_tokens(real: Real, folder: Path) -> None:
-    found = ask(real).json()
-    scores = {result["index"]: result["relevance_score"] for result in found["results"]}
+    ranked = ask(real).json()
+    scores = {result["index"]: result["relevance_score"] for result in ranked["results"]}
     assert sorted(scores) == [0, 1, 2, 3]
     for i, document in enumerate(DOCUMENTS):
         assert scores[i] == pytest.approx(expected(real, folder, document), rel=1e-3)
-    ordered = [result["relevance_score"] for result in found["results"]]
+    ordered = [result["relevance_score"] for result in ranked["results"]]
     assert ordered == sorted(ordered, reverse=True)
-    assert found["usage"]["total_tokens"] > 0
-    assert found["meta"]["tokens"]["input_tokens"] == found["usage"]["total_tokens"]
+    assert ranked["usage"]["total_tokens"] > 0
+    assert ranked["meta"]["tokens"]["input_tokens"] == ranked["usage"]["total_tokens"]
 
 
 def test_the_query_is_read_once(real: Real) -> None:
@@ -80,11 +80,11 @@ def test_the_query_is_read_once(real: Real) -> None:
     assert usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
 
 
-def test_the_shapes_of_both_apis(real: Real) -> None:
+def test_answers_have_the_shape_of_both_apis(real: Real) -> None:
     objects = [{"text": text} for text in DOCUMENTS]
-    found = ask(real, "/v2/rerank", documents=objects, top_n=2, return_documents=True).json()
-    assert len(found["results"]) == 2
-    for result in found["results"]:
+    ranked = ask(real, "/v2/rerank", documents=objects, top_n=2, return_documents=True).json()
+    assert len(ranked["results"]) == 2
+    for result in ranked["results"]:
         assert result["document"] == {"text": DOCUMENTS[result["index"]]}
     assert "document" not in ask(real, "/rerank").json()["results"][0]
     cut = ask(real, max_tokens_per_doc=1).json()
@@ -93,7 +93,7 @@ def test_the_shapes_of_both_apis(real: Real) -> None:
     assert other["usage"]["total_tokens"] != ask(real).json()["usage"]["total_tokens"]
 
 
-def test_more_documents_than_run_at_once(real: Real) -> None:
+def test_more_documents_than_run_at_once_are_ranked(real: Real) -> None:
     documents = [f"Number {i % 7}." for i in range(70)]
     results = ask(real, documents=documents).json()["results"]
     assert len(results) == 70
@@ -107,13 +107,13 @@ def test_more_documents_than_run_at_once(real: Real) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"query": ""}, {"documents": []}, {"documents": [1]}, {"top_n": 0}, {"model": "x"}]
 )
-def test_what_is_wrong(real: Real, wrong: dict[str, Any]) -> None:
+def test_errors_name_the_parameter(real: Real, wrong: dict[str, Any]) -> None:
     refused = ask(real, **wrong)
     assert refused.status_code in (400, 404)
     assert refused.json()["error"]["param"].startswith(next(iter(wrong)))
 
 
-def test_it_is_shown(real: Real) -> None:
+def test_v1_models_shows_the_capability(real: Real) -> None:
     assert "rerank" in httpx.get(f"{real.url}/v1/models").json()["data"][0]["capabilities"]
 
 
@@ -122,7 +122,7 @@ class YesNo(FakeTokenizer):
         return {"yes": 5, "no": 6}.get(text)
 
 
-def test_which_models_rerank() -> None:
+def test_rerankers_are_recognised() -> None:
     assert rerank.detect_reranker("Qwen3-Reranker-0.6B", YesNo(), None) == rerank.Reranker(5, 6)
     assert rerank.detect_reranker("Qwen3-8B", YesNo(), None) is None
     assert rerank.detect_reranker("a-reranker", FakeTokenizer(), None) is None

@@ -24,42 +24,42 @@ from tests.api.scripted import post
 # --- tokens --------------------------------------------------------------------------------
 
 
-def test_a_text_and_back(shared_live: Live) -> None:
-    found = post(shared_live, "/v1/tokenize", {"text": "hé<|im_end|>"}).json()
-    assert found["ids"] == [104, 195, 169, 256]
-    assert found["count"] == len(found["tokens"]) == 4
-    assert found["tokens"][0] == "h"
-    assert found["tokens"][3] == "<|im_end|>"
-    back = post(shared_live, "/v1/detokenize", {"ids": found["ids"]}).json()
+def test_a_text_is_tokenized_and_detokenized(shared_live: Live) -> None:
+    tokenized = post(shared_live, "/v1/tokenize", {"text": "hé<|im_end|>"}).json()
+    assert tokenized["ids"] == [104, 195, 169, 256]
+    assert tokenized["count"] == len(tokenized["tokens"]) == 4
+    assert tokenized["tokens"][0] == "h"
+    assert tokenized["tokens"][3] == "<|im_end|>"
+    back = post(shared_live, "/v1/detokenize", {"ids": tokenized["ids"]}).json()
     assert back["text"] == "hé<|im_end|>"
 
 
-def test_a_chat_as_its_template_renders_it(shared_live: Live) -> None:
+def test_a_chat_is_tokenized_as_its_template_renders_it(shared_live: Live) -> None:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
-    found = post(shared_live, "/v1/tokenize", body).json()
-    text = post(shared_live, "/v1/detokenize", {"ids": found["ids"]}).json()["text"]
+    tokenized = post(shared_live, "/v1/tokenize", body).json()
+    text = post(shared_live, "/v1/detokenize", {"ids": tokenized["ids"]}).json()["text"]
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     used = post(shared_live, "/v1/chat/completions", body).json()["usage"]["prompt_tokens"]
-    assert used == found["count"]
+    assert used == tokenized["count"]
 
 
 def test_texts_longer_than_the_context_can_be_counted(shared_live: Live) -> None:
     assert post(shared_live, "/v1/tokenize", {"text": "x" * 9000}).json()["count"] == 9000
 
 
-def test_a_book_is_not_tokenized(shared_live: Live) -> None:
+def test_a_text_that_is_too_long_is_refused(shared_live: Live) -> None:
     answer = post(shared_live, "/v1/tokenize", {"text": "x" * (MAX_TEXT_CHARS + 1)})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "text"
 
 
-def test_a_long_answer_is_written_like_a_short_one(shared_live: Live) -> None:
+def test_a_long_answer_is_encoded_like_a_short_one(shared_live: Live) -> None:
     text = "Grüße <&>\u2028 " * 1000
-    found = post(shared_live, "/v1/tokenize", {"text": text})
-    assert found.headers["content-type"] == "application/json"
-    ids = found.json()["ids"]
+    answer = post(shared_live, "/v1/tokenize", {"text": text})
+    assert answer.headers["content-type"] == "application/json"
+    ids = answer.json()["ids"]
     assert post(shared_live, "/v1/detokenize", {"ids": ids}).json()["text"] == text
-    assert found.content == JSONResponse(found.json()).body
+    assert answer.content == JSONResponse(answer.json()).body
 
 
 def test_older_names_work(shared_live: Live) -> None:
@@ -77,7 +77,7 @@ PICTURE = "https://pictures.example/cat.png"
 
 
 async def fetched(request: GenerateRequest, owner: Namespace) -> GenerateRequest:
-    """A picture by its address is a word here: what came of it can be seen in the prompt."""
+    """A picture by its address becomes a word, so that the prompt shows it."""
     assert isinstance(request.source, Chat)
     (message,) = request.source.messages
     seen = tuple(TextPart("cat") if isinstance(p, PicturePart) else p for p in message.parts)
@@ -86,7 +86,7 @@ async def fetched(request: GenerateRequest, owner: Namespace) -> GenerateRequest
     )
 
 
-def test_pictures_are_fetched_for_those_who_only_count() -> None:
+def test_pictures_are_fetched_for_counting_too() -> None:
     part = {"type": "image_url", "image_url": {"url": PICTURE}}
     block = {"type": "image", "source": {"type": "url", "url": PICTURE}}
     item = {"type": "input_image", "image_url": PICTURE}
@@ -122,17 +122,17 @@ class FakeEmbedder:
         self, texts: Sequence[Sequence[int]], *, n_dims: int | None = None
     ) -> Future[list[list[float]]]:
         self.batches.append([list(text) for text in texts])
-        found: Future[list[list[float]]] = Future()
+        future: Future[list[list[float]]] = Future()
         vectors = [[float(len(t)), float(t[0]), float(t[-1]), 0.0][:n_dims] for t in texts]
 
         def answer() -> None:
             if self.fails:
-                found.set_exception(StepFailed("it broke"))
+                future.set_exception(StepFailed("it broke"))
             else:
-                found.set_result(vectors)
+                future.set_result(vectors)
 
         threading.Thread(target=answer).start()
-        return found
+        return future
 
 
 @pytest.fixture(scope="module")
@@ -147,45 +147,45 @@ def live(embedder: FakeEmbedder) -> Iterator[Live]:
 
 
 def test_the_client_gets_floats_from_base64(live: Live) -> None:
-    found = live.openai().embeddings.create(model="fake", input="hi")
-    assert [item.embedding for item in found.data] == [[2.0, 104.0, 105.0, 0.0]]
-    assert (found.usage.prompt_tokens, found.usage.total_tokens) == (2, 2)
-    assert found.model == "fake"
+    embedded = live.openai().embeddings.create(model="fake", input="hi")
+    assert [item.embedding for item in embedded.data] == [[2.0, 104.0, 105.0, 0.0]]
+    assert (embedded.usage.prompt_tokens, embedded.usage.total_tokens) == (2, 2)
+    assert embedded.model == "fake"
     raw = post(live, "/v1/embeddings", {"input": "hi", "encoding_format": "base64"}).json()
     assert isinstance(raw["data"][0]["embedding"], str)
 
 
 @pytest.mark.parametrize("form", ["float", "base64"])
-def test_many_texts_come_in_their_order(live: Live, form: Any) -> None:
+def test_embeddings_come_in_the_order_of_the_texts(live: Live, form: Any) -> None:
     texts = ["abc", "d", "ef", "abcdefgh"]
-    found = live.openai().embeddings.create(model="fake", input=texts, encoding_format=form)
-    assert [item.index for item in found.data] == [0, 1, 2, 3]
+    embedded = live.openai().embeddings.create(model="fake", input=texts, encoding_format=form)
+    assert [item.index for item in embedded.data] == [0, 1, 2, 3]
     lengths = [3.0, 1.0, 2.0, 8.0]
     if form == "float":
-        assert [item.embedding[0] for item in found.data] == lengths
-    assert found.usage.prompt_tokens == 14
+        assert [item.embedding[0] for item in embedded.data] == lengths
+    assert embedded.usage.prompt_tokens == 14
 
 
-def test_tokens_in_place_of_texts(live: Live, embedder: FakeEmbedder) -> None:
+def test_token_ids_are_embedded_like_texts(live: Live, embedder: FakeEmbedder) -> None:
     client = live.openai()
     client.embeddings.create(model="fake", input=[1, 2, 3])
     client.embeddings.create(model="fake", input=[[1, 2], [3]])
     assert embedder.batches[-2:] == [[[1, 2, 3]], [[3], [1, 2]]]
 
 
-def test_dimensions(live: Live) -> None:
-    found = live.openai().embeddings.create(model="fake", input="hi", dimensions=2)
-    assert found.data[0].embedding == [2.0, 104.0]
+def test_dimensions_shorten_the_vectors(live: Live) -> None:
+    embedded = live.openai().embeddings.create(model="fake", input="hi", dimensions=2)
+    assert embedded.data[0].embedding == [2.0, 104.0]
 
 
-def test_too_long_is_refused_or_cut(live: Live) -> None:
-    with pytest.raises(openai.BadRequestError, match="11 tokens; 10 is the most"):
+def test_a_long_text_is_refused_or_truncated(live: Live) -> None:
+    with pytest.raises(openai.BadRequestError, match="11 tokens, the model takes 10"):
         live.openai().embeddings.create(model="fake", input=["a", "x" * 11])
-    found = live.openai().embeddings.create(
+    embedded = live.openai().embeddings.create(
         model="fake", input="abcdefghijk", extra_body={"truncate": True}
     )
-    assert found.data[0].embedding == [10.0, 97.0, 106.0, 0.0]
-    assert found.usage.prompt_tokens == 10
+    assert embedded.data[0].embedding == [10.0, 97.0, 106.0, 0.0]
+    assert embedded.usage.prompt_tokens == 10
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,9 @@ def test_too_long_is_refused_or_cut(live: Live) -> None:
         ({"input": "a", "model": 5}, "model"),
     ],
 )
-def test_bad_bodies(live: Live, body: dict[str, Any], param: str) -> None:
+def test_a_bad_body_is_a_400_that_names_the_parameter(
+    live: Live, body: dict[str, Any], param: str
+) -> None:
     answer = post(live, "/v1/embeddings", body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
@@ -225,16 +227,16 @@ def test_a_fault_in_the_model_is_a_named_error(live: Live, embedder: FakeEmbedde
     assert (answer.status_code, answer.json()["error"]["message"]) == (500, "it broke")
 
 
-def test_a_model_that_only_generates_says_so(shared_live: Live) -> None:
-    with pytest.raises(openai.BadRequestError, match="makes no embeddings"):
+def test_a_model_without_pooling_refuses_embeddings(shared_live: Live) -> None:
+    with pytest.raises(openai.BadRequestError, match="does not compute embeddings"):
         shared_live.openai().embeddings.create(model="fake", input="hi")
 
 
 @given(st.lists(st.integers(1, BATCH_TOKENS * 2), min_size=1, max_size=50))
-def test_pieces_are_bounded_and_lose_nothing(lengths: list[int]) -> None:
-    found = list(batches(lengths))
-    assert sorted(i for piece in found for i in piece) == list(range(len(lengths)))
-    for piece in found:
+def test_batches_are_bounded_and_lose_nothing(lengths: list[int]) -> None:
+    chosen = list(batches(lengths))
+    assert sorted(i for piece in chosen for i in piece) == list(range(len(lengths)))
+    for piece in chosen:
         padded = max(lengths[i] for i in piece) * len(piece)
         assert len(piece) == 1 or padded <= BATCH_TOKENS
 

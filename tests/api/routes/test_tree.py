@@ -1,4 +1,4 @@
-"""/v1/cache/tree: what is stored as a tree, who sees it, and which pages may touch it."""
+"""/v1/cache/tree: the stored prefixes, who sees them, and which pages may change them."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def test_a_prefix_is_seen_pinned_and_forgotten(opened: Real) -> None:
 
 
 @pytest.mark.parametrize("query", ["?limit=0", "?limit=x", "?limit=5001", "?limit="])
-def test_a_limit_that_is_none(opened: Real, query: str) -> None:
+def test_a_bad_limit_is_a_400(opened: Real, query: str) -> None:
     answer = ask(opened, "GET", f"/v1/cache/tree{query}")
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "limit"
 
 
 @pytest.mark.parametrize("node", ["00" * 32, "zz", "%C3%A9"])
-def test_a_node_that_is_none(opened: Real, node: str) -> None:
+def test_an_unknown_node_is_a_404(opened: Real, node: str) -> None:
     for method, path in (("GET", ""), ("POST", "/pin"), ("POST", "/unpin"), ("POST", "/forget")):
         answer = ask(opened, method, f"/v1/cache/tree/{node}{path}")
         assert answer.status_code == 404
@@ -89,7 +89,7 @@ def test_a_node_that_is_none(opened: Real, node: str) -> None:
     assert ask(opened, "GET", f"/v1/cache/tree?node={node}").status_code == 404
 
 
-def test_the_page_of_this_server_may_and_no_other(opened: Real) -> None:
+def test_only_this_servers_page_may_change_the_tree(opened: Real) -> None:
     say(opened, LONG + "two")
     path = f"/v1/cache/tree/{runs(opened)[1]['node']}/pin"
     for page in (
@@ -112,7 +112,7 @@ def test_the_page_of_this_server_may_and_no_other(opened: Real) -> None:
     assert ask(opened, "POST", path, host=name, origin=f"http://{name}").status_code == 200
 
 
-def test_a_name_that_anybody_may_own_is_no_page_of_ours() -> None:
+def test_a_page_under_a_foreign_name_may_not_change_the_tree() -> None:
     with serve_demo(allowed_hosts=("*",)) as real:
         for host, status in (("evil.example", 403), ("localhost", 200)):
             page = {"host": f"{host}:{real.port}", "origin": f"http://{host}:{real.port}"}
@@ -135,7 +135,7 @@ def test_a_key_sees_its_own_tree_and_the_operator_all(keyed: Real) -> None:
     assert ask(keyed, "POST", f"/v1/cache/tree/{mine[1]['node']}/pin", **page).status_code == 200
 
 
-def test_where_a_prompt_differs_is_quoted_where_the_operator_allows_it(opened: Real) -> None:
+def test_the_text_after_a_difference_is_shown_with_show_text(opened: Real) -> None:
     say(opened, LONG + "three")
     say(opened, LONG + "zebra")
     with httpx.stream("GET", f"{opened.url}/v1/activity", timeout=30) as response:

@@ -1,7 +1,7 @@
-"""API dialects: one file each, found by being here.
+"""API dialects: one file each, found because it is in this folder.
 
 A module of this package whose name has no leading underscore defines a class with the methods of
-`Dialect` and names it in `DIALECT`. It is made with the `Defaults` that hold where a body says nothing.
+`Dialect` and names it in `DIALECT`. It is created with the `Defaults` for what a body does not say.
 The contract tests find it by themselves.
 """
 
@@ -24,25 +24,25 @@ class ReplyHead:
     """What the server knows about a reply before it begins."""
 
     id: str
-    """Unique; a dialect puts its own prefix before it."""
+    """Unique; a dialect adds its own prefix."""
     model: str
     created: int
 
     @property
     def request(self) -> RequestId:
-        """What the log and the engine call it."""
+        """The request's id in the log and in the engine."""
         return RequestId(f"req_{self.id}")
 
 
 class Encoder(Protocol):
-    """Renders one stream, piece by piece. Owned by the task that writes it."""
+    """Renders one stream, piece by piece. Owner: the task that writes it."""
 
     def feed(self, events: Sequence[Event]) -> bytes:
-        """The frames for these events, to be written at once.
+        """The frames for these events.
 
-        No events at all means silence: the answer is something harmless that keeps the connection
-        alive. Ended or Failed is the last event, and closes the stream in the dialect's own way; a
-        stream whose client has gone is fed a Failed too, though nobody reads the frames.
+        No events at all means silence: render something harmless that keeps the connection alive. Ended
+        or Failed is the last event, and ends the stream as the dialect does. A stream whose client is
+        gone gets a Failed too, though nobody reads its frames.
         """
         ...
 
@@ -52,8 +52,8 @@ class ApiCall(Protocol):
 
     @property
     def requests(self) -> tuple[GenerateRequest, ...]:
-        """Run side by side; the choices of the second are numbered after those of the first. Empty:
-        the reply only says that the model is there."""
+        """They run side by side; choices are numbered through all of them. Empty: the reply only says
+        that the model is there."""
         ...
 
     @property
@@ -61,7 +61,7 @@ class ApiCall(Protocol):
 
     @property
     def background(self) -> bool:
-        """Answer with the fold of no events at once, and fold the whole reply when it is done."""
+        """Answer at once with the fold of no events, and fold the whole reply when it is done."""
         ...
 
     @property
@@ -72,17 +72,17 @@ class ApiCall(Protocol):
     def encoder(self, head: ReplyHead) -> Encoder: ...
 
     def fold(self, head: ReplyHead, events: Iterable[Event]) -> dict[str, Any]:
-        """The whole reply as one body, from the events of a stream that Ended.
+        """The whole reply as one body, from the events of a stream up to Ended.
 
-        Of a call in the background also those of a stream that has not begun, or that Failed.
+        For a call in the background also from no events, or from those of a stream that Failed.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """A request to a JsonRoute. `body` is empty where the route has no schema; `namespace` is the
-    caller's own, which it shares with nobody."""
+    """A request to a JsonRoute. namespace: the caller's key_id, which no other key shares. body: empty
+    if the route has no schema."""
 
     namespace: Namespace
     path: Mapping[str, str] = field(default_factory=dict)
@@ -92,10 +92,10 @@ class RouteRequest:
 
 @dataclass(frozen=True, slots=True)
 class JsonRoute:
-    """A route that generates nothing: JSON in, JSON out. `path` may hold {parameters}.
+    """A route that does not generate: JSON in, JSON out. path: may contain {parameters}.
 
-    schema: JSON schema of the body, with an example; None: there is no body. computes: the model works
-    for it, and the answer's usage says how much.
+    schema: JSON schema of the body, with an example; None: there is no body. computes: the model has to
+    compute, and the answer's usage says how much.
     """
 
     method: Literal["GET", "POST", "DELETE"]
@@ -107,14 +107,14 @@ class JsonRoute:
 
 
 class Dialect(Protocol):
-    """One API's way of asking and answering. One instance per app."""
+    """The wire format of one API. One instance per app."""
 
     path: str
     """POST here."""
     summary: str
     tool_id_prefix: str
     stream_headers: tuple[tuple[bytes, bytes], ...]
-    """Of a reply that is a stream."""
+    """Headers of a streamed reply."""
 
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> ApiCall:
         """Raises InvalidValue and other BadRequests. namespace: see `RouteRequest`."""
@@ -129,16 +129,16 @@ class Dialect(Protocol):
         ...
 
     def routes(self, services: Services) -> Sequence[JsonRoute]:
-        """What this API has besides its POST, below `path`: errors there have this API's shape."""
+        """Further routes of this API, below `path`: errors there have this API's shape."""
         ...
 
 
 def discover(defaults: Defaults = PLAIN_DEFAULTS) -> list[Dialect]:
     """A fresh instance of every dialect in this folder."""
-    found: list[Dialect] = []
+    dialects: list[Dialect] = []
     for module in pkgutil.iter_modules(__path__):
         if not module.name.startswith("_"):
             make: Callable[[Defaults], Dialect]
             make = importlib.import_module(f"{__name__}.{module.name}").DIALECT
-            found.append(make(defaults))
-    return found
+            dialects.append(make(defaults))
+    return dialects

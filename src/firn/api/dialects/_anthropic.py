@@ -1,8 +1,8 @@
 """Decoding of Anthropic's body: messages and their blocks, tools, thinking. Pure.
 
-A user message with tool results becomes one tool message for each of them, in front of the rest of
-it: templates want results right behind the calls. Reminders that an agent puts beside results are
-asides. What cache_control marks is a checkpoint.
+A user message with tool results becomes one tool message for each result, before the rest of it:
+templates want results right after the calls. Reminders that an agent adds to results become asides.
+What cache_control marks becomes a checkpoint.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 from firn.api import fields
 from firn.api.dialects import _openai
 from firn.api.dialects._openai_chat import MAX_MESSAGES
-from firn.api.dialects._openai_tools import MAX_NAME_CHARS, MAX_TOOLS
+from firn.api.dialects._openai_tools import MAX_TOOLS, known_name, tool_name
 from firn.api.dialects._output_formats import output_format
 from firn.api.fields import Fields
 from firn.core.errors import InvalidValue
@@ -35,9 +34,9 @@ from firn.core.values import (
 )
 
 REMINDER = "<system-reminder>"
-"""What a text begins with that Claude Code has put beside what the user, or a tool, has said."""
+"""Begins a text that Claude Code has added to what the user or a tool said."""
 PARAGRAPH = "\n\n"
-"""Between two text blocks of a message that a program has put together."""
+"""Between two text blocks of a message: a program has joined them."""
 ROLES = ("user", "assistant", "system")
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
@@ -56,7 +55,7 @@ def messages(body: Fields) -> tuple[Message, ...]:
 
 
 def _system(body: Fields) -> list[Message]:
-    """One message a block: those that say nothing that lasts can be left out one by one."""
+    """One message per block, so that those that change with every request can be left out."""
     given = body.get("system")
     if given is None:
         return []
@@ -112,7 +111,7 @@ def _is_reminder(part: Part) -> bool:
 
 
 def _assistant(blocks: Sequence[Fields]) -> Message:
-    """What hosted tools have done stands in the text as a short word of it."""
+    """Blocks of tools that Anthropic's servers ran become a short note in the text."""
     parts: list[Part] = []
     thoughts, calls = "", []
     for block in blocks:
@@ -122,7 +121,7 @@ def _assistant(blocks: Sequence[Fields]) -> Message:
             case "thinking":
                 thoughts += fields.string(block.require("thinking"), block.name("thinking"))
                 block.string("signature")
-            case "redacted_thinking":  # sealed by another server: nobody here can read it
+            case "redacted_thinking":  # encrypted by another server
                 block.string("data")
             case "tool_use":
                 calls.append(_tool_use(block))
@@ -132,7 +131,7 @@ def _assistant(blocks: Sequence[Fields]) -> Message:
 
 
 def _extended(parts: list[Part], text: str) -> list[Part]:
-    """With a text behind what the assistant has said: its blocks are one text."""
+    """With this text at the end. The assistant's text blocks are one text, without paragraphs."""
     if parts and isinstance(parts[-1], TextPart):
         return [*parts[:-1], TextPart(parts[-1].text + text)]
     return [*parts, TextPart(text)] if text else parts
@@ -154,7 +153,7 @@ def _tool_result(block: Fields) -> Message:
         parts: tuple[Part, ...] = (TextPart(content),) if content else ()
     else:
         inner = _blocks(content, block.name("content"))
-        parts = _paragraphs([_part(one) for one in inner])
+        parts = _paragraphs([_part(inner_block) for inner_block in inner])
     if block.boolean("is_error", False):
         parts = _marked_as_error(parts)
     id = fields.string(block.require("tool_use_id"), block.name("tool_use_id"))
@@ -162,15 +161,15 @@ def _tool_result(block: Fields) -> Message:
 
 
 def _marked_as_error(parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """Templates know no failed results: the text has to say it."""
-    said = "".join(part.text for part in parts if isinstance(part, TextPart))
-    if said.lstrip().lower().startswith("error"):
+    """Templates have no place for failure: the text has to say it."""
+    text = "".join(part.text for part in parts if isinstance(part, TextPart))
+    if text.lstrip().lower().startswith("error"):
         return parts
     return _paragraphs([TextPart("Error:"), *parts])
 
 
 def _paragraphs(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Texts that follow each other become one, with a blank line between them."""
+    """Adjacent texts become one, with a blank line between them."""
     merged: list[Part] = []
     for part in parts:
         last = merged[-1] if merged else None
@@ -185,7 +184,7 @@ def _paragraphs(parts: Sequence[Part]) -> tuple[Part, ...]:
 # --- blocks --------------------------------------------------------------------------------
 
 
-def _blocks(value: Any, param: str) -> list[Fields]:
+def _blocks(value: object, param: str) -> list[Fields]:
     if not isinstance(value, list):
         raise InvalidValue(param, f"must be a string or an array, not {fields.kind(value)}")
     return list(fields.objects(value, param))
@@ -255,7 +254,7 @@ def _search_result(block: Fields) -> str:
     return PARAGRAPH.join(part for part in (*above, text) if part)
 
 
-def _inner_text(value: Any, param: str) -> str:
+def _inner_text(value: object, param: str) -> str:
     if isinstance(value, str):
         return value
     texts = []
@@ -276,7 +275,7 @@ def _check_cache_control(owner: Fields) -> None:
     control = owner.object("cache_control")
     fields.one_of(control.require("type"), control.name("type"), ("ephemeral",))
     ttl = control.get("ttl")
-    if ttl is not None:  # records stay as long as there is room: longer than either
+    if ttl is not None:  # has no effect: records stay as long as there is room
         fields.one_of(ttl, control.name("ttl"), ("5m", "1h"))
 
 
@@ -284,23 +283,22 @@ def _check_cache_control(owner: Fields) -> None:
 
 
 def tools(body: Fields) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
-    """The tools, and the names of those left out: the ones that Anthropic's servers run."""
-    taken: list[Tool] = []
+    """The tools, and the names of those left out: Anthropic's servers would run them."""
+    decoded: list[Tool] = []
     left_out: list[str] = []
     for tool in body.objects("tools", high=MAX_TOOLS):
         kind = tool.string("type")
         if kind is None or kind == "custom":
-            taken.append(_tool(tool))
+            decoded.append(_tool(tool))
         else:
             left_out.append(f"{tool.path} ({kind[:64]})")
-    return tuple(taken), tuple(left_out)
+    return tuple(decoded), tuple(left_out)
 
 
 def _tool(tool: Fields) -> Tool:
-    name = tool.require("name")
-    _is_marked(tool)  # the end of the tools is a checkpoint by itself
+    _is_marked(tool)  # only checked: the end of the tools is a checkpoint anyway
     return Tool(
-        name=fields.string(name, tool.name("name"), max_chars=MAX_NAME_CHARS, empty=False),
+        name=tool_name(tool),
         description=tool.string("description") or "",
         parameters=fields.mapping(tool.require("input_schema"), tool.name("input_schema")),
         strict=tool.boolean("strict", False),
@@ -318,8 +316,7 @@ def tool_choice(body: Fields, tools: tuple[Tool, ...]) -> ToolChoice:
     parallel = not choice.boolean("disable_parallel_tool_use", False)
     if kind == "tool":
         name = fields.string(choice.require("name"), choice.name("name"))
-        if name not in {tool.name for tool in tools}:
-            raise InvalidValue("tool_choice.name", f"no tool is named {name[:64]!r}")
+        known_name(name, tools, "tool_choice.name")
         return ToolChoice(ToolMode.NAMED, name=name, parallel=parallel)
     if kind == "any" and not tools:
         raise InvalidValue("tool_choice", "'any' needs tools to choose from")
@@ -336,7 +333,7 @@ def stop_sequences(body: Fields) -> tuple[str, ...]:
 
 
 def reasoning(body: Fields) -> Reasoning:
-    """Where `thinking` is absent or adaptive, the model's template decides."""
+    """If `thinking` is absent or adaptive, the model's template decides."""
     output = body.object("output_config")
     effort = output.get("effort")
     if effort is not None:
@@ -369,7 +366,7 @@ def shows_thinking(body: Fields) -> bool:
 
 
 def grammar(body: Fields) -> Grammar | None:
-    """output_config.format, and output_format as it was first called."""
+    """output_config.format, or output_format, its older name."""
     newer = output_format(body.object("output_config"), "format")
     older = output_format(body, "output_format")
     return older if newer is None else newer

@@ -1,4 +1,4 @@
-"""A reply as a list of content blocks, each of one kind: Anthropic and OpenAI's Responses show it so."""
+"""A reply as a list of content blocks of one kind each, as Anthropic and OpenAI's Responses show it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BlockKind = Literal["text", "reasoning", "call"]
 
 @dataclass(slots=True, eq=False)
 class ContentBlock:
-    """`id` and `name` are a call's; its text is the JSON of its arguments."""
+    """id, name: of a call, whose text is the JSON of its arguments."""
 
     index: int
     kind: BlockKind
@@ -55,7 +55,7 @@ BlockEvent = BlockOpened | BlockGrown | BlockClosed
 
 
 class ContentBlocks:
-    """Owned by one encoder, or by one fold. Blocks come one after another, never two at a time."""
+    """Owner: one encoder, or one fold. At most one block is open at a time."""
 
     def __init__(self) -> None:
         self.all: list[ContentBlock] = []

@@ -1,7 +1,7 @@
-"""Free-form tools: one text instead of arguments. Pure.
+"""Custom tools, which take one text instead of arguments. Pure.
 
 A model that calls functions gives that text as one argument. Here it is taken out of the JSON around it,
-also while it arrives, and also where a limit has cut it short.
+even while it arrives, and even if a limit has cut it off.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
 
 
 def custom_tool(tool: Fields, *, wrapped: bool) -> Tool:
-    """`wrapped`: the grammar is a member of the format, as in chats, and not the format itself."""
+    """wrapped: the grammar is a member of the format, as in chats, not the format itself."""
     description = tool.string("description") or ""
     name = fields.string(tool.require("name"), tool.name("name"), max_chars=256, empty=False)
     form = tool.object("format")
@@ -47,9 +47,9 @@ def custom_tool(tool: Fields, *, wrapped: bool) -> Tool:
         grammar = Grammar("lark", lark(given, path), path)
     else:
         grammar = Grammar("regex", fields.string(given, path, max_chars=MAX_CHARS), path)
-    # The model is held to the grammar, and does better if it knows it.
-    told = "\n\n".join(text for text in (description, grammar.text) if text)
-    return Tool(name, told, PARAMETERS, param=tool.path, grammar=grammar)
+    # The grammar is enforced, but the model does better if it has read it.
+    description = "\n\n".join(text for text in (description, grammar.text) if text)
+    return Tool(name, description, PARAMETERS, param=tool.path, grammar=grammar)
 
 
 def custom_input(arguments: str) -> str:
@@ -67,29 +67,29 @@ def custom_input(arguments: str) -> str:
 class CustomInput:
     """The text of a call while its arguments arrive. Owner: one call of a stream.
 
-    Arguments of another form are not passed on: they are known when they are whole.
+    Arguments of another form give no text: what they mean is known only at their end.
     """
 
     def __init__(self) -> None:
-        self._held = ""
+        self._pending = ""
         self._in_text = False
-        self._is_over = False
+        self._has_ended = False
 
     def feed(self, piece: str) -> str:
-        self._held += piece
-        if not self._in_text and not self._is_over:
-            head = _HEAD.match(self._held)
+        self._pending += piece
+        if not self._in_text and not self._has_ended:
+            head = _HEAD.match(self._pending)
             if head:
-                self._in_text, self._held = True, self._held[head.end() :]
+                self._in_text, self._pending = True, self._pending[head.end() :]
             else:
-                self._is_over = not _MAY_BE_HEAD.fullmatch(self._held)
-        if not self._in_text or self._is_over:
+                self._has_ended = not _MAY_BE_HEAD.fullmatch(self._pending)
+        if not self._in_text or self._has_ended:
             return ""
-        whole = _WHOLE.match(self._held)
+        whole = _WHOLE.match(self._pending)
         end = whole.end() if whole else 0
-        self._is_over = self._held[end : end + 1] == '"'
-        if not self._is_over:
-            half = _HALF.search(self._held, 0, end)
+        self._has_ended = self._pending[end : end + 1] == '"'
+        if not self._has_ended:
+            half = _HALF.search(self._pending, 0, end)
             end = half.start() if half else end
-        text, self._held = self._held[:end], self._held[end:]
+        text, self._pending = self._pending[:end], self._pending[end:]
         return str(json.loads(f'"{text}"', strict=False))

@@ -1,7 +1,7 @@
-"""What the two generating routes of Ollama's API share: options, and replies as lines of JSON.
+"""What Ollama's two generating routes share: options, and replies as lines of JSON.
 
-A stream is a line of JSON for each piece, and the last line has the counts. Empty content in between is
-harmless, and keeps a connection alive.
+A stream has a line of JSON for each piece; the last line has the counts. A line with empty content keeps
+the connection alive.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ SAMPLING = (
 MAX_PICTURES = 64
 
 ShowPiece = Callable[[str, str, Sequence[Mapping[str, Any]]], Mapping[str, Any]]
-"""(text, thinking, finished tool calls) -> how one route shows a piece of a reply."""
+"""(text, thinking, finished tool calls) -> a piece of a reply, as one of the routes shows it."""
 
 
 class OllamaDialect:
-    """What the dialects of the two routes have in common."""
+    """What the dialects of both routes have in common."""
 
     tool_id_prefix = "call_"
     stream_headers = STREAM_HEADERS
@@ -83,7 +83,7 @@ def sampling(options: Fields, default: Sampling) -> Sampling:
 
 
 def max_tokens(options: Fields) -> int | None:
-    """Below zero: until the model ends it."""
+    """Below zero: until the model ends its reply."""
     n = options.integer("num_predict", low=-2)
     return None if n is None or n < 0 else n
 
@@ -128,25 +128,25 @@ def pictures(owner: Fields) -> tuple[PicturePart, ...]:
 
 @dataclass(frozen=True, slots=True)
 class OllamaCall:
-    """why: there are no requests, and the reply gives this reason."""
+    """done_reason: what the reply gives as its reason if there are no requests."""
 
     requests: tuple[GenerateRequest, ...]
     stream: bool
     ignored: tuple[str, ...]
     show: ShowPiece
-    why: str | None = None
+    done_reason: str | None = None
     began_ns: int = field(default_factory=time.perf_counter_ns)
     background = False
 
     def encoder(self, head: ReplyHead) -> LineEncoder:
-        return LineEncoder(head, self.show, began_ns=self.began_ns, why=self.why)
+        return LineEncoder(head, self.show, began_ns=self.began_ns, done_reason=self.done_reason)
 
     def fold(self, head: ReplyHead, events: Iterable[Event]) -> dict[str, Any]:
         return _fold(head, events, self)
 
 
 class ToolCallBuffer:
-    """Tool calls while they are written; they are shown whole."""
+    """Tool calls while they arrive: this API shows them whole."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[str, list[str]]] = []
@@ -165,7 +165,7 @@ class ToolCallBuffer:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """An object, whatever was written: a call that was cut off has none."""
+    """The arguments as an object; empty if the call was cut off."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):  # brackets without end
@@ -174,17 +174,17 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 class LineEncoder:
-    """One stream. Owned by the task that writes it."""
+    """Owner: the task that writes the stream."""
 
     def __init__(
-        self, head: ReplyHead, show: ShowPiece, *, began_ns: int, why: str | None = None
+        self, head: ReplyHead, show: ShowPiece, *, began_ns: int, done_reason: str | None = None
     ) -> None:
-        """why: see `OllamaCall`."""
+        """done_reason: see `OllamaCall`."""
         self._head = _head(head)
         self._show = show
         self._began_ns = began_ns
         self._calls = ToolCallBuffer()
-        self._reason = why or "stop"
+        self._reason = done_reason or "stop"
 
     def feed(self, events: Sequence[Event]) -> bytes:
         if not events:
@@ -219,7 +219,7 @@ class LineEncoder:
 
 
 def _fold(head: ReplyHead, events: Iterable[Event], call: OllamaCall) -> dict[str, Any]:
-    text, thinking, calls, reason = [], [], ToolCallBuffer(), call.why or "stop"
+    text, thinking, calls, reason = [], [], ToolCallBuffer(), call.done_reason or "stop"
     end = Ended(Usage(0, 0))
     for event in events:
         match event:

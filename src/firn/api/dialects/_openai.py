@@ -1,9 +1,9 @@
-"""What the OpenAI dialects share: fields that mean the same everywhere, errors, usage, numbers."""
+"""What the OpenAI dialects share: common fields, usage, logprobs, the frames of streams."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
@@ -12,7 +12,7 @@ from firn.api.dialects import ReplyHead
 from firn.api.fields import Fields
 from firn.core.bounds import GREEDY_BELOW, INT_MAX, SAMPLING
 from firn.core.errors import InvalidValue
-from firn.core.events import Ended, Event
+from firn.core.events import Ended, Event, TextLogprob
 from firn.core.values import CacheControl, Sampling, Usage
 
 MAX_CHOICES = 128
@@ -25,13 +25,13 @@ MAX_TTL_S = 10 * 365 * 86400
 SPECULATION = ("auto", "off")
 
 quote = encode_basestring_ascii
-"""A JSON string, quotes included, in ASCII."""
+"""Makes a JSON string, with quotes, in ASCII."""
 
 # --- decoding ------------------------------------------------------------------------------
 
 
 def sampling(body: Fields, default: Sampling) -> Sampling:
-    """`default` holds where the body says nothing."""
+    """default: for what the body does not say."""
 
     def number(name: str) -> float:
         bound = SAMPLING[name]
@@ -65,16 +65,16 @@ def _logit_bias(body: Fields) -> tuple[tuple[int, float], ...]:
         return ()
     biases: list[tuple[int, float]] = []
     for key, value in fields.mapping(given, "logit_bias").items():
-        # Not int(): that takes " 5", "+5", "1_000" and digits of other scripts.
+        # Not int() alone: it takes " 5", "+5", "1_000" and digits of other scripts.
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key):
-            raise InvalidValue("logit_bias", f"{key[:32]!r} is no token id")
+            raise InvalidValue("logit_bias", f"{key[:32]!r} is not a token id")
         bias = fields.number(value, f"logit_bias.{key}", low=-100, high=100)
         biases.append((int(key), bias))
     return tuple(biases)
 
 
 def max_tokens(body: Fields, *, low: int = 1) -> int | None:
-    """max_completion_tokens is the newer name, and wins."""
+    """max_completion_tokens is the newer name and has precedence."""
     older = body.integer("max_tokens", low=low)
     newer = body.integer("max_completion_tokens", low=low)
     return older if newer is None else newer
@@ -95,8 +95,8 @@ def stop_strings(body: Fields) -> tuple[str, ...]:
     return stop_array(given, "stop")
 
 
-def stop_array(given: Any, param: str) -> tuple[str, ...]:
-    """Each of them once."""
+def stop_array(given: object, param: str) -> tuple[str, ...]:
+    """Without repetitions."""
     strings = (
         fields.string(text, f"{param}[{i}]", max_chars=MAX_STOP_CHARS, empty=False)
         for i, text in enumerate(fields.array(given, param, high=MAX_STOPS))
@@ -117,13 +117,13 @@ def cache_control(body: Fields) -> CacheControl:
 
 
 def speculates(body: Fields) -> bool:
-    """Whether tokens may be guessed for this request, where the server guesses at all."""
+    """Whether tokens may be drafted for this request, if the server drafts at all."""
     given = body.get("speculation")
     return given is None or fields.one_of(given, "speculation", SPECULATION) == "auto"
 
 
 def sparse_keep(body: Fields) -> float | None:
-    """The share of a long cold prompt that must be read; None: the server's own setting."""
+    """The share of a long uncached prompt that must be read; None: the server's own setting."""
     if body.get("sparse_prefill") is None:
         return None
     given = body.object("sparse_prefill")
@@ -132,7 +132,7 @@ def sparse_keep(body: Fields) -> float | None:
 
 
 def prediction(body: Fields) -> str:
-    """The text that the caller expects to read."""
+    """The text that the caller expects in the reply."""
     given = body.object("prediction")
     kind = given.get("type")
     if kind is not None:
@@ -165,7 +165,7 @@ def skip_inert(body: Fields) -> None:
 
 
 def approximate(usage: Usage) -> dict[str, Any]:
-    """For the usage of a reply: which tokens of its prompt were not read; empty if all were."""
+    """For the usage of a reply: how many tokens of its prompt were skipped; empty if none."""
     return {"approximate": {"skipped_tokens": usage.n_skipped}} if usage.n_skipped else {}
 
 
@@ -189,15 +189,28 @@ def logarithm(value: float | None) -> float | None:
     return None if value is None else max(value, -9999.0)
 
 
+def logprob_objects(tokens: Iterable[TextLogprob]) -> list[dict[str, Any]]:
+    """Tokens with their likeliest alternatives, as chats and Responses show them."""
+
+    def shown(text: str, raw: bytes, logprob: float | None) -> dict[str, Any]:
+        return {"token": text, "logprob": logarithm(logprob), "bytes": list(raw)}
+
+    return [
+        shown(token.text, token.raw, token.logprob)
+        | {"top_logprobs": [shown(*candidate) for candidate in token.top]}
+        for token in tokens
+    ]
+
+
 def dumps(value: Mapping[str, Any] | list[Any]) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
 class StreamEncoder:
-    """What the streams of chats and completions have in common. Owned by the task that writes it.
+    """What the streams of chats and completions have in common. Owner: the task that writes it.
 
-    A chunk is a string around what changes: this runs once a token on the thread that serves
-    everyone, and building and dumping a dict costs several times as much. `render` has a function for
+    A chunk is a fixed string around what changes: this runs for every token, on the thread that serves
+    all calls, and building and dumping a dict would cost several times as much. render: a function for
     every type of event.
     """
 
@@ -290,15 +303,15 @@ def _stop_schema() -> dict[str, Any]:
 
 
 def _extension_schema() -> dict[str, Any]:
-    """What firn has besides."""
+    """firn's own extensions."""
     return {
         "speculation": {
             "enum": [*SPECULATION, None],
-            "description": "off: guess no tokens ahead for this request.",
+            "description": "off: draft no tokens for this request.",
         },
         "sparse_prefill": {
             "type": ["object", "null"],
-            "description": "Read only this share of what is not cached of a long prompt: approximate.",
+            "description": "Read only this share of the uncached part of a long prompt: approximate.",
             "required": ["keep"],
             "properties": {"keep": {"type": "number", "minimum": 0.01, "maximum": 1}},
         },

@@ -45,19 +45,19 @@ _DATA_URL = re.compile(r"data:([^,;]*)[^,]*;\s*base64\s*,", re.IGNORECASE)
 
 def messages(body: Fields) -> tuple[Message, ...]:
     given = fields.objects(body.require("messages"), "messages", low=1, high=MAX_MESSAGES)
-    found: list[Message] = []
+    decoded: list[Message] = []
     for message in given:
-        found.append(_message(message, called=_last_call(found)))
-    return tuple(found)
+        decoded.append(_message(message, last_call=_last_call(decoded)))
+    return tuple(decoded)
 
 
 def _last_call(messages: Sequence[Message]) -> str | None:
-    """The id of the last call: a function's result, as it was first written, has none of its own."""
+    """The id of the last call: the result of a `function`, the older form, has none of its own."""
     calls = messages[-1].tool_calls if messages else ()
     return calls[-1].id if calls else None
 
 
-def _message(message: Fields, *, called: str | None) -> Message:
+def _message(message: Fields, *, last_call: str | None) -> Message:
     role = fields.one_of(message.require("role"), message.name("role"), tuple(ROLES))
     older, newer = message.string("reasoning_content"), message.string("reasoning")
     id = message.string("tool_call_id")
@@ -65,13 +65,13 @@ def _message(message: Fields, *, called: str | None) -> Message:
         role=ROLES[role],
         parts=parts(message.get("content"), message.name("content")),
         tool_calls=_tool_calls(message) if role == "assistant" else (),
-        tool_call_id=called if role == "function" and id is None else id,
+        tool_call_id=last_call if role == "function" and id is None else id,
         name=message.string("name", max_chars=MAX_NAME_CHARS),
         reasoning=newer if older is None else older,
     )
 
 
-def parts(content: Any, param: str) -> tuple[Part, ...]:
+def parts(content: object, param: str) -> tuple[Part, ...]:
     match content:
         case None:
             return ()
@@ -85,7 +85,7 @@ def parts(content: Any, param: str) -> tuple[Part, ...]:
             )
 
 
-def _part(value: Any, param: str) -> Part:
+def _part(value: object, param: str) -> Part:
     if isinstance(value, str):
         return TextPart(value)
     part = fields.members(value, param)
@@ -107,7 +107,7 @@ def _part(value: Any, param: str) -> Part:
 
 
 def _file(file: Fields, param: str) -> Part:
-    """A file by its content. One that is kept or found elsewhere nobody here can read."""
+    """A file by its content. One that is stored elsewhere cannot be read here."""
     name, data = file.string("filename") or "", file.string("file_data")
     if not data:
         return OtherPart("file", param)
@@ -146,7 +146,7 @@ def _name(owner: Fields) -> str:
     return fields.string(owner.require("name"), owner.name("name"), empty=False)
 
 
-def arguments(value: Any, param: str) -> Mapping[str, Any] | str:
+def arguments(value: object, param: str) -> Mapping[str, Any] | str:
     """Calls without arguments arrive as null, "" or "{}"; some clients send the object itself."""
     if value is None or value == "":
         return {}
@@ -168,7 +168,7 @@ def grammar(body: Fields) -> Grammar | None:
 
 
 def reasoning(body: Fields) -> Reasoning:
-    """reasoning_effort or reasoning.effort; enable_thinking and a budget as Qwen names them."""
+    """reasoning_effort or reasoning.effort; enable_thinking and thinking_budget, as Qwen has them."""
     effort, param = body.get("reasoning_effort"), "reasoning_effort"
     nested = body.object("reasoning")
     if effort is None:

@@ -1,12 +1,11 @@
-"""Tools of OpenAI's chat body, and which of them may be called. Pure.
+"""Tools of OpenAI's bodies, and which of them may be called. Pure.
 
-`functions` and `function_call` are what tools were called first: one call at a time, without ids.
+`functions` and `function_call` are the older names of tools: one call at a time, without ids.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from firn.api import fields
 from firn.api.dialects._custom_tools import custom_tool
@@ -21,7 +20,7 @@ MAX_NAME_CHARS = 256
 @dataclass(frozen=True, slots=True)
 class OfferedTools:
     """What a chat may call. custom: names of the tools that take a text. are_functions: the request
-    calls them `functions`, and reads a `function_call` in the reply."""
+    calls them `functions`, and expects a `function_call` in the reply."""
 
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice = ToolChoice()
@@ -48,7 +47,7 @@ def offered(body: Fields) -> OfferedTools:
             tools.append(replace(custom_tool(inner, wrapped=True), param=tool.path))
             custom.add(tools[-1].name)
         else:
-            tools.append(_function(inner, tool.path))
+            tools.append(function_tool(inner, tool.path))
     choice = _choice(body, tuple(tools), parallel=parallel)
     return OfferedTools(tuple(tools), choice, frozenset(custom))
 
@@ -56,22 +55,22 @@ def offered(body: Fields) -> OfferedTools:
 def function_tools(body: Fields) -> tuple[Tool, ...]:
     """`tools` of a dialect that has only functions and no tool_choice."""
     return tuple(
-        _function(_inner(tool, ("function",))[1], tool.path)
+        function_tool(_inner(tool, ("function",))[1], tool.path)
         for tool in body.objects("tools", high=MAX_TOOLS)
     )
 
 
 def _inner(tool: Fields, kinds: tuple[str, ...]) -> tuple[str, Fields]:
-    """Its kind, and what is said below that name."""
+    """The kind of the tool, and the member of that name, which describes it."""
     kind = fields.one_of(tool.require("type"), tool.name("type"), kinds)
     return kind, tool.require_object(kind)
 
 
-def _function(function: Fields, param: str) -> Tool:
-    name = function.require("name")
+def function_tool(function: Fields, param: str) -> Tool:
+    """param: the tool's name in errors."""
     parameters = function.get("parameters")
     return Tool(
-        name=fields.string(name, function.name("name"), max_chars=MAX_NAME_CHARS, empty=False),
+        name=tool_name(function),
         description=function.string("description") or "",
         parameters={}
         if parameters is None
@@ -79,6 +78,11 @@ def _function(function: Fields, param: str) -> Tool:
         strict=function.boolean("strict", False),
         param=param,
     )
+
+
+def tool_name(tool: Fields) -> str:
+    name = tool.require("name")
+    return fields.string(name, tool.name("name"), max_chars=MAX_NAME_CHARS, empty=False)
 
 
 # --- which may be called -------------------------------------------------------------------
@@ -95,18 +99,19 @@ def _choice(body: Fields, tools: tuple[Tool, ...], *, parallel: bool) -> ToolCho
             return replace(_allowed(choice, tools), parallel=parallel)
         return ToolChoice(ToolMode.NAMED, name=_named(choice, tools), parallel=parallel)
     mode = ToolMode(fields.one_of(given, "tool_choice", ("none", "auto", "required")))
-    return ToolChoice(_possible(mode, bool(tools), "tool_choice"), parallel=parallel)
+    return ToolChoice(possible_mode(mode, bool(tools), "tool_choice"), parallel=parallel)
 
 
 def _named(choice: Fields, tools: tuple[Tool, ...]) -> str:
-    """Of {type: function, function: {name}}, or the same with custom."""
+    """The name in {type: function, function: {name}}, or the same with custom."""
     kinds = ("function", "custom")
     kind = fields.one_of(choice.require("type"), choice.name("type"), kinds)
     inner = choice.require_object(kind)
-    return _known(fields.string(inner.get("name"), inner.name("name")), tools, choice.path)
+    return known_name(fields.string(inner.get("name"), inner.name("name")), tools, choice.path)
 
 
-def _known(name: str, tools: tuple[Tool, ...], param: str) -> str:
+def known_name(name: str, tools: tuple[Tool, ...], param: str) -> str:
+    """Raises InvalidValue if no tool has this name."""
     if name not in {tool.name for tool in tools}:
         raise InvalidValue(param, f"no tool is named {name[:64]!r}")
     return name
@@ -119,22 +124,23 @@ def _allowed(choice: Fields, tools: tuple[Tool, ...]) -> ToolChoice:
     names = {_named(tool, tools) for tool in listed}
     modes = ("auto", "required")
     mode = ToolMode(fields.one_of(given.require("mode"), given.name("mode"), modes))
-    return ToolChoice(_possible(mode, bool(names), param), allowed=frozenset(names))
+    return ToolChoice(possible_mode(mode, bool(names), param), allowed=frozenset(names))
 
 
-def _possible(mode: ToolMode, any_tools: bool, param: str) -> ToolMode:
+def possible_mode(mode: ToolMode, any_tools: bool, param: str) -> ToolMode:
+    """Raises InvalidValue if a call is required and there is no tool."""
     if mode is ToolMode.REQUIRED and not any_tools:
         raise InvalidValue(param, "'required' needs tools to choose from")
     return mode
 
 
-def _functions(given: Any, called: Any) -> OfferedTools:
+def _functions(given: object, called: object) -> OfferedTools:
     listed = fields.objects([] if given is None else given, "functions", high=MAX_TOOLS)
-    tools = tuple(_function(function, function.path) for function in listed)
+    tools = tuple(function_tool(function, function.path) for function in listed)
     choice = ToolChoice(parallel=False)
     if isinstance(called, dict):
         name = fields.string(called.get("name"), "function_call.name")
-        name = _known(name, tools, "function_call")
+        name = known_name(name, tools, "function_call")
         choice = ToolChoice(ToolMode.NAMED, name=name, parallel=False)
     elif called is not None:
         mode = ToolMode(fields.one_of(called, "function_call", ("none", "auto")))

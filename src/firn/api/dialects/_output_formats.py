@@ -1,6 +1,6 @@
-"""What a reply must look like: the same forms in every dialect, under the name each has for them. Pure.
+"""The form that a reply must have: the same forms in every dialect, under the field each has for them.
 
-JSON is asked for as OpenAI and Anthropic do; regex, choice and lark are extensions of ours.
+JSON is asked for as in OpenAI's and Anthropic's APIs; regex, choice and lark are extensions. Pure.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from firn.core.values import Grammar
 from firn.text.json_lark import MAX_CHARS
 
 MAX_CHOICES = 16_384
-"""Compiling takes the square of them."""
+"""The time to compile them grows with the square of their number."""
 MARKS = ":([{"
 MAX_MARKS = 2000
-"""Rules and brackets are followed on the compiler's stack, and an overflow ends the whole server: it
-comes with 3500 rules, each of which leads to the next."""
+"""The compiler follows rules and brackets on its stack, and an overflow would end the whole server: it
+happens at 3500 rules, each of which leads to the next."""
 KINDS = ("text", "json_object", "json_schema", "regex", "choice", "lark")
 
 
 def output_format(owner: Fields, member: str, *, schema_in: str = "") -> Grammar | None:
-    """None for any text. `schema_in`: the member that a schema and its name are wrapped in, if any."""
+    """None: any text. schema_in: the member that wraps a schema and its name, if any."""
     given = owner.get(member)
     if given is None:
         return None
@@ -48,8 +48,8 @@ def output_format(owner: Fields, member: str, *, schema_in: str = "") -> Grammar
             return None
 
 
-def lark(given: Any, param: str) -> str:
-    """A grammar that a user has written."""
+def lark(given: object, param: str) -> str:
+    """A grammar that a user has written. Raises InvalidValue."""
     text = fields.string(given, param, max_chars=MAX_CHARS)
     if sum(map(text.count, MARKS)) > MAX_MARKS:
         raise InvalidValue(param, f"must have at most {MAX_MARKS} of the characters {MARKS}")
@@ -61,7 +61,7 @@ def _schema(form: Fields, schema_in: str) -> str:
         form.require(schema_in)
         form = form.object(schema_in)
     form.string("name")
-    form.boolean("strict", False)  # it is always kept to
+    form.boolean("strict", False)  # a schema is always enforced
     return json.dumps(fields.mapping(form.require("schema"), form.name("schema")))
 
 

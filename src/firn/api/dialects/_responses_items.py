@@ -1,7 +1,7 @@
 """Decoding of the Responses API's items, tools and options. Pure.
 
-Items are finer than messages: reasoning, texts and calls of one turn come as items of their own, and
-are put together again, since a template renders builder.
+Items are smaller than messages: reasoning, texts and calls of one turn are items of their own. They are
+joined into messages, since templates render whole turns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from firn.api import fields
 from firn.api.dialects import _openai_chat
 from firn.api.dialects._custom_tools import custom_tool
 from firn.api.dialects._openai_chat import MAX_MESSAGES, ROLES
-from firn.api.dialects._openai_tools import MAX_NAME_CHARS, MAX_TOOLS
+from firn.api.dialects._openai_tools import (
+    MAX_TOOLS,
+    function_tool,
+    known_name,
+    possible_mode,
+    tool_name,
+)
 from firn.api.dialects._output_formats import output_format
 from firn.api.fields import Fields
 from firn.core.errors import InvalidValue
@@ -34,7 +40,7 @@ from firn.core.values import (
 
 PARAGRAPH = "\n\n"
 SEALED = "firn1:"
-"""Before reasoning that a client keeps for us without reading it (encrypted_content)."""
+"""Begins reasoning that a client keeps for the server without reading it (encrypted_content)."""
 HOSTED = frozenset(
     {"web_search_call", "file_search_call", "computer_call", "computer_call_output",
      "code_interpreter_call", "image_generation_call", "local_shell_call", "local_shell_call_output",
@@ -44,7 +50,7 @@ HOSTED = frozenset(
 """Items of tools that OpenAI's servers run: a conversation that began there may have some."""
 
 JOINT = "__"
-"""Between a namespace and a name, as agents write it where there are no namespaces."""
+"""Between a namespace and a name, as agents write it for APIs without namespaces."""
 
 Item = Mapping[str, Any]
 FindItem = Callable[[str], Item | None]
@@ -60,15 +66,15 @@ def input_items(body: Fields) -> list[Item]:
         return [{"type": "message", "role": "user", "content": [part]}]
     if not isinstance(given, list):
         raise InvalidValue("input", f"must be a string or an array, not {fields.kind(given)}")
-    found: list[Item] = []
+    items: list[Item] = []
     for i, value in enumerate(fields.array(given, "input", high=MAX_MESSAGES)):
         item = fields.mapping(value, f"input[{i}]")
-        found.append(item if item.get("type") is not None else {"type": "message", **item})
-    return found
+        items.append(item if item.get("type") is not None else {"type": "message", **item})
+    return items
 
 
 def messages(items: Iterable[tuple[str, Item]], find_item: FindItem) -> list[Message]:
-    """items: each with the name that errors give it."""
+    """items: each with its name in errors."""
     builder = _MessageBuilder()
     for param, value in items:
         item = Fields(value, param)
@@ -84,43 +90,43 @@ def messages(items: Iterable[tuple[str, Item]], find_item: FindItem) -> list[Mes
 
 @dataclass(slots=True)
 class _MessageBuilder:
-    """Puts the items of a turn together. The open turn is the assistant's, or there is none."""
+    """Joins the items of a turn. Only a turn of the assistant can be open."""
 
     messages: list[Message] = field(default_factory=list)
-    said: list[Part] = field(default_factory=list)
-    thoughts: str = ""
+    parts: list[Part] = field(default_factory=list)
+    reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     is_open: bool = False
 
-    def say(self, parts: Iterable[Part]) -> None:
-        """Each part a paragraph."""
+    def add_parts(self, parts: Iterable[Part]) -> None:
+        """Texts become paragraphs of one text."""
         self.is_open = True
         for part in parts:
-            last = self.said[-1] if self.said else None
+            last = self.parts[-1] if self.parts else None
             if isinstance(part, TextPart) and isinstance(last, TextPart):
                 joint = PARAGRAPH if last.text and part.text else ""
-                self.said[-1] = TextPart(last.text + joint + part.text)
+                self.parts[-1] = TextPart(last.text + joint + part.text)
             elif not isinstance(part, TextPart) or part.text:
-                self.said.append(part)
+                self.parts.append(part)
 
-    def think(self, text: str) -> None:
+    def add_reasoning(self, text: str) -> None:
         self.is_open = True
-        self.thoughts += (PARAGRAPH if self.thoughts and text else "") + text
+        self.reasoning += (PARAGRAPH if self.reasoning and text else "") + text
 
-    def call(self, call: ToolCall) -> None:
+    def add_call(self, call: ToolCall) -> None:
         self.is_open = True
         self.calls.append(call)
 
-    def add(self, message: Message) -> None:
+    def add_message(self, message: Message) -> None:
         self.close()
         self.messages.append(message)
 
     def close(self) -> None:
         if self.is_open:
-            calls, thoughts = tuple(self.calls), self.thoughts or None
-            parts = tuple(self.said)
-            self.messages.append(Message("assistant", parts, tool_calls=calls, reasoning=thoughts))
-        self.said, self.thoughts = [], ""
+            parts, calls = tuple(self.parts), tuple(self.calls)
+            reasoning = self.reasoning or None
+            self.messages.append(Message("assistant", parts, tool_calls=calls, reasoning=reasoning))
+        self.parts, self.reasoning = [], ""
         self.calls, self.is_open = [], False
 
     def done(self) -> list[Message]:
@@ -134,19 +140,19 @@ def _decode(item: Fields, builder: _MessageBuilder) -> None:
         case "message":
             _message(item, builder)
         case "reasoning":
-            builder.think(_thoughts(item))
+            builder.add_reasoning(_reasoning(item))
         case "function_call":
             arguments = item.get("arguments")
             decoded = _openai_chat.arguments(arguments, item.name("arguments"))
-            builder.call(ToolCall(_call_id(item), _flat(_named_tool(item)), decoded))
+            builder.add_call(ToolCall(_call_id(item), _flat(_named_tool(item)), decoded))
         case "custom_tool_call":
             text = fields.string(item.require("input"), item.name("input"))
-            builder.call(ToolCall(_call_id(item), _flat(_named_tool(item)), {"input": text}))
+            builder.add_call(ToolCall(_call_id(item), _flat(_named_tool(item)), {"input": text}))
         case "function_call_output" | "custom_tool_call_output":
             parts = _openai_chat.parts(item.require("output"), item.name("output"))
-            builder.add(Message("tool", parts, tool_call_id=_call_id(item)))
+            builder.add_message(Message("tool", parts, tool_call_id=_call_id(item)))
         case _ if kind in HOSTED:
-            builder.say([OtherPart(kind, item.name("type"))])
+            builder.add_parts([OtherPart(kind, item.name("type"))])
         case _:
             raise InvalidValue(item.name("type"), f"{kind[:64]!r} is not supported here")
 
@@ -155,13 +161,13 @@ def _message(item: Fields, builder: _MessageBuilder) -> None:
     role = ROLES[fields.one_of(item.require("role"), item.name("role"), tuple(ROLES)[:4])]
     parts = _openai_chat.parts(item.get("content"), item.name("content"))
     if role == "assistant":
-        builder.say(_as_one(parts))
+        builder.add_parts(_joined_texts(parts))
     else:
-        builder.add(Message(role, parts))
+        builder.add_message(Message(role, parts))
 
 
-def _as_one(parts: Iterable[Part]) -> Iterator[Part]:
-    """Texts that touch are one text."""
+def _joined_texts(parts: Iterable[Part]) -> Iterator[Part]:
+    """Adjacent texts are one text."""
     for is_text, run in groupby(parts, key=lambda part: isinstance(part, TextPart)):
         if is_text:
             yield TextPart("".join(part.text for part in run if isinstance(part, TextPart)))
@@ -169,8 +175,8 @@ def _as_one(parts: Iterable[Part]) -> Iterator[Part]:
             yield from run
 
 
-def _thoughts(item: Fields) -> str:
-    """The reasoning itself, wherever the client kept it; a summary is better than nothing."""
+def _reasoning(item: Fields) -> str:
+    """The reasoning itself, wherever the client has kept it; else its summary."""
     text = _joined(item, "content", "reasoning_text")
     sealed = item.string("encrypted_content")
     summary = _joined(item, "summary", "summary_text")
@@ -195,7 +201,7 @@ def seal(text: str) -> str:
 
 
 def unseal(sealed: str) -> str:
-    """What `seal` was given; nothing where it was tampered with."""
+    """The text that `seal` was given; empty if somebody has changed it."""
     try:
         return base64.b64decode(sealed.removeprefix(SEALED), validate=True).decode()
     except ValueError:
@@ -231,7 +237,7 @@ def _flat(tool: NamespacedTool) -> str:
 @dataclass(frozen=True, slots=True)
 class ResponseTools:
     """custom: names of those that take a text. namespaced: those in namespaces, by the name that the
-    model knows. left_out: what OpenAI's servers would run."""
+    model knows. left_out: those that OpenAI's servers would run."""
 
     all: tuple[Tool, ...] = ()
     custom: frozenset[str] = frozenset()
@@ -243,59 +249,41 @@ def tools(body: Fields) -> ResponseTools:
     given = body.get("tools")
     if given is None:
         return ResponseTools()
-    found: list[Tool] = []
+    decoded: list[Tool] = []
     custom: set[str] = set()
     namespaced: dict[str, NamespacedTool] = {}
     left_out: list[str] = []
     for tool, namespace in _each_tool(given, "tools"):
         kind = fields.string(tool.require("type"), tool.name("type"))
         if kind == "function":
-            found.append(_function(tool))
+            decoded.append(function_tool(tool, tool.path))
         elif kind == "custom":
-            found.append(custom_tool(tool, wrapped=False))
+            decoded.append(custom_tool(tool, wrapped=False))
         else:
             left_out.append(f"{tool.path} ({kind[:64]})")
             continue
         if namespace:
-            tool_in_namespace = NamespacedTool(namespace, found[-1].name)
-            found[-1] = replace(found[-1], name=_flat(tool_in_namespace))
-            namespaced[found[-1].name] = tool_in_namespace
+            tool_in_namespace = NamespacedTool(namespace, decoded[-1].name)
+            decoded[-1] = replace(decoded[-1], name=_flat(tool_in_namespace))
+            namespaced[decoded[-1].name] = tool_in_namespace
         if kind == "custom":
-            custom.add(found[-1].name)
-    return ResponseTools(tuple(found), frozenset(custom), namespaced, tuple(left_out))
+            custom.add(decoded[-1].name)
+    return ResponseTools(tuple(decoded), frozenset(custom), namespaced, tuple(left_out))
 
 
-def _each_tool(given: Any, param: str) -> Iterator[tuple[Fields, str]]:
-    """With the namespace it is in, if any."""
+def _each_tool(given: object, param: str) -> Iterator[tuple[Fields, str]]:
+    """Each tool with its namespace; empty: it has none."""
     for tool in _listed(given, param):
         if tool.get("type") == "namespace":
-            namespace = _tool_name(tool)
+            namespace = tool_name(tool)
             for inner in _listed(tool.require("tools"), tool.name("tools")):
                 yield inner, namespace
         else:
             yield tool, ""
 
 
-def _listed(given: Any, param: str) -> list[Fields]:
+def _listed(given: object, param: str) -> list[Fields]:
     return list(fields.objects(given, param, high=MAX_TOOLS))
-
-
-def _function(tool: Fields) -> Tool:
-    parameters = tool.get("parameters")
-    return Tool(
-        name=_tool_name(tool),
-        description=tool.string("description") or "",
-        parameters={}
-        if parameters is None
-        else fields.mapping(parameters, tool.name("parameters")),
-        strict=tool.boolean("strict", False),
-        param=tool.path,
-    )
-
-
-def _tool_name(tool: Fields) -> str:
-    name = tool.require("name")
-    return fields.string(name, tool.name("name"), max_chars=MAX_NAME_CHARS, empty=False)
 
 
 def tool_choice(body: Fields, tools: ResponseTools) -> ToolChoice:
@@ -311,28 +299,22 @@ def tool_choice(body: Fields, tools: ResponseTools) -> ToolChoice:
             return replace(_allowed(choice, tools), parallel=parallel)
         return ToolChoice(ToolMode.NAMED, name=_chosen(choice, tools), parallel=parallel)
     mode = ToolMode(fields.one_of(given, "tool_choice", ("none", "auto", "required")))
-    if mode is ToolMode.REQUIRED and not tools.all:
-        raise InvalidValue("tool_choice", "'required' needs tools to choose from")
+    mode = possible_mode(mode, bool(tools.all), "tool_choice")
     return ToolChoice(mode, parallel=parallel)
 
 
 def _chosen(choice: Fields, tools: ResponseTools) -> str:
-    name = _flat(_named_tool(choice))
-    if name not in {tool.name for tool in tools.all}:
-        raise InvalidValue(choice.path, f"no tool is named {name[:64]!r}")
-    return name
+    return known_name(_flat(_named_tool(choice)), tools.all, choice.path)
 
 
 def _allowed(choice: Fields, tools: ResponseTools) -> ToolChoice:
-    """What OpenAI's servers run is left out here as it is among the tools."""
+    """Tools that OpenAI's servers would run are left out, as they are in `tools`."""
     listed = _listed(choice.require("tools"), choice.name("tools"))
     ours = [tool for tool in listed if tool.get("type") in ("function", "custom")]
     names = frozenset(_chosen(tool, tools) for tool in ours)
     modes = ("auto", "required")
     mode = ToolMode(fields.one_of(choice.require("mode"), choice.name("mode"), modes))
-    if mode is ToolMode.REQUIRED and not names:
-        raise InvalidValue(choice.name("tools"), "'required' needs tools to choose from")
-    return ToolChoice(mode, allowed=names)
+    return ToolChoice(possible_mode(mode, bool(names), choice.name("tools")), allowed=names)
 
 
 # --- the rest ------------------------------------------------------------------------------
@@ -343,7 +325,7 @@ def grammar(body: Fields) -> Grammar | None:
 
 
 def wants_summary(body: Fields) -> bool:
-    """Where a summary is asked for, the reasoning itself is shown: nothing here writes summaries."""
+    """A client that asks for a summary gets the reasoning itself: nothing here writes summaries."""
     reasoning = body.object("reasoning")
     for member in ("summary", "generate_summary"):
         given = reasoning.get(member)

@@ -1,8 +1,8 @@
-"""A response of the Responses API in the making: its items, its state, and the events of its stream."""
+"""A response of the Responses API while it is generated: its items, its state, its stream."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from firn.api.dialects._custom_tools import CustomInput, custom_input
 from firn.api.dialects._openai import dumps, quote
 from firn.api.dialects._responses_items import NamespacedTool, seal
 from firn.core.errors import Cancelled, FirnError
-from firn.core.events import Ended, Event, Failed, Progress, Started, TextLogprob
+from firn.core.events import Ended, Event, Failed, Progress, Started
 from firn.core.values import Usage
 
 ID_PREFIX = "resp_"
@@ -31,10 +31,10 @@ Keep = Callable[["ResponseBuilder"], None]
 class ResponseOptions:
     """How a response is shown.
 
-    echo: what it repeats of its request. summarises: reasoning is shown as its own summary. seals: it
-    is also sent as encrypted_content, for clients that send nothing else back. customs: names of the
-    tools whose calls are a text. namespaced: tools by the name that the model knows, where the caller
-    has them in namespaces. writes: the prompt was stored.
+    echo: what it repeats of its request. summarises: reasoning is shown as its own summary. seals: it is
+    also sent as encrypted_content, for clients that send nothing else back. customs: names of the tools
+    whose calls have a text. namespaced: tools that the caller keeps in namespaces, by the name that the
+    model knows. writes: the prompt was stored.
     """
 
     echo: Mapping[str, Any]
@@ -47,7 +47,7 @@ class ResponseOptions:
 
 
 class ResponseBuilder:
-    """The response so far. Owned by one encoder, or by one fold."""
+    """The response so far. Owner: one encoder, or one fold."""
 
     def __init__(self, head: ReplyHead, options: ResponseOptions) -> None:
         self.head = head
@@ -80,17 +80,17 @@ class ResponseBuilder:
             case Failed():
                 self.status = "cancelled" if isinstance(event.error, Cancelled) else "failed"
                 self._error = event.error
-                return self._note(self._blocks.close())
+                return self._add_closed(self._blocks.close())
             case _:
-                return self._note(self._blocks.take(event))
+                return self._add_closed(self._blocks.take(event))
 
-    def _note(self, changes: list[BlockEvent]) -> list[BlockEvent]:
+    def _add_closed(self, changes: list[BlockEvent]) -> list[BlockEvent]:
         for change in changes:
             if isinstance(change, BlockClosed):
-                self.output.append(self.item(change.block, self._ending()))
+                self.output.append(self.item(change.block, self._final_status()))
         return changes
 
-    def _ending(self) -> str:
+    def _final_status(self) -> str:
         finish = self._blocks.finish
         cut = self._error is not None or (finish is not None and finish.reason == "length")
         return "incomplete" if cut else "completed"
@@ -121,7 +121,7 @@ class ResponseBuilder:
         return f"{prefix}_{self.head.id}_{block.index}"
 
     def item(self, block: ContentBlock, status: str) -> dict[str, Any]:
-        """As it is now."""
+        """The item of a block, as far as it is written."""
         begun: dict[str, Any] = {"id": self.item_id(block), "status": status}
         match block.kind:
             case "text":
@@ -144,7 +144,7 @@ class ResponseBuilder:
         return {"name": tool.name, "namespace": tool.namespace}
 
     def text_part(self, block: ContentBlock) -> dict[str, Any]:
-        logprobs = _logprobs(block.logprobs) if self.options.with_logprobs else []
+        logprobs = _openai.logprob_objects(block.logprobs) if self.options.with_logprobs else []
         return {
             "type": "output_text",
             "text": block.text,
@@ -181,22 +181,11 @@ def _error(error: FirnError) -> dict[str, Any]:
     return {"code": code, "message": error.message}
 
 
-def _logprobs(tokens: Iterable[TextLogprob]) -> list[dict[str, Any]]:
-    def shown(text: str, raw: bytes, logprob: float | None) -> dict[str, Any]:
-        return {"token": text, "logprob": _openai.logarithm(logprob), "bytes": list(raw)}
-
-    return [
-        shown(token.text, token.raw, token.logprob)
-        | {"top_logprobs": [shown(*candidate) for candidate in token.top]}
-        for token in tokens
-    ]
-
-
 # --- streaming -----------------------------------------------------------------------------
 
 
 class ResponseEncoder:
-    """Owned by the task that writes the stream. Every event has the next number."""
+    """Owner: the task that writes the stream. Events are numbered."""
 
     def __init__(self, head: ReplyHead, options: ResponseOptions, keep: Keep) -> None:
         self._response = ResponseBuilder(head, options)
@@ -204,10 +193,10 @@ class ResponseEncoder:
         self._keep = keep
         self._n_events = 0
         self._current = ("", "")
-        """Where the open block's frames belong, and what they are called."""
+        """Of the open block: what its frames refer to, and the name of their events (see `_place`)."""
         self._input = CustomInput()
         self._n_streamed = 0
-        """Characters of the open call's text that were sent."""
+        """Characters of the open call's text that have been sent."""
 
     def feed(self, events: Sequence[Event]) -> bytes:
         if not events:
@@ -248,7 +237,7 @@ class ResponseEncoder:
                 where, part = self._current
                 logprobs = ""
                 if self._options.with_logprobs and block.kind == "text":
-                    logprobs = f',"logprobs":{dumps(_logprobs(change.logprobs))}'
+                    logprobs = f',"logprobs":{dumps(_openai.logprob_objects(change.logprobs))}'
                 elif block.kind == "text":
                     logprobs = ',"logprobs":[]'
                 return self._frame(
@@ -260,7 +249,7 @@ class ResponseEncoder:
                 return self._closed(block, custom=custom)
 
     def _grown_input(self, piece: str) -> str:
-        """What these arguments add to the text inside them."""
+        """The frame of what a piece of arguments adds to the text in them."""
         text = self._input.feed(piece)
         if not text:
             return ""
@@ -269,7 +258,7 @@ class ResponseEncoder:
         return self._frame(f"{part}.delta", f'{where},"delta":{quote(text)}')
 
     def _opened(self, block: ContentBlock) -> str:
-        """As it begins: what the same event has put into it comes as its first delta."""
+        """The block as it begins: what it contains already comes as its first delta."""
         self._input, self._n_streamed = CustomInput(), 0
         block = ContentBlock(block.index, block.kind, block.id, block.name)
         item = dumps(self._response.item(block, "in_progress"))
@@ -304,7 +293,7 @@ class ResponseEncoder:
         )
 
     def _place(self, block: ContentBlock) -> tuple[str, str]:
-        """Which part of which item a frame speaks of, and what its events are called."""
+        """Which part of which item a block's frames refer to, and the name of their events."""
         where = f'"item_id":"{self._response.item_id(block)}","output_index":{block.index}'
         match block.kind:
             case "text":
@@ -318,7 +307,7 @@ class ResponseEncoder:
                 return where, "custom_tool_call_input" if custom else "function_call_arguments"
 
     def _part(self, block: ContentBlock) -> tuple[str, dict[str, Any]] | None:
-        """What the part inside the item is called, and how it looks; calls have none."""
+        """The name of the part inside an item, and the part itself; None: a call has none."""
         match block.kind:
             case "text":
                 return "content_part", self._response.text_part(block)

@@ -1,4 +1,4 @@
-"""Responses kept for later: for previous_response_id, for GET, for calls in the background."""
+"""Keeps responses for previous_response_id, for GET, and for calls in the background."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from firn.core.values import Namespace, RequestId
 MAX_COUNT = 1000
 MAX_NBYTES = 64 * 2**20
 MAX_LINKS = 1000
+"""Of a conversation, followed from a response to the one before it."""
 OVERHEAD_NBYTES = 512
-"""What an entry takes besides its two texts."""
+"""What an entry takes besides items and response."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response as JSON, and the items it was asked with: its own, not those of the ones before."""
+    """A response as JSON, and the input items of its own request, not those of earlier ones."""
 
     id: str
     request: RequestId
@@ -50,7 +51,7 @@ class StoredResponse:
 
 @dataclass(slots=True)
 class _NamespaceResponses:
-    """One namespace's responses; the first entry is the first to go."""
+    """One namespace's responses; the first entry is evicted first."""
 
     entries: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
     nbytes: int = 0
@@ -67,10 +68,10 @@ class _NamespaceResponses:
 
 
 class ResponseStore:
-    """Owner: the dialect, so one per app. Thread-safe: large bodies are decoded in the tokenize pool.
+    """Owner: the dialect, so one per app. Thread-safe, since large bodies are decoded in the pool.
 
-    Each namespace has limits of its own. The response that was asked for longest ago goes first, and
-    one that continues another before that other: a conversation loses its end, never its beginning.
+    Each namespace has limits of its own. The least recently used response is evicted first, and one that
+    continues another before that other: a conversation loses its end, never its beginning.
     """
 
     def __init__(self, *, max_count: int = MAX_COUNT, max_nbytes: int = MAX_NBYTES) -> None:
@@ -80,7 +81,7 @@ class ResponseStore:
         self._lock = threading.RLock()
 
     def put(self, namespace: Namespace, stored: StoredResponse) -> None:
-        """Keep it, and let others go; what is too large by itself is not kept."""
+        """Keep it, and evict others for it. One that is too large by itself is not kept."""
         with self._lock:
             responses = self._by_namespace.setdefault(namespace, _NamespaceResponses())
             if stored.nbytes > self._max_nbytes or self._max_count < 1:
@@ -92,17 +93,17 @@ class ResponseStore:
                 responses.take(next(iter(responses.entries)))
 
     def update(self, namespace: Namespace, stored: StoredResponse) -> None:
-        """Replace it if it is still there: what was deleted meanwhile stays deleted."""
+        """Replace it, unless it was deleted meanwhile."""
         with self._lock:
             if stored.id in self._of(namespace).entries:
                 self.put(namespace, stored)
 
     def get(self, namespace: Namespace, id: str) -> StoredResponse:
-        """Raises NotFound, also for another namespace's."""
+        """Raises NotFound, also for a response of another namespace."""
         with self._lock:
             stored = self._of(namespace).entries.get(id)
             if stored is None:
-                raise NotFound(f"There is no response {id[:64]!r} of yours.", param="response_id")
+                raise NotFound(f"You have no response {id[:64]!r}.", param="response_id")
             return stored
 
     def drop(self, namespace: Namespace, id: str) -> StoredResponse:
@@ -112,7 +113,7 @@ class ResponseStore:
             return stored
 
     def conversation(self, namespace: Namespace, id: str) -> Sequence[StoredResponse]:
-        """This response and all it continues, the first one first."""
+        """This response and all that it continues, the oldest first. Raises InvalidValue."""
         with self._lock:
             responses = self._of(namespace)
             chain = list(self._chain(responses, id))
@@ -123,12 +124,12 @@ class ResponseStore:
                     "previous_response_id", f"there is no response {str(missing)[:64]!r} (any more)"
                 )
             if chain[0].is_running:
-                raise InvalidValue("previous_response_id", "that response is still being made")
+                raise InvalidValue("previous_response_id", "that response is still being generated")
             self._touch(responses, chain[0])
             return chain[::-1]
 
     def item(self, namespace: Namespace, id: str) -> dict[str, Any] | None:
-        """An output item by its id, the newest where there are several."""
+        """An output item by its id, the newest if there are several; None: there is none."""
         with self._lock:
             for stored in reversed(self._of(namespace).entries.values()):
                 if id in stored.item_ids:

@@ -1,6 +1,6 @@
 """`chat_template_kwargs`: variables for the chat template, bounded in names, types and size. Pure.
 
-The template itself is the server's: whoever could bring one would run code of their own here.
+The template itself is the server's: a client that could send one would run its own code here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from firn.core.errors import InvalidValue
 PARAM = "chat_template_kwargs"
 TEMPLATES = ("chat_template", "template", "chat_template_type")
 RESERVED = frozenset({
-    # what the server itself gives to the renderer
+    # what the server itself passes to the renderer
     "messages", "conversation", "tools", "continue_final_message", "tokenize", "tokenizer_kwargs",
     "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "additional_special_tokens",
@@ -28,9 +28,9 @@ RESERVED = frozenset({
 MAX_NAMES = 32
 MAX_DEPTH = 8
 MAX_SIZE = 64 * 1024
-"""Characters, and a few for every value."""
+"""In characters; every value counts VALUE_SIZE more."""
 MAX_DOCUMENTS_SIZE = 4 * 1024 * 1024
-"""Documents are text of the prompt, and as long as that may be."""
+"""Documents are part of the prompt's text, and may be as long as that."""
 MAX_INTEGER = 2**53
 VALUE_SIZE = 8
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
@@ -44,29 +44,31 @@ def template_kwargs(body: Fields) -> Mapping[str, Any]:
     given = body.get(PARAM)
     if given is None:
         return {}
-    found = fields.mapping(given, PARAM)
-    if len(found) > MAX_NAMES:
+    variables = fields.mapping(given, PARAM)
+    if len(variables) > MAX_NAMES:
         raise InvalidValue(PARAM, f"must have at most {MAX_NAMES} members")
-    size = sum(_checked(name, value) for name, value in found.items() if name != "documents")
+    size = sum(
+        _checked_size(name, value) for name, value in variables.items() if name != "documents"
+    )
     if size > MAX_SIZE:
         raise InvalidValue(PARAM, f"must have at most {MAX_SIZE} characters in all")
-    if found.get("documents") is not None:
-        _check_documents(found["documents"])
-    return found
+    if variables.get("documents") is not None:
+        _check_documents(variables["documents"])
+    return variables
 
 
-def _checked(name: str, value: Any) -> int:
-    """The size of one variable."""
+def _checked_size(name: str, value: object) -> int:
+    """The size of one variable. Raises InvalidValue."""
     param = f"{PARAM}.{name[:64]}"
     if name in TEMPLATES:
         raise InvalidValue(param, "the chat template is the server's and cannot be sent")
-    # Templates write the tokenizer's control tokens by such names.
+    # Templates write the tokenizer's control tokens under such names.
     if name in RESERVED or name.endswith("_token") or not _NAME.fullmatch(name):
-        raise InvalidValue(param, "is no variable that a request can set")
+        raise InvalidValue(param, "cannot be set by a request")
     return len(name) + _size(value, param, depth=MAX_DEPTH)
 
 
-def _check_documents(value: Any) -> None:
+def _check_documents(value: object) -> None:
     param = f"{PARAM}.documents"
     documents = fields.array(value, param)
     for i, document in enumerate(documents):
@@ -75,7 +77,7 @@ def _check_documents(value: Any) -> None:
         raise InvalidValue(param, f"must have at most {MAX_DOCUMENTS_SIZE} characters in all")
 
 
-def _size(value: Any, param: str, *, depth: int) -> int:
+def _size(value: object, param: str, *, depth: int) -> int:
     if isinstance(value, str):
         return VALUE_SIZE + len(value)
     if isinstance(value, dict | list):
@@ -88,5 +90,5 @@ def _size(value: Any, param: str, *, depth: int) -> int:
     if isinstance(value, int) and abs(value) > MAX_INTEGER:
         raise InvalidValue(param, "has a number that is too large")
     if isinstance(value, float) and not math.isfinite(value):
-        raise InvalidValue(param, "has a number that is none")
+        raise InvalidValue(param, "has a number that is infinite or NaN")
     return VALUE_SIZE

@@ -1,9 +1,9 @@
 """POST /v1/messages and /v1/messages/count_tokens, in Anthropic's dialect.
 
-A prompt's tokens are counted once each: read from the cache, written to it, or neither:
+Each token of a prompt is counted once: read from the cache, written to it, or neither:
     # [0, n_cached) cache_read   [n_cached, n_prompt - 1) cache_creation   the last one: input
-Everything read is also kept, but only who marks something with cache_control sees that as creation;
-for the others it is input.
+Whatever is computed is also stored, but only a client that marks something with cache_control sees it
+as cache_creation; for others it is input.
 """
 
 from __future__ import annotations
@@ -66,36 +66,36 @@ class AnthropicMessages:
         self._defaults = defaults
 
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> MessagesCall:
-        given = fields.Fields(body)
-        tools, left_out = _anthropic.tools(given)
-        messages = _anthropic.messages(given)
-        reasoning = self._defaults.reasoning(_anthropic.reasoning(given))
+        members = fields.Fields(body)
+        tools, left_out = _anthropic.tools(members)
+        messages = _anthropic.messages(members)
+        reasoning = self._defaults.reasoning(_anthropic.reasoning(members))
         request = GenerateRequest(
-            model=given.string("model") or "",
+            model=members.string("model") or "",
             source=Chat(
                 messages=messages,
                 tools=tools,
-                tool_choice=_anthropic.tool_choice(given, tools),
+                tool_choice=_anthropic.tool_choice(members, tools),
                 template_kwargs=self._defaults.kwargs({}, reasoning),
-                continues=_begins_the_reply(messages),
+                continues=_continues_last_message(messages),
             ),
-            sampling=_openai.sampling(given, self._defaults.sampling),
-            max_tokens=given.integer("max_tokens", low=0),
-            stop=_anthropic.stop_sequences(given),
-            grammar=_anthropic.grammar(given),
+            sampling=_openai.sampling(members, self._defaults.sampling),
+            max_tokens=members.integer("max_tokens", low=0),
+            stop=_anthropic.stop_sequences(members),
+            grammar=_anthropic.grammar(members),
             reasoning=reasoning,
-            cache=_openai.cache_control(given),
-            speculates=_openai.speculates(given),
-            sparse_keep=_openai.sparse_keep(given),
+            cache=_openai.cache_control(members),
+            speculates=_openai.speculates(members),
+            sparse_keep=_openai.sparse_keep(members),
         )
-        stream = given.boolean("stream", False)
+        stream = members.boolean("stream", False)
         options = MessageOptions(
-            hides_thinking=not _anthropic.shows_thinking(given),
-            counts_creation=request.cache.write and _marks_anything(given, messages),
+            hides_thinking=not _anthropic.shows_thinking(members),
+            counts_creation=request.cache.write and _marks_anything(members, messages),
         )
-        given.skip("metadata", "service_tier", "inference_geo", "speed", "context_management")
-        given.skip("container", "diagnostics", "user_profile_id", "betas", "workspace_id")
-        return MessagesCall((request,), stream, (*given.unread(), *left_out), options)
+        members.skip("metadata", "service_tier", "inference_geo", "speed", "context_management")
+        members.skip("container", "diagnostics", "user_profile_id", "betas", "workspace_id")
+        return MessagesCall((request,), stream, (*members.unread(), *left_out), options)
 
     def render_error(self, error: FirnError) -> dict[str, Any]:
         return _error_object(error)
@@ -104,9 +104,9 @@ class AnthropicMessages:
         return _schema()
 
     def routes(self, services: Services) -> tuple[JsonRoute, ...]:
-        async def count(asked: RouteRequest) -> Mapping[str, Any]:
-            (request,) = self.decode(asked.body, namespace=asked.namespace).requests
-            return {"input_tokens": await count_tokens(services, request, asked.namespace)}
+        async def count(route_request: RouteRequest) -> Mapping[str, Any]:
+            (request,) = self.decode(route_request.body, namespace=route_request.namespace).requests
+            return {"input_tokens": await count_tokens(services, request, route_request.namespace)}
 
         path, summary = f"{self.path}/count_tokens", "How many tokens a prompt has"
         return (JsonRoute("POST", path, summary, count, schema=_schema()),)
@@ -115,15 +115,15 @@ class AnthropicMessages:
 DIALECT = AnthropicMessages
 
 
-def _begins_the_reply(messages: Sequence[Message]) -> bool:
-    """Whether the assistant speaks last: the reply goes on from there, as in Anthropic's API."""
+def _continues_last_message(messages: Sequence[Message]) -> bool:
+    """Whether the last message is the assistant's: the reply continues it, as in Anthropic's API."""
     last = messages[-1] if messages else None
     if last is None or last.role != "assistant" or last.tool_calls:
         return False
     return bool(last.text.strip())
 
 
-def _marks_anything(body: fields.Fields, messages: Sequence[Any]) -> bool:
+def _marks_anything(body: fields.Fields, messages: Sequence[Message]) -> bool:
     tools = body.get("tools") or ()
     return any(m.checkpoint for m in messages) or any(t.get("cache_control") for t in tools)
 
@@ -166,7 +166,7 @@ class MessagesCall:
 
 
 class MessageEncoder:
-    """Owned by the task that writes the stream. message_start waits for what the cache has."""
+    """Owner: the task that writes the stream. message_start waits until it is known what was cached."""
 
     def __init__(self, head: ReplyHead, options: MessageOptions) -> None:
         self._head = head
@@ -249,7 +249,7 @@ def _delta(block: ContentBlock, kind: str, member: str, text: str) -> str:
     )
 
 
-# --- what both have ------------------------------------------------------------------------
+# --- whole replies -------------------------------------------------------------------------
 
 
 def _fold(head: ReplyHead, events: Iterable[Event], options: MessageOptions) -> dict[str, Any]:
@@ -308,8 +308,8 @@ def _whole(block: ContentBlock, options: MessageOptions) -> dict[str, Any]:
 
 
 def _input(text: str) -> dict[str, Any]:
-    """Arguments that max_tokens has cut short are no JSON, and brackets without end are never read;
-    this API has no place for them."""
+    """The arguments as an object; empty if they are not one, cut off by max_tokens or nested too
+    deeply: this API has no place for such a text."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -318,7 +318,7 @@ def _input(text: str) -> dict[str, Any]:
 
 
 def _signature(block: ContentBlock) -> str:
-    """Clients keep no thinking that is not signed. It is not checked when it comes back."""
+    """Clients drop thinking without a signature. It is not checked when it comes back."""
     digest = hashlib.blake2b(block.text.encode("utf-8", "surrogatepass"), digest_size=32)
     return base64.b64encode(digest.digest()).decode()
 
@@ -328,7 +328,7 @@ def _error_object(error: FirnError) -> dict[str, Any]:
     if kind is None:
         kind = "invalid_request_error" if error.status < 500 else "api_error"
     message = error.message
-    if isinstance(error, ContextTooLong):  # agents know by these words that it is time to compact
+    if isinstance(error, ContextTooLong):  # agents compact when they read these words
         message = f"prompt is too long: {error.n_prompt} tokens > {error.limit} maximum"
     return {"type": "error", "error": {"type": kind, "message": message}}
 
@@ -338,7 +338,7 @@ def _error_object(error: FirnError) -> dict[str, Any]:
 
 def _schema() -> dict[str, Any]:
     common = _openai.common_schema()
-    kept = (
+    shared = (
         "model",
         "temperature",
         "top_p",
@@ -359,7 +359,7 @@ def _schema() -> dict[str, Any]:
     }
     stop = {"type": "string", "minLength": 1, "maxLength": _openai.MAX_STOP_CHARS}
     optional = {"type": ["object", "null"]}
-    properties = {name: common[name] for name in (*kept, *penalties)} | {
+    properties = {name: common[name] for name in (*shared, *penalties)} | {
         "messages": {"type": "array", "minItems": 1, "items": message},
         "max_tokens": {"type": ["integer", "null"], "minimum": 0, "maximum": INT_MAX},
         "system": text_or_blocks,

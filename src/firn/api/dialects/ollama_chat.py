@@ -33,28 +33,28 @@ class OllamaChat(OllamaDialect):
     summary = "Chat, in Ollama's dialect"
 
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> OllamaCall:
-        given, defaults = Fields(body), self._defaults
-        options = given.object("options")
-        model = model_name(given)
-        tools = _openai_tools.function_tools(given)
-        reasoning = defaults.reasoning(_ollama.reasoning(given))
-        messages = _messages(given)
+        members, defaults = Fields(body), self._defaults
+        options = members.object("options")
+        model = model_name(members)
+        tools = _openai_tools.function_tools(members)
+        reasoning = defaults.reasoning(_ollama.reasoning(members))
+        messages = _messages(members)
         request = GenerateRequest(
             model=model,
             source=Chat(messages, tools, template_kwargs=defaults.kwargs({}, reasoning)),
             sampling=_ollama.sampling(options, defaults.sampling),
             max_tokens=_ollama.max_tokens(options),
             stop=_openai.stop_strings(options),
-            grammar=_ollama.grammar(given),
+            grammar=_ollama.grammar(members),
             reasoning=reasoning,
-            speculates=_openai.speculates(given),
-            sparse_keep=_openai.sparse_keep(given),
+            speculates=_openai.speculates(members),
+            sparse_keep=_openai.sparse_keep(members),
         )
-        stays_s = keep_alive_s(given)
-        stream = given.boolean("stream", True)
-        why = None if messages else "unload" if stays_s == 0 else "load"
+        stay_s = keep_alive_s(members)
+        stream = members.boolean("stream", True)
+        done_reason = None if messages else "unload" if stay_s == 0 else "load"
         requests = (request,) if messages else ()
-        return OllamaCall(requests, stream, given.unread(), _shown, why)
+        return OllamaCall(requests, stream, members.unread(), _show, done_reason)
 
     def schema(self) -> dict[str, Any]:
         return _schema()
@@ -64,12 +64,12 @@ DIALECT = OllamaChat
 
 
 def _messages(body: Fields) -> tuple[Message, ...]:
-    """Calls have no ids here: a tool's messages answer the calls before them, in order."""
+    """Calls have no ids in this API: a tool's messages answer the calls before them, in order."""
     given = body.get("messages")
     if given is None:
         return ()
     n_calls, pending = 0, list[str]()
-    found: list[Message] = []
+    decoded: list[Message] = []
     for message in fields.objects(given, "messages", high=_openai_chat.MAX_MESSAGES):
         role = fields.one_of(message.require("role"), message.name("role"), tuple(ROLES))
         calls: tuple[ToolCall, ...] = ()
@@ -81,7 +81,7 @@ def _messages(body: Fields) -> tuple[Message, ...]:
         elif role == "tool":
             call_id = pending.pop(0) if pending else None
         text = message.string("content") or ""
-        found.append(
+        decoded.append(
             Message(
                 role=ROLES[role],
                 parts=(*((TextPart(text),) if text else ()), *_ollama.pictures(message)),
@@ -91,24 +91,24 @@ def _messages(body: Fields) -> tuple[Message, ...]:
                 reasoning=message.string("thinking"),
             )
         )
-    return tuple(found)
+    return tuple(decoded)
 
 
 def _tool_calls(message: Fields, n_before: int) -> tuple[ToolCall, ...]:
     given = message.get("tool_calls")
     if given is None:
         return ()
-    found = []
+    calls = []
     for i, call in enumerate(fields.objects(given, message.name("tool_calls"))):
         function = call.require_object("function")
         name = fields.string(function.require("name"), function.name("name"), empty=False)
         arguments = _openai_chat.arguments(function.get("arguments"), function.name("arguments"))
         id = call.string("id") or f"call_{n_before + i}"
-        found.append(ToolCall(id, name, arguments))
-    return tuple(found)
+        calls.append(ToolCall(id, name, arguments))
+    return tuple(calls)
 
 
-def _shown(text: str, thinking: str, calls: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _show(text: str, thinking: str, calls: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if thinking:
         message["thinking"] = thinking

@@ -29,22 +29,22 @@ class OllamaGenerate(OllamaDialect):
     summary = "One prompt, in Ollama's dialect"
 
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> OllamaCall:
-        given, defaults = Fields(body), self._defaults
-        options = given.object("options")
-        model = model_name(given)
-        reasoning = defaults.reasoning(_ollama.reasoning(given))
-        source = _source(given, defaults, reasoning)
+        members, defaults = Fields(body), self._defaults
+        options = members.object("options")
+        model = model_name(members)
+        reasoning = defaults.reasoning(_ollama.reasoning(members))
+        source = _source(members, defaults, reasoning)
         sampling = _ollama.sampling(options, defaults.sampling)
         n_predict = _ollama.max_tokens(options)
         stop = _openai.stop_strings(options)
-        grammar = _ollama.grammar(given)
-        stays_s = keep_alive_s(given)
-        speculates, sparse_keep = _openai.speculates(given), _openai.sparse_keep(given)
-        stream = given.boolean("stream", True)
-        ignored = given.unread()
+        grammar = _ollama.grammar(members)
+        stay_s = keep_alive_s(members)
+        speculates, sparse_keep = _openai.speculates(members), _openai.sparse_keep(members)
+        stream = members.boolean("stream", True)
+        ignored = members.unread()
         if source is None:
-            why = "unload" if stays_s == 0 else "load"
-            return OllamaCall((), stream, ignored, _shown, why)
+            done_reason = "unload" if stay_s == 0 else "load"
+            return OllamaCall((), stream, ignored, _show, done_reason)
         request = GenerateRequest(
             model=model,
             source=source,
@@ -56,7 +56,7 @@ class OllamaGenerate(OllamaDialect):
             speculates=speculates,
             sparse_keep=sparse_keep,
         )
-        return OllamaCall((request,), stream, ignored, _shown)
+        return OllamaCall((request,), stream, ignored, _show)
 
     def schema(self) -> dict[str, Any]:
         return _schema()
@@ -70,7 +70,7 @@ def _source(body: Fields, defaults: Defaults, reasoning: Reasoning) -> Source | 
     prompt, suffix = body.string("prompt") or "", body.string("suffix")
     system, pictures = body.string("system"), _ollama.pictures(body)
     raw = body.boolean("raw", False)
-    body.skip("context")  # of an earlier reply, which here has none
+    body.skip("context")  # from an earlier reply; firn sends none
     if not prompt and not pictures and not suffix:
         return None
     if pictures and (raw or suffix):
@@ -85,7 +85,7 @@ def _source(body: Fields, defaults: Defaults, reasoning: Reasoning) -> Source | 
     return Chat(tuple(messages), template_kwargs=defaults.kwargs({}, reasoning))
 
 
-def _shown(text: str, thinking: str, calls: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _show(text: str, thinking: str, calls: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     shown: dict[str, Any] = {"response": text}
     if thinking:
         shown["thinking"] = thinking

@@ -45,36 +45,36 @@ class OpenAIChat:
         self._defaults = defaults
 
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> ChatCall:
-        given, defaults = fields.Fields(body), self._defaults
-        offered = _openai_tools.offered(given)
-        reasoning = defaults.reasoning(_openai_chat.reasoning(given))
+        members, defaults = fields.Fields(body), self._defaults
+        offered = _openai_tools.offered(members)
+        reasoning = defaults.reasoning(_openai_chat.reasoning(members))
         request = GenerateRequest(
-            model=given.string("model") or "",
+            model=members.string("model") or "",
             source=Chat(
-                messages=_openai_chat.messages(given),
+                messages=_openai_chat.messages(members),
                 tools=offered.tools,
                 tool_choice=offered.choice,
-                template_kwargs=defaults.kwargs(template_kwargs(given), reasoning),
-                continues=given.boolean("continue_final_message", False),
+                template_kwargs=defaults.kwargs(template_kwargs(members), reasoning),
+                continues=members.boolean("continue_final_message", False),
             ),
-            sampling=_openai.sampling(given, defaults.sampling),
-            max_tokens=_openai.max_tokens(given),
-            stop=_openai.stop_strings(given),
-            n=_openai.n_choices(given),
-            top_logprobs=_top_logprobs(given),
-            ignore_eos=given.boolean("ignore_eos", False),
-            grammar=_openai_chat.grammar(given),
+            sampling=_openai.sampling(members, defaults.sampling),
+            max_tokens=_openai.max_tokens(members),
+            stop=_openai.stop_strings(members),
+            n=_openai.n_choices(members),
+            top_logprobs=_top_logprobs(members),
+            ignore_eos=members.boolean("ignore_eos", False),
+            grammar=_openai_chat.grammar(members),
             reasoning=reasoning,
-            cache=_openai.cache_control(given),
-            speculates=_openai.speculates(given),
-            sparse_keep=_openai.sparse_keep(given),
-            prediction=_openai.prediction(given),
+            cache=_openai.cache_control(members),
+            speculates=_openai.speculates(members),
+            sparse_keep=_openai.sparse_keep(members),
+            prediction=_openai.prediction(members),
         )
-        stream = given.boolean("stream", False)
-        include_usage = _openai.include_usage(given)
-        _openai.skip_inert(given)
+        stream = members.boolean("stream", False)
+        include_usage = _openai.include_usage(members)
+        _openai.skip_inert(members)
         shape = ToolCallShape(offered.custom, are_functions=offered.are_functions)
-        return ChatCall((request,), stream, given.unread(), include_usage, shape)
+        return ChatCall((request,), stream, members.unread(), include_usage, shape)
 
     def render_error(self, error: FirnError) -> dict[str, Any]:
         return openai_error(error)
@@ -99,7 +99,7 @@ def _top_logprobs(body: fields.Fields) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallShape:
-    """How calls are shown: `custom` are those with a text; are_functions: as a single function_call."""
+    """How calls are shown. custom: tools whose calls are texts. are_functions: as one function_call."""
 
     custom: frozenset[str] = frozenset()
     are_functions: bool = False
@@ -139,7 +139,7 @@ class ChatEncoder(_openai.StreamEncoder):
         self._shape = shape
         self._begun: set[int] = set()
         self._custom: dict[tuple[int, int], CustomInput] = {}
-        """Of the calls that are a text, by choice and index."""
+        """The inputs of custom tools that are being written, by choice and index."""
         self.render = {
             Started: lambda _: "",
             Resumed: lambda _: "",
@@ -162,8 +162,8 @@ class ChatEncoder(_openai.StreamEncoder):
 
     def _tool_call(self, event: ToolCallStarted) -> str:
         if self._shape.are_functions:
-            called = f'"function_call":{{"name":{quote(event.name)},"arguments":""}}'
-            return self._delta(event.choice, called)
+            delta = f'"function_call":{{"name":{quote(event.name)},"arguments":""}}'
+            return self._delta(event.choice, delta)
         kind, member = "function", "arguments"
         if event.name in self._shape.custom:
             self._custom[event.choice, event.index] = CustomInput()
@@ -176,8 +176,8 @@ class ChatEncoder(_openai.StreamEncoder):
 
     def _tool_arguments(self, event: ToolCallDelta) -> str:
         if self._shape.are_functions:
-            given = f'"function_call":{{"arguments":{quote(event.arguments)}}}'
-            return self._delta(event.choice, given)
+            delta = f'"function_call":{{"arguments":{quote(event.arguments)}}}'
+            return self._delta(event.choice, delta)
         kind, member, text = "function", "arguments", event.arguments
         custom = self._custom.get((event.choice, event.index))
         if custom is not None:
@@ -210,7 +210,7 @@ class ChatEncoder(_openai.StreamEncoder):
 
 @dataclass(slots=True)
 class _ChatChoice:
-    """One choice while its events are gathered."""
+    """One choice while its events are folded."""
 
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -289,17 +289,7 @@ def _fold(
 
 
 def _logprobs(tokens: Sequence[TextLogprob]) -> dict[str, Any]:
-    def shown(text: str, raw: bytes, logprob: float | None) -> dict[str, Any]:
-        return {"token": text, "logprob": _openai.logarithm(logprob), "bytes": list(raw)}
-
-    content = [
-        {
-            **shown(token.text, token.raw, token.logprob),
-            "top_logprobs": [shown(*candidate) for candidate in token.top],
-        }
-        for token in tokens
-    ]
-    return {"content": content, "refusal": None}
+    return {"content": _openai.logprob_objects(tokens), "refusal": None}
 
 
 # --- schema --------------------------------------------------------------------------------
@@ -335,7 +325,7 @@ def _schema() -> dict[str, Any]:
         "continue_final_message": {"type": ["boolean", "null"]},
         "prediction": {
             "type": ["object", "null"],
-            "description": "Text that the reply will probably repeat: it is then written faster.",
+            "description": "Text that the reply will probably repeat, which makes it faster.",
             "properties": {
                 "type": {"enum": ["content", None]},
                 "content": {"type": ["string", "array", "null"], "items": {"type": "object"}},

@@ -59,19 +59,19 @@ class OpenAICompletions:
         self._defaults = defaults
 
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> CompletionCall:
-        given = fields.Fields(body)
-        sources = _sources(given)
-        model = given.string("model") or ""
-        sampling = _openai.sampling(given, self._defaults.sampling)
-        max_tokens = _openai.max_tokens(given, low=0)
-        stop = _openai.stop_strings(given)
-        n = _n_choices(given, n_prompts=len(sources))
-        top_logprobs = given.integer("logprobs", low=0, high=_openai.MAX_TOP_LOGPROBS)
-        ignore_eos = given.boolean("ignore_eos", False)
-        echo = given.boolean("echo", False)
-        grammar = _openai_chat.grammar(given)
-        cache = _openai.cache_control(given)
-        speculates, sparse_keep = _openai.speculates(given), _openai.sparse_keep(given)
+        members = fields.Fields(body)
+        sources = _sources(members)
+        model = members.string("model") or ""
+        sampling = _openai.sampling(members, self._defaults.sampling)
+        max_tokens = _openai.max_tokens(members, low=0)
+        stop = _openai.stop_strings(members)
+        n = _n_choices(members, n_prompts=len(sources))
+        top_logprobs = members.integer("logprobs", low=0, high=_openai.MAX_TOP_LOGPROBS)
+        ignore_eos = members.boolean("ignore_eos", False)
+        echo = members.boolean("echo", False)
+        grammar = _openai_chat.grammar(members)
+        cache = _openai.cache_control(members)
+        speculates, sparse_keep = _openai.speculates(members), _openai.sparse_keep(members)
         if echo and top_logprobs is not None and isinstance(sources[0], FillInMiddle):
             raise InvalidValue("echo", "cannot be combined with logprobs and suffix")
         requests = tuple(
@@ -92,10 +92,10 @@ class OpenAICompletions:
             )
             for source in sources
         )
-        stream = given.boolean("stream", False)
-        include_usage = _openai.include_usage(given)
-        _openai.skip_inert(given)
-        return CompletionCall(requests, stream, given.unread(), include_usage)
+        stream = members.boolean("stream", False)
+        include_usage = _openai.include_usage(members)
+        _openai.skip_inert(members)
+        return CompletionCall(requests, stream, members.unread(), include_usage)
 
     def render_error(self, error: FirnError) -> dict[str, Any]:
         return _error_object(error)
@@ -112,17 +112,17 @@ DIALECT = OpenAICompletions
 
 def _error_object(error: FirnError) -> dict[str, Any]:
     shown = openai_error(error)
-    if error.param == "messages":  # what a fault deep inside calls the prompt
+    if error.param == "messages":  # the prompt's name in errors of other layers
         shown["error"]["param"] = "prompt"
     return shown
 
 
 def _sources(body: fields.Fields) -> tuple[Source, ...]:
-    """A string, strings, token ids, or lists of token ids; with a suffix, what is between."""
+    """A string, strings, token ids, or lists of token ids; with a suffix, the text between."""
     prompt, suffix = body.require("prompt"), body.string("suffix")
-    # A raw prompt means what it spells; beside a suffix it is a file's text.
+    # Control tokens in a raw prompt count as such; with a suffix the prompt is the text of a file.
     add, parse = body.boolean("add_special", True), body.boolean("parse_special", not suffix)
-    add = body.boolean("add_special_tokens", add)  # as vLLM's clients say it
+    add = body.boolean("add_special_tokens", add)  # vLLM's name of it
 
     def raw(text: str) -> Source:
         if suffix:
@@ -197,7 +197,7 @@ class CompletionEncoder(_openai.StreamEncoder):
             Resumed: lambda _: "",
             Progress: sse.progress,
             TextDelta: self._text,
-            # A raw completion is never split; should it be, nothing of it is lost.
+            # A raw completion is never split into these; if it were, nothing would be lost.
             ReasoningDelta: lambda event: self._piece(event.choice, event.text),
             ToolCallStarted: lambda _: "",
             ToolCallDelta: lambda event: self._piece(event.choice, event.arguments),
@@ -233,7 +233,7 @@ def _reason(reason: FinishReason) -> str:
 
 @dataclass(slots=True)
 class _CompletionChoice:
-    """One choice while its events are gathered."""
+    """One choice while its events are folded."""
 
     text: list[str] = field(default_factory=list)
     logprobs: list[TextLogprob] = field(default_factory=list)
@@ -278,9 +278,9 @@ def _fold(head: ReplyHead, events: Iterable[Event], *, with_logprobs: bool) -> d
 
 
 class TextOffsets:
-    """Where the tokens of one choice begin in its text. Owned by its encoder, or by a fold.
+    """Where the tokens of one choice begin in its text. Owner: its encoder, or a fold.
 
-    A character may have several tokens: all of them begin where it does.
+    A character may take several tokens: all of them begin where it does.
     """
 
     def __init__(self) -> None:
@@ -295,7 +295,7 @@ class TextOffsets:
 
 
 def _logprobs(tokens: Sequence[TextLogprob], offsets: TextOffsets) -> dict[str, Any]:
-    """The prompt's first token is behind nothing: there is no logprob of it."""
+    """The first token of a prompt has no logprob: nothing comes before it."""
     return {
         "tokens": [token.text for token in tokens],
         "token_logprobs": [_openai.logarithm(token.logprob) for token in tokens],

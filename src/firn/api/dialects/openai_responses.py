@@ -1,4 +1,4 @@
-"""POST /v1/responses, and the routes to responses that are kept."""
+"""POST /v1/responses, and the routes to stored responses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MAX_PAGE = 100
 
 
 class OpenAIResponses:
-    """Owner of the responses that are kept, for as long as the app lives."""
+    """Owner of the stored responses, for as long as the app lives."""
 
     path = "/v1/responses"
     summary = "Responses, in OpenAI's dialect"
@@ -53,48 +53,48 @@ class OpenAIResponses:
         self._store = ResponseStore()
 
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> ResponsesCall:
-        given = fields.Fields(body)
-        own = items.input_items(given)
-        previous = given.string("previous_response_id")
-        tools = items.tools(given)
-        include = items.included(given)
-        reasoning = self._defaults.reasoning(_openai_chat.reasoning(given))
+        members = fields.Fields(body)
+        own = items.input_items(members)
+        previous = members.string("previous_response_id")
+        tools = items.tools(members)
+        include = items.included(members)
+        reasoning = self._defaults.reasoning(_openai_chat.reasoning(members))
         request = GenerateRequest(
-            model=given.string("model") or "",
+            model=members.string("model") or "",
             source=Chat(
-                messages=self._messages(given, own, previous, namespace),
+                messages=self._messages(members, own, previous, namespace),
                 tools=tools.all,
-                tool_choice=items.tool_choice(given, tools),
-                template_kwargs=self._defaults.kwargs(template_kwargs(given), reasoning),
+                tool_choice=items.tool_choice(members, tools),
+                template_kwargs=self._defaults.kwargs(template_kwargs(members), reasoning),
             ),
-            sampling=_openai.sampling(given, self._defaults.sampling),
-            max_tokens=given.integer("max_output_tokens", low=1),
-            stop=_openai.stop_strings(given),
-            top_logprobs=_top_logprobs(given, include),
-            ignore_eos=given.boolean("ignore_eos", False),
-            grammar=items.grammar(given),
+            sampling=_openai.sampling(members, self._defaults.sampling),
+            max_tokens=members.integer("max_output_tokens", low=1),
+            stop=_openai.stop_strings(members),
+            top_logprobs=_top_logprobs(members, include),
+            ignore_eos=members.boolean("ignore_eos", False),
+            grammar=items.grammar(members),
             reasoning=reasoning,
-            cache=_openai.cache_control(given),
-            speculates=_openai.speculates(given),
-            sparse_keep=_openai.sparse_keep(given),
+            cache=_openai.cache_control(members),
+            speculates=_openai.speculates(members),
+            sparse_keep=_openai.sparse_keep(members),
         )
-        stream, background = given.boolean("stream", False), given.boolean("background", False)
-        stored = given.boolean("store", True)
+        stream, background = members.boolean("stream", False), members.boolean("background", False)
+        stored = members.boolean("store", True)
         if background and (stream or not stored):
             raise InvalidValue("background", "needs store, and cannot be combined with stream")
         options = ResponseOptions(
-            echo=_echo(given, request, previous, stored=stored),
-            summarises=items.wants_summary(given),
+            echo=_echo(members, request, previous, stored=stored),
+            summarises=items.wants_summary(members),
             seals=SEALED_REASONING in include,
             customs=tools.custom,
             namespaced=tools.namespaced,
             with_logprobs=request.top_logprobs is not None,
             writes=request.cache.write,
         )
-        _refuse(given)
-        _writable(options.echo)
-        keep = self._keeper(namespace, _writable(own), previous) if stored else _forget
-        ignored = (*given.unread(), *tools.left_out)
+        _refuse(members)
+        _json_bytes(options.echo)
+        keep = self._keeper(namespace, _json_bytes(own), previous) if stored else _forget
+        ignored = (*members.unread(), *tools.left_out)
         return ResponsesCall((request,), stream, background, ignored, options, keep)
 
     def _messages(
@@ -104,7 +104,7 @@ class OpenAIResponses:
         previous: str | None,
         namespace: Namespace,
     ) -> tuple[Message, ...]:
-        """Instructions hold for one response only; the items of earlier responses stay."""
+        """Instructions count for one response only; the items of earlier responses stay."""
         before: list[tuple[str, items.Item]] = []
         if previous is not None:
             for stored in self._store.conversation(namespace, previous):
@@ -148,7 +148,7 @@ class OpenAIResponses:
 
     def render_error(self, error: FirnError) -> dict[str, Any]:
         shown = openai_error(error)
-        if error.param == "messages":  # what a fault deep inside calls the prompt
+        if error.param == "messages":  # the prompt's name in errors of other layers
             shown["error"]["param"] = "input"
         return shown
 
@@ -158,36 +158,36 @@ class OpenAIResponses:
     # --- further routes --------------------------------------------------------------------
 
     def routes(self, services: Services) -> tuple[JsonRoute, ...]:
-        async def get(asked: RouteRequest) -> Mapping[str, Any]:
-            return self._stored(asked).body()
+        async def get(route_request: RouteRequest) -> Mapping[str, Any]:
+            return self._stored(route_request).body()
 
-        async def delete(asked: RouteRequest) -> Mapping[str, Any]:
-            gone = self._store.drop(asked.namespace, asked.path["response_id"])
-            if gone.is_running:
-                services.event_router.fail(gone.request, Cancelled())
-            return {"id": gone.id, "object": "response", "deleted": True}
+        async def delete(route_request: RouteRequest) -> Mapping[str, Any]:
+            dropped = self._store.drop(route_request.namespace, route_request.path["response_id"])
+            if dropped.is_running:
+                services.event_router.fail(dropped.request, Cancelled())
+            return {"id": dropped.id, "object": "response", "deleted": True}
 
-        async def cancel(asked: RouteRequest) -> Mapping[str, Any]:
-            stored = self._stored(asked)
+        async def cancel(route_request: RouteRequest) -> Mapping[str, Any]:
+            stored = self._stored(route_request)
             if not stored.is_running:
-                raise BadRequest("This response is done: there is nothing to cancel.")
+                raise BadRequest("This response has ended: there is nothing to cancel.")
             services.event_router.fail(stored.request, Cancelled())
             return stored.body() | {"status": "cancelled"}
 
-        async def input_items(asked: RouteRequest) -> Mapping[str, Any]:
-            return _page(self._stored(asked), asked.query)
+        async def input_items(route_request: RouteRequest) -> Mapping[str, Any]:
+            return _page(self._stored(route_request), route_request.query)
 
-        async def count(asked: RouteRequest) -> Mapping[str, Any]:
-            (request,) = self.decode(asked.body, namespace=asked.namespace).requests
-            n_tokens = await count_tokens(services, request, asked.namespace)
+        async def count(route_request: RouteRequest) -> Mapping[str, Any]:
+            (request,) = self.decode(route_request.body, namespace=route_request.namespace).requests
+            n_tokens = await count_tokens(services, request, route_request.namespace)
             return {"object": "response.input_tokens", "input_tokens": n_tokens}
 
-        one = f"{self.path}/{{response_id}}"
+        path = f"{self.path}/{{response_id}}"
         return (
-            JsonRoute("GET", one, "A kept response", get),
-            JsonRoute("DELETE", one, "Forget a response", delete),
-            JsonRoute("POST", f"{one}/cancel", "Stop a response that is being made", cancel),
-            JsonRoute("GET", f"{one}/input_items", "What a response was asked with", input_items),
+            JsonRoute("GET", path, "A stored response", get),
+            JsonRoute("DELETE", path, "Forget a response", delete),
+            JsonRoute("POST", f"{path}/cancel", "Stop a response that is being generated", cancel),
+            JsonRoute("GET", f"{path}/input_items", "The input items of a response", input_items),
             JsonRoute(
                 "POST",
                 f"{self.path}/input_tokens",
@@ -197,15 +197,15 @@ class OpenAIResponses:
             ),
         )
 
-    def _stored(self, asked: RouteRequest) -> StoredResponse:
-        return self._store.get(asked.namespace, asked.path["response_id"])
+    def _stored(self, route_request: RouteRequest) -> StoredResponse:
+        return self._store.get(route_request.namespace, route_request.path["response_id"])
 
 
 DIALECT = OpenAIResponses
 
 
-def _writable(value: Any) -> bytes:
-    """As JSON. Raises BadRequest: a body may hold NaN, which a reply cannot repeat."""
+def _json_bytes(value: object) -> bytes:
+    """As JSON. Raises BadRequest if there is a NaN in the body, which a reply could not repeat."""
     try:
         return json.dumps(value, allow_nan=False).encode()
     except ValueError:
@@ -213,15 +213,15 @@ def _writable(value: Any) -> bytes:
 
 
 def _forget(reply: ResponseBuilder) -> None:
-    """What `store: false` does with a response."""
+    """In place of a keeper, for `store: false`."""
 
 
-def _listed(given: list[Any], param: str) -> list[tuple[str, items.Item]]:
-    found: list[tuple[str, items.Item]] = []
+def _listed(given: list[object], param: str) -> list[tuple[str, items.Item]]:
+    listed: list[tuple[str, items.Item]] = []
     for i, value in enumerate(given):
         item = fields.mapping(value, f"{param}[{i}]")
-        found.append((f"{param}[{i}]", {"type": "message", **item}))
-    return found
+        listed.append((f"{param}[{i}]", {"type": "message", **item}))
+    return listed
 
 
 def _top_logprobs(body: fields.Fields, include: frozenset[str]) -> int | None:
@@ -230,7 +230,7 @@ def _top_logprobs(body: fields.Fields, include: frozenset[str]) -> int | None:
 
 
 def _refuse(body: fields.Fields) -> None:
-    """Refuses fields that would change the answer, and skips those that change nothing here."""
+    """Refuse fields that would change the answer, and skip those that change nothing here."""
     for name in ("conversation", "prompt"):
         if body.get(name) is not None:
             raise InvalidValue(name, "is not supported; send the items, or previous_response_id")
@@ -243,7 +243,7 @@ def _refuse(body: fields.Fields) -> None:
 def _echo(
     body: fields.Fields, request: GenerateRequest, previous: str | None, *, stored: bool
 ) -> dict[str, Any]:
-    """What a response repeats of its request, with the defaults of what it did not say."""
+    """What a response repeats of its request, with defaults for what that did not say."""
     metadata = body.get("metadata")
     return {
         "instructions": body.get("instructions"),
@@ -272,19 +272,19 @@ def _page(stored: StoredResponse, query: Mapping[str, str]) -> dict[str, Any]:
     limit = fields.page_limit(query, default=PAGE, high=MAX_PAGE)
     order = fields.one_of(query.get("order", "desc"), "order", ("asc", "desc"))
     suffix = stored.id.removeprefix(ID_PREFIX)
-    asked = [{"id": f"in_{suffix}_{i}"} | item for i, item in enumerate(stored.input())]
+    listed = [{"id": f"in_{suffix}_{i}"} | item for i, item in enumerate(stored.input())]
     if order == "desc":
-        asked.reverse()
+        listed.reverse()
     if "after" in query:
-        ids = [item["id"] for item in asked]
-        asked = asked[ids.index(query["after"]) + 1 :] if query["after"] in ids else []
-    page = asked[:limit]
+        ids = [item["id"] for item in listed]
+        listed = listed[ids.index(query["after"]) + 1 :] if query["after"] in ids else []
+    page = listed[:limit]
     return {
         "object": "list",
         "data": page,
         "first_id": page[0]["id"] if page else "",
         "last_id": page[-1]["id"] if page else "",
-        "has_more": len(asked) > len(page),
+        "has_more": len(listed) > len(page),
     }
 
 

@@ -29,7 +29,7 @@ from firn.core.sparse import IN_FULL
 from firn.core.values import GenerateRequest, Namespace
 
 OWN_ADMISSION = frozenset({"bytes_per_token", "bytes_per_row"})
-"""These depend on the model alone, and tell nothing about others."""
+"""These depend on the model alone, and say nothing about other callers."""
 
 
 class CacheRoutes:
@@ -54,10 +54,10 @@ class CacheRoutes:
     async def stats(self, request: Request) -> dict[str, Any]:
         stats = await asyncio.wrap_future(self._admin.stats(exchange_of(request.scope).visible))
         caller = exchange_of(request.scope).caller
-        if not caller.operator:  # how full the machine is tells what others do
-            own = {"calls": self._services.quotas.n_calls(caller.own)}
-            shown = {k: v for k, v in stats.get("admission", {}).items() if k in OWN_ADMISSION}
-            stats["admission"] = {**shown, **own}
+        if not caller.operator:  # how full the machine is would tell it about other callers
+            admission = {k: v for k, v in stats.get("admission", {}).items() if k in OWN_ADMISSION}
+            admission["calls"] = self._services.quotas.n_calls(caller.key_id)
+            stats["admission"] = admission
         return stats
 
     async def probe(self, request: Request) -> dict[str, Any]:
@@ -66,12 +66,12 @@ class CacheRoutes:
         return await asyncio.wrap_future(self._admin.probe(prompt, namespace))
 
     async def pin(self, request: Request) -> dict[str, Any]:
-        """Computes the prompt first, where it is not stored yet."""
+        """Computes the prompt first, if it is not stored yet."""
         check_may_change_cache(request.scope)
         namespace = exchange_of(request.scope).namespace
-        wanted = await self._decode(request)
-        await self._compute(wanted, request)
-        prompt = await prompt_of(self._services, wanted, namespace)
+        generate = await self._decode(request)
+        await self._compute(generate, request)
+        prompt = await prompt_of(self._services, generate, namespace)
         return await asyncio.wrap_future(self._admin.pin(prompt, namespace))
 
     async def unpin(self, request: Request) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class CacheRoutes:
     async def clear(
         self, request: Request, namespace: str | None = None, model: str | None = None
     ) -> dict[str, Any]:
-        """`namespace` (all digits of it, as `firn cache show` prints them) must be the caller's own."""
+        """namespace: all digits of it, as `firn cache show` prints them; must be the caller's own."""
         check_may_change_cache(request.scope)
         if model is not None and not self._services.serves(model):
             raise NotFound(f"The model {model!r} is not served here.", param="model")
@@ -95,29 +95,29 @@ class CacheRoutes:
 
     async def _decode(self, request: Request) -> GenerateRequest:
         raw = await self._bodies.read(request.scope, request.receive)
-        own = exchange_of(request.scope).caller.own
-        return await decoded(raw, self._services.pool, lambda body: self._request(body, own))
+        key_id = exchange_of(request.scope).caller.key_id
+        return await decoded(raw, self._services.pool, lambda body: self._request(body, key_id))
 
-    def _request(self, body: dict[str, Any], own: Namespace) -> GenerateRequest:
+    def _request(self, body: dict[str, Any], key_id: Namespace) -> GenerateRequest:
         key = "messages" if "messages" in body else "prompt"
         path = "/v1/chat/completions" if key == "messages" else "/v1/completions"
         dialect = next(d for d in self._dialects if d.path == path)
-        call = dialect.decode(body, namespace=own)
+        call = dialect.decode(body, namespace=key_id)
         if len(call.requests) != 1:
-            raise InvalidValue(key, "one prompt at a time")
+            raise InvalidValue(key, "must be one prompt, not several")
         self._services.check_model(call.requests[0].model)
         return call.requests[0]
 
-    async def _compute(self, wanted: GenerateRequest, request: Request) -> None:
+    async def _compute(self, generate: GenerateRequest, request: Request) -> None:
         exchange = exchange_of(request.scope)
         # All of it is read: of a thinned prompt nothing could be pinned.
-        one = replace(
-            wanted, max_tokens=1, n=1, top_logprobs=None, grammar=None, sparse_keep=IN_FULL
+        short = replace(
+            generate, max_tokens=1, n=1, top_logprobs=None, grammar=None, sparse_keep=IN_FULL
         )
         session = Session(
-            self._services, [one], id=f"{exchange.id}-pin", namespace=exchange.namespace
+            self._services, [short], id=f"{exchange.id}-pin", namespace=exchange.namespace
         )
-        with self._services.quotas.call(exchange.caller.own, session), closing(session):
+        with self._services.quotas.call(exchange.caller.key_id, session), closing(session):
             await session.start()
             async for batch in session:
                 if batch and isinstance(batch[-1], Failed):

@@ -1,6 +1,6 @@
 """/v1/embeddings, in OpenAI's dialect.
 
-Texts are computed between the engine's steps, in batches of bounded size, so that replies under way are
+Texts are computed between the engine's steps, in batches of bounded size, so that running replies are
 hardly delayed.
 """
 
@@ -21,14 +21,14 @@ from firn.core.ports import Embedder
 
 MAX_TEXTS = 2048
 MAX_CHARS = 8 * 2**20
-"""Of all texts of a request: they are tokenized before any is computed."""
+"""Of all texts of a request together: all are tokenized before the first is computed."""
 BATCH_TOKENS = 4096
 """Padding included; a longer text is computed alone."""
 
 
 def embedding_routes(services: Services) -> tuple[JsonRoute, ...]:
-    async def answer(asked: RouteRequest) -> Mapping[str, Any]:
-        return await _answer(services, Fields(asked.body))
+    async def answer(route_request: RouteRequest) -> Mapping[str, Any]:
+        return await _answer(services, Fields(route_request.body))
 
     return (
         JsonRoute("POST", "/v1/embeddings", "Texts as vectors", answer, _SCHEMA, computes=True),
@@ -37,9 +37,9 @@ def embedding_routes(services: Services) -> tuple[JsonRoute, ...]:
 
 async def _answer(services: Services, body: Fields) -> dict[str, Any]:
     services.check_model(body.string("model") or "")
-    form = body.get("encoding_format")
-    if form is not None:
-        form = fields.one_of(form, "encoding_format", ("float", "base64"))
+    encoding = body.get("encoding_format")
+    if encoding is not None:
+        encoding = fields.one_of(encoding, "encoding_format", ("float", "base64"))
     truncate = body.boolean("truncate", False)
     vectors, n_tokens = await embed(services, body, truncate=truncate)
     return {
@@ -49,7 +49,7 @@ async def _answer(services: Services, body: Fields) -> dict[str, Any]:
             {
                 "object": "embedding",
                 "index": i,
-                "embedding": _packed(vector) if form == "base64" else vector,
+                "embedding": _packed(vector) if encoding == "base64" else vector,
             }
             for i, vector in enumerate(vectors)
         ],
@@ -60,19 +60,18 @@ async def _answer(services: Services, body: Fields) -> dict[str, Any]:
 async def embed(
     services: Services, body: Fields, *, truncate: bool
 ) -> tuple[list[list[float]], int]:
-    """The vectors of the body's `input`, and how many tokens it had."""
+    """The vectors of the body's `input`, and how many tokens it has. Raises BadRequest."""
     embedder = services.embedder
     if embedder is None:
         raise BadRequest(
-            "This model makes no embeddings: its folder says nothing about pooling "
+            "This model does not compute embeddings: its folder says nothing about pooling "
             "(modules.json, 1_Pooling/config.json).",
             param="model",
         )
     n_dims = body.integer("dimensions", low=1, high=embedder.n_dims)
     given = body.require("input")
-    loop = asyncio.get_running_loop()
-    texts = await loop.run_in_executor(
-        services.pool, lambda: _tokens(services, embedder, _texts_or_ids(given), truncate=truncate)
+    texts = await services.in_pool(
+        lambda: _tokens(services, embedder, _texts_or_ids(given), truncate=truncate)
     )
     vectors: dict[int, list[float]] = {}
     for batch in batches([len(text) for text in texts]):
@@ -82,7 +81,7 @@ async def embed(
     return [vectors[i] for i in range(len(texts))], sum(map(len, texts))
 
 
-def _texts_or_ids(given: Any) -> list[str | list[int]]:
+def _texts_or_ids(given: object) -> list[str | list[int]]:
     """A string, strings, token ids, or lists of token ids."""
     if isinstance(given, str):
         return [fields.string(given, "input", max_chars=MAX_CHARS, empty=False)]
@@ -99,11 +98,11 @@ def _texts_or_ids(given: Any) -> list[str | list[int]]:
     return texts
 
 
-def _text(value: Any, param: str) -> str:
+def _text(value: object, param: str) -> str:
     return fields.string(value, param, empty=False)
 
 
-def _ids(value: list[Any], param: str) -> list[int]:
+def _ids(value: list[object], param: str) -> list[int]:
     return [
         fields.integer(token, f"{param}[{i}]", low=0)
         for i, token in enumerate(fields.array(value, param, low=1))
@@ -130,21 +129,22 @@ def _tokens(
             raise InvalidValue("input", f"the model has no token {max(ids)}")
         if len(ids) > limit and not truncate:
             raise InvalidValue(
-                "input", f"text {i} has {len(ids)} tokens; {limit} is the most (or set truncate)"
+                "input",
+                f"text {i} has {len(ids)} tokens, the model takes {limit}; shorten it, or set truncate",
             )
         texts.append(cut(ids, limit, special=services.tokenizer.special))
     return texts
 
 
 def cut(ids: list[int], limit: int, *, special: frozenset[int]) -> list[int]:
-    """The first `limit` tokens; a control token at the end stays at the end, as in training."""
+    """The first `limit` tokens. A control token at the end stays at the end, as in training."""
     if len(ids) <= limit:
         return ids
     return [*ids[: limit - 1], ids[-1]] if ids[-1] in special else ids[:limit]
 
 
 def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Indices of texts to be computed together: of similar length, so that little is padding."""
+    """Indices of texts to compute together: of similar length, so that there is little padding."""
     batch: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if batch and lengths[i] * (len(batch) + 1) > BATCH_TOKENS:
@@ -175,7 +175,7 @@ _SCHEMA: Mapping[str, Any] = {
         "dimensions": {"type": ["integer", "null"], "minimum": 1},
         "truncate": {
             "type": ["boolean", "null"],
-            "description": "Cut what is too long, in place of an error.",
+            "description": "Cut off texts that are too long; otherwise they are an error.",
         },
     },
     "example": {"input": "Hello"},

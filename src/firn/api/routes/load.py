@@ -1,7 +1,7 @@
 """For routers: /v1/loads, /server_info and /model_info, as SGLang's servers answer them.
 
-How busy the server is tells callers what others do: where keys are needed, only the operator may ask.
-Only the operator sees the path of the model's folder.
+If callers have keys, only the operator may ask how busy the server is: a key must not learn about
+others. Only the operator sees the path of the model's folder.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from firn.api.services import Services
 from firn.core.errors import Forbidden
 
 MIN_SPAN_S = 0.5
-"""The shortest time over which tokens a second are counted."""
+"""The shortest time over which tokens per second are counted."""
 
 
 class LoadRoutes:
-    """One per app, asyncio thread."""
+    """One per app, on the asyncio thread."""
 
     def __init__(self, services: Services, metrics: Metrics, *, max_rows: int) -> None:
         self._services = services
@@ -51,7 +51,7 @@ class LoadRoutes:
         if services.cache_admin is not None:
             stats = await asyncio.wrap_future(services.cache_admin.stats(None))
         running = engine.n_prefilling + engine.n_decoding
-        used, capacity = _tokens(stats)
+        used, capacity = _memory_tokens(stats)
         usage = round(used / capacity, 4) if capacity else 0.0
         load = {
             "dp_rank": 0,
@@ -117,7 +117,7 @@ class LoadRoutes:
 
 
 class TokenRate:
-    """Tokens a second between two readings of a counter. Owner: the routes."""
+    """Tokens per second between two readings of a counter. Owner: the routes."""
 
     def __init__(self) -> None:
         self._at = time.monotonic()
@@ -132,7 +132,7 @@ class TokenRate:
         return self._rate
 
 
-def _tokens(stats: Mapping[str, Any]) -> tuple[int, int]:
+def _memory_tokens(stats: Mapping[str, Any]) -> tuple[int, int]:
     """The device memory that requests use, and the most they could use, in tokens."""
     admission = stats.get("admission", {})
     per_token = admission.get("bytes_per_token", 0)
@@ -140,8 +140,8 @@ def _tokens(stats: Mapping[str, Any]) -> tuple[int, int]:
         return 0, 0
     used, capacity = admission.get("held_bytes", 0), admission.get("capacity_bytes", 0)
     # Routers read these as 32 bits; a tiny model in a large memory has room for more.
-    most = 2**31 - 1
-    return min(int(used // per_token), most), min(int(capacity // per_token), most)
+    limit = 2**31 - 1
+    return min(int(used // per_token), limit), min(int(capacity // per_token), limit)
 
 
 def _hit_rate(stats: Mapping[str, Any]) -> float:

@@ -1,4 +1,4 @@
-"""/v1/models, as OpenAI's clients ask for it and as Anthropic's do, page by page."""
+"""/v1/models, for OpenAI's clients and, in pages, for Anthropic's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def add_models(app: FastAPI, services: Services) -> None:
 
 
 def add_routes(app: FastAPI, models: Route, model: Route) -> None:
-    """`models`: all of them, in pages. `model`: the one with an id."""
+    """models: answers with all of them, in pages. model: with the one of an id."""
     for method in ("GET", "HEAD"):
         app.add_api_route(
             "/v1/models",
@@ -59,17 +59,17 @@ def page(
     *,
     find: Callable[[str], str | None],
 ) -> dict[str, Any]:
-    """Anthropic's way of paging: `limit` of them behind after_id, or in front of before_id.
+    """Pages as in Anthropic's API: up to `limit` models after after_id, or before before_id.
 
     find: the id of the model that a name stands for; None: there is none.
     """
-    n_wanted = page_limit(query, default=PAGE, high=MAX_PAGE)
-    after, before = (_place(listed, query, name, find) for name in ("after_id", "before_id"))
+    limit = page_limit(query, default=PAGE, high=MAX_PAGE)
+    after, before = (_index(listed, query, name, find) for name in ("after_id", "before_id"))
     if after is not None and before is not None:
         raise InvalidValue("before_id", "cannot be combined with after_id")
     # after_id: [after + 1, ...) in this order   before_id: [..., before), the last of them
     rest = listed[:before] if after is None else listed[after + 1 :]
-    shown = rest[-n_wanted:] if before is not None else rest[:n_wanted]
+    shown = rest[-limit:] if before is not None else rest[:limit]
     return {
         "object": "list",
         "data": shown,
@@ -79,7 +79,7 @@ def page(
     }
 
 
-def _place(
+def _index(
     listed: list[dict[str, Any]],
     query: Mapping[str, str],
     name: str,
@@ -90,11 +90,11 @@ def _place(
     model_id = find(query[name])
     if model_id is None:
         raise InvalidValue(name, "no such model is served here")
-    return next(i for i, each in enumerate(listed) if each["id"] == model_id)
+    return next(i for i, model in enumerate(listed) if model["id"] == model_id)
 
 
 def model_object(services: Services) -> dict[str, Any]:
-    """The model as OpenAI's clients know it and as Anthropic's do, with members of our own."""
+    """The model with the members that OpenAI's and Anthropic's clients read, and some of firn's own."""
     model, defaults, limits = services.engine.model, services.defaults, services.limits
     born = datetime.fromtimestamp(model.created, tz=UTC)
     sampling = asdict(defaults.sampling)
@@ -124,7 +124,7 @@ def model_object(services: Services) -> dict[str, Any]:
 
 
 def capabilities(services: Services) -> list[str]:
-    """What it can be asked for."""
+    """What the model can be used for."""
     model, template = services.engine.model, services.tokenizer.chat_template
     can = {
         "completion": model.generates,

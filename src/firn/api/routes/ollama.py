@@ -1,6 +1,6 @@
 """The rest of Ollama's API: models and embeddings.
 
-Models are made from the objects of /v1/models, so that a server of several models shows them alike.
+Models are made from the objects of /v1/models, so that a server of several models can show them too.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from firn.api.services import Services
 from firn.core.errors import InvalidValue
 
 API_VERSION = "0.12.0"
-"""The version of Ollama whose API this is: clients refuse older ones."""
+"""The version of Ollama that this API corresponds to: clients refuse older ones."""
 NEVER = "2318-01-01T00:00:00Z"
-"""When a model expires that stays loaded."""
+"""The expiry of a model that stays loaded."""
 CAPABILITIES = {
     "completion": "completion",
     "tools": "tools",
@@ -46,17 +46,17 @@ def ollama_routes(services: Services) -> tuple[JsonRoute, ...]:
         services.check_model(name)
         return model_object(services)
 
-    async def embedded(asked: RouteRequest) -> Mapping[str, Any]:
-        return await _embedded(services, Fields(asked.body))
+    async def embed_all(route_request: RouteRequest) -> Mapping[str, Any]:
+        return await _embed_all(services, Fields(route_request.body))
 
-    async def embedded_one(asked: RouteRequest) -> Mapping[str, Any]:
-        return await _embedded_one(services, Fields(asked.body))
+    async def embed_one(route_request: RouteRequest) -> Mapping[str, Any]:
+        return await _embed_one(services, Fields(route_request.body))
 
     return (
         *model_routes(listed, find),
-        JsonRoute("POST", "/api/embed", "Texts as vectors", embedded, _EMBED, computes=True),
+        JsonRoute("POST", "/api/embed", "Texts as vectors", embed_all, _EMBED, computes=True),
         JsonRoute(
-            "POST", "/api/embeddings", "A text as a vector", embedded_one, _PROMPT, computes=True
+            "POST", "/api/embeddings", "A text as a vector", embed_one, _PROMPT, computes=True
         ),
     )
 
@@ -66,21 +66,21 @@ def model_routes(
 ) -> tuple[JsonRoute, ...]:
     """listed: all models, as in /v1/models. find: one of them, or raises ModelNotFound."""
 
-    async def tags(asked: RouteRequest) -> Mapping[str, Any]:
+    async def tags(route_request: RouteRequest) -> Mapping[str, Any]:
         return {"models": [tag(model) for model in listed()]}
 
-    async def running(asked: RouteRequest) -> Mapping[str, Any]:
+    async def running(route_request: RouteRequest) -> Mapping[str, Any]:
         loaded = [model for model in listed() if model["state"] in ("loaded", "draining")]
         return {"models": [_running(model) for model in loaded]}
 
-    async def show(asked: RouteRequest) -> Mapping[str, Any]:
-        body = Fields(asked.body)
+    async def show(route_request: RouteRequest) -> Mapping[str, Any]:
+        body = Fields(route_request.body)
         name = body.string("model") or body.string("name")
         if not name:
             raise InvalidValue("model", "is required")
         return _shown(find(name.removesuffix(TAG)))
 
-    async def version(asked: RouteRequest) -> Mapping[str, Any]:
+    async def version(route_request: RouteRequest) -> Mapping[str, Any]:
         return {"version": API_VERSION, "firn": __version__}
 
     return (
@@ -149,7 +149,7 @@ def _shown(model: ModelObject) -> dict[str, Any]:
 # --- embeddings ----------------------------------------------------------------------------
 
 
-async def _embedded(services: Services, body: Fields) -> dict[str, Any]:
+async def _embed_all(services: Services, body: Fields) -> dict[str, Any]:
     began_ns = time.perf_counter_ns()
     services.check_model(model_name(body))
     keep_alive_s(body)
@@ -164,7 +164,7 @@ async def _embedded(services: Services, body: Fields) -> dict[str, Any]:
     }
 
 
-async def _embedded_one(services: Services, body: Fields) -> dict[str, Any]:
+async def _embed_one(services: Services, body: Fields) -> dict[str, Any]:
     """/api/embeddings, which older clients use."""
     services.check_model(model_name(body))
     keep_alive_s(body)

@@ -1,7 +1,6 @@
 """/health, /ready and /metrics: for supervisors, load balancers and Prometheus.
 
-Where callers have keys, how busy the server is tells each of them what others do: that is for the
-operator alone.
+If callers have keys, only the operator sees how busy the server is: a key must not learn about others.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ def add_probes(app: FastAPI, services: Services, metrics: Metrics) -> None:
     async def prometheus(request: Request) -> Response:
         caller = exchange_of(request.scope).caller
         if caller.operator:
-            shown = metrics.render()
+            text = metrics.render()
         else:
-            shown = metrics.render_own(caller.own, extra=await _own_cache(services, caller))
-        return Response(shown, media_type=CONTENT_TYPE_LATEST)
+            text = metrics.render_own(caller.key_id, extra=await _own_cache(services, caller))
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     not_now: dict[int | str, dict[str, Any]] = {503: {"description": "Not now"}}
-    for method in ("GET", "HEAD"):  # agents and load balancers ask by HEAD whether anybody is there
+    for method in ("GET", "HEAD"):  # agents and load balancers check by HEAD
         add = partial(app.add_api_route, methods=[method], include_in_schema=method == "GET")
         add("/health", health, summary="The process is alive")
         add("/ready", ready, summary="The engine answers", responses=not_now)
@@ -92,7 +91,7 @@ def _why_not_ready(services: Services) -> str | None:
 
 
 async def _own_cache(services: Services, caller: Caller) -> tuple[Collector, ...]:
-    """The cache's counters for one caller."""
+    """The cache's counters of one caller's namespace."""
     if services.cache_admin is None:
         return ()
     stats = await asyncio.wrap_future(services.cache_admin.stats(caller.namespace))

@@ -1,13 +1,12 @@
-"""/v1/rerank, in Cohere's and in Jina's shape: documents in the order in which they answer a query.
+"""/v1/rerank, in Cohere's and Jina's shape: documents sorted by how well they answer a query.
 
 Each document is a prompt of its own, and the model's next token decides: "yes" or "no". They run side by
-side in the engine's batch; instruction and query, which they share, are computed once and cached like
+side in the engine's batch. Instruction and query, which they share, are computed once and cached like
 any prefix.
 """
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -30,23 +29,23 @@ from firn.text.rerank import Reranker
 PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
 """Cohere's clients send the version, others do not."""
 MAX_DOCUMENTS = 1000
-WAVE = 32
+WAVE_DOCUMENTS = 32
 """Documents in the engine at a time: a long list must not fill its queue."""
-TOP = 64
-"""Likeliest tokens that are asked for: the other answer is nearly always among them."""
+N_LIKELIEST = 64
+"""How many of the likeliest tokens are asked for: the other answer is nearly always among them."""
 FORCED = 1e4
-"""A bias that no logit outweighs; logprobs are of the logits without it."""
+"""A bias that no logit outweighs. Logprobs do not include it."""
 
 
 def rerank_routes(services: Services) -> tuple[JsonRoute, ...]:
-    async def answer(asked: RouteRequest) -> Mapping[str, Any]:
-        return await _answer(services, Fields(asked.body), asked.namespace)
+    async def answer(route_request: RouteRequest) -> Mapping[str, Any]:
+        return await _answer(services, Fields(route_request.body), route_request.namespace)
 
     summary = "Documents by how well they answer"
     return tuple(JsonRoute("POST", path, summary, answer, _SCHEMA, computes=True) for path in PATHS)
 
 
-async def _answer(services: Services, body: Fields, own: Namespace) -> dict[str, Any]:
+async def _answer(services: Services, body: Fields, key_id: Namespace) -> dict[str, Any]:
     services.check_model(body.string("model") or "")
     reranker = services.reranker
     if reranker is None:
@@ -56,13 +55,13 @@ async def _answer(services: Services, body: Fields, own: Namespace) -> dict[str,
     documents = _documents(body.require("documents"))
     top_n = body.integer("top_n", low=1) or len(documents)
     limit = body.integer("max_tokens_per_doc", low=1)
-    shows = body.boolean("return_documents", False)
+    shows_documents = body.boolean("return_documents", False)
     body.skip("rank_fields", "max_chunks_per_doc", "truncation", "user")
-    # What a query's documents share is cached as the caller's other prompts are.
-    namespace = own if services.keys.private else SHARED
-    work = _Reranking(services, reranker, namespace)
-    prompts = await work.prompts(query, documents, instruction, limit=limit)
-    scores = await work.scores(prompts)
+    # Cached like the caller's other prompts.
+    namespace = key_id if services.keys.private else SHARED
+    reranking = _Reranking(services, reranker, namespace)
+    prompts = await reranking.prompts(query, documents, instruction, limit=limit)
+    scores = await reranking.scores(prompts)
     order = sorted(range(len(documents)), key=lambda i: -scores[i])[:top_n]
     n_tokens = sum(map(len, prompts))
     return {
@@ -73,14 +72,14 @@ async def _answer(services: Services, body: Fields, own: Namespace) -> dict[str,
             {
                 "index": i,
                 "relevance_score": scores[i],
-                **({"document": {"text": documents[i]}} if shows else {}),
+                **({"document": {"text": documents[i]}} if shows_documents else {}),
             }
             for i in order
         ],
         "usage": {
             "prompt_tokens": n_tokens,
             "total_tokens": n_tokens,
-            "prompt_tokens_details": {"cached_tokens": work.n_cached},
+            "prompt_tokens_details": {"cached_tokens": reranking.n_cached},
         },
         "meta": {
             "api_version": {"version": "2"},
@@ -90,7 +89,7 @@ async def _answer(services: Services, body: Fields, own: Namespace) -> dict[str,
     }
 
 
-def _documents(given: Any) -> list[str]:
+def _documents(given: object) -> list[str]:
     texts = []
     for i, value in enumerate(fields.array(given, "documents", low=1, high=MAX_DOCUMENTS)):
         param = f"documents[{i}]"
@@ -101,7 +100,7 @@ def _documents(given: Any) -> list[str]:
 
 
 class _Reranking:
-    """One request. Owned by its task."""
+    """One request. Owner: its task."""
 
     def __init__(self, services: Services, reranker: Reranker, namespace: Namespace) -> None:
         self._services = services
@@ -112,17 +111,14 @@ class _Reranking:
     async def prompts(
         self, query: str, documents: Sequence[str], instruction: str, *, limit: int | None
     ) -> list[tuple[int, ...]]:
-        loop = asyncio.get_running_loop()
-
-        def make() -> list[tuple[int, ...]]:
-            return [self._prompt(query, text, instruction, limit) for text in documents]
-
-        return await loop.run_in_executor(self._services.pool, make)
+        return await self._services.in_pool(
+            lambda: [self._prompt(query, text, instruction, limit) for text in documents]
+        )
 
     def _prompt(
         self, query: str, document: str, instruction: str, limit: int | None
     ) -> tuple[int, ...]:
-        """In the tokenize pool. limit: of the document's tokens."""
+        """In the tokenize pool. limit: how many tokens of the document are used."""
         services = self._services
         if limit is not None:
             document = self._cut(document, limit)
@@ -136,18 +132,20 @@ class _Reranking:
         try:
             ids = tokenizer.encode(document, add_special=False)
         except UnicodeEncodeError:
-            raise InvalidValue("documents", "an unpaired surrogate, which is not text") from None
+            raise InvalidValue(
+                "documents", "contain an unpaired surrogate, which is not valid text"
+            ) from None
         return document if len(ids) <= limit else tokenizer.decode(ids[:limit])
 
     async def scores(self, prompts: Sequence[tuple[int, ...]]) -> list[float]:
         scores: list[float] = []
-        wave = min(WAVE, self._services.limits.max_rows)
+        wave = min(WAVE_DOCUMENTS, self._services.limits.max_rows)
         for start in range(0, len(prompts), wave):
             scores += await self._wave(prompts[start : start + wave])
         return scores
 
     async def _wave(self, prompts: Sequence[tuple[int, ...]]) -> list[float]:
-        """Each is asked for "yes"; where "no" is not among the likeliest, for "no" too."""
+        """Ask each prompt for "yes"; if "no" is not among its likeliest tokens, for "no" too."""
         yes, no = self._reranker.yes, self._reranker.no
         first, n_cached = await self._logprobs(prompts, yes)
         self.n_cached += n_cached  # what is asked twice is one prompt of the caller's
@@ -169,14 +167,14 @@ class _Reranking:
     async def _logprobs(
         self, prompts: Sequence[tuple[int, ...]], token: int
     ) -> tuple[list[TextLogprob], int]:
-        """How likely each prompt goes on with this token, and how many of their tokens were cached."""
+        """How likely this token is as the next one of each prompt, and how many tokens were cached."""
         requests = [
             GenerateRequest(
                 "",
                 RawTokens(ids),
                 sampling=Sampling(temperature=0.0, logit_bias=((token, FORCED),)),
                 max_tokens=1,
-                top_logprobs=TOP,
+                top_logprobs=N_LIKELIEST,
                 ignore_eos=True,
                 sparse_keep=IN_FULL,  # nothing in the answer could say that it is approximate
             )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from firn.api.dialects import Dialect, JsonRoute, RouteRequest
 from firn.api.fields import Fields, array, integer, string
@@ -12,38 +11,37 @@ from firn.api.prompting import prompt_of
 from firn.api.services import Services
 from firn.core.errors import BadRequest, InvalidValue
 
-T = TypeVar("T")
 MAX_TEXT_CHARS = 4 * 2**20
-"""More than any model's context; tokenizing takes a hundred times the memory of the text."""
+"""More than any model's context. Tokenizing takes a hundred times the memory of the text."""
 
 
 def token_routes(services: Services, dialects: Sequence[Dialect]) -> tuple[JsonRoute, ...]:
     chat = next(d for d in dialects if d.path == "/v1/chat/completions")
 
-    async def tokenize(asked: RouteRequest) -> Mapping[str, Any]:
-        body = Fields(asked.body)
+    async def tokenize(route_request: RouteRequest) -> Mapping[str, Any]:
+        body = Fields(route_request.body)
         services.check_model(body.string("model") or "")
         text = body.get("text") if body.get("text") is not None else body.get("prompt")
         if text is None and body.get("messages") is None:
-            raise InvalidValue("text", "is required, or messages")
+            raise InvalidValue("text", "is required, unless messages are given")
         if text is None:
-            (request,) = chat.decode(asked.body, namespace=asked.namespace).requests
-            prompt = await prompt_of(services, request, asked.namespace)
-            return await _in_pool(services, lambda: _shown(services, prompt.ids.tolist()))
-        given = string(text, "text", max_chars=MAX_TEXT_CHARS)
+            (request,) = chat.decode(route_request.body, namespace=route_request.namespace).requests
+            prompt = await prompt_of(services, request, route_request.namespace)
+            return await services.in_pool(lambda: _token_list(services, prompt.ids.tolist()))
+        checked = string(text, "text", max_chars=MAX_TEXT_CHARS)
         special = body.boolean("add_special_tokens", True)
-        return await _in_pool(
-            services, lambda: _shown(services, _encoded(services, given, add_special=special))
+        return await services.in_pool(
+            lambda: _token_list(services, _encode(services, checked, add_special=special))
         )
 
-    async def detokenize(asked: RouteRequest) -> Mapping[str, Any]:
-        body = Fields(asked.body)
+    async def detokenize(route_request: RouteRequest) -> Mapping[str, Any]:
+        body = Fields(route_request.body)
         services.check_model(body.string("model") or "")
         name = "ids" if body.get("ids") is not None else "tokens"
-        given = body.get(name)
-        if given is None:
+        ids = body.get(name)
+        if ids is None:
             raise InvalidValue("ids", "is required")
-        return await _in_pool(services, lambda: _text_of(services, given, name))
+        return await services.in_pool(lambda: _text_of(services, ids, name))
 
     return (
         JsonRoute("POST", "/v1/tokenize", "A text's or a chat's tokens", tokenize, _TOKENIZE),
@@ -51,11 +49,13 @@ def token_routes(services: Services, dialects: Sequence[Dialect]) -> tuple[JsonR
     )
 
 
-def _encoded(services: Services, text: str, *, add_special: bool) -> list[int]:
+def _encode(services: Services, text: str, *, add_special: bool) -> list[int]:
     try:
         return services.tokenizer.encode(text, add_special=add_special)
     except UnicodeEncodeError:
-        raise BadRequest("text: an unpaired surrogate, which is not text.", param="text") from None
+        raise BadRequest(
+            "text: contains an unpaired surrogate, which is not valid text.", param="text"
+        ) from None
 
 
 def _text_of(services: Services, given: Any, name: str) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def _text_of(services: Services, given: Any, name: str) -> dict[str, Any]:
     return {"text": text, "prompt": text, "count": len(ids)}
 
 
-def _shown(services: Services, ids: list[int]) -> dict[str, Any]:
+def _token_list(services: Services, ids: list[int]) -> dict[str, Any]:
     raw = services.tokenizer.token_bytes
     return {
         "ids": ids,
@@ -76,10 +76,6 @@ def _shown(services: Services, ids: list[int]) -> dict[str, Any]:
         "count": len(ids),
         "max_model_len": services.engine.model.context_length,
     }
-
-
-async def _in_pool(services: Services, work: Callable[[], T]) -> T:
-    return await asyncio.get_running_loop().run_in_executor(services.pool, work)
 
 
 _TOKENIZE: Mapping[str, Any] = {

@@ -1,7 +1,7 @@
-"""/v1/cache/tree: the stored prefixes as a tree, each of which can be pinned, unpinned or forgotten.
+"""/v1/cache/tree: the stored prefixes as a tree. Each can be pinned, unpinned or forgotten.
 
 A caller sees and changes its own namespace only; the operator sees everything. However large the tree
-is, an answer is bounded, and read in slices that delay no step of the engine.
+is, an answer is bounded, and the engine reads it in slices that delay no step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from firn.core.values import Namespace
 
 DEFAULT_RUNS, MAX_RUNS = 500, 5000
 FRESH_S = 1.0
-"""Several dashboards that show the same tree share an answer that is no older."""
+"""Dashboards that show the same tree share an answer up to this age."""
 MAX_ANSWERS = 16
 PATH = "/v1/cache/tree"
 PARAMETERS = [
@@ -82,16 +82,16 @@ class TreeRoutes:
 
     async def tree(self, request: Request) -> dict[str, Any]:
         limit = limit_of(request.query_params)
-        which = (exchange_of(request.scope).visible, request.query_params.get("node"), limit)
+        query = (exchange_of(request.scope).visible, request.query_params.get("node"), limit)
         async with self._one_at_a_time:
-            kept = self._answers.get(which)
-            if kept is None or time.monotonic() - kept.at > FRESH_S:
-                kept = _TreeAnswer(time.monotonic(), await self._read(*which))
-                self._answers.pop(which, None)
-                self._answers[which] = kept
+            cached = self._answers.get(query)
+            if cached is None or time.monotonic() - cached.at > FRESH_S:
+                cached = _TreeAnswer(time.monotonic(), await self._read(*query))
+                self._answers.pop(query, None)
+                self._answers[query] = cached
                 while len(self._answers) > MAX_ANSWERS:
                     del self._answers[next(iter(self._answers))]
-        return kept.answer
+        return cached.answer
 
     async def _read(
         self, namespace: Namespace | None, node: str | None, limit: int
@@ -103,7 +103,7 @@ class TreeRoutes:
     async def _collect(self, slices: SlicedQuery) -> dict[str, Any]:
         while not await asyncio.wrap_future(slices.step()):
             pass
-        return await self._services.offload(lambda: self._with_texts(slices.answer()), when=True)
+        return await self._services.in_pool(lambda: self._with_texts(slices.answer()))
 
     def _with_texts(self, answer: dict[str, Any]) -> dict[str, Any]:
         for run in answer.get("runs", ()):
