@@ -19,6 +19,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from tests.cli import command
+
 CHAT = [sys.executable, "-c", "from firn.cli import main; main()", "chat"]
 PATIENCE_S = 60
 N_NUDGES = 6
@@ -137,6 +139,13 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
 def one_shot(
     server_url: str, *arguments: str, stdin: str = "", **environ: str
 ) -> subprocess.CompletedProcess[str]:
+    return command.run("chat", "--url", server_url, *arguments, stdin=stdin, **environ)
+
+
+def one_process(
+    server_url: str, *arguments: str, stdin: str = "", **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """The same in a process of its own."""
     return subprocess.run(
         [*CHAT, "--url", server_url, *arguments],
         input=stdin,

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from firn.api.auth import Keys
 from firn.api.services import ApiLimits
-from firn.cli import make_cli
 from firn.cli.agents import AGENTS, ServedModel
 from tests.api.live import serve
+from tests.cli import command
 from tests.zoo import ZOO, write_folder
 
 PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
@@ -24,7 +24,7 @@ LARGE = ServedModel("Qwen3-8B-4bit", "http://127.0.0.1:8000", 40960)
 
 def run(*arguments: str, **environ: str) -> Result:
     removed = {"FIRN_URL": None, "FIRN_API_KEY": None}
-    return CliRunner().invoke(make_cli(), ["agents", *arguments], env=removed | environ)
+    return command.invoke("agents", *arguments, env=removed | environ)
 
 
 def shell(text: str) -> dict[str, str]:

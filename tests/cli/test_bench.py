@@ -10,24 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from firn.bench import plot, replay, report
 from firn.bench.client import Target, words
 from firn.bench.report import BenchError, Column
-from firn.cli import make_cli
 from firn.config import CacheConfig, Config, LogConfig, ModelConfig
 from firn.traces.agents import agent_trace
 from firn.traces.read import line_of, read
 from firn.traces.trace import TraceEntry
 from tests.api.live import serve
 from tests.api.real import serving
+from tests.cli import command
 
 MODEL = "firn-demo"
 
 
 def firn(*arguments: str) -> Result:
-    return CliRunner(env={"COLUMNS": "200"}).invoke(make_cli(), list(arguments))
+    return command.invoke(*arguments, env={"COLUMNS": "200"})
 
 
 @dataclass(frozen=True)

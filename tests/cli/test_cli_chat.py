@@ -13,7 +13,7 @@ import pytest
 from firn.cli.chat import ChatReply, summary
 from firn.cli.client import SseComment, SseData, SseDecoder
 from firn.core.values import Usage
-from tests.cli.chat_server import CHAT, CLEAN, Terminal, Wire, one_shot, serving
+from tests.cli.chat_server import CHAT, CLEAN, Terminal, Wire, one_process, one_shot, serving
 
 # --- one question --------------------------------------------------------------------------
 
@@ -30,7 +30,7 @@ def hello(wire: Wire) -> None:
 
 def test_a_reply_goes_to_stdout_and_the_rest_to_stderr() -> None:
     with serving(hello) as server:
-        run = one_shot(server.url, "hi", "--max-tokens", "5", "--temperature", "0")
+        run = one_process(server.url, "hi", "--max-tokens", "5", "--temperature", "0")
     assert run.returncode == 0, run.stderr
     assert run.stdout == "Héllo [bold]you[/bold] \x1b[31m\n"
     thought, counts = run.stderr.splitlines()
@@ -65,7 +65,7 @@ def test_what_is_asked(arguments: list[str], stdin: str, messages: list[tuple[st
 def test_the_key_and_the_address_may_come_from_the_environment() -> None:
     with serving(hello, key="k") as server:
         address = server.url.removeprefix("http://") + "/v1/"
-        run = one_shot(address, "hi", FIRN_API_KEY="k", HTTP_PROXY="http://127.0.0.1:9")
+        run = one_process(address, "hi", FIRN_API_KEY="k", HTTP_PROXY="http://127.0.0.1:9")
     assert run.returncode == 0, run.stderr
 
 
@@ -131,7 +131,7 @@ def test_a_fault_is_one_line(script: object, line: str) -> None:
 def test_no_server_is_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    run = one_shot(url, "hi")
+    run = one_process(url, "hi")
     assert run.returncode == 1
     assert run.stderr == (
         f"firn: No server answers at {url}; start one with `firn serve` or give --url.\n"

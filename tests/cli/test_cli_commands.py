@@ -10,13 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from firn import __version__
-from firn.cli import make_cli
 from firn.config import OPTIONS, Config
 from firn.core.errors import SetupError
+<<<<<<< HEAD
 from tests.locked import as_a_user, locked
+=======
+from tests.cli import command
+>>>>>>> speed
 
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("FIRN_")}
 
@@ -57,7 +59,7 @@ def test_serve_builds_the_config_from_flags() -> None:
         "--max-queue", "0", "--prefill-chunk", "64", "--adapter", "lora", "--trust-remote-code",
         "--log-level", "debug",
     ]  # fmt: skip
-    result = CliRunner().invoke(make_cli(start), arguments)
+    result = command.invoke(*arguments, start=start)
     assert result.exit_code == 0, result.output
     (config,) = start.configs
     assert config.model.path == "some/model"
@@ -82,7 +84,7 @@ def test_serve_builds_the_config_from_flags() -> None:
 
 def test_serve_without_arguments_is_the_defaults() -> None:
     start = Recorder()
-    result = CliRunner(env=dict.fromkeys(_variables(), None)).invoke(make_cli(start), ["serve"])
+    result = command.invoke("serve", start=start, env=dict.fromkeys(_variables()))
     assert result.exit_code == 0
     assert start.configs == [Config()]
     assert result.output == ""
@@ -95,19 +97,18 @@ def _variables() -> list[str]:
 def test_a_switch_can_be_turned_off_again() -> None:
     start = Recorder()
     environ = {"FIRN_TRUST_REMOTE_CODE": "1"}
-    cli = make_cli(start)
-    assert CliRunner(env=environ).invoke(cli, ["serve"]).exit_code == 0
-    assert CliRunner(env=environ).invoke(cli, ["serve", "--no-trust-remote-code"]).exit_code == 0
+    for flags in ([], ["--no-trust-remote-code"]):
+        assert command.invoke("serve", *flags, start=start, env=environ).exit_code == 0
     assert [config.model.trust_remote_code for config in start.configs] == [True, False]
 
 
 def test_the_servers_exit_code_is_the_commands() -> None:
-    assert CliRunner().invoke(make_cli(Recorder(result=3)), ["serve"]).exit_code == 3
+    assert command.invoke("serve", start=Recorder(result=3)).exit_code == 3
 
 
 def test_a_setup_error_is_one_line() -> None:
     start = Recorder(error=SetupError("the model\nis missing"))
-    result = CliRunner().invoke(make_cli(start), ["serve"])
+    result = command.invoke("serve", start=start)
     assert result.exit_code == 1
     assert result.output == "firn: the model is missing\n"
 
@@ -123,13 +124,13 @@ def test_a_setup_error_is_one_line() -> None:
     ],
 )
 def test_an_open_server_is_pointed_out(arguments: list[str], warned: bool) -> None:
-    result = CliRunner().invoke(make_cli(Recorder()), ["serve", *arguments])
+    result = command.invoke("serve", *arguments, start=Recorder())
     assert result.exit_code == 0
     assert ("anyone who reaches" in result.output) == warned
 
 
 def test_a_mistyped_variable_is_pointed_out() -> None:
-    run = CliRunner(env={"FIRN_PROT": "1"}).invoke(make_cli(Recorder()), ["serve"])
+    run = command.invoke("serve", start=Recorder(), env={"FIRN_PROT": "1"})
     assert "did you mean FIRN_PORT?" in run.output
 
 
@@ -296,9 +297,9 @@ def test_every_command_that_has_the_cache_folder_calls_it_alike() -> None:
     commands = [["serve"], ["config", "show"], ["doctor"]]
     commands += [["cache", name] for name in ("ls", "show", "stats", "verify", "gc", "clear")]
     commands += [["cache", "export"], ["cache", "import"]]
-    for command in commands:
-        shown = CliRunner().invoke(make_cli(), [*command, "--help"], env={"COLUMNS": "300"}).output
-        assert "--ssd-cache-dir" in shown, command
+    for words in commands:
+        shown = command.invoke(*words, "--help", env={"COLUMNS": "300"}).output
+        assert "--ssd-cache-dir" in shown, words
         assert " --dir" not in shown
         assert " --key-file" not in shown
 
@@ -318,13 +319,11 @@ def test_the_cache_folder_is_found_as_the_server_finds_it(tmp_path: Path, how: s
             arguments += ["--config", str(file)]
         case _:
             environ["FIRN_CONFIG"] = str(file)
-    run = firn(*arguments, **environ)
+    run = command.run(*arguments, **environ)
     assert run.returncode == 0, run.stderr
     assert run.stdout == f"Nothing is stored in {folder}.\n"
 
 
 def test_doctor_looks_at_the_disk_of_the_cache(tmp_path: Path) -> None:
-    result = CliRunner().invoke(
-        make_cli(), ["doctor", "--ssd-cache-dir", str(tmp_path)], env={"COLUMNS": "300"}
-    )
+    result = command.invoke("doctor", "--ssd-cache-dir", str(tmp_path), env={"COLUMNS": "300"})
     assert f"free at {tmp_path}" in result.output

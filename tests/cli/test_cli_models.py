@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from firn.cli import make_cli
 from firn.cli.doctor_fleet import look_at_fleet
 from firn.config import load
 from firn.fleet.memory import Room
+from tests.cli import command
 from tests.cli.chat_server import Wire, serving
 from tests.fleet.fronts import ECHO, Running, config, fronting
 
@@ -27,7 +27,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def run(*arguments: str, answer: str = "") -> Result:
-    return CliRunner(env={"COLUMNS": "200"}).invoke(make_cli(), list(arguments), input=answer)
+    return command.invoke(*arguments, env={"COLUMNS": "200"}, input=answer)
 
 
 def test_listing_loading_and_unloading(front: Running) -> None:

@@ -7,13 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from firn.cli import make_cli
 from firn.cli.compat import PARSERS, SAME, VLLM_MLX, AliasFlag, IgnoredFlag, RefusedFlag
 from firn.config import OPTIONS, Config
 from firn.text.formats import reasoning_parser_names, tool_parser_names
-from tests.cli import vllm_mlx
+from tests.cli import command, vllm_mlx
 from tests.cli.test_cli_commands import Recorder
 
 DOCS = Path(__file__).parents[2] / "docs" / "from-vllm-mlx.md"
@@ -23,7 +22,7 @@ FLAGS = {item.key: item.flag for item in OPTIONS}
 
 def serve(*arguments: str) -> tuple[Result, Config | None]:
     start = Recorder()
-    result = CliRunner().invoke(make_cli(start), ["serve", "some/model", *arguments])
+    result = command.invoke("serve", "some/model", *arguments, start=start)
     return result, start.configs[0] if start.configs else None
 
 
