@@ -91,7 +91,16 @@ def test_bodies_that_are_not_json_objects_are_refused(raw: bytes) -> None:
         parse_object(raw)
 
 
+def test_compressed_bodies_are_refused_as_such() -> None:
+    json_type = (b"content-type", b"application/json")
+    check_content_type([json_type, (b"content-encoding", b"identity")])
+    for encoding in (b"gzip", b"zstd", b"GZIP"):
+        with pytest.raises(BadRequest, match="compressed"):
+            check_content_type([json_type, (b"content-encoding", encoding)])
+
+
 def test_json_objects_are_accepted() -> None:
+    assert parse_object(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
     assert parse_object(b'{"a": "\\ud83d\\ude00"}') == {"a": "\U0001f600"}
     wide = {"a": [[1], [2]] * 1000, "b": list(range(1000))}
     assert parse_object(json.dumps(wide).encode()) == wide

@@ -14,7 +14,9 @@ from prometheus_client.registry import Collector
 
 from firn.api.auth import SHARED, Keys, namespace_of
 from firn.api.services import ApiLimits
+from firn.text.formats import THINK_TAGS, ReplyFormat
 from tests.api.live import Live, serve
+from tests.fakes import CHAT_TEMPLATE, FakeTokenizer
 
 
 def metrics(live: Live, **headers: str) -> dict[str, float]:
@@ -225,3 +227,14 @@ def test_one_line_a_request_says_what_was_reused_and_why_not_more(
     assert 'cached=3 (memory 1, ssd 2) why="diverged at token 3" reply=2 first=' in line
     assert "rate=" in line
     assert "finish=length" in line
+
+
+def test_a_model_without_a_template_neither_chats_nor_thinks() -> None:
+    tagged = ReplyFormat(tool="json_tags", think=THINK_TAGS["think"])
+    for template, can in (
+        (None, ["completion"]),
+        (CHAT_TEMPLATE, ["completion", "chat", "tools", "thinking"]),
+    ):
+        with serve(tokenizer=FakeTokenizer(chat_template=template), reply_format=tagged) as live:
+            (model,) = httpx.get(f"{live.url}/v1/models").json()["data"]
+            assert model["capabilities"] == can

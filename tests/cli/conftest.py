@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from typer.testing import CliRunner
 
-from firn.cli import make_cli
+from tests.cli import command
 
 
 @pytest.fixture
@@ -24,8 +23,8 @@ def cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result
     monkeypatch.delenv("FIRN_SSD_CACHE_DIR", raising=False)
 
     def run(*arguments: object, **more: Any) -> Result:
-        command, *rest = map(str, arguments)
-        words = ["cache", command, "--ssd-cache-dir", str(folder), *rest]
-        return CliRunner().invoke(make_cli(), words, **more)
+        name, *rest = map(str, arguments)
+        words = ["cache", name, "--ssd-cache-dir", str(folder), *rest]
+        return command.invoke(*words, **more)
 
     return run

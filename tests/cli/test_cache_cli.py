@@ -44,27 +44,6 @@ OTHER_MODEL = b"\7" * 32
 Cache = Callable[..., Result]
 
 
-<<<<<<< HEAD
-=======
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.delenv("FIRN_SSD_CACHE_DIR", raising=False)
-
-    def run(*arguments: object, **more: Any) -> Result:
-        name, *rest = map(str, arguments)
-        words = ["cache", name, "--ssd-cache-dir", str(folder), *rest]
-        return command.invoke(*words, **more)
-
-    return run
-
-
->>>>>>> speed
 def store(folder: Path, *records: Record, **more: Any) -> Folder:
     tier = Folder(folder, **more)
     tier.scan()

@@ -14,11 +14,8 @@ import pytest
 from firn import __version__
 from firn.config import OPTIONS, Config
 from firn.core.errors import SetupError
-<<<<<<< HEAD
-from tests.locked import as_a_user, locked
-=======
 from tests.cli import command
->>>>>>> speed
+from tests.locked import as_a_user, locked
 
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("FIRN_")}
 

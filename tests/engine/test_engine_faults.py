@@ -19,7 +19,7 @@ from firn.core.ports import Delivery
 from firn.core.values import Sampling
 from firn.engine import EngineLimits, EngineParts
 from firn.engine.budget import Budget, RowCost
-from firn.engine.engine import Engine
+from firn.engine.engine import TASKS, Engine
 from tests.dict_cache import DictCache
 from tests.hash_engine import WAIT_S, HashEngine, Outcome
 from tests.hash_runner import VOCAB_SIZE, Faults, HashRow, HashRunner, prompt_of, reply_to
@@ -447,6 +447,25 @@ def test_start_raises_the_error_of_building_the_parts() -> None:
     with pytest.raises(EngineDead):
         engine.submit(Outcome(HashEngine().job([1])).job)
     engine.stop(timeout_s=WAIT_S)
+
+
+def test_a_start_that_failed_leaves_no_thread_behind() -> None:
+    """MLX frees what it keeps for a thread as that ends; a process that ends meanwhile is aborted."""
+    own, freed = threading.local(), []
+
+    class Kept:
+        def __del__(self) -> None:
+            freed.append(sum(range(3_000_000)))  # takes its time
+
+    def build() -> EngineParts:
+        own.kept = Kept()
+        raise FileNotFoundError("no such model")
+
+    engine = Engine(build, lambda batch: None)
+    with pytest.raises(FileNotFoundError):
+        engine.start()
+    assert len(freed) == 1
+    assert not (TASKS / str(engine._thread.native_id)).exists()
 
 
 def test_start_returns_the_model_of_the_built_parts() -> None:

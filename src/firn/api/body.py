@@ -57,15 +57,18 @@ async def read_body(
 
 
 def check_content_type(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Raises BadRequest for anything that is not declared as JSON.
+    """Raises BadRequest for anything that is not declared as JSON, or is compressed.
 
     A web page may post other types to a server on the user's own machine without asking. For JSON the
     browser asks first, and the answer is no (see --allow-origin).
     """
-    header = next((value for name, value in headers if name == b"content-type"), b"")
-    media_type = header.partition(b";")[0].strip().lower()
+    given = dict(headers)
+    media_type = given.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if media_type != b"application/json" and not media_type.endswith(b"+json"):
         raise BadRequest("The header 'content-type: application/json' is required.")
+    encoding = given.get(b"content-encoding", b"").strip().lower()
+    if encoding not in (b"", b"identity"):
+        raise BadRequest("The body is compressed (content-encoding); send it as plain JSON.")
 
 
 async def decoded(raw: bytes, pool: Executor, decode: Callable[[dict[str, Any]], T]) -> T:
@@ -85,7 +88,7 @@ async def decoded(raw: bytes, pool: Executor, decode: Callable[[dict[str, Any]],
 def parse_object(raw: bytes) -> dict[str, Any]:
     try:
         json_bounds.check(raw)
-        value = parse(raw.decode("utf-8"))
+        value = parse(raw.decode("utf-8-sig"))  # files of some editors begin with a byte order mark
     except UnicodeDecodeError as error:
         raise BadRequest(f"The body is not UTF-8: {error.reason} at byte {error.start}.") from None
     except json.JSONDecodeError as error:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from firn.core.errors import EngineDead, FirnError, QueueFull, ShuttingDown
@@ -29,6 +30,12 @@ IDLE_TICK_S = 0.5
 """How often an idle engine ticks the cache."""
 LOAD_TICK_S = 0.005
 """How often it does while requests wait for a load."""
+START_FAILED_S = 10.0
+"""How long a thread whose parts could not be built has to end."""
+TASKS = Path("/proc/self/task")
+"""Linux lists the threads of a process here."""
+UNSEEN_END_S = 0.05
+"""Elsewhere, how long a thread gets that has left Python."""
 
 
 class Engine(Generic[P]):
@@ -61,7 +68,11 @@ class Engine(Generic[P]):
     def start(self) -> ModelInfo:
         """Start the thread and wait for the model. Raises what building the parts raised."""
         self._thread.start()
-        return self._ready.result()
+        try:
+            return self._ready.result()
+        except BaseException:
+            _see_off(self._thread, START_FAILED_S)
+            raise
 
     @property
     def model(self) -> ModelInfo:
@@ -138,7 +149,7 @@ class Engine(Generic[P]):
         with self._lock:
             self._stopping = True
         self._inbox.put(lambda: None)
-        self._thread.join(timeout_s)
+        _see_off(self._thread, timeout_s)
 
     # --- the engine thread -----------------------------------------------------------------
 
@@ -208,3 +219,17 @@ class Engine(Generic[P]):
         with self._lock:
             self._n_queued = 0
         self._loop.inflight.flush()
+
+
+def _see_off(thread: threading.Thread, timeout_s: float) -> None:
+    """Wait until the thread has ended as the system sees it.
+
+    MLX lets go of what it keeps for a thread behind the thread's last line of Python, and takes Python's
+    lock for that: a process that ends at this very moment is aborted.
+    """
+    until = time.monotonic() + timeout_s
+    thread.join(timeout_s)
+    if not TASKS.exists():
+        time.sleep(UNSEEN_END_S)
+    while (TASKS / str(thread.native_id)).exists() and time.monotonic() < until:
+        time.sleep(0.001)

@@ -125,13 +125,14 @@ def model_object(services: Services) -> dict[str, Any]:
 
 def capabilities(services: Services) -> list[str]:
     """What the model can be used for."""
-    model, template = services.engine.model, services.tokenizer.chat_template
+    model, format = services.engine.model, services.reply_format
+    chats = model.generates and services.tokenizer.chat_template is not None
     can = {
         "completion": model.generates,
-        "chat": model.generates and template is not None,
+        "chat": chats,
         "vision": model.vision,
-        "tools": model.generates and services.reply_format.tool is not None,
-        "thinking": model.generates and services.reply_format.closing != "",
+        "tools": chats and format.tool is not None,
+        "thinking": chats and format.closing != "",
         "embeddings": services.embedder is not None,
         "rerank": services.reranker is not None,
     }
