@@ -16,12 +16,12 @@ import mlx.core as mx
 import numpy as np
 
 from firn.core.values import Job, Namespace, Prompt, RequestId, Sampling
-from firn.models.batch import Group, Launched, Row
-from firn.models.drafters import NOTHING, Guess
+from firn.models.batch import Group, PlainStep, Row
+from firn.models.drafters import NO_DRAFT, Draft
 from firn.models.sampling import Picks
 from firn.models.speculation import Speculation
 from firn.models.traits import TRAITS, Traits
-from firn.models.verify import Taken, Verification
+from firn.models.verify import TakenTokens, Verification
 
 NO_PICKS = Picks(mx.array([0]), None, None, None)
 
@@ -70,12 +70,12 @@ class Oracle:
     def took(self, row: Hashable, tokens: Sequence[int]) -> None:
         self._n[row] += len(tokens)
 
-    def guess(self, rows: Sequence[Hashable], n_most: int) -> list[Guess]:
+    def draft(self, rows: Sequence[Hashable], n_most: int) -> list[Draft]:
         found = []
         for row in rows:
             n = self._n[row]
             tokens = [truth(n + i) * (self._rng.random() < self._right(n)) for i in range(n_most)]
-            found.append(Guess(tuple(tokens), (0,) * n_most) if self._right(n) >= 0 else NOTHING)
+            found.append(Draft(tuple(tokens), (0,) * n_most) if self._right(n) >= 0 else NO_DRAFT)
         return found
 
     def close(self, row: Hashable) -> None:
@@ -125,8 +125,8 @@ class Simulation:
         seats = tuple(group.seats)
         step: Any
         if drafts is None:
-            flows = any(not s.is_counted for s in group.unread)
-            step = Launched(seats, NO_PICKS, flows)
+            step_in_flight = any(not s.is_counted for s in group.unread)
+            step = PlainStep(seats, NO_PICKS, step_in_flight)
         else:
             width = self.machine.traits.shape(1 + max(map(len, drafts)))
             step = Verification(group, seats, tuple(drafts), None, NO_PICKS, (), width)  # type: ignore[arg-type]
@@ -157,7 +157,7 @@ class Simulation:
             said[row] += len(tokens)
             row.n_tokens += len(tokens)
             row.pending = [tokens[-1]]
-            taken.append(Taken(row, tokens, (None,) * len(tokens), len(draft), right))
+            taken.append(TakenTokens(row, tokens, (None,) * len(tokens), len(draft), right))
         if self.speculation is not None:
             self.speculation.count(group, taken, step)
 

@@ -14,7 +14,7 @@ from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
 from firn.models.backlog import MAX_STEPS
 from firn.models.batch import Group
-from firn.models.drafters import Guess
+from firn.models.drafters import Draft
 from firn.models.drafters.mtp import MtpDrafter
 from firn.models.mtp import split
 from firn.models.speculation import DraftPlan, Speculation
@@ -33,10 +33,10 @@ class Resting(Speculation):
     def __init__(self, drafter: Any, *, drafts_at: Callable[[int], bool]) -> None:
         super().__init__(drafter)
         self._drafts_at = drafts_at
-        self.told: dict[int, Guess] = {}
+        self.told: dict[int, Draft] = {}
         """By how many tokens of the row were known, the newest included."""
 
-    def _width(self, group: Group, *, flows: bool = False) -> DraftPlan:
+    def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
         asks = [row for row in group.rows if self._drafts_at(row.n_tokens)]
         return DraftPlan(1 + N_GUESSES, tuple(asks)) if asks else DraftPlan(1)
 
@@ -60,7 +60,7 @@ def resting(
     return running(make, speculation=speculate, **options), speculation
 
 
-def first_guesses(name: str, prompt: Sequence[int]) -> Guess:
+def first_guesses(name: str, prompt: Sequence[int]) -> Draft:
     """Of a head that has read all of it as a prompt, in a server that knows nothing."""
     engine, speculation = resting(name, lambda n: True)
     with engine as harness:

@@ -143,7 +143,7 @@ def test_seats_are_reused_waited_for_and_closed_up(name: str) -> None:
     assert group.seats[1] is new
     assert new.index == 1
     assert len(group.rows) == 5
-    assert group.inputs.tolist() == [0, 3, 0, 0, 0]
+    assert group.next_tokens.tolist() == [0, 3, 0, 0, 0]
     group.leave([rows[0]])
     for _ in range(VACANT_STEPS):
         assert len(group.seats) == 5
@@ -164,7 +164,7 @@ def test_seats_for_those_that_follow_soon(name: str) -> None:
     assert len(group.seats) == 6, "as many as it has, at most"
     group.join(b, 5, n_seats=16)
     assert group.seats[4] is b
-    assert group.inputs.tolist() == [0, 0, 0, 4, 5, 4]
+    assert group.next_tokens.tolist() == [0, 0, 0, 4, 5, 4]
     for _ in range(VACANT_STEPS):
         assert len(group.seats) == 6
         group.tick()

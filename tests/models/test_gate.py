@@ -40,9 +40,11 @@ def measured(
 
 
 def best_width(
-    times: StepTimes, rows: list[ExpectedTokens], *, n_seats: int = 1, flows: bool = False
+    times: StepTimes, rows: list[ExpectedTokens], *, n_seats: int = 1, step_in_flight: bool = False
 ) -> int:
-    return gate.best_width(times, rows, n_seats=n_seats, widths=WIDTHS, flows=flows).width
+    return gate.best_width(
+        times, rows, n_seats=n_seats, widths=WIDTHS, step_in_flight=step_in_flight
+    ).width
 
 
 FLAT = {w: 1.0 + 0.01 * (w - 1) for w in WIDTHS[1:]}
@@ -81,9 +83,11 @@ def test_a_step_in_flight_is_given_up_only_for_more_than_that_costs() -> None:
         measured(dict.fromkeys(WIDTHS[1:], 1.5), change=2.0),
         ExpectedTokens.of([0.5] * 16),
     )
-    assert best_width(times, [some], flows=False) > 1, "2 tokens for 1.5"
-    assert best_width(times, [some], flows=True) == 1, "2 tokens for 1.5, and 1 for the change"
-    assert best_width(times, [KEEN], flows=True) > 1
+    assert best_width(times, [some], step_in_flight=False) > 1, "2 tokens for 1.5"
+    assert best_width(times, [some], step_in_flight=True) == 1, (
+        "2 tokens for 1.5, and 1 for the change"
+    )
+    assert best_width(times, [KEEN], step_in_flight=True) > 1
 
 
 def test_rows_that_guess_nothing_pay_for_those_that_do() -> None:

@@ -15,7 +15,7 @@ from firn.cache.codecs import At
 from firn.cache.layout import Layout
 from firn.models.padding import in_blocks
 from firn.models.ragged import ALL_COLUMNS, Columns
-from firn.models.rewind import Step, is_rewindable, ready
+from firn.models.rewind import RaggedStep, is_rewindable, ready
 from firn.models.selfcheck import prefilled
 from tests.models.test_speculation import KINDS
 from tests.zoo import build
@@ -43,7 +43,7 @@ def caches(model: Any, n_rows: int, *, columns: Columns) -> list[Any]:
 def take(
     model: Any, layers: list[Any], fed: list[list[int]], kept: Sequence[int], *, columns: Columns
 ) -> None:
-    step = Step(layers, [len(f) for f in fed], FED)
+    step = RaggedStep(layers, [len(f) for f in fed], FED)
     mx.eval(model(mx.array(fed), cache=in_blocks(layers, columns)))
     step.settle(kept)
 

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from firn.models.batch import can_batch
+from firn.models.batch import why_not_batchable
 from firn.models.selfcheck import batch_fault
 from tests.models.alone import with_caches
 from tests.zoo import build
@@ -15,7 +15,7 @@ from tests.zoo import build
 
 def fault_of(name: str, *, dtype: mx.Dtype = mx.float32) -> str | None:
     model, make_layers = with_caches(build(name, dtype=dtype))
-    return can_batch(make_layers()) or batch_fault(model, make_layers, name)
+    return why_not_batchable(make_layers()) or batch_fault(model, make_layers, name)
 
 
 @pytest.mark.parametrize(

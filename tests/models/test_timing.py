@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from firn.models.timing import DEPTH, Split, measure
+from firn.models.timing import DEPTH, TimeSplit, measure
 from tests.zoo import build
 
 
@@ -22,5 +22,5 @@ def test_a_chunk_and_a_step(name: str) -> None:
 
 
 def test_the_rest_is_never_negative() -> None:
-    assert Split(1, 1.0, 0.2, 0.3, 0.1).rest_s == pytest.approx(0.4)
-    assert Split(1, 1.0, 0.9, 0.3, 0.1).rest_s == 0
+    assert TimeSplit(1, 1.0, 0.2, 0.3, 0.1).rest_s == pytest.approx(0.4)
+    assert TimeSplit(1, 1.0, 0.9, 0.3, 0.1).rest_s == 0

@@ -132,14 +132,14 @@ def test_the_rest_is_left_to_mlx(shape: tuple[int, ...]) -> None:
 
 def test_what_changes_all_the_time_is_left_to_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some models stretch their base as a text grows; what is made for each would fill the memory."""
-    monkeypatch.setattr(cpu_rope, "_tables", cpu_rope._Tables())
+    monkeypatch.setattr(cpu_rope, "_rotations", cpu_rope._Rotations())
     monkeypatch.setattr(cpu_rope, "MAX_KINDS", 3)
     x, n_made = normal(1, 4, 1, WIDTH), 0
     for step in range(10):
         kind = KINDS["halves"] | {"base": 1e4 + step}
         ours, theirs = rope(x, **kind, offset=step), _plain_rope(x, **kind, offset=step)
         assert mx.abs(ours - theirs).max() < 1e-5
-        n_made = max(n_made, len(cpu_rope._tables._made))
+        n_made = max(n_made, len(cpu_rope._rotations._by_kind))
     assert n_made == 3
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firn.core.values import CacheControl, Job, Namespace, Prompt, RequestId
-from firn.models.drafters import Guess
+from firn.models.drafters import Draft
 from firn.models.drafters.lookup import KEPT_TOKENS, KINDS, Lookup
 
 
@@ -31,9 +31,9 @@ def job(
     )
 
 
-def guess_after(lookup: Lookup, row: str, reply: Sequence[int], n_most: int = 8) -> Guess:
+def guess_after(lookup: Lookup, row: str, reply: Sequence[int], n_most: int = 8) -> Draft:
     lookup.took(row, reply)
-    return lookup.guess([row], n_most)[0]
+    return lookup.draft([row], n_most)[0]
 
 
 def opened(prompt: Sequence[int], **options: object) -> Lookup:
@@ -81,7 +81,7 @@ def test_the_reply_itself_is_looked_into() -> None:
 
 def test_a_prediction_is_followed_from_the_first_token() -> None:
     lookup = opened([1, 2], prediction=TEXT)
-    assert lookup.guess(["row"], 4)[0].tokens == tuple(TEXT[:4])
+    assert lookup.draft(["row"], 4)[0].tokens == tuple(TEXT[:4])
     assert guess_after(lookup, "row", [TEXT[0]]).tokens[0] == TEXT[1]
     assert guess_after(lookup, "row", [5, 6]).tokens == ()
     assert guess_after(lookup, "row", TEXT[30:32]).tokens[0] == TEXT[32]

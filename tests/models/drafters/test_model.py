@@ -31,7 +31,7 @@ class Asking(Speculation):
         super().__init__(*drafters)
         self._rng = random.Random(seed)
 
-    def _width(self, group: Group, *, flows: bool = False) -> DraftPlan:
+    def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
         ready = [r for r in group.rows if r in self._rows and self._rows[r].is_ready]
         asks = [r for r in ready if self._rng.random() < 0.8]
         return DraftPlan(self._rng.randint(1, 9), tuple(asks))

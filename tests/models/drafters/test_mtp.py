@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from firn.models.batch import Group
-from firn.models.drafters import Guess
+from firn.models.drafters import Draft
 from firn.models.drafters.mtp import MtpDrafter
 from firn.models.mtp import MtpModel, PredictionHead, with_head_layer
 from firn.models.mtp_load import FAMILIES, has_head, read_head
@@ -114,9 +114,9 @@ class Watched(Speculation):
 
     def __init__(self, drafter: Any) -> None:
         super().__init__(drafter)
-        self.told: list[Guess] = []
+        self.told: list[Draft] = []
 
-    def _width(self, group: Group, *, flows: bool = False) -> DraftPlan:
+    def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
         return DraftPlan(5, tuple(group.rows))
 
     def _ask(self, best: DraftPlan) -> None:
@@ -153,9 +153,9 @@ class Sometimes(Watched):
         self._every = every
         self.behind: dict[int, tuple[int, ...]] = {}
 
-    def _width(self, group: Group, *, flows: bool = False) -> DraftPlan:
+    def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
         asks = (group.rows[0].n_tokens + len(group.rows[0].pending)) % self._every == 0
-        return super()._width(group, flows=flows) if asks else DraftPlan(1)
+        return super()._width(group, step_in_flight=step_in_flight) if asks else DraftPlan(1)
 
     def _ask(self, best: DraftPlan) -> None:
         super()._ask(best)
