@@ -16,7 +16,7 @@ Replies = Mapping[tuple[tuple[int, ...], int], Sequence[int]]
 
 
 class Knowing:
-    """Knows every reply beforehand, and tells the truth about each token with this probability."""
+    """Knows every reply beforehand, and drafts each token right with this probability."""
 
     is_free = True
 

@@ -1,8 +1,8 @@
-"""A machine that exists on paper: what its host and its device take for a step, and a clock.
+"""A simulated machine: what its host and its device take for a step, and a clock.
 
-The speculation is the real one; the engine's loop is told in a few lines: a plain step stays in flight
-while the next is prepared, a step of several tokens is waited for. So what the gate makes of a machine
-is seen in tokens a second, without one.
+The speculation is the real one; the engine's loop is reduced to a few lines: a plain step stays in
+flight while the next is prepared, a step of several tokens is waited for. So the gate's effect on any
+machine shows in tokens a second, without that machine.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ NO_PICKS = Picks(mx.array([0]), None, None, None)
 
 @dataclass(frozen=True)
 class Machine:
-    """host_s: preparing a step, while the device may be busy with the one before. wide: what a step of
-    several tokens takes of the device, in plain steps, by its width."""
+    """host_s: to prepare a step, while the device may be busy with the one before. wide: the device's
+    time for a step of several tokens, in plain steps, by its width."""
 
     host_s: float
     device_s: float
     wide: dict[int, float]
     traits: Traits = TRAITS["cpu"]
-    guess_s: float = 0.0
-    """What looking for guesses takes of the host, for each row and token."""
+    lookup_s: float = 0.0
+    """What looking for drafts takes of the host, for each row and token."""
     noise: float = 0.0
     """One step in ten takes so many times longer."""
 
@@ -49,7 +49,7 @@ class Machine:
 
 
 class Oracle:
-    """Knows what a row says, and tells each token of it truly with this probability."""
+    """Knows what a row says, and drafts each token of it right with this probability."""
 
     is_free = True
 
@@ -71,12 +71,12 @@ class Oracle:
         self._n[row] += len(tokens)
 
     def draft(self, rows: Sequence[Hashable], n_most: int) -> list[Draft]:
-        found = []
+        drafts = []
         for row in rows:
             n = self._n[row]
             tokens = [truth(n + i) * (self._rng.random() < self._right(n)) for i in range(n_most)]
-            found.append(Draft(tuple(tokens), (0,) * n_most) if self._right(n) >= 0 else NO_DRAFT)
-        return found
+            drafts.append(Draft(tuple(tokens), (0,) * n_most) if self._right(n) >= 0 else NO_DRAFT)
+        return drafts
 
     def close(self, row: Hashable) -> None:
         del self._n[row]
@@ -119,7 +119,7 @@ class Simulation:
     def _step(self, group: Group, said: dict[Row, int]) -> None:
         drafts = None
         if self.speculation is not None:
-            self.now += self.machine.guess_s * len(group.rows)
+            self.now += self.machine.lookup_s * len(group.rows)
             drafts = self.speculation.plan(group, lambda: self._read_all(group, said))
         self.now += self.machine.host_s
         seats = tuple(group.seats)

@@ -10,10 +10,10 @@ from firn.models.device import CHUNKS, Device, device, machine_memory, set_limit
 
 
 def test_the_device_has_a_kind_and_memory() -> None:
-    found = device()
-    assert found.kind in CHUNKS
-    assert found.memory_nbytes > 1 << 28
-    now = machine_memory(found)
+    here = device()
+    assert here.kind in CHUNKS
+    assert here.memory_nbytes > 1 << 28
+    now = machine_memory(here)
     assert now.available_nbytes is None or 0 < now.available_nbytes <= now.physical_nbytes * 2
 
 

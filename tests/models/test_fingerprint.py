@@ -82,15 +82,11 @@ def base(tmp_path: Path) -> Path:
 # --- the same model ------------------------------------------------------------------------
 
 
-def test_it_is_32_bytes(base: Path) -> None:
-    assert len(Fingerprint(base).result()) == 32
-
-
 def test_another_folder_is_the_same_model(base: Path, tmp_path: Path) -> None:
-    assert (
-        Fingerprint(write(tmp_path / "elsewhere" / "x", tensors_of())).result()
-        == Fingerprint(base).result()
-    )
+    elsewhere = write(tmp_path / "elsewhere" / "x", tensors_of())
+    digest = Fingerprint(base).result()
+    assert len(digest) == 32
+    assert Fingerprint(elsewhere).result() == digest
 
 
 @pytest.mark.parametrize(
@@ -122,7 +118,7 @@ def test_what_tools_write_into_a_config_does_not_count(base: Path, tmp_path: Pat
     assert Fingerprint(other).result() == Fingerprint(base).result()
 
 
-def test_every_process_gives_the_same(base: Path, tmp_path: Path) -> None:
+def test_every_process_computes_the_same(base: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", 3)
     script = (
         "import sys, pathlib\n"
@@ -226,18 +222,18 @@ def test_custom_code_is_a_part_of_the_model(tmp_path: Path) -> None:
     assert Fingerprint(folder).result() != before
 
 
-def test_adapters_count(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_makes_another_model(base: Path, tmp_path: Path) -> None:
     """Base, adapter, another one, and one replaced under the same name: four models."""
     first = write_adapter(tmp_path / "adapter", 1)
-    found = [Fingerprint(base).result(), Fingerprint(base, adapter=first).result()]
-    found.append(Fingerprint(base, adapter=write_adapter(tmp_path / "other", 2)).result())
+    digests = [Fingerprint(base).result(), Fingerprint(base, adapter=first).result()]
+    digests.append(Fingerprint(base, adapter=write_adapter(tmp_path / "other", 2)).result())
     write_file(first / "adapters.safetensors", tensors_of(3))
-    found.append(Fingerprint(base, adapter=first).result())
+    digests.append(Fingerprint(base, adapter=first).result())
     (first / "adapter_config.json").write_text(json.dumps({"rank": 16}))
-    found.append(Fingerprint(base, adapter=first).result())
-    assert len(set(found)) == 5
+    digests.append(Fingerprint(base, adapter=first).result())
+    assert len(set(digests)) == 5
     again = write_adapter(tmp_path / "again" / "adapter", 1)
-    assert Fingerprint(base, adapter=again).result() == found[1]
+    assert Fingerprint(base, adapter=again).result() == digests[1]
 
 
 def test_checkpoints_beside_an_adapter_do_not_count(base: Path, tmp_path: Path) -> None:
@@ -290,7 +286,7 @@ def test_two_pieces_that_change_places_are_another_model(tmp_path: Path) -> None
 
 
 def test_a_change_in_the_midst_of_a_tensor_is_another_model(tmp_path: Path) -> None:
-    """As the server sees it: the model that is loaded, and what its records hang on."""
+    """Through the loader: the fingerprint that a model's records depend on."""
     folder = tmp_path / "model"
     write_folder("llama", folder)
     before = load(folder, served_name="x").info.fingerprint
@@ -360,7 +356,7 @@ def test_mlx_vlm_reads_what_the_index_names(tmp_path: Path) -> None:
 
 
 def test_of_two_tensors_of_one_name_the_last_one_counts(tmp_path: Path) -> None:
-    """Which is in which file then matters, though the tensors be the same."""
+    """Then it matters which one is in which file."""
     mine, other = tensors_of(), tensors_of(1)
     folder = tmp_path / "m"
     write(folder, {"a": mine["a"]})
@@ -381,7 +377,7 @@ def test_weights_that_cannot_be_seen_are_never_the_same(base: Path) -> None:
     assert Fingerprint(base, vision=True).result() != Fingerprint(base, vision=True).result()
 
 
-def test_an_adapter_of_mlx_vlm(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_mlx_vlm_makes_another_model(base: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", 1)
     (adapter / "adapters.safetensors").rename(adapter / "weights.safetensors")
     before = Fingerprint(base, adapter=adapter, vision=True).result()

@@ -10,7 +10,7 @@ from tests.zoo import build
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba2", "gemma3_text", "qwen3_next"])
-def test_a_chunk_and_a_step(name: str) -> None:
+def test_a_chunk_and_a_step_are_split_into_parts(name: str) -> None:
     model = build(name)
     timing = measure(model, lambda: make_prompt_cache(model), chunk=DEPTH // 4)
     assert (timing.prefill.n_tokens, timing.decode.n_tokens) == (DEPTH // 4, 1)

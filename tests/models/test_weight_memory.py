@@ -44,7 +44,7 @@ def test_the_next_start_reads_no_weights(tmp_path: Path, weights: Path) -> None:
     assert Fingerprint(weights.parent, memory=memory).result() != first
 
 
-def test_it_is_private_and_whole(tmp_path: Path, weights: Path, memory: WeightMemory) -> None:
+def test_the_file_is_private(tmp_path: Path, weights: Path, memory: WeightMemory) -> None:
     memory.remember(identities([weights]), DIGEST)
     (path,) = (tmp_path / "cache").iterdir()
     assert path.name == NAME
@@ -140,7 +140,7 @@ DAMAGE: list[Callable[[Path], object]] = [
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_memory_is_none(
+def test_a_damaged_memory_is_ignored(
     tmp_path: Path, weights: Path, memory: WeightMemory, damage: Callable[[Path], object]
 ) -> None:
     files = identities([weights])
@@ -161,7 +161,7 @@ def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path, weights: 
     )
 
 
-def test_it_does_not_grow_for_ever(tmp_path: Path, memory: WeightMemory) -> None:
+def test_the_memory_is_bounded(tmp_path: Path, memory: WeightMemory) -> None:
     paths = []
     for i in range(80):
         paths.append(tmp_path / f"{i}.safetensors")

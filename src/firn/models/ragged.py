@@ -8,8 +8,8 @@ own end, and taking back rejected tokens moves that end:
     ring    # token t lies in column t % length; the last max_size of [0, lengths[i]) are in use
 
 A group changes to these classes at its first verification and keeps them. They have what models use of
-mlx-lm's classes (`update_and_fetch`, `make_mask`, `offset`), and what groups do (`extend`, `filter`,
-`extract`).
+mlx-lm's classes (`update_and_fetch`, `keys_and_values`, `make_mask`, `offset`), and what groups use
+(`extend`, `filter`, `extract`).
 
 Owner: the engine thread, through a group.
 """
@@ -173,6 +173,11 @@ class RaggedKVCache(RaggedCache):
         self._write(keys, values)
         return self.keys[..., :width, :], self.values[..., :width, :]
 
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """For models whose later layers share the keys and values of an earlier one."""
+        width = self.size()
+        return self.keys[..., :width, :], self.values[..., :width, :]
+
     def _width(self, n_new: int) -> int:
         """Columns that a step of `n_new` tokens sees."""
         width = self.size() + n_new
@@ -262,6 +267,9 @@ class RaggedRing(RaggedCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self._write(keys, values, ring=self.keys.shape[2])
+        return self.keys, self.values
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
         return self.keys, self.values
 
     def make_mask(
