@@ -98,11 +98,11 @@ class OracleHead(Oracle):
 
     def draft(self, rows: Sequence[Hashable], n_most: int) -> list[Draft]:
         assert self.head is not None
-        guesses = []
-        for row, guess in zip(rows, self.head.draft(rows, n_most), strict=True):
-            known = self._draft(row, len(guess.tokens))
-            guesses.append(Draft(known.tokens, tuple(range(len(known.tokens)))))
-        return guesses
+        drafts = []
+        for row, draft in zip(rows, self.head.draft(rows, n_most), strict=True):
+            known = self._draft(row, len(draft.tokens))
+            drafts.append(Draft(known.tokens, tuple(range(len(known.tokens)))))
+        return drafts
 
     def close(self, row: Hashable) -> None:
         super().close(row)
@@ -111,7 +111,7 @@ class OracleHead(Oracle):
 
 
 class OracleSpeculation(Speculation):
-    """The reply is forced here to make it known; the guesses are the oracle's all the same."""
+    """The reply is forced here to make it known; the drafts are the oracle's all the same."""
 
     def __init__(self, oracle: Oracle, traits: Traits) -> None:
         super().__init__(oracle, traits=traits)
@@ -141,20 +141,20 @@ class OracleSpeculation(Speculation):
         ]
         return "; ".join([*each, f"allowance {self.allowance.steps:.1f}"])
 
-    def _draft_for_free(self, row: Row, guessed: RowDrafts) -> None:
-        guessed.next, guessed.source = NO_DRAFT, 0
+    def _draft_for_free(self, row: Row, drafted: RowDrafts) -> None:
+        drafted.next, drafted.source = NO_DRAFT, 0
         if self.oracle.is_free:
-            guessed.next = self.oracle.draft([row], MAX_DRAFT)[0]
+            drafted.next = self.oracle.draft([row], MAX_DRAFT)[0]
 
-    def _rest(self, row: Row, guessed: RowDrafts) -> int:
-        return N_REST if self.oracle.is_free and self._is_weak(guessed) else 0
+    def _rest(self, row: Row, drafted: RowDrafts) -> int:
+        return N_REST if self.oracle.is_free and self._is_weak(drafted) else 0
 
     def _expected_of_costly(
-        self, row: Row, guessed: RowDrafts | None, n_pending: int
+        self, row: Row, drafted: RowDrafts | None, n_pending: int
     ) -> ExpectedTokens | None:
-        if guessed is None or not guessed.is_ready or self.oracle.is_free:
+        if drafted is None or not drafted.is_ready or self.oracle.is_free:
             return None
-        odds = [self._chance(guessed, 0, i) for i in range(MAX_COSTLY)]
+        odds = [self._chance(drafted, 0, i) for i in range(MAX_COSTLY)]
         return ExpectedTokens.of(odds, n_pending=n_pending)
 
 

@@ -108,18 +108,18 @@ def test_rows_that_it_was_not_told_of_are_none_of_its_business(drafter: Drafter)
     drafter.close("nobody")
 
 
-def test_guesses_are_no_longer_than_asked_for_and_each_has_a_kind(drafter: Drafter) -> None:
+def test_drafts_are_no_longer_than_asked_for_and_each_token_has_a_kind(drafter: Drafter) -> None:
     drafter.open("row", job())
     prepare(drafter, "row")
     for n in (1, 3, MAX_DRAFT):
-        (guess,) = drafter.draft(["row"], n)
-        assert len(guess.tokens) <= n
-        assert len(guess.kinds) == len(guess.tokens)
-        assert all(type(t) is int for t in guess.tokens)
-        assert all(0 < drafter.odds(kind) < 1 for kind in guess.kinds)
+        (draft,) = drafter.draft(["row"], n)
+        assert len(draft.tokens) <= n
+        assert len(draft.kinds) == len(draft.tokens)
+        assert all(type(t) is int for t in draft.tokens)
+        assert all(0 < drafter.odds(kind) < 1 for kind in draft.kinds)
 
 
-def test_guessing_twice_changes_nothing(drafter: Drafter) -> None:
+def test_drafting_twice_changes_nothing(drafter: Drafter) -> None:
     drafter.open("row", job())
     prepare(drafter, "row")
     drafter.took("row", [7])

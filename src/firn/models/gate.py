@@ -44,7 +44,7 @@ the least is forgiven."""
 N_SURE = 3
 """Measurements that outvote the prior."""
 MAX_OFF = 4.0
-"""A single measurement counts for at most so many times what was believed."""
+"""A single measurement counts for at most this many times what was believed."""
 SLOWER_RATE, FASTER_RATE = 0.1, 0.3
 """How fast the believed drafting time follows a measurement that is slower, or faster."""
 MEMORY = 300.0

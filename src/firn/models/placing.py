@@ -1,4 +1,4 @@
-"""True positions for the tokens of a prompt of which some are skipped.
+"""True positions for a prompt that skips some of its tokens.
 
 A layer's cache holds what was read, cell after cell, and knows nothing of gaps; groups, records and
 rewinding work as usual. The model sees the caches through `PositionedCache`, whose offset is the next

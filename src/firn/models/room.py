@@ -17,8 +17,8 @@ from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 from firn.models.shapes import growth, rounded
 
 MORE_SHARE, MAX_MORE_TOKENS = 8, 1024
-"""Room after a prompt: an eighth of it, at most so many tokens. Growing copies everything, and most
-turns add little."""
+"""Room after a prompt: one part in MORE_SHARE of it, up to a maximum. Growing copies everything, and
+most turns add little."""
 GROWING = (KVCache, QuantizedKVCache)
 """These classes exactly: others use their step for windows and rings."""
 

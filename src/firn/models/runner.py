@@ -60,6 +60,8 @@ class PickedToken:
 
 
 class Runner:
+    """Implements core.ports.Runner."""
+
     def __init__(
         self,
         model: Any,

@@ -75,8 +75,8 @@ class _Depth:
         """The longest path from the root; a path through a cycle may pass all of its places."""
         longest: dict[str, int] = {}
         for cycle in self._cycles(root):
-            behind = {lead for place in cycle for lead in self._leads[place]} - set(cycle)
-            below = max((longest[place] for place in behind), default=0)
+            exits = {lead for place in cycle for lead in self._leads[place]} - set(cycle)
+            below = max((longest[place] for place in exits), default=0)
             total = sum(self._height[place] for place in cycle) + below
             longest.update(dict.fromkeys(cycle, total))
         return longest[root]

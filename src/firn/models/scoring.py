@@ -94,7 +94,7 @@ class AttentionScorer:
         threads: Threads | None = None,
         shapes: FewShapes | None = None,
     ) -> None:
-        """owns_cache: nobody else closes it. threads, shapes: as the runner has them.
+        """owns_cache: closes it at the end. threads, shapes: the runner's.
 
         Raises ValueError for a model none of whose layers attends to the whole prompt.
         """
@@ -114,7 +114,7 @@ class AttentionScorer:
             for _ in range(2):
                 mx.eval(model(mx.array([[1]]), cache=layers))
         if not attended:
-            raise ValueError("no layer of it attends to the whole prompt")
+            raise ValueError("none of its layers attends to the whole prompt")
 
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> Reading:
         cursor = self._cache.open(prompt, namespace, control)

@@ -33,8 +33,8 @@ from firn.models.selfcheck import FAR, apart, prefilled
 
 WIDTHS = (16, 64, *range(256, 2049, 256))
 FULL = WIDTHS[-1]
-"""Chunks of multiples of so many tokens that also end at a multiple have a common shape as they are.
-Longer ones at other places are not padded: a plan is a small part of their time."""
+"""Chunks whose length and end are multiples of this have a common shape without padding. Longer ones at
+other places are not padded, either: a plan is a small part of their time."""
 NARROW = 512
 """Chunks up to this width see the whole buffer: columns are cheap, plans are not."""
 MIN_ROOM = 256

@@ -43,7 +43,7 @@ GRAMMAR, GRAMMAR_ODDS = -2, 0.95
 EXPLORE_EVERY = 16
 """Every 16th step with drafts tries a width that may have become cheaper than it was."""
 WEAK_ODDS, N_REST = 0.4, 3
-"""A row whose drafts have odds below the first is not drafted for during so many tokens."""
+"""A row whose drafts have odds below WEAK_ODDS is skipped for N_REST tokens."""
 MAX_CHARGE = 4.0
 """Plain steps that drafting for one step is charged with at most: more was the machine's doing."""
 MAX_COSTLY, COMPARED_WIDTH = 8, 5

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 WORTHWHILE = 1 << 18
-"""From so many multiplications on, a product is worth more than one thread."""
+"""Multiplications from which on a product is worth more than one thread."""
 
 
 class HasThreads(Protocol):

@@ -1,7 +1,7 @@
 """Drafts by lookup: where the end of the row's text occurred before, what followed it may follow again.
 
 Where it looks: the request's own prediction of its reply; the prompt and the reply so far; earlier
-replies in the same namespace, of which a bounded number of tokens is kept. The longest match is
+replies in the same namespace, up to a bounded number of tokens. The longest match is
 followed for as long as it holds. The longer the match, the better the draft: a drafted token's kind is
 the length of the match before it.
 """

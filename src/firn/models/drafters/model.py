@@ -248,7 +248,7 @@ class ModelDrafter:
         return logits
 
     def _cut(self, group: Group | None) -> None:
-        """Drop everything behind each row's true tokens."""
+        """Drop what the caches hold after each row's true tokens."""
         if group is None:
             return
         lengths = [seat.n_tokens for seat in group.seats]

@@ -80,7 +80,7 @@ class RankGroup:
 
 
 def check(config: Mapping[str, Any], size: int, *, name: str, text_only: bool) -> None:
-    """Raises SetupError if so many ranks cannot serve this model. Reads no weights."""
+    """Raises SetupError if `size` ranks cannot serve this model. Reads no weights."""
     if is_vision(config) and not text_only:
         raise SetupError("--tensor-parallel serves no pictures: add --text-only for the text alone")
     kind = str(config["model_type"])
