@@ -47,6 +47,8 @@ UNFORCED = '%llguidance {"no_forcing": true}\nstart: @main'
 LIMITS = LLParserLimits(verbose_errors=False)
 _NO_WORD = re.compile(r"\W+")
 _NOT_ENFORCED = SoftenedSchema(ANYTHING, ("#",))
+_Key = tuple[str, Grammar | str]
+"""Owner, and what was compiled: a grammar, or the text of a schema."""
 V = TypeVar("V")
 
 
@@ -114,18 +116,18 @@ class _RecentlyUsed(Generic[V]):
 
     def __init__(self, *, max_entries: int, max_chars: int) -> None:
         self._lock = threading.Lock()
-        self._entries: OrderedDict[tuple[str, Any], tuple[V, int]] = OrderedDict()
+        self._entries: OrderedDict[_Key, tuple[V, int]] = OrderedDict()
         self._max_entries, self._max_chars = max_entries, max_chars
         self._n_chars = 0
 
-    def get(self, key: tuple[str, Any]) -> V | None:
+    def get(self, key: _Key) -> V | None:
         with self._lock:
             if key not in self._entries:
                 return None
             self._entries.move_to_end(key)
             return self._entries[key][0]
 
-    def put(self, key: tuple[str, Any], value: V, *, n_chars: int) -> None:
+    def put(self, key: _Key, value: V, *, n_chars: int) -> None:
         with self._lock:
             _, n_before = self._entries.get(key, (None, 0))
             self._n_chars += n_chars - n_before

@@ -7,8 +7,8 @@
     dtype     16-bit and quantised weights widened to float32
 
 `tune` is the switch of the first three; the loader applies `dtype` to each model, by `--cpu-dtype`. With
-exact reuse only the BLAS is replaced: the others are chosen by a measurement at each start, and results
-could differ from one start to the next.
+exact reuse only the BLAS is replaced, which is then part of the root. The others round differently from
+MLX's own, and whether softmax is replaced depends on a measurement at each start.
 """
 
 from __future__ import annotations

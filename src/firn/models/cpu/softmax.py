@@ -13,6 +13,7 @@ import ctypes
 import math
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -100,7 +101,7 @@ def _added(mask: mx.array | str, n_tokens: int, n_keys: int) -> mx.array:
     return mask.astype(mx.float32) * LOG2_E
 
 
-def _seconds(function: Any) -> float:
+def _seconds(function: Callable[..., mx.array]) -> float:
     """The best of a few runs on arrays of a chunk's size."""
     q = mx.random.normal((1, 4, 128, 32))
     k = mx.random.normal((1, 4, 1024, 32))
