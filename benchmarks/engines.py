@@ -47,7 +47,7 @@ from firn.engine.engine import Engine
 from firn.engine.sequence import ForcedTokens
 from firn.models import cpu, cuda
 from firn.models import device as devices
-from firn.models.batch import can_batch
+from firn.models.batch import why_not_batchable
 from firn.models.cpu.threads import Threads
 from firn.models.mtp import MtpModel, PredictionHead, with_head_layer
 from firn.models.runner import Runner
@@ -323,7 +323,7 @@ def _with_head(model: Any, config: dict[str, Any], *, dtype: mx.Dtype) -> MtpMod
 
 def model_info(model: Any, config: dict[str, Any], *, probe: list[Any], n_vocab: int) -> ModelInfo:
     weights = [w for _, w in tree_flatten(model.parameters())]
-    why_not = can_batch(probe)
+    why_not = why_not_batchable(probe)
     return ModelInfo(
         name="benchmark",
         path="",

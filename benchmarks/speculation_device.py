@@ -23,14 +23,14 @@ from report import grid, names, numbers, save
 
 from firn.core.values import Job
 from firn.models import device as devices
-from firn.models.batch import Group, Launched, Row
-from firn.models.drafters import NOTHING, Guess
+from firn.models.batch import Group, PlainStep, Row
+from firn.models.drafters import NO_DRAFT, Draft
 from firn.models.drafters.mtp import MtpDrafter
 from firn.models.gate import ExpectedTokens, Odds
 from firn.models.raggedcheck import traits_of
-from firn.models.speculation import MAX_COSTLY, MAX_DRAFT, N_REST, RowGuesses, Speculation
+from firn.models.speculation import MAX_COSTLY, MAX_DRAFT, N_REST, RowDrafts, Speculation
 from firn.models.traits import Traits
-from firn.models.verify import Taken, Verification
+from firn.models.verify import TakenTokens, Verification
 
 N_PROMPT = 512
 WARM_UP = (1.0, 0.8, 1.0)
@@ -62,15 +62,15 @@ class Oracle:
             reply, n = self._rows[row]
             self._rows[row] = reply, n + len(tokens)
 
-    def guess(self, rows: Sequence[Hashable], n_most: int) -> list[Guess]:
-        return [self._guess(row, n_most) for row in rows]
+    def draft(self, rows: Sequence[Hashable], n_most: int) -> list[Draft]:
+        return [self._draft(row, n_most) for row in rows]
 
-    def _guess(self, row: Hashable, n_most: int) -> Guess:
+    def _draft(self, row: Hashable, n_most: int) -> Draft:
         if row not in self._rows:
-            return NOTHING
+            return NO_DRAFT
         reply, n = self._rows[row]
         tokens = tuple(t if self._rng.random() < self.right else 1 for t in reply[n : n + n_most])
-        return Guess(tokens, (int(10 * self.right),) * len(tokens)) if tokens else NOTHING
+        return Draft(tokens, (int(10 * self.right),) * len(tokens)) if tokens else NO_DRAFT
 
     def close(self, row: Hashable) -> None:
         self._rows.pop(row, None)
@@ -96,13 +96,13 @@ class OracleHead(Oracle):
         if self.head is not None:
             self.head.open(row, job)
 
-    def guess(self, rows: Sequence[Hashable], n_most: int) -> list[Guess]:
+    def draft(self, rows: Sequence[Hashable], n_most: int) -> list[Draft]:
         assert self.head is not None
-        guesses = []
-        for row, guess in zip(rows, self.head.guess(rows, n_most), strict=True):
-            known = self._guess(row, len(guess.tokens))
-            guesses.append(Guess(known.tokens, tuple(range(len(known.tokens)))))
-        return guesses
+        drafts = []
+        for row, draft in zip(rows, self.head.draft(rows, n_most), strict=True):
+            known = self._draft(row, len(draft.tokens))
+            drafts.append(Draft(known.tokens, tuple(range(len(known.tokens)))))
+        return drafts
 
     def close(self, row: Hashable) -> None:
         super().close(row)
@@ -111,7 +111,7 @@ class OracleHead(Oracle):
 
 
 class OracleSpeculation(Speculation):
-    """The reply is forced here to make it known; the guesses are the oracle's all the same."""
+    """The reply is forced here to make it known; the drafts are the oracle's all the same."""
 
     def __init__(self, oracle: Oracle, traits: Traits) -> None:
         super().__init__(oracle, traits=traits)
@@ -122,7 +122,9 @@ class OracleSpeculation(Speculation):
         """The oracle is another one from here on."""
         self._odds = Odds()
 
-    def _time(self, group: Group, taken: Sequence[Taken], step: Launched | Verification) -> None:
+    def _time(
+        self, group: Group, taken: Sequence[TakenTokens], step: PlainStep | Verification
+    ) -> None:
         pace = self._paces.get(id(group))
         if pace is not None:
             wide = f"x{step.width}" if isinstance(step, Verification) else ""
@@ -139,20 +141,20 @@ class OracleSpeculation(Speculation):
         ]
         return "; ".join([*each, f"allowance {self.allowance.steps:.1f}"])
 
-    def _look(self, row: Row, guessed: RowGuesses) -> None:
-        guessed.next, guessed.source = NOTHING, 0
+    def _draft_for_free(self, row: Row, drafted: RowDrafts) -> None:
+        drafted.next, drafted.source = NO_DRAFT, 0
         if self.oracle.is_free:
-            guessed.next = self.oracle.guess([row], MAX_DRAFT)[0]
+            drafted.next = self.oracle.draft([row], MAX_DRAFT)[0]
 
-    def _rest(self, row: Row, guessed: RowGuesses) -> int:
-        return N_REST if self.oracle.is_free and self._is_weak(guessed) else 0
+    def _rest(self, row: Row, drafted: RowDrafts) -> int:
+        return N_REST if self.oracle.is_free and self._is_weak(drafted) else 0
 
     def _expected_of_costly(
-        self, row: Row, guessed: RowGuesses | None, n_pending: int
+        self, row: Row, drafted: RowDrafts | None, n_pending: int
     ) -> ExpectedTokens | None:
-        if guessed is None or not guessed.is_ready or self.oracle.is_free:
+        if drafted is None or not drafted.is_ready or self.oracle.is_free:
             return None
-        odds = [self._chance(guessed, 0, i) for i in range(MAX_COSTLY)]
+        odds = [self._chance(drafted, 0, i) for i in range(MAX_COSTLY)]
         return ExpectedTokens.of(odds, n_pending=n_pending)
 
 

@@ -27,7 +27,7 @@ from firn.core.values import Chat, Message, Role, TextPart
 from firn.demo.facts import make_session
 from firn.models import loader
 from firn.models.batch import Group
-from firn.models.drafters import Guess
+from firn.models.drafters import Draft
 from firn.models.hub import HubRules
 from firn.models.speculation import DraftPlan, Speculation
 from firn.text.prompt import PromptMaker
@@ -45,12 +45,12 @@ class Known(Oracle):
     def odds(self, kind: int) -> float:
         return RIGHT
 
-    def guess(self, rows: Sequence[Hashable], n_most: int) -> list[Guess]:
-        return super().guess(rows, N_GUESSES)
+    def draft(self, rows: Sequence[Hashable], n_most: int) -> list[Draft]:
+        return super().draft(rows, N_GUESSES)
 
 
 class Always(Speculation):
-    def _width(self, group: Group, *, flows: bool = False) -> DraftPlan:
+    def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
         return DraftPlan(1 + N_GUESSES)
 
 

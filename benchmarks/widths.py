@@ -30,7 +30,7 @@ from firn.models import cuda
 from firn.models import device as devices
 from firn.models.padding import in_blocks
 from firn.models.ragged import ALL_COLUMNS, Columns
-from firn.models.rewind import Step, ready
+from firn.models.rewind import RaggedStep, ready
 from models import random_model
 
 N_PROMPT, BLOCK = 512, 512
@@ -77,7 +77,7 @@ class Bench:
         ids = [list(range(1, width + 1))] * self.n_rows
         for _ in range(self.n_steps):
             began = time.perf_counter()
-            step = Step(layers, [width] * self.n_rows, width)
+            step = RaggedStep(layers, [width] * self.n_rows, width)
             logits = self.model(mx.array(ids), cache=in_blocks(layers, columns))
             tokens = mx.argmax(logits, axis=-1)
             mx.async_eval(tokens)

@@ -45,7 +45,7 @@ from firn.core.values import (
 from firn.engine import EngineLimits, EngineParts
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
-from firn.models.batch import can_batch
+from firn.models.batch import why_not_batchable
 from firn.models.mtp import MtpModel
 from firn.models.runner import Runner
 from firn.models.scoring import AttentionScorer
@@ -84,7 +84,7 @@ class Result:
 def model_info(model: Any, make_layers: Callable[[], list[Any]], name: str = "tiny") -> ModelInfo:
     logits = model(mx.array([[1]]), cache=make_layers())
     layers = make_layers()
-    why = can_batch(layers)
+    why = why_not_batchable(layers)
     return ModelInfo(
         name=name,
         path="",
@@ -165,13 +165,13 @@ class Harness:
             model, make_layers = build()
             info = model_info(model, make_layers)
             bare = model.base if isinstance(model, MtpModel) else model
-            inputs = bare if hasattr(bare, "chunk") else None  # a vision model
+            arguments = bare if hasattr(bare, "chunk") else None  # a vision model
             runner = Runner(
                 model,
                 info,
                 make_layers=make_layers,
                 max_rows=max_rows,
-                inputs=inputs,
+                arguments=arguments,
                 speculation=speculation() if speculation else None,
             )
             cache: Any = CacheOff()

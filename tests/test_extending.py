@@ -195,8 +195,8 @@ def test_the_dialect_is_served() -> None:
 
 DRAFTER = [
     drafter_contract.test_rows_that_it_was_not_told_of_are_none_of_its_business,
-    drafter_contract.test_guesses_are_no_longer_than_asked_for_and_each_has_a_kind,
-    drafter_contract.test_guessing_twice_changes_nothing,
+    drafter_contract.test_drafts_are_no_longer_than_asked_for_and_each_token_has_a_kind,
+    drafter_contract.test_drafting_twice_changes_nothing,
     drafter_contract.test_rows_do_not_disturb_each_other,
 ]
 

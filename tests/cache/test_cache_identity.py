@@ -24,7 +24,7 @@ from firn.cache.prefix import PrefixTree
 from firn.cache.storage.container import Header, pack, unpack
 from firn.core.keys import Key
 from firn.core.values import CacheControl, Namespace, PictureSpan, Prompt
-from firn.models.fingerprint import fingerprint
+from firn.models.fingerprint import Fingerprint
 from tests.cache.lab import (
     DENSE,
     HYBRID,
@@ -48,7 +48,7 @@ ROOT = Path(__file__).parents[2]
 
 def identity(folder: Path, adapter: Path | None = None, shape: Shape = DENSE) -> bytes:
     """The root of the tree that a server on this folder would use."""
-    cache = tree(shape, fingerprint=fingerprint(folder, adapter=adapter))
+    cache = tree(shape, fingerprint=Fingerprint(folder, adapter=adapter).result())
     return cache.records.identity.root(Namespace("alice"))
 
 

@@ -17,7 +17,7 @@ from firn.core.values import Job, Prompt, RequestId
 from firn.models import drafters
 from firn.models.batch import Group, Row
 from firn.models.carry import HiddenAt, carry_of
-from firn.models.drafters import NOTHING, Drafter, Guess
+from firn.models.drafters import NO_DRAFT, Draft, Drafter
 from firn.models.mtp import MtpModel, with_head_layer
 from firn.models.speculation import MAX_DRAFT
 from tests.models.drafters.test_mtp import random_head
@@ -58,9 +58,9 @@ class OnRows:
         row.pending = [tokens[-1]]
         row.hidden = [HiddenAt(self._model.hidden, 0, len(fed) - 1)]
 
-    def guess(self, names: Sequence[Hashable], n_most: int) -> list[Guess]:
+    def draft(self, names: Sequence[Hashable], n_most: int) -> list[Draft]:
         rows = [self._rows.get(name) for name in names]
-        return list(self._drafter.guess(rows, n_most))
+        return list(self._drafter.draft(rows, n_most))
 
     def close(self, name: Hashable) -> None:
         self._drafter.close(self._rows.pop(name, None))
@@ -102,42 +102,42 @@ def prepare(drafter: Drafter, row: str) -> None:
 
 
 def test_rows_that_it_was_not_told_of_are_none_of_its_business(drafter: Drafter) -> None:
-    assert drafter.guess(["nobody"], 4) == [NOTHING]
+    assert drafter.draft(["nobody"], 4) == [NO_DRAFT]
     assert not drafter.prepare("nobody")
     drafter.took("nobody", [1, 2])
     drafter.close("nobody")
 
 
-def test_guesses_are_no_longer_than_asked_for_and_each_has_a_kind(drafter: Drafter) -> None:
+def test_drafts_are_no_longer_than_asked_for_and_each_token_has_a_kind(drafter: Drafter) -> None:
     drafter.open("row", job())
     prepare(drafter, "row")
     for n in (1, 3, MAX_DRAFT):
-        (guess,) = drafter.guess(["row"], n)
-        assert len(guess.tokens) <= n
-        assert len(guess.kinds) == len(guess.tokens)
-        assert all(type(t) is int for t in guess.tokens)
-        assert all(0 < drafter.odds(kind) < 1 for kind in guess.kinds)
+        (draft,) = drafter.draft(["row"], n)
+        assert len(draft.tokens) <= n
+        assert len(draft.kinds) == len(draft.tokens)
+        assert all(type(t) is int for t in draft.tokens)
+        assert all(0 < drafter.odds(kind) < 1 for kind in draft.kinds)
 
 
-def test_guessing_twice_changes_nothing(drafter: Drafter) -> None:
+def test_drafting_twice_changes_nothing(drafter: Drafter) -> None:
     drafter.open("row", job())
     prepare(drafter, "row")
     drafter.took("row", [7])
-    assert drafter.guess(["row"], 4) == drafter.guess(["row"], 4)
+    assert drafter.draft(["row"], 4) == drafter.draft(["row"], 4)
 
 
 def test_rows_do_not_disturb_each_other(drafter: Drafter) -> None:
     drafter.open("one", job())
     prepare(drafter, "one")
     drafter.took("one", [7, 8])
-    (alone,) = drafter.guess(["one"], 4)
+    (alone,) = drafter.draft(["one"], 4)
     drafter.open("two", job([20, 21, 22, 20, 21]))
     prepare(drafter, "two")
     drafter.took("two", [22])
-    both = drafter.guess(["one", "two", "nobody"], 4)
+    both = drafter.draft(["one", "two", "nobody"], 4)
     assert len(both) == 3
     assert both[0] == alone
-    assert both[2] == NOTHING
+    assert both[2] == NO_DRAFT
     drafter.close("one")
-    assert drafter.guess(["one", "two"], 4)[0] == NOTHING
-    assert drafter.guess(["one", "two"], 4)[1] == both[1]
+    assert drafter.draft(["one", "two"], 4)[0] == NO_DRAFT
+    assert drafter.draft(["one", "two"], 4)[1] == both[1]

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from tests.zoo import VOCAB_SIZE, build
 
 TIE = 1e-3
-"""Where the best token wins by less, rounding decides: no two ways to compute need agree."""
+"""Where the best token wins by less, rounding decides, and two ways to compute may differ."""
 
 Built = tuple[Any, Callable[[], list[Any]]]
 
@@ -39,8 +39,8 @@ def reference_model(name: str) -> Any:
 def steps(name: str, prompt: Sequence[int], replies: Sequence[int] = ()) -> mx.array:
     """Logits (1 + replies, vocabulary): after the prompt, and after each given token of a reply.
 
-    The reply is read in one pass: a step for each of its tokens takes ten times as long, and says the
-    same but for rounding.
+    The reply is read in one pass: a step for each of its tokens takes ten times as long, for the same
+    result but rounding.
     """
     model = reference_model(name)
     layers = make_prompt_cache(model)

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from firn.core.values import Job
 from firn.models.batch import Group
-from firn.models.drafters import NOTHING, Drafter, Guess
+from firn.models.drafters import NO_DRAFT, Draft, Drafter
 from firn.models.speculation import DraftPlan, Speculation
 from firn.models.traits import TRAITS, Traits
 
@@ -16,7 +16,7 @@ Replies = Mapping[tuple[tuple[int, ...], int], Sequence[int]]
 
 
 class Knowing:
-    """Knows every reply beforehand, and tells the truth about each token with this probability."""
+    """Knows every reply beforehand, and drafts each token right with this probability."""
 
     is_free = True
 
@@ -45,18 +45,18 @@ class Knowing:
             reply, n = self._known[row]
             self._known[row] = reply, n + len(tokens)
 
-    def guess(self, rows: Sequence[Hashable], n_most: int) -> list[Guess]:
-        return [self._guess(row, n_most) for row in rows]
+    def draft(self, rows: Sequence[Hashable], n_most: int) -> list[Draft]:
+        return [self._draft(row, n_most) for row in rows]
 
-    def _guess(self, row: Hashable, n_most: int) -> Guess:
+    def _draft(self, row: Hashable, n_most: int) -> Draft:
         if row not in self._known:
-            return NOTHING
+            return NO_DRAFT
         reply, n = self._known[row]
         tokens = [
             t if self._rng.random() < self._right else (t + 1) % self._vocab_size
             for t in reply[n : n + n_most]
         ]
-        return Guess(tuple(tokens), (0,) * len(tokens))
+        return Draft(tuple(tokens), (0,) * len(tokens))
 
     def close(self, row: Hashable) -> None:
         self._known.pop(row, None)
@@ -80,5 +80,5 @@ class Bold(Speculation):
         self._rng = random.Random(seed)
         self._least = least
 
-    def _width(self, group: Group, *, flows: bool = False) -> DraftPlan:
+    def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
         return DraftPlan(self._rng.randint(self._least, 12))

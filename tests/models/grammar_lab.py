@@ -1,4 +1,4 @@
-"""A tiny random model with a real tokenizer, held to grammars: what comes out right is their doing."""
+"""A tiny random model with a real tokenizer, held to grammars: only they can make replies right."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 def closing_bias(weight: float) -> tuple[tuple[int, float], ...]:
-    """A taste for what ends strings, lists and objects, so that a random model comes to an end."""
+    """Favours tokens that end strings, lists and objects, so that a random model comes to an end."""
     ids = [tokenizer().token_id(c) for c in '"]}']
     return tuple((t, weight) for t in (*ids, *tokenizer().eos) if t is not None)
 

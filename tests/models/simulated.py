@@ -1,8 +1,8 @@
-"""A machine that exists on paper: what its host and its device take for a step, and a clock.
+"""A simulated machine: what its host and its device take for a step, and a clock.
 
-The speculation is the real one; the engine's loop is told in a few lines: a plain step stays in flight
-while the next is prepared, a step of several tokens is waited for. So what the gate makes of a machine
-is seen in tokens a second, without one.
+The speculation is the real one; the engine's loop is reduced to a few lines: a plain step stays in
+flight while the next is prepared, a step of several tokens is waited for. So the gate's effect on any
+machine shows in tokens a second, without that machine.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ import mlx.core as mx
 import numpy as np
 
 from firn.core.values import Job, Namespace, Prompt, RequestId, Sampling
-from firn.models.batch import Group, Launched, Row
-from firn.models.drafters import NOTHING, Guess
+from firn.models.batch import Group, PlainStep, Row
+from firn.models.drafters import NO_DRAFT, Draft
 from firn.models.sampling import Picks
 from firn.models.speculation import Speculation
 from firn.models.traits import TRAITS, Traits
-from firn.models.verify import Taken, Verification
+from firn.models.verify import TakenTokens, Verification
 
 NO_PICKS = Picks(mx.array([0]), None, None, None)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """host_s: preparing a step, while the device may be busy with the one before. wide: what a step of
-    several tokens takes of the device, in plain steps, by its width."""
+    """host_s: to prepare a step, while the device may be busy with the one before. wide: the device's
+    time for a step of several tokens, in plain steps, by its width."""
 
     host_s: float
     device_s: float
     wide: dict[int, float]
     traits: Traits = TRAITS["cpu"]
-    guess_s: float = 0.0
-    """What looking for guesses takes of the host, for each row and token."""
+    lookup_s: float = 0.0
+    """What looking for drafts takes of the host, for each row and token."""
     noise: float = 0.0
     """One step in ten takes so many times longer."""
 
@@ -49,7 +49,7 @@ class Machine:
 
 
 class Oracle:
-    """Knows what a row says, and tells each token of it truly with this probability."""
+    """Knows what a row says, and drafts each token of it right with this probability."""
 
     is_free = True
 
@@ -70,13 +70,13 @@ class Oracle:
     def took(self, row: Hashable, tokens: Sequence[int]) -> None:
         self._n[row] += len(tokens)
 
-    def guess(self, rows: Sequence[Hashable], n_most: int) -> list[Guess]:
-        found = []
+    def draft(self, rows: Sequence[Hashable], n_most: int) -> list[Draft]:
+        drafts = []
         for row in rows:
             n = self._n[row]
             tokens = [truth(n + i) * (self._rng.random() < self._right(n)) for i in range(n_most)]
-            found.append(Guess(tuple(tokens), (0,) * n_most) if self._right(n) >= 0 else NOTHING)
-        return found
+            drafts.append(Draft(tuple(tokens), (0,) * n_most) if self._right(n) >= 0 else NO_DRAFT)
+        return drafts
 
     def close(self, row: Hashable) -> None:
         del self._n[row]
@@ -119,14 +119,14 @@ class Simulation:
     def _step(self, group: Group, said: dict[Row, int]) -> None:
         drafts = None
         if self.speculation is not None:
-            self.now += self.machine.guess_s * len(group.rows)
+            self.now += self.machine.lookup_s * len(group.rows)
             drafts = self.speculation.plan(group, lambda: self._read_all(group, said))
         self.now += self.machine.host_s
         seats = tuple(group.seats)
         step: Any
         if drafts is None:
-            flows = any(not s.is_counted for s in group.unread)
-            step = Launched(seats, NO_PICKS, flows)
+            step_in_flight = any(not s.is_counted for s in group.unread)
+            step = PlainStep(seats, NO_PICKS, step_in_flight)
         else:
             width = self.machine.traits.shape(1 + max(map(len, drafts)))
             step = Verification(group, seats, tuple(drafts), None, NO_PICKS, (), width)  # type: ignore[arg-type]
@@ -157,7 +157,7 @@ class Simulation:
             said[row] += len(tokens)
             row.n_tokens += len(tokens)
             row.pending = [tokens[-1]]
-            taken.append(Taken(row, tokens, (None,) * len(tokens), len(draft), right))
+            taken.append(TakenTokens(row, tokens, (None,) * len(tokens), len(draft), right))
         if self.speculation is not None:
             self.speculation.count(group, taken, step)
 

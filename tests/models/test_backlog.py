@@ -1,4 +1,4 @@
-"""A prediction head that rests: its guesses and its records are those of one that reads along."""
+"""A prediction head that skips steps: its drafts and its records are those of one that reads along."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
 from firn.models.backlog import MAX_STEPS
 from firn.models.batch import Group
-from firn.models.drafters import Guess
+from firn.models.drafters import Draft
 from firn.models.drafters.mtp import MtpDrafter
 from firn.models.mtp import split
 from firn.models.speculation import DraftPlan, Speculation
@@ -24,21 +24,21 @@ from tests.models.alone import prompt_of
 from tests.models.drafters.test_mtp import NAMES, built
 
 BLOCK = 32
-N_GUESSES = 4
+N_DRAFTED = 4
 
 
 class Resting(Speculation):
-    """Has the head guess whenever a row has so many tokens, and rest meanwhile."""
+    """Asks the head where `drafts_at` says so; in between it skips steps."""
 
     def __init__(self, drafter: Any, *, drafts_at: Callable[[int], bool]) -> None:
         super().__init__(drafter)
         self._drafts_at = drafts_at
-        self.told: dict[int, Guess] = {}
+        self.told: dict[int, Draft] = {}
         """By how many tokens of the row were known, the newest included."""
 
-    def _width(self, group: Group, *, flows: bool = False) -> DraftPlan:
+    def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
         asks = [row for row in group.rows if self._drafts_at(row.n_tokens)]
-        return DraftPlan(1 + N_GUESSES, tuple(asks)) if asks else DraftPlan(1)
+        return DraftPlan(1 + N_DRAFTED, tuple(asks)) if asks else DraftPlan(1)
 
     def _ask(self, best: DraftPlan) -> None:
         super()._ask(best)
@@ -60,30 +60,32 @@ def resting(
     return running(make, speculation=speculate, **options), speculation
 
 
-def first_guesses(name: str, prompt: Sequence[int]) -> Guess:
-    """Of a head that has read all of it as a prompt, in a server that knows nothing."""
+def first_draft(name: str, prompt: Sequence[int]) -> Draft:
+    """By a head that has read all of it as a prompt, in a server with an empty cache."""
     engine, speculation = resting(name, lambda n: True)
     with engine as harness:
-        harness.ask(list(prompt), 3 + N_GUESSES)
+        harness.ask(list(prompt), 3 + N_DRAFTED)
     return speculation[0].told[len(prompt)]
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("n_rest", [5, MAX_STEPS + 9])
-def test_behind_a_rest_the_head_guesses_as_if_it_had_read_along(name: str, n_rest: int) -> None:
+def test_after_skipped_steps_the_head_drafts_as_if_it_had_read_along(
+    name: str, n_rest: int
+) -> None:
     prompt = prompt_of(random.Random(1), 41)
     at = len(prompt) + n_rest
     engine, speculation = resting(name, lambda n: n >= at)
     with engine as harness:
-        reply = harness.ask(prompt, n_rest + 3 + N_GUESSES).reply
+        reply = harness.ask(prompt, n_rest + 3 + N_DRAFTED).reply
     told = speculation[0].told
     n_known = min(told)
     assert n_known == at + 1
-    assert told[n_known] == first_guesses(name, [*prompt, *reply][:n_known])
+    assert told[n_known] == first_draft(name, [*prompt, *reply][:n_known])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_that_come_and_go_disturb_no_rest(name: str) -> None:
+def test_rows_that_come_and_go_do_not_disturb_the_backlog(name: str) -> None:
     rng = random.Random(2)
     prompts = [prompt_of(rng, n) for n in (33, 50, 61)]
     engine, speculation = resting(name, lambda n: n == 90, max_rows=4)
@@ -93,25 +95,25 @@ def test_rows_that_come_and_go_disturb_no_rest(name: str) -> None:
         replies = [r.wait().reply for r in (late, *others)]
     assert [len(r) for r in replies] == [70, 9, 17]
     text = [*prompts[0], *replies[0]]
-    assert speculation[0].told[91] == first_guesses(name, text[:91])
+    assert speculation[0].told[91] == first_draft(name, text[:91])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_stored_of_a_row_at_rest_is_whole(name: str) -> None:
-    """The next turn goes on behind a reply of which the head has read nothing by itself."""
+def test_records_of_a_row_include_what_its_head_had_skipped(name: str) -> None:
+    """The next turn follows a reply of which the head has read nothing by itself."""
     prompt = prompt_of(random.Random(3), 40)
     engine, speculation = resting(name, lambda n: n > 150)
     with engine as harness:
         text = prompt + harness.ask(prompt, 100).reply
         more = text + prompt_of(random.Random(4), 30)
         assert harness.ask(more, 8).n_cached > len(prompt) + BLOCK
-    assert speculation[0].told[len(more)] == first_guesses(name, more)
+    assert speculation[0].told[len(more)] == first_draft(name, more)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_heads_memory_survives_a_restart(name: str, tmp_path: Path) -> None:
-    """Its KV and the hidden state that it goes on from are read from the SSD by another server, whose
-    first guesses are those of a server that has read the whole prompt."""
+    """Another server reads its KV and the hidden state that it continues from off the SSD, and its first
+    draft is that of a server that has read the whole prompt."""
     prompt = prompt_of(random.Random(5), 45)
 
     def on_disk(drafts_at: Callable[[int], bool] = lambda n: False) -> tuple[Any, list[Resting]]:
@@ -127,11 +129,11 @@ def test_the_heads_memory_survives_a_restart(name: str, tmp_path: Path) -> None:
         result = harness.ask(more, 8)
         assert result.tiers.get("ssd", 0) > len(prompt)
         assert not harness.cache.stats.faults
-    assert speculation[0].told[len(more)] == first_guesses(name, more)
+    assert speculation[0].told[len(more)] == first_draft(name, more)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "glm4_moe"])
-def test_guesses_behind_a_hit_from_disk_are_accepted(name: str, tmp_path: Path) -> None:
+def test_drafts_after_a_hit_from_disk_are_accepted(name: str, tmp_path: Path) -> None:
     """A head that agrees with its model is believed at once in a new server on the same folder."""
     prompt = prompt_of(random.Random(6), 70)
     make, made = built(name, agrees=True)
@@ -161,7 +163,7 @@ def test_guesses_behind_a_hit_from_disk_are_accepted(name: str, tmp_path: Path) 
     assert totals.n_accepted == totals.n_drafted > 4
 
 
-def test_the_head_takes_no_part_in_steps_without_guesses() -> None:
+def test_the_head_takes_no_part_in_steps_without_drafts() -> None:
     """Its KV lags behind the model's by the steps that were taken."""
     engine, _ = resting("glm4_moe")
     seen: list[tuple[int, int]] = []

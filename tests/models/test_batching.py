@@ -132,7 +132,7 @@ def rows_of(name: str, *lengths: int) -> tuple[Group, list[Row]]:
 
 
 @pytest.mark.parametrize("name", [n for n in KINDS if n != "llama4"])
-def test_seats_are_reused_waited_for_and_closed_up(name: str) -> None:
+def test_seats_are_reused_kept_vacant_for_a_while_and_removed(name: str) -> None:
     group, rows = rows_of(name, 9, 20, 30, 40, 50)
     others, _ = rows_of(name, 12)
     group.leave([rows[1]])
@@ -143,7 +143,7 @@ def test_seats_are_reused_waited_for_and_closed_up(name: str) -> None:
     assert group.seats[1] is new
     assert new.index == 1
     assert len(group.rows) == 5
-    assert group.inputs.tolist() == [0, 3, 0, 0, 0]
+    assert group.next_tokens.tolist() == [0, 3, 0, 0, 0]
     group.leave([rows[0]])
     for _ in range(VACANT_STEPS):
         assert len(group.seats) == 5
@@ -156,7 +156,7 @@ def test_seats_are_reused_waited_for_and_closed_up(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in KINDS if n != "llama4"])
-def test_seats_for_those_that_follow_soon(name: str) -> None:
+def test_a_group_adds_seats_for_rows_that_follow_soon(name: str) -> None:
     group, rows = rows_of(name, 9, 20, 30)
     a, b = (Row(rows_of(name, n)[0].layers, n) for n in (25, 12))
     group.join(a, 4, n_seats=16)
@@ -164,14 +164,14 @@ def test_seats_for_those_that_follow_soon(name: str) -> None:
     assert len(group.seats) == 6, "as many as it has, at most"
     group.join(b, 5, n_seats=16)
     assert group.seats[4] is b
-    assert group.inputs.tolist() == [0, 0, 0, 4, 5, 4]
+    assert group.next_tokens.tolist() == [0, 0, 0, 4, 5, 4]
     for _ in range(VACANT_STEPS):
         assert len(group.seats) == 6
         group.tick()
     assert group.seats == [*rows, a, b], "nobody else came"
 
 
-def test_padding_that_nobody_needs_is_taken_out() -> None:
+def test_padding_that_no_row_needs_is_removed() -> None:
     """Seats are reused for ever: the caches must not grow with the number of steps."""
     group, _ = rows_of("qwen3", 20, 24, 28, 32, 36)
     widest = 0
@@ -301,14 +301,14 @@ def test_rows_of_very_different_lengths_step_in_groups_of_their_own() -> None:
 def test_leaving_rows_that_never_joined_is_fine() -> None:
     with running(plain("qwen3"), cache_nbytes=None) as h:
 
-        def leave(parts: Any) -> int:
+        def leave(parts: Any) -> list[list[Row]]:
             runner: Runner = parts.runner
             row = runner.start(None)
             runner.leave([row])
             runner.leave([row])
-            return runner.n_rows
+            return runner.groups()
 
-        assert h.engine.call(leave).result(60) == 0
+        assert h.engine.call(leave).result(60) == []
 
 
 # --- faults --------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ def leases(h: Harness) -> int:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next", "falcon_h1", "llama4"])
-def test_a_failed_decode_step_is_made_good(name: str) -> None:
+def test_replies_go_on_after_a_failed_decode_step(name: str) -> None:
     """Greedy, seeded and penalised rows go on as if nothing had happened."""
     rng = random.Random(11)
     prompts = [prompt_of(rng, n) for n in (40, 70, 9)]
@@ -342,15 +342,15 @@ def test_a_failed_decode_step_is_made_good(name: str) -> None:
     def replies(make: Callable[[], Built]) -> list[list[int]]:
         with running(make, chunk=32) as h:
             results = [h.submit(p, 30, sampling=s) for p, s in zip(prompts, samplings, strict=True)]
-            found = [r.wait().reply for r in results]
+            said = [r.wait().reply for r in results]
             assert all(r.error is None for r in results)
             assert leases(h) == 0
-        return found
+        return said
 
     undisturbed = replies(plain(name))
     assert replies(lambda: Watched(name, fail_at=fail_at).built()) == undisturbed
     assert (steps[24] > 1) == (name != "llama4")
-    assert set(steps[25:]) == {1}, "each goes on alone, or the one at fault would not be found"
+    assert set(steps[25:]) == {1}, "each goes on alone, or the one at fault would not be said"
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next", "falcon_h1"])
@@ -399,7 +399,7 @@ def test_clients_that_go_away_leave_no_lease_and_no_wrong_record(name: str) -> N
         assert h.runner.groups() == []
 
 
-def test_a_bad_bias_ends_alone() -> None:
+def test_a_bad_bias_ends_its_own_request_only() -> None:
     with running(plain("qwen3"), cache_nbytes=None) as h:
         good = h.submit([20, 21, 22], 12)
         bad = h.submit([20, 21, 22], 12, sampling=Sampling(logit_bias=((1 << 20, 5.0),)))

@@ -6,14 +6,14 @@ import mlx.core as mx
 import pytest
 
 from firn.core.memory_plan import DeviceKind, MemoryOptions, ModelMemory, plan_memory
-from firn.models.device import CHUNKS, Device, device, look, set_limits
+from firn.models.device import CHUNKS, Device, device, machine_memory, set_limits
 
 
 def test_the_device_has_a_kind_and_memory() -> None:
-    found = device()
-    assert found.kind in CHUNKS
-    assert found.memory_nbytes > 1 << 28
-    now = look(found)
+    here = device()
+    assert here.kind in CHUNKS
+    assert here.memory_nbytes > 1 << 28
+    now = machine_memory(here)
     assert now.available_nbytes is None or 0 < now.available_nbytes <= now.physical_nbytes * 2
 
 
@@ -23,7 +23,9 @@ def test_the_prefill_chunk_is_the_devices(kind: DeviceKind, chunk: int) -> None:
 
 
 def test_mlx_is_held_to_the_plan() -> None:
-    plan = plan_memory(look(device()), ModelMemory(1 << 20, 1 << 10, 0), MemoryOptions(chunk=256))
+    plan = plan_memory(
+        machine_memory(device()), ModelMemory(1 << 20, 1 << 10, 0), MemoryOptions(chunk=256)
+    )
     set_limits("cpu", plan)
     before = mx.set_cache_limit(plan.buffer_cache_nbytes)
     assert before == plan.buffer_cache_nbytes

@@ -39,7 +39,7 @@ def modules(*kinds: str) -> list[dict[str, Any]]:
 # --- what the folder says ------------------------------------------------------------------
 
 
-def test_a_folder_that_says_nothing(tmp_path: Path) -> None:
+def test_a_folder_without_pooling_has_no_recipe(tmp_path: Path) -> None:
     assert embedder.read_recipe(tmp_path) is None
 
 
@@ -53,14 +53,14 @@ def test_a_folder_that_says_nothing(tmp_path: Path) -> None:
         ({"word_embedding_dimension": 64}, "mean"),
     ],
 )
-def test_pooling_modes(tmp_path: Path, config: Any, pooling: str) -> None:
+def test_pooling_modes_are_read(tmp_path: Path, config: Any, pooling: str) -> None:
     write(tmp_path, "1_Pooling/config.json", config)
-    found = embedder.read_recipe(tmp_path)
-    assert found is not None
-    assert (found.pooling, found.normalises, found.dense) == (pooling, True, ())
+    recipe = embedder.read_recipe(tmp_path)
+    assert recipe is not None
+    assert (recipe.pooling, recipe.normalises, recipe.dense) == (pooling, True, ())
 
 
-def test_modules(tmp_path: Path) -> None:
+def test_modules_make_the_recipe(tmp_path: Path) -> None:
     write(tmp_path, "modules.json", modules("Transformer", "Pooling", "Dense"))
     write(tmp_path, "1_Pooling/config.json", {"pooling_mode": "mean"})
     write(tmp_path, "sentence_bert_config.json", {"max_seq_length": 100})
@@ -77,13 +77,13 @@ def test_modules(tmp_path: Path) -> None:
         {"pooling_mode": "magic"},
     ],
 )
-def test_what_cannot_be_done_is_said(tmp_path: Path, config: Any) -> None:
+def test_pooling_that_firn_cannot_do_is_refused(tmp_path: Path, config: Any) -> None:
     write(tmp_path, "1_Pooling/config.json", config)
     with pytest.raises(SetupError, match="not supported"):
         embedder.read_recipe(tmp_path)
 
 
-def test_broken_files_are_said(tmp_path: Path) -> None:
+def test_a_broken_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text("{")
     with pytest.raises(SetupError, match="cannot be read"):
         embedder.read_recipe(tmp_path)
@@ -109,15 +109,15 @@ POOLS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 def test_a_batch_is_what_each_text_is_alone(name: str, pooling: Any) -> None:
     model = build(name)
     made = embedder.from_decoder(model, Recipe(pooling, normalises=False), context_length=64)
-    found = made.embed(TEXTS)
-    for text, vector in zip(TEXTS, found, strict=True):
+    vectors = made.embed(TEXTS)
+    for text, vector in zip(TEXTS, vectors, strict=True):
         want = POOLS[pooling](hidden(model, text))
         np.testing.assert_allclose(vector, want, rtol=2e-4, atol=2e-5)
-    assert made.n_dims == len(found[0]) == 64
+    assert made.n_dims == len(vectors[0]) == 64
     assert made.max_tokens == 64
 
 
-def test_unit_length_also_when_cut() -> None:
+def test_vectors_have_unit_length_also_when_cut() -> None:
     made = embedder.from_decoder(build("qwen3"), Recipe("mean"), context_length=64)
     for n_dims in (None, 10):
         for vector in made.embed(TEXTS, n_dims=n_dims):
@@ -125,7 +125,7 @@ def test_unit_length_also_when_cut() -> None:
             assert len(vector) == (n_dims or 64)
 
 
-def test_dense_layers(tmp_path: Path) -> None:
+def test_dense_layers_are_applied(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     weight, bias = rng.normal(size=(8, 64)), rng.normal(size=8)
     dense = tmp_path / "2_Dense"
@@ -141,13 +141,13 @@ def test_dense_layers(tmp_path: Path) -> None:
     assert made.n_dims == 8
 
 
-def test_an_unknown_activation_is_said(tmp_path: Path) -> None:
+def test_an_unknown_activation_is_named(tmp_path: Path) -> None:
     write(tmp_path, "config.json", {"activation_function": "torch.nn.Swish"})
     with pytest.raises(SetupError, match="Swish"):
         embedder.from_decoder(build("qwen3"), Recipe("mean", dense=(tmp_path,)), context_length=64)
 
 
-def test_an_architecture_without_hidden_states_is_said() -> None:
+def test_an_architecture_without_hidden_states_is_refused() -> None:
     with pytest.raises(SetupError, match="no hidden states"):
         embedder.from_decoder(object(), Recipe("mean"), context_length=64)
 
@@ -210,7 +210,7 @@ def test_a_folder_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
         embedder.load_encoder(tmp_path, Recipe("cls"), BERT, served_name="x")
 
 
-def test_checkpoints_without_the_generators_prefix(tmp_path: Path) -> None:
+def test_a_checkpoint_without_the_generators_prefix_embeds_the_same(tmp_path: Path) -> None:
     """As sentence-transformers saves them; mlx-lm cannot load those."""
     pytest.importorskip("mlx_vlm")
     write_folder("qwen3", tmp_path)

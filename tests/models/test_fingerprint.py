@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from firn.core.errors import SetupError
 from firn.models import fingerprint as fingerprints
-from firn.models.fingerprint import Fingerprint, fingerprint, weight_files
+from firn.models.fingerprint import Fingerprint, weight_files
 from firn.models.loader import load
 from firn.models.page_cache import CachedFile
 from firn.models.weight_hash import PIECE_NBYTES, WeightHash
@@ -82,12 +82,11 @@ def base(tmp_path: Path) -> Path:
 # --- the same model ------------------------------------------------------------------------
 
 
-def test_it_is_32_bytes(base: Path) -> None:
-    assert len(fingerprint(base)) == 32
-
-
 def test_another_folder_is_the_same_model(base: Path, tmp_path: Path) -> None:
-    assert fingerprint(write(tmp_path / "elsewhere" / "x", tensors_of())) == fingerprint(base)
+    elsewhere = write(tmp_path / "elsewhere" / "x", tensors_of())
+    digest = Fingerprint(base).result()
+    assert len(digest) == 32
+    assert Fingerprint(elsewhere).result() == digest
 
 
 @pytest.mark.parametrize(
@@ -100,7 +99,7 @@ def test_another_folder_is_the_same_model(base: Path, tmp_path: Path) -> None:
 )
 def test_shards_and_order_do_not_count(base: Path, tmp_path: Path, shards: list[list[str]]) -> None:
     other = write(tmp_path / "sharded", tensors_of(), shards=shards)
-    assert fingerprint(other) == fingerprint(base)
+    assert Fingerprint(other).result() == Fingerprint(base).result()
 
 
 def test_metadata_and_other_files_do_not_count(base: Path, tmp_path: Path) -> None:
@@ -109,28 +108,28 @@ def test_metadata_and_other_files_do_not_count(base: Path, tmp_path: Path) -> No
     (other / "README.md").write_text("a readme")
     (other / "generation_config.json").write_text("{}")
     write_file(other / "consolidated.safetensors", tensors_of(5))  # which the loader never reads
-    assert fingerprint(other) == fingerprint(base)
+    assert Fingerprint(other).result() == Fingerprint(base).result()
 
 
 def test_what_tools_write_into_a_config_does_not_count(base: Path, tmp_path: Path) -> None:
     noise = {"_name_or_path": "/home/me/x", "transformers_version": "9.9"}
     shuffled = {**noise, **dict(reversed(CONFIG.items()))}
     other = write(tmp_path / "other", tensors_of(), config=shuffled)
-    assert fingerprint(other) == fingerprint(base)
+    assert Fingerprint(other).result() == Fingerprint(base).result()
 
 
-def test_every_process_gives_the_same(base: Path, tmp_path: Path) -> None:
+def test_every_process_computes_the_same(base: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", 3)
     script = (
         "import sys, pathlib\n"
-        "from firn.models.fingerprint import fingerprint\n"
-        "print(fingerprint(pathlib.Path(sys.argv[1]), adapter=pathlib.Path(sys.argv[2])).hex())"
+        "from firn.models.fingerprint import Fingerprint\n"
+        "print(Fingerprint(pathlib.Path(sys.argv[1]), adapter=pathlib.Path(sys.argv[2])).result().hex())"
     )
     command = [sys.executable, "-c", script, str(base), str(adapter)]
     for seed in ("0", "1234"):
         env = {**os.environ, "PYTHONHASHSEED": seed}
         run = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-        assert run.stdout.strip() == fingerprint(base, adapter=adapter).hex()
+        assert run.stdout.strip() == Fingerprint(base, adapter=adapter).result().hex()
 
 
 # --- another model -------------------------------------------------------------------------
@@ -192,7 +191,7 @@ def test_other_tensors_are_another_model(
 ) -> None:
     tensors = tensors_of()
     change(tensors)
-    assert fingerprint(write(tmp_path / "other", tensors)) != fingerprint(base)
+    assert Fingerprint(write(tmp_path / "other", tensors)).result() != Fingerprint(base).result()
 
 
 @pytest.mark.parametrize(
@@ -206,42 +205,42 @@ def test_other_tensors_are_another_model(
 )
 def test_another_config_is_another_model(base: Path, tmp_path: Path, more: Any) -> None:
     other = write(tmp_path / "other", tensors_of(), config={**CONFIG, **more})
-    assert fingerprint(other) != fingerprint(base)
+    assert Fingerprint(other).result() != Fingerprint(base).result()
 
 
 def test_weights_replaced_in_place_are_another_model(base: Path) -> None:
-    before = fingerprint(base)
+    before = Fingerprint(base).result()
     write_file(base / "model.safetensors", tensors_of(1))
-    assert fingerprint(base) != before
+    assert Fingerprint(base).result() != before
 
 
 def test_custom_code_is_a_part_of_the_model(tmp_path: Path) -> None:
     folder = write(tmp_path / "custom", tensors_of(), config={**CONFIG, "model_file": "model.py"})
     (folder / "model.py").write_text("class Model: ...")
-    before = fingerprint(folder)
+    before = Fingerprint(folder).result()
     (folder / "model.py").write_text("class Model: pass")
-    assert fingerprint(folder) != before
+    assert Fingerprint(folder).result() != before
 
 
-def test_adapters_count(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_makes_another_model(base: Path, tmp_path: Path) -> None:
     """Base, adapter, another one, and one replaced under the same name: four models."""
     first = write_adapter(tmp_path / "adapter", 1)
-    found = [fingerprint(base), fingerprint(base, adapter=first)]
-    found.append(fingerprint(base, adapter=write_adapter(tmp_path / "other", 2)))
+    digests = [Fingerprint(base).result(), Fingerprint(base, adapter=first).result()]
+    digests.append(Fingerprint(base, adapter=write_adapter(tmp_path / "other", 2)).result())
     write_file(first / "adapters.safetensors", tensors_of(3))
-    found.append(fingerprint(base, adapter=first))
+    digests.append(Fingerprint(base, adapter=first).result())
     (first / "adapter_config.json").write_text(json.dumps({"rank": 16}))
-    found.append(fingerprint(base, adapter=first))
-    assert len(set(found)) == 5
+    digests.append(Fingerprint(base, adapter=first).result())
+    assert len(set(digests)) == 5
     again = write_adapter(tmp_path / "again" / "adapter", 1)
-    assert fingerprint(base, adapter=again) == found[1]
+    assert Fingerprint(base, adapter=again).result() == digests[1]
 
 
 def test_checkpoints_beside_an_adapter_do_not_count(base: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", 1)
-    before = fingerprint(base, adapter=adapter)
+    before = Fingerprint(base, adapter=adapter).result()
     write_file(adapter / "0000100_adapters.safetensors", tensors_of(2))
-    assert fingerprint(base, adapter=adapter) == before
+    assert Fingerprint(base, adapter=adapter).result() == before
 
 
 # --- every byte ----------------------------------------------------------------------------
@@ -283,11 +282,11 @@ def test_two_pieces_that_change_places_are_another_model(tmp_path: Path) -> None
     one, two = bytes(PIECE_NBYTES), b"\1" * PIECE_NBYTES
     first = write(tmp_path / "a", {"w": ("U8", [len(one) * 2], one + two)})
     other = write(tmp_path / "b", {"w": ("U8", [len(one) * 2], two + one)})
-    assert fingerprint(first) != fingerprint(other)
+    assert Fingerprint(first).result() != Fingerprint(other).result()
 
 
 def test_a_change_in_the_midst_of_a_tensor_is_another_model(tmp_path: Path) -> None:
-    """As the server sees it: the model that is loaded, and what its records hang on."""
+    """Through the loader: the fingerprint that a model's records depend on."""
     folder = tmp_path / "model"
     write_folder("llama", folder)
     before = load(folder, served_name="x").info.fingerprint
@@ -328,21 +327,21 @@ def test_a_header_that_is_rewritten_and_put_back_is_the_same_model(tmp_path: Pat
     folder = write(tmp_path / "m", {"w": ("F8_E8M0", [4], b"1234")})
     pending = Fingerprint(folder, vision=True)
     os.utime(folder / "model.safetensors")
-    assert pending.result() == fingerprint(folder, vision=True)
+    assert pending.result() == Fingerprint(folder, vision=True).result()
 
 
 # --- which files -----------------------------------------------------------------------------
 
 
 def test_mlx_vlm_reads_every_shard(base: Path) -> None:
-    text, vision = fingerprint(base), fingerprint(base, vision=True)
+    text, vision = Fingerprint(base).result(), Fingerprint(base, vision=True).result()
     assert text != vision, "another library's model is another model"
     write_file(base / "vision_tower.safetensors", tensors_of(8))
-    assert fingerprint(base) == text, "mlx-lm does not read it"
-    more = fingerprint(base, vision=True)
+    assert Fingerprint(base).result() == text, "mlx-lm does not read it"
+    more = Fingerprint(base, vision=True).result()
     assert more != vision
     write_file(base / "consolidated.safetensors", tensors_of(9))
-    assert fingerprint(base, vision=True) == more
+    assert Fingerprint(base, vision=True).result() == more
 
 
 def test_mlx_vlm_reads_what_the_index_names(tmp_path: Path) -> None:
@@ -357,7 +356,7 @@ def test_mlx_vlm_reads_what_the_index_names(tmp_path: Path) -> None:
 
 
 def test_of_two_tensors_of_one_name_the_last_one_counts(tmp_path: Path) -> None:
-    """Which is in which file then matters, though the tensors be the same."""
+    """Then it matters which one is in which file."""
     mine, other = tensors_of(), tensors_of(1)
     folder = tmp_path / "m"
     write(folder, {"a": mine["a"]})
@@ -367,54 +366,54 @@ def test_of_two_tensors_of_one_name_the_last_one_counts(tmp_path: Path) -> None:
 
 
 def test_quantisation_beside_the_config_counts(base: Path) -> None:
-    before = fingerprint(base)
+    before = Fingerprint(base).result()
     (base / "hf_quant_config.json").write_text('{"quant_method": "modelopt"}')
-    assert fingerprint(base) != before
+    assert Fingerprint(base).result() != before
 
 
 def test_weights_that_cannot_be_seen_are_never_the_same(base: Path) -> None:
     (base / "offload_index.json").write_text("{}")
-    assert fingerprint(base) == fingerprint(base)
-    assert fingerprint(base, vision=True) != fingerprint(base, vision=True)
+    assert Fingerprint(base).result() == Fingerprint(base).result()
+    assert Fingerprint(base, vision=True).result() != Fingerprint(base, vision=True).result()
 
 
-def test_an_adapter_of_mlx_vlm(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_mlx_vlm_makes_another_model(base: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", 1)
     (adapter / "adapters.safetensors").rename(adapter / "weights.safetensors")
-    before = fingerprint(base, adapter=adapter, vision=True)
+    before = Fingerprint(base, adapter=adapter, vision=True).result()
     write_file(adapter / "weights.safetensors", tensors_of(2))
-    assert fingerprint(base, adapter=adapter, vision=True) != before
+    assert Fingerprint(base, adapter=adapter, vision=True).result() != before
 
 
 @pytest.mark.parametrize("package", ["mlx", "mlx_lm"])
 def test_another_version_is_another_model(
     base: Path, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, version = fingerprint(base), fingerprints._version
+    before, version = Fingerprint(base).result(), fingerprints._version
     changed = lambda name: "99.0" if name == package else version(name)  # noqa: E731
     monkeypatch.setattr(fingerprints, "_version", changed)
-    assert fingerprint(base) != before
+    assert Fingerprint(base).result() != before
 
 
 def test_mlx_vlm_counts_for_its_own_models_only(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = fingerprint(base), fingerprint(base, vision=True)
+    before = Fingerprint(base).result(), Fingerprint(base, vision=True).result()
     version = fingerprints._version
     changed = lambda name: "99.0" if name == "mlx_vlm" else version(name)  # noqa: E731
     monkeypatch.setattr(fingerprints, "_version", changed)
-    assert fingerprint(base) == before[0]
-    assert fingerprint(base, vision=True) != before[1]
+    assert Fingerprint(base).result() == before[0]
+    assert Fingerprint(base, vision=True).result() != before[1]
 
 
 def test_a_patched_library_is_another_one(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, sources = fingerprint(base), fingerprints._sources
+    before, sources = Fingerprint(base).result(), fingerprints._sources
     patched = tmp_path / "llama.py"
     patched.write_text("# patched")
     monkeypatch.setattr(fingerprints, "_sources", lambda package: [*sources(package), patched])
-    assert fingerprint(base) != before
+    assert Fingerprint(base).result() != before
 
 
 # --- files that are none -------------------------------------------------------------------
@@ -447,7 +446,7 @@ def header(value: object) -> bytes:
 def test_a_broken_weight_file_is_one_line(base: Path, content: bytes) -> None:
     (base / "model.safetensors").write_bytes(content)
     with pytest.raises(SetupError) as caught:
-        fingerprint(base)
+        Fingerprint(base).result()
     assert "model.safetensors" in caught.value.message
     assert "\n" not in caught.value.message
 
@@ -457,6 +456,6 @@ def test_a_broken_adapter_config_is_one_line(base: Path, tmp_path: Path, text: s
     adapter = write_adapter(tmp_path / "adapter", 1)
     (adapter / "adapter_config.json").write_text(text)
     with pytest.raises(SetupError) as caught:
-        fingerprint(base, adapter=adapter)
+        Fingerprint(base, adapter=adapter).result()
     assert "adapter_config.json" in caught.value.message
     assert "\n" not in caught.value.message

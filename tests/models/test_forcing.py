@@ -18,7 +18,7 @@ FORCED = [20, 21, 22]
 
 
 def submit_forced(harness: Harness, prompt: list[int], n_reply: int, *, at: int) -> Result:
-    """The engine stands still until both have been said."""
+    """Submits while the engine stands still, so that no token is picked before it is forced."""
     started = harness.engine.call(lambda _: harness.submit(prompt, n_reply))
     result = started.result(60)
     request = RequestId(str(len(harness.results) - 1))
@@ -27,7 +27,7 @@ def submit_forced(harness: Harness, prompt: list[int], n_reply: int, *, at: int)
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_follows_is_what_the_model_says(name: str) -> None:
+def test_after_forced_tokens_comes_what_the_model_says(name: str) -> None:
     """In a batch with others, while a long prompt is read, so that steps are in flight or not."""
     rng = random.Random(1)
     prompts = [prompt_of(rng, n) for n in (20, 50, 37)]
@@ -36,8 +36,8 @@ def test_what_follows_is_what_the_model_says(name: str) -> None:
         prompt = prompt_of(rng, 40)
         result = submit_forced(harness, prompt, 24, at=9)
         others.append(harness.submit(prompt_of(rng, 200), 4))
-        for one in (result, *others):
-            assert one.wait().error is None
+        for each in (result, *others):
+            assert each.wait().error is None
     said = result.reply
     at = next(i for i in range(9, 24) if said[i : i + 3] == FORCED)
     assert assert_same(name, prompt, said[:at]) > 2

@@ -27,7 +27,7 @@ def folder(pristine: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "MODEL.GGUF", "blob-without-a-name"])
-def test_a_gguf_file(tmp_path: Path, name: str) -> None:
+def test_a_gguf_file_is_refused_with_advice(tmp_path: Path, name: str) -> None:
     file = tmp_path / name
     file.write_bytes(b"GGUF\x03\x00\x00\x00")
     with pytest.raises(SetupError, match=r"is a GGUF file.*mlx_lm\.convert") as caught:
@@ -37,7 +37,7 @@ def test_a_gguf_file(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("with_config", [False, True])
-def test_a_folder_with_gguf_files(tmp_path: Path, with_config: bool) -> None:
+def test_a_folder_with_gguf_files_is_refused_with_advice(tmp_path: Path, with_config: bool) -> None:
     (tmp_path / "qwen3-8b-q4_k_m.gguf").write_bytes(b"GGUF")
     if with_config:
         (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -50,7 +50,7 @@ def test_a_folder_with_gguf_files(tmp_path: Path, with_config: bool) -> None:
     assert any("llama.cpp" in problem for problem in inspect_folder(tmp_path).problems)
 
 
-def test_a_folder_with_pytorch_weights(tmp_path: Path) -> None:
+def test_a_folder_with_pytorch_weights_is_refused_with_advice(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "pytorch_model-00001-of-00002.bin").write_bytes(b"")
     with pytest.raises(SetupError, match=r"weights for PyTorch.*convert"):
@@ -85,7 +85,7 @@ def test_the_command_says_it_in_one_line(tmp_path: Path) -> None:
     )
 
 
-def test_a_shorter_context_is_what_the_model_has(folder: Path) -> None:
+def test_max_context_shortens_the_context(folder: Path) -> None:
     whole = load(folder, served_name="x").info
     short = load(folder, served_name="x", max_context=64).info
     assert (short.context_length, short.fingerprint) == (64, whole.fingerprint)

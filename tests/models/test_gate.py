@@ -40,9 +40,11 @@ def measured(
 
 
 def best_width(
-    times: StepTimes, rows: list[ExpectedTokens], *, n_seats: int = 1, flows: bool = False
+    times: StepTimes, rows: list[ExpectedTokens], *, n_seats: int = 1, step_in_flight: bool = False
 ) -> int:
-    return gate.best_width(times, rows, n_seats=n_seats, widths=WIDTHS, flows=flows).width
+    return gate.best_width(
+        times, rows, n_seats=n_seats, widths=WIDTHS, step_in_flight=step_in_flight
+    ).width
 
 
 FLAT = {w: 1.0 + 0.01 * (w - 1) for w in WIDTHS[1:]}
@@ -50,11 +52,11 @@ STEEP = {w: float(w) for w in WIDTHS[1:]}
 KEEN = ExpectedTokens.of([0.95] * 16)
 
 
-def test_without_guesses_there_is_nothing_to_try() -> None:
+def test_without_drafts_there_is_nothing_to_try() -> None:
     assert best_width(measured(FLAT), [ExpectedTokens()]) == 1
 
 
-def test_nothing_is_tried_before_plain_steps_were_seen() -> None:
+def test_nothing_is_tried_before_plain_steps_are_measured() -> None:
     times = StepTimes(CPU)
     assert best_width(times, [KEEN]) == 1
     for _ in range(3):
@@ -63,12 +65,12 @@ def test_nothing_is_tried_before_plain_steps_were_seen() -> None:
     assert best_width(times, [KEEN] * 2, n_seats=2) == 1, "of two rows nothing is known"
 
 
-def test_sure_guesses_are_tried_where_width_is_cheap_and_not_where_it_is_dear() -> None:
+def test_sure_drafts_are_tried_where_width_is_cheap_and_not_where_it_is_dear() -> None:
     assert best_width(measured(FLAT), [KEEN]) == 17
     assert best_width(measured(STEEP), [KEEN]) == 1
 
 
-def test_the_length_goes_by_how_long_guesses_hold() -> None:
+def test_drafts_are_as_long_as_they_stay_right() -> None:
     times = measured({w: 1.0 + 0.1 * (w - 1) for w in WIDTHS[1:]})
     widths = [best_width(times, [ExpectedTokens.of([p] * 16)]) for p in (0.05, 0.3, 0.6, 0.9, 0.99)]
     assert widths == sorted(widths)
@@ -81,19 +83,21 @@ def test_a_step_in_flight_is_given_up_only_for_more_than_that_costs() -> None:
         measured(dict.fromkeys(WIDTHS[1:], 1.5), change=2.0),
         ExpectedTokens.of([0.5] * 16),
     )
-    assert best_width(times, [some], flows=False) > 1, "2 tokens for 1.5"
-    assert best_width(times, [some], flows=True) == 1, "2 tokens for 1.5, and 1 for the change"
-    assert best_width(times, [KEEN], flows=True) > 1
+    assert best_width(times, [some], step_in_flight=False) > 1, "2 tokens for 1.5"
+    assert best_width(times, [some], step_in_flight=True) == 1, (
+        "2 tokens for 1.5, and 1 for the change"
+    )
+    assert best_width(times, [KEEN], step_in_flight=True) > 1
 
 
-def test_rows_that_guess_nothing_pay_for_those_that_do() -> None:
+def test_rows_without_drafts_pay_for_those_with_some() -> None:
     times = measured({w: 1.0 + 0.3 * (w - 1) for w in WIDTHS[1:]}, n_rows=4)
     idle = ExpectedTokens()
     assert best_width(times, [KEEN, idle, idle, idle], n_seats=4) == 1
     assert best_width(times, [KEEN] * 4, n_seats=4) > 1
 
 
-def test_what_must_be_fed_again_leaves_less_to_guess() -> None:
+def test_tokens_that_must_be_fed_again_leave_less_room_for_drafts() -> None:
     expected = ExpectedTokens.of([0.9] * 16, n_pending=5)
     assert expected.tokens(5) == 1.0
     assert expected.tokens(7) == pytest.approx(1 + 0.9 + 0.81)
@@ -125,8 +129,8 @@ def test_prices_follow_a_machine_that_becomes_slower() -> None:
     assert times.price(1, 9) == pytest.approx(3.0)
 
 
-def test_an_episode_that_was_quick_brings_nothing() -> None:
-    """Going over to drafts and back costs something, or nothing: a gain would pay for bad drafts."""
+def test_a_quick_change_to_drafts_and_back_counts_as_no_gain() -> None:
+    """A change to drafts and back costs something, or nothing: a gain would pay for bad drafts."""
     times = measured(FLAT)
     for _ in range(9):
         assert times.saw_episode(1, 4, -1.0) == 0.0
@@ -143,7 +147,7 @@ def test_single_slow_steps_say_nothing() -> None:
     assert times.plain_s(1) == pytest.approx(0.5)
 
 
-def test_what_spoke_against_drafts_is_forgotten_bit_by_bit() -> None:
+def test_bad_measurements_are_forgotten_bit_by_bit() -> None:
     times = measured(dict.fromkeys(WIDTHS[1:], 30.0))
     assert best_width(times, [KEEN]) == 1
     for _ in range(9 * N_STALE):
@@ -163,7 +167,7 @@ def test_a_wider_step_is_tried_again_beside_a_narrower_one_that_is_cheap() -> No
     assert width(explores=True) == 32
 
 
-def test_a_plain_step_is_looked_at_now_and_then() -> None:
+def test_plain_steps_are_measured_again_now_and_then() -> None:
     times = measured(FLAT)
     for _ in range(N_UNSEEN):
         times.saw_wide(1, 9, 0.6)
@@ -173,7 +177,7 @@ def test_a_plain_step_is_looked_at_now_and_then() -> None:
     assert best_width(times, [KEEN]) > 1
 
 
-def test_plain_steps_that_seem_dearer_than_wide_ones_are_looked_at_soon() -> None:
+def test_plain_steps_that_seem_dearer_than_wide_ones_are_measured_again_soon() -> None:
     """The first few were slow: a server that believed them would draft at a loss for long."""
     times = StepTimes(CPU)
     for _ in range(N_PLAIN):
@@ -190,16 +194,16 @@ def test_plain_steps_that_seem_dearer_than_wide_ones_are_looked_at_soon() -> Non
     assert best_width(times, [weak]) == 1
 
 
-def test_wide_steps_that_are_cheaper_are_believed_once_that_was_looked_at() -> None:
-    """Of many rows a wide step can be: plain ones are not to be tried every few steps for ever."""
-    times, n_looks = StepTimes(CPU), 0
+def test_wide_steps_that_are_cheaper_are_believed_once_that_was_checked() -> None:
+    """With many rows that can be true: plain ones must not be measured every few steps for ever."""
+    times, n_measured = StepTimes(CPU), 0
     for _ in range(1000):
         if not times.knows(8):
-            n_looks += 1
+            n_measured += 1
             times.saw_plain(8, 1.0)
         else:
             times.saw_wide(8, 9, 0.8)
-    assert n_looks <= 7 * N_PLAIN
+    assert n_measured <= 7 * N_PLAIN
 
 
 def test_one_slow_step_is_not_charged_to_drafts() -> None:
@@ -207,7 +211,7 @@ def test_one_slow_step_is_not_charged_to_drafts() -> None:
     assert times.saw_wide(1, 9, 50.0) == pytest.approx(1.5)
 
 
-def test_steps_that_prepare_kernels_say_nothing() -> None:
+def test_steps_that_compile_kernels_are_not_measured() -> None:
     """On a GPU the first ones of every width take a hundred times as long."""
     times = StepTimes(CUDA)
     for _ in range(5):
@@ -236,20 +240,20 @@ def test_losses_shut_drafts_out_until_they_are_earned_again() -> None:
     assert width() == 1, "gains of long ago pay for little"
 
 
-def test_guesses_that_take_time_must_be_worth_it() -> None:
+def test_drafts_that_take_time_must_be_worth_it() -> None:
     times, expected = measured(FLAT), ExpectedTokens.of([0.7] * 8)
 
     def best(draft_s: float) -> int:
-        found = gate.best_width(
+        chosen = gate.best_width(
             times, [expected], n_seats=1, widths=WIDTHS, draft_s=lambda w: 0.5 * draft_s * (w - 1)
         )
-        return found.width
+        return chosen.width
 
     assert best(0.0) > best(0.2) > 1
     assert best(2.0) == 1
 
 
-def test_slow_guesses_are_asked_for_again_after_a_while() -> None:
+def test_a_slow_drafter_is_asked_again_after_a_while() -> None:
     times = gate.DraftTimes()
     times.saw(1, 100.0)
     assert times.of(1) == 0.0, "the first is no measure"
@@ -302,14 +306,14 @@ def test_text_that_cannot_be_predicted_costs_nothing(name: str, right: float) ->
 
 
 @every_machine
-def test_nor_do_guesses_that_are_good_for_a_while(name: str) -> None:
+def test_drafts_that_are_good_for_a_while_cost_nothing_afterwards(name: str) -> None:
     """Right for 40 tokens, then never again: what was gained is not lost, and not much more."""
     n_rows, machine = MACHINES[name]
     assert gain(machine, n_rows, lambda n: 0.95 if n < 40 else 0.0) > 0.98
 
 
 @every_machine
-def test_nor_on_a_machine_with_other_things_to_do(name: str) -> None:
+def test_unpredictable_text_costs_nothing_on_a_busy_machine(name: str) -> None:
     n_rows, machine = MACHINES[name]
     noisy = dataclasses.replace(machine, noise=6.0)
     assert gain(noisy, n_rows, 0.1, n_tokens=1500) > 0.97
@@ -317,12 +321,12 @@ def test_nor_on_a_machine_with_other_things_to_do(name: str) -> None:
 
 def attainable(machine: Machine, right: float) -> float:
     """What the best width brings, if everything is known from the start."""
-    found = [1.0]
+    gains = [1.0]
     for width in machine.traits.widths[1:]:
         tokens = sum(right**i for i in range(width))
         step_s = machine.host_s + machine.device(machine.traits.shape(width), random.Random(0))
-        found.append(tokens * max(machine.host_s, machine.device_s) / step_s)
-    return max(found)
+        gains.append(tokens * max(machine.host_s, machine.device_s) / step_s)
+    return max(gains)
 
 
 @every_machine
@@ -345,7 +349,7 @@ def test_most_of_what_there_is_to_gain_is_gained(name: str, right: float) -> Non
         ("CPU, 1 row", 0.95, 2.0),
     ],
 )
-def test_what_is_asked_of_it(name: str, right: float, goal: float) -> None:
+def test_good_drafts_reach_the_speed_they_should(name: str, right: float, goal: float) -> None:
     n_rows, machine = MACHINES[name]
     assert gain(machine, n_rows, right, n_before=1) > goal
 

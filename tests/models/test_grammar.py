@@ -77,7 +77,7 @@ def is_point(tokens: list[int]) -> bool:
         "",
     ],
 )
-def test_regex(lab: Harness, pattern: str, sampling: Sampling) -> None:
+def test_a_reply_matches_its_regex(lab: Harness, pattern: str, sampling: Sampling) -> None:
     said = lab.ask(PROMPT, 64, sampling=sampling, eos=EOS, grammar=compiled("regex", pattern))
     if said.reasons == {0: "stop"}:
         assert re.fullmatch(pattern, text_of(said.reply))
@@ -88,7 +88,7 @@ def test_regex(lab: Harness, pattern: str, sampling: Sampling) -> None:
 CHOICES = ["cold", "colder", "cold as ice", "été", '"quoted"\\', "two\nlines", "<think>", ""]
 
 
-def test_choice(lab: Harness) -> None:
+def test_a_reply_is_one_of_its_choices(lab: Harness) -> None:
     grammar = compiled("choice", json.dumps(CHOICES))
     asked = [
         lab.submit(PROMPT, 40, sampling=sampled(seed, weight=0), eos=EOS, grammar=grammar)
@@ -100,7 +100,7 @@ def test_choice(lab: Harness) -> None:
     assert {a.reasons[0] for a in asked} == {"stop"}
 
 
-def test_lark_with_control_tokens(lab: Harness) -> None:
+def test_a_reply_follows_a_lark_grammar_with_control_tokens(lab: Harness) -> None:
     grammar = compiled(
         "lark",
         'start: <think> WORD </think> <[5]> "(" item ("," item){1,3} ")"\n'
@@ -113,7 +113,7 @@ def test_lark_with_control_tokens(lab: Harness) -> None:
         assert tokenizer().token_id("<think>") == said.reply[0]
 
 
-def test_json_object(lab: Harness) -> None:
+def test_a_reply_is_a_json_object(lab: Harness) -> None:
     asked = [
         lab.submit(PROMPT, 300, sampling=s, eos=EOS, grammar=compiled("json_object"))
         for s in (Sampling(temperature=0.0, logit_bias=closing_bias(20.0)), sampled(1), sampled(2))
@@ -126,7 +126,7 @@ def test_json_object(lab: Harness) -> None:
 
 
 def test_each_row_has_its_own_grammar_and_the_others_none(lab: Harness) -> None:
-    """What a row says alone it says in company, whatever its neighbours are held to."""
+    """A row says the same alone and in a batch, whatever its neighbours' grammars are."""
     rng = random.Random(3)
     grammars = [None, compiled("json_schema", POINT), compiled("regex", "[a-f]{30}"), None]
     jobs: list[dict[str, Any]] = []
@@ -143,7 +143,7 @@ def test_each_row_has_its_own_grammar_and_the_others_none(lab: Harness) -> None:
             assert re.fullmatch("[a-f]{30}", text_of(b.reply))
 
 
-def test_three_choices(lab: Harness) -> None:
+def test_each_of_three_choices_satisfies_the_grammar(lab: Harness) -> None:
     grammar = compiled("json_schema", POINT)
     said = lab.ask(PROMPT, 200, n=3, sampling=sampled(5), eos=EOS, grammar=grammar)
     assert said.reasons == {0: "stop", 1: "stop", 2: "stop"}
@@ -211,7 +211,7 @@ def test_a_bias_does_not_outweigh_a_grammar(lab: Harness) -> None:
 
 
 def test_a_forced_token_comes_where_the_grammar_has_it_and_nowhere_else(lab: Harness) -> None:
-    """The choice is made while nothing runs: the engine waits in its own thread."""
+    """The token is forced while nothing runs: the engine's thread waits."""
     vocabulary = tokenizer()
     c, z = vocabulary.token_id("c"), vocabulary.token_id("z")
     assert c is not None
@@ -239,12 +239,12 @@ class Broken:
     """A compiled grammar whose constraint is at odds with the reply from the start."""
 
     def start(self) -> Constraint:
-        found = compiled("choice", '["ab"]').start()
-        found.matcher.consume_token(200)
-        return found
+        constraint = compiled("choice", '["ab"]').start()
+        constraint.matcher.consume_token(200)
+        return constraint
 
 
-def test_a_fault_of_the_grammar_ends_its_request_alone(lab: Harness) -> None:
+def test_a_fault_of_the_grammar_ends_its_own_request_only(lab: Harness) -> None:
     alone = lab.ask(PROMPT, 40, eos=EOS, grammar=compiled("json_schema", ENDLESS))
     free = lab.ask(PROMPT[:9], 40)
     neighbour = lab.submit(PROMPT, 40, eos=EOS, grammar=compiled("json_schema", ENDLESS))
@@ -257,10 +257,10 @@ def test_a_fault_of_the_grammar_ends_its_request_alone(lab: Harness) -> None:
     assert other.wait().reply == free.reply
 
 
-FELL = threading.Event()
+FAILED = threading.Event()
 
 
-class Stumbling:
+class FailingOnce:
     """A model that fails once, at the given call."""
 
     def __init__(self, model: Any, at: int) -> None:
@@ -270,30 +270,30 @@ class Stumbling:
     def __call__(self, *args: Any, **options: Any) -> mx.array:
         self._left -= 1
         if self._left == 0:
-            FELL.set()
-            raise RuntimeError("out of sorts")
+            FAILED.set()
+            raise RuntimeError("injected")
         return self._model(*args, **options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
 
-def test_a_failed_step_takes_up_the_grammar_where_it_was() -> None:
+def test_after_a_failed_step_the_grammar_goes_on_where_it_was() -> None:
     grammar = compiled("json_schema", POINT)
     jobs = [{"sampling": GREEDY}, {"sampling": sampled(7)}]
 
-    def stumbling() -> Any:
+    def failing() -> Any:
         model, make_layers = plain(MODEL)()
-        return Stumbling(model, at=14), make_layers
+        return FailingOnce(model, at=14), make_layers
 
     replies = []
-    for build in (plain(MODEL), stumbling):
+    for build in (plain(MODEL), failing):
         running = Harness(build, cache_nbytes=None)
         asked = [running.submit(PROMPT, 200, eos=EOS, grammar=grammar, **job) for job in jobs]
         replies.append([a.wait().reply for a in asked])
         assert all(is_point(a.reply) for a in asked[1:])
         running.close()
-    assert FELL.is_set()
+    assert FAILED.is_set()
     assert replies[0] == replies[1]
 
 
@@ -303,7 +303,7 @@ def test_a_failed_step_takes_up_the_grammar_where_it_was() -> None:
 @pytest.mark.parametrize(
     "name", ["gemma3_text", "qwen3_next", "mamba2", "deepseek_v3", "falcon_h1"]
 )
-def test_every_kind_of_layer(name: str) -> None:
+def test_grammars_hold_on_every_kind_of_layer(name: str) -> None:
     """Windows, gated deltas, states, latent pages, lists of caches; held and free rows together."""
     running = Harness(plain(name), cache_nbytes=None)
     grammars = [compiled("regex", "[a-f]{6}!"), None, compiled("choice", '["yes", "no"]')]
@@ -332,7 +332,7 @@ def test_padding_beyond_the_vocabulary_is_never_picked() -> None:
     running.close()
 
 
-def test_a_vocabulary_wider_than_the_model() -> None:
+def test_ids_that_the_model_lacks_are_never_picked() -> None:
     """Ids that the model has no logits for: their bits are cut off."""
     entry = zoo.ZOO[MODEL]
     narrow = replace(entry, config={**entry.config, "vocab_size": N_VOCAB - 60})
@@ -360,10 +360,10 @@ def test_only_a_group_with_a_grammar_reads_ahead(lab: Harness) -> None:
             runner.join(rows[0], 7)
             runner.launch(rows)
             runner.launch(rows)
-            found = [step._taken is not None for step in rows[0].group.unread]
+            is_read = [step._taken is not None for step in rows[0].group.unread]
             assert len(runner.collect(rows, keep_in_flight=1)) == 1
             runner.leave(rows)
-            return found
+            return is_read
 
         return lab.engine.call(run).result(30)
 

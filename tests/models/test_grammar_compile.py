@@ -120,7 +120,7 @@ def test_a_value_that_would_contain_itself_is_impossible(schema: Any) -> None:
         ("lark", "start: a\na: b\nb: a", ""),
     ],
 )
-def test_other_languages_are_refused(kind: str, text: str, what: str) -> None:
+def test_a_broken_regex_or_lark_grammar_is_refused(kind: str, text: str, what: str) -> None:
     assert what in refusal(kind, text).message
 
 
@@ -140,7 +140,7 @@ def test_a_huge_grammar_is_refused() -> None:
     assert "too large" in refusal("json_schema", text).message
 
 
-def test_a_model_without_an_end_cannot_be_held() -> None:
+def test_a_model_without_an_end_token_cannot_be_constrained() -> None:
     class Endless:
         eos: frozenset[int] = frozenset()
 
@@ -150,15 +150,15 @@ def test_a_model_without_an_end_cannot_be_held() -> None:
 
 def test_a_search_for_the_fault_is_bounded() -> None:
     wide = {"anyOf": [{"type": "null"}] * 5000}
-    n_looks = 0
+    n_checks = 0
 
     def fault_of(schema: Any) -> str:
-        nonlocal n_looks
-        n_looks += 1
+        nonlocal n_checks
+        n_checks += 1
         return ""
 
     assert locate(wide, "hm", fault_of) == ("", "hm")
-    assert n_looks <= 400
+    assert n_checks <= 400
 
 
 # --- kept ----------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def test_the_same_grammar_is_compiled_once() -> None:
     assert compiled("json_schema", '{"type": "null"}') is not first
 
 
-def test_the_oldest_is_forgotten() -> None:
+def test_the_least_recently_used_grammar_is_dropped() -> None:
     made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
     first = made.compile(Grammar("regex", "x"))
     second = made.compile(Grammar("regex", "y"))
@@ -181,14 +181,16 @@ def test_the_oldest_is_forgotten() -> None:
     assert made.compile(Grammar("regex", "y")) is not second
 
 
-def test_many_threads_at_once() -> None:
+def test_many_threads_can_compile_at_once() -> None:
     made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda i: made.compile(Grammar("regex", f"a{i % 5}")), range(60)))
-    assert all(f.start().fault is None for f in found)
+        made_by_all = list(
+            pool.map(lambda i: made.compile(Grammar("regex", f"a{i % 5}")), range(60))
+        )
+    assert all(f.start().fault is None for f in made_by_all)
 
 
-def test_a_start_is_a_start_of_its_own() -> None:
+def test_each_start_is_a_constraint_of_its_own() -> None:
     grammar = compiled("choice", '["ab", "cd"]')
     first, second = grammar.start(), grammar.start()
     first.take(zoo_tokenizer().encode("ab", add_special=False))
@@ -229,7 +231,7 @@ SCHEMA = {
     ],
     ids=["byte-level", "byte fallback", "byte fallback behind marked spaces"],
 )
-def test_every_kind_of_tokenizer(
+def test_grammars_hold_with_every_kind_of_tokenizer(
     make: Callable[[], trained.TrainedTokenizer], tmp_path: Path
 ) -> None:
     """What a reader sees, by the tokenizer port's own bytes, is what the grammar says."""
@@ -249,7 +251,7 @@ def test_every_kind_of_tokenizer(
         assert re.fullmatch(" ?[a-z ]{3,9}(雪|é|🙂)", text)
 
 
-def test_several_end_tokens() -> None:
+def test_any_of_several_end_tokens_ends_a_reply() -> None:
     class TwoEnds(HfTokenizer):
         eos = frozenset({0, 2})  # type: ignore[assignment]
 
@@ -263,7 +265,7 @@ def test_several_end_tokens() -> None:
 
 
 def test_a_grammar_is_kept_for_its_owner() -> None:
-    """How long it takes to compile tells nobody what others have sent."""
+    """The time it takes to compile tells nobody what others have sent."""
     made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
     grammar = Grammar("regex", "[a-z]+")
     mine = made.compile(grammar, "alice")
@@ -271,7 +273,7 @@ def test_a_grammar_is_kept_for_its_owner() -> None:
     assert made.compile(grammar, "bob") is not mine
 
 
-def test_what_is_kept_is_bounded_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_grammars_are_bounded_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "MAX_KEPT_CHARS", 100)
     made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
     small = made.compile(Grammar("regex", "a"))
@@ -279,7 +281,8 @@ def test_what_is_kept_is_bounded_in_size(monkeypatch: pytest.MonkeyPatch) -> Non
     for grammar in long:
         made.compile(grammar)
     assert made.compile(Grammar("regex", "a")) is not small
-    assert made._kept_chars == sum(len(g.text) for _, g in made._kept) <= 100
+    kept = made._compiled
+    assert kept._n_chars == sum(len(g.text) for _, g in kept._entries) <= 100
 
 
 # --- schemas of tools, as far as they can be enforced ----------------------------------------
@@ -288,7 +291,7 @@ LOOK_AHEAD = {"type": "string", "pattern": "^(?!x).*$"}
 
 
 def loose(n: int) -> dict[str, Any]:
-    """A schema with so many things in it that cannot be enforced."""
+    """A schema with `n` patterns that cannot be enforced."""
     return {"type": "object", "properties": {f"p{i}": LOOK_AHEAD for i in range(n)}}
 
 
@@ -307,22 +310,23 @@ def test_softened_schemas_are_bounded_in_size(monkeypatch: pytest.MonkeyPatch) -
     for i in range(9):
         made.soften({"description": f"{i}" * 300})
     assert made.soften({"description": "0"}) is not first
-    assert made._softened_chars == sum(len(text) for _, text in made._softened) <= 1000
+    kept = made._softened
+    assert kept._n_chars == sum(len(text) for _, text in kept._entries) <= 1000
 
 
 def test_nothing_of_a_huge_schema_is_enforced() -> None:
     made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
     huge = {"type": "object", "description": "x" * grammars.MAX_SCHEMA_CHARS}
     assert made.soften(huge) == SoftenedSchema({"type": "object"}, ("#",))
-    assert not made._softened
+    assert not made._softened._entries
 
 
-def test_the_tools_of_a_request_have_one_time_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each thing that cannot be enforced is looked for by asking hundreds of times."""
+def test_the_tools_of_a_request_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find what cannot be enforced the compiler is called hundreds of times."""
     monkeypatch.setattr(grammars, "SOFTEN_S", 0.05)
     made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
     soften = made.softener("alice")
-    found = [soften(loose(60) | {"description": str(i)}) for i in range(200)]
-    assert found[-1] == SoftenedSchema({"type": "object"}, ("#",))
-    # It is looked at again when there is time, and others have theirs.
+    softened = [soften(loose(60) | {"description": str(i)}) for i in range(200)]
+    assert softened[-1] == SoftenedSchema({"type": "object"}, ("#",))
+    # The next request has a time limit of its own.
     assert made.softener("alice")(loose(1)).left_out == ("#/properties/p0/pattern",)

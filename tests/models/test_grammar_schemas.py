@@ -54,7 +54,7 @@ def replies() -> dict[tuple[str, str], Result]:
     """All of them at once, in one batch of mixed grammars."""
     running = harness(max_rows=48)
     try:
-        found = {
+        submitted = {
             (name, way): running.submit(
                 PROMPT,
                 N_MOST,
@@ -65,12 +65,12 @@ def replies() -> dict[tuple[str, str], Result]:
             for name, schema in SCHEMAS.items()
             for way, sampling in WAYS.items()
         }
-        return {key: result.wait() for key, result in found.items()}
+        return {key: result.wait() for key, result in submitted.items()}
     finally:
         running.close()
 
 
-def test_there_are_enough() -> None:
+def test_at_least_sixty_schemas_are_tried() -> None:
     assert len(SCHEMAS) >= 60
 
 

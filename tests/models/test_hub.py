@@ -72,12 +72,12 @@ def a_hub(status: int) -> Iterator[tuple[str, list[str]]]:
 def test_offline_asks_nobody(tmp_path: Path) -> None:
     with a_hub(500) as (endpoint, asked):
         fault, timeout = ask("offline=True, timeout_s=7", tmp_path, endpoint)
-    assert fault == "fault owner/model is not on this machine and --offline forbids to fetch it."
+    assert fault == "fault owner/model is not on this machine and --offline forbids fetching it."
     assert timeout == "timeout 7"
     assert asked == []
 
 
-def test_offline_finds_what_is_there(tmp_path: Path) -> None:
+def test_offline_finds_what_was_downloaded(tmp_path: Path) -> None:
     snapshot = tmp_path / "hub" / "models--owner--model" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
@@ -85,13 +85,13 @@ def test_offline_finds_what_is_there(tmp_path: Path) -> None:
     refs.mkdir()
     (refs / "main").write_text("abc")
     with a_hub(500) as (endpoint, asked):
-        found, _ = ask("offline=True", tmp_path, endpoint)
-    assert found == f"found {snapshot}"
+        line, _ = ask("offline=True", tmp_path, endpoint)
+    assert line == f"found {snapshot}"
     assert asked == []
 
 
 @pytest.mark.parametrize("retries", [0, 2])
-def test_a_hub_in_trouble_is_asked_again(tmp_path: Path, retries: int) -> None:
+def test_a_download_is_retried_while_the_hub_fails(tmp_path: Path, retries: int) -> None:
     with a_hub(503) as (endpoint, _):
         lines = ask(f"retries={retries}", tmp_path, endpoint)
     assert sum("broke off" in line for line in lines) == retries
@@ -99,13 +99,13 @@ def test_a_hub_in_trouble_is_asked_again(tmp_path: Path, retries: int) -> None:
 
 
 @pytest.mark.parametrize("status", [401, 404])
-def test_what_will_not_change_is_not_asked_again(tmp_path: Path, status: int) -> None:
+def test_a_refused_download_is_not_tried_again(tmp_path: Path, status: int) -> None:
     with a_hub(status) as (endpoint, _):
         lines = ask("retries=3", tmp_path, endpoint)
     assert not any("broke off" in line for line in lines)
     assert lines[-2].startswith("fault owner/model")
 
 
-def test_nobody_there_is_not_asked_again(tmp_path: Path) -> None:
+def test_an_unreachable_hub_is_not_asked_again(tmp_path: Path) -> None:
     lines = ask("retries=3", tmp_path, "http://127.0.0.1:9")
     assert lines[0] == "fault owner/model is not on this machine and the hub cannot be reached."

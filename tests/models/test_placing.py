@@ -1,4 +1,4 @@
-"""Tokens that are read at places of their own, whatever the cells they lie in."""
+"""Tokens are read at their own positions, whatever cells they lie in."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_runs_read_together_are_the_runs_read_one_by_one(name: str) -> None:
     apart, _ = read(model, thin, *ends)
     near, _ = read(model, Prompt(thin.ids), len(thin))
     assert mx.allclose(together, apart, atol=1e-4).item()
-    assert not mx.allclose(together, near, atol=1e-4).item(), "the places count"
-    assert layers[0].offset == len(thin), "cells are counted as ever"
+    assert not mx.allclose(together, near, atol=1e-4).item(), "positions count"
+    assert layers[0].offset == len(thin), "the cache counts cells"
 
 
 def test_a_thinned_prompt_that_has_every_token_is_the_prompt_to_the_bit() -> None:
@@ -79,7 +79,7 @@ def layers_of(model: Any) -> Callable[[], list[Any]]:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "glm4", "deepseek_v3", "mixtral"])
-def test_attention_models_can_skip(name: str) -> None:
+def test_prompts_of_attention_models_can_be_thinned(name: str) -> None:
     model = build(name)
     assert why_not_sparse(model, layers_of(model)) is None
 
@@ -95,6 +95,6 @@ def test_attention_models_can_skip(name: str) -> None:
         ("phi3small", "positions are not those"),
     ],
 )
-def test_others_are_refused_with_a_reason(name: str, why: str) -> None:
+def test_other_models_are_refused_with_a_reason(name: str, why: str) -> None:
     model = build(name)
     assert why in (why_not_sparse(model, layers_of(model)) or "")

@@ -52,12 +52,14 @@ def test_rows_are_scored_in_pieces_that_do_not_show(n: int, top: int) -> None:
     vocab = 50
     logits = mx.random.normal((n, vocab), key=mx.random.key(n))
     tokens = np.random.default_rng(n).integers(0, vocab, n)
-    found = score(logits.astype(mx.bfloat16), tokens, top=top).read()
+    logprobs = score(logits.astype(mx.bfloat16), tokens, top=top).read()
     rows = np.array(logits.astype(mx.bfloat16).astype(mx.float32), dtype=np.float64)
     normal = rows - np.log(np.exp(rows).sum(-1, keepdims=True))
-    assert [f.token for f in found] == tokens.tolist()
-    assert [f.logprob for f in found] == pytest.approx(normal[range(n), tokens].tolist(), abs=1e-5)
-    for row, each in zip(normal, found, strict=True):
+    assert [f.token for f in logprobs] == tokens.tolist()
+    assert [f.logprob for f in logprobs] == pytest.approx(
+        normal[range(n), tokens].tolist(), abs=1e-5
+    )
+    for row, each in zip(normal, logprobs, strict=True):
         assert len(each.top) == min(top, vocab - 1)
         values = [value for _, value in each.top]
         assert values == sorted(values, reverse=True)

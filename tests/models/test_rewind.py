@@ -1,4 +1,4 @@
-"""What wrong guesses leave in the caches: nothing, to the bit, where the steps have the same shapes."""
+"""Wrong drafts leave nothing in the caches, to the bit, where the steps have the same shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from firn.cache.codecs import At
 from firn.cache.layout import Layout
 from firn.models.padding import in_blocks
 from firn.models.ragged import ALL_COLUMNS, Columns
-from firn.models.rewind import Step, is_rewindable, ready
+from firn.models.rewind import RaggedStep, is_rewindable, ready
 from firn.models.selfcheck import prefilled
 from tests.models.test_speculation import KINDS
 from tests.zoo import build
@@ -23,7 +23,7 @@ from tests.zoo import build
 LENGTHS = (19, 40, 33)
 FED = 4
 RIGHT = (1, 3, 2)
-"""Of the tokens fed, those that each row keeps where it can keep a part."""
+"""How many of the tokens fed each row keeps, if it can keep a part."""
 
 
 def text(row: int, n: int) -> list[int]:
@@ -43,12 +43,12 @@ def caches(model: Any, n_rows: int, *, columns: Columns) -> list[Any]:
 def take(
     model: Any, layers: list[Any], fed: list[list[int]], kept: Sequence[int], *, columns: Columns
 ) -> None:
-    step = Step(layers, [len(f) for f in fed], FED)
+    step = RaggedStep(layers, [len(f) for f in fed], FED)
     mx.eval(model(mx.array(fed), cache=in_blocks(layers, columns)))
     step.settle(kept)
 
 
-def held(layers: list[Any], layout: Layout, lengths: Sequence[int]) -> list[bytes]:
+def recorded(layers: list[Any], layout: Layout, lengths: Sequence[int]) -> list[bytes]:
     """All that the rows' records would be made of, to the bit."""
     out = []
     for i, n in enumerate(lengths):
@@ -74,16 +74,16 @@ def test_rejected_tokens_leave_no_bit(name: str, n_rows: int, columns: Columns) 
         for i, (r, k) in enumerate(zip(right, kept, strict=True))
     ]
     other = copy.deepcopy(layers)
-    before = held(layers, layout, lengths)
+    before = recorded(layers, layout, lengths)
     assert before
     take(model, layers, wrong, kept, columns=columns)
     if partly:
         take(model, other, right, kept, columns=columns)
         after = [n + k for n, k in zip(lengths, kept, strict=True)]
-        assert held(layers, layout, after) == held(other, layout, after)
+        assert recorded(layers, layout, after) == recorded(other, layout, after)
     else:
-        assert held(layers, layout, lengths) == before
+        assert recorded(layers, layout, lengths) == before
         take(model, layers, right, [FED] * n_rows, columns=columns)
         take(model, other, right, [FED] * n_rows, columns=columns)
         after = [n + FED for n in lengths]
-        assert held(layers, layout, after) == held(other, layout, after) != before
+        assert recorded(layers, layout, after) == recorded(other, layout, after) != before

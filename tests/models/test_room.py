@@ -1,4 +1,4 @@
-"""A prompt's caches are as long as it from the first chunk on, and grow little by little behind it."""
+"""A prompt's caches hold all of it from the first chunk on, and grow in small steps after it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def feed(layer: Any, n_tokens: int, seed: int = 0) -> None:
 
 
 @pytest.mark.parametrize("make", [KVCache, QuantizedKVCache])
-def test_one_allocation_for_a_prompt_and_small_ones_behind_it(make: Any) -> None:
+def test_one_allocation_for_a_prompt_and_small_ones_after_it(make: Any) -> None:
     layer = make()
     for start in range(0, 3000, 500):
         give_room([layer], 3000)
@@ -39,7 +39,7 @@ def test_one_allocation_for_a_prompt_and_small_ones_behind_it(make: Any) -> None
     assert keys(layer).shape[-2] <= 3000 + 400 + 512
 
 
-def test_what_is_read_is_the_same_as_without() -> None:
+def test_caches_with_room_hold_the_same_keys() -> None:
     plain, roomy = KVCache(), KVCache()
     for n, start in ((100, 0), (300, 1), (64, 2), (1, 3)):
         give_room([roomy], 464)
@@ -69,7 +69,7 @@ def test_windows_keep_their_own_step_and_nested_caches_are_found() -> None:
     assert nested.step == 256
 
 
-def test_the_runner_gives_it_and_takes_it_back() -> None:
+def test_the_runner_makes_room_for_a_prompt_and_ends_it_after() -> None:
     model, make_layers = tiny("qwen3")()
     runner = Runner(model, model_info(model, make_layers), make_layers=make_layers, max_rows=4)
     prompt = Prompt(np.arange(900, dtype=np.int64) % 50)

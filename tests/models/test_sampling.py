@@ -146,11 +146,11 @@ def test_settings_are_each_rows_own() -> None:
     seen: list[set[int]] = [set() for _ in rows]
     pickers = [picker_of(replace(s, seed=i)) for i, s in enumerate(rows)]
     for _ in range(300):
-        for found, token in zip(seen, picked(logits, pickers), strict=True):
-            found.add(token)
+        for tokens, token in zip(seen, picked(logits, pickers), strict=True):
+            tokens.add(token)
     assert seen[0] == {int(logits[0].argmax())}
-    for row, s, found in zip(logits[1:], rows[1:], seen[1:], strict=True):
-        assert found == support(row, s)
+    for row, s, tokens in zip(logits[1:], rows[1:], seen[1:], strict=True):
+        assert tokens == support(row, s)
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e-6, 1e-30, 1e-40, 5e-324])
@@ -177,8 +177,8 @@ def test_draws_follow_the_distribution(temperature: float) -> None:
 def draws(pickers: Sequence[Picker], n: int, *, seed: int = 4) -> list[list[int]]:
     """n tokens of each row; a row's logits do not depend on the others'."""
     steps = [logits_of(seed + i)[0] for i in range(n)]
-    found = [picked(np.repeat(step[None], len(pickers), axis=0), pickers) for step in steps]
-    return [list(row) for row in zip(*found, strict=True)]
+    by_step = [picked(np.repeat(step[None], len(pickers), axis=0), pickers) for step in steps]
+    return [list(row) for row in zip(*by_step, strict=True)]
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_any_company() -> None:
@@ -193,13 +193,13 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_any_company() -> None:
 
 def test_seeds_and_choices_differ() -> None:
     pickers = [picker_of(Sampling(seed=s), choice=c) for s in (0, 1, 2, -1) for c in range(3)]
-    found = draws(pickers, 30)
-    assert len({tuple(row) for row in found}) == len(pickers)
+    replies = draws(pickers, 30)
+    assert len({tuple(row) for row in replies}) == len(pickers)
 
 
 def test_without_a_seed_no_two_requests_agree() -> None:
-    found = draws([picker_of(Sampling()) for _ in range(8)], 30)
-    assert len({tuple(row) for row in found}) == 8
+    replies = draws([picker_of(Sampling()) for _ in range(8)], 30)
+    assert len({tuple(row) for row in replies}) == 8
 
 
 def test_a_replayed_picker_goes_on_where_the_first_one_was() -> None:
@@ -304,7 +304,7 @@ def test_a_prompt_counts_for_repetition_only() -> None:
 
 
 def test_prompt_tokens_outside_the_logits_are_nothing_to_penalise() -> None:
-    """A prompt may have ids beyond them, as those of pictures; the rest of it counts as ever."""
+    """A prompt may have ids beyond them, such as a picture's; the rest of it counts as usual."""
     logits = logits_of(7)
     best = int(logits[0].argmax())
     s = Sampling(temperature=0.0, repetition_penalty=100.0)
@@ -350,22 +350,22 @@ def test_logprobs_are_of_the_raw_logits(sampling: Sampling) -> None:
     for i in range(10):
         logits = logits_of(200 + i)
         picks = pick(mx.array(logits), [picker])
-        (found,) = read_logprobs(picks, [picker])
-        assert found is not None
+        (logprob,) = read_logprobs(picks, [picker])
+        assert logprob is not None
         want = log_softmax(logits[0])
-        assert found.token == picks.tokens.tolist()[0]
-        assert found.logprob == pytest.approx(want[found.token], abs=1e-4)
+        assert logprob.token == picks.tokens.tolist()[0]
+        assert logprob.logprob == pytest.approx(want[logprob.token], abs=1e-4)
         order = np.argsort(-want)[:20]
-        assert [t for t, _ in found.top] == order.tolist()
-        assert [p for _, p in found.top] == pytest.approx(want[order].tolist(), abs=1e-4)
+        assert [t for t, _ in logprob.top] == order.tolist()
+        assert [p for _, p in logprob.top] == pytest.approx(want[order].tolist(), abs=1e-4)
 
 
 def test_each_row_gets_the_logprobs_it_asked_for() -> None:
     wanted = [None, 0, 1, 5, None, 20, VOCAB + 10]
     pickers = [picker_of(Sampling(seed=i), top_logprobs=k) for i, k in enumerate(wanted)]
     logits = logits_of(9, len(wanted))
-    found = read_logprobs(pick(mx.array(logits), pickers), pickers)
-    for k, logprob, row in zip(wanted, found, logits, strict=True):
+    logprobs = read_logprobs(pick(mx.array(logits), pickers), pickers)
+    for k, logprob, row in zip(wanted, logprobs, logits, strict=True):
         if k is None:
             assert logprob is None
             continue
@@ -385,10 +385,10 @@ def test_half_precision_logits_are_read_as_they_are() -> None:
     logits = logits_of(10)
     half = mx.array(logits).astype(mx.bfloat16)
     picker = picker_of(Sampling(temperature=0.0), top_logprobs=3)
-    (found,) = read_logprobs(pick(half, [picker]), [picker])
-    assert found is not None
+    (logprob,) = read_logprobs(pick(half, [picker]), [picker])
+    assert logprob is not None
     want = log_softmax(np.array(half.astype(mx.float32))[0])
-    assert found.logprob == pytest.approx(want.max(), abs=1e-4)
+    assert logprob.logprob == pytest.approx(want.max(), abs=1e-4)
 
 
 # --- a mixed batch -------------------------------------------------------------------------
@@ -429,13 +429,13 @@ def test_mixed_settings_in_one_batch_are_each_row_alone() -> None:
             assert_close(logprobs[i], logprob)
 
 
-def assert_close(found: TokenLogprob | None, want: TokenLogprob | None) -> None:
-    if found is None or want is None:
-        assert found is want
+def assert_close(got: TokenLogprob | None, want: TokenLogprob | None) -> None:
+    if got is None or want is None:
+        assert got is want
         return
-    assert found.token == want.token
-    assert found.logprob == pytest.approx(want.logprob, abs=1e-5)
-    assert [p for _, p in found.top] == pytest.approx([p for _, p in want.top], abs=1e-5)
+    assert got.token == want.token
+    assert got.logprob == pytest.approx(want.logprob, abs=1e-5)
+    assert [p for _, p in got.top] == pytest.approx([p for _, p in want.top], abs=1e-5)
 
 
 # --- memory --------------------------------------------------------------------------------

@@ -36,13 +36,13 @@ def by_anchor(n: int) -> Schema:
 
 
 def by_id(n: int) -> Schema:
-    """Below an id a pointer begins there; at the same place of the whole stands something else."""
+    """Inside a part with an id a pointer starts at that part; the root has something else there."""
     defs = chain(n, listed)["$defs"]
     inner = {"$id": "http://x/inner", "$defs": defs, **ref(0)}
     return {"$defs": {f"d{i}": {} for i in range(n)}, "items": inner}
 
 
-def one_circle(n: int) -> Schema:
+def one_cycle(n: int) -> Schema:
     """Each definition leads to some of the others, and from there to all."""
     defs = {f"d{i}": {"items": {"anyOf": [ref((i + k) % n) for k in (2, 3)]}} for i in range(n)}
     return {"$defs": defs, **ref(0)}
@@ -53,19 +53,19 @@ DEEP = {
     "lists": chain(1500, listed),
     "anchors": by_anchor(3000),
     "ids": by_id(1500),
-    "a circle": one_circle(400),
+    "a cycle": one_cycle(400),
 }
 
 
 @pytest.mark.parametrize("name", DEEP)
-def test_too_deep(name: str) -> None:
+def test_a_schema_that_leads_too_deep_is_refused(name: str) -> None:
     made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
     with pytest.raises(InvalidValue, match="levels deep"):
         made.compile(Grammar("json_schema", json.dumps(DEEP[name]), param="response_format"))
 
 
 @pytest.mark.parametrize("name", DEEP)
-def test_a_tool_with_such_a_schema_is_held_to_nothing_of_it(name: str) -> None:
+def test_nothing_of_a_tools_schema_that_is_too_deep_is_enforced(name: str) -> None:
     made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
     assert made.soften(DEEP[name]) == SoftenedSchema({"type": "object"}, ("#",))
 
@@ -75,14 +75,14 @@ def optional(inner: Schema) -> Schema:
 
 
 @pytest.mark.parametrize("wrap", [listed, optional])
-def test_what_is_almost_too_deep(wrap: Callable[[Schema], Schema]) -> None:
+def test_a_schema_that_is_almost_too_deep_is_compiled(wrap: Callable[[Schema], Schema]) -> None:
     schema = chain(MAX_DEPTH // 2 - 2, wrap)
     assert not is_too_deep(schema)
     made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
     made.compile(Grammar("json_schema", json.dumps(schema)))
 
 
-def test_what_is_only_wide_is_not_deep() -> None:
+def test_a_wide_schema_is_not_too_deep() -> None:
     wide = {
         "$defs": {f"d{i}": listed({"type": "string"}) for i in range(5000)},
         "anyOf": [ref(i) for i in range(5000)],
@@ -90,7 +90,7 @@ def test_what_is_only_wide_is_not_deep() -> None:
     assert not is_too_deep(wide)
 
 
-def test_what_contains_itself_is_not_deep() -> None:
+def test_a_recursive_schema_is_not_too_deep() -> None:
     tree = {"type": "object", "properties": {f"p{i}": {"$ref": "#"} for i in range(5000)}}
     assert not is_too_deep(tree)
     assert not is_too_deep(chain(MAX_DEPTH // 4, listed))

@@ -39,11 +39,11 @@ def scores_of(scorer: Any, prompt: Prompt, *, slice_tokens: int = 64) -> tuple[S
     while not scorer.settle(reading):
         scorer.read(reading, slice_tokens)
         n += 1
-    found = scorer.scores(reading)
+    scores = scorer.scores(reading)
     assert scorer.n_left(reading) == 0
     scorer.close_reading(reading)
     scorer.close_reading(reading)
-    return found, n
+    return scores, n
 
 
 def by_hand(model: Any, prompt: Prompt) -> Scores:
@@ -71,10 +71,10 @@ def by_hand(model: Any, prompt: Prompt) -> Scores:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_scores_are_the_most_that_any_head_attends(name: str) -> None:
+def test_scores_are_the_largest_weights_of_any_head(name: str) -> None:
     prompt = prompt_of(200)
-    found, n_slices = scores_of(made(name), prompt)
-    assert np.allclose(found, by_hand(build(name), prompt), atol=1e-4)
+    scores, n_slices = scores_of(made(name), prompt)
+    assert np.allclose(scores, by_hand(build(name), prompt), atol=1e-4)
     assert n_slices == 4 + N_LOOKAHEAD + 1
 
 
@@ -90,7 +90,7 @@ def test_slices_change_nothing_and_a_prompt_that_was_read_is_not_read_again() ->
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text"])
-def test_all_tokens_are_said_at_once_where_nobody_waits(name: str) -> None:
+def test_the_lookahead_is_one_slice_while_nobody_waits(name: str) -> None:
     """And what is stored on the way is the same."""
     scorer, prompt = made(name), prompt_of(300)
     patient, _ = scores_of(made(name), prompt)
@@ -119,15 +119,15 @@ def test_padded_chunks_of_few_shapes_change_nothing() -> None:
     assert not padded._cache.stats.faults
 
 
-def test_what_it_says_itself_is_never_stored() -> None:
-    """Its rows go on behind the prompt with what it guesses the reply to be."""
+def test_the_lookahead_is_never_stored() -> None:
+    """Its rows go on after the prompt with the first tokens of a reply of its own."""
     scorer, prompt = made("llama"), prompt_of(96)
     scores_of(scorer, prompt)
     tree = scorer._cache.records.tree
     assert max(node.end for node in nodes_of(tree)) == len(prompt) - 1
 
 
-def test_one_that_is_given_up_keeps_what_it_has_read() -> None:
+def test_a_reading_that_is_given_up_keeps_what_it_has_read() -> None:
     scorer, prompt = made("llama"), prompt_of(300)
     reading = scorer.open(prompt, EVERYONE, CacheControl())
     scorer.read(reading, 128)
@@ -137,18 +137,18 @@ def test_one_that_is_given_up_keeps_what_it_has_read() -> None:
     assert n == 3 + N_LOOKAHEAD + 1
 
 
-def test_a_hybrid_is_heard_by_its_attention_layers() -> None:
-    found, _ = scores_of(made("qwen3_next"), prompt_of(150))
-    assert len(found) == 150
-    assert np.all(found > 0)
+def test_a_hybrid_scores_by_its_attention_layers() -> None:
+    scores, _ = scores_of(made("qwen3_next"), prompt_of(150))
+    assert len(scores) == 150
+    assert np.all(scores > 0)
 
 
 @pytest.mark.parametrize("n", [1, 22, 23, 60])
-def test_windows_that_become_full_are_heard_no_more(n: int) -> None:
+def test_windows_that_become_full_no_longer_count(n: int) -> None:
     """Layers with a window of 32 tokens see all of a short prompt, until the reply is longer."""
-    found, _ = scores_of(made("gemma3_text"), prompt_of(n))
-    assert len(found) == n
-    assert np.all(found > 0)
+    scores, _ = scores_of(made("gemma3_text"), prompt_of(n))
+    assert len(scores) == n
+    assert np.all(scores > 0)
 
 
 def test_a_prompt_longer_than_every_window_cannot_be_scored() -> None:
@@ -160,7 +160,7 @@ def test_a_prompt_longer_than_every_window_cannot_be_scored() -> None:
         scores_of(scorer, prompt_of(200))
 
 
-def test_tiny_prompts_and_ids_that_it_does_not_know() -> None:
+def test_tiny_prompts_and_unknown_ids_are_scored() -> None:
     for n in (1, 2, 33):
         assert len(scores_of(made("llama"), prompt_of(n))[0]) == n
     strange = Prompt(np.full(40, VOCAB_SIZE + 1000))

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from firn.models.batch import can_batch
+from firn.models.batch import why_not_batchable
 from firn.models.selfcheck import batch_fault
 from tests.models.alone import with_caches
 from tests.zoo import build
@@ -15,13 +15,13 @@ from tests.zoo import build
 
 def fault_of(name: str, *, dtype: mx.Dtype = mx.float32) -> str | None:
     model, make_layers = with_caches(build(name, dtype=dtype))
-    return can_batch(make_layers()) or batch_fault(model, make_layers, name)
+    return why_not_batchable(make_layers()) or batch_fault(model, make_layers, name)
 
 
 @pytest.mark.parametrize(
     "name", ["qwen3", "gemma3_text", "qwen3_next", "mamba2", "falcon_h1", "qwen3_moe"]
 )
-def test_a_model_that_batches_is_let_through(name: str) -> None:
+def test_a_model_that_batches_has_no_fault(name: str) -> None:
     assert fault_of(name) is None
 
 
@@ -40,7 +40,7 @@ def test_the_rounding_of_half_precision_is_no_fault(name: str) -> None:
         ("llama4", "ChunkedKVCache"),  # has no batched form, and says so
     ],
 )
-def test_a_model_that_does_not_says_why(name: str, why: str) -> None:
+def test_a_model_that_cannot_be_batched_says_why(name: str, why: str) -> None:
     fault = fault_of(name)
     assert fault is not None
     assert why in fault
@@ -60,14 +60,14 @@ class Ruled:
 
 
 @pytest.mark.parametrize(("batched", "fine"), [(-mx.inf, True), (0.0, False)])
-def test_tokens_that_a_model_rules_out(batched: float, fine: bool) -> None:
+def test_a_batch_must_rule_out_the_same_tokens(batched: float, fine: bool) -> None:
     model = Ruled(batched=batched)
     _, make_layers = with_caches(model.model)
     fault = batch_fault(model, make_layers, "qwen3")
     assert (fault is None) is fine
 
 
-def test_a_batch_that_makes_no_numbers_is_a_fault() -> None:
+def test_a_batch_of_nans_is_a_fault() -> None:
     class Broken(Ruled):
         def __call__(self, ids: mx.array, *, cache: list[Any]) -> mx.array:
             logits: mx.array = self.model(ids, cache=cache)

@@ -85,7 +85,7 @@ def test_a_wide_chunk_in_a_full_ones_place_leaves_the_same_past(
         assert mx.allclose(mine, theirs, atol=1e-4)
 
 
-def test_what_was_padded_is_decoded_alike() -> None:
+def test_replies_after_padded_chunks_are_the_same() -> None:
     prompt = prompt_of(120)
     texts = []
     for few in (False, True):
@@ -112,7 +112,7 @@ def test_prompts_of_any_length_are_read_in_few_shapes() -> None:
     assert len(set(seen)) <= 6, seen
 
 
-def test_full_chunks_in_their_place_are_left_alone() -> None:
+def test_full_chunks_in_their_place_are_not_padded() -> None:
     layer = KVCache()
     give_room([layer], 3 * FULL, few_shapes=True)
     zeros = mx.zeros((1, 2, FULL, 8))
@@ -171,16 +171,16 @@ def test_growing_goes_from_one_size_to_the_next() -> None:
 
 def test_scores_of_the_prompt_are_those_of_its_tokens() -> None:
     prompt = prompt_of(90)
-    found = []
+    logprobs = []
     for few in (False, True):
         runner, _ = make_runner("qwen3", few=few)
         row = runner.start(None)
         runner.prefill(row, prompt, 20, top_logprobs=2)
         scores = runner.settle(row)
         runner.prefill(row, prompt, 89, top_logprobs=2)
-        found.append([*scores, *runner.settle(row)])
-    assert len(found[0]) == len(found[1]) == 89
-    for a, b in zip(*found, strict=True):
+        logprobs.append([*scores, *runner.settle(row)])
+    assert len(logprobs[0]) == len(logprobs[1]) == 89
+    for a, b in zip(*logprobs, strict=True):
         assert a.token == b.token
         assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
 
@@ -212,12 +212,12 @@ def test_a_window_in_the_mask_is_kept() -> None:
     assert masks.get(2) is masks.get(2)
 
 
-def test_a_model_that_takes_its_mask_for_booleans_is_found_out() -> None:
+def test_a_model_that_takes_its_mask_for_booleans_is_refused() -> None:
     with pytest.raises(ValueError, match="different"):
         few_shapes(*tiny("deepseek_v3")())
 
 
-def test_a_model_is_tried_first() -> None:
+def test_a_model_that_fails_the_trial_is_refused() -> None:
     model, make_layers = tiny("qwen3")()
     assert few_shapes(model, make_layers).fit(make_layers(), 3) is not None
     hybrid, make_hybrid = tiny("qwen3_next")()

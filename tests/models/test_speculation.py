@@ -34,7 +34,7 @@ KINDS = {
 }
 every_kind = pytest.mark.parametrize("name", KINDS)
 MASK_BY_HAND = ("deepseek_v3", "deepseek_v32")
-"""Their attention takes masks of truth values only."""
+"""Their attention takes boolean masks only."""
 RIGHT = {"always": 1.0, "never": 0.0, "often": 0.7}
 SAMPLINGS = {
     "greedy": GREEDY,
@@ -54,12 +54,12 @@ Story = list[tuple[list[int], int, int, Sampling]]
 
 def story(seed: int, *, samplings: Sequence[Sampling], n_requests: int = 8) -> Story:
     rng = random.Random(seed)
-    found: Story = []
+    requests: Story = []
     for i in range(n_requests):
         prompt = prompt_of(rng, rng.choice([3, 20, 31, 33, 64, 100]))
         n = 2 if i % 4 == 3 else 1
-        found.append((prompt, rng.randint(5, 40), n, samplings[i % len(samplings)]))
-    return found
+        requests.append((prompt, rng.randint(5, 40), n, samplings[i % len(samplings)]))
+    return requests
 
 
 def tell(harness: Harness, requests: Story) -> list[Result]:
@@ -152,7 +152,7 @@ def test_steps_of_few_shapes_say_the_same(name: str) -> None:
 
 @every_kind
 def test_what_is_stored_is_what_was_accepted(name: str) -> None:
-    """A second turn resumes behind the first reply, which was written with wrong guesses in between."""
+    """A second turn resumes after the first reply, which was written with wrong drafts in between."""
     requests = story(2, samplings=[GREEDY], n_requests=4)
     requests = [(p, n + 50, 1, s) for p, n, _, s in requests]
     options: dict[str, Any] = {"chunk": 32, "block": 32, "max_rows": 3}
@@ -184,7 +184,7 @@ def test_what_is_stored_is_what_was_accepted(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next"])
 @pytest.mark.parametrize("right", [1.0, 0.5])
-def test_forced_tokens_are_drafts_that_come_true(name: str, right: float) -> None:
+def test_forced_tokens_are_drafts_that_are_right(name: str, right: float) -> None:
     rng = random.Random(5)
     prompts = [prompt_of(rng, n) for n in (20, 50, 40)]
     forced = [20, 21, 22, 23]
@@ -212,7 +212,7 @@ def test_forced_tokens_are_drafts_that_come_true(name: str, right: float) -> Non
 
 
 @pytest.mark.parametrize("right", [1.0, 0.0, 0.6])
-def test_a_reply_ends_at_its_end_token_whatever_was_guessed_behind_it(right: float) -> None:
+def test_a_reply_ends_at_its_end_token_whatever_was_drafted_after_it(right: float) -> None:
     rng = random.Random(6)
     prompts = [prompt_of(rng, 20) for _ in range(4)]
     with running(plain("qwen3"), cache_nbytes=None) as harness:
@@ -229,7 +229,7 @@ def test_a_reply_ends_at_its_end_token_whatever_was_guessed_behind_it(right: flo
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_next"])
-def test_grammars_hold_and_what_they_force_is_guessed(name: str) -> None:
+def test_grammars_hold_and_what_they_force_is_drafted(name: str) -> None:
     schema = json.dumps(
         {
             "type": "object",
@@ -295,15 +295,15 @@ def test_cancelled_rows_leave_the_others_undisturbed() -> None:
             got = [harness.submit(p, 60) for p in prompts]
             gone = [harness.submit(prompt_of(rng, 30), 100_000) for _ in range(2)]
             got[round_].wait()
-            for one in gone:
-                harness.engine.cancel(next(i for i, r in harness.results.items() if r is one))
+            for result in gone:
+                harness.engine.cancel(next(i for i, r in harness.results.items() if r is result))
             for g, w in zip(got, want, strict=True):
                 assert_equal(g.wait(), w)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next", "llama4"])
-def test_a_prediction_of_the_reply_to_a_single_token(name: str) -> None:
-    """The caches are empty when the first guesses are there."""
+def test_a_prediction_is_used_from_an_empty_cache_on(name: str) -> None:
+    """The caches are empty when the first draft is there."""
     with running(plain(name), cache_nbytes=None) as harness:
         want = harness.ask([20], 40)
     speculation = Bold(Lookup(), least=5)
@@ -312,7 +312,7 @@ def test_a_prediction_of_the_reply_to_a_single_token(name: str) -> None:
     assert speculation.totals.n_accepted > 20
 
 
-def test_nothing_is_guessed_beyond_the_end_of_a_reply() -> None:
+def test_nothing_is_drafted_beyond_the_end_of_a_reply() -> None:
     prompt = prompt_of(random.Random(14), 30)
     with running(plain("qwen3"), cache_nbytes=None) as harness:
         want = harness.ask(prompt, 60)
@@ -323,7 +323,7 @@ def test_nothing_is_guessed_beyond_the_end_of_a_reply() -> None:
     assert speculation.totals.n_taken == 20
 
 
-def test_a_request_may_do_without_beside_others_that_do_not() -> None:
+def test_a_request_without_speculation_runs_beside_others_with_it() -> None:
     rng = random.Random(12)
     prompts = [prompt_of(rng, 30) for _ in range(4)]
     with running(plain("qwen3"), cache_nbytes=None) as harness:
@@ -358,15 +358,16 @@ def test_models_that_ignore_lengths_draft_alone(name: str) -> None:
         assert totals.n_accepted > 0
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, "gemma3n"])
 def test_a_step_of_unequal_rows_is_tried_at_load(name: str) -> None:
+    """gemma3n: its last layers use the keys and values of an earlier one."""
     model = build(name)
     assert rewind_fault(model, lambda: list(make_prompt_cache(model))) is None
     if name != "llama4":  # whose rows never share a step
         assert ragged_fault(model, lambda: list(make_prompt_cache(model))) is None
 
 
-def test_a_model_whose_steps_leave_traces_guesses_nothing() -> None:
+def test_a_model_whose_steps_leave_traces_drafts_nothing() -> None:
     model = build("phi3small")  # its blocks look ahead
     why = rewind_fault(model, lambda: list(make_prompt_cache(model)))
     assert why is not None

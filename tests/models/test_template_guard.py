@@ -43,14 +43,14 @@ TEMPLATES = {
 
 
 def render(source: str, **variables: Any) -> str:
-    found, _ = chat_template_utils.render_jinja_template(
+    rendered, _ = chat_template_utils.render_jinja_template(
         [MESSAGES], chat_template=source, add_generation_prompt=True, **variables
     )
-    return str(found[0])
+    return str(rendered[0])
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_it_renders_as_it_did(name: str) -> None:
+def test_a_guarded_template_renders_as_before(name: str) -> None:
     source = TEMPLATES[name] + "{# of its own #}"
     before = render(source)
     guard(source)
@@ -63,10 +63,10 @@ def test_it_renders_as_it_did(name: str) -> None:
 
 
 def nested(depth: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    value: dict[str, Any] = {}
     for _ in range(depth):
-        found = {"inner": found}
-    return found
+        value = {"inner": value}
+    return value
 
 
 ENDLESS = {
@@ -113,13 +113,13 @@ def test_no_template_renders_for_good(name: str, monkeypatch: pytest.MonkeyPatch
         "{{ 10 ** (n * n) }}",
     ],
 )
-def test_no_product_fills_the_memory(source: str) -> None:
+def test_no_multiplication_or_power_fills_the_memory(source: str) -> None:
     guard(source)
     with pytest.raises(RenderTooSlow):
         render(source, n=2**40)
 
 
-def test_a_request_that_is_given_up_is_told(
+def test_a_template_that_takes_too_long_is_the_requests_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(template_guard, "RENDER_LIMIT_S", 0.02)
@@ -129,6 +129,6 @@ def test_a_request_that_is_given_up_is_told(
         made.render(MESSAGES[:2], tools=None, kwargs={})
 
 
-def test_a_template_with_a_mistake_is_still_told_so() -> None:
+def test_a_template_with_a_mistake_still_raises_its_syntax_error() -> None:
     with pytest.raises(jinja2.TemplateSyntaxError):
         guard("{% for %}")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from firn.models.timing import DEPTH, Split, measure
+from firn.models.timing import DEPTH, TimeSplit, measure
 from tests.zoo import build
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba2", "gemma3_text", "qwen3_next"])
-def test_a_chunk_and_a_step(name: str) -> None:
+def test_a_chunk_and_a_step_are_split_into_parts(name: str) -> None:
     model = build(name)
     timing = measure(model, lambda: make_prompt_cache(model), chunk=DEPTH // 4)
     assert (timing.prefill.n_tokens, timing.decode.n_tokens) == (DEPTH // 4, 1)
@@ -22,5 +22,5 @@ def test_a_chunk_and_a_step(name: str) -> None:
 
 
 def test_the_rest_is_never_negative() -> None:
-    assert Split(1, 1.0, 0.2, 0.3, 0.1).rest_s == pytest.approx(0.4)
-    assert Split(1, 1.0, 0.9, 0.3, 0.1).rest_s == 0
+    assert TimeSplit(1, 1.0, 0.2, 0.3, 0.1).rest_s == pytest.approx(0.4)
+    assert TimeSplit(1, 1.0, 0.9, 0.3, 0.1).rest_s == 0

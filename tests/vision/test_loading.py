@@ -92,7 +92,7 @@ def test_it_loads_and_describes_itself(name: str) -> None:
     assert loaded.info.batchable, loaded.info.unbatchable_why
     assert loaded.info.whole_pictures == (name == "gemma4")
     assert loaded.info.dtype == "float32"
-    assert loaded.inputs is loaded.model
+    assert loaded.arguments is loaded.model
 
 
 def test_pictures_are_ready_before_any_weight_is_read(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from firn.config import Config, default_cache_dir
 from firn.engine import EngineLimits
 from firn.models import cpu, cuda, loader
 from firn.models import device as devices
+from firn.models.call_arguments import IdsOnly
 from firn.models.cpu.blas import Blas
 from firn.models.cpu.dtype import Choice as CpuDtype
 from firn.models.cpu.threads import Threads
-from firn.models.inputs import IdsOnly
 from firn.models.mtp import MtpModel
 from firn.models.selfcheck import CHUNKS_MATTER
 from firn.models.shapes import FewShapes, few_shapes
@@ -103,7 +103,7 @@ def shapes_of(loaded: loader.LoadedModel, compute: ComputeSettings) -> FewShapes
     stays exact. Ranks must not use it: they would come to read different shapes."""
     if compute.device.kind != "cuda" or compute.exact:
         return None
-    if not isinstance(loaded.inputs, IdsOnly) or isinstance(loaded.model, MtpModel):
+    if not isinstance(loaded.arguments, IdsOnly) or isinstance(loaded.model, MtpModel):
         return None
     try:
         return few_shapes(loaded.model, loaded.make_layers)

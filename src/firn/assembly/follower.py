@@ -78,7 +78,7 @@ def follow(config: Config, member: RankMember) -> int:
 def _build(config: Config, member: RankMember, follower: Follower) -> FollowerLoop:
     settings, folder = _checked(config, member, follower)
     name = served_name(config)
-    before = beside_others(devices.look(devices.device()))
+    before = beside_others(devices.machine_memory(devices.device()))
     compute = compute_settings(config, str(settings["model_type"]), name)
     (cpu_dtype,) = follower.expect("load").args
     compute = replace(compute, cpu_dtype=cpu_dtype)
@@ -108,7 +108,7 @@ def _build(config: Config, member: RankMember, follower: Follower) -> FollowerLo
         replace(loaded.info, batchable=batchable),
         make_layers=loaded.make_layers,
         max_rows=config.engine.max_concurrency,
-        inputs=loaded.inputs,
+        arguments=loaded.arguments,
         threads=threads_of(loaded, compute),
     )
     return FollowerLoop(follower, runner.follow(member.group), slices)

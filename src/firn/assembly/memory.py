@@ -237,7 +237,7 @@ def watch_engine(
     is_fixed = is_sharded or front is not None or device.kind == "cuda"
     watch = MemoryWatch(
         planned,
-        look=lambda: devices.look(device),
+        look=lambda: devices.machine_memory(device),
         used_nbytes=devices.used_nbytes,
         held_nbytes=lambda: engine.call(lambda parts: parts.budget.reserved_nbytes).result(
             ENGINE_S

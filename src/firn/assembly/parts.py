@@ -60,7 +60,7 @@ class ServerParts(EngineParts):
 def build_parts(spec: ServerSpec, wake: Callable[[], None]) -> ServerParts:
     """On the engine thread. wake: gets the engine to tick. Raises SetupError."""
     config, folder, leader_parts = spec.config, spec.folder, spec.leader_parts
-    machine = beside_others(devices.look(devices.device()), group=spec.front)
+    machine = beside_others(devices.machine_memory(devices.device()), group=spec.front)
     settings, recipe = loader.read_config(folder), embeddings.read_recipe(folder)
     compute = compute_settings(config, str(settings["model_type"]), spec.name)
     if leader_parts is not None:
@@ -212,7 +212,7 @@ def _runner(
     options: dict[str, Any] = {
         "make_layers": loaded.make_layers,
         "max_rows": spec.config.engine.max_concurrency,
-        "inputs": loaded.inputs,
+        "arguments": loaded.arguments,
         "threads": threads,
         "speculation": speculation,
     }

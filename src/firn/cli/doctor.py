@@ -28,7 +28,7 @@ from firn.host.machine import SystemMemory, disk_free, is_translated, memory
 
 if TYPE_CHECKING:
     from firn.models.inspect import DeviceReport, ModelReport
-    from firn.models.timing import Split
+    from firn.models.timing import TimeSplit
 
 GIB = 2**30
 # With less, neither a cache on disk nor a download makes sense.
@@ -254,7 +254,7 @@ def time_model(name: str) -> Iterator[Finding]:
     yield Finding("decode", _time_text(timing.decode))
 
 
-def _time_text(split: Split) -> str:
+def _time_text(split: TimeSplit) -> str:
     parts = {
         "products": split.products_s,
         "attention": split.attention_s,

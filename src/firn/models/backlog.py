@@ -1,10 +1,10 @@
 """What a group has consumed and its prediction head has not read yet.
 
-Only the head's own guesses and the records need its keys. So the head rests in steps without guesses:
-the tokens are kept, with the hidden states before them, and read in one go when somebody looks.
+Only the head's own drafts and the records need its keys. So the head skips steps without drafts: their
+tokens are kept, with the hidden states before them, and read in one pass when the keys are needed.
 
     the model's caches   # [0, n_tokens)
-    the head's KV        # [0, n_tokens - n_steps)
+    the head's KV        # [0, n_tokens - number of steps kept)
 
 Owner: the engine thread, through a group.
 """
@@ -20,17 +20,13 @@ from firn.models.mtp import MtpModel, split
 from firn.models.placing import shifted
 
 MAX_STEPS = 64
-"""Kept at most: a hidden state for each row and step."""
+"""Kept at most. Each step keeps a hidden state per row."""
 
 
 class HeadBacklog:
     def __init__(self, model: MtpModel) -> None:
         self._model = model
         self._steps: list[tuple[mx.array, mx.array]] = []
-
-    @property
-    def n_steps(self) -> int:
-        return len(self._steps)
 
     @property
     def is_full(self) -> bool:
@@ -41,7 +37,7 @@ class HeadBacklog:
         self._steps.append((ids, before))
 
     def read(self, layers: list[Any], gaps: Sequence[int]) -> None:
-        """Have the head's KV, one of the group's layers, hold what the others hold."""
+        """Let the head's KV, one of the group's layers, catch up with the others."""
         if not self._steps:
             return
         ids, before = (mx.stack(list(x), axis=1) for x in zip(*self._steps, strict=True))

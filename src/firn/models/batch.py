@@ -5,9 +5,9 @@ is a set of rows that take their decode steps together, on mlx-lm's batched cach
 one keeps the plain classes (no padding, no mask), so a lone request pays nothing for batching, and a
 model whose layers cannot batch is simply served in groups of one.
 
-A row that leaves a larger group leaves its seat behind, and the next one that joins is written into it:
-taking a row out, or putting one in, copies the caches of all the others. Where more are to follow, a
-group grows by as many seats as it has.
+A row that leaves a larger group leaves a vacant seat, and the next row to join is written into it:
+removing or adding a seat would copy the caches of all rows. While more rows are about to join, a group
+that grows doubles its seats.
 
 Owner: the engine thread, through the runner.
 """
@@ -25,12 +25,13 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import BatchKVCache
 
+from firn.core.ports import Restored
 from firn.core.values import Sampling
 from firn.models.carry import HiddenAt
 from firn.models.ragged import ALL_COLUMNS, Columns, RaggedCache
 from firn.models.rewind import plain, ready
-from firn.models.sampling import Picker, Picks, Scores, read_logprobs, to_host
-from firn.models.verify import Taken, Verification
+from firn.models.sampling import Picker, Picks, PromptScores, read_logprobs, to_host
+from firn.models.verify import TakenTokens, Verification
 
 if TYPE_CHECKING:
     from firn.models.backlog import HeadBacklog
@@ -40,32 +41,32 @@ BUFFER_TOKENS = 256
 MAX_WASTE = 2.0
 """A group is padded to its longest row: it holds at most this many cells for each one in use."""
 SLACK_TOKENS = 2048
-"""...but short rows share a group in any case: padding to this length costs less than a second step."""
+"""...but short rows always share a group: padding to this length costs less than a second step."""
 MAX_PADDING_TOKENS = 1 << 20
 """...as long as there is memory for the padding: cells that rows in one group do not use."""
 MAX_VACANT = 0.5
-"""Of a group's seats: a vacant one is computed along for nothing."""
+"""Share of a group's seats that may be vacant: each of them is computed for nothing."""
 VACANT_STEPS = 16
-"""How long a seat waits for somebody."""
+"""How many steps a vacant seat waits for a row."""
 MARGIN_FACTOR = 5
-"""How much dearer it is to copy a token's cells than to attend to them, times two: see `_margin`."""
+"""Twice the cost of copying a token's cells, relative to attending to them: see `_margin`."""
 
 
 @dataclass(eq=False)
 class Row:
     """One sequence on the device.
 
-    layers: its caches while it is alone; empty once it lives in a group.
+    layers: its caches while it is alone; empty once it is in a group.
     n_tokens: how many tokens the caches have consumed (decode steps in flight included).
-    alone: it shares no group with others.
-    forced: tokens that are not left to the sampler, by their position.
+    alone: it must not share a group.
+    forced: tokens that the sampler does not choose, by position.
     pending: tokens that are picked and not consumed. One, the newest, unless a step was taken back;
-    outdated while steps without drafts are in flight.
+    stale while steps without drafts are in flight.
     hidden: the states before each pending token, where the model has a prediction head.
     ends: tokens that end it. limit: how many tokens it may have in all, the prompt's included.
     shift: how far rotary positions are ahead of token counts, after the prompt's pictures.
-    gap: likewise, where some of the prompt was skipped: n_tokens counts what was read.
-    scores: those of the chunk that was dispatched last, where they were asked for.
+    gap: the same where part of the prompt was skipped: n_tokens counts what was read.
+    prompt_scores: of the chunk that was dispatched last, if they were asked for.
     """
 
     layers: list[Any]
@@ -80,7 +81,7 @@ class Row:
     hidden: list[HiddenAt] = field(default_factory=list)
     ends: frozenset[int] = frozenset()
     limit: int = 0
-    scores: Scores | None = None
+    prompt_scores: PromptScores | None = None
 
     @property
     def index(self) -> int:
@@ -88,7 +89,7 @@ class Row:
 
     @property
     def live_layers(self) -> list[Any]:
-        """Its caches, its group's where it is in one; all of them hold the same tokens."""
+        """Its caches, or its group's if it is in one; all of them hold the same tokens."""
         if self.group is None:
             return self.layers
         self.group.catch_up()
@@ -100,23 +101,23 @@ class Row:
 
 
 @dataclass(eq=False, slots=True)
-class Launched:
-    """A dispatched step that has not been collected yet."""
+class PlainStep:
+    """A dispatched step of one token a row, until it is collected."""
 
     rows: tuple[Row, ...]
     picks: Picks
-    flows: bool = False
+    is_pipelined: bool = False
     """It was dispatched while the step before it was in flight."""
     is_counted: bool = False
-    """The speculation knows what it took."""
-    _taken: list[Taken] | None = None
+    """The speculation has learnt from it."""
+    _taken: list[TakenTokens] | None = None
 
     @property
     def width(self) -> int:
         return 1
 
-    def read(self) -> list[Taken]:
-        """Its tokens, one a row. Waits for them the first time, and tells the rows' grammars."""
+    def read(self) -> list[TakenTokens]:
+        """Its tokens, one a row. The first call waits for them and advances the rows' grammars."""
         if self._taken is None:
             tokens = to_host(self.picks.tokens)
             logprobs = read_logprobs(self.picks, [r.picker for r in self.rows if r.picker])
@@ -125,28 +126,28 @@ class Launched:
                 row.pending = [token]
                 if row.picker and row.picker.constraint:
                     row.picker.constraint.take([token])
-                self._taken.append(Taken(row, (token,), (logprob,)))
+                self._taken.append(TakenTokens(row, (token,), (logprob,)))
         return self._taken
 
 
 @dataclass(eq=False)
 class Group:
     seats: list[Row]
-    """A row for each place in the batch; the vacant ones are nobody's."""
+    """The row in each place of the batch; a vacant place holds a row of no request."""
     layers: list[Any]
-    inputs: mx.array
-    """The next token of every seat; the newest may still be computing."""
-    unread: list[Launched | Verification] = field(default_factory=list)
+    next_tokens: mx.array
+    """The next token of every seat; may still be computing."""
+    unread: list[PlainStep | Verification] = field(default_factory=list)
     width: int = 0
     """How many tokens the caches of a seat hold, padding included."""
     is_ready: bool = False
     """The caches are of classes whose rows can be set back one by one: see `rewind`."""
     patience: int = 0
-    """Steps until vacant seats are taken out."""
+    """Steps until vacant seats are removed."""
     columns: Columns = ALL_COLUMNS
-    """What its steps of several tokens see."""
+    """The cache columns that its steps of several tokens see."""
     backlog: HeadBacklog | None = None
-    """What the model's prediction head has not read yet, where it has one."""
+    """What the model's prediction head has not read yet, if it has one."""
 
     @classmethod
     def of_one(
@@ -171,7 +172,7 @@ class Group:
         if len(rows) >= limit or row.alone or rows[0].alone:
             return False
         lengths = [r.n_tokens for r in rows] + [row.n_tokens]
-        # Merging makes zeros of an empty cache, which is not the same to every model.
+        # Merging turns an empty cache into zeros, which not every model treats as empty.
         if 0 in lengths:
             return False
         padded, used = max(lengths) * len(lengths), sum(lengths)
@@ -180,7 +181,7 @@ class Group:
         return padded <= MAX_WASTE * used
 
     def join(self, row: Row, token: int, *, n_seats: int = 1) -> None:
-        """n_seats: how many it may take for this row and those that follow it soon."""
+        """n_seats: how many seats to add at most, for this row and those that will follow."""
         self.settle()
         self.catch_up()
         seat = next((i for i, r in enumerate(self.seats) if r.group is not self), None)
@@ -191,7 +192,7 @@ class Group:
         row.layers, row.group, row.pending = [], self, [token]
         self.width = max(self.width, row.n_tokens)
         if self.width > self._n_longest + _margin(self._n_longest):
-            self._close_up()
+            self._compact()
 
     @property
     def _n_longest(self) -> int:
@@ -200,12 +201,12 @@ class Group:
     def _seat(self, row: Row, token: int, seat: int) -> None:
         for mine, other in zip(self.layers, row.layers, strict=True):
             place(mine, other, seat)
-        before, after = self.inputs[:seat], self.inputs[seat + 1 :]
-        self.inputs = mx.concatenate([before, mx.array([token]), after])
+        before, after = self.next_tokens[:seat], self.next_tokens[seat + 1 :]
+        self.next_tokens = mx.concatenate([before, mx.array([token]), after])
         self.seats[seat] = row
 
     def _append(self, row: Row, token: int, n_seats: int) -> None:
-        """New seats for this row and, with its own past until they come, for the next."""
+        """Add seats for this row and the next ones; until those come, their seats hold its past."""
         if len(self.seats) == 1:
             pairs = zip(map(plain, self.layers), row.layers, strict=True)
             self.layers = [type(a).merge([a, *[b] * n_seats]) for a, b in pairs]
@@ -213,15 +214,15 @@ class Group:
         else:
             for mine, other in zip(self.layers, row.layers, strict=True):
                 mine.extend(type(other).merge([other] * n_seats))
-        self.inputs = mx.concatenate([self.inputs, mx.array([token] * n_seats)])
+        self.next_tokens = mx.concatenate([self.next_tokens, mx.array([token] * n_seats)])
         self.seats += [row, *(_vacancy(row) for _ in range(n_seats - 1))]
         if n_seats > 1:
             self.patience = VACANT_STEPS
 
     def settle(self) -> None:
-        """A step with drafts in it is over before anything else happens to its rows.
+        """Finish a step with drafts before anything else happens to its rows.
 
-        If it failed, whoever collects it will hear of that; who comes or goes has no part in it.
+        If it failed, that is raised where the step is collected, not for the row that comes or goes.
         """
         for step in self.unread:
             if isinstance(step, Verification):
@@ -229,12 +230,12 @@ class Group:
                     step.read()
 
     def catch_up(self) -> None:
-        """Have every layer hold the same tokens: a prediction head rests in steps without drafts."""
+        """Make all layers hold the same tokens: a prediction head skips steps without drafts."""
         if self.backlog is not None and self.layers:
             self.backlog.read(self.layers, [row.gap for row in self.seats])
 
     def make_ready(self) -> None:
-        """Before a step with drafts."""
+        """Prepare the caches for a step with drafts."""
         self.catch_up()
         if not self.is_ready:
             self.layers = ready(self.layers, self.columns)
@@ -250,45 +251,45 @@ class Group:
         if not n_rows:
             self.seats, self.layers = [], []
         elif n_rows < (1 - MAX_VACANT) * len(self.seats):
-            self._close_up()
+            self._compact()
         else:
             self.patience = VACANT_STEPS
 
     def tick(self) -> None:
-        """A step is about to be launched."""
+        """Called before each step: counts it, and removes seats that stayed vacant for too long."""
         self.width += 1
         if self.patience:
             self.patience -= 1
             if not self.patience and len(self.rows) < len(self.seats):
-                self._close_up()
+                self._compact()
 
-    def _close_up(self) -> None:
-        """Take out the vacant seats, and the padding that nobody needs."""
+    def _compact(self) -> None:
+        """Remove the vacant seats and the padding that no row needs."""
         self.catch_up()
         self.patience = 0
         self.width = self._n_longest
         keep = [i for i, r in enumerate(self.seats) if r.group is self]
         self.seats = [self.seats[i] for i in keep]
-        self.inputs = self.inputs[mx.array(keep)]
+        self.next_tokens = self.next_tokens[mx.array(keep)]
         for layer in self.layers:
             layer.filter(keep)
         if len(keep) == 1:
-            self.layers = [alone(layer) for layer in self.layers]
+            self.layers = [single_row_cache(layer) for layer in self.layers]
             self.is_ready = False
 
 
 def _margin(n_longest: int) -> int:
-    """Padding that no row needs any more, in tokens: the longest row left, or another took its seat.
+    """How many columns may be padding in every row, once the longest row has left.
 
-    It grows by a token a step, and every step reads it; taking it out copies the whole width. The two
-    together cost least when it goes at sqrt(2 * width * copy / read).
+    Such padding grows by a column a step, and every step reads it; removing it copies the whole width.
+    The two together cost least when it is removed at sqrt(2 * width * copy / read).
     """
     return math.isqrt(MARGIN_FACTOR * n_longest)
 
 
 def _vacancy(row: Row) -> Row:
-    """Keeps a seat: it decodes along, greedily, for nobody."""
-    nobody = Picker(
+    """Fills a vacant seat: it decodes along, greedily, and nobody collects its tokens."""
+    greedy = Picker(
         Sampling(temperature=0.0),
         choice=0,
         vocab_size=0,
@@ -296,11 +297,11 @@ def _vacancy(row: Row) -> Row:
         top_logprobs=None,
     )
     pending = row.pending[-1:]
-    return Row([], row.n_tokens, row.shift, row.gap, nobody, pending=pending)
+    return Row([], row.n_tokens, row.shift, row.gap, greedy, pending=pending)
 
 
 def place(layer: Any, other: Any, seat: int) -> None:
-    """Put the plain cache `other` into one seat of a batched one, whoever sat there."""
+    """Write the plain cache `other` over one seat of a batched one."""
     if hasattr(layer, "caches"):
         for mine, theirs in zip(layer.caches, other.caches, strict=True):
             place(mine, theirs, seat)
@@ -311,7 +312,7 @@ def place(layer: Any, other: Any, seat: int) -> None:
         layer.keys[seat : seat + 1, :, end - n : end] = other.keys[..., :n, :]
         layer.values[seat : seat + 1, :, end - n : end] = other.values[..., :n, :]
         layer.left_padding[seat], layer.offset[seat] = end - n, n
-    else:  # as the newest, who then changes places
+    else:  # append it, then move it into the seat
         n_seats = _n_seats(layer)
         layer.extend(type(other).merge([other]))
         layer.filter([n_seats if i == seat else i for i in range(n_seats)])
@@ -323,10 +324,10 @@ def _n_seats(layer: Any) -> int:
     return len(layer.offset)
 
 
-def alone(layer: Any) -> Any:
+def single_row_cache(layer: Any) -> Any:
     """The plain cache of a batched one that has a single row left."""
     if hasattr(layer, "caches"):
-        layer.caches = tuple(alone(c) for c in layer.caches)
+        layer.caches = tuple(single_row_cache(c) for c in layer.caches)
         return layer
     if hasattr(layer, "cache"):  # ArraysCache is its own batched class
         layer.left_padding = layer.lengths = None
@@ -334,16 +335,26 @@ def alone(layer: Any) -> Any:
     return layer.extract(0)
 
 
+def restored_row(layers: list[Any], restored: Restored | None) -> Row:
+    """A new row, empty or with a restored past."""
+    if restored is None:
+        return Row(layers)
+    restored.fill(layers)
+    row = Row(layers, restored.n_tokens)
+    restored.filled(row)
+    return row
+
+
 def fork(row: Row) -> Row:
     """A second row with the same past. Arrays are shared until one of the two writes."""
     return Row(copy.deepcopy(row.layers), row.n_tokens, hidden=list(row.hidden))
 
 
-def can_batch(layers: Sequence[Any]) -> str | None:
-    """None when rows of these caches can share a group, else the reason why not."""
+def why_not_batchable(layers: Sequence[Any]) -> str | None:
+    """Why rows of these caches cannot share a group; None if they can."""
     for layer in layers:
         if hasattr(layer, "caches"):
-            why = can_batch(layer.caches)
+            why = why_not_batchable(layer.caches)
             if why:
                 return why
             continue

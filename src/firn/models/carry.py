@@ -1,7 +1,7 @@
-"""The hidden states that a prediction head goes on from: where they lie, and as the head takes them.
+"""The hidden states that a prediction head continues from: where they lie, and as one array.
 
-A row remembers places in the outputs of earlier steps, not copies: the steps of a group that stays as it
-is are then one array, which is handed on as it is.
+A row remembers places in the outputs of earlier steps, not copies. While a group does not change, its
+rows' states are then one array, which is passed on without a copy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class HiddenAt:
 
 
 def carry_of(rows: Sequence[Row]) -> mx.array | None:
-    """(rows, width): what lies before each row's first pending token; None where nothing is known."""
+    """(rows, width): the state before each row's first pending token; None where no row has one."""
     places = [row.hidden[0] if row.hidden else None for row in rows]
     first = places[0]
     if first is not None and len(rows) == first.states.shape[0]:
@@ -45,11 +45,11 @@ def carry_of(rows: Sequence[Row]) -> mx.array | None:
 
 
 def hidden_of(rows: Sequence[Row], width: int, *, like: mx.array) -> mx.array:
-    """(rows, width, size): what lies before each pending token; zeros where nothing is known."""
+    """(rows, width, size): the states before each pending token; zeros where they are not known."""
     if width == 1:
-        found = carry_of(rows)
-        if found is not None:
-            return found[:, None]
+        states = carry_of(rows)
+        if states is not None:
+            return states[:, None]
     zeros = mx.zeros((like.shape[-1],), dtype=like.dtype)
     table = []
     for row in rows:

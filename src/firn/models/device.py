@@ -10,16 +10,16 @@ from firn.core.memory_plan import DeviceKind, MachineMemory, MemoryPlan
 from firn.host.machine import memory
 
 CHUNKS: dict[DeviceKind, int] = {"cpu": 256, "metal": 512, "cuda": 2048}
-"""Of a prompt, between two steps of others. In exact mode they are part of the answer's bits."""
+"""Prompt tokens read between two decode steps. In exact mode the answer's bits depend on them."""
 LARGEST_CHUNKS: dict[DeviceKind, int] = {"cpu": 256, "metal": 2048, "cuda": 8192}
-"""While nobody waits and the context is short."""
+"""While no row decodes and the context is short."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
     kind: DeviceKind
     memory_nbytes: int
-    """What models and caches may fill."""
+    """What models and caches may use."""
 
     @property
     def prefill_chunk(self) -> int:
@@ -43,7 +43,7 @@ def device() -> Device:
     return Device("cuda", int(mx.get_memory_limit()))
 
 
-def look(device: Device) -> MachineMemory:
+def machine_memory(device: Device) -> MachineMemory:
     """What the machine has now, for a plan. What MLX holds in this process counts as available."""
     now = memory()
     available = now.available
@@ -56,14 +56,14 @@ def look(device: Device) -> MachineMemory:
 
 
 def set_limits(kind: DeviceKind, plan: MemoryPlan) -> None:
-    """Hold MLX to the plan. Once, when the weights are loaded."""
+    """Hold MLX to the plan. Call it once, when the weights are loaded."""
     mx.clear_cache()
     mx.set_cache_limit(plan.buffer_cache_nbytes)
     if kind == "metal":
         mx.set_memory_limit(plan.limit_nbytes)
         if plan.wired_nbytes:
             mx.set_wired_limit(plan.wired_nbytes)
-    mx.reset_peak_memory()  # that of loading says nothing about prefill
+    mx.reset_peak_memory()  # the peak of loading says nothing about prefill
 
 
 def active_nbytes() -> int:
@@ -72,7 +72,7 @@ def active_nbytes() -> int:
 
 
 def used_nbytes() -> int:
-    """What MLX holds in this process, buffers that it keeps for reuse included. From any thread."""
+    """What MLX holds in this process, including buffers kept for reuse. From any thread."""
     return int(mx.get_active_memory() + mx.get_cache_memory())
 
 

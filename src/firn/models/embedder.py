@@ -1,22 +1,21 @@
-"""Texts as vectors, for models whose folder says how: sentence-transformers' files beside the weights.
+"""Texts as vectors, for models with sentence-transformers' files beside the weights.
 
     tokens -> hidden states -> pooling (mean, last token, ...) -> dense layers -> unit length
 
-A decoder that mlx-lm has loaded for generating serves embeddings from the same weights. Encoders, and
-decoders that look both ways, are mlx-vlm's: such a model makes embeddings and nothing else.
+A decoder that mlx-lm has loaded to generate also serves embeddings, from the same weights. Encoders, and
+decoders with bidirectional attention, are loaded by mlx-vlm: such a model makes embeddings only.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import mlx.core as mx
 import numpy as np
@@ -26,9 +25,6 @@ from mlx_lm.utils import MODEL_REMAPPING
 from firn.core.errors import BadRequest, SetupError
 from firn.core.values import ModelInfo
 from firn.models.cpu import dtype
-
-log = logging.getLogger("firn.models")
-T = TypeVar("T")
 
 Pooling = Literal["mean", "lasttoken", "cls", "max"]
 POOLING_FLAGS: Mapping[str, str] = {
@@ -61,7 +57,7 @@ class Recipe:
 
 
 def read_recipe(folder: Path) -> Recipe | None:
-    """None where the folder says nothing of pooling. Raises SetupError for what we cannot do."""
+    """None where the folder does not mention pooling. Raises SetupError for what firn cannot do."""
     modules = _read(folder / "modules.json")
     paths = {str(m["type"]).rsplit(".", 1)[-1]: folder / m["path"] for m in modules or ()}
     pooling = _read(paths.get("Pooling", folder / "1_Pooling") / "config.json")
@@ -97,12 +93,12 @@ def _pooling_mode(config: Mapping[str, Any], folder: Path) -> Pooling:
 
 
 def needs_encoder(folder: Path, config: Mapping[str, Any]) -> bool:
-    """mlx-lm has no such model, or would run it with a mask that it was trained without."""
+    """Whether mlx-lm lacks this model, or would run it with a mask that it was trained without."""
     kind = str(config["model_type"])
     try:
         if find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}") is None:
             return True
-    except (ImportError, ValueError):  # the name is none
+    except (ImportError, ValueError):  # not a module name
         return True
     if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
         return True
@@ -110,12 +106,12 @@ def needs_encoder(folder: Path, config: Mapping[str, Any]) -> bool:
 
 
 def _has_body(folder: Path) -> bool:
-    """Whether the weights are named as a generating model's are; sentence-transformers drops that."""
+    """Whether tensor names have a generating model's prefix; sentence-transformers drops it."""
     for path in folder.glob("model*.safetensors"):
         try:
             with path.open("rb") as f:
                 header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
-        except (OSError, ValueError):  # for the loader to explain
+        except (OSError, ValueError):  # the loader will explain
             return True
         if any(name.startswith("layers.") for name in header):
             return False
@@ -129,7 +125,7 @@ Encode = Callable[[mx.array, mx.array], mx.array]
 
 
 class TextEmbedder:
-    """Owner: the engine thread, as of all arrays."""
+    """Owner: the engine thread."""
 
     def __init__(self, encode: Encode, *, normalises: bool, max_tokens: int) -> None:
         self._encode = encode
@@ -140,7 +136,7 @@ class TextEmbedder:
     def embed(
         self, texts: Sequence[Sequence[int]], *, n_dims: int | None = None
     ) -> list[list[float]]:
-        """Texts are padded on their right, where no token of theirs can see it."""
+        """Texts are padded at their ends: causal attention cannot see that, a mask excludes it."""
         longest = max(map(len, texts))
         ids = np.zeros((len(texts), longest), dtype=np.int32)
         mask = np.zeros((len(texts), longest), dtype=np.int32)
@@ -160,10 +156,10 @@ def from_decoder(model: Any, recipe: Recipe, *, context_length: int) -> TextEmbe
     dense = [_dense(path) for path in recipe.dense]
 
     def encode(ids: mx.array, mask: mx.array) -> mx.array:
-        found = pool(body(ids).astype(mx.float32), mask, recipe.pooling)
+        vectors = pool(body(ids).astype(mx.float32), mask, recipe.pooling)
         for layer in dense:
-            found = layer(found)
-        return found
+            vectors = layer(vectors)
+        return vectors
 
     limit = min(recipe.max_tokens or context_length, context_length)
     try:
@@ -174,11 +170,11 @@ def from_decoder(model: Any, recipe: Recipe, *, context_length: int) -> TextEmbe
 
 def _body_of(model: Any) -> Any:
     for path in BODIES:
-        found = model
+        module = model
         for name in path.split("."):
-            found = getattr(found, name, None)
-        if callable(found):
-            return found
+            module = getattr(module, name, None)
+        if callable(module):
+            return module
     raise SetupError("this architecture gives no hidden states")
 
 
@@ -227,7 +223,7 @@ def load_encoder(
     served_name: str,
     cpu_dtype: dtype.Choice = "model",
 ) -> tuple[TextEmbedder, ModelInfo]:
-    """By mlx-vlm's loader, which pools and projects by itself. Raises SetupError."""
+    """By mlx-vlm's loader; its models pool and project by themselves. Raises SetupError."""
     kind = str(config["model_type"])
     try:
         from mlx_vlm.embedding_loader import load_embedding_model
@@ -280,11 +276,11 @@ def refuse_to_generate() -> list[Any]:
 
 
 class EngineEmbedder:
-    """Implements core.ports.Embedder: `run` has the engine thread call a function."""
+    """Implements core.ports.Embedder: `run` lets the engine thread call a function."""
 
     def __init__(
         self,
-        run: Callable[[Callable[[TextEmbedder], Any]], Future[Any]],
+        run: Callable[[Callable[[TextEmbedder], list[list[float]]]], Future[list[list[float]]]],
         *,
         n_dims: int,
         max_tokens: int,

@@ -1,7 +1,10 @@
-"""What a library's exception says, in one line for people."""
+"""Libraries' exceptions: which are caught when a model is loaded, and their message in one line."""
 
 from __future__ import annotations
 
+LOAD_FAULTS = (Exception, SystemExit)
+"""A bad model folder raises anything: it may bring code of its own, tokenizers raises bare Exceptions,
+and one module of mlx-lm ends the process (SystemExit)."""
 MAX_CHARS = 300
 
 

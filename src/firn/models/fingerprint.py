@@ -1,9 +1,9 @@
 """Which model this is: its configuration, every byte of its weights, and the code that runs it.
 
 Neither the folder's name nor its path counts, nor how the tensors are spread over files: the same
-weights elsewhere are the same model, other weights under the same name are another one. Weights are
-hashed by threads of their own while the loader reads them, and what was found is remembered by the
-files' identities (`weight_memory`), so that only a first start pays for it.
+weights elsewhere are the same model, other weights under the same name are another one. Separate threads
+hash the weights while the loader reads them. The digest is remembered by the files' identities
+(`weight_memory`), so that only the first start pays for it.
 """
 
 from __future__ import annotations
@@ -34,23 +34,12 @@ IGNORED_CONFIG = frozenset({"_name_or_path", "transformers_version", "mlx_lm_ver
 SIDE_CONFIG = "hf_quant_config.json"
 """Where some exporters keep the quantisation; both loaders read it."""
 REWRITTEN_DTYPES = frozenset({"F8_E8M0"})
-"""MLX does not read them: mlx-vlm changes the header of such a file, loads it, and puts it back."""
+"""MLX does not read them: mlx-vlm changes the header of such a file, loads it, and changes it back."""
 LOGGED_NBYTES = 1 << 30
 
 
-def fingerprint(
-    model: Path,
-    *,
-    adapter: Path | None = None,
-    vision: bool = False,
-    memory: WeightMemory | None = None,
-) -> bytes:
-    """32 bytes. Raises SetupError when a file cannot be read."""
-    return Fingerprint(model, adapter=adapter, vision=vision, memory=memory).result()
-
-
 class Fingerprint:
-    """One that is being computed. Owner: who made it; `result` waits for the threads.
+    """Being computed from the moment it is made; `result` waits for its threads. Owner: its maker.
 
     vision: mlx-vlm loads the model, by its own rules of which files are weights.
     """
@@ -63,7 +52,7 @@ class Fingerprint:
         vision: bool = False,
         memory: WeightMemory | None = None,
     ) -> None:
-        """Raises SetupError for what can be told at once: a bad configuration, a bad header."""
+        """Raises SetupError for what shows at once: a bad configuration, a bad header."""
         self._memory = memory
         self._began = time.perf_counter()
         self._code = _Code(vision=vision)
@@ -74,7 +63,10 @@ class Fingerprint:
             self._parts.append(_Weights(adapter_files(adapter), memory))
 
     def result(self) -> bytes:
-        """Call it when the weights have been loaded: what was hashed must be what was loaded."""
+        """32 bytes. Call it after the weights are loaded: what was hashed must be what was loaded.
+
+        Raises SetupError when a file cannot be read, or has changed meanwhile.
+        """
         digest = hashlib.blake2b(digest_size=32, person=b"firn-model")
         for entry in (self._code.result(), *self._config):
             _frame(digest, entry)
@@ -89,7 +81,7 @@ class Fingerprint:
 
 
 class _Weights:
-    """The weight files of one folder: looked up, or being hashed."""
+    """The digest of one folder's weight files: remembered, or being computed."""
 
     def __init__(self, paths: list[Path], memory: WeightMemory | None) -> None:
         self._paths = paths
@@ -112,8 +104,8 @@ class _Weights:
             if self._hash is not None and self._memory is not None:
                 self._memory.remember(now, digest)
         elif self._known is None or WeightHash(self._paths).result() != digest:
-            # Known before they were loaded and the same afterwards: so they were the same meanwhile.
-            # Hashed meanwhile, they may have been loaded before the change and hashed after it.
+            # A digest known before loading that still holds afterwards held meanwhile, too. One that was
+            # computed during loading may be of files that changed after they were loaded.
             raise self._changed()
         return digest
 
@@ -123,7 +115,7 @@ class _Weights:
             return self._hash.result()
         except SetupError as e:
             if _identities(self._paths) != self._files:
-                raise self._changed() from e  # it may have been read while it was short
+                raise self._changed() from e  # it was read while being rewritten
             raise
 
     def _changed(self) -> SetupError:
@@ -146,15 +138,15 @@ def weight_files(folder: Path, *, vision: bool) -> list[Path]:
     if not vision:
         return [Path(p) for p in glob.glob(str(folder / "model*.safetensors"))]
     named = [folder / shard for shard in sorted(set(_weight_map(folder).values()))]
-    found = [path for path in named if path.exists()]
-    if not found:
+    files = [path for path in named if path.exists()]
+    if not files:
         every = [Path(p) for p in glob.glob(str(folder / "*.safetensors"))]
-        found = [path for path in every if not path.name.endswith("consolidated.safetensors")]
-    return found
+        files = [path for path in every if not path.name.endswith("consolidated.safetensors")]
+    return files
 
 
 def _weight_map(folder: Path) -> Mapping[str, str]:
-    """Tensor names to files. A file that cannot be read is for the loader to complain about."""
+    """Tensor names to files. Empty if the index cannot be read: the loader will complain."""
     try:
         index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
         named = index["weight_map"]
@@ -188,8 +180,8 @@ def _config_entries(path: Path, *, vision: bool) -> Iterator[bytes]:
             yield json.dumps(sorted(_weight_map(path.parent))).encode()
             if _reads_elsewhere(path.parent, config):
                 log.warning(
-                    "%s keeps weights outside of its safetensors files: what is cached of it is not "
-                    "used after a restart",
+                    "%s keeps weights outside of its safetensors files: its records are not used "
+                    "after a restart",
                     path.parent,
                 )
                 yield os.urandom(32)
@@ -198,16 +190,16 @@ def _config_entries(path: Path, *, vision: bool) -> Iterator[bytes]:
 
 
 def _reads_elsewhere(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Whether mlx-vlm maps further files while it runs. In doubt about their bytes, it is a miss."""
+    """Whether mlx-vlm maps further files while it runs. Their bytes are not hashed: that is a doubt."""
     text = config.get("text_config") or {}
     return bool(text.get("ple_storage")) or (folder / "offload_index.json").exists()
 
 
 class _Code:
-    """The libraries that run the model, being read: versions, and the sources of every architecture.
+    """A digest, being computed, of the libraries that run the model: versions and sources.
 
-    A version alone would not do, for people patch what is installed. The device counts too: its
-    arithmetic is its own.
+    Versions alone would not do: people patch installed packages. The device counts, too, since devices
+    round differently.
     """
 
     def __init__(self, *, vision: bool) -> None:

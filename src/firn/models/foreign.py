@@ -1,4 +1,4 @@
-"""Models in formats of other programs: recognised, so that a person hears what to do instead."""
+"""Models in other programs' formats: recognised, so that the error can say what to do instead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WHAT_TO_DO = (
 
 
 def foreign_format(path: Path) -> str | None:
-    """One sentence about a file or folder that another program's model lies in; None: it is none."""
+    """One sentence about a file or folder that holds another program's model; None if it does not."""
     if path.is_file():
         return (
             f"{path} is a GGUF file, llama.cpp's format; {WHAT_TO_DO}." if _is_gguf(path) else None

@@ -1,13 +1,13 @@
-"""How many tokens are worth guessing: what a step takes, by rows and width, against what it will bring.
+"""How many tokens are worth drafting: what a step costs, by rows and width, against what it brings.
 
-All of it is learnt while serving, and told in plain steps of the same rows: a plain step is one token a
-row with the next one in flight, as it is without speculation. A step of several tokens has none in
-flight, and going over to such steps and back leaves the device idle for a moment; both are in its price.
+Costs are measured while serving, in plain steps of the same rows: a plain step is one token a row with
+the next step in flight, as without speculation. A step of several tokens has none in flight, and
+changing to such steps and back leaves the device idle for a moment; its price includes both.
 
     a step of width w pays where   tokens(w) / (price(w) + change / episode)  >  1
 
-Losses are bounded, whatever is believed: drafts may lose a hundredth of what plain steps take, and what
-they lose beyond that shuts them out until it is earned again.
+Losses are bounded, whatever the measurements say: drafts may lose a hundredth of the time of plain
+steps. Once they have lost more, nothing is drafted until plain steps have made up for it.
 
 Owner: the engine thread, through the speculation.
 """
@@ -22,39 +22,41 @@ from dataclasses import dataclass, field
 from firn.models.traits import Traits
 
 N_KEPT = 9
-"""Newest measurements of a kind; their median is believed: single slow steps say nothing."""
+"""Newest measurements of each kind; their median counts: a single slow step says nothing."""
 N_PLAIN = 3
-"""Plain steps that are seen before anything is tried."""
+"""Plain steps to measure before anything is tried."""
 N_STALE, N_UNSURE = 128, 32
-"""A width that is passed over so often forgets its dearest measurement: what spoke against it may be
-over. The second where it has few of them, which may have been a moment's."""
+"""A width that was passed over so often forgets its dearest measurement: what made it dear may be over.
+The second where it has few measurements, which may all be of one bad moment."""
 N_UNSEEN, N_DOUBTFUL = 512, 16
-"""Wide steps after which plain ones are looked at again. The second, and twice as many each time, where
-they seem dearer than wide ones: it may be that a few plain ones were slow."""
+"""Wide steps after which plain ones are measured again. The second, doubled each time, where plain
+steps seem dearer than wide ones: a few of them may have been slow by accident."""
 PRIOR_CHANGE = 0.3
 PRIOR_EPISODE = 2.0
 MAX_EPISODE = 16.0
 MIN_GAIN = 1.05
-"""How much drafts must gain for a step in flight to be given up; below: for more drafts, once begun."""
+"""What drafts must gain for a step in flight to be given up for them."""
 MIN_MORE = 1.02
+"""What they must gain once no step is in flight."""
 EARNED, START, MOST, LEAST = 0.01, 2.0, 20.0, -1.0
-"""Plain steps that drafts may lose: for each plain step, at the start, and at any time. What they lose
-beyond the least is forgiven."""
+"""Plain steps that drafts may lose: earned by each plain step, at the start, and at most. A debt below
+the least is forgiven."""
 N_SURE = 3
-"""Measurements that outvote what was thought before."""
+"""Measurements that outvote the prior."""
 MAX_OFF = 4.0
+"""A single measurement counts for at most this many times what was believed."""
 SLOWER_RATE, FASTER_RATE = 0.1, 0.3
-"""How fast the time of guesses follows a measurement that is slower, or faster, than believed."""
+"""How fast the believed drafting time follows a measurement that is slower, or faster."""
 MEMORY = 300.0
-"""Effective number of guesses of a kind that count."""
+"""Effective number of drafted tokens of a kind that count."""
 PRIOR_WEIGHT = 8.0
 FADING = 0.99
 Kind = tuple[int, int]
-"""Which drafter, and which of its kinds of guesses."""
+"""Which drafter, and which of its kinds of drafted tokens."""
 
 
 class Recent:
-    """The newest few measurements of one thing."""
+    """The newest few measurements of one quantity."""
 
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=N_KEPT)
@@ -73,22 +75,22 @@ class Recent:
             self._median = None
 
     def believed(self, prior: float) -> float:
-        """Of few measurements, single ones may be far off."""
+        """The median, filled up with the prior while there are few measurements."""
         if len(self._values) >= N_SURE:
             return self.median
         return statistics.median([*self._values, *[prior] * (N_SURE - len(self._values))])
 
     @property
     def median(self) -> float:
-        """The lower one of two: a machine is slow at times, and never fast by accident."""
+        """The lower of two middle ones: a machine is slow at times, and never fast by accident."""
         if self._median is None:
             self._median = statistics.median_low(self._values)
         return self._median
 
 
 @dataclass(eq=False, slots=True)
-class _Rows:
-    """For one number of rows: seconds of a plain step, and in units of that what wider ones take."""
+class _Measured:
+    """For one number of rows: seconds of a plain step; wide steps and changes in units of that."""
 
     plain: Recent = field(default_factory=Recent)
     wide: dict[int, Recent] = field(default_factory=dict)
@@ -98,7 +100,7 @@ class _Rows:
     n_doubtful: int = 0
     n_trusted: int = N_DOUBTFUL
     n_wanted: int = N_PLAIN
-    """Plain steps to be seen before any more is tried."""
+    """Plain steps to measure before anything more is tried."""
     n_passed: int = 0
 
 
@@ -107,22 +109,24 @@ class StepTimes:
 
     def __init__(self, traits: Traits) -> None:
         self._traits = traits
-        self._rows: dict[int, _Rows] = {}
+        self._rows: dict[int, _Measured] = {}
         self._episode = PRIOR_EPISODE
 
     # --- learning --------------------------------------------------------------------------
 
     def saw_plain(self, n_rows: int, seconds: float) -> None:
-        """Between the tokens of two plain steps, one of which was in flight."""
+        """seconds: between the tokens of two plain steps, one of which was in flight."""
         rows = self._of(n_rows)
         rows.plain.saw(seconds)
         rows.n_wanted = max(rows.n_wanted - 1, 0)
         rows.n_since_plain = 0
 
     def saw_wide(self, n_rows: int, width: int, seconds: float) -> float | None:
-        """What it cost in plain steps. Once some were measured, that is what is believed of its width:
-        single slow steps are the machine's doing, and happen to plain ones as well. None where it says
-        nothing, as kernels were prepared."""
+        """Returns what the step cost, in plain steps; None if it says nothing, as kernels were compiled.
+
+        With enough measurements that is the believed price of its width: a single slow step is the
+        machine's doing, and happens to plain steps as well.
+        """
         rows = self._of(n_rows)
         rows.n_since_plain += 1
         rows.n_passed = 0
@@ -141,7 +145,7 @@ class StepTimes:
         return price if len(known) >= N_SURE else min(measured, MAX_OFF * before)
 
     def saw_episode(self, n_rows: int, n_steps: int, extra_s: float) -> float:
-        """So many steps in a row had drafts; changing to them and back took so much longer. Returns what
+        """`n_steps` steps in a row had drafts; changing to them and back took `extra_s`. Returns what
         such a change costs, in plain steps."""
         rows = self._of(n_rows)
         self._episode += 0.2 * (min(n_steps, MAX_EPISODE) - self._episode)
@@ -151,7 +155,7 @@ class StepTimes:
         return rows.change.believed(PRIOR_CHANGE)
 
     def passed_over(self, n_rows: int) -> None:
-        """No drafts were tried, though there were some."""
+        """There were drafts, and none was tried."""
         rows = self._of(n_rows)
         rows.n_passed += 1
         for each in (*rows.wide.values(), rows.change):
@@ -169,15 +173,15 @@ class StepTimes:
         return self._of(n_rows).plain.median
 
     def change(self, n_rows: int) -> float:
-        """What going over to wide steps and back costs each of them."""
-        seen = self._of(n_rows).change
-        return seen.believed(PRIOR_CHANGE) / max(self._episode, 1.0)
+        """What changing to wide steps and back costs each of them, in plain steps."""
+        change = self._of(n_rows).change
+        return change.believed(PRIOR_CHANGE) / max(self._episode, 1.0)
 
     def is_measured(self, n_rows: int, width: int) -> bool:
         return bool(self._of(n_rows).wide.get(self._traits.shape(width)))
 
     def price(self, n_rows: int, width: int) -> float:
-        """Plain steps that a wide one takes: measured, between two that were, or as devices are."""
+        """What a wide step costs, in plain steps: measured, interpolated, or the device's prior."""
         if width == 1:
             return 1.0
         width = self._traits.shape(width)
@@ -193,8 +197,8 @@ class StepTimes:
         return low + (width - below) / (above - below) * (seen[above] - low)
 
     def lowest_price(self, n_rows: int, width: int) -> float:
-        """Its price if it exceeds that of narrower steps only as it does on such devices: what was
-        measured of it may be out of date, or have been one slow step."""
+        """Its price if it costs only as much more than narrower steps as is usual on this device: its
+        own measurement may be out of date, or one slow step."""
         shapes = sorted({self._traits.shape(w) for w in self._traits.widths if 1 < w < width})
         own = self._prior(n_rows, self._traits.shape(width))
         best = self.price(n_rows, width)
@@ -206,10 +210,10 @@ class StepTimes:
         traits = self._traits
         return 1.0 + (traits.flat + traits.slope * n_rows * (width - 1) if width > 1 else 0.0)
 
-    def _of(self, n_rows: int) -> _Rows:
+    def _of(self, n_rows: int) -> _Measured:
         rows = self._rows.get(n_rows)
         if rows is None:
-            rows = self._rows[n_rows] = _Rows()
+            rows = self._rows[n_rows] = _Measured()
         return rows
 
 
@@ -223,7 +227,7 @@ class Allowance:
         self.steps = min(self.steps + EARNED, MOST)
 
     def settle(self, gain: float) -> None:
-        """A step of drafts, or a change to them and back, has brought so much, or lost it."""
+        """gain: of a step with drafts, or of a change to drafting and back; negative for a loss."""
         self.steps = max(min(self.steps + gain, MOST), LEAST)
 
     def covers(self, loss: float) -> bool:
@@ -231,14 +235,14 @@ class Allowance:
 
 
 class DraftTimes:
-    """Seconds that the costly drafter takes for each token, by the number of rows."""
+    """Seconds per token that the costly drafter takes, by the number of rows."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
         self._begun: set[int] = set()
 
     def saw(self, n_rows: int, seconds: float) -> bool:
-        """Whether it says something: the first has things to prepare."""
+        """Returns whether the measurement counts: the first includes the time to prepare."""
         if n_rows not in self._begun:
             self._begun.add(n_rows)
             return False
@@ -248,19 +252,19 @@ class DraftTimes:
         return True
 
     def of(self, n_rows: int) -> float:
-        """As far as is known; of other numbers of rows, the least."""
+        """What is believed; for a number of rows that was never measured, the least of the others."""
         least = min(self._seconds.values(), default=0.0)
         return self._seconds.get(n_rows, least)
 
     def forgive(self) -> None:
-        """None were asked for: what is known of them grows old."""
+        """The drafter was not asked: believe it a little cheaper, so that it is tried again."""
         for n_rows in self._seconds:
             self._seconds[n_rows] *= FADING
 
 
 @dataclass(eq=False, slots=True)
 class Odds:
-    """How often guesses came true, by kind."""
+    """How often drafted tokens were right, by kind."""
 
     _right: dict[Kind, float] = field(default_factory=dict)
     _all: dict[Kind, float] = field(default_factory=dict)
@@ -272,7 +276,7 @@ class Odds:
         self._right[kind] = self._right.get(kind, 0.0) * fading + is_right
 
     def fade(self, kinds: Iterable[Kind]) -> None:
-        """They were not tried: what is known of them grows old."""
+        """These kinds were not tried: what is known of them counts a little less."""
         for kind in kinds:
             if kind in self._all:
                 self._all[kind] *= FADING
@@ -285,15 +289,15 @@ class Odds:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTokens:
-    """Of one row and one step. n_pending: tokens that the row must be fed anyway. gains[k]: how many
-    tokens it is expected to take with k guesses."""
+    """For one row and one step. n_pending: tokens that the row must be fed anyway. gains[k]: how many
+    tokens it is expected to take with k drafted ones."""
 
     n_pending: int = 1
     gains: tuple[float, ...] = (1.0,)
 
     @classmethod
     def of(cls, odds: Sequence[float], *, n_pending: int = 1) -> ExpectedTokens:
-        """odds: of each guess, given that those before it were right."""
+        """odds: that each drafted token is right, given that those before it are."""
         gains, chance = [1.0], 1.0
         for p in odds:
             chance *= p
@@ -301,14 +305,14 @@ class ExpectedTokens:
         return cls(n_pending, tuple(gains))
 
     def tokens(self, width: int) -> float:
-        """Expected of a step so wide."""
+        """Expected from a step this wide."""
         n_drafted = min(max(width - self.n_pending, 0), len(self.gains) - 1)
         return self.gains[n_drafted]
 
 
 @dataclass(frozen=True, slots=True)
 class BestWidth:
-    """width: of the next step. rate: tokens expected of it, for each row and plain step."""
+    """width: of the next step. rate: tokens expected from it, per row and plain step."""
 
     width: int
     rate: float
@@ -320,22 +324,22 @@ def best_width(
     *,
     n_seats: int,
     widths: Sequence[int],
-    flows: bool = False,
+    step_in_flight: bool = False,
     explores: bool = False,
     allowance: Allowance | None = None,
     draft_s: Callable[[int], float] = lambda width: 0.0,
 ) -> BestWidth:
-    """The width that brings the most tokens a second; 1 where no drafts pay.
+    """The width that yields the most tokens a second; 1 where no drafts pay.
 
-    A row drafts what the width leaves beside the tokens that it must be fed. flows: a step is in flight,
-    which drafts would give up. explores: try widths that may have become cheaper. draft_s: how long
-    guessing takes for a step of this width.
+    A row drafts what the width leaves after the tokens that it must be fed. step_in_flight: drafts would
+    give it up. explores: try widths that may have become cheaper. draft_s: how long drafting takes for a
+    step of this width.
     """
     least = max(row.n_pending for row in rows)
-    best = BestWidth(1, (MIN_GAIN if flows else MIN_MORE) / times.price(n_seats, least))
+    best = BestWidth(1, (MIN_GAIN if step_in_flight else MIN_MORE) / times.price(n_seats, least))
     if all(len(row.gains) == 1 for row in rows) or not times.knows(n_seats):
         return best
-    change, plain_s = times.change(n_seats) if flows else 0.0, times.plain_s(n_seats)
+    change, plain_s = times.change(n_seats) if step_in_flight else 0.0, times.plain_s(n_seats)
     for width in widths:
         if width <= least:
             continue

@@ -1,7 +1,7 @@
 """Grammars to constraints: llguidance over the model's vocabulary. Its only importer, with `masks`.
 
-A `Compiler` lives as long as the model and is used from the tokenize pool. What it makes is pristine
-and shared; each choice starts a `Constraint` of its own from it, which the engine thread owns.
+A `Compiler` lives as long as the model and is used from the tokenize pool. A `CompiledGrammar` is shared
+and never advanced; each choice starts a `Constraint` from it, which the engine thread owns.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
@@ -30,74 +30,78 @@ log = logging.getLogger("firn.grammar")
 MAX_KEPT = 64
 """Compiled grammars kept: an agent sends the same ones with each turn."""
 MAX_KEPT_CHARS = 8 * 2**20
-"""Of their texts together; what is compiled from them is larger by a factor."""
+"""Of their texts together; the compiled forms are several times larger."""
 MAX_SOFTENED = 1024
-"""Schemas of tools kept, as they can be enforced."""
+"""Tool schemas kept in the form that can be enforced."""
 MAX_SOFTENED_CHARS = 8 * 2**20
-"""Of all of them together."""
+"""Of their texts together."""
 MAX_SCHEMA_CHARS = 2**18
-"""Of a tool; nothing of a longer one is enforced."""
+"""Of one tool's schema; nothing of a longer one is enforced."""
 SOFTEN_S = 2.0
-"""To find out what can be enforced of the tools of one request."""
+"""Time to find out what can be enforced of all tools of one request."""
 MAX_TEXT_CHARS = 4 * 2**20
 MAX_MESSAGE_CHARS = 400
 WHITESPACE = r" {1,2}|\n {0,64}|\n\t{0,16}"
-"""Between the tokens of JSON. Bounded: a model that has lost its way would write spaces for ever."""
+"""Between the tokens of JSON. Bounded, or a confused model might write spaces for ever."""
 UNFORCED = '%llguidance {"no_forcing": true}\nstart: @main'
 LIMITS = LLParserLimits(verbose_errors=False)
 _NO_WORD = re.compile(r"\W+")
+_NOT_ENFORCED = SoftenedSchema(ANYTHING, ("#",))
+_Key = tuple[str, Grammar | str]
+"""Owner, and what was compiled: a grammar, or the text of a schema."""
+V = TypeVar("V")
 
 
 class Constraint:
-    """One choice's way through a grammar. Owner: its row's picker, on the engine thread."""
+    """One choice's state in a grammar. Owner: its row's picker, on the engine thread."""
 
     def __init__(self, matcher: LLMatcher, n_tokens: int) -> None:
         self.matcher = matcher
         self.n_tokens = n_tokens
-        """How many tokens its masks are about: at least the model's vocabulary."""
+        """How many tokens its masks cover: at least the model's vocabulary."""
         self.fault: FirnError | None = None
         """Set once, for good: this choice cannot be held to its grammar any more."""
 
     def take(self, tokens: Sequence[int]) -> None:
-        """These tokens were picked. What comes after the end is nothing to it."""
+        """These tokens were picked. Tokens after the grammar's end are ignored."""
         for token in tokens:
             if self.matcher.is_stopped() or not self.matcher.consume_token(token):
                 self.check()
                 break
 
     def forced(self) -> list[int]:
-        """The tokens that must come next, as far as there is only one way to go on."""
+        """The tokens that must come next, as far as the grammar leaves no choice."""
         if self.fault is not None or self.matcher.is_stopped():
             return []
         return list(self.matcher.compute_ff_tokens())
 
     def permitted(self, draft: Sequence[int]) -> int:
-        """How many tokens of a draft may come, one after the other."""
+        """How many of a draft's first tokens the grammar allows."""
         if self.fault is not None or self.matcher.is_stopped():
             return 0
         return int(self.matcher.validate_tokens(list(draft)))
 
-    def look_ahead(self, draft: Sequence[int], places: Sequence[int], nbytes: int) -> None:
-        """Write the masks of the next token and of those after each drafted one to these addresses."""
-        n_gone = 0
-        for i, place in enumerate(places):
-            self.matcher.unsafe_compute_mask_ptr(place, nbytes)
+    def look_ahead(self, draft: Sequence[int], addresses: Sequence[int], nbytes: int) -> None:
+        """Write the masks for the next token and after each drafted one to these addresses."""
+        n_consumed = 0
+        for i, address in enumerate(addresses):
+            self.matcher.unsafe_compute_mask_ptr(address, nbytes)
             if i < len(draft) and self.matcher.consume_token(draft[i]):
-                n_gone += 1
+                n_consumed += 1
         self.check()
-        if n_gone:
-            self.matcher.rollback(n_gone)
+        if n_consumed:
+            self.matcher.rollback(n_consumed)
             self.check()
 
     def check(self) -> None:
-        """Notice what has gone wrong inside the matcher, which says nothing by itself."""
+        """Set the fault if the matcher has failed: it does not raise by itself."""
         if self.fault is None and self.matcher.is_error():
             why = _one_line(self.matcher.get_error())
             self.fault = StepFailed(f"The reply could not be held to its grammar: {why}")
 
 
 class CompiledGrammar:
-    """What a job carries. Shared and never advanced; any thread may start from it."""
+    """A job's grammar. Shared and never advanced; any thread may start a constraint from it."""
 
     def __init__(self, matcher: LLMatcher, n_tokens: int) -> None:
         self._matcher = matcher
@@ -107,90 +111,100 @@ class CompiledGrammar:
         return Constraint(self._matcher.deep_copy(), self._n_tokens)
 
 
+class _RecentlyUsed(Generic[V]):
+    """Values by owner and source, the least recently used dropped first. Thread-safe."""
+
+    def __init__(self, *, max_entries: int, max_chars: int) -> None:
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[_Key, tuple[V, int]] = OrderedDict()
+        self._max_entries, self._max_chars = max_entries, max_chars
+        self._n_chars = 0
+
+    def get(self, key: _Key) -> V | None:
+        with self._lock:
+            if key not in self._entries:
+                return None
+            self._entries.move_to_end(key)
+            return self._entries[key][0]
+
+    def put(self, key: _Key, value: V, *, n_chars: int) -> None:
+        with self._lock:
+            _, n_before = self._entries.get(key, (None, 0))
+            self._n_chars += n_chars - n_before
+            self._entries[key] = (value, n_chars)
+            while len(self._entries) > self._max_entries or self._n_chars > self._max_chars:
+                _, (_, n_dropped) = self._entries.popitem(last=False)
+                self._n_chars -= n_dropped
+
+
 class Compiler:
     """Owner: the composition root. Thread-safe."""
 
     def __init__(self, tokenizer: HfTokenizer, *, vocab_size: int) -> None:
         self._hf = tokenizer
         self._vocab_size = vocab_size
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[str, Grammar], CompiledGrammar] = OrderedDict()
-        self._kept_chars = 0
-        self._softened: OrderedDict[tuple[str, str], SoftenedSchema] = OrderedDict()
-        self._softened_chars = 0
+        self._compiled = _RecentlyUsed[CompiledGrammar](
+            max_entries=MAX_KEPT, max_chars=MAX_KEPT_CHARS
+        )
+        self._softened = _RecentlyUsed[SoftenedSchema](
+            max_entries=MAX_SOFTENED, max_chars=MAX_SOFTENED_CHARS
+        )
         self._building = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._control: tuple[str, ...] = ()
         self._control_words: set[str] = set()
 
     def prepare(self) -> None:
-        """Read the vocabulary, which takes a second for a large one. Done at the first need else."""
+        """Read the vocabulary now, not at the first need: a large one takes a second."""
         self._vocabulary()
 
     def compile(self, grammar: Grammar, owner: str = "") -> CompiledGrammar:
         """Raises BadRequest, naming the parameter and the place in it.
 
-        What is kept is kept for its owner: how long it takes tells nobody what others have sent.
+        Grammars are kept per owner, so that timing tells nobody what others have sent.
         """
         key = (owner, grammar)
-        with self._lock:
-            found = self._kept.get(key)
-            if found is not None:
-                self._kept.move_to_end(key)
-                return found
-        made = CompiledGrammar(self._matcher(grammar), self._vocabulary().vocab_size)
-        with self._lock:
-            if key not in self._kept:
-                self._kept_chars += _n_chars(grammar)
-            self._kept[key] = made
-            while len(self._kept) > MAX_KEPT or self._kept_chars > MAX_KEPT_CHARS:
-                (_, gone), _ = self._kept.popitem(last=False)
-                self._kept_chars -= _n_chars(gone)
-        return made
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = CompiledGrammar(self._matcher(grammar), self._vocabulary().vocab_size)
+            self._compiled.put(key, compiled, n_chars=_n_chars(grammar))
+        return compiled
 
     def softener(self, owner: str) -> Callable[[Mapping[str, Any]], SoftenedSchema]:
-        """`soften` for the tools of one request: they have one time together."""
+        """`soften` for the tools of one request, which share one time limit."""
         left_s = SOFTEN_S
 
         def soften_next(schema: Mapping[str, Any]) -> SoftenedSchema:
             nonlocal left_s
             began = time.thread_time()
-            found = self.soften(schema, owner, time_s=left_s)
+            softened = self.soften(schema, owner, time_s=left_s)
             left_s -= time.thread_time() - began
-            return found
+            return softened
 
         return soften_next
 
     def soften(
         self, schema: Mapping[str, Any], owner: str = "", *, time_s: float = SOFTEN_S
     ) -> SoftenedSchema:
-        """The schema as far as it can be enforced, and what was taken out of it.
+        """The schema as far as it can be enforced, and what was left out of it.
 
-        time_s: of this thread's own. What is not done by then is not enforced, and not kept.
+        time_s: this thread's CPU time. A schema that takes longer is not enforced, and not kept.
         """
         text = json.dumps(schema)
         if len(text) > MAX_SCHEMA_CHARS:
-            return SoftenedSchema(ANYTHING, ("#",))
+            return _NOT_ENFORCED
         key = (owner, text)
-        with self._lock:
-            found = self._softened.get(key)
-            if found is not None:
-                self._softened.move_to_end(key)
-                return found
+        softened = self._softened.get(key)
+        if softened is not None:
+            return softened
         if is_too_deep(schema):
-            return SoftenedSchema(ANYTHING, ("#",))
+            return _NOT_ENFORCED
         try:
-            made = soften(schema, self._schema_fault, time_s=time_s)
+            softened = soften(schema, self._schema_fault, time_s=time_s)
         except OutOfTime:
-            return SoftenedSchema(ANYTHING, ("#",))
-        with self._lock:
-            if key not in self._softened:
-                self._softened_chars += len(text)
-            self._softened[key] = made
-            while len(self._softened) > MAX_SOFTENED or self._softened_chars > MAX_SOFTENED_CHARS:
-                (_, gone), _ = self._softened.popitem(last=False)
-                self._softened_chars -= len(gone)
-        return made
+            return _NOT_ENFORCED
+        self._softened.put(key, softened, n_chars=len(text))
+        return softened
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         every = [("", grammar), *grammar.parts]
@@ -201,8 +215,8 @@ class Compiler:
                 raise InvalidValue(part.param, f"the schema is not supported: {TOO_DEEP}")
         vocabulary = self._vocabulary()
         sources = [(name, _source(g)) for name, g in every]
-        # What a grammar forces is tokenized as text; llguidance would make a control token of text
-        # that spells one, and then refuse it.
+        # llguidance tokenizes the text that a grammar forces: text that spells a control token would
+        # become that token, which it then refuses.
         if any(self._spells_control(g) for _, g in every):
             sources = [("", {"lark_grammar": UNFORCED}), ("main", sources[0][1]), *sources[1:]]
         matcher = LLMatcher(vocabulary, _assemble(sources), log_level=0, limits=LIMITS)
@@ -221,13 +235,12 @@ class Compiler:
             return True
         if grammar.kind not in ("regex", "lark"):
             return False
-        words = _NO_WORD.sub(
-            "", text
-        )  # an expression may write their other characters in many ways
+        # Expressions can write all but letters and digits in many ways, so only those are compared.
+        words = _NO_WORD.sub("", text)
         return any(len(core) > 2 and core in words for core in self._control_words)
 
     def _refuse_alone(self, part: Grammar) -> None:
-        """Raise if this part is at fault by itself."""
+        """Raise if this part has a fault by itself."""
         fault = self._fault(_source(part))
         if fault:
             self._refuse(part, fault)
@@ -238,11 +251,11 @@ class Compiler:
             pointer, fault = locate(json.loads(grammar.text), fault, self._schema_fault)
             at = f" at #{pointer}"
         names = {"json_schema": "schema", "json_object": "schema", "lark": "grammar"}
-        what = names.get(grammar.kind, grammar.kind)
-        raise InvalidValue(grammar.param, f"the {what} is not supported{at}: {_one_line(fault)}")
+        name = names.get(grammar.kind, grammar.kind)
+        raise InvalidValue(grammar.param, f"the {name} is not supported{at}: {_one_line(fault)}")
 
     def _refuse_dead_ends(self, grammar: Grammar, matcher: LLMatcher) -> None:
-        """A grammar that is well-formed and that no text satisfies."""
+        """Raise for a well-formed grammar that no text satisfies."""
         for part in (grammar, *(g for _, g in grammar.parts)):
             if part.kind == "json_schema" and is_endless(json.loads(part.text)):
                 raise InvalidValue(part.param, "every value of this schema would contain itself")
@@ -266,44 +279,44 @@ class Compiler:
     def _vocabulary(self) -> LLTokenizer:
         with self._building:
             if self._tokenizer is None:
-                found = self._read_vocabulary()
-                control = filter(found.is_special_token, sorted(self._hf.added))
+                tokenizer = self._read_vocabulary()
+                control = filter(tokenizer.is_special_token, sorted(self._hf.added))
                 names = (self._hf.token_bytes(t).decode("utf-8", "replace") for t in control)
                 self._control = tuple(n for n in names if n)
                 self._control_words = {_NO_WORD.sub("", name) for name in self._control}
-                self._tokenizer = found
+                self._tokenizer = tokenizer
             return self._tokenizer
 
     def _read_vocabulary(self) -> LLTokenizer:
         eos = sorted(self._hf.eos)
         if not eos:
-            raise BadRequest("This model has no end token: no reply of it can be constrained.")
-        # The logits decide: padding beyond the vocabulary is never allowed.
+            raise BadRequest("This model has no end token, so its replies cannot be constrained.")
+        # Masks must cover all logits; those beyond the tokenizer's vocabulary are never allowed.
         n_vocab = max(self._vocab_size, self._hf.n_ids)
         definition = self._hf.definition
         if definition is not None:
             try:
-                found = LLTokenizer(_unpadded(definition), n_vocab=n_vocab, eos_token=eos)
-                if self._agrees(found):
-                    return found
+                tokenizer = LLTokenizer(_unpadded(definition), n_vocab=n_vocab, eos_token=eos)
+                if self._agrees(tokenizer):
+                    return tokenizer
             except ValueError as e:
-                log.info("the tokenizer is read token by token: %s", e)
+                log.info("grammars read the tokenizer token by token: %s", e)
         return LLTokenizer(_TokenTable(self._hf), n_vocab=n_vocab, eos_token=eos)  # type: ignore[arg-type]
 
     def _agrees(self, tokenizer: LLTokenizer) -> bool:
-        """Whether it gives tokens the bytes that a reader of the reply will see."""
+        """Whether it gives tokens the same bytes that a reply's text has."""
         for token in range(self._hf.n_ids):
             theirs = tokenizer.decode_bytes([token])
             if theirs and not tokenizer.is_special_token(token):
                 ours = self._hf.token_bytes(token)
                 if theirs != ours:
-                    log.info("token %d is read as %r, not %r", token, ours, theirs)
+                    log.info("llguidance reads token %d as %r, not %r", token, theirs, ours)
                     return False
         return True
 
 
 class _TokenTable:
-    """A tokenizer as a list of byte strings: for those whose definition llguidance misreads."""
+    """A tokenizer as a list of byte strings, for definitions that llguidance misreads."""
 
     is_tokenizer_wrapper = True
 
@@ -321,7 +334,7 @@ class _TokenTable:
 
 
 def _unpadded(definition: str) -> str:
-    """Without the padding and truncation that transformers may have set."""
+    """Without the padding and truncation that transformers may have set in it."""
     parsed = json.loads(definition)
     return json.dumps({**parsed, "padding": None, "truncation": None})
 
@@ -334,7 +347,7 @@ def _n_chars(grammar: Grammar) -> int:
 
 
 def _assemble(sources: Iterable[tuple[str, dict[str, Any]]]) -> str:
-    """The first is the grammar, the others are what it may refer to by name."""
+    """The first source is the grammar; it may refer to the others by name."""
     grammars = [{"name": name, **source} if name else source for name, source in sources]
     return json.dumps({"grammars": grammars})
 
@@ -355,7 +368,7 @@ def _source(grammar: Grammar) -> dict[str, Any]:
 
 
 def _spaced(schema: Any) -> Any:
-    """With our whitespace, unless the schema brings options of its own."""
+    """With firn's whitespace, unless the schema has options of its own."""
     if not isinstance(schema, dict):
         return schema
     options = schema.get("x-guidance")
@@ -364,7 +377,7 @@ def _spaced(schema: Any) -> Any:
 
 
 def _one_line(text: str) -> str:
-    """A message without its picture of the place; a regular expression's says what in one line."""
+    """A message in one line; of a regular expression's, the line that says what is wrong."""
     for line in text.splitlines():
         if line.startswith("error: "):
             text = line.removeprefix("error: ")

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: where a model's folder lies on this machine, or how it gets there."""
+"""The Hugging Face hub: finds a model's folder in its cache on this machine, or downloads it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from firn.models.faults import first_line
 log = logging.getLogger("firn.models")
 
 FIRST_PAUSE_S = 1.0
-"""Before a broken download is taken up again; twice as long each time."""
+"""Before a broken download is resumed; doubled each time."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubRules:
-    """offline: nothing is downloaded. timeout_s: of silence, None for the hub library's own.
-    retries: how often a download that broke off is taken up again."""
+    """offline: nothing is downloaded. timeout_s: without data; None for the hub library's own limit.
+    retries: how often a broken download is resumed."""
 
     offline: bool = False
     timeout_s: int | None = None
@@ -41,16 +41,16 @@ def folder_of(name: str, rules: HubRules) -> Path:
             return Path(mlx_utils.hf_repo_to_path(name))
         return _download(name, rules.retries)
     except LocalEntryNotFoundError as e:
-        why = "--offline forbids to fetch it" if rules.offline else "the hub cannot be reached"
+        why = "--offline forbids fetching it" if rules.offline else "the hub cannot be reached"
         raise SetupError(f"{name} is not on this machine and {why}.") from e
     except FileNotFoundError as e:
-        raise SetupError(f"{name} is not wholly on this machine: {first_line(e)}") from e
+        raise SetupError(f"{name} is not complete on this machine: {first_line(e)}") from e
     except (HfHubHTTPError, OSError, ValueError) as e:
         raise SetupError(f"{name} could not be fetched from the hub: {first_line(e)}") from e
 
 
 def fetch_into(name: str, folder: Path, rules: HubRules) -> Path:
-    """The model with this id, in this folder and not in the hub's cache."""
+    """Download the model with this id into this folder instead of the hub's cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -79,7 +79,7 @@ def _retried(name: str, fetch: Callable[[], Path], retries: int) -> Path:
             if attempt == retries or not _broke_off(e):
                 raise
             log.warning(
-                "the download of %s broke off (%s); once more in %.0f s",
+                "the download of %s broke off (%s); resuming in %.0f s",
                 name,
                 first_line(e),
                 pause_s,
@@ -90,12 +90,12 @@ def _retried(name: str, fetch: Callable[[], Path], retries: int) -> Path:
 
 
 def _broke_off(error: Exception) -> bool:
-    """Whether the same may go well a little later. What is there already is not fetched again."""
+    """Whether another attempt may succeed. It resumes: nothing is fetched twice."""
     import httpx
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     reason: BaseException | None = error
-    if isinstance(error, LocalEntryNotFoundError):  # says what was missing; the cause says why
+    if isinstance(error, LocalEntryNotFoundError):  # it says what is missing; its cause says why
         reason = error.__cause__
     if isinstance(reason, httpx.ConnectError):
         return False  # the hub was not reached at all

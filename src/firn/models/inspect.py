@@ -1,7 +1,7 @@
-"""What a model folder holds and needs, found out without reading its weights; and the device.
+"""What a model folder holds and needs, without reading its weights; and the device.
 
-`firn doctor` prints what this finds. A folder's faults are collected, not raised: a person who mends
-one wants to hear of the others too.
+`firn doctor` prints these reports. A folder's faults are collected, not raised: a person who mends one
+wants to know of the others, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from firn.models.faults import first_line
 from firn.models.foreign import foreign_format
 from firn.models.loader import read_config, tokenizer_fault
 from firn.models.local import find
-from firn.models.recognise import CONTEXT_KEYS, is_vision
+from firn.models.recognise import is_vision, stated_context_length
 from firn.models.transient import transient_of
 
 DTYPES = {
@@ -72,7 +72,7 @@ def inspect_device() -> DeviceReport:
 
 @dataclass(frozen=True, slots=True)
 class CacheCost:
-    """What the context costs in memory: `fixed_nbytes` is full windows and recurrent states."""
+    """What the context costs in memory. fixed_nbytes: of full windows and recurrent states."""
 
     per_token_nbytes: int
     fixed_nbytes: int
@@ -86,27 +86,27 @@ class CacheCost:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """What was found. None stands for what the folder does not tell."""
+    """None stands for what the folder does not tell."""
 
     folder: Path
     architecture: str | None = None
     library: Literal["mlx-lm", "mlx-vlm"] | None = None
     weights_nbytes: int = 0
     float32_nbytes: int = 0
-    """What the weights take where they are computed in float32."""
+    """What the weights take in memory if they are widened to float32."""
     n_files: int = 0
     dtype: str | None = None
     context_length: int | None = None
     cache: CacheCost | None = None
     transient: Transient | None = None
-    """Of a prefill chunk."""
+    """What a prefill chunk takes while it runs."""
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
 class _Findings:
-    """Grows while one folder is looked at."""
+    """Collected while one folder is inspected."""
 
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -122,9 +122,9 @@ def local_folder(name: str) -> Path | None:
     except FileNotFoundError:  # huggingface_hub: no snapshot, or not all of it
         return find(name)
     except ValueError as error:  # huggingface_hub: not the form of an id
-        found = find(name)
-        if found is not None:
-            return found
+        local = find(name)
+        if local is not None:
+            return local
         raise SetupError(f"{name} is neither a folder nor a hub id (owner/name).") from error
 
 
@@ -133,14 +133,14 @@ def inspect_folder(folder: Path) -> ModelReport:
         config = _config(folder)
     except SetupError as error:
         return ModelReport(folder, problems=(error.message,))
-    found = _Findings()
-    _check_tokenizer(folder, found)
-    headers = dict(_headers(folder, found))
-    _check_index(folder, headers, found)
-    library = _library(config, found)
+    findings = _Findings()
+    _check_tokenizer(folder, findings)
+    headers = dict(_headers(folder, findings))
+    _check_index(folder, headers, findings)
+    library = _library(config, findings)
     cache = None
-    if library == "mlx-lm" and "model_file" not in config and not found.problems:
-        cache = _cache_cost(folder, found)
+    if library == "mlx-lm" and "model_file" not in config and not findings.problems:
+        cache = _cache_cost(folder, findings)
     return ModelReport(
         folder=folder,
         architecture=str(config["model_type"]),
@@ -149,11 +149,11 @@ def inspect_folder(folder: Path) -> ModelReport:
         float32_nbytes=_float32_nbytes(config, headers),
         n_files=len(headers),
         dtype=_dtype(config, headers),
-        context_length=_context_length(config),
+        context_length=stated_context_length(config),
         cache=cache,
         transient=_transient(config),
-        notes=tuple(found.notes),
-        problems=tuple(found.problems),
+        notes=tuple(findings.notes),
+        problems=tuple(findings.problems),
     )
 
 
@@ -161,8 +161,8 @@ def _config(folder: Path) -> dict[str, Any]:
     if not folder.exists():
         raise SetupError(f"There is no folder {folder}.")
     if not folder.is_dir():
-        told = foreign_format(folder)
-        raise SetupError(told or f"{folder} is a file; a model is a folder with a config.json.")
+        foreign = foreign_format(folder)
+        raise SetupError(foreign or f"{folder} is a file; a model is a folder with a config.json.")
     return read_config(folder)
 
 
@@ -172,28 +172,20 @@ def _transient(config: Mapping[str, Any]) -> Transient:
     return transient_of(config, device=device, dtype="float32" if on_cpu else "bfloat16")
 
 
-def _context_length(config: Mapping[str, Any]) -> int | None:
-    for tree in (config, config.get("text_config") or {}):
-        for key in CONTEXT_KEYS:
-            if isinstance(tree.get(key), int):
-                return int(tree[key])
-    return None
-
-
-def _check_tokenizer(folder: Path, found: _Findings) -> None:
-    lacks = tokenizer_fault(folder)
-    if lacks is not None:
-        found.problems.append(lacks)
+def _check_tokenizer(folder: Path, findings: _Findings) -> None:
+    fault = tokenizer_fault(folder)
+    if fault is not None:
+        findings.problems.append(fault)
     settings = folder / "tokenizer_config.json"
     template = any((folder / f"chat_template.{end}").exists() for end in ("jinja", "json"))
     if settings.exists():
         try:
             template = template or bool(json.loads(settings.read_bytes()).get("chat_template"))
         except (OSError, ValueError, AttributeError) as error:
-            found.problems.append(f"{settings.name} cannot be read: {first_line(error)}")
+            findings.problems.append(f"{settings.name} cannot be read: {first_line(error)}")
             return
     if not template:
-        found.notes.append("It has no chat template: a base model, for /v1/completions.")
+        findings.notes.append("It has no chat template: a base model, for /v1/completions.")
 
 
 # --- weights -------------------------------------------------------------------------------
@@ -208,17 +200,17 @@ class _TensorHeader:
 _Header = dict[str, _TensorHeader]
 
 
-def _headers(folder: Path, found: _Findings) -> Iterator[tuple[str, _Header]]:
+def _headers(folder: Path, findings: _Findings) -> Iterator[tuple[str, _Header]]:
     """The tensors of every weight file, by the file's name; damaged files become problems."""
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
-        told = foreign_format(folder)
-        found.problems.append(told or "The weights are missing: no model*.safetensors file.")
+        foreign = foreign_format(folder)
+        findings.problems.append(foreign or "The weights are missing: no model*.safetensors file.")
     for path in files:
         try:
             yield path.name, _header(path)
         except (OSError, ValueError) as error:
-            found.problems.append(f"{path.name}: {first_line(error)}")
+            findings.problems.append(f"{path.name}: {first_line(error)}")
 
 
 def _header(path: Path) -> _Header:
@@ -245,38 +237,38 @@ def _header(path: Path) -> _Header:
     return tensors
 
 
-def _check_index(folder: Path, headers: Mapping[str, _Header], found: _Findings) -> None:
+def _check_index(folder: Path, headers: Mapping[str, _Header], findings: _Findings) -> None:
     index = folder / "model.safetensors.index.json"
     if not index.exists():
-        _check_part_names(folder, found)
+        _check_part_names(folder, findings)
         return
     try:
         where: dict[str, str] = dict(json.loads(index.read_bytes())["weight_map"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        found.problems.append(f"{index.name} cannot be read: {first_line(error)}")
+        findings.problems.append(f"{index.name} cannot be read: {first_line(error)}")
         return
     names = sorted(set(where.values()))
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
-        found.problems.append(
+        findings.problems.append(
             f"{len(missing)} of {len(names)} weight files are missing: {_some(missing)}."
         )
     lost = [t for t, name in where.items() if name in headers and t not in headers[name]]
     if lost:
-        found.problems.append(
+        findings.problems.append(
             f"{len(lost)} tensors are not in the files that the index names: {_some(lost)}."
         )
 
 
-def _check_part_names(folder: Path, found: _Findings) -> None:
-    """Files called 00001-of-00004 tell how many there should be, also without an index."""
+def _check_part_names(folder: Path, findings: _Findings) -> None:
+    """Names like 00001-of-00004 tell how many files there should be, even without an index."""
     parts = [m for f in folder.glob("model*.safetensors") if (m := PART_NAME.match(f.name))]
     for stem, total in sorted({(m[1], m[3]) for m in parts}):
-        there = {int(m[2]) for m in parts if (m[1], m[3]) == (stem, total)}
-        missing = [i for i in range(1, int(total) + 1) if i not in there]
+        present = {int(m[2]) for m in parts if (m[1], m[3]) == (stem, total)}
+        missing = [i for i in range(1, int(total) + 1) if i not in present]
         if missing:
             names = [f"{stem}-{i:05d}-of-{total}.safetensors" for i in missing]
-            found.problems.append(
+            findings.problems.append(
                 f"{len(missing)} of {int(total)} weight files are missing: {_some(names)}."
             )
 
@@ -314,49 +306,53 @@ def _float32_nbytes(config: Mapping[str, Any], headers: Mapping[str, _Header]) -
 # --- architecture --------------------------------------------------------------------------
 
 
-def _library(config: Mapping[str, Any], found: _Findings) -> Literal["mlx-lm", "mlx-vlm"] | None:
+def _library(config: Mapping[str, Any], findings: _Findings) -> Literal["mlx-lm", "mlx-vlm"] | None:
     kind = str(config["model_type"])
     module = mlx_utils.MODEL_REMAPPING.get(kind, kind)
     if "model_file" in config:
-        found.notes.append("It brings Python code of its own: serve it with --trust-remote-code.")
+        findings.notes.append(
+            "It brings Python code of its own: serve it with --trust-remote-code."
+        )
         return "mlx-lm"
     if is_vision(config):
-        if _is_there("mlx_vlm"):
+        if _is_installed("mlx_vlm"):
             return "mlx-vlm"
-        found.notes.append(
+        findings.notes.append(
             "It takes pictures: install firn[vision], or serve its text alone with --text-only."
         )
-    if _is_there(f"mlx_lm.models.{module}"):
+    if _is_installed(f"mlx_lm.models.{module}"):
         return "mlx-lm"
-    if _is_there(f"mlx_vlm.models.{module}"):
+    if _is_installed(f"mlx_vlm.models.{module}"):
         return "mlx-vlm"
-    hint = "" if _is_there("mlx_vlm") else "; if it is a vision model, install firn[vision]"
-    found.problems.append(f"The architecture {kind!r} is not known to the installed mlx-lm{hint}.")
+    hint = "" if _is_installed("mlx_vlm") else "; if it is a vision model, install firn[vision]"
+    findings.problems.append(
+        f"The architecture {kind!r} is not known to the installed mlx-lm{hint}."
+    )
     return None
 
 
-def _is_there(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # a parent is missing, or the name is no name
+    except (ImportError, ValueError):  # a parent is missing, or this is no module name
         return False
 
 
-def _cache_cost(folder: Path, found: _Findings) -> CacheCost | None:
-    """Builds the model on lazy weights and traces two prompts: no weight is read.
+def _cache_cost(folder: Path, findings: _Findings) -> CacheCost | None:
+    """Builds the model on lazy weights and traces two prompts, without reading a weight.
 
-    So this also finds tensors that are missing or have the wrong shape.
+    This also finds tensors that are missing or have the wrong shape.
     """
     try:
         model, _ = mlx_utils.load_model(folder, lazy=True)
     except Exception as error:  # any module of mlx-lm may run here, and doctor must go on
-        found.problems.append(f"mlx-lm cannot build it: {first_line(error)}")
+        findings.problems.append(f"mlx-lm cannot build it: {first_line(error)}")
         return None
     try:
         # Buffers grow in steps of 256 tokens, so this difference is exact for all of them.
         pairs = list(zip(_traced(model, 1), _traced(model, 257), strict=True))
     except Exception as error:
-        found.notes.append(f"The size of its cache could not be estimated: {first_line(error)}")
+        findings.notes.append(f"The size of its cache could not be estimated: {first_line(error)}")
         return None
     windows = [long for _, long in pairs if isinstance(long, RotatingKVCache | ChunkedKVCache)]
     others = [(s, b) for s, b in pairs if not isinstance(b, RotatingKVCache | ChunkedKVCache)]
@@ -371,7 +367,7 @@ def _cache_cost(folder: Path, found: _Findings) -> CacheCost | None:
 
 
 def _traced(model: Any, n_tokens: int) -> list[Any]:
-    """The layers' caches after a prompt of which nothing was computed: shapes are known at once."""
+    """The layers' caches after a prompt. Nothing is computed: their shapes are known without that."""
     layers = make_prompt_cache(model)
     model(mx.zeros((1, n_tokens), mx.int32), cache=layers)
     return list(_leaves(layers))

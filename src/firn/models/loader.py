@@ -1,6 +1,6 @@
 """From a model's name to a model that answers: resolve, check, load, describe.
 
-Whatever is wrong with a folder ends in one SetupError line. Runs on the engine thread, which owns the
+Whatever is wrong with a folder is one line in a SetupError. Runs on the engine thread, which owns the
 arrays it creates.
 """
 
@@ -27,13 +27,13 @@ from firn.core.errors import SetupError
 from firn.core.values import ModelInfo
 from firn.models import local as local_models
 from firn.models import vision_load
-from firn.models.batch import can_batch
+from firn.models.batch import why_not_batchable
+from firn.models.call_arguments import CallArguments, IdsOnly
 from firn.models.cpu import dtype
-from firn.models.faults import first_line
+from firn.models.faults import LOAD_FAULTS, first_line
 from firn.models.fingerprint import Fingerprint, weight_files
 from firn.models.foreign import WHAT_TO_DO, foreign_format
 from firn.models.hub import HubRules, folder_of
-from firn.models.inputs import IdsOnly, Inputs
 from firn.models.picture import Picture
 from firn.models.processor import VisionProcessor
 from firn.models.recognise import context_length, is_vision
@@ -44,9 +44,7 @@ from firn.models.weight_memory import WeightMemory
 log = logging.getLogger("firn.models")
 
 FEATURE_NBYTES = 256 << 20
-LOAD_FAULTS = (Exception, SystemExit)
-"""A bad folder raises anything: it may bring code of its own, tokenizers raises bare Exceptions, and
-one module of mlx-lm ends the process (SystemExit)."""
+
 HUB_RULES = HubRules()
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -57,12 +55,12 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
-"""Each of them is a tokenizer to some family of models."""
+"""For each of these there are families whose tokenizer it is."""
 EMBEDDINGS = frozenset(
     {"embed_tokens", "wte", "word_embeddings", "tok_embeddings", "token_embeddings", "embeddings",
      "embedding", "embed_in", "embed"}
 )  # fmt: skip
-"""What models call the table of their tokens."""
+"""What models call their table of token embeddings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +70,8 @@ class LoadedModel:
     make_layers: Callable[[], list[Any]]
     probe: list[Any]
     """Layer caches that hold one token: what a live row looks like."""
-    inputs: Inputs
-    """What the model takes beside ids."""
+    arguments: CallArguments
+    """What the model takes besides ids."""
 
 
 def resolve(name: str, rules: HubRules = HUB_RULES) -> Path:
@@ -81,16 +79,18 @@ def resolve(name: str, rules: HubRules = HUB_RULES) -> Path:
     local = Path(os.path.expanduser(name))
     if local.exists():
         if not local.is_dir():
-            told = foreign_format(local)
-            raise SetupError(told or f"{name} is a file; a model is a folder with a config.json.")
+            foreign = foreign_format(local)
+            raise SetupError(
+                foreign or f"{name} is a file; a model is a folder with a config.json."
+            )
         return local
     if not name.startswith((".", "/", "~")) and not _in_hub_cache(name):
-        folder_there = local_models.find(name)
-        if folder_there is not None:
-            log.info("%s is in %s", name, folder_there)
-            return folder_there
+        downloaded = local_models.find(name)
+        if downloaded is not None:
+            log.info("%s is in %s", name, downloaded)
+            return downloaded
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise SetupError(f"There is no model folder {name}, and it is no hub id (owner/name).")
+        raise SetupError(f"There is no model folder {name}, and it is not a hub id (owner/name).")
     folder = folder_of(name, rules)
     if name.upper().endswith("GGUF") and not (folder / "config.json").exists():
         raise SetupError(f"{name} is a model in llama.cpp's format; {WHAT_TO_DO}.")
@@ -100,15 +100,15 @@ def resolve(name: str, rules: HubRules = HUB_RULES) -> Path:
 def _in_hub_cache(name: str) -> bool:
     try:
         return name.count("/") == 1 and bool(mlx_utils.hf_repo_to_path(name))
-    except (FileNotFoundError, ValueError):  # huggingface_hub: no whole snapshot, or no id
+    except (FileNotFoundError, ValueError):  # huggingface_hub: no complete snapshot, or not an id
         return False
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.exists():
-        told = foreign_format(folder)
-        raise SetupError(told or f"{folder} has no config.json: it is not a model folder.")
+        foreign = foreign_format(folder)
+        raise SetupError(foreign or f"{folder} has no config.json: it is not a model folder.")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
@@ -134,20 +134,20 @@ def load(
     """Read the weights and describe the model. The caller's thread owns the arrays from then on.
 
     picture: an example from the model's processor; with it the vision tower is loaded, too. memory:
-    where digests of weights are remembered from one start to the next. cpu_dtype: whether weights
-    become float32; auto: if there is memory for it. max_context: an upper limit of the context. shard:
-    cuts a model whose weights were not read yet down to this rank's part.
+    remembers the weights' digests from one start to the next. cpu_dtype: whether weights become float32;
+    auto: if there is memory for it. max_context: an upper limit of the context. shard: reduces a model
+    to this rank's part before its weights are read.
     """
     config = read_config(folder)
     vision, kind = picture is not None, str(config["model_type"])
     _check_files(folder, adapter, vision=vision)
     hashing = Fingerprint(folder, adapter=adapter, vision=vision, memory=memory)
-    inputs: Inputs = IdsOnly()
+    arguments: CallArguments = IdsOnly()
     if picture is None:
         model, config = _load_weights(folder, config, adapter, trust_remote_code, shard)
         widened = dtype.apply(model, cpu_dtype)
     else:
-        model = inputs = vision_load.load_weights(
+        model = arguments = vision_load.load_weights(
             folder,
             config,
             adapter=adapter,
@@ -157,7 +157,9 @@ def load(
         widened = dtype.apply(model.model, cpu_dtype)
         vision_load.check_pictures(model, picture, kind)
     logits, layers = _first_token(model, f"{folder} ({kind})")
-    why_not = can_batch(layers) or batch_fault(model, lambda: make_prompt_cache(model), kind)
+    why_not = why_not_batchable(layers) or batch_fault(
+        model, lambda: make_prompt_cache(model), kind
+    )
     n_vocab, (weights_dtype, weights_nbytes) = int(logits.shape[-1]), _weights(model)
     info = ModelInfo(
         name=served_name,
@@ -176,21 +178,21 @@ def load(
         whole_pictures=vision and model.whole_pictures,
         created=int(time.time()),
     )
-    return LoadedModel(model, info, lambda: make_prompt_cache(model), layers, inputs)
+    return LoadedModel(model, info, lambda: make_prompt_cache(model), layers, arguments)
 
 
 def _with_rounding(digest: bytes, *, widened: bool) -> bytes:
-    """Weights that were made float32 are the same weights, and give other roundings."""
+    """Weights that were widened to float32 are the same weights, but results are rounded differently."""
     if not widened:
         return digest
     return hashlib.blake2b(digest, digest_size=32, person=b"firn-float32").digest()
 
 
 def _first_token(model: Any, name: str) -> tuple[mx.array, list[Any]]:
-    """One token through the model: the proof that it runs, its logits, its layers. Raises SetupError.
+    """Run one token to prove that the model works; returns logits and layers. Raises SetupError.
 
-    MLX's CPU has no 16-bit form of some operations (mixtures of experts need one): a model that stops
-    there is run in 32 bits.
+    MLX's CPU backend lacks 16-bit forms of some operations, one of which mixtures of experts need. A
+    model that fails for that runs in 32 bits.
     """
 
     def run() -> tuple[mx.array, list[Any]]:
@@ -206,9 +208,9 @@ def _first_token(model: Any, name: str) -> tuple[mx.array, list[Any]]:
             if mx.default_device() != mx.Device(mx.cpu):
                 raise
             model.set_dtype(mx.float32)
-            found = run()
+            logits_and_layers = run()
             log.warning("this CPU backend cannot run the model in 16 bits: it runs in 32")
-            return found
+            return logits_and_layers
     except LOAD_FAULTS as e:
         raise SetupError(f"{name} does not run on this machine: {first_line(e)}") from e
 
@@ -222,18 +224,18 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> HfTokeni
         eos = mlx_utils.load_config(folder).get("eos_token_id", config.get("eos_token_id"))
         wrapper = mlx_utils.load_tokenizer(folder, extra, eos_token_ids=eos)
     except LOAD_FAULTS as e:
-        # What is missing, if that is it: a library's own first line does not name a file.
+        # Name a missing file first: the library's own message does not.
         why = tokenizer_fault(folder) or f"The tokenizer cannot be loaded: {first_line(e)}"
         raise SetupError(f"{folder}: {why}") from e
     return HfTokenizer(wrapper)
 
 
 def tokenizer_fault(folder: Path) -> str | None:
-    """What a folder lacks of its tokenizer, by name."""
-    there = [name for name in TOKENIZER_FILES if (folder / name).exists()]
-    if there == ["vocab.json"] and not (folder / "merges.txt").exists():
-        return "The tokenizer is not whole: vocab.json is there, merges.txt is missing."
-    if there or any(folder.glob("*.tiktoken")):
+    """Which tokenizer files a folder lacks; None: none."""
+    present = [name for name in TOKENIZER_FILES if (folder / name).exists()]
+    if present == ["vocab.json"] and not (folder / "merges.txt").exists():
+        return "The tokenizer is not complete: vocab.json is there, merges.txt is missing."
+    if present or any(folder.glob("*.tiktoken")):
         return None
     return f"The tokenizer is missing: none of {', '.join(TOKENIZER_FILES)}."
 
@@ -260,16 +262,16 @@ def _template_of_processor(folder: Path) -> dict[str, Any]:
         own = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         if own.get("chat_template"):
             return {}
-        found = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
+        template = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
     except (OSError, ValueError, AttributeError):
         return {}
-    return {"chat_template": found} if isinstance(found, str) else {}
+    return {"chat_template": template} if isinstance(template, str) else {}
 
 
 def _check_files(folder: Path, adapter: Path | None, *, vision: bool) -> None:
     if not weight_files(folder, vision=vision):
-        told = foreign_format(folder)
-        raise SetupError(told or f"{folder} has no model*.safetensors: the weights are missing.")
+        foreign = foreign_format(folder)
+        raise SetupError(foreign or f"{folder} has no model*.safetensors: the weights are missing.")
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -310,18 +312,18 @@ def _load_weights(
 
 
 def _n_embeddings(model: Any, default: int) -> int:
-    """Rows of the table in which token ids are looked up; MLX reads on past its end."""
-    found = {
+    """Rows of the embedding table: no larger id may be fed, for MLX would read past the table's end."""
+    n_rows = {
         path: module.weight.shape[0]
         for path, module in model.named_modules()
         if path.rsplit(".", 1)[-1] in EMBEDDINGS
         and isinstance(module, nn.Embedding | nn.QuantizedEmbedding)
     }
-    return int(found[min(found, key=len)]) if found else default
+    return int(n_rows[min(n_rows, key=len)]) if n_rows else default
 
 
 def _weights(model: Any) -> tuple[str, int]:
-    """The type that most floating-point weights have, and the bytes of all."""
+    """The type of most floating-point weights, and the bytes of all weights."""
     sizes: dict[str, int] = {}
     weights = [w for _, w in tree_flatten(model.parameters())]
     for w in weights:

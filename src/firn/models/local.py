@@ -1,4 +1,4 @@
-"""Models that other programs have brought to this machine: the hub's cache, LM Studio's folder.
+"""Models that other programs have downloaded to this machine: the hub's cache, LM Studio's folder.
 
 Reads directories and small files only; imports no MLX.
 """
@@ -12,25 +12,25 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model in MLX's format. name: as its maker and it are called, "owner/model"."""
+    """A model in MLX's format. name: "owner/model"."""
 
     name: str
     folder: Path
 
 
 def lm_studio_models(home: Path | None = None) -> list[LocalModel]:
-    """Those of LM Studio that are in MLX's format, not llama.cpp's."""
-    found = {f.name: f for root in reversed(_roots(home or Path.home())) for f in _models(root)}
-    return [found[name] for name in sorted(found)]
+    """LM Studio's models in MLX's format; not those in llama.cpp's."""
+    by_name = {m.name: m for root in reversed(_roots(home or Path.home())) for m in _models(root)}
+    return [by_name[name] for name in sorted(by_name)]
 
 
 def hub_models(cache: Path | None = None) -> list[LocalModel]:
-    """Those of the hub's cache whose newest snapshot holds weights."""
+    """Models in the hub's cache whose newest snapshot holds weights."""
     if cache is None:
         from huggingface_hub.constants import HF_HUB_CACHE
 
         cache = Path(HF_HUB_CACHE)
-    found = []
+    models = []
     for repo in _folders(cache):
         kind, _, name = repo.name.partition("--")
         try:
@@ -38,42 +38,43 @@ def hub_models(cache: Path | None = None) -> list[LocalModel]:
         except (OSError, UnicodeDecodeError):
             continue
         if kind == "models" and _is_model(snapshot):
-            found.append(LocalModel(name.replace("--", "/", 1), snapshot))
-    return found
+            models.append(LocalModel(name.replace("--", "/", 1), snapshot))
+    return models
 
 
 def find(name: str, home: Path | None = None, cache: Path | None = None) -> Path | None:
-    """The folder of LM Studio's "owner/model"; or of "model", the hub's too, where it is clear whose.
+    """The folder of "owner/model" in LM Studio, or of "model" there or in the hub's cache.
 
-    None: it is not here, or two makers have one of that name. The hub's library finds its own ids.
+    None: it is not here, or two owners have a model of that name. "owner/model" in the hub's cache is
+    left to the hub's own library.
     """
     wanted, models = name.lower(), lm_studio_models(home)
     if "/" not in name:
         models += hub_models(cache)
     matches = {
-        f.name.lower(): f.folder
-        for f in models
-        if wanted in (f.name.lower(), f.name.lower().split("/")[-1])
+        m.name.lower(): m.folder
+        for m in models
+        if wanted in (m.name.lower(), m.name.lower().split("/")[-1])
     }
     return next(iter(matches.values())) if len(matches) == 1 else None
 
 
 def _roots(home: Path) -> list[Path]:
-    """Where LM Studio keeps models, newest custom first: it lets its users move everything."""
-    places = []
+    """Where LM Studio keeps models: the folder its user has chosen, then its newer and older default."""
+    chosen = []
     try:
         pointer = (home / ".lmstudio-home-pointer").read_text(encoding="utf-8").strip()
-        places.append(Path(pointer) / "models")
+        chosen.append(Path(pointer) / "models")
     except (OSError, UnicodeDecodeError):
         pass
-    return [*places, home / ".lmstudio" / "models", home / ".cache" / "lm-studio" / "models"]
+    return [*chosen, home / ".lmstudio" / "models", home / ".cache" / "lm-studio" / "models"]
 
 
 def _models(root: Path) -> Iterator[LocalModel]:
-    for maker in _folders(root):
-        for folder in _folders(maker):
+    for owner in _folders(root):
+        for folder in _folders(owner):
             if _is_model(folder):
-                yield LocalModel(f"{maker.name}/{folder.name}", folder)
+                yield LocalModel(f"{owner.name}/{folder.name}", folder)
 
 
 def _is_model(folder: Path) -> bool:

@@ -1,7 +1,7 @@
-"""Which tokens each row may pick next. Made on the host, used on any device as a plain array.
+"""Which tokens each row may pick next. Computed on the host, used on any device as a plain array.
 
-llguidance fills one bit a token. Its own kernels for MLX are Metal only; here the bits are spread on the
-host, in the time that the model takes for its forward pass anyway.
+llguidance fills one bit per token. Its own kernels for MLX are Metal only; here the bits are unpacked on
+the host, while the model's forward pass runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BITS = 32
 ALL = np.uint32(0xFFFFFFFF)
 MAX_THREADS = 4
 MANY_ROWS = 8
-"""From here on threads are worth waking: a mask takes 5 to 50 us, and so does a thread's awakening."""
+"""More rows than this are worth threads: a mask takes 5 to 50 us, and so does waking a thread."""
 
 
 class Masks:
@@ -32,21 +32,21 @@ class Masks:
         self._vocab_size = vocab_size
 
     def fill(self, constraints: Sequence[Constraint | None]) -> Allowed:
-        """(rows, vocabulary), true where a token may be picked; all of a row without a constraint.
+        """(rows, vocabulary), true where a token may be picked; all true for a row without a constraint.
 
         A constraint that fails gets its fault set; its row's mask then means nothing.
         """
-        found = [(i, c) for i, c in enumerate(constraints) if c is not None]
-        bits = self._compute(found, len(constraints)).view(np.uint8)
-        for _, constraint in found:
+        constrained = [(i, c) for i, c in enumerate(constraints) if c is not None]
+        bits = self._compute(constrained, len(constraints)).view(np.uint8)
+        for _, constraint in constrained:
             constraint.check()
         each = np.unpackbits(bits, axis=1, count=self._vocab_size, bitorder="little")
         return each.view(np.bool_)
 
     def fill_ahead(self, rows: Sequence[tuple[Constraint | None, Sequence[int]]]) -> Allowed:
-        """(positions, vocabulary) for the next token of every row and after each token of its draft.
+        """(positions, vocabulary), for the next token of every row and after each token of its draft.
 
-        A draft holds nothing that its constraint forbids: see `Constraint.permitted`.
+        A draft must hold nothing that its constraint forbids: see `Constraint.permitted`.
         """
         n_words = max(-(-c.n_tokens // BITS) for c, _ in rows if c is not None)
         n_each = [1 + len(draft) for _, draft in rows]
@@ -60,15 +60,15 @@ class Masks:
         each = np.unpackbits(bits.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
         return each.view(np.bool_)
 
-    def _compute(self, found: list[tuple[int, Constraint]], n_rows: int) -> Bits:
-        n_words = max(-(-c.n_tokens // BITS) for _, c in found)
+    def _compute(self, constrained: list[tuple[int, Constraint]], n_rows: int) -> Bits:
+        n_words = max(-(-c.n_tokens // BITS) for _, c in constrained)
         bits = np.full((n_rows, n_words), ALL, dtype=np.uint32)
         start, stride = bits.ctypes.data, bits.strides[0]
-        if len(found) > MANY_ROWS:
-            matchers = [(c.matcher, i) for i, c in found]
+        if len(constrained) > MANY_ROWS:
+            matchers = [(c.matcher, i) for i, c in constrained]
             self._threads.unsafe_compute_mask_ptr(matchers, start, stride, n_rows)
         else:
-            for i, constraint in found:
+            for i, constraint in constrained:
                 constraint.matcher.unsafe_compute_mask_ptr(start + i * stride, stride)
         return bits
 

@@ -1,15 +1,15 @@
-"""A model with its own prediction head: one more layer, which guesses the token after the next.
+"""A model with its own prediction head: one more layer, which predicts the token after the next.
 
-    hidden state after token t-1, embedding of token t  ->  head  ->  guess of token t+1
+    hidden state after token t-1, embedding of token t  ->  head  ->  prediction of token t+1
 
-The head's KV is one more cache of plain attention, the last one: batched, set back, stored and
-restored as they are, and written along with them or a little later (`models.backlog`). The hidden state
-that the head goes on from is a layer, too, in models that have states of their own:
+The head's KV is one more cache of plain attention, the last one. It is batched, rewound, stored and
+restored like the others, and written with them or a little later (`models.backlog`). In models with
+recurrent layers, the hidden state that the head continues from is a layer, too:
 
     layers   [the model's ...][the head's KV][the hidden state after the newest token]
 
-Models of plain attention are stored by block, and a state a block would be a multiple of it: after a
-restored prefix its newest token is read once more instead (`look_back`).
+Models of plain attention are stored by block, and a hidden state per block would be several times its
+size: after a restored prefix the newest token is read once more instead (`look_back`).
 
 Owner: the engine thread.
 """
@@ -42,7 +42,7 @@ class PredictionHead(nn.Module):  # type: ignore[misc]
         self.norm = nn.RMSNorm(hidden_size, eps=eps)
 
     def __call__(self, hidden: mx.array, embeds: mx.array, cache: Any) -> mx.array:
-        """The hidden states that the guesses are made of: (rows, tokens, width)."""
+        """The hidden states that predictions are made of: (rows, tokens, width)."""
         both = [self.embed_norm(embeds), self.hidden_norm(hidden)]
         x = self.join(mx.concatenate(both, axis=-1))
         mask = create_attention_mask(x, cache, return_array=True)
@@ -66,12 +66,12 @@ class MtpModel(nn.Module):  # type: ignore[misc]
 
     @property
     def model(self) -> Any:
-        """The layers without the vocabulary's."""
+        """The layers below the logits."""
         return self._text.model
 
     @property
     def _text(self) -> Any:
-        """The part that says tokens."""
+        """The language model, without what reads pictures."""
         if self._pictures:
             return self.base.model.language_model
         return self.base.get("language_model", self.base)
@@ -83,65 +83,64 @@ class MtpModel(nn.Module):  # type: ignore[misc]
         return self._hidden
 
     def __call__(
-        self, ids: mx.array, cache: list[Any], *, carry: mx.array | None = None, **inputs: Any
+        self, ids: mx.array, cache: list[Any], *, carry: mx.array | None = None, **arguments: Any
     ) -> mx.array:
         """Model and head. carry: (rows, width), the hidden states after the tokens before these, where
-        no layer keeps them. inputs: what a model of pictures takes beside ids."""
-        last, first = split(cache)[1], self.before(cache, carry)
-        hidden, embeds = self._read(ids, cache, inputs)
+        no layer keeps them. arguments: what a vision model takes besides ids."""
+        head_kv, first = split(cache)[1], self.before(cache, carry)
+        hidden, embeds = self._read(ids, cache, arguments)
         if first is None:
             first = mx.zeros_like(hidden[:, 0])
         before = mx.concatenate([first[:, None].astype(hidden.dtype), hidden[:, :-1]], axis=1)
-        self.head(before, embeds, last)
+        self.head(before, embeds, head_kv)
         # Nothing else needs the head's keys: they would not be computed, and the graph would grow.
-        logits: mx.array = mx.depends(self._logits(hidden), [last.keys, last.values])
+        logits: mx.array = mx.depends(self._logits(hidden), [head_kv.keys, head_kv.values])
         return logits
 
-    def without_head(self, ids: mx.array, cache: list[Any], **inputs: Any) -> mx.array:
-        """The model alone: its head's KV stays behind, until `feed_head` has these tokens, too."""
-        hidden, _ = self._read(ids, cache, inputs)
+    def without_head(self, ids: mx.array, cache: list[Any], **arguments: Any) -> mx.array:
+        """The model alone: the head's KV lags behind until `feed_head` reads these tokens, too."""
+        hidden, _ = self._read(ids, cache, arguments)
         return self._logits(hidden)
 
     def feed_head(self, ids: mx.array, before: mx.array, head_cache: Any) -> None:
-        """Tokens (rows, n) that the model has read, and the hidden states before them (rows, n, width).
-
-        What the head would say of them is never computed: its keys are enough.
-        """
+        """Let the head read tokens (rows, n) that the model has read; before: (rows, n, width), the
+        hidden states before them. Only the head's keys and values are computed, no predictions."""
         self.head(before, self._embed(ids), head_cache)
 
     def before(self, cache: list[Any], carry: mx.array | None) -> mx.array | None:
-        """(rows, width): the hidden states after the newest tokens; None where nothing is known."""
+        """(rows, width): the hidden states after the newest tokens; None where they are not known."""
         state = split(cache)[2]
         return carry if state is None or state[0] is None else state[0][:, 0]
 
     def look_back(self, token: int, cache: list[Any]) -> mx.array | None:
-        """The hidden state after a lone row's newest token, computed once more; None where its layers
-        cannot take that back. (1, 1, width)"""
+        """(1, 1, width): the hidden state after a lone row's newest token, computed once more; None if
+        its layers cannot take that token back."""
         own, _, state = split(cache)
+        hidden: mx.array | None
         if state is not None:
-            found: mx.array | None = state[0]
-            return found
+            hidden = state[0]
+            return hidden
         if self._pictures or not all(kind(c) in TRIMMED and c.offset for c in own):
             return None
         for layer in own:
             layer.trim(1)
-        hidden: mx.array = self.base.model(mx.array([[token]]), own)
+        hidden = self.base.model(mx.array([[token]]), own)
         return hidden
 
-    def guess(self, ids: mx.array, hidden: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
-        """Logits and hidden states of the head alone; ids and hidden as in a call, side by side."""
+    def predict(self, ids: mx.array, hidden: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
+        """Logits and hidden states of the head alone, for tokens and the hidden states before them."""
         out = self.head(hidden, self._embed(ids), cache)
         return self._logits(out), out
 
     def _read(
-        self, ids: mx.array, cache: list[Any], inputs: dict[str, Any]
+        self, ids: mx.array, cache: list[Any], arguments: dict[str, Any]
     ) -> tuple[mx.array, mx.array]:
-        """Hidden states, which are kept as the layers keep them, and embeddings."""
+        """Hidden states and embeddings. The newest state goes into its layer, where there is one."""
         own, _, state = split(cache)
-        embeds = inputs.get("inputs_embeds") if self._pictures else None
+        embeds = arguments.get("inputs_embeds") if self._pictures else None
         hidden: mx.array
         if self._pictures:
-            hidden = self.base.hidden(ids, own, **inputs)
+            hidden = self.base.hidden(ids, own, **arguments)
         else:
             hidden = self.base.model(ids, own)
         self._hidden = hidden
@@ -150,20 +149,22 @@ class MtpModel(nn.Module):  # type: ignore[misc]
         return hidden, self._embed(ids) if embeds is None else embeds
 
     def _embed(self, ids: mx.array) -> mx.array:
-        found: mx.array = self._text.model.embed_tokens(ids)
-        return found
+        embeds: mx.array = self._text.model.embed_tokens(ids)
+        return embeds
 
     def _logits(self, hidden: mx.array) -> mx.array:
         text = self._text
-        out: mx.array
+        logits: mx.array
         if "lm_head" in text:
-            out = text.lm_head(hidden)
+            logits = text.lm_head(hidden)
         else:
-            out = text.model.embed_tokens.as_linear(hidden)
-        return out
+            logits = text.model.embed_tokens.as_linear(hidden)
+        return logits
 
 
 def with_head_layer(make_layers: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
+    """`make_layers` with the head's layers at the end."""
+
     def make() -> list[Any]:
         own = make_layers()
         keeps = any(kind(layer) == STATE for layer in leaves(own))
@@ -173,14 +174,14 @@ def with_head_layer(make_layers: Callable[[], list[Any]]) -> Callable[[], list[A
 
 
 def split(cache: list[Any]) -> tuple[list[Any], Any, Any | None]:
-    """The model's own layers, the head's KV, and the layer of the hidden state, where there is one."""
+    """The model's own layers, the head's KV, and the layer of the hidden state, if there is one."""
     if kind(cache[-1]) == STATE:
         return cache[:-2], cache[-2], cache[-1]
     return cache[:-1], cache[-1], None
 
 
 def _newest(hidden: mx.array, state: Any) -> mx.array:
-    """(rows, 1, width): after the newest token of each row; as it was for rows that took none."""
+    """(rows, 1, width): the state after each row's newest token; unchanged for rows that took none."""
     if state.lengths is None:
         return hidden[:, -1:]
     lengths = state.lengths[:, None, None]

@@ -1,7 +1,7 @@
-"""Reading a prediction head from a model's weight files, where mlx-lm leaves it.
+"""Reading a prediction head from a model's weight files: mlx-lm ignores it.
 
-The head's layer is a layer of the model itself: a model with this one layer is built, and its own
-`sanitize` turns the tensors' names and shapes into what the layer takes.
+The head's layer has the architecture of the model's own layers: a model with this one layer is built,
+and its `sanitize` converts the tensors' names and shapes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Family:
     layer: str
     parts: Mapping[str, str]
     centred: bool = False
-    """Norms are stored less one in files that were not made for MLX."""
+    """Files that were not made for MLX store norms less one."""
 
 
 QWEN = Family(
@@ -66,24 +66,23 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": DEEPSEEK,
 }
 SHARED = ("embed_tokens.", "shared_head.head.")
-"""Copies of what the model has."""
+"""Copies of the model's own tensors."""
 
 
 def has_head(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Whether the weight files hold one that is known here. Reads names only."""
+    """Whether the weight files hold a head of a known family. Reads names only."""
     family = FAMILIES.get(str(config["model_type"]))
     return family is not None and bool(_tensors(folder, family, _text(config)))
 
 
 def read_head(folder: Path, config: Mapping[str, Any]) -> PredictionHead:
-    """Raises ValueError where the files do not hold all of it."""
+    """Raises ValueError if the files do not hold all of it."""
     family = FAMILIES[str(config["model_type"])]
     text = _text(config)
-    found = _tensors(folder, family, text)
     is_raw = family.centred and _is_raw(folder)
     parts: Weights = {}
     layer: Weights = {}
-    for name, value in found.items():
+    for name, value in _tensors(folder, family, text).items():
         stem, _, kind = name.rpartition(".")
         if is_raw and value.ndim == 1 and "norm" in name:
             value = value + 1.0
@@ -114,31 +113,31 @@ def nbytes_of(head: PredictionHead) -> int:
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = config.get("text_config", config)
-    return found
+    text: Mapping[str, Any] = config.get("text_config", config)
+    return text
 
 
 def _tensors(folder: Path, family: Family, text: Mapping[str, Any]) -> Weights:
-    """The head's tensors, by their names without the prefix. Nothing is read yet."""
+    """The head's tensors, by their names without the prefix. MLX reads them when they are used."""
     prefix = family.prefix.format(n=text["num_hidden_layers"])
-    found: Weights = {}
+    tensors: Weights = {}
     for path in glob.glob(str(folder / "*.safetensors")):
         for name, value in _read(path).items():
             for start in (prefix, f"language_model.{prefix}"):
                 if name.startswith(start):
-                    found[name.removeprefix(start)] = value
-    return found
+                    tensors[name.removeprefix(start)] = value
+    return tensors
 
 
 def _read(path: str) -> Weights:
-    """Names and shapes; the numbers follow when they are used."""
-    found = mx.load(path)
-    assert isinstance(found, dict)
-    return found
+    """Reads names and shapes; MLX reads the numbers when they are used."""
+    weights = mx.load(path)
+    assert isinstance(weights, dict)
+    return weights
 
 
 def _is_raw(folder: Path) -> bool:
-    """Whether the files are as their makers published them, not as mlx-lm writes them."""
+    """Whether the files are as the model's authors published them, not converted by mlx-lm."""
     for path in glob.glob(str(folder / "*.safetensors")):
         for name, value in _read(path).items():
             if name.endswith("conv1d.weight"):
@@ -147,7 +146,7 @@ def _is_raw(folder: Path) -> bool:
 
 
 def _layer(config: Mapping[str, Any], weights: Weights) -> nn.Module:
-    """The layer of a model that has no other."""
+    """The only layer of a model built from this configuration with one layer."""
     own = copy.deepcopy(dict(config))
     text = own.get("text_config", own)
     text |= {"num_hidden_layers": 1, "full_attention_interval": 1, "first_k_dense_replace": 0}
@@ -156,15 +155,12 @@ def _layer(config: Mapping[str, Any], weights: Weights) -> nn.Module:
     model = model_class(args_class.from_dict(own))
     norms = {n: w for n, w in weights.items() if w.ndim == 1 and "norm" in n}
     rest = {f"model.layers.0.{n}": w for n, w in weights.items() if n not in norms}
-    ready = {_behind_layer(n): w for n, w in model.sanitize(rest).items()} | norms
+    sanitized = model.sanitize(rest).items()
+    converted = {name.rpartition("layers.0.")[2]: w for name, w in sanitized} | norms
     layer: nn.Module = model.model.layers[0]
-    _quantise(layer, ready, config)
-    _load(layer, ready)
+    _quantise(layer, converted, config)
+    _load(layer, converted)
     return layer
-
-
-def _behind_layer(name: str) -> str:
-    return name.rpartition("layers.0.")[2]
 
 
 def _quantise(module: nn.Module, weights: Weights, config: Mapping[str, Any]) -> None:

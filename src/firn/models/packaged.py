@@ -1,7 +1,7 @@
-"""Models whose weights come in a Python package as a GGUF file, made into MLX folders once.
+"""Models whose weights come in a Python package as a GGUF file, converted to an MLX folder once.
 
-The folder appears under its name when it is whole: it is made in a temporary one beside it, by one
-process at a time, and renamed. The package's code is never imported.
+The folder appears under its name when it is complete: one process at a time makes it in a temporary
+folder beside it, and renames that. The package's code is never imported.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from firn.models.gguf import UnreadableGguf, convert
 log = logging.getLogger("firn.models")
 
 FORMAT = 1
-"""Of the folders that are made: raise it when `convert` makes something else of the same file."""
+"""Of the folders made here: raise it when `convert` writes something else for the same file."""
 MANIFEST = "made.json"
 MB = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """`member` is the GGUF file within the package, of these bytes and no others."""
+    """member: the GGUF file within the package. sha256, nbytes: of that file."""
 
     name: str
     package: str
@@ -71,7 +71,7 @@ PACKAGED: Mapping[str, PackagedModel] = MappingProxyType({SMOLLM2.name: SMOLLM2}
 
 
 def made_folder(model: PackagedModel, root: Path) -> Path | None:
-    """Where it was made before; None: not yet, or something is missing there."""
+    """The complete folder from an earlier run; None if there is none."""
     folder = root / model.folder_name
     return folder if _is_whole(folder) else None
 
@@ -85,7 +85,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def installed_file(model: PackagedModel) -> Path | None:
-    """The GGUF file of the installed package; None: it is not installed."""
+    """The GGUF file of the installed package; None if that is not installed."""
     try:
         path = Path(str(metadata.distribution(model.package).locate_file(model.member)))
     except metadata.PackageNotFoundError:
@@ -103,20 +103,20 @@ def folder_of(model: PackagedModel, root: Path) -> Path:
     try:
         root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         root.mkdir(mode=0o700, exist_ok=True)
-        with _alone(root / f"{model.folder_name}.lock", model.name) as alone:
-            return made_folder(model, root) or _make(model, root, sweep=alone)
+        with _exclusive(root / f"{model.folder_name}.lock", model.name) as is_locked:
+            return made_folder(model, root) or _make(model, root, sweep=is_locked)
     except OSError as e:
-        elsewhere = "" if sys.platform == "darwin" else "; XDG_CACHE_HOME names another place"
+        elsewhere = "" if sys.platform == "darwin" else "; set XDG_CACHE_HOME to use another place"
         raise SetupError(
             f"{model.name} cannot be made in {root}: {e.strerror or e}{elsewhere}"
         ) from e
 
 
 @contextlib.contextmanager
-def _alone(lock: Path, name: str) -> Iterator[bool]:
-    """While no other process makes this model; False where the file system knows no locks.
+def _exclusive(lock: Path, name: str) -> Iterator[bool]:
+    """While no other process makes this model; False where the file system has no locks.
 
-    Then two processes do the same work, and the first one that is ready gives the folder its name.
+    Then two processes may do the same work, and the first to finish names the folder.
     """
     fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -138,14 +138,14 @@ def _locked(fd: int, name: str) -> bool:
 
 def _make(model: PackagedModel, root: Path, *, sweep: bool) -> Path:
     prefix = f".{model.folder_name}."
-    if sweep:  # whoever left these is dead, or would hold the lock
-        for left in root.glob(f"{prefix}*"):
-            shutil.rmtree(left, ignore_errors=True)
+    if sweep:  # a living process that made these would hold the lock
+        for abandoned in root.glob(f"{prefix}*"):
+            shutil.rmtree(abandoned, ignore_errors=True)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=prefix, dir=root) as work:
         source = installed_file(model) or _fetched(model, Path(work))
         folder = root / model.folder_name
-        log.info("turning %s into %s, once", source.name, folder)
+        log.info("converting %s to %s, once", source.name, folder)
         made = Path(work) / "folder"
         _convert(model, source, made)
         _take_name(made, folder)
@@ -190,7 +190,7 @@ def _quarters(name: str) -> Callable[[int, int], None]:
 
 
 def _take_name(made: Path, folder: Path) -> None:
-    """Rename. A folder of that name is another process's work, or what is left of a damaged one."""
+    """Rename. A folder of that name is another process's, or the rest of a damaged one."""
     try:
         made.rename(folder)
     except OSError:

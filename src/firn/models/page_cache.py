@@ -1,4 +1,4 @@
-"""A file, and which parts of it the system holds in memory. Asking reads nothing."""
+"""A file, and which parts of it are in the system's page cache. Asking reads nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CachedFile:
         """Raises OSError."""
         self._fd = os.open(path, os.O_RDONLY)
         self._map: mmap.mmap | None = None
-        with contextlib.suppress(OSError, ValueError):  # then nothing is known of it
+        with contextlib.suppress(OSError, ValueError):  # then `holds` cannot tell
             self._map = mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
         self._mincore = getattr(ctypes.CDLL(None, use_errno=True), "mincore", None)
 
@@ -37,22 +37,22 @@ class CachedFile:
             self._map.close()
 
     def holds(self, start: int, nbytes: int) -> bool:
-        """Whether these bytes are in memory; True where that cannot be told."""
+        """Whether these bytes are in memory; True where the system does not tell."""
         if self._map is None or self._mincore is None:
             return True
         first = start - start % mmap.PAGESIZE
         n_pages = -(-(start + nbytes - first) // mmap.PAGESIZE)
         pages = np.empty(n_pages, dtype=np.uint8)
         base = np.frombuffer(self._map, dtype=np.uint8).ctypes.data
-        found = self._mincore(
+        status = self._mincore(
             ctypes.c_void_p(base + first),
             ctypes.c_size_t(start + nbytes - first),
             ctypes.c_void_p(pages.ctypes.data),
         )
-        return found != 0 or bool((pages & 1).all())
+        return status != 0 or bool((pages & 1).all())
 
     def read(self, view: memoryview, start: int) -> None:
-        """Fill the view. Raises OSError, and ValueError where the file ends before."""
+        """Fill the view. Raises OSError, and ValueError if the file ends too early."""
         n_done = 0
         while n_done < len(view):
             n = os.preadv(self._fd, [view[n_done:]], start + n_done)

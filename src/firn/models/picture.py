@@ -1,4 +1,4 @@
-"""A preprocessed picture, and what the vision tower makes of it."""
+"""A preprocessed picture, and the features that the vision tower computes for it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from firn.core.values import TokenArray
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """What the processor made of one picture. NumPy only: it is made in the tokenize pool.
+    """One picture as the processor returns it. NumPy only: it is made in the tokenize pool.
 
     # ids:  markup | the picture's own tokens [first, last) | markup
 
-    image_token: the id that a feature takes the place of; tokens between are row breaks and the like.
-    tensors: pixel values and whatever else the vision tower asks for.
+    image_token: the id that stands for a feature; its other tokens are row breaks and the like.
+    tensors: pixel values and whatever else the vision tower needs.
     """
 
     ids: TokenArray
@@ -42,9 +42,9 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """One entry a token of the picture's own in `embeds` (1, n, width) and `per_layer` (1, n, ...).
+    """embeds (1, n, width) and per_layer (1, n, ...): one entry for each of the picture's own tokens.
 
-    deepstack: for each of the first layers one entry a *visual* token, (n_visual, width).
+    deepstack: for each of the first layers one entry per *visual* token, (n_visual, width).
     """
 
     embeds: mx.array
@@ -53,8 +53,8 @@ class Features:
 
     @property
     def arrays(self) -> list[mx.array]:
-        one = [] if self.per_layer is None else [self.per_layer]
-        return [self.embeds, *one, *self.deepstack]
+        per_layer = [] if self.per_layer is None else [self.per_layer]
+        return [self.embeds, *per_layer, *self.deepstack]
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +62,7 @@ class Features:
 
 
 class FeatureCache:
-    """The vision tower's results by content digest, least recently used first out.
+    """The vision tower's results by the picture's digest; the least recently used is dropped first.
 
     Owner: the engine thread, through the vision model.
     """
@@ -73,16 +73,16 @@ class FeatureCache:
         self._features: OrderedDict[bytes, Features] = OrderedDict()
 
     def get(self, digest: bytes) -> Features | None:
-        found = self._features.get(digest)
-        if found is None:
+        features = self._features.get(digest)
+        if features is None:
             self.n_misses += 1
             return None
         self.n_hits += 1
         self._features.move_to_end(digest)
-        return found
+        return features
 
     def put(self, digest: bytes, features: Features) -> None:
-        """Keep evaluated features; what is larger than the limit is not kept, and pushes nothing out."""
+        """Keep evaluated features. Those larger than the limit are not kept, and evict nothing."""
         if features.nbytes > self.limit_nbytes:
             return
         self._features[digest] = features

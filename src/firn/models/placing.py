@@ -1,15 +1,15 @@
-"""Tokens at positions of their own: a prompt of which some tokens are skipped keeps its true positions.
+"""True positions for a prompt that skips some of its tokens.
 
 A layer's cache holds what was read, cell after cell, and knows nothing of gaps; groups, records and
-rewinding work as ever. The model sees the caches through `PositionedCache`, whose offset is the next
+rewinding work as usual. The model sees the caches through `PositionedCache`, whose offset is the next
 token's position instead of the number of cells:
 
     cells       0 1 2 3 | 4 5 6 | 7 8          contiguous: every earlier one is seen
     positions   0 1 2 3 | 64 65 66 | 128 129   what the rotary embedding rotates by
 
-A chunk without a gap inside has one offset, as ever. A chunk with gaps has `Positions`, one per token.
-Rotary embeddings take one offset per row of a batch, so the chunk's tokens are rotated as if each were a
-row: a token's rotation does not depend on its neighbours.
+A chunk without a gap has one offset. A chunk with gaps has `Positions`, one per token. Rotary embeddings
+take one offset per row of a batch, so while such a chunk is read `mx.fast.rope` is replaced, and rotates
+its tokens as if each were a row: a token's rotation does not depend on its neighbours.
 
 Owner: the engine thread, through the runner.
 """
@@ -63,7 +63,7 @@ class PositionedCache:
 
 
 def shifted(layers: list[Any], gaps: Sequence[int]) -> list[Any]:
-    """The caches of rows whose next positions are ahead of their cells by so much."""
+    """The caches as seen by rows whose next positions are `gaps` ahead of their cells."""
     if not any(gaps):
         return layers
     shifts = mx.array(list(gaps))
@@ -82,7 +82,7 @@ def at_positions(
 ) -> Iterator[list[Any]]:
     """A lone row's caches for its prompt's tokens [start, end); call the model inside.
 
-    n_padding: tokens behind them that nobody will look at."""
+    n_padding: tokens after them whose results nobody uses."""
     if prompt.thinned is None or prompt.position(end) == end:
         yield layers
         return
@@ -116,7 +116,7 @@ def _rope_by_position(plain: Callable[..., mx.array]) -> Callable[..., mx.array]
 
 
 def why_not_sparse(model: Any, make_layers: Callable[[], list[Any]]) -> str | None:
-    """Why prompts of this model cannot be thinned; None where they can. The model reads a few tokens."""
+    """Why prompts of this model cannot be thinned; None if they can. The model reads a few tokens."""
     kinds = {kind(layer) or type(layer).__name__ for layer in leaves(make_layers())}
     if kinds & STATES:
         return "its recurrent layers carry every token on, and have no positions to skip"
@@ -131,8 +131,8 @@ def why_not_sparse(model: Any, make_layers: Callable[[], list[Any]]) -> str | No
 
 
 def _agree(model: Any, make_layers: Callable[[], list[Any]]) -> bool:
-    """Whether two runs of tokens come out alike read together and read one after the other, and not as
-    they would without the gap."""
+    """Whether tokens on both sides of a gap come out the same in one pass as in two, and differently
+    from tokens without a gap."""
     ids = np.arange(1, 13, dtype=np.int64)
     positions = np.concatenate([np.arange(6), np.arange(1000, 1006)]).astype(np.int64)
     thin = Prompt(ids, thinned=Thinned(positions, Prompt(ids), ""))

@@ -1,8 +1,8 @@
-"""A copy of a tokenizer to which the names of added tokens are text like any other.
+"""A copy of a tokenizer that treats the names of added tokens as plain text.
 
-In the copy each added token has a name that nobody knows. Where a text means the token, its secret name
-is written instead; what is spelled in the text is not found. All the rest of the tokenizer is as it was,
-so the tokens around are those of the original, also where text and token meet.
+In the copy each added token has a secret name. Where a text means the token, its secret name is written
+instead; a name that a user has typed is no longer special. Everything else of the tokenizer is as in the
+original, so the surrounding tokens are the same, also where text and token meet.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ class PlainText:
         self._ids = {theirs: ours for theirs, ours in ids.items() if theirs != ours}
 
     def encode(self, text: str, typed: Sequence[tuple[int, int]]) -> list[int]:
-        """Without what a tokenizer puts around a text."""
+        """Tokens of the text alone; within the spans `typed`, names of added tokens are plain text."""
         pieces, at = [], 0
         for start, end in [*typed, (len(text), len(text))]:
             pieces += [self._added.sub(self._hide, text[at:start]), text[start:end]]
             at = end
-        (found,) = self._tokenizer.encode_batch_fast(["".join(pieces)], add_special_tokens=False)
-        ids = list(found.ids)
+        (encoding,) = self._tokenizer.encode_batch_fast(["".join(pieces)], add_special_tokens=False)
+        ids = list(encoding.ids)
         return [self._ids.get(i, i) for i in ids] if self._ids else ids
 
-    def _hide(self, found: re.Match[str]) -> str:
-        return self._secret[found[0]]
+    def _hide(self, name: re.Match[str]) -> str:
+        return self._secret[name[0]]
 
 
 def _renamed(definition: str, secret: Mapping[str, str]) -> str:
     content: dict[str, Any] = json.loads(definition)
     for token in content["added_tokens"]:
-        # Written by us, and so never in another form than this.
+        # Only firn writes the secret names, so they need no normalisation.
         token["content"] = secret.get(token["content"], token["content"])
         token["normalized"] = False
     model = content["model"]

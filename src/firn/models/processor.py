@@ -1,8 +1,8 @@
 """The model's own picture processor, called with one picture at a time.
 
-mlx-vlm and transformers want the whole prompt with all of its pictures. One picture by itself, in the
-markup that the chat template puts around it, gives the same tokens and the same pixel values; and what
-it gives does not depend on the pictures before and after it, so a longer chat keeps its prefix.
+mlx-vlm and transformers process the whole prompt with all of its pictures. A picture by itself, in the
+markup that the chat template puts around it, gives the same tokens and the same pixel values. And they
+do not depend on the pictures before and after it, so a longer chat keeps its prefix.
 
 Used from the tokenize pool.
 """
@@ -48,14 +48,14 @@ ID_NAMES = (
     "image_patch_id", "im_patch_id",
 )  # fmt: skip
 LIBRARIES = ("mlx-vlm", "transformers", "pillow", "numpy", "torch", "torchvision")
-"""Which have a hand in how pixels become inputs; not all of them need be installed."""
+"""Those that decide how pixels become tensors; not all of them need be installed."""
 MAX_SETTINGS_DEPTH = 4
 NOT_TENSORS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessedPicture:
-    """text: what takes the placeholder's place in a rendered prompt, and becomes the tokens `ids`."""
+    """text: replaces the placeholder in a rendered prompt, and becomes the tokens `ids`."""
 
     text: str
     inputs: Picture
@@ -71,9 +71,9 @@ class ProcessedPicture:
 
 
 class _Listener:
-    """The processor's tokenizer, with a note of the text that it was given last.
+    """The processor's tokenizer; remembers the text that it was given last.
 
-    Its name is part of the digest of a processor's settings, and so of every picture's records.
+    This class's name is part of the digest of a processor's settings, and so of every picture's records.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -81,8 +81,8 @@ class _Listener:
         self.last_text: str | None = None
 
     def __call__(self, text: Any = None, *args: Any, **kwargs: Any) -> Any:
-        one = text[0] if isinstance(text, list | tuple) and len(text) == 1 else text
-        self.last_text = one if isinstance(one, str) else None
+        only = text[0] if isinstance(text, list | tuple) and len(text) == 1 else text
+        self.last_text = only if isinstance(only, str) else None
         return self._tokenizer(text, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -90,14 +90,14 @@ class _Listener:
 
 
 class VisionProcessor:
-    """Thread-safe: one picture at a time.
+    """Thread-safe: it processes one picture at a time.
 
-    placeholder: what stands for a picture in a rendered prompt. inline: the chat template knows no
-    pictures, so the placeholder has to be a part of the text.
+    placeholder: what stands for a picture in a rendered prompt. inline: the chat template does not know
+    pictures, so the placeholder must be written into the message's text.
     """
 
     def __init__(self, processor: Any, tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
-        """Raises SetupError when pictures cannot be brought into a prompt."""
+        """Raises SetupError if no way to put a picture into a prompt works."""
         self._processor = processor
         self._tokenizer = tokenizer
         self._config = config
@@ -124,21 +124,21 @@ class VisionProcessor:
         image = Image.fromarray(pixels)
         with self._lock:
             self._listener.last_text = None
-            found = dict(self._processor(text=[self._markup], images=[image]))
+            output = dict(self._processor(text=[self._markup], images=[image]))
             last_text = self._listener.last_text
-        if "images" in found:
-            found["pixel_values"] = found.pop("images")
-        ids = np.array(found["input_ids"], dtype=np.int64).reshape(-1)
+        if "images" in output:
+            output["pixel_values"] = output.pop("images")
+        ids = np.array(output["input_ids"], dtype=np.int64).reshape(-1)
         image_token = self._image_token(ids)
         at = np.flatnonzero(ids == image_token)
-        if not len(at) or "pixel_values" not in found:
+        if not len(at) or "pixel_values" not in output:
             raise ValueError("the processor has put no picture into the prompt")
-        tensors = {k: _to_numpy(v) for k, v in found.items() if k not in NOT_TENSORS}
+        tensors = {k: _to_numpy(v) for k, v in output.items() if k not in NOT_TENSORS}
         picture = Picture(ids, int(at[0]), int(at[-1]) + 1, image_token, tensors)
         return ProcessedPicture(self._own_text(last_text, ids), picture)
 
     def _own_text(self, last_text: str | None, ids: TokenArray) -> str:
-        """The expanded markup, less what stands around the placeholder."""
+        """The expanded markup, without what surrounds the placeholder."""
         text = last_text if last_text is not None else self._tokenizer.decode([int(t) for t in ids])
         before, _, after = self._markup.partition(self.placeholder)
         if not (text.startswith(before) and text.endswith(after)):
@@ -146,19 +146,18 @@ class VisionProcessor:
         return text[len(before) : len(text) - len(after)]
 
     def _image_token(self, ids: TokenArray) -> int:
-        """The id that features take the place of."""
-        there = set(ids.tolist())
-        for source in (self._config, self._processor):
-            for name in ID_NAMES:
-                get = source.get if isinstance(source, Mapping) else _getter(source)
-                value = get(name)
-                if isinstance(value, int) and value in there:
-                    return value
+        """The id that stands for a feature."""
+        present = set(ids.tolist())
+        named = [self._config.get(name) for name in ID_NAMES]
+        named += [getattr(self._processor, name, None) for name in ID_NAMES]
+        for value in named:
+            if isinstance(value, int) and value in present:
+                return value
         values, counts = np.unique(ids, return_counts=True)
         return int(values[counts.argmax()])
 
     def _conventions(self) -> Iterator[tuple[str, str, bool]]:
-        """Ways to write a picture that may be this model's: placeholder, markup around it, inline."""
+        """Ways of writing a picture that may be this model's: placeholder, markup around it, inline."""
         names = [getattr(self._processor, n, None) for n in TOKEN_NAMES]
         names += [getattr(self._listener, n, None) for n in TOKEN_NAMES]
         known = [n for n in KNOWN_PLACEHOLDERS if self._tokenizer.token_id(n) is not None]
@@ -174,7 +173,7 @@ class VisionProcessor:
 
 
 def _render_pair(tokenizer: Tokenizer) -> tuple[str, str] | None:
-    """A message without and with a picture, as the chat template writes them."""
+    """A message without and with a picture, as the chat template renders them; None if it fails."""
     text = {"type": "text", "text": "alpha", "content": "alpha"}
     pair: list[str] = []
     for parts in ([text], [{"type": "image"}, text]):
@@ -187,7 +186,7 @@ def _render_pair(tokenizer: Tokenizer) -> tuple[str, str] | None:
 
 
 def _inserted(without: str, with_picture: str, placeholder: str) -> str:
-    """What the picture has brought into the text; the placeholder itself where that is not clear."""
+    """What the picture added to the text; the placeholder alone where that is not clear."""
     n_more = len(with_picture) - len(without)
     n_before = 0
     while n_before < len(without) and without[n_before] == with_picture[n_before]:
@@ -198,44 +197,44 @@ def _inserted(without: str, with_picture: str, placeholder: str) -> str:
 
 
 def _settings(processor: Any) -> bytes:
-    """A digest of whatever decides how pixels become inputs: settings, code, libraries."""
+    """A digest of what decides how pixels become tensors: settings, code, libraries."""
     parts = [processor, getattr(processor, "image_processor", None)]
-    found = {
+    content = {
         "versions": {name: _version(name) for name in LIBRARIES},
         "parts": [_plain(part, depth=MAX_SETTINGS_DEPTH) for part in parts],
         "code": [_source_digest(type(part)) for part in parts],
     }
-    return hashlib.blake2b(json.dumps(found, sort_keys=True).encode(), digest_size=32).digest()
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=32).digest()
 
 
-def _plain(thing: Any, *, depth: int) -> Any:
-    """As JSON can hold it. An object is its class and its fields; what is too deep, its class alone."""
-    if thing is None or isinstance(thing, str | int | float):
-        return thing
-    if isinstance(thing, enum.Enum):
-        return f"{type(thing).__qualname__}.{thing.name}"
-    if depth == 0 or isinstance(thing, type | _Listener | types.FunctionType | types.MethodType):
-        return type(thing).__qualname__
-    if isinstance(thing, Mapping):
-        return {str(k): _plain(v, depth=depth - 1) for k, v in thing.items()}
-    if isinstance(thing, list | tuple | set | frozenset):
-        items = [_plain(v, depth=depth - 1) for v in thing]
-        return sorted(items, key=repr) if isinstance(thing, set | frozenset) else items
-    if isinstance(thing, np.ndarray):
-        return [str(thing.dtype), thing.tolist()]
-    fields = {k: _plain(v, depth=depth - 1) for k, v in _fields(thing)}
-    return {"class": type(thing).__qualname__, **fields}
+def _plain(value: Any, *, depth: int) -> Any:
+    """As JSON can hold it. An object is its class and its fields; one too deep inside, its class."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__qualname__}.{value.name}"
+    if depth == 0 or isinstance(value, type | _Listener | types.FunctionType | types.MethodType):
+        return type(value).__qualname__
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v, depth=depth - 1) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        items = [_plain(v, depth=depth - 1) for v in value]
+        return sorted(items, key=repr) if isinstance(value, set | frozenset) else items
+    if isinstance(value, np.ndarray):
+        return [str(value.dtype), value.tolist()]
+    fields = {k: _plain(v, depth=depth - 1) for k, v in _fields(value)}
+    return {"class": type(value).__qualname__, **fields}
 
 
-def _fields(thing: Any) -> Iterator[tuple[str, Any]]:
-    slots = [n for cls in type(thing).__mro__ for n in getattr(cls, "__slots__", ())]
-    for name in (*getattr(thing, "__dict__", ()), *slots):
-        if hasattr(thing, name):
-            yield name, getattr(thing, name)
+def _fields(value: object) -> Iterator[tuple[str, Any]]:
+    slots = [n for cls in type(value).__mro__ for n in getattr(cls, "__slots__", ())]
+    for name in (*getattr(value, "__dict__", ()), *slots):
+        if hasattr(value, name):
+            yield name, getattr(value, name)
 
 
 def _source_digest(cls: type) -> str:
-    """Of the file that defines the class, for a checkpoint may bring its own."""
+    """Of the file that defines the class: a checkpoint may bring its own."""
     path = getattr(sys.modules.get(cls.__module__), "__file__", None)
     try:
         return hashlib.blake2b(Path(path or "").read_bytes(), digest_size=16).hexdigest()
@@ -251,7 +250,7 @@ def _version(package: str) -> str:
 
 
 def _to_numpy(value: Any) -> Any:
-    """Arrays of whatever kind as NumPy's; lists of arrays of one shape as one."""
+    """Any library's array as NumPy's; a list of arrays of one shape as one array."""
     if isinstance(value, str | int | float | bool) or value is None:
         return value
     if isinstance(value, Sequence):
@@ -259,10 +258,6 @@ def _to_numpy(value: Any) -> Any:
         shapes = {getattr(v, "shape", ()) for v in items}
         return np.array(items) if len(shapes) == 1 else items
     return np.array(value)
-
-
-def _getter(thing: Any) -> Any:
-    return lambda name: getattr(thing, name, None)
 
 
 def _one_line(text: str) -> str:

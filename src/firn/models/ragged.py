@@ -1,15 +1,15 @@
-"""Batched attention caches whose rows end where they like: what several tokens a step need.
+"""Batched attention caches whose rows end at columns of their own, for steps of several tokens.
 
-mlx-lm's batched caches are right-justified: a row takes as many tokens a step as the others. Here a
-row's tokens begin at column 0 (pages) or lie at their position modulo the length (a ring), each row has
-an end of its own, and taking back rejected tokens is moving that end:
+mlx-lm's batched caches are right-justified: all rows take the same number of tokens a step. Here a row's
+tokens begin at column 0 (pages) or lie at their position modulo the length (a ring). Each row has its
+own end, and taking back rejected tokens moves that end:
 
     pages   # [0, lengths[i]) row i's tokens   [lengths[i], width) rejected or never written: masked
     ring    # token t lies in column t % length; the last max_size of [0, lengths[i]) are in use
 
-A group changes to these classes at its first verification, and stays with them. They offer what
-mlx-lm's offer to models (`update_and_fetch`, `make_mask`, `offset`) and to groups (`extend`, `filter`,
-`extract`).
+A group changes to these classes at its first verification and keeps them. They have what models use of
+mlx-lm's classes (`update_and_fetch`, `keys_and_values`, `make_mask`, `offset`), and what groups use
+(`extend`, `filter`, `extract`).
 
 Owner: the engine thread, through a group.
 """
@@ -24,7 +24,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-MAX_PLACES = 4
+MAX_KEPT = 4
+"""Arrays kept of each kind, for the other layers of a step."""
 MAX_FEED = 32
 """Tokens of one row in one step, at most."""
 STEP = 256
@@ -32,19 +33,19 @@ STEP = 256
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What a step of several tokens sees of its caches. block: they come in multiples of it, the last
-    columns masked. has_bias: masks are numbers to add, and not truth values."""
+    """Which columns of its caches a step of several tokens sees. block: a multiple of it, the last ones
+    masked. has_bias: masks are numbers to add instead of booleans."""
 
     block: int = 1
     has_bias: bool = False
 
-    def seen(self, n_tokens: int) -> int:
-        return seen_width(n_tokens, block=self.block)
+    def width(self, n_tokens: int) -> int:
+        return rounded_up(n_tokens, block=self.block)
 
     def mask(self, seen: mx.array, dtype: mx.Dtype) -> mx.array:
         """seen: true where a token sees a column. dtype: what attention computes in.
 
-        MLX's attention on CUDA adds its mask: of truth values it makes numbers in each layer anew.
+        MLX's attention on CUDA adds its mask, and would convert booleans again in each layer.
         """
         if not self.has_bias:
             return seen
@@ -54,41 +55,41 @@ class Columns:
 ALL_COLUMNS = Columns()
 
 
-class Places:
-    """Lengths and columns as arrays. The layers of a group are of the same lengths at the same step:
-    what one has made, the others take."""
+class IndexArrays:
+    """Lengths and columns as arrays, shared by the layers of a group: in one step all layers have the
+    same lengths."""
 
-    def __init__(self, columns: Columns = ALL_COLUMNS) -> None:
-        self.seen = columns
+    def __init__(self, visible: Columns = ALL_COLUMNS) -> None:
+        self.visible = visible
         self._offsets: dict[tuple[int, ...], mx.array] = {}
         self._columns: dict[tuple[tuple[int, ...], int, int], mx.array] = {}
 
     def offsets(self, lengths: Sequence[int]) -> mx.array:
         key = tuple(lengths)
-        found = self._offsets.get(key)
-        if found is None:
-            _make_room(self._offsets)
-            found = self._offsets[key] = mx.array(key, dtype=mx.int32)
-        return found
+        offsets = self._offsets.get(key)
+        if offsets is None:
+            _evict(self._offsets)
+            offsets = self._offsets[key] = mx.array(key, dtype=mx.int32)
+        return offsets
 
-    def columns(self, lengths: Sequence[int], n_new: int, ring: int = 1 << 30) -> mx.array:
+    def write_columns(self, lengths: Sequence[int], n_new: int, ring: int = 1 << 30) -> mx.array:
         """Where the next tokens of each row go: (rows, 1, new tokens, 1)."""
         key = (tuple(lengths), n_new, ring)
-        found = self._columns.get(key)
-        if found is None:
-            _make_room(self._columns)
+        columns = self._columns.get(key)
+        if columns is None:
+            _evict(self._columns)
             at = (np.array(lengths)[:, None] + np.arange(n_new)[None]) % ring
-            found = self._columns[key] = mx.array(at.astype(np.int32)[:, None, :, None])
-        return found
+            columns = self._columns[key] = mx.array(at.astype(np.int32)[:, None, :, None])
+        return columns
 
 
-def _make_room(table: dict[Any, mx.array]) -> None:
-    while len(table) >= MAX_PLACES:
+def _evict(table: dict[Any, mx.array]) -> None:
+    while len(table) >= MAX_KEPT:
         del table[next(iter(table))]
 
 
 class RaggedCache:
-    """Keys and values (rows, heads, columns, width) and every row's length, on both sides."""
+    """Keys and values (rows, heads, columns, width), and every row's length on host and device."""
 
     def __init__(
         self,
@@ -97,11 +98,11 @@ class RaggedCache:
         lengths: Sequence[int],
         *,
         lone: Any,
-        places: Places | None = None,
+        arrays: IndexArrays | None = None,
     ) -> None:
-        """lone: the class of a row's cache when it is alone; mlx-vlm has its own of each name."""
+        """lone: the class of a single row's cache. mlx-vlm has classes of the same names as mlx-lm."""
         self.keys, self.values = keys, values
-        self._places = places or Places()
+        self._arrays = arrays or IndexArrays()
         self._lone = lone
         self.lengths: list[int] = []
         self.offset: mx.array
@@ -110,7 +111,7 @@ class RaggedCache:
     def keep(self, lengths: Sequence[int]) -> None:
         """Set how many tokens each row holds."""
         self.lengths = list(lengths)
-        self.offset = self._places.offsets(self.lengths)
+        self.offset = self._arrays.offsets(self.lengths)
 
     @property
     def state(self) -> tuple[mx.array, mx.array, mx.array]:
@@ -132,16 +133,16 @@ class RaggedCache:
         self.keep([self.lengths[i] for i in rows])
 
     def place(self, other: Any, seat: int) -> None:
-        """Put a lone row's cache into one seat, whoever sat there."""
+        """Write a lone row's cache over one seat."""
         raise NotImplementedError
 
     def extract(self, seat: int) -> Any:
-        """The cache of one row, as it is when it is alone."""
+        """One seat's row, as a lone row's cache."""
         raise NotImplementedError
 
     def _write(self, keys: mx.array, values: mx.array, *, ring: int = 1 << 30) -> None:
         n_new = keys.shape[2]
-        at = self._places.columns(self.lengths, n_new, ring)
+        at = self._arrays.write_columns(self.lengths, n_new, ring)
         for name, new in (("keys", keys), ("values", values)):
             index = mx.broadcast_to(at, new.shape)
             setattr(self, name, mx.put_along_axis(getattr(self, name), index, new, axis=2))
@@ -152,7 +153,7 @@ class RaggedKVCache(RaggedCache):
     """Plain attention."""
 
     @classmethod
-    def of(cls, layer: Any, places: Places | None = None) -> RaggedKVCache:
+    def of(cls, layer: Any, arrays: IndexArrays | None = None) -> RaggedKVCache:
         """From a right-justified BatchKVCache: one copy of it."""
         padding = [int(p) for p in layer.left_padding.tolist()]
         lengths = [layer._idx - p for p in padding]
@@ -164,7 +165,7 @@ class RaggedKVCache(RaggedCache):
 
         lone = sys.modules[type(layer).__module__].KVCache
         keys, values = aligned(layer.keys), aligned(layer.values)
-        return cls(keys, values, lengths, lone=lone, places=places)
+        return cls(keys, values, lengths, lone=lone, arrays=arrays)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         width = self._width(keys.shape[2])
@@ -173,13 +174,14 @@ class RaggedKVCache(RaggedCache):
         return self.keys[..., :width, :], self.values[..., :width, :]
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """For models whose later layers share the keys and values of an earlier one."""
         width = self.size()
         return self.keys[..., :width, :], self.values[..., :width, :]
 
     def _width(self, n_new: int) -> int:
         """Columns that a step of `n_new` tokens sees."""
         width = self.size() + n_new
-        return self._places.seen.seen(width) if n_new > 1 else width
+        return self._arrays.visible.width(width) if n_new > 1 else width
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -189,7 +191,7 @@ class RaggedKVCache(RaggedCache):
         mask = columns <= newest
         if window_size is not None:
             mask = mask & (columns > newest - window_size)
-        return self._places.seen.mask(mask, self.keys.dtype) if N > 1 else mask
+        return self._arrays.visible.mask(mask, self.keys.dtype) if N > 1 else mask
 
     def place(self, other: Any, seat: int) -> None:
         n = other.size()
@@ -219,13 +221,13 @@ class RaggedKVCache(RaggedCache):
 
     def _grow(self, width: int) -> None:
         if width > self.keys.shape[2]:
-            width = seen_width(width, block=STEP)
+            width = rounded_up(width, block=STEP)
             self.keys, self.values = (padded(a, width) for a in (self.keys, self.values))
 
 
 class RaggedRing(RaggedCache):
-    """Attention within a window. Longer than the window by more than a step may write, so that what is
-    rejected has overwritten nothing that is still seen."""
+    """Attention within a window. The ring is longer than the window by more than a step writes, so that
+    rejected tokens have not overwritten any that are still seen."""
 
     def __init__(
         self,
@@ -235,13 +237,13 @@ class RaggedRing(RaggedCache):
         *,
         lone: Any,
         max_size: int,
-        places: Places | None = None,
+        arrays: IndexArrays | None = None,
     ) -> None:
-        super().__init__(keys, values, lengths, lone=lone, places=places)
+        super().__init__(keys, values, lengths, lone=lone, arrays=arrays)
         self.max_size = max_size
 
     @classmethod
-    def of(cls, lone: Sequence[Any], places: Places | None = None) -> RaggedRing:
+    def of(cls, lone: Sequence[Any], arrays: IndexArrays | None = None) -> RaggedRing:
         """From the RotatingKVCaches of its rows."""
         max_size = int(lone[0].max_size)
         length = max_size + 2 * MAX_FEED
@@ -257,10 +259,10 @@ class RaggedRing(RaggedCache):
 
         keys, values = (mx.concatenate([ring(c, n) for c in lone]) for n in ("keys", "values"))
         lengths = [int(c.offset) for c in lone]
-        return cls(keys, values, lengths, lone=type(lone[0]), max_size=max_size, places=places)
+        return cls(keys, values, lengths, lone=type(lone[0]), max_size=max_size, arrays=arrays)
 
     def column_of(self, token: int) -> int:
-        """Where a row's token lies, if it is still there."""
+        """Where a row's token lies, if it has not been overwritten."""
         return int(token % self.keys.shape[2])
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -281,7 +283,7 @@ class RaggedRing(RaggedCache):
         holds = holds[:, None, None, :]
         newest = (self.offset[:, None] + mx.arange(N))[:, None, :, None]
         mask = (holds >= 0) & (holds <= newest) & (holds > newest - window)
-        return self._places.seen.mask(mask, self.keys.dtype) if N > 1 else mask
+        return self._arrays.visible.mask(mask, self.keys.dtype) if N > 1 else mask
 
     def place(self, other: Any, seat: int) -> None:
         ring = RaggedRing.of([other])
@@ -306,7 +308,7 @@ class RaggedRing(RaggedCache):
         return lone
 
 
-def seen_width(n_tokens: int, *, block: int) -> int:
+def rounded_up(n_tokens: int, *, block: int) -> int:
     return -(-n_tokens // block) * block
 
 

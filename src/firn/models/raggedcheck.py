@@ -1,8 +1,8 @@
-"""Does this model take back tokens, and unequal numbers of them in one step? Asked of itself, at load.
+"""Can this model take tokens back, and unequal numbers of them in one step? Tried at load.
 
-A model whose caches cannot be set back drafts nothing. In groups recurrent layers must honour the
-lengths that they are told, attention the masks and offsets of ragged caches. Where a model does not, its
-rows draft only while they are alone.
+A model whose caches cannot be rewound drafts nothing. In groups, recurrent layers must honour the
+lengths that they are told, and attention the masks and offsets of ragged caches. If a model does not,
+its rows draft only while they are alone.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from typing import Any
 import mlx.core as mx
 
 from firn.core.memory_plan import DeviceKind
-from firn.models.batch import can_batch
+from firn.models.batch import why_not_batchable
 from firn.models.faults import first_line
 from firn.models.padding import in_blocks
 from firn.models.ragged import Columns
-from firn.models.rewind import Step, is_rewindable, ready
+from firn.models.rewind import RaggedStep, is_rewindable, ready
 from firn.models.selfcheck import FAR, LENGTHS, apart, prefilled
 from firn.models.traits import TRAITS, Traits
 
 FED = (3, 1, 2)
-"""Of these tokens the last row takes some back, all of them where it cannot take back a part."""
+"""Tokens fed to each row. The last row takes some back, or all if it cannot take back a part."""
 TRIED_BLOCK = 8
 
 
 def rewind_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | None:
-    """None when a lone row can take tokens back, else what was seen."""
+    """Why a lone row cannot take tokens back; None if it can."""
     try:
         worst = _least(lambda seed: _lone_difference(model, make_layers, seed=seed))
-    except Exception as e:  # whatever it is, it would have been a request's fault
+    except Exception as e:  # any model code runs here; a request would have failed instead
         return f"a step cannot be taken back: {first_line(e)}"
     return f"a step that is taken back leaves traces ({worst:.1f})" if worst > FAR else None
 
 
 def ragged_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | None:
-    """None when rows may draft in groups, else what was seen."""
+    """Why rows cannot draft in groups; None if they can."""
     try:
         worst = _least(lambda seed: _difference(model, make_layers, seed=seed))
     except Exception as e:
@@ -49,7 +49,7 @@ def ragged_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | None
 
 
 def traits_of(model: Any, make_layers: Callable[[], list[Any]], kind: DeviceKind) -> Traits:
-    """Those of the device, for this model."""
+    """The device's, adapted to this model."""
     traits = TRAITS[kind]
     if traits.columns.block == 1 or not _takes_bias(model, make_layers):
         return traits
@@ -57,10 +57,10 @@ def traits_of(model: Any, make_layers: Callable[[], list[Any]], kind: DeviceKind
 
 
 def _takes_bias(model: Any, make_layers: Callable[[], list[Any]]) -> bool:
-    """Whether attention takes masks of numbers. Models that mask by hand may know truth values only."""
+    """Whether attention takes masks of numbers. Models that apply masks by hand may need booleans."""
     n, text = LENGTHS[0], [3 * j % 50 + 1 for j in range(LENGTHS[0] + 4)]
     cache = prefilled(model, make_layers(), text[:n])
-    group = [1, 2] if can_batch(cache) is None else [1]
+    group = [1, 2] if why_not_batchable(cache) is None else [1]
     try:
         for n_rows in group:
             masked, biased = (
@@ -69,7 +69,7 @@ def _takes_bias(model: Any, make_layers: Callable[[], list[Any]]) -> bool:
             )
             if apart(masked, biased) > FAR:
                 return False
-    except Exception:  # whatever it is, it would have been a request's fault
+    except Exception:  # any model code runs here; a request would have failed instead
         return False
     return True
 
@@ -86,13 +86,13 @@ def _wide_logits(
 
 
 def _least(difference: Callable[[int], float]) -> float:
-    """A near-tie in expert routing may flip one trial; what is wrong is off in all of them."""
+    """A near-tie in expert routing may flip one trial; a real fault shows in all of them."""
     first = difference(0)
     return first if first <= FAR else min(first, difference(1))
 
 
 def _lone_difference(model: Any, make_layers: Callable[[], list[Any]], *, seed: int) -> float:
-    """Two tokens and two wrong ones, which are taken back; then the same again with the right ones."""
+    """Feed two right tokens and two wrong ones, take the wrong ones back, then feed the right ones."""
     text = [(3 * j + seed) % 50 + 1 for j in range(LENGTHS[0] + 4)]
     n = LENGTHS[0]
     cache = prefilled(model, make_layers(), text[:n])
@@ -128,7 +128,7 @@ def _difference(model: Any, make_layers: Callable[[], list[Any]], *, seed: int) 
 
 
 def _alone(model: Any, layers: list[Any], ids: Sequence[int]) -> mx.array:
-    """Logits after each of these tokens, read in one piece: a large model's steps take their time."""
+    """Logits after each of these tokens, read in one pass: single steps of a large model take long."""
     logits: mx.array = model(mx.array([list(ids)]), cache=layers)[0]
     return logits
 
@@ -137,7 +137,7 @@ def _step(
     model: Any, layers: list[Any], fed: Sequence[Sequence[int]], kept: Sequence[int]
 ) -> mx.array:
     width = max(map(len, fed))
-    step = Step(layers, [len(f) for f in fed])
+    step = RaggedStep(layers, [len(f) for f in fed])
     logits: mx.array = model(mx.array([[*f, *[0] * (width - len(f))] for f in fed]), cache=layers)
     mx.eval(logits)
     step.settle(kept)

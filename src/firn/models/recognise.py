@@ -1,4 +1,4 @@
-"""What config.json alone tells of a model, before any weight and without MLX: pictures, its context."""
+"""What a model folder's configuration tells without weights and MLX: pictures, context, scoring."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOWER_KEYS = (
     "vision_cfg",
     "visual",
 )
-"""Where families say what their vision tower is. Text-only exports leave them out, empty or null."""
+"""Where families describe their vision tower. Text-only exports leave these out, empty or null."""
 FLAT_KEYS = ("vision_n_layers", "vision_num_layers")
 BY_NAME = frozenset(
     {"bunny-llama", "llava-qwen2", "llava_qwen2", "molmo", "moondream1", "moondream2", "moondream3",
@@ -40,22 +40,27 @@ def is_vision(config: Mapping[str, Any]) -> bool:
 
 
 def context_length(config: Mapping[str, Any]) -> int:
-    """How many tokens the model can attend to, as its configuration says."""
+    """How many tokens the model can attend to, by its configuration or by default."""
+    return stated_context_length(config) or DEFAULT_CONTEXT
+
+
+def stated_context_length(config: Mapping[str, Any]) -> int | None:
+    """None where the configuration does not say."""
     for tree in (config, config.get("text_config") or {}):
         for key in CONTEXT_KEYS:
             value = tree.get(key)
             if isinstance(value, int) and value > 0:
                 return value
-    return DEFAULT_CONTEXT
+    return None
 
 
 def score_of(folder: Path) -> Mapping[str, Any] | None:
-    """What a reranker's folder says of its score, if it does: which two tokens are compared."""
+    """How a reranker's folder says to score: which two tokens are compared. None: it does not say."""
     for path in sorted(folder.glob("*LogitScore/config.json")):
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            settings = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
-        if isinstance(found, dict):
-            return found
+        if isinstance(settings, dict):
+            return settings
     return None

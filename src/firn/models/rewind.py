@@ -1,7 +1,7 @@
 """Feeding a group several tokens a row, and taking back those that were wrong.
 
-    attention     moves back the end of each row: nothing is computed again
-    other layers  (recurrent state, whatever cannot be cut) go back to handles from before the step;
+    attention     moves the end of each row back; nothing is computed again
+    other layers  (recurrent states, whatever cannot be cut) get back their arrays from before the step;
                   the row's accepted tokens are fed once more, together with its next draft
 
 Owner: the engine thread, through a verification.
@@ -15,10 +15,17 @@ from typing import Any
 
 import mlx.core as mx
 
-from firn.models.ragged import ALL_COLUMNS, Columns, Places, RaggedCache, RaggedKVCache, RaggedRing
+from firn.models.ragged import (
+    ALL_COLUMNS,
+    Columns,
+    IndexArrays,
+    RaggedCache,
+    RaggedKVCache,
+    RaggedRing,
+)
 
 HOMES = frozenset({"mlx_lm.models.cache", "mlx_vlm.models.cache"})
-"""Both have classes of these names, with the same fields."""
+"""Both have cache classes of the names used here, with the same fields."""
 TRIMMED = frozenset({"KVCache", "QuantizedKVCache", "ChunkedKVCache"})
 """Lone caches that forget their newest tokens by moving their end."""
 
@@ -38,7 +45,7 @@ def leaves(layers: Sequence[Any]) -> list[Any]:
 
 
 def is_rewindable(layers: Sequence[Any]) -> bool:
-    """Whether any number of tokens can be taken back; else all of a step, or none."""
+    """Whether any number of tokens can be taken back; if not, only all of a step's."""
     return all(
         isinstance(c, RaggedCache)
         or kind(c) in TRIMMED
@@ -49,25 +56,25 @@ def is_rewindable(layers: Sequence[Any]) -> bool:
 
 
 def ready(layers: Sequence[Any], columns: Columns = ALL_COLUMNS) -> list[Any]:
-    """The same caches, of classes whose rows can be set back one by one. Done once a group."""
-    places = Places(columns)
-    return [_ready(layer, places) for layer in layers]
+    """The same caches, of classes whose rows can be rewound one by one. Done once per group."""
+    arrays = IndexArrays(columns)
+    return [_ready(layer, arrays) for layer in layers]
 
 
-def _ready(layer: Any, places: Places) -> Any:
+def _ready(layer: Any, arrays: IndexArrays) -> Any:
     if hasattr(layer, "caches"):
-        layer.caches = tuple(_ready(c, places) for c in layer.caches)
+        layer.caches = tuple(_ready(c, arrays) for c in layer.caches)
     elif kind(layer) == "BatchKVCache":
-        return RaggedKVCache.of(layer, places)
+        return RaggedKVCache.of(layer, arrays)
     elif kind(layer) == "BatchRotatingKVCache":
-        return RaggedRing.of([layer.extract(i) for i in range(len(layer.offset))], places)
+        return RaggedRing.of([layer.extract(i) for i in range(len(layer.offset))], arrays)
     elif kind(layer) == "RotatingKVCache" and not layer.keep:
-        return RaggedRing.of([layer], places)
+        return RaggedRing.of([layer], arrays)
     return layer
 
 
 def plain(layer: Any) -> Any:
-    """The lone cache of a row that was made ready by itself, as mlx-lm has it."""
+    """mlx-lm's own cache again, of a lone row that was made ready."""
     if hasattr(layer, "caches"):
         layer.caches = tuple(plain(c) for c in layer.caches)
         return layer
@@ -75,10 +82,10 @@ def plain(layer: Any) -> Any:
 
 
 @dataclass(eq=False)
-class Step:
-    """One step of rows that take unequal numbers of tokens; the shorter ones are padded at their ends.
+class RaggedStep:
+    """One step in which rows consume unequal numbers of tokens; shorter ones are padded at their ends.
 
-    `fed` is how many tokens each row takes, of a step that is as wide as the longest, or wider.
+    fed: how many tokens each row consumes. width: of the step, if it is wider than the longest.
     """
 
     layers: Sequence[Any]
@@ -101,7 +108,7 @@ class Step:
                 self._before.append((layer, _handles(layer)))
 
     def settle(self, kept: Sequence[int]) -> None:
-        """Of the tokens fed, each row keeps its first `kept`."""
+        """kept: how many of the tokens it was fed each row keeps, from the first on."""
         for layer, before in self._before:
             if isinstance(layer, RaggedCache):
                 layer.keep([n + k for n, k in zip(before, kept, strict=True)])
@@ -115,7 +122,7 @@ class Step:
 
 
 def _choose(layer: Any, before: list[mx.array | None], accepted: Sequence[bool]) -> None:
-    """A row's state is the one after the step if all of it was right, else the one before."""
+    """Keep a row's state after the step if all its tokens were right, else restore the one before."""
     if all(accepted):
         return
     if not any(accepted):
@@ -128,7 +135,7 @@ def _choose(layer: Any, before: list[mx.array | None], accepted: Sequence[bool])
 
 
 def _handles(layer: Any) -> dict[str, Any]:
-    """Every field as it is; arrays by handles of their own, as the layer may write into its own."""
+    """Every field as it is now. Arrays get a second handle: the layer may write into its own."""
 
     def handle(value: Any) -> Any:
         if isinstance(value, mx.array):

@@ -1,9 +1,9 @@
 """Room for a whole prompt in a row's caches, before its first chunk.
 
-mlx-lm's caches grow by 256 tokens, and each time copy everything they hold: nearly once a chunk, into
-a buffer of a size that MLX's own buffer cache cannot have. A prompt's length is known, so its caches are
-given that as their step, for one allocation; then the usual one again. Caches that hold something grow
-at once, one after the other: within a chunk, which is dispatched as a whole, all would be there twice.
+mlx-lm's caches grow by 256 tokens, and each time copy everything they hold: nearly once a chunk, into a
+buffer of a size that MLX's buffer cache never has. A prompt's length is known, so it becomes the caches'
+step for one allocation; then they get their usual step back. Caches that already hold tokens grow here,
+one after the other: a chunk is dispatched as a whole, and would hold all of them twice.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 from firn.models.shapes import growth, rounded
 
 MORE_SHARE, MAX_MORE_TOKENS = 8, 1024
-"""Room after a prompt, in parts of it: growing copies all there is, and most turns add little."""
+"""Room after a prompt: one part in MORE_SHARE of it, up to a maximum. Growing copies everything, and
+most turns add little."""
 GROWING = (KVCache, QuantizedKVCache)
-"""Exactly these: other classes use their step for windows and rings."""
+"""These classes exactly: others use their step for windows and rings."""
 
 
 def give_room(layers: Iterable[Any], n_tokens: int, *, few_shapes: bool = False) -> None:
-    """The next growth of these caches is to `n_tokens`, and more for the reply and the next turn.
+    """Make these caches grow next to `n_tokens`, and some more for the reply and the next turn.
 
-    few_shapes: to one of the few sizes that buffers have on this device; padding has room then."""
+    few_shapes: to one of the few buffer sizes of this device, with room for padding."""
     for layer in _growing(layers):
         step = type(layer).step
         wanted = n_tokens + max(step, min(n_tokens // MORE_SHARE, MAX_MORE_TOKENS))
@@ -41,7 +42,7 @@ def give_room(layers: Iterable[Any], n_tokens: int, *, few_shapes: bool = False)
 
 
 def _grow(layer: Any, room: int) -> None:
-    """Now, by a copy into a buffer with room for `room` more tokens."""
+    """Copy now into buffers with room for `room` more tokens."""
 
     def grown(a: mx.array) -> mx.array:
         more = mx.zeros((*a.shape[:-2], room, a.shape[-1]), dtype=a.dtype)
@@ -49,7 +50,7 @@ def _grow(layer: Any, room: int) -> None:
 
     if isinstance(layer, QuantizedKVCache):
         layer.keys, layer.values = (
-            tuple(map(grown, three)) for three in (layer.keys, layer.values)
+            tuple(map(grown, parts)) for parts in (layer.keys, layer.values)
         )
     else:
         layer.keys, layer.values = grown(layer.keys), grown(layer.values)
@@ -57,7 +58,7 @@ def _grow(layer: Any, room: int) -> None:
 
 
 def end_room(layers: Iterable[Any], *, few_shapes: bool = False) -> None:
-    """The prompt is read: from now on they grow little by little."""
+    """The prompt is read: from now on the caches grow by small steps."""
     for layer in _growing(layers):
         layer.step = growth(_n_room(layer)) if few_shapes else type(layer).step
 

@@ -1,14 +1,14 @@
-"""Runs the model: prefill of one row at a time, decode of all rows together.
+"""Runs the model: prefill of one row, or of several short prompts at once; decode of all rows together.
 
-Owner: the engine thread. Every mx.array of a live sequence is born and dies here.
+Owner: the engine thread. Every mx.array of a live sequence is created and freed here.
 
 Decode is pipelined. `launch` dispatches a step and returns; `collect` reads the tokens of steps that
 were dispatched before. With nothing else to do, one step stays in flight, so that Python prepares the
 next step while the device computes this one. A row that ends has therefore consumed its last token
-already, which is what the next turn of the conversation wants of its state.
+already, and the next turn of the conversation can start from its state.
 
-A row with a grammar needs its last token on the host before its next mask exists. Its group's forward
-pass needs it on the device only, so half of that is dispatched first, and the masks are made meanwhile:
+The next mask of a row with a grammar needs the row's last token on the host. The group's forward pass
+needs that token on the device only, so half of the pass is dispatched before the masks are computed:
 
     device   pick n | first half of forward n+1     | second half  | pick n+1 | first half ...
     host              read n -> masks -> dispatch the second half and pick n+1 -> first half of n+2 ...
@@ -28,27 +28,27 @@ from firn.core.events import TokenLogprob
 from firn.core.ports import Restored
 from firn.core.values import Job, ModelInfo, Prompt
 from firn.models.backlog import HeadBacklog
-from firn.models.batch import MAX_PADDING_TOKENS, Group, Launched, Row, fork
+from firn.models.batch import MAX_PADDING_TOKENS, Group, PlainStep, Row, fork
+from firn.models.call_arguments import CallArguments, IdsOnly
 from firn.models.carry import HiddenAt, carry_of
 from firn.models.cpu.threads import Threads
-from firn.models.inputs import IdsOnly, Inputs
 from firn.models.masks import Masks
 from firn.models.mtp import MtpModel
 from firn.models.padding import in_blocks
 from firn.models.placing import at_positions, shifted
 from firn.models.ragged import ALL_COLUMNS, Columns
-from firn.models.rewind import Step, is_rewindable
+from firn.models.rewind import RaggedStep, is_rewindable
 from firn.models.room import end_room, give_room
 from firn.models.sampling import Picker, Picks, pick, score
 from firn.models.shapes import FewShapes
 from firn.models.speculation import Speculation
 from firn.models.together import BatchedPrefill, can_read_together, together_fault
-from firn.models.verify import Taken, Verification
+from firn.models.verify import TakenTokens, Verification
 
 
 @dataclass(frozen=True, slots=True)
 class PickedToken:
-    """A row's newest token. fault: its grammar has failed, and it cannot go on."""
+    """A row's newest token. fault: why the row cannot go on, if its grammar has failed."""
 
     row: Row
     token: int
@@ -56,10 +56,12 @@ class PickedToken:
     fault: FirnError | None = None
     n_drafted: int = 0
     n_accepted: int = 0
-    """Of the step that it is the last token of: how many were guessed, and how many of them right."""
+    """On the last token of a step: how many tokens were drafted, and how many of them were right."""
 
 
 class Runner:
+    """Implements core.ports.Runner."""
+
     def __init__(
         self,
         model: Any,
@@ -67,21 +69,21 @@ class Runner:
         *,
         make_layers: Callable[[], list[Any]],
         max_rows: int,
-        inputs: Inputs | None = None,
+        arguments: CallArguments | None = None,
         threads: Threads | None = None,
         speculation: Speculation | None = None,
         shapes: FewShapes | None = None,
         max_padding: int = MAX_PADDING_TOKENS,
     ) -> None:
-        """inputs: what the model takes beside token ids; None for a text model.
+        """arguments: what the model takes besides token ids; None for a text model.
 
-        threads: of the library that multiplies, where they can be chosen. speculation: who guesses
-        tokens; None for one token a step. shapes: for a device that prefers few of them.
-        max_padding: tokens' worth of cells that a group may hold for nobody.
+        threads: of the BLAS, where firn chooses them. speculation: drafts tokens; None for one token a
+        step. shapes: for a device that prefers few of them. max_padding: how many unused cells a group
+        may hold, counted in tokens.
         """
         self.info = info
         self._model = model
-        self._inputs = inputs or IdsOnly()
+        self._arguments = arguments or IdsOnly()
         self._threads = threads
         self.speculation = speculation
         self._shapes = shapes
@@ -91,16 +93,17 @@ class Runner:
         self._max_rows = max_rows if info.batchable else 1
         self._masks = Masks(info.vocab_size)
         self._groups: list[Group] = []
-        self._before = (0, 0)
+        self._memory_before = (0, 0)
         """Memory in use, and the peak so far, when the last chunk was dispatched."""
         self.chunk_peak_nbytes = 0
-        self._was_tried = False
-        """Padded passes come out right."""
+        self._padding_is_checked = False
+        """The model was seen to compute padded passes correctly."""
 
     # --- prefill ---------------------------------------------------------------------------
 
     def start(self, restored: Restored | None) -> Row:
-        """A new row, empty or with a restored past; that is not left to the first chunk's time."""
+        """A new row, empty or with a restored past. The past is computed now, so that the first chunk's
+        time is its own."""
         layers = self._make_layers()
         if restored is None:
             return Row(layers)
@@ -115,13 +118,12 @@ class Runner:
     ) -> None:
         """Consume prompt tokens [row.n_tokens, end). Dispatched, not awaited: see `settle`.
 
-        The logits are computed only where somebody wants to know how likely the tokens were.
+        top_logprobs: score the prompt's tokens; None computes no logits.
         """
         start = row.n_tokens
         self._look_back(row, prompt)
-        self._before = mx.get_active_memory(), mx.get_peak_memory()
-        few = self._shapes is not None
-        give_room(row.layers, len(prompt), few_shapes=few)
+        self._memory_before = mx.get_active_memory(), mx.get_peak_memory()
+        give_room(row.layers, len(prompt), few_shapes=self._shapes is not None)
         ids, layers = prompt.ids[start:end], row.layers
         padded = self._shapes.fit(layers, len(ids)) if self._shapes else None
         if padded is not None:
@@ -129,17 +131,17 @@ class Runner:
         self._prepare(len(ids))
         if self.speculation is not None:
             self.speculation.disturbed()
-        more = self._inputs.chunk(prompt, start, end) | self._carry([row])
+        arguments = self._arguments.chunk(prompt, start, end) | self._carry([row])
         n_padding = start + len(ids) - end
         with at_positions(layers, prompt, start, end, n_padding=n_padding) as placed:
-            logits = self._model(mx.array(ids.astype(np.int32))[None], cache=placed, **more)
+            logits = self._model(mx.array(ids.astype(np.int32))[None], cache=placed, **arguments)
         row.n_tokens = end
-        row.scores = None
+        row.prompt_scores = None
         if top_logprobs is not None:
-            row.scores = score(
+            row.prompt_scores = score(
                 logits[0, : end - start], prompt.ids[start + 1 : end + 1], top=top_logprobs
             )
-        arrays = row.scores.arrays if row.scores else []
+        arrays = row.prompt_scores.arrays if row.prompt_scores else []
         if self._mtp is not None:
             last = self._mtp.hidden[:, -1:]
             row.hidden = [HiddenAt(last, 0, 0)]
@@ -148,8 +150,8 @@ class Runner:
 
     @property
     def reads_together(self) -> bool:
-        """Text models of plain attention; a prediction head reads its own way."""
-        plain = isinstance(self._inputs, IdsOnly) and self._mtp is None
+        """Whether one pass can read several prompts: plain attention, no pictures, no head."""
+        plain = isinstance(self._arguments, IdsOnly) and self._mtp is None
         return self._max_rows > 1 and plain and can_read_together(self._make_layers())
 
     def prefill_together(
@@ -157,18 +159,17 @@ class Runner:
     ) -> None:
         """Consume prompt tokens [row.n_tokens, end) of each row in one pass, padded.
 
-        The model is tried first, once. Raises ValueError where it does not come out right.
+        The first call checks that the model computes padded passes correctly; raises ValueError if not.
         """
-        if not self._was_tried:
+        if not self._padding_is_checked:
             fault = together_fault(self._model, self._make_layers)
             if fault is not None:
                 raise ValueError(fault)
-            self._was_tried = True
-        self._before = mx.get_active_memory(), mx.get_peak_memory()
-        every = zip(rows, prompts, ends, strict=True)
+            self._padding_is_checked = True
+        self._memory_before = mx.get_active_memory(), mx.get_peak_memory()
         step = BatchedPrefill(
             rows,
-            [p.ids[r.n_tokens : end] for r, p, end in every],
+            [p.ids[r.n_tokens : end] for r, p, end in zip(rows, prompts, ends, strict=True)],
             few_shapes=self._shapes is not None,
         )
         self._prepare(len(rows) * step.width)
@@ -179,20 +180,20 @@ class Runner:
         mx.async_eval([layer.state for row in rows for layer in row.layers])
 
     def settle(self, row: Row) -> list[TokenLogprob]:
-        """Wait until the row's caches are computed; the logprobs that were asked for."""
+        """Wait until the row's caches are computed. Returns the prompt logprobs its chunk asked for."""
         mx.eval([layer.state for layer in row.live_layers])
-        (active, before), peak = self._before, mx.get_peak_memory()
-        left = max(active, mx.get_active_memory())
-        self.chunk_peak_nbytes = peak - left if peak > before else 0
-        scores, row.scores = row.scores, None
+        (active, peak_before), peak = self._memory_before, mx.get_peak_memory()
+        lasting = max(active, mx.get_active_memory())
+        self.chunk_peak_nbytes = peak - lasting if peak > peak_before else 0
+        scores, row.prompt_scores = row.prompt_scores, None
         return scores.read() if scores else []
 
     def choices(self, row: Row, job: Job, indices: Sequence[int]) -> list[Row]:
-        """One row for each choice, all with this row's past, each with its own sampler."""
+        """One row per choice, all with this row's past, each with its own sampler."""
         end_room(row.layers, few_shapes=self._shapes is not None)
         self._look_back(row, job.prompt)
         rows = [row, *(fork(row) for _ in indices[1:])]
-        shift = self._inputs.shift(job.prompt)
+        shift = self._arguments.shift(job.prompt)
         for choice, r in zip(indices, rows, strict=True):
             r.shift, r.gap = shift, job.prompt.gap
             r.ends, r.limit = job.eos, len(job.prompt) + job.max_tokens
@@ -213,7 +214,7 @@ class Runner:
     def join(self, row: Row, token: int, *, n_coming: int = 0) -> None:
         """Let the row take part in decode steps, starting by consuming `token`.
 
-        n_coming: how many more are to follow; a group makes room for some of them at once.
+        n_coming: how many rows will follow soon; the group makes room for some of them at once.
         """
         for group in self._groups:
             if group.has_room_for(row, self._max_rows, max_padding=self._max_padding):
@@ -231,29 +232,34 @@ class Runner:
         self._groups.append(Group.of_one(row, token, columns=columns, backlog=backlog))
 
     def _feed_pending(self, group: Group) -> None:
-        """A lone row whose step was taken back, of a model that needs rows of equal steps in a group:
-        have it consume all but its newest token."""
+        """Let a lone row whose step was taken back consume all but its newest token.
+
+        For models that can only group rows whose steps are equally wide.
+        """
         group.settle()
         row, rest = group.seats[0], group.seats[0].pending[:-1]
         if len(group.seats) > 1 or not rest:
             return
         group.catch_up()
-        more = self._inputs.step([row], len(rest)) | self._carry([row])
-        self._model(mx.array([rest]), cache=_seen(group), **more)
+        arguments = self._arguments.step([row], len(rest)) | self._carry([row])
+        self._model(mx.array([rest]), cache=_seen(group), **arguments)
         row.n_tokens += len(rest)
         row.pending = row.pending[-1:]
         if self._mtp is not None:
             row.hidden = [HiddenAt(self._mtp.hidden, 0, len(rest) - 1)]
 
     def resume(self, row: Row, reply: Sequence[int], *, alone: bool = True) -> None:
-        """The row was read again after a fault: go on after this reply. alone: in a group of its own."""
+        """Go on after this reply, in a row whose prompt was read again after a fault.
+
+        alone: in a group of its own.
+        """
         _picker(row).replay(reply)
         row.alone = alone
         if self.speculation is not None:
             self.speculation.took(row, reply)
 
     def force(self, row: Row, tokens: Sequence[int], *, at: int) -> None:
-        """The row's tokens from position `at` on, which is not picked yet."""
+        """Fix the row's tokens from position `at` on. That position must not have been picked yet."""
         row.forced = dict(enumerate(tokens, start=at))
 
     def leave(self, rows: Sequence[Row]) -> None:
@@ -266,10 +272,6 @@ class Runner:
         self._groups = [g for g in self._groups if g.seats]
         for row in rows:
             row.layers, row.group = [], None
-
-    @property
-    def n_rows(self) -> int:
-        return sum(len(g.rows) for g in self._groups)
 
     def groups(self) -> list[list[Row]]:
         """The rows by group: what fails together when a step fails."""
@@ -287,16 +289,16 @@ class Runner:
             self._launch_several(group, drafts)
 
     def _drafts(self, group: Group) -> list[tuple[int, ...]] | None:
-        """What each seat is to be tried with; None for a step of one token each."""
-        found = None
+        """One draft per seat; None for a step of one token each."""
+        drafts = None
         if self.speculation is not None:
-            found = self.speculation.plan(group, lambda: self._read_all(group))
-        if found is None and any(len(r.pending) > 1 for r in group.seats):
+            drafts = self.speculation.plan(group, lambda: self._read_all(group))
+        if drafts is None and any(len(r.pending) > 1 for r in group.seats):
             return [()] * len(group.seats)
-        return found
+        return drafts
 
     def _launch_one(self, group: Group) -> None:
-        flows = any(not step.is_counted for step in group.unread)
+        is_pipelined = any(not step.is_counted for step in group.unread)
         self._prepare(len(group.seats))
         logits = self._next_logits(group)
         # The step consumes position n_tokens, so it picks the one after.
@@ -309,46 +311,46 @@ class Runner:
             allowed = mx.array(self._masks.fill([p.constraint for p in pickers]))
         picks = self._pick(logits, pickers, forced, allowed=allowed)
         mx.async_eval(picks.arrays)
-        group.inputs = picks.tokens
-        group.unread.append(Launched(tuple(group.seats), picks, flows))
+        group.next_tokens = picks.tokens
+        group.unread.append(PlainStep(tuple(group.seats), picks, is_pipelined))
         for i, row in enumerate(group.seats):
             row.n_tokens += 1
             if self._mtp is not None:
                 row.hidden = [HiddenAt(self._mtp.hidden, i, 0)]
 
     def _next_logits(self, group: Group) -> mx.array:
-        """(seats, vocabulary), of one token a seat. A prediction head rests meanwhile."""
-        ids, more = group.inputs, self._inputs.step(group.seats)
+        """Logits (seats, vocabulary) of a step of one token a seat. A prediction head does not run."""
+        ids, arguments = group.next_tokens, self._arguments.step(group.seats)
         logits: mx.array
         if self._mtp is None or group.backlog is None:
-            logits = self._model(ids[:, None], cache=_seen(group), **more)
+            logits = self._model(ids[:, None], cache=_seen(group), **arguments)
             return logits[:, -1, :]
         before = self._mtp.before(group.layers, carry_of(group.seats))
-        logits = self._mtp.without_head(ids[:, None], _seen(group), **more)
+        logits = self._mtp.without_head(ids[:, None], _seen(group), **arguments)
         group.backlog.add(ids, mx.zeros_like(self._mtp.hidden[:, 0]) if before is None else before)
         if group.backlog.is_full:
             group.catch_up()
         return logits[:, -1, :]
 
     def _launch_several(self, group: Group, drafts: Sequence[tuple[int, ...]]) -> None:
-        """Every token of these rows is on the host: what they were guessed from."""
+        """Dispatch a step with drafts. All tokens of its rows are on the host: drafting needed them."""
         assert self.speculation is not None
         traits = self.speculation.traits
         group.make_ready()
         seats = tuple(group.seats)
         fed = [(*r.pending, *draft) for r, draft in zip(seats, drafts, strict=True)]
         width = max(map(len, fed))
-        if is_rewindable(group.layers):  # others would have to be told of the padding
+        if is_rewindable(group.layers):  # other layers would have to be told about padding
             width = traits.shape(width)
         self._prepare(len(seats) * width)
-        step = Step(group.layers, [len(f) for f in fed], width)
+        step = RaggedStep(group.layers, [len(f) for f in fed], width)
         ids = mx.array([[*f, *[0] * (width - len(f))] for f in fed])
-        more = self._inputs.step(seats, width) | self._carry(seats)
-        logits = self._model(ids, cache=_seen(group, group.columns), **more)
+        arguments = self._arguments.step(seats, width) | self._carry(seats)
+        logits = self._model(ids, cache=_seen(group, group.columns), **arguments)
         pickers = tuple(
             tuple(_picker(r).ahead(draft)) for r, draft in zip(seats, drafts, strict=True)
         )
-        # Row r's next token is picked after its last pending one, and so on after each guess.
+        # Row r's next token is picked after its last pending one, and so on after each drafted one.
         first = [i * width + len(r.pending) - 1 for i, r in enumerate(seats)]
         places = [n + j for n, each in zip(first, pickers, strict=True) for j in range(len(each))]
         logits = logits.reshape(-1, logits.shape[-1])[mx.array(places)]
@@ -377,13 +379,13 @@ class Runner:
         *,
         allowed: mx.array | None,
     ) -> Picks:
-        """A step's tokens; where a model has several ranks, one of them picks for all."""
+        """Pick a step's tokens. Overridden for ranks: one of them picks for all."""
         return pick(logits, pickers, forced, allowed=allowed)
 
     def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[PickedToken]:
-        """Read the tokens of this group's steps, but for the newest `keep_in_flight`.
+        """Read the tokens of this group's steps, except the newest `keep_in_flight`.
 
-        A step with drafts in it is never left in flight. Rows that left meanwhile are skipped.
+        A step with drafts is never left in flight. Rows that have left are skipped.
         """
         group = rows[0].group
         if group is None:
@@ -398,23 +400,23 @@ class Runner:
         return out
 
     def confirm(self) -> None:
-        """Wait for all that was dispatched; raises what the device has to say of any of it.
+        """Wait for everything that was dispatched, and raise any error the device reports for it.
 
-        MLX keeps the error of a command for the next use of its stream: waiting alone does not raise it.
+        MLX raises a command's error at the next use of its stream: waiting alone would not raise it.
         """
         try:
             mx.synchronize()
             mx.eval(mx.array(0) + 1)
         except RuntimeError:
-            mx.clear_cache()  # most often there was too little memory
+            mx.clear_cache()  # most often memory ran out
             raise
 
     def _read_all(self, group: Group) -> None:
-        """Have every dispatched token on the host; grammars and drafters then know them."""
+        """Bring every dispatched token to the host, where grammars and drafters see them."""
         for step in group.unread:
             self._read(group, step)
 
-    def _read(self, group: Group, step: Launched | Verification) -> list[Taken]:
+    def _read(self, group: Group, step: PlainStep | Verification) -> list[TakenTokens]:
         taken = step.read()
         if self.speculation is not None and not step.is_counted:
             step.is_counted = True
@@ -430,13 +432,13 @@ class Runner:
         mx.clear_streams()
 
     def _look_back(self, row: Row, prompt: Prompt) -> None:
-        """Behind a restored past: what a prediction head goes on from."""
+        """Give a restored row the hidden state that a prediction head continues from."""
         if self._mtp is not None and row.n_tokens and not row.hidden:
             hidden = self._mtp.look_back(int(prompt.ids[row.n_tokens - 1]), row.layers)
             row.hidden = [] if hidden is None else [HiddenAt(hidden, 0, 0)]
 
     def _carry(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """What a prediction head goes on from."""
+        """The hidden states that a prediction head continues from, as an argument of the model."""
         return {} if self._mtp is None else {"carry": carry_of(rows)}
 
     def _prepare(self, n_tokens: int) -> None:
@@ -446,14 +448,15 @@ class Runner:
     # --- accounting ------------------------------------------------------------------------
 
     def live_nbytes(self) -> int:
-        """Bytes of the decoding rows' caches. Vacant seats wait for rows with memory of their own."""
+        """Bytes of the decoding rows' caches. Vacant seats do not count: the rows that will take them
+        are accounted for by themselves."""
         return sum(
             sum(layer.nbytes for layer in g.layers) * len(g.rows) // len(g.seats)
             for g in self._groups
         )
 
 
-def _picked(taken: Taken) -> list[PickedToken]:
+def _picked(taken: TakenTokens) -> list[PickedToken]:
     fault = _picker(taken.row).fault
     each = zip(taken.tokens, taken.logprobs, strict=True)
     out = [PickedToken(taken.row, token, logprob, fault) for token, logprob in each]

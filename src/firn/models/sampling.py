@@ -30,7 +30,7 @@ from firn.models.grammar import Constraint
 TINY = 1e-30
 SCORED_ROWS = 32
 COLDEST = 1e-5
-"""Below this temperature the likeliest token is certain, and dividing by it soon overflows."""
+"""Below this temperature the likeliest token is certain, and dividing by it may overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class Picks:
 
     @property
     def arrays(self) -> list[mx.array]:
-        found = (self.tokens, self.chosen, self.top_ids, self.top_logprobs, *self.kept)
-        return [a for a in found if a is not None]
+        every = (self.tokens, self.chosen, self.top_ids, self.top_logprobs, *self.kept)
+        return [a for a in every if a is not None]
 
 
 class Picker:
@@ -88,7 +88,7 @@ class Picker:
 
     @property
     def fault(self) -> FirnError | None:
-        """Why the row cannot go on, where its grammar has failed."""
+        """Why the row cannot go on, if its grammar has failed."""
         return self.constraint.fault if self.constraint else None
 
     @property
@@ -125,7 +125,7 @@ class Picker:
         return [a for a in (self._seen, self._counts) if a is not None]
 
     def replay(self, reply: Sequence[int]) -> None:
-        """Be as if these tokens had been picked already."""
+        """Come to the state after picking these tokens."""
         self.n_drawn = len(reply)
         if self.constraint is not None:
             self.constraint.take(reply)
@@ -139,25 +139,25 @@ class Picker:
             self._counts = mx.array(counts[None].astype(np.float32))
 
     def ahead(self, draft: Sequence[int]) -> list[Picker]:
-        """One picker for the next token and one after each drafted one, as if all were right.
+        """A picker for the next token and one for after each drafted one, as if all were right.
 
-        Their grammars are not asked: what those allow is for the caller to know, position by position.
+        They have no grammar: the caller masks each position itself.
         """
         if self.greedy and not self.reshapes:  # they are all alike
             alike = copy.copy(self)
             alike.constraint = None
             return [alike] * (len(draft) + 1)
-        every: list[Picker] = []
+        pickers: list[Picker] = []
         for i in range(len(draft) + 1):
-            one = copy.copy(every[-1] if every else self)
-            one.n_drawn, one.constraint = self.n_drawn + i, None
-            if i and one.reshapes:
-                one.remember(mx.array([draft[i - 1]]))
-            every.append(one)
-        return every
+            picker = copy.copy(pickers[-1] if pickers else self)
+            picker.n_drawn, picker.constraint = self.n_drawn + i, None
+            if i and picker.reshapes:
+                picker.remember(mx.array([draft[i - 1]]))
+            pickers.append(picker)
+        return pickers
 
     def catch_up(self, last: Picker, n_taken: int) -> None:
-        """So many tokens were taken; `last`, of those ahead, picked the newest."""
+        """`n_taken` tokens were taken; of the pickers ahead, `last` picked the newest."""
         self.n_drawn += n_taken
         self._seen, self._counts = last._seen, last._counts
 
@@ -174,9 +174,9 @@ def pick(
     *,
     allowed: mx.array | None = None,
 ) -> Picks:
-    """Choose a token for every row of `logits` (rows, vocabulary); a forced one where it is given.
+    """Choose a token for every row of `logits` (rows, vocabulary), or take the row's forced one.
 
-    allowed: true for the tokens that the rows' grammars leave; nothing else is picked, or forced.
+    allowed: true for the tokens that the rows' grammars allow; nothing else is picked, or forced.
     """
     logits = logits.astype(mx.float32)
     shaped = logits
@@ -185,7 +185,7 @@ def pick(
         shaped = mx.concatenate(
             [p.reshape(r) if p.reshapes else r for p, r in zip(pickers, rows, strict=True)]
         )
-    if allowed is not None:  # after all else that changes logits
+    if allowed is not None:  # after everything else that changes logits
         shaped = mx.where(allowed, shaped, -math.inf)
     if all(p.greedy for p in pickers):
         tokens = mx.argmax(shaped, axis=-1)
@@ -206,7 +206,7 @@ def pick(
 
 
 def read_logprobs(picks: Picks, pickers: Sequence[Picker]) -> list[TokenLogprob | None]:
-    """The evaluated logprobs of one step, one entry a row, None where a row asked for none."""
+    """The evaluated logprobs of one step: one entry per row, None for a row that asked for none."""
     if picks.chosen is None:
         return [None] * len(pickers)
     tokens, chosen = to_host(picks.tokens), to_host(picks.chosen)
@@ -279,7 +279,7 @@ def _logprobs(
 def _likelihoods(
     logits: mx.array, tokens: mx.array, top: int
 ) -> tuple[mx.array, mx.array | None, mx.array | None]:
-    """Of each row's token, and of the `top` likeliest in no order, with their ids. float32."""
+    """Logprobs of each row's token; ids and logprobs of the `top` likeliest, in no order. float32."""
     normal = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(normal, tokens[:, None], axis=-1)[:, 0]
     k = min(top, logits.shape[-1] - 1)
@@ -293,8 +293,8 @@ def _likelihoods(
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
-    """How likely given tokens were; on the device until they are read."""
+class PromptScores:
+    """How likely a prompt's tokens were; on the device until they are read."""
 
     tokens: TokenArray
     parts: tuple[tuple[mx.array, mx.array | None, mx.array | None], ...]
@@ -304,29 +304,29 @@ class Scores:
         return [array for part in self.parts for array in part if array is not None]
 
     def read(self) -> list[TokenLogprob]:
-        found: list[TokenLogprob] = []
+        logprobs: list[TokenLogprob] = []
         for chosen, ids, tops in self.parts:
             best: list[list[tuple[int, float]]] = []
             if ids is not None and tops is not None:
                 rows = zip(to_host(ids), to_host(tops), strict=True)
                 best = [sorted(zip(*row, strict=True), key=lambda x: -x[1]) for row in rows]
             for i, logprob in enumerate(to_host(chosen)):
-                token = int(self.tokens[len(found)])
-                found.append(TokenLogprob(token, logprob, tuple(best[i]) if best else ()))
-        return found
+                token = int(self.tokens[len(logprobs)])
+                logprobs.append(TokenLogprob(token, logprob, tuple(best[i]) if best else ()))
+        return logprobs
 
 
-def score(logits: mx.array, tokens: TokenArray, *, top: int) -> Scores:
+def score(logits: mx.array, tokens: TokenArray, *, top: int) -> PromptScores:
     """Logits (n, vocabulary) and the n tokens that came next.
 
-    A few rows at a time: what is made of them in between is several times their size.
+    Scored a few rows at a time: the intermediate arrays are several times their size.
     """
     parts = []
     for start in range(0, len(tokens), SCORED_ROWS):
         end = start + SCORED_ROWS
         given = mx.array(tokens[start:end].astype(np.int32))
         parts.append(_likelihoods(logits[start:end].astype(mx.float32), given, top))
-    return Scores(tokens, tuple(parts))
+    return PromptScores(tokens, tuple(parts))
 
 
 def _stream_of(seed: int | None, choice: int) -> int:

@@ -1,5 +1,6 @@
-"""How deep a JSON schema can be followed: the compiler does so on its stack, and a stack that overflows
-takes the whole server with it. Pure; a bound from above, in linear time.
+"""How deep the compiler may recurse into a JSON schema: if its stack overflows, the whole server dies.
+
+Pure. An upper bound, in linear time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def is_too_deep(schema: Any) -> bool:
 
 
 class _Depth:
-    """Owner: one call of `is_too_deep`. Places are what references point at, and the root."""
+    """Owner: one call of `is_too_deep`. Places are the root and the targets of references."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._places: dict[str, Any] = {_ROOT: root}
@@ -35,7 +36,7 @@ class _Depth:
             target = resolve(ref, root) if is_pointer else None
             if isinstance(target, dict | list):
                 self._places[ref] = target
-            # By an anchor or an id, or below an id of its own: it may lead anywhere.
+            # A reference by anchor or id, or in a schema with ids of its own, may lead anywhere.
             if n_bases or not isinstance(target, dict | list):
                 self._n_unknown += 1
 
@@ -43,14 +44,14 @@ class _Depth:
         by_id = {id(place): ref for ref, place in self._places.items()}
         alike = {ref: by_id[id(place)] for ref, place in self._places.items()}
         for ref in set(alike.values()):
-            self._look(ref, by_id, alike)
+            self._measure(ref, by_id, alike)
         if self._n_unknown:
             highest = max(self._height.values())
             return sum(self._height.values()) + self._n_unknown * highest
         return self._longest(alike[_ROOT])
 
-    def _look(self, start: str, by_id: dict[int, str], alike: dict[str, str]) -> None:
-        """How high it is, up to other places, and which these are."""
+    def _measure(self, start: str, by_id: dict[int, str], alike: dict[str, str]) -> None:
+        """Note how many levels the place has before other places begin, and which those are."""
         leads: set[str] = set()
         height, left = 1, [(self._places[start], 1)]
         while left:
@@ -71,16 +72,16 @@ class _Depth:
         self._height[start], self._leads[start] = height, leads
 
     def _longest(self, root: str) -> int:
-        """Of all ways from the root; one through a circle may pass all of its places."""
+        """The longest path from the root; a path through a cycle may pass all of its places."""
         longest: dict[str, int] = {}
-        for circle in self._circles(root):
-            behind = {lead for place in circle for lead in self._leads[place]} - set(circle)
-            below = max((longest[place] for place in behind), default=0)
-            total = sum(self._height[place] for place in circle) + below
-            longest.update(dict.fromkeys(circle, total))
+        for cycle in self._cycles(root):
+            exits = {lead for place in cycle for lead in self._leads[place]} - set(cycle)
+            below = max((longest[place] for place in exits), default=0)
+            total = sum(self._height[place] for place in cycle) + below
+            longest.update(dict.fromkeys(cycle, total))
         return longest[root]
 
-    def _circles(self, root: str) -> Iterator[list[str]]:
+    def _cycles(self, root: str) -> Iterator[list[str]]:
         """Tarjan's strongly connected components, those first that lead to no others."""
         index: dict[str, int] = {root: 0}
         low = {root: 0}
@@ -102,25 +103,25 @@ class _Depth:
                 if path:
                     low[path[-1][0]] = min(low[path[-1][0]], low[place])
                 if low[place] == index[place]:
-                    circle = [stack.pop()]
-                    while circle[-1] != place:
-                        circle.append(stack.pop())
-                    on_stack -= set(circle)
-                    yield circle
+                    cycle = [stack.pop()]
+                    while cycle[-1] != place:
+                        cycle.append(stack.pop())
+                    on_stack -= set(cycle)
+                    yield cycle
 
 
 def _refs(schema: dict[str, Any]) -> tuple[set[str], int]:
-    """All references; and how many parts have an id, from which references below them count."""
-    found: set[str] = set()
+    """All references, and how many parts have an id: references inside those are relative to it."""
+    refs: set[str] = set()
     n_bases = 0
     left: list[Any] = [schema]
     while left:
         node = left.pop()
         if isinstance(node, dict):
             if isinstance(node.get("$ref"), str):
-                found.add(node["$ref"])
+                refs.add(node["$ref"])
             n_bases += node is not schema and any(isinstance(node.get(k), str) for k in _IDS)
             left += node.values()
         elif isinstance(node, list):
             left += node
-    return found, n_bases
+    return refs, n_bases

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-MAX_LOOKS = 400
+MAX_CHECKS = 400
+"""Parts that are checked before the search ends."""
 UNSATISFIABLE = "Unsatisfiable"
 
 _SINGLE = ("items", "additionalProperties", "additionalItems", "contains", "propertyNames")
@@ -19,71 +20,72 @@ FaultOf = Callable[[Any], str]
 def locate(schema: Any, fault: str, fault_of: FaultOf) -> tuple[str, str]:
     """(JSON pointer, what is wrong there). `fault_of` says what is wrong with a schema, "" if nothing.
 
-    Goes down as long as a part has the same fault by itself; references are followed. Each part is
-    judged with the definitions of the whole.
+    Descends as long as a part has the same fault by itself, and follows references. Each part is checked
+    with the definitions of the whole schema.
     """
     root = schema if isinstance(schema, dict) else {}
     shared = {k: root[k] for k in _SHARED if k in root}
-    pointer, n_looks = "", 0
+    pointer, n_checks = "", 0
     seen = {""}
     is_deeper = True
     while is_deeper:
         is_deeper = False
         for at, child in _parts(schema, pointer, root, fault):
-            n_looks += 1
-            if at in seen or n_looks > MAX_LOOKS:
+            n_checks += 1
+            if at in seen or n_checks > MAX_CHECKS:
                 continue
             seen.add(at)
-            found = fault_of({**shared, **child})
-            if found and _is_same(found, fault):
-                pointer, schema, fault = at, child, found
+            child_fault = fault_of({**shared, **child})
+            if child_fault and _is_same(child_fault, fault):
+                pointer, schema, fault = at, child, child_fault
                 is_deeper = True
                 break
     return pointer, fault
 
 
 def is_endless(schema: Any) -> bool:
-    """Every value would have to contain itself: no finite text is one."""
+    """Whether every value would have to contain itself, so that no finite text is one."""
     root = schema if isinstance(schema, dict) else {}
     try:
-        return not _Ends(root).ends(schema, frozenset())
+        return not _Finite(root).has_value(schema, frozenset())
     except RecursionError:
         return False
 
 
-class _Ends:
-    """Whether a schema has a finite value. What is not understood is taken to have one."""
+class _Finite:
+    """Whether a schema has a finite value. One that is not understood is assumed to have one."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
-        self._n_looks = 0
+        self._n_checks = 0
 
-    def ends(self, schema: Any, inside: frozenset[str]) -> bool:
-        self._n_looks += 1
-        if not isinstance(schema, dict) or self._n_looks > MAX_LOOKS:
+    def has_value(self, schema: Any, inside: frozenset[str]) -> bool:
+        """inside: the references that lead here."""
+        self._n_checks += 1
+        if not isinstance(schema, dict) or self._n_checks > MAX_CHECKS:
             return True
         ref = schema.get("$ref")
-        if isinstance(ref, str) and not self._ref_ends(ref, inside):
+        if isinstance(ref, str) and not self._ref_has_value(ref, inside):
             return False
         for union in ("anyOf", "oneOf"):
             options = schema.get(union)
             if not isinstance(options, list) or not options:
                 continue
-            if not any(self.ends(option, inside) for option in options):
+            if not any(self.has_value(option, inside) for option in options):
                 return False
         every = schema.get("allOf")
-        if isinstance(every, list) and not all(self.ends(part, inside) for part in every):
+        if isinstance(every, list) and not all(self.has_value(part, inside) for part in every):
             return False
-        return all(self.ends(part, inside) for part in _needed(schema))
+        return all(self.has_value(part, inside) for part in _required_parts(schema))
 
-    def _ref_ends(self, ref: str, inside: frozenset[str]) -> bool:
+    def _ref_has_value(self, ref: str, inside: frozenset[str]) -> bool:
         if ref in inside:
             return False
-        return self.ends(resolve(ref, self._root), inside | {ref})
+        return self.has_value(resolve(ref, self._root), inside | {ref})
 
 
-def _needed(schema: dict[str, Any]) -> Iterator[Any]:
-    """The parts that every value has, if it is an object or array and nothing else."""
+def _required_parts(schema: dict[str, Any]) -> Iterator[Any]:
+    """The schemas of parts that every value has, where values can only be objects or arrays."""
     if schema.get("type") == "object":
         required, properties = schema.get("required"), schema.get("properties")
         if isinstance(required, list) and isinstance(properties, dict):
@@ -94,7 +96,7 @@ def _needed(schema: dict[str, Any]) -> Iterator[Any]:
 
 
 def resolve(ref: str, root: dict[str, Any]) -> Any:
-    """What a reference inside the schema points at; None for any other."""
+    """What a reference within the schema points at; None for any other."""
     if not ref.startswith("#"):
         return None
     node: Any = root
@@ -111,34 +113,34 @@ def _parts(
     schema: Any, pointer: str, root: dict[str, Any], fault: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """(pointer, part) of every part that is a schema of its own."""
-    found: list[tuple[str, Any]] = []
+    parts: list[tuple[str, Any]] = []
     for key in _SINGLE:
-        found.append((f"{pointer}/{key}", schema.get(key)))
+        parts.append((f"{pointer}/{key}", schema.get(key)))
     for key in _LISTED:
         if isinstance(schema.get(key), list):
-            found += [(f"{pointer}/{key}/{i}", part) for i, part in enumerate(schema[key])]
+            parts += [(f"{pointer}/{key}/{i}", part) for i, part in enumerate(schema[key])]
     for key in _NAMED:
         if isinstance(schema.get(key), dict):
-            found += [
+            parts += [
                 (f"{pointer}/{key}/{_escape(name)}", part)
                 for name, part in schema[key].items()
                 if key != "properties" or _matters(name, schema, fault)
             ]
     ref = schema.get("$ref")
     if isinstance(ref, str):
-        found.append((ref.removeprefix("#"), resolve(ref, root)))
-    return ((at, part) for at, part in found if isinstance(part, dict))
+        parts.append((ref.removeprefix("#"), resolve(ref, root)))
+    return ((at, part) for at, part in parts if isinstance(part, dict))
 
 
 def _matters(name: str, schema: dict[str, Any], fault: str) -> bool:
-    """An optional property that cannot be satisfied is no fault: it is left out."""
+    """An optional property that cannot be satisfied is no fault: values just lack it."""
     required = schema.get("required")
     return not fault.startswith(UNSATISFIABLE) or (isinstance(required, list) and name in required)
 
 
-def _is_same(found: str, fault: str) -> bool:
-    """What cannot be satisfied is told anew on each level; any other fault keeps its words."""
-    return found == fault or (found.startswith(UNSATISFIABLE) and fault.startswith(UNSATISFIABLE))
+def _is_same(a: str, b: str) -> bool:
+    """An unsatisfiable schema is reported in other words on each level; other faults are not."""
+    return a == b or (a.startswith(UNSATISFIABLE) and b.startswith(UNSATISFIABLE))
 
 
 def _escape(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Which tokens of a prompt matter, by the attention of a small model that has the same tokens.
+"""Which tokens of a prompt matter, by the attention of a small model with the same tokens.
 
 The small model reads the prompt (resuming from the prefixes in its own cache) and generates a few tokens
 of a reply, the lookahead. At the end the lookahead's queries are compared with the prompt's keys:
@@ -6,9 +6,9 @@ of a reply, the lookahead. At the end the lookahead's queries are compared with 
     score of a token = mean over the lookahead, of the largest weight that any head of any layer gives it
 
 The work comes in slices: a chunk of the prompt, one lookahead token (all of them while nobody waits),
-the comparison. `read` dispatches a slice, `settle` waits for it. No slice is dispatched before the last
-one is done: MLX cannot write in place into a buffer that a kernel in flight still reads, and would copy
-the row's keys and values.
+the comparison. `read` dispatches a slice, `settle` waits for it. A slice waits for the one before it:
+MLX cannot write in place into a buffer that a kernel in flight still reads, and would copy the row's
+keys and values.
 
 Owner: the engine thread.
 """
@@ -26,7 +26,7 @@ import numpy as np
 
 from firn.core.ports import Cursor, EngineLoad, PrefixCache
 from firn.core.values import CacheControl, ModelInfo, Namespace, Prompt, Scores
-from firn.models.batch import Row
+from firn.models.batch import Row, restored_row
 from firn.models.cpu.threads import Threads
 from firn.models.placing import PLAIN
 from firn.models.rewind import kind, leaves
@@ -34,13 +34,13 @@ from firn.models.room import give_room
 from firn.models.shapes import FewShapes
 
 VERSION = 2
-"""Of how tokens are scored and chosen. A part of the root: records of other versions are not found."""
+"""Of how tokens are scored and chosen. Part of the root: records of other versions are not found."""
 N_LOOKAHEAD = 16
 """A reply often repeats the question first, and looks for the answer after that."""
 
 
 @dataclass(frozen=True, slots=True)
-class Attended:
+class LayerAttention:
     """One layer's queries, (1, heads, tokens, width), and keys, (1, kv heads, keys, width)."""
 
     queries: mx.array
@@ -59,10 +59,10 @@ class Reading:
     cursor: Cursor
     row: Row
     token: mx.array
-    """The model's next input once the prompt is read: the prompt's last token, then its own."""
+    """The model's next token once the prompt is read: the prompt's last one, then its own."""
     queries: list[dict[int, mx.array]] = field(default_factory=list)
-    """For each lookahead token: those of every layer that attends to the whole prompt, by layer."""
-    attended: dict[int, Attended] = field(default_factory=dict)
+    """For each lookahead token: the queries of the layers that attend to the whole prompt, by layer."""
+    attended: dict[int, LayerAttention] = field(default_factory=dict)
     """What the last lookahead token attended to, by layer."""
     scores: mx.array | None = None
     pending: list[Any] = field(default_factory=list)
@@ -94,7 +94,7 @@ class AttentionScorer:
         threads: Threads | None = None,
         shapes: FewShapes | None = None,
     ) -> None:
-        """owns_cache: nobody else closes it. threads, shapes: as the runner has them.
+        """owns_cache: closes it at the end. threads, shapes: the runner's.
 
         Raises ValueError for a model none of whose layers attends to the whole prompt.
         """
@@ -114,17 +114,11 @@ class AttentionScorer:
             for _ in range(2):
                 mx.eval(model(mx.array([[1]]), cache=layers))
         if not attended:
-            raise ValueError("no layer of it attends to the whole prompt")
+            raise ValueError("none of its layers attends to the whole prompt")
 
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> Reading:
         cursor = self._cache.open(prompt, namespace, control)
-        restored = self._cache.restore(cursor)
-        layers = self._make_layers()
-        if restored is not None:
-            restored.fill(layers)
-        row = Row(layers, restored.n_tokens if restored else 0)
-        if restored is not None:
-            restored.filled(row)
+        row = restored_row(self._make_layers(), self._cache.restore(cursor))
         last = min(int(prompt.ids[-1]), self._last_id)
         return Reading(prompt, cursor, row, mx.array([last]))
 
@@ -141,13 +135,10 @@ class AttentionScorer:
             self._compare(reading)
 
     def _jump(self, reading: Reading) -> None:
-        """Go on from a longer prefix, if one was loaded meanwhile."""
+        """Go on from a longer prefix, if one has been loaded meanwhile."""
         ahead = self._cache.advance(reading.cursor, reading.row.n_tokens)
         if ahead is not None:
-            layers = self._make_layers()
-            ahead.fill(layers)
-            reading.row = Row(layers, ahead.n_tokens)
-            ahead.filled(reading.row)
+            reading.row = restored_row(self._make_layers(), ahead)
 
     def _read_chunk(self, reading: Reading, n_tokens: int) -> None:
         row = reading.row
@@ -170,8 +161,8 @@ class AttentionScorer:
 
     def _generate(self, reading: Reading) -> None:
         if not reading.n_generated and not self._is_rewindable:
-            # The lookahead is nobody's prefix, and this model's state cannot be rewound: the row is
-            # stored first. The cache may give its buffers to another row from now on.
+            # The lookahead is no prompt's prefix, and this model's state cannot be rewound: the row is
+            # stored first. From then on the cache may give its buffers to another row.
             self._cache.close_cursor(reading.cursor, reading.row)
             for layer in leaves(reading.row.layers):
                 if kind(layer) in PLAIN:
@@ -183,7 +174,7 @@ class AttentionScorer:
         reading.row.n_tokens = n_keys
         reading.queries.append({i: layer.queries for i, layer in attended.items()})
         if reading.n_generated == N_LOOKAHEAD:
-            # Not before: as long as somebody has the keys, the next token cannot be written in place.
+            # Not before: while the keys are referenced, the next token cannot be written in place.
             reading.attended = attended
         reading.token = mx.argmax(logits[:, -1], axis=-1)
         reading.pending = [reading.token]
@@ -195,7 +186,7 @@ class AttentionScorer:
         largest: mx.array | None = None
         for i, layer in reading.attended.items():
             queries = [by_layer[i] for by_layer in reading.queries if i in by_layer]
-            if len(queries) < N_LOOKAHEAD:  # a full window that has as many keys by chance
+            if len(queries) < N_LOOKAHEAD:  # a full window that had as many keys by chance
                 continue
             of_layer = _weights_of_any_head(replace(layer, queries=mx.concatenate(queries, axis=2)))
             largest = of_layer if largest is None else mx.maximum(largest, of_layer)
@@ -242,16 +233,19 @@ class AttentionScorer:
 
 
 @contextmanager
-def _watching_attention(n_keys: int) -> Iterator[dict[int, Attended]]:
-    """While the model is called with one token: the layers that attend to `n_keys` keys, by number."""
-    attended: dict[int, Attended] = {}
+def _watching_attention(n_keys: int) -> Iterator[dict[int, LayerAttention]]:
+    """While the model is called with one token: the layers that attend to `n_keys` keys, by number.
+
+    Replaces MLX's attention meanwhile: models do not hand out their queries.
+    """
+    attended: dict[int, LayerAttention] = {}
     numbers = itertools.count()
     plain = mx.fast.scaled_dot_product_attention
 
     def attend(q: mx.array, k: mx.array, v: mx.array, **more: Any) -> mx.array:
         number = next(numbers)
         if q.shape[2] == 1 and k.shape[2] == n_keys:
-            attended[number] = Attended(q, k, float(more["scale"]))
+            attended[number] = LayerAttention(q, k, float(more["scale"]))
         return plain(q, k, v, **more)
 
     mx.fast.scaled_dot_product_attention = attend
@@ -261,7 +255,7 @@ def _watching_attention(n_keys: int) -> Iterator[dict[int, Attended]]:
         mx.fast.scaled_dot_product_attention = plain
 
 
-def _weights_of_any_head(layer: Attended) -> mx.array:
+def _weights_of_any_head(layer: LayerAttention) -> mx.array:
     """(tokens, keys): the largest weight that any head gives each key.
 
     # the last token sees all keys, the one before it all but one, and so on

@@ -1,8 +1,8 @@
-"""Does this model give the same answer in a batch as alone? Asked of the model itself, at load.
+"""Does this model give the same answer in a batch as alone? Tried at load.
 
-Some architectures of mlx-lm cannot be batched and do not say so: rows that are padded come out wrong, or
-the step raises. Three short rows of unequal length are decoded alone and together; a difference far
-beyond rounding means that the model is served row by row.
+Some architectures of mlx-lm cannot be batched and do not say so: padded rows come out wrong, or the step
+raises. Three short rows of unequal length are decoded alone and together; if they differ by far more
+than rounding, the model is served row by row.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ CHUNKS_MATTER = {
     "plamo3": "its prefill mask is one token wider than the window it keeps",
     "phi3small": "its sparse layers look to the end of their block",
 }
-"""Architectures whose result depends on where prefill is cut: they are reused on chunks only."""
+"""Architectures whose result depends on where prefill is cut: records are reused at chunk ends only."""
 
 
 def batch_fault(model: Any, make_layers: Callable[[], list[Any]], architecture: str) -> str | None:
-    """None when rows can be decoded together, else what was seen."""
+    """Why rows cannot be decoded together; None if they can."""
     if architecture in WRONG_WHEN_LONG:
         return WRONG_WHEN_LONG[architecture]
     worst = []
@@ -63,13 +63,13 @@ def _difference(model: Any, make_layers: Callable[[], list[Any]], *, seed: int) 
 
 
 def apart(alone: mx.array, together: mx.array) -> float:
-    """How far two rows of logits are apart. Tokens that a model rules out (-inf) are so in both."""
+    """How far two rows of logits are apart. Infinite if they rule out (-inf) different tokens."""
     a, b = alone.astype(mx.float32), together.astype(mx.float32)
     possible = mx.isfinite(a)
     a = mx.where(possible, a, 0.0)
     far = mx.max(mx.abs(a - mx.where(possible, b, 0.0))) / (mx.std(a) + 1e-6)
     same_places = mx.all(possible == mx.isfinite(b))
-    # NaN is not equal to itself, and compares with nothing: it is as far apart as can be.
+    # A NaN in one of them makes the finite places differ: infinitely far.
     return float(to_host(far)) if to_host(same_places) else math.inf
 
 

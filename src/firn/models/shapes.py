@@ -1,17 +1,17 @@
-"""Prompts read in passes of few shapes, for a device that prepares attention anew for each.
+"""Prompts read in passes of few shapes, for a device that plans attention anew for each shape.
 
-MLX attends to several tokens on CUDA by cuDNN, which makes a plan for each number of new tokens, of
-columns and of columns in the buffer behind them: 70 ms on an H200, where the pass itself takes 20. Left
-alone, every prompt brings shapes of its own. So buffers grow to few sizes (`rounded`), and a chunk that
-is not a full one in a full one's place is padded to one of WIDTHS. It sees columns up to a common
-end, those behind each token masked:
+On CUDA, MLX attends to several tokens through cuDNN, which makes a plan for each combination of new
+tokens, columns and buffer size: 70 ms on an H200, where the pass itself takes 20. Every prompt would
+bring shapes of its own. So buffers grow to few sizes (`rounded`), and a chunk that is not FULL tokens at
+a multiple of FULL is padded to one of WIDTHS. It sees columns up to a common end, with those after each
+token masked:
 
     cells       # [0, offset) read before  # [offset, offset + n_new) new  . padding  . room
     passed to the model                                          width |            | columns
 
-The padding is written behind the row's end, where nobody looks and the next tokens go. A wide chunk that
-begins in a full one's place needs no mask: tokens are seen by those behind them only, and padding comes
-last. It sees columns up to its own padded end.
+The padding is written after the row's end, where nothing is read and the next tokens will be written. A
+wide chunk that begins at a multiple of FULL needs no mask: a token sees only those before it, and
+padding comes last. Such a chunk sees columns up to its own padded end.
 
 Owner: the engine thread, through a runner.
 """
@@ -33,30 +33,30 @@ from firn.models.selfcheck import FAR, apart, prefilled
 
 WIDTHS = (16, 64, *range(256, 2049, 256))
 FULL = WIDTHS[-1]
-"""Chunks of so many tokens, and multiples, have a common shape as they are where they end at one. Longer
-ones at other places are left alone: a plan is a small part of what they take."""
+"""Chunks whose length and end are multiples of this have a common shape without padding. Longer ones at
+other places are not padded, either: a plan is a small part of their time."""
 NARROW = 512
-"""Up to so many tokens the whole buffer is looked at: columns are cheap, plans are not."""
+"""Chunks up to this width see the whole buffer: columns are cheap, plans are not."""
 MIN_ROOM = 256
 PARTS = 8
-"""Buffers have so many sizes from one power of two to the next: at most an eighth of one is unused."""
+"""Buffer sizes between two powers of two: at most an eighth of a buffer is unused."""
 N_PAST, N_NEW = 13, 11
 """Tokens that a model is tried with."""
 
 
 def rounded(n_tokens: int) -> int:
-    """The size of a buffer for so many tokens."""
+    """The size of a buffer for this many tokens."""
     unit = max((1 << (n_tokens.bit_length() - 1)) // PARTS, MIN_ROOM)
     return -(-n_tokens // unit) * unit
 
 
 def width_for(n_new: int) -> int:
-    """Of a pass that reads so many tokens; 0 where it is left as it is."""
+    """Of a pass that reads this many tokens; 0 where it is not padded."""
     return next((w for w in WIDTHS if w >= n_new), 0)
 
 
 def growth(n_tokens: int) -> int:
-    """How much a full buffer of so many tokens grows."""
+    """How much a full buffer of this many tokens grows."""
     return rounded(n_tokens + 1) - n_tokens if n_tokens == rounded(n_tokens) else MIN_ROOM
 
 
@@ -77,13 +77,13 @@ class FewShapes:
         self._dtype = dtype
 
     def end(self, start: int, end: int) -> int:
-        """Where a chunk [start, end) ends if it is to have a common shape; the rest is another chunk."""
+        """Where to end the chunk [start, end) for a common shape; the rest is another chunk."""
         return common_end(start, end, multiple=FULL)
 
     def fit(self, layers: Sequence[Any], n_new: int) -> PaddedPass | None:
-        """How the next tokens of a row are read; None: as they are. Its caches have room."""
+        """How to read a row's next tokens; None: without padding. Its caches have room for them."""
         if not all(type(layer) is KVCache for layer in layers):
-            return None  # a padded token changes a recurrent state, and takes a place in a window
+            return None  # padding would change a recurrent state, or take a place in a window
         first = layers[0]
         offset, n_room = first.offset, first.step if first.keys is None else first.keys.shape[-2]
         width = width_for(n_new)
@@ -99,8 +99,8 @@ class FewShapes:
 
 
 class _Masks:
-    """Made once for all layers of a pass. Added to the scores: MLX spreads out a mask of booleans in
-    every layer, for all heads."""
+    """Computed once for all layers of a pass. They are added to the scores: MLX would expand a mask of
+    booleans in every layer, for all heads."""
 
     def __init__(self, offset: int, width: int, n_columns: int, dtype: mx.Dtype) -> None:
         self.n_columns = n_columns
@@ -121,7 +121,7 @@ class _Masks:
 
 
 class _ShortenedCache:
-    """A lone row's cache during one pass whose last tokens are padding: they are forgotten."""
+    """A lone row's cache during one pass whose last tokens are padding: it does not count them."""
 
     def __init__(self, cache: KVCache, n_new: int) -> None:
         self._cache, self._n_new = cache, n_new
@@ -137,7 +137,7 @@ class _ShortenedCache:
 
 
 class _PaddedCache(_ShortenedCache):
-    """The same with columns behind them, which are masked."""
+    """The same, with further columns after them, which are masked."""
 
     def __init__(self, cache: KVCache, n_new: int, masks: _Masks) -> None:
         super().__init__(cache, n_new)
@@ -155,8 +155,7 @@ class _PaddedCache(_ShortenedCache):
 
 
 def few_shapes(model: Any, make_layers: Callable[[], list[Any]]) -> FewShapes:
-    """For a model whose tokens come out of a padded pass as they do without. Raises ValueError with what
-    was seen where they do not."""
+    """For this model, tried once. Raises ValueError with what was seen if padding changes results."""
     ids = np.arange(N_PAST + N_NEW + 1) % 50 + 1
     plain = prefilled(model, make_layers(), ids[:N_PAST].tolist())
     padded = prefilled(model, make_layers(), ids[:N_PAST].tolist())
@@ -174,5 +173,5 @@ def few_shapes(model: Any, make_layers: Callable[[], list[Any]]) -> FewShapes:
     except (ValueError, RuntimeError, TypeError, IndexError, AttributeError) as e:
         raise ValueError(f"a padded pass fails: {first_line(e)}") from e
     if far > FAR:
-        raise ValueError(f"tokens come out different of a padded pass ({far:.1f})")
+        raise ValueError(f"tokens come out different in a padded pass ({far:.1f})")
     return shapes

@@ -1,6 +1,6 @@
-"""A JSON schema without what cannot be enforced: as little as possible is taken out, and named.
+"""A JSON schema without what cannot be enforced: as little as possible is left out, and named.
 
-Each cut asks the compiler many times, so the search has an end: schemas come from anybody.
+Each cut calls the compiler many times, so the search is bounded: anybody may send a schema.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from firn.models.schema_faults import FaultOf, is_endless, locate, resolve
 MAX_CUTS = 64
 ANYTHING: Mapping[str, Any] = {"type": "object"}
 SHAPE = ("type", "properties", "items", "required", "enum", "const", "$ref", "anyOf", "allOf")
-"""What says most about a value is taken out last."""
+"""Keywords that say most about a value; they are left out last."""
 SILENT = frozenset({"format"})
-"""An annotation to those who do not know it."""
+"""Left out without a word: JSON Schema lets a validator ignore formats that it does not know."""
 _SHARED = ("$defs", "definitions")
 
 
 class OutOfTime(Exception):
-    """The search was given up."""
+    """The search took too long."""
 
 
 def soften(
@@ -35,7 +35,7 @@ def soften(
     """`fault_of` says what is wrong with a schema, "" if nothing. Raises OutOfTime."""
     until = clock() + time_s
 
-    def look(part: Any) -> str:
+    def timed_fault_of(part: Any) -> str:
         if clock() > until:
             raise OutOfTime
         return fault_of(part)
@@ -45,34 +45,35 @@ def soften(
     current: Any = schema
     left_out: list[str] = []
     for _ in range(MAX_CUTS):
-        fault = look(current)
+        fault = timed_fault_of(current)
         if not fault:
             return SoftenedSchema(current, tuple(left_out))
-        pointer, fault = locate(current, fault, look)
-        current, keyword = _without_fault(current, pointer, fault, look)
+        pointer, fault = locate(current, fault, timed_fault_of)
+        current, keyword = _without_fault(current, pointer, fault, timed_fault_of)
         if keyword not in SILENT:
             left_out.append(f"#{pointer}/{keyword}" if keyword else f"#{pointer}")
     return SoftenedSchema(ANYTHING, ("#",))
 
 
 def _without_fault(root: Any, pointer: str, fault: str, fault_of: FaultOf) -> tuple[Any, str]:
-    """The schema less one keyword of the part at `pointer`, or less all of that part; which one."""
+    """The schema without one keyword of the part at `pointer`, and that keyword; or without the whole
+    part, and ""."""
     part = resolve(f"#{pointer}", root)
     if not isinstance(part, dict):
         return ANYTHING, ""
     shared = {k: root[k] for k in _SHARED if k in root}
-    found: tuple[Any, str] = ({}, "")
+    best: tuple[Any, str] = ({}, "")
     for keyword in sorted(part, key=lambda k: (k in SHAPE, k in _SHARED, k)):
         trial = {k: v for k, v in part.items() if k != keyword}
         if keyword == "oneOf" and "anyOf" not in part:
             trial["anyOf"] = part["oneOf"]
-        now = fault_of({**shared, **trial})
-        if not now:
-            found = (trial, keyword)
+        remaining = fault_of({**shared, **trial})
+        if not remaining:
+            best = (trial, keyword)
             break
-        if now != fault and not found[1]:
-            found = (trial, keyword)
-    return _replaced(root, pointer.split("/")[1:], found[0]), found[1]
+        if remaining != fault and not best[1]:
+            best = (trial, keyword)
+    return _replaced(root, pointer.split("/")[1:], best[0]), best[1]
 
 
 def _replaced(node: Any, path: list[str], value: Any) -> Any:

@@ -1,9 +1,9 @@
 """A bound on the time that a chat template may take.
 
-A template is the model's, and what it loops over is the user's: a schema nested forty deep can make a
-recursive macro run for years, and no thread can be stopped from outside. So the compiled template looks
-at the clock itself, at every turn of a loop and every call of a macro. transformers keeps compiled
-templates; the guard goes into those, and everything else about rendering stays as it is there.
+The template is the model's, but what it loops over is the user's: a schema nested forty deep can make a
+recursive macro run for years, and no thread can be stopped from outside. So the compiled template counts
+a tick at every turn of a loop and every call of a macro, and looks at the clock now and then. The guard
+goes into the compiled templates that transformers caches; the rest of rendering stays transformers' own.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jinja2.runtime import Context
 from transformers.utils import chat_template_utils
 
 RENDER_LIMIT_S = 2.0
-"""Of this thread's own time: a thread that waits for another's is not at fault."""
-LOOK_EVERY = 256
+"""Of this thread's CPU time: a template is not to blame while its thread waits."""
+CHECK_EVERY = 256
 """Ticks between two looks at the clock, which costs more than a tick."""
 MAX_REPEATED = 1 << 20
-"""Items or characters that `*` may make of a few."""
+"""Items or characters that `*` may produce."""
 MAX_POWER_BITS = 1 << 12
 
 _TICK = "firn_tick"
@@ -31,7 +31,7 @@ _arming = threading.Lock()
 
 
 class RenderTooSlow(jinja2.TemplateError):
-    """The rendering was given up."""
+    """The template took too long, or would make too large a value."""
 
 
 def guard(source: str) -> None:
@@ -52,7 +52,7 @@ def guard(source: str) -> None:
 
 
 class GuardedContext(Context):
-    """What one rendering knows, and how long it may still take. Owner: the thread that renders."""
+    """One rendering's variables, and the time it must end by. Owner: the thread that renders."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -61,12 +61,12 @@ class GuardedContext(Context):
 
     def tick(self) -> None:
         self._n_ticks += 1
-        if self._n_ticks % LOOK_EVERY == 0 and time.thread_time() > self._until:
+        if self._n_ticks % CHECK_EVERY == 0 and time.thread_time() > self._until:
             raise RenderTooSlow(f"it takes longer than {RENDER_LIMIT_S:g} s for these messages")
 
 
 class _TickingGenerator(CodeGenerator):
-    """Compiles a tick into the beginning of every loop's and every macro's body."""
+    """Compiles a tick into the start of every loop's and every macro's body."""
 
     def visit_Template(self, node: nodes.Template, frame: Any = None) -> None:
         for inner in list(node.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):

@@ -1,7 +1,7 @@
 """Where the time of a prefill chunk and of a decode step goes, measured on the model itself.
 
-Products are timed by running every weight matrix of the model once, attention by running its layers'
-shapes, Python by building a step without computing it; the rest is what is left.
+Products are timed by running every weight matrix once, attention by running the layers' shapes, Python
+by building a step without computing it. The rest is the difference.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from mlx import nn
 
 N_TRIES = 3
 DEPTH = 1024
-"""Tokens that a step looks back at."""
+"""Tokens in the cache that a step attends to."""
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    """Of one chunk or step, in seconds. The parts are measured apart, so `rest` is a difference."""
+class TimeSplit:
+    """Of one chunk or step, in seconds. Parts are measured separately, so `rest_s` is a difference."""
 
     n_tokens: int
     total_s: float
@@ -38,12 +38,12 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    prefill: Split
-    decode: Split
+    prefill: TimeSplit
+    decode: TimeSplit
 
 
 def measure(model: Any, make_layers: Callable[[], list[Any]], *, chunk: int) -> Timing:
-    """On the thread that owns the model. Takes a few chunks' time."""
+    """Call it on the thread that owns the model. Takes the time of a few chunks."""
     layers = make_layers()
     for start in range(0, DEPTH, chunk):
         _feed(model, layers, min(chunk, DEPTH - start))
@@ -56,9 +56,9 @@ def measure(model: Any, make_layers: Callable[[], list[Any]], *, chunk: int) -> 
     )
 
 
-def _split(model: Any, layers: list[Any], n: int, shapes: list[_Shape]) -> Split:
+def _split(model: Any, layers: list[Any], n: int, shapes: list[_Shape]) -> TimeSplit:
     steps = [_feed(model, layers, n) for _ in range(N_TRIES)]
-    return Split(
+    return TimeSplit(
         n_tokens=n,
         total_s=statistics.median(total for total, _ in steps),
         products_s=_median(lambda: _products(model, n)),
@@ -73,13 +73,13 @@ def _feed(model: Any, layers: list[Any], n: int) -> tuple[float, float]:
     began = time.perf_counter()
     logits = model(ids, cache=layers)
     built = time.perf_counter()
-    # A chunk's logits are asked for at its last token only, as prefill does.
+    # Evaluates a chunk's logits at its last token only, as prefill does.
     mx.eval(logits[:, -1], [layer.state for layer in layers])
     return time.perf_counter() - began, built - began
 
 
 def _products(model: Any, n: int) -> list[mx.array]:
-    """Every linear layer, each with tokens of its own."""
+    """Every linear layer, each applied to `n` tokens."""
     out = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.QuantizedLinear):
@@ -100,8 +100,8 @@ def _width(module: Any) -> int:
 
 def _dtype(module: Any) -> mx.Dtype:
     weight = module.scales if "scales" in module else module.weight
-    found: mx.Dtype = weight.dtype
-    return found if mx.issubdtype(found, mx.floating) else mx.bfloat16
+    dtype: mx.Dtype = weight.dtype
+    return dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16
 
 
 @dataclass(frozen=True, slots=True)

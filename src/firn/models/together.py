@@ -1,8 +1,8 @@
 """Several rows' prompts read in one pass.
 
-mlx-lm's batched cache holds the rows' pasts side by side, right-justified; their new tokens follow from
-one column on, shorter ones padded at their ends. So each row's tokens lie in one piece, and its own
-caches become views of that: nothing is moved.
+mlx-lm's batched cache holds the rows' pasts side by side, right-justified. Their new tokens all begin at
+the next column, and shorter ones are padded at their ends. So each row's tokens are contiguous, and the
+row's own caches become views of them: nothing is copied.
 
     row 0   . . p p p | n n n n n        row 0 holds columns [2, 10)
     row 1   p p p p p | n n . . .        row 1 holds columns [0, 7)
@@ -24,18 +24,18 @@ from firn.models.selfcheck import FAR, LENGTHS, apart, prefilled
 from firn.models.shapes import width_for
 
 PASTS = (5, 0, 3)
-"""Of the rows that a model is tried with."""
+"""Tokens already read by each row that a model is tried with."""
 
 
 def can_read_together(layers: Sequence[Any]) -> bool:
-    """Plain attention alone: a padded token changes a recurrent state, and takes a place in a window."""
+    """Plain attention only: padding would change a recurrent state, or take a place in a window."""
     return bool(layers) and all(type(layer) is KVCache for layer in layers)
 
 
 def together_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | None:
-    """None when rows come out of a padded pass as they do alone, else what was seen.
+    """Why rows do not come out of a padded pass as they do alone; None if they do.
 
-    A mask for several rows and several tokens is another than that of a decode step.
+    Batched decode does not prove this: its mask has one token a row.
     """
     worst = min(_difference(model, make_layers, seed=seed) for seed in range(2))
     return f"rows come out different of a padded pass ({worst:.1f})" if worst > FAR else None
@@ -60,7 +60,7 @@ def _difference(model: Any, make_layers: Callable[[], list[Any]], *, seed: int) 
 
 
 class BatchedPrefill:
-    """One pass: `feed` is run through the model with `layers`, then each row takes its own."""
+    """One pass: run `feed` through the model with `layers`, then call `share_out`."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class BatchedPrefill:
         *,
         few_shapes: bool = False,
     ) -> None:
-        """tokens: what each row is to consume. few_shapes: on a device that prefers few of them."""
+        """tokens: what each row consumes. few_shapes: for a device that prefers few of them."""
         self._rows = rows
         self._n_new = [len(t) for t in tokens]
         self._n_past = max(row.n_tokens for row in rows)
@@ -84,6 +84,7 @@ class BatchedPrefill:
         self.layers = [KVCache.merge(list(layers)) for layers in each]
 
     def share_out(self) -> None:
+        """Give each row its part of the batched caches."""
         for i, (row, n_new) in enumerate(zip(self._rows, self._n_new, strict=True)):
             start, end = self._n_past - row.n_tokens, self._n_past + n_new
             for lone, batch in zip(row.layers, self.layers, strict=True):

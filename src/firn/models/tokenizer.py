@@ -59,11 +59,9 @@ class HfTokenizer:
 
     @cached_property
     def special(self) -> frozenset[int]:
-        found = set(self._hf.all_special_ids)
-        for token, added in self._hf.added_tokens_decoder.items():
-            if added.special:
-                found.add(int(token))
-        return frozenset(found)
+        added = self._hf.added_tokens_decoder.items()
+        ids = (int(token) for token, definition in added if definition.special)
+        return frozenset([*self._hf.all_special_ids, *ids])
 
     @cached_property
     def added(self) -> frozenset[int]:
@@ -78,7 +76,7 @@ class HfTokenizer:
     def max_token_chars(self) -> int:
         model = getattr(self._fast, "model", None)
         if getattr(model, "fuse_unk", False) and not getattr(model, "byte_fallback", False):
-            return UNBOUNDED  # a run of characters that it does not know is one token
+            return UNBOUNDED  # a run of unknown characters is one token
         return max(map(len, self._vocab), default=1)
 
     @cached_property
@@ -107,16 +105,16 @@ class HfTokenizer:
             ids = self._encode_typed(text, typed)
             return [*self._frame[0], *ids, *self._frame[1]] if add_special else ids
         if self._fast is not None:
-            # As `encode`, without the character offsets, which take as long as the tokens.
-            (found,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special)
-            return list(found.ids)
+            # Like `encode`, without the character offsets, which take as long as the tokens.
+            (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special)
+            return list(encoding.ids)
         return list(self._hf.encode(text, add_special_tokens=add_special))
 
     def _encode_typed(self, text: str, typed: Sequence[tuple[int, int]]) -> list[int]:
         plain = self._plain_text()
         if plain is not None:
             return plain.encode(text, typed)
-        # In two halves no token is whole: text, though not in the tokens that it would be by itself.
+        # Cut after its first character, no name is recognised: it is text, if not in its usual tokens.
         ids: list[int] = []
         at = 0
         for start, _ in typed:
@@ -125,19 +123,21 @@ class HfTokenizer:
         return ids + self.encode(text[at:], add_special=False)
 
     def _plain_text(self) -> PlainText | None:
-        """Made at the first need: it takes as long as loading the tokenizer did, and as much memory."""
+        """Made when first needed: it takes as much time and memory as the tokenizer itself."""
         with self._copying:
             if self._plain is None and self._has_copy:
                 try:
                     self._plain = PlainText(self.definition or "", self.added_tokens)
                 except ValueError as e:
                     self._has_copy = False
-                    log.info("typed control tokens are cut in two: %s", e)
+                    log.info(
+                        "the tokenizer cannot be copied, so typed control tokens are split: %s", e
+                    )
             return self._plain
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int]]:
-        """What stands before and after a text that is encoded with its special tokens."""
+        """The tokens that `add_special` puts before and after a text."""
         bare = self.encode("a", add_special=False)
         whole = self.encode("a", add_special=True)
         for at in range(len(whole) - len(bare) + 1):
@@ -173,10 +173,10 @@ class HfTokenizer:
         else:
             spelled = text.replace(" ", "\u2581")
         for form in (text, spelled):
-            found = self._vocab.get(form)
-            # The vocabulary's spelling may be another token's text.
-            if found is not None and self.token_bytes(found) == text.encode():
-                return int(found)
+            token = self._vocab.get(form)
+            # The vocabulary's spelling of this text may be the plain text of another token.
+            if token is not None and self.token_bytes(token) == text.encode():
+                return int(token)
         return None
 
     def render(
@@ -190,7 +190,7 @@ class HfTokenizer:
         if tools:
             options["tools"] = list(tools)
         try:
-            if self._wrapper._chat_template is None:  # else it is a function of mlx-lm's
+            if self._wrapper._chat_template is None:  # otherwise it is a function of mlx-lm's
                 guard(self._hf.get_chat_template(None, options.get("tools")))
             return str(self._wrapper.apply_chat_template(list(messages), tokenize=False, **options))
         except TEMPLATE_FAULTS as e:
@@ -206,7 +206,7 @@ class HfTokenizer:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes: printable Latin-1 as is, the rest from U+0100 on."""
+    """GPT-2's printable stand-ins for bytes: printable Latin-1 as it is, the rest from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -1,8 +1,8 @@
-"""What a kind of device thinks of steps of several tokens, before anything is measured on it.
+"""What steps of several tokens cost on each kind of device, before anything is measured.
 
 CUDA: a step takes about as long as its launches, however many tokens it has; but attention to several
-tokens at once is planned anew for each shape, which takes longer than many steps. So there the steps
-come in few widths, and see blocks of columns, the last ones masked.
+tokens is planned anew for each shape, which takes longer than many steps. So steps come in few widths
+there, and see whole blocks of columns, the last ones masked.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from firn.models.ragged import ALL_COLUMNS, Columns
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """slope: of a plain step's time, for each further token of each row. flat: so much of it any step
-    of several tokens takes more. widths: tokens of a row in one step that are thought about. shapes:
-    those that are computed; a narrower step is padded to one of them, where that does no harm.
-    n_preparing: steps of a shape that may prepare kernels, and say nothing."""
+    """slope: what each further token of each row adds to a step, in plain steps. flat: what any step of
+    several tokens adds. widths: to choose from, in tokens of a row. shapes: widths that are computed; a
+    narrower step is padded to one of them where that does no harm. n_preparing: the first steps of a
+    shape, which may compile kernels and are not measured."""
 
     slope: float
     flat: float = 0.0
@@ -28,7 +28,7 @@ class Traits:
     n_preparing: int = 0
 
     def shape(self, width: int) -> int:
-        """How wide a step is computed that must be so wide."""
+        """The width in which a step of at least this width is computed."""
         return next((w for w in self.shapes if w >= width), width)
 
 

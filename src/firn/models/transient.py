@@ -1,9 +1,9 @@
-"""What a prefill chunk of a model takes while it runs, read off its configuration.
+"""Memory that a prefill chunk takes while it runs, estimated from the model's configuration.
 
 Metal computes attention of more than 8 queries in one kernel for a few head sizes only (see
 `ScaledDotProductAttention::use_fallback` in MLX); for all others the scores of a chunk against its whole
-past lie in memory. MLX's CPU backend always does that. The figures are a first guess: the engine
-corrects them by the peak it sees.
+past are held in memory. MLX's CPU backend always does that. These are first estimates: the engine
+corrects them by the peaks it measures.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ N_HIDDEN, N_INNER, N_ATTENTION = 8, 3, 4
 
 
 def transient_of(config: Mapping[str, Any], *, device: str, dtype: str) -> Transient:
-    """For a model folder's config.json; of a vision model, its text part. dtype: what it computes in."""
+    """config: of a model folder; of a vision model, its text part counts. dtype: of its computations."""
     item_nbytes = 4 if dtype == "float32" else 2
     text = config.get("text_config")
     tree: Mapping[str, Any] = {**config, **text} if isinstance(text, Mapping) else config
@@ -53,7 +53,7 @@ def _head_dims(tree: Mapping[str, Any], hidden: int, n_heads: int) -> Iterator[i
 
 
 def _first(tree: Mapping[str, Any], *names: str) -> int:
-    """The first of these that is a number; lists (a width a layer) count with their largest."""
+    """The first of these that is a number. A list (one width per layer) counts with its largest."""
     for name in names:
         value = tree.get(name)
         if isinstance(value, list):

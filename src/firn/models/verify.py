@@ -1,11 +1,11 @@
-"""One step in which rows take several tokens: what is theirs already, and what was guessed.
+"""One step in which rows consume several tokens: those they took before, and a draft.
 
     row fed     [pending ...][draft ...]
     picked              p0   p1 ...  pk       each with the row's own noise for its draw
-    taken       p0 ... pa, where draft[:a] == picked[:a]: the guesses that came true and one more
+    taken       p0 ... pa, where draft[:a] == picked[:a]: the drafted tokens that were right and one more
 
 What a row takes is what it would have picked one by one, so speculation never changes a text. A row
-ends at its end token, whatever was guessed after it.
+ends at its end token, whatever was drafted after it.
 
 Owner: the engine thread, through a group.
 """
@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from firn.core.events import TokenLogprob
 from firn.models.carry import HiddenAt
-from firn.models.rewind import Step, is_rewindable
+from firn.models.rewind import RaggedStep, is_rewindable
 from firn.models.sampling import Picker, Picks, read_logprobs, to_host
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """What one row got out of a step. n_drafted: how many guesses it had; n_right: that came true."""
+class TakenTokens:
+    """What one row took in a step. n_drafted: how many tokens of it were drafted; n_right: and right."""
 
     row: Row
     tokens: tuple[int, ...]
@@ -40,27 +40,27 @@ class Taken:
 
 @dataclass(eq=False, slots=True)
 class Verification:
-    """A dispatched step of that kind, until it is collected. `read` settles it."""
+    """A dispatched step with drafts, until it is collected. `read` settles it."""
 
     group: Group
     rows: tuple[Row, ...]
     drafts: tuple[tuple[int, ...], ...]
-    step: Step
+    step: RaggedStep
     picks: Picks
     pickers: tuple[tuple[Picker, ...], ...]
-    """By row: who picked each of its positions."""
+    """By row: the picker of each of its positions."""
     width: int
     hidden: mx.array | None = None
-    """The model's states, where it has a prediction head."""
+    """The model's hidden states, if it has a prediction head."""
     is_settled: bool = False
     is_counted: bool = False
-    """The speculation knows what it took."""
+    """The speculation has learnt from it."""
     fault: Exception | None = None
-    _taken: list[Taken] = field(default_factory=list)
+    _taken: list[TakenTokens] = field(default_factory=list)
 
-    def read(self) -> list[Taken]:
-        """Wait for the tokens and take back what was guessed wrong. Idempotent: what it raised once it
-        raises again."""
+    def read(self) -> list[TakenTokens]:
+        """Wait for the tokens and take back what was drafted wrong. Idempotent: it raises again what it
+        raised once."""
         if not self.is_settled:
             self.is_settled = True
             try:
@@ -87,30 +87,30 @@ class Verification:
                 _note_hidden(row, self.hidden, i, n_kept=kept[-1])
             self._taken.append(taken)
         self.step.settle(kept)
-        self.group.inputs = mx.array([row.pending[-1] for row in self.rows])
+        self.group.next_tokens = mx.array([row.pending[-1] for row in self.rows])
         self.group.width = max(row.n_tokens for row in self.rows)
 
 
 def _taken(
     row: Row, draft: Sequence[int], picked: Sequence[int], logprobs: Sequence[TokenLogprob | None]
-) -> Taken:
+) -> TakenTokens:
     n = 0
     while n < len(draft) and picked[n] == draft[n] and picked[n] not in row.ends:
         n += 1
-    return Taken(row, tuple(picked[: n + 1]), tuple(logprobs[: n + 1]), len(draft), n)
+    return TakenTokens(row, tuple(picked[: n + 1]), tuple(logprobs[: n + 1]), len(draft), n)
 
 
 def _note_hidden(row: Row, states: mx.array, i: int, *, n_kept: int) -> None:
-    """Where the states before the row's pending tokens are, once it has advanced."""
+    """Note where the states before the row's pending tokens lie, once it has advanced."""
     if n_kept:
         row.hidden = [HiddenAt(states, i, n_kept - 1)]
-    elif row.hidden:  # taken back: each pending token was fed, but for the newest
+    elif row.hidden:  # taken back: each pending token but the newest was fed
         fed = [HiddenAt(states, i, k) for k in range(len(row.pending) - 1)]
         row.hidden = [row.hidden[0], *fed]
 
 
-def _advance(row: Row, taken: Taken, pickers: Sequence[Picker], *, all_or_none: bool) -> int:
-    """Bring a row up to what it took; returns how many of the tokens it was fed stay in its caches."""
+def _advance(row: Row, taken: TakenTokens, pickers: Sequence[Picker], *, all_or_none: bool) -> int:
+    """Advance a row by what it took. Returns how many of the tokens it was fed stay in its caches."""
     assert row.picker is not None
     row.picker.catch_up(pickers[taken.n_right], len(taken.tokens))
     if row.picker.constraint is not None:

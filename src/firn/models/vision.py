@@ -1,9 +1,9 @@
 """A vision model on the engine of the text models: pictures are embeddings, the rest is tokens.
 
-What mlx-vlm calls the language model is driven in chunks like any text model. A chunk without pictures
-takes the ids alone. For a chunk with some, the embeddings of its text are joined with the features of
-its pictures, which the vision tower has made once for each picture, whole; so the result is the same
-wherever a chunk cuts a picture. Nothing of a request is kept on the model.
+What mlx-vlm calls the language model reads prompts in chunks, like any text model. A chunk without
+pictures takes ids alone. In a chunk with pictures, the embeddings of the text are joined with the
+pictures' features. The vision tower computes those once per picture, for the whole of it, so the result
+does not depend on where a chunk cuts a picture. The model keeps nothing of a request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from firn.models.vision_rope import RotaryPositions
 
 
 class VisionModel:
-    """Callable like mlx-lm's models; implements models.inputs.Inputs. Owner: the engine thread."""
+    """Callable like mlx-lm's models; implements CallArguments. Owner: the engine thread."""
 
     def __init__(self, model: Any, *, feature_nbytes: int) -> None:
         self.model = model
@@ -44,41 +44,42 @@ class VisionModel:
         return self.model.parameters()
 
     def named_modules(self) -> list[tuple[str, Any]]:
-        """Those of the language model."""
+        """The language model's."""
         return list(self._language.named_modules())
 
-    def __call__(self, ids: mx.array, *, cache: list[Any], **inputs: Any) -> mx.array:
-        """Logits. Without `inputs` it is text alone, after what the caches hold."""
-        out: mx.array = self._language(ids, cache=cache, **self._placed(ids, cache, inputs)).logits
-        return out
+    def __call__(self, ids: mx.array, *, cache: list[Any], **arguments: Any) -> mx.array:
+        """Logits. Without `arguments` the ids are text that follows what the caches hold."""
+        placed = self._placed(ids, cache, arguments)
+        logits: mx.array = self._language(ids, cache=cache, **placed).logits
+        return logits
 
-    def hidden(self, ids: mx.array, cache: list[Any], **inputs: Any) -> mx.array:
-        """What the logits are made of, in families that tell: (rows, tokens, width)."""
-        more = self._placed(ids, cache, inputs)
-        out = self._language(ids, cache=cache, return_hidden=True, skip_logits=True, **more)
+    def hidden(self, ids: mx.array, cache: list[Any], **arguments: Any) -> mx.array:
+        """The last hidden states (rows, tokens, width), in families that return them."""
+        placed = self._placed(ids, cache, arguments)
+        out = self._language(ids, cache=cache, return_hidden=True, skip_logits=True, **placed)
         states: mx.array = out.hidden_states[-1]
         return states
 
-    def _placed(self, ids: mx.array, cache: list[Any], inputs: dict[str, Any]) -> dict[str, Any]:
-        """The inputs with the positions of text, where none are given."""
-        if self._rope is None or "position_ids" in inputs:
-            return inputs
-        return inputs | {"position_ids": self._rope.of_text(cache, ids.shape[1])}
+    def _placed(self, ids: mx.array, cache: list[Any], arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments, with the positions of text if they have none."""
+        if self._rope is None or "position_ids" in arguments:
+            return arguments
+        return arguments | {"position_ids": self._rope.of_text(cache, ids.shape[1])}
 
-    # --- models.inputs.Inputs --------------------------------------------------------------
+    # --- CallArguments ---------------------------------------------------------------------
 
     def chunk(self, prompt: Prompt, start: int, end: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if self._rope is not None:
-            found["position_ids"] = self._rope.chunk(prompt, start, end)
+            arguments["position_ids"] = self._rope.chunk(prompt, start, end)
         parts = [
             (span, picture)
             for span, picture in zip(prompt.picture_spans, prompt.picture_inputs, strict=True)
             if span.start < end and start < span.end
         ]
         if parts:
-            found |= self._with_pictures(prompt, parts, start, end)
-        return found
+            arguments |= self._with_pictures(prompt, parts, start, end)
+        return arguments
 
     def step(self, rows: Sequence[Row], width: int = 1) -> dict[str, Any]:
         return {} if self._rope is None else {"position_ids": self._rope.step(rows, width)}
@@ -106,19 +107,20 @@ class VisionModel:
             first = int(mask[: low - span.start].sum())
             last = int(mask[: high - span.start].sum())
             deepstack.append([layer[first:last] for layer in features.deepstack])
-        found = self._joined(ids, cuts)
+        arguments = self._joined(ids, cuts)
         if deepstack[0]:
-            found["visual_pos_masks"] = mx.array(visual)[None]
-            found["deepstack_visual_embeds"] = [
-                mx.concatenate(list(same)) for same in zip(*deepstack, strict=True)
+            arguments["visual_pos_masks"] = mx.array(visual)[None]
+            arguments["deepstack_visual_embeds"] = [
+                mx.concatenate(list(of_layer)) for of_layer in zip(*deepstack, strict=True)
             ]
         if self.whole_pictures:
-            found["mm_token_type_ids"] = mx.array(visual.astype(np.int32))[None]
-        return found
+            arguments["mm_token_type_ids"] = mx.array(visual.astype(np.int32))[None]
+        return arguments
 
     def _joined(
         self, ids: np.ndarray[Any, Any], cuts: Sequence[tuple[int, int, Features, int]]
     ) -> dict[str, Any]:
+        """The embeddings of text and pictures, in the order of the tokens."""
         text = self.text_features(mx.array(ids.astype(np.int32))[None])
         embeds: list[mx.array] = []
         per_layer: list[mx.array] = []
@@ -129,25 +131,25 @@ class VisionModel:
             if text.per_layer is not None and features.per_layer is not None:
                 per_layer += [text.per_layer[:, at:low], features.per_layer[:, own]]
             at = high
-        found = {"inputs_embeds": mx.concatenate([*embeds, text.embeds[:, at:]], axis=1)}
+        joined = {"inputs_embeds": mx.concatenate([*embeds, text.embeds[:, at:]], axis=1)}
         if text.per_layer is not None:
             rest = text.per_layer[:, at:]
-            found["per_layer_inputs"] = mx.concatenate([*per_layer, rest], axis=1)
-        return found
+            joined["per_layer_inputs"] = mx.concatenate([*per_layer, rest], axis=1)
+        return joined
 
     def text_features(self, ids: mx.array) -> Features:
-        """The embeddings of text as the language model would make them of the ids."""
+        """The embeddings that the language model itself would look up for these ids."""
         out = self.model.get_input_embeddings(input_ids=ids, pixel_values=None)
         return Features(out.inputs_embeds, out.per_layer_inputs)
 
     def _features_of(self, span: PictureSpan, picture: Picture) -> Features:
-        """Runs the vision tower, unless its result for this picture is still held."""
-        found = self.features.get(span.digest)
-        if found is None:
-            found = self.run_tower(picture)
-            mx.eval(found.arrays)
-            self.features.put(span.digest, found)
-        return found
+        """Runs the vision tower, unless its result for this picture is cached."""
+        features = self.features.get(span.digest)
+        if features is None:
+            features = self.run_tower(picture)
+            mx.eval(features.arrays)
+            self.features.put(span.digest, features)
+        return features
 
     def run_tower(self, picture: Picture) -> Features:
         ids = mx.array(picture.ids.astype(np.int32))[None]

@@ -1,8 +1,7 @@
 """Pictures whose tokens see each other.
 
-Gemma 4 can let the tokens of a picture see each other, later ones included. mlx-vlm lays that over the
-mask only if the whole prompt is read at once; here a chunk may come after others, as long as no picture
-is cut.
+In Gemma 4 all tokens of a picture can see each other, later ones included. mlx-vlm's mask allows that
+only if the whole prompt is read at once; here a chunk may follow others, as long as no picture is cut.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def has_whole_pictures(model: Any) -> bool:
 
 
 def attend_to_whole_pictures(model: Any) -> None:
-    """Make the model's overlay of its mask fit a chunk that has a past."""
+    """Replace this model's mask overlay by one that also fits a chunk with a past."""
     inner = model.language_model.model
 
     def overlay(base: mx.array, kinds: mx.array | None) -> mx.array:

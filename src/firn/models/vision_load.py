@@ -1,7 +1,7 @@
-"""Loading a vision checkpoint: its processor, its weights, and the proof that it can be driven by us.
+"""Loading a vision checkpoint: its processor, its weights, and the check that firn can serve it.
 
-mlx-vlm has many families with as many habits. Rather than to trust a list, the model itself is asked:
-the same picture goes through mlx-vlm's own call and through ours, in chunks, and the logits must agree.
+mlx-vlm's model families differ in many details. Instead of trusting a list, firn tries the model: the
+same picture goes through mlx-vlm's own call and through firn's, in chunks, and the logits must agree.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from firn.core.errors import SetupError
 from firn.core.ports import Tokenizer
 from firn.core.values import PictureSpan, Prompt
-from firn.models.faults import first_line
+from firn.models.faults import LOAD_FAULTS, first_line
 from firn.models.picture import Picture
 from firn.models.processor import VisionProcessor
 from firn.models.sampling import to_host
@@ -28,8 +28,6 @@ log = logging.getLogger("firn.models")
 
 FAR = 0.05
 """In units of the logits' spread. Rounding stays far below it, in bfloat16 too."""
-FAULTS = (Exception, SystemExit)
-"""A bad folder raises anything."""
 
 
 def require_extra(name: str) -> None:
@@ -54,18 +52,18 @@ def load_processor(
     from transformers import AutoProcessor
     from transformers.utils import logging as hf_logging
 
-    hf_logging.set_verbosity_error()  # it has much to say about checkpoints that work
+    hf_logging.set_verbosity_error()  # it warns about checkpoints that work
     try:
         _refuse_code(folder, config, trust_remote_code)
-        # Importing the family's package teaches AutoProcessor its processor.
+        # Importing the family's package registers its processor with AutoProcessor.
         utils.get_model_and_args(dict(config))
-        found = AutoProcessor.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-        if not hasattr(found, "tokenizer"):
+        processor = AutoProcessor.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+        if not hasattr(processor, "tokenizer"):
             raise SetupError(f"{folder} has no picture processor (preprocessor_config.json).")
-        return VisionProcessor(found, tokenizer, config)
+        return VisionProcessor(processor, tokenizer, config)
     except SetupError:
         raise
-    except FAULTS as e:
+    except LOAD_FAULTS as e:
         raise SetupError(
             f"The picture processor of {folder} cannot be loaded: {first_line(e)}"
         ) from e
@@ -79,7 +77,7 @@ def load_weights(
     trust_remote_code: bool,
     feature_nbytes: int,
 ) -> VisionModel:
-    """Reads the weights, once. Raises SetupError."""
+    """Raises SetupError."""
     from mlx_vlm import utils
 
     kind = str(config["model_type"])
@@ -92,7 +90,7 @@ def load_weights(
             mx.eval(model.parameters())
     except SetupError:
         raise
-    except FAULTS as e:
+    except LOAD_FAULTS as e:
         raise SetupError(f"{folder} ({kind}) cannot be loaded: {first_line(e)}") from e
     for part in ("language_model", "get_input_embeddings"):
         if not hasattr(model, part):
@@ -101,10 +99,10 @@ def load_weights(
 
 
 def check_pictures(model: VisionModel, picture: Picture, architecture: str) -> None:
-    """Raises SetupError where pictures do not come out as mlx-vlm has them."""
+    """Raises SetupError if pictures do not come out as in mlx-vlm."""
     try:
         fault = _fault(model, picture)
-    except FAULTS as e:
+    except LOAD_FAULTS as e:
         fault = first_line(e)
     model.features.clear()
     if fault:
@@ -115,20 +113,22 @@ def check_pictures(model: VisionModel, picture: Picture, architecture: str) -> N
 
 
 def _fault(model: VisionModel, picture: Picture) -> str | None:
-    text = mx.array([list(range(70, 133, 7))])  # control tokens are at either end of a vocabulary
+    text = mx.array(
+        [list(range(70, 133, 7))]
+    )  # no control tokens: those are at a vocabulary's ends
     by_ids = model(text, cache=model.make_cache())[0, -1]
     features = model.text_features(text)
     more = {} if features.per_layer is None else {"per_layer_inputs": features.per_layer}
     by_embeds = model(text, cache=model.make_cache(), inputs_embeds=features.embeds, **more)[0, -1]
     if _difference(by_ids, by_embeds) > FAR:
         return "text comes out different by ids and by embeddings"
-    if _difference(_their_way(model, picture), _our_way(model, picture)) > FAR:
+    if _difference(_logits_by_mlx_vlm(model, picture), _logits_by_firn(model, picture)) > FAR:
         return "a picture that is read in chunks comes out different"
     return None
 
 
-def _their_way(model: VisionModel, picture: Picture) -> mx.array:
-    """One call with everything that mlx-vlm's generator would give it."""
+def _logits_by_mlx_vlm(model: VisionModel, picture: Picture) -> mx.array:
+    """One call with all that mlx-vlm's generator would pass."""
     ids = mx.array(picture.ids.astype(np.int32))[None]
     tensors = to_mlx(picture)
     out = model.model.get_input_embeddings(input_ids=ids, mask=mx.ones_like(ids), **tensors)
@@ -141,8 +141,8 @@ def _their_way(model: VisionModel, picture: Picture) -> mx.array:
     return logits
 
 
-def _our_way(model: VisionModel, picture: Picture) -> mx.array:
-    """In two chunks, the first of which ends in the middle of the picture if it may."""
+def _logits_by_firn(model: VisionModel, picture: Picture) -> mx.array:
+    """In two chunks, the first of which ends in the middle of the picture if it may be cut."""
     span = PictureSpan(picture.first, picture.last, b"load-time check")
     prompt = Prompt(picture.ids, picture_spans=(span,), picture_inputs=(picture,))
     middle = picture.first if model.whole_pictures else (picture.first + picture.last) // 2

@@ -1,8 +1,8 @@
-"""Positions of models whose rotary embedding has three axes: time, height, width.
+"""Positions for models whose rotary embedding has three axes: time, height, width.
 
 A picture takes fewer positions than it has tokens, so after it positions and token counts differ. The
-difference is a property of the prompt's pictures, all of them, restored or not. Positions are given to
-the model with each call; the ones that mlx-vlm keeps on the model are of no use to a batch.
+difference depends on all of the prompt's pictures, restored or not. Positions are passed with each call;
+mlx-vlm keeps those of one request on the model, which does not work for a batch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A picture's positions, (axes, tokens), counted from where it begins, and where the next
-    token's is."""
+    """relative: a picture's positions, (axes, tokens), counted from its first. length: the position of
+    the next token after it."""
 
     relative: IntArray
     length: int
@@ -49,7 +49,7 @@ class RotaryPositions:
 
     def chunk(self, prompt: Prompt, start: int, end: int) -> mx.array:
         """Of prompt tokens [start, end): (axes, 1, n)."""
-        found = np.tile(np.arange(start, end, dtype=np.int64), (N_AXES, 1))
+        positions = np.tile(np.arange(start, end, dtype=np.int64), (N_AXES, 1))
         shift = 0
         for span, picture in zip(prompt.picture_spans, prompt.picture_inputs, strict=True):
             if span.start >= end:
@@ -58,10 +58,10 @@ class RotaryPositions:
             low, high = max(span.start, start), min(span.end, end)
             if low < high:
                 part = extent.relative[:, low - span.start : high - span.start]
-                found[:, low - start : high - start] = span.start + shift + part
+                positions[:, low - start : high - start] = span.start + shift + part
             shift += extent.shift
-            found[:, max(span.end - start, 0) :] += extent.shift
-        return mx.array(found.astype(np.int32))[:, None]
+            positions[:, max(span.end - start, 0) :] += extent.shift
+        return mx.array(positions.astype(np.int32))[:, None]
 
     def step(self, rows: Sequence[Row], width: int = 1) -> mx.array:
         """Of each row's next tokens: (axes, rows, width)."""
@@ -73,25 +73,25 @@ class RotaryPositions:
         return sum(self._extent(span.digest, picture).shift for span, picture in pairs)
 
     def of_text(self, layers: Sequence[Any], n_tokens: int) -> mx.array:
-        """Of text after what these caches hold, without pictures: (axes, rows, n)."""
+        """Of text that follows what these caches hold, without pictures: (axes, rows, n)."""
         offset = next(layer.offset for layer in layers if hasattr(layer, "offset"))
         begin = mx.array(offset).reshape(-1, 1)
         one_axis = begin + mx.arange(n_tokens)[None]
         return mx.broadcast_to(one_axis, (N_AXES, *one_axis.shape))
 
     def _extent(self, digest: bytes, picture: Picture) -> Extent:
-        found = self._extents.get(digest)
-        if found is None:
-            found = self._extents[digest] = self._ask(picture)
+        extent = self._extents.get(digest)
+        if extent is None:
+            extent = self._extents[digest] = self._compute(picture)
             if len(self._extents) > MAX_KEPT:
                 self._extents.popitem(last=False)
-        return found
+        return extent
 
-    def _ask(self, picture: Picture) -> Extent:
-        """The model's own function knows how a picture is laid out; the markup must be around it."""
+    def _compute(self, picture: Picture) -> Extent:
+        """By the model's own function, which needs the markup around the picture."""
         n = picture.last - picture.first
         grid = picture.tensors.get("image_grid_thw")
-        if grid is None:  # such a picture is counted like text
+        if grid is None:  # such a picture has positions like text
             return Extent(np.tile(np.arange(n, dtype=np.int64), (N_AXES, 1)), n)
         ids = mx.array(picture.ids.astype(np.int32))[None]
         positions, _ = self._language.get_rope_index(ids, image_grid_thw=mx.array(grid))

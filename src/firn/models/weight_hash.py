@@ -1,8 +1,8 @@
 """A digest of every byte of every tensor in some safetensors files, at memory speed.
 
-Tensors are cut into pieces; each piece has an xxh3 of 128 bits, made by several threads in whatever
-order (xxhash and the reads leave Python's lock alone), and blake2b joins them with the tensors' names,
-types and shapes. The order of files and of tensors does not count.
+Tensors are cut into pieces. Several threads compute a 128-bit xxh3 of each piece, in any order (xxhash
+and the reads release Python's lock), and blake2b joins them with the tensors' names, types and shapes.
+The order of files and of tensors does not count.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from firn.models.page_cache import CachedFile
 
 PIECE_NBYTES = 4 << 20
 MAX_THREADS = 8
-LOOK_AGAIN_S = 0.05
-"""How long to wait for the loader, where nothing new of the files is in the page cache."""
+POLL_S = 0.05
+"""How long to wait for the loader while nothing new of the files is in the page cache."""
 MAX_HEADER_NBYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """What changes when a file's bytes do. `ctime_ns` cannot be set back by anybody."""
+    """What changes when a file's bytes do. Nobody can set `ctime_ns` back."""
 
     path: str
     size: int
@@ -44,15 +44,13 @@ class FileIdentity:
 
 
 def identities(paths: Sequence[Path]) -> tuple[FileIdentity, ...]:
-    """Of the files themselves, where the names are links. Raises OSError."""
-    found = []
-    for path in paths:
-        real = os.path.realpath(path)
-        s = os.stat(real)
-        found.append(
-            FileIdentity(real, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev)
-        )
-    return tuple(found)
+    """Of the files that links lead to. Raises OSError."""
+    return tuple(_identity(os.path.realpath(path)) for path in paths)
+
+
+def _identity(path: str) -> FileIdentity:
+    s = os.stat(path)
+    return FileIdentity(path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev)
 
 
 @dataclass(slots=True)
@@ -72,20 +70,20 @@ class _HashedTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """One read: [start, start + nbytes) of a file, and which pieces of tensors lie in it."""
+    """One read: bytes [start, start + nbytes) of a file, and the pieces of tensors in them."""
 
     file: int
     start: int
     nbytes: int
     pieces: tuple[tuple[_HashedTensor, int, int, int], ...]
-    """Tensor, number of its piece, and the piece's [low, high) in what was read."""
+    """Tensor, number of its piece, and the piece's bytes [low, high) within the read."""
 
 
 class WeightHash:
-    """Being computed from the moment it is made. Threads are daemons: nobody need wait for them.
+    """Being computed from the moment it is made. Its threads are daemons: nobody need wait for them.
 
-    Until `result` is called somebody is loading the same files. So that the disk is not asked twice,
-    what the loader has brought into the page cache is hashed first, before it leaves it again.
+    Until `result` is called, the loader is reading the same files. So that the disk is read only once,
+    what the loader has brought into the page cache is hashed first, before it is evicted.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -140,7 +138,7 @@ class WeightHash:
                             self._left.append(read)
                         n_passed += 1
                         if n_passed > len(self._left):
-                            self._waited_for.wait(LOOK_AGAIN_S)
+                            self._waited_for.wait(POLL_S)
                             n_passed = 0
                         continue
                     n_passed = 0
@@ -152,7 +150,7 @@ class WeightHash:
 
 
 def _planned(tensors: Sequence[tuple[int, _HashedTensor]]) -> Iterator[_Read]:
-    """Reads of up to a piece: parts of a large tensor, or several small ones that lie together."""
+    """Reads of at most one piece's size: part of a large tensor, or adjacent small ones together."""
     for tensor in (t for _, t in tensors):
         tensor.pieces = [b""] * -(-tensor.nbytes // PIECE_NBYTES)
     ordered = sorted(tensors, key=lambda item: (item[0], item[1].start))

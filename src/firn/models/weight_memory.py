@@ -1,8 +1,8 @@
 """Digests of weights, remembered by the identity of their files: one small file in firn's cache folder.
 
-Any doubt means that the weights are hashed again: a file that cannot be read or understood, that
-somebody else could have written, or weights that were touched so shortly ago that a further change
-might bear the same time stamps. Nothing that goes wrong here stops a start.
+In any doubt the weights are hashed again: if this file cannot be read or understood, if somebody else
+could have written it, or if the weights were touched so recently that another change might leave the
+same time stamps. Nothing that goes wrong here stops a start.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ FORMAT = 1
 MAX_ENTRIES = 64
 MAX_NBYTES = 4 << 20
 MIN_WEIGHTS_NBYTES = 256 << 20
-"""Less is hashed in a moment, and not worth a file."""
+"""Smaller weights are hashed in a moment, and are not worth a file."""
 SETTLED_S = 3.0
-"""Time stamps count in steps of up to two seconds, on some file systems."""
+"""Some file systems have time stamps in steps of two seconds."""
 
 
 class WeightMemory:
-    """One file in `folder`. Processes may share it: what is written is whole, the last one wins."""
+    """One file in `folder`. Processes may share it: writes are atomic, and the last one wins."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class WeightMemory:
         self._clock = clock
 
     def recall(self, files: Sequence[FileIdentity]) -> bytes | None:
-        """The digest of exactly these files in this order, as they are now; None: not known."""
+        """The digest of exactly these files in this order, as they are now; None if it is not known."""
         if not self._worth_it(files):
             return None
         for entry in self._entries():
@@ -67,22 +67,22 @@ class WeightMemory:
         try:
             self._write(entries)
         except OSError as e:
-            log.warning("the weights' digest is not remembered: %s: %s", self._path, e.strerror)
+            log.warning("the weights' digest could not be saved: %s: %s", self._path, e.strerror)
 
     def _worth_it(self, files: Sequence[FileIdentity]) -> bool:
         return sum(f.size for f in files) >= self._min_nbytes
 
     def _entries(self) -> list[dict[str, Any]]:
-        """Those of the file, newest first; none at all where anything about it is odd."""
+        """The file's entries, newest first; none at all if anything about it is odd."""
         try:
             with self._path.open("rb") as f:
                 s = os.fstat(f.fileno())
                 ours = s.st_uid == os.geteuid() and not s.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
                 if not ours or s.st_size > MAX_NBYTES:
                     return []
-                found = json.loads(f.read())
-            entries: list[dict[str, Any]] = found["entries"]
-            if found["format"] != FORMAT or found["check"] != _check(entries):
+                content = json.loads(f.read())
+            entries: list[dict[str, Any]] = content["entries"]
+            if content["format"] != FORMAT or content["check"] != _check(entries):
                 return []
             well_formed = all(len(bytes.fromhex(e["digest"])) == 32 and e["files"] for e in entries)
             return entries if well_formed else []
@@ -90,7 +90,7 @@ class WeightMemory:
             return []
 
     def _write(self, entries: list[dict[str, Any]]) -> None:
-        """Temp file, then rename. Mode 0600, which is how temp files are made."""
+        """Temp file, then rename. Its mode is 0600, as of all temp files."""
         text = json.dumps({"format": FORMAT, "check": _check(entries), "entries": entries})
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd, temp = tempfile.mkstemp(dir=self._path.parent, prefix=f".{NAME}.")
@@ -109,6 +109,6 @@ def _listed(files: Sequence[FileIdentity]) -> list[list[Any]]:
 
 
 def _check(entries: list[dict[str, Any]]) -> str:
-    """Against damage: a digest with a flipped bit must not pass for one."""
+    """Guards against damage: a digest with a flipped bit must not be used."""
     text = json.dumps(entries, sort_keys=True).encode()
     return hashlib.blake2b(text, digest_size=16, person=b"firn-memory").hexdigest()

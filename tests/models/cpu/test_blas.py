@@ -1,4 +1,4 @@
-"""Which BLAS multiplies: chosen by trials that are remembered, and never at the price of the process."""
+"""Which BLAS multiplies: chosen by trials that are remembered, and that never harm the process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return now
 
 
-def seen(gflops: float) -> Trial:
+def trial_of(gflops: float) -> Trial:
     return Trial("OpenBLAS", gflops, own_gflops=5.0)
 
 
@@ -62,7 +62,7 @@ def seen(gflops: float) -> Trial:
 def test_the_fastest_is_taken(
     machine: dict[str, Any], tmp_path: Path, bundled: float, system: float, chosen: str | None
 ) -> None:
-    machine["trials"] = {"bundled": seen(bundled), "system": seen(system)}
+    machine["trials"] = {"bundled": trial_of(bundled), "system": trial_of(system)}
     result = attach("auto", memo=tmp_path / "blas.json")
     library: Any = result.library
     assert (library.library.kind if library else None) == chosen
@@ -70,7 +70,7 @@ def test_the_fastest_is_taken(
 
 
 def test_a_trial_is_remembered(machine: dict[str, Any], tmp_path: Path) -> None:
-    machine["trials"] = {"bundled": seen(100), "system": seen(90)}
+    machine["trials"] = {"bundled": trial_of(100), "system": trial_of(90)}
     memo = tmp_path / "deep" / "blas.json"
     texts = {attach("auto", memo=memo).text for _ in range(3)}
     assert machine["tried"] == ["bundled", "system"]
@@ -79,20 +79,20 @@ def test_a_trial_is_remembered(machine: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[1]", '{"a": 1}', '{"a": {"gflops": 1, "b": 2}}'])
-def test_a_damaged_memory_is_a_new_trial(
+def test_a_damaged_memo_means_a_new_trial(
     machine: dict[str, Any], tmp_path: Path, damage: str
 ) -> None:
-    machine["trials"] = {"bundled": seen(100), "system": seen(90)}
+    machine["trials"] = {"bundled": trial_of(100), "system": trial_of(90)}
     memo = tmp_path / "blas.json"
     memo.write_text(damage)
     assert attach("auto", memo=memo).library is not None
     assert machine["tried"] == ["bundled", "system"]
 
 
-def test_a_folder_that_cannot_be_written_costs_a_trial_a_start(
+def test_without_a_writable_memo_each_start_tries_again(
     machine: dict[str, Any], tmp_path: Path
 ) -> None:
-    machine["trials"] = {"bundled": seen(100), "system": seen(90)}
+    machine["trials"] = {"bundled": trial_of(100), "system": trial_of(90)}
     (tmp_path / "file").touch()
     for _ in range(2):
         assert attach("auto", memo=tmp_path / "file" / "blas.json").library is not None
@@ -100,7 +100,7 @@ def test_a_folder_that_cannot_be_written_costs_a_trial_a_start(
 
 
 def test_a_library_that_fails_is_passed_over(machine: dict[str, Any], tmp_path: Path) -> None:
-    machine["trials"] = {"bundled": Trial(fault="signal 4"), "system": seen(90)}
+    machine["trials"] = {"bundled": Trial(fault="signal 4"), "system": trial_of(90)}
     library: Any = attach("auto", memo=tmp_path / "blas.json").library
     assert library.library.kind == "system"
     machine["trials"] = {"bundled": Trial(fault="signal 4"), "system": Trial(fault="signal 4")}
@@ -110,7 +110,7 @@ def test_a_library_that_fails_is_passed_over(machine: dict[str, Any], tmp_path: 
 
 
 @pytest.mark.parametrize("choice", ["system", "bundled"])
-def test_what_was_asked_for_by_name_must_be_there(
+def test_a_library_asked_for_by_name_must_be_installed(
     machine: dict[str, Any], tmp_path: Path, choice: Any
 ) -> None:
     machine["libraries"] = []
@@ -119,7 +119,7 @@ def test_what_was_asked_for_by_name_must_be_there(
     assert attach("auto", memo=tmp_path / "blas.json").library is None
 
 
-def test_none_is_none(machine: dict[str, Any], tmp_path: Path) -> None:
+def test_blas_none_keeps_mlx_own(machine: dict[str, Any], tmp_path: Path) -> None:
     assert attach("none", memo=tmp_path / "blas.json").library is None
     assert machine["tried"] == []
 
@@ -159,11 +159,11 @@ def test_the_bundled_library_is_much_faster() -> None:
     ("path", "says"),
     [("/nowhere/libopenblas.so", "cannot open"), ("libm.so.6", "openblas_set_num_threads")],
 )
-def test_a_library_that_is_none(path: str, says: str) -> None:
+def test_a_file_that_is_not_openblas_is_a_fault(path: str, says: str) -> None:
     assert says in trial.run(Library("system", path), n_threads=1).fault
 
 
-def test_a_library_that_kills_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_kills_its_process_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     real = subprocess.run
 
     def run(command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
@@ -176,7 +176,7 @@ def test_a_library_that_kills_its_process(monkeypatch: pytest.MonkeyPatch) -> No
 
 @needs_bundled
 def test_products_go_to_the_library_and_their_threads_sleep() -> None:
-    """Attached for good, though nobody holds on to it; and an idle process is idle."""
+    """It stays attached though nothing refers to it, and an idle process uses no CPU time."""
     done = python(
         """if True:
         import gc, time
@@ -199,7 +199,9 @@ def test_products_go_to_the_library_and_their_threads_sleep() -> None:
 
 
 @needs_bundled
-def test_the_environment_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_a_library_leaves_the_environment_unchanged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "7")
     monkeypatch.delenv("OPENBLAS_THREAD_TIMEOUT", raising=False)
     assert BUNDLED_HERE is not None
@@ -208,11 +210,11 @@ def test_the_environment_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "OPENBLAS_THREAD_TIMEOUT" not in os.environ
 
 
-def test_again_tries_anew(machine: dict[str, Any], tmp_path: Path) -> None:
-    machine["trials"] = {"bundled": seen(100), "system": seen(90)}
+def test_again_ignores_what_was_remembered(machine: dict[str, Any], tmp_path: Path) -> None:
+    machine["trials"] = {"bundled": trial_of(100), "system": trial_of(90)}
     memo = tmp_path / "blas.json"
     attach("auto", memo=memo)
-    machine["trials"] = {"bundled": seen(100), "system": seen(900)}
+    machine["trials"] = {"bundled": trial_of(100), "system": trial_of(900)}
     library: Any = attach("auto", memo=memo, again=True).library
     assert library.library.kind == "system"
     remembered: Any = attach("auto", memo=memo).library

@@ -24,7 +24,7 @@ def model_of(n_weights: int) -> nn.Module:
     return model
 
 
-def test_threads_follow_the_size() -> None:
+def test_small_products_get_one_thread_and_large_ones_all() -> None:
     library = Library(8)
     threads = Threads(library, model_of(WORTHWHILE // 4))
     for n_tokens in (256, 1, 1, 3, 4, 16, 1):
@@ -41,10 +41,10 @@ def test_nothing_is_set_where_there_is_no_choice(n_all: int, weights: int) -> No
     assert library.calls == []
 
 
-def test_norms_and_biases_are_no_products() -> None:
+def test_norms_and_biases_do_not_count_as_products() -> None:
     model = nn.Sequential(nn.Linear(10, 20), nn.LayerNorm(20), nn.Linear(20, 30))
     assert weights_a_product(model) == (10 * 20 + 20 * 30) // 2
 
 
-def test_a_model_without_products() -> None:
+def test_a_model_without_matrices_has_no_products() -> None:
     assert weights_a_product(nn.LayerNorm(20)) == 0

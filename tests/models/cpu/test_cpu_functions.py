@@ -23,7 +23,7 @@ CHUNKS = (70, 42, *[1] * 8)
 
 @contextmanager
 def firns_own() -> Iterator[None]:
-    """All of them, for few scores too. What is compiled would keep to those it was compiled with."""
+    """All of them, for few scores, too. Compiled functions would keep MLX's own."""
     before = mx.fast.scaled_dot_product_attention, mx.fast.rope, mx.sigmoid, cpu_softmax.MIN_SCORES
     mx.disable_compile()
     mx.fast.scaled_dot_product_attention, mx.fast.rope = cpu_softmax.attention, cpu_rope.rope
@@ -56,11 +56,11 @@ def check(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_a_model_computes_the_same(name: str) -> None:
+def test_a_model_computes_the_same_as_with_mlx_own(name: str) -> None:
     check(name)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", sorted(set(ZOO) - set(FAST)))
-def test_every_model_computes_the_same(name: str) -> None:
+def test_every_model_computes_the_same_as_with_mlx_own(name: str) -> None:
     check(name)

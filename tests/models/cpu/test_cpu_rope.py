@@ -1,4 +1,4 @@
-"""It must be the same function as MLX's own, whatever the kind of rotation and the positions."""
+"""firn's rope is the same function as MLX's own, for every kind of rotation and position."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def normal(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
 @pytest.mark.parametrize("dtype", EPSILON, ids=str)
 @pytest.mark.parametrize("at", POSITIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_same_function(kind: str, at: str, dtype: mx.Dtype) -> None:
+def test_rope_equals_mlx_own(kind: str, at: str, dtype: mx.Dtype) -> None:
     x = normal(3, 4, 1, WIDTH, dtype=dtype)
     ours = rope(x, **KINDS[kind], offset=POSITIONS[at])
     theirs = _plain_rope(x, **KINDS[kind], offset=POSITIONS[at])
@@ -92,8 +92,8 @@ def far(a: mx.array, true: Float64) -> float:
     return float(np.abs(np.array(a.astype(mx.float32)) - true).max())
 
 
-def test_one_step_after_another() -> None:
-    """What was kept of the last step, or of another kind, is not taken for this one's."""
+def test_nothing_kept_of_another_step_or_kind_is_used() -> None:
+    """The last step's matrix, or another kind's, must not be used for this one."""
     x = normal(2, 4, 1, WIDTH)
     for position in (5, 6, 5):
         for kind in KINDS.values():
@@ -106,8 +106,8 @@ def test_one_step_after_another() -> None:
                     assert mx.abs(ours - theirs).max() < 1e-5
 
 
-def test_positions_that_are_counted_up_in_place() -> None:
-    """It is the same array then, at other positions."""
+def test_positions_may_be_counted_up_in_place() -> None:
+    """The same array then holds other positions."""
     x, kind, positions = normal(2, 4, 1, WIDTH), KINDS["halves"], mx.array([3, 9])
     for _ in range(3):
         for _ in ("queries", "keys"):
@@ -125,26 +125,26 @@ def test_frequencies_of_two_layers_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 5, WIDTH), (4, 5, WIDTH), (4, 1, WIDTH)], ids=str)
-def test_the_rest_is_left_to_mlx(shape: tuple[int, ...]) -> None:
+def test_chunks_and_other_shapes_are_left_to_mlx(shape: tuple[int, ...]) -> None:
     x, kind = normal(*shape), KINDS["halves"]
     assert mx.array_equal(rope(x, **kind, offset=11), _plain_rope(x, **kind, offset=11))
 
 
-def test_what_changes_all_the_time_is_left_to_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some models stretch their base as a text grows; what is made for each would fill the memory."""
-    monkeypatch.setattr(cpu_rope, "_tables", cpu_rope._Tables())
+def test_frequencies_that_keep_changing_are_left_to_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some models stretch their base as a text grows; arrays for each base would fill the memory."""
+    monkeypatch.setattr(cpu_rope, "_rotations", cpu_rope._Rotations())
     monkeypatch.setattr(cpu_rope, "MAX_KINDS", 3)
     x, n_made = normal(1, 4, 1, WIDTH), 0
     for step in range(10):
         kind = KINDS["halves"] | {"base": 1e4 + step}
         ours, theirs = rope(x, **kind, offset=step), _plain_rope(x, **kind, offset=step)
         assert mx.abs(ours - theirs).max() < 1e-5
-        n_made = max(n_made, len(cpu_rope._tables._made))
+        n_made = max(n_made, len(cpu_rope._rotations._by_kind))
     assert n_made == 3
 
 
-def test_a_thread_makes_its_own() -> None:
-    """Not computed yet, an array of a thread that has ended can never be."""
+def test_no_array_is_shared_between_threads() -> None:
+    """An array that a thread has not computed before it ended can never be computed."""
     x, kind = normal(1, 4, 1, WIDTH), KINDS["halves"]
     expected = _plain_rope(x, **kind, offset=1234)
     mx.eval(x, expected)
@@ -160,6 +160,6 @@ def test_a_thread_makes_its_own() -> None:
     assert mx.abs(rope(x, **kind, offset=1234) - expected).max() < 1e-5
 
 
-def test_installed_for_mlx() -> None:
+def test_install_replaces_mlx_own() -> None:
     install()
     assert mx.fast.rope is rope

@@ -1,4 +1,4 @@
-"""They must be the same functions as MLX's own, whatever the mask and the heads."""
+"""firn's attention and sigmoid are the same functions as MLX's own, for every mask and head count."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ MASKS = {
 @pytest.mark.parametrize("dtype", EPSILON, ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("batch", "n_heads", "n_kv"), [(1, 4, 4), (2, 6, 2), (3, 4, 1)])
-def test_it_is_the_same_function(
+def test_attention_equals_mlx_own(
     batch: int, n_heads: int, n_kv: int, mask: str, dtype: mx.Dtype
 ) -> None:
     q, k, v = heads(batch, n_heads, n_kv, dtype)
@@ -112,8 +112,8 @@ def test_huge_scores_do_not_overflow() -> None:
     assert mx.abs(ours - _plain_attention(1e4 * q, k, v, scale=1.0)).max() < 1e-3
 
 
-def test_a_token_that_may_look_at_nothing_gets_a_number() -> None:
-    """A NaN would go on into the keys of the next layer, and from there everywhere."""
+def test_a_token_that_may_attend_to_nothing_gets_a_number() -> None:
+    """A NaN would spread into the keys of the next layer, and from there everywhere."""
     q, k, v = heads(1, 4, 4)
     mask = causal() & (mx.arange(N_TOKENS) != 5)[:, None]
     ours, theirs = (f(q, k, v, scale=0.2, mask=mask) for f in (attention, _plain_attention))
@@ -123,7 +123,7 @@ def test_a_token_that_may_look_at_nothing_gets_a_number() -> None:
 
 
 @pytest.mark.parametrize("dtype", EPSILON, ids=str)
-def test_sigmoid_is_the_same_function(dtype: mx.Dtype) -> None:
+def test_sigmoid_equals_mlx_own(dtype: mx.Dtype) -> None:
     x = mx.linspace(-120, 120, 10_001).astype(dtype)
     true = 1 / (1 + np.exp(-np.array(x.astype(mx.float32), dtype=np.float64)))
     ours, theirs = sigmoid(x), _plain_sigmoid(x)
@@ -135,18 +135,18 @@ def test_sigmoid_is_the_same_function(dtype: mx.Dtype) -> None:
     ("value", "expected"),
     [(math.inf, 1.0), (-math.inf, 0.0), (1e30, 1.0), (-1e30, 0.0), (0.0, 0.5)],
 )
-def test_sigmoid_at_its_ends(value: float, expected: float) -> None:
+def test_sigmoid_of_extreme_values_is_exact(value: float, expected: float) -> None:
     assert sigmoid(mx.array(value)).item() == expected
 
 
 @pytest.mark.parametrize("a", [mx.arange(-3, 4), mx.array([True, False]), 0.5], ids=str)
-def test_sigmoid_of_other_things_is_left_to_mlx(a: Any) -> None:
+def test_sigmoid_of_other_types_is_left_to_mlx(a: Any) -> None:
     assert mx.array_equal(sigmoid(a), _plain_sigmoid(a))
 
 
 @pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="there is a GPU here")
-def test_a_model_uses_them() -> None:
-    """What mlx-lm compiles on its first step keeps to the functions that were there then."""
+def test_a_loaded_model_uses_the_replacements() -> None:
+    """mlx-lm compiles functions at its first step; they keep what was installed then."""
     code = """if True:
         import mlx.core as mx
         from firn import app
@@ -182,7 +182,7 @@ def test_sinks_are_left_to_mlx() -> None:
     assert mx.array_equal(ours, _plain_attention(q, k, v, scale=0.2, sinks=sinks))
 
 
-def test_the_faster_one_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_faster_attention_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     for ours_s, theirs_s in ((1.0, 2.0), (2.0, 1.0)):
         cost = {attention: ours_s, _plain_attention: theirs_s}
         monkeypatch.setattr(cpu_softmax, "_seconds", cost.__getitem__)
@@ -192,10 +192,10 @@ def test_the_faster_one_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("reuse", "allowed"), [("full", True), ("exact", False)])
-def test_exact_reuse_keeps_to_mlx(
+def test_exact_reuse_keeps_mlx_own_softmax(
     reuse: Any, allowed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which one is faster may change between two runs; what one has stored, the other restores."""
+    """Which one is faster may change between two runs, and one run restores what the other stored."""
     asked: list[bool] = []
     monkeypatch.setattr(cpu_softmax, "install_if_faster", lambda: asked.append(True))
     cache = CacheConfig(no_ssd_cache=True, cache_memory_mb=64, reuse=reuse)

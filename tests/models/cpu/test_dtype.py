@@ -39,7 +39,7 @@ class Nest(nn.Module):
 
 
 @pytest.mark.parametrize("narrow", [mx.float16, mx.bfloat16], ids=str)
-def test_16_bits_lose_nothing(narrow: mx.Dtype) -> None:
+def test_widening_16_bits_loses_nothing(narrow: mx.Dtype) -> None:
     model = Nest()
     model.set_dtype(narrow)
     before = dict(tree_flatten(model.parameters()))
@@ -89,7 +89,7 @@ def test_quantised_weights_are_unpacked(mode: str, bits: int, group: int, narrow
         ("model", 1 << 30, False),
     ],
 )
-def test_memory_allows(
+def test_weights_are_widened_only_if_memory_allows(
     monkeypatch: pytest.MonkeyPatch, choice: Any, available: int | None, widened: bool
 ) -> None:
     monkeypatch.setattr(dtype, "memory", lambda: SystemMemory(1 << 40, available))
@@ -99,7 +99,7 @@ def test_memory_allows(
     assert is_narrow(model) is not widened
 
 
-def test_what_is_float32_is_left_alone() -> None:
+def test_float32_weights_are_left_alone() -> None:
     assert apply(Nest(), "float32") is False
 
 
@@ -123,22 +123,22 @@ def check(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_whole_models(name: str) -> None:
+def test_a_widened_model_computes_what_a_float32_one_does(name: str) -> None:
     check(name)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", sorted(set(ZOO) - set(FAST)))
-def test_every_model(name: str) -> None:
+def test_every_widened_model_computes_what_a_float32_one_does(name: str) -> None:
     check(name)
 
 
-def test_variants_do_not_share_records(tmp_path: Path) -> None:
+def test_narrow_and_widened_weights_do_not_share_records(tmp_path: Path) -> None:
     folder.write(build("llama", dtype=mx.bfloat16), ZOO["llama"].config, tmp_path)
-    found = {
+    infos = {
         choice: loader.load(tmp_path, served_name="m", cpu_dtype=choice).info
         for choice in ("model", "float32", "auto")
     }
-    assert found["model"].fingerprint != found["float32"].fingerprint
-    assert found["float32"].fingerprint == found["auto"].fingerprint
-    assert (found["model"].dtype, found["float32"].dtype) == ("bfloat16", "float32")
+    assert infos["model"].fingerprint != infos["float32"].fingerprint
+    assert infos["float32"].fingerprint == infos["auto"].fingerprint
+    assert (infos["model"].dtype, infos["float32"].dtype) == ("bfloat16", "float32")

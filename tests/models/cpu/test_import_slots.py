@@ -15,7 +15,7 @@ from firn.models.cpu.imports import NoSlot, find_slots
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ELF is for Linux")
 
 
-def test_what_mlx_multiplies_with() -> None:
+def test_the_slots_of_mlx_products_are_found() -> None:
     import mlx.core  # noqa: F401 - loads it
 
     slots = find_slots(imports.MLX, ("cblas_sgemm", "cblas_dgemm"))
@@ -30,22 +30,22 @@ def test_what_mlx_multiplies_with() -> None:
         ("libnothing.so", "cblas_sgemm", "is not loaded"),
     ],
 )
-def test_what_is_not_there(library: str, name: str, says: str) -> None:
+def test_a_missing_function_or_library_has_no_slot(library: str, name: str, says: str) -> None:
     import mlx.core  # noqa: F401
 
     with pytest.raises(NoSlot, match=says):
         find_slots(library, (name,))
 
 
-def test_an_unknown_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_processor_has_no_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(imports.platform, "machine", lambda: "riscv64")
     with pytest.raises(NoSlot, match="riscv64"):
         find_slots(imports.MLX, ("cblas_sgemm",))
 
 
 @pytest.mark.parametrize("content", [b"\x7fELF" * 40, b"\x7fELF\x02\x01" + bytes(200)])
-def test_a_file_that_is_no_library(tmp_path: Path, content: bytes) -> None:
-    """What lies in the file need not be what was loaded: it was replaced meanwhile."""
+def test_a_file_that_is_not_a_library_has_no_slots(tmp_path: Path, content: bytes) -> None:
+    """The file may have been replaced since it was loaded."""
     path = tmp_path / "lib.so"
     path.write_bytes(content)
     with (
@@ -69,6 +69,6 @@ CODE = """if True:
 """
 
 
-def test_a_slot_is_set_even_where_it_is_sealed() -> None:
+def test_a_slot_is_set_even_on_a_read_only_page() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
     assert done.stdout.strip() == "[5.0]", done.stderr

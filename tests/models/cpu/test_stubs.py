@@ -1,4 +1,4 @@
-"""The functions in machine code do what the functions do that they stand for, on every path."""
+"""The functions in machine code compute what the functions they stand for do, on every path."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def sgemm() -> SGEMM:
 @pytest.mark.parametrize("alpha", [1.0, 0.5])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 5, 7), (1, 1, 1), (1, 300, 2), (2, 5, 7), (9, 1, 4)])
-def test_products(
+def test_the_sgemm_stub_multiplies_like_sgemm(
     sgemm: SGEMM, m: int, n: int, k: int, transposed: bool, alpha: float, beta: float, dirty: float
 ) -> None:
-    """Over an output that holds anything; with beta 0 it does not count. Rows may lie apart."""
+    """The output may hold anything, and counts only if beta is not 0. Rows may have gaps."""
     if beta and not np.isfinite(dirty):
         return
     rng = np.random.default_rng([m, n, k])
@@ -56,15 +56,15 @@ def test_products(
     np.testing.assert_allclose(c, want, rtol=1e-5, atol=1e-5)
 
 
-def test_a_row_that_is_a_column(sgemm: SGEMM) -> None:
-    """A transposed left side has its values apart: that is sgemm's own business."""
+def test_a_transposed_row_is_left_to_sgemm(sgemm: SGEMM) -> None:
+    """The values of a transposed left side are not contiguous, which sgemv cannot read."""
     a, b = np.arange(6, dtype=np.float32).reshape(3, 2), np.ones((3, 4), np.float32)
     c = np.zeros((1, 4), np.float32)
     sgemm(101, 112, 111, 1, 4, 3, 1.0, a.ctypes.data, 2, b.ctypes.data, 4, 0.0, c.ctypes.data, 4)
     assert c.tolist() == [[6.0] * 4]  # 0 + 2 + 4
 
 
-def test_powers() -> None:
+def test_the_powf_stub_computes_what_powf_does() -> None:
     libm = ctypes.CDLL("libm.so.6")
     libm.powf.restype, libm.powf.argtypes = F, [F, F]
     powf, exp2f = (ctypes.cast(libm[name], P).value for name in ("powf", "exp2f"))

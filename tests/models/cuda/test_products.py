@@ -37,7 +37,7 @@ def test_a_few_tokens_and_whole_blocks_of_bfloat16_are_for_the_kernel() -> None:
 
 
 @pytest.mark.skipif(device().kind == "cuda", reason="there the kernel is right")
-def test_what_is_wrong_leaves_mlx_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_kernel_leaves_mlx_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     before = nn.Linear.__call__
     cuda.tune()
     assert nn.Linear.__call__ is before
@@ -46,7 +46,7 @@ def test_what_is_wrong_leaves_mlx_as_it_is(caplog: pytest.LogCaptureFixture) -> 
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("n_tokens", [1, MAX_TOKENS + 1])
-def test_everything_else_is_mlx_own(n_tokens: int) -> None:
+def test_all_other_products_are_left_to_mlx(n_tokens: int) -> None:
     tokens = mx.random.normal((1, n_tokens, 64))
     for layer in (nn.Linear(64, 32), nn.Linear(64, 32, bias=False)):
         want = tokens @ layer.weight.T + (layer.bias if "bias" in layer else 0.0)

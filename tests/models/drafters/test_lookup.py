@@ -1,4 +1,4 @@
-"""What the lookup drafter finds, and where."""
+"""What the lookup drafter drafts, and from where."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firn.core.values import CacheControl, Job, Namespace, Prompt, RequestId
-from firn.models.drafters import Guess
+from firn.models.drafters import Draft
 from firn.models.drafters.lookup import KEPT_TOKENS, KINDS, Lookup
 
 
@@ -31,9 +31,9 @@ def job(
     )
 
 
-def guess_after(lookup: Lookup, row: str, reply: Sequence[int], n_most: int = 8) -> Guess:
+def draft_after(lookup: Lookup, row: str, reply: Sequence[int], n_most: int = 8) -> Draft:
     lookup.took(row, reply)
-    return lookup.guess([row], n_most)[0]
+    return lookup.draft([row], n_most)[0]
 
 
 def opened(prompt: Sequence[int], **options: object) -> Lookup:
@@ -47,14 +47,14 @@ TEXT = list(range(100, 160))
 
 def test_what_followed_in_the_prompt_follows_again() -> None:
     lookup = opened([1, 2, *TEXT, 3, 4])
-    assert guess_after(lookup, "row", [9, 120, 121]).tokens == tuple(range(122, 130))
+    assert draft_after(lookup, "row", [9, 120, 121]).tokens == tuple(range(122, 130))
 
 
 def test_a_match_is_followed_and_grows_surer() -> None:
     lookup = opened([1, 2, *TEXT, 3, 4])
-    kinds = [guess_after(lookup, "row", [9, 120, 121]).kinds[0]]
+    kinds = [draft_after(lookup, "row", [9, 120, 121]).kinds[0]]
     for token in range(122, 150):
-        kinds.append(guess_after(lookup, "row", [token]).kinds[0])
+        kinds.append(draft_after(lookup, "row", [token]).kinds[0])
     assert kinds == sorted(kinds)
     assert kinds[0] == 0
     assert kinds[-1] == KINDS.index(17)
@@ -62,29 +62,29 @@ def test_a_match_is_followed_and_grows_surer() -> None:
 
 def test_after_a_change_the_rest_is_found_again() -> None:
     lookup = opened([*TEXT, 3, 4])
-    guess_after(lookup, "row", TEXT[:20])
-    assert guess_after(lookup, "row", [7]).tokens == ()
-    assert guess_after(lookup, "row", TEXT[22:24]).tokens[:3] == tuple(TEXT[24:27])
+    draft_after(lookup, "row", TEXT[:20])
+    assert draft_after(lookup, "row", [7]).tokens == ()
+    assert draft_after(lookup, "row", TEXT[22:24]).tokens[:3] == tuple(TEXT[24:27])
 
 
 def test_of_several_places_the_longest_match_wins_then_the_last() -> None:
     lookup = opened([1, 2, 3, 50, 9, 2, 3, 60, 8, 2, 3, 70, 5])
-    assert guess_after(lookup, "row", [1, 2, 3]).tokens[0] == 50
+    assert draft_after(lookup, "row", [1, 2, 3]).tokens[0] == 50
     lookup = opened([1, 2, 3, 50, 9, 2, 3, 60, 8, 2, 3, 70, 5])
-    assert guess_after(lookup, "row", [4, 2, 3]).tokens[0] == 70
+    assert draft_after(lookup, "row", [4, 2, 3]).tokens[0] == 70
 
 
-def test_the_reply_itself_is_looked_into() -> None:
+def test_the_reply_itself_is_searched() -> None:
     lookup = opened([1])
-    assert guess_after(lookup, "row", [10, 11, 12, 13, 10, 11]).tokens[:2] == (12, 13)
+    assert draft_after(lookup, "row", [10, 11, 12, 13, 10, 11]).tokens[:2] == (12, 13)
 
 
 def test_a_prediction_is_followed_from_the_first_token() -> None:
     lookup = opened([1, 2], prediction=TEXT)
-    assert lookup.guess(["row"], 4)[0].tokens == tuple(TEXT[:4])
-    assert guess_after(lookup, "row", [TEXT[0]]).tokens[0] == TEXT[1]
-    assert guess_after(lookup, "row", [5, 6]).tokens == ()
-    assert guess_after(lookup, "row", TEXT[30:32]).tokens[0] == TEXT[32]
+    assert lookup.draft(["row"], 4)[0].tokens == tuple(TEXT[:4])
+    assert draft_after(lookup, "row", [TEXT[0]]).tokens[0] == TEXT[1]
+    assert draft_after(lookup, "row", [5, 6]).tokens == ()
+    assert draft_after(lookup, "row", TEXT[30:32]).tokens[0] == TEXT[32]
 
 
 def test_earlier_replies_help_their_own_namespace_alone() -> None:
@@ -95,18 +95,18 @@ def test_earlier_replies_help_their_own_namespace_alone() -> None:
     lookup.open("b", job([2], namespace="one"))
     lookup.open("c", job([2], namespace="two"))
     lookup.open("d", job([2], namespace="one", cache=CacheControl(read=False)))
-    assert guess_after(lookup, "b", TEXT[10:17]).tokens[0] == TEXT[17]
-    assert guess_after(lookup, "c", TEXT[10:17]).tokens == ()
-    assert guess_after(lookup, "d", TEXT[10:17]).tokens == ()
+    assert draft_after(lookup, "b", TEXT[10:17]).tokens[0] == TEXT[17]
+    assert draft_after(lookup, "c", TEXT[10:17]).tokens == ()
+    assert draft_after(lookup, "d", TEXT[10:17]).tokens == ()
 
 
-def test_what_must_not_be_kept_is_not() -> None:
+def test_a_reply_that_must_not_be_cached_is_not_kept() -> None:
     lookup = Lookup()
     lookup.open("a", job([1], cache=CacheControl(write=False)))
     lookup.took("a", TEXT)
     lookup.close("a")
     lookup.open("b", job([2]))
-    assert guess_after(lookup, "b", TEXT[10:17]).tokens == ()
+    assert draft_after(lookup, "b", TEXT[10:17]).tokens == ()
 
 
 def test_earlier_replies_are_bounded() -> None:
@@ -120,8 +120,8 @@ def test_earlier_replies_are_bounded() -> None:
     assert past._n_tokens <= KEPT_TOKENS
     assert len(past._where) <= KEPT_TOKENS
     lookup.open("new", job([1]))
-    assert guess_after(lookup, "new", replies[-1][50:60]).tokens[0] == replies[-1][60]
-    assert guess_after(lookup, "new", replies[0][50:60]).tokens == ()
+    assert draft_after(lookup, "new", replies[-1][50:60]).tokens[0] == replies[-1][60]
+    assert draft_after(lookup, "new", replies[0][50:60]).tokens == ()
 
 
 @settings(max_examples=200, deadline=None)
@@ -129,13 +129,15 @@ def test_earlier_replies_are_bounded() -> None:
     prompt=st.lists(st.integers(0, 4), min_size=1, max_size=40),
     reply=st.lists(st.integers(0, 4), min_size=1, max_size=40),
 )
-def test_every_guess_stood_behind_the_same_two_tokens(prompt: list[int], reply: list[int]) -> None:
+def test_every_draft_followed_the_same_two_tokens_before(
+    prompt: list[int], reply: list[int]
+) -> None:
     lookup = opened(prompt)
     text = list(prompt)
     for token in reply:
         text.append(token)
-        guess = guess_after(lookup, "row", [token], 3)
-        assert len(guess.tokens) == len(guess.kinds)
-        if guess.tokens:
-            wanted = [*text[-2:], guess.tokens[0]]
+        draft = draft_after(lookup, "row", [token], 3)
+        assert len(draft.tokens) == len(draft.kinds)
+        if draft.tokens:
+            wanted = [*text[-2:], draft.tokens[0]]
             assert any(text[i : i + 3] == wanted for i in range(len(text) - 2))

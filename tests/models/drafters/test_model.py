@@ -1,4 +1,4 @@
-"""A small model guesses for a large one: rows of its own, set back, kept, and read a chunk at a time."""
+"""A small model drafts for a large one: its rows are its own, rewound, cached, and read by chunks."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.zoo import build
 
 
 class Asking(Speculation):
-    """Lets the dear drafter guess whenever it is ready, for any number of tokens."""
+    """Asks the costly drafter whenever it is ready, for any number of tokens."""
 
     def __init__(self, *drafters: Any, seed: int = 0) -> None:
         super().__init__(*drafters)
         self._rng = random.Random(seed)
 
-    def _width(self, group: Group, *, flows: bool = False) -> DraftPlan:
+    def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
         ready = [r for r in group.rows if r in self._rows and self._rows[r].is_ready]
         asks = [r for r in ready if self._rng.random() < 0.8]
         return DraftPlan(self._rng.randint(1, 9), tuple(asks))
@@ -65,8 +65,8 @@ def assert_all_equal(got: Sequence[Result], want: Sequence[Result]) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "deepseek_v32"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_text_stays_the_same_whatever_it_guesses(name: str, seed: int) -> None:
-    """Seed 0 is the large model itself: nearly all of its guesses come true."""
+def test_text_stays_the_same_whatever_it_drafts(name: str, seed: int) -> None:
+    """Seed 0 is the large model itself: nearly all of its drafts are right."""
     samplings = [GREEDY, SAMPLINGS["penalised"]] if seed else [GREEDY]
     requests = story(3, samplings=samplings, n_requests=6)
     want = told(requests, name=name)
@@ -84,7 +84,7 @@ def test_text_stays_the_same_whatever_it_guesses(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_in_few_shapes_it_guesses_the_same(has_bias: bool) -> None:
+def test_in_few_shapes_it_drafts_the_same(has_bias: bool) -> None:
     """As on CUDA: padded to few widths, in blocks of columns."""
     shapes = Traits(0.1, shapes=(4, 16, 32), columns=Columns(64, has_bias))
     requests = story(3, samplings=[GREEDY])
@@ -99,7 +99,7 @@ def test_in_few_shapes_it_guesses_the_same(has_bias: bool) -> None:
     assert made[0].totals.n_accepted > 0.9 * made[0].totals.n_drafted > 40
 
 
-def test_beside_lookups_and_with_the_real_gate() -> None:
+def test_text_stays_the_same_beside_lookups_and_with_the_real_gate() -> None:
     requests = story(4, samplings=list(SAMPLINGS.values()))
     want = told(requests)
     got = told(requests, lambda: Speculation(Lookup(), drafter("qwen3")))

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from firn.models.batch import Group
-from firn.models.drafters import Guess
+from firn.models.drafters import Draft
 from firn.models.drafters.mtp import MtpDrafter
 from firn.models.mtp import MtpModel, PredictionHead, with_head_layer
 from firn.models.mtp_load import FAMILIES, has_head, read_head
@@ -28,7 +28,7 @@ NAMES = ("qwen3_next", "deepseek_v3", "glm4_moe", "qwen3_5")
 
 
 def random_head(model: Any, name: str, *, seed: int = 1) -> PredictionHead:
-    """With a layer such as the model's own attention layers are."""
+    """With a layer like the model's own attention layers."""
     inner = build(name, seed=seed).model
     layer = next(x for x in inner.layers[::-1] if hasattr(x, "self_attn"))
     size = int(inner.embed_tokens.weight.shape[-1])
@@ -38,7 +38,7 @@ def random_head(model: Any, name: str, *, seed: int = 1) -> PredictionHead:
 
 
 def without_mixing(model: Any) -> None:
-    """What it says depends on the last token alone: its layers add nothing to the embedding."""
+    """Make its output depend on the last token alone: its layers add nothing to the embedding."""
     ends = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
     names = [n for n, _ in tree_flatten(model.parameters()) if n.endswith(ends)]
     flat = dict(tree_flatten(model.parameters()))
@@ -46,7 +46,7 @@ def without_mixing(model: Any) -> None:
 
 
 def agreeing_head(model: Any, name: str) -> PredictionHead:
-    """Says of the newest token what the model says of it."""
+    """Predicts the same token after the newest one as the model."""
     head = random_head(model, name)
     without_mixing(head)
     size = head.norm.weight.shape[0]
@@ -92,7 +92,7 @@ def test_text_stays_the_same_whatever_the_head_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_head_that_agrees_is_right(name: str) -> None:
+def test_all_drafts_of_a_head_that_agrees_are_accepted(name: str) -> None:
     make, made = built(name, agrees=True)
     speculation: list[Asking] = []
 
@@ -110,13 +110,13 @@ def test_a_head_that_agrees_is_right(name: str) -> None:
 
 
 class Watched(Speculation):
-    """Asks for four guesses behind every step, and notes them."""
+    """Asks for four tokens after every step, and notes them."""
 
     def __init__(self, drafter: Any) -> None:
         super().__init__(drafter)
-        self.told: list[Guess] = []
+        self.told: list[Draft] = []
 
-    def _width(self, group: Group, *, flows: bool = False) -> DraftPlan:
+    def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
         return DraftPlan(5, tuple(group.rows))
 
     def _ask(self, best: DraftPlan) -> None:
@@ -125,8 +125,8 @@ class Watched(Speculation):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_the_head_goes_on_from_survives_a_hit(name: str) -> None:
-    """Behind a restored prefix its guesses are those that it makes behind a prompt that it has read."""
+def test_the_state_that_a_head_continues_from_survives_a_hit(name: str) -> None:
+    """After a restored prefix it drafts what it drafts after a prompt that it has read."""
     rng = random.Random(8)
     prompt = prompt_of(rng, 97)
     make, made = built(name)
@@ -146,28 +146,28 @@ def test_what_the_head_goes_on_from_survives_a_hit(name: str) -> None:
 
 
 class Sometimes(Watched):
-    """Asks for guesses behind one token in so many, and notes where."""
+    """Asks for drafts at every `every`th token, and notes where."""
 
     def __init__(self, drafter: Any, *, every: int) -> None:
         super().__init__(drafter)
         self._every = every
-        self.behind: dict[int, tuple[int, ...]] = {}
+        self.drafts_at: dict[int, tuple[int, ...]] = {}
 
-    def _width(self, group: Group, *, flows: bool = False) -> DraftPlan:
+    def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
         asks = (group.rows[0].n_tokens + len(group.rows[0].pending)) % self._every == 0
-        return super()._width(group, flows=flows) if asks else DraftPlan(1)
+        return super()._width(group, step_in_flight=step_in_flight) if asks else DraftPlan(1)
 
     def _ask(self, best: DraftPlan) -> None:
         super()._ask(best)
         for row in best.asks:
-            self.behind[row.n_tokens + len(row.pending)] = self._rows[row].next.tokens
+            self.drafts_at[row.n_tokens + len(row.pending)] = self._rows[row].next.tokens
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_guess_leaves_nothing_behind_for_the_next(name: str) -> None:
-    """What the head says of a text does not depend on what it has guessed before."""
+def test_a_draft_leaves_nothing_behind_for_the_next(name: str) -> None:
+    """What the head drafts after a text does not depend on what it has drafted before."""
     prompt = prompt_of(random.Random(9), 40)
-    found = []
+    drafts = []
     for every in (1, 3):
         make, made = built(name)
 
@@ -176,8 +176,8 @@ def test_a_guess_leaves_nothing_behind_for_the_next(name: str) -> None:
 
         with running(make, chunk=32, cache_nbytes=None, speculation=speculate) as harness:
             harness.ask(prompt, 24)
-            found.append(harness.runner.speculation.behind)  # type: ignore[union-attr]
-    often, seldom = found
+            drafts.append(harness.runner.speculation.drafts_at)  # type: ignore[union-attr]
+    often, seldom = drafts
     common = often.keys() & seldom.keys()
     assert len(common) >= 4
     for place in common:
@@ -190,7 +190,7 @@ def test_a_guess_leaves_nothing_behind_for_the_next(name: str) -> None:
 def as_published(
     head: PredictionHead, name: str, *, config: dict[str, Any] | None = None
 ) -> dict[str, mx.array]:
-    """The head's tensors as the model's makers name and cut them."""
+    """The head's tensors as the model's authors name and shape them."""
     config = config or ZOO[name].config
     text = config.get("text_config", config)
     family = FAMILIES[config["model_type"]]
@@ -230,9 +230,9 @@ def test_a_head_is_read_from_the_weight_files(name: str, tmp_path: Path) -> None
     assert not has_head(tmp_path, config)
     mx.save_safetensors(str(tmp_path / "model-00001.safetensors"), as_published(head, name))
     assert has_head(tmp_path, config)
-    found = read_head(tmp_path, config)
+    restored = read_head(tmp_path, config)
     want = dict(tree_flatten(head.parameters()))
-    got = dict(tree_flatten(found.parameters()))
+    got = dict(tree_flatten(restored.parameters()))
     assert set(got) == set(want)
     for path, value in want.items():
         assert mx.allclose(got[path], value, atol=1e-6), path

@@ -35,7 +35,7 @@ def logits(model: Any) -> np.ndarray[Any, Any]:
 
 
 def test_logits_are_those_of_the_original_weights(tmp_path: Path) -> None:
-    """Bit for bit. A wrong order of q or k rows, or one wrong tensor, would show here."""
+    """Bit for bit: a wrong order of q or k rows, or one wrong tensor, would show here."""
     model, _ = load_model(converted(tmp_path, EXACT))
     assert np.array_equal(logits(model), logits(tiny_gguf.reference(EXACT)))
 
@@ -94,7 +94,7 @@ def test_tokens_are_those_of_the_tokenizer_it_was_made_from(tmp_path: Path, text
     assert made.decode(ids) == text
 
 
-def test_control_tokens_and_the_chat_template(tmp_path: Path) -> None:
+def test_control_tokens_and_the_chat_template_are_converted(tmp_path: Path) -> None:
     made = load_tokenizer(converted(tmp_path))
     tokens = tiny_gguf.vocabulary()
     assert made.eos == {tokens.index("<|im_end|>")}
@@ -105,7 +105,7 @@ def test_control_tokens_and_the_chat_template(tmp_path: Path) -> None:
     assert first == tokens.index("<|im_start|>")
 
 
-def test_words_of_the_user_are_added_but_not_hidden(tmp_path: Path) -> None:
+def test_user_defined_tokens_are_added_but_not_special(tmp_path: Path) -> None:
     types = [
         4 if t == "<think>" else 3 if t in tiny_gguf.SPECIAL else 1 for t in tiny_gguf.vocabulary()
     ]
@@ -148,8 +148,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"llama.embedding_length": 32}, "has the shape"),
     ({"llama.attention.head_count_kv": None}, "has the shape"),
     ({"llama.attention.head_count": None}, "llama.attention.head_count"),
-    ({"llama.attention.head_count": 0}, "no attention"),
-    ({"llama.rope.dimension_count": 7}, "no attention"),
+    ({"llama.attention.head_count": 0}, "0 attention heads"),
+    ({"llama.rope.dimension_count": 7}, "heads of width 7"),
     ({"tokenizer.ggml.model": "llama"}, "its tokenizer is llama, smollm"),
     ({"tokenizer.ggml.pre": "qwen2"}, "its tokenizer is gpt2, qwen2"),
     ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre"),
@@ -161,7 +161,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "said"), REFUSED, ids=[said for _, said in REFUSED])
-def test_what_cannot_be_turned_is_refused(
+def test_what_cannot_be_converted_is_refused(
     tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(UnreadableGguf) as caught:
@@ -173,8 +173,8 @@ def test_what_cannot_be_turned_is_refused(
 
 def test_another_architecture_or_type_is_refused(tmp_path: Path) -> None:
     source = tiny_gguf.write(tmp_path / "tiny.gguf").read_bytes()
-    with pytest.raises(UnreadableGguf, match="it is gemma; firn turns dense llama models"):
+    with pytest.raises(UnreadableGguf, match="it is gemma; firn converts dense llama models"):
         convert(source.replace(b"llama", b"gemma", 1), tmp_path, progress=lambda *at: None)
     six = tiny_gguf.write(tmp_path / "six.gguf", Tiny(Kind.F16)).read_bytes()
-    with pytest.raises(UnreadableGguf, match="is of type F16; firn turns F32, Q4_1, Q8_0"):
+    with pytest.raises(UnreadableGguf, match="is of type F16; firn converts F32, Q4_1, Q8_0"):
         convert(six, tmp_path, progress=lambda *at: None)

@@ -1,4 +1,4 @@
-"""The reader beside that of the `gguf` package, and what it says of files that it cannot read."""
+"""The reader compared with the `gguf` package's, and what it says of files that it cannot read."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def test_it_reads_what_the_gguf_package_reads(tmp_path: Path, data: bytes) -> No
     )  # version and counts, in its eyes, are fields
     assert list(ours.tensors) == [tensor.name for tensor in theirs.tensors]
     for tensor in theirs.tensors:
-        found = ours.tensors[tensor.name]
-        assert found.kind == tensor.tensor_type.name
-        assert found.shape == tuple(int(n) for n in reversed(tensor.shape))
-        assert found.blocks.tobytes() == tensor.data.tobytes()
+        own = ours.tensors[tensor.name]
+        assert own.kind == tensor.tensor_type.name
+        assert own.shape == tuple(int(n) for n in reversed(tensor.shape))
+        assert own.blocks.tobytes() == tensor.data.tobytes()
 
 
-def test_another_alignment(tmp_path: Path) -> None:
+def test_tensors_are_found_at_another_alignment(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
     writer.add_custom_alignment(256)
     writer.add_tensor("a", tiny_gguf.Tiny().weights()["model.norm"])
@@ -73,8 +73,8 @@ def test_nested_arrays_are_read() -> None:
     [
         (b"", "cut off"),
         (b"GGUF", "cut off"),
-        (b"PK\3\4" + bytes(60), "no GGUF file"),
-        (b"version https://git-lfs", "no GGUF file"),
+        (b"PK\3\4" + bytes(60), "not a GGUF file"),
+        (b"version https://git-lfs", "not a GGUF file"),
         (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "version 50331648"),  # the other byte order
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60), "cut off"),
@@ -88,11 +88,11 @@ def test_nested_arrays_are_read() -> None:
         (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 1 << 63, 0, 0), "cut off"),
     ],
 )
-def test_what_is_wrong_is_one_line(begin: bytes, said: str) -> None:
+def test_a_broken_file_is_one_line(begin: bytes, said: str) -> None:
     assert said in fault(begin)
 
 
-def test_a_file_that_is_cut_off_anywhere(data: bytes) -> None:
+def test_a_file_that_is_cut_off_anywhere_is_unreadable(data: bytes) -> None:
     for n in [*range(0, len(data) - 1, 211), len(data) - 1]:
         fault(data[:n])
 

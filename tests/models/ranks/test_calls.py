@@ -1,4 +1,4 @@
-"""Nothing that the engine asks of a runner happens on rank 0 alone, unless it was decided so."""
+"""No call of the engine to its runner happens on rank 0 alone, unless it is listed as local."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from firn.models.runner import Runner
 
 
 def methods(cls: type) -> set[str]:
-    found = inspect.getmembers(cls, inspect.isfunction)
-    return {name for name, _ in found if not name.startswith("_")}
+    members = inspect.getmembers(cls, inspect.isfunction)
+    return {name for name, _ in members if not name.startswith("_")}
 
 
-def test_every_call_is_told_or_needs_not_be() -> None:
-    told = {name for name in methods(LeaderRunner) if name in LeaderRunner.__dict__}
-    missing = (methods(Runner) | methods(ports.Runner)) - told - LOCAL
-    assert not missing, "a new method: tell the other ranks of it, or say why they need not know"
+def test_every_call_is_sent_to_followers_or_listed_as_local() -> None:
+    sent = {name for name in methods(LeaderRunner) if name in LeaderRunner.__dict__}
+    missing = (methods(Runner) | methods(ports.Runner)) - sent - LOCAL
+    assert not missing, (
+        "a new method: send it to the other ranks, or list it as local with a reason"
+    )
 
 
-def test_a_follower_has_a_part_in_each() -> None:
-    told = {name for name in methods(LeaderRunner) if name in LeaderRunner.__dict__}
+def test_a_follower_has_a_method_for_each_call_sent() -> None:
+    sent = {name for name in methods(LeaderRunner) if name in LeaderRunner.__dict__}
     own = {name.removeprefix("on_") for name in methods(FollowerRunner) if name.startswith("on_")}
-    assert told - {"lead", "number_of"} == own
+    assert sent - {"lead", "number_of"} == own

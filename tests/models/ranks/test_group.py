@@ -1,4 +1,4 @@
-"""Which models can be shared out, and what is said of the others."""
+"""Which models can be divided among ranks, and why others cannot."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fault(config: dict[str, Any], size: int, *, text_only: bool = False) -> str 
     ],
     ids=["dense", "experts", "kv heads that are repeated", "latent attention"],
 )
-def test_can(config: dict[str, Any], size: int) -> None:
+def test_models_that_ranks_can_share_are_accepted(config: dict[str, Any], size: int) -> None:
     assert fault(config, size) is None
 
 
@@ -52,11 +52,13 @@ def test_can(config: dict[str, Any], size: int) -> None:
         ({"model_type": "qwen3_5", "vision_config": {"depth": 1}, **HEADS}, 2, "--text-only"),
     ],
 )
-def test_cannot(config: dict[str, Any], size: int, said: str) -> None:
+def test_models_that_ranks_cannot_share_are_refused_with_a_reason(
+    config: dict[str, Any], size: int, said: str
+) -> None:
     assert said in (fault(config, size) or "")
 
 
-def test_the_text_of_a_vision_model_alone() -> None:
+def test_the_text_of_a_vision_model_can_be_shared() -> None:
     config = {"model_type": "qwen3_5", "vision_config": {"num_heads": 3}, **HEADS}
     assert fault(config, 2, text_only=True) is None
 

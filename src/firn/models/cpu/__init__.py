@@ -1,13 +1,14 @@
-"""MLX's CPU backend, tuned: the one place where firn replaces parts of MLX, for a whole process.
+"""MLX's CPU backend, tuned: the one place where firn replaces parts of it, for the whole process.
 
-    blas      what multiplies: OpenBLAS in the place of MLX's reference BLAS (openblas, trial, imports,
-              gemv), and how many threads it takes (threads)
-    softmax   attention and sigmoid, of powers
-    rope      rotary positions of a decode step, made once
-    dtype     weights of 16 bits and quantised ones in float32
+    blas      matrix products by OpenBLAS instead of MLX's reference BLAS (openblas, trial, imports,
+              stubs), and how many threads it uses (threads)
+    softmax   attention and sigmoid, computed by powers of two
+    rope      rotary positions of a decode step, computed once for all layers
+    dtype     16-bit and quantised weights widened to float32
 
-`tune` is the switch. With exact reuse only the BLAS is replaced: what is measured anew at each start
-may come out differently, and bits with it.
+`tune` is the switch of the first three; the loader applies `dtype` to each model, by `--cpu-dtype`. With
+exact reuse only the BLAS is replaced, which is then part of the root. The others round differently from
+MLX's own, and whether softmax is replaced depends on a measurement at each start.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ log = logging.getLogger("firn.models")
 
 
 def tune(choice: Choice, *, exact: bool, memo: Path) -> Blas:
-    """For this process, before a model is loaded: MLX compiles its functions as it finds them."""
+    """Call it once in a process, before a model is loaded: MLX keeps the functions it has compiled."""
     blas = attach(choice, memo=memo)
     log.info("matrix products: %s", blas.text)
     if not exact:

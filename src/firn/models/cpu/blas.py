@@ -1,7 +1,7 @@
-"""Which BLAS multiplies for MLX on a Linux CPU: the fastest that is there, or the one asked for.
+"""Which BLAS multiplies for MLX on a Linux CPU: the fastest on the machine, or the one asked for.
 
-What a trial has shown is remembered in a small file, so that the next start loads one library and
-measures none. Anything odd leaves MLX as it is, and says so in one line.
+The results of trials are remembered in a small file, so that the next start loads one library and
+measures none. If anything is odd, MLX stays as it is, and one line says why.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Choice = Literal["auto", "system", "bundled", "none"]
 WORTH = 1.2
 """How much faster than MLX's own a library must be."""
 PREFERENCE = {"bundled": 1.2, "system": 1.0}
-"""The one that firn is tested with, unless the other is clearly faster."""
+"""Factors on the measured speed: firn is tested with the bundled one."""
 HOW_TO_GET = {
     "bundled": "install firn[cpu], which brings scipy-openblas32",
     "system": "install OpenBLAS with the system's packages (Debian: libopenblas0-pthread)",
@@ -42,26 +42,26 @@ HOW_TO_GET = {
 
 @dataclass(frozen=True, slots=True)
 class Blas:
-    """What multiplies in this process. library None: MLX's own."""
+    """What multiplies matrices in this process. library None: MLX's own BLAS."""
 
     text: str
-    """For people: which, how fast, or why not."""
+    """For people: which one, how fast, or why not another."""
     library: OpenBlas | None = None
     gflops: float = 0.0
 
     @property
     def identity(self) -> str:
-        """What its roundings depend on."""
+        """What its rounding depends on."""
         if self.library is None:
             return "mlx's blas"
         return f"{self.library.version} {self.library.core} x{self.library.n_threads}"
 
 
 def attach(choice: Choice, *, memo: Path, again: bool = False) -> Blas:
-    """Put a library in the place of MLX's BLAS, for this process.
+    """Replace MLX's BLAS by another library, for this process.
 
-    memo: where trials are remembered; again: forget what was remembered, and try anew.
-    Raises SetupError where one was asked for by name and cannot be had.
+    memo: the file that remembers trials; again: ignore it, and run the trials anew.
+    Raises SetupError if a library was asked for by name and cannot be used.
     """
     if choice == "none":
         return Blas("MLX's own BLAS, as asked for")
@@ -71,34 +71,34 @@ def attach(choice: Choice, *, memo: Path, again: bool = False) -> Blas:
         return _go_without(choice, why_not or "no OpenBLAS is installed")
     trials = _trials(wanted, memo, {} if again else _read(memo))
     best = max(wanted, key=lambda lib: trials[lib.kind].gflops * PREFERENCE[lib.kind])
-    seen = trials[best.kind]
-    if seen.fault:
-        return _go_without(choice, f"{best.path}: {seen.fault}")
-    if choice == "auto" and seen.gflops < WORTH * seen.own_gflops:
-        return Blas(f"MLX's own BLAS, {seen.own_gflops:.0f} GFLOP/s", gflops=seen.own_gflops)
+    result = trials[best.kind]
+    if result.fault:
+        return _go_without(choice, f"{best.path}: {result.fault}")
+    if choice == "auto" and result.gflops < WORTH * result.own_gflops:
+        return Blas(f"MLX's own BLAS, {result.own_gflops:.0f} GFLOP/s", gflops=result.own_gflops)
     try:
         library = OpenBlas(best, n_threads=usable_cores())
         library.attach()
     except (OSError, AttributeError, NoSlot) as e:
         return _go_without(choice, str(e))
     text = (
-        f"{seen.label}, {best.kind}, {library.n_threads} threads: {seen.gflops:.0f} GFLOP/s "
-        f"(MLX's own: {seen.own_gflops:.1f})"
+        f"{result.label}, {best.kind}, {library.n_threads} threads: {result.gflops:.0f} GFLOP/s "
+        f"(MLX's own: {result.own_gflops:.1f})"
     )
-    return Blas(text, library, seen.gflops)
+    return Blas(text, library, result.gflops)
 
 
 def _why_not_here() -> str:
     if sys.platform != "linux":
         return f"{sys.platform} has a fast one of its own"
     if platform.libc_ver()[0] != "glibc":
-        return "this is no glibc system"
+        return "this system does not use glibc"
     return ""
 
 
 def _go_without(choice: Choice, why: str) -> Blas:
     if choice != "auto":
-        raise SetupError(f"--blas {choice}: {why}; {HOW_TO_GET[choice]}, or leave the flag away.")
+        raise SetupError(f"--blas {choice}: {why}; {HOW_TO_GET[choice]}, or leave out the flag.")
     return Blas(f"MLX's own BLAS, which is slow: {why}")
 
 
@@ -106,7 +106,7 @@ def _go_without(choice: Choice, why: str) -> Blas:
 
 
 def _trials(wanted: list[Library], memo: Path, known: dict[str, Trial]) -> dict[str, Trial]:
-    """By kind. Those that are not known are run, and remembered."""
+    """By kind of library. Trials that are not known are run, and remembered."""
     out: dict[str, Trial] = {}
     n_new = 0
     for library in wanted:
@@ -140,8 +140,8 @@ def _processor() -> str:
     except OSError:
         lines = []
     wanted = ("model name", "flags", "CPU part", "Features")
-    told = sorted({line for line in lines if line.startswith(wanted)})
-    return f"{platform.machine()}-{xxhash.xxh3_64_hexdigest(repr(told).encode())}"
+    features = sorted({line for line in lines if line.startswith(wanted)})
+    return f"{platform.machine()}-{xxhash.xxh3_64_hexdigest(repr(features).encode())}"
 
 
 def _read(memo: Path) -> dict[str, Trial]:
@@ -156,6 +156,6 @@ def _write(memo: Path, trials: Mapping[str, Trial]) -> None:
     text = json.dumps({name: asdict(t) for name, t in trials.items()}, indent=1)
     with contextlib.suppress(OSError):
         memo.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        draft = memo.with_suffix(f".{os.getpid()}")
-        draft.write_text(text)
-        draft.replace(memo)
+        temp = memo.with_suffix(f".{os.getpid()}")
+        temp.write_text(text)
+        temp.replace(memo)

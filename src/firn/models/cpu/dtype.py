@@ -1,8 +1,8 @@
-"""Weights in float32, where that is what a CPU multiplies fast.
+"""Weights in float32, which a CPU multiplies fastest.
 
-BLAS knows no 16-bit and no quantised numbers; MLX has loops of its own for those, at a fortieth of the
-speed. Widening changes no weight: every 16-bit number is a float32 number, and a quantised one is its
-scale times an integer plus its offset, which float32 holds to the last bit but one.
+BLAS has no 16-bit and no quantised numbers; MLX has loops of its own for those, at a fortieth of the
+speed. Widening hardly changes a weight: every 16-bit number is a float32 number, and a quantised one is
+a scale times an integer plus an offset, which float32 holds to the last bit but one.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ log = logging.getLogger("firn.models")
 GIB = 1 << 30
 Choice = Literal["auto", "model", "float32"]
 SHARE = 0.6
-"""Of the memory that is available, what wider weights may take; caches need the rest."""
+"""Of the available memory, for widened weights; caches need the rest."""
 
 
 def apply(model: Any, choice: Choice) -> bool:
-    """Whether the weights were made float32. auto: if there is memory for it."""
+    """Widen the weights; returns whether that was done. auto: if there is memory for it."""
     if choice == "model" or not is_narrow(model):
         return False
     need, free = widened_nbytes(model), memory().available
     if choice == "auto" and free is not None and need > SHARE * free:
         log.warning(
-            "weights stay as they are, which is slow here: float32 would take %.1f GiB and %.1f GiB "
-            "is free (--cpu-dtype float32 insists)",
+            "the weights stay in 16 bits or quantised, which is slow on this CPU: float32 would take "
+            "%.1f GiB and %.1f GiB is free (--cpu-dtype float32 widens them all the same)",
             need / GIB,
             free / GIB,
         )
         return False
-    log.info("weights are computed in float32, %.1f GiB (--cpu-dtype)", need / GIB)
+    log.info("the weights are widened to float32, %.1f GiB (--cpu-dtype)", need / GIB)
     widen(model)
     return True
 
 
 def widen_as(part: Any, choice: Choice, *, like: Any) -> None:
-    """Of a part that is loaded later: as the model itself was widened, or not."""
+    """Widen a part that is loaded later, if the model itself was widened."""
     if choice != "model" and is_narrow(part) and not is_narrow(like):
         widen(part)
 
@@ -57,7 +57,7 @@ def widened_nbytes(model: Any) -> int:
 
 
 def is_narrow(model: Any) -> bool:
-    """Whether most weights are of another type than float32."""
+    """Whether most weights are not float32."""
     sizes = {True: 0, False: 0}
     for _, w in tree_flatten(model.parameters()):
         sizes[w.dtype != mx.float32] += w.nbytes
@@ -65,7 +65,7 @@ def is_narrow(model: Any) -> bool:
 
 
 def widen(model: Any) -> None:
-    """All weights in float32, module by module, so that no more than one is there twice."""
+    """Module by module, so that only one is in memory twice."""
     for name, module in list(model.named_modules()):
         if _is_quantised(module) and (plain := _plain(module)) is not None:
             _replace(model, name, plain)
@@ -79,7 +79,7 @@ def widen(model: Any) -> None:
 
 
 def _plain(module: Any) -> Any | None:
-    """The same layer with its weights unpacked; None for one that only its quantised form knows."""
+    """The same layer with its weights unpacked; None for a class that has only a quantised form."""
     name = type(module).__name__.removeprefix("Quantized")
     home = nn if hasattr(nn, name) else sys.modules[type(module).__module__]
     cls = getattr(home, name, None)
@@ -98,14 +98,14 @@ def _plain(module: Any) -> Any | None:
     )
     if "bias" in module:
         plain.bias = module.bias
-    if hasattr(module, "group"):  # a rank's slice, which is summed with the others'
+    if hasattr(module, "group"):  # a rank's slice: the ranks' results are summed
         plain.group = module.group
     mx.eval(plain.weight)
     return plain
 
 
 def _replace(model: Any, name: str, module: Any) -> None:
-    """Put a module in the place of the one of this name ("layers.3.mlp.up_proj")."""
+    """Replace the module of this name ("layers.3.mlp.up_proj")."""
     *path, last = name.split(".")
     owner = model
     for step in path:

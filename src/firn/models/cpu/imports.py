@@ -1,8 +1,8 @@
-"""The functions that a loaded shared library calls in other libraries, as slots that can be set.
+"""The functions that a loaded shared library imports, as slots that can be set.
 
-An ELF library calls an imported function through a slot of its own (the GOT) that the dynamic linker
-fills. The file says where the slots lie; this process's memory holds them. Setting one redirects the
-library's calls to another function of the same signature, for this process only.
+An ELF library calls an imported function through a slot in its global offset table, which the dynamic
+linker fills. The file says where the slots lie; this process's memory holds them. Setting a slot
+redirects the library's calls to another function of the same signature, for this process only.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def find_slots(library: str, names: tuple[str, ...]) -> dict[str, Slot]:
     """
     types = SLOT_TYPES.get(platform.machine())
     if types is None:
-        raise NoSlot(f"{platform.machine()} processors are not known")
+        raise NoSlot(f"{platform.machine()} processors are not supported")
     region = next((r for r in _maps() if Path(r.path).name == library), None)
     if region is None:
         raise NoSlot(f"{library} is not loaded")
     with open(region.path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
-        found = _Elf(data).slots(types)
-        slots = {name: Slot(region.start + found[name]) for name in names if name in found}
+        offsets = _Elf(data).slots(types)
+        slots = {name: Slot(region.start + offsets[name]) for name in names if name in offsets}
     missing = [name for name in names if name not in slots]
     if missing:
         raise NoSlot(f"{library} does not import {missing[0]}")
@@ -64,7 +64,7 @@ def find_slots(library: str, names: tuple[str, ...]) -> dict[str, Slot]:
 
 
 class _Elf:
-    """The parts of a 64-bit little-endian ELF file that tell of its imports."""
+    """The parts of a 64-bit little-endian ELF file that describe its imports."""
 
     def __init__(self, data: mmap.mmap) -> None:
         if data[:6] != b"\x7fELF\x02\x01":
@@ -82,18 +82,17 @@ class _Elf:
         self._dynamic = dict(entries)
 
     def slots(self, types: tuple[int, ...]) -> dict[str, int]:
-        """By name of the imported function: where its slot lies, counted from the library's base."""
+        """By name of the imported function: its slot's offset from the library's base."""
         symbols, names = self._at(self._dynamic[DT_SYMTAB]), self._at(self._dynamic[DT_STRTAB])
-        out = {}
+        slots = {}
         for offset, info, addend in self._relocations():
             if info & 0xFFFFFFFF not in types or addend:
                 continue
-            (name,) = struct.unpack_from("<I", self._data, symbols + (info >> 32) * 24)
-            start = names + name
-            out[self._data[start : self._data.find(b"\0", start)].decode("ascii", "replace")] = (
-                offset
-            )
-        return out
+            (name_offset,) = struct.unpack_from("<I", self._data, symbols + (info >> 32) * 24)
+            start = names + name_offset
+            name = self._data[start : self._data.find(b"\0", start)]
+            slots[name.decode("ascii", "replace")] = offset
+        return slots
 
     def _relocations(self) -> Iterator[tuple[int, int, int]]:
         for table, size in ((DT_RELA, DT_RELASZ), (DT_JMPREL, DT_PLTRELSZ)):
@@ -104,7 +103,7 @@ class _Elf:
                 )
 
     def _at(self, address: int) -> int:
-        """Where in the file the bytes of this address are."""
+        """The offset in the file of the bytes at this address."""
         for offset, start, size in self._loads:
             if start <= address < start + size:
                 return int(offset + address - start)
@@ -136,7 +135,7 @@ def _maps() -> Iterator[_Region]:
 
 @contextlib.contextmanager
 def _writable(address: int) -> Iterator[None]:
-    """The page of an address, writable for the length of a block: linkers may have sealed it."""
+    """Make the address's page writable inside the block: the linker may have made it read-only."""
     region = next((r for r in _maps() if r.start <= address < r.end), None)
     if region is None or "x" in region.rights:
         raise NoSlot("the slot is not in the library's data")

@@ -1,8 +1,8 @@
-"""OpenBLAS libraries that may be on a machine, and one of them in the place of MLX's own BLAS.
+"""OpenBLAS libraries that may be on a machine, and the replacement of MLX's own BLAS by one of them.
 
-MLX's Linux wheel multiplies with a reference BLAS, at a fortieth of what the processor can do. The
-wheel scipy-openblas32 brings OpenBLAS under names with a prefix, which MLX does not call; so MLX's
-calls are redirected (see `imports`). Nothing is preloaded, copied or written.
+MLX's Linux wheel multiplies with a reference BLAS, at a fortieth of the processor's speed. The wheel
+scipy-openblas32 has OpenBLAS's functions under prefixed names, which MLX does not call; so MLX's calls
+are redirected (see `imports`). Nothing is preloaded, copied or written.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from firn.models.cpu.imports import MLX, find_slots
 
 Kind = Literal["system", "bundled"]
 PRODUCTS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
-"""All that MLX's matrix products call, by type: float32, float64, complex64."""
+"""All that MLX's matrix products call, for float32, float64 and complex64."""
 SPIN = "23"
-"""Threads look out for the next product for 2**23 cycles, some 3 ms, before they sleep.
+"""Idle threads spin for 2**23 cycles, some 3 ms, before they sleep.
 
-OpenBLAS's own 2**28 keep a core from Python, MLX and the clients long after a step. Less than a layer
-of attention takes, and each product waits until the system has found its thread a core again.
+OpenBLAS's default of 2**28 keeps a core from Python, MLX and the clients long after a step. If threads
+slept sooner than a layer of attention takes, every product would wait for them to be woken.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A library that was found. prefix: what its functions' names begin with."""
+    """A library on this machine. prefix: of its functions' names."""
 
     kind: Kind
     path: str
@@ -41,12 +41,12 @@ class Library:
 
 
 def libraries() -> list[Library]:
-    """Those that may be there; whether they load and are any good is for a trial to say."""
+    """Candidates; whether they load and are any good is for a trial to say."""
     return [lib for lib in (_bundled(), _of_the_system()) if lib is not None]
 
 
 def _bundled() -> Library | None:
-    """The wheel's. It is not imported: that would load the library, with threads of its own liking."""
+    """The wheel's. The package is not imported: that would load the library with its default threads."""
     spec = importlib.util.find_spec("scipy_openblas32")
     folders = (spec.submodule_search_locations if spec else None) or []
     files = [
@@ -56,11 +56,11 @@ def _bundled() -> Library | None:
 
 
 def _of_the_system() -> Library | None:
-    """Where the dynamic linker would find it."""
+    """The one that the dynamic linker would load."""
     for program in ("ldconfig", "/sbin/ldconfig"):
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            run = [program, "-p"]
-            listed = subprocess.run(run, capture_output=True, text=True, timeout=10, check=True)
+            command = [program, "-p"]
+            listed = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
             rows = (line.partition(" => ") for line in listed.stdout.splitlines())
             paths = [path for name, _, path in rows if name.split()[:1] == ["libopenblas.so.0"]]
             return Library("system", paths[0]) if paths else None
@@ -68,7 +68,7 @@ def _of_the_system() -> Library | None:
 
 
 class OpenBlas:
-    """One library, loaded into this process. Raises OSError or AttributeError if it is no OpenBLAS."""
+    """A library loaded into this process. Raises OSError or AttributeError if it is not OpenBLAS."""
 
     def __init__(self, library: Library, *, n_threads: int) -> None:
         with _environment(OPENBLAS_NUM_THREADS=str(n_threads), OPENBLAS_THREAD_TIMEOUT=SPIN):
@@ -80,7 +80,7 @@ class OpenBlas:
 
     @property
     def version(self) -> str:
-        """As the library says it: "OpenBLAS 0.3.34"."""
+        """In the library's own words: "OpenBLAS 0.3.34"."""
         config = self._function("openblas_get_config")
         config.restype = ctypes.c_char_p
         words = (config() or b"").decode("ascii", "replace").split()
@@ -88,7 +88,7 @@ class OpenBlas:
 
     @property
     def core(self) -> str:
-        """The family of processors that it takes this one for."""
+        """The processor family that the library has detected."""
         name = self._function("openblas_get_corename")
         name.restype = ctypes.c_char_p
         return (name() or b"").decode("ascii", "replace")
@@ -97,13 +97,13 @@ class OpenBlas:
         self._set_threads(ctypes.c_int(n))
 
     def attach(self) -> None:
-        """Let MLX multiply with this library from now on, in this process. Raises NoSlot."""
-        import mlx.core  # noqa: F401 - what is not loaded has no slots
+        """Make MLX multiply with this library from now on, in this process. Raises NoSlot."""
+        import mlx.core  # noqa: F401 - a library that is not loaded has no slots
 
         slots = find_slots(MLX, PRODUCTS)
         addresses = {name: self._address(name) for name in PRODUCTS}
         if stubs.can_run():
-            with contextlib.suppress(OSError):  # no executable memory: sgemm for all
+            with contextlib.suppress(OSError):  # no executable memory: sgemm for all products
                 addresses["cblas_sgemm"] = stubs.sgemm_by_rows(
                     sgemm=addresses["cblas_sgemm"], sgemv=self._address("cblas_sgemv")
                 )
@@ -121,7 +121,7 @@ class OpenBlas:
 
 @contextlib.contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """Variables for the length of a block: OpenBLAS reads them while it is loaded, children must not."""
+    """Set variables inside the block: OpenBLAS reads them while it loads; child processes must not."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -1,12 +1,12 @@
 """Rotary positions of a decode step, for MLX's CPU backend.
 
-There mx.fast.rope is made of thirty small operations, and a model calls it twice a layer: of a small
-model's decode step that is a third. Rows at one position turn by a matrix, which all layers share; rows
-at positions of their own by
+There mx.fast.rope consists of thirty small operations, and a model calls it twice per layer: a third of
+a small model's decode step. Here rows at the same position are multiplied by one matrix, which all
+layers share; rows at different positions are rotated by
 
     x * cos(angles) + (x @ quarter turn) * sin(angles)
 
-Chunks of more tokens are left to MLX.
+Chunks of several tokens are left to MLX.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import mlx.core as mx
 import numpy as np
 
 MAX_KINDS = 256
-"""Layers may have frequencies of their own. Those that change all the time are left to MLX."""
+"""Layers may have frequencies of their own. A model whose frequencies keep changing is left to MLX."""
 _plain_rope = mx.fast.rope
 
 
 class RopeKind(NamedTuple):
-    """What does not change from step to step. freqs: by its identity."""
+    """What does not change from step to step. freqs: the array's id()."""
 
     dims: int
     width: int
@@ -34,11 +34,11 @@ class RopeKind(NamedTuple):
     freqs: int
 
 
-class Made:
-    """What was made for one kind: for good, and for the step that comes."""
+class Rotation:
+    """The arrays for one kind: those that never change, and the matrix of the newest position."""
 
     def __init__(self, kind: RopeKind, freqs: mx.array | None, *, turn: mx.array) -> None:
-        self._freqs = freqs  # keeps its identity
+        self._freqs = freqs  # a reference, so that its id() stays its own
         self._scale = kind.scale
         self.turn = turn
         speeds = _speeds(kind, freqs)
@@ -48,7 +48,7 @@ class Made:
         self._matrix = turn
 
     def matrix(self, position: int) -> mx.array:
-        """Turns everything to this position."""
+        """Rotates a row to this position."""
         if self._at != position:
             angles = self._speeds * (position * self._scale)
             self._matrix = mx.diag(mx.cos(angles)) + self.turn * mx.sin(angles)
@@ -62,18 +62,19 @@ class Made:
         return mx.cos(angles), mx.sin(angles)
 
 
-class _Tables(threading.local):
-    """Of this thread: an array that is not computed yet belongs to its thread's stream."""
+class _Rotations(threading.local):
+    """Per thread: an array that is not computed yet belongs to its thread's stream."""
 
     def __init__(self) -> None:
-        self._made: dict[RopeKind, Made] = {}
+        self._by_kind: dict[RopeKind, Rotation] = {}
         self._turns: dict[tuple[int, int, bool], mx.array] = {}
 
-    def of(self, kind: RopeKind, freqs: mx.array | None) -> Made | None:
-        made = self._made.get(kind)
-        if made is None and len(self._made) < MAX_KINDS:
-            made = self._made[kind] = Made(kind, freqs, turn=self._turn(kind))
-        return made
+    def of(self, kind: RopeKind, freqs: mx.array | None) -> Rotation | None:
+        """None once there are too many kinds."""
+        rotation = self._by_kind.get(kind)
+        if rotation is None and len(self._by_kind) < MAX_KINDS:
+            rotation = self._by_kind[kind] = Rotation(kind, freqs, turn=self._turn(kind))
+        return rotation
 
     def _turn(self, kind: RopeKind) -> mx.array:
         """A quarter turn: each pair of values (a, b) becomes (-b, a)."""
@@ -89,11 +90,11 @@ class _Tables(threading.local):
         return self._turns[key]
 
 
-_tables = _Tables()
+_rotations = _Rotations()
 
 
 def install() -> None:
-    """Put `rope` in the place of MLX's own, for this process."""
+    """Replace MLX's own function by `rope`, for this process."""
     mx.fast.rope = rope
 
 
@@ -109,11 +110,12 @@ def rope(
     **more: Any,
 ) -> mx.array:
     """What mx.fast.rope computes."""
-    made = None
+    rotation = None
     known = type(offset) is int or isinstance(offset, mx.array)
     if known and a.ndim == 4 and a.shape[2] == 1 and not more:
-        made = _tables.of(RopeKind(dims, a.shape[-1], traditional, base, scale, id(freqs)), freqs)
-    if made is None:
+        kind = RopeKind(dims, a.shape[-1], traditional, base, scale, id(freqs))
+        rotation = _rotations.of(kind, freqs)
+    if rotation is None:
         return _plain_rope(
             a,
             dims,
@@ -126,15 +128,15 @@ def rope(
         )
     x = a.astype(mx.float32)
     if isinstance(offset, mx.array):
-        cos, sin = made.waves(offset)
-        turned = x * cos + (x @ made.turn) * sin
+        cos, sin = rotation.waves(offset)
+        rotated = x * cos + (x @ rotation.turn) * sin
     else:
-        turned = x @ made.matrix(offset)
-    return turned.astype(a.dtype)
+        rotated = x @ rotation.matrix(offset)
+    return rotated.astype(a.dtype)
 
 
 def _speeds(kind: RopeKind, freqs: mx.array | None) -> mx.array:
-    """The angle that a step of one position makes, for each of the dims."""
+    """The angle per position, for each dimension."""
     half = kind.dims // 2
     if freqs is not None:
         speeds = 1.0 / freqs.astype(mx.float32)

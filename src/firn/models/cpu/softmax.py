@@ -1,9 +1,9 @@
-"""Softmax and sigmoid for MLX's CPU backend, where they are most of a prefill.
+"""Softmax and sigmoid for MLX's CPU backend, where they take most of a prefill.
 
-MLX's exp is slow on x86-64, and so is what is made of it; its power is not, least of all a power of two
-(see `stubs`). Here attention and sigmoid are made of powers of two instead: the same functions to the
-last bit or two, in a third of the time. Which is faster here is measured once. Few scores are left to
-MLX: there the number of operations counts.
+MLX's exp is slow on x86-64, and so is everything built on it; its power function is not, least of all
+for powers of two (see `stubs`). So attention and sigmoid are computed by powers of two: the same results
+to the last bit or two, in a third of the time. Which is faster on this machine is measured once. Small
+attention is left to MLX: there the number of operations counts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import ctypes
 import math
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -31,7 +32,7 @@ _plain_sigmoid = mx.sigmoid
 
 
 def install_if_faster() -> bool:
-    """Put these functions in the place of MLX's own, for this process, if that pays here."""
+    """Replace MLX's own functions by these, for this process, if that is faster on this machine."""
     _hasten_powers_of_two()
     faster = _seconds(attention) < _seconds(_plain_attention)
     mx.fast.scaled_dot_product_attention = attention if faster else _plain_attention
@@ -51,7 +52,7 @@ def _hasten_powers_of_two() -> None:
 
 
 def sigmoid(a: mx.array, **more: Any) -> mx.array:
-    """What mx.sigmoid computes; swiglu, silu and gates are made of it."""
+    """What mx.sigmoid computes; swiglu, silu and gates use it."""
     if more or not isinstance(a, mx.array) or not mx.issubdtype(a.dtype, mx.floating):
         return _plain_sigmoid(a, **more)
     return (1.0 / (1.0 + mx.power(2.0, a.astype(mx.float32) * -LOG2_E))).astype(a.dtype)
@@ -69,7 +70,7 @@ def attention(
 ) -> mx.array:
     """What mx.fast.scaled_dot_product_attention computes: (batch, heads, tokens, width) each.
 
-    But that a token which may look at nothing gets zeros.
+    Except that a token which may attend to nothing gets zeros.
     """
     n_scores = math.prod(q.shape[:-1]) * k.shape[-2]
     known = mask.ndim in (2, 4) if isinstance(mask, mx.array) else mask in (None, "causal")
@@ -85,13 +86,13 @@ def attention(
         scores = scores.reshape(batch, kv_heads, -1, n_keys)
     highest = mx.maximum(scores.max(axis=-1, keepdims=True), LEAST)
     powers = mx.power(2.0, scores - highest)
-    total = mx.maximum(powers @ mx.ones((n_keys, 1)), TINY)  # a product is the faster sum
+    total = mx.maximum(powers @ mx.ones((n_keys, 1)), TINY)  # faster than sum()
     out = (powers.astype(v.dtype) @ v) / total
     return out.reshape(batch, heads, n_tokens, -1).astype(q.dtype)
 
 
 def _added(mask: mx.array | str, n_tokens: int, n_keys: int) -> mx.array:
-    """The mask as a summand, minus infinity where nothing is to be seen: that is the cheapest power."""
+    """The mask as numbers to add. Masked scores are minus infinity, the cheapest power to compute."""
     if isinstance(mask, str):
         ends = mx.arange(n_keys - n_tokens, n_keys)
         mask = mx.arange(n_keys)[None] <= ends[:, None]
@@ -100,8 +101,8 @@ def _added(mask: mx.array | str, n_tokens: int, n_keys: int) -> mx.array:
     return mask.astype(mx.float32) * LOG2_E
 
 
-def _seconds(function: Any) -> float:
-    """The best of a few, of a chunk's size."""
+def _seconds(function: Callable[..., mx.array]) -> float:
+    """The best of a few runs on arrays of a chunk's size."""
     q = mx.random.normal((1, 4, 128, 32))
     k = mx.random.normal((1, 4, 1024, 32))
     mx.eval(q, k)

@@ -1,13 +1,13 @@
-"""Two functions for x86-64 that stand between MLX and a library, and pass a call on to a better one.
+"""Two functions for x86-64 that stand between MLX and a library, and pass some calls to a faster one.
 
-A single row: a decode step is nothing but products of one row with a weight matrix. OpenBLAS's sgemm
-packs the whole matrix before it multiplies, three times the memory traffic of sgemv, which reads it
-once. (On ARM, OpenBLAS makes that turn itself.)
+Single rows: a decode step multiplies one row by weight matrices. OpenBLAS's sgemm packs the whole matrix
+before it multiplies, three times the memory traffic of sgemv, which reads it once. (On ARM, OpenBLAS
+itself calls sgemv for them.)
 
-Powers of two: MLX computes them by powf, at twice the time of exp2f, which gives the same bits.
+Powers of two: MLX computes them with powf, which takes twice as long as exp2f for the same bits.
 
-MLX calls sgemm and powf; so the choice is made in front of them, by a few instructions in a page of
-their own: nobody should need a compiler to run firn.
+MLX calls sgemm and powf, so the choice is made before those, by a few instructions in a page of their
+own: nobody should need a compiler to run firn.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def powf_of_two(*, powf: int, exp2f: int) -> int:
 
 
 def _assemble(listing: str, addresses: dict[str, int]) -> bytes:
-    """The bytes of a listing; a name in them stands for an address."""
+    """The bytes of a listing, with addresses in place of names."""
     code = b""
     for line in listing.splitlines():
         for field in line[:N_CODE_COLUMNS].split():
@@ -91,9 +91,9 @@ def _assemble(listing: str, addresses: dict[str, int]) -> bytes:
 
 
 def _executable(code: bytes) -> int:
-    """Memory that holds this code. It is never freed: MLX may call it as long as the process lives.
+    """The address of memory that holds this code. Never freed: MLX may call it until the process ends.
 
-    Raises OSError where a process may not have executable memory of its own.
+    Raises OSError where processes may not allocate executable memory.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p

@@ -1,7 +1,7 @@
-"""How many threads OpenBLAS takes for a product.
+"""How many threads OpenBLAS uses for a product.
 
 A second thread must be woken and waited for. A decode step of a small model is a hundred tiny products
-with pauses between them: there it saves nothing, and takes a core from Python, from MLX and from the
+with pauses between them: there a second thread saves nothing, and takes a core from Python, MLX and the
 clients.
 """
 
@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 WORTHWHILE = 1 << 18
-"""Multiplications in a product that are worth more than one thread."""
+"""Multiplications from which on a product is worth more than one thread."""
 
 
 class HasThreads(Protocol):
@@ -31,7 +31,7 @@ class Threads:
         self._weights = weights_a_product(model)
 
     def prepare(self, n_tokens: int) -> None:
-        """The next products are of `n_tokens` tokens each."""
+        """Call it before products of `n_tokens` tokens each."""
         n = self._library.n_threads if self._weights * n_tokens >= WORTHWHILE else 1
         if n != self._now:
             self._library.set_threads(n)
@@ -39,6 +39,7 @@ class Threads:
 
 
 def weights_a_product(model: Any) -> int:
+    """The mean size of the model's matrices."""
     arrays = [w for _, w in tree_flatten(model.parameters()) if isinstance(w, mx.array)]
     sizes = [w.size for w in arrays if w.ndim >= 2]
     return sum(sizes) // max(len(sizes), 1)

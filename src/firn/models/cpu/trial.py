@@ -1,7 +1,7 @@
-"""How fast one OpenBLAS multiplies for MLX, tried in a process of its own.
+"""How fast an OpenBLAS library multiplies for MLX, tried in a process of its own.
 
-A library that does not fit the processor may end the process that loads it. So the first to load it is
-this one, and what it prints, or that it dies, is remembered (see `blas`).
+A library that does not fit the processor may kill the process that loads it. So a child process loads it
+first, and what that prints, or that it died, is remembered (see `blas`).
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from firn.models.cpu.openblas import Library, OpenBlas
 from firn.models.faults import first_line
 
 FORMAT = 2
-"""Of what is remembered: raise it when a trial measures something else."""
+"""Of remembered trials: raise it when a trial measures something else."""
 TIMEOUT_S = 60.0
 N_TRIES, MIN_S = 4, 0.2
-"""At least this many products, for at least this long: other processes pause at some time."""
+"""At least this many products, for at least this long: at some moment other processes pause."""
 SIZE = (96, 512, 512)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What was seen. fault: why the library cannot be used, else empty."""
+    """A trial's result. fault: why the library cannot be used; empty if it can."""
 
     label: str = ""
     gflops: float = 0.0
     own_gflops: float = 0.0
-    """MLX as it is, in the same minute."""
+    """Of MLX's own BLAS, measured just before."""
     fault: str = ""
 
 
 def run(library: Library, *, n_threads: int) -> Trial:
-    """Try it in a child process. Whatever happens there, this one goes on."""
+    """Try it in a child process, which may die: this one goes on."""
     code = [sys.executable, "-m", __name__, library.kind, library.path, library.prefix]
     try:
         done = subprocess.run(
@@ -61,13 +61,13 @@ def main(kind: str, path: str, prefix: str, n_threads: str) -> None:
         blas.attach()
         _check()
         trial = Trial(f"{blas.version} for {blas.core}", gflops(), own)
-    except Exception as e:  # a trial ends with a finding, whatever it meets
+    except Exception as e:  # whatever happens, a trial ends with a result
         trial = Trial(own_gflops=own, fault=first_line(e))
     print(json.dumps(asdict(trial)))
 
 
 def gflops() -> float:
-    """Of float32 products of a short chunk, the best of a few."""
+    """Of float32 products of a short chunk's size, the best of a few."""
     import mlx.core as mx
 
     m, k, n = SIZE
@@ -83,7 +83,7 @@ def gflops() -> float:
 
 
 def _check() -> None:
-    """The products are right: of one row and of several, both ways round, over a dirty output."""
+    """Raise ValueError if products are wrong: of one row and several, transposed and not."""
     import mlx.core as mx
     import numpy as np
 

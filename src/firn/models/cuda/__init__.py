@@ -1,6 +1,6 @@
-"""MLX's CUDA backend, tuned: what firn replaces there, for a whole process.
+"""MLX's CUDA backend, tuned: the one place where firn replaces parts of it, for the whole process.
 
-    products   of a few tokens: a kernel in the place of cuBLAS, whose calls such a step waits for
+    products   of a few tokens: a kernel of firn's instead of cuBLAS, whose calls take longer on the host
 
 `tune` is the switch.
 """
@@ -15,7 +15,7 @@ log = logging.getLogger("firn.models")
 
 
 def tune() -> None:
-    """For this process, before a model is loaded. MLX stays as it is where the kernel is wrong."""
+    """Call it once in a process, before a model is loaded. Changes nothing if the kernel is wrong."""
     fault = products.fault()
     if fault is None:
         products.install()

@@ -1,8 +1,8 @@
 """Products of a few tokens with a weight matrix, on CUDA.
 
-MLX multiplies one token by a kernel of its own and calls cuBLAS for more. Each such call takes the host
-some 15 to 40 us (a heuristic, descriptors, a capture), whatever it computes, and a step has hundreds of
-them. The kernel here is launched as MLX's own are.
+MLX multiplies a single token by a kernel of its own and calls cuBLAS for more. Each such call takes the
+host some 15 to 40 us (a heuristic, descriptors, a capture), whatever it computes, and a step has
+hundreds of them. The kernel here is launched like MLX's own.
 
     block    16 columns of the result: 8 warps, each with a part of the inner dimension
     warp     32 values of the inner dimension at a time; every lane loads 16 bytes of a weight row and of
@@ -10,7 +10,7 @@ them. The kernel here is launched as MLX's own are.
     lanes    a lane's eight values fill the slots of two multiplications in the same order for weights
              and tokens: which slot holds which value does not matter to a sum
 
-Sums are of float32, as cuBLAS's are.
+Sums are in float32, as in cuBLAS.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from mlx import nn
 from firn.models.faults import first_line
 
 MAX_TOKENS = 32
-"""Of more, cuBLAS makes better use of the device than this saves on the host."""
+"""For more tokens, cuBLAS gains more on the device than this kernel saves on the host."""
 N_COLUMNS, N_INNER, N_THREADS = 16, 32, 256
 """Of a block; a matrix must be a multiple of the first two."""
 DTYPE = mx.bfloat16
-"""Of others, float32 is for cuBLAS, and a second kernel would be compiled at each start."""
+"""Only this type: another would need a second kernel, compiled at each start."""
 TOLERANCE = 2e-2
 
 SOURCE = """
@@ -129,7 +129,7 @@ def suits(x: mx.array, weight: mx.array) -> bool:
 
 
 def product(x: mx.array, weight: mx.array) -> mx.array:
-    """x @ weight.T, of what `suits`."""
+    """x @ weight.T, where it `suits`."""
     n_out = weight.shape[0]
     (out,) = _kernel()(
         inputs=[x, weight],
@@ -138,12 +138,12 @@ def product(x: mx.array, weight: mx.array) -> mx.array:
         output_shapes=[(*x.shape[:-1], n_out)],
         output_dtypes=[DTYPE],
     )
-    found: mx.array = out
-    return found
+    result: mx.array = out
+    return result
 
 
 def fault() -> str | None:
-    """Try it on this device, which compiles it; why it is of no use here, where it is not."""
+    """Compile the kernel and try it on this device. Returns why it cannot be used; None if it can."""
     weight = mx.random.normal((48, 1056), key=mx.random.key(1)).astype(DTYPE)
     for n_tokens in (2, 9, 17, MAX_TOKENS):
         x = mx.random.normal((1, n_tokens, 1056), key=mx.random.key(n_tokens)).astype(DTYPE)
@@ -159,7 +159,7 @@ def fault() -> str | None:
 
 
 def install() -> None:
-    """For every linear layer without a bias, and embeddings that serve as one."""
+    """For every linear layer without a bias, and for embeddings used as one."""
     nn.Linear.__call__ = _linear
     nn.Embedding.as_linear = _as_linear
 

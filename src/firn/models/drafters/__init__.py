@@ -1,8 +1,8 @@
-"""Drafters: who guesses what a row will say next.
+"""Drafters: each predicts what a row will say next.
 
-An extension folder: a drafter is a class in a module here, named by the module's DRAFTER, and chosen by
-the module's name (`--speculation`). It hears of every row and of every token that the row takes, and is
-asked for guesses whenever there is time for some. A wrong guess costs time and never changes a text.
+An extension folder: a drafter is a class in a module here, named by the module's DRAFTER and chosen by
+the module's name (`--speculation`). It is told of every row and of every token that the row takes, and
+is asked for drafts when they may pay. A wrong draft costs time and never changes a text.
 
 Engine thread only.
 """
@@ -18,32 +18,32 @@ from typing import Protocol
 from firn.core.values import Job
 
 ON_A_MODEL = frozenset({"model", "mtp"})
-"""Drafters that need a loaded model: who assembles the server makes those."""
+"""Drafters that need a loaded model: `assembly` makes those."""
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
-    """What may come next. `kinds`: one small number a token, by which the drafter tells sure guesses
-    from bold ones; how often each kind comes true is learnt, and decides how many are tried."""
+class Draft:
+    """What may come next. `kinds`: one small number per token, by which the drafter tells sure tokens
+    from bold ones; how often each kind is right is learnt, and decides how many are tried."""
 
     tokens: tuple[int, ...] = ()
     kinds: tuple[int, ...] = ()
 
-    def cut(self, n_tokens: int) -> Guess:
-        return Guess(self.tokens[:n_tokens], self.kinds[:n_tokens])
+    def cut(self, n_tokens: int) -> Draft:
+        return Draft(self.tokens[:n_tokens], self.kinds[:n_tokens])
 
 
-NOTHING = Guess()
+NO_DRAFT = Draft()
 
 
 class Drafter(Protocol):
-    """Guesses for any number of rows; a row is known by any hashable object."""
+    """Drafts for any number of rows; a row is identified by any hashable object."""
 
     is_free: bool
-    """Guessing takes no time to speak of. Then it is done after each token, tried or not."""
+    """Drafting takes next to no time. It is then done after each token, whether tried or not."""
 
     def odds(self, kind: int) -> float:
-        """How likely a guess of this kind is to come true, before anything is known."""
+        """How likely a token of this kind is to be right, before anything is learnt."""
         ...
 
     def open(self, row: Hashable, job: Job) -> None:
@@ -51,16 +51,16 @@ class Drafter(Protocol):
         ...
 
     def prepare(self, row: Hashable) -> bool:
-        """Get ready to guess for this row, a little at a time; True once it can."""
+        """Get ready to draft for this row, a little at a time; True once it can."""
         ...
 
     def took(self, row: Hashable, tokens: Sequence[int]) -> None:
         """These tokens are now the end of the row's reply. Unknown rows are ignored."""
         ...
 
-    def guess(self, rows: Sequence[Hashable], n_most: int) -> list[Guess]:
-        """For each row, up to `n_most` tokens after all that it took; nothing for unknown rows, or where
-        nothing comes to mind."""
+    def draft(self, rows: Sequence[Hashable], n_most: int) -> list[Draft]:
+        """For each row, up to `n_most` tokens after all that it took; NO_DRAFT for unknown rows, or if
+        it has no idea."""
         ...
 
     def close(self, row: Hashable) -> None:
@@ -68,7 +68,7 @@ class Drafter(Protocol):
         ...
 
     def end(self) -> None:
-        """The engine stops: keep what is worth keeping, let go of the rest."""
+        """The engine stops: keep what is worth keeping, free the rest."""
         ...
 
 

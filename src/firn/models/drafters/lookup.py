@@ -1,9 +1,9 @@
-"""Guesses by looking up: the end of the row's text stood somewhere before, so what followed may follow.
+"""Drafts by lookup: where the end of the row's text occurred before, what followed it may follow again.
 
 Where it looks: the request's own prediction of its reply; the prompt and the reply so far; earlier
-replies in the same namespace, of which a bounded number of tokens is kept. The longest match is taken,
-and followed for as long as it holds: a guess is as good as its match is long, so that length is the
-kind of the guess.
+replies in the same namespace, up to a bounded number of tokens. The longest match is
+followed for as long as it holds. The longer the match, the better the draft: a drafted token's kind is
+the length of the match before it.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from firn.core.values import Job, Namespace, TokenArray
-from firn.models.drafters import NOTHING, Guess
+from firn.models.drafters import NO_DRAFT, Draft
 
 SHORT, LONG = 2, 6
-"""A match is at least so long; of one that is longer, the longer key is looked for first."""
+"""Tokens of the keys that are looked up, the longer first. The shorter is the shortest match."""
 MAX_CANDIDATES = 16
 MAX_COMPARED = 18
-"""Tokens: matches that are longer are as good as each other."""
+"""Tokens compared: longer matches are no better."""
 FACTOR = 1_000_003
 KEPT_TOKENS = 1 << 16
 """Of earlier replies, in each namespace."""
 KEPT_NAMESPACES = 64
 MIN_REPLY, MAX_REPLY = 16, 1 << 13
-"""Tokens of a reply that is worth keeping, and how many of it are."""
+"""Shorter replies are not kept; of longer ones the first tokens are."""
 KINDS = (2, 3, 4, 6, 9, 17, 33)
 """The shortest match of each kind."""
 KIND_OF = tuple(sum(n >= k for k in KINDS[1:]) for n in range(KINDS[-1] + 1))
 KINDS_FROM = KIND_OF + (len(KINDS) - 1,) * 64
-"""From a match's length on: the kinds of the guesses that follow it."""
+"""KINDS_FROM[n:] are the kinds of the tokens drafted after a match of length n."""
 ODDS = (0.25, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95)
 
 
 class Lookup:
-    """Owner of what it remembers; one for each model."""
+    """One for each model; owns the replies it remembers."""
 
     is_free = True
 
@@ -63,9 +63,9 @@ class Lookup:
         if text is not None:
             text.take(tokens)
 
-    def guess(self, rows: Sequence[Hashable], n_most: int) -> list[Guess]:
+    def draft(self, rows: Sequence[Hashable], n_most: int) -> list[Draft]:
         texts = [self._texts.get(row) for row in rows]
-        return [NOTHING if text is None else text.guess(n_most) for text in texts]
+        return [NO_DRAFT if text is None else text.draft(n_most) for text in texts]
 
     def close(self, row: Hashable) -> None:
         text = self._texts.pop(row, None)
@@ -77,8 +77,8 @@ class Lookup:
         self._past.clear()
 
 
-class _Source:
-    """Tokens to look into, and where each pair and each six of them last stood."""
+class _GrowingText:
+    """Tokens to search, and where each key of SHORT and of LONG tokens last ended."""
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self.tokens: list[int] = []
@@ -97,7 +97,7 @@ class _Source:
             all_tokens.append(token)
 
     def find(self, end: Sequence[int]) -> tuple[int, int]:
-        """Where what followed this end stands, and how long the match is; (0, 0) for nowhere."""
+        """Where the text that followed this end begins, and the match's length; (0, 0): nowhere."""
         for n in (LONG, SHORT):
             if len(end) >= n:
                 at = self._last.get(tuple(end[-n:]), 0)
@@ -106,8 +106,8 @@ class _Source:
         return 0, 0
 
 
-class _Prompt:
-    """A prompt's tokens: too many for a table in Python, so they are sorted, at the first need."""
+class _FixedText:
+    """A prompt's tokens to search: too many for a dict, so their hashes are sorted when first needed."""
 
     def __init__(self, ids: TokenArray) -> None:
         self.ids = ids
@@ -127,7 +127,7 @@ class _Prompt:
         return (int(at[best]), int(lengths[best])) if lengths[best] >= SHORT else (0, 0)
 
     def _places(self, n: int, end: Sequence[int]) -> TokenArray:
-        """What may follow the last n tokens: the last few such places."""
+        """The last few places where the last n tokens of `end` were followed by something."""
         if n not in self._sorted:
             hashes = _hashes(self.ids[:-1], n)
             order = np.argsort(hashes, kind="stable")
@@ -151,47 +151,48 @@ class _Prompt:
 
 @dataclass(eq=False)
 class _Replies:
-    """Earlier replies, the newest first to be found and the oldest first to go."""
+    """Earlier replies: the newest is found first, the oldest is dropped first."""
 
-    _kept: OrderedDict[int, _Source] = field(default_factory=OrderedDict)
+    _kept: OrderedDict[int, list[int]] = field(default_factory=OrderedDict)
     _where: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)
     _n_tokens: int = 0
     _n_ever: int = 0
 
     def keep(self, reply: Sequence[int]) -> None:
-        source = _Source()
-        source.tokens = list(reply[:MAX_REPLY])
+        tokens = list(reply[:MAX_REPLY])
         self._n_ever += 1
-        self._kept[self._n_ever] = source
-        self._n_tokens += len(source.tokens)
-        for key, at in _keys(source.tokens):
+        self._kept[self._n_ever] = tokens
+        self._n_tokens += len(tokens)
+        for key, at in _keys(tokens):
             self._where[key] = (self._n_ever, at)
         while self._n_tokens > KEPT_TOKENS:
-            number, gone = self._kept.popitem(last=False)
-            self._n_tokens -= len(gone.tokens)
-            for key, _ in _keys(gone.tokens):
+            number, dropped = self._kept.popitem(last=False)
+            self._n_tokens -= len(dropped)
+            for key, _ in _keys(dropped):
                 if self._where.get(key, (0, 0))[0] == number:
                     del self._where[key]
 
     def find(self, end: Sequence[int]) -> tuple[Sequence[int], int, int]:
-        found = self._where.get(tuple(end[-LONG:])) if len(end) >= LONG else None
-        if found is None:
+        """A reply, where in it the text that followed this end begins, and the match's length."""
+        place = self._where.get(tuple(end[-LONG:])) if len(end) >= LONG else None
+        if place is None:
             return (), 0, 0
-        tokens = self._kept[found[0]].tokens
-        return tokens, found[1], _match(tokens, found[1], end)
+        number, at = place
+        tokens = self._kept[number]
+        return tokens, at, _match(tokens, at, end)
 
 
 class _RowText:
-    """One row's text, and the place that it follows."""
+    """One row's text, and the match that it follows at present."""
 
     def __init__(self, job: Job, past: _Replies) -> None:
         self.past = past
         self.reply: list[int] = []
-        self._prompt = _Prompt(job.prompt.ids)
-        self._prediction = _Prompt(np.array(job.prediction, dtype=np.int64))
-        self._own = _Source()
+        self._prompt = _FixedText(job.prompt.ids)
+        self._prediction = _FixedText(np.array(job.prediction, dtype=np.int64))
+        self._own = _GrowingText()
         self._reads, self._writes = job.cache.read, job.cache.write
-        # A prediction is of the whole reply: it is followed from the start.
+        # A prediction is of the whole reply, so it is followed from the start.
         self._follows: Sequence[int] | TokenArray = self._prediction.ids
         self._at = 0
         self._length = KINDS[-3] if len(job.prediction) else 0
@@ -210,22 +211,22 @@ class _RowText:
         self.reply.extend(tokens)
         self._own.extend(tokens)
 
-    def guess(self, n_most: int) -> Guess:
+    def draft(self, n_most: int) -> Draft:
         if not self._length or self._at >= len(self._follows):
             self._search()
         if not self._length:
-            return NOTHING
+            return NO_DRAFT
         follows = self._follows[self._at : self._at + n_most]
         tokens = tuple(follows.tolist() if isinstance(follows, np.ndarray) else follows)
         start = min(self._length, KINDS[-1])
-        return Guess(tokens, KINDS_FROM[start : start + len(tokens)])
+        return Draft(tokens, KINDS_FROM[start : start + len(tokens)])
 
     def _search(self) -> None:
         end = self._end()
         self._length = 0
-        for prompt in (self._prediction, self._prompt):
-            at, length = prompt.find(end)
-            self._follow(prompt.ids, at, length)
+        for text in (self._prediction, self._prompt):
+            at, length = text.find(end)
+            self._follow(text.ids, at, length)
         at, length = self._own.find(end)
         self._follow(self._own.tokens, at, length)
         if self._reads and self._length < LONG:
@@ -244,7 +245,7 @@ class _RowText:
 
 
 def _match(tokens: Sequence[int], at: int, end: Sequence[int]) -> int:
-    """How many tokens before `at` are the last of `end`."""
+    """How many of the tokens before `at` equal the last ones of `end`."""
     n, most = 0, min(at, len(end), MAX_COMPARED)
     while n < most and tokens[at - 1 - n] == end[-1 - n]:
         n += 1
@@ -256,7 +257,7 @@ def _keys(tokens: Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
 
 
 def _hashes(ids: TokenArray, n: int) -> TokenArray:
-    """One number for every n tokens in a row; equal ones are compared token by token."""
+    """A hash of every n tokens in a row. Equal hashes are compared token by token."""
     n_places = len(ids) - n + 1
     total = np.zeros(max(n_places, 0), dtype=np.int64)
     for i in range(n):
@@ -265,7 +266,7 @@ def _hashes(ids: TokenArray, n: int) -> TokenArray:
 
 
 def _hash(tokens: Sequence[int]) -> np.int64:
-    """That number of these tokens."""
+    """The same hash, of these tokens."""
     total = 0
     for token in tokens:
         total = (total * FACTOR + token) & 0xFFFF_FFFF_FFFF_FFFF

@@ -1,14 +1,14 @@
-"""Guesses by a small model that has the same tokens: what it would say itself.
+"""Drafts by a small model with the same tokens: what it would say itself.
 
-It has rows of its own, in a group of its own, and they resume from and are kept in a prefix cache under
-the small model's root. A prompt is read a chunk at a time, between the steps of the large model, which
-does not wait for it: until it is read there are no guesses. All guesses of a step are one chain on the
-device, for all rows together:
+Its rows and groups are its own, and the rows resume from a prefix cache under the small model's root. A
+prompt is read a chunk at a time, between the steps of the large model, which does not wait for it: until
+the prompt is read there are no drafts. All tokens of a draft are one chain on the device, for all rows
+together:
 
-    # [0, row.n_tokens) consumed and true   then what came since   then its own guesses, but the last
+    # [0, row.n_tokens) consumed and true   then what came since   then its own draft, but the last token
 
-What it consumed of wrong guesses is cut off before it is fed again. Greedy: the guess that is most
-likely to be right is the likeliest token, however the row samples.
+Wrong tokens that it consumed are cut off before it is fed again. It drafts greedily: the likeliest token
+is the most likely to be right, however the row samples.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ import numpy as np
 
 from firn.core.ports import Cursor, EngineLoad, PrefixCache
 from firn.core.values import Job
-from firn.models.batch import Group, Row
-from firn.models.drafters import NOTHING, Guess
+from firn.models.batch import Group, Row, restored_row
+from firn.models.drafters import NO_DRAFT, Draft
 from firn.models.padding import in_blocks
 from firn.models.ragged import MAX_FEED, RaggedCache
-from firn.models.rewind import Step, is_rewindable, leaves
+from firn.models.rewind import RaggedStep, is_rewindable, leaves
 from firn.models.sampling import to_host
 from firn.models.traits import TRAITS, Traits
 
-MAX_GUESSES = 8
+MAX_DRAFT = 8
 ODDS = (0.7, 0.65, 0.6, 0.55, 0.5, 0.5, 0.5, 0.5)
 CHUNK = 512
 
 
 @dataclass(eq=False)
 class _DraftRow:
-    """One row of the large model, as the small one has read it."""
+    """The small model's copy of one row of the large one."""
 
     job: Job
     row: Row
     cursor: Cursor
     reply: list[int] = field(default_factory=list)
-    guessed: list[int] = field(default_factory=list)
-    """Behind all of the reply; all but the last of them consumed."""
+    draft: list[int] = field(default_factory=list)
+    """What follows the reply; all of it consumed but the last token."""
 
     @property
     def n_text(self) -> int:
@@ -94,29 +94,24 @@ class ModelDrafter:
     # --- rows ------------------------------------------------------------------------------
 
     def open(self, row: Hashable, job: Job) -> None:
-        if job.prompt.picture_spans:  # it has no eyes
+        if job.prompt.picture_spans:  # it sees no pictures
             return
         cursor = self._cache.open(job.prompt, job.namespace, job.cache)
-        restored = self._cache.restore(cursor)
-        layers = self._make_layers()
-        if restored is not None:
-            restored.fill(layers)
-        own = Row(layers, restored.n_tokens if restored else 0)
-        if restored is not None:
-            restored.filled(own)
+        own = restored_row(self._make_layers(), self._cache.restore(cursor))
         self._readers[row] = _DraftRow(job, own, cursor)
 
     def took(self, row: Hashable, tokens: Sequence[int]) -> None:
         reader = self._readers.get(row)
         if reader is None:
             return
-        # The last guess was not consumed, and the newest token is always to be: the next one follows it.
-        consumed = reader.guessed[: min(len(reader.guessed), len(tokens)) - 1]
-        for token, guess in zip(tokens, consumed, strict=False):
-            if token != guess:
+        # The draft's last token was not consumed. The newest token counts as not consumed in any case:
+        # the next draft follows it.
+        consumed = reader.draft[: min(len(reader.draft), len(tokens)) - 1]
+        for token, expected in zip(tokens, consumed, strict=False):
+            if token != expected:
                 break
             reader.row.n_tokens += 1
-        reader.guessed = []
+        reader.draft = []
         reader.reply.extend(tokens)
 
     def close(self, row: Hashable) -> None:
@@ -160,7 +155,7 @@ class ModelDrafter:
             ahead.fill(layers)
             own.layers, own.n_tokens = layers, ahead.n_tokens
             ahead.filled(own)
-        elif reader.cursor.racing:  # nobody waits for guesses: what is on its way may come
+        elif reader.cursor.racing:  # nobody waits for a draft, so wait for what is being loaded
             return False
         end = min(own.n_tokens + self._chunk, n_prompt - 1)
         if end > own.n_tokens:
@@ -187,7 +182,7 @@ class ModelDrafter:
         group.make_ready()
 
     def _catch_up(self, reader: _DraftRow) -> None:
-        """What was said while nobody guessed."""
+        """Read what the row took while nothing was drafted for it."""
         own = reader.row
         group = own.group
         assert group is not None
@@ -198,23 +193,23 @@ class ModelDrafter:
         if reader.cursor.commit_due(own.n_tokens):
             self._cache.commit(reader.cursor, own)
 
-    # --- guessing --------------------------------------------------------------------------
+    # --- drafting --------------------------------------------------------------------------
 
-    def guess(self, rows: Sequence[Hashable], n_most: int) -> list[Guess]:
-        found: dict[Hashable, Guess] = {}
-        n = min(n_most, MAX_GUESSES)
+    def draft(self, rows: Sequence[Hashable], n_most: int) -> list[Draft]:
+        drafts: dict[Hashable, Draft] = {}
+        n = min(n_most, MAX_DRAFT)
         ready = [row for row in rows if row in self._readers and n > 0 and self.prepare(row)]
         for group in self._groups:
             asked = [r for r in ready if self._readers[r].row.group is group]
-            fresh = [r for r in asked if not self._readers[r].guessed]
+            fresh = [r for r in asked if not self._readers[r].draft]
             if fresh:
-                self._guess(group, fresh, n)
+                self._draft(group, fresh, n)
             for row in asked:
-                tokens = tuple(self._readers[row].guessed[:n])
-                found[row] = Guess(tokens, tuple(range(len(tokens))))
-        return [found.get(row, NOTHING) for row in rows]
+                tokens = tuple(self._readers[row].draft[:n])
+                drafts[row] = Draft(tokens, tuple(range(len(tokens))))
+        return [drafts.get(row, NO_DRAFT) for row in rows]
 
-    def _guess(self, group: Group, rows: Sequence[Hashable], n: int) -> None:
+    def _draft(self, group: Group, rows: Sequence[Hashable], n: int) -> None:
         readers = {self._readers[r].row: self._readers[r] for r in rows}
         fed: list[Sequence[int]] = []
         for seat in group.seats:
@@ -228,7 +223,7 @@ class ModelDrafter:
             seat.n_tokens += len(f)
         active = [1 if f else 0 for f in fed]
         for _ in range(n - 1):
-            step = Step(group.layers, active)
+            step = RaggedStep(group.layers, active)
             logits = self._model(tokens[:, None], cache=group.layers)
             step.settle(active)
             tokens = mx.argmax(logits[:, -1], axis=-1)
@@ -236,7 +231,7 @@ class ModelDrafter:
         table = to_host(mx.stack(chain, axis=1))
         for row in rows:
             reader = self._readers[row]
-            reader.guessed = table[reader.row.index]
+            reader.draft = table[reader.row.index]
 
     def _feed(self, group: Group, fed: Sequence[Sequence[int]]) -> mx.array:
         """Logits after these tokens of each seat; some seats are fed nothing."""
@@ -245,7 +240,7 @@ class ModelDrafter:
         width = max(lengths)
         if width > 1:
             width = self._traits.shape(width)
-        step = Step(group.layers, lengths, width)
+        step = RaggedStep(group.layers, lengths, width)
         ids = mx.array([[*f, *[0] * (width - len(f))] for f in fed])
         layers = in_blocks(group.layers, group.columns) if width > 1 else group.layers
         logits: mx.array = self._model(mx.minimum(ids, self._last_id), cache=layers)
@@ -253,7 +248,7 @@ class ModelDrafter:
         return logits
 
     def _cut(self, group: Group | None) -> None:
-        """Of what the seats hold, only what is true stays."""
+        """Drop what the caches hold after each row's true tokens."""
         if group is None:
             return
         lengths = [seat.n_tokens for seat in group.seats]

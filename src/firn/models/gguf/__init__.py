@@ -1,7 +1,7 @@
 """From a GGUF file to an MLX model folder, for dense llama models with a byte-level vocabulary.
 
-Everything is read and checked before the first file is written. What cannot be turned without losing
-something is refused with one line.
+Everything is read and checked before the first file is written. What cannot be converted without loss is
+refused with one line.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ def _shape(file: GgufFile) -> weights.LlamaShape:
     architecture = file.text("general.architecture")
     if architecture != "llama" or file.metadata.get("llama.expert_count"):
         kind = "a mixture of experts" if architecture == "llama" else architecture
-        raise UnreadableGguf(f"it is {kind}; firn turns dense llama models")
+        raise UnreadableGguf(f"it is {kind}; firn converts dense llama models")
     if file.metadata.get("split.count", 1) != 1:
-        raise UnreadableGguf("it is one part of several; firn turns models in one file")
+        raise UnreadableGguf("it is one part of several; firn converts models in one file")
     if file.metadata.get("llama.rope.scaling.type", "none") != "none":
-        raise UnreadableGguf("its rotary positions are scaled, which firn does not turn")
+        raise UnreadableGguf("its rotary positions are scaled, which firn does not convert")
     n_heads = n_kv_heads = file.integer("llama.attention.head_count")
     if "llama.attention.head_count_kv" in file.metadata:
         n_kv_heads = file.integer("llama.attention.head_count_kv")
     head_dim = file.integer("llama.rope.dimension_count")
     if head_dim < 2 or head_dim % 2 or not n_heads or not n_kv_heads:
-        raise UnreadableGguf(f"{n_heads} heads of {head_dim} are no attention")
+        raise UnreadableGguf(f"it cannot have {n_heads} attention heads of width {head_dim}")
     return weights.LlamaShape(
         n_layers=file.integer("llama.block_count"),
         width=file.integer("llama.embedding_length"),
@@ -109,8 +109,8 @@ def _safetensors(plan: weights.ConversionPlan, progress: Progress) -> Iterator[b
     arrays: list[weights.Array] = []
     header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
     n_done = at = 0
-    for slot, tensor in plan.pairs:
-        for name, array in weights.arrays(slot, tensor):
+    for names, tensor in plan.pairs:
+        for name, array in weights.arrays(names, tensor):
             arrays.append(array)
             place = {"shape": array.shape, "data_offsets": (at, at + array.nbytes)}
             header[name] = {"dtype": DTYPES[array.dtype.name], **place}
@@ -125,7 +125,7 @@ def _safetensors(plan: weights.ConversionPlan, progress: Progress) -> Iterator[b
 
 
 def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """On the disk when this returns: a folder is taken for whole once it has its name."""
+    """On the disk when this returns: a folder counts as complete once it has its name."""
     with path.open("wb") as out:
         for piece in pieces:
             out.write(piece)

@@ -12,13 +12,13 @@ from firn.models.gguf.file import GgufFile, UnreadableGguf
 
 BYTE_LEVEL_BPE = "gpt2"
 CONTROL, USER_DEFINED = 3, 4
-"""GGUF's types of tokens that text is searched for before it is cut into words."""
+"""GGUF's types of tokens that are recognised before a text is split into words."""
 ROLES = {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}
 """GGUF's names of special tokens -> those of transformers."""
 
 
 def files(gguf: GgufFile) -> dict[str, str]:
-    """By name. Raises UnreadableGguf where the vocabulary is of another kind."""
+    """Contents by name. Raises UnreadableGguf if the vocabulary is of another kind."""
     tokens = gguf.texts("tokenizer.ggml.tokens")
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -27,17 +27,17 @@ def files(gguf: GgufFile) -> dict[str, str]:
         "model_max_length": gguf.integer("llama.context_length"),
     }
     settings |= {f"{role}_token": tokens[i] for role, i in special_ids(gguf).items()}
-    made = {
+    contents = {
         "tokenizer.json": _tokenizer(gguf, tokens).to_str(),
         "tokenizer_config.json": json.dumps(settings, indent=2, ensure_ascii=False),
     }
     if "tokenizer.chat_template" in gguf.metadata:
-        made["chat_template.jinja"] = gguf.text("tokenizer.chat_template")
-    return made
+        contents["chat_template.jinja"] = gguf.text("tokenizer.chat_template")
+    return contents
 
 
 def special_ids(gguf: GgufFile) -> Mapping[str, int]:
-    """By transformers' name of the role: those that the file gives."""
+    """The ids that the file names, by transformers' name of the role."""
     n_tokens = len(gguf.texts("tokenizer.ggml.tokens"))
     ids = {}
     for theirs, ours in ROLES.items():
@@ -52,10 +52,12 @@ def special_ids(gguf: GgufFile) -> Mapping[str, int]:
 def _tokenizer(gguf: GgufFile, tokens: list[str]) -> Tokenizer:
     kind, pre = gguf.text("tokenizer.ggml.model"), gguf.text("tokenizer.ggml.pre")
     if kind != BYTE_LEVEL_BPE or pre != "smollm":
-        raise UnreadableGguf(f"its tokenizer is {kind}, {pre}; firn makes {BYTE_LEVEL_BPE}, smollm")
+        raise UnreadableGguf(
+            f"its tokenizer is {kind}, {pre}; firn converts {BYTE_LEVEL_BPE}, smollm"
+        )
     if gguf.metadata.get("tokenizer.ggml.add_bos_token"):
         raise UnreadableGguf(
-            "its tokenizer puts a token before every text, which firn does not make"
+            "its tokenizer puts a token before every text, which firn does not convert"
         )
     pairs = (pair.partition(" ") for pair in gguf.texts("tokenizer.ggml.merges"))
     merges = [(left, right) for left, _, right in pairs]
@@ -64,20 +66,20 @@ def _tokenizer(gguf: GgufFile, tokens: list[str]) -> Tokenizer:
         raise UnreadableGguf("its vocabulary has tokens without a type, or the same one twice")
     vocabulary = {token: i for i, token in enumerate(tokens)}
     try:
-        made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    except Exception as e:  # tokenizers raises nothing more particular
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    except Exception as e:  # tokenizers raises nothing more specific
         raise UnreadableGguf(f"its vocabulary does not fit its merges: {e}") from e
     # Digits one by one, then GPT-2's words.
-    made.pre_tokenizer = pre_tokenizers.Sequence(
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
         ]
     )
-    made.decoder = decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     for token, type in zip(tokens, types, strict=True):
         if type in (CONTROL, USER_DEFINED):
             special = type == CONTROL
             added = [AddedToken(token, special=special, normalized=False)]
-            (made.add_special_tokens if special else made.add_tokens)(added)
-    return made
+            (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
+    return tokenizer

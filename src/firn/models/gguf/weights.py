@@ -1,7 +1,7 @@
 """The tensors of a dense llama GGUF file as those of an MLX folder: names, order of rows, packing. Pure.
 
-Nothing is rounded. GGUF's Q4_1 is MLX's affine quantisation of 4 bits in groups of 32 (a scale and a
-bias for 32 values), its Q8_0 that of 8 bits; only the order of the bits differs. Scales, biases and
+Nothing is rounded. GGUF's Q4_1 is MLX's affine quantisation to 4 bits in groups of 32 (a scale and a
+bias for 32 values), its Q8_0 that to 8 bits; only the order of the bits differs. Scales, biases and
 norms are float32, which makes MLX compute in float32: docs/decisions.md says why.
 """
 
@@ -35,15 +35,16 @@ class LlamaShape:
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """A tensor that the model has: its names there and here. `n_heads`: its rows are reordered."""
+    """A tensor's names in GGUF and in MLX. n_heads: its rows are reordered, head by head."""
 
-    theirs: str
-    ours: str
+    gguf: str
+    mlx: str
     shape: tuple[int, ...]
     n_heads: int = 0
 
 
-def slots(shape: LlamaShape, *, tied: bool) -> Iterator[TensorNames]:
+def tensor_names(shape: LlamaShape, *, tied: bool) -> Iterator[TensorNames]:
+    """Of all tensors that the model has. tied: the output layer is the embedding."""
     h, f, vocab = shape.width, shape.n_inner, shape.n_vocab
     q, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     yield TensorNames("token_embd", "model.embed_tokens", (vocab, h))
@@ -51,16 +52,16 @@ def slots(shape: LlamaShape, *, tied: bool) -> Iterator[TensorNames]:
     if not tied:
         yield TensorNames("output", "lm_head", (vocab, h))
     for i in range(shape.n_layers):
-        there, here = f"blk.{i}.", f"model.layers.{i}."
-        yield TensorNames(there + "attn_norm", here + "input_layernorm", (h,))
-        yield TensorNames(there + "attn_q", here + "self_attn.q_proj", (q, h), shape.n_heads)
-        yield TensorNames(there + "attn_k", here + "self_attn.k_proj", (kv, h), shape.n_kv_heads)
-        yield TensorNames(there + "attn_v", here + "self_attn.v_proj", (kv, h))
-        yield TensorNames(there + "attn_output", here + "self_attn.o_proj", (h, q))
-        yield TensorNames(there + "ffn_norm", here + "post_attention_layernorm", (h,))
-        yield TensorNames(there + "ffn_gate", here + "mlp.gate_proj", (f, h))
-        yield TensorNames(there + "ffn_up", here + "mlp.up_proj", (f, h))
-        yield TensorNames(there + "ffn_down", here + "mlp.down_proj", (h, f))
+        gguf, mlx = f"blk.{i}.", f"model.layers.{i}."
+        yield TensorNames(gguf + "attn_norm", mlx + "input_layernorm", (h,))
+        yield TensorNames(gguf + "attn_q", mlx + "self_attn.q_proj", (q, h), shape.n_heads)
+        yield TensorNames(gguf + "attn_k", mlx + "self_attn.k_proj", (kv, h), shape.n_kv_heads)
+        yield TensorNames(gguf + "attn_v", mlx + "self_attn.v_proj", (kv, h))
+        yield TensorNames(gguf + "attn_output", mlx + "self_attn.o_proj", (h, q))
+        yield TensorNames(gguf + "ffn_norm", mlx + "post_attention_layernorm", (h,))
+        yield TensorNames(gguf + "ffn_gate", mlx + "mlp.gate_proj", (f, h))
+        yield TensorNames(gguf + "ffn_up", mlx + "mlp.up_proj", (f, h))
+        yield TensorNames(gguf + "ffn_down", mlx + "mlp.down_proj", (h, f))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class ConversionPlan:
 
     def quantization(self) -> dict[str, object]:
         """As config.json names it; empty where nothing is quantised."""
-        bits = {slot.ours: BITS[tensor.kind] for slot, tensor in self.pairs if tensor.kind in BITS}
+        bits = {names.mlx: BITS[tensor.kind] for names, tensor in self.pairs if tensor.kind in BITS}
         if not bits:
             return {}
         common = min(bits.values())
@@ -87,42 +88,43 @@ def plan(file: GgufFile, shape: LlamaShape, *, tied: bool) -> ConversionPlan:
     """Raises UnreadableGguf where a tensor is missing, of another shape, or not one of these."""
     left = dict(file.tensors)
     pairs = []
-    for slot in slots(shape, tied=tied):
-        tensor = left.pop(f"{slot.theirs}.weight", None)
+    for names in tensor_names(shape, tied=tied):
+        tensor = left.pop(f"{names.gguf}.weight", None)
         if tensor is None:
-            raise UnreadableGguf(f"the tensor {slot.theirs}.weight is missing")
-        if tensor.shape != slot.shape:
-            raise UnreadableGguf(f"{tensor.name} has the shape {tensor.shape}, not {slot.shape}")
-        if len(slot.shape) == 1 and tensor.kind in BITS:
+            raise UnreadableGguf(f"the tensor {names.gguf}.weight is missing")
+        if tensor.shape != names.shape:
+            raise UnreadableGguf(f"{tensor.name} has the shape {tensor.shape}, not {names.shape}")
+        if len(names.shape) == 1 and tensor.kind in BITS:
             raise UnreadableGguf(f"{tensor.name} is quantised: norms must not be")
-        pairs.append((slot, tensor))
+        pairs.append((names, tensor))
     if left:
         raise UnreadableGguf(f"firn does not know what the tensor {min(left)} is for")
     return ConversionPlan(tuple(pairs))
 
 
-def arrays(slot: TensorNames, tensor: GgufTensor) -> Iterator[tuple[str, Array]]:
+def arrays(names: TensorNames, tensor: GgufTensor) -> Iterator[tuple[str, Array]]:
     """The tensor as MLX's: one array, or packed values with their scales and biases."""
     if tensor.kind == "F32":
-        yield f"{slot.ours}.weight", _rows(tensor.blocks.view("<f4").reshape(tensor.shape), slot)
+        rows = tensor.blocks.view("<f4").reshape(tensor.shape)
+        yield f"{names.mlx}.weight", _reordered(rows, n_heads=names.n_heads)
         return
     packed, scales, biases = _q4_1(tensor) if tensor.kind == "Q4_1" else _q8_0(tensor)
-    n_rows = tensor.shape[0]
-    for name, flat in (("weight", packed), ("scales", scales), ("biases", biases)):
-        yield f"{slot.ours}.{name}", _rows(flat.reshape(n_rows, -1), slot)
+    for part, flat in (("weight", packed), ("scales", scales), ("biases", biases)):
+        rows = flat.reshape(tensor.shape[0], -1)
+        yield f"{names.mlx}.{part}", _reordered(rows, n_heads=names.n_heads)
 
 
-def _rows(rows: Array, slot: TensorNames) -> Array:
-    """The rows of q and k in the order of MLX.
+def _reordered(rows: Array, *, n_heads: int) -> Array:
+    """The rows of q and k in MLX's order; others have no heads, and stay.
 
-    Rotary positions turn pairs of values of a head: llama.cpp pairs neighbours (0, 1), (2, 3); the
-    model was trained with, and MLX has, halves (0, d/2), (1, d/2+1). llama.cpp's converter
-    therefore interleaves the halves of each head's rows, (2, d/2) -> (d/2, 2). This is the way back.
+    Rotary positions turn pairs of values of a head. llama.cpp pairs neighbours (0, 1), (2, 3); the model
+    was trained with halves (0, d/2), (1, d/2+1), which MLX pairs, too. So llama.cpp's converter
+    interleaves the halves of each head's rows, (2, d/2) -> (d/2, 2). This undoes it.
     """
-    if not slot.n_heads:
+    if not n_heads:
         return rows
     n_rows, n_columns = rows.shape
-    halves = rows.reshape(slot.n_heads, n_rows // slot.n_heads // 2, 2, n_columns)
+    halves = rows.reshape(n_heads, n_rows // n_heads // 2, 2, n_columns)
     return halves.swapaxes(1, 2).reshape(n_rows, n_columns)
 
 
@@ -135,7 +137,7 @@ def _q4_1(tensor: GgufTensor) -> tuple[Array, Array, Array]:
 
 
 def _q8_0(tensor: GgufTensor) -> tuple[Array, Array, Array]:
-    """A block: scale, 32 signed bytes. MLX's are unsigned: 128 more, and a bias that takes it back."""
+    """A block: scale, 32 signed bytes. MLX's are unsigned: 128 more, and a bias that subtracts it."""
     scales = _floats(tensor.blocks, 0)
     return (tensor.blocks[:, 2:] ^ 128).view("<u4"), scales, -128 * scales
 

@@ -1,7 +1,7 @@
-"""The processes that compute one model together, as MLX knows them, and whether a model can be sharded.
+"""The processes that compute one model together, as MLX's group, and whether a model can be sharded.
 
-Everything here is sent by MLX (TCP rings, RDMA, NCCL): every rank must call the same functions in the
-same order.
+MLX does the communication (TCP rings, RDMA, NCCL): every rank must call the same functions in the same
+order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HEADS = {
     "num_heads": "heads in its linear layers",
     "index_n_heads": "index heads",
 }
-"""Keys of configurations, in the words of an error."""
+"""Keys of configurations, and their names in errors."""
 KV_HEADS = ("num_key_value_heads", "num_attention_groups")
 REPEATS_KV = ("qwen3_5",)
 """Modules of mlx-lm that give several ranks the same key-value head, where there are too few."""
@@ -56,7 +56,7 @@ class RankGroup:
     def shard(self, model: Any) -> None:
         """Reduce a model to this rank's slice, before its weights are read."""
         if not hasattr(model, "shard"):
-            raise SetupError("mlx-lm cannot share this model out among ranks")
+            raise SetupError("mlx-lm cannot divide this model among ranks")
         model.shard(self._group)
 
     def share(self, tokens: mx.array) -> mx.array:
@@ -70,10 +70,9 @@ class RankGroup:
     def from_first(self, message: bytes) -> bytes:
         """Broadcast a message of rank 0, of at most MESSAGE_NBYTES."""
         own = message.ljust(MESSAGE_NBYTES, b"\0") if self.rank == 0 else bytes(MESSAGE_NBYTES)
-        given = mx.array(list(own), dtype=mx.int32)
-        told = mx.distributed.all_sum(given, group=self._group)
-        mx.eval(told)
-        values: list[int] = told.tolist()  # type: ignore[assignment]
+        total = self.add(mx.array(list(own), dtype=mx.int32))
+        mx.eval(total)
+        values: list[int] = total.tolist()  # type: ignore[assignment]
         return bytes(values).rstrip(b"\0")
 
 
@@ -81,14 +80,14 @@ class RankGroup:
 
 
 def check(config: Mapping[str, Any], size: int, *, name: str, text_only: bool) -> None:
-    """Raises SetupError if so many ranks cannot serve this model. Reads no weights."""
+    """Raises SetupError if `size` ranks cannot serve this model. Reads no weights."""
     if is_vision(config) and not text_only:
         raise SetupError("--tensor-parallel serves no pictures: add --text-only for the text alone")
     kind = str(config["model_type"])
     module = mlx_utils.MODEL_REMAPPING.get(kind, kind)
     if "model_file" not in config and not _can_shard(module):
         raise SetupError(
-            f"--tensor-parallel: mlx-lm cannot share the architecture {kind} out among ranks"
+            f"--tensor-parallel: mlx-lm cannot divide the architecture {kind} among ranks"
         )
     latent = "kv_lora_rank" in config or "kv_lora_rank" in (config.get("text_config") or {})
     for key, n in _heads(config):
@@ -103,10 +102,10 @@ def check(config: Mapping[str, Any], size: int, *, name: str, text_only: bool) -
 
 def _can_shard(module: str) -> bool:
     try:
-        found = importlib.import_module(f"mlx_lm.models.{module}")
+        imported = importlib.import_module(f"mlx_lm.models.{module}")
     except ImportError:
         return False
-    return hasattr(getattr(found, "Model", None), "shard")
+    return hasattr(getattr(imported, "Model", None), "shard")
 
 
 def _heads(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:

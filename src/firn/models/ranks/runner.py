@@ -1,8 +1,8 @@
-"""The runner of a sharded model: rank 0's tells the others each call, and theirs make the same calls.
+"""The runner of a sharded model: rank 0 sends each call to the others, and they make the same calls.
 
 A forward pass contains collectives, so all ranks must build and evaluate the same passes in the same
-order. Rank 0 tells a call before it makes it. A call that computes nothing and may fail for one request
-(`start`, `choices`) is made first and told when it has succeeded. Rows are named by numbers.
+order. Rank 0 sends a call before it makes it. A call that computes nothing and may fail for one request
+(`start`, `choices`) is made first and sent when it has succeeded. Rows are identified by numbers.
 
 Only rank 0 samples. Its tokens reach the others inside the computation (`RankGroup.share`), so decode
 steps stay pipelined. A row's group, index and padding follow from the calls alone; a follower checks
@@ -34,7 +34,7 @@ from firn.models.sampling import Picker, Picks
 
 Fills = list[tuple[str, list[int], int]]
 """How a row was restored: (part, the numbers of its payloads, tokens)."""
-NOTHING = Prompt(np.zeros(0, dtype=np.int64))
+EMPTY_PROMPT = Prompt(np.zeros(0, dtype=np.int64))
 
 
 class LeaderRunner(Runner):
@@ -58,11 +58,11 @@ class LeaderRunner(Runner):
         for row, number in self._numbers.items():
             if row.live_layers is layers and row.index == index:
                 return number
-        raise LookupError("nobody's layers")
+        raise LookupError("no row has these layers")
 
     @property
     def reads_together(self) -> bool:
-        """Prompts are read one by one: followers know no padded pass of several."""
+        """Prompts are read one by one: followers have no padded pass of several."""
         return False
 
     # --- prefill ---------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class LeaderRunner(Runner):
 
     @contextmanager
     def _together(self, name: str, *args: Any, blob: bytes = b"") -> Iterator[None]:
-        """Tell the call, then make it. A failure here alone leaves ranks in different states: the group
+        """Send the call, then make it. If it fails on this rank, the ranks' states differ: the group
         ends."""
         self.followers.tell(name, *args, blob=blob)
         try:
@@ -147,12 +147,12 @@ class LeaderRunner(Runner):
 LOCAL = frozenset(
     {"confirm", "force", "groups", "live_nbytes", "prefill_together", "resume", "close"}
 )
-"""Methods that followers are not told of: they run no collective, change only what is sampled, or are
-never called with ranks. (`resume` also marks a row as alone; `join` tells that.)"""
+"""Methods that are not sent to followers: they run no collective, change only what is sampled, or are
+never called with ranks. (`resume` also marks a row as alone; `join` sends that.)"""
 
 
 class FollowerRunner(Runner):
-    """A follower's. It has a method `on_NAME` for each call that rank 0 tells."""
+    """A follower's. It has a method `on_NAME` for each call that rank 0 sends."""
 
     group: RankGroup
 
@@ -180,7 +180,7 @@ class FollowerRunner(Runner):
         self.settle(self.by_number[number])
 
     def on_choices(self, number: int, numbers: Sequence[int]) -> None:
-        job = Job(RequestId(""), NOTHING, 1, sampling=Sampling(temperature=0.0))
+        job = Job(RequestId(""), EMPTY_PROMPT, 1, sampling=Sampling(temperature=0.0))
         rows = self.choices(self.by_number[number], job, list(range(len(numbers))))
         self.by_number.update(zip(numbers, rows, strict=True))
 
@@ -210,7 +210,7 @@ class FollowerRunner(Runner):
         return Picks(self.group.share(mx.argmax(logits, axis=-1) * 0), None, None, None)
 
 
-def in_step(same: bool, what: str) -> None:
+def in_step(same: bool, subject: str) -> None:
     """Stop a follower whose state differs from rank 0's."""
     if not same:
-        raise RuntimeError(f"out of step with rank 0: {what}")
+        raise RuntimeError(f"out of step with rank 0: {subject}")

@@ -1,4 +1,4 @@
-"""What a model is fed beside token ids. A text model: nothing."""
+"""What a model is called with besides token ids. A text model: nothing."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from firn.core.values import Prompt
 from firn.models.batch import Row
 
 
-class Inputs(Protocol):
-    """Keyword arguments of the model's calls. Engine thread."""
+class CallArguments(Protocol):
+    """Makes the keyword arguments of the model's calls. Engine thread."""
 
     def chunk(self, prompt: Prompt, start: int, end: int) -> dict[str, Any]:
         """For prompt tokens [start, end)."""
