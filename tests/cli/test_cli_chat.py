@@ -193,7 +193,7 @@ def test_without_stdin_the_argument_is_asked() -> None:
 
 def test_a_terminal_that_cannot_show_a_character() -> None:
     with serving(hello) as server:
-        run = one_shot(server.url, "hi", PYTHONIOENCODING="ascii")
+        run = one_process(server.url, "hi", PYTHONIOENCODING="ascii")
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("H?llo")
 
