@@ -331,6 +331,13 @@ def test_harmony_at_the_edges(text: str, tail: str, text_out: str, reasoning: st
     assert (reply.text, reply.reasoning, reply.calls) == (text_out, reasoning, [])
 
 
+def test_harmony_calls_a_tool_by_its_bare_name() -> None:
+    for name, is_call in (("other", True), ("nobody", False)):
+        text = f'{CHANNEL}commentary to={name}{MESSAGE}{{"a": 1}}<|call|>'
+        reply = read_at_every_split(HARMONY, text)
+        assert (len(reply.calls) == 1, reply.text == "") == (is_call, is_call)
+
+
 def test_harmony_without_tools_gives_the_body_of_a_call_as_text() -> None:
     text = f"{CHANNEL}commentary to=functions.other{MESSAGE}{{}}<|call|>"
     assert read(HARMONY, [text], tools=()) == Reply(text="{}", order=["TextPiece"])
