@@ -110,6 +110,9 @@ CALLS: dict[str, list[tuple[str, list[tuple[str, Any]]]]] = {
     ],
     "pythonic_bare": [
         ("[get_weather(city='[x]', days=1), other()]", [(WEATHER, {"city": "[x]", "days": 1}), ("other", {})]),
+        ("[other(a='it's [a] ]', b=[[1], [2]])]", [("other", {"a": "it's [a] ]", "b": [[1], [2]]})]),
+        ("[other(a='it''s [', b='\\']')]", [("other", {"a": "its [", "b": "']"})]),
+        ('[other(a="""x] "y" """)]', [("other", {"a": 'x] "y" '})]),
     ],
 }  # fmt: skip
 
@@ -235,6 +238,14 @@ def test_a_header_that_is_too_long_is_text() -> None:
     closed = f"{text}\n</tool_call>"
     assert read(format, [closed]) == read(format, list(closed))
     assert read(format, [closed]).text == closed
+
+
+def test_a_long_call_without_markers_is_read_in_linear_time() -> None:
+    # Parsing at every bracket would take minutes here, on the thread of all replies.
+    rows = [[i, i + 1] for i in range(6000)]
+    reply = read(ReplyFormat(tool="pythonic_bare"), [f"[other(rows={rows}, note='(:]')] ok"])
+    assert reply.calls[0].arguments == {"rows": rows, "note": "(:]"}
+    assert reply.text == "ok"
 
 
 def test_a_good_call_after_a_bad_one() -> None:
