@@ -152,6 +152,12 @@ def test_a_file_that_was_cut_raises_nothing_else(name: str) -> None:
             check(data[:end])
 
 
+def test_a_large_picture_may_have_the_usual_number_of_scans() -> None:
+    check(jpeg(n_scans=10, side=12_000))
+    with pytest.raises(Undecodable, match="20 passes"):
+        check(jpeg(n_scans=20, side=12_000))
+
+
 def test_pages_and_frames_are_told_by_the_structure() -> None:
     for kind in ("TIFF", "GIF"):
         check(saved(colours(), kind))

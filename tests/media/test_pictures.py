@@ -36,7 +36,7 @@ class FakeProcessor:
         self.seen.append(pixels)
         if pixels.shape[0] == 1:
             raise ValueError("too\nflat")
-        return Shown(inputs=pixels.shape)
+        return Shown(inputs=pixels.shape, nbytes=100 * pixels.shape[1] // 4)
 
 
 def png(size: tuple[int, int] = (4, 3), colour: tuple[int, int, int] = (1, 2, 3)) -> bytes:
@@ -120,6 +120,14 @@ def test_the_oldest_pictures_are_dropped() -> None:
     assert len(processor.seen) == 4
     pictures.prepare(PicturePart(as_url(png(colour=(3, 0, 0)))))
     assert len(processor.seen) == 4
+
+
+def test_a_picture_too_large_to_keep_drops_no_other() -> None:
+    pictures, processor = make_pictures(keep_nbytes=250)
+    small, large = PicturePart(as_url(png())), PicturePart(as_url(png((40, 3))))
+    for part in (small, large, small, large):
+        pictures.prepare(part)
+    assert len(processor.seen) == 3
 
 
 def test_a_digest_is_of_the_pixels_not_of_the_file() -> None:

@@ -110,6 +110,9 @@ CALLS: dict[str, list[tuple[str, list[tuple[str, Any]]]]] = {
     ],
     "pythonic_bare": [
         ("[get_weather(city='[x]', days=1), other()]", [(WEATHER, {"city": "[x]", "days": 1}), ("other", {})]),
+        ("[other(a='it's [a] ]', b=[[1], [2]])]", [("other", {"a": "it's [a] ]", "b": [[1], [2]]})]),
+        ("[other(a='it''s [', b='\\']')]", [("other", {"a": "its [", "b": "']"})]),
+        ('[other(a="""x] "y" """)]', [("other", {"a": 'x] "y" '})]),
     ],
 }  # fmt: skip
 
@@ -237,6 +240,14 @@ def test_a_header_that_is_too_long_is_text() -> None:
     assert read(format, [closed]).text == closed
 
 
+def test_a_long_call_without_markers_is_read_in_linear_time() -> None:
+    # Parsing at every bracket would take minutes here, on the thread of all replies.
+    rows = [[i, i + 1] for i in range(6000)]
+    reply = read(ReplyFormat(tool="pythonic_bare"), [f"[other(rows={rows}, note='(:]')] ok"])
+    assert reply.calls[0].arguments == {"rows": rows, "note": "(:]"}
+    assert reply.text == "ok"
+
+
 def test_a_good_call_after_a_bad_one() -> None:
     text = tagged("bad") + " " + tagged('{"name": "other", "arguments": {}}')
     reply = read_at_every_split(ReplyFormat(tool="json_tags"), text)
@@ -329,6 +340,13 @@ def test_harmony_at_the_edges(text: str, tail: str, text_out: str, reasoning: st
     reply = read(HARMONY, [text], tail=tail)
     assert read(HARMONY, list(text), tail=tail) == reply
     assert (reply.text, reply.reasoning, reply.calls) == (text_out, reasoning, [])
+
+
+def test_harmony_calls_a_tool_by_its_bare_name() -> None:
+    for name, is_call in (("other", True), ("nobody", False)):
+        text = f'{CHANNEL}commentary to={name}{MESSAGE}{{"a": 1}}<|call|>'
+        reply = read_at_every_split(HARMONY, text)
+        assert (len(reply.calls) == 1, reply.text == "") == (is_call, is_call)
 
 
 def test_harmony_without_tools_gives_the_body_of_a_call_as_text() -> None:

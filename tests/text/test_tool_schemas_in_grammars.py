@@ -10,6 +10,7 @@ import pytest
 
 from firn.core.errors import BadRequest
 from firn.core.values import Grammar, Tool, ToolChoice
+from firn.text.call_grammar import parameters
 from firn.text.formats import ReplyFormat
 from firn.text.parsers import ToolFormat, formats
 from firn.text.schema_check import faults
@@ -176,6 +177,13 @@ def test_a_tool_that_takes_anything_gets_an_object(format: ToolFormat) -> None:
         (call,) = read(ReplyFormat(tool=format.name, think=think), [text], tools=(free,)).calls
         assert call.name == "free"
         assert isinstance(call.arguments, dict)
+
+
+def test_required_names_that_are_not_names_are_ignored() -> None:
+    schema = {"properties": {"a": {}, "b": {}}, "required": [0, ["a"], None, "b", "c"]}
+    declared = parameters(Tool("f", "", schema))
+    assert declared is not None
+    assert [(p.name, p.required) for p in declared] == [("a", False), ("b", True), ("c", True)]
 
 
 def test_arguments_have_no_members_but_the_declared() -> None:

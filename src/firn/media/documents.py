@@ -119,9 +119,11 @@ class Documents:
                 f"has the media type {media_type[:64]!r}; only PDF and text are read"
             )
         try:
-            return data.decode("utf-8-sig")[: self._limits.chars]
+            text = data.decode("utf-8-sig")
         except UnicodeDecodeError:
             raise UnreadableDocument("is not UTF-8 text") from None
+        limit = self._limits.chars
+        return text if len(text) <= limit else f"{text[:limit]}\n\n{pdf_text.CUT}"
 
     def _pdf(self, data: bytes) -> str:
         limits = self._limits

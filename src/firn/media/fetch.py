@@ -146,12 +146,11 @@ class Fetcher:
     ) -> bytes | httpx.URL:
         """The body, or where the redirect leads."""
         address = await self._checked(url, part)
-        host = url.netloc.decode("ascii")
         pinned = url.copy_with(host=str(address), userinfo=b"")
         async with client.stream(
             "GET",
             pinned,
-            headers={**HEADERS, "Host": host.rpartition("@")[2]},
+            headers={**HEADERS, "Host": url.netloc.decode("ascii")},
             extensions={"sni_hostname": url.host},
         ) as response:
             if response.status_code in REDIRECTS and "location" in response.headers:

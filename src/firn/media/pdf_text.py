@@ -12,6 +12,7 @@ import json
 import sys
 
 MEMORY_NBYTES = 1 << 30
+CUT = "[The document is longer; its text was cut here.]"
 
 
 def main(max_pages: int, max_chars: int, max_seconds: int) -> None:
@@ -58,7 +59,9 @@ def _text(data: bytes, max_pages: int, max_chars: int) -> str:
         n_chars += len(text)
     if not n_chars:
         raise ValueError("it holds no text; its pages are pictures")
-    if len(pages) < n_pages or n_chars > max_chars:
+    if n_chars > max_chars:
+        pages.append(CUT)
+    elif len(pages) < n_pages:
         pages.append(f"[Of {n_pages} pages, {len(pages)} were read.]")
     return "\n\n".join(filter(None, pages))
 

@@ -127,7 +127,7 @@ def parameters(tool: Tool) -> Sequence[Parameter] | None:
     if not isinstance(properties, Mapping):
         return None if tool.parameters.get("additionalProperties", True) else ()
     required = tool.parameters.get("required")
-    names = required if isinstance(required, list) else []
+    names = [n for n in required if isinstance(n, str)] if isinstance(required, list) else []
     declared = [
         Parameter(plain(name, param), with_definitions(schema, tool.parameters), name in names)
         for name, schema in properties.items()

@@ -70,6 +70,32 @@ def _requoted(text: str) -> str:
     return "".join(chars)
 
 
+class Brackets:
+    """Whether the brackets of a growing text are closed. Those in strings do not count.
+
+    lenient: a quote closes its string only where one may end, as `python_calls` reads it in the end.
+    """
+
+    def __init__(self, *, lenient: bool) -> None:
+        self._lenient = lenient
+        self._depth = 0
+        self._quote = ""
+        self._escaped = False
+
+    def feed(self, text: str) -> bool:
+        """True once the brackets are closed. The text must not end with a quote."""
+        for i, char in enumerate(text):
+            if not self._quote:
+                self._quote = char if char in "'\"" else ""
+                self._depth += (char in "([{") - (char in ")]}")
+            elif self._escaped or char == "\\":
+                self._escaped = not self._escaped
+            elif char == self._quote:
+                closes = not self._lenient or _AFTER_STRING.match(text, i + 1) is not None
+                self._quote = "" if closes else self._quote
+        return self._depth <= 0 and not self._quote
+
+
 def _call(node: ast.expr) -> PythonCall:
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("not a call with named arguments")

@@ -12,8 +12,11 @@ from firn.text.call_grammar import CallGrammar, Parameter, parameters, unwritabl
 from firn.text.calls import CallParser, NotACall, Script, TextEnded
 from firn.text.lark import escaped
 from firn.text.parsers import Clues, ToolFormat
-from firn.text.python_calls import PythonCall, python_calls, write_call
+from firn.text.python_calls import Brackets, PythonCall, python_calls, write_call
 from firn.text.schema import ToolSchemas
+
+MAX_TRIES = 8
+"""How often a text is parsed whose brackets are closed."""
 
 CLOSERS = {
     "<|tool_call_start|>": "<|tool_call_end|>",
@@ -44,14 +47,29 @@ class BarePythonic(Pythonic):
 
     def __init__(self, marker: str, schemas: ToolSchemas, *, known_only: bool = True) -> None:
         super().__init__(marker, schemas, known_only=True)
+        # Models quote as Python does, or as templates do, without escapes.
+        self._brackets = (Brackets(lenient=False), Brackets(lenient=True))
+        self._n_scanned = 0
 
     def script(self) -> Script[None]:
         yield from self._could_be_a_call()
-        while True:
-            yield from self.tape.until("]")
+        for _ in range(MAX_TRIES):
+            yield from self._closed()
             calls = python_calls(self.tape.text[: self.tape.pos])
             if calls:
                 self.emit(calls)
+                return
+        raise NotACall
+
+    def _closed(self) -> Script[None]:
+        """Reads to a bracket that may close the list: parsing at every one takes quadratic time."""
+        while True:
+            start = self._n_scanned
+            yield from self.tape.until("]")
+            self._n_scanned = self.tape.pos
+            piece = self.tape.text[start : self._n_scanned]
+            is_closed = [brackets.feed(piece) for brackets in self._brackets]
+            if any(is_closed):
                 return
 
     def _could_be_a_call(self) -> Script[None]:
