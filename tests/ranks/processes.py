@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 
 from firn.demo.server import _free_port
+from firn.ranks import heartbeat
 from tests import one_blas
 
 START_S = 120.0
@@ -49,11 +50,16 @@ class Ranks:
 
 
 FIRN = ("-m", "firn")
-IMPATIENT_FIRN = (
-    "-c",
-    "from firn.ranks import heartbeat; heartbeat.BEAT_S = 0.4; from firn.cli import main; main()",
-)
-"""Takes a rank for frozen sooner than users want it: until then the other one keeps a core busy."""
+
+
+def impatient(*, beat_s: float = heartbeat.BEAT_S, end_s: float = 2.0) -> tuple[str, str]:
+    """Gives up a rank that is lost sooner than users want it: until then the other keeps a core busy."""
+    script = (
+        f"from firn.ranks import heartbeat; heartbeat.BEAT_S = {beat_s}; "
+        f"from firn.ranks import leader; leader.END_S = {end_s}; "
+        "from firn.cli import main; main()"
+    )
+    return "-c", script
 
 
 def start(model: Path, *flags: str, folder: Path, program: Sequence[str] = FIRN) -> Ranks:
@@ -120,7 +126,7 @@ class Answer:
 
 
 def ask(url: str, prompt: str, **more: Any) -> Answer:
-    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0} | more
+    body = {"prompt": prompt, "max_tokens": 6, "temperature": 0} | more
     reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
     usage = reply["usage"]
     return Answer(

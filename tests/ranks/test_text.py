@@ -43,7 +43,7 @@ QUESTIONS = (
     Question("long", STORY, {}),
     Question("seeded", STORY + "It is old.", {"temperature": 0.9, "seed": 7}),
     Question("penalised", STORY, {"frequency_penalty": 0.5, "temperature": 0.7, "seed": 3}),
-    Question("other", "Each winter lays a new sheet over the last." * 8, {"max_tokens": 20}),
+    Question("other", "Each winter lays a new sheet over the last." * 8, {"max_tokens": 12}),
 )
 
 
@@ -150,7 +150,8 @@ def test_a_model_of_recurrent_layers_answers_and_restarts_on_two_ranks(
         talk(ranks, expected)
         assert ranks.stop() == [0, 0], ranks.log(0)[-3000:] + ranks.log(1)[-3000:]
     assert same_records(tmp_path / "ssd")
-    with serving(model, *flags, folder=tmp_path / "second") as ranks:
+    impatient = processes.impatient()
+    with serving(model, *flags, folder=tmp_path / "second", program=impatient) as ranks:
         answer = ask(ranks.url, STORY)
         assert answer.text == expected["long"]
         assert answer.n_cached > answer.n_prompt // 2
@@ -161,7 +162,8 @@ def test_a_model_of_recurrent_layers_answers_and_restarts_on_two_ranks(
 def test_a_model_of_experts_answers_on_two_ranks(
     model: Path, tmp_path: Path, flags: tuple[str, ...], expected: dict[str, str]
 ) -> None:
-    with serving(model, *flags, folder=tmp_path / "first") as ranks:
+    impatient = processes.impatient()
+    with serving(model, *flags, folder=tmp_path / "first", program=impatient) as ranks:
         talk(ranks, expected)
         deaths.idle_follower(ranks)
 
@@ -169,7 +171,7 @@ def test_a_model_of_experts_answers_on_two_ranks(
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
 def test_a_frozen_rank_ends_the_group(model: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     with serving(
-        model, *flags, folder=tmp_path / "ranks", program=processes.IMPATIENT_FIRN
+        model, *flags, folder=tmp_path / "ranks", program=processes.impatient(beat_s=0.4)
     ) as ranks:
         deaths.frozen_follower(ranks)
 

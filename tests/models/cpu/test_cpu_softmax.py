@@ -25,7 +25,7 @@ from firn.models.cpu.softmax import (
     sigmoid,
 )
 
-N_TOKENS, N_KEYS = 64, 512
+N_TOKENS, N_KEYS = 32, 256
 Float64 = npt.NDArray[np.float64]
 EPSILON = {mx.float32: 2**-23, mx.float16: 2**-10, mx.bfloat16: 2**-7}
 
