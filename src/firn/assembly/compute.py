@@ -9,10 +9,10 @@ from firn.config import Config, default_cache_dir
 from firn.engine import EngineLimits
 from firn.models import cpu, cuda, loader
 from firn.models import device as devices
-from firn.models.call_arguments import IdsOnly
 from firn.models.cpu.blas import Blas
 from firn.models.cpu.dtype import Choice as CpuDtype
 from firn.models.cpu.threads import Threads
+from firn.models.model_arguments import IdsOnly
 from firn.models.mtp import MtpModel
 from firn.models.selfcheck import CHUNKS_MATTER
 from firn.models.shapes import FewShapes, few_shapes

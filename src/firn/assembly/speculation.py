@@ -35,7 +35,7 @@ DRAFT_CACHE_SHARE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class DraftModel:
     """A draft model, which has the same tokens, and its prefix cache."""
 
     model: loader.LoadedModel
@@ -64,7 +64,7 @@ class Drafting:
     speculation: Speculation | None = None
     weights_nbytes: int = 0
     row_cost: RowCost = RowCost(0, 0)
-    draft: Draft | None = None
+    draft: DraftModel | None = None
     """The draft model, if one is loaded."""
 
     def with_rows(self, cost: RowCost) -> RowCost:
@@ -149,7 +149,7 @@ def build(config: Config, loaded: loader.LoadedModel, setup: DraftSetup) -> Draf
     return Drafting(speculation, draft.model.info.weights_nbytes, draft.row_cost, draft)
 
 
-def open_draft(config: Config, loaded: loader.LoadedModel, setup: DraftSetup) -> Draft:
+def open_draft(config: Config, loaded: loader.LoadedModel, setup: DraftSetup) -> DraftModel:
     """Load --draft-model. Raises SetupError."""
     small = config.engine.draft_model
     assert small is not None
@@ -157,7 +157,7 @@ def open_draft(config: Config, loaded: loader.LoadedModel, setup: DraftSetup) ->
     cache, cost = _cache(draft, setup.cache_nbytes // DRAFT_CACHE_SHARE)
     if isinstance(cache, PrefixTree):
         setup.add_tiers(cache, draft.info)
-    return Draft(draft, cache, cost)
+    return DraftModel(draft, cache, cost)
 
 
 def _load(config: Config, folder: Path, small: str, cpu_dtype: CpuDtype) -> loader.LoadedModel:

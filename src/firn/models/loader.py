@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,12 @@ from firn.core.values import ModelInfo
 from firn.models import local as local_models
 from firn.models import vision_load
 from firn.models.batch import why_not_batchable
-from firn.models.call_arguments import CallArguments, IdsOnly
 from firn.models.cpu import dtype
 from firn.models.faults import LOAD_FAULTS, first_line
 from firn.models.fingerprint import Fingerprint, weight_files
 from firn.models.foreign import WHAT_TO_DO, foreign_format
 from firn.models.hub import HubRules, folder_of
+from firn.models.model_arguments import IdsOnly, ModelArguments
 from firn.models.picture import Picture
 from firn.models.processor import VisionProcessor
 from firn.models.recognise import context_length, is_vision
@@ -69,7 +70,7 @@ class LoadedModel:
     make_layers: Callable[[], list[Any]]
     probe: list[Any]
     """Layer caches that hold one token: what a live row looks like."""
-    arguments: CallArguments
+    arguments: ModelArguments
     """What the model takes besides ids."""
 
 
@@ -141,7 +142,7 @@ def load(
     vision, kind = picture is not None, str(config["model_type"])
     _check_files(folder, adapter, vision=vision)
     hashing = Fingerprint(folder, adapter=adapter, vision=vision, memory=memory)
-    arguments: CallArguments = IdsOnly()
+    arguments: ModelArguments = IdsOnly()
     if picture is None:
         model, config = _load_weights(folder, config, adapter, trust_remote_code, shard)
         widened = dtype.apply(model, cpu_dtype)
@@ -156,9 +157,8 @@ def load(
         widened = dtype.apply(model.model, cpu_dtype)
         vision_load.check_pictures(model, picture, kind)
     logits, layers = _first_token(model, f"{folder} ({kind})")
-    why_not = why_not_batchable(layers) or batch_fault(
-        model, lambda: make_prompt_cache(model), kind
-    )
+    make_layers = partial(make_prompt_cache, model)
+    why_not = why_not_batchable(layers) or batch_fault(model, make_layers, kind)
     n_vocab, (weights_dtype, weights_nbytes) = int(logits.shape[-1]), _weights(model)
     info = ModelInfo(
         name=served_name,
@@ -177,7 +177,7 @@ def load(
         whole_pictures=vision and model.whole_pictures,
         created=int(time.time()),
     )
-    return LoadedModel(model, info, lambda: make_prompt_cache(model), layers, arguments)
+    return LoadedModel(model, info, make_layers, layers, arguments)
 
 
 def _with_rounding(digest: bytes, *, widened: bool) -> bytes:

@@ -29,10 +29,10 @@ from firn.core.ports import Restored
 from firn.core.values import Job, ModelInfo, Prompt
 from firn.models.backlog import HeadBacklog
 from firn.models.batch import MAX_PADDING_TOKENS, Group, PlainStep, Row, fork
-from firn.models.call_arguments import CallArguments, IdsOnly
 from firn.models.carry import HiddenAt, carry_of
 from firn.models.cpu.threads import Threads
 from firn.models.masks import Masks
+from firn.models.model_arguments import IdsOnly, ModelArguments
 from firn.models.mtp import MtpModel
 from firn.models.padding import in_blocks
 from firn.models.placing import at_positions, shifted
@@ -69,7 +69,7 @@ class Runner:
         *,
         make_layers: Callable[[], list[Any]],
         max_rows: int,
-        arguments: CallArguments | None = None,
+        arguments: ModelArguments | None = None,
         threads: Threads | None = None,
         speculation: Speculation | None = None,
         shapes: FewShapes | None = None,

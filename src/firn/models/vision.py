@@ -22,7 +22,7 @@ from firn.models.vision_rope import RotaryPositions
 
 
 class VisionModel:
-    """Callable like mlx-lm's models; implements CallArguments. Owner: the engine thread."""
+    """Callable like mlx-lm's models; implements ModelArguments. Owner: the engine thread."""
 
     def __init__(self, model: Any, *, feature_nbytes: int) -> None:
         self.model = model
@@ -66,7 +66,7 @@ class VisionModel:
             return arguments
         return arguments | {"position_ids": self._rope.of_text(cache, ids.shape[1])}
 
-    # --- CallArguments ---------------------------------------------------------------------
+    # --- ModelArguments ---------------------------------------------------------------------
 
     def chunk(self, prompt: Prompt, start: int, end: int) -> dict[str, Any]:
         arguments: dict[str, Any] = {}

@@ -9,7 +9,7 @@ from firn.core.values import Prompt
 from firn.models.batch import Row
 
 
-class CallArguments(Protocol):
+class ModelArguments(Protocol):
     """Makes the keyword arguments of the model's calls. Engine thread."""
 
     def chunk(self, prompt: Prompt, start: int, end: int) -> dict[str, Any]:
