@@ -1,4 +1,4 @@
-"""Several tokens a step of vision models: behind pictures, too, the text is that of one token a step."""
+"""Several tokens a step of vision models: after pictures, too, the text is that of one token a step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.zoo import weights
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_guesses_behind_pictures(name: str) -> None:
+def test_text_after_pictures_is_that_of_one_token_a_step(name: str) -> None:
     rng = random.Random(4)
     wanted = [(c, rng.randint(10, 24)) for c in chats(rng, 5)]
     prompts = [gallery.prompt_of(name, *c) for c, _ in wanted]
@@ -50,8 +50,8 @@ def test_guesses_behind_pictures(name: str) -> None:
     assert speculation.totals.n_accepted > 20 or not speculation.in_groups
 
 
-def test_a_prediction_head_of_the_text_part(tmp_path: Path) -> None:
-    """Read from the weight files; it guesses behind pictures, and the text stays the same."""
+def test_text_stays_the_same_with_a_prediction_head_of_the_text_part(tmp_path: Path) -> None:
+    """The head is read from the weight files and drafts after pictures."""
     name, rng = "qwen3_5", random.Random(5)
     config = json.loads((gallery.folder(name) / "config.json").read_text())
     blind = loader.load(gallery.folder(name), served_name="tiny").model
