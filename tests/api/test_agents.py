@@ -199,8 +199,8 @@ def test_a_screenshot_ends_no_session_of_a_model_without_eyes(live: Live, path: 
         shown += [{"role": "user", "content": "without the picture, then"}]
     answer = post(live, path, body | {key: shown})
     assert answer.status_code == 200
-    said = live.engine.jobs[-1].prompt
-    text = live.tokenizer.decode(said.ids.tolist())
+    prompt = live.engine.jobs[-1].prompt
+    text = live.tokenizer.decode(prompt.ids.tolist())
     assert "[An image was here. This model cannot see images.]" in text
     live.log.wait_for("this model takes no images. A text stands in its place.")
 

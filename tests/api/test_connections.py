@@ -46,8 +46,8 @@ class Observed(Connections):
 @contextmanager
 def limited(**limits: float) -> Iterator[Live]:
     patient = {"head_s": LONG_S, "body_s": LONG_S, "drain_s": LONG_S, "stall_s": LONG_S}
-    wanted = ConnectionLimits(**{**patient, **limits})  # type: ignore[arg-type]
-    with serve(connections=Connections(wanted)) as live:
+    all_limits = ConnectionLimits(**{**patient, **limits})  # type: ignore[arg-type]
+    with serve(connections=Connections(all_limits)) as live:
         yield live
 
 
@@ -161,8 +161,8 @@ class Wire(asyncio.Transport):
 
 def connection_by(clock: list[float], **limits: float) -> Connection:
     """An open connection whose clock is the test's. Inside a running loop."""
-    wanted = ConnectionLimits(**limits)  # type: ignore[arg-type]
-    connections = Connections(wanted, clock=lambda: clock[0])
+    all_limits = ConnectionLimits(**limits)  # type: ignore[arg-type]
+    connections = Connections(all_limits, clock=lambda: clock[0])
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.Event().wait()

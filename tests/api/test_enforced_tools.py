@@ -82,9 +82,9 @@ def test_tool_choice_none_keeps_the_prompt_and_forbids_calls(live: Real) -> None
     ask["tools"] = [{"name": name, "input_schema": PLACE} for name in NAMES]
     n_read = 0
     for choice in ("auto", "none"):
-        said = client.messages.create(**ask, tool_choice={"type": choice})
-        n_read = said.usage.cache_read_input_tokens or 0
-    assert n_read >= said.usage.input_tokens + n_read - 1
+        message = client.messages.create(**ask, tool_choice={"type": choice})
+        n_read = message.usage.cache_read_input_tokens or 0
+    assert n_read >= message.usage.input_tokens + n_read - 1
     items: Any = {"model": "", "input": HI, "max_output_tokens": 16}
     items["tools"] = [{"type": "function", "name": n, "parameters": PLACE} for n in NAMES]
     for choice in ("auto", "none"):
@@ -119,9 +119,9 @@ def test_the_older_functions_are_enforced_too(live: Real) -> None:
     assert message.function_call.name == "look"
     jsonschema.validate(json.loads(message.function_call.arguments), PLACE)
     assert not message.tool_calls
-    told = [*HI, message.model_dump(exclude_none=True),
+    history = [*HI, message.model_dump(exclude_none=True),
             {"role": "function", "name": "look", "content": "in Bonn"}]  # fmt: skip
-    assert chat(live, functions=old, function_call="none", messages=told, max_tokens=4).choices
+    assert chat(live, functions=old, function_call="none", messages=history, max_tokens=4).choices
     text = name = ""
     for chunk in chat(live, functions=old, function_call={"name": "ask"}, stream=True):
         call = chunk.choices[0].delta.function_call
@@ -238,8 +238,8 @@ def test_a_model_without_tools_is_told_of_them_in_words(
         jsonschema.validate(given, PLACE)
         message = reply.choices[0].message.model_dump(exclude_none=True)
         call_id = reply.choices[0].message.tool_calls[0].id
-        told = [*HI, message, {"role": "tool", "tool_call_id": call_id, "content": "in Bonn"}]
-        assert chat(plain, tools=TOOLS, messages=told, max_tokens=4).choices
+        history = [*HI, message, {"role": "tool", "tool_call_id": call_id, "content": "in Bonn"}]
+        assert chat(plain, tools=TOOLS, messages=history, max_tokens=4).choices
         client = plain.anthropic()
         made = client.messages.create(
             model="", max_tokens=300, messages=HI, tool_choice={"type": "any"},

@@ -96,8 +96,8 @@ def test_without_keys_each_address_has_its_own_minute() -> None:
         for address in ("127.0.0.1", "127.0.0.2"):
             transport = httpx.HTTPTransport(local_address=address)
             with httpx.Client(base_url=live.url, transport=transport) as client:
-                asked = [client.post("/v1/completions", json={"prompt": "a"}) for _ in range(2)]
-            assert [answer.status_code for answer in asked] == [200, 429]
+                answers = [client.post("/v1/completions", json={"prompt": "a"}) for _ in range(2)]
+            assert [answer.status_code for answer in answers] == [200, 429]
 
 
 # --- tokens of a reply ---------------------------------------------------------------------
@@ -112,8 +112,8 @@ def test_max_tokens_over_the_servers_limit_is_refused() -> None:
             client.responses.create(model="fake", input="hi", max_output_tokens=9)
         with pytest.raises(anthropic.BadRequestError, match="at most 8"):
             live.anthropic().messages.create(model="fake", max_tokens=9, messages=HI)
-        said = client.chat.completions.create(model="fake", messages=HI, max_tokens=8)
-        assert said.choices[0].message.content == GREETING[:8]
+        reply = client.chat.completions.create(model="fake", messages=HI, max_tokens=8)
+        assert reply.choices[0].message.content == GREETING[:8]
         client.chat.completions.create(model="fake", messages=HI)
         assert live.engine.jobs[-1].max_tokens == 8
 

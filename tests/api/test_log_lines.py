@@ -109,8 +109,8 @@ def test_the_served_model_answers_to_names_that_agents_ask_for(
     assert client.chat.completions.create(model=name, messages=HI).model == "fake"
     assert client.completions.create(model=name, prompt="a").model == "fake"
     assert client.responses.create(model=name, input="hi").model == "fake"
-    asked = shared_live.anthropic().messages.create(model=name, max_tokens=4, messages=HI)
-    assert asked.model == "fake"
+    message = shared_live.anthropic().messages.create(model=name, max_tokens=4, messages=HI)
+    assert message.model == "fake"
     counted = shared_live.anthropic().messages.count_tokens(model=name, messages=HI)
     assert counted.input_tokens > 0
     body = {"model": name, "text": "a"}
@@ -207,9 +207,9 @@ def counts(dialect: str, server: real.Real, text: str) -> tuple[int, int]:
         cached = used.cache_read_input_tokens or 0
         return used.input_tokens + cached, cached
     if dialect == "responses":
-        said = client.responses.create(model="", input=text, max_output_tokens=4).usage
-        assert said is not None
-        return said.input_tokens, said.input_tokens_details.cached_tokens
+        usage = client.responses.create(model="", input=text, max_output_tokens=4).usage
+        assert usage is not None
+        return usage.input_tokens, usage.input_tokens_details.cached_tokens
     if dialect == "chat":
         chat = client.chat.completions.create(model="", messages=messages, max_tokens=4)
         tokens = chat.usage
@@ -230,14 +230,14 @@ def test_usage_counts_what_a_neighbour_computed_as_cached(
     server, log = sharing
     text = f"{dialect}: " + " ".join(f"word {i}" for i in range(60))
     gate = threading.Event()
-    held = server.server.engine.call(lambda parts: gate.wait(30))
+    waiting = server.server.engine.call(lambda parts: gate.wait(30))
     with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(counts, dialect, server, text) for _ in range(2)]
+        calls = [pool.submit(counts, dialect, server, text) for _ in range(2)]
         while server.server.engine.health().n_waiting < 2:
             pass
         gate.set()
-        (n_prompt, first), (_, second) = (each.result() for each in asked)
-    held.result()
+        (n_prompt, first), (_, second) = (each.result() for each in calls)
+    waiting.result()
     assert n_prompt > 64
     # All but the last token is computed once: nearly all of one of the two, as both take turns.
     assert first + second >= n_prompt - 1 - 2 * 16

@@ -71,8 +71,8 @@ def test_a_late_system_message_of_claude_code_keeps_the_prefix(live: Live) -> No
     results = {"role": "user", "content": [result, reminder("The TODO list is empty.")]}
     late = {"role": "system", "content": LATE}
     client.messages.create(**ask, messages=turn(NEXT, calls, results))
-    said = turn(NEXT, calls, results, ANSWER, late, {"role": "user", "content": "go on"})
-    client.messages.create(**ask, messages=said)
+    messages = turn(NEXT, calls, results, ANSWER, late, {"role": "user", "content": "go on"})
+    client.messages.create(**ask, messages=messages)
     assert live.prompt.index("function_39") < live.prompt.index("TODO") < live.prompt.index(LATE)
     n_before, n_shared = shared(live)
     assert n_shared >= min(n_before - HEADER, first_thought(live))

@@ -115,8 +115,8 @@ def test_remote_callers_do_not_see_the_operators_numbers(open_server: Real) -> N
 
 @pytest.fixture(scope="module")
 def keyed() -> Iterator[Real]:
-    wanted = demo_config(api_keys=("alice", "bob"), admin_keys=("root",))
-    with serving(Path(), config=wanted) as running:
+    config = demo_config(api_keys=("alice", "bob"), admin_keys=("root",))
+    with serving(Path(), config=config) as running:
         yield running
 
 

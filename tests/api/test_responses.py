@@ -130,9 +130,9 @@ def test_a_summary_that_is_asked_for_is_the_reasoning(live: Live) -> None:
 
 
 def test_custom_tools_are_called_with_a_text() -> None:
-    said = '<tool_call>\n{"name": "patch", "arguments": {"input": "*** Begin\\n+a"}}\n</tool_call>'
+    reply = '<tool_call>\n{"name": "patch", "arguments": {"input": "*** Begin\\n+a"}}\n</tool_call>'
     tools: list[Any] = [{"type": "custom", "name": "patch", "description": "Patches files."}]
-    with scripted_server(said) as live:
+    with scripted_server(reply) as live:
         client = live.openai()
         (item,) = client.responses.create(**ASK, tools=tools).output
         assert item.type == "custom_tool_call"
@@ -146,10 +146,10 @@ def test_custom_tools_are_called_with_a_text() -> None:
 
 def test_tools_in_namespaces_are_called_there() -> None:
     """As Codex sends the tools of its MCP servers, and expects their calls."""
-    said = '<tool_call>\n{"name": "mcp__sky__look", "arguments": {"at": "sky"}}\n</tool_call>'
+    reply = '<tool_call>\n{"name": "mcp__sky__look", "arguments": {"at": "sky"}}\n</tool_call>'
     inner = {"type": "function", "name": "look", "parameters": PARAMETERS}
     tools: list[Any] = [{"type": "namespace", "name": "mcp__sky", "tools": [inner]}]
-    with scripted_server(said) as live:
+    with scripted_server(reply) as live:
         client = live.openai()
         (called,) = client.responses.create(**ASK, tools=tools).output
         call = called.model_dump()

@@ -58,10 +58,10 @@ def ask(live: Live, **options: Any) -> InBackground:
 def test_thinking_ends_when_its_budget_does() -> None:
     with scripted_server("<think>" + "a" * 50) as live:
         live.engine.hold("decode", after=N_OPEN)
-        asked = ask(live, thinking=budget(10))
+        call = ask(live, thinking=budget(10))
         live.engine.wait_for(lambda e: e.forced)
         live.engine.release("decode")
-        message = asked.result()
+        message = call.result()
         assert texts(message) == ("a" * 10, "a" * 40)
         (order,) = live.engine.forced
         assert order == (0, tuple(CLOSING.encode()), N_OPEN + 10)
@@ -74,10 +74,10 @@ def test_a_chats_budget_ends_the_thinking_of_each_choice() -> None:
         chat = live.openai().chat.completions
         extra = {"thinking_budget": 10}
         body: Any = {"model": "fake", "messages": ASK["messages"], "n": 2}
-        asked = InBackground(lambda: chat.create(**body, extra_body=extra))
+        call = InBackground(lambda: chat.create(**body, extra_body=extra))
         live.engine.wait_for(lambda e: len(e.forced) == 2)
         live.engine.release("decode")
-        for choice in asked.result().choices:
+        for choice in call.result().choices:
             assert choice.message.model_dump()["reasoning_content"] == "a" * 10
             assert choice.message.content == "a" * 40
 
@@ -86,24 +86,24 @@ def test_a_large_budget_reaches_the_engine_only_when_it_runs_short() -> None:
     n_budget = 10 + LOOKAHEAD_TOKENS
     with scripted_server("<think>" + "a" * (n_budget + 40)) as live:
         live.engine.hold("decode", after=N_OPEN + 9)
-        asked = ask(live, thinking=budget(n_budget))
+        call = ask(live, thinking=budget(n_budget))
         live.engine.wait_for(lambda e: e.n_sent() == N_OPEN + 9)
         assert live.engine.forced == []
         live.engine.hold("decode", after=N_OPEN + 10)
         live.engine.release("prefill")  # nothing waits there, but the engine looks again
         live.engine.wait_for(lambda e: e.forced)
         live.engine.release("decode")
-        assert texts(asked.result()) == ("a" * n_budget, "a" * 40)
+        assert texts(call.result()) == ("a" * n_budget, "a" * 40)
 
 
 def test_thinking_that_ends_by_itself_is_left_alone() -> None:
     reply = "<think>" + "a" * 5 + "</think>b" + "c" * 40
     with scripted_server(reply) as live:
         live.engine.hold("decode", after=N_OPEN + 5 + len("</think>b"))
-        asked = ask(live, thinking=budget(25))
+        call = ask(live, thinking=budget(25))
         live.engine.wait_for(lambda e: len(e.forced) == 2)
         live.engine.release("decode")
-        assert texts(asked.result()) == ("a" * 5, "b" + "c" * 40)
+        assert texts(call.result()) == ("a" * 5, "b" + "c" * 40)
         assert [tokens for _, tokens, _ in live.engine.forced] == [tuple(CLOSING.encode()), ()]
 
 
@@ -120,10 +120,10 @@ def test_a_budget_of_zero_ends_thinking_that_the_prompt_begins() -> None:
         chat = live.openai().chat.completions
         extra = {"thinking_budget": 0}
         body: Any = {"model": "fake", "messages": ASK["messages"]}
-        asked = InBackground(lambda: chat.create(**body, extra_body=extra))
+        call = InBackground(lambda: chat.create(**body, extra_body=extra))
         live.engine.wait_for(lambda e: e.forced)
         live.engine.release("queue")
-        assert asked.result().choices[0].message.content == "the answer"
+        assert call.result().choices[0].message.content == "the answer"
         assert live.engine.forced == [(0, tuple(CLOSING.encode()), 0)]
 
 
@@ -133,14 +133,14 @@ def test_a_harmony_reply_continues_in_its_final_channel() -> None:
         tool="harmony",
         visible=frozenset(tokenizer.encode("".join(CONTROL), add_special=False)),
     )
-    said = "<|channel|>analysis<|message|>" + "a" * 30
-    n_head = len(tokenizer.encode(said, add_special=False)) - 30
-    with scripted_server(said, tokenizer=tokenizer, format=format) as live:
+    reply = "<|channel|>analysis<|message|>" + "a" * 30
+    n_head = len(tokenizer.encode(reply, add_special=False)) - 30
+    with scripted_server(reply, tokenizer=tokenizer, format=format) as live:
         live.engine.hold("decode", after=n_head)
-        asked = ask(live, thinking=budget(10))
+        call = ask(live, thinking=budget(10))
         live.engine.wait_for(lambda e: e.forced)
         live.engine.release("decode")
-        assert texts(asked.result()) == ("a" * 10, "a" * 20)
+        assert texts(call.result()) == ("a" * 10, "a" * 20)
 
 
 def test_the_thoughts_of_every_choice_are_counted() -> None:
@@ -166,8 +166,8 @@ def test_thinking_options_reach_the_template() -> None:
         client.messages.create(**ASK, thinking={"type": "disabled"})
         client.messages.create(**ASK)
         client.messages.create(**ASK, output_config={"effort": "high"})
-        asked = ASK["messages"][0]["content"]
-        sent = [r for r in live.tokenizer.rendered if r["messages"][-1]["content"] == asked]
+        question = ASK["messages"][0]["content"]
+        sent = [r for r in live.tokenizer.rendered if r["messages"][-1]["content"] == question]
         seen = [rendered["kwargs"] for rendered in sent[-4:]]
     assert [kwargs.get("enable_thinking") for kwargs in seen] == [True, False, None, None]
     assert seen[3]["reasoning_effort"] == "high"

@@ -267,7 +267,7 @@ def check_spoken(outcome: Outcome, crowd: Crowd) -> None:
         want = reply_to(
             prompt, outcome.job.max_tokens, sampling=outcome.job.sampling, choice=choice
         )
-        said = outcome.tokens(choice)
-        assert said == want[: len(said)]
+        tokens = outcome.tokens(choice)
+        assert tokens == want[: len(tokens)]
         if outcome.n_ends and (outcome.job.id, choice) not in crowd.stopped:
-            assert said == want
+            assert tokens == want

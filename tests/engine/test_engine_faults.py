@@ -421,8 +421,8 @@ def test_stop_fails_waiting_requests() -> None:
         assert not lab.engine.health().alive
         with pytest.raises(EngineDead):
             lab.engine.call(lambda parts: 1).result(WAIT_S)
-        said = outcomes[0].tokens()
-        assert said == reply_to(prompt_of(0, 5), len(said))
+        tokens = outcomes[0].tokens()
+        assert tokens == reply_to(prompt_of(0, 5), len(tokens))
     assert lab.n_deaths == 0
     assert lab.runner.closed
 

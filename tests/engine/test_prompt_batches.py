@@ -149,9 +149,9 @@ def test_what_two_prompts_share_is_computed_once() -> None:
     with lab_of(chunk=400) as lab:
         shared = words(1, 64)
         gate = lab.hold()
-        asked = [lab.submit([*shared, *words(10 + i, 12)], 4) for i in range(5)]
+        outcomes = [lab.submit([*shared, *words(10 + i, 12)], 4) for i in range(5)]
         gate.set()
-        for outcome in asked:
+        for outcome in outcomes:
             outcome.wait().check()
         assert lab.runner.n_prefilled <= 64 + 5 * 12 + 8
         lab.check()
@@ -162,16 +162,16 @@ def test_a_prompt_that_is_being_loaded_joins_no_pass() -> None:
     with HashEngine(cache=cache, chunk=400) as lab:
         always_together(lab)
         gate = lab.hold()
-        asked = [lab.submit(words(i, 40), 2) for i in range(3)]
+        outcomes = [lab.submit(words(i, 40), 2) for i in range(3)]
         gate.set()
-        for outcome in asked:
+        for outcome in outcomes:
             outcome.wait().check()
         assert lab.runner.n_together == 0
         cache.racing = False
         gate = lab.hold()
-        asked = [lab.submit(words(10 + i, 40), 2) for i in range(3)]
+        outcomes = [lab.submit(words(10 + i, 40), 2) for i in range(3)]
         gate.set()
-        for outcome in asked:
+        for outcome in outcomes:
             outcome.wait().check()
         assert lab.runner.n_together == 1
 
@@ -199,9 +199,9 @@ def test_each_prompt_is_charged_its_share_of_a_pass(monkeypatch: pytest.MonkeyPa
     with HashEngine(Faults(prefill=take_a_second), cache=cache, chunk=400) as lab:
         always_together(lab)
         gate = lab.hold()
-        asked = [lab.submit(words(i, n), 2) for i, n in enumerate((41, 61))]
+        outcomes = [lab.submit(words(i, n), 2) for i, n in enumerate((41, 61))]
         gate.set()
-        for outcome in asked:
+        for outcome in outcomes:
             outcome.wait().check()
         assert lab.runner.n_together == 1
     assert sorted(cache.seen) == [(40, pytest.approx(0.8)), (60, pytest.approx(1.2))]
@@ -238,9 +238,9 @@ def test_prompts_are_read_one_by_one_after_a_pass_has_failed() -> None:
 
         lab.runner.prefill_together = refuse  # type: ignore[method-assign]
         gate = lab.hold()
-        asked = [lab.submit(words(30 + i, 40), 5) for i in range(4)]
+        outcomes = [lab.submit(words(30 + i, 40), 5) for i in range(4)]
         gate.set()
-        for outcome in asked:
+        for outcome in outcomes:
             outcome.wait().check()
         assert lab.runner.n_together == 0
         lab.check()
@@ -252,12 +252,12 @@ def test_prompts_that_come_and_go_are_all_answered_right() -> None:
         for _ in range(6):
             gate = lab.hold()
             prompts = [words(rng.randrange(9), rng.randrange(12, 90)) for _ in range(8)]
-            asked = [lab.submit(ids, 7) for ids in prompts]
-            gone = rng.sample(asked, 2)
+            outcomes = [lab.submit(ids, 7) for ids in prompts]
+            gone = rng.sample(outcomes, 2)
             gate.set()
             for outcome in gone:
                 lab.cancel(outcome)
-            for ids, outcome in zip(prompts, asked, strict=True):
+            for ids, outcome in zip(prompts, outcomes, strict=True):
                 if outcome not in gone:
                     outcome.wait().check()
                     assert outcome.tokens() == reply_to(ids, 7)

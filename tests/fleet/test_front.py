@@ -182,9 +182,11 @@ def test_counters_and_statistics_have_the_models_name(pair: Running) -> None:
     assert f'firn_tokens_total{{model="{HYBRID}",kind="prompt"}}' in text
     assert text.count("# TYPE firn_tokens_total counter") == 1
     for name in (DENSE, HYBRID):
-        held = [x for x in text.splitlines() if x.startswith(f'firn_cache_bytes{{model="{name}",')]
-        assert any('tier="memory"' in x for x in held)
-        assert any('tier="ssd"' in x for x in held)
+        samples = [
+            x for x in text.splitlines() if x.startswith(f'firn_cache_bytes{{model="{name}",')
+        ]
+        assert any('tier="memory"' in x for x in samples)
+        assert any('tier="ssd"' in x for x in samples)
         assert f'firn_mlx_bytes{{model="{name}",kind="active"}}' in text
     table, _, of_the_front = documented()
     named = shown(text)

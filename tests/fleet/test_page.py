@@ -76,10 +76,10 @@ def test_routers_see_loaded_models_and_load_none(front: Running) -> None:
     front.client.chat.completions.create(
         model="firn-demo", messages=[{"role": "user", "content": "Hi"}], max_tokens=1
     )
-    told = ask(front, "GET", "/v1/loads").json()
-    assert [load["model"] for load in told["loads"]] == ["firn-demo"]
-    assert told["dp_rank_count"] == 1
-    assert told["aggregate"]["total_reqs"] == 0
+    loads = ask(front, "GET", "/v1/loads").json()
+    assert [load["model"] for load in loads["loads"]] == ["firn-demo"]
+    assert loads["dp_rank_count"] == 1
+    assert loads["aggregate"]["total_reqs"] == 0
     assert ask(front, "GET", "/server_info").json()["served_model_name"] == "firn-demo"
     assert ask(front, "GET", "/model_info").json()["is_generation"] is True
     assert front.states()["firn-demo-hybrid"] == "unloaded"

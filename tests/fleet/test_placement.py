@@ -131,10 +131,10 @@ def test_a_contested_place_is_held_as_long_as_loading_takes() -> None:
     calm = wanted("b")
     assert plan(idle, calm).unload == (("a", "room"),)
     again = replace(calm, displaced_at=NOW - 20)
-    held = plan(idle, again)
-    assert held.unload == ()
-    assert held.replan_at == NOW + 3
-    assert held.contested == (("b", "a"),)
+    made = plan(idle, again)
+    assert made.unload == ()
+    assert made.replan_at == NOW + 3
+    assert made.contested == (("b", "a"),)
     assert plan(idle, again, now=NOW + 3).unload == (("a", "room"),)
     long_ago = replace(calm, displaced_at=NOW - 61)
     assert plan(idle, long_ago).unload == (("a", "room"),)
@@ -174,9 +174,9 @@ def test_every_plan_keeps_its_rules(models: list[ModelView], free: int) -> None:
     assert all(by_name[name].state is ModelState.UNLOADED for name in made.load)
     assert all(by_name[name].n_active for name in made.close)
     assert not any(by_name[name].pinned for name in made.close)
-    held = sum(v.need_nbytes for v in models if v.holds_memory)
+    used = sum(v.need_nbytes for v in models if v.holds_memory)
     taken = sum(by_name[name].need_nbytes for name in made.load)
-    assert not made.load or held + taken <= 100
+    assert not made.load or used + taken <= 100
     assert not made.load or taken <= free
     assert made.replan_at > NOW
     assert len({name for name, _ in made.unload}) == len(made.unload)

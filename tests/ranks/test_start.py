@@ -85,9 +85,9 @@ def test_a_model_whose_heads_cannot_be_divided_is_refused_in_one_line(tmp_path: 
     ranks = processes.start(model, folder=tmp_path)
     try:
         assert ranks.wait() == [1, 1]
-        said = [line for line in ranks.log(0).splitlines() if "key-value heads" in line]
-        assert len(said) == 1
-        assert "1 key-value heads, which 2 ranks cannot share evenly" in said[0]
+        lines = [line for line in ranks.log(0).splitlines() if "key-value heads" in line]
+        assert len(lines) == 1
+        assert "1 key-value heads, which 2 ranks cannot share evenly" in lines[0]
         assert "Traceback" not in ranks.log(0) + ranks.log(1)
     finally:
         processes.end(ranks)

@@ -82,8 +82,8 @@ def talk(ranks: Ranks, expected: dict[str, str]) -> None:
         assert again.n_cached >= again.n_prompt // 2
     with ThreadPoolExecutor(8) as pool:
         gone = [pool.submit(leave_early, ranks, n) for n in range(3)]
-        asked = {q.name: pool.submit(q.asked_of, ranks.url) for q in QUESTIONS}
-        for name, answer in asked.items():
+        answers = {q.name: pool.submit(q.asked_of, ranks.url) for q in QUESTIONS}
+        for name, answer in answers.items():
             assert answer.result().text == expected[name], name
         for one in gone:
             one.result()

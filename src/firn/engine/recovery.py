@@ -82,11 +82,8 @@ class Recovery:
         # After a fault the rows are in doubt: store no more of them, and defer no prefill of the rest.
         sequence.n_skipped = 0
         task_cursors = [t.cursor for t in inflight.tasks_of(sequence)]
-        for cursor in [
-            sequence.cursor,
-            *task_cursors,
-            *(c.cursor for c in sequence.choices if c.cursor),
-        ]:
+        choice_cursors = [c.cursor for c in sequence.choices if c.cursor]
+        for cursor in (sequence.cursor, *task_cursors, *choice_cursors):
             inflight.cache.close_cursor(cursor, None)
         inflight.retire(sequence)
         inflight.emit(sequence.job.id, JobFailed(failure))
@@ -115,7 +112,7 @@ class Recovery:
         if may_be_device_fault(error):
             self.put_all_back(spared={choice.sequence for choice in choices})
         for choice in choices:
-            if choice.done or not choice.sequence.admitted:  # given up or put back in this loop
+            if choice.done or not choice.sequence.admitted:  # given up or put back just now
                 continue
             choice.n_rescues += 1
             if choice.n_rescues > MAX_RESCUES:
