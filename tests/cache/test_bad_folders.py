@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from firn.cache.storage import tier_set
-from firn.cache.tiers._folder import Disk, Listed
+from firn.cache.tiers._folder import Disk, FileStat
 from tests.cache.test_decisions import ask, found, server, settle
 from tests.cache.tiers.folders import Lockless
 from tests.hash_runner import prompt_of as words
@@ -25,7 +25,7 @@ class Unreadable(Disk):
     def make_folder(self) -> None:
         raise self._refuse()
 
-    def files(self, sub: str) -> list[Listed]:
+    def files(self, sub: str) -> list[FileStat]:
         raise self._refuse()
 
     def subfolder(self, sub: str) -> tuple[int, int]:
@@ -42,7 +42,7 @@ class Waiting(Disk):
         super().__init__(folder)
         self.go = threading.Event()
 
-    def files(self, sub: str) -> list[Listed]:
+    def files(self, sub: str) -> list[FileStat]:
         self.go.wait()
         return super().files(sub)
 
