@@ -205,7 +205,7 @@ class Loader:
             namespace=cursor.root.namespace,
             block=identity.block,
             needs=self._needs,
-            text=walk.tokens,
+            prompt=walk.tokens,
             known=[node.key for node in _obtainable_blocks(walk, self._needs)],
             limit=limit,
             states=self._state_positions(cursor, n_now, limit),

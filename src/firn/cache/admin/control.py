@@ -276,13 +276,13 @@ def usage_view(usage: TierUsage) -> Json:
 
 def probe(cache: PrefixTree, prompt: Prompt, namespace: Namespace) -> Json:
     """How much would hit, from where, and why not more. Changes nothing."""
-    found = cache.probe(prompt, namespace)
+    reuse = cache.probe(prompt, namespace)
     return {
         "prompt_tokens": len(prompt),
-        "cached_tokens": found.match.n_tokens,
-        "shared_tokens": found.n_shared,
-        "tiers": found.tiers,
-        "reason": found.reason,
+        "cached_tokens": reuse.match.n_tokens,
+        "shared_tokens": reuse.n_shared,
+        "tiers": reuse.tiers,
+        "reason": reuse.reason,
     }
 
 

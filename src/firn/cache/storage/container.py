@@ -136,8 +136,8 @@ _BLOCK = re.compile(r"\bblock(\d+)\b")
 def derived_key(label: Label, parent: Key) -> Key:
     """The key that follows from the tokens. A record that begins at 0 may span many blocks."""
     step = max(len(label.tokens), 1)
-    if label.parent == label.root and (found := _BLOCK.search(label.layout)):
-        step = int(found[1])
+    if label.parent == label.root and (match := _BLOCK.search(label.layout)):
+        step = int(match[1])
     key = parent
     for at in range(0, len(label.tokens), step):
         key = child_key(key, label.tokens[at : at + step])

@@ -1,4 +1,4 @@
-"""A shared store behind threads: as any tier, and it can be asked which records it has."""
+"""A shared store behind I/O threads: a tier that can also be asked which records it has."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Find = Callable[[Sequence[Name]], Mapping[Name, FoundRecord]]
 
 @runtime_checkable
 class Searchable(Protocol):
-    """What `Io` has besides, where records are found by asking for them."""
+    """What `Io` has besides, if its records are found by asking for their names."""
 
     @property
     def deadline_s(self) -> float:
-        """Nobody waits longer than this for what was ordered here."""
+        """No request waits longer than this for the store."""
         ...
 
     def ask(self, search: Callable[[Find], Any], done: Done) -> None:
@@ -52,5 +52,6 @@ class StoreIo(TierIo):
 
     def _find(self, names: Sequence[Name]) -> dict[Name, FoundRecord]:
         by_text = {str(name): name for name in names}
-        found = self._store.find([text for text in by_text if text not in self._foreign])
-        return {by_text[one.name]: one for one in found if one.name in by_text}
+        usable = [text for text in by_text if text not in self._foreign]
+        records = self._store.find(usable)
+        return {by_text[r.name]: r for r in records if r.name in by_text}
