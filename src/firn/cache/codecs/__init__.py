@@ -1,8 +1,13 @@
 """Layer codecs: how a live layer cache is cut into records, and filled from them again.
 
+    pages.py   plain attention, quantised or not
+    window.py  sliding-window and chunked attention
+    state.py   recurrent state, and whatever can only be kept as a whole
+    vlm.py     mlx-vlm's classes of the same names
+
 An extension folder: a codec is a class in a module here, listed in the module's CODECS. It is found by
 the qualified name of the cache class that it serves, so mlx-lm's and mlx-vlm's classes of the same name
-are distinct, and neither package is imported.
+are distinct, and neither package is imported. `Layout` picks one for each layer of the model.
 
 Arrays of pages and windows have their tokens on the last axis but one.
 """
