@@ -38,4 +38,4 @@ def settle(harness: Harness) -> None:
     while left := harness.between_steps(lambda: on_its_way(harness)):
         assert time.monotonic() < until, left
     harness.between_steps(lambda: check_books(harness.cache))
-    assert harness.io.threads.n_callback_faults == 0
+    assert harness.io_threads.faults == []

@@ -18,7 +18,7 @@ import numpy as np
 from firn.cache.parts import Part
 from firn.cache.storage.container import Header, Loaded, Name, TensorSpec, derived_key
 from firn.cache.storage.faults import Damaged, Missing, TierError
-from firn.cache.storage.io import TierEntry, TierIo
+from firn.cache.storage.io import ReadOrder, TierEntry, TierIo, WriteOrder
 from firn.cache.storage.places import places_of
 from firn.cache.storage.seal import Seal
 from firn.cache.storage.threads import IoThreads
@@ -150,7 +150,7 @@ class Inline(IoThreads):
             result = e
         done(result)
 
-    def delete(
+    def upkeep(
         self, work: Callable[[], Any], done: Callable[[Any], None] = lambda result: None
     ) -> None:
         self.read(work, done)
@@ -180,7 +180,7 @@ class Direct:
     def write(self, one: Record, *, used_at: float | None = None) -> WriteResult[Name]:
         at = self.stamp(one) if used_at is None else used_at
         results: list[Any] = []
-        self.io.try_write(one.header, lambda: one.buffers, used_at=at, done=results.append)
+        self.io.try_write(WriteOrder(one.header, lambda: one.buffers, at), results.append)
         found: WriteResult[Name] = _raised(results)
         return found
 
@@ -191,7 +191,7 @@ class Direct:
 
     def read(self, one: Record) -> Loaded:
         results: list[Any] = []
-        self.io.read(one.name, one.header.tokens, results.append)
+        self.io.read(ReadOrder(one.name, one.header.tokens), results.append)
         found: Loaded = _raised(results)
         return found
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from firn.cache.arrays.host import PayloadBytes, from_host, staged, to_host
 from firn.cache.arrays.payload import Payload
@@ -35,7 +35,7 @@ from firn.cache.storage.events import (
     WriteFailed,
 )
 from firn.cache.storage.faults import TierError, TierFault, Unwanted
-from firn.cache.storage.io import Changes, Io, Wanted
+from firn.cache.storage.io import Changes, Io, ReadOrder, TierEntry, Wanted, WriteOrder
 from firn.cache.storage.store_io import Searchable
 from firn.cache.storage.store_search import StoreQuestion, search
 from firn.cache.storage.threads import Done
@@ -63,6 +63,7 @@ MAX_BATCHES = 64
 SCAN_CHECK_S = 0.2
 """How often a scan that waits for the engine checks whether the tier is being closed."""
 
+T = TypeVar("T")
 TakeResult = Callable[[], TierEvent | None]
 """Turns the result of an order into an event. Called on the engine thread."""
 
@@ -158,23 +159,25 @@ class TierClient:
         if not self._io.has_room(record.nbytes):
             return False
         payload, stamp = to_host(payload_of(record)), self._stamp(record)
-        accepted = self._io.try_write(
+        order = WriteOrder(
             self._catalogue.header(record, payload.tensors, payload.places),
             payload.fetch,
-            used_at=stamp,
-            done=self._done(partial(self._was_written, record)),
+            stamp,
             wanted=lambda: self._tree.is_current(record),
         )
+        accepted = self._io.try_write(order, self._done(partial(self._was_written, record)))
         if accepted:
             self._tree.set_writing(record, self.number, on=True)
             self._pending_writes[record] = _PendingWrite(payload, stamp)
         return accepted
 
-    def _was_written(self, record: Record, result: Any, at: float) -> TierEvent:
-        written = self._pending_writes.pop(record)
+    def _was_written(
+        self, record: Record, result: WriteResult[Name] | TierError, at: float
+    ) -> TierEvent:
+        write = self._pending_writes.pop(record)
         if isinstance(result, WriteResult):
             self._tree.set_stored(record, self.number)
-            self.touch(self._tree.order.note(record, written.stamp))  # it may have been used since
+            self.touch(self._tree.order.note(record, write.stamp))  # it may have been used since
             return RecordWritten(record, result.evicted)
         self._tree.set_writing(record, self.number, on=False)
         if isinstance(result, TierFault):
@@ -211,14 +214,15 @@ class TierClient:
 
     def _read(self, record: Record) -> None:
         wanters = self._loading[record]
-        self._io.read(
+        order = ReadOrder(
             name_of(record),
             self._catalogue.tokens(record),
-            self._done(partial(self._was_read, record), is_urgent=True),
             wanted=lambda: any(wanted() for wanted in list(wanters)),
         )
+        done = self._done(partial(self._was_read, record), is_urgent=True)
+        self._io.read(order, lambda result: done(_staged(result)))
 
-    def _was_read(self, record: Record, result: Any, at: float) -> TierEvent | None:
+    def _was_read(self, record: Record, result: Loaded | TierError, at: float) -> TierEvent | None:
         wanters = self._loading.pop(record, [])
         if isinstance(result, Loaded):
             began = self._clock()
@@ -259,7 +263,11 @@ class TierClient:
         self._store.ask(partial(search, question), self._done(take, is_urgent=True))
 
     def _was_asked(
-        self, question: StoreQuestion, began: float, result: Any, at: float
+        self,
+        question: StoreQuestion,
+        began: float,
+        result: list[TierEntry] | TierError,
+        at: float,
     ) -> TierEvent:
         if isinstance(result, TierError):
             return StoreAnswered(question, ())
@@ -298,7 +306,7 @@ class TierClient:
         self._scan_room.release()
         return ScanBatch(changes)
 
-    def _was_scanned(self, result: Any, at: float) -> TierEvent:
+    def _was_scanned(self, result: TierError | None, at: float) -> TierEvent:
         self.scanning = False
         self._last_scan = self._clock()
         return ScanEnded()
@@ -363,13 +371,14 @@ class TierClient:
             yield from self.take_results(self._clock(), wait_s=left)
 
     def _done(
-        self, take: Callable[[Any, float], TierEvent | None], *, is_urgent: bool = False
-    ) -> Done:
+        self,
+        take: Callable[[T | TierError, float], TierEvent | None],
+        *,
+        is_urgent: bool = False,
+    ) -> Done[T]:
         """The callback of an order: on an I/O thread, it queues the result for the engine thread."""
 
-        def done(result: Any) -> None:
-            if isinstance(result, Loaded):
-                result = Loaded(result.header, list(staged(result.buffers)))
+        def done(result: T | TierError) -> None:
             at = self._clock()
             self._put(lambda: take(result, at), is_urgent=is_urgent)
 
@@ -378,3 +387,10 @@ class TierClient:
     def _put(self, take: TakeResult, *, is_urgent: bool = False) -> None:
         self._results.put((not is_urgent, next(self._serial), take))
         self._wake()
+
+
+def _staged(result: Loaded | TierError) -> Loaded | TierError:
+    """Move what was read to where the device reads it fastest. I/O threads do, to spare the engine."""
+    if isinstance(result, TierError):
+        return result
+    return Loaded(result.header, list(staged(result.buffers)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from firn.cache.storage.container import Name
 from firn.cache.storage.io import TierIo
@@ -11,6 +11,7 @@ from firn.cache.storage.seal import Seal
 from firn.cache.storage.threads import Done, IoThreads
 from firn.cache.tiers import FoundRecord, Store
 
+T = TypeVar("T")
 Find = Callable[[Sequence[Name]], Mapping[Name, FoundRecord]]
 """Which of these records a store has. Called on an I/O thread; raises TierFault."""
 
@@ -24,8 +25,8 @@ class Searchable(Protocol):
         """No request waits longer than this for the store."""
         ...
 
-    def ask(self, search: Callable[[Find], Any], done: Done) -> None:
-        """Run a search on an I/O thread; done(what it returns | TierError)."""
+    def ask(self, search: Callable[[Find], T], done: Done[T]) -> None:
+        """Run a search on an I/O thread."""
         ...
 
 
@@ -47,7 +48,7 @@ class StoreIo(TierIo):
     def deadline_s(self) -> float:
         return self._store.deadline_s
 
-    def ask(self, search: Callable[[Find], Any], done: Done) -> None:
+    def ask(self, search: Callable[[Find], T], done: Done[T]) -> None:
         self.threads.read(lambda: search(self._find), done)
 
     def _find(self, names: Sequence[Name]) -> dict[Name, FoundRecord]:
