@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from firn.cache.storage.faults import Missing, PermanentFault, Refused, TierFault
+from firn.cache.storage.store_address import parse_address
 from firn.cache.tiers import FoundRecord, TierOptions
-from firn.cache.tiers._address import parse_address
 from firn.cache.tiers._backoff import MAX_S, N_FAILURES, CircuitBreaker
 from firn.cache.tiers._bandwidth import BURST_S, Bandwidth
 from firn.cache.tiers._calls import N_TRIES, RetriedCalls

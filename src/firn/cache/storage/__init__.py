@@ -8,7 +8,7 @@
     threads.py       the I/O threads and their queue
     container.py     a record as bytes; places.py and seal.py are parts of that
     store_search.py  what a shared store has of a prompt; store_io.py asks the store
-    spill_policy.py  which records go to a shared store
+    store_address.py what `--tier` says of a shared store; spill_policy.py: which records go there
     store_probe.py   tries out a shared store, for `firn doctor`
     faults.py        what can go wrong; tally.py counts
 
