@@ -11,7 +11,7 @@ from functools import partial
 
 from firn.cache.arrays.payload import Payload, evaluate, joined
 from firn.cache.codecs import At
-from firn.cache.cursor import CacheCursor, Piece
+from firn.cache.cursor import CacheCursor, WindowPiece
 from firn.cache.layout import Layout
 from firn.cache.memory.rows import LEAST_BLOCKS
 from firn.cache.parts import Part
@@ -194,7 +194,7 @@ class Committer:
         at = At(row.index, row.n_tokens)
         cut = self._layout.cut(Part.WINDOW, row.live_layers, at, cursor.n_saved, row.n_tokens)
         evaluate([cut])
-        cursor.pieces.append(Piece(cursor.n_saved, row.n_tokens, cut))
+        cursor.pieces.append(WindowPiece(cursor.n_saved, row.n_tokens, cut))
         cursor.n_saved = row.n_tokens
 
     def _is_complete(self, node: Node) -> bool:
@@ -234,7 +234,7 @@ class Cuts:
         return self._whole[part].tokens(start - self._start, end - self._start).copied()
 
 
-def _join_pieces(pieces: Sequence[Piece], start: int, end: int) -> Payload:
+def _join_pieces(pieces: Sequence[WindowPiece], start: int, end: int) -> Payload:
     """The window layers' tokens [start, end), from pieces that cover them."""
     parts: list[Payload] = []
     covered = start

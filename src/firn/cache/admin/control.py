@@ -23,14 +23,14 @@ from firn.core.values import Namespace, Prompt
 PIN_SHARE = 0.5
 """The share of memory that may be pinned in all."""
 Json = dict[str, Any]
-Run = Callable[[Callable[[Any, Json], Any]], "Future[Any]"]
-"""Runs a function on the engine thread; it gets the cache, and how admission by memory stands."""
+RunOnEngine = Callable[[Callable[[Any, Json], Any]], "Future[Any]"]
+"""Runs a function on the engine thread, which gets the cache and the state of admission by memory."""
 
 
 class CacheAdmin:
     """Implements core.ports.CacheAdmin: each question runs on the engine thread, between two steps."""
 
-    def __init__(self, run: Run, *, pin_cap_nbytes: int) -> None:
+    def __init__(self, run: RunOnEngine, *, pin_cap_nbytes: int) -> None:
         self._run = run
         self._pin_cap_nbytes = pin_cap_nbytes
 
@@ -122,7 +122,7 @@ class TreeQuery(Protocol):
 class SlicedTreeQuery:
     """Implements core.ports.SlicedQuery over a TreeQuery, whose slices run on the engine thread."""
 
-    def __init__(self, run: Run, query: TreeQuery) -> None:
+    def __init__(self, run: RunOnEngine, query: TreeQuery) -> None:
         self._run = run
         self._query = query
         self._off: CacheOff | None = None

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
 from firn.cache.codecs import TOKEN_AXIS, Arrays, nbytes_of
 from firn.cache.storage.places import Places, places_of
+from firn.core.ports import LayerCache
 
 FILL_NBYTES = 512 << 20
 """How many bytes of layers a GPU fills at once: twice the memory for a moment, far fewer copies."""
@@ -145,7 +145,7 @@ def compute(layers: Iterable[Arrays]) -> None:
     mx.eval([a for arrays in layers for a in arrays if a is not None])
 
 
-def settle(layers: Sequence[Any]) -> None:
+def settle(layers: Sequence[LayerCache]) -> None:
     """Compute filled layers now, so that what they were joined from can be freed."""
     mx.eval([layer.state for layer in layers])
 

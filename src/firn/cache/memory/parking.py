@@ -26,7 +26,7 @@ from firn.cache.parts import Part
 from firn.cache.planning.match import Match
 from firn.cache.records import Records
 from firn.cache.tree import Record
-from firn.core.ports import LiveRow
+from firn.core.ports import LayerCache, LiveRow
 
 ROOM_TOKENS = 256
 """Room behind what is copied out of a group, so that the next turn need not copy it again."""
@@ -137,7 +137,7 @@ class Parking:
         fits = slab.first == 0 and n <= pages.end
         return pages if fits and pages.end - n <= n // 2 else None
 
-    def take(self, pages: RowPages, match: Match, layers: Sequence[object]) -> None:
+    def take(self, pages: RowPages, match: Match, layers: Sequence[LayerCache]) -> None:
         """Give the buffers to a new row's layers. Records beyond the match are cut out of them first."""
         if self.to_take(match) is not pages:
             raise ValueError("the parked row is gone")

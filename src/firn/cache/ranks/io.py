@@ -49,7 +49,7 @@ class _Order(Generic[T]):
 
 
 class RankIo:
-    """Implements Io."""
+    """Implements Io, and Receiving of storage/client.py."""
 
     def __init__(
         self, own: Io, followers: Followers, mirror: Mirror, *, layout: str, number_of: NumberOf

@@ -25,6 +25,7 @@ from firn.cache.storage.faults import Refused, TierError
 from firn.cache.storage.io import Changes, Io, ReadOrder, WriteOrder
 from firn.cache.tiers import Gone, WriteResult
 from firn.core.keys import Key
+from firn.core.ports import LayerCache
 from firn.core.ranks import RankCall
 
 Answer = Callable[..., None]
@@ -67,7 +68,7 @@ class Slices:
     # --- payloads --------------------------------------------------------------------------
 
     def on_cut(
-        self, layers: Sequence[Any], number: int, part: str, at: At, start: int, end: int
+        self, layers: Sequence[LayerCache], number: int, part: str, at: At, start: int, end: int
     ) -> None:
         self._keep(number, self._layout.cut(Part(part), layers, at, start, end))
 
@@ -98,7 +99,7 @@ class Slices:
             evaluate(self._fresh.values())
             self._fresh.clear()
 
-    def fill(self, layers: list[Any], fills: Sequence[tuple[str, list[int], int]]) -> None:
+    def fill(self, layers: list[LayerCache], fills: Sequence[tuple[str, list[int], int]]) -> None:
         for part, numbers, n_tokens in fills:
             payloads = [self._payloads[n] for n in numbers]
             self._layout.fill(Part(part), layers, payloads, n_tokens)

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import count
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from firn.cache.arrays.host import PayloadBytes, from_host, staged, to_host
 from firn.cache.arrays.payload import Payload
@@ -75,6 +75,15 @@ class _PendingWrite(NamedTuple):
     stamp: float
 
 
+@runtime_checkable
+class Receiving(Protocol):
+    """What `Io` has besides, if others must hear of each payload that memory takes from the tier."""
+
+    def received(self, name: Name, arrays: Payload) -> Payload:
+        """Called on the engine thread with what was read; returns what memory is to hold."""
+        ...
+
+
 def takes_all(record: Record) -> bool:
     return True
 
@@ -101,6 +110,7 @@ class TierClient:
         self.number = tree.add_tier()
         self._io = io
         self._store = io if isinstance(io, Searchable) else None
+        self._receiving = io if isinstance(io, Receiving) else None
         self._tree = tree
         self._catalogue = catalogue
         self._stamp = stamp
@@ -127,8 +137,6 @@ class TierClient:
         self._last_poll = clock()
         self._last_scan = clock()
         self.scanning = False
-        self.received: Callable[[Name, Payload], Payload] = lambda name, arrays: arrays
-        """Turns what was read into what memory holds."""
 
     # --- writing ---------------------------------------------------------------------------
 
@@ -228,7 +236,8 @@ class TierClient:
             began = self._clock()
             header = result.header
             arrays = from_host(header.tensors, header.places, result.buffers)
-            arrays = self.received(name_of(record), arrays)
+            if self._receiving is not None:
+                arrays = self._receiving.received(name_of(record), arrays)
             return RecordRead(record, arrays, at, self._clock() - began)
         if isinstance(result, Unwanted):
             if any(wanted() for wanted in wanters):  # somebody asked for it meanwhile
