@@ -208,7 +208,7 @@ class Harness:
                     self.io_threads = WatchedThreads()
                     self.io = TierIo(tier, self.io_threads)
                     known = [Namespace(n) for n in namespaces]
-                    cache.expect(recipes)
+                    cache.expect_recipes(recipes)
                     wake = lambda: self.engine.wake()  # noqa: E731
                     cache.add_tier("ssd", self.io, namespaces=known, wake=wake)
             budget = Budget(RowCost(1, 1), capacity_nbytes=capacity_nbytes)

@@ -1,4 +1,4 @@
-"""From a row to records: whole blocks, tails and states. Costs as much as there are new tokens.
+"""From a row to records: whole blocks, tails and states. Costs time in proportion to the new tokens.
 
 Owner: the engine thread, through the prefix cache.
 """
@@ -20,7 +20,7 @@ from firn.cache.tree import Mark, Node, PackedTokens, Record
 from firn.core.ports import LiveRow
 
 USED_EVERY_S = 60.0
-"""How often a chain that is being computed is marked as used; its records may be written meanwhile."""
+"""How often a chain that is being computed counts as used again: its records may be written meanwhile."""
 
 
 class Committer:
@@ -214,7 +214,7 @@ class Committer:
 
 
 class Cuts:
-    """Cuts payloads out of a row. Several blocks are cut as one and then copied apart: fewer kernels."""
+    """Cuts payloads out of a row. Several blocks are cut as one, then copied apart: fewer kernels."""
 
     def __init__(self, layout: Layout, row: LiveRow, start: int, end: int) -> None:
         """[start, end): the tokens that pages and windows may be cut from."""

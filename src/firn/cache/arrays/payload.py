@@ -1,7 +1,7 @@
 """What a record holds of a row: one part of every layer, arrays of one dtype and shape in one stack.
 
-A device is slowed down by the number of a record's arrays, not by their bytes. With stacks a block of
-36 layers is one copy instead of 72; several blocks are cut as one and then copied apart, and a row is
+What slows a device down is the number of a record's arrays, not their bytes. With stacks, a block of 36
+layers is one copy instead of 72; several blocks are cut as one and then copied apart, and a row is
 filled many layers at a time.
 
     places of 3 layers with two slots      stacks
@@ -141,7 +141,7 @@ def evaluate(payloads: Iterable[Payload]) -> None:
 
 
 def compute(layers: Iterable[Arrays]) -> None:
-    """The same for arrays by layer."""
+    """Like `evaluate`, for arrays by layer."""
     mx.eval([a for arrays in layers for a in arrays if a is not None])
 
 

@@ -78,7 +78,7 @@ NOTHING = Match(0)
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """A prompt's way down the tree, as far as the tree knows it."""
+    """A prompt's path down the tree, as far as the tree knows it."""
 
     root: Root
     tokens: PackedTokens

@@ -2,8 +2,8 @@
 
 The tree is rank 0's alone: it decides what is kept, resumed and evicted. Each payload that it makes gets
 a number, and the others are told how it was made, so that they make their slices in the same way; when
-it is dropped, they drop theirs. So memory holds the same on all ranks, and a resume from memory is one on
-all of them.
+it is dropped, they drop theirs. So memory holds the same on all ranks, and all of them can resume from
+it.
 
 Owner: the engine thread. Payloads may be dropped on any thread.
 """

@@ -1,7 +1,7 @@
 """One tier as the engine thread uses it: orders go out, events come back.
 
-The engine thread makes and drops arrays; I/O threads fetch their bytes, hash and write them. Results
-wait in a queue until `poll` takes them between two steps, a few at a time while rows decode.
+The engine thread makes and drops arrays; I/O threads fetch their bytes, hash them and write them.
+Results wait in a queue until `poll` takes them between two steps, a few at a time while rows decode.
 
 Owner: the engine thread, through `TierSet`.
 """
@@ -46,7 +46,7 @@ from firn.core.ports import EngineLoad
 BUSY_SHARE = 0.02
 """The share of the engine's time that spilling may take while requests run."""
 MAX_CREDIT_S = 0.05
-"""The most of that time that may be saved up."""
+"""How much of that time may be saved up."""
 PATIENCE_S = 2.0
 """How long a record waits to be spilled while a request waits for its first token."""
 POLL_S = {
@@ -120,19 +120,19 @@ class TierClient:
         self._ask_s = Samples(FIRST_LATENCY_S)
         self._asked_at = -math.inf
         self._results: queue.PriorityQueue[tuple[int, int, TakeResult]] = queue.PriorityQueue()
-        """Reads first, because a request waits for them. The rest in the order in which it happened:
-        what a scan saw before a write is not true after it."""
+        """Reads first, because a request waits for them. All else in the order in which it happened:
+        what a scan saw before a write is no longer true after it."""
         self._serial = count()
         self._scan_room = threading.Semaphore(MAX_BATCHES)
         """Slows a scan down to what the engine has time for."""
         self._closing = False
         self._to_spill: deque[tuple[Record, float]] = deque()
-        """With the time since when each record waits."""
+        """Each record with the time since which it waits."""
         self._unwritten: dict[Record, None] = {}
         """Records that a fault of the tier kept from being written, in their order."""
         self._pending_writes: dict[Record, _PendingWrite] = {}
         self._loading: dict[Record, list[Wanted]] = {}
-        """With those who want the record."""
+        """Each record with those who want it."""
         self._credit_s = MAX_CREDIT_S
         self._last_poll = clock()
         self._last_scan = clock()
@@ -194,11 +194,11 @@ class TierClient:
 
     def _retry(self) -> None:
         """Spill again what a fault kept back; while the fault lasts only one record, as a trial."""
-        ours = [r for r in self._unwritten if r.alive and r.arrays is not None]
-        ours.sort(key=lambda r: r.node.start)
-        n = len(ours) if self.writes else 1
-        self._unwritten = dict.fromkeys(ours[n:])
-        for record in ours[:n]:
+        records = [r for r in self._unwritten if r.alive and r.arrays is not None]
+        records.sort(key=lambda r: r.node.start)
+        n = len(records) if self.writes else 1
+        self._unwritten = dict.fromkeys(records[n:])
+        for record in records[:n]:
             self.spill(record)
 
     @property

@@ -23,8 +23,8 @@ from firn.core.ports import EngineLoad
 log = logging.getLogger("firn.cache")
 
 FIRST_SCAN_S = 1.0
-"""How long the start waits for a tier's first scan. Most take milliseconds, and then the first request
-hits; a longer scan goes on while the server runs."""
+"""How long start-up waits for a tier's first scan. Most take milliseconds, so that even the first
+request hits; a longer scan goes on while the server runs."""
 CLOSE_S = 2.0
 """How long closing waits for writes of records that were cleared meanwhile, to delete them again."""
 
@@ -96,7 +96,7 @@ class TierSet:
         return [tier for tier in self._clients if not tier.has(record) and tier.takes(record)]
 
     def _outlives_memory(self, record: Record) -> bool:
-        """A state at a prompt's end is worth a file only where no other state comes before it."""
+        """Not what expires. A state at a prompt's end is written only if no other comes before it."""
         if record.node.expires_at != math.inf:
             return False
         if record.part is not Part.STATE or record.mark is not Mark.PROMPT_END:
