@@ -20,7 +20,8 @@ from firn.cache.tree import Mark, Node, PackedTokens, Record
 from firn.core.ports import LiveRow
 
 USED_EVERY_S = 60.0
-"""How often a chain that is being computed counts as used again: its records may be written meanwhile."""
+"""How often a chain that is being computed counts as used again: its records may be written before it
+ends."""
 
 
 class Committer:

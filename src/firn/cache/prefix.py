@@ -1,7 +1,7 @@
 """The prefix cache as the engine drives it: one for all kinds of layers and all tiers.
 
-For a request the engine calls open and restore; advance before a chunk and commit after it; fork for each
-choice, whose reply is committed as it grows; close_cursor at the end. Between two steps it calls tick.
+For a request the engine calls open and restore; advance before a chunk and commit after it; fork for
+each choice, whose reply is committed as it grows; close_cursor at the end. Between two steps: tick.
 
 Nothing raises out of these methods: a fault is logged, counted, and becomes a miss.
 
