@@ -45,8 +45,8 @@ class Shape:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        found = ((Part.PAGES, self.pages), (Part.WINDOW, self.window), (Part.STATE, self.state))
-        return tuple(part for part, wanted in found if wanted)
+        kinds = ((Part.PAGES, self.pages), (Part.WINDOW, self.window), (Part.STATE, self.state))
+        return tuple(part for part, wanted in kinds if wanted)
 
     def layout(self) -> Layout:
         codecs = tuple(LabCodec(part, self) for part in self.parts)
@@ -144,12 +144,12 @@ class LabCodec:
 
     def fill(self, view: View, pieces: Sequence[Arrays], n_tokens: int) -> None:
         self.shape.fault("fill")
-        found: list[int] = []
+        tokens: list[int] = []
         for piece in pieces:
             first = piece[0]
             assert first is not None
-            found += np.array(first).ravel().tolist()
-        view.layer.fill(self.part, found, n_tokens)
+            tokens += np.array(first).ravel().tolist()
+        view.layer.fill(self.part, tokens, n_tokens)
 
     def fixed_nbytes(self, layer: Any) -> int:
         return 0

@@ -318,8 +318,8 @@ class Machine(RuleBasedStateMachine):
     # --- who is where ----------------------------------------------------------------------
 
     @staticmethod
-    def one(found: Sequence[Request], pick: int) -> Request:
-        return found[pick % len(found)]
+    def one(requests: Sequence[Request], pick: int) -> Request:
+        return requests[pick % len(requests)]
 
     def waiting(self) -> list[Request]:
         return [r for r in self.requests if r.row is None]

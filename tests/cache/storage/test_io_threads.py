@@ -281,9 +281,9 @@ def test_a_scan_comes_in_batches_and_tells_what_changed() -> None:
     batches, result = found_by(io)
     assert result is None
     assert [len(b) for b in batches] == [BATCH, BATCH, 10]
-    found = {e.name: e for b in batches for e in b if isinstance(e, TierEntry)}
-    assert found.keys() == {r.name for r in records}
-    entry = found[records[5].name]
+    entries = {e.name: e for b in batches for e in b if isinstance(e, TierEntry)}
+    assert entries.keys() == {r.name for r in records}
+    entry = entries[records[5].name]
     assert np.array_equal(entry.label.tokens, records[5].header.tokens)
     other.delete(records[5])
     assert found_by(io) == ([(Gone(records[5].name),)], None)

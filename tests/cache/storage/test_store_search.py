@@ -73,9 +73,9 @@ def test_a_chain_of_any_length_is_found_to_its_end(n_blocks: int) -> None:
     asked = question(n_blocks * BLOCK + 1)
     names = chain_names(asked)
     for n_there in range(n_blocks + 1):
-        found = search(asked, CountedFind(set(names[:n_there])))
-        assert [entry.name for entry in found] == names[:n_there]
-        assert [entry.label.start for entry in found] == [i * BLOCK for i in range(n_there)]
+        entries = search(asked, CountedFind(set(names[:n_there])))
+        assert [entry.name for entry in entries] == names[:n_there]
+        assert [entry.label.start for entry in entries] == [i * BLOCK for i in range(n_there)]
 
 
 def test_a_long_prompt_costs_a_few_dozen_names() -> None:
@@ -101,8 +101,8 @@ def test_what_lies_behind_a_hole_is_not_reached() -> None:
     asked = question(30 * BLOCK + 1)
     names = chain_names(asked)
     assert search(asked, CountedFind(set(names[1:]))) == []
-    found = search(asked, CountedFind(set(names) - {names[16]}))
-    assert len(found) == 16
+    entries = search(asked, CountedFind(set(names) - {names[16]}))
+    assert len(entries) == 16
 
 
 def test_only_what_is_not_known_is_asked_for() -> None:

@@ -163,13 +163,13 @@ def test_bytes_flow_at_the_rate_that_was_set() -> None:
 
 
 def test_an_address_is_a_place_and_settings() -> None:
-    found = parse_address("rediss://me:pass%23word@host:7000/2?ttl_s=60&spill=all")
-    assert found.kind == "redis"
-    assert found.options == TierOptions(
+    address = parse_address("rediss://me:pass%23word@host:7000/2?ttl_s=60&spill=all")
+    assert address.kind == "redis"
+    assert address.options == TierOptions(
         "rediss://me:pass%23word@host:7000/2", extra={"ttl_s": "60", "spill": "all"}
     )
-    assert found.shown == "rediss://host:7000/2"
-    assert found.spill == "all"
+    assert address.shown == "rediss://host:7000/2"
+    assert address.spill == "all"
     assert parse_address("s3://bucket/some/prefix").spill == "proved"
 
 
