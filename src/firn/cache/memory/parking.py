@@ -75,7 +75,7 @@ class Parking:
         """Give its records arrays of their own.
 
         No room is made first: the row's own memory is free in a moment, and if there is too little
-        even so, the next records that come evict what ranks lowest.
+        even so, the next records that come evict others.
         """
         records = list(pages.records)
         cuts = Cuts(self._layout, row, min(r.node.start for r in records), pages.end)
