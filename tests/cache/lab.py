@@ -359,7 +359,7 @@ def check_books(tree: PrefixTree) -> None:
         assert pages.nbytes == sum(r.nbytes for r in pages.records)
         assert pages.end == max((r.node.end for r in pages.records), default=0)
     for tier, counted in enumerate(inner.tiers):
-        _check_held(counted, [r for r in every if r.stored >> tier & 1])
+        _check_held(counted, [r for r in every if r.is_stored(tier)])
     leaving = sum(r.nbytes for r in every if r.leaving)
     assert inner.leaving_nbytes == leaving or tree.records._cleared, (
         "what is cleared may be leaving"

@@ -15,6 +15,7 @@ from firn.cache.cursor import CacheCursor, WindowPiece
 from firn.cache.layout import Layout
 from firn.cache.memory.rows import LEAST_BLOCKS
 from firn.cache.parts import Part
+from firn.cache.planning.match import has_parts, is_obtainable
 from firn.cache.records import Records
 from firn.cache.tree import Mark, Node, PackedTokens, Record
 from firn.core.ports import LiveRow
@@ -200,8 +201,7 @@ class Committer:
 
     def _is_complete(self, node: Node) -> bool:
         """Whether a prompt could resume inside this node."""
-        records = (node.records.get(part) for part in self._needs.by_block)
-        return all(r is not None and r.obtainable for r in records)
+        return has_parts(node, self._needs.by_block, is_obtainable)
 
     def _supersede(self, node: Node) -> None:
         """Forget tails that this node contains, unless they hold a state."""

@@ -15,7 +15,7 @@ from itertools import takewhile
 from firn.cache.cursor import CacheCursor, Loading, PendingQuestion
 from firn.cache.parts import Needs
 from firn.cache.planning import checkpoints
-from firn.cache.planning.match import Match, Walk, resume_points
+from firn.cache.planning.match import Match, Walk, has_parts, is_obtainable, resume_points
 from firn.cache.planning.plan import GRACE_S, UNKNOWN_PATIENCE_S, ResumePlan, make_plan
 from firn.cache.planning.reasons import EVICTED, NOT_YET
 from firn.cache.records import Records
@@ -195,7 +195,7 @@ class Loader:
     def _question(self, cursor: CacheCursor) -> tuple[StoreQuestion, int]:
         """What to ask, and where the prompt could resume without an answer."""
         walk, identity = cursor.walk(self._records.tree), self._records.identity
-        points = resume_points(walk, self._needs, lambda record: record.obtainable)
+        points = resume_points(walk, self._needs, is_obtainable)
         n_now = next(points).n_tokens
         limit = walk.before(len(walk.tokens) - 1)
         question = StoreQuestion(
@@ -232,12 +232,7 @@ class Loader:
 def _obtainable_blocks(walk: Walk, needs: Needs) -> list[Node]:
     """The path up to the first block whose carrier nobody here has: a store is asked from there."""
     carrier = needs.by_block[:1]
-    return list(
-        takewhile(
-            lambda node: all(p in node.records and node.records[p].obtainable for p in carrier),
-            walk.path,
-        )
-    )
+    return list(takewhile(lambda node: has_parts(node, carrier, is_obtainable), walk.path))
 
 
 def _wants(loading: Loading, record: Record) -> Callable[[], bool]:

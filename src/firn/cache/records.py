@@ -225,7 +225,7 @@ class Records:
 
     def _leave(self, record: Record, tiers: Sequence[TierClient]) -> bool:
         """Have it written first. False: no tier takes it, or too much is waiting to be written."""
-        taking = [tier for tier in tiers if record.writing >> tier.number & 1 or tier.writes]
+        taking = [tier for tier in tiers if record.is_being_written(tier.number) or tier.writes]
         if not taking:
             self.stats.dropped["tier paused"] += 1
             return False

@@ -11,7 +11,7 @@ go on: pages cover [0, p), windows cover [p - reach, p), a state lies exactly at
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -26,6 +26,17 @@ Available = Callable[[Record], bool]
 """Whether a resume may use a record: because memory has it, or because a tier has."""
 Ranges = Sequence[tuple[int, int]]
 """Half-open ranges of positions."""
+
+
+def is_obtainable(record: Record) -> bool:
+    """Memory or a tier has it: Available, if loading counts."""
+    return record.obtainable
+
+
+def has_parts(node: Node, parts: Iterable[Part], available: Available) -> bool:
+    """Whether a resume may use the node's records of all these parts."""
+    records = (node.records.get(part) for part in parts)
+    return all(r is not None and available(r) for r in records)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +214,7 @@ class _PathRecords:
         return next((c for c in islice(children, MAX_SIBLINGS) if self._has_block(c[0])), None)
 
     def _has_block(self, node: Node) -> bool:
-        records = (node.records.get(part) for part in self.needs.by_block)
-        return all(r is not None and self.available(r) for r in records)
+        return has_parts(node, self.needs.by_block, self.available)
 
     def segments(self, p: int, tail: Node | None) -> tuple[Segment, ...]:
         """The whole blocks before p, then the node that covers the rest."""

@@ -161,7 +161,7 @@ class TierClient:
         return False
 
     def _has_or_gets(self, record: Record) -> bool:
-        return bool((record.stored | record.writing) >> self.number & 1)
+        return record.is_stored(self.number) or record.is_being_written(self.number)
 
     def _write(self, record: Record) -> bool:
         if not self._io.has_room(record.nbytes):
@@ -294,7 +294,7 @@ class TierClient:
         self._io.touch({name_of(r): stamp for r, stamp in stamps.items() if self.has(r)})
 
     def has(self, record: Record) -> bool:
-        return bool(record.stored >> self.number & 1)
+        return record.is_stored(self.number)
 
     def usage(self) -> TierUsage:
         return self._io.usage()

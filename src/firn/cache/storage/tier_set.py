@@ -86,7 +86,7 @@ class TierSet:
         for record in records:
             if record.arrays is not None:
                 for tier in self.without(record):
-                    if not record.writing >> tier.number & 1:
+                    if not record.is_being_written(tier.number):
                         tier.spill(record)
 
     def without(self, record: Record) -> list[TierClient]:
