@@ -216,8 +216,8 @@ class Records:
     def _evict(self, record: Record) -> None:
         """Take it out of memory. What a tier should have keeps its arrays until it is written."""
         self.stats.evictions[record.part.value] += 1
-        missing = self.tiers.without(record)
-        if missing and not record.stored and self._leave(record, missing):
+        lacking = self.tiers.lacking(record)
+        if lacking and not record.stored and self._leave(record, lacking):
             return
         self.tree.release(record)
         self.index.left_memory(record)

@@ -82,7 +82,7 @@ class Restorer:
         if cursor.writes:
             self._records.extend_life(end, cursor.control.ttl_s)
         cursor.n_saved = cursor.node.end
-        taken = self._parking.to_take(match) if self._needs.pages else None
+        taken = self._parking.row_for(match) if self._needs.pages else None
         read = [r for r in match.records if taken is None or r.part is not Part.PAGES]
         payloads: Payloads = {
             (r.node, r.part): _payload(cursor, r) for r in read if r.part is not Part.PAGES
@@ -134,7 +134,7 @@ class Restorer:
     ) -> None:
         try:
             if taken is not None:
-                self._parking.took(cursor, taken, row)
+                self._parking.was_taken(cursor, taken, row)
             else:
                 self._parking.move_in(cursor, match, row)
         except Exception as e:  # its records stay where they are

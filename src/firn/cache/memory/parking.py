@@ -126,8 +126,8 @@ class Parking:
 
     # --- the next turn ---------------------------------------------------------------------
 
-    def to_take(self, match: Match) -> RowPages | None:
-        """The parked row that a match can go on in, if taking it over is cheaper than a copy."""
+    def row_for(self, match: Match) -> RowPages | None:
+        """The parked row that a match can continue, if taking it over is cheaper than a copy."""
         record = match.segments[-1].node.records.get(Part.PAGES)
         pages = record.arrays if record is not None else None
         if not isinstance(pages, RowPages) or pages not in self._rows.parked:
@@ -139,7 +139,7 @@ class Parking:
 
     def take(self, pages: RowPages, match: Match, layers: Sequence[LayerCache]) -> None:
         """Give the buffers to a new row's layers. Records beyond the match are cut out of them first."""
-        if self.to_take(match) is not pages:
+        if self.row_for(match) is not pages:
             raise ValueError("the parked row is gone")
         n_tokens = match.n_tokens
         del self._rows.parked[pages]
@@ -161,8 +161,8 @@ class Parking:
         else:
             self._records.drop([record])
 
-    def took(self, cursor: CacheCursor, pages: RowPages, row: LiveRow) -> None:
-        """The row was made: it holds the buffers now."""
+    def was_taken(self, cursor: CacheCursor, pages: RowPages, row: LiveRow) -> None:
+        """The new row was made, and holds the buffers now."""
         self._rows.moving.pop(pages, None)
         self._rows.unconfirmed.pop(pages, None)
         pages.row, pages.chain = row, cursor.node

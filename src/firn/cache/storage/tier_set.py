@@ -85,12 +85,12 @@ class TierSet:
         """Write these records soon, in every tier that should have them."""
         for record in records:
             if record.arrays is not None:
-                for tier in self.without(record):
+                for tier in self.lacking(record):
                     if not record.is_being_written(tier.number):
                         tier.spill(record)
 
-    def without(self, record: Record) -> list[TierClient]:
-        """The tiers that should have a record and do not."""
+    def lacking(self, record: Record) -> list[TierClient]:
+        """The tiers that should have the record and do not."""
         if not self._clients or not self._outlives_memory(record):
             return []
         return [tier for tier in self._clients if not tier.has(record) and tier.takes(record)]
