@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from firn.cache.admin import browse
 from firn.cache.off import CacheOff
@@ -23,8 +23,16 @@ from firn.core.values import Namespace, Prompt
 PIN_SHARE = 0.5
 """The share of memory that may be pinned in all."""
 Json = dict[str, Any]
-RunOnEngine = Callable[[Callable[[Any, Json], Any]], "Future[Any]"]
-"""Runs a function on the engine thread, which gets the cache and the state of admission by memory."""
+T = TypeVar("T")
+
+
+class RunOnEngine(Protocol):
+    """Runs a function on the engine thread.
+
+    The function gets the cache, and the state of admission by memory.
+    """
+
+    def __call__(self, function: Callable[[PrefixTree | CacheOff, Json], T], /) -> Future[T]: ...
 
 
 class CacheAdmin:

@@ -147,7 +147,7 @@ def derived_key(label: Label, parent: Key) -> Key:
 # --- packing -------------------------------------------------------------------------------
 
 
-def pack(header: Header, buffers: Sequence[Any], *, seal: Seal | None = None) -> Packed:
+def pack(header: Header, buffers: Sequence[Buffer], *, seal: Seal | None = None) -> Packed:
     """The record's bytes in pieces, to be written one after another. Tensors are not copied."""
     views = [flat(b) for b in buffers]
     sizes = [spec.nbytes for spec in header.tensors]
@@ -168,7 +168,7 @@ def pack(header: Header, buffers: Sequence[Any], *, seal: Seal | None = None) ->
     return _framed(text, views)
 
 
-def flat(buffer: Any) -> memoryview:
+def flat(buffer: Buffer) -> memoryview:
     """Its bytes, one after another."""
     view = memoryview(buffer)
     return view.cast("B") if view.nbytes else memoryview(b"")
@@ -299,7 +299,7 @@ def read_header(
         raise Damaged("unreadable header", str(e)) from e
 
 
-def unpack(buffer: Any, *, seal: Seal | None = None) -> Loaded:
+def unpack(buffer: Buffer, *, seal: Seal | None = None) -> Loaded:
     """The record in these bytes, with every checksum and length verified. Nothing is copied.
 
     Raises Damaged, Foreign, Locked.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from firn.cache.storage.faults import Damaged, Foreign, Locked, Missing, TierFau
 from firn.cache.storage.seal import Seal
 from firn.cache.storage.tally import Tally
 from firn.cache.storage.threads import Done, IoThreads
-from firn.cache.tiers import Gone, ScannedRecord, Tier, TierUsage, WriteResult
+from firn.cache.tiers import Buffer, Gone, ScannedRecord, Tier, TierUsage, WriteResult
 from firn.cache.tree import PackedTokens
 from firn.core.keys import KeyTokens
 
@@ -43,7 +43,7 @@ BATCH = 64
 """Records in one order or report: few enough for other orders to get their turn."""
 Wanted = Callable[[], bool]
 """Whether somebody still wants an order; asked on an I/O thread just before it is carried out."""
-Fetch = Callable[[], Sequence[Any]]
+Fetch = Callable[[], Sequence[Buffer]]
 """Gives a record's bytes, a buffer for each tensor. Called on an I/O thread."""
 
 
@@ -64,7 +64,7 @@ class WriteOrder:
 class ReadOrder:
     name: Name
     tokens: KeyTokens
-    """What the record must name, or it is damaged."""
+    """The tokens that the record must name; another's bytes are damage."""
     wanted: Wanted = always
 
 
@@ -124,7 +124,7 @@ class Io(Protocol):
 
     def usage(self) -> TierUsage: ...
 
-    def close(self) -> object:
+    def close(self) -> None:
         """Write what is queued, in bounded time."""
         ...
 
@@ -140,7 +140,9 @@ def load(tier: Tier, name: Name, *, seal: Seal | None = None) -> Loaded:
     return loaded
 
 
-def label_of(seen: ScannedRecord, *, more: Callable[[int], Any], seal: Seal | None = None) -> Tag:
+def label_of(
+    seen: ScannedRecord, *, more: Callable[[int], Buffer], seal: Seal | None = None
+) -> Tag:
     """What a record's header says: a Label, or only a Tag without the key. Raises Damaged, Foreign."""
     name = Name.parse(seen.name)
     if name is None:
