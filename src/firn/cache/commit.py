@@ -58,9 +58,9 @@ class Committer:
         if self._exact_chunk:
             end -= end % self._exact_chunk
         start = cursor.node.end
-        cuts = Cuts(self._layout, row, start, end - (end - start) % self._block)
+        cutter = RowCutter(self._layout, row, start, end - (end - start) % self._block)
         while cursor.writes and cursor.node.end + self._block <= end:
-            if not self._commit_block(cursor, cuts, new):
+            if not self._commit_block(cursor, cutter, new):
                 break
         if self.in_rows:
             cursor.pages = self._records.rows.of(row, self._layout, chain=cursor.node)
@@ -87,7 +87,7 @@ class Committer:
                 return
             tail = self._tree.child(cursor.node, *tokens)
             with self._leased(tail):
-                if self._store(cursor, tail, self._cuts_of(tail, row), new):
+                if self._store(cursor, tail, self._cutter_of(tail, row), new):
                     self._supersede(tail)
 
     @contextmanager
@@ -111,14 +111,14 @@ class Committer:
         finally:
             self._records.unlease(node)
 
-    def _cuts_of(self, node: Node, row: LiveRow) -> Cuts:
-        return Cuts(self._layout, row, node.start, node.end)
+    def _cutter_of(self, node: Node, row: LiveRow) -> RowCutter:
+        return RowCutter(self._layout, row, node.start, node.end)
 
-    def _commit_block(self, cursor: CacheCursor, cuts: Cuts, new: list[Record]) -> bool:
+    def _commit_block(self, cursor: CacheCursor, cutter: RowCutter, new: list[Record]) -> bool:
         start = cursor.node.end
         node = self._tree.child(cursor.node, *cursor.packed(start, start + self._block))
         with self._leased(node):
-            if not self._store(cursor, node, cuts, new):
+            if not self._store(cursor, node, cutter, new):
                 return False
             self._supersede(node)
             self._tree.move_lease(cursor.node, node)
@@ -137,20 +137,20 @@ class Committer:
             node = self._tree.child(cursor.node, *cursor.packed(cursor.node.end, n))
         if node.parent is None:
             return
-        cuts = self._cuts_of(node, row)
+        cutter = self._cutter_of(node, row)
         with self._leased(node):
-            if node is not cursor.node and not self._store(cursor, node, cuts, new):
+            if node is not cursor.node and not self._store(cursor, node, cutter, new):
                 return
-            self._keep(node, Part.STATE, partial(cuts.cut, Part.STATE, 0, n), mark, new)
+            self._keep(node, Part.STATE, partial(cutter.cut, Part.STATE, 0, n), mark, new)
 
-    def _store(self, cursor: CacheCursor, node: Node, cuts: Cuts, new: list[Record]) -> bool:
+    def _store(self, cursor: CacheCursor, node: Node, cutter: RowCutter, new: list[Record]) -> bool:
         """Give the node its pages and window, unless memory has them. False: there is no room."""
         self._tree.use(node, every_s=USED_EVERY_S)
         for part in self._needs.by_block:
             if part is Part.PAGES and self._stays_in_row(cursor):
-                self._keep_in_row(node, cuts, new)
+                self._keep_in_row(node, cutter, new)
                 continue
-            cut = partial(self._cut, part, cursor, node, cuts)
+            cut = partial(self._cut, part, cursor, node, cutter)
             if not self._keep(node, part, cut, Mark.TURN, new):
                 cursor.writes = False
                 return False
@@ -177,18 +177,18 @@ class Committer:
     def _stays_in_row(self, cursor: CacheCursor) -> bool:
         return self.in_rows and cursor.n_known >= LEAST_BLOCKS * self._block
 
-    def _keep_in_row(self, node: Node, cuts: Cuts, new: list[Record]) -> None:
+    def _keep_in_row(self, node: Node, cutter: RowCutter, new: list[Record]) -> None:
         if not self._token_nbytes:
-            self._token_nbytes = cuts.cut(Part.PAGES, node.start, node.start + 1).nbytes
-        pages = self._records.rows.of(cuts.row, self._layout)
+            self._token_nbytes = cutter.cut(Part.PAGES, node.start, node.start + 1).nbytes
+        pages = self._records.rows.of(cutter.row, self._layout)
         record = self._records.keep_in_row(node, pages, node.n_tokens * self._token_nbytes)
         if record.arrays is pages:
             new.append(record)
 
-    def _cut(self, part: Part, cursor: CacheCursor, node: Node, cuts: Cuts) -> Payload:
+    def _cut(self, part: Part, cursor: CacheCursor, node: Node, cutter: RowCutter) -> Payload:
         if part is Part.WINDOW and self.piece_tokens:
             return _join_pieces(cursor.pieces, node.start, node.end)
-        return cuts.cut(part, node.start, node.end)
+        return cutter.cut(part, node.start, node.end)
 
     def _save_pieces(self, cursor: CacheCursor, row: LiveRow) -> None:
         if not self.piece_tokens or row.n_tokens <= cursor.n_saved:
@@ -214,7 +214,7 @@ class Committer:
                 self._records.forget(tail)
 
 
-class Cuts:
+class RowCutter:
     """Cuts payloads out of a row. Several blocks are cut as one, then copied apart: fewer kernels."""
 
     def __init__(self, layout: Layout, row: LiveRow, start: int, end: int) -> None:

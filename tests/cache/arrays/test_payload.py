@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from firn.cache.arrays import cuda, host, payload
 from firn.cache.arrays.payload import Payload, by_layer, evaluate, joined, stacked
 from firn.cache.codecs import Arrays, At
-from firn.cache.commit import Cuts
+from firn.cache.commit import RowCutter
 from firn.cache.layout import Layout
 from firn.cache.parts import Part
 from firn.cache.storage import places
@@ -133,12 +133,12 @@ def fed(n_tokens: int) -> list[Any]:
 def test_several_blocks_are_cut_as_one_and_are_what_each_would_be() -> None:
     layers = fed(48)
     kinds = Layout.of(layers)
-    cuts = Cuts(kinds, Row(layers, 48), 16, 48)
+    cutter = RowCutter(kinds, Row(layers, 48), 16, 48)
     for part in (Part.PAGES, Part.WINDOW):
         for start in (16, 32):
             alone = kinds.cut(part, layers, At(0, 48), start, start + 16)
             want = [alone.layer(i) for i in range(alone.n_layers)]
-            assert all_same(cuts.cut(part, start, start + 16), want)
+            assert all_same(cutter.cut(part, start, start + 16), want)
 
 
 @pytest.mark.parametrize("nbytes", [0, 3000, 1 << 30])

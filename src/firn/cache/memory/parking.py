@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from firn.cache.arrays.payload import compute, evaluate
 from firn.cache.codecs import concat_tokens
-from firn.cache.commit import Cuts
+from firn.cache.commit import RowCutter
 from firn.cache.cursor import CacheCursor
 from firn.cache.layout import Layout
 from firn.cache.memory.eviction import carries
@@ -78,8 +78,8 @@ class Parking:
         even so, the next records that come evict others.
         """
         records = list(pages.records)
-        cuts = Cuts(self._layout, row, min(r.node.start for r in records), pages.end)
-        cut = [cuts.cut(Part.PAGES, r.node.start, r.node.end) for r in records]
+        cutter = RowCutter(self._layout, row, min(r.node.start for r in records), pages.end)
+        cut = [cutter.cut(Part.PAGES, r.node.start, r.node.end) for r in records]
         evaluate(cut)
         for record, payload in zip(records, cut, strict=True):
             self._tree.move(record, payload)
