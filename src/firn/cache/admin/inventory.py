@@ -123,6 +123,8 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Inventory:
+    """The records of a folder, of all models and namespaces."""
+
     files: tuple[RecordFile, ...]
     blocks: Mapping[Key, BlockFiles]
     models: Mapping[bytes, ModelNote]

@@ -71,6 +71,8 @@ class Mirror:
 
 @dataclass(frozen=True, eq=False)
 class MirroredPayload(Payload):
+    """A payload of which the other ranks hold slices, under the same number."""
+
     mirror: Mirror
     number: int
 

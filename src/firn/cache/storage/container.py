@@ -120,11 +120,15 @@ class Header(Label):
 
 
 class Packed(NamedTuple):
+    """A record's bytes, in pieces that are written one after another."""
+
     pieces: list[Buffer]
     nbytes: int
 
 
 class Loaded(NamedTuple):
+    """A record that was read and verified."""
+
     header: Header
     buffers: list[memoryview]
     """One for each of `header.tensors`: views of one buffer."""

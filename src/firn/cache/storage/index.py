@@ -28,6 +28,8 @@ N_ONLY_IN_STORES = 1 << 16
 
 
 class Stray(NamedTuple):
+    """A stored record that has no place in the tree yet."""
+
     tier: int
     entry: TierEntry
 

@@ -44,6 +44,8 @@ class IoJob:
 
 
 class IoClosed(TierError):
+    """The threads were closed before they came to the order."""
+
     def __init__(self) -> None:
         super().__init__("closed")
 

@@ -56,6 +56,8 @@ N = TypeVar("N")
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
+    """What a tier is opened with."""
+
     location: str
     """A folder, or a store's address."""
     limit_nbytes: int | None = None
@@ -99,6 +101,8 @@ class Gone(Generic[N]):
 
 @dataclass(frozen=True, slots=True)
 class WriteResult(Generic[N]):
+    """What became of a write that did not fail."""
+
     nbytes: int
     """What the record takes up; 0 when nothing was written."""
     new: bool

@@ -39,6 +39,8 @@ _MAGIC = b"firn1\r\n\0"
 
 
 class RecordHead(NamedTuple):
+    """What the value of a record's own key begins with."""
+
     nbytes: int
     written_at: float
     writer: int
