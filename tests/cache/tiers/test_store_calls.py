@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from firn.cache.storage.faults import Missing, PermanentFault, Refused, TierFault
-from firn.cache.storage.store_address import parse_address
 from firn.cache.tiers import FoundRecord, TierOptions
 from firn.cache.tiers._backoff import MAX_S, N_FAILURES, CircuitBreaker
 from firn.cache.tiers._bandwidth import BURST_S, Bandwidth
@@ -159,18 +158,7 @@ def test_bytes_flow_at_the_rate_that_was_set() -> None:
     assert clock.now == before
 
 
-# --- addresses -----------------------------------------------------------------------------
-
-
-def test_an_address_is_a_place_and_settings() -> None:
-    address = parse_address("rediss://me:pass%23word@host:7000/2?ttl_s=60&spill=all")
-    assert address.kind == "redis"
-    assert address.options == TierOptions(
-        "rediss://me:pass%23word@host:7000/2", extra={"ttl_s": "60", "spill": "all"}
-    )
-    assert address.shown == "rediss://host:7000/2"
-    assert address.spill == "all"
-    assert parse_address("s3://bucket/some/prefix").spill == "proved"
+# --- settings ------------------------------------------------------------------------------
 
 
 def test_settings_are_numbers_within_reason() -> None:
