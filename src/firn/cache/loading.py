@@ -30,6 +30,7 @@ MAX_PLANS = 3
 ASK_PATIENCE_S = 0.25
 """Computing waits no longer than this for a store's answer."""
 MIN_DEADLINE_S, DEADLINE_FACTOR = 5.0, 10.0
+"""A load is given up after this many times the time that it should take, or the minimum."""
 
 
 class Loader:
@@ -95,6 +96,7 @@ class Loader:
         self.unlease(cursor)
 
     def unlease(self, cursor: CacheCursor) -> None:
+        """Let go of what it was about to resume from."""
         for record in cursor.leased:
             self._records.tree.unlease_record(record)
         if cursor.leased:
@@ -154,6 +156,7 @@ class Loader:
         cursor.asking = None
 
     def end(self, cursor: CacheCursor) -> None:
+        """The load is over, well or not: learn from what has arrived."""
         loading, cursor.loading = cursor.loading, None
         if loading is None:
             return
