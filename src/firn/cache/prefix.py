@@ -46,6 +46,7 @@ from firn.core.values import CacheControl, Namespace, Prompt
 
 AnyCursor = CacheCursor | BlankCursor
 SAVE_ESTIMATES_S = 300.0
+"""How often an idle server saves its estimates."""
 
 
 @dataclass(frozen=True, slots=True)

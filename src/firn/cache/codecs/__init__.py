@@ -97,6 +97,7 @@ class LayerCodec(Protocol):
 
 
 ALL_TOKENS = 1 << 62
+"""The reach of pages."""
 
 
 def leaves(layers: Sequence[LayerCache]) -> list[LayerCache]:

@@ -20,6 +20,7 @@ from firn.cache.parts import Part
 from firn.cache.tree import Record, Tree
 
 STATE_SHARE = 0.5
+"""The share of memory that states may take."""
 ALONG_S = 60.0
 """When a parked row gives memory back, blocks go together that were used this close to each other."""
 

@@ -58,6 +58,7 @@ POLL_S = {
 """How long results are taken between two steps. Long during prefill: the prompt that is read waits for
 them too, and a chunk takes longer than that."""
 RESCAN_S = 10.0
+"""How often a tier is asked what other processes changed."""
 MAX_BATCHES = 64
 """Batches of a scan that may wait for the engine."""
 SCAN_CHECK_S = 0.2

@@ -19,6 +19,7 @@ from firn.cache.storage.faults import TierError
 log = logging.getLogger("firn.cache")
 
 MAX_DEFER_S = 2.0
+"""A write that has waited for so long is not deferred any more."""
 N_THREADS = 4
 T = TypeVar("T")
 Done = Callable[[T | TierError], None]

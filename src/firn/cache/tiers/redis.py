@@ -33,7 +33,7 @@ PIECE_NBYTES = 8 << 20
 READ_NBYTES = 1 << 20
 TTL_S = 7 * 86_400
 CONNECT_S = 2.0
-OWN = ("ttl_s", "prefix", "piece_kb")
+OWN_SETTINGS = ("ttl_s", "prefix", "piece_kb")
 _HEAD = struct.Struct("<8sQdQ")
 _MAGIC = b"firn1\r\n\0"
 
@@ -211,7 +211,7 @@ class RedisClient:
 
 def open_tier(options: TierOptions) -> StoreTier:
     """Raises SetupError."""
-    settings = StoreSettings.of(options, OWN)
+    settings = StoreSettings.of(options, OWN_SETTINGS)
     try:
         import redis
         from redis.backoff import NoBackoff

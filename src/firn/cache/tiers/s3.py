@@ -36,7 +36,7 @@ CONNECT_S = 2.0
 LATE_SHARE = 0.9
 """A call that fails after this share of its time was too slow: obstore raises the same class for all
 faults."""
-OWN = ("endpoint", "region", "anonymous")
+OWN_SETTINGS = ("endpoint", "region", "anonymous")
 
 
 class S3Client:
@@ -140,7 +140,7 @@ class _Unsupported(TierFault):
 
 def open_tier(options: TierOptions) -> StoreTier:
     """Raises SetupError."""
-    settings = StoreSettings.of(options, OWN)
+    settings = StoreSettings.of(options, OWN_SETTINGS)
     try:
         import obstore
         from obstore.store import S3Store
