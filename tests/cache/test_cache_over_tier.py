@@ -128,8 +128,8 @@ class DictIo:
         if not self.scanned:
             self.scanned = True
             every = [
-                TierEntry(h, 40, self.stamps[name], PackedTokens(h.tokens))
-                for name, (h, _) in self.stored.items()
+                TierEntry(h, sum(map(len, raw)), self.stamps[name], PackedTokens(h.tokens))
+                for name, (h, raw) in self.stored.items()
             ]
             self.rng.shuffle(every)
             batch(every)
