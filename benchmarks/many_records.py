@@ -217,7 +217,7 @@ class NoIo:
     def has_room(self, nbytes: int) -> bool:
         return False
 
-    def defer_writes(self, wanted: bool) -> None: ...
+    def defer_writes(self, defer: bool) -> None: ...
 
     def read(self, *args: object, **more: object) -> None: ...
 
@@ -225,7 +225,7 @@ class NoIo:
 
     def touch(self, stamps: object) -> None: ...
 
-    def scan(self, batch: object, done: Done) -> None:
+    def scan(self, batch: object, done: Done[None]) -> None:
         done(None)
 
     def usage(self) -> TierUsage:

@@ -34,7 +34,7 @@ try:
 
     from firn.cache.parts import Part
     from firn.cache.storage.container import Header, TensorSpec
-    from firn.cache.storage.io import TierIo
+    from firn.cache.storage.io import ReadOrder, TierIo, WriteOrder
     from firn.cache.storage.threads import IoThreads
     from firn.cache.tiers import TierError, TierOptions, WriteResult
     from firn.cache.tiers.ssd import SsdTier
@@ -133,7 +133,7 @@ def write_records(
         start = time.perf_counter()
         n_open = 0
         for header in records:
-            while not io.try_write(header, lambda: buffers, used_at=time.time(), done=results.put):
+            while not io.try_write(WriteOrder(header, lambda: buffers, time.time()), results.put):
                 _check(results.get(), WriteResult)  # the queue is full: one must end first
                 n_open -= 1
             n_open += 1
@@ -156,7 +156,7 @@ def read_records(
     with tier_io(folder, limit_nbytes) as io:
         start = time.perf_counter()
         for header in records:
-            io.read(header.name, header.tokens, results.put)
+            io.read(ReadOrder(header.name, header.tokens), results.put)
         for _ in records:
             loaded = results.get()
             if isinstance(loaded, TierError):

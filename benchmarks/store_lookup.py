@@ -59,7 +59,7 @@ def question(n_tokens: int, seed: int) -> StoreQuestion:
         namespace=namespace,
         block=BLOCK,
         needs=Needs(True, 0, False),
-        text=PackedTokens(tokens),
+        prompt=PackedTokens(tokens),
         known=[],
         limit=n_tokens - 1,
         states=(),
@@ -78,7 +78,7 @@ def timed(work: Callable[[], Any], n: int = 5) -> tuple[float, Any]:
 
 
 def fill(store: Store, asked: StoreQuestion, share: float) -> int:
-    keys = block_keys(asked.root, asked.text.tokens, BLOCK)
+    keys = block_keys(asked.root, asked.prompt.tokens, BLOCK)
     n = int(len(keys) * share)
     for key in keys[:n]:
         store.write(str(Name(key, Part.PAGES)), [b"x" * 64], used_at=time.time())

@@ -18,7 +18,7 @@ from firn.cache.off import CacheOff
 from firn.cache.planning.estimates import Estimates
 from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.cache.storage.io import TierIo
-from firn.cache.storage.threads import IoThreads
+from firn.cache.storage.threads import IoJob, IoThreads
 from firn.cache.tiers import Tier
 from firn.core.errors import FirnError
 from firn.core.events import (
@@ -132,6 +132,25 @@ class Eager(Estimates):
         return 1e6
 
 
+class WatchedThreads(IoThreads):
+    """Notes callbacks that fail, of which a server only logs a warning."""
+
+    def __init__(self) -> None:
+        self.faults: list[Exception] = []
+        super().__init__()
+
+    def _tell(self, job: IoJob, result: Any) -> None:
+        def done(result: Any) -> None:
+            try:
+                told(result)
+            except Exception as e:
+                self.faults.append(e)
+                raise
+
+        told, job.done = job.done, done
+        super()._tell(job, result)
+
+
 class Harness:
     """An engine over one model, with a results table fed by its publish calls."""
 
@@ -186,9 +205,10 @@ class Harness:
                 )
                 if tier is not None:
                     cache.records.estimates = Eager()
-                    self.io = TierIo(tier, IoThreads())
+                    self.io_threads = WatchedThreads()
+                    self.io = TierIo(tier, self.io_threads)
                     known = [Namespace(n) for n in namespaces]
-                    cache.expect(recipes)
+                    cache.expect_recipes(recipes)
                     wake = lambda: self.engine.wake()  # noqa: E731
                     cache.add_tier("ssd", self.io, namespaces=known, wake=wake)
             budget = Budget(RowCost(1, 1), capacity_nbytes=capacity_nbytes)

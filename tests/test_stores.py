@@ -19,8 +19,8 @@ import httpx
 import pytest
 
 from firn.cache.prefix import PrefixTree
+from firn.cache.storage.store_address import parse_address
 from firn.cache.tiers import discover
-from firn.cache.tiers._address import parse_address
 from firn.cache.tiers._store import StoreTier
 from firn.cache.tiers.s3 import S3Client
 from firn.config import CacheConfig, Config, ModelConfig

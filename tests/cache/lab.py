@@ -45,8 +45,8 @@ class Shape:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        found = ((Part.PAGES, self.pages), (Part.WINDOW, self.window), (Part.STATE, self.state))
-        return tuple(part for part, wanted in found if wanted)
+        kinds = ((Part.PAGES, self.pages), (Part.WINDOW, self.window), (Part.STATE, self.state))
+        return tuple(part for part, wanted in kinds if wanted)
 
     def layout(self) -> Layout:
         codecs = tuple(LabCodec(part, self) for part in self.parts)
@@ -146,11 +146,11 @@ class LabCodec:
         self.shape.fault("fill")
         firsts = [piece[0] for piece in pieces]
         mx.eval(firsts)  # together: one by one, waiting takes longer than the copies
-        found: list[int] = []
+        tokens: list[int] = []
         for first in firsts:
             assert first is not None
-            found += np.array(first).ravel().tolist()
-        view.layer.fill(self.part, found, n_tokens)
+            tokens += np.array(first).ravel().tolist()
+        view.layer.fill(self.part, tokens, n_tokens)
 
     def fixed_nbytes(self, layer: Any) -> int:
         return 0
@@ -360,7 +360,7 @@ def check_books(tree: PrefixTree) -> None:
         assert pages.nbytes == sum(r.nbytes for r in pages.records)
         assert pages.end == max((r.node.end for r in pages.records), default=0)
     for tier, counted in enumerate(inner.tiers):
-        _check_held(counted, [r for r in every if r.stored >> tier & 1])
+        _check_held(counted, [r for r in every if r.is_stored(tier)])
     leaving = sum(r.nbytes for r in every if r.leaving)
     assert inner.leaving_nbytes == leaving or tree.records._cleared, (
         "what is cleared may be leaving"

@@ -14,7 +14,7 @@ def on_its_way(harness: Harness) -> dict[str, int]:
     """Everything that must be nought when nobody asks anything. On the engine thread."""
     cache, health, io = harness.cache, harness.engine.health(), harness.io.threads
     (tier,) = cache.records.tiers
-    found = {
+    pending = {
         "requests": health.n_waiting + health.n_prefilling + health.n_decoding,
         "memory of requests": harness.engine.parts.budget.view()["held_bytes"],
         "cursors that race": len(cache._racing),
@@ -29,7 +29,7 @@ def on_its_way(harness: Harness) -> dict[str, int]:
         "a scan": int(tier.scanning),
         "results": tier._results.qsize(),
     }
-    return {what: n for what, n in found.items() if n}
+    return {what: n for what, n in pending.items() if n}
 
 
 def settle(harness: Harness) -> None:
@@ -38,4 +38,4 @@ def settle(harness: Harness) -> None:
     while left := harness.between_steps(lambda: on_its_way(harness)):
         assert time.monotonic() < until, left
     harness.between_steps(lambda: check_books(harness.cache))
-    assert harness.io.threads.n_callback_faults == 0
+    assert harness.io_threads.faults == []

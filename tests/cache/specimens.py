@@ -67,14 +67,14 @@ class Specimen:
     def pieces(self, chunks: Sequence[int], *, row: int = 0) -> list[tuple[int, int, Arrays]]:
         """What commits would keep: each chunk cut as soon as it is there; a state only at the end."""
         layer = self.make()
-        found: list[tuple[int, int, Arrays]] = []
+        cuts: list[tuple[int, int, Arrays]] = []
         n = 0
         for chunk in chunks:
             self.feed(layer, [row], [n], chunk)
             n += chunk
             cut = self.codec.cut(layer, At(0, n), n - chunk, n)
-            found.append((n - chunk, n, stacked([cut]).layer(0)))
-        return found
+            cuts.append((n - chunk, n, stacked([cut]).layer(0)))
+        return cuts
 
     def restored(self, pieces: Sequence[tuple[int, int, Arrays]], n_tokens: int) -> Any:
         """A fresh layer, filled from those of the pieces that the codec asks for."""
@@ -107,8 +107,8 @@ def _feed_kv(dtype: mx.Dtype) -> Callable[[Any, Sequence[int], Sequence[int], in
 
 
 def _sees_pages(layer: Any, n: int) -> Arrays:
-    found = (layer.keys, layer.values)
-    flat = [a for side in found for a in (side if isinstance(side, tuple | list) else (side,))]
+    arrays = (layer.keys, layer.values)
+    flat = [a for side in arrays for a in (side if isinstance(side, tuple | list) else (side,))]
     return tuple(a[..., :n, :] for a in flat)
 
 

@@ -38,11 +38,11 @@ def spare_slot(build: Build) -> Build:
         model, make_layers = build()
 
         def layers() -> list[Any]:
-            found = make_layers()
-            for i, layer in enumerate(found):
+            made = make_layers()
+            for i, layer in enumerate(made):
                 if type(layer) is ArraysCache:
-                    found[i] = ArraysCache(len(layer.cache) + 1)
-            return found
+                    made[i] = ArraysCache(len(layer.cache) + 1)
+            return made
 
         return model, layers
 

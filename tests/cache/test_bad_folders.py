@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from firn.cache.storage import tier_set
-from firn.cache.tiers._folder import Disk, Listed
-from tests.cache.test_decisions import ask, found, server, settle
+from firn.cache.tiers._folder import Disk, FileStat
+from tests.cache.test_decisions import admission, ask, server, settle
 from tests.cache.tiers.folders import Lockless
 from tests.hash_runner import prompt_of as words
 
@@ -25,7 +25,7 @@ class Unreadable(Disk):
     def make_folder(self) -> None:
         raise self._refuse()
 
-    def files(self, sub: str) -> list[Listed]:
+    def files(self, sub: str) -> list[FileStat]:
         raise self._refuse()
 
     def subfolder(self, sub: str) -> tuple[int, int]:
@@ -42,7 +42,7 @@ class Waiting(Disk):
         super().__init__(folder)
         self.go = threading.Event()
 
-    def files(self, sub: str) -> list[Listed]:
+    def files(self, sub: str) -> list[FileStat]:
         self.go.wait()
         return super().files(sub)
 
@@ -56,8 +56,8 @@ def test_a_folder_that_may_not_be_looked_at(
 ) -> None:
     ids = words(1, 60)
     with server(tmp_path, disk=Unreadable(tmp_path)) as lab:
-        assert found(ask(lab, ids)).reason == "cold"
-        assert dict(found(ask(lab, ids)).tiers) == {"memory": 59}
+        assert admission(ask(lab, ids)).reason == "cold"
+        assert dict(admission(ask(lab, ids)).tiers) == {"memory": 59}
         (tier,) = lab.tree.records.tiers
         assert tier.usage().status.state == "paused"
         assert "no permission" in tier.usage().status.reason
@@ -77,13 +77,13 @@ def test_a_folder_that_takes_long_to_list(
     caplog.clear()
     disk = Waiting(tmp_path)
     with server(tmp_path, disk=disk) as lab:
-        assert found(ask(lab, words(2, 60))).reason == "cold", "served meanwhile"
+        assert admission(ask(lab, words(2, 60))).reason == "cold", "served meanwhile"
         assert sum("while the server runs" in line for line in lines(caplog)) == 1
         disk.go.set()
         (tier,) = lab.tree.records.tiers
         while lab.between_steps(lambda: tier.scanning):
             settle(lab)
-        assert found(ask(lab, ids)).n_cached == 59, "hits come with what it finds"
+        assert admission(ask(lab, ids)).n_cached == 59, "hits come with what it finds"
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
@@ -96,4 +96,4 @@ def test_a_folder_without_locks(
     assert len(lines(caplog)) == 1
     assert "share it with no other server" in lines(caplog)[0]
     with server(tmp_path, disk=Lockless(tmp_path, number)) as lab:
-        assert dict(found(ask(lab, ids)).tiers) == {"ssd": 59}
+        assert dict(admission(ask(lab, ids)).tiers) == {"ssd": 59}

@@ -147,9 +147,9 @@ def test_table(
     options: dict[str, int],
     want: dict[int, Mark],
 ) -> None:
-    found = due(boundaries, n_prompt, **{"n_restored": 0, "n_shared": 0, **options})
-    assert found == want
-    assert list(found) == sorted(found)
+    marks = due(boundaries, n_prompt, **{"n_restored": 0, "n_shared": 0, **options})
+    assert marks == want
+    assert list(marks) == sorted(marks)
 
 
 @settings(max_examples=400)
@@ -167,24 +167,24 @@ def test_properties(
     n_restored = int(restored * (n_prompt - 1))
     n_restored -= n_restored % grid
     n_shared = max(n_restored, int(shared * n_prompt))
-    found = due(boundaries, n_prompt, n_restored=n_restored, n_shared=n_shared, grid=grid)
-    assert list(found) == sorted(found)
-    assert all(n_restored < p < n_prompt for p in found)
-    assert all(p % grid == 0 for p in found)
+    marks = due(boundaries, n_prompt, n_restored=n_restored, n_shared=n_shared, grid=grid)
+    assert list(marks) == sorted(marks)
+    assert all(n_restored < p < n_prompt for p in marks)
+    assert all(p % grid == 0 for p in marks)
     lattice = max(math.log2(n_prompt / LATTICE_FROM_TOKENS), 0)
-    assert len(found) <= lattice + 1 + (N_TURNS + 1) + 1 + 1 + 1
-    for p, mark in found.items():
+    assert len(marks) <= lattice + 1 + (N_TURNS + 1) + 1 + 1 + 1
+    for p, mark in marks.items():
         if mark is Mark.SHARED:
             assert p == boundaries[0] - boundaries[0] % grid
     # The shared front and a branch are what others will ask for: they are never given up for gaps.
     front = boundaries[0] - boundaries[0] % grid if boundaries else 0
     if n_restored < front < n_prompt:
-        assert front in found
+        assert front in marks
     branch = n_shared - n_shared % grid
     if n_shared > n_restored + MIN_GAP_TOKENS and n_restored < branch < n_prompt:
-        assert branch in found
+        assert branch in marks
     end = n_prompt - 1 - (n_prompt - 1) % grid
-    assert end in found or end <= n_restored
+    assert end in marks or end <= n_restored
 
 
 # --- through the engine --------------------------------------------------------------------
@@ -244,8 +244,10 @@ def test_a_shared_prefix_without_boundaries_hits_on_its_third_sighting(shape: Sh
     """Nothing says where raw texts will part: the second one finds the branch, and keeps it."""
     with LabEngine(shape, cache=tree(shape, block=64)) as lab:
         shared = prompt_of(1, 150)
-        found = [ask(lab, [*shared, i, *prompt_of(i, 50)], [], 8).n_cached for i in (200, 201, 202)]
-        assert found == [0, 0, 150]
+        n_cached = [
+            ask(lab, [*shared, i, *prompt_of(i, 50)], [], 8).n_cached for i in (200, 201, 202)
+        ]
+        assert n_cached == [0, 0, 150]
 
 
 @STATEFUL
@@ -279,8 +281,8 @@ def test_thinking_stripped_from_history_still_hits(shape: Shape) -> None:
         before_generation = SYSTEM + USER
         outcome = chat.turn(thinking=20)
         assert outcome.n_cached == before_generation
-        (found,) = outcome.of(Admitted)
-        assert found.reason in (
+        (admission,) = outcome.of(Admitted)
+        assert admission.reason in (
             "no state checkpoint",
             f"diverged at token {before_generation}",
         )

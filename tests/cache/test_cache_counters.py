@@ -130,15 +130,15 @@ class Simulator:
 
 def seen(stats: dict[str, object]) -> Counter[str]:
     """The cache's own numbers, flattened to the simulator's names."""
-    found: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     for name, value in stats.items():
         if isinstance(value, dict):
             for key, n in value.items():
                 if isinstance(n, int):
-                    found[f"{name}.{key}"] += n
+                    totals[f"{name}.{key}"] += n
         elif isinstance(value, int):
-            found[name] += value
-    return found
+            totals[name] += value
+    return totals
 
 
 SHAPES = {
@@ -184,8 +184,10 @@ def test_every_counter_is_what_the_simulator_says(shape: Shape, seed: int) -> No
                 # The first token is read at once, so a reply of one token is never fed back.
                 simulator.keep(whole if len(outcome.tokens()) > 1 else ids, due)
             chats.append(whole)
-            (found,) = outcome.of(Admitted)
-            assert found.tiers == ((("memory", found.n_cached),) if found.n_cached else ())
+            (admission,) = outcome.of(Admitted)
+            assert admission.tiers == (
+                (("memory", admission.n_cached),) if admission.n_cached else ()
+            )
         lab.check()
         everything = lab.between_steps(lambda: admin.stats(cache, None))
         by_name = {
@@ -214,8 +216,8 @@ def _next_prompt(rng: random.Random, chats: list[Tokens], i: int) -> Tokens:
     return (*old[:cut], *words(1000 + i, rng.choice([0, 1, 3, 20])))
 
 
-def check_counts(found: dict[str, object], want: Counter[str]) -> None:
-    mine = seen(found)
+def check_counts(counts: dict[str, object], want: Counter[str]) -> None:
+    mine = seen(counts)
     kinds = ("lookups", "hits.", "misses.", "shortfalls.", "evictions.", "dropped.", "faults.")
     kinds += ("tokens.prompt", "tokens.cached")
     if any(k.startswith("commits.") for k in want):
@@ -224,9 +226,9 @@ def check_counts(found: dict[str, object], want: Counter[str]) -> None:
     assert picked == {k: n for k, n in want.items() if n}
 
 
-def check_held(found: dict[str, object], simulator: Simulator) -> None:
+def check_held(stats: dict[str, object], simulator: Simulator) -> None:
     """What is in memory, by part."""
-    memory = found["memory"]
+    memory = stats["memory"]
     assert isinstance(memory, dict)
     shape = simulator.shape
     n_tokens = sum((len(n) - 1) % BLOCK + 1 for n in simulator.nodes)

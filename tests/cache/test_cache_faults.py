@@ -131,10 +131,10 @@ def calls_of(shape: Shape) -> dict[str, list[int]]:
         assert sum(cache.stats.evictions.values()), "the script must make the pool evict"
         assert not cache.stats.faults
         lab.check()
-    found: dict[str, list[int]] = {}
+    numbers: dict[str, list[int]] = {}
     for number, where in enumerate(saboteur.where):
-        found.setdefault(where, []).append(number)
-    return found
+        numbers.setdefault(where, []).append(number)
+    return numbers
 
 
 SHAPES = {"dense": DENSE, "hybrid": HYBRID, "all kinds": ALL_KINDS, "no pages": WINDOW_AND_STATE}
@@ -150,7 +150,7 @@ N_OF_EACH = 5
 def test_every_call_fails_once(shape: Shape, caplog: pytest.LogCaptureFixture) -> None:
     calls = calls_of(shape)
     assert {"cut", "fill", "memory.make_room", "tree.child", "tree.add"} <= set(calls)
-    some = [at for found in calls.values() for at in found[:: len(found) // N_OF_EACH + 1]]
+    some = [at for numbers in calls.values() for at in numbers[:: len(numbers) // N_OF_EACH + 1]]
     for at in some:
         saboteur = Saboteur(at)
         broken = replace(shape, fault=saboteur.call)
@@ -282,8 +282,8 @@ def test_a_part_that_was_evicted_shortens_the_match_of_all(part: Part) -> None:
     with LabEngine(ALL_KINDS, cache=cache) as lab:
         for n in (30, 45, 60):
             lab.submit(ids[:n], 4, boundaries=[n - 3]).wait().check()
-        while found := [r for r in records_of(cache) if r.part is part]:
-            deepest = max(found, key=lambda r: r.node.end)
+        while records := [r for r in records_of(cache) if r.part is part]:
+            deepest = max(records, key=lambda r: r.node.end)
             lab.between_steps(partial(cache.records._evict, deepest))
             outcome = lab.submit(ids, 4, control=CacheControl(write=False)).wait()
             outcome.check()

@@ -152,15 +152,15 @@ def evaluated(layers: Sequence[Arrays]) -> Payload:
 
 
 def digest(arrays: Arrays) -> str:
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for a in arrays:
         if a is None:
-            found.update(b"none")
+            hasher.update(b"none")
         else:
             lent = to_host(evaluated([(a,)]))
-            found.update(repr(lent.tensors).encode())
-            found.update(lent.fetch()[0])
-    return found.hexdigest()
+            hasher.update(repr(lent.tensors).encode())
+            hasher.update(lent.fetch()[0])
+    return hasher.hexdigest()
 
 
 def goes_on(kind: Specimen, layer: object) -> str:

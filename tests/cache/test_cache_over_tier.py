@@ -16,12 +16,18 @@ from firn.cache import records
 from firn.cache.admin import control as admin
 from firn.cache.parts import Part
 from firn.cache.storage.container import Header, Loaded, Name
-from firn.cache.storage.faults import Damaged, Missing, TierFault, TierFull, Unwanted
-from firn.cache.storage.io import Changes, Fetch, TierEntry
+from firn.cache.storage.faults import (
+    Damaged,
+    Missing,
+    TierError,
+    TierFault,
+    TierFull,
+    Unwanted,
+)
+from firn.cache.storage.io import Changes, ReadOrder, TierEntry, WriteOrder
 from firn.cache.storage.threads import Done
 from firn.cache.tiers import Gone, TierStatus, TierUsage, WriteResult
 from firn.cache.tree import PackedTokens
-from firn.core.keys import KeyTokens
 from firn.core.ports import EngineLoad
 from firn.core.values import Namespace
 from tests.cache.lab import SHAPES, Shape, check_tree, n_leases, records_of
@@ -48,29 +54,15 @@ class DictIo:
     paused: bool = False
     scanned: bool = False
 
-    def try_write(
-        self,
-        header: Header,
-        fetch: Fetch,
-        *,
-        used_at: float,
-        done: Done,
-        wanted: Callable[[], bool],
-    ) -> bool:
+    def try_write(self, order: WriteOrder, done: Done[WriteResult[Name]]) -> bool:
         if not self.has_room(0):
             return False
-        self.orders.append(lambda fate: done(self._write(header, fetch, used_at, wanted, fate)))
+        self.orders.append(lambda fate: done(self._write(order, fate)))
         return True
 
-    def _write(
-        self,
-        header: Header,
-        fetch: Fetch,
-        used_at: float,
-        wanted: Callable[[], bool],
-        fate: Fate,
-    ) -> object:
-        if not wanted():
+    def _write(self, order: WriteOrder, fate: Fate) -> WriteResult[Name] | TierError:
+        header = order.header
+        if not order.wanted():
             return Unwanted()
         self.paused = fate == "fault"
         if self.paused:
@@ -78,13 +70,13 @@ class DictIo:
         evicted = []
         if fate == "evict" and self.stored:
             oldest = min(self.stored, key=lambda name: self.stamps[name])
-            if self.stamps[oldest] > used_at:
+            if self.stamps[oldest] > order.used_at:
                 return TierFull()
             assert not self.is_needed(oldest), "evicted before what needs it"
             evicted.append(oldest)
             del self.stored[oldest]
-        self.stored[header.name] = header, [memoryview(bytes(b)) for b in fetch()]
-        self.stamps[header.name] = used_at
+        self.stored[header.name] = header, [memoryview(bytes(b)) for b in order.fetch()]
+        self.stamps[header.name] = order.used_at
         self.gone = [name for name in self.gone if name != header.name]
         return WriteResult(1, new=True, evicted=tuple(evicted))
 
@@ -103,15 +95,14 @@ class DictIo:
     def has_room(self, nbytes: int) -> bool:
         return len(self.orders) < 12
 
-    def defer_writes(self, wanted: bool) -> None: ...
+    def defer_writes(self, defer: bool) -> None: ...
 
-    def read(
-        self, name: Name, expect: KeyTokens, done: Done, *, wanted: Callable[[], bool]
-    ) -> None:
-        self.orders.append(lambda fate: done(self._read(name, wanted, fate)))
+    def read(self, order: ReadOrder, done: Done[Loaded]) -> None:
+        self.orders.append(lambda fate: done(self._read(order, fate)))
 
-    def _read(self, name: Name, wanted: Callable[[], bool], fate: Fate) -> object:
-        if not wanted():
+    def _read(self, order: ReadOrder, fate: Fate) -> Loaded | TierError:
+        name = order.name
+        if not order.wanted():
             return Unwanted()
         if name not in self.stored:
             return Missing()
@@ -130,15 +121,15 @@ class DictIo:
             if name in self.stored:
                 self.stamps[name] = max(self.stamps[name], stamp)
 
-    def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
+    def scan(self, batch: Callable[[Changes], None], done: Done[None]) -> None:
         """In any order: a tier may be told by a clock that was wrong."""
         gone, self.gone = self.gone, []
         batch([Gone(name) for name in gone])
         if not self.scanned:
             self.scanned = True
             every = [
-                TierEntry(h, 40, self.stamps[name], PackedTokens(h.tokens))
-                for name, (h, _) in self.stored.items()
+                TierEntry(h, sum(map(len, raw)), self.stamps[name], PackedTokens(h.tokens))
+                for name, (h, raw) in self.stored.items()
             ]
             self.rng.shuffle(every)
             batch(every)

@@ -70,8 +70,8 @@ def test_a_prompt_sent_again_recomputes_one_token(shape: Shape, n: int) -> None:
         n_before = lab.runner.n_prefilled
         assert ask(lab, ids).n_cached == n - 1
         assert lab.runner.n_prefilled == n_before, "the last token makes the logits, in decode"
-        (found,) = ask(lab, ids).of(Admitted)
-        assert found.reason == "" or n == 1
+        (admission,) = ask(lab, ids).of(Admitted)
+        assert admission.reason == "" or n == 1
         lab.check()
 
 

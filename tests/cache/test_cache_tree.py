@@ -232,7 +232,8 @@ class Machine(RuleBasedStateMachine):
             admin.pin(self.tree, prompt, Namespace(name), cap_nbytes=150)
         except BadRequest:
             assert admin.pinned_nbytes(self.tree) == before
-        assert admin.pinned_nbytes(self.tree) <= 150
+        # What is pinned may grow by itself, by a state that is kept later; no pin may go over.
+        assert admin.pinned_nbytes(self.tree) <= max(150, before)
 
     @rule(base=st.integers(0, 2), n=st.integers(1, 60), name=st.sampled_from(NAMES))
     def unpin(self, base: int, n: int, name: str) -> None:
@@ -318,8 +319,8 @@ class Machine(RuleBasedStateMachine):
     # --- who is where ----------------------------------------------------------------------
 
     @staticmethod
-    def one(found: Sequence[Request], pick: int) -> Request:
-        return found[pick % len(found)]
+    def one(requests: Sequence[Request], pick: int) -> Request:
+        return requests[pick % len(requests)]
 
     def waiting(self) -> list[Request]:
         return [r for r in self.requests if r.row is None]

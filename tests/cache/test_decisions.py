@@ -114,7 +114,7 @@ def ask(lab: LabEngine, ids: list[int], n_reply: int = 4, **options: object) -> 
     return outcome
 
 
-def found(outcome: Outcome) -> Admitted:
+def admission(outcome: Outcome) -> Admitted:
     """What the cache did for it in the end."""
     said = [*outcome.of(Admitted), *(a.admission for a in outcome.of(Advanced))]
     return said[-1]
@@ -140,8 +140,8 @@ def test_what_is_computed_although_it_is_stored_is_in_memory_afterwards(
     with server(tmp_path, shape) as lab:
         ask(lab, ids, boundaries=[50])
     with server(tmp_path, shape, estimates=Refusing) as lab:
-        assert found(ask(lab, ids, boundaries=[50])).reason == "slower to load"
-        assert found(ask(lab, ids, boundaries=[50])).tiers == (("memory", 99),)
+        assert admission(ask(lab, ids, boundaries=[50])).reason == "slower to load"
+        assert admission(ask(lab, ids, boundaries=[50])).tiers == (("memory", 99),)
 
 
 def test_a_lifetime_that_ends_no_more_is_worth_a_file(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_lifetime_that_ends_no_more_is_worth_a_file(tmp_path: Path) -> None:
         settle(lab)
         assert all(r.stored for r in records_of(lab.tree))
     with server(tmp_path) as lab:
-        assert found(ask(lab, ids)).n_cached == 59
+        assert admission(ask(lab, ids)).n_cached == 59
 
 
 def test_the_only_state_of_a_prompt_outlives_the_process(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_the_only_state_of_a_prompt_outlives_the_process(tmp_path: Path) -> None
     with server(tmp_path, HYBRID) as lab:
         ask(lab, ids)
     with server(tmp_path, HYBRID) as lab:
-        assert found(ask(lab, ids)).n_cached == 299
+        assert admission(ask(lab, ids)).n_cached == 299
 
 
 def test_nothing_is_lost_when_eviction_outruns_writing(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_nothing_is_lost_when_eviction_outruns_writing(tmp_path: Path) -> None:
             ask(lab, ids, 1)
             settle(lab)
         for ids in prompts:
-            assert found(ask(lab, ids, 1)).n_cached == 64
+            assert admission(ask(lab, ids, 1)).n_cached == 64
 
 
 # --- never slower than the better way ------------------------------------------------------
@@ -194,8 +194,8 @@ def test_a_stalled_load_keeps_nobody_waiting(tmp_path: Path) -> None:
     with server(tmp_path, disk=disk, estimates=Hasty) as lab:
         disk.stall()
         outcome = ask(lab, ids)
-        assert found(outcome).n_cached == 0
-        assert found(outcome).reason == "not yet loaded"
+        assert admission(outcome).n_cached == 0
+        assert admission(outcome).reason == "not yet loaded"
         disk.resume()
 
 
@@ -214,7 +214,7 @@ def test_a_row_jumps_ahead_when_the_load_lands_first(tmp_path: Path) -> None:
             lab.between_steps(lambda: None)
         disk.resume()
         outcome.wait().check()
-        got = found(outcome)
+        got = admission(outcome)
         assert got.n_cached + lab.runner.n_prefilled == 399, "each token once"
         assert set(dict(got.tiers)) <= {"ssd"}
 
@@ -229,7 +229,7 @@ def test_loads_and_computing_meet(tmp_path: Path, shape: Shape) -> None:
         disk = SlowDisk(tmp_path, latency_s=latency)
         with server(tmp_path, shape, disk=disk, estimates=Hasty) as lab:
             outcome = ask(lab, ids, boundaries=[300])
-            assert found(outcome).n_cached + lab.runner.n_prefilled == 599
+            assert admission(outcome).n_cached + lab.runner.n_prefilled == 599
             lab.check()
 
 
@@ -246,12 +246,12 @@ def test_a_tiny_load_says_nothing_of_a_large_one() -> None:
 def test_reasons_are_true(tmp_path: Path) -> None:
     ids = words(1, 100)
     with server(tmp_path) as lab:
-        assert found(ask(lab, ids)).reason == "cold"
-        assert found(ask(lab, ids)).reason == ""
+        assert admission(ask(lab, ids)).reason == "cold"
+        assert admission(ask(lab, ids)).reason == ""
         other = ids[:50] + words(2, 50)
-        assert found(ask(lab, other)).reason == "diverged at token 50"
+        assert admission(ask(lab, other)).reason == "diverged at token 50"
         control = CacheControl(read=False)
-        assert found(ask(lab, ids, control=control)).reason == "reading off"
+        assert admission(ask(lab, ids, control=control)).reason == "reading off"
 
 
 def test_an_evicted_prompt_says_so_and_an_unknown_one_does_not() -> None:
@@ -259,8 +259,8 @@ def test_an_evicted_prompt_says_so_and_an_unknown_one_does_not() -> None:
         ids = words(1, 100)
         ask(lab, ids)
         drop_memory(lab)
-        assert found(ask(lab, ids)).reason == "evicted"
-        assert found(ask(lab, words(2, 100))).reason == "cold"
+        assert admission(ask(lab, ids)).reason == "evicted"
+        assert admission(ask(lab, words(2, 100))).reason == "cold"
 
 
 def test_a_damaged_record_says_so(tmp_path: Path) -> None:
@@ -273,8 +273,8 @@ def test_a_damaged_record_says_so(tmp_path: Path) -> None:
         raw = bytearray(path.read_bytes())
         raw[-1] ^= 1
         path.write_bytes(raw)
-        assert found(ask(lab, ids)).reason == "damaged"
-        assert found(ask(lab, ids)).reason == ""
+        assert admission(ask(lab, ids)).reason == "damaged"
+        assert admission(ask(lab, ids)).reason == ""
 
 
 def test_exact_reuse_of_the_same_prompt_did_not_diverge() -> None:
@@ -282,7 +282,7 @@ def test_exact_reuse_of_the_same_prompt_did_not_diverge() -> None:
     with LabEngine(DENSE, cache=cache, chunk=16) as lab:
         ids = words(1, 100)
         ask(lab, ids)
-        again = found(ask(lab, ids))
+        again = admission(ask(lab, ids))
         assert (again.n_cached, again.reason) == (96, "whole chunks only")
 
 
@@ -299,7 +299,7 @@ def test_a_sibling_in_memory_is_not_hidden_by_one_on_disk(tmp_path: Path) -> Non
     with server(tmp_path) as lab:
         ask(lab, a)
         lab.tree.records.estimates = Refusing()
-        got = found(ask(lab, b))
+        got = admission(ask(lab, b))
         assert got.n_cached >= len(system)
         assert set(dict(got.tiers)) == {"memory"}
 
@@ -354,7 +354,7 @@ def test_a_scan_does_not_bring_back_what_was_cleared_meanwhile(
         lab.between_steps(lambda: admin.clear(lab.tree))
         cleared.set()
         settle(lab)
-        assert found(ask(lab, ids, control=CacheControl(write=False))).n_cached == 0
+        assert admission(ask(lab, ids, control=CacheControl(write=False))).n_cached == 0
     assert not list(tmp_path.glob("??/*.safetensors"))
 
 
@@ -364,9 +364,9 @@ def test_what_is_cleared_does_not_come_back_after_a_restart(tmp_path: Path) -> N
         ask(lab, ids)
         lab.between_steps(lambda: admin.clear(lab.tree))
         settle(lab)
-        assert found(ask(lab, ids, control=CacheControl(write=False))).n_cached == 0
+        assert admission(ask(lab, ids, control=CacheControl(write=False))).n_cached == 0
     with server(tmp_path) as lab:
-        assert found(ask(lab, ids, control=CacheControl(write=False))).n_cached == 0
+        assert admission(ask(lab, ids, control=CacheControl(write=False))).n_cached == 0
     assert list(tmp_path.glob("??/*.safetensors")) == []
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -20,15 +20,14 @@ from hypothesis import strategies as st
 
 from firn.cache.loading import ASK_PATIENCE_S
 from firn.cache.planning.estimates import Estimates
-from firn.cache.storage.container import Header, Name, pack, unpack
+from firn.cache.storage.container import Loaded, Name, pack, unpack
 from firn.cache.storage.faults import Missing, TierError, TierFault, Unwanted
-from firn.cache.storage.io import Changes, Fetch, Wanted
+from firn.cache.storage.io import Changes, ReadOrder, WriteOrder
 from firn.cache.storage.spill_policy import spill_policy
 from firn.cache.storage.store_io import Find
 from firn.cache.storage.threads import Done
 from firn.cache.tiers import FoundRecord, TierUsage, WriteResult
 from firn.cache.tiers._store import DEADLINE_S
-from firn.core.keys import KeyTokens
 from firn.core.ports import EngineLoad
 from firn.core.values import CacheControl, Namespace
 from firn.engine.engine import LOAD_TICK_S
@@ -36,6 +35,7 @@ from firn.engine.scheduler import chunk_end
 from tests.cache.lab import DENSE, SHAPES, LabLayer, LabRow, Shape, prompt_of, tree
 from tests.hash_runner import prompt_of as words
 
+T = TypeVar("T")
 BLOCK, CHUNK = 8, 32
 N_TOKENS = 161
 ENDS = (40, 80, 150)
@@ -90,7 +90,7 @@ class SlowStore:
     def deadline_s(self) -> float:
         return self.takes.deadline
 
-    def _call(self, seconds: float, work: Callable[[], Any], done: Done) -> None:
+    def _call(self, seconds: float, work: Callable[[], T], done: Done[T]) -> None:
         def end() -> None:
             try:
                 if seconds > self.takes.deadline:
@@ -101,7 +101,7 @@ class SlowStore:
 
         self.time.after(min(seconds, self.takes.deadline), end)
 
-    def ask(self, search: Callable[[Find], Any], done: Done) -> None:
+    def ask(self, search: Callable[[Find], T], done: Done[T]) -> None:
         n_rounds = 0
 
         def find(names: Sequence[Name]) -> dict[Name, FoundRecord]:
@@ -117,15 +117,13 @@ class SlowStore:
         entries = search(find)
         self._call(self.takes.find * n_rounds, lambda: entries, done)
 
-    def read(
-        self, name: Name, expect: KeyTokens, done: Done, *, wanted: Wanted = lambda: True
-    ) -> None:
-        def work() -> Any:
-            if not wanted():
+    def read(self, order: ReadOrder, done: Done[Loaded]) -> None:
+        def work() -> Loaded:
+            if not order.wanted():
                 raise Unwanted
-            if name not in self.records:
+            if order.name not in self.records:
                 raise Missing
-            return unpack(self.records[name])
+            return unpack(self.records[order.name])
 
         self.takes.n_reads -= 1
         seconds = self.takes.read if self.takes.n_reads >= 0 else HANGS
@@ -134,29 +132,22 @@ class SlowStore:
         self.free_at[thread] = begins + min(seconds, self.takes.deadline)
         self.time.after(begins - self.time.now, lambda: self._call(seconds, work, done))
 
-    def try_write(
-        self,
-        header: Header,
-        fetch: Fetch,
-        *,
-        used_at: float,
-        done: Done,
-        wanted: Wanted = lambda: True,
-    ) -> bool:
+    def try_write(self, order: WriteOrder, done: Done[WriteResult[Name]]) -> bool:
         def work() -> WriteResult[Name]:
-            self.records[header.name] = b"".join(pack(header, fetch()).pieces)
-            return WriteResult(len(self.records[header.name]), new=True)
+            record = b"".join(pack(order.header, order.fetch()).pieces)
+            self.records[order.header.name] = record
+            return WriteResult(len(record), new=True)
 
         self._call(self.takes.write, work, done)
         return True
 
-    def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
+    def scan(self, batch: Callable[[Changes], None], done: Done[None]) -> None:
         done(None)
 
     def has_room(self, nbytes: int) -> bool:
         return True
 
-    def defer_writes(self, wanted: bool) -> None: ...
+    def defer_writes(self, defer: bool) -> None: ...
 
     def delete(self, names: Iterable[Name]) -> None: ...
 

@@ -87,9 +87,9 @@ def same_bits(a: Result, b: Result) -> bool:
 
 def payloads(harness: Harness) -> dict[tuple[bytes, str], list[mx.array]]:
     """Every record in memory, by its content address."""
-    found: dict[tuple[bytes, str], list[mx.array]] = {}
+    by_address: dict[tuple[bytes, str], list[mx.array]] = {}
     for node in nodes_of(harness.cache.records.tree):
         for part, record in node.records.items():
             arrays = list(record.arrays.stacks)
-            found[node.key, part.value] = arrays
-    return found
+            by_address[node.key, part.value] = arrays
+    return by_address

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from firn.cache.storage.faults import TierFault
+from firn.cache.storage.store_address import StoreAddress
 from firn.cache.storage.store_probe import StoreReport
 from firn.cache.tiers import TierOptions
-from firn.cache.tiers._address import Address
 from firn.cli.doctor import Finding
 from firn.cli.doctor_store import describe_store, look_at_stores
 from tests import stores
@@ -21,7 +21,7 @@ needs_redis = pytest.mark.skipif(bool(stores.why_no_redis()), reason=stores.why_
 needs_s3 = pytest.mark.skipif(bool(stores.why_no_s3()), reason=stores.why_no_s3() or "-")
 QUICK, PATIENT = "deadline_s=0.6", "deadline_s=60"
 """For stores that are to fail, and for those that are not: the machine may be busy."""
-ADDRESS = Address("s3", TierOptions("s3://bucket"), "s3://bucket", "proved")
+ADDRESS = StoreAddress("s3", TierOptions("s3://bucket"), "s3://bucket", "proved")
 WELL = StoreReport(answer_s=0.001, write_s=0.01, read_s=0.02, same_bytes=True, writes_once=True)
 
 

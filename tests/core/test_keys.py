@@ -86,10 +86,10 @@ def test_a_root_is_no_node() -> None:
 @settings(max_examples=100)
 @given(tokens=st.lists(st.integers(0, 1 << 20), max_size=60), block=st.integers(1, 9))
 def test_block_keys_are_the_chain_of_whole_blocks(tokens: list[int], block: int) -> None:
-    found = block_keys(root(), values(tokens), block)
-    assert len(found) == len(tokens) // block
+    keys = block_keys(root(), values(tokens), block)
+    assert len(keys) == len(tokens) // block
     parent = root()
-    for i, key in enumerate(found):
+    for i, key in enumerate(keys):
         parent = child_key(parent, values(tokens[i * block : (i + 1) * block]))
         assert key == parent
 
@@ -137,14 +137,14 @@ def with_pictures(*spans: tuple[int, int, bytes], n: int = 30) -> list[int]:
     ids = np.arange(100, 100 + n, dtype=np.int64)
     for start, end, _ in spans:
         ids[start:end] = PAD
-    found = key_tokens(ids, [PictureSpan(*s) for s in spans])
-    return [int(v) for v in found]
+    tokens = key_tokens(ids, [PictureSpan(*s) for s in spans])
+    return [int(v) for v in tokens]
 
 
 def test_text_positions_are_their_token_ids() -> None:
-    found = with_pictures((5, 9, CAT))
-    assert found[:5] == list(range(100, 105))
-    assert found[9:] == list(range(109, 130))
+    tokens = with_pictures((5, 9, CAT))
+    assert tokens[:5] == list(range(100, 105))
+    assert tokens[9:] == list(range(109, 130))
     assert with_pictures() == list(range(100, 130))
 
 
@@ -205,12 +205,12 @@ def test_keys_are_the_same_in_every_process(seed: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
     )
-    found = json.loads(done.stdout)
+    keys = json.loads(done.stdout)
     mine = root_key(
         fingerprint=b"model",
         layout="kv,window8;float16;block4;full",
         namespace=Namespace("alice"),
     )
     tokens = key_tokens(np.arange(32, dtype=np.int64), [PictureSpan(9, 13, bytes(range(32)))])
-    assert found == [mine.hex(), *(k.hex() for k in block_keys(mine, tokens, 4))]
-    assert (found[0][:4], found[-1][:4]) == KNOWN
+    assert keys == [mine.hex(), *(k.hex() for k in block_keys(mine, tokens, 4))]
+    assert (keys[0][:4], keys[-1][:4]) == KNOWN

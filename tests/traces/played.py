@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from firn.cache.storage.container import Header, Loaded, Name
+from firn.cache.storage.container import Loaded, Name
 from firn.cache.storage.faults import Missing, TierFull
-from firn.cache.storage.io import Changes, Done, Fetch, Wanted
+from firn.cache.storage.io import Changes, Done, ReadOrder, WriteOrder
 from firn.cache.tiers import TierUsage, WriteResult
-from firn.core.keys import KeyTokens
 from firn.core.ports import EngineLoad
 from firn.core.values import CacheControl, Namespace, Prompt
 from firn.traces.trace import Trace
@@ -24,44 +23,34 @@ NOBODY = Namespace("")
 
 
 class RecordIo:
-    """Implements cache.io.Io by the contract of tiers, at once and with room for so many records."""
+    """Implements storage.io.Io by the contract of tiers, at once and with room for so many records."""
 
     def __init__(self, n_records: int) -> None:
         self._n_records = n_records
         self._held: dict[Name, Loaded] = {}
         self._stamps: dict[Name, float] = {}
 
-    def try_write(
-        self,
-        header: Header,
-        fetch: Fetch,
-        *,
-        used_at: float,
-        done: Done,
-        wanted: Wanted = lambda: True,
-    ) -> bool:
-        name, evicted = header.name, ()
+    def try_write(self, order: WriteOrder, done: Done[WriteResult[Name]]) -> bool:
+        name, evicted = order.header.name, ()
         if len(self._held) >= self._n_records:
             oldest = min(self._stamps, key=self._stamps.__getitem__)
-            if self._stamps[oldest] > used_at:
+            if self._stamps[oldest] > order.used_at:
                 done(TierFull())
                 return True
             del self._held[oldest], self._stamps[oldest]
             evicted = (oldest,)
-        self._held[name] = Loaded(header, [memoryview(bytearray(b)) for b in fetch()])
-        self._stamps[name] = used_at
+        self._held[name] = Loaded(order.header, [memoryview(bytearray(b)) for b in order.fetch()])
+        self._stamps[name] = order.used_at
         done(WriteResult(BLOCK_NBYTES, new=True, evicted=evicted))
         return True
 
     def has_room(self, nbytes: int) -> bool:
         return True
 
-    def defer_writes(self, wanted: bool) -> None: ...
+    def defer_writes(self, defer: bool) -> None: ...
 
-    def read(
-        self, name: Name, expect: KeyTokens, done: Done, *, wanted: Wanted = lambda: True
-    ) -> None:
-        done(self._held.get(name) or Missing())
+    def read(self, order: ReadOrder, done: Done[Loaded]) -> None:
+        done(self._held.get(order.name) or Missing())
 
     def delete(self, names: Iterable[Name]) -> None:
         for name in names:
@@ -73,7 +62,7 @@ class RecordIo:
             if name in self._stamps:
                 self._stamps[name] = max(self._stamps[name], stamp)
 
-    def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
+    def scan(self, batch: Callable[[Changes], None], done: Done[None]) -> None:
         done(None)
 
     def usage(self) -> TierUsage:

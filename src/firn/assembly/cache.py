@@ -16,10 +16,10 @@ from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.cache.storage.io import Io, TierIo
 from firn.cache.storage.seal import Seal, load_seal
 from firn.cache.storage.spill_policy import spill_policy
+from firn.cache.storage.store_address import parse_address
 from firn.cache.storage.store_io import StoreIo
 from firn.cache.storage.threads import IoThreads
 from firn.cache.tiers import Store, TierOptions, discover
-from firn.cache.tiers._address import parse_address
 from firn.config import CacheConfig, Config, default_cache_dir
 from firn.core.errors import SetupError, UnknownCacheLayer
 from firn.core.memory_plan import GIB, MIB, STORE_QUEUE_NBYTES

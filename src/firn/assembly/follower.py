@@ -162,7 +162,7 @@ def _slices(
     except UnknownCacheLayer:
         return None
     settings = CacheSettings(0, options.cache_block_tokens, compute.exact_chunk)
-    text = settings.layout(layout, computed_in(loaded, compute.arithmetic, member.text))
+    text = settings.layout_text(layout, computed_in(loaded, compute.arithmetic, member.text))
     identity = Identity(loaded.info.fingerprint, text)
     slices = Slices(layout, identity, answer=follower.answer, to_self=follower.put)
     for name, tier in tiers_of(options).items():

@@ -180,7 +180,7 @@ def _prepare_tree(config: Config, tree: PrefixTree, *, recipe: str | None) -> No
     if config.cache.kv_events is not None:
         tree.records.tree.announcer = EventPublisher(config.cache.kv_events)
     if recipe is not None:
-        tree.expect(recipes_of(recipe))
+        tree.expect_recipes(recipes_of(recipe))
 
 
 def _capacity(

@@ -3,6 +3,15 @@
 A prompt is cut into blocks. A record is one part of one block's state: pages, a window, or a state
 (parts.py). The tree knows every record and where it lies: in a row, in memory, in tiers.
 
+What happens to a prefix, and where:
+
+    looked up  prefix.open makes a cursor; loading.py plans what to resume from and what to load
+    restored   prefix.restore, or prefix.advance while the prompt is read: restore.py fills a row from
+               records, or memory/parking.py hands over the row of the last turn
+    committed  prefix.commit: commit.py cuts new blocks out of the row, records.py keeps them
+    spilled    prefix.tick: storage/ writes new records to tiers/, and takes in what was read
+    evicted    memory/eviction.py, when memory gets short; what a tier has can be loaded again
+
 Read in this order:
 
     parts.py, layout.py  what a record of this model consists of
@@ -15,8 +24,7 @@ Read in this order:
     loading.py           tiers -> memory, while the prompt is computed
     records.py           a record's life: kept, spilled, evicted, loaded again, forgotten
     memory/              which records are held as arrays; rows that hold their own; parked rows
-    storage/             the engine's side of a tier; records as bytes; I/O threads; what shared stores
-                         have of a prompt (store_search.py), and what they get (spill_policy.py)
+    storage/             the engine's side of a tier; records as bytes; I/O threads; shared stores
     tiers/               where bytes lie: ssd, s3, redis. One file each; knows names and bytes only
     codecs/, arrays/     layer caches <-> arrays <-> bytes of the host. The only users of MLX
     ranks/               the same tree over a model that is split over several processes
@@ -24,6 +32,6 @@ Read in this order:
     stats.py, off.py, garbage.py     counters; no cache at all; Python's collector
 
 The engine thread owns everything but the I/O threads and what they hold: bytes, never arrays. Nothing
-raises into the engine: a fault is logged, counted, and becomes a miss. docs/ARCHITECTURE.md walks with a
-record from a row to a file and back.
+raises into the engine: a fault is logged, counted, and becomes a miss. docs/ARCHITECTURE.md follows a
+record from a row to a file and back, function by function.
 """

@@ -1,4 +1,4 @@
-"""From a row to records: whole blocks, tails and states. Costs as much as there are new tokens.
+"""From a row to records: whole blocks, tails and states. Costs time in proportion to the new tokens.
 
 Owner: the engine thread, through the prefix cache.
 """
@@ -11,16 +11,18 @@ from functools import partial
 
 from firn.cache.arrays.payload import Payload, evaluate, joined
 from firn.cache.codecs import At
-from firn.cache.cursor import CacheCursor, Piece
+from firn.cache.cursor import CacheCursor, WindowPiece
 from firn.cache.layout import Layout
 from firn.cache.memory.rows import LEAST_BLOCKS
 from firn.cache.parts import Part
+from firn.cache.planning.match import has_parts, is_obtainable
 from firn.cache.records import Records
 from firn.cache.tree import Mark, Node, PackedTokens, Record
 from firn.core.ports import LiveRow
 
 USED_EVERY_S = 60.0
-"""How often a chain that is being computed is marked as used; its records may be written meanwhile."""
+"""How often a chain that is being computed counts as used again: its records may be written before it
+ends."""
 
 
 class Committer:
@@ -56,9 +58,9 @@ class Committer:
         if self._exact_chunk:
             end -= end % self._exact_chunk
         start = cursor.node.end
-        cuts = Cuts(self._layout, row, start, end - (end - start) % self._block)
+        cutter = RowCutter(self._layout, row, start, end - (end - start) % self._block)
         while cursor.writes and cursor.node.end + self._block <= end:
-            if not self._commit_block(cursor, cuts, new):
+            if not self._commit_block(cursor, cutter, new):
                 break
         if self.in_rows:
             cursor.pages = self._records.rows.of(row, self._layout, chain=cursor.node)
@@ -85,7 +87,7 @@ class Committer:
                 return
             tail = self._tree.child(cursor.node, *tokens)
             with self._leased(tail):
-                if self._store(cursor, tail, self._cuts_of(tail, row), new):
+                if self._store(cursor, tail, self._cutter_of(tail, row), new):
                     self._supersede(tail)
 
     @contextmanager
@@ -109,14 +111,14 @@ class Committer:
         finally:
             self._records.unlease(node)
 
-    def _cuts_of(self, node: Node, row: LiveRow) -> Cuts:
-        return Cuts(self._layout, row, node.start, node.end)
+    def _cutter_of(self, node: Node, row: LiveRow) -> RowCutter:
+        return RowCutter(self._layout, row, node.start, node.end)
 
-    def _commit_block(self, cursor: CacheCursor, cuts: Cuts, new: list[Record]) -> bool:
+    def _commit_block(self, cursor: CacheCursor, cutter: RowCutter, new: list[Record]) -> bool:
         start = cursor.node.end
         node = self._tree.child(cursor.node, *cursor.packed(start, start + self._block))
         with self._leased(node):
-            if not self._store(cursor, node, cuts, new):
+            if not self._store(cursor, node, cutter, new):
                 return False
             self._supersede(node)
             self._tree.move_lease(cursor.node, node)
@@ -135,20 +137,20 @@ class Committer:
             node = self._tree.child(cursor.node, *cursor.packed(cursor.node.end, n))
         if node.parent is None:
             return
-        cuts = self._cuts_of(node, row)
+        cutter = self._cutter_of(node, row)
         with self._leased(node):
-            if node is not cursor.node and not self._store(cursor, node, cuts, new):
+            if node is not cursor.node and not self._store(cursor, node, cutter, new):
                 return
-            self._keep(node, Part.STATE, partial(cuts.cut, Part.STATE, 0, n), mark, new)
+            self._keep(node, Part.STATE, partial(cutter.cut, Part.STATE, 0, n), mark, new)
 
-    def _store(self, cursor: CacheCursor, node: Node, cuts: Cuts, new: list[Record]) -> bool:
+    def _store(self, cursor: CacheCursor, node: Node, cutter: RowCutter, new: list[Record]) -> bool:
         """Give the node its pages and window, unless memory has them. False: there is no room."""
         self._tree.use(node, every_s=USED_EVERY_S)
         for part in self._needs.by_block:
             if part is Part.PAGES and self._stays_in_row(cursor):
-                self._keep_in_row(node, cuts, new)
+                self._keep_in_row(node, cutter, new)
                 continue
-            cut = partial(self._cut, part, cursor, node, cuts)
+            cut = partial(self._cut, part, cursor, node, cutter)
             if not self._keep(node, part, cut, Mark.TURN, new):
                 cursor.writes = False
                 return False
@@ -175,18 +177,18 @@ class Committer:
     def _stays_in_row(self, cursor: CacheCursor) -> bool:
         return self.in_rows and cursor.n_known >= LEAST_BLOCKS * self._block
 
-    def _keep_in_row(self, node: Node, cuts: Cuts, new: list[Record]) -> None:
+    def _keep_in_row(self, node: Node, cutter: RowCutter, new: list[Record]) -> None:
         if not self._token_nbytes:
-            self._token_nbytes = cuts.cut(Part.PAGES, node.start, node.start + 1).nbytes
-        pages = self._records.rows.of(cuts.row, self._layout)
+            self._token_nbytes = cutter.cut(Part.PAGES, node.start, node.start + 1).nbytes
+        pages = self._records.rows.of(cutter.row, self._layout)
         record = self._records.keep_in_row(node, pages, node.n_tokens * self._token_nbytes)
         if record.arrays is pages:
             new.append(record)
 
-    def _cut(self, part: Part, cursor: CacheCursor, node: Node, cuts: Cuts) -> Payload:
+    def _cut(self, part: Part, cursor: CacheCursor, node: Node, cutter: RowCutter) -> Payload:
         if part is Part.WINDOW and self.piece_tokens:
             return _join_pieces(cursor.pieces, node.start, node.end)
-        return cuts.cut(part, node.start, node.end)
+        return cutter.cut(part, node.start, node.end)
 
     def _save_pieces(self, cursor: CacheCursor, row: LiveRow) -> None:
         if not self.piece_tokens or row.n_tokens <= cursor.n_saved:
@@ -194,13 +196,12 @@ class Committer:
         at = At(row.index, row.n_tokens)
         cut = self._layout.cut(Part.WINDOW, row.live_layers, at, cursor.n_saved, row.n_tokens)
         evaluate([cut])
-        cursor.pieces.append(Piece(cursor.n_saved, row.n_tokens, cut))
+        cursor.pieces.append(WindowPiece(cursor.n_saved, row.n_tokens, cut))
         cursor.n_saved = row.n_tokens
 
     def _is_complete(self, node: Node) -> bool:
         """Whether a prompt could resume inside this node."""
-        records = (node.records.get(part) for part in self._needs.by_block)
-        return all(r is not None and r.obtainable for r in records)
+        return has_parts(node, self._needs.by_block, is_obtainable)
 
     def _supersede(self, node: Node) -> None:
         """Forget tails that this node contains, unless they hold a state."""
@@ -213,8 +214,8 @@ class Committer:
                 self._records.forget(tail)
 
 
-class Cuts:
-    """Cuts payloads out of a row. Several blocks are cut as one and then copied apart: fewer kernels."""
+class RowCutter:
+    """Cuts payloads out of a row. Several blocks are cut as one, then copied apart: fewer kernels."""
 
     def __init__(self, layout: Layout, row: LiveRow, start: int, end: int) -> None:
         """[start, end): the tokens that pages and windows may be cut from."""
@@ -234,7 +235,7 @@ class Cuts:
         return self._whole[part].tokens(start - self._start, end - self._start).copied()
 
 
-def _join_pieces(pieces: Sequence[Piece], start: int, end: int) -> Payload:
+def _join_pieces(pieces: Sequence[WindowPiece], start: int, end: int) -> Payload:
     """The window layers' tokens [start, end), from pieces that cover them."""
     parts: list[Payload] = []
     covered = start

@@ -26,7 +26,7 @@ MAX_LATE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WindowPiece:
     """The window layers' tokens [start, end) of a row, saved before the ring overwrites them."""
 
     start: int
@@ -121,7 +121,7 @@ class CacheCursor:
     """The first position of a thinned prompt's reply; its key tokens carry positions, too."""
     due: dict[int, Mark] = field(default_factory=dict)
     """Positions where a state is to be kept."""
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[WindowPiece] = field(default_factory=list)
     n_saved: int = 0
     """The window layers' tokens before this are in records or pieces."""
     pages: InRow | None = None

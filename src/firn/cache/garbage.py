@@ -24,11 +24,13 @@ import time
 from collections.abc import Callable
 
 IDLE_EVERY_S, BUSY_EVERY_S = 60.0, 600.0
+"""The time between two full collections."""
 NEVER = 1 << 30
 MANY = 64
-"""For fewer records it is not worth freezing everything else, too."""
+"""A batch of fewer records is not frozen: freezing takes in everything else, too."""
 GROWN_BUSY_BYTES, GROWN_IDLE_BYTES = 256 << 20, 64 << 20
 LOOK_EVERY_S = 0.25
+"""How often the size of the process is read."""
 
 
 class Garbage:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from firn.cache.arrays.payload import Payload, Views, by_layer, n_at_once, settle, stacked
 from firn.cache.codecs import Arrays, At, Buffers, LayerCodec, codec_for, leaves
 from firn.cache.codecs.pages import KVCodec, quantising
 from firn.cache.codecs.vlm import VlmKVCodec
 from firn.cache.parts import Needs, Part
+from firn.core.ports import LayerCache
 
 QUANTISABLE = (KVCodec, VlmKVCodec)
 
@@ -26,7 +26,9 @@ class Layout:
     smallest_window: int
 
     @classmethod
-    def of(cls, layers: Sequence[Any], *, kv_bits: int = 0, kv_group_size: int = 64) -> Layout:
+    def of(
+        cls, layers: Sequence[LayerCache], *, kv_bits: int = 0, kv_group_size: int = 64
+    ) -> Layout:
         """Raises UnknownCacheLayer when a layer cannot be restored.
 
         kv_bits: quantise the records of plain attention to so many bits; 0: keep them as they are.
@@ -49,12 +51,14 @@ class Layout:
         parts = {c.part for c in self.codecs}
         return Needs(Part.PAGES in parts, self.window, Part.STATE in parts, grid)
 
-    def cut(self, part: Part, layers: Sequence[Any], at: At, start: int, end: int) -> Payload:
+    def cut(
+        self, part: Part, layers: Sequence[LayerCache], at: At, start: int, end: int
+    ) -> Payload:
         """One part of all layers, for tokens [start, end) of a row: lazy copies."""
         return stacked(self.views(part, layers, at, start, end))
 
     def views(
-        self, part: Part, layers: Sequence[Any], at: At, start: int, end: int
+        self, part: Part, layers: Sequence[LayerCache], at: At, start: int, end: int
     ) -> list[Arrays]:
         """The same by layer, as views where the codec can make them."""
         pairs = zip(self.codecs, leaves(layers), strict=True)
@@ -63,7 +67,7 @@ class Layout:
     def fill(
         self,
         part: Part,
-        layers: Sequence[Any],
+        layers: Sequence[LayerCache],
         payloads: Sequence[Payload | Views],
         n_tokens: int,
     ) -> None:
@@ -83,26 +87,26 @@ class Layout:
         pages = [c for c in self.codecs if c.part is Part.PAGES]
         return bool(pages) and all(c.buffers is not None for c in pages)
 
-    def is_lone(self, layers: Sequence[Any]) -> bool:
+    def is_lone(self, layers: Sequence[LayerCache]) -> bool:
         """Whether these layers belong to one row, not to a group."""
         return all(buffers.is_lone(layer) for buffers, layer in self._buffers(layers))
 
-    def take(self, layers: Sequence[Any]) -> list[Arrays]:
+    def take(self, layers: Sequence[LayerCache]) -> list[Arrays]:
         """The page buffers of a lone row, without a copy."""
         return [buffers.take(layer) for buffers, layer in self._buffers(layers)]
 
-    def give(self, layers: Sequence[Any], taken: Sequence[Arrays], n_tokens: int) -> None:
+    def give(self, layers: Sequence[LayerCache], taken: Sequence[Arrays], n_tokens: int) -> None:
         """Make a new row's layers hold the first `n_tokens` tokens of buffers that were taken."""
         pairs = self._buffers(layers)
         for (buffers, layer), arrays in zip(pairs, taken, strict=True):
             buffers.give(layer, arrays, n_tokens)
 
-    def _buffers(self, layers: Sequence[Any]) -> Iterator[tuple[Buffers, Any]]:
+    def _buffers(self, layers: Sequence[LayerCache]) -> Iterator[tuple[Buffers, LayerCache]]:
         for codec, layer in zip(self.codecs, leaves(layers), strict=True):
             if codec.part is Part.PAGES and codec.buffers is not None:
                 yield codec.buffers, layer
 
-    def row_cost(self, layers: Sequence[Any]) -> tuple[int, int]:
+    def row_cost(self, layers: Sequence[LayerCache]) -> tuple[int, int]:
         """(bytes per token, fixed bytes) of a live row. The layers must hold at least a token."""
         pairs = list(zip(self.codecs, leaves(layers), strict=True))
         return sum(c.token_nbytes(x) for c, x in pairs), sum(c.fixed_nbytes(x) for c, x in pairs)

@@ -15,7 +15,7 @@ from itertools import takewhile
 from firn.cache.cursor import CacheCursor, Loading, PendingQuestion
 from firn.cache.parts import Needs
 from firn.cache.planning import checkpoints
-from firn.cache.planning.match import Match, Walk, resume_points
+from firn.cache.planning.match import Match, Walk, has_parts, is_obtainable, resume_points
 from firn.cache.planning.plan import GRACE_S, UNKNOWN_PATIENCE_S, ResumePlan, make_plan
 from firn.cache.planning.reasons import EVICTED, NOT_YET
 from firn.cache.records import Records
@@ -30,6 +30,7 @@ MAX_PLANS = 3
 ASK_PATIENCE_S = 0.25
 """Computing waits no longer than this for a store's answer."""
 MIN_DEADLINE_S, DEADLINE_FACTOR = 5.0, 10.0
+"""A load is given up after this many times the time that it should take, or the minimum."""
 
 
 class Loader:
@@ -95,6 +96,7 @@ class Loader:
         self.unlease(cursor)
 
     def unlease(self, cursor: CacheCursor) -> None:
+        """Let go of what it was about to resume from."""
         for record in cursor.leased:
             self._records.tree.unlease_record(record)
         if cursor.leased:
@@ -154,6 +156,7 @@ class Loader:
         cursor.asking = None
 
     def end(self, cursor: CacheCursor) -> None:
+        """The load is over, well or not: learn from what has arrived."""
         loading, cursor.loading = cursor.loading, None
         if loading is None:
             return
@@ -195,7 +198,7 @@ class Loader:
     def _question(self, cursor: CacheCursor) -> tuple[StoreQuestion, int]:
         """What to ask, and where the prompt could resume without an answer."""
         walk, identity = cursor.walk(self._records.tree), self._records.identity
-        points = resume_points(walk, self._needs, lambda record: record.obtainable)
+        points = resume_points(walk, self._needs, is_obtainable)
         n_now = next(points).n_tokens
         limit = walk.before(len(walk.tokens) - 1)
         question = StoreQuestion(
@@ -205,7 +208,7 @@ class Loader:
             namespace=cursor.root.namespace,
             block=identity.block,
             needs=self._needs,
-            text=walk.tokens,
+            prompt=walk.tokens,
             known=[node.key for node in _obtainable_blocks(walk, self._needs)],
             limit=limit,
             states=self._state_positions(cursor, n_now, limit),
@@ -232,12 +235,7 @@ class Loader:
 def _obtainable_blocks(walk: Walk, needs: Needs) -> list[Node]:
     """The path up to the first block whose carrier nobody here has: a store is asked from there."""
     carrier = needs.by_block[:1]
-    return list(
-        takewhile(
-            lambda node: all(p in node.records and node.records[p].obtainable for p in carrier),
-            walk.path,
-        )
-    )
+    return list(takewhile(lambda node: has_parts(node, carrier, is_obtainable), walk.path))
 
 
 def _wants(loading: Loading, record: Record) -> Callable[[], bool]:

@@ -1,5 +1,8 @@
 """The prefix cache as the engine drives it: one for all kinds of layers and all tiers.
 
+For a request the engine calls open and restore; advance before a chunk and commit after it; fork for
+each choice, whose reply is committed as it grows; close_cursor at the end. Between two steps: tick.
+
 Nothing raises out of these methods: a fault is logged, counted, and becomes a miss.
 
 Owner: the engine thread.
@@ -43,6 +46,7 @@ from firn.core.values import CacheControl, Namespace, Prompt
 
 AnyCursor = CacheCursor | BlankCursor
 SAVE_ESTIMATES_S = 300.0
+"""How often an idle server saves its estimates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +56,15 @@ class CacheSettings:
     exact_chunk: int = 0
     """0: reuse to the token. Else: resume only at multiples of this prefill chunk."""
 
-    def layout(self, layout: Layout, dtype: str) -> str:
+    def layout_text(self, layout: Layout, dtype: str) -> str:
+        """All that decides a record's content besides the model's weights; a part of the root key."""
         mode = f"exact{self.exact_chunk}" if self.exact_chunk else "full"
         return f"{layout.text};{dtype};block{self.block};{mode}"
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a request with a prompt would get at present."""
+    """What a request with this prompt would reuse now."""
 
     match: Match
     n_shared: int
@@ -82,7 +87,7 @@ class PrefixTree:
     ) -> None:
         self.settings = settings
         self.records = Records(
-            CacheIdentity(fingerprint, settings.layout(layout, dtype), settings.block),
+            CacheIdentity(fingerprint, settings.layout_text(layout, dtype), settings.block),
             layout.needs(grid=settings.exact_chunk or 1),
             limit_nbytes=settings.limit_nbytes,
             clock=clock,
@@ -96,7 +101,7 @@ class PrefixTree:
         )
         self._clock = clock
         self._racing: set[CacheCursor] = set()
-        """Cursors that something may still arrive for."""
+        """Cursors for which something may still arrive."""
         self._stats_by_root: dict[Key, Stats] = {}
         self._garbage: Garbage | None = None
         self._estimates_path: Path | None = None
@@ -108,8 +113,8 @@ class PrefixTree:
 
     # --- before the first request ----------------------------------------------------------
 
-    def expect(self, recipes: Sequence[str]) -> None:
-        """Prompts may be thinned in these ways. To be called before tiers are added and scanned."""
+    def expect_recipes(self, recipes: Sequence[str]) -> None:
+        """Prompts may be thinned in these ways. Call it before tiers are added and scanned."""
         self.records.catalogue.expect_recipes(recipes)
 
     def add_tier(
@@ -130,7 +135,7 @@ class PrefixTree:
         self.records.add_tier(name, io, wake=wake, takes=takes)
 
     def keep_estimates(self, path: Path) -> None:
-        """Begin with what an earlier process learned, and save what this one learns."""
+        """Start with the estimates that an earlier process saved here, and save them here."""
         self._estimates_path = path
         estimates_file.load(path, self.records.estimates)
 

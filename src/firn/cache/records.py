@@ -158,7 +158,7 @@ class Records:
             self.tree.unlease_record(record)
 
     def _stay(self, record: Record) -> None:
-        """It was about to leave memory."""
+        """Keep a record that was about to leave memory."""
         self.tree.stop_leaving(record)
         self.memory.added(record)
 
@@ -183,7 +183,7 @@ class Records:
 
     def _is_stored_soon(self, record: Record) -> bool:
         if not record.stored:
-            for tier in self.tiers.without(record):
+            for tier in self.tiers.lacking(record):
                 if tier.writes:
                     tier.spill_now(record)
             events = self.tiers.wait_for_writes(lambda: bool(record.stored), WRITE_WAIT_S)
@@ -220,7 +220,7 @@ class Records:
                 self.index.lose(record)
 
     def take_back(self, records: Sequence[Record]) -> None:
-        """Drop what was just computed and is not good; the newest, so the deepest, first."""
+        """Drop what a failed commit has just added; the newest, so the deepest, first."""
         for record in reversed(records):
             self.tree.release(record)
             if not record.stored:
@@ -257,18 +257,18 @@ class Records:
     # --- evicted ---------------------------------------------------------------------------
 
     def _evict(self, record: Record) -> None:
-        """Out of memory. A record that a tier should have keeps its arrays until it is written."""
+        """Take it out of memory. What a tier should have keeps its arrays until it is written."""
         self.stats.evictions[record.part.value] += 1
-        missing = self.tiers.without(record)
-        if missing and not record.stored and self._leave(record, missing):
+        lacking = self.tiers.lacking(record)
+        if lacking and not record.stored and self._leave(record, lacking):
             return
         self.tree.release(record)
         self.index.left_memory(record)
         self.index.lose_evicted(record)
 
     def _leave(self, record: Record, tiers: Sequence[TierClient]) -> bool:
-        """Write it first. False: no tier takes it, or too much is waiting to be written."""
-        taking = [tier for tier in tiers if record.writing >> tier.number & 1 or tier.writes]
+        """Have it written first. False: no tier takes it, or too much is waiting to be written."""
+        taking = [tier for tier in tiers if record.is_being_written(tier.number) or tier.writes]
         if not taking:
             self.stats.dropped["tier paused"] += 1
             return False
@@ -288,7 +288,7 @@ class Records:
         return False
 
     def drop(self, records: Iterable[Record]) -> None:
-        """Out of memory at once; what no tier has is lost. The deepest first."""
+        """Take these out of memory at once, the deepest first; what no tier has is lost."""
         for record in records:
             self.tree.release(record)
             if not record.obtainable and not record.writing:
@@ -336,7 +336,7 @@ class Records:
     # --- what tiers report -----------------------------------------------------------------
 
     def poll(self, load: EngineLoad) -> Iterator[Reported]:
-        """Bring the tree up to date with what the tiers report, and pass it on."""
+        """Apply what the tiers report to the tree, and yield it."""
         self._forget_cleared()
         self.index.drop_oldest_of_stores()
         for tier, event in self.tiers.poll(load):
@@ -392,7 +392,7 @@ class Records:
         return not self._cleared and self.tiers.idle
 
     def close(self) -> None:
-        """Write what is to stay, and see to it that nothing stays of what was cleared."""
+        """Write what is to stay, and delete what was cleared."""
         while self._cleared:
             self._forget_cleared()
         for tier, event in self.tiers.close():

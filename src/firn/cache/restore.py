@@ -9,10 +9,9 @@ Owner: the engine thread, through the prefix cache.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 from firn.cache.arrays.payload import Payload, Views
-from firn.cache.cursor import CacheCursor, Piece
+from firn.cache.cursor import CacheCursor, WindowPiece
 from firn.cache.layout import Layout
 from firn.cache.memory.parking import Parking
 from firn.cache.memory.rows import RowPages
@@ -22,7 +21,7 @@ from firn.cache.planning.reasons import NOT_YET, SLOWER, SWITCHED_OFF, why_not_m
 from firn.cache.records import Records
 from firn.cache.tree import Node, Record
 from firn.core.events import Admitted
-from firn.core.ports import LiveRow, Restored
+from firn.core.ports import LayerCache, LiveRow, Restored
 
 NEIGHBOUR = "neighbour"
 """Where tokens come from that another request computed at the same time."""
@@ -83,7 +82,7 @@ class Restorer:
         if cursor.writes:
             self._records.extend_life(end, cursor.control.ttl_s)
         cursor.n_saved = cursor.node.end
-        taken = self._parking.to_take(match) if self._needs.pages else None
+        taken = self._parking.row_for(match) if self._needs.pages else None
         read = [r for r in match.records if taken is None or r.part is not Part.PAGES]
         payloads: Payloads = {
             (r.node, r.part): _payload(cursor, r) for r in read if r.part is not Part.PAGES
@@ -91,7 +90,7 @@ class Restorer:
         pages = _pages(cursor, match) if self._needs.pages and taken is None else []
         if self._saves_pieces and match.n_tokens > cursor.node.end:
             saved = _sliced(match.segments[-1], Part.WINDOW, payloads)
-            cursor.pieces = [Piece(cursor.node.end, match.n_tokens, saved)]
+            cursor.pieces = [WindowPiece(cursor.node.end, match.n_tokens, saved)]
             cursor.n_saved = match.n_tokens
         cursor.due = {p: m for p, m in cursor.due.items() if p > match.n_tokens}
         return Restored(
@@ -102,7 +101,7 @@ class Restorer:
         )
 
     def _fill(
-        self, layers: list[Any], match: Match, payloads: Payloads, pages: Pieces | RowPages
+        self, layers: list[LayerCache], match: Match, payloads: Payloads, pages: Pieces | RowPages
     ) -> None:
         try:
             self._fill_windows_and_state(layers, match, payloads)
@@ -115,7 +114,9 @@ class Restorer:
             self._records.failed("fill", e)
             raise
 
-    def _fill_windows_and_state(self, layers: list[Any], match: Match, payloads: Payloads) -> None:
+    def _fill_windows_and_state(
+        self, layers: list[LayerCache], match: Match, payloads: Payloads
+    ) -> None:
         n = match.n_tokens
         if self._needs.window:
             covered = 0
@@ -133,7 +134,7 @@ class Restorer:
     ) -> None:
         try:
             if taken is not None:
-                self._parking.took(cursor, taken, row)
+                self._parking.was_taken(cursor, taken, row)
             else:
                 self._parking.move_in(cursor, match, row)
         except Exception as e:  # its records stay where they are

@@ -18,7 +18,6 @@ from firn.cache.admin.inventory import BlockFiles, Inventory, ModelRecords, Pref
 from firn.cache.parts import Part
 from firn.cache.storage.container import Header
 from firn.cache.storage.io import load
-from firn.cache.tiers._folder import peek
 from firn.cli.cache_work import CacheFolder, out
 from firn.cli.doctor import size
 from firn.core.errors import FirnError
@@ -219,16 +218,13 @@ def _text_of(tokens: list[int], model: str | None) -> str:
 
 def stats(location: CacheFolder) -> dict[str, Any]:
     inventory = location.take()
-    disk = location.disk()
-    page = peek(disk)
+    usage = location.usage()
     files = inventory.files
     by_part = {p: [f for f in files if f.tag and f.tag.part is p] for p in Part}
-    bad = disk.quarantined()
-    now = time.time()
     return {
         "folder": str(location.folder),
-        "limit_bytes": page.limit_nbytes if page else None,
-        "bytes": sum(f.nbytes for f in files) + sum(x.nbytes for x in bad),
+        "limit_bytes": usage.limit_nbytes,
+        "bytes": sum(f.nbytes for f in files) + usage.quarantined_nbytes,
         "records": len(files),
         "tokens": sum(b.n_tokens for b in inventory.blocks.values()),
         "parts": {
@@ -240,9 +236,9 @@ def stats(location: CacheFolder) -> dict[str, Any]:
         "locked": inventory.n_locked,
         "unusable": len(inventory.faulty),
         "orphans": len(inventory.orphans),
-        "quarantine": {"files": len(bad), "bytes": sum(x.nbytes for x in bad)},
-        "being_written": len(disk.temps()),
-        "bytes_written_last_24_hours": page.day_nbytes(int(now) // 3600) if page else None,
+        "quarantine": {"files": usage.n_quarantined, "bytes": usage.quarantined_nbytes},
+        "being_written": usage.n_being_written,
+        "bytes_written_last_24_hours": usage.day_nbytes,
         "oldest_use": min((f.used_at for f in files), default=None),
     }
 

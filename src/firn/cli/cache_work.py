@@ -12,14 +12,21 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from firn.cache.admin.inventory import Inventory, RecordFile, records_of, take_inventory
+from firn.cache.admin.inventory import (
+    FolderUsage,
+    Inventory,
+    RecordFile,
+    folder_usage,
+    quarantine_of,
+    records_of,
+    take_inventory,
+)
 from firn.cache.admin.transfer import export as write_export
 from firn.cache.admin.transfer import import_file
 from firn.cache.storage.faults import Damaged, Foreign, Locked, Missing, TierError
 from firn.cache.storage.io import load
 from firn.cache.storage.seal import Seal, load_seal
 from firn.cache.tiers import TierOptions
-from firn.cache.tiers._folder import QUARANTINE, Disk
 from firn.cache.tiers.ssd import SsdTier
 from firn.cli.console import output
 from firn.cli.doctor import size
@@ -38,8 +45,8 @@ class CacheFolder:
     def of(cls, folder: Path, key_file: Path | None) -> CacheFolder:
         return cls(Path(os.path.expanduser(folder)), load_seal(key_file) if key_file else None)
 
-    def disk(self) -> Disk:
-        return Disk(self.folder)
+    def usage(self) -> FolderUsage:
+        return folder_usage(self.folder)
 
     def take(self) -> Inventory:
         if self.folder.exists() and not self.folder.is_dir():
@@ -97,7 +104,7 @@ def verify(location: CacheFolder, *, quarantine: bool) -> int:
     if quarantine:
         for file in bad:
             tier.delete(file.name, keep=True)
-    moved = f", moved to {location.folder / QUARANTINE}" if quarantine and bad else ""
+    moved = f", moved to {quarantine_of(location.folder)}" if quarantine and bad else ""
     console.print(f"{n_good} records are good, {len(bad)} damaged{moved}.", markup=False)
     _orphans(location, tier, inventory, drop=quarantine)
     if inventory.n_locked or n_foreign:
@@ -159,10 +166,11 @@ def to_clear(location: CacheFolder, *, model: str | None, namespace: str | None)
     inventory = location.take()
     is_all = model is None and namespace is None
     chosen = [f for f in inventory.files if is_all or _is_chosen(inventory, f, model, namespace)]
-    bad = location.disk().quarantined() if is_all else []
-    nbytes = sum(f.nbytes for f in chosen) + sum(x.nbytes for x in bad)
-    names = None if is_all else tuple(f.name for f in chosen)
-    return ToClear(names, len(chosen) + len(bad), nbytes)
+    n_files, nbytes = len(chosen), sum(f.nbytes for f in chosen)
+    if not is_all:
+        return ToClear(tuple(f.name for f in chosen), n_files, nbytes)
+    usage = location.usage()
+    return ToClear(None, n_files + usage.n_quarantined, nbytes + usage.quarantined_nbytes)
 
 
 def _is_chosen(

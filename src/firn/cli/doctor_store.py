@@ -6,9 +6,9 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from firn.cache.storage.faults import PermanentFault, TierError, TierFull
+from firn.cache.storage.store_address import StoreAddress, parse_address
 from firn.cache.storage.store_probe import PROBE_NBYTES, StoreReport, probe
 from firn.cache.tiers import Store, discover
-from firn.cache.tiers._address import Address, parse_address
 from firn.cli.doctor import Finding
 from firn.core.errors import SetupError
 
@@ -32,7 +32,7 @@ def look_at_stores(addresses: Sequence[str]) -> Iterator[Finding]:
         yield from describe_store(address, probe(store))
 
 
-def describe_store(address: Address, report: StoreReport) -> Iterator[Finding]:
+def describe_store(address: StoreAddress, report: StoreReport) -> Iterator[Finding]:
     if report.error is not None:
         yield Finding("store", f"{address.shown} {_failure(report, report.error)}", "problem")
         return

@@ -53,10 +53,9 @@ def child_key(parent: Key, values: KeyTokens) -> Key:
     return Key(_hash(b"node", [parent, values.astype("<u8", copy=False).tobytes()]))
 
 
-def block_keys(root: Key, values: KeyTokens, block: int) -> list[Key]:
-    """The keys of all whole blocks of a prompt."""
+def block_keys(parent: Key, values: KeyTokens, block: int) -> list[Key]:
+    """The keys of a chain: all whole blocks of these tokens, the first one below `parent`."""
     keys: list[Key] = []
-    parent = root
     for start in range(0, len(values) - block + 1, block):
         parent = child_key(parent, values[start : start + block])
         keys.append(parent)

@@ -98,8 +98,8 @@ class LeaderParts:
         return runner.lead(self._member.group, self.leader, self._mirror.take_fills)
 
     def make_tree(self, layout: Any, *args: Any, **kwargs: Any) -> MirroredTree:
-        tree = MirroredTree(MirroredLayout.over(layout, self._mirror), *args, **kwargs)
-        return tree.lead(self._mirror, self.leader.flush)
+        mirrored = MirroredLayout.over(layout, self._mirror)
+        return MirroredTree(mirrored, *args, flush=self.leader.flush, **kwargs)
 
     def options_of(self, options: TierOptions) -> TierOptions:
         return replace(options, location=str(self._member.folder(Path(options.location))))

@@ -106,7 +106,7 @@ class SimulatedTier:
 
 
 class SimulatedMemory(SimulatedTier):
-    """Evicts by the tree's rank; what the running request has used or added may not go."""
+    """Evicts in the tree's order; what the running request has used or added may not go."""
 
     def __init__(self, trace: Trace, *, n_blocks: int) -> None:
         super().__init__(trace, n_blocks=n_blocks)

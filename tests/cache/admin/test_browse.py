@@ -91,11 +91,11 @@ def test_runs_end_where_prompts_part(cache: PrefixTree) -> None:
 def test_what_is_not_shown_is_told_of(cache: PrefixTree) -> None:
     for last in range(20):
         store(cache, [*SHARED, 100 + last])
-    found = look(cache, limit=5)
-    assert len(found["runs"]) == 5
-    trunk = found["runs"][1]
+    view = look(cache, limit=5)
+    assert len(view["runs"]) == 5
+    trunk = view["runs"][1]
     assert trunk["more"] == {"runs": 17, "bytes": 17 * NBYTES}
-    assert found["nodes"] == 1 + 3 + 20
+    assert view["nodes"] == 1 + 3 + 20
     below = look(cache, node=trunk["node"], limit=100)
     assert len(below["runs"]) == 21, "from a node on there is room for all of it"
     assert below["runs"][0]["node"] == trunk["node"]
@@ -115,10 +115,10 @@ def test_a_large_tree_is_read_in_slices(cache: PrefixTree) -> None:
         before = len(reader._nodes)
     assert n_slices > 100
     assert most <= 2 * browse.N_UNCLOCKED, "a slice looks at the clock"
-    found = reader.answer()
-    assert found["nodes"] == 1 + 100 + 3 * 2500
-    assert len(found["runs"]) == 600
-    assert not found["cut_off"]
+    answer = reader.answer()
+    assert answer["nodes"] == 1 + 100 + 3 * 2500
+    assert len(answer["runs"]) == 600
+    assert not answer["cut_off"]
 
 
 def test_nodes_that_go_while_it_is_read(cache: PrefixTree) -> None:
@@ -140,9 +140,9 @@ def test_more_than_anybody_looks_at_is_cut_off(
     monkeypatch.setattr(browse, "MAX_NODES", 20)
     for last in range(60):
         store(cache, [last + 1, 2, 3, 4])
-    found = look(cache)
-    assert found["cut_off"]
-    assert found["nodes"] <= 20 + browse.N_UNCLOCKED
+    view = look(cache)
+    assert view["cut_off"]
+    assert view["nodes"] <= 20 + browse.N_UNCLOCKED
 
 
 def test_a_namespace_sees_its_own(cache: PrefixTree) -> None:
@@ -166,11 +166,11 @@ def test_a_namespace_sees_its_own(cache: PrefixTree) -> None:
 def test_a_prefix_says_what_it_saves_and_is_pinned(cache: PrefixTree) -> None:
     end = store(cache, ONE)
     admin = admin_of(cache)
-    found = admin.node(ALICE, end.key.hex()).result()
-    assert found["saves_s"] == pytest.approx(0.001 * len(ONE))
-    assert found["bytes"] == 5 * NBYTES
-    assert found["to_load_bytes"] == {}
-    assert not found["pinned"]
+    details = admin.node(ALICE, end.key.hex()).result()
+    assert details["saves_s"] == pytest.approx(0.001 * len(ONE))
+    assert details["bytes"] == 5 * NBYTES
+    assert details["to_load_bytes"] == {}
+    assert not details["pinned"]
     assert admin.pin_node(ALICE, end.key.hex()).result()["pinned"]
     assert [run["pins"] for run in look(cache)["runs"]] == [1, 1]
     trunk = end.parent
@@ -191,11 +191,11 @@ def test_a_run_is_forgotten_with_all_below_but_for_what_is_in_use(cache: PrefixT
     kept = finish(admin.forget_node(ALICE, trunk.key.hex()))
     assert kept == {"forgotten_blocks": 0, "freed_bytes": 0, "kept_blocks": 6}
     cache.records.unpin(one)
-    found = finish(admin.forget_node(ALICE, trunk.key.hex()))
-    assert found == {"forgotten_blocks": 2, "freed_bytes": 2 * NBYTES, "kept_blocks": 4}
+    removal = finish(admin.forget_node(ALICE, trunk.key.hex()))
+    assert removal == {"forgotten_blocks": 2, "freed_bytes": 2 * NBYTES, "kept_blocks": 4}
     cache.records.unlease(two)
-    found = finish(admin.forget_node(ALICE, two.key.hex()))
-    assert found["forgotten_blocks"] == 4, "its run begins where there is no branch any more"
+    removal = finish(admin.forget_node(ALICE, two.key.hex()))
+    assert removal["forgotten_blocks"] == 4, "its run begins where there is no branch any more"
     assert look(cache)["runs"] == []
     assert cache.records.tree.memory.total_nbytes == 0
 

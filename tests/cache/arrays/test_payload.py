@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from firn.cache.arrays import cuda, host, payload
 from firn.cache.arrays.payload import Payload, by_layer, evaluate, joined, stacked
 from firn.cache.codecs import Arrays, At
-from firn.cache.commit import Cuts
+from firn.cache.commit import RowCutter
 from firn.cache.layout import Layout
 from firn.cache.parts import Part
 from firn.cache.storage import places
@@ -45,8 +45,8 @@ def same(a: mx.array | None, b: mx.array | None) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and bool(mx.array_equal(a, b))
 
 
-def all_same(found: Payload, want: Sequence[Arrays]) -> bool:
-    mine = [found.layer(i) for i in range(found.n_layers)]
+def all_same(payload: Payload, want: Sequence[Arrays]) -> bool:
+    mine = [payload.layer(i) for i in range(payload.n_layers)]
     return len(mine) == len(want) and all(
         len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
         for a, b in zip(mine, want, strict=True)
@@ -57,11 +57,11 @@ def all_same(found: Payload, want: Sequence[Arrays]) -> bool:
 @given(kinds=LAYERS)
 def test_layers_come_back_as_they_were(kinds: list[list[Any]]) -> None:
     layers = arrays_of(kinds)
-    found = stacked(layers)
-    assert all_same(found, layers)
+    payload = stacked(layers)
+    assert all_same(payload, layers)
     n_kinds = len({kind for slots in kinds for kind in slots if kind is not None})
-    assert len(found.stacks) == n_kinds, "what has one shape lies in one stack"
-    assert found.nbytes == sum(a.nbytes for arrays in layers for a in arrays if a is not None)
+    assert len(payload.stacks) == n_kinds, "what has one shape lies in one stack"
+    assert payload.nbytes == sum(a.nbytes for arrays in layers for a in arrays if a is not None)
 
 
 @QUICK
@@ -80,9 +80,9 @@ def test_the_pieces_of_a_layer_are_the_same_however_many_are_joined_at_once(
     kinds: list[list[Any]], at_once: int, n: int
 ) -> None:
     records = [arrays_of(kinds, seed=i) for i in range(n)]
-    found = list(by_layer([stacked(layers) for layers in records], at_once=at_once))
-    assert len(found) == len(kinds)
-    for i, pieces in enumerate(found):
+    per_layer = list(by_layer([stacked(layers) for layers in records], at_once=at_once))
+    assert len(per_layer) == len(kinds)
+    for i, pieces in enumerate(per_layer):
         for j, kind in enumerate(kinds[i]):
             if kind is not None:
                 whole = mx.concatenate([p[j] for p in pieces], -2)
@@ -104,13 +104,13 @@ def test_a_payload_shares_nothing_with_the_row_it_was_cut_from(n_layers: int) ->
     """One head: a range of its tokens lies in one piece, and a view of it would hold the whole row."""
     rows = [mx.random.normal((1, 1, 64, 8)) for _ in range(n_layers)]
     mx.eval(rows)
-    found = stacked([(row[:, :, 16:32],) for row in rows])
-    part = found.tokens(0, 8).copied()
-    evaluate([found, part])
+    payload = stacked([(row[:, :, 16:32],) for row in rows])
+    part = payload.tokens(0, 8).copied()
+    evaluate([payload, part])
     bounds = [(address(row), address(row) + row.nbytes) for row in rows]
-    for stack in (*found.stacks, *part.stacks):
+    for stack in (*payload.stacks, *part.stacks):
         assert not any(low <= address(stack) < high for low, high in bounds)
-    assert address(part.stacks[0]) != address(found.stacks[0])
+    assert address(part.stacks[0]) != address(payload.stacks[0])
 
 
 # --- rows ----------------------------------------------------------------------------------
@@ -133,12 +133,12 @@ def fed(n_tokens: int) -> list[Any]:
 def test_several_blocks_are_cut_as_one_and_are_what_each_would_be() -> None:
     layers = fed(48)
     kinds = Layout.of(layers)
-    cuts = Cuts(kinds, Row(layers, 48), 16, 48)
+    cutter = RowCutter(kinds, Row(layers, 48), 16, 48)
     for part in (Part.PAGES, Part.WINDOW):
         for start in (16, 32):
             alone = kinds.cut(part, layers, At(0, 48), start, start + 16)
             want = [alone.layer(i) for i in range(alone.n_layers)]
-            assert all_same(cuts.cut(part, start, start + 16), want)
+            assert all_same(cutter.cut(part, start, start + 16), want)
 
 
 @pytest.mark.parametrize("nbytes", [0, 3000, 1 << 30])
@@ -170,22 +170,22 @@ def test_layers_are_filled_alike_many_at_a_time(
 @given(kinds=LAYERS)
 def test_bytes_come_back(kinds: list[list[Any]]) -> None:
     layers = arrays_of(kinds)
-    found = stacked(layers)
-    evaluate([found])
-    lent = host.to_host(found)
+    payload = stacked(layers)
+    evaluate([payload])
+    lent = host.to_host(payload)
     copies = [memoryview(bytes(b)) for b in lent.fetch()]
     again = host.from_host(lent.tensors, lent.places, copies)
     assert all_same(again, layers)
-    assert again.places == found.places == places.from_text(places.to_text(found.places))
+    assert again.places == payload.places == places.from_text(places.to_text(payload.places))
 
 
 @pytest.mark.parametrize("dtype", host.CODES, ids=str)
 def test_numbers_of_every_type_come_back(dtype: mx.Dtype) -> None:
     """Their signs and their sizes: -1 of 8 bits is not 255."""
     whole = mx.array([[-128, -1, 0, 1, 127]]).astype(dtype)
-    found = stacked([(whole[None, None],)])
-    evaluate([found])
-    lent = host.to_host(found)
+    payload = stacked([(whole[None, None],)])
+    evaluate([payload])
+    lent = host.to_host(payload)
     again = host.from_host(lent.tensors, lent.places, [memoryview(bytes(b)) for b in lent.fetch()])
     assert all_same(again, [(whole[None, None],)])
 
@@ -221,15 +221,15 @@ def test_over_a_bus_a_record_is_one_copy_out_and_one_for_each_stack_in(
     kinds: list[list[Any]],
 ) -> None:
     layers = arrays_of(kinds)
-    found = stacked(layers)
-    evaluate([found])
+    payload = stacked(layers)
+    evaluate([payload])
     bus = Bus()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "device", lambda: bus)
-        lent = host.to_host(found)
+        lent = host.to_host(payload)
         again = host.from_host(lent.tensors, lent.places, host.staged(lent.fetch()))
     assert all_same(again, layers)
-    assert (bus.n_out, bus.n_in) == (min(len(found.stacks), 1), len(found.stacks))
+    assert (bus.n_out, bus.n_in) == (min(len(payload.stacks), 1), len(payload.stacks))
 
 
 def test_there_is_no_bus_where_arrays_lie_in_the_host_s_memory() -> None:

@@ -79,5 +79,5 @@ def test_the_grid_is_kept() -> None:
 
 
 def test_no_point_lies_inside() -> None:
-    found = resumes(stored(64, Part.PAGES), PAGES, (10, 30), (33, 62))
-    assert found == [64, 32, 8, 0]
+    positions = resumes(stored(64, Part.PAGES), PAGES, (10, 30), (33, 62))
+    assert positions == [64, 32, 8, 0]

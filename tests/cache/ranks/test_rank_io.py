@@ -13,11 +13,11 @@ from firn.cache.ranks.io import RankIo
 from firn.cache.ranks.mirror import Mirror
 from firn.cache.storage.container import Header, Label, Loaded, Name
 from firn.cache.storage.faults import Damaged, Missing, Refused, TierFault, Unwanted
-from firn.cache.storage.io import Changes, Fetch, TierEntry, Wanted
+from firn.cache.storage.io import Changes, ReadOrder, TierEntry, WriteOrder
 from firn.cache.storage.threads import Done
 from firn.cache.tiers import Gone, TierUsage, WriteResult
 from firn.cache.tree import PackedTokens
-from firn.core.keys import Key, KeyTokens
+from firn.core.keys import Key
 from firn.core.ranks import OnAnswer, RankCall, RankLost
 
 LAYOUT = "kv16;float32 rank 0 of 3;block4;full"
@@ -84,32 +84,22 @@ class Others:
 class OwnIo:
     """Rank 0's own tier; a test says how its orders end."""
 
-    done: Done = lambda result: None
+    done: Done[Any] = lambda result: None
     batch: Callable[[Changes], None] = lambda changes: None
-    scanned: Done = lambda result: None
+    scanned: Done[None] = lambda result: None
     deleted: list[Name] = field(default_factory=list)
     takes: bool = True
 
-    def try_write(
-        self,
-        header: Header,
-        fetch: Fetch,
-        *,
-        used_at: float,
-        done: Done,
-        wanted: Wanted = lambda: True,
-    ) -> bool:
+    def try_write(self, order: WriteOrder, done: Done[WriteResult[Name]]) -> bool:
         self.done = done
         return self.takes
 
     def has_room(self, nbytes: int) -> bool:
         return True
 
-    def defer_writes(self, wanted: bool) -> None: ...
+    def defer_writes(self, defer: bool) -> None: ...
 
-    def read(
-        self, name: Name, expect: KeyTokens, done: Done, *, wanted: Wanted = lambda: True
-    ) -> None:
+    def read(self, order: ReadOrder, done: Done[Loaded]) -> None:
         self.done = done
 
     def delete(self, names: Iterable[Name]) -> None:
@@ -117,7 +107,7 @@ class OwnIo:
 
     def touch(self, stamps: Mapping[Name, float]) -> None: ...
 
-    def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
+    def scan(self, batch: Callable[[Changes], None], done: Done[None]) -> None:
         self.batch, self.scanned = batch, done
 
     def usage(self) -> TierUsage:
@@ -136,11 +126,11 @@ class Case:
 
     def write(self, number: int) -> int:
         """The order's number."""
-        self.io.try_write(header(number), list, used_at=1.0, done=self.results.append)
+        self.io.try_write(WriteOrder(header(number), list, 1.0), self.results.append)
         return int(self.others.were_told("write")[-1].args[0])
 
     def read(self, number: int) -> int:
-        self.io.read(name(number), TOKENS, self.results.append)
+        self.io.read(ReadOrder(name(number), TOKENS), self.results.append)
         return int(self.others.were_told("read")[-1].args[0])
 
     def scan(self) -> None:
@@ -192,7 +182,7 @@ def test_what_rank_0_does_not_want_any_more() -> None:
 def test_a_full_queue_here_asks_nobody() -> None:
     case = Case()
     case.own.takes = False
-    assert not case.io.try_write(header(1), list, used_at=1.0, done=case.results.append)
+    assert not case.io.try_write(WriteOrder(header(1), list, 1.0), case.results.append)
     assert not case.others.told
 
 

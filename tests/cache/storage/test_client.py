@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 
 from firn.cache.parts import Part
 from firn.cache.storage import client
-from firn.cache.storage.container import Header, Name
+from firn.cache.storage.container import Loaded, Name
 from firn.cache.storage.events import ReadFailed, ScanBatch
 from firn.cache.storage.faults import Missing, Refused, TierError, TierFault
-from firn.cache.storage.io import Changes, TierIo
+from firn.cache.storage.io import Changes, ReadOrder, TierIo, WriteOrder
 from firn.cache.storage.threads import Done, IoThreads
 from firn.cache.tiers import TierStatus, TierUsage, WriteResult
 from firn.cache.tree import Mark, PackedTokens
-from firn.core.keys import KeyTokens
 from firn.core.ports import EngineLoad
 from firn.core.values import CacheControl, Namespace, Prompt
 from tests.cache.lab import DENSE, LabEngine, LabLayer, LabRow, records_of, tree
@@ -40,16 +38,8 @@ class SickIo:
     written: list[Name] = field(default_factory=list)
     n_tries: int = 0
 
-    def try_write(
-        self,
-        header: Header,
-        buffers: Sequence[Any],
-        *,
-        used_at: float,
-        done: Done,
-        wanted: Callable[[], bool],
-    ) -> bool:
-        name = Name(header.key, header.part)
+    def try_write(self, order: WriteOrder, done: Done[WriteResult[Name]]) -> bool:
+        name = order.header.name
         self.n_tries += 1
         fault = self.fault(name)
         if fault is None:
@@ -60,18 +50,16 @@ class SickIo:
     def has_room(self, nbytes: int) -> bool:
         return True
 
-    def defer_writes(self, wanted: bool) -> None: ...
+    def defer_writes(self, defer: bool) -> None: ...
 
-    def read(
-        self, name: Name, expect: KeyTokens, done: Done, *, wanted: Callable[[], bool]
-    ) -> None:
+    def read(self, order: ReadOrder, done: Done[Loaded]) -> None:
         raise AssertionError("nothing is read here")
 
     def delete(self, names: Iterable[Name]) -> None: ...
 
     def touch(self, stamps: Mapping[Name, float]) -> None: ...
 
-    def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
+    def scan(self, batch: Callable[[Changes], None], done: Done[None]) -> None:
         done(None)
 
     def usage(self) -> TierUsage:
@@ -199,7 +187,7 @@ class ManyIo(SickIo):
         self.is_held_up = threading.Event()
         self.thread = threading.Thread(target=lambda: None)
 
-    def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
+    def scan(self, batch: Callable[[Changes], None], done: Done[None]) -> None:
         def tell() -> None:
             for _ in range(N_BATCHES):
                 if self.n_told == client.MAX_BATCHES:

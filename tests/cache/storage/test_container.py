@@ -140,11 +140,11 @@ def test_the_safetensors_library_reads_it(tmp_path: Path) -> None:
     one = record(layers=layers)
     path = tmp_path / "record.safetensors"
     path.write_bytes(packed(one))
-    found = safetensors.numpy.load_file(path)
-    assert set(found) == {"0", "1", "2", "3"}
-    assert found["0"].tobytes() == one.buffers[0]
-    assert found["2"].shape == (1, 0, 8)
-    assert found["3"].tobytes() == one.buffers[3]
+    tensors = safetensors.numpy.load_file(path)
+    assert set(tensors) == {"0", "1", "2", "3"}
+    assert tensors["0"].tobytes() == one.buffers[0]
+    assert tensors["2"].shape == (1, 0, 8)
+    assert tensors["3"].tobytes() == one.buffers[3]
     with safetensors.safe_open(path, "numpy") as file:
         metadata = file.metadata()
     assert metadata["key"] == one.header.key.hex()

@@ -37,7 +37,7 @@ ENDS = (13, 40, 77, 90)
 
 
 def question(n_tokens: int, *, n_known: int = 0) -> StoreQuestion:
-    text = PackedTokens(np.arange(n_tokens, dtype=np.uint64))
+    prompt = PackedTokens(np.arange(n_tokens, dtype=np.uint64))
     root = Key(b"r" * 32)
     return StoreQuestion(
         root=root,
@@ -46,8 +46,8 @@ def question(n_tokens: int, *, n_known: int = 0) -> StoreQuestion:
         namespace=Namespace(""),
         block=BLOCK,
         needs=Needs(True, 0, False),
-        text=text,
-        known=block_keys(root, text.tokens, BLOCK)[:n_known],
+        prompt=prompt,
+        known=block_keys(root, prompt.tokens, BLOCK)[:n_known],
         limit=n_tokens - 1,
         states=(),
         now=1e9,
@@ -73,9 +73,9 @@ def test_a_chain_of_any_length_is_found_to_its_end(n_blocks: int) -> None:
     asked = question(n_blocks * BLOCK + 1)
     names = chain_names(asked)
     for n_there in range(n_blocks + 1):
-        found = search(asked, CountedFind(set(names[:n_there])))
-        assert [entry.name for entry in found] == names[:n_there]
-        assert [entry.label.start for entry in found] == [i * BLOCK for i in range(n_there)]
+        entries = search(asked, CountedFind(set(names[:n_there])))
+        assert [entry.name for entry in entries] == names[:n_there]
+        assert [entry.label.start for entry in entries] == [i * BLOCK for i in range(n_there)]
 
 
 def test_a_long_prompt_costs_a_few_dozen_names() -> None:
@@ -101,13 +101,13 @@ def test_what_lies_behind_a_hole_is_not_reached() -> None:
     asked = question(30 * BLOCK + 1)
     names = chain_names(asked)
     assert search(asked, CountedFind(set(names[1:]))) == []
-    found = search(asked, CountedFind(set(names) - {names[16]}))
-    assert len(found) == 16
+    entries = search(asked, CountedFind(set(names) - {names[16]}))
+    assert len(entries) == 16
 
 
 def test_only_what_is_not_known_is_asked_for() -> None:
     asked = question(30 * BLOCK + 1, n_known=10)
-    assert asked.keys == block_keys(asked.root, asked.text.tokens, BLOCK)[10:]
+    assert asked.keys == block_keys(asked.root, asked.prompt.tokens, BLOCK)[10:]
     find = CountedFind(set(chain_names(asked)[:4]))
     assert [entry.label.start for entry in search(asked, find)] == [80, 88, 96, 104]
     assert question(30 * BLOCK, n_known=29).is_empty

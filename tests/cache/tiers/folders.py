@@ -30,12 +30,12 @@ def put(tier: Folder, *records: Record) -> None:
 
 def du(folder: Path) -> int:
     """Real bytes, each file once, folders as well."""
-    found = {}
+    files = {}
     for base, _, names in os.walk(folder):
         for path in [base, *(os.path.join(base, n) for n in names)]:
             st = os.lstat(path)
-            found[st.st_ino] = st.st_blocks * 512
-    return sum(found.values())
+            files[st.st_ino] = st.st_blocks * 512
+    return sum(files.values())
 
 
 def files(folder: Path) -> set[str]:

@@ -42,15 +42,15 @@ class Dying(Disk):
         self.n_steps = 0
 
     def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
+        attribute = super().__getattribute__(name)
         if name not in CHANGES:
-            return found
+            return attribute
 
         def counted(*args: Any) -> Any:
             self.n_steps += 1
             if self.n_steps == self.step:
                 die()
-            return found(*args)
+            return attribute(*args)
 
         return counted
 
@@ -93,11 +93,11 @@ def look(folder: Path) -> None:
     """What a restart must find, whatever happened."""
     assert du(folder) <= LIMIT
     tier = Folder(folder, LIMIT)
-    found = tier.names()
+    names = tier.names()
     assert not any((folder / "tmp").iterdir()), "a temp file is left"
     for one in (*OLD, *OTHERS, *NEW):
         good = tier.holds(one)  # never other bytes than its own
-        assert good == (one.name in found) or one is BAD
+        assert good == (one.name in names) or one is BAD
     for one in NEW:
         tier.write(one, used_at=NOW)
     assert all(tier.holds(one) for one in NEW)

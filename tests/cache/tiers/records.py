@@ -18,7 +18,7 @@ import numpy as np
 from firn.cache.parts import Part
 from firn.cache.storage.container import Header, Loaded, Name, TensorSpec, derived_key
 from firn.cache.storage.faults import Damaged, Missing, TierError
-from firn.cache.storage.io import TierEntry, TierIo
+from firn.cache.storage.io import ReadOrder, TierEntry, TierIo, WriteOrder
 from firn.cache.storage.places import places_of
 from firn.cache.storage.seal import Seal
 from firn.cache.storage.threads import IoThreads
@@ -106,11 +106,11 @@ def record(tokens: Sequence[int] = range(BLOCK), **more: Any) -> Record:
 def fill(header: Header) -> list[bytes]:
     """Bytes that no other record has."""
     seed = header.key + header.part.value.encode()
-    found: list[bytes] = []
+    buffers: list[bytes] = []
     for i, spec in enumerate(header.tensors):
         piece = hashlib.shake_128(seed + bytes([i % 256])).digest(4096)
-        found.append((piece * (spec.nbytes // len(piece) + 1))[: spec.nbytes])
-    return found
+        buffers.append((piece * (spec.nbytes // len(piece) + 1))[: spec.nbytes])
+    return buffers
 
 
 def of_size(nbytes: int, n: int = 0, **more: Any) -> Record:
@@ -122,13 +122,13 @@ def of_size(nbytes: int, n: int = 0, **more: Any) -> Record:
 
 def chain(n: int, *, first: int = 0, nbytes: int | None = None) -> list[Record]:
     """n blocks of pages, each the parent of the next."""
-    found: list[Record] = []
+    records: list[Record] = []
     for i in range(n):
-        above = found[-1] if found else None
+        above = records[-1] if records else None
         tokens = range(first + i * BLOCK, first + (i + 1) * BLOCK)
         layers = LAYERS if nbytes is None else ((TensorSpec("U8", (nbytes,)),),)
-        found.append(record(tokens, parent=above, layers=layers))
-    return found
+        records.append(record(tokens, parent=above, layers=layers))
+    return records
 
 
 def beside(pages: Record, part: Part) -> Record:
@@ -150,7 +150,7 @@ class Inline(IoThreads):
             result = e
         done(result)
 
-    def delete(
+    def upkeep(
         self, work: Callable[[], Any], done: Callable[[Any], None] = lambda result: None
     ) -> None:
         self.read(work, done)
@@ -180,9 +180,9 @@ class Direct:
     def write(self, one: Record, *, used_at: float | None = None) -> WriteResult[Name]:
         at = self.stamp(one) if used_at is None else used_at
         results: list[Any] = []
-        self.io.try_write(one.header, lambda: one.buffers, used_at=at, done=results.append)
-        found: WriteResult[Name] = _raised(results)
-        return found
+        self.io.try_write(WriteOrder(one.header, lambda: one.buffers, at), results.append)
+        result: WriteResult[Name] = _raised(results)
+        return result
 
     def stamp(self, one: Record) -> float:
         """As the tree stamps: a child below its parent, a state below its pages."""
@@ -191,9 +191,9 @@ class Direct:
 
     def read(self, one: Record) -> Loaded:
         results: list[Any] = []
-        self.io.read(one.name, one.header.tokens, results.append)
-        found: Loaded = _raised(results)
-        return found
+        self.io.read(ReadOrder(one.name, one.header.tokens), results.append)
+        loaded: Loaded = _raised(results)
+        return loaded
 
     def scan(self) -> list[TierEntry | Gone[Name]]:
         changes: list[TierEntry | Gone[Name]] = []

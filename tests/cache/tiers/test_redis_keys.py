@@ -30,9 +30,9 @@ def port() -> Iterator[int]:
 def client(port: int) -> Iterator[Any]:
     import redis
 
-    with redis.Redis(port=port) as found:
-        found.flushall()
-        yield found
+    with redis.Redis(port=port) as connected:
+        connected.flushall()
+        yield connected
 
 
 @pytest.fixture

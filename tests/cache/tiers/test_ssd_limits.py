@@ -59,10 +59,10 @@ def test_a_lower_limit_is_kept_from_the_scan_on(
 ) -> None:
     put(opened(32 * MIB), *[of_size(400_000, i) for i in range(40)])
     small = opened(4 * MIB)
-    found = small.names()
+    names = small.names()
     assert du(folder) <= 4 * MIB
-    assert 5 < len(found) < 11
-    assert all(small.tier.read(str(name)) for name in found)
+    assert 5 < len(names) < 11
+    assert all(small.tier.read(str(name)) for name in names)
 
 
 def test_the_last_to_open_the_folder_sets_the_limit_for_all(

@@ -61,9 +61,9 @@ def test_the_limit_holds_at_every_moment(tmp_path: Path, n_processes: int, n_rou
     assert max(samples) > limit * 0.6, "the limit was never near"
     totals: Counter[str] = Counter()
     for out, _ in results:
-        found = json.loads(out)
-        assert set(found.pop("drops")) <= {"full"}
-        totals.update(found)
+        report = json.loads(out)
+        assert set(report.pop("drops")) <= {"full"}
+        totals.update(report)
     assert totals["over"] == 0
     assert totals["hits"] > 50
     assert totals["evictions"] > 20

@@ -58,12 +58,12 @@ def test_ten_thousand_files(full: tuple[Path, dict[str, Record]]) -> None:
     folder, records = full
     disk = Counting(folder)
     tier = Folder(folder, 10 * GIB, disk=disk)
-    found = {path_of(str(e.name)): e for e in tier.scan() if isinstance(e, TierEntry)}
-    assert found.keys() == records.keys()
+    entries = {path_of(str(e.name)): e for e in tier.scan() if isinstance(e, TierEntry)}
+    assert entries.keys() == records.keys()
     assert disk.n_opened == N_FILES
     assert disk.n_read <= N_FILES * 4096, "the tensors are left alone"
     some = list(records)[::997]
-    assert all(np.array_equal(found[p].label.tokens, records[p].header.tokens) for p in some)
+    assert all(np.array_equal(entries[p].label.tokens, records[p].header.tokens) for p in some)
     disk.n_opened = 0
     assert tier.scan() == []
     assert disk.n_opened == 0, "what is known is not read again"

@@ -33,9 +33,9 @@ def test_tiers_learn_from_each_other(opened: Callable[..., Folder]) -> None:
     assert b.holds(records[3])
     tail = beside(records[3], Part.STATE)
     put(b, tail)
-    (found,) = a.scan()
-    assert isinstance(found, TierEntry)
-    assert found.name == tail.name
+    (entry,) = a.scan()
+    assert isinstance(entry, TierEntry)
+    assert entry.name == tail.name
     b.delete(tail)
     assert a.scan() == [Gone(tail.name)]
     assert a.scan() == []

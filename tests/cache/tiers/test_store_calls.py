@@ -11,7 +11,6 @@ import pytest
 
 from firn.cache.storage.faults import Missing, PermanentFault, Refused, TierFault
 from firn.cache.tiers import FoundRecord, TierOptions
-from firn.cache.tiers._address import parse_address
 from firn.cache.tiers._backoff import MAX_S, N_FAILURES, CircuitBreaker
 from firn.cache.tiers._bandwidth import BURST_S, Bandwidth
 from firn.cache.tiers._calls import N_TRIES, RetriedCalls
@@ -159,18 +158,7 @@ def test_bytes_flow_at_the_rate_that_was_set() -> None:
     assert clock.now == before
 
 
-# --- addresses -----------------------------------------------------------------------------
-
-
-def test_an_address_is_a_place_and_settings() -> None:
-    found = parse_address("rediss://me:pass%23word@host:7000/2?ttl_s=60&spill=all")
-    assert found.kind == "redis"
-    assert found.options == TierOptions(
-        "rediss://me:pass%23word@host:7000/2", extra={"ttl_s": "60", "spill": "all"}
-    )
-    assert found.shown == "rediss://host:7000/2"
-    assert found.spill == "all"
-    assert parse_address("s3://bucket/some/prefix").spill == "proved"
+# --- settings ------------------------------------------------------------------------------
 
 
 def test_settings_are_numbers_within_reason() -> None:

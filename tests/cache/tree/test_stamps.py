@@ -15,7 +15,7 @@ from firn.cache.tree import BLOCK_S, DAY_S
 from firn.core.values import Namespace
 from tests.cache.lab import ALL_KINDS, DENSE, HYBRID, LabEngine, Shape, nodes_of, records_of
 from tests.cache.lab import prompt_of as lab_prompt
-from tests.cache.test_decisions import BLOCK, ask, found, server, settle
+from tests.cache.test_decisions import BLOCK, admission, ask, server, settle
 from tests.hash_runner import prompt_of as words
 from tests.slow_disk import SlowDisk
 
@@ -109,9 +109,9 @@ def test_what_lost_its_parent_is_found_again_when_that_is_computed(tmp_path: Pat
         settle(lab)
         lose_a_block(lab, tmp_path, 3 * BLOCK)
     with server(tmp_path) as lab:
-        assert found(ask(lab, b, 1)).n_cached == 3 * BLOCK
+        assert admission(ask(lab, b, 1)).n_cached == 3 * BLOCK
         settle(lab)
-        got = found(ask(lab, a, 1))
+        got = admission(ask(lab, a, 1))
         assert got.n_cached == len(a) - 1
         assert dict(got.tiers)["ssd"] == 4 * BLOCK
 

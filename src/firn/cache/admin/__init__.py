@@ -1,9 +1,10 @@
-"""For people.
+"""The cache as people see it.
 
     control.py    questions to a running cache: statistics, probes, pins, clearing
     browse.py     its tree, read in slices
     inventory.py  what a folder contains, with or without a server
     transfer.py   a prefix as one file, to be carried to another machine
 
-The first two run on the engine thread, between two steps.
+The API's routes ask the first two, which run on the engine thread between two steps; `firn cache` uses
+the others.
 """

@@ -124,9 +124,9 @@ class TreeReader:
             nbytes += record.nbytes
             if record.arrays is not None:
                 places[0] += record.nbytes
-            for tier in range(1, len(places)):
-                if record.stored >> tier - 1 & 1:
-                    places[tier] += record.nbytes
+            for tier in range(len(places) - 1):
+                if record.is_stored(tier):
+                    places[tier + 1] += record.nbytes
         shown = self._with_tokens and not is_root
         head = tuple(node.tokens[:N_SHOWN_TOKENS].tolist()) if shown else ()
         number = len(self._nodes)

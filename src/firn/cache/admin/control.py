@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from firn.cache.admin import browse
 from firn.cache.off import CacheOff
@@ -23,14 +23,22 @@ from firn.core.values import Namespace, Prompt
 PIN_SHARE = 0.5
 """The share of memory that may be pinned in all."""
 Json = dict[str, Any]
-Run = Callable[[Callable[[Any, Json], Any]], "Future[Any]"]
-"""Runs a function on the engine thread; it gets the cache, and how admission by memory stands."""
+T = TypeVar("T")
+
+
+class RunOnEngine(Protocol):
+    """Runs a function on the engine thread.
+
+    The function gets the cache, and the state of admission by memory.
+    """
+
+    def __call__(self, function: Callable[[PrefixTree | CacheOff, Json], T], /) -> Future[T]: ...
 
 
 class CacheAdmin:
     """Implements core.ports.CacheAdmin: each question runs on the engine thread, between two steps."""
 
-    def __init__(self, run: Run, *, pin_cap_nbytes: int) -> None:
+    def __init__(self, run: RunOnEngine, *, pin_cap_nbytes: int) -> None:
         self._run = run
         self._pin_cap_nbytes = pin_cap_nbytes
 
@@ -122,7 +130,7 @@ class TreeQuery(Protocol):
 class SlicedTreeQuery:
     """Implements core.ports.SlicedQuery over a TreeQuery, whose slices run on the engine thread."""
 
-    def __init__(self, run: Run, query: TreeQuery) -> None:
+    def __init__(self, run: RunOnEngine, query: TreeQuery) -> None:
         self._run = run
         self._query = query
         self._off: CacheOff | None = None
@@ -276,13 +284,13 @@ def usage_view(usage: TierUsage) -> Json:
 
 def probe(cache: PrefixTree, prompt: Prompt, namespace: Namespace) -> Json:
     """How much would hit, from where, and why not more. Changes nothing."""
-    found = cache.probe(prompt, namespace)
+    reuse = cache.probe(prompt, namespace)
     return {
         "prompt_tokens": len(prompt),
-        "cached_tokens": found.match.n_tokens,
-        "shared_tokens": found.n_shared,
-        "tiers": found.tiers,
-        "reason": found.reason,
+        "cached_tokens": reuse.match.n_tokens,
+        "shared_tokens": reuse.n_shared,
+        "tiers": reuse.tiers,
+        "reason": reuse.reason,
     }
 
 

@@ -1,4 +1,4 @@
-"""What a cache folder contains, for people. Taken without a lock, and without changing anything.
+"""What a cache folder contains, for people. It is read without its lock, and not changed.
 
 An inventory is a value: a folder in use may have changed since.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,8 +19,8 @@ from firn.cache.storage.faults import Damaged, Foreign, Missing, NotEncrypted
 from firn.cache.storage.io import label_of
 from firn.cache.storage.seal import Seal
 from firn.cache.tiers import ScannedRecord, TierOptions
-from firn.cache.tiers._folder import MODELS, path_of, read_heads
-from firn.cache.tiers.ssd import SsdTier
+from firn.cache.tiers._folder import MODELS, QUARANTINE, Disk, path_of, peek, read_heads
+from firn.cache.tiers.ssd import HOUR_S, SsdTier
 from firn.core.errors import FirnError
 from firn.core.keys import Key
 
@@ -122,6 +123,8 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Inventory:
+    """The records of a folder, of all models and namespaces."""
+
     files: tuple[RecordFile, ...]
     blocks: Mapping[Key, BlockFiles]
     models: Mapping[bytes, ModelNote]
@@ -182,6 +185,38 @@ class Inventory:
                 raise NotStored(f"The block {parent.hex()[:12]} before it is not stored any more.")
             chain.append(self.blocks[parent])
         return chain[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class FolderUsage:
+    """What a folder holds besides records, and what its servers have noted."""
+
+    n_quarantined: int
+    quarantined_nbytes: int
+    n_being_written: int
+    limit_nbytes: int | None
+    """None: no server has noted one."""
+    day_nbytes: int | None
+    """Written in the last 24 hours; None: not noted."""
+
+
+def folder_usage(folder: Path) -> FolderUsage:
+    """Raises OSError when the folder cannot be read."""
+    disk = Disk(folder)
+    quarantined = disk.quarantined()
+    page = peek(disk)
+    return FolderUsage(
+        n_quarantined=len(quarantined),
+        quarantined_nbytes=sum(file.nbytes for file in quarantined),
+        n_being_written=len(disk.temps()),
+        limit_nbytes=page.limit_nbytes if page else None,
+        day_nbytes=page.day_nbytes(int(time.time()) // HOUR_S) if page else None,
+    )
+
+
+def quarantine_of(folder: Path) -> Path:
+    """Where its damaged records are moved."""
+    return folder / QUARANTINE
 
 
 def take_inventory(folder: Path, *, seal: Seal | None = None) -> Inventory:

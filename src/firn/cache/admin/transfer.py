@@ -29,6 +29,8 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Imported:
+    """Records that an import stored, and those that were there already."""
+
     n_new: int
     n_present: int
     nbytes: int

@@ -1,7 +1,7 @@
 """What a record holds of a row: one part of every layer, arrays of one dtype and shape in one stack.
 
-A device is slowed down by the number of a record's arrays, not by their bytes. With stacks a block of
-36 layers is one copy instead of 72; several blocks are cut as one and then copied apart, and a row is
+What slows a device down is the number of a record's arrays, not their bytes. With stacks, a block of 36
+layers is one copy instead of 72; several blocks are cut as one and then copied apart, and a row is
 filled many layers at a time.
 
     places of 3 layers with two slots      stacks
@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
 from firn.cache.codecs import TOKEN_AXIS, Arrays, nbytes_of
 from firn.cache.storage.places import Places, places_of
+from firn.core.ports import LayerCache
 
 FILL_NBYTES = 512 << 20
 """How many bytes of layers a GPU fills at once: twice the memory for a moment, far fewer copies."""
@@ -141,11 +141,11 @@ def evaluate(payloads: Iterable[Payload]) -> None:
 
 
 def compute(layers: Iterable[Arrays]) -> None:
-    """The same for arrays by layer."""
+    """Like `evaluate`, for arrays by layer."""
     mx.eval([a for arrays in layers for a in arrays if a is not None])
 
 
-def settle(layers: Sequence[Any]) -> None:
+def settle(layers: Sequence[LayerCache]) -> None:
     """Compute filled layers now, so that what they were joined from can be freed."""
     mx.eval([layer.state for layer in layers])
 

@@ -1,8 +1,13 @@
 """Layer codecs: how a live layer cache is cut into records, and filled from them again.
 
+    pages.py   plain attention, quantised or not
+    window.py  sliding-window and chunked attention
+    state.py   recurrent state, and whatever can only be kept as a whole
+    vlm.py     mlx-vlm's classes of the same names
+
 An extension folder: a codec is a class in a module here, listed in the module's CODECS. It is found by
 the qualified name of the cache class that it serves, so mlx-lm's and mlx-vlm's classes of the same name
-are distinct, and neither package is imported.
+are distinct, and neither package is imported. `Layout` picks one for each layer of the model.
 
 Arrays of pages and windows have their tokens on the last axis but one.
 """
@@ -14,12 +19,13 @@ import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import mlx.core as mx
 
 from firn.cache.parts import Part
 from firn.core.errors import UnknownCacheLayer
+from firn.core.ports import LayerCache
 
 TOKEN_AXIS = -2
 Arrays = tuple[mx.array | None, ...]
@@ -37,15 +43,15 @@ class At:
 class Buffers(Protocol):
     """Takes a lone row's buffers without a copy, and gives them to another row. Stateless."""
 
-    def is_lone(self, layer: Any) -> bool:
+    def is_lone(self, layer: LayerCache) -> bool:
         """Whether this is a lone row's cache, not a group's."""
         ...
 
-    def take(self, layer: Any) -> Arrays:
+    def take(self, layer: LayerCache) -> Arrays:
         """The layer's own buffers, with whatever room they have after its tokens."""
         ...
 
-    def give(self, layer: Any, arrays: Arrays, n_tokens: int) -> None:
+    def give(self, layer: LayerCache, arrays: Arrays, n_tokens: int) -> None:
         """Make an empty lone layer hold the first `n_tokens` tokens of buffers that were taken.
 
         It will write to them in place: nobody else may have a reference to them.
@@ -62,40 +68,41 @@ class LayerCodec(Protocol):
     single: str
     """Qualified name of the cache class of a lone row."""
 
-    def describe(self, layer: Any) -> str | None:
+    def describe(self, layer: LayerCache) -> str | None:
         """The layer's kind and shape, a part of the root key; None if it cannot be restored."""
         ...
 
-    def reach(self, layer: Any) -> int:
+    def reach(self, layer: LayerCache) -> int:
         """How many tokens before a resume point are needed: all for pages, 0 for a state."""
         ...
 
-    def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
+    def cut(self, layer: LayerCache, at: At, start: int, end: int) -> Arrays:
         """The row's tokens [start, end), or its state at end == at.n_tokens. Lazy; may be views."""
         ...
 
-    def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
+    def fill(self, layer: LayerCache, pieces: Sequence[Arrays], n_tokens: int) -> None:
         """Make an empty lone layer hold `n_tokens` tokens; the pieces are the last of them.
 
         The layer may write to its arrays in place: it must not share handles with a record.
         """
         ...
 
-    def fixed_nbytes(self, layer: Any) -> int:
+    def fixed_nbytes(self, layer: LayerCache) -> int:
         """Bytes of a live layer that do not grow with the row. The layer must hold a token."""
         ...
 
-    def token_nbytes(self, layer: Any) -> int:
+    def token_nbytes(self, layer: LayerCache) -> int:
         """Bytes of a live layer for each token it holds."""
         ...
 
 
 ALL_TOKENS = 1 << 62
+"""The reach of pages."""
 
 
-def leaves(layers: Sequence[Any]) -> list[Any]:
+def leaves(layers: Sequence[LayerCache]) -> list[LayerCache]:
     """Nested lists of caches, flattened in order."""
-    flat: list[Any] = []
+    flat: list[LayerCache] = []
     for layer in layers:
         if hasattr(layer, "caches"):
             flat += leaves(layer.caches)
@@ -104,7 +111,7 @@ def leaves(layers: Sequence[Any]) -> list[Any]:
     return flat
 
 
-def class_name(layer: Any) -> str:
+def class_name(layer: LayerCache) -> str:
     cls = type(layer)
     return f"{cls.__module__}.{cls.__qualname__}"
 
@@ -120,7 +127,7 @@ def registry() -> dict[str, LayerCodec]:
     return codecs
 
 
-def codec_for(layer: Any) -> LayerCodec:
+def codec_for(layer: LayerCache) -> LayerCodec:
     """Raises UnknownCacheLayer when no codec serves this layer."""
     codec = registry().get(class_name(layer))
     if codec is None:
@@ -149,7 +156,7 @@ def concat_tokens(pieces: Sequence[Arrays], *, pad: int = 0) -> Arrays:
     return tuple(out)
 
 
-def kv_token_nbytes(layer: Any) -> int:
+def kv_token_nbytes(layer: LayerCache) -> int:
     """Bytes per token of a layer that has `keys` and `values`; 0 while it is empty."""
     if layer.keys is None:
         return 0

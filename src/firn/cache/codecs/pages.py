@@ -7,37 +7,37 @@ they are here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 
 from firn.cache.codecs import ALL_TOKENS, Arrays, At, Buffers, concat_tokens, kv_token_nbytes
 from firn.cache.parts import Part
+from firn.core.ports import LayerCache
 
 STEP = 256
 """mlx-lm grows its buffers by this many tokens; a restored buffer has room for at least as many."""
 
 
 class KVBuffers:
-    def is_lone(self, layer: Any) -> bool:
+    def is_lone(self, layer: LayerCache) -> bool:
         return type(layer).__name__ == "KVCache"
 
-    def take(self, layer: Any) -> Arrays:
+    def take(self, layer: LayerCache) -> Arrays:
         return layer.keys, layer.values
 
-    def give(self, layer: Any, arrays: Arrays, n_tokens: int) -> None:
+    def give(self, layer: LayerCache, arrays: Arrays, n_tokens: int) -> None:
         layer.keys, layer.values = arrays
         layer.offset = n_tokens
 
 
 class QuantizedKVBuffers:
-    def is_lone(self, layer: Any) -> bool:
+    def is_lone(self, layer: LayerCache) -> bool:
         return type(layer).__name__ == "QuantizedKVCache"
 
-    def take(self, layer: Any) -> Arrays:
+    def take(self, layer: LayerCache) -> Arrays:
         return (*layer.keys, *layer.values)
 
-    def give(self, layer: Any, arrays: Arrays, n_tokens: int) -> None:
+    def give(self, layer: LayerCache, arrays: Arrays, n_tokens: int) -> None:
         layer.keys, layer.values = arrays[:3], arrays[3:]
         layer.offset = n_tokens
 
@@ -47,10 +47,10 @@ class PagesCodec:
 
     part = Part.PAGES
 
-    def reach(self, layer: Any) -> int:
+    def reach(self, layer: LayerCache) -> int:
         return ALL_TOKENS
 
-    def fixed_nbytes(self, layer: Any) -> int:
+    def fixed_nbytes(self, layer: LayerCache) -> int:
         return 0
 
 
@@ -58,19 +58,19 @@ class KVCodec(PagesCodec):
     buffers: Buffers | None = KVBuffers()
     single = "mlx_lm.models.cache.KVCache"
 
-    def describe(self, layer: Any) -> str | None:
+    def describe(self, layer: LayerCache) -> str | None:
         return "kv"
 
-    def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
+    def cut(self, layer: LayerCache, at: At, start: int, end: int) -> Arrays:
         pad = _padding(layer, at)
         row = slice(at.index, at.index + 1)
         return tuple(a[row, :, pad + start : pad + end] for a in (layer.keys, layer.values))
 
-    def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
+    def fill(self, layer: LayerCache, pieces: Sequence[Arrays], n_tokens: int) -> None:
         layer.keys, layer.values = concat_tokens(pieces, pad=_room(n_tokens))
         layer.offset = n_tokens
 
-    def token_nbytes(self, layer: Any) -> int:
+    def token_nbytes(self, layer: LayerCache) -> int:
         return kv_token_nbytes(layer)
 
 
@@ -78,7 +78,7 @@ class ConcatenateKVCodec(KVCodec):
     single = "mlx_lm.models.cache.ConcatenateKVCache"
     buffers = None
 
-    def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
+    def fill(self, layer: LayerCache, pieces: Sequence[Arrays], n_tokens: int) -> None:
         layer.keys, layer.values = concat_tokens(pieces)
         layer.offset = n_tokens
 
@@ -89,19 +89,19 @@ class QuantizedKVCodec(PagesCodec):
     buffers: Buffers | None = QuantizedKVBuffers()
     single = "mlx_lm.models.cache.QuantizedKVCache"
 
-    def describe(self, layer: Any) -> str | None:
+    def describe(self, layer: LayerCache) -> str | None:
         return f"qkv{layer.bits}x{layer.group_size}"
 
-    def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
+    def cut(self, layer: LayerCache, at: At, start: int, end: int) -> Arrays:
         both = (*layer.keys, *layer.values)
         return tuple(a[:, :, start:end] for a in both)
 
-    def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
+    def fill(self, layer: LayerCache, pieces: Sequence[Arrays], n_tokens: int) -> None:
         joined = concat_tokens(pieces, pad=_room(n_tokens))
         layer.keys, layer.values = joined[:3], joined[3:]
         layer.offset = n_tokens
 
-    def token_nbytes(self, layer: Any) -> int:
+    def token_nbytes(self, layer: LayerCache) -> int:
         if layer.keys is None:
             return 0
         total = sum(a.nbytes for a in (*layer.keys, *layer.values))
@@ -117,16 +117,16 @@ class QuantizingKVCodec(KVCodec):
         self.bits = bits
         self.group_size = group_size
 
-    def describe(self, layer: Any) -> str | None:
+    def describe(self, layer: LayerCache) -> str | None:
         return f"kv~{self.bits}x{self.group_size}"
 
-    def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
+    def cut(self, layer: LayerCache, at: At, start: int, end: int) -> Arrays:
         out: list[mx.array] = []
         for a in _present(super().cut(layer, at, start, end)):
             out += mx.quantize(a, group_size=self.group_size, bits=self.bits)
         return tuple(out)
 
-    def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
+    def fill(self, layer: LayerCache, pieces: Sequence[Arrays], n_tokens: int) -> None:
         joined = _present(concat_tokens(pieces, pad=_room(n_tokens)))
         layer.keys, layer.values = (
             mx.dequantize(w, scales, biases, self.group_size, self.bits)
@@ -135,7 +135,7 @@ class QuantizingKVCodec(KVCodec):
         layer.offset = n_tokens
 
 
-def quantising(layer: Any, *, bits: int, group_size: int) -> KVCodec:
+def quantising(layer: LayerCache, *, bits: int, group_size: int) -> KVCodec:
     """The codec that quantises this layer's records; the exact one if no group size fits its heads."""
     if layer.keys is None:
         return QuantizingKVCodec(bits, group_size)
@@ -150,7 +150,7 @@ def _present(arrays: Arrays) -> list[mx.array]:
     return [a for a in arrays if a is not None]
 
 
-def _padding(layer: Any, at: At) -> int:
+def _padding(layer: LayerCache, at: At) -> int:
     """Left padding of a batched row: the batch's write position minus the row's length."""
     write_at = getattr(layer, "_idx", None)
     return 0 if write_at is None else int(write_at) - at.n_tokens

@@ -7,10 +7,10 @@ models that are neither pages nor a window, but can be restored from their field
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from firn.cache.codecs import Arrays, At
 from firn.cache.parts import Part
+from firn.core.ports import LayerCache
 
 
 class StateCodec:
@@ -19,27 +19,27 @@ class StateCodec:
     part = Part.STATE
     buffers = None
 
-    def reach(self, layer: Any) -> int:
+    def reach(self, layer: LayerCache) -> int:
         return 0
 
-    def fixed_nbytes(self, layer: Any) -> int:
+    def fixed_nbytes(self, layer: LayerCache) -> int:
         return int(layer.nbytes)
 
-    def token_nbytes(self, layer: Any) -> int:
+    def token_nbytes(self, layer: LayerCache) -> int:
         return 0
 
 
 class ArraysCodec(StateCodec):
     single = "mlx_lm.models.cache.ArraysCache"
 
-    def describe(self, layer: Any) -> str | None:
+    def describe(self, layer: LayerCache) -> str | None:
         return f"arrays{len(layer.cache)}"
 
-    def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
+    def cut(self, layer: LayerCache, at: At, start: int, end: int) -> Arrays:
         row = slice(at.index, at.index + 1)
         return tuple(None if a is None else a[row] for a in layer.cache)
 
-    def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
+    def fill(self, layer: LayerCache, pieces: Sequence[Arrays], n_tokens: int) -> None:
         (arrays,) = pieces
         layer.cache = [None if a is None else a[...] for a in arrays]
 
@@ -50,13 +50,13 @@ class DeepseekV41Codec(StateCodec):
     single = "mlx_lm.models.deepseek_v41.LayerCache"
     FIELDS = ("window", "compress_kv", "index_k", "pending_kv", "pending_gate")
 
-    def describe(self, layer: Any) -> str | None:
+    def describe(self, layer: LayerCache) -> str | None:
         return f"dsv41w{layer.window_size}"
 
-    def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
+    def cut(self, layer: LayerCache, at: At, start: int, end: int) -> Arrays:
         return tuple(getattr(layer, field) for field in self.FIELDS)
 
-    def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
+    def fill(self, layer: LayerCache, pieces: Sequence[Arrays], n_tokens: int) -> None:
         (arrays,) = pieces
         for field, array in zip(self.FIELDS, arrays, strict=True):
             setattr(layer, field, None if array is None else array[...])

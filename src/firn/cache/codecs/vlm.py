@@ -7,12 +7,12 @@ more than its namesake needs code of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from firn.cache.codecs import Arrays
 from firn.cache.codecs.pages import ConcatenateKVCodec, KVCodec, QuantizedKVCodec
 from firn.cache.codecs.state import ArraysCodec
 from firn.cache.codecs.window import ChunkedKVCodec, RotatingKVCodec
+from firn.core.ports import LayerCache
 
 HOME = "mlx_vlm.models.cache"
 
@@ -42,7 +42,7 @@ class VlmArraysCodec(ArraysCodec):
 
     single = f"{HOME}.ArraysCache"
 
-    def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
+    def fill(self, layer: LayerCache, pieces: Sequence[Arrays], n_tokens: int) -> None:
         super().fill(layer, pieces, n_tokens)
         layer.left_padding = layer.lengths = None
 

@@ -9,12 +9,12 @@ prefill chunk has just extended, and in a ring that has wrapped, batched or not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 
 from firn.cache.codecs import Arrays, At, concat_tokens, kv_token_nbytes
 from firn.cache.parts import Part
+from firn.core.ports import LayerCache
 
 
 class WindowCodec:
@@ -25,13 +25,13 @@ class WindowCodec:
     size: str
     """The field of a layer that says how many tokens its window has."""
 
-    def reach(self, layer: Any) -> int:
+    def reach(self, layer: LayerCache) -> int:
         return int(getattr(layer, self.size))
 
-    def fixed_nbytes(self, layer: Any) -> int:
+    def fixed_nbytes(self, layer: LayerCache) -> int:
         return kv_token_nbytes(layer) * self.reach(layer)
 
-    def token_nbytes(self, layer: Any) -> int:
+    def token_nbytes(self, layer: LayerCache) -> int:
         return 0
 
 
@@ -39,10 +39,10 @@ class RotatingKVCodec(WindowCodec):
     single = "mlx_lm.models.cache.RotatingKVCache"
     size = "max_size"
 
-    def describe(self, layer: Any) -> str | None:
+    def describe(self, layer: LayerCache) -> str | None:
         return None if layer.keep else f"window{layer.max_size}"
 
-    def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
+    def cut(self, layer: LayerCache, at: At, start: int, end: int) -> Arrays:
         length = layer.keys.shape[2]
         if type(layer).__name__ == "RaggedRing":  # of a group that drafts: by position
             first = layer.column_of(start)
@@ -59,7 +59,7 @@ class RotatingKVCodec(WindowCodec):
 
         return temporal(layer.keys), temporal(layer.values)
 
-    def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
+    def fill(self, layer: LayerCache, pieces: Sequence[Arrays], n_tokens: int) -> None:
         layer.keys, layer.values = concat_tokens(pieces)
         layer.offset = n_tokens
         layer._idx = layer.keys.shape[2]
@@ -71,14 +71,14 @@ class ChunkedKVCodec(WindowCodec):
     single = "mlx_lm.models.cache.ChunkedKVCache"
     size = "chunk_size"
 
-    def describe(self, layer: Any) -> str | None:
+    def describe(self, layer: LayerCache) -> str | None:
         return f"chunk{layer.chunk_size}"
 
-    def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
+    def cut(self, layer: LayerCache, at: At, start: int, end: int) -> Arrays:
         first, last = start - layer.start_position, end - layer.start_position
         return tuple(a[:, :, first:last] for a in (layer.keys, layer.values))
 
-    def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
+    def fill(self, layer: LayerCache, pieces: Sequence[Arrays], n_tokens: int) -> None:
         layer.keys, layer.values = concat_tokens(pieces)
         layer.offset = n_tokens
         layer.start_position = n_tokens - layer.keys.shape[2]

@@ -4,5 +4,5 @@
     rows.py      records that stay in the row that computed them
     parking.py   rows that have ended, and the turns that go on in them
 
-All of it on the engine thread.
+All of it runs on the engine thread. `Records` drives the first two; commit and restore use parking.
 """

@@ -1,8 +1,8 @@
 """The memory tier: which records are held as arrays, under a limit in bytes.
 
-The record of the lowest rank is evicted first (see tree/order.py). A leaf's rank only grows, so a heap
-holds ranks as they were, and a record whose rank has grown since is put back. Records that are leased or
-pinned are set aside until a lease or a pin ends.
+The least recently used record is evicted first (see tree/order.py). The last use of a leaf only moves
+forward, so a heap holds times as they were, and a record that was used since is put back. Records that
+are leased or pinned are set aside until a lease or a pin ends.
 
 States have a share of memory: beyond it, states are evicted for a new state, and no pages.
 
@@ -20,6 +20,7 @@ from firn.cache.parts import Part
 from firn.cache.tree import Record, Tree
 
 STATE_SHARE = 0.5
+"""The share of memory that states may take."""
 ALONG_S = 60.0
 """When a parked row gives memory back, blocks go together that were used this close to each other."""
 
@@ -37,8 +38,8 @@ class MemoryTier:
         self._tree = tree
         self._rows = rows
         self._evict = evict
-        self._all = EvictionQueue(tree.order.rank)
-        self._states = EvictionQueue(tree.order.state_rank)
+        self._all = EvictionQueue(tree.order.last_use)
+        self._states = EvictionQueue(tree.order.state_last_use)
         self._set_aside: dict[Record, None] = {}
         """Records of either queue that may not be evicted for now."""
         self._try_again = False
@@ -98,7 +99,7 @@ class MemoryTier:
                 self.added(record)
 
     def _evict_next(self, queue: EvictionQueue) -> bool:
-        """Evict the record of the lowest rank; False when none may be evicted."""
+        """Evict the least recently used record; False when none may be evicted."""
         if self._try_again:
             self._queue_again()
         while (record := queue.pop()) is not None:
@@ -106,7 +107,7 @@ class MemoryTier:
                 pages = record.arrays
                 self._evict(record)
                 if isinstance(pages, RowPages):
-                    self._evict_along(pages, self._tree.order.rank(record))
+                    self._evict_along(pages, self._tree.order.last_use(record))
                 return True
             self._set_aside[record] = None
         return False
@@ -114,12 +115,12 @@ class MemoryTier:
     def _may_evict(self, record: Record) -> bool:
         return self._tree.may_evict(record) and self._rows.may_evict(record)
 
-    def _evict_along(self, pages: RowPages, rank: float) -> None:
+    def _evict_along(self, pages: RowPages, last_use: float) -> None:
         """Evict more of a parked row: what stays of it is copied, which should not happen often."""
         n_to_give = self._rows.n_to_give(pages)
         end = pages.end - n_to_give
         for record in sorted(pages.records, key=lambda r: -r.node.end):
-            if record.node.end <= end or self._tree.order.rank(record) > rank + ALONG_S:
+            if record.node.end <= end or self._tree.order.last_use(record) > last_use + ALONG_S:
                 return
             if record not in pages.records:
                 continue
@@ -135,10 +136,10 @@ def carries(record: Record) -> bool:
 
 
 class EvictionQueue:
-    """Records by rank, the lowest first; of equal ranks the deepest first. May contain one twice."""
+    """Records by last use; of those used at the same time the deepest first. May contain one twice."""
 
-    def __init__(self, rank: Callable[[Record], float]) -> None:
-        self._rank = rank
+    def __init__(self, last_use: Callable[[Record], float]) -> None:
+        self._last_use = last_use
         self._heap: list[tuple[float, int, int, Record]] = []
         self._serial = count()
 
@@ -147,17 +148,17 @@ class EvictionQueue:
 
     def push(self, record: Record) -> None:
         depth = record.node.start
-        heapq.heappush(self._heap, (self._rank(record), -depth, next(self._serial), record))
+        heapq.heappush(self._heap, (self._last_use(record), -depth, next(self._serial), record))
 
     def pop(self) -> Record | None:
-        """The record of the lowest rank that memory still holds; None when there is none."""
+        """The least recently used record that memory still holds; None when there is none."""
         while self._heap:
-            rank, *_, record = heapq.heappop(self._heap)
+            last_use, *_, record = heapq.heappop(self._heap)
             if record.arrays is None or record.leaving or not record.alive:
                 continue
-            if self._rank(record) <= rank:
+            if self._last_use(record) <= last_use:
                 return record
-            self.push(record)  # its rank has grown since
+            self.push(record)  # it was used since
         return None
 
     def tidy(self, n_held: int) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from firn.cache.arrays.payload import compute, evaluate
 from firn.cache.codecs import concat_tokens
-from firn.cache.commit import Cuts
+from firn.cache.commit import RowCutter
 from firn.cache.cursor import CacheCursor
 from firn.cache.layout import Layout
 from firn.cache.memory.eviction import carries
@@ -26,7 +26,7 @@ from firn.cache.parts import Part
 from firn.cache.planning.match import Match
 from firn.cache.records import Records
 from firn.cache.tree import Record
-from firn.core.ports import LiveRow
+from firn.core.ports import LayerCache, LiveRow
 
 ROOM_TOKENS = 256
 """Room behind what is copied out of a group, so that the next turn need not copy it again."""
@@ -75,11 +75,11 @@ class Parking:
         """Give its records arrays of their own.
 
         No room is made first: the row's own memory is free in a moment, and if there is too little
-        even so, the next records that come evict what ranks lowest.
+        even so, the next records that come evict others.
         """
         records = list(pages.records)
-        cuts = Cuts(self._layout, row, min(r.node.start for r in records), pages.end)
-        cut = [cuts.cut(Part.PAGES, r.node.start, r.node.end) for r in records]
+        cutter = RowCutter(self._layout, row, min(r.node.start for r in records), pages.end)
+        cut = [cutter.cut(Part.PAGES, r.node.start, r.node.end) for r in records]
         evaluate(cut)
         for record, payload in zip(records, cut, strict=True):
             self._tree.move(record, payload)
@@ -126,8 +126,8 @@ class Parking:
 
     # --- the next turn ---------------------------------------------------------------------
 
-    def to_take(self, match: Match) -> RowPages | None:
-        """The parked row that a match can go on in, if taking it over is cheaper than a copy."""
+    def row_for(self, match: Match) -> RowPages | None:
+        """The parked row that a match can continue, if taking it over is cheaper than a copy."""
         record = match.segments[-1].node.records.get(Part.PAGES)
         pages = record.arrays if record is not None else None
         if not isinstance(pages, RowPages) or pages not in self._rows.parked:
@@ -137,9 +137,9 @@ class Parking:
         fits = slab.first == 0 and n <= pages.end
         return pages if fits and pages.end - n <= n // 2 else None
 
-    def take(self, pages: RowPages, match: Match, layers: Sequence[object]) -> None:
+    def take(self, pages: RowPages, match: Match, layers: Sequence[LayerCache]) -> None:
         """Give the buffers to a new row's layers. Records beyond the match are cut out of them first."""
-        if self.to_take(match) is not pages:
+        if self.row_for(match) is not pages:
             raise ValueError("the parked row is gone")
         n_tokens = match.n_tokens
         del self._rows.parked[pages]
@@ -161,8 +161,8 @@ class Parking:
         else:
             self._records.drop([record])
 
-    def took(self, cursor: CacheCursor, pages: RowPages, row: LiveRow) -> None:
-        """The row was made: it holds the buffers now."""
+    def was_taken(self, cursor: CacheCursor, pages: RowPages, row: LiveRow) -> None:
+        """The new row was made, and holds the buffers now."""
         self._rows.moving.pop(pages, None)
         self._rows.unconfirmed.pop(pages, None)
         pages.row, pages.chain = row, cursor.node

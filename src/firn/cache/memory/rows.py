@@ -44,6 +44,9 @@ class Slab:
     """How many tokens fit the buffers."""
 
     def __post_init__(self) -> None:
+        self._measure()
+
+    def _measure(self) -> None:
         present = (a for arrays in self.layers for a in arrays if a is not None)
         self.n_room = int(next(present).shape[TOKEN_AXIS])
         self.nbytes = sum(map(nbytes_of, self.layers))
@@ -62,7 +65,7 @@ class Slab:
             compute([kept])
             self.layers[i] = kept
         self.first, self.end = first, end
-        self.__post_init__()
+        self._measure()
 
 
 class RowPages(InRow):
@@ -125,8 +128,10 @@ def payload_of(record: Record) -> Payload:
 
 
 def wait_for_row(record: Record) -> None:
-    """Wait until the row's dispatched work is done. Cutting the record would wait for it, too, and that
-    time is not spilling's."""
+    """Wait until the row's dispatched work is done.
+
+    Cutting the record would wait for it, too, and that time would count as spilling.
+    """
     pages = record.arrays
     if isinstance(pages, RowPages) and pages.row is not None and pages.row.is_live:
         compute(pages.views(record.node.start, record.node.end).layers)

@@ -4,7 +4,8 @@
     plan.py         what to resume from now, and what to load meanwhile
     reasons.py      why it did not get further
     checkpoints.py  at which positions a recurrent model's state is kept
-    estimates.py    what computing and loading cost here; estimates_file.py keeps it over a restart
+    estimates.py    what computing and loading cost here; estimates_file.py keeps that over a restart
 
-No arrays, no files but that one, no threads.
+No arrays, no threads, and no files but that one. `Loader`, `Restorer` and the prefix cache ask;
+`Records` has the estimates.
 """

@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from firn.cache.tree import Mark
 
 N_TURNS = 2
+"""Turns at whose start a state is kept, the last ones."""
 N_HINTS = 4
 """As many as Anthropic's API takes."""
 MIN_GAP_TOKENS = 32
 """Of two states closer than this one is enough: computing that many tokens costs less than a state."""
 LATTICE_FROM_TOKENS = 4096
+"""The first position of the lattice; each next one is twice as far."""
 
 
 def due(

@@ -35,7 +35,9 @@ FIRST_SECONDS_PER_BYTE = 1 / 2e9
 STALE_S = 60.0
 """After this time a tier that looked too slow is tried again: disks wake up, and other work ends."""
 MIN_CHUNK_TOKENS = 8
+"""Shorter chunks say nothing about the speed of prefill."""
 GRAIN_TOKENS = 512
+"""Prefill is summed up in steps of at least this many tokens."""
 SMALL_NBYTES, LARGE_NBYTES = 1 << 20, 4 << 20
 """Smaller loads show the latency, larger ones the bandwidth."""
 CONTRADICTION = 3.0
@@ -154,6 +156,7 @@ class Estimates:
         self._draw()
 
     def _draw(self) -> None:
+        """Make the line anew from the samples."""
         self._line = sorted(
             (sum(d for d, _ in seen) / len(seen), median_low([c for _, c in seen]))
             for seen in self._depths.values()

@@ -17,19 +17,16 @@ log = logging.getLogger("firn.cache")
 VERSION = 1
 
 
-def load(path: Path, estimates: Estimates) -> bool:
-    """Take over what an earlier process learned; False when there is nothing usable."""
+def load(path: Path, estimates: Estimates) -> None:
+    """Take over what an earlier process learned, if it can be used."""
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-        if saved["version"] != VERSION:
-            return False
-        estimates.restore(saved)
+        if saved["version"] == VERSION:
+            estimates.restore(saved)
     except FileNotFoundError:
-        return False
+        return
     except (OSError, ValueError, TypeError, KeyError) as e:
         log.debug("%s: these estimates cannot be used, and are learned again: %r", path, e)
-        return False
-    return True
 
 
 def save(path: Path, estimates: Estimates) -> None:

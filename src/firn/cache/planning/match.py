@@ -11,7 +11,7 @@ go on: pages cover [0, p), windows cover [p - reach, p), a state lies exactly at
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -26,6 +26,17 @@ Available = Callable[[Record], bool]
 """Whether a resume may use a record: because memory has it, or because a tier has."""
 Ranges = Sequence[tuple[int, int]]
 """Half-open ranges of positions."""
+
+
+def is_obtainable(record: Record) -> bool:
+    """Memory or a tier has it: Available, if loading counts."""
+    return record.obtainable
+
+
+def has_parts(node: Node, parts: Iterable[Part], available: Available) -> bool:
+    """Whether a resume may use the node's records of all these parts."""
+    records = (node.records.get(part) for part in parts)
+    return all(r is not None and available(r) for r in records)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +89,7 @@ NOTHING = Match(0)
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """A prompt's way down the tree, as far as the tree knows it."""
+    """A prompt's path down the tree, as far as the tree knows it."""
 
     root: Root
     tokens: PackedTokens
@@ -157,10 +168,10 @@ def _state_positions(walk: Walk) -> Iterator[tuple[int, Node | None]]:
 
 @dataclass(frozen=True, slots=True)
 class _PathRecords:
-    """The available records of a path, collected once: a long path has hundreds of resume points.
+    """The available records of a path, collected once: a long path may have hundreds of resume points.
 
     n_blocks: how many blocks of the path come before the first without available pages.
-    unbroken_from: for each number of blocks, the first block from which on all have a window.
+    windows_from: for each number of blocks, the first from which on all of them have a window.
     """
 
     walk: Walk
@@ -169,7 +180,7 @@ class _PathRecords:
     n_blocks: int
     pages: tuple[Record, ...]
     windows: tuple[Record | None, ...]
-    unbroken_from: tuple[int, ...]
+    windows_from: tuple[int, ...]
 
     @classmethod
     def of(cls, walk: Walk, needs: Needs, available: Available) -> _PathRecords:
@@ -184,11 +195,11 @@ class _PathRecords:
                     break
                 pages.append(record)
         windows = tuple(of_part(Part.WINDOW)) if needs.window else ()
-        unbroken_from = [0]
+        windows_from = [0]
         for i, window in enumerate(windows):
-            unbroken_from.append(unbroken_from[-1] if window is not None else i + 1)
+            windows_from.append(windows_from[-1] if window is not None else i + 1)
         n_blocks = len(pages) if needs.pages else len(walk.path)
-        return cls(walk, needs, available, n_blocks, tuple(pages), windows, tuple(unbroken_from))
+        return cls(walk, needs, available, n_blocks, tuple(pages), windows, tuple(windows_from))
 
     def closest(self, n_blocks: int) -> tuple[Node, int] | None:
         """The available child at the end of this many blocks that shares most, and how many tokens.
@@ -203,8 +214,7 @@ class _PathRecords:
         return next((c for c in islice(children, MAX_SIBLINGS) if self._has_block(c[0])), None)
 
     def _has_block(self, node: Node) -> bool:
-        records = (node.records.get(part) for part in self.needs.by_block)
-        return all(r is not None and self.available(r) for r in records)
+        return has_parts(node, self.needs.by_block, self.available)
 
     def segments(self, p: int, tail: Node | None) -> tuple[Segment, ...]:
         """The whole blocks before p, then the node that covers the rest."""
@@ -220,7 +230,7 @@ class _PathRecords:
         records = list(self.pages[:n])
         if self.needs.window:
             first = max(p - self.needs.window, 0) // self.walk.block
-            if self.unbroken_from[n] > first:
+            if self.windows_from[n] > first:
                 return None
             records += [w for w in self.windows[first:n] if w is not None]
         last = tail if tail is not None else self.walk.node(n)

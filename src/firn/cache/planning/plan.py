@@ -17,7 +17,14 @@ from dataclasses import dataclass
 
 from firn.cache.parts import Needs, Part
 from firn.cache.planning.estimates import Estimates
-from firn.cache.planning.match import NOTHING, Available, Match, Walk, resume_points
+from firn.cache.planning.match import (
+    NOTHING,
+    Available,
+    Match,
+    Walk,
+    is_obtainable,
+    resume_points,
+)
 from firn.cache.tree import Record
 
 MAX_TARGETS = 64
@@ -104,7 +111,7 @@ class _Target:
 def _targets(walk: Walk, needs: Needs, front: int) -> Iterator[Match]:
     """Resume points that loading can reach: the last, and others evenly spread before it."""
     last, gap = 0, 0
-    for match in resume_points(walk, needs, lambda record: record.obtainable):
+    for match in resume_points(walk, needs, is_obtainable):
         if match.n_tokens <= front:
             return
         if not last or last - match.n_tokens >= gap:

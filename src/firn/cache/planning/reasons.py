@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from firn.cache.parts import Needs, Part
-from firn.cache.planning.match import Walk
+from firn.cache.planning.match import Walk, has_parts, is_obtainable
 from firn.cache.tree import Tree
 
 SWITCHED_OFF = "reading off"
@@ -39,8 +39,8 @@ def why_not_more(tree: Tree, walk: Walk, needs: Needs, n_tokens: int) -> str:
 
 def _has_all_pages(walk: Walk, needs: Needs) -> bool:
     """Only a state is missing."""
-    pages = (node.records.get(Part.PAGES) for node in walk.path if needs.pages)
-    return all(r is not None and r.obtainable for r in pages)
+    pages = (Part.PAGES,) if needs.pages else ()
+    return all(has_parts(node, pages, is_obtainable) for node in walk.path)
 
 
 def _next_was_evicted(tree: Tree, walk: Walk) -> bool:

@@ -2,10 +2,9 @@
 
 Every rank keeps its slice of a record in a tier of its own, under the same name. A record is stored when
 all have written it, read when all have read and verified it, and there after a start if all have found
-it. Whatever one of them lacks, has lost or cannot read is a miss, and what is evicted by one goes
-everywhere.
+it. What one of them lacks, has lost or cannot read is a miss, and what one evicts is deleted everywhere.
 
-Owner: rank 0's engine thread; answers come on threads of the channel and of the tier.
+Owner: rank 0's engine thread. Answers come on the threads of the connections and of the tier.
 """
 
 from __future__ import annotations
@@ -14,33 +13,35 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from firn.cache.arrays.payload import Payload
 from firn.cache.ranks.mirror import Mirror
 from firn.cache.storage.container import Header, Loaded, Name
 from firn.cache.storage.faults import Missing, Refused, TierError, TierFault
-from firn.cache.storage.io import Changes, Fetch, Io, TierEntry, Wanted, always
+from firn.cache.storage.io import Changes, Io, ReadOrder, TierEntry, WriteOrder
 from firn.cache.storage.threads import Done
 from firn.cache.tiers import Gone, TierUsage, WriteResult
-from firn.core.keys import KeyTokens
 from firn.core.ranks import Followers, RankCall
 
+T = TypeVar("T")
 NumberOf = Callable[[Name], int]
-"""The payload of a record that memory holds."""
+"""The number of the payload that memory holds of a record."""
 REFUSED = "refused"
 
 
 @dataclass(eq=False)
-class _Order:
-    """A read or a write, until everybody has said how it went."""
+class _Order(Generic[T]):
+    """A read or a write, until every rank has said how it went."""
 
     name: Name
-    done: Done
+    done: Done[T]
     waiting: set[int]
-    result: Any = None
-    """Rank 0's own; None until it is there."""
+    """Ranks besides 0 that have not answered yet."""
+    result: T | TierError | None = None
+    """Of rank 0's own tier; None until it is there."""
     faults: list[TierError] = field(default_factory=list)
-    """The others'."""
+    """Of the other ranks."""
 
     @property
     def is_over(self) -> bool:
@@ -48,12 +49,12 @@ class _Order:
 
 
 class RankIo:
-    """Implements Io."""
+    """Implements Io, and Receiving of storage/client.py."""
 
     def __init__(
         self, own: Io, followers: Followers, mirror: Mirror, *, layout: str, number_of: NumberOf
     ) -> None:
-        """layout: what records of this rank say of themselves; no other rank's are read."""
+        """layout: of this rank's records; those of other ranks are not read."""
         self._own = own
         self._followers = followers
         self._mirror = mirror
@@ -62,16 +63,16 @@ class RankIo:
         self._ranks = frozenset(range(1, followers.n_followers + 1))
         self._lock = threading.Lock()
         self._serial = count(1)
-        self._reads: dict[int, _Order] = {}
-        self._writes: dict[int, _Order] = {}
+        self._reads: dict[int, _Order[Loaded]] = {}
+        self._writes: dict[int, _Order[WriteResult[Name]]] = {}
         self._was_read: dict[Name, int] = {}
-        """Reads that all have made, and that the tree has not taken yet."""
+        """Reads that all ranks have made, and that the tree has not taken yet."""
         self._have: dict[int, set[Name]] = {rank: set() for rank in self._ranks}
-        """What the others have told that they have."""
-        self._found: dict[Name, TierEntry] = {}
-        """Seen here, but not by all."""
+        """The records that each other rank has reported."""
+        self._incomplete: dict[Name, TierEntry] = {}
+        """Records of rank 0's tier that not all others have reported."""
         self._scanning: set[int] = set()
-        self._scanned: Done = lambda _: None
+        self._scanned: Done[None] = lambda _: None
         self._batch: Callable[[Changes], None] = lambda _: None
         self._is_deferred = False
         for name, take in (
@@ -84,29 +85,19 @@ class RankIo:
 
     # --- writing ---------------------------------------------------------------------------
 
-    def try_write(
-        self,
-        header: Header,
-        fetch: Fetch,
-        *,
-        used_at: float,
-        done: Done,
-        wanted: Wanted = always,
-    ) -> bool:
+    def try_write(self, order: WriteOrder, done: Done[WriteResult[Name]]) -> bool:
+        header = order.header
         number, serial = self._number_of(header.name), next(self._serial)
         self._writes[serial] = _Order(header.name, done, set(self._ranks))
-        taken = self._own.try_write(
-            header,
-            fetch,
-            used_at=used_at,
-            done=lambda result: self._step(self._writes, serial, self._end_write, result=result),
-            wanted=wanted,
+        is_accepted = self._own.try_write(
+            order,
+            lambda result: self._step(self._writes, serial, self._end_write, result=result),
         )
-        if not taken:
+        if not is_accepted:
             del self._writes[serial]
             return False
         tokens = header.tokens.astype("<u8").tobytes()
-        self._followers.tell("write", serial, number, used_at, _fields(header), blob=tokens)
+        self._followers.tell("write", serial, number, order.used_at, _fields(header), blob=tokens)
         return True
 
     def _on_written(self, rank: int, call: RankCall) -> None:
@@ -120,18 +111,19 @@ class RankIo:
                 self._have[rank].add(self._writes[serial].name)
         self._step(self._writes, serial, self._end_write, rank=rank, fault=error)
 
-    def _end_write(self, serial: int, order: _Order) -> None:
+    def _end_write(self, serial: int, order: _Order[WriteResult[Name]]) -> None:
         result = order.result
+        assert result is not None
         if isinstance(result, WriteResult) and not order.faults:
             if result.evicted:
-                self._delete_there(result.evicted)
+                self._delete_on_others(result.evicted)
             order.done(result)
             return
-        self.delete([order.name])  # whoever has it: without the others it is of no use
+        self.delete([order.name])  # on all ranks: a slice is of no use without the others
         order.done(order.faults[0] if isinstance(result, WriteResult) else result)
 
     def _evicted(self, names: Sequence[Name], *, by: int) -> None:
-        """One rank had to let go of them, so nobody has them."""
+        """One rank has evicted its slices, so those of the others are of no use."""
         with self._lock:
             self._have[by].difference_update(names)
         self.delete(names)
@@ -139,15 +131,13 @@ class RankIo:
 
     # --- reading ---------------------------------------------------------------------------
 
-    def read(self, name: Name, expect: KeyTokens, done: Done, *, wanted: Wanted = always) -> None:
+    def read(self, order: ReadOrder, done: Done[Loaded]) -> None:
         serial = next(self._serial)
-        self._reads[serial] = _Order(name, done, set(self._ranks))
-        self._followers.tell("read", serial, str(name), blob=expect.astype("<u8").tobytes())
+        self._reads[serial] = _Order(order.name, done, set(self._ranks))
+        tokens = order.tokens.astype("<u8").tobytes()
+        self._followers.tell("read", serial, str(order.name), blob=tokens)
         self._own.read(
-            name,
-            expect,
-            lambda result: self._step(self._reads, serial, self._end_read, result=result),
-            wanted=wanted,
+            order, lambda result: self._step(self._reads, serial, self._end_read, result=result)
         )
 
     def _on_read(self, rank: int, call: RankCall) -> None:
@@ -158,8 +148,9 @@ class RankIo:
                 self._have[rank].discard(self._reads[serial].name)
         self._step(self._reads, serial, self._end_read, rank=rank, fault=error)
 
-    def _end_read(self, serial: int, order: _Order) -> None:
+    def _end_read(self, serial: int, order: _Order[Loaded]) -> None:
         result = order.result
+        assert result is not None
         if isinstance(result, Loaded) and result.header.layout != self._layout:
             result = Missing("another rank's slice")
         if isinstance(result, Loaded) and not order.faults:
@@ -170,22 +161,23 @@ class RankIo:
         self._followers.tell("unread", serial)
         order.done(order.faults[0] if isinstance(result, Loaded) else result)
 
-    def received(self, name: Name, arrays: Any) -> Any:
+    def received(self, name: Name, arrays: Payload) -> Payload:
+        """The tree takes what was read: the other ranks keep their slices of it, too."""
         with self._lock:
             serial = self._was_read.pop(name)
         return self._mirror.arrived(arrays, serial)
 
     def _step(
         self,
-        orders: dict[int, _Order],
+        orders: dict[int, _Order[T]],
         serial: int,
-        end: Callable[[int, _Order], None],
+        end: Callable[[int, _Order[T]], None],
         *,
-        result: Any = None,
+        result: T | TierError | None = None,
         rank: int = 0,
         fault: TierError | None = None,
     ) -> None:
-        """Somebody is done with an order; who is the last ends it."""
+        """A rank is done with an order; the last one ends it."""
         with self._lock:
             order = orders[serial]
             if rank:
@@ -200,7 +192,7 @@ class RankIo:
 
     # --- what there is ---------------------------------------------------------------------
 
-    def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
+    def scan(self, batch: Callable[[Changes], None], done: Done[None]) -> None:
         with self._lock:
             self._batch, self._scanned = batch, done
             self._scanning = {0, *self._ranks}
@@ -212,10 +204,10 @@ class RankIo:
         with self._lock:
             for change in changes:
                 if isinstance(change, Gone):
-                    self._found.pop(change.name, None)
+                    self._incomplete.pop(change.name, None)
                     passed.append(change)
                 elif change.label.layout == self._layout:
-                    self._found[change.name] = change
+                    self._incomplete[change.name] = change
                     passed += self._complete([change.name])
         if passed:
             self._batch(passed)
@@ -230,15 +222,15 @@ class RankIo:
             self._batch(passed)
 
     def _complete(self, names: Iterable[Name]) -> list[TierEntry]:
-        """Of these, what is known to be everywhere."""
-        everywhere = [n for n in names if n in self._found and self._all_have(n)]
-        return [self._found.pop(name) for name in everywhere]
+        """Those of these records that all ranks are known to have by now."""
+        everywhere = [n for n in names if n in self._incomplete and self._all_have(n)]
+        return [self._incomplete.pop(name) for name in everywhere]
 
     def _all_have(self, name: Name) -> bool:
         return all(name in have for have in self._have.values())
 
-    def _was_scanned(self, rank: int, result: Any) -> None:
-        """A fault of one is no news to the tree: what it has not told of is not there."""
+    def _was_scanned(self, rank: int, result: TierError | None) -> None:
+        """A rank whose scan failed has reported less, which costs misses and nothing else."""
         with self._lock:
             was_scanning = bool(self._scanning)
             self._scanning.discard(rank)
@@ -251,9 +243,9 @@ class RankIo:
     def delete(self, names: Iterable[Name]) -> None:
         names = list(names)
         self._own.delete(names)
-        self._delete_there(names)
+        self._delete_on_others(names)
 
-    def _delete_there(self, names: Sequence[Name]) -> None:
+    def _delete_on_others(self, names: Sequence[Name]) -> None:
         with self._lock:
             for have in self._have.values():
                 have.difference_update(names)
@@ -269,11 +261,11 @@ class RankIo:
     def has_room(self, nbytes: int) -> bool:
         return self._own.has_room(nbytes)
 
-    def defer_writes(self, wanted: bool) -> None:
-        self._own.defer_writes(wanted)
-        if wanted != self._is_deferred:
-            self._is_deferred = wanted
-            self._followers.tell_later("defer", wanted)
+    def defer_writes(self, defer: bool) -> None:
+        self._own.defer_writes(defer)
+        if defer != self._is_deferred:
+            self._is_deferred = defer
+            self._followers.tell_later("defer", defer)
 
     def usage(self) -> TierUsage:
         return self._own.usage()
@@ -297,5 +289,5 @@ def _fields(header: Header) -> dict[str, Any]:
 
 def _fault_of(rank: int, fault: Sequence[str]) -> TierError:
     kind, reason = fault
-    told = f"rank {rank}: {reason}"
-    return Refused(told) if kind == REFUSED else TierFault(told)
+    reason = f"rank {rank}: {reason}"
+    return Refused(reason) if kind == REFUSED else TierFault(reason)

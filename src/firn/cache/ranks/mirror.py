@@ -1,11 +1,11 @@
-"""Rank 0's payloads, and what the other ranks hold in their place.
+"""Rank 0's payloads, and the slices that the other ranks hold of them.
 
-The tree is rank 0's alone: it decides what is kept, resumed and evicted. Each payload it makes has a
-number, and the others are told how it was made, so that they make their slice of it in the same way; and
-when it is dropped, they drop theirs. So whatever memory holds here, it holds everywhere, and a resume
-from memory is a resume on all ranks.
+The tree is rank 0's alone: it decides what is kept, resumed and evicted. Each payload that it makes gets
+a number, and the others are told how it was made, so that they make their slices in the same way; when
+it is dropped, they drop theirs. So memory holds the same on all ranks, and all of them can resume from
+it.
 
-Owner: the engine thread. Payloads may die on any.
+Owner: the engine thread. Payloads may be dropped on any thread.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from firn.cache.arrays.payload import Payload
 from firn.cache.codecs import At
 from firn.cache.layout import Layout
 from firn.cache.parts import Part
+from firn.core.ports import LayerCache
 from firn.core.ranks import Followers
 
 Fill = tuple[str, list[int], int]
+"""A part, the numbers of the payloads that filled it, and how many tokens the row has then."""
 N_DROPPED = 512
 """Numbers in one call."""
 
@@ -33,17 +35,17 @@ class Mirror:
         self._serial = count(1)
         self._dropped: deque[int] = deque()
         self._fills: list[Fill] = []
-        self.row_of: Callable[[Sequence[Any], int], int] = _nobody
-        """The number of the row at a place of live layers; the runner knows."""
+        self.row_of: Callable[[Sequence[LayerCache], int], int] = _nobody
+        """The number of the row at this index of live layers. The runner sets it."""
 
     def made(self, payload: Payload, how: str, *args: Any) -> MirroredPayload:
-        """The others make theirs in this way."""
+        """Number a payload; `how` and `args` are the call by which the others make theirs."""
         number = next(self._serial)
         self._followers.tell_later(how, number, *args)
         return MirroredPayload(payload.stacks, payload.places, self, number)
 
     def arrived(self, payload: Payload, read: int) -> MirroredPayload:
-        """It was read from a tier, as were the others' slices of it."""
+        """It was read from a tier, by that read on all ranks."""
         return self.made(payload, "arrive", read)
 
     def filled(self, part: Part, payloads: Sequence[Payload], n_tokens: int) -> None:
@@ -54,7 +56,7 @@ class Mirror:
         return fills
 
     def drop(self, number: int) -> None:
-        """Any thread, also in the midst of another call."""
+        """Any thread, even in the middle of another call."""
         self._dropped.append(number)
 
     @property
@@ -69,6 +71,8 @@ class Mirror:
 
 @dataclass(frozen=True, eq=False)
 class MirroredPayload(Payload):
+    """A payload of which the other ranks hold slices, under the same number."""
+
     mirror: Mirror
     number: int
 
@@ -87,7 +91,7 @@ class MirroredPayload(Payload):
 
 
 def number_of(payload: Any) -> int:
-    """Raises TypeError for what the others have no part of."""
+    """Raises TypeError for a payload that the others have no slices of."""
     if not isinstance(payload, MirroredPayload):
         raise TypeError("a payload that the other ranks do not know of")
     return payload.number
@@ -95,7 +99,7 @@ def number_of(payload: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MirroredLayout(Layout):
-    """Cuts and fills are told as they are made."""
+    """Tells the other ranks of each cut and fill."""
 
     mirror: Mirror
 
@@ -105,20 +109,22 @@ class MirroredLayout(Layout):
 
     @property
     def lies_in_rows(self) -> bool:
-        """Records are cut at once: what lies in rows is not known by numbers."""
+        """Records are cut at once: pages that lie in rows have no numbers."""
         return False
 
-    def cut(self, part: Part, layers: Sequence[Any], at: At, start: int, end: int) -> Payload:
+    def cut(
+        self, part: Part, layers: Sequence[LayerCache], at: At, start: int, end: int
+    ) -> Payload:
         payload = Layout.cut(self, part, layers, at, start, end)
         where = (self.mirror.row_of(layers, at.index), at.index, at.n_tokens)
         return self.mirror.made(payload, "cut", part.value, *where, start, end)
 
     def fill(
-        self, part: Part, layers: Sequence[Any], payloads: Sequence[Any], n_tokens: int
+        self, part: Part, layers: Sequence[LayerCache], payloads: Sequence[Any], n_tokens: int
     ) -> None:
         Layout.fill(self, part, layers, payloads, n_tokens)
         self.mirror.filled(part, payloads, n_tokens)
 
 
-def _nobody(layers: Sequence[Any], index: int) -> int:
+def _nobody(layers: Sequence[LayerCache], index: int) -> int:
     raise LookupError("there are no rows yet")

@@ -1,7 +1,7 @@
 """A follower's slices of rank 0's records: payloads by number in memory, files by name in its tier.
 
-It decides nothing. What it answers (written, read, seen, evicted, or not) is all that rank 0 needs to
-know which records everybody has.
+It decides nothing. It answers what it has written, read, seen and evicted, from which rank 0 knows which
+records all ranks have. `on_x` makes rank 0's call `x`.
 
 Owner: the follower's main thread, which makes and drops every array here.
 """
@@ -22,9 +22,10 @@ from firn.cache.parts import Part
 from firn.cache.ranks.io import REFUSED
 from firn.cache.storage.container import Header, Loaded, Name
 from firn.cache.storage.faults import Refused, TierError
-from firn.cache.storage.io import Changes, Io
+from firn.cache.storage.io import Changes, Io, ReadOrder, WriteOrder
 from firn.cache.tiers import Gone, WriteResult
 from firn.core.keys import Key
+from firn.core.ports import LayerCache
 from firn.core.ranks import RankCall
 
 Answer = Callable[..., None]
@@ -47,7 +48,7 @@ class Slices:
         answer: Answer,
         to_self: Callable[[RankCall], None],
     ) -> None:
-        """answer: tells rank 0; any thread. to_self: a call that this thread is to make."""
+        """answer: sends rank 0 an answer, from any thread. to_self: has this thread make a call."""
         self._layout = layout
         self._identity = identity
         self._answer = answer
@@ -57,7 +58,9 @@ class Slices:
         self._fresh: dict[int, Payload] = {}
         """Not computed yet."""
         self._lent: dict[int, PayloadBytes] = {}
+        """Arrays that are being written, by the write's number."""
         self._loaded: dict[int, Loaded] = {}
+        """What was read and rank 0 has not taken yet, by the read's number."""
 
     def add_tier(self, io: Io) -> None:
         self._io = io
@@ -65,7 +68,7 @@ class Slices:
     # --- payloads --------------------------------------------------------------------------
 
     def on_cut(
-        self, layers: Sequence[Any], number: int, part: str, at: At, start: int, end: int
+        self, layers: Sequence[LayerCache], number: int, part: str, at: At, start: int, end: int
     ) -> None:
         self._keep(number, self._layout.cut(Part(part), layers, at, start, end))
 
@@ -91,12 +94,12 @@ class Slices:
         self._payloads[number] = self._fresh[number] = payload
 
     def compute(self) -> None:
-        """Before a row goes on: a copy still pending would make its next write copy all of it."""
+        """Before a row goes on: a pending copy would make the row's next write copy its whole buffer."""
         if self._fresh:
             evaluate(self._fresh.values())
             self._fresh.clear()
 
-    def fill(self, layers: list[Any], fills: Sequence[tuple[str, list[int], int]]) -> None:
+    def fill(self, layers: list[LayerCache], fills: Sequence[tuple[str, list[int], int]]) -> None:
         for part, numbers, n_tokens in fills:
             payloads = [self._payloads[n] for n in numbers]
             self._layout.fill(Part(part), layers, payloads, n_tokens)
@@ -111,20 +114,20 @@ class Slices:
         lent = to_host(self._payloads[number])
         header = self._header(fields, tokens, lent)
         self._lent[serial] = lent
-        taken = self._io.try_write(
-            header, lent.fetch, used_at=used_at, done=lambda result: self._written(serial, result)
+        is_accepted = self._io.try_write(
+            WriteOrder(header, lent.fetch, used_at), lambda result: self._written(serial, result)
         )
-        if not taken:
+        if not is_accepted:
             self._written(serial, Refused("write queue full"))
 
-    def _written(self, serial: int, result: Any) -> None:
-        """On an I/O thread. The arrays must not die there."""
+    def _written(self, serial: int, result: WriteResult[Name] | TierError) -> None:
+        """On an I/O thread, where no array may be dropped."""
         self._to_self(RankCall("unlend", (serial,)))
         if isinstance(result, WriteResult):
             self._answer("written", serial, None, [str(name) for name in result.evicted])
             return
         kind = REFUSED if isinstance(result, Refused) else "fault"
-        self._answer("written", serial, [kind, _reason(result)], [])
+        self._answer("written", serial, [kind, result.reason], [])
 
     def on_unlend(self, serial: int) -> None:
         del self._lent[serial]
@@ -152,13 +155,13 @@ class Slices:
         parsed = Name.parse(name)
         assert self._io is not None
         assert parsed is not None
-        expect = np.frombuffer(tokens, dtype="<u8")
-        self._io.read(parsed, expect, lambda result: self._was_read(serial, result))
+        order = ReadOrder(parsed, np.frombuffer(tokens, dtype="<u8"))
+        self._io.read(order, lambda result: self._was_read(serial, result))
 
-    def _was_read(self, serial: int, result: Any) -> None:
+    def _was_read(self, serial: int, result: Loaded | TierError) -> None:
         """On an I/O thread."""
-        if not isinstance(result, Loaded):
-            self._answer("read", serial, _reason(result))
+        if isinstance(result, TierError):
+            self._answer("read", serial, result.reason)
         elif result.header.layout != self._identity.layout:
             self._answer("read", serial, "another rank's slice")
         else:
@@ -193,15 +196,11 @@ class Slices:
         if self._io is not None:
             self._io.touch({name: at for text, at in stamps.items() if (name := Name.parse(text))})
 
-    def on_defer(self, wanted: bool) -> None:
+    def on_defer(self, defer: bool) -> None:
         if self._io is not None:
-            self._io.defer_writes(wanted)
+            self._io.defer_writes(defer)
 
     def close(self) -> None:
         """Write what is queued, in bounded time."""
         if self._io is not None:
             self._io.close()
-
-
-def _reason(result: Any) -> str:
-    return result.reason if isinstance(result, TierError) else repr(result)

@@ -1,7 +1,7 @@
 """One tier as the engine thread uses it: orders go out, events come back.
 
-The engine thread makes and drops arrays; I/O threads fetch their bytes, hash and write them. Results
-wait in a queue until `poll` takes them between two steps, a few at a time while rows decode.
+The engine thread makes and drops arrays; I/O threads fetch their bytes, hash them and write them.
+Results wait in a queue until `poll` takes them between two steps, a few at a time while rows decode.
 
 Owner: the engine thread, through `TierSet`.
 """
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from firn.cache.arrays.host import PayloadBytes, from_host, staged, to_host
 from firn.cache.arrays.payload import Payload
@@ -35,7 +35,7 @@ from firn.cache.storage.events import (
     WriteFailed,
 )
 from firn.cache.storage.faults import TierError, TierFault, Unwanted
-from firn.cache.storage.io import Changes, Io, Wanted
+from firn.cache.storage.io import Changes, Io, ReadOrder, TierEntry, Wanted, WriteOrder
 from firn.cache.storage.store_io import Searchable
 from firn.cache.storage.store_search import StoreQuestion, search
 from firn.cache.storage.threads import Done
@@ -46,7 +46,7 @@ from firn.core.ports import EngineLoad
 BUSY_SHARE = 0.02
 """The share of the engine's time that spilling may take while requests run."""
 MAX_CREDIT_S = 0.05
-"""The most of that time that may be saved up."""
+"""How much of that time may be saved up."""
 PATIENCE_S = 2.0
 """How long a record waits to be spilled while a request waits for its first token."""
 POLL_S = {
@@ -58,11 +58,13 @@ POLL_S = {
 """How long results are taken between two steps. Long during prefill: the prompt that is read waits for
 them too, and a chunk takes longer than that."""
 RESCAN_S = 10.0
+"""How often a tier is asked what other processes changed."""
 MAX_BATCHES = 64
 """Batches of a scan that may wait for the engine."""
 SCAN_CHECK_S = 0.2
 """How often a scan that waits for the engine checks whether the tier is being closed."""
 
+T = TypeVar("T")
 TakeResult = Callable[[], TierEvent | None]
 """Turns the result of an order into an event. Called on the engine thread."""
 
@@ -72,6 +74,15 @@ class _PendingWrite(NamedTuple):
 
     payload: PayloadBytes
     stamp: float
+
+
+@runtime_checkable
+class Receiving(Protocol):
+    """What `Io` has besides, if others must hear of each payload that memory takes from the tier."""
+
+    def received(self, name: Name, arrays: Payload) -> Payload:
+        """Called on the engine thread with what was read; returns what memory is to hold."""
+        ...
 
 
 def takes_all(record: Record) -> bool:
@@ -100,6 +111,7 @@ class TierClient:
         self.number = tree.add_tier()
         self._io = io
         self._store = io if isinstance(io, Searchable) else None
+        self._receiving = io if isinstance(io, Receiving) else None
         self._tree = tree
         self._catalogue = catalogue
         self._stamp = stamp
@@ -109,25 +121,23 @@ class TierClient:
         self._ask_s = Samples(FIRST_LATENCY_S)
         self._asked_at = -math.inf
         self._results: queue.PriorityQueue[tuple[int, int, TakeResult]] = queue.PriorityQueue()
-        """Reads first, because a request waits for them. The rest in the order in which it happened:
-        what a scan saw before a write is not true after it."""
+        """Reads first, because a request waits for them. All else in the order in which it happened:
+        what a scan saw before a write is no longer true after it."""
         self._serial = count()
         self._scan_room = threading.Semaphore(MAX_BATCHES)
         """Slows a scan down to what the engine has time for."""
         self._closing = False
         self._to_spill: deque[tuple[Record, float]] = deque()
-        """With the time since when each record waits."""
+        """Each record with the time since which it waits."""
         self._unwritten: dict[Record, None] = {}
         """Records that a fault of the tier kept from being written, in their order."""
         self._pending_writes: dict[Record, _PendingWrite] = {}
         self._loading: dict[Record, list[Wanted]] = {}
-        """With those who want the record."""
+        """Each record with those who want it."""
         self._credit_s = MAX_CREDIT_S
         self._last_poll = clock()
         self._last_scan = clock()
         self.scanning = False
-        self.received: Callable[[Name, Payload], Payload] = lambda name, arrays: arrays
-        """Turns what was read into what memory holds."""
 
     # --- writing ---------------------------------------------------------------------------
 
@@ -153,29 +163,31 @@ class TierClient:
         return False
 
     def _has_or_gets(self, record: Record) -> bool:
-        return bool((record.stored | record.writing) >> self.number & 1)
+        return record.is_stored(self.number) or record.is_being_written(self.number)
 
     def _write(self, record: Record) -> bool:
         if not self._io.has_room(record.nbytes):
             return False
         payload, stamp = to_host(payload_of(record)), self._stamp(record)
-        accepted = self._io.try_write(
+        order = WriteOrder(
             self._catalogue.header(record, payload.tensors, payload.places),
             payload.fetch,
-            used_at=stamp,
-            done=self._done(partial(self._was_written, record)),
+            stamp,
             wanted=lambda: self._tree.is_current(record),
         )
+        accepted = self._io.try_write(order, self._done(partial(self._was_written, record)))
         if accepted:
             self._tree.set_writing(record, self.number, on=True)
             self._pending_writes[record] = _PendingWrite(payload, stamp)
         return accepted
 
-    def _was_written(self, record: Record, result: Any, at: float) -> TierEvent:
-        written = self._pending_writes.pop(record)
+    def _was_written(
+        self, record: Record, result: WriteResult[Name] | TierError, at: float
+    ) -> TierEvent:
+        write = self._pending_writes.pop(record)
         if isinstance(result, WriteResult):
             self._tree.set_stored(record, self.number)
-            self.touch(self._tree.order.note(record, written.stamp))  # it may have been used since
+            self.touch(self._tree.order.note(record, write.stamp))  # it may have been used since
             return RecordWritten(record, result.evicted)
         self._tree.set_writing(record, self.number, on=False)
         if isinstance(result, TierFault):
@@ -184,11 +196,11 @@ class TierClient:
 
     def _retry(self) -> None:
         """Spill again what a fault kept back; while the fault lasts only one record, as a trial."""
-        ours = [r for r in self._unwritten if r.alive and r.arrays is not None]
-        ours.sort(key=lambda r: r.node.start)
-        n = len(ours) if self.writes else 1
-        self._unwritten = dict.fromkeys(ours[n:])
-        for record in ours[:n]:
+        records = [r for r in self._unwritten if r.alive and r.arrays is not None]
+        records.sort(key=lambda r: r.node.start)
+        n = len(records) if self.writes else 1
+        self._unwritten = dict.fromkeys(records[n:])
+        for record in records[:n]:
             self.spill(record)
 
     @property
@@ -212,20 +224,22 @@ class TierClient:
 
     def _read(self, record: Record) -> None:
         wanters = self._loading[record]
-        self._io.read(
+        order = ReadOrder(
             name_of(record),
             self._catalogue.tokens(record),
-            self._done(partial(self._was_read, record), is_urgent=True),
             wanted=lambda: any(wanted() for wanted in list(wanters)),
         )
+        done = self._done(partial(self._was_read, record), is_urgent=True)
+        self._io.read(order, lambda result: done(_staged(result)))
 
-    def _was_read(self, record: Record, result: Any, at: float) -> TierEvent | None:
+    def _was_read(self, record: Record, result: Loaded | TierError, at: float) -> TierEvent | None:
         wanters = self._loading.pop(record, [])
         if isinstance(result, Loaded):
             began = self._clock()
             header = result.header
             arrays = from_host(header.tensors, header.places, result.buffers)
-            arrays = self.received(name_of(record), arrays)
+            if self._receiving is not None:
+                arrays = self._receiving.received(name_of(record), arrays)
             return RecordRead(record, arrays, at, self._clock() - began)
         if isinstance(result, Unwanted):
             if any(wanted() for wanted in wanters):  # somebody asked for it meanwhile
@@ -260,7 +274,11 @@ class TierClient:
         self._store.ask(partial(search, question), self._done(take, is_urgent=True))
 
     def _was_asked(
-        self, question: StoreQuestion, began: float, result: Any, at: float
+        self,
+        question: StoreQuestion,
+        began: float,
+        result: list[TierEntry] | TierError,
+        at: float,
     ) -> TierEvent:
         if isinstance(result, TierError):
             return StoreAnswered(question, ())
@@ -278,7 +296,7 @@ class TierClient:
         self._io.touch({name_of(r): stamp for r, stamp in stamps.items() if self.has(r)})
 
     def has(self, record: Record) -> bool:
-        return bool(record.stored >> self.number & 1)
+        return record.is_stored(self.number)
 
     def usage(self) -> TierUsage:
         return self._io.usage()
@@ -299,7 +317,7 @@ class TierClient:
         self._scan_room.release()
         return ScanBatch(changes)
 
-    def _was_scanned(self, result: Any, at: float) -> TierEvent:
+    def _was_scanned(self, result: TierError | None, at: float) -> TierEvent:
         self.scanning = False
         self._last_scan = self._clock()
         return ScanEnded()
@@ -376,13 +394,14 @@ class TierClient:
             yield from self.take_results(self._clock(), wait_s=left)
 
     def _done(
-        self, take: Callable[[Any, float], TierEvent | None], *, is_urgent: bool = False
-    ) -> Done:
+        self,
+        take: Callable[[T | TierError, float], TierEvent | None],
+        *,
+        is_urgent: bool = False,
+    ) -> Done[T]:
         """The callback of an order: on an I/O thread, it queues the result for the engine thread."""
 
-        def done(result: Any) -> None:
-            if isinstance(result, Loaded):
-                result = Loaded(result.header, list(staged(result.buffers)))
+        def done(result: T | TierError) -> None:
             at = self._clock()
             self._put(lambda: take(result, at), is_urgent=is_urgent)
 
@@ -391,3 +410,10 @@ class TierClient:
     def _put(self, take: TakeResult, *, is_urgent: bool = False) -> None:
         self._results.put((not is_urgent, next(self._serial), take))
         self._wake()
+
+
+def _staged(result: Loaded | TierError) -> Loaded | TierError:
+    """Move what was read to where the device reads it fastest. I/O threads do, to spare the engine."""
+    if isinstance(result, TierError):
+        return result
+    return Loaded(result.header, list(staged(result.buffers)))

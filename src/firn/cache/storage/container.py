@@ -5,12 +5,12 @@
     8 + n    the tensors, one after another; `places` says which entry of which tensor is which layer's
 
 `meta` is the length of the metadata object and `sum` its checksum, so a scan reads and parses a few
-hundred bytes and no tensor entries. The metadata contains the checksums of everything else: `entries`
-of the JSON after it, `sums` of the tensors, and `nbytes`, the length of the data. The `safetensors`
-library can read such a file.
+hundred bytes and no tensor entries. The metadata has the checksums of everything else: `entries` of the
+JSON after it, `sums` of the tensors; and `nbytes`, the length of the data. The `safetensors` library can
+read such a file.
 
-An encrypted record is a safetensors file, too: the same metadata without tokens and layout, the whole
-JSON above sealed in `head`, and one tensor `body` of sealed pieces.
+An encrypted record is a safetensors file, too: its metadata lack tokens and layout, `head` is the whole
+JSON above, sealed, and one tensor, `body`, consists of sealed pieces.
 
 Pure functions over bytes. They hash, so they belong on I/O threads.
 """
@@ -34,7 +34,7 @@ from firn.cache.parts import Part
 from firn.cache.storage import places as _places
 from firn.cache.storage.faults import Damaged, Foreign, Locked, NotEncrypted
 from firn.cache.storage.places import Places
-from firn.cache.storage.seal import PIECE_NBYTES, SALT_NBYTES, TAG_NBYTES, Box, Seal
+from firn.cache.storage.seal import PIECE_NBYTES, SALT_NBYTES, TAG_NBYTES, RecordCipher, Seal
 from firn.cache.tiers import Buffer
 from firn.core.keys import Key, KeyTokens, child_key
 
@@ -81,7 +81,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tag:
-    """What any process may read of a record, also without the encryption key."""
+    """What any process can read of a record, even without the encryption key."""
 
     key: Key
     parent: Key
@@ -113,18 +113,22 @@ class Label(Tag):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header(Label):
-    """Everything about a record but its bytes.  # tokens [start, start + len(tokens))"""
+    """Everything about a record but its bytes. Its tokens are [start, start + len(tokens))."""
 
     tensors: tuple[TensorSpec, ...]
     places: Places
 
 
 class Packed(NamedTuple):
+    """A record's bytes, in pieces that are written one after another."""
+
     pieces: list[Buffer]
     nbytes: int
 
 
 class Loaded(NamedTuple):
+    """A record that was read and verified."""
+
     header: Header
     buffers: list[memoryview]
     """One for each of `header.tensors`: views of one buffer."""
@@ -136,8 +140,8 @@ _BLOCK = re.compile(r"\bblock(\d+)\b")
 def derived_key(label: Label, parent: Key) -> Key:
     """The key that follows from the tokens. A record that begins at 0 may span many blocks."""
     step = max(len(label.tokens), 1)
-    if label.parent == label.root and (found := _BLOCK.search(label.layout)):
-        step = int(found[1])
+    if label.parent == label.root and (match := _BLOCK.search(label.layout)):
+        step = int(match[1])
     key = parent
     for at in range(0, len(label.tokens), step):
         key = child_key(key, label.tokens[at : at + step])
@@ -147,7 +151,7 @@ def derived_key(label: Label, parent: Key) -> Key:
 # --- packing -------------------------------------------------------------------------------
 
 
-def pack(header: Header, buffers: Sequence[Any], *, seal: Seal | None = None) -> Packed:
+def pack(header: Header, buffers: Sequence[Buffer], *, seal: Seal | None = None) -> Packed:
     """The record's bytes in pieces, to be written one after another. Tensors are not copied."""
     views = [flat(b) for b in buffers]
     sizes = [spec.nbytes for spec in header.tensors]
@@ -168,7 +172,8 @@ def pack(header: Header, buffers: Sequence[Any], *, seal: Seal | None = None) ->
     return _framed(text, views)
 
 
-def flat(buffer: Any) -> memoryview:
+def flat(buffer: Buffer) -> memoryview:
+    """Its bytes, one after another."""
     view = memoryview(buffer)
     return view.cast("B") if view.nbytes else memoryview(b"")
 
@@ -239,8 +244,8 @@ def _framed(text: bytes, data: Sequence[Buffer]) -> Packed:
 
 def _sealed(tag: Tag, text: bytes, views: Sequence[memoryview], seal: Seal) -> Packed:
     salt = os.urandom(SALT_NBYTES)
-    box = seal.box(salt)
-    body = [box.seal(i, piece) for i, piece in _pieces(views)]
+    cipher = seal.cipher(salt)
+    body = [cipher.seal(i, piece) for i, piece in _pieces(views)]
     n_body = sum(len(b) for b in body)
     entries = (_entry("body", TensorSpec("U8", (n_body,)), 0, n_body) + "}").encode()
     plain = _tag_fields(tag) | {
@@ -250,7 +255,7 @@ def _sealed(tag: Tag, text: bytes, views: Sequence[memoryview], seal: Seal) -> P
         "key_id": seal.id,
         "salt": salt.hex(),
     }
-    head = base64.b64encode(box.seal(0, text, _bound(plain))).decode()
+    head = base64.b64encode(cipher.seal(0, text, _bound(plain))).decode()
     return _framed(_PREFIX + _metadata(plain | {"head": head}) + entries, body)
 
 
@@ -264,7 +269,7 @@ def _pieces(views: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
 
 
 def _bound(plain: dict[str, str]) -> bytes:
-    """What the seal of the head binds: exchanging it for another one breaks the tag."""
+    """The fields that the sealed head authenticates: if one is changed, the head cannot be opened."""
     return json.dumps({k: plain[k] for k in sorted(plain) if k != "head"}).encode()
 
 
@@ -274,9 +279,9 @@ def _bound(plain: dict[str, str]) -> bytes:
 def read_header(
     head: Buffer, nbytes: int, *, more: Callable[[int], Buffer], seal: Seal | None = None
 ) -> Tag:
-    """What a scan needs, from the first bytes of a record of `nbytes`. The tensors are not looked at.
+    """What a scan needs, from the first bytes of a record of `nbytes`. Tensors are not read.
 
-    `more(n)` gives the first n bytes where `head` is too short. Returns a Label, or only a Tag when the
+    `more(n)` gives the first n bytes if `head` is too short. Returns a Label, or only a Tag if the
     record is encrypted with another key. Raises Damaged or Foreign.
     """
     first = bytes(head)
@@ -292,13 +297,13 @@ def read_header(
             return _label(_plain(fields, seal))
         if seal is None or seal.id != fields["key_id"]:
             return _tag(fields)
-        text = _open_head(fields, seal.box(bytes.fromhex(fields["salt"])))
+        text = _open_head(fields, seal.cipher(bytes.fromhex(fields["salt"])))
         return _label(_fields(text, len(text))[0])
     except (ValueError, KeyError, TypeError) as e:
         raise Damaged("unreadable header", str(e)) from e
 
 
-def unpack(buffer: Any, *, seal: Seal | None = None) -> Loaded:
+def unpack(buffer: Buffer, *, seal: Seal | None = None) -> Loaded:
     """The record in these bytes, with every checksum and length verified. Nothing is copied.
 
     Raises Damaged, Foreign, Locked.
@@ -338,8 +343,8 @@ def _unsealed(fields: dict[str, str], rest: bytes, data: memoryview, seal: Seal 
         raise Locked
     if xxhash.xxh3_128_hexdigest(rest.rstrip(b" ")) != fields["entries"]:
         raise Damaged("bad checksum", "entries")
-    box = seal.box(bytes.fromhex(fields["salt"]))
-    text = _open_head(fields, box)
+    cipher = seal.cipher(bytes.fromhex(fields["salt"]))
+    text = _open_head(fields, cipher)
     inner, inner_rest = _fields(text, len(text))
     header = _header(inner, inner_rest)
     buffers: list[memoryview] = []
@@ -349,7 +354,7 @@ def _unsealed(fields: dict[str, str], rest: bytes, data: memoryview, seal: Seal 
         for start in range(0, spec.nbytes, PIECE_NBYTES):
             index += 1
             end = at + min(PIECE_NBYTES, spec.nbytes - start) + TAG_NBYTES
-            opened.append(box.open(index, data[at:end]))
+            opened.append(cipher.open(index, data[at:end]))
             at = end
         plain = opened[0] if len(opened) == 1 else b"".join(opened)
         buffers.append(_checked(memoryview(plain), want))
@@ -400,9 +405,9 @@ def _fields(text: bytes, n_text: int) -> tuple[dict[str, str], bytes]:
     return fields, text[end:]
 
 
-def _open_head(fields: dict[str, str], box: Box) -> bytes:
+def _open_head(fields: dict[str, str], cipher: RecordCipher) -> bytes:
     plain = {k: v for k, v in fields.items() if k not in ("firn", "meta", "sum", "head")}
-    return box.open(0, base64.b64decode(fields["head"], validate=True), _bound(plain))
+    return cipher.open(0, base64.b64decode(fields["head"], validate=True), _bound(plain))
 
 
 def _tag_values(fields: dict[str, str]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ class TierError(FirnError):
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
-        self.detail = detail
 
 
 # --- reading -------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ N_ONLY_IN_STORES = 1 << 16
 
 
 class Stray(NamedTuple):
+    """A stored record that has no place in the tree yet."""
+
     tier: int
     entry: TierEntry
 
@@ -115,7 +117,7 @@ class TierIndex:
                     self._tiers[stray.tier].delete([stray.entry.name])
 
     def drop_most_strays(self) -> None:
-        """A scan has ended: nobody will come for them soon."""
+        """A scan has ended: the parents of most strays will not come."""
         for parent in list(self._strays):
             if self._n_strays <= N_ORPHANS:
                 return
@@ -132,7 +134,7 @@ class TierIndex:
             self.lose_evicted(record)
 
     def lose_evicted(self, record: Record) -> None:
-        """Remember that a record had to go, if nobody has it now, and lose it."""
+        """If nobody has the record now, remember that it was evicted, and lose it."""
         if record.alive and not record.obtainable and not record.writing:
             self._tree.evicted.add(record.node)
             self.lose(record)
@@ -155,6 +157,7 @@ class TierIndex:
     # --- what only stores have -------------------------------------------------------------
 
     def left_memory(self, record: Record) -> None:
+        """Perhaps only a store has it now."""
         if any(tier.is_store for tier in self._tiers):
             self._only_in_stores[record] = None
 

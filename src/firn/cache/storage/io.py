@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from firn.cache.storage.faults import Damaged, Foreign, Locked, Missing, TierFau
 from firn.cache.storage.seal import Seal
 from firn.cache.storage.tally import Tally
 from firn.cache.storage.threads import Done, IoThreads
-from firn.cache.tiers import Gone, ScannedRecord, Tier, TierUsage, WriteResult
+from firn.cache.tiers import Buffer, Gone, ScannedRecord, Tier, TierUsage, WriteResult
 from firn.cache.tree import PackedTokens
 from firn.core.keys import KeyTokens
 
@@ -40,14 +40,32 @@ log = logging.getLogger("firn.cache")
 T = TypeVar("T")
 
 BATCH = 64
-"""Records in one order or report: few enough for others to get their turn."""
+"""Records in one order or report: few enough for other orders to get their turn."""
 Wanted = Callable[[], bool]
-Fetch = Callable[[], Sequence[Any]]
+"""Whether somebody still wants an order; asked on an I/O thread just before it is carried out."""
+Fetch = Callable[[], Sequence[Buffer]]
 """Gives a record's bytes, a buffer for each tensor. Called on an I/O thread."""
 
 
 def always() -> bool:
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOrder:
+    header: Header
+    fetch: Fetch
+    used_at: float
+    """The record's stamp."""
+    wanted: Wanted = always
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOrder:
+    name: Name
+    tokens: KeyTokens
+    """The tokens that the record must name; another's bytes are damage."""
+    wanted: Wanted = always
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,36 +88,25 @@ Changes = Sequence[TierEntry | Gone[Name]]
 
 
 class Io(Protocol):
-    """One tier, as the engine thread uses it. Only close() waits."""
+    """One tier, as the engine thread uses it. Only close() waits.
 
-    def try_write(
-        self,
-        header: Header,
-        fetch: Fetch,
-        *,
-        used_at: float,
-        done: Done,
-        wanted: Wanted = always,
-    ) -> bool:
-        """Order a write; done(WriteResult[Name] | TierError). False: the queue is full.
+    `done` hears how an order ended. One that nobody wants any more ends with Unwanted.
+    """
 
-        wanted: asked on an I/O thread just before the write; if it says no, done(Unwanted).
-        """
+    def try_write(self, order: WriteOrder, done: Done[WriteResult[Name]]) -> bool:
+        """False: the queue is full."""
         ...
 
     def has_room(self, nbytes: int) -> bool:
         """Whether a write of this many bytes would be accepted now."""
         ...
 
-    def defer_writes(self, wanted: bool) -> None:
+    def defer_writes(self, defer: bool) -> None:
         """Begin no writes for now, except those that have waited for long; or begin them again."""
         ...
 
-    def read(self, name: Name, expect: KeyTokens, done: Done, *, wanted: Wanted = always) -> None:
-        """Order a read; done(Loaded | TierError). Every byte is verified; a damaged record is set aside.
-
-        expect: the tokens that the record must name. wanted: as above.
-        """
+    def read(self, order: ReadOrder, done: Done[Loaded]) -> None:
+        """Every byte is verified; a damaged record is set aside."""
         ...
 
     def delete(self, names: Iterable[Name]) -> None: ...
@@ -108,16 +115,16 @@ class Io(Protocol):
         """Raise each stamp to at least this."""
         ...
 
-    def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
+    def scan(self, batch: Callable[[Changes], None], done: Done[None]) -> None:
         """Report what is stored or, from the second scan on, what others changed since.
 
-        batch: called on an I/O thread with a few at a time. Then done(None | TierError).
+        batch: called on an I/O thread with a few changes at a time.
         """
         ...
 
     def usage(self) -> TierUsage: ...
 
-    def close(self) -> object:
+    def close(self) -> None:
         """Write what is queued, in bounded time."""
         ...
 
@@ -133,7 +140,9 @@ def load(tier: Tier, name: Name, *, seal: Seal | None = None) -> Loaded:
     return loaded
 
 
-def label_of(seen: ScannedRecord, *, more: Callable[[int], Any], seal: Seal | None = None) -> Tag:
+def label_of(
+    seen: ScannedRecord, *, more: Callable[[int], Buffer], seal: Seal | None = None
+) -> Tag:
     """What a record's header says: a Label, or only a Tag without the key. Raises Damaged, Foreign."""
     name = Name.parse(seen.name)
     if name is None:
@@ -175,47 +184,39 @@ class TierIo:
         self._to_delete: deque[str] = deque()
         self._is_deleting = False
 
-    def try_write(
-        self,
-        header: Header,
-        fetch: Fetch,
-        *,
-        used_at: float,
-        done: Done,
-        wanted: Wanted = always,
-    ) -> bool:
-        nbytes = sum(spec.nbytes for spec in header.tensors)
-        is_taken = self.threads.try_write(
-            lambda: self._write(header, fetch, used_at, wanted), done, nbytes=nbytes, tier=self
+    def try_write(self, order: WriteOrder, done: Done[WriteResult[Name]]) -> bool:
+        nbytes = sum(spec.nbytes for spec in order.header.tensors)
+        is_accepted = self.threads.try_write(
+            lambda: self._write(order), done, nbytes=nbytes, tier=self
         )
-        if not is_taken:
+        if not is_accepted:
             self._tally.drop("queue full")
-        return is_taken
+        return is_accepted
 
     def has_room(self, nbytes: int) -> bool:
         return self.threads.has_room(nbytes)
 
-    def defer_writes(self, wanted: bool) -> None:
-        self.threads.defer_writes(wanted)
+    def defer_writes(self, defer: bool) -> None:
+        self.threads.defer_writes(defer)
 
-    def read(self, name: Name, expect: KeyTokens, done: Done, *, wanted: Wanted = always) -> None:
-        self.threads.read(lambda: self._read(name, expect, wanted), done)
+    def read(self, order: ReadOrder, done: Done[Loaded]) -> None:
+        self.threads.read(lambda: self._read(order), done)
 
     def delete(self, names: Iterable[Name]) -> None:
-        """One thread deletes at a time: there may be 100,000 names, and others have orders, too."""
+        """One thread deletes at a time: there may be 100,000 names, and other orders wait."""
         with self._lock:
             self._to_delete += map(str, names)
             is_idle, self._is_deleting = not self._is_deleting, True
         if is_idle:
-            self.threads.delete(self._delete_some)
+            self.threads.upkeep(self._delete_some)
 
     def touch(self, stamps: Mapping[Name, float]) -> None:
         if stamps:
             named = {str(name): stamp for name, stamp in stamps.items()}
-            self.threads.delete(lambda: self._tier.touch(named))
+            self.threads.upkeep(lambda: self._tier.touch(named))
 
-    def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
-        self.threads.delete(lambda: self._scan(batch), done)
+    def scan(self, batch: Callable[[Changes], None], done: Done[None]) -> None:
+        self.threads.upkeep(lambda: self._scan(batch), done)
 
     def usage(self) -> TierUsage:
         usage = self._tier.usage()
@@ -231,37 +232,36 @@ class TierIo:
 
     # --- on an I/O thread --------------------------------------------------------------------
 
-    def _write(
-        self, header: Header, fetch: Fetch, used_at: float, wanted: Wanted
-    ) -> WriteResult[Name]:
-        if not wanted():
+    def _write(self, order: WriteOrder) -> WriteResult[Name]:
+        if not order.wanted():
             raise Unwanted
-        name = str(header.name)
-        packed = pack(header, fetch(), seal=self._seal)
+        name = str(order.header.name)
+        packed = pack(order.header, order.fetch(), seal=self._seal)
         if name in self._foreign:
             self._tier.delete(name)
             self._foreign.discard(name)
-        stored = self._tier.write(name, packed.pieces, used_at=used_at)
+        stored = self._tier.write(name, packed.pieces, used_at=order.used_at)
         self._foreign.difference_update(stored.evicted)
         return WriteResult(stored.nbytes, stored.new, tuple(_parsed(stored.evicted)))
 
-    def _read(self, name: Name, expect: KeyTokens, wanted: Wanted) -> Loaded:
-        if not wanted():
+    def _read(self, order: ReadOrder) -> Loaded:
+        if not order.wanted():
             raise Unwanted
+        name = str(order.name)
         try:
-            loaded = load(self._tier, name, seal=self._seal)
-            if not np.array_equal(loaded.header.tokens, expect):
+            loaded = load(self._tier, order.name, seal=self._seal)
+            if not np.array_equal(loaded.header.tokens, order.tokens):
                 raise Damaged("another record's bytes", "tokens differ")
         except Foreign as e:
-            self._foreign.add(str(name))
+            self._foreign.add(name)
             raise Missing(e.reason) from e
         except Damaged as e:
-            self._set_aside(str(name), e)
+            self._set_aside(name, e)
             raise
         return loaded
 
     def _delete_some(self) -> None:
-        """A batch; then other orders get their turn. All of it before the threads end."""
+        """Delete a batch; then other orders get their turn. When the threads close, delete the rest."""
         n_done = 0
         while n_done < BATCH or self.threads.closing:
             with self._lock:
@@ -272,7 +272,7 @@ class TierIo:
             with suppress(TierFault):  # the tier has counted it; the others may go
                 self._tier.delete(name)
             n_done += 1
-        self.threads.delete(self._delete_some)
+        self.threads.upkeep(self._delete_some)
 
     def _scan(self, batch: Callable[[Changes], None]) -> None:
         for some in _batches(self._changes()):

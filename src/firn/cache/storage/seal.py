@@ -4,7 +4,7 @@
     nonce      = a counter: 0 for the head, 1.. for the pieces of the body
 
 No salt is used twice, so no (key, nonce) pair is either. Every piece carries a tag of 16 bytes. File
-names and links between records stay readable. They are hashes: who guesses a whole prompt can confirm
+names and links between records stay readable. They are hashes: whoever guesses a whole prompt can tell
 that it is stored, and learns nothing else.
 
 The key file contains 32 raw bytes, or 64 hex digits, or a passphrase of at least 12 characters. A
@@ -21,13 +21,11 @@ import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from firn.cache.storage.faults import Damaged
+from firn.cache.tiers import Buffer
 from firn.core.errors import SetupError
-
-if TYPE_CHECKING:
-    Buffer = bytes | bytearray | memoryview
 
 log = logging.getLogger("firn.cache")
 
@@ -39,7 +37,7 @@ MIN_PASSPHRASE = 12
 _HEX = re.compile(rb"\s*([0-9a-fA-F]{64})\s*")
 
 
-class Box:
+class RecordCipher:
     """Seals and opens the pieces of one record. Owner: whoever packs or unpacks it."""
 
     def __init__(self, aead: Any, tag_error: type[Exception]) -> None:
@@ -66,15 +64,16 @@ class Seal:
         if len(key) != 32:
             raise ValueError("a key has 32 bytes")
         self._key = key
-        self._make_box = _box_maker()
+        self._make_cipher = _cipher_maker()
         self.id = hmac.digest(key, b"firn key id", "sha256")[:8].hex()
         """Identifies the key without revealing it."""
 
-    def box(self, salt: bytes) -> Box:
-        return self._make_box(hmac.digest(self._key, b"firn record" + salt, "sha256"))
+    def cipher(self, salt: bytes) -> RecordCipher:
+        """The cipher of the record with this salt."""
+        return self._make_cipher(hmac.digest(self._key, b"firn record" + salt, "sha256"))
 
 
-def _box_maker() -> Callable[[bytes], Box]:
+def _cipher_maker() -> Callable[[bytes], RecordCipher]:
     try:
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -82,7 +81,7 @@ def _box_maker() -> Callable[[bytes], Box]:
         raise SetupError(
             "Encrypting the cache needs the package cryptography: pip install 'firn[encryption]'."
         ) from e
-    return lambda key: Box(AESGCM(key), InvalidTag)
+    return lambda key: RecordCipher(AESGCM(key), InvalidTag)
 
 
 def load_seal(path: Path) -> Seal:

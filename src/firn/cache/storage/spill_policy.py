@@ -17,7 +17,7 @@ SpillPolicy = Callable[[Record], bool]
 
 
 def spill_policy(name: str, block: int) -> SpillPolicy:
-    """proved: what was used again. all: everything that can be found. Raises SetupError."""
+    """proved: records that were used again. all: all that another server can find. Raises SetupError."""
     if name == "all":
         return lambda record: is_findable(record, block)
     if name == "proved":

@@ -1,9 +1,9 @@
-"""A shared store behind threads: as any tier, and it can be asked which records it has."""
+"""A shared store behind I/O threads: a tier that can also be asked which records it has."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from firn.cache.storage.container import Name
 from firn.cache.storage.io import TierIo
@@ -11,21 +11,22 @@ from firn.cache.storage.seal import Seal
 from firn.cache.storage.threads import Done, IoThreads
 from firn.cache.tiers import FoundRecord, Store
 
+T = TypeVar("T")
 Find = Callable[[Sequence[Name]], Mapping[Name, FoundRecord]]
 """Which of these records a store has. Called on an I/O thread; raises TierFault."""
 
 
 @runtime_checkable
 class Searchable(Protocol):
-    """What `Io` has besides, where records are found by asking for them."""
+    """What `Io` has besides, if its records are found by asking for their names."""
 
     @property
     def deadline_s(self) -> float:
-        """Nobody waits longer than this for what was ordered here."""
+        """No request waits longer than this for the store."""
         ...
 
-    def ask(self, search: Callable[[Find], Any], done: Done) -> None:
-        """Run a search on an I/O thread; done(what it returns | TierError)."""
+    def ask(self, search: Callable[[Find], T], done: Done[T]) -> None:
+        """Run a search on an I/O thread."""
         ...
 
 
@@ -47,10 +48,11 @@ class StoreIo(TierIo):
     def deadline_s(self) -> float:
         return self._store.deadline_s
 
-    def ask(self, search: Callable[[Find], Any], done: Done) -> None:
+    def ask(self, search: Callable[[Find], T], done: Done[T]) -> None:
         self.threads.read(lambda: search(self._find), done)
 
     def _find(self, names: Sequence[Name]) -> dict[Name, FoundRecord]:
         by_text = {str(name): name for name in names}
-        found = self._store.find([text for text in by_text if text not in self._foreign])
-        return {by_text[one.name]: one for one in found if one.name in by_text}
+        usable = [text for text in by_text if text not in self._foreign]
+        records = self._store.find(usable)
+        return {by_text[r.name]: r for r in records if r.name in by_text}

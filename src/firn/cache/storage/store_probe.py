@@ -1,7 +1,6 @@
-"""Whether a shared store can be used, found out by using it: one small record, written, read, deleted.
+"""Tries out a shared store: one small record is written, read and deleted.
 
-For people who set one up (`firn doctor`). The server itself never needs to ask: a store that fails costs
-hits.
+For people who set one up (`firn doctor`). The server does not need this: a store that fails costs hits.
 """
 
 from __future__ import annotations
@@ -18,29 +17,29 @@ from firn.cache.tiers import Store
 
 PROBE_NBYTES = 1 << 20
 N_QUESTIONS = 5
-"""For the time of an answer: the median of so many."""
+"""The time of an answer is the median of this many."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreReport:
-    """What was found out before the first thing that failed."""
+    """What the probe saw, or which step failed."""
 
     failed: str = ""
-    """In what: ask, write, read, delete; '' for nothing."""
+    """The step: ask, write, read or delete; '': none."""
     error: TierError | None = None
     answer_s: float = 0.0
-    """What it takes to hear that a record is not there."""
+    """How long the store takes to say that a record is not there."""
     write_s: float = 0.0
     read_s: float = 0.0
     """Of PROBE_NBYTES."""
     same_bytes: bool = False
-    """It gave back what it was given."""
+    """The bytes that were read are those that were written."""
     writes_once: bool = False
     """It kept the first record of a name, and refused the second."""
 
 
 def probe(store: Store, *, clock: Callable[[], float] = time.perf_counter) -> StoreReport:
-    """Takes the store's deadline at most for each call. Leaves nothing behind, if it may delete."""
+    """Each call takes the store's deadline at most. Leaves nothing behind if it may delete."""
     name = f"{os.urandom(32).hex()}.probe"
     data, other = os.urandom(PROBE_NBYTES), os.urandom(PROBE_NBYTES)
     answers: list[float] = []

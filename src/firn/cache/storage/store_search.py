@@ -1,13 +1,13 @@
-"""Which records of a prompt a shared store has: found by asking for names, never by listing.
+"""Which records of a prompt a shared store has: it is asked for names, and never listed.
 
-A record's name follows from the tokens up to its end, so for a given prompt all names are known. What
-carries a chain is written from its front and lost from its end, so how far it goes is found by a search:
+A record's name follows from the tokens up to its end, so all names of a prompt are known. Its blocks
+are written from the front and lost from the end, so a search finds how far they go:
 
-    blocks   0 1 . 3 . . . 7 . . . . . . . 15      first the 1st, 2nd, 4th, 8th, ... and the last,
-                             ? ? ? ? ? ? ?        then up to 16 between the last hit and the first miss
+    blocks   0 1 2 . 4 . . . 8 . . . . . . . 16    first 0, 1, 2, 4, 8, ... and the last,
+                               ? ? ? ? ? ? ?      then up to 16 between the last hit and the first miss
 
-A few dozen names of a prompt of 100,000 tokens are asked for, in three rounds. Blocks between two hits
-are taken to be there: if one is not, its read is a miss and the request goes on from a shorter prefix.
+For a prompt of 100,000 tokens that takes a few dozen names, in three rounds. Blocks between two hits are
+taken to be there: if one is not, its read is a miss, and the request resumes from a shorter prefix.
 
 Pure but for `find`; runs on an I/O thread.
 """
@@ -24,24 +24,24 @@ from firn.cache.storage.io import TierEntry
 from firn.cache.storage.store_io import Find
 from firn.cache.tiers import FoundRecord
 from firn.cache.tree import BLOCK_S, Mark, PackedTokens
-from firn.core.keys import Key, child_key
+from firn.core.keys import Key, block_keys, child_key
 from firn.core.values import Namespace
 
 N_ROUND = 16
-"""Names in one round: as many as S3 is asked for at once."""
+"""Names in one round: as many as one S3 client asks for at once."""
 N_STATES = 16
-"""Positions where a state may lie, the last first."""
+"""States that are asked for: those at the last positions where one may lie."""
 N_RESUMES = 4
-"""Of these, the last for which windows are asked for."""
+"""Windows are asked for before this many of them, the last."""
 N_WINDOWS = 64
-"""Blocks before a place that its windows may take."""
+"""The most blocks that a window is taken to span."""
 
 
 @dataclass(frozen=True)
 class StoreQuestion:
     """What a prompt could use that is not in the tree. Made on the engine thread, then only read.
 
-    # blocks [0, n_known) are known here   those up to limit are asked for
+    # blocks [0, n_known) are in the tree   [n_known, limit // block) are asked for
     """
 
     root: Key
@@ -50,9 +50,9 @@ class StoreQuestion:
     namespace: Namespace
     block: int
     needs: Needs
-    text: PackedTokens
+    prompt: PackedTokens
     known: Sequence[Key]
-    """Of the whole blocks that are known here."""
+    """The keys of the whole blocks that the tree knows."""
     limit: int
     """The last position where the prompt could resume."""
     states: Sequence[int]
@@ -65,16 +65,14 @@ class StoreQuestion:
 
     @cached_property
     def keys(self) -> list[Key]:
-        """Of the whole blocks that are not known."""
-        found, parent = [], self.known[-1] if self.known else self.root
-        for i in range(self.n_known, self.limit // self.block):
-            parent = child_key(parent, self.text.tokens[i * self.block : (i + 1) * self.block])
-            found.append(parent)
-        return found
+        """The keys of the whole blocks that are asked for."""
+        parent = self.known[-1] if self.known else self.root
+        unknown = self.prompt.tokens[self.n_known * self.block : self.limit]
+        return block_keys(parent, unknown, self.block)
 
     @property
     def carrier(self) -> Part | None:
-        """The part that every block of a chain has; None: a state brings its path along."""
+        """The part that every block of a chain has; None: a state's record names its whole path."""
         return next(iter(self.needs.by_block), None)
 
     @property
@@ -82,22 +80,31 @@ class StoreQuestion:
         n_blocks = self.limit // self.block
         return n_blocks <= self.n_known and not self.states if self.carrier else not self.states
 
-    def before(self, i: int) -> Key:
-        """The key at the end of i whole blocks."""
-        if i == 0:
+    def key_after(self, n_blocks: int) -> Key:
+        """The key at the end of this many whole blocks."""
+        if n_blocks == 0:
             return self.root
-        return self.known[i - 1] if i <= self.n_known else self.keys[i - self.n_known - 1]
+        if n_blocks <= self.n_known:
+            return self.known[n_blocks - 1]
+        return self.keys[n_blocks - self.n_known - 1]
+
+    def key_at(self, position: int) -> Key:
+        """The key of the node that ends here: a whole block, or a tail."""
+        n_blocks, n_tail = divmod(position, self.block)
+        parent = self.key_after(n_blocks)
+        tail = self.prompt.tokens[position - n_tail : position]
+        return child_key(parent, tail) if n_tail else parent
 
 
 def search(question: StoreQuestion, find: Find) -> list[TierEntry]:
     """What the store has of it, parents before their children. Raises TierFault."""
     carrier = question.carrier
     if carrier is None:
-        return list(_alone(question, find))
+        return _lone_states(question, find)
     names = [Name(key, carrier) for key in question.keys]
-    seen = _chain(names, find)
-    n_found = len(seen) and max(seen) + 1
-    entries = [_block(question, i, carrier, _near(seen, i)) for i in range(n_found)]
+    hits = _chain(names, find)
+    n_found = max(hits, default=-1) + 1
+    entries = [_block(question, i, carrier, _near(hits, i)) for i in range(n_found)]
     ends = [question.n_known + n_found]
     if question.needs.state:
         states = _states(question, n_found, find)
@@ -112,119 +119,120 @@ def search(question: StoreQuestion, find: Find) -> list[TierEntry]:
 
 
 def _chain(names: Sequence[Name], find: Find) -> dict[int, FoundRecord]:
-    """Those that are known to be there, by their place, before the first that is not."""
-    seen: dict[int, FoundRecord] = {}
-    end, ask = len(names), _powers(len(names))
-    while ask:
-        found = find([names[i] for i in ask])
-        seen |= {i: found[names[i]] for i in ask if names[i] in found}
-        end = min((i for i in ask if i not in seen), default=end)
-        ask = _between(max((i for i in seen if i < end), default=-1), end)
-    return {i: one for i, one in seen.items() if i < end}
+    """The hits before the first miss, by index: the others before it were not asked for."""
+    hits: dict[int, FoundRecord] = {}
+    first_miss, asked = len(names), _powers(len(names))
+    while asked:
+        answer = find([names[i] for i in asked])
+        hits |= {i: answer[names[i]] for i in asked if names[i] in answer}
+        first_miss = min((i for i in asked if i not in hits), default=first_miss)
+        last_hit = max((i for i in hits if i < first_miss), default=-1)
+        asked = _between(last_hit, first_miss)
+    return {i: hit for i, hit in hits.items() if i < first_miss}
 
 
 def _powers(n: int) -> list[int]:
-    places = {0, n - 1} if n else set()
-    step = 1
-    while step < n:
-        places.add(step)
-        step *= 2
-    return sorted(places)
+    """0, the powers of two below n, and n - 1."""
+    indices = {0, n - 1} if n else set()
+    power = 1
+    while power < n:
+        indices.add(power)
+        power *= 2
+    return sorted(indices)
 
 
 def _between(low: int, high: int) -> list[int]:
-    """Evenly spread places after low and before high."""
+    """Indices after low and before high, evenly spread."""
     n = high - low - 1
     if n <= N_ROUND:
         return list(range(low + 1, high))
     return sorted({low + (i + 1) * (n + 1) // (N_ROUND + 1) for i in range(N_ROUND)} - {low})
 
 
-def _near(seen: Mapping[int, FoundRecord], i: int) -> FoundRecord:
-    """What is known of a block, or of the next that was asked for: whole blocks are of one size."""
-    return seen[min(j for j in seen if j >= i)]
+def _near(hits: Mapping[int, FoundRecord], i: int) -> FoundRecord:
+    """The hit at this index, or the next one after it: all whole blocks have the same size."""
+    return hits[min(j for j in hits if j >= i)]
 
 
 # --- what else a resume needs --------------------------------------------------------------
 
 
 def _windows(question: StoreQuestion, ends: Sequence[int], find: Find) -> Iterator[TierEntry]:
-    """The windows before places where the prompt may resume, given in whole blocks."""
-    reach = min(-(-question.needs.window // question.block) + 1, N_WINDOWS)
-    places = sorted({i for end in ends for i in range(max(end - reach, 0), end)})
-    names = {Name(question.before(i + 1), Part.WINDOW): i for i in places}
-    found = find(list(names)) if names else {}
+    """The windows that a resume after this many whole blocks needs, for each of `ends`."""
+    n_blocks = min(-(-question.needs.window // question.block) + 1, N_WINDOWS)
+    blocks = sorted({i for end in ends for i in range(max(end - n_blocks, 0), end)})
+    names = {Name(question.key_after(i + 1), Part.WINDOW): i for i in blocks}
+    windows = find(list(names)) if names else {}
     for name, i in names.items():
-        if name in found:
+        if name in windows:
             start = i * question.block
-            yield _entry(question, name, start, start + question.block, found[name])
+            yield _entry(question, name, start, start + question.block, windows[name])
 
 
 def _states(question: StoreQuestion, n_found: int, find: Find) -> dict[int, list[TierEntry]]:
-    """States on the chain by their places, each with what a resume inside a block needs beside it."""
+    """States on the chain by position; those inside a block with the other parts of their tail."""
     end = (question.n_known + n_found + 1) * question.block
-    keys = {p: _key_at(question, p) for p in [p for p in question.states if p < end][-N_STATES:]}
-    found = find([Name(key, Part.STATE) for key in keys.values()]) if keys else {}
-    there = {p: key for p, key in keys.items() if Name(key, Part.STATE) in found}
+    states = _find_states(question, [p for p in question.states if p < end], find)
     tails = {
-        Name(key, part): p
-        for p, key in there.items()
+        Name(question.key_at(p), part): p
+        for p in states
         if p % question.block
         for part in question.needs.by_block
     }
-    beside = find(list(tails)) if tails else {}
+    parts = find(list(tails)) if tails else {}
     entries: dict[int, list[TierEntry]] = {}
-    for p, key in there.items():
+    for p, state in states.items():
         start = (p - 1) // question.block * question.block
-        own = [name for name, at in tails.items() if at == p]
-        if all(name in beside for name in own):
-            entries[p] = [_entry(question, name, start, p, beside[name]) for name in own]
-            state = Name(key, Part.STATE)
-            entries[p].append(_entry(question, state, start, p, found[state]))
+        own = [name for name, position in tails.items() if position == p]
+        if all(name in parts for name in own):
+            entries[p] = [_entry(question, name, start, p, parts[name]) for name in own]
+            name = Name(question.key_at(p), Part.STATE)
+            entries[p].append(_entry(question, name, start, p, state))
     return entries
 
 
-def _alone(question: StoreQuestion, find: Find) -> Iterator[TierEntry]:
-    """States of a model that has nothing else: each record holds all tokens before it."""
-    keys = {p: _key_at(question, p) for p in question.states[-N_STATES:]}
-    found = find([Name(key, Part.STATE) for key in keys.values()]) if keys else {}
-    for p, key in keys.items():
-        name = Name(key, Part.STATE)
-        if name in found:
-            yield _entry(question, name, 0, p, found[name])
+def _lone_states(question: StoreQuestion, find: Find) -> list[TierEntry]:
+    """States of a model that has nothing else: each record names all tokens before it."""
+    states = _find_states(question, question.states, find)
+    return [
+        _entry(question, Name(question.key_at(p), Part.STATE), 0, p, state)
+        for p, state in states.items()
+    ]
 
 
-def _key_at(question: StoreQuestion, position: int) -> Key:
-    """Of the node that ends here: a whole block, or a tail."""
-    n_whole, rest = divmod(position, question.block)
-    parent = question.before(n_whole)
-    return child_key(parent, question.text.tokens[position - rest : position]) if rest else parent
+def _find_states(
+    question: StoreQuestion, positions: Sequence[int], find: Find
+) -> dict[int, FoundRecord]:
+    """The states that the store has at the last of these positions."""
+    names = {p: Name(question.key_at(p), Part.STATE) for p in positions[-N_STATES:]}
+    states = find(list(names.values())) if names else {}
+    return {p: states[name] for p, name in names.items() if name in states}
 
 
-def _block(question: StoreQuestion, i: int, part: Part, found: FoundRecord) -> TierEntry:
+def _block(question: StoreQuestion, i: int, part: Part, stored: FoundRecord) -> TierEntry:
     """The i-th of the blocks that were asked for."""
     start = (question.n_known + i) * question.block
-    return _entry(question, Name(question.keys[i], part), start, start + question.block, found)
+    return _entry(question, Name(question.keys[i], part), start, start + question.block, stored)
 
 
 def _entry(
-    question: StoreQuestion, name: Name, start: int, end: int, found: FoundRecord
+    question: StoreQuestion, name: Name, start: int, end: int, stored: FoundRecord
 ) -> TierEntry:
-    """As a scan would tell of it. What it says of itself is compared when it is read."""
-    tokens = question.text.tokens[start:end]
+    """What a scan would report of the record. Reading it compares this with its header."""
+    tokens = question.prompt.tokens[start:end]
     depth = start // question.block
     label = Label(
         key=name.key,
-        parent=question.root if start == 0 else question.before(depth),
+        parent=question.key_after(depth),
         root=question.root,
         part=name.part,
         start=start,
         fingerprint=question.fingerprint,
         namespace=question.namespace,
-        created=found.written_at,
+        created=stored.written_at,
         mark=int(Mark.TURN),
         tokens=tokens,
         layout=question.layout,
     )
     used_at = question.now - BLOCK_S * (depth + (name.part is not question.carrier))
-    return TierEntry(label, found.nbytes, used_at, PackedTokens(tokens))
+    return TierEntry(label, stored.nbytes, used_at, PackedTokens(tokens))

@@ -12,15 +12,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from firn.cache.storage.faults import TierError
 
 log = logging.getLogger("firn.cache")
 
 MAX_DEFER_S = 2.0
+"""A write that has waited for so long is not deferred any more."""
 N_THREADS = 4
-Done = Callable[[Any], None]
+T = TypeVar("T")
+Done = Callable[[T | TierError], None]
 """Gets what the work returned, or the TierError that it raised. Called on an I/O thread."""
 
 
@@ -28,7 +30,7 @@ class JobKind(Enum):
     """In the order in which they are served; jobs of one kind in the order of their arrival."""
 
     READ = "read"
-    DELETE = "delete"
+    UPKEEP = "scan, touch or delete"
     WRITE = "write"
 
 
@@ -36,13 +38,15 @@ class JobKind(Enum):
 class IoJob:
     kind: JobKind
     work: Callable[[], Any]
-    done: Done
+    done: Done[Any]
     nbytes: int = 0
     tier: object = None
     since: float = 0.0
 
 
 class IoClosed(TierError):
+    """The threads were closed before they came to the order."""
+
     def __init__(self) -> None:
         super().__init__("closed")
 
@@ -54,9 +58,9 @@ def _nothing() -> None:
 class IoThreads:
     """One queue for all tiers. Any thread may call; only close() waits. Owner: whoever built it.
 
-    Only one thread at a time writes to a tier, in the order of the orders: two are no faster, and after
-    a crash no record is there without its parent. The other threads are free for reads. Writes can be
-    deferred for a bounded time, because they take processor time from prefill.
+    Only one thread at a time writes to a tier, in the order in which writes were ordered: two are no
+    faster, and after a crash no record is there without its parent. The other threads are free for
+    reads. Writes can be deferred for a bounded time, because they take processor time from prefill.
     """
 
     def __init__(
@@ -82,7 +86,6 @@ class IoThreads:
         self.closing = False
         self.write_nbytes = 0
         """Queued or being written."""
-        self.n_callback_faults = 0
         self._threads = [
             threading.Thread(target=self._run, name=f"firn-io-{i}", daemon=True)
             for i in range(n_threads)
@@ -92,15 +95,15 @@ class IoThreads:
 
     # --- orders ------------------------------------------------------------------------------
 
-    def read(self, work: Callable[[], Any], done: Done) -> None:
+    def read(self, work: Callable[[], T], done: Done[T]) -> None:
         self._submit(IoJob(JobKind.READ, work, done))
 
-    def delete(self, work: Callable[[], Any], done: Done = lambda result: None) -> None:
-        """Also for scans and touches, which should not wait for writes."""
-        self._submit(IoJob(JobKind.DELETE, work, done))
+    def upkeep(self, work: Callable[[], T], done: Done[T] = lambda result: None) -> None:
+        """Scans, touches and deletes, which should not wait for writes."""
+        self._submit(IoJob(JobKind.UPKEEP, work, done))
 
     def try_write(
-        self, work: Callable[[], Any], done: Done, *, nbytes: int, tier: object = None
+        self, work: Callable[[], T], done: Done[T], *, nbytes: int, tier: object = None
     ) -> bool:
         """False, and nothing happens, when too many bytes are queued. A lone record always fits."""
         job = IoJob(JobKind.WRITE, work, done, nbytes, tier, self._clock())
@@ -138,15 +141,15 @@ class IoThreads:
     ) -> None:
         """Accept no more orders; write what is queued, within `timeout_s`, and stop the threads.
 
-        Queued reads, and whatever is not done in time, are answered with IoClosed, so that nobody
-        waits for them for ever. `progress(n_left, nbytes_left)` is called whenever a job is done.
+        Queued reads, and whatever is not done in time, end with IoClosed, so that nobody waits for
+        them for ever. `progress(n_left, nbytes_left)` is called whenever a job is done.
         """
         until = self._clock() + timeout_s
         with self._changed:
             self.closing = True
             self._work.notify_all()
             unread = self._take(JobKind.READ)
-        self._answer(unread)
+        self._end_unrun(unread)
         with self._changed:
             left = self.n_pending
             while left and self._clock() < until:
@@ -154,10 +157,10 @@ class IoThreads:
                 if self.n_pending != left:
                     left = self.n_pending
                     progress(left, self.write_nbytes)
-            late = self._take(JobKind.DELETE) + self._take(JobKind.WRITE)
+            late = self._take(JobKind.UPKEEP) + self._take(JobKind.WRITE)
             self._stopped = True
             self._work.notify_all()
-        self._answer(late)
+        self._end_unrun(late)
         for thread in self._threads:
             thread.join(timeout=max(until - self._clock(), 0.1))
 
@@ -169,7 +172,7 @@ class IoThreads:
                 self._queues[job.kind].append(job)
                 self._work.notify()
                 return
-        self._answer([job])
+        self._end_unrun([job])
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
@@ -196,7 +199,7 @@ class IoThreads:
     def _next(self) -> IoJob | None:
         with self._work:
             while True:
-                job = self._first(JobKind.READ) or self._first(JobKind.DELETE) or self._next_write()
+                job = self._first(JobKind.READ) or self._first(JobKind.UPKEEP) or self._next_write()
                 patience = 0.0 if job is None else self._patience_s(job)
                 if job is not None and patience <= 0:
                     self._queues[job.kind].remove(job)
@@ -226,10 +229,9 @@ class IoThreads:
         try:
             job.done(result)
         except Exception as e:
-            self.n_callback_faults += 1
             log.warning("cache I/O: the callback of a %s failed: %r", job.kind.value, e, exc_info=e)
 
-    def _answer(self, jobs: Sequence[IoJob]) -> None:
+    def _end_unrun(self, jobs: Sequence[IoJob]) -> None:
         for job in jobs:
             self._tell(job, IoClosed())
 

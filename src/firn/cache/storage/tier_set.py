@@ -23,8 +23,8 @@ from firn.core.ports import EngineLoad
 log = logging.getLogger("firn.cache")
 
 FIRST_SCAN_S = 1.0
-"""How long the start waits for a tier's first scan. Most take milliseconds, and then the first request
-hits; a longer scan goes on while the server runs."""
+"""How long start-up waits for a tier's first scan. Most take milliseconds, so that even the first
+request hits; a longer scan goes on while the server runs."""
 SPILL_S = 5.0
 """How long closing waits for room in the write queue."""
 CLOSE_S = 2.0
@@ -87,18 +87,18 @@ class TierSet:
         """Write these records soon, in every tier that should have them."""
         for record in records:
             if record.arrays is not None:
-                for tier in self.without(record):
-                    if not record.writing >> tier.number & 1:
+                for tier in self.lacking(record):
+                    if not record.is_being_written(tier.number):
                         tier.spill(record)
 
-    def without(self, record: Record) -> list[TierClient]:
-        """The tiers that should have a record and do not."""
+    def lacking(self, record: Record) -> list[TierClient]:
+        """The tiers that should have the record and do not."""
         if not self._clients or not self._outlives_memory(record):
             return []
         return [tier for tier in self._clients if not tier.has(record) and tier.takes(record)]
 
     def _outlives_memory(self, record: Record) -> bool:
-        """A state at a prompt's end is worth a file only where no other state comes before it."""
+        """Not what expires. A state at a prompt's end is written only if no other comes before it."""
         if record.node.expires_at != math.inf:
             return False
         if record.part is not Part.STATE or record.mark is not Mark.PROMPT_END:

@@ -1,9 +1,15 @@
 """Storage tiers: places where records live as bytes. One file each, found by its name.
 
 A module here whose name has no leading underscore defines `open_tier(options)`, which returns a `Tier`.
-That of a store also defines SCHEMES: how the addresses begin that `--tier` takes for it. The contract
-tests pick it up by themselves. A tier knows names and bytes: no chains, no arrays, no namespaces.
-Checksums, encryption and what a record says of itself belong to cache/io.py, above it.
+The module of a store also defines SCHEMES: the URL schemes that `--tier` takes for it. The contract
+tests find it by themselves.
+
+    ssd.py           a folder: _folder.py is its layout and lock, _known.py what a process knows of it
+    s3.py, redis.py  shared stores; _store.py is what they have in common: retries (_calls.py), a circuit
+                     breaker (_backoff.py), a bandwidth (_bandwidth.py)
+
+A tier knows names and bytes: no chains, no arrays, no namespaces. Checksums, encryption and headers
+belong to cache/storage/io.py, which calls tiers on I/O threads. `firn cache` opens folders by itself.
 """
 
 from __future__ import annotations
@@ -41,19 +47,21 @@ __all__ = [
 
 Buffer = bytes | bytearray | memoryview
 PEEK_NBYTES = 4096
-"""What a scan reads of a record: all that most records say of themselves."""
+"""What a scan reads of a record: the whole metadata of most records."""
 AHEAD_S = 7 * 86_400
-"""A stamp further in the future than this is some clock's mistake."""
+"""A stamp further in the future than this comes from a wrong clock."""
 N = TypeVar("N")
 """A record's name: text in a tier, key and part above it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
+    """What a tier is opened with."""
+
     location: str
-    """A folder, an address: whatever the tier means by it."""
+    """A folder, or a store's address."""
     limit_nbytes: int | None = None
-    """None: what the tier thinks right for its location."""
+    """None: the tier chooses."""
     write_budget_nbytes: int | None = None
     """Bytes that all processes together may write in 24 hours."""
     extra: Mapping[str, str] = field(default_factory=dict)
@@ -86,19 +94,21 @@ class FoundRecord:
 
 @dataclass(frozen=True, slots=True)
 class Gone(Generic[N]):
-    """A record that is there no more, by someone else's doing."""
+    """A record that someone else has removed."""
 
     name: N
 
 
 @dataclass(frozen=True, slots=True)
 class WriteResult(Generic[N]):
+    """What became of a write that did not fail."""
+
     nbytes: int
-    """Bytes that it takes up; 0 when nothing was written."""
+    """What the record takes up; 0 when nothing was written."""
     new: bool
     """False: it was there already, or is being written by someone else."""
     evicted: tuple[N, ...] = ()
-    """What had to go to make room. Not told again by a scan."""
+    """Records that were evicted to make room. Scans do not report them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +118,7 @@ class TierStatus:
     state: Literal["ok", "paused"] = "ok"
     reason: str = ""
     since: float = 0.0
-    """Unix time of the first of the failures that still go on."""
+    """Unix time of the first failure since the tier last worked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,25 +126,25 @@ class TierUsage:
     """All numbers of a tier at one moment. Counts are since the tier was opened."""
 
     nbytes: int
-    """Real bytes taken up, with what is being written and what is set aside."""
+    """Bytes on disk, including what is being written and what is in quarantine."""
     limit_nbytes: int
     status: TierStatus = TierStatus()
     n_files: Mapping[str, int] = field(default_factory=dict)
-    """By what follows the dot in their names; as far as has been scanned."""
+    """By part, which follows the dot in their names; as far as has been scanned."""
     part_nbytes: Mapping[str, int] = field(default_factory=dict)
     n_foreign: int = 0
     """Files that no record's name fits, or that may not be opened."""
     n_quarantined: int = 0
-    """Set aside now; `counts` has how many were."""
+    """In quarantine now; `counts` has how many ever were."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """writes, bytes_written, reads, bytes_read, deletes, evictions, bytes_evicted, missing,
     quarantined, read_faults, touches, stale_temps; those that are 0 may not be there."""
     drops: Mapping[str, int] = field(default_factory=dict)
     """Records not written, by reason."""
     day_nbytes: int | None = None
-    """Written within the last 24 hours, by all who share it; None: nobody counts."""
+    """Written in the last 24 hours, by all who share the tier; None: not counted."""
     day_limit_nbytes: int | None = None
-    """The most that may be; None: there is no such limit."""
+    """The most that may be written in 24 hours; None: no limit."""
 
 
 class Tier(Protocol):
@@ -142,15 +152,15 @@ class Tier(Protocol):
 
     A name is 64 hexadecimal digits, a dot, and lower-case letters; the same name always means the same
     record. Every record has a stamp, the time of its last use, and the lowest stamps are evicted first.
-    The caller sees to it that a record on which others depend has a higher stamp than they have.
+    The caller makes sure that a record has a higher stamp than those that depend on it.
     """
 
     def scan(self) -> Iterator[ScannedRecord | Gone[str]]:
         """The first time everything that is stored, later what others added or removed since.
 
-        Yields as it finds, the highest stamps first, and may take minutes. What the caller itself wrote,
-        deleted or was told of by `WriteResult` is not told again. Raises TierFault when not even looking
-        is possible.
+        Yields while it searches, the highest stamps first, and may take minutes. What the caller itself
+        wrote or deleted, or was told by a `WriteResult`, is not reported. Raises TierFault if the tier
+        cannot be listed.
         """
         ...
 
@@ -159,7 +169,7 @@ class Tier(Protocol):
         ...
 
     def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> WriteResult[str]:
-        """Keep a record. Room is made first: a tier is never over its limit, not for a moment.
+        """Store a record. Room is made first: the tier never exceeds its limit, not for a moment.
 
         Only records with a stamp of at most `used_at` are evicted for it. Raises Refused, TierFull,
         TierFault.
@@ -167,13 +177,13 @@ class Tier(Protocol):
         ...
 
     def touch(self, stamps: Mapping[str, float]) -> None:
-        """Raise each stamp to at least this; never lower one. Says nothing of what is not there."""
+        """Raise each stamp to at least this; never lower one. Records that are not there are ignored."""
         ...
 
     def delete(self, name: str, *, keep: bool = False) -> None:
         """Forget a record; one that is not there is no fault. Raises TierFault.
 
-        keep: set it aside for people. It is never found or read again, even if it cannot be moved.
+        keep: move it to quarantine, for people. It is never found or read again, even if that fails.
         """
         ...
 
@@ -184,15 +194,15 @@ class Tier(Protocol):
 
 @runtime_checkable
 class Store(Tier, Protocol):
-    """A tier that many servers share: too large to be told of, so it is asked.
+    """A tier that many servers share: too large to be scanned, so it is asked for names.
 
-    Its `scan` tells nothing. It has no limit of its own here and evicts nothing for a write: what goes,
-    and when, is the store's affair.
+    Its `scan` yields nothing. It has no limit and evicts nothing for a write: the store itself decides
+    what to delete, and when.
     """
 
     @property
     def deadline_s(self) -> float:
-        """What a call takes at most: computing waits no longer for a store than that."""
+        """The longest that a call may take, and that a request waits for the store."""
         ...
 
     def find(self, names: Sequence[str]) -> Sequence[FoundRecord]:
@@ -209,7 +219,7 @@ def discover() -> dict[str, OpenTier]:
 
 
 def schemes() -> dict[str, str]:
-    """The kind of tier that each scheme of an address means. Stores name theirs in SCHEMES."""
+    """The kind of store that each URL scheme stands for."""
     return {
         scheme: name for name, module in _modules() for scheme in getattr(module, "SCHEMES", ())
     }

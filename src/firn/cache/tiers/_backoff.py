@@ -1,8 +1,8 @@
 """When a tier that failed is used again. Thread-safe.
 
-A disk that fails takes no writes for 1, 2, 4, ... seconds (`Backoff`). A store fails more often and by
-accident, and is asked by many threads: only some failures in a row open its circuit, and then one call
-at a time finds out whether it is back (`CircuitBreaker`).
+A disk that fails gets no writes for 1, 2, 4, ... seconds (`Backoff`). A store fails more often, for a
+moment, and many threads call it: a few failures in a row open its circuit, and then one call at a time
+tries whether it is back (`CircuitBreaker`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ log = logging.getLogger("firn.cache")
 
 FIRST_S, MAX_S = 1.0, 60.0
 N_FAILURES = 3
-"""So many in a row open a circuit."""
+"""This many in a row open a circuit."""
 JITTER = 0.25
 """A store's pause is longer or shorter by at most this share: a fleet must not come back all at once."""
 
 
 class Backoff:
-    """Pauses that double. The log has a warning for the first of them, and one when they are over."""
+    """Pauses that double. A warning is logged for the first of them, and one when they are over."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Backoff:
         return self._n_pauses > 0
 
     def check(self, reason: str = "paused") -> None:
-        """Raises TierFault while it is too early for another try."""
+        """Raises TierFault until the pause is over."""
         if self._n_pauses and self._clock() < self._retry_at:
             raise TierFault(reason, self.status.reason)
 
@@ -85,7 +85,7 @@ class Backoff:
 
 
 class CircuitBreaker:
-    """Whether a store is called. Each `check` that passes is followed by one of the other three."""
+    """Decides whether a store is called. A `check` that passes is followed by one of the other three."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class CircuitBreaker:
         self._lock = threading.Lock()
         self._n_failures = 0
         self._is_probing = False
-        """A call is on its way to find out, while the circuit is open."""
+        """The circuit is open, and a call is trying whether the store is back."""
 
     @property
     def status(self) -> TierStatus:
@@ -138,6 +138,6 @@ class CircuitBreaker:
         self._backoff.worked()
 
     def ended(self) -> None:
-        """A call ended in a way that says nothing of the store's health."""
+        """The call ended in a way that says nothing about the store."""
         with self._lock:
             self._is_probing = False

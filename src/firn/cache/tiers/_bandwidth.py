@@ -1,4 +1,4 @@
-"""A bound on the bytes that are sent to a store in a second. Thread-safe."""
+"""A limit on the bytes that are sent to a store in a second. Thread-safe."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 BURST_S = 1.0
-"""What was not used for so long may be used at once."""
+"""The most that may be saved up: what this many seconds allow."""
 
 
 class Bandwidth:
@@ -27,7 +27,7 @@ class Bandwidth:
         """When everything that was taken so far will have been sent, at this rate."""
 
     def take(self, nbytes: int) -> None:
-        """Wait for what was taken before; a large piece is let through and waited for afterwards."""
+        """Wait until what was taken before is sent. A large piece goes at once: the next one waits."""
         if not self._bytes_per_s:
             return
         with self._lock:

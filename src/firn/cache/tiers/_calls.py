@@ -1,7 +1,7 @@
 """Calls to a store over a network: within a deadline, tried again with jitter, behind a circuit breaker.
 
-A call gets half the deadline, and is begun again only in the first half: so two attempts at most take
-all of it, and failures that come at once are tried more often. Thread-safe.
+An attempt may take half the deadline, and none begins in its second half. So two slow attempts use up
+the deadline, and failures that come at once are retried more often. Thread-safe.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class RetriedCalls:
     ) -> None:
         self.breaker = breaker
         self.attempt_s = deadline_s / 2
-        """What one attempt may take. Whoever makes it sees to that."""
+        """What one attempt may take. The client keeps to it."""
         self._clock = clock
         self._sleep = sleep
         self._jitter = jitter
 
     def run(self, attempt: Callable[[], T]) -> T:
-        """Raises what the attempt raises; a TierFault only when it is too late to try again."""
+        """Raises what the attempt raises; a TierFault only if it may not be tried again."""
         self.breaker.check()
         began = self._clock()
         n_tries = 0

@@ -1,9 +1,9 @@
-"""The SSD tier's folder: its layout, every system call, and what its processes tell each other.
+"""The SSD tier's folder: its layout, every system call, and the numbers that its processes share.
 
     <2 hex>/<name>.safetensors            records, whole from the moment they have this name
-    tmp/<name>.<pid>.<n>.<nbytes>.tmp     being written; the name says how much is set aside for it
-    quarantine/<name>.<time>              set aside for people
-    firn.lock                             the lock, and a page of numbers behind it
+    tmp/<name>.<pid>.<n>.<nbytes>.tmp     being written; the name says how much is reserved for it
+    quarantine/<name>.<time>              damaged records, kept for people to look at
+    firn.lock                             the lock, and the page: numbers that only its holder changes
     models/, CACHEDIR.TAG                 for people, and for backup programs
 
 The folder is the truth: the page may be lost at any time. Holds no state but an open lock.
@@ -42,13 +42,13 @@ INDEX = {sub: i for i, sub in enumerate(COUNTED)}
 DEFAULT_LIMIT_NBYTES = 10 << 30
 BLOCK_NBYTES = 4096
 LARGE_NBYTES = 4 << 20
-"""Files of this size may need a block of the file system's own for their map."""
+"""From this size on, a file may take one block more, where the file system maps its blocks."""
 MARGIN_NBYTES = 4 * BLOCK_NBYTES
-"""Kept free for notes on models, which the tier does not write."""
+"""Reserved for notes on models, which are written without asking the tier."""
 QUARANTINE_FILES, QUARANTINE_SHARE = 32, 16
-"""At most so many, and at most this part of the limit."""
+"""At most so many files, and at most this fraction (1/16) of the limit."""
 ABANDONED_S = 3600.0
-"""Where files cannot be locked, a temp file of this age is nobody's."""
+"""Where files cannot be locked, a temp file of this age counts as abandoned."""
 N_HOURS = 24
 POLL_S, MAX_POLL_S = 0.0002, 0.002
 NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL}
@@ -69,20 +69,20 @@ _set_aside = re.compile(r"[0-9a-f]{64}\.[a-z]+\.\d+").fullmatch
 
 
 def path_of(key: str) -> str:
-    """A record's file. A foreign file is known by its path without the suffix."""
+    """Where the file of a key lies."""
     return f"{key}{SUFFIX}" if "/" in key else f"{key[:2]}/{key}{SUFFIX}"
 
 
 def key_of(sub: str, file: str) -> str:
-    """The name of a record's file, or how a foreign one is known."""
+    """A record's name; for a foreign file, its path without the suffix."""
     name = file.removesuffix(SUFFIX)
     return name if name[:2] == sub and is_name(name) else f"{sub}/{name}"
 
 
 def reserved_nbytes(temp: str) -> int:
-    """What the name of a temp file sets aside; 0 when it is no such name."""
-    found = _temp(temp)
-    return int(found[1]) if found else 0
+    """What the name of a temp file reserves; 0 when it is no such name."""
+    match = _temp(temp)
+    return int(match[1]) if match else 0
 
 
 def fault_of(error: OSError) -> TierFault:
@@ -93,28 +93,29 @@ def fault_of(error: OSError) -> TierFault:
 # --- system calls --------------------------------------------------------------------------
 
 
-class Listed(NamedTuple):
+class FileStat(NamedTuple):
     name: str
     size: int
     nbytes: int
-    """On disk, or what it will take up there once the system has written all of it."""
+    """What it takes up on disk, or will once the system has written all of it."""
     mtime: float
 
     @classmethod
-    def of(cls, name: str, found: os.stat_result) -> Listed:
-        nbytes = max(allocated(found.st_size), found.st_blocks * 512)
-        return cls(name, found.st_size, nbytes, found.st_mtime)
+    def of(cls, name: str, stat: os.stat_result) -> FileStat:
+        nbytes = max(allocated(stat.st_size), stat.st_blocks * 512)
+        return cls(name, stat.st_size, nbytes, stat.st_mtime)
 
 
 def allocated(size: int) -> int:
+    """What a file of this size takes up on disk."""
     whole = -(-size // BLOCK_NBYTES) * BLOCK_NBYTES
     return whole + (BLOCK_NBYTES if size >= LARGE_NBYTES else 0)
 
 
-def quarantine_surplus(files: Sequence[Listed], *, limit_nbytes: int) -> int:
-    """How many of these, from the first on, are too many for a folder of this limit."""
+def quarantine_surplus(files: Sequence[FileStat], *, limit_nbytes: int) -> int:
+    """How many of these files, from the first on, must go from a folder of this limit."""
     n = max(len(files) - QUARANTINE_FILES, 0)
-    while sum(x.nbytes for x in files[n:]) > limit_nbytes // QUARANTINE_SHARE:
+    while sum(file.nbytes for file in files[n:]) > limit_nbytes // QUARANTINE_SHARE:
         n += 1
     return n
 
@@ -130,62 +131,64 @@ class Disk:
         self.folder = folder
         self.has_locks = True
 
-    def files(self, sub: str) -> list[Listed]:
+    def files(self, sub: str) -> list[FileStat]:
         """The plain files of a subfolder; one that is not there has none."""
-        found: list[Listed] = []
+        files: list[FileStat] = []
         try:
             entries = os.scandir(f"{self.folder}/{sub}")
         except (FileNotFoundError, NotADirectoryError):
-            return found
+            return files
         with entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):  # gone since the folder was read
                     if entry.is_file(follow_symlinks=False):
-                        found.append(Listed.of(entry.name, entry.stat(follow_symlinks=False)))
-        return found
+                        files.append(FileStat.of(entry.name, entry.stat(follow_symlinks=False)))
+        return files
 
     def subfolder(self, sub: str) -> tuple[int, int]:
         """Its own bytes, and when names in it last changed; (0, 0) when it is not there."""
         try:
-            found = os.stat(f"{self.folder}/{sub}")
+            stat = os.stat(f"{self.folder}/{sub}")
         except (FileNotFoundError, NotADirectoryError):
             return 0, 0
-        return found.st_blocks * 512, found.st_mtime_ns
+        return stat.st_blocks * 512, stat.st_mtime_ns
 
-    def temps(self) -> list[Listed]:
-        """What is being written, or was when its writer died. No file of a user's, in a `tmp` of his."""
-        return [x for x in self.files(TMP) if _temp(x.name)]
+    def temps(self) -> list[FileStat]:
+        """Files that are being written, or were when their writer died. A user's own files in a folder
+        called tmp are not among them."""
+        return [file for file in self.files(TMP) if _temp(file.name)]
 
-    def quarantined(self) -> list[Listed]:
+    def quarantined(self) -> list[FileStat]:
         """The oldest first: their names end with the time."""
-        files = (x for x in self.files(QUARANTINE) if _set_aside(x.name))
-        return sorted(files, key=lambda x: x.name.rpartition(".")[2])
+        files = (file for file in self.files(QUARANTINE) if _set_aside(file.name))
+        return sorted(files, key=lambda file: file.name.rpartition(".")[2])
 
     def other_nbytes(self) -> int:
-        """All but records and quarantine: temp files at the size set aside for them, the lock, notes."""
-        temps = sum(max(reserved_nbytes(x.name), x.nbytes) for x in self.temps())
+        """All but records and quarantine: temp files at their reserved size, the lock, notes."""
+        temps = sum(max(reserved_nbytes(temp.name), temp.nbytes) for temp in self.temps())
         fixed = [self.stat(LOCK), self.stat(TAG_FILE), *self.files(MODELS)]
         folders = sum(self.subfolder(sub)[0] for sub in (".", TMP, MODELS))
-        return temps + folders + sum(x.nbytes for x in fixed if x is not None) + MARGIN_NBYTES
+        files = sum(file.nbytes for file in fixed if file is not None)
+        return temps + folders + files + MARGIN_NBYTES
 
-    def stat(self, path: str) -> Listed | None:
+    def stat(self, path: str) -> FileStat | None:
         try:
-            return Listed.of(path, os.stat(f"{self.folder}/{path}"))
+            return FileStat.of(path, os.stat(f"{self.folder}/{path}"))
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def open(self, path: str, flags: int = os.O_RDONLY) -> int:
         return os.open(f"{self.folder}/{path}", flags | os.O_CLOEXEC, 0o600)
 
-    def stat_open(self, fd: int) -> Listed:
-        return Listed.of("", os.fstat(fd))
+    def stat_open(self, fd: int) -> FileStat:
+        return FileStat.of("", os.fstat(fd))
 
     def read(self, fd: int, buffer: memoryview) -> int:
-        """The next bytes of a file, as many as one call gives."""
+        """The next bytes of a file, as many as one call reads."""
         return os.readv(fd, [buffer[: self.max_call_nbytes]])
 
     def read_first(self, fd: int, nbytes: int) -> memoryview:
-        """So many bytes of a file that was just opened."""
+        """The first `nbytes` bytes of a file that was just opened."""
         # Not a bytearray: that would be filled with zeros first.
         view = np.empty(nbytes, dtype=np.uint8).data
         have = 0
@@ -200,7 +203,7 @@ class Disk:
         os.close(fd)
 
     def make_folder(self) -> None:
-        """The folder and what is always in it. One that is ours, or new, is for us alone."""
+        """Make the folder and what is always in it. One that is new or ours is closed to other users."""
         is_new = not self.folder.exists()
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         is_ours = is_new or (self.folder / LOCK).exists() or not any(self.folder.iterdir())
@@ -214,21 +217,21 @@ class Disk:
                 file.write(TAG_TEXT)
 
     def free_nbytes(self) -> int:
-        there = os.statvfs(self.folder)
-        return there.f_bavail * there.f_frsize
+        disk = os.statvfs(self.folder)
+        return disk.f_bavail * disk.f_frsize
 
     def open_lock(self) -> int:
         return self.open(LOCK, os.O_RDWR | os.O_CREAT)
 
     def is_lock(self, fd: int) -> bool:
-        """Whether the lock file is still this one: someone may have deleted the folder."""
+        """Whether this is still the folder's lock file: someone may have deleted the folder."""
         try:
             return os.path.samestat(os.fstat(fd), os.stat(f"{self.folder}/{LOCK}"))
         except (FileNotFoundError, NotADirectoryError):
             return False
 
     def try_lock(self, fd: int) -> bool:
-        """False: someone else has it. Where the file system has no locks, everybody has it."""
+        """False: another process holds it. Where the file system has no locks, this always succeeds."""
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -258,9 +261,9 @@ class Disk:
         return fd
 
     def is_abandoned(self, path: str, age_s: float) -> bool:
-        """Whether the writer of a temp file is dead: then the system has let go of its lock.
+        """Whether the writer of a temp file is dead: then the system has released its lock.
 
-        Unlike a process id this cannot be taken over, and it means the same in every container. Opened
+        A process id would not do: ids are reused, and differ between containers. The file is opened
         for writing, because network file systems give exclusive locks to writers only.
         """
         try:
@@ -273,7 +276,7 @@ class Disk:
             os.close(fd)
 
     def write(self, fd: int, pieces: Sequence[Buffer]) -> None:
-        """All of it. Most records go out in one call."""
+        """Write all of it, most records in one call."""
         left = [memoryview(p) for p in pieces if len(p)]
         at = 0
         while at < len(left):
@@ -306,7 +309,7 @@ class Disk:
             os.unlink(f"{self.folder}/{path}")
 
     def rmdir(self, sub: str) -> None:
-        """Only an empty folder goes."""
+        """Remove the folder if it is empty."""
         with contextlib.suppress(OSError):
             os.rmdir(f"{self.folder}/{sub}")
 
@@ -315,7 +318,7 @@ class Disk:
         os.utime(f"{self.folder}/{path}", ns=(ns, ns))
 
 
-# --- what processes tell each other --------------------------------------------------------
+# --- numbers that processes share ----------------------------------------------------------
 
 MAGIC = int.from_bytes(b"firn pg2", "little")
 _LIMIT, _HOURS, _COUNTERS, _NBYTES = 1, 2, 2 + 2 * N_HOURS, 2 + 2 * N_HOURS + len(COUNTED)
@@ -324,13 +327,13 @@ Words = npt.NDArray[np.int64]
 
 
 class Page:
-    """Numbers behind the lock. Owner: the thread that holds it.
+    """The numbers in the lock file. Owner: the thread that holds the lock.
 
         magic | limit | 24 x (hour, bytes written in it) | 257 x counter | 257 x bytes on disk
 
-    A counter belongs to a subfolder and goes up before anything in it changes, and again afterwards. One
-    that has moved says: list it again. An odd one says that a process died or failed between the two, so
-    its bytes must be measured; a page that is lost is made anew of odd ones.
+    Each subfolder has a counter, which is raised before anything in it changes, and again afterwards.
+    Whoever sees a counter that has moved lists the subfolder again. An odd one means that a process died
+    or failed in between: the subfolder's bytes must be measured. A new page begins with odd counters.
     """
 
     def __init__(self, words: Words, save: Callable[[bytes], None]) -> None:
@@ -344,7 +347,7 @@ class Page:
 
     @property
     def limit_nbytes(self) -> int:
-        """The limit that the process which opened the folder last was given; 0 for none yet."""
+        """The limit of the process that opened the folder last; 0 for none yet."""
         return int(self._words[_LIMIT])
 
     @limit_nbytes.setter
@@ -374,7 +377,7 @@ class FolderLock:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[Page]:
-        """Raises TierFault when others keep it too long, OSError when the folder is no good."""
+        """Raises TierFault when others hold it too long, OSError when the folder cannot be used."""
         fd = self._acquire()
         try:
             words = _parse(self._disk.read_page(fd, 8 * _N_WORDS))
@@ -390,7 +393,7 @@ class FolderLock:
             self._fd = -1
 
     def __del__(self) -> None:
-        """A tier has no end but that nobody uses it any more."""
+        """Servers never close a tier: its lock file is closed with the last reference to it."""
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(self._fd)
@@ -413,7 +416,7 @@ class FolderLock:
 
 
 def peek(disk: Disk) -> Page | None:
-    """The numbers as they are now, to look at: without the lock, and not to be changed."""
+    """The numbers as they are now, read without the lock: not to be changed. None: there are none."""
     try:
         fd = disk.open(LOCK)
     except OSError:
@@ -442,15 +445,15 @@ def _fresh() -> Words:
 
 
 def read_heads(folder: Path) -> Iterator[ScannedRecord]:
-    """Every record file that may be opened, foreign ones too. Takes no lock and changes nothing."""
+    """The beginning of every record file that may be opened, foreign ones too."""
     disk = Disk(folder)
     for sub in SUBFOLDERS:
-        for x in disk.files(sub):
-            if x.name.endswith(SUFFIX):
+        for stat in disk.files(sub):
+            if stat.name.endswith(SUFFIX):
                 with contextlib.suppress(OSError):
-                    with open(f"{folder}/{sub}/{x.name}", "rb") as file:
+                    with open(f"{folder}/{sub}/{stat.name}", "rb") as file:
                         head = file.read(PEEK_NBYTES)
-                    yield ScannedRecord(key_of(sub, x.name), head, x.size, x.mtime)
+                    yield ScannedRecord(key_of(sub, stat.name), head, stat.size, stat.mtime)
 
 
 def default_limit(free_nbytes: int, used_nbytes: int = 0) -> int:

@@ -1,9 +1,9 @@
 """A tier in a store that many servers share, over a network: what S3 and Redis have in common.
 
-The store's own calls are five, of one attempt each (`ObjectClient`). Here they get a deadline, retries,
-a circuit breaker and a bandwidth, and are counted. A store is never listed: it is asked for names
-(`find`), which follow from a prompt's tokens. What leaves it, and when, is the store's own affair: a
-lifecycle rule, a time to live, maxmemory. So it has no limit here, and evicts nothing.
+An `ObjectClient` makes the store's five calls, one attempt each. Here they get a deadline, retries, a
+circuit breaker and a bandwidth, and are counted. A store is never listed: it is asked for names, which
+follow from a prompt's tokens (`find`). The store itself decides what to delete, and when: by a lifecycle
+rule, a time to live, maxmemory. So it has no limit here, and evicts nothing.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from firn.core.errors import SetupError
 MIB = 1 << 20
 DEADLINE_S, WRITE_MB_PER_S = 5.0, 64.0
 N_BAD = 1 << 12
-"""Damaged records whose names are remembered."""
+"""How many names of damaged records are remembered."""
 
 
 class ObjectClient(Protocol):
-    """One attempt each, of bounded time. Raise Missing, Refused, TierFault, PermanentFault."""
+    """Each call is one attempt, of bounded time. Raises Missing, Refused, TierFault, PermanentFault."""
 
     def get(self, name: str, n: int | None) -> memoryview: ...
 
@@ -51,13 +51,13 @@ class ObjectClient(Protocol):
     def touch(self, names: Sequence[str]) -> None: ...
 
     def delete(self, name: str) -> bool:
-        """Whether it was there, as far as the store tells."""
+        """Whether it was there, as far as the store says."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """What may follow the question mark in the address of any store."""
+    """The settings of any store, which follow the question mark in its address."""
 
     deadline_s: float = DEADLINE_S
     write_mb_per_s: float = WRITE_MB_PER_S
@@ -77,7 +77,7 @@ class StoreSettings:
 
 
 def first_line(error: Exception) -> str:
-    """What a library says of a fault; some go on for a page."""
+    """What a library says of a fault, shortened: some messages fill a page."""
     text = str(error).partition("\n")[0]
     return text if len(text) <= 160 else f"{text[:160]}..."
 
@@ -114,7 +114,7 @@ class StoreTier:
         self._tally = Tally()
         self._lock = threading.Lock()
         self._bad: dict[str, None] = {}
-        """Damaged, and perhaps still there: not to be read until they are written anew."""
+        """Damaged, and perhaps still there: not read until they are written again."""
         self._nbytes = 0
 
     def scan(self) -> Iterator[ScannedRecord | Gone[str]]:
@@ -125,9 +125,9 @@ class StoreTier:
         asked = [name for name in names if name not in self._bad]
         if not asked:
             return []
-        found = self._calls.run(lambda: list(self._client.find(asked)))
-        self._tally.add(finds=1, names_asked=len(asked), names_found=len(found))
-        return found
+        records = self._calls.run(lambda: list(self._client.find(asked)))
+        self._tally.add(finds=1, names_asked=len(asked), names_found=len(records))
+        return records
 
     def read(self, name: str, n: int | None = None) -> memoryview:
         if name in self._bad:
@@ -165,11 +165,11 @@ class StoreTier:
         try:
             self._calls.run(lambda: self._client.touch(list(stamps)))
         except TierFault:
-            return  # the status says so; a stamp that is too low costs a miss at worst
+            return  # the breaker has counted it; a stamp that is too low costs a miss at worst
         self._tally.add(touches=len(stamps))
 
     def delete(self, name: str, *, keep: bool = False) -> None:
-        """keep: a store has no place to set things aside for people, so it is deleted as well."""
+        """keep: deleted all the same, because a store has no place for quarantined records."""
         if keep:
             with self._lock:
                 self._bad[name] = None
@@ -180,7 +180,7 @@ class StoreTier:
             self._tally.add(deletes=1)
 
     def usage(self) -> TierUsage:
-        """nbytes: what this process has written. How full a store is, it alone knows."""
+        """nbytes: what this process has written. How full the store is, is not known here."""
         return TierUsage(
             self._nbytes,
             0,

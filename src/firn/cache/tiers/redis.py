@@ -5,9 +5,9 @@
     <prefix>:<name>                 head: magic, record's length, time, writer; then the record, if small
     <prefix>:<name>:<writer>:<i>    a large record's pieces, of 8 MiB each, written before the head
 
-The head is set only where there is none, so a record is written once; pieces carry their writer's number
-and are never mixed. Every key has a time to live, which each use renews. maxmemory is the server's own
-affair: what it has evicted is a miss, and what it will not take is refused.
+The head is set only if there is none, so a record is written once. Pieces carry their writer's number,
+so those of two writers are never mixed. Every key has a time to live, which each use renews. What the
+server evicts at its maxmemory is a miss, and what it does not take is refused.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ PIECE_NBYTES = 8 << 20
 READ_NBYTES = 1 << 20
 TTL_S = 7 * 86_400
 CONNECT_S = 2.0
-OWN = ("ttl_s", "prefix", "piece_kb")
+OWN_SETTINGS = ("ttl_s", "prefix", "piece_kb")
 _HEAD = struct.Struct("<8sQdQ")
 _MAGIC = b"firn1\r\n\0"
 
 
 class RecordHead(NamedTuple):
+    """What the value of a record's own key begins with."""
+
     nbytes: int
     written_at: float
     writer: int
@@ -100,8 +102,8 @@ class RedisClient:
             pipe = self._client.pipeline(transaction=False)
             for name in names:
                 pipe.getrange(self._key(name), 0, _HEAD.size - 1)
-            found: list[bytes] = pipe.execute()
-            return found
+            raws: list[bytes] = pipe.execute()
+            return raws
 
         for name, raw in zip(names, self._translated(heads), strict=True):
             if len(raw) == _HEAD.size and raw.startswith(_MAGIC):
@@ -134,9 +136,9 @@ class RedisClient:
         return is_new
 
     def touch(self, names: Sequence[str]) -> None:
-        """Renews the time to live, which also counts as a use for the server's own eviction.
+        """Renew the time to live, of a large record's pieces too: their keys follow from its head.
 
-        Of a large record's pieces as well: their names are in its head.
+        The server's own eviction counts this as a use.
         """
 
         def renew() -> None:
@@ -175,7 +177,7 @@ class RedisClient:
             yield from (f"{self._key(name)}:{head.writer:x}:{i}" for i in range(n))
 
     def _tagged(self, writer: int) -> int:
-        """The writer's number ends in the size of its pieces, in KiB: others may cut otherwise."""
+        """The writer's number, ending in the size of its pieces in KiB: other servers may differ."""
         return (writer >> 24 << 24) | (self._piece_nbytes >> 10) if writer else 0
 
     @staticmethod
@@ -183,7 +185,7 @@ class RedisClient:
         return max((head.writer & 0xFFFFFF) << 10, 1024)
 
     def _drop(self, keys: Sequence[str]) -> None:
-        """Pieces that belong to nobody; if that fails too, they live out their time."""
+        """Delete pieces without a head; if that fails too, their time to live ends them."""
         try:
             if keys:
                 self._client.unlink(*keys)
@@ -191,7 +193,7 @@ class RedisClient:
             return
 
     def _translated(self, call: Callable[[], T]) -> T:
-        """Run it; what goes wrong gets one of our names."""
+        """Run the call, and translate what it raises."""
         errors = self._errors
         try:
             return call()
@@ -209,7 +211,7 @@ class RedisClient:
 
 def open_tier(options: TierOptions) -> StoreTier:
     """Raises SetupError."""
-    settings = StoreSettings.of(options, OWN)
+    settings = StoreSettings.of(options, OWN_SETTINGS)
     try:
         import redis
         from redis.backoff import NoBackoff

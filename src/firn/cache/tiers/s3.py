@@ -1,13 +1,13 @@
-"""The S3 tier: one object a record, in any store that speaks S3's language, through obstore.
+"""The S3 tier: one object for each record, in any store with S3's API, through obstore.
 
     s3://bucket/prefix?endpoint=https://...&region=...&deadline_s=5&write_mb_per_s=64
 
     <prefix>/<2 hex>/<name>.safetensors    the same bytes as a file of the SSD tier
 
-Written once, by a put that fails where the name is taken; a store that ignores the condition overwrites
-a record with one that is as good. Objects are read whole. Stamps are not kept: let a lifecycle rule of
-the bucket delete what is old. Credentials come from the environment or, with boto3 installed, from
-wherever the AWS tools would take them.
+A record is written once, by a put that fails if the name is taken; a store that ignores the condition
+overwrites it with the same content. Objects are read whole. Stamps are not kept: let a lifecycle rule of
+the bucket delete what is old. Credentials come from the environment or, if boto3 is installed, from
+where the AWS tools take them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from firn.core.errors import SetupError
 T = TypeVar("T")
 SCHEMES = ("s3",)
 N_QUESTIONS_AT_ONCE = 16
-"""Names that are asked for at once: S3 answers one a request."""
+"""Requests that ask for names at the same time: each request asks for one."""
 CONNECT_S = 2.0
 LATE_SHARE = 0.9
-"""A call that fails after this much of its time was too slow; obstore has one class for all faults."""
-OWN = ("endpoint", "region", "anonymous")
+"""A call that fails after this share of its time was too slow: obstore raises the same class for all
+faults."""
+OWN_SETTINGS = ("endpoint", "region", "anonymous")
 
 
 class S3Client:
@@ -60,10 +61,10 @@ class S3Client:
 
     def find(self, names: Sequence[str]) -> Iterator[FoundRecord]:
         if len(names) == 1:
-            found: Iterator[FoundRecord | None] = map(self._head, names)
+            heads: Iterator[FoundRecord | None] = map(self._head, names)
         else:
-            found = self._pool.map(self._head, names)
-        return (one for one in found if one is not None)
+            heads = self._pool.map(self._head, names)
+        return (head for head in heads if head is not None)
 
     def _head(self, name: str) -> FoundRecord | None:
         try:
@@ -112,7 +113,7 @@ class S3Client:
         return was_there
 
     def _translated(self, call: Callable[[], T]) -> T:
-        """Run it; what goes wrong gets one of our names."""
+        """Run the call, and translate what it raises."""
         errors, began = self._library.exceptions, time.monotonic()
         try:
             return call()
@@ -139,7 +140,7 @@ class _Unsupported(TierFault):
 
 def open_tier(options: TierOptions) -> StoreTier:
     """Raises SetupError."""
-    settings = StoreSettings.of(options, OWN)
+    settings = StoreSettings.of(options, OWN_SETTINGS)
     try:
         import obstore
         from obstore.store import S3Store
@@ -185,14 +186,14 @@ def _endpoint_of_environment() -> str | None:
 
 
 def _credentials() -> dict[str, Any]:
-    """Static ones of the environment are obstore's own affair; the rest of the chain is boto3's."""
+    """obstore itself reads static credentials of the environment; boto3 finds all others."""
     if os.environ.get("AWS_ACCESS_KEY_ID"):
         return {}
     try:
         import boto3
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError:
-        return {}  # obstore looks at roles of instances, containers and web identities by itself
+        return {}  # obstore finds roles of instances, containers and web identities by itself
     try:
         return {"credential_provider": Boto3CredentialProvider(boto3.Session())}
     except ValueError as e:
@@ -206,7 +207,7 @@ def _path(name: str) -> str:
 
 
 def _joined(pieces: Sequence[Buffer]) -> memoryview:
-    """In one piece, for one put. Not a bytearray: that would be filled with zeros first."""
+    """All bytes in one buffer, for one put. Not a bytearray, which would be filled with zeros first."""
     views = [memoryview(piece).cast("B") for piece in pieces if memoryview(piece).nbytes]
     whole = np.empty(sum(view.nbytes for view in views), dtype=np.uint8)
     at = 0

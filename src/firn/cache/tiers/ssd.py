@@ -1,11 +1,11 @@
 """The SSD tier: a folder of record files under one limit, shared by any number of processes.
 
-A file's mtime is its stamp: foreign files go first, then the lowest stamp. Nothing is fsynced: the page
-cache outlives a killed process, and what a power cut tears, the checksums find. Reads take no lock. What
-changes the folder happens under its lock (see _folder.py), but for the long part, writing the bytes:
-those were set aside before, so that at every moment
+A file's mtime is its stamp: foreign files are evicted first, then the lowest stamp. Nothing is fsynced:
+the page cache outlives a killed process, and checksums find what a power cut tears. Reads take no lock.
+The folder is changed under its lock (see _folder.py), except that bytes are written without it, to a
+temp file whose size was reserved before. So at every moment
 
-    records + folders + temp files at the size set aside for them + quarantine <= limit
+    records + folders + temp files at their reserved size + quarantine <= limit
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from firn.cache.tiers._folder import (
     QUARANTINE,
     TMP,
     Disk,
+    FileStat,
     FolderLock,
-    Listed,
     Page,
     allocated,
     default_limit,
@@ -56,13 +56,13 @@ from firn.cache.tiers._folder import (
 from firn.cache.tiers._known import UNLISTED, KnownFiles, is_foreign
 
 SLACK_NBYTES = 2 * BLOCK_NBYTES
-"""What a new name may add to folders."""
+"""What a new name may add to the size of folders."""
 WORTH_MORE = 1.1
 HOUR_S = 3600
 SCAN_BATCH = 128
 SCAN_THREADS = 4
 SLOW_S = 3e-4
-"""A file that keeps a scan waiting longer comes from the disk, not from the page cache."""
+"""A file that makes a scan wait longer than this comes from the disk, not from the page cache."""
 
 
 class SsdTier:
@@ -83,7 +83,7 @@ class SsdTier:
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """guest: keep to the limit of the folder's servers; the own one is for a folder without."""
+        """guest: keep to the limit that the folder's servers have set, if there were any."""
         folder = Path(options.location)
         self._has_auto_limit = options.limit_nbytes is None
         self._own_limit = options.limit_nbytes or 0
@@ -112,7 +112,7 @@ class SsdTier:
     # --- the contract ------------------------------------------------------------------------
 
     def scan(self) -> Iterator[ScannedRecord | Gone[str]]:
-        """As the contract says. A folder that cannot be locked or changed is still read."""
+        """A folder that cannot be locked or changed is still read."""
         counters = None
         try:
             with self._locked() as page:
@@ -132,7 +132,7 @@ class SsdTier:
         except (OSError, TierFault) as e:
             self._failed(e)
         with self._alone():
-            gone, new = self._known.take_news()
+            gone, new = self._known.take_reports()
         yield from map(Gone, gone)
         yield from self._heads(new)
 
@@ -143,7 +143,7 @@ class SsdTier:
         try:
             fd = self._disk.open(path_of(name))
         except (FileNotFoundError, NotADirectoryError) as e:
-            self._known.doubt(name[:2])
+            self._known.relist_later(name[:2])
             self._tally.add(missing=1)
             raise Missing from e
         except OSError as e:
@@ -176,36 +176,36 @@ class SsdTier:
         return stored
 
     def touch(self, stamps: Mapping[str, float]) -> None:
-        """The highest first: half-way, too, their order is as it was to be, for all who look."""
+        """The highest first, so that the order is right for other processes at every moment."""
         latest = self._wall() + AHEAD_S
         for name, stamp in sorted(stamps.items(), key=lambda item: -item[1]):
-            # A read-only or deleted file is found out about elsewhere.
+            # Reads and scans notice files that are read-only or deleted.
             with contextlib.suppress(OSError):
-                found = self._disk.stat(path_of(name))
-                if found is not None and not stamp <= found.mtime <= latest:
+                file = self._disk.stat(path_of(name))
+                if file is not None and not stamp <= file.mtime <= latest:
                     self._disk.set_mtime(path_of(name), stamp)
                     self._tally.add(touches=1)
 
     def delete(self, name: str, *, keep: bool = False) -> None:
         try:
             with self._locked() as page:
-                found = self._disk.stat(path_of(name))
-                if found is None:
+                file = self._disk.stat(path_of(name))
+                if file is None:
                     self._known.forget(name, 0)
                 elif keep:
-                    self._set_aside(page, name, found.nbytes)
+                    self._set_aside(page, name, file.nbytes)
                 else:
-                    self._remove(page, name, found.nbytes)
+                    self._remove(page, name, file.nbytes)
                     self._tally.add(deletes=1)
-                    self._nbytes -= found.nbytes  # counting anew would take longer than deleting
-                self._known.told([name])
+                    self._nbytes -= file.nbytes  # counting anew would take longer than deleting
+                self._known.set_reported([name])
         except (OSError, TierFault) as e:
             if keep:
                 self._mark_unreadable(name)
             raise fault_of(e) if isinstance(e, OSError) else e from e
 
     def usage(self) -> TierUsage:
-        """Takes no lock either: numbers that change together may be a moment apart."""
+        """Takes no lock: numbers that change together may be a moment apart."""
         by_part = self._known.by_part()
         n_foreign, _ = by_part.pop("", (0, 0))
         return TierUsage(
@@ -223,7 +223,7 @@ class SsdTier:
         )
 
     def evict_to(self, nbytes: int) -> int:
-        """Shrink the folder to `nbytes`, as far as it can be; returns what was let go."""
+        """Shrink the folder to `nbytes`, or as far as possible; returns the bytes that were freed."""
         try:
             with self._locked() as page:
                 before = self._count(page)
@@ -252,19 +252,19 @@ class SsdTier:
         return measured
 
     def _heads(self, names: Sequence[str]) -> Iterator[ScannedRecord]:
-        """One thread is fastest for what lies in the page cache, several are for what does not."""
+        """One thread is fastest for what lies in the page cache, several for what does not."""
         is_slow = False
         with ThreadPoolExecutor(SCAN_THREADS, thread_name_prefix="firn-scan") as pool:
             for at in range(0, len(names), SCAN_BATCH):
                 some = names[at : at + SCAN_BATCH]
                 began, worked = time.perf_counter(), time.thread_time()
-                found = list(pool.map(self._head, some) if is_slow else map(self._head, some))
+                heads = list(pool.map(self._head, some) if is_slow else map(self._head, some))
                 waited = (time.perf_counter() - began) - (time.thread_time() - worked)
                 is_slow = is_slow or waited > SLOW_S * len(some)
-                yield from (seen for seen in found if seen is not None)
+                yield from (head for head in heads if head is not None)
 
     def _head(self, name: str) -> ScannedRecord | None:
-        """None: it is gone, or not for us, or to be tried again at the next scan."""
+        """None: it is gone, or may not be read, or is tried again with the next scan."""
         try:
             fd = self._disk.open(path_of(name))
         except (FileNotFoundError, NotADirectoryError):
@@ -274,12 +274,12 @@ class SsdTier:
             return None
         except OSError:
             with self._alone():
-                self._known.tell(name, is_there=True)
+                self._known.report(name, is_there=True)
             return None
         try:
-            x = self._disk.stat_open(fd)
-            head = self._disk.read_first(fd, min(x.size, PEEK_NBYTES))
-            return ScannedRecord(name, head, x.size, x.mtime)
+            file = self._disk.stat_open(fd)
+            head = self._disk.read_first(fd, min(file.size, PEEK_NBYTES))
+            return ScannedRecord(name, head, file.size, file.mtime)
         except OSError:
             return ScannedRecord(name, b"", 0, 0.0)  # what cannot be read is no record
         finally:
@@ -287,9 +287,9 @@ class SsdTier:
 
     def _mark_unreadable(self, name: str) -> None:
         with contextlib.suppress(TierFault, OSError), self._alone():
-            found = self._disk.stat(path_of(name))
-            if found is not None:
-                self._known.mark_unreadable(name, found.mtime)
+            file = self._disk.stat(path_of(name))
+            if file is not None:
+                self._known.mark_unreadable(name, file.mtime)
 
     # --- writing -----------------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class SsdTier:
             if budget is not None and page.day_nbytes(hour) + nbytes > budget:
                 raise Refused("write budget")
             if self._is_stored(name):
-                self._known.believe(name, self._disk.stat(path_of(name)))
+                self._known.set_present(name, self._disk.stat(path_of(name)))
                 return WriteResult(0, new=False)
             evicted = self._make_room(page, need, used_at)
             temp = f"{TMP}/{name}.{os.getpid()}.{next(self._serial)}.{need}.tmp"
@@ -314,7 +314,7 @@ class SsdTier:
             with self._locked() as page:
                 page.add_written(hour, nbytes)
                 taken = self._commit(page, name, temp)
-                self._known.told([name, *evicted])
+                self._known.set_reported([name, *evicted])
                 self._count(page)
         except BaseException:
             with contextlib.suppress(OSError):  # else it stays until the next scan
@@ -325,10 +325,13 @@ class SsdTier:
         return WriteResult(taken, new=True, evicted=tuple(evicted))
 
     def _is_stored(self, name: str) -> bool:
-        """It is there, or on its way."""
+        """It is there, or being written."""
         if name not in self._known.unreadable and self._disk.stat(path_of(name)) is not None:
             return True
-        return any(x.name.startswith(f"{name}.") and not self._sweep(x) for x in self._disk.temps())
+        return any(
+            temp.name.startswith(f"{name}.") and not self._sweep(temp)
+            for temp in self._disk.temps()
+        )
 
     def _commit(self, page: Page, name: str, temp: str) -> int:
         """Give a complete file its name; returns the bytes it takes up."""
@@ -337,20 +340,20 @@ class SsdTier:
         n_before = 0 if replaced is None else replaced.nbytes
         with self._change(page, sub):
             self._disk.rename(temp, path)
-            x = self._disk.stat(path)
-            if x is None:
+            file = self._disk.stat(path)
+            if file is None:
                 raise FileNotFoundError(path)
-            page.nbytes[INDEX[sub]] += x.nbytes - n_before
+            page.nbytes[INDEX[sub]] += file.nbytes - n_before
             self._known.forget(name, n_before)
-            self._known.add(name, x)
-        return x.nbytes
+            self._known.add(name, file)
+        return file.nbytes
 
     def _sweep_temps(self) -> None:
-        for x in self._disk.temps():
-            self._tally.add(stale_temps=self._sweep(x))
+        for temp in self._disk.temps():
+            self._tally.add(stale_temps=self._sweep(temp))
 
-    def _sweep(self, temp: Listed) -> bool:
-        """Remove a temp file whose writer is dead."""
+    def _sweep(self, temp: FileStat) -> bool:
+        """Remove a temp file if its writer is dead; returns whether it was."""
         path = f"{TMP}/{temp.name}"
         is_dead = self._disk.is_abandoned(path, self._wall() - temp.mtime)
         if is_dead:
@@ -365,7 +368,7 @@ class SsdTier:
         return self._evict(page, over, used_at=used_at, must=True)
 
     def _shrink(self, page: Page, to_nbytes: int) -> None:
-        """Evict until that much is left, or nothing. The next scan tells."""
+        """Evict until that much is left, or nothing. The next scan reports what went."""
         self._evict(page, self._count(page) - to_nbytes, used_at=inf, must=False)
         self._count(page)
 
@@ -374,14 +377,14 @@ class SsdTier:
             return []
         for i in np.flatnonzero(page.counters != self._known.listed_at):
             self._known.relist(COUNTED[i], int(page.counters[i]))
-        old: list[Listed] = []
-        for x in self._disk.quarantined():
+        old: list[FileStat] = []
+        for file in self._disk.quarantined():
             if over > 0:
-                old.append(x)
-                over -= x.nbytes
+                old.append(file)
+                over -= file.nbytes
         victims: dict[str, int] = {}
         try:
-            while over > 0 and (oldest := self._known.oldest(used_at=used_at, but=victims)):
+            while over > 0 and (oldest := self._known.oldest(used_at=used_at, victims=victims)):
                 victims[oldest.name] = oldest.nbytes
                 over -= oldest.nbytes
             if over > 0 and must:
@@ -389,7 +392,7 @@ class SsdTier:
             self._drop_quarantined(page, old)
             for key, nbytes in victims.items():
                 self._remove(page, key, nbytes)
-                self._known.tell(key, is_there=False)
+                self._known.report(key, is_there=False)
                 self._tally.add(evictions=1, bytes_evicted=nbytes)
         finally:
             self._known.put_back(victims)  # those that are still there
@@ -419,19 +422,19 @@ class SsdTier:
         self._drop_quarantined(page, files[:n_surplus])
         self._known.n_quarantined = len(files) - n_surplus
 
-    def _drop_quarantined(self, page: Page, files: Sequence[Listed]) -> None:
+    def _drop_quarantined(self, page: Page, files: Sequence[FileStat]) -> None:
         if files:
             with self._change(page, QUARANTINE):
-                for x in files:
-                    self._disk.unlink(f"{QUARANTINE}/{x.name}")
-                    page.nbytes[INDEX[QUARANTINE]] -= x.nbytes
+                for file in files:
+                    self._disk.unlink(f"{QUARANTINE}/{file.name}")
+                    page.nbytes[INDEX[QUARANTINE]] -= file.nbytes
             self._known.n_quarantined -= len(files)
 
     # --- the lock and the page ---------------------------------------------------------------
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Among this process's threads."""
+        """Alone among this process's threads."""
         if not self._mutex.acquire(timeout=self._lock_timeout_s):
             raise TierFault("locked", "another thread has held the folder for long")
         try:
@@ -458,7 +461,7 @@ class SsdTier:
             if is_new_limit or len(doubtful):
                 page.save()
             self._has_joined = True
-            # Never above what this process was told, nor what the one that started last was told.
+            # Never above the limit of this process, nor that of the one that started last.
             last = page.limit_nbytes or own
             self._limit_nbytes = last if self._guest else min(own, last)
             yield page
@@ -466,7 +469,7 @@ class SsdTier:
 
     @contextlib.contextmanager
     def _change(self, page: Page, sub: str) -> Iterator[None]:
-        """Around a change of a subfolder: whoever dies or fails in it leaves an odd counter."""
+        """Around a change of a subfolder: who dies or fails inside leaves an odd counter."""
         i = INDEX[sub]
         is_known = self._known.listed_at[i] == page.counters[i]
         before, _ = self._disk.subfolder(sub)

@@ -1,4 +1,4 @@
-"""The tree of all known prefixes. The only package that knows chains, and that writes nodes and records.
+"""The tree of all known prefixes. Only this package knows chains, and writes to nodes and records.
 
     nodes.py      Node (a block), Record (one part of its state), Root (where a namespace begins)
     children.py   a node's children, sorted: finds what shares most with a prompt
@@ -7,7 +7,7 @@
     lifetimes.py  nodes that expire, and what is remembered of those that were evicted
     announce.py   what a listener is told of blocks that come and go
 
-No MLX: payloads are opaque here.
+`Records` drives it. No MLX: payloads are opaque here.
 """
 
 from firn.cache.tree.announce import Announcement, Announcer, Cleared, Removed, StoredBlock

@@ -1,4 +1,4 @@
-"""How long nodes live where a request said so, and which blocks had to go.
+"""How long nodes live if a request has set a time, and which blocks were evicted.
 
 Owner: the tree. `Lifetimes` alone writes `Node.expires_at`.
 """
@@ -50,7 +50,7 @@ class Lifetimes:
         return freed
 
     def expired(self) -> Iterator[Node]:
-        """Nodes whose time is over; one that is in use gets another minute."""
+        """Nodes whose time is over; one that is in use is tried again after RETRY_S."""
         now = self._clock()
         while self._queue and self._queue[0][0] <= now:
             *_, expires_at, node = heapq.heappop(self._queue)
@@ -64,7 +64,7 @@ class Lifetimes:
 
 
 class EvictedBlocks:
-    """The keys of blocks that were evicted for want of room, the oldest forgotten first."""
+    """The keys of blocks that were evicted to make room; the oldest are forgotten first."""
 
     def __init__(self) -> None:
         self._keys: dict[bytes, None] = {}

@@ -67,6 +67,14 @@ class Record:
         """Memory or a tier has it."""
         return self.arrays is not None or self.stored != 0
 
+    def is_stored(self, tier: int) -> bool:
+        """This tier has it."""
+        return bool(self.stored >> tier & 1)
+
+    def is_being_written(self, tier: int) -> bool:
+        """To this tier."""
+        return bool(self.writing >> tier & 1)
+
 
 class InRow:
     """Stands for the arrays of records whose content lies in a row."""

@@ -1,8 +1,8 @@
 """The order in which records are evicted, in memory and in every tier: least recently used first.
 
-Memory asks for a record's `rank`. A tier knows no chains and keeps one number with each record, its
-`stamp`, the rank lowered by a step for every block before it. So a tier that simply evicts the lowest
-stamp takes a chain from its end, as memory does:
+Memory asks for a record's `last_use`. A tier knows no chains and keeps one number with each record, its
+`stamp`: the last use, lowered by a step for every block before it. So a tier that simply evicts the
+lowest stamp takes a chain from its end, as memory does:
 
     blocks of one chain      0        1        2        3
     stamp of the pages       t        t - 2    t - 4    t - 6
@@ -31,27 +31,27 @@ class EvictionOrder:
         self._block = block
         self._carrier = carrier
 
-    def rank(self, record: Record) -> float:
+    def last_use(self, record: Record) -> float:
         """When a record counts as last used, by the wall clock.
 
         How often it was used does not count: a long conversation that has ended was used more often
         than a new one. A window or state that only a branch would ask for counts as used a day
-        earlier. The carrier of a chain never ranks below what it carries. Of equal ranks the deeper
-        record goes first, so a chain goes from its end.
+        earlier. The carrier of a chain never counts as used before what it carries. Of equal times the
+        deeper record goes first, so a chain goes from its end.
         """
         at = record.node.used_at
         if record.part is not self._carrier and _only_for_branches(record):
             at -= DAY_S
         return at
 
-    def state_rank(self, record: Record) -> float:
-        """The rank among states, which have a share of memory of their own: shared places go last."""
-        return self.rank(record) + (DAY_S if record.mark >= Mark.LATTICE else 0.0)
+    def state_last_use(self, record: Record) -> float:
+        """The same among states, which have their own share of memory: shared places go last."""
+        return self.last_use(record) + (DAY_S if record.mark >= Mark.LATTICE else 0.0)
 
     # --- stamps ----------------------------------------------------------------------------
 
     def stamp(self, record: Record) -> float:
-        return self.rank(record) - BLOCK_S * self._n_steps(record)
+        return self.last_use(record) - BLOCK_S * self._n_steps(record)
 
     def used_at(self, record: Record, stamp: float) -> float:
         """When a record with this stamp was last used."""

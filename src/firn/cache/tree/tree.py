@@ -255,13 +255,13 @@ class Tree:
     def set_stored(self, record: Record, tier: int) -> None:
         """A tier has it from now on."""
         record.writing &= ~(1 << tier)
-        if not record.stored >> tier & 1:
+        if not record.is_stored(tier):
             record.stored |= 1 << tier
             self._count_tier(record, tier, +1)
 
     def set_gone(self, record: Record, tier: int) -> None:
         """A tier has it no more."""
-        if record.stored >> tier & 1:
+        if record.is_stored(tier):
             record.stored &= ~(1 << tier)
             self._count_tier(record, tier, -1)
 
@@ -362,7 +362,7 @@ class Tree:
 
     def _resize(self, record: Record, nbytes: int) -> None:
         """Bytes on disk and in memory differ a little; all totals count the same number."""
-        stored = [t for t in range(len(self.tiers)) if record.stored >> t & 1]
+        stored = [tier for tier in range(len(self.tiers)) if record.is_stored(tier)]
         for tier in stored:
             self._count_tier(record, tier, -1)
         record.nbytes = nbytes

@@ -1,4 +1,4 @@
-"""What `--tier` says: which kind of store, where, and its settings."""
+"""What `--tier` says: which kind of store, where, and its settings. Read before the store is opened."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from firn.core.errors import SetupError
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class StoreAddress:
     kind: str
     options: TierOptions
     shown: str
-    """For people: without a password, and without settings."""
+    """For people: without password and settings."""
     spill: str
-    """Which records go there."""
+    """Which records go there: the name of a policy in spill_policy.py."""
 
 
-def parse_address(text: str) -> Address:
+def parse_address(text: str) -> StoreAddress:
     """Raises SetupError."""
     try:
         parts = urlsplit(text)
@@ -35,7 +35,7 @@ def parse_address(text: str) -> Address:
     place = parts._replace(query="", fragment="")
     host = parts.netloc.rpartition("@")[2]
     extra = dict(settings)
-    return Address(
+    return StoreAddress(
         kinds[parts.scheme],
         TierOptions(place.geturl(), extra=extra),
         place._replace(netloc=host).geturl(),
