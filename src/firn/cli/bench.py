@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from firn.cli.models import DEFAULT_URL, ApiKey, Url
-
-Guard = Callable[[Callable[..., None]], Callable[..., None]]
+from firn.cli.parameters import DEFAULT_URL, ApiKey, Guard, Url
 
 Compare = Annotated[
     tuple[str, str] | None,
@@ -55,12 +53,6 @@ def bench_app(guarded: Guard) -> typer.Typer:
     return app
 
 
-def _where(**given: Any) -> Any:
-    from firn.cli.bench_work import BenchTargets
-
-    return BenchTargets(**given)
-
-
 def _chats(
     url: Url = DEFAULT_URL,
     compare: Compare = None,
@@ -73,10 +65,10 @@ def _chats(
     plot: Plot = None,
 ) -> None:
     """Time to first token of chats that share a system prompt: cold, shared, later turns."""
-    from firn.cli.bench_work import chats
+    from firn.cli.bench_work import BenchTargets, chats
 
-    where = _where(url=url, compare=compare, models=model, api_key=api_key, json=json, plot=plot)
-    chats(where, rounds=rounds, sessions=sessions, turns=turns)
+    servers = BenchTargets(url, compare, model, api_key, json, plot)
+    chats(servers, rounds=rounds, sessions=sessions, turns=turns)
 
 
 def _throughput(
@@ -100,10 +92,10 @@ def _throughput(
     plot: Plot = None,
 ) -> None:
     """Tokens per second by number of streams, and the longest pause while a long prompt arrives."""
-    from firn.cli.bench_work import throughput
+    from firn.cli.bench_work import BenchTargets, throughput
 
-    where = _where(url=url, compare=compare, models=model, api_key=api_key, json=json, plot=plot)
-    throughput(where, rounds=rounds, concurrency=concurrency, requests=requests, gap=not no_gap)
+    servers = BenchTargets(url, compare, model, api_key, json, plot)
+    throughput(servers, rounds=rounds, concurrency=concurrency, requests=requests, gap=not no_gap)
 
 
 def _replay(
@@ -146,8 +138,8 @@ def _replay(
 ) -> None:
     """Play a trace with made-up text that shares prefixes as the trace does."""
     from firn.bench.replay import ReplayPace
-    from firn.cli.bench_work import replay
+    from firn.cli.bench_work import BenchTargets, replay
 
-    where = _where(url=url, compare=compare, models=model, api_key=api_key, json=json, plot=plot)
+    servers = BenchTargets(url, compare, model, api_key, json, plot)
     pace = ReplayPace(speed, streams, max_prompt, max_reply)
-    replay(where, trace, rounds=rounds, requests=requests, pace=pace, trace_model=trace_model)
+    replay(servers, trace, rounds=rounds, requests=requests, pace=pace, trace_model=trace_model)

@@ -19,12 +19,14 @@ from firn.cache.storage.seal import Seal, load_seal
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers._folder import QUARANTINE, Disk
 from firn.cache.tiers.ssd import SsdTier
-from firn.cli.doctor import size
+from firn.cli.sizes import size
 from firn.core.errors import SetupError
 
 
 @dataclass(frozen=True, slots=True)
 class CacheFolder:
+    """A cache folder and the key of its records, if they are encrypted."""
+
     folder: Path
     seal: Seal | None
 
@@ -35,24 +37,25 @@ class CacheFolder:
     def disk(self) -> Disk:
         return Disk(self.folder)
 
-    def take(self) -> Inventory:
+    def inventory(self) -> Inventory:
+        """Raises SetupError."""
         try:
             return take_inventory(self.folder, seal=self.seal)
         except OSError as e:
             raise SetupError(f"{self.folder}: cannot be read: {e.strerror or e}") from e
 
     def tier(self) -> SsdTier:
-        """As a guest: it keeps the limit that servers have set."""
+        """As a guest, which keeps to the limit that servers have set."""
         return SsdTier(TierOptions(str(self.folder)), guest=True)
 
 
-def out() -> Console:
+def plain_console() -> Console:
     return Console(highlight=False, soft_wrap=True)
 
 
 @contextmanager
-def bar(what: str, total: int) -> Iterator[Progress]:
-    """On stderr, and only on a terminal; advance task 0 by bytes."""
+def progress_bar(what: str, total: int) -> Iterator[Progress]:
+    """On stderr, and only on a terminal. Advance task 0 by bytes."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -69,10 +72,10 @@ def bar(what: str, total: int) -> Iterator[Progress]:
 
 
 def verify(location: CacheFolder, *, quarantine: bool) -> int:
-    inventory, tier = location.take(), location.tier()
+    inventory, tier = location.inventory(), location.tier()
     bad: dict[RecordFile, str] = {}
     n_good = n_foreign = 0
-    with bar("verifying", sum(f.nbytes for f in inventory.files)) as progress:
+    with progress_bar("verifying", sum(f.nbytes for f in inventory.files)) as progress:
         for file in inventory.files:
             fault = file.fault or _check(location, tier, file)
             if isinstance(fault, Damaged):
@@ -82,7 +85,7 @@ def verify(location: CacheFolder, *, quarantine: bool) -> int:
             else:
                 n_good += fault is None
             progress.advance(progress.task_ids[0], file.nbytes)
-    console = out()
+    console = plain_console()
     for file, reason in bad.items():
         console.print(f"damaged: {file.path}: {reason}", style="red", markup=False)
     if quarantine:
@@ -90,7 +93,7 @@ def verify(location: CacheFolder, *, quarantine: bool) -> int:
             tier.delete(file.name, keep=True)
     moved = f", moved to {location.folder / QUARANTINE}" if quarantine and bad else ""
     console.print(f"{n_good} records are good, {len(bad)} damaged{moved}.", markup=False)
-    _orphans(location, tier, inventory, drop=quarantine)
+    _report_orphans(location, tier, inventory, drop=quarantine)
     if inventory.n_locked or n_foreign:
         console.print(
             f"Not checked: {inventory.n_locked} encrypted with another key, "
@@ -108,14 +111,16 @@ def _check(location: CacheFolder, tier: SsdTier, file: RecordFile) -> TierError 
     return None
 
 
-def _orphans(location: CacheFolder, tier: SsdTier, inventory: Inventory, *, drop: bool) -> None:
+def _report_orphans(
+    location: CacheFolder, tier: SsdTier, inventory: Inventory, *, drop: bool
+) -> None:
     """Records that no prompt can reach. A server may be writing their parents, so check twice."""
     before = {b.tag.key for b in inventory.orphans}
-    blocks = [b for b in location.take().orphans if b.tag.key in before] if before else []
+    blocks = [b for b in location.inventory().orphans if b.tag.key in before] if before else []
     files = [f for block in blocks for f in block.files.values()]
     if files:
         done = ", deleted" if drop else ""
-        out().print(f"{len(files)} records that no prompt can reach{done}.")
+        plain_console().print(f"{len(files)} records that no prompt can reach{done}.")
     for file in files if drop else ():
         tier.delete(file.name)
 
@@ -126,7 +131,7 @@ def _orphans(location: CacheFolder, tier: SsdTier, inventory: Inventory, *, drop
 def gc(location: CacheFolder, *, max_nbytes: int) -> None:
     _must_exist(location)
     freed = location.tier().evict_to(max_nbytes)
-    out().print(f"{size(freed)} freed.")
+    plain_console().print(f"{size(freed)} freed.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +148,7 @@ class ToClear:
 
 def to_clear(location: CacheFolder, *, model: str | None, namespace: str | None) -> ToClear:
     _must_exist(location)
-    inventory = location.take()
+    inventory = location.inventory()
     is_all = model is None and namespace is None
     chosen = [f for f in inventory.files if is_all or _is_chosen(inventory, f, model, namespace)]
     bad = location.disk().files(QUARANTINE) if is_all else []
@@ -169,7 +174,7 @@ def clear(location: CacheFolder, chosen: ToClear) -> None:
         tier.evict_to(0)
     for name in chosen.names or ():
         tier.delete(name)
-    out().print(f"{chosen.n_files} files deleted, {size(chosen.nbytes)} freed.")
+    plain_console().print(f"{chosen.n_files} files deleted, {size(chosen.nbytes)} freed.")
 
 
 def _must_exist(location: CacheFolder) -> None:
@@ -181,12 +186,12 @@ def _must_exist(location: CacheFolder) -> None:
 
 
 def export(location: CacheFolder, key: str, file: Path) -> None:
-    inventory = location.take()
+    inventory = location.inventory()
     chain = inventory.chain(inventory.find(key))
     names = records_of(chain)
     tier = location.tier()
     total = sum(b.nbytes for b in chain)
-    with bar("exporting", total) as progress:
+    with progress_bar("exporting", total) as progress:
         try:
             nbytes = write_export(
                 names,
@@ -196,7 +201,7 @@ def export(location: CacheFolder, key: str, file: Path) -> None:
             )
         except OSError as e:
             raise SetupError(f"{file}: cannot be written: {e.strerror or e}") from e
-    out().print(
+    plain_console().print(
         f"{chain[-1].end} tokens in {len(names)} records, {size(nbytes)}: {file}", markup=False
     )
 
@@ -204,7 +209,7 @@ def export(location: CacheFolder, key: str, file: Path) -> None:
 def import_(location: CacheFolder, file: Path, *, namespace: str | None) -> None:
     try:
         total = file.stat().st_size
-        with bar("importing", total) as progress:
+        with progress_bar("importing", total) as progress:
             done = import_file(
                 file,
                 location.tier(),
@@ -214,6 +219,6 @@ def import_(location: CacheFolder, file: Path, *, namespace: str | None) -> None
             )
     except OSError as e:
         raise SetupError(f"{file}: cannot be read: {e.strerror or e}") from e
-    out().print(
+    plain_console().print(
         f"{done.n_new} records stored, {size(done.nbytes)}; {done.n_present} were there already."
     )

@@ -38,7 +38,7 @@ def with_config(run: Callable[..., int], *, environ: Mapping[str, str] = os.envi
             for item in OPTIONS
             if given[_identifier(item.key)] not in (None, [], ())
         }
-        names = _heed(foreign, flags)
+        names = _apply_foreign(foreign, flags)
         file = Path(file) if file else None
         config = load(flags, environ=environ, file=file, flag_names=names)
         raise typer.Exit(run(config, **extra))
@@ -52,10 +52,12 @@ def with_config(run: Callable[..., int], *, environ: Mapping[str, str] = os.envi
     return command
 
 
-def _heed(foreign: Mapping[str, str | bool | None], flags: dict[str, Any]) -> dict[str, str]:
-    """Adds what flags of other servers mean to `flags`; by key, the name that was really given.
+def _apply_foreign(
+    foreign: Mapping[str, str | bool | None], flags: dict[str, Any]
+) -> dict[str, str]:
+    """Adds to `flags` what flags of other servers mean here. Returns, by key, the flag that was given.
 
-    An option's own flag wins over its other names, and of those the first in the table.
+    An option's own flag wins over its aliases, and of those the first in the table.
     """
     names: dict[str, str] = {}
     for flag, value in foreign.items():
@@ -69,7 +71,7 @@ def _heed(foreign: Mapping[str, str | bool | None], flags: dict[str, Any]) -> di
             case AliasFlag(key, unset=unset) if value != unset:
                 if key in flags:
                     winner = names.get(key, _FLAGS[key])
-                    typer.echo(f"firn: {flag} is ignored: {winner} is given, too", err=True)
+                    typer.echo(f"firn: {flag} is ignored: {winner} is given too", err=True)
                 else:
                     flags[key], names[key] = value, flag
     for key, known in PARSERS.items():
@@ -92,9 +94,9 @@ def _parameters() -> Iterator[inspect.Parameter]:
         rich_help_panel="Other",
     )
     yield _parameter("config_file", str | None, config_file, None)
-    for flag, fate in VLLM_MLX.items():
-        info = typer.Option(flag, hidden=True, metavar=fate.metavar)
-        if fate.metavar is None:
+    for flag, meaning in VLLM_MLX.items():
+        info = typer.Option(flag, hidden=True, metavar=meaning.metavar)
+        if meaning.metavar is None:
             yield _parameter(_identifier(flag), bool, info, False)
         else:
             yield _parameter(_identifier(flag), str | None, info, None)
