@@ -41,7 +41,7 @@ HELD = {
 }
 """What a command must contain to be held back."""
 SETTLE_S = 60.0
-TOKENS_A_WORD = 5
+TOKENS_PER_WORD = 5
 
 
 class Proxy:
@@ -107,7 +107,7 @@ def prompts(wanted: argparse.Namespace, seed: str) -> list[str]:
 
 
 def text(wanted: argparse.Namespace, seed: object) -> str:
-    return words(wanted.tokens // TOKENS_A_WORD, seed=seed)
+    return words(wanted.tokens // TOKENS_PER_WORD, seed=seed)
 
 
 def fill(wanted: argparse.Namespace, port: int, folder: Path) -> None:

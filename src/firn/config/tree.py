@@ -82,7 +82,7 @@ OPTIONS: tuple[Option, ...] = tuple(
 
 
 def with_model(config: Config, defaults: ModelDefaults) -> Config:
-    """The tree with what the model says of itself wherever nobody has said anything."""
+    """The settings, with the model's own sampling defaults where the user gives none."""
     if config.sampling.generation_config == "none":
         return config
     adopted = {

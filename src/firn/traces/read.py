@@ -26,7 +26,7 @@ from firn.traces.trace import TraceEntry, TraceError
 
 MOONCAKE_BLOCK = 512
 SESSION_BLOCK = 256
-CHARS_A_TOKEN = 4
+CHARS_PER_TOKEN = 4
 TURN_S, SESSION_S = 15.0, 60.0
 """Between turns, and between the beginnings of sessions, where nothing says it."""
 MESSAGES = ("messages", "conversations", "conversation", "turns", "trajectory", "history")
@@ -231,7 +231,7 @@ class _HashedText:
     """A text as it grows: its length in tokens, and the hashes of its whole blocks."""
 
     def __init__(self, block: int) -> None:
-        self._n_chars = block * CHARS_A_TOKEN
+        self._n_chars = block * CHARS_PER_TOKEN
         self._rest = ""
         self._digest = b""
         self.blocks: list[int] = []
@@ -239,7 +239,7 @@ class _HashedText:
     @property
     def n_tokens(self) -> int:
         n_whole = len(self.blocks) * self._n_chars
-        return -(-(n_whole + len(self._rest)) // CHARS_A_TOKEN)
+        return -(-(n_whole + len(self._rest)) // CHARS_PER_TOKEN)
 
     def add(self, text: str) -> None:
         rest = self._rest + text + "\n"

@@ -53,7 +53,7 @@ class SimulatedTier:
         """(rank, -depth of the deepest, number of the request, run)."""
 
     def take(self, i: int) -> int:
-        """Request i uses the stored blocks of its prompt, whose number is returned; the rest is stored."""
+        """Request i uses the stored blocks of its prompt and stores the rest; how many it used."""
         start, end = self._cuts[i]
         if start == end:
             return 0
