@@ -147,7 +147,7 @@ def look(page: Page) -> None:
     page.get_by_label("Time shown").select_option("1 min")
     page.locator("#requests .call.done").last.focus()
     page.locator("#tree .run[aria-level='2']").first.click()
-    page.locator("#tree .looked").get_by_text("Saves").wait_for()
+    page.locator("#tree .details").get_by_text("Saves").wait_for()
     page.mouse.move(5, 5)
 
 
