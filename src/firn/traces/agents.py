@@ -239,8 +239,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--block", type=int, default=256, help="tokens in a block")
     parser.add_argument("--token-bytes", type=int, default=0, help="bytes of a token in the cache")
+    parser.add_argument("--people", type=int, default=USUAL.n_people)
+    parser.add_argument("--kinds", type=int, default=USUAL.n_kinds, help="kinds of agents")
     args = parser.parse_args()
-    traffic = AgentTraffic(seed=args.seed, block=args.block)
+    shape = replace(USUAL, n_people=args.people, n_kinds=args.kinds)
+    traffic = AgentTraffic(shape, seed=args.seed, block=args.block)
     for entry in islice(traffic, args.requests):
         print(line_of(replace(entry, token_nbytes=args.token_bytes), block=args.block))
 
