@@ -148,11 +148,11 @@ def match(rounds: int) -> None:
         half = np.concatenate([prompt.ids[: N_PROMPT // 2], prompt.ids[: N_PROMPT // 2] + 1])
         cold = prompt.ids + 1
         for what, ids in (("again", prompt.ids), ("diverges half-walk", half), ("cold", cold)):
-            found = time_match(cache, Prompt(ids), max(rounds, 5))
-            total = found.keys_ms + found.match_ms
+            times = time_match(cache, Prompt(ids), max(rounds, 5))
+            total = times.keys_ms + times.match_ms
             print(
-                f"  {label:34} {what:18} keys {found.keys_ms:5.2f} ms  match {found.match_ms:6.2f} ms"
-                f"  total {total:6.2f} ms  cached {found.n_cached:6}"
+                f"  {label:34} {what:18} keys {times.keys_ms:5.2f} ms  match {times.match_ms:6.2f} ms"
+                f"  total {total:6.2f} ms  cached {times.n_cached:6}"
             )
 
 

@@ -160,8 +160,8 @@ class Bench:
         engine.call(prefer)
 
     def _tokens(self, n: int) -> list[int]:
-        found: list[int] = self._rng.integers(10, int(self._config["vocab_size"]), n).tolist()
-        return found
+        tokens: list[int] = self._rng.integers(10, int(self._config["vocab_size"]), n).tolist()
+        return tokens
 
 
 def shown(cells: list[Cell]) -> str:

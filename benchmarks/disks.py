@@ -52,8 +52,8 @@ def drop(paths: Iterable[Path]) -> Temperature:
     """Let the system forget these files, and say whether it did."""
     if not hasattr(os, "posix_fadvise"):
         return "warm"
-    found = {_drop_one(path) for path in paths}
-    return "warm" if "warm" in found else "unknown" if "unknown" in found else "cold"
+    seen = {_drop_one(path) for path in paths}
+    return "warm" if "warm" in seen else "unknown" if "unknown" in seen else "cold"
 
 
 def _drop_one(path: Path) -> Temperature:
@@ -62,12 +62,12 @@ def _drop_one(path: Path) -> Temperature:
         os.fsync(fd)  # pages that are not on the disk yet would stay
         for _ in range(MAX_DROPS):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            found = _temperature(fd)
-            if found != "warm":
+            temperature = _temperature(fd)
+            if temperature != "warm":
                 break
             time.sleep(0.02)  # someone holds on to a page for a moment
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # what the probes may have read
-        return found
+        return temperature
     finally:
         os.close(fd)
 
@@ -112,7 +112,7 @@ def read_speed(folder: Path, *, nbytes: int = 256 * MIB) -> float:
 
 
 def sequential_s(folder: Path, nbytes: int) -> float:
-    """Reading so many bytes of one file that nobody has in memory."""
+    """Seconds to read this many bytes of one file that is not in memory."""
     path = folder / "yardstick"
     piece = memoryview(bytes(range(256)) * (1 << 14))
     try:

@@ -81,10 +81,14 @@ class Answer:
 
     def take(self, event: object, now: float) -> None:
         if isinstance(event, Admitted | Advanced):
-            found = event.admission if isinstance(event, Advanced) else event
-            self.n_cached, self.tiers, self.why = found.n_cached, dict(found.tiers), found.reason
-            if found.n_skipped and not self.n_skipped:
-                self.n_skipped, self.scored_s = found.n_skipped, now - self.asked
+            admission = event.admission if isinstance(event, Advanced) else event
+            self.n_cached, self.tiers, self.why = (
+                admission.n_cached,
+                dict(admission.tiers),
+                admission.reason,
+            )
+            if admission.n_skipped and not self.n_skipped:
+                self.n_skipped, self.scored_s = admission.n_skipped, now - self.asked
         elif isinstance(event, Token):
             self.times.append(now)
             self.tokens.append(event.id)
@@ -128,7 +132,7 @@ class BenchEngine:
         by_depth: bool = False,
     ) -> None:
         """disk: the SSD's system calls. memo: where estimates outlive the engine. model: one that was
-        made before: the weights of a large one take time and memory. speculation: who guesses tokens,
+        made before: the weights of a large one take time and memory. speculation: who drafts tokens,
         given the model and what makes its caches. has_head: it has a prediction head. scorer: who scores
         long prompts. chunk: of prefill; 0 for the device's. by_depth: it grows while nobody waits, as a
         server's does."""

@@ -47,8 +47,8 @@ class Arms:
     def __init__(self, engine: BenchEngine) -> None:
         self._engine = engine
         self._give_room = runner.give_room
-        found = devices.device()
-        usual, largest = found.prefill_chunk, found.largest_chunk
+        device = devices.device()
+        usual, largest = device.prefill_chunk, device.largest_chunk
         self._sizes = {"steps": ChunkSizes(usual), "room": ChunkSizes(usual)}
         self._sizes["chunks"] = ChunkSizes(usual, largest=largest)
 
@@ -104,15 +104,15 @@ def measure(shape: str, lengths: list[int], rounds: int, *, pauses_too: bool) ->
                 arms.take(name)
                 short = next(make)[:64]
                 pauses[name] = [pause(engine, next(make), short) for _ in range(3 * pauses_too)]
-            best = {name: statistics.median(found) for name, found in times.items()}
-            held = {name: statistics.median(found or [0.0]) for name, found in pauses.items()}
+            best = {name: statistics.median(took) for name, took in times.items()}
+            longest = {name: statistics.median(took or [0.0]) for name, took in pauses.items()}
             rows.append(
                 [
                     f"{n_tokens}",
                     *(f"{best[name]:.3f} s" for name in times),
                     f"{best['steps'] / best['room']:.3f}",
                     f"{best['room'] / best['chunks']:.3f}",
-                    f"{held['room'] * 1e3:.0f} -> {held['chunks'] * 1e3:.0f} ms",
+                    f"{longest['room'] * 1e3:.0f} -> {longest['chunks'] * 1e3:.0f} ms",
                 ]
             )
     head = ["tokens", "in steps", "room", "chunks", "gain of room", "gain of chunks", "pause"]
@@ -121,8 +121,8 @@ def measure(shape: str, lengths: list[int], rounds: int, *, pauses_too: bool) ->
 
 def bare(shape: str, lengths: list[int], rounds: int) -> None:
     config, dtype = shape_of(shape)
-    found = devices.device()
-    if found.kind == "cpu":
+    device = devices.device()
+    if device.kind == "cpu":
         cpu.tune("auto", exact=False, memo=default_cache_dir() / "blas.json")
     model = random_model(config, dtype=dtype)
     probe = make_prompt_cache(model)
@@ -137,7 +137,7 @@ def bare(shape: str, lengths: list[int], rounds: int) -> None:
         prompt, row = Prompt(np.array(ids)), runs.start(None)
         mx.reset_peak_memory()
         began = time.process_time()
-        for end in range(found.prefill_chunk, len(ids), found.prefill_chunk):
+        for end in range(device.prefill_chunk, len(ids), device.prefill_chunk):
             runs.prefill(row, prompt, end)
             runs.settle(row)
         return time.process_time() - began, mx.get_peak_memory() / 2**20

@@ -132,7 +132,7 @@ def measure(folder: Path) -> dict[str, Any]:
         done.wait()
         return time.perf_counter() - start
 
-    found = {
+    figures = {
         "all_s": scan(),
         "first_s": seen[1],
         "records": seen[0],
@@ -142,7 +142,7 @@ def measure(folder: Path) -> dict[str, Any]:
         "again_s": scan(),
     }
     io.close()
-    return found
+    return figures
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, list[dict[str, Any]]]:

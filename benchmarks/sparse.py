@@ -98,8 +98,8 @@ class Exam:
             essential=prompt.essential,
             eos=self.tokenizer.eos,
         ).wait()
-        said = [t for t in answer.tokens if t not in self.tokenizer.eos]
-        return self.tokenizer.decode(said) == expected, answer
+        reply = [t for t in answer.tokens if t not in self.tokenizer.eos]
+        return self.tokenizer.decode(reply) == expected, answer
 
 
 class RememberingScorer(AttentionScorer):
@@ -141,7 +141,7 @@ def answers(
         return make(small.model, small.info, make_layers=small.make_layers, cache=CacheOff())
 
     config = {"model_type": "qwen3"}
-    rows, found = [], []
+    rows, points = [], []
     engine = BenchEngine(
         config, dtype=mx.float32, memory_nbytes=GIB, model=target.model, scorer=scorer
     )
@@ -166,13 +166,13 @@ def answers(
                 ratio_shown = "" if once else f" {ratio:.2f}"
                 cells.append(f"{right[keep]}/{n_sessions}{ratio_shown}")
                 point = {"tokens": n_prompt, "keep": keep, "ratio": ratio}
-                found.append(point | {"right": right[keep], "full": right[None]})
+                points.append(point | {"right": right[keep], "full": right[None]})
             rows.append(cells)
             print(grid([["tokens", "in full", *map(str, SHARES)], *rows]), flush=True)
     print("right answers" + ("" if once else ", and the first token's time over the full prompt's"))
     if out is not None:
         options = {"draft": draft, "sessions": n_sessions, "placement": placement}
-        save(out, "sparse", options=options, result=found)
+        save(out, "sparse", options=options, result=points)
 
 
 # --- time ----------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def device_run(
             raise RuntimeError("nothing was skipped")
         return answer
 
-    rows, found = [], []
+    rows, points = [], []
     options: dict[str, Any] = {"dtype": dtype, "memory_nbytes": GIB, "by_depth": True}
     with BenchEngine(config, scorer=scorer, **options) as engine:
         for n_tokens in lengths:
@@ -274,10 +274,10 @@ def device_run(
                 [f"{n_tokens}", f"{statistics.median(full):.3f} s"]
                 + [f"{statistics.median(times[k]):.3f} s, {ratios[k]:.2f}" for k in shares]
             )
-            found += [{"tokens": n_tokens, "keep": k, "ratio": ratios[k]} for k in shares]
+            points += [{"tokens": n_tokens, "keep": k, "ratio": ratios[k]} for k in shares]
     print(grid([["tokens", "in full", *(f"keep {k}" for k in shares)], *rows]))
     if out is not None:
-        save(out, "sparse", options={"shape": shape, "rounds": rounds}, result=found)
+        save(out, "sparse", options={"shape": shape, "rounds": rounds}, result=points)
 
 
 def scorer_run(

@@ -155,7 +155,7 @@ async def run(args: argparse.Namespace, peers: dict[str, Peer]) -> None:
     result: list[dict[str, Any]] = []
     for kind in ASKS:
         for n_streams in numbers(args.streams):
-            found: dict[str, list[Figure]] = {name: [] for name in peers}
+            by_name: dict[str, list[Figure]] = {name: [] for name in peers}
             for turn in range(args.rounds + 1):
                 order = list(peers) if turn % 2 else list(peers)[::-1]
                 for name in order:
@@ -163,9 +163,9 @@ async def run(args: argparse.Namespace, peers: dict[str, Peer]) -> None:
                         peers[name], kind, n_streams=n_streams, n_tokens=args.tokens, turn=turn
                     )
                     if turn:  # the first round warms up
-                        found[name].append(figure)
-            for name, figures in found.items():
-                one = against(figures, found["off"])
+                        by_name[name].append(figure)
+            for name, figures in by_name.items():
+                one = against(figures, by_name["off"])
                 rows.append([kind, str(n_streams), name, *one.cells])
                 print(" ".join(rows[-1]), flush=True)
                 result.append({"kind": kind, "streams": n_streams, "server": name, **vars(one)})

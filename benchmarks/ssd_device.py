@@ -147,8 +147,8 @@ class DeviceRun:
             self._engine.call(lambda cache: setattr(cache.records, "estimates", real))
 
     def _tokens(self, n: int) -> list[int]:
-        found: list[int] = self._rng.integers(10, self._n_vocab, n).tolist()
-        return found
+        tokens: list[int] = self._rng.integers(10, self._n_vocab, n).tolist()
+        return tokens
 
 
 def run(

@@ -49,21 +49,21 @@ class Contest:
 
     def speeds(self, n_streams: int, *, turn: int) -> dict[str, float]:
         n = self.load.n_requests(n_streams)
-        found = {}
+        speeds = {}
         for name, server in rotated(list(self.servers.items()), turn):
-            found[name] = at_concurrency(server.target, n_streams, n_requests=n, turn=turn)
+            speeds[name] = at_concurrency(server.target, n_streams, n_requests=n, turn=turn)
         if self.bare and n_streams == 1:
-            found["bare"] = self._bare_speed(turn, n=n)
-        return found
+            speeds["bare"] = self._bare_speed(turn, n=n)
+        return speeds
 
     def gaps(self, *, turn: int) -> dict[str, dict[str, float]]:
-        found = {}
+        gaps = {}
         for name, server in rotated(list(self.servers.items()), turn):
-            found[name] = while_prefilling(server.target, turn=turn)
+            gaps[name] = while_prefilling(server.target, turn=turn)
         if self.bare:
             request = {"kind": "long", "prompt": prompt((turn, "long"), N_LONG_WORDS)}
-            found["bare"] = self.bare.ask(request)
-        return found
+            gaps["bare"] = self.bare.ask(request)
+        return gaps
 
     def _bare_speed(self, turn: object, *, n: int = 1) -> float:
         prompts = [prompt((turn, 1, i)) for i in range(n)]

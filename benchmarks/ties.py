@@ -58,18 +58,18 @@ def prompts(name: str, folder: Path, n: int) -> list[list[int]]:
     tokenizer = loader.load_tokenizer(folder)
     maker = PromptMaker(tokenizer, context_length=16384)
     roles: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
-    found = []
+    ids = []
     for i in range(n):
         if name.startswith("firn-demo"):
             session = make_session(
                 i, n_facts=12, n_questions=6, kinds=("fact",), placement="system"
             )
-            said = [(m["role"], m["content"]) for m in session.messages(i % 6)]
+            turns = [(m["role"], m["content"]) for m in session.messages(i % 6)]
         else:
-            said = [("user", list(ASKS.values())[i % len(ASKS)](i))]
-        chat = Chat(tuple(Message(roles[role], (TextPart(text),)) for role, text in said))
-        found.append(maker.make(chat).ids.tolist())
-    return found
+            turns = [("user", list(ASKS.values())[i % len(ASKS)](i))]
+        chat = Chat(tuple(Message(roles[role], (TextPart(text),)) for role, text in turns))
+        ids.append(maker.make(chat).ids.tolist())
+    return ids
 
 
 def measure(name: str, *, n_replies: int, n_tokens: int) -> list[str]:

@@ -56,7 +56,7 @@ class Bench:
         return ready(layers, columns) if columns else layers
 
     def plain(self, *, in_flight: bool) -> list[tuple[float, float]]:
-        layers, tokens, found = self.caches(), mx.zeros((self.n_rows,), dtype=mx.int32), []
+        layers, tokens, times = self.caches(), mx.zeros((self.n_rows,), dtype=mx.int32), []
         before = tokens
         heard = time.perf_counter()
         for _ in range(2 * self.n_steps):
@@ -66,14 +66,14 @@ class Bench:
             host = time.perf_counter() - began
             (before if in_flight else tokens).tolist()
             before = tokens
-            found.append((host, time.perf_counter() - heard))
+            times.append((host, time.perf_counter() - heard))
             heard = time.perf_counter()
-        return found[self.n_steps :]
+        return times[self.n_steps :]
 
     def wide(
         self, width: int, layers: list[Any], columns: Columns = ALL_COLUMNS
     ) -> list[tuple[float, float]]:
-        found = []
+        times = []
         ids = [list(range(1, width + 1))] * self.n_rows
         for _ in range(self.n_steps):
             began = time.perf_counter()
@@ -84,8 +84,8 @@ class Bench:
             host = time.perf_counter() - began
             tokens.tolist()
             step.settle([width] * self.n_rows)
-            found.append((host, time.perf_counter() - began))
-        return found
+            times.append((host, time.perf_counter() - began))
+        return times
 
 
 def parts(config: dict[str, Any], dtype: mx.Dtype, *, widths: list[int], n_steps: int) -> None:
