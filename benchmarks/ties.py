@@ -58,7 +58,7 @@ def prompts(name: str, folder: Path, n: int) -> list[list[int]]:
     tokenizer = loader.load_tokenizer(folder)
     maker = PromptMaker(tokenizer, context_length=16384)
     roles: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
-    ids = []
+    token_lists = []
     for i in range(n):
         if name.startswith("firn-demo"):
             session = make_session(
@@ -68,8 +68,8 @@ def prompts(name: str, folder: Path, n: int) -> list[list[int]]:
         else:
             turns = [("user", list(ASKS.values())[i % len(ASKS)](i))]
         chat = Chat(tuple(Message(roles[role], (TextPart(text),)) for role, text in turns))
-        ids.append(maker.make(chat).ids.tolist())
-    return ids
+        token_lists.append(maker.make(chat).ids.tolist())
+    return token_lists
 
 
 def measure(name: str, *, n_replies: int, n_tokens: int) -> list[str]:
