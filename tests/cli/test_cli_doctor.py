@@ -21,7 +21,7 @@ from rich.console import Console
 
 from firn.cli.doctor import Finding, describe_model, doctor, machine_findings, model_findings
 from firn.cli.doctor_budget import as_computed, budget_rows, machine_of, model_of, verdict
-from firn.cli.sizes import size
+from firn.cli.terminal import size
 from firn.config import BUILTIN_MODEL
 from firn.core.memory_plan import MemoryOptions
 from firn.host.machine import (

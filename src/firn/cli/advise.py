@@ -8,12 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
 from firn.bench.report import grid
 from firn.cli.advise_fleet import show_fleet
-from firn.cli.cache_work import plain_console
+from firn.cli.terminal import plain_console, steps_progress
 from firn.config import UsageError
 from firn.core.duration import MAX_S, seconds
 from firn.traces.advise import Advice, advise
@@ -77,21 +74,13 @@ def run(
             as_json=as_json,
         )
         return
-    bar = Progress(
-        TextColumn("playing {task.completed} of {task.total}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task("", total=None)
+    with steps_progress("playing") as progress:
         advice = advise(
             trace,
             memory=memory,
             ssd=ssd,
             unit=scale.blocks,
-            progress=lambda n, total: bar.update(task, completed=n, total=total),
+            progress=progress,
             workers=workers or None,
         )
     if as_json:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from firn.bench.report import grid
-from firn.cli.cache_work import plain_console
+from firn.cli.terminal import plain_console
 from firn.traces.fleet import ROUTINGS, FleetResult, Routing, play_fleet
 from firn.traces.trace import Trace
 

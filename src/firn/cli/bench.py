@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from firn.cli.parameters import DEFAULT_URL, ApiKey, Guard, Url
+from firn.cli.parameters import (
+    DEFAULT_URL,
+    ApiKey,
+    Command,
+    Guard,
+    TraceArgument,
+    Url,
+    command_group,
+)
 
 Compare = Annotated[
     tuple[str, str] | None,
@@ -38,19 +45,12 @@ Plot = Annotated[
 
 
 def bench_app(guarded: Guard) -> typer.Typer:
-    app = typer.Typer(
-        help="Measure any server that speaks OpenAI's chat API.",
-        no_args_is_help=True,
-        rich_markup_mode="markdown",
-    )
-    commands: dict[str, Callable[..., None]] = {
+    commands: dict[str, Command] = {
         "chats": _chats,
         "throughput": _throughput,
         "replay": _replay,
     }
-    for name, command in commands.items():
-        app.command(name)(guarded(command))
-    return app
+    return command_group("Measure any server that speaks OpenAI's chat API.", commands, guarded)
 
 
 def _chats(
@@ -99,13 +99,7 @@ def _throughput(
 
 
 def _replay(
-    trace: Annotated[
-        Path,
-        typer.Argument(
-            help="A trace: of `firn serve --record-trace`, of Mooncake's form, or sessions of agents "
-            "as JSON."
-        ),
-    ],
+    trace: TraceArgument,
     url: Url = DEFAULT_URL,
     compare: Compare = None,
     model: Models = None,

@@ -7,12 +7,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from firn.bench import chats as chats_bench
 from firn.bench import replay as replay_bench
@@ -21,6 +18,7 @@ from firn.bench.client import Target, target
 from firn.bench.contest import in_turns
 from firn.bench.plot import svg
 from firn.bench.report import BenchError, Column, document, numbers, table
+from firn.cli.terminal import steps_progress
 from firn.config import UsageError
 from firn.traces.read import read
 from firn.traces.trace import TraceError
@@ -159,14 +157,7 @@ def _write(path: Path | None, text: str) -> None:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Tick]:
-    """On stderr, and only on a terminal."""
-    bar = Progress(
-        TextColumn("{task.completed} of {task.total}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)
+    """Yields a function that counts one step."""
+    steps = count(1)
+    with steps_progress(total=total) as show:
+        yield lambda: show(next(steps), total)

@@ -7,13 +7,19 @@ Nothing heavy is imported here.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from firn.cli.parameters import CacheDir, ConfigFile, Guard
+from firn.cli.parameters import (
+    CacheDir,
+    Command,
+    ConfigFile,
+    Guard,
+    TraceArgument,
+    command_group,
+)
 from firn.config import CacheConfig, default_cache_dir, load
 
 if TYPE_CHECKING:
@@ -33,12 +39,7 @@ KeyText = Annotated[
 
 
 def cache_app(guarded: Guard) -> typer.Typer:
-    app = typer.Typer(
-        help="Show, check, shrink, export and import the cache on disk.",
-        no_args_is_help=True,
-        rich_markup_mode="markdown",
-    )
-    commands: dict[str, Callable[..., None]] = {
+    commands: dict[str, Command] = {
         "ls": _ls,
         "show": _show,
         "stats": _stats,
@@ -49,9 +50,9 @@ def cache_app(guarded: Guard) -> typer.Typer:
         "import": _import,
         "advise": _advise,
     }
-    for name, command in commands.items():
-        app.command(name)(guarded(command))
-    return app
+    return command_group(
+        "Show, check, shrink, export and import the cache on disk.", commands, guarded
+    )
 
 
 def cache_dir(folder: str | None, config: Path | None) -> Path:
@@ -216,13 +217,7 @@ def _import(
 
 
 def _advise(
-    trace: Annotated[
-        Path,
-        typer.Argument(
-            help="A trace: of `firn serve --record-trace`, of Mooncake's form, or sessions of agents "
-            "as JSON."
-        ),
-    ],
+    trace: TraceArgument,
     model: Annotated[
         str | None, typer.Option(help="Only this model's requests, of a trace with several.")
     ] = None,

@@ -18,8 +18,8 @@ from firn.cache.parts import Part
 from firn.cache.storage.container import Header
 from firn.cache.storage.io import load
 from firn.cache.tiers._folder import QUARANTINE, TMP, peek
-from firn.cli.cache_work import CacheFolder, plain_console
-from firn.cli.sizes import size
+from firn.cli.cache_work import CacheFolder
+from firn.cli.terminal import plain_console, size
 from firn.core.errors import FirnError
 
 SHORT = 12

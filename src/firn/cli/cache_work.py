@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from firn.cache.admin.inventory import Inventory, RecordFile, records_of, take_inventory
 from firn.cache.admin.transfer import export as write_export
@@ -19,7 +14,7 @@ from firn.cache.storage.seal import Seal, load_seal
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers._folder import QUARANTINE, Disk
 from firn.cache.tiers.ssd import SsdTier
-from firn.cli.sizes import size
+from firn.cli.terminal import bytes_progress, plain_console, size
 from firn.core.errors import SetupError
 
 
@@ -49,25 +44,6 @@ class CacheFolder:
         return SsdTier(TierOptions(str(self.folder)), guest=True)
 
 
-def plain_console() -> Console:
-    return Console(highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def progress_bar(what: str, total: int) -> Iterator[Progress]:
-    """On stderr, and only on a terminal. Advance task 0 by bytes."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as p:
-        p.add_task(what, total=total)
-        yield p
-
-
 # --- verify --------------------------------------------------------------------------------
 
 
@@ -75,7 +51,7 @@ def verify(location: CacheFolder, *, quarantine: bool) -> int:
     inventory, tier = location.inventory(), location.tier()
     bad: dict[RecordFile, str] = {}
     n_good = n_foreign = 0
-    with progress_bar("verifying", sum(f.nbytes for f in inventory.files)) as progress:
+    with bytes_progress("verifying", sum(f.nbytes for f in inventory.files)) as advance:
         for file in inventory.files:
             fault = file.fault or _check(location, tier, file)
             if isinstance(fault, Damaged):
@@ -84,7 +60,7 @@ def verify(location: CacheFolder, *, quarantine: bool) -> int:
                 n_foreign += not isinstance(fault, Locked)
             else:
                 n_good += fault is None
-            progress.advance(progress.task_ids[0], file.nbytes)
+            advance(file.nbytes)
     console = plain_console()
     for file, reason in bad.items():
         console.print(f"damaged: {file.path}: {reason}", style="red", markup=False)
@@ -191,13 +167,13 @@ def export(location: CacheFolder, key: str, file: Path) -> None:
     names = records_of(chain)
     tier = location.tier()
     total = sum(b.nbytes for b in chain)
-    with progress_bar("exporting", total) as progress:
+    with bytes_progress("exporting", total) as advance:
         try:
             nbytes = write_export(
                 names,
                 lambda name: load(tier, name, seal=location.seal),
                 file,
-                progress=lambda n: progress.advance(progress.task_ids[0], n),
+                progress=advance,
             )
         except OSError as e:
             raise SetupError(f"{file}: cannot be written: {e.strerror or e}") from e
@@ -209,13 +185,13 @@ def export(location: CacheFolder, key: str, file: Path) -> None:
 def import_(location: CacheFolder, file: Path, *, namespace: str | None) -> None:
     try:
         total = file.stat().st_size
-        with progress_bar("importing", total) as progress:
+        with bytes_progress("importing", total) as advance:
             done = import_file(
                 file,
                 location.tier(),
                 seal=location.seal,
                 namespace=namespace,
-                progress=lambda n: progress.advance(progress.task_ids[0], n),
+                progress=advance,
             )
     except OSError as e:
         raise SetupError(f"{file}: cannot be read: {e.strerror or e}") from e

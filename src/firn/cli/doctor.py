@@ -19,7 +19,7 @@ from rich.text import Text
 
 from firn import __version__
 from firn.cli.doctor_budget import as_computed, budget_rows, machine_of, model_of, verdict
-from firn.cli.sizes import size
+from firn.cli.terminal import size
 from firn.config import BUILTIN_MODEL, default_cache_dir
 from firn.core.errors import SetupError
 from firn.core.memory_plan import MemoryOptions

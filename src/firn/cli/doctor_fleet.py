@@ -9,7 +9,7 @@ from rich.console import Console
 
 from firn.cli.doctor import Finding, machine_findings, print_findings
 from firn.cli.doctor_store import store_findings
-from firn.cli.sizes import size
+from firn.cli.terminal import size
 from firn.config import Config, default_cache_dir
 from firn.core.errors import SetupError
 from firn.fleet.catalogue import ModelCatalogue, ModelSpec

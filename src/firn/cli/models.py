@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
-from firn.cli.parameters import DEFAULT_URL, ApiKey, Guard, ModelsDir, Url
+from firn.cli.parameters import (
+    DEFAULT_URL,
+    ApiKey,
+    Command,
+    Guard,
+    ModelsDir,
+    Url,
+    command_group,
+)
 
 Name = Annotated[str, typer.Argument(help="The model's name.", metavar="NAME")]
 
 
 def models_app(guarded: Guard) -> typer.Typer:
-    app = typer.Typer(
-        help="List, load, unload and remove models.",
-        no_args_is_help=True,
-        rich_markup_mode="markdown",
-    )
-    commands: dict[str, Callable[..., None]] = {
-        "ls": _ls,
-        "load": _load,
-        "unload": _unload,
-        "rm": _rm,
-    }
-    for name, command in commands.items():
-        app.command(name)(guarded(command))
-    return app
+    commands: dict[str, Command] = {"ls": _ls, "load": _load, "unload": _unload, "rm": _rm}
+    return command_group("List, load, unload and remove models.", commands, guarded)
 
 
 def _ls(url: Url = DEFAULT_URL, api_key: ApiKey = None, models_dir: ModelsDir = None) -> None:

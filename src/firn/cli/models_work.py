@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from firn.cli.client import ChatClient, RequestFailed, ServerNotFound
-from firn.cli.sizes import size
+from firn.cli.terminal import size
 from firn.core.errors import SetupError
 from firn.demo.builtin import builtin_folder
 

@@ -1,8 +1,9 @@
-"""Typer parameters that several commands share. Nothing heavy is imported here."""
+"""What several commands share: typer parameters, and how a group of commands is made. Nothing heavy is
+imported here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -10,8 +11,17 @@ import typer
 
 from firn.config import CONFIG_ENV
 
-Guard = Callable[[Callable[..., None]], Callable[..., None]]
+Command = Callable[..., None]
+Guard = Callable[[Command], Command]
 """Wraps a command so that a named error becomes one line on stderr and an exit code."""
+
+
+def command_group(help: str, commands: Mapping[str, Command], guarded: Guard) -> typer.Typer:
+    app = typer.Typer(help=help, no_args_is_help=True, rich_markup_mode="markdown")
+    for name, command in commands.items():
+        app.command(name)(guarded(command))
+    return app
+
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 Url = Annotated[
@@ -46,5 +56,11 @@ ConfigFile = Annotated[
         "--config",
         help=f"The server's TOML file, which may say where its cache is. (env {CONFIG_ENV})",
         metavar="FILE",
+    ),
+]
+TraceArgument = Annotated[
+    Path,
+    typer.Argument(
+        help="A trace: of `firn serve --record-trace`, in Mooncake's form, or agents' sessions as JSON."
     ),
 ]
