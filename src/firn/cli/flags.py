@@ -120,9 +120,7 @@ def _flag_type(item: Option) -> Any:
 def _flag(item: Option) -> Any:
     if item.flag is None:
         return typer.Argument(help=_help(item), metavar=item.metavar, show_default=False)
-    names = item.flag
-    if item.scalar is bool:
-        names = f"{item.flag}/--no-{item.flag.removeprefix('--')}"
+    names = f"{item.flag}/{_opposite(item.flag)}" if item.scalar is bool else item.flag
     return typer.Option(
         names,
         help=_help(item),
@@ -130,6 +128,10 @@ def _flag(item: Option) -> Any:
         show_default=False,
         rich_help_panel=item.section.capitalize(),
     )
+
+
+def _opposite(flag: str) -> str:
+    return f"--{flag.removeprefix('--no-')}" if flag.startswith("--no-") else f"--no-{flag[2:]}"
 
 
 def _help(item: Option) -> str:

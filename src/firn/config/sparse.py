@@ -18,7 +18,7 @@ class SparseConfig:
     )
     sparse_prefill_over: int = option(
         0,
-        "Do so for every prompt with more cold tokens than this; auto is 16384.",
+        "Read every prompt with more cold tokens than this sparsely, asked or not; auto is 16384.",
         low=0,
         high=2**31 - 1,
         metavar="off|auto|N",
