@@ -28,7 +28,7 @@ from firn.config import Config
 from firn.core.errors import SetupError, UnknownCacheLayer
 from firn.core.memory_plan import MachineMemory
 from firn.core.ranks import RankCall
-from firn.host.backups import leave_out
+from firn.host.backups import exclude_from_backups
 from firn.host.shutdown import no_later_than
 from firn.models import device as devices
 from firn.models import loader
@@ -175,7 +175,7 @@ def _tier(
     config: Config, member: RankMember, name: str, options: TierOptions, write_queue_nbytes: int
 ) -> TierIo:
     folder = member.folder(Path(options.location))
-    leave_out(folder)
+    exclude_from_backups(folder)
     tier = discover()[name](replace(options, location=str(folder)))
     threads = IoThreads(max_write_nbytes=write_queue_nbytes)
     return TierIo(tier, threads, seal=seal_of(config), flush_timeout_s=FLUSH_S)
