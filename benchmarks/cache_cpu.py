@@ -36,7 +36,7 @@ from tests.cache.tiny import Build, tiny, tokens
 from tests.harness import Harness, running
 
 BLOCK, N_PROMPT, N_RECORDS = 256, 100_000, 10_000
-SIZE = {
+SIZE: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 768,
     "num_attention_heads": 4,
@@ -238,10 +238,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="match,commit,decode")
-    given = parser.parse_args()
+    args = parser.parse_args()
     parts = {"match": match, "commit": commit, "decode": decode}
-    for name in given.only.split(","):
-        parts[name](given.rounds)
+    for name in args.only.split(","):
+        parts[name](args.rounds)
 
 
 if __name__ == "__main__":

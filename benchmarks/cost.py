@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import statistics
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -134,9 +135,12 @@ def measured(server: Server, args: argparse.Namespace, *, turn: int) -> dict[str
     def cold_s() -> float:
         return first_s(server, args.tokens, turn=turn, question="What is it about?")[0]
 
-    cells = {f"x{n}": partial(tokens_per_s, server, n, turn=turn) for n in args.streams}
+    cells: dict[str, Callable[[], float]] = {
+        f"x{n}": partial(tokens_per_s, server, n, turn=turn) for n in args.streams
+    }
+    cells["cold"] = cold_s
     values = {}
-    for name, measure in {**cells, "cold": cold_s}.items():
+    for name, measure in cells.items():
         try:
             values[name] = measure()
         except BenchError as error:

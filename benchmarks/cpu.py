@@ -17,9 +17,9 @@ from typing import Any
 
 from report import BenchError, Column, cli, names, numbers, save, table
 from servers import Server, kind_of, lab, model_folder
-from throughput import at_concurrency
 
 from firn.bench.client import Message, TimedReply, words
+from firn.bench.throughput import at_concurrency
 
 N_TOKENS = 2000
 N_REPLY = 48
@@ -89,7 +89,7 @@ def contest(model: str, args: argparse.Namespace) -> dict[str, list[dict[str, An
                 result = cold(server, n_words, n_tokens=args.tokens, turn=turn)
                 for n in args.concurrency:
                     result[f"tok_s_{n}"] = at_concurrency(
-                        server, n, n_requests=max(n, 2), turn=turn
+                        server.target, n, n_requests=max(n, 2), turn=turn
                     )
                 rounds[name].append(result)
     return rounds

@@ -48,7 +48,11 @@ def swiglu(sigmoid: Callable[[mx.array], mx.array], shape: tuple[int, int]) -> W
     """Compiled, as in mlx-lm's models."""
     gate, x = mx.random.normal(shape), mx.random.normal(shape)
     mx.eval(gate, x)
-    return partial(mx.compile(lambda g, x: g * sigmoid(g) * x, shapeless=True), gate, x)
+
+    def gated(gate: mx.array, x: mx.array) -> mx.array:
+        return gate * sigmoid(gate) * x
+
+    return partial(mx.compile(gated, shapeless=True), gate, x)
 
 
 def rope(function: Callable[..., mx.array], shape: tuple[int, int]) -> Work:

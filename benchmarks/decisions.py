@@ -114,7 +114,7 @@ class Bench:
         return Cell(disk, history, n, times[0], times[1], times[2], chunk_s, chosen[-1].why)
 
     def _chunk_s(self, compute: list[Answer], n: int) -> float:
-        n_chunk = min(self._args.chunk, n + N_NEW)
+        n_chunk = min(int(self._args.chunk), n + N_NEW)
         return statistics.median(a.first_s for a in compute) * n_chunk / (n + N_NEW)
 
     def _before(self, disk: str, history: str) -> Callable[[BenchEngine, SlowDisk], None]:

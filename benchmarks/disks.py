@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -50,7 +51,7 @@ def read_file(path: Path) -> float:
 
 def drop(paths: Iterable[Path]) -> Temperature:
     """Let the system forget these files, and say whether it did."""
-    if not hasattr(os, "posix_fadvise"):
+    if sys.platform != "linux":
         return "warm"
     seen = {_drop_one(path) for path in paths}
     return "warm" if "warm" in seen else "unknown" if "unknown" in seen else "cold"
@@ -61,15 +62,21 @@ def _drop_one(path: Path) -> Temperature:
     try:
         os.fsync(fd)  # pages that are not on the disk yet would stay
         for _ in range(MAX_DROPS):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            drop_pages(fd)
             temperature = _temperature(fd)
             if temperature != "warm":
                 break
             time.sleep(0.02)  # someone holds on to a page for a moment
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # what the probes may have read
+        drop_pages(fd)  # what the probes may have read
         return temperature
     finally:
         os.close(fd)
+
+
+def drop_pages(fd: int) -> None:
+    """Ask the system to forget the pages of a file. Only Linux can be asked."""
+    if sys.platform == "linux":
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _temperature(fd: int) -> Temperature:

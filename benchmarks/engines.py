@@ -20,6 +20,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from report import BenchError
 
+from firn.assembly.handles import any_cursors, any_rows
 from firn.cache.layout import Layout
 from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.cache.storage.io import TierIo
@@ -127,7 +128,7 @@ class BenchEngine:
         model: Any = None,
         speculation: Callable[[Any, MakeLayers], Speculation] | None = None,
         has_head: bool = False,
-        scorer: Callable[[], Scorer] | None = None,
+        scorer: Callable[[], Scorer[Any]] | None = None,
         chunk: int = 0,
         by_depth: bool = False,
     ) -> None:
@@ -154,7 +155,8 @@ class BenchEngine:
             self.weights = model or random_model(config, dtype=dtype)
             if machine.kind == "cpu" and blas.library:
                 threads = Threads(blas.library, self.weights)
-            made, make_layers = self.weights, partial(make_prompt_cache, self.weights)
+            made: Any = self.weights
+            make_layers: MakeLayers = partial(make_prompt_cache, made)
             if has_head:
                 made = _with_head(made, config, dtype=dtype)
                 make_layers = with_head_layer(make_layers)
@@ -194,7 +196,7 @@ class BenchEngine:
             usual = chunk or machine.prefill_chunk
             limits = EngineLimits(MAX_ROWS, 1000, usual, largest_chunk=largest, common_chunk=common)
             scores = scorer() if scorer else None
-            return EngineParts(runner, cache, budget, limits, scorer=scores)
+            return EngineParts(any_rows(runner), any_cursors(cache), budget, limits, scorer=scores)
 
         self.engine = Engine(parts, self._publish)
         self.model = self.engine.start()

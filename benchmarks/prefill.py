@@ -18,6 +18,7 @@ import argparse
 import itertools
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -31,6 +32,7 @@ from firn.core.values import Prompt
 from firn.engine.chunks import ChunkSizes
 from firn.models import cpu, runner
 from firn.models import device as devices
+from firn.models.room import give_room
 from models import SHAPES, random_model
 
 GIB = 1 << 30
@@ -41,12 +43,16 @@ def no_room(layers: object, n_tokens: int, *, few_shapes: bool = False) -> None:
     """In the place of `give_room`: caches grow as mlx-lm's do."""
 
 
+def set_give_room(function: Callable[..., None]) -> None:
+    """In the runner, which has no other way to do without."""
+    setattr(runner, "give_room", function)  # noqa: B010
+
+
 class Arms:
     """Switches the engine between the three. Each keeps what it has learned of the machine's speed."""
 
     def __init__(self, engine: BenchEngine) -> None:
         self._engine = engine
-        self._give_room = runner.give_room
         device = devices.device()
         usual, largest = device.prefill_chunk, device.largest_chunk
         self._sizes = {"steps": ChunkSizes(usual), "room": ChunkSizes(usual)}
@@ -56,7 +62,7 @@ class Arms:
         def switch(_: object) -> None:
             loop: Any = self._engine.engine._loop
             loop._prefill._sizes = self._sizes[name]
-            runner.give_room = self._give_room if name != "steps" else no_room
+            set_give_room(give_room if name != "steps" else no_room)
 
         self._engine.engine.call(switch).result(60)
 
@@ -130,10 +136,9 @@ def bare(shape: str, lengths: list[int], rounds: int) -> None:
     mx.eval(logits)
     info = model_info(model, config, probe=probe, n_vocab=int(logits.shape[-1]))
     runs = runner.Runner(model, info, make_layers=lambda: make_prompt_cache(model), max_rows=1)
-    give = runner.give_room
 
     def read(ids: list[int], *, room: bool) -> tuple[float, float]:
-        runner.give_room = give if room else no_room
+        set_give_room(give_room if room else no_room)
         prompt, row = Prompt(np.array(ids)), runs.start(None)
         mx.reset_peak_memory()
         began = time.process_time()

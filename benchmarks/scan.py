@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from disks import drop_pages
 from report import BenchError, cli, grid, save
 
 try:
@@ -82,7 +83,7 @@ def forget(folder: Path) -> None:
     os.sync()
     for path in folder.glob("??/*"):
         fd = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        drop_pages(fd)
         os.close(fd)
 
 

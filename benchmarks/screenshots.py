@@ -52,16 +52,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "docs")
     out: Path = parser.parse_args().out
     with tempfile.TemporaryDirectory(prefix="firn-page-") as tmp:
-        flags = (
-            MODELS[1],
-            "--ssd-cache-dir",
-            f"{tmp}/ssd",
-            "--cache-memory-mb",
-            "10",
-            "--show-text",
-        )
-        flags = (*flags, "--cache-block-tokens", "64", "--speculation", "lookup")
-        server = ServerProcess(MODELS[0], *flags, log=Path(tmp, "log"))
+        flags = ["--ssd-cache-dir", f"{tmp}/ssd", "--cache-memory-mb", "10", "--show-text"]
+        flags += ["--cache-block-tokens", "64", "--speculation", "lookup"]
+        server = ServerProcess(*MODELS, *flags, log=Path(tmp, "log"))
         try:
             with chrome.started() as browser:
                 visit(server, browser, out)

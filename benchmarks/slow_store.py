@@ -163,6 +163,7 @@ def run(
 def by_clock() -> None:
     """The real cache, a store whose calls take what is said here, and how late prompts were at most."""
     from tests.cache import test_first_token as world
+    from tests.cache.lab import DENSE
 
     whole_s = (0.1, 1.0, 10.0)
     titles = " ".join(f"{f'{s:g} s':>9}" for s in whole_s)
@@ -180,7 +181,7 @@ def by_clock() -> None:
                 takes = world.Takes(read=record_s or 0.001)
                 server = world.Server(
                     world.Time(),
-                    world.DENSE,
+                    DENSE,
                     dict(world.STORED["dense"]),
                     takes,
                     token_s=seconds / world.N_TOKENS,

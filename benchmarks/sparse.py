@@ -34,10 +34,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from prefill import prompts
 from report import cli, grid, names, numbers, save
 
+from firn.assembly.handles import any_cursors
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
-from firn.core.ports import PrefixCache
 from firn.core.sparse import Sparse
 from firn.core.values import CacheControl, Chat, Message, Namespace, Prompt, Scores, TextPart
 from firn.demo.facts import Placement, make_session, n_facts_for
@@ -138,7 +138,8 @@ def answers(
 
     def scorer() -> AttentionScorer:
         make = RememberingScorer if once else AttentionScorer
-        return make(small.model, small.info, make_layers=small.make_layers, cache=CacheOff())
+        cache = any_cursors(CacheOff())
+        return make(small.model, small.info, make_layers=small.make_layers, cache=cache)
 
     config = {"model_type": "qwen3"}
     rows, points = [], []
@@ -211,14 +212,16 @@ def _scorer(config: dict[str, Any], dtype: mx.Dtype, *, cache_nbytes: int = 0) -
     logits = model(mx.array([[0]]), cache=probe)
     mx.eval(logits)
     info = model_info(model, config, probe=probe, n_vocab=int(logits.shape[-1]))
-    cache: PrefixCache = CacheOff()
+    cache: PrefixTree | CacheOff = CacheOff()
     if cache_nbytes:
         settings = CacheSettings(cache_nbytes)
-        layout, root = Layout.of(probe), {"fingerprint": info.fingerprint, "dtype": info.dtype}
-        cache = PrefixTree(layout, settings, **root)
+        layout = Layout.of(probe)
+        cache = PrefixTree(layout, settings, fingerprint=info.fingerprint, dtype=info.dtype)
     few = devices.device().kind == "cuda"
     shapes = few_shapes(model, make_layers) if few else None
-    return TimedScorer(model, info, make_layers=make_layers, cache=cache, shapes=shapes)
+    return TimedScorer(
+        model, info, make_layers=make_layers, cache=any_cursors(cache), shapes=shapes
+    )
 
 
 def _draft_of(shape: str) -> tuple[dict[str, Any], mx.Dtype]:

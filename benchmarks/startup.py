@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import mlx.core as mx
+from disks import drop_pages
 from report import BenchError, cli
 
 from firn.models import fingerprint as fingerprints
@@ -91,8 +92,8 @@ def prepare(model: Path, *, cold: bool) -> None:
     for path in model.glob("*.safetensors"):
         with path.open("rb") as f:
             os.fsync(f.fileno())
-            if cold and hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if cold:
+                drop_pages(f.fileno())
             else:
                 while f.read(64 << 20):
                     pass

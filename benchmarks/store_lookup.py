@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def ask_all(label: str, store: Store, n_tokens: int) -> None:
         asked = question(n_tokens, seed=int(100 * share))
         n_there = fill(store, asked, share)
         find = Counted(store)
-        seconds, records = timed(lambda asked=asked, find=find: search(asked, find))
+        seconds, records = timed(partial(search, asked, find))
         assert len(records) == n_there
         rounds, names = find.n_rounds // 5, find.n_names // 5
         print(

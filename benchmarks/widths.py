@@ -19,6 +19,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -43,7 +44,7 @@ class Bench:
 
     def caches(self, columns: Columns | None = None) -> list[Any]:
         """With a prompt in them. columns: as a group that drafts has them."""
-        rows = []
+        rows: list[list[Any]] = []
         for i in range(self.n_rows):
             layers = make_prompt_cache(self.model)
             prompt = mx.arange(N_PROMPT - i) * (7 + i) % self.vocab
@@ -135,9 +136,9 @@ def parts(config: dict[str, Any], dtype: mx.Dtype, *, widths: list[int], n_steps
         print(f"{what}: host {ms[0]:.1f} all {ms[1]:.1f}", flush=True)
 
     for width in [1, *widths]:
-        timed(f"{width} products", lambda width=width: products(width))  # type: ignore[misc]
+        timed(f"{width} products", partial(products, width))
         for how in ("open", "causal", "mask", "additive", "by hand"):
-            timed(f"{width} attention {how}", lambda w=width, h=how: attention(w, h))  # type: ignore[misc]
+            timed(f"{width} attention {how}", partial(attention, width, how))
 
 
 def run(args: argparse.Namespace) -> None:
