@@ -7,6 +7,8 @@ All in one process. `match` looks a prompt of 100,000 tokens up among 10,000 rec
 compares the time inside the cache's commit with that of the prefill it follows. `decode` generates with
 the cache on and off in alternating rounds. Elapsed times on a busy machine are the machine's; the ratios
 of processor times are the work alone.
+
+Takes two or three minutes on two cores.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """What the prefix cache costs a GPU until it helps, and what it gives: whole servers, side by side.
 
-    python benchmarks/cost.py --shape 4b          # about five minutes on an H200
+    python benchmarks/cost.py --shape 4b          # takes about five minutes on an H200
     python benchmarks/cost.py --shape tiny        # a try on any machine
 
 Three servers of one random model stay up and take turns: firn, firn without a cache, mlx-lm's. All
 prompts are new, so firn stores everything that it computes while it is measured.
 
-    x1, x8, x32   tokens/s of so many streams, prompts of about 450 tokens, 128 tokens each
+    x1, x8, x32   tokens/s of that many streams, prompts of about 450 tokens, 128 tokens each
     cold          first token of a long prompt that nobody has seen
     memory        the same prompt with another question behind it
     disk          the same after a restart, out of files that the system has forgotten; with the

@@ -3,6 +3,8 @@
     .venv/bin/python benchmarks/cpu_math.py
 
 The two take turns on shapes of prefill, of decoding and of a picture; medians of 15 rounds.
+
+Takes some seconds.
 """
 
 from __future__ import annotations

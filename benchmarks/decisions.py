@@ -10,6 +10,8 @@ top is one prefill chunk: that is shown too.
 
 Histories: "restart": nothing, but what an earlier engine learned; "no memory of it": not even that;
 "tiny loads": five loads of a few tokens first; "slow spell": five loads while the disk was stuck.
+
+Takes about a quarter of an hour on two cores; `--lengths 300,2000 --repeats 2` takes five minutes.
 """
 
 from __future__ import annotations

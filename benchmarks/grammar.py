@@ -6,6 +6,8 @@ Both kinds of group run in the same process in alternating rounds on a tiny rand
 machine the median of the rounds says little; the fastest ones are those that were left alone.
 `--vocab` widens the model's vocabulary; the tokens beyond the tokenizer's are padding, as in many
 models.
+
+Takes under a minute.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a conversation takes of memory, and what its next turn waits for, by how long it is.
 
-    python benchmarks/memory_once.py                             # a small dense model, a few minutes
-    python benchmarks/memory_once.py --shape 4b --device-run 90  # on a GPU, so many seconds at most
+    python benchmarks/memory_once.py                             # a small dense model
+    python benchmarks/memory_once.py --shape 4b --device-run 90  # on a GPU, 90 seconds at most
 
 One conversation of six turns grows to each length, through firn's real engine. In its last turn the
 peak of memory less the weights is taken over the bytes of its keys and values at their longest; and what
@@ -11,6 +11,8 @@ its keys and values are the chunks' own activations, and scores where attention 
 Then short turns follow, whose first token is timed. What computing their few new tokens takes is timed
 as well, on rows that never left (the same chunk behind the same past), and taken off: the rest is what
 finding, taking over and handing on a past costs.
+
+Takes a few minutes on two cores.
 """
 
 from __future__ import annotations

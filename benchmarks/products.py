@@ -2,9 +2,11 @@
 
     PYTHONPATH=src python benchmarks/products.py [--shape 4b] [--tokens 1,2,8,16,32] [--steps 20]
 
-All products of a model's layers, one after the other, as a step has them. host: until they are
+All matrix products of a model's layers, one after the other, as a step has them. host: until they are
 dispatched; all: until they are computed. Medians in ms. error: the largest difference to a product of
 float32, over the largest value.
+
+Takes under a minute on an H200.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""What following costs: calls from rank 0 to another rank, and the token that all of them get.
+"""What ranks cost a sharded model: calls from rank 0 to another, and the token that all of them get.
 
     python benchmarks/ranks.py                 two processes over loopback, on whatever device MLX has
     mlx.launch --hostfile hosts.json -- python benchmarks/ranks.py --rank     on several machines
 
 Prints a table in Markdown. Numbers are medians; a busy machine makes them larger, not their ratios.
+
+Takes some seconds.
 """
 
 from __future__ import annotations

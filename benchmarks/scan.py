@@ -7,6 +7,8 @@ The folder is scanned as a server does it, by the SSD tier behind its I/O thread
 of its own. Meanwhile another thread, like the engine's, asks for the interpreter every millisecond, and
 the longest it had to wait is what a scan can delay a step by. Before a cold scan the system is asked to
 forget the files' contents.
+
+Takes a few minutes, most of them for writing the records.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/screenshots.py [--out docs]
 
-Starts a server of the two built-in models, lets several people talk to it at once for a minute or so,
-some about the same document, and takes page.png (light), page-dark.png and page-phone.png. Needs
-Chromium or Chrome (FIRN_BROWSER names another one), and Playwright, which is in firn[dev].
+Starts a server of the two built-in models, lets several people use it at once, some with the same
+document, and makes page.png (light), page-dark.png and page-phone.png. Needs Chromium or Chrome
+(FIRN_BROWSER names another one), and Playwright, which is in firn[dev]. Takes a minute or two.
 """
 
 from __future__ import annotations

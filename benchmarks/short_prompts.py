@@ -6,6 +6,8 @@
 All in one engine; in each round every way has its turn, with prompts that nobody has seen. Tokens/s are
 the replies' tokens over the whole time, as a server's clients would see them; ratios are taken within a
 round. On a busy machine the processor's time says more than the clock.
+
+Takes about a minute on two cores; `--device-run SECONDS` bounds it.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ smaller: its times show what scoring costs, not what sparse prefill gives.
 The second is about time alone, on any device: random weights of a large shape, with a small one that
 scores, and prompts of random tokens. Times are to the first token, scoring included, and of its stages.
 The third drives the small model alone, with chunks of several sizes; --cached: it keeps what it reads.
+
+The first takes about a quarter of an hour on two cores, the others take a minute or two on an H200.
 """
 
 from __future__ import annotations

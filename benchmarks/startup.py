@@ -3,7 +3,9 @@
     .venv/bin/python benchmarks/startup.py --gb 16 [--files cold,warm] [--hold]
 
 A model's files are read alone, read while they are hashed for the first time, and read when their digest
-is remembered. Needs so much disk.
+is remembered. Needs as much disk as `--gb` says.
+
+Takes under a minute for 2 GiB, and about ten minutes for 16.
 """
 
 from __future__ import annotations

