@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/typed.py [--model FOLDER] [--tokens 100000] [--rounds 15]
 
 A chat of an agent that has read `--tokens` tokens of Python files; then the same with a few and with
-many control tokens typed in those files. `more` is what the guard adds to rendering and to tokenizing, in
-parts of the time that tokenizing takes. CPU time of the fastest rounds: the machine may be busy.
+many control tokens typed in those files. `more` is what the guard adds to rendering and to tokenizing,
+in parts of the time that tokenizing takes. CPU time of the fastest rounds: the machine may be busy.
 
 Takes about half a minute.
 """
