@@ -1,4 +1,4 @@
-"""First-token times of chats that share a long system prompt: the work of a prefix cache.
+"""First-token times of chats that share a long system prompt: what a prefix cache is for.
 
     python benchmarks/chats.py --servers firn,mlx-lm,mlx-vlm,vllm-mlx --models dense,hybrid,window
 
@@ -16,6 +16,9 @@ with SIGTERM, started again on the same disk folder, and every session asks once
 `floor` is mlx-lm's own loop computing nothing but new tokens; after a restart it also reads a session's
 bytes at the speed of the disk. Memory is `large` (512 MB), `half` (what half of the sessions take, each
 by itself) or a number of MB; several may be given.
+
+Takes about two minutes on two cores with the defaults: half a minute for each server, model, memory and
+round.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """What the prefix cache costs a GPU until it helps, and what it gives: whole servers, side by side.
 
-    python benchmarks/cost.py --shape 4b          # about five minutes on an H200
+    python benchmarks/cost.py --shape 4b          # takes about five minutes on an H200
     python benchmarks/cost.py --shape tiny        # a try on any machine
 
 Three servers of one random model stay up and take turns: firn, firn without a cache, mlx-lm's. All
 prompts are new, so firn stores everything that it computes while it is measured.
 
-    x1, x8, x32   tokens/s of so many streams, prompts of about 450 tokens, 128 tokens each
+    x1, x8, x32   tokens/s of that many streams, prompts of about 450 tokens, 128 tokens each
     cold          first token of a long prompt that nobody has seen
     memory        the same prompt with another question behind it
     disk          the same after a restart, out of files that the system has forgotten; with the
@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import statistics
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -64,7 +65,7 @@ def first_s(server: Server, n_tokens: int, *, turn: object, question: str) -> tu
 
 def restarted(model: Path, n_tokens: int, *, turns: int) -> dict[str, float]:
     """First tokens out of the files of the last server."""
-    found: dict[str, list[float]] = {"disk": [], "disk GB/s": [], "of the disk": []}
+    by_name: dict[str, list[float]] = {"disk": [], "disk GB/s": [], "of the disk": []}
     files = list((lab() / "run" / "firn" / "ssd").rglob("*"))
     with Server.start("firn", model, memory_mb=MEMORY_MB, ssd_gb=SSD_GB, fresh=False) as server:
         for turn in range(turns):
@@ -72,12 +73,12 @@ def restarted(model: Path, n_tokens: int, *, turns: int) -> dict[str, float]:
             before = _bytes_read(server)
             seconds, n_cached = first_s(server, n_tokens, turn=turn, question="After a restart?")
             nbytes = _bytes_read(server) - before
-            found["disk"].append(seconds)
+            by_name["disk"].append(seconds)
             if nbytes > 0 and n_cached:
                 sequential = sequential_s(lab() / "run", nbytes)
-                found["disk GB/s"].append(nbytes / sequential / 1e9)
-                found["of the disk"].append(nbytes / seconds / (nbytes / sequential))
-    return {name: statistics.median(values) for name, values in found.items() if values}
+                by_name["disk GB/s"].append(nbytes / sequential / 1e9)
+                by_name["of the disk"].append(nbytes / seconds / (nbytes / sequential))
+    return {name: statistics.median(values) for name, values in by_name.items() if values}
 
 
 def _bytes_read(server: Server) -> int:
@@ -121,43 +122,48 @@ def main() -> None:
                 for name, value in values.items():
                     if i >= 0:
                         rows[server.name].setdefault(name, []).append(value)
-    found = {name: {k: statistics.median(v) for k, v in row.items()} for name, row in rows.items()}
-    if "firn" in found:
-        found["firn"] |= restarted(model, args.tokens, turns=args.rounds)
-    print("\n" + shown(found))
-    save(args.out or lab() / "cost.json", "cost", options=vars(args), result={"servers": found})
+    medians = {
+        name: {k: statistics.median(v) for k, v in row.items()} for name, row in rows.items()
+    }
+    if "firn" in medians:
+        medians["firn"] |= restarted(model, args.tokens, turns=args.rounds)
+    print("\n" + shown(medians))
+    save(args.out or lab() / "cost.json", "cost", options=vars(args), result={"servers": medians})
 
 
 def measured(server: Server, args: argparse.Namespace, *, turn: int) -> dict[str, float]:
     def cold_s() -> float:
         return first_s(server, args.tokens, turn=turn, question="What is it about?")[0]
 
-    cells = {f"x{n}": partial(tokens_per_s, server, n, turn=turn) for n in args.streams}
-    found = {}
-    for name, measure in {**cells, "cold": cold_s}.items():
+    cells: dict[str, Callable[[], float]] = {
+        f"x{n}": partial(tokens_per_s, server, n, turn=turn) for n in args.streams
+    }
+    cells["cold"] = cold_s
+    values = {}
+    for name, measure in cells.items():
         try:
-            found[name] = measure()
+            values[name] = measure()
         except BenchError as error:
             if server.name.startswith("firn"):
                 raise
             print(f"{server.name}, {name}: {error}", flush=True)  # a figure it does not have
     if server.name == "firn":
         time.sleep(1.0)  # what it has computed is stored by then
-        found["memory"], n_cached = first_s(
+        values["memory"], n_cached = first_s(
             server, args.tokens, turn=turn, question="Who wrote it?"
         )
         if n_cached < 0.9 * args.tokens * 0.9:
             raise BenchError(f"only {n_cached} tokens were cached")
-    return found
+    return values
 
 
-def shown(found: dict[str, dict[str, float]]) -> str:
-    columns = list(dict.fromkeys(key for row in found.values() for key in row))
+def shown(medians: dict[str, dict[str, float]]) -> str:
+    columns = list(dict.fromkeys(key for row in medians.values() for key in row))
     table = [["", *columns]]
-    for name, row in found.items():
+    for name, row in medians.items():
         table.append([name, *(f"{row[k]:.3g}" if k in row else "" for k in columns)])
-    ours = found.get("firn", {})
-    for name, row in found.items():
+    ours = medians.get("firn", {})
+    for name, row in medians.items():
         if name != "firn" and ours:
             cells = [f"{ours[k] / row[k]:.2f}" if k in row and k in ours else "" for k in columns]
             table.append([f"firn / {name}", *cells])

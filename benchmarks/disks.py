@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -50,10 +51,10 @@ def read_file(path: Path) -> float:
 
 def drop(paths: Iterable[Path]) -> Temperature:
     """Let the system forget these files, and say whether it did."""
-    if not hasattr(os, "posix_fadvise"):
+    if sys.platform != "linux":
         return "warm"
-    found = {_drop_one(path) for path in paths}
-    return "warm" if "warm" in found else "unknown" if "unknown" in found else "cold"
+    seen = {_drop_one(path) for path in paths}
+    return "warm" if "warm" in seen else "unknown" if "unknown" in seen else "cold"
 
 
 def _drop_one(path: Path) -> Temperature:
@@ -61,15 +62,21 @@ def _drop_one(path: Path) -> Temperature:
     try:
         os.fsync(fd)  # pages that are not on the disk yet would stay
         for _ in range(MAX_DROPS):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            found = _temperature(fd)
-            if found != "warm":
+            drop_pages(fd)
+            temperature = _temperature(fd)
+            if temperature != "warm":
                 break
             time.sleep(0.02)  # someone holds on to a page for a moment
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # what the probes may have read
-        return found
+        drop_pages(fd)  # what the probes may have read
+        return temperature
     finally:
         os.close(fd)
+
+
+def drop_pages(fd: int) -> None:
+    """Ask the system to forget the pages of a file. Only Linux can be asked."""
+    if sys.platform == "linux":
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _temperature(fd: int) -> Temperature:
@@ -112,7 +119,7 @@ def read_speed(folder: Path, *, nbytes: int = 256 * MIB) -> float:
 
 
 def sequential_s(folder: Path, nbytes: int) -> float:
-    """Reading so many bytes of one file that nobody has in memory."""
+    """Seconds to read this many bytes of one file that is not in memory."""
     path = folder / "yardstick"
     piece = memoryview(bytes(range(256)) * (1 << 14))
     try:

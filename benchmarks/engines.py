@@ -20,6 +20,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from report import BenchError
 
+from firn.assembly.handles import any_cursors, any_rows
 from firn.cache.layout import Layout
 from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.cache.storage.io import TierIo
@@ -81,10 +82,14 @@ class Answer:
 
     def take(self, event: object, now: float) -> None:
         if isinstance(event, Admitted | Advanced):
-            found = event.admission if isinstance(event, Advanced) else event
-            self.n_cached, self.tiers, self.why = found.n_cached, dict(found.tiers), found.reason
-            if found.n_skipped and not self.n_skipped:
-                self.n_skipped, self.scored_s = found.n_skipped, now - self.asked
+            admission = event.admission if isinstance(event, Advanced) else event
+            self.n_cached, self.tiers, self.why = (
+                admission.n_cached,
+                dict(admission.tiers),
+                admission.reason,
+            )
+            if admission.n_skipped and not self.n_skipped:
+                self.n_skipped, self.scored_s = admission.n_skipped, now - self.asked
         elif isinstance(event, Token):
             self.times.append(now)
             self.tokens.append(event.id)
@@ -123,12 +128,12 @@ class BenchEngine:
         model: Any = None,
         speculation: Callable[[Any, MakeLayers], Speculation] | None = None,
         has_head: bool = False,
-        scorer: Callable[[], Scorer] | None = None,
+        scorer: Callable[[], Scorer[Any]] | None = None,
         chunk: int = 0,
         by_depth: bool = False,
     ) -> None:
         """disk: the SSD's system calls. memo: where estimates outlive the engine. model: one that was
-        made before: the weights of a large one take time and memory. speculation: who guesses tokens,
+        made before: the weights of a large one take time and memory. speculation: who drafts tokens,
         given the model and what makes its caches. has_head: it has a prediction head. scorer: who scores
         long prompts. chunk: of prefill; 0 for the device's. by_depth: it grows while nobody waits, as a
         server's does."""
@@ -150,7 +155,8 @@ class BenchEngine:
             self.weights = model or random_model(config, dtype=dtype)
             if machine.kind == "cpu" and blas.library:
                 threads = Threads(blas.library, self.weights)
-            made, make_layers = self.weights, partial(make_prompt_cache, self.weights)
+            made: Any = self.weights
+            make_layers: MakeLayers = partial(make_prompt_cache, made)
             if has_head:
                 made = _with_head(made, config, dtype=dtype)
                 make_layers = with_head_layer(make_layers)
@@ -190,7 +196,7 @@ class BenchEngine:
             usual = chunk or machine.prefill_chunk
             limits = EngineLimits(MAX_ROWS, 1000, usual, largest_chunk=largest, common_chunk=common)
             scores = scorer() if scorer else None
-            return EngineParts(runner, cache, budget, limits, scorer=scores)
+            return EngineParts(any_rows(runner), any_cursors(cache), budget, limits, scorer=scores)
 
         self.engine = Engine(parts, self._publish)
         self.model = self.engine.start()

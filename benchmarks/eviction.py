@@ -10,6 +10,8 @@ from an SSD, by order.
     uses       every doubling of the uses counts as an hour (firn's order until November 2026)
     turns      what was resumed at its end counts as younger by half of the age of what is evicted
     foresight  whatever is asked for again last: no order can do better by much
+
+Takes a few minutes on one core; `--requests 5000` takes seconds.
 """
 
 from __future__ import annotations

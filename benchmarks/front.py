@@ -12,6 +12,8 @@ figures are medians of the rounds, and the ratio is the median of the rounds' ra
 
 On Linux also the processor time that the front takes, for a first token and for each further one:
 it says more than the clock where the machine is busy.
+
+Takes about a minute on two cores.
 """
 
 from __future__ import annotations
@@ -104,18 +106,18 @@ async def run(
     streams: int,
     large: str,
 ) -> None:
-    found: dict[str, list[Figures]] = {"alone": [], "fronted": []}
+    by_name: dict[str, list[Figures]] = {"alone": [], "fronted": []}
     servers = (("alone", alone), ("fronted", fronted))
     for i in range(rounds + 1):
         for name, server in servers if i % 2 else servers[::-1]:
             figures = await measure(server, model, streams=streams, large=large)
             if i:  # the first round warms up
-                found[name].append(figures)
+                by_name[name].append(figures)
     print(f"{'':8} {'first ms':>9} {'large ms':>9} {'tokens/s':>9}")
-    for name, rows in found.items():
+    for name, rows in by_name.items():
         cells = [statistics.median(values) for values in zip(*map(_cells, rows), strict=True)]
         print(f"{name:8} {cells[0]:9.2f} {cells[1]:9.2f} {cells[2]:9.1f}")
-    pairs = list(zip(found["alone"], found["fronted"], strict=True))
+    pairs = list(zip(by_name["alone"], by_name["fronted"], strict=True))
     later = statistics.median(b.first_ms - a.first_ms for a, b in pairs)
     large_later = statistics.median(b.large_ms - a.large_ms for a, b in pairs)
     ratio = statistics.median(b.rate / a.rate for a, b in pairs)

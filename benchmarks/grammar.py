@@ -6,6 +6,8 @@ Both kinds of group run in the same process in alternating rounds on a tiny rand
 machine the median of the rounds says little; the fastest ones are those that were left alone.
 `--vocab` widens the model's vocabulary; the tokens beyond the tokenizer's are padding, as in many
 models.
+
+Takes under a minute.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ SCHEMA = """{"type": "array", "minItems": 100000, "items": {"type": "object",
   "required": ["name", "size", "kind"], "additionalProperties": false}}"""
 
 
-class Took(NamedTuple):
-    """Seconds a step."""
+class StepTime(NamedTuple):
+    """Seconds per step: on the clock, and of the processor."""
 
     elapsed: float
     worked: float
@@ -53,7 +55,7 @@ def widened(name: str, n_vocab: int) -> zoo.Entry:
 
 def run(
     runner: Runner, n_rows: int, n_steps: int, grammar: CompiledGrammar | None, temperature: float
-) -> Took:
+) -> StepTime:
     """One group's decoding."""
     prompt = Prompt(np.arange(20, 52, dtype=np.int64))
     sampling = Sampling(temperature=temperature, seed=7)
@@ -73,7 +75,9 @@ def run(
         picked = runner.collect(rows, keep_in_flight=1)
         assert not any(p.fault for p in picked)
     runner.collect(rows, keep_in_flight=0)
-    took = Took((time.perf_counter() - start) / n_steps, (time.process_time() - worked) / n_steps)
+    took = StepTime(
+        (time.perf_counter() - start) / n_steps, (time.process_time() - worked) / n_steps
+    )
     runner.leave(rows)
     return took
 
@@ -96,22 +100,22 @@ def main() -> None:
     grammar = Compiler(tokenizer, vocab_size=info.vocab_size).compile(
         Grammar("json_schema", SCHEMA)
     )
-    found: dict[str, list[Took]] = {"free": [], "grammar": []}
+    times: dict[str, list[StepTime]] = {"free": [], "grammar": []}
     for i in range(args.rounds + 1):
         for kind in ("free", "grammar") if i % 2 else ("grammar", "free"):
             constraint = grammar if kind == "grammar" else None
             took = run(runner, args.rows, args.steps, constraint, args.temperature)
             if i:  # the first round warms up
-                found[kind].append(took)
+                times[kind].append(took)
     device = str(mx.default_device()).removeprefix("Device")
     print(f"{args.model}, {args.rows} rows, vocabulary {info.vocab_size}, {device}")
-    for kind, each in found.items():
+    for kind, each in times.items():
         elapsed, worked = (statistics.median(column) for column in zip(*each, strict=True))
         print(
             f"  {kind:10s}{args.rows / elapsed:8.0f} tokens/s {1e6 * elapsed:8.0f} us a step, "
             f"{1e6 * worked:6.0f} us of processor time"
         )
-    pairs = list(zip(found["free"], found["grammar"], strict=True))
+    pairs = list(zip(times["free"], times["grammar"], strict=True))
     median = statistics.median(free.elapsed / held.elapsed for free, held in pairs)
     fastest = min(f.elapsed for f, _ in pairs) / min(h.elapsed for _, h in pairs)
     work = statistics.median(free.worked / held.worked for free, held in pairs)

@@ -8,6 +8,8 @@ stream of tokens is read while the folder is scanned, while statistics are asked
 deleted; the longest gap between two tokens in excess of the longest in quiet is what that costs. On a
 machine with other work gaps say little: compare them with the quiet ones of the same run. `--pauses`
 needs no server: it measures what the engine thread itself does, piece by piece, in processor time.
+
+Takes a few minutes, most of them for writing the records; `--pauses` takes half a minute.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ START_S, SCAN_S = 60.0, 60.0
 MIB = 1 << 20
 
 
-class Running:
+class RunningServer:
     """A firn server, and what it answers."""
 
     def __init__(self, model: str, folder: Path) -> None:
@@ -89,8 +91,8 @@ class Running:
     def ask(self, method: str, path: str) -> dict[str, Any]:
         request = urllib.request.Request(self.url + path, method=method)
         with urllib.request.urlopen(request, timeout=60) as answer:
-            found: dict[str, Any] = json.load(answer)
-            return found
+            body: dict[str, Any] = json.load(answer)
+            return body
 
     def longest_gap_s(self, n_tokens: int = N_STREAMED) -> float:
         """Between two tokens of one stream."""
@@ -126,8 +128,8 @@ class Running:
 
 
 @contextmanager
-def running(model: str, folder: Path) -> Iterator[Running]:
-    server = Running(model, folder)
+def running(model: str, folder: Path) -> Iterator[RunningServer]:
+    server = RunningServer(model, folder)
     try:
         yield server
     finally:
@@ -162,7 +164,7 @@ def fill(folder: Path, like: Header, n_records: int) -> None:
         os.utime(path, (now, now - 2 * depth))
 
 
-def while_streaming(server: Running, work: Callable[[], Any]) -> tuple[float, float]:
+def while_streaming(server: RunningServer, work: Callable[[], Any]) -> tuple[float, float]:
     """The longest gap while something else is asked for, and what that took."""
     took = []
 
@@ -194,7 +196,7 @@ def measure(model: str, folder: Path, n_records: int) -> dict[str, float]:
         scan_s = time.perf_counter() - began
         quiet = max(server.longest_gap_s() for _ in range(3))
         stats_gap, stats_s = while_streaming(server, lambda: server.ask("GET", "/v1/cache/stats"))
-        found = {
+        figures = {
             "ready_s": server.ready_s,
             "known_at_start": n_at_start,
             "scan_s": scan_s,
@@ -205,7 +207,7 @@ def measure(model: str, folder: Path, n_records: int) -> dict[str, float]:
             "stats_s": stats_s,
         }
         gap, took = while_streaming(server, lambda: server.ask("DELETE", "/v1/cache"))
-        return found | {"delete_gap_s": gap, "delete_s": took}
+        return figures | {"delete_gap_s": gap, "delete_s": took}
 
 
 class NoIo:
@@ -241,12 +243,12 @@ def pauses(n_records: int) -> dict[str, list[float]]:
     records.add_tier("none", NoIo(), wake=lambda: None)
     (tier,) = records.tiers
     root = records.catalogue.root(Namespace("")).key
-    found: dict[str, list[float]] = {"learn a batch": [], "clear": [], "let go of a batch": []}
+    seconds: dict[str, list[float]] = {"learn a batch": [], "clear": [], "let go of a batch": []}
 
     def timed(what: str, work: Callable[[], Any]) -> None:
         began = time.thread_time()
         work()
-        found[what].append(time.thread_time() - began)
+        seconds[what].append(time.thread_time() - began)
 
     garbage = Garbage()
 
@@ -260,11 +262,11 @@ def pauses(n_records: int) -> dict[str, list[float]]:
     began = time.thread_time()
     gc.unfreeze()
     gc.collect()
-    found["a full collection, were it not put off"] = [time.thread_time() - began]
+    seconds["a full collection, were it not put off"] = [time.thread_time() - began]
     timed("clear", lambda: records.clear(None))
     while records._cleared:
         timed("let go of a batch", records._forget_cleared)
-    return found
+    return seconds
 
 
 def _entries(root: Key, n_records: int) -> Iterator[TierEntry]:
@@ -290,12 +292,12 @@ def _entries(root: Key, n_records: int) -> Iterator[TierEntry]:
         parent = label.key
 
 
-def pause_table(found: dict[str, list[float]]) -> str:
+def pause_table(seconds: dict[str, list[float]]) -> str:
     rows = [["", "times", "median", "longest"]]
-    for what, seconds in found.items():
-        middle, longest = statistics.median(seconds), max(seconds)
+    for what, times in seconds.items():
+        middle, longest = statistics.median(times), max(times)
         rows.append(
-            [what, f"{len(seconds):,}", f"{1000 * middle:.2f} ms", f"{1000 * longest:.2f} ms"]
+            [what, f"{len(times):,}", f"{1000 * middle:.2f} ms", f"{1000 * longest:.2f} ms"]
         )
     return grid(rows)
 

@@ -1,7 +1,7 @@
 """What a conversation takes of memory, and what its next turn waits for, by how long it is.
 
-    python benchmarks/memory_once.py                             # a small dense model, a few minutes
-    python benchmarks/memory_once.py --shape 4b --device-run 90  # on a GPU, so many seconds at most
+    python benchmarks/memory_once.py                             # a small dense model
+    python benchmarks/memory_once.py --shape 4b --device-run 90  # on a GPU, 90 seconds at most
 
 One conversation of six turns grows to each length, through firn's real engine. In its last turn the
 peak of memory less the weights is taken over the bytes of its keys and values at their longest; and what
@@ -11,6 +11,8 @@ its keys and values are the chunks' own activations, and scores where attention 
 Then short turns follow, whose first token is timed. What computing their few new tokens takes is timed
 as well, on rows that never left (the same chunk behind the same past), and taken off: the rest is what
 finding, taking over and handing on a past costs.
+
+Takes a few minutes on two cores.
 """
 
 from __future__ import annotations
@@ -86,28 +88,30 @@ class Conversation:
 def grow(
     engine: BenchEngine, n_tokens: int, *, n_reply: int, before: int
 ) -> tuple[Conversation, Point]:
-    talk, point = Conversation(engine, seed=n_tokens), Point(n_tokens)
+    conversation, point = Conversation(engine, seed=n_tokens), Point(n_tokens)
     per_turn = n_tokens // N_TURNS
     for _ in range(N_TURNS):
-        n_last = len(talk.ids) + per_turn
+        n_last = len(conversation.ids) + per_turn
         mx.reset_peak_memory()
-        talk.say(per_turn, n_reply)
-    point.kv_nbytes = token_nbytes(engine) * len(talk.ids)
+        conversation.say(per_turn, n_reply)
+    point.kv_nbytes = token_nbytes(engine) * len(conversation.ids)
     point.peak_nbytes = mx.get_peak_memory() - before
     point.held_nbytes = active(engine) - before
     mx.reset_peak_memory()
     held = active(engine)
-    engine.ask(talk.ids[:n_last], n_reply, read=False, write=False).wait()
+    engine.ask(conversation.ids[:n_last], n_reply, read=False, write=False).wait()
     point.without_nbytes = mx.get_peak_memory() - held
-    return talk, point
+    return conversation, point
 
 
-def next_turns(engine: BenchEngine, talk: Conversation, point: Point, *, repeats: int) -> None:
+def next_turns(
+    engine: BenchEngine, conversation: Conversation, point: Point, *, repeats: int
+) -> None:
     for _ in range(repeats):
-        first_s, n_cached = talk.say(N_SHORT, 2)
+        first_s, n_cached = conversation.say(N_SHORT, 2)
         point.first_s.append(first_s)
         point.n_cached.append(n_cached)
-    point.compute_s = computing(engine, len(talk.ids), repeats=repeats)
+    point.compute_s = computing(engine, len(conversation.ids), repeats=repeats)
 
 
 def computing(engine: BenchEngine, n_past: int, *, repeats: int) -> list[float]:
@@ -121,7 +125,7 @@ def computing(engine: BenchEngine, n_past: int, *, repeats: int) -> list[float]:
         for end in [*range(2048, n_past, 2048), n_past]:
             runner.prefill(row, prompt, end)
             runner.settle(row)
-        found = []
+        seconds = []
         for _ in range(repeats + 1):
             began = time.perf_counter()
             runner.prefill(row, prompt, row.n_tokens + N_SHORT - 1)
@@ -129,19 +133,19 @@ def computing(engine: BenchEngine, n_past: int, *, repeats: int) -> list[float]:
             logits = runner._model(mx.array([[1]]), cache=row.layers)
             mx.eval(mx.argmax(logits[:, -1]))
             row.n_tokens += 1
-            found.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - began)
         runner.leave([row])
-        return found[1:]
+        return seconds[1:]
 
-    found: list[float] = engine.engine.call(work).result()
-    return found
+    times: list[float] = engine.engine.call(work).result()
+    return times
 
 
 def token_nbytes(engine: BenchEngine) -> int:
-    def look(parts: Any) -> int:
+    def per_token(parts: Any) -> int:
         return int(parts.budget.cost.per_token_nbytes)
 
-    return int(engine.engine.call(look).result())
+    return int(engine.engine.call(per_token).result())
 
 
 def active(engine: BenchEngine) -> int:
@@ -189,8 +193,8 @@ def main() -> None:
                 break
             forget(engine)
             mx.clear_cache()
-            talk, point = grow(engine, n_tokens, n_reply=args.reply, before=active(engine))
-            next_turns(engine, talk, point, repeats=args.repeats)
+            conversation, point = grow(engine, n_tokens, n_reply=args.reply, before=active(engine))
+            next_turns(engine, conversation, point, repeats=args.repeats)
             points.append(point)
             print(f"{n_tokens:,} tokens: {point.peak_nbytes / point.kv_nbytes:.2f}", flush=True)
     head = [

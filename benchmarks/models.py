@@ -10,6 +10,8 @@
 Float32, 2,048 tokens of vocabulary, a few MB each: any MLX server loads such a folder. The tokenizer is
 trained on the spot on Python's own sources, so nothing is downloaded. It knows ASCII only: a random
 model would pick halves of other characters, which streams hold back, and first tokens would seem late.
+
+Takes some seconds for each model.
 """
 
 from __future__ import annotations

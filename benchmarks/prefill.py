@@ -10,6 +10,9 @@ that decodes while such a prompt is read, in the second arm and in the third.
 
 --bare: the runner alone, the first two arms in turn, processor time and peak memory. For a CPU that
 others use too.
+
+Takes about a minute on two cores (`--shape tiny`); `--shape 4b --tokens 16384 65536` takes a few minutes
+on an H200.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import argparse
 import itertools
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -31,6 +35,7 @@ from firn.core.values import Prompt
 from firn.engine.chunks import ChunkSizes
 from firn.models import cpu, runner
 from firn.models import device as devices
+from firn.models.room import give_room
 from models import SHAPES, random_model
 
 GIB = 1 << 30
@@ -41,14 +46,18 @@ def no_room(layers: object, n_tokens: int, *, few_shapes: bool = False) -> None:
     """In the place of `give_room`: caches grow as mlx-lm's do."""
 
 
+def set_give_room(function: Callable[..., None]) -> None:
+    """In the runner, which has no other way to do without."""
+    setattr(runner, "give_room", function)  # noqa: B010
+
+
 class Arms:
     """Switches the engine between the three. Each keeps what it has learned of the machine's speed."""
 
     def __init__(self, engine: BenchEngine) -> None:
         self._engine = engine
-        self._give_room = runner.give_room
-        found = devices.device()
-        usual, largest = found.prefill_chunk, found.largest_chunk
+        device = devices.device()
+        usual, largest = device.prefill_chunk, device.largest_chunk
         self._sizes = {"steps": ChunkSizes(usual), "room": ChunkSizes(usual)}
         self._sizes["chunks"] = ChunkSizes(usual, largest=largest)
 
@@ -56,7 +65,7 @@ class Arms:
         def switch(_: object) -> None:
             loop: Any = self._engine.engine._loop
             loop._prefill._sizes = self._sizes[name]
-            runner.give_room = self._give_room if name != "steps" else no_room
+            set_give_room(give_room if name != "steps" else no_room)
 
         self._engine.engine.call(switch).result(60)
 
@@ -104,15 +113,15 @@ def measure(shape: str, lengths: list[int], rounds: int, *, pauses_too: bool) ->
                 arms.take(name)
                 short = next(make)[:64]
                 pauses[name] = [pause(engine, next(make), short) for _ in range(3 * pauses_too)]
-            best = {name: statistics.median(found) for name, found in times.items()}
-            held = {name: statistics.median(found or [0.0]) for name, found in pauses.items()}
+            best = {name: statistics.median(took) for name, took in times.items()}
+            longest = {name: statistics.median(took or [0.0]) for name, took in pauses.items()}
             rows.append(
                 [
                     f"{n_tokens}",
                     *(f"{best[name]:.3f} s" for name in times),
                     f"{best['steps'] / best['room']:.3f}",
                     f"{best['room'] / best['chunks']:.3f}",
-                    f"{held['room'] * 1e3:.0f} -> {held['chunks'] * 1e3:.0f} ms",
+                    f"{longest['room'] * 1e3:.0f} -> {longest['chunks'] * 1e3:.0f} ms",
                 ]
             )
     head = ["tokens", "in steps", "room", "chunks", "gain of room", "gain of chunks", "pause"]
@@ -121,8 +130,8 @@ def measure(shape: str, lengths: list[int], rounds: int, *, pauses_too: bool) ->
 
 def bare(shape: str, lengths: list[int], rounds: int) -> None:
     config, dtype = shape_of(shape)
-    found = devices.device()
-    if found.kind == "cpu":
+    device = devices.device()
+    if device.kind == "cpu":
         cpu.tune("auto", exact=False, memo=default_cache_dir() / "blas.json")
     model = random_model(config, dtype=dtype)
     probe = make_prompt_cache(model)
@@ -130,14 +139,13 @@ def bare(shape: str, lengths: list[int], rounds: int) -> None:
     mx.eval(logits)
     info = model_info(model, config, probe=probe, n_vocab=int(logits.shape[-1]))
     runs = runner.Runner(model, info, make_layers=lambda: make_prompt_cache(model), max_rows=1)
-    give = runner.give_room
 
     def read(ids: list[int], *, room: bool) -> tuple[float, float]:
-        runner.give_room = give if room else no_room
+        set_give_room(give_room if room else no_room)
         prompt, row = Prompt(np.array(ids)), runs.start(None)
         mx.reset_peak_memory()
         began = time.process_time()
-        for end in range(found.prefill_chunk, len(ids), found.prefill_chunk):
+        for end in range(device.prefill_chunk, len(ids), device.prefill_chunk):
             runs.prefill(row, prompt, end)
             runs.settle(row)
         return time.process_time() - began, mx.get_peak_memory() / 2**20

@@ -2,9 +2,11 @@
 
     PYTHONPATH=src python benchmarks/products.py [--shape 4b] [--tokens 1,2,8,16,32] [--steps 20]
 
-All products of a model's layers, one after the other, as a step has them. host: until they are
+All matrix products of a model's layers, one after the other, as a step has them. host: until they are
 dispatched; all: until they are computed. Medians in ms. error: the largest difference to a product of
 float32, over the largest value.
+
+Takes under a minute on an H200.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import mlx.core as mx
 from report import cli, grid, numbers
@@ -33,10 +37,19 @@ def timed(work: Callable[[], list[mx.array]], n_steps: int) -> tuple[float, floa
     return 1000 * statistics.median(host[2:]), 1000 * statistics.median(whole[2:])
 
 
+def by_mlx(pairs: list[tuple[mx.array, mx.array]]) -> list[mx.array]:
+    return [x @ weight.T for x, weight in pairs]
+
+
+def by_firn(pairs: list[tuple[mx.array, mx.array]]) -> list[mx.array]:
+    return [products.product(x, weight) for x, weight in pairs]
+
+
 def error(x: mx.array, weight: mx.array) -> float:
     want = x.astype(mx.float32) @ weight.astype(mx.float32).T
     off = mx.abs(products.product(x, weight).astype(mx.float32) - want).max()
-    return float((off / mx.abs(want).max()).item())
+    ratio: Any = (off / mx.abs(want).max()).item()
+    return float(ratio)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -56,11 +69,10 @@ def run(args: argparse.Namespace) -> None:
         inputs = {k: mx.random.normal((1, n, k)).astype(mx.bfloat16) for k in {size, wide, heads}}
         mx.eval(list(inputs.values()))
         each = [(inputs[w.shape[1]], w) for layer in weights for w in layer]
-        cells = [*timed(lambda each=each: [x @ w.T for x, w in each], args.steps)]  # type: ignore[misc]
+        cells = [*timed(partial(by_mlx, each), args.steps)]
         off = 0.0
         if n > 1:
-            own = lambda each=each: [products.product(x, w) for x, w in each]  # noqa: E731
-            cells += timed(own, args.steps)
+            cells += timed(partial(by_firn, each), args.steps)
             off = max(error(x, w) for x, w in each[:7])
         rows.append([str(n), *(f"{ms:.1f}" for ms in cells), *(["", ""] * (n == 1)), f"{off:.2g}"])
         print(" ".join(rows[-1]), flush=True)

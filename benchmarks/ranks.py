@@ -1,9 +1,11 @@
-"""What following costs: calls from rank 0 to another rank, and the token that all of them get.
+"""What ranks cost a sharded model: calls from rank 0 to another, and the token that all of them get.
 
     python benchmarks/ranks.py                 two processes over loopback, on whatever device MLX has
     mlx.launch --hostfile hosts.json -- python benchmarks/ranks.py --rank     on several machines
 
 Prints a table in Markdown. Numbers are medians; a busy machine makes them larger, not their ratios.
+
+Takes some seconds.
 """
 
 from __future__ import annotations
@@ -19,6 +21,11 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from firn.ranks.follower import Follower
+    from firn.ranks.leader import Leader
 
 N_RANKS = 2
 N_TRIES = 300
@@ -78,21 +85,23 @@ def measure() -> None:
         return
     assert member.leader is not None
     leader = member.leader
-    rows = {
-        "a decode step's calls (launch, collect), as rank 0 pays for them": lambda: (
-            leader.tell("launch", 7),
-            leader.tell("collect", 7, 1),
-        ),
-        f"a prefill call with {CHUNK} tokens": lambda: leader.tell(
-            "prefill", 7, 0, CHUNK, 4 * CHUNK, None, blob=bytes(4 * CHUNK)
-        ),
-        "32 payloads cut, noted, and sent": lambda: (
-            [
-                leader.tell_later("cut", i, "pages", 7, 0, 4096, 256 * i, 256 * (i + 1))
-                for i in range(32)
-            ],
-            leader.flush(),
-        ),
+
+    def step() -> None:
+        leader.tell("launch", 7)
+        leader.tell("collect", 7, 1)
+
+    def prefill() -> None:
+        leader.tell("prefill", 7, 0, CHUNK, 4 * CHUNK, None, blob=bytes(4 * CHUNK))
+
+    def cut() -> None:
+        for i in range(32):
+            leader.tell_later("cut", i, "pages", 7, 0, 4096, 256 * i, 256 * (i + 1))
+        leader.flush()
+
+    rows: dict[str, Callable[[], None]] = {
+        "a decode step's calls (launch, collect), as rank 0 pays for them": step,
+        f"a prefill call with {CHUNK} tokens": prefill,
+        "32 payloads cut, noted, and sent": cut,
     }
     print("| what | median | 95th percentile |\n|---|---|---|")
     for name, call in rows.items():
@@ -105,12 +114,12 @@ def measure() -> None:
     leader.end()
 
 
-def there_and_back(leader) -> None:  # type: ignore[no-untyped-def]
+def there_and_back(leader: Leader) -> None:
     leader.tell("ping")
     leader.gather("pong", timeout_s=10)
 
 
-def follow(follower, collectives: Mapping[str, Callable[[], None]]) -> None:  # type: ignore[no-untyped-def]
+def follow(follower: Follower, collectives: Mapping[str, Callable[[], None]]) -> None:
     while (call := follower.next()).name != "end":
         if call.name == "ping":
             follower.answer("pong")

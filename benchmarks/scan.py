@@ -7,6 +7,8 @@ The folder is scanned as a server does it, by the SSD tier behind its I/O thread
 of its own. Meanwhile another thread, like the engine's, asks for the interpreter every millisecond, and
 the longest it had to wait is what a scan can delay a step by. Before a cold scan the system is asked to
 forget the files' contents.
+
+Takes a few minutes, most of them for writing the records.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from disks import drop_pages
 from report import BenchError, cli, grid, save
 
 try:
@@ -82,7 +85,7 @@ def forget(folder: Path) -> None:
     os.sync()
     for path in folder.glob("??/*"):
         fd = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        drop_pages(fd)
         os.close(fd)
 
 
@@ -132,7 +135,7 @@ def measure(folder: Path) -> dict[str, Any]:
         done.wait()
         return time.perf_counter() - start
 
-    found = {
+    figures = {
         "all_s": scan(),
         "first_s": seen[1],
         "records": seen[0],
@@ -142,7 +145,7 @@ def measure(folder: Path) -> dict[str, Any]:
         "again_s": scan(),
     }
     io.close()
-    return found
+    return figures
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, list[dict[str, Any]]]:

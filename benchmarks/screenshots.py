@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/screenshots.py [--out docs]
 
-Starts a server of the two built-in models, lets several people talk to it at once for a minute or so,
-some about the same document, and takes page.png (light), page-dark.png and page-phone.png. Needs
-Chromium or Chrome (FIRN_BROWSER names another one), and Playwright, which is in firn[dev].
+Starts a server of the two built-in models, lets several people use it at once, some with the same
+document, and makes page.png (light), page-dark.png and page-phone.png. Needs Chromium or Chrome
+(FIRN_BROWSER names another one), and Playwright, which is in firn[dev]. Takes a minute or two.
 """
 
 from __future__ import annotations
@@ -52,16 +52,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "docs")
     out: Path = parser.parse_args().out
     with tempfile.TemporaryDirectory(prefix="firn-page-") as tmp:
-        flags = (
-            MODELS[1],
-            "--ssd-cache-dir",
-            f"{tmp}/ssd",
-            "--cache-memory-mb",
-            "10",
-            "--show-text",
-        )
-        flags = (*flags, "--cache-block-tokens", "64", "--speculation", "lookup")
-        server = ServerProcess(MODELS[0], *flags, log=Path(tmp, "log"))
+        flags = ["--ssd-cache-dir", f"{tmp}/ssd", "--cache-memory-mb", "10", "--show-text"]
+        flags += ["--cache-block-tokens", "64", "--speculation", "lookup"]
+        server = ServerProcess(*MODELS, *flags, log=Path(tmp, "log"))
         try:
             with chrome.started() as browser:
                 visit(server, browser, out)
@@ -147,7 +140,7 @@ def look(page: Page) -> None:
     page.get_by_label("Time shown").select_option("1 min")
     page.locator("#requests .call.done").last.focus()
     page.locator("#tree .run[aria-level='2']").first.click()
-    page.locator("#tree .looked").get_by_text("Saves").wait_for()
+    page.locator("#tree .details").get_by_text("Saves").wait_for()
     page.mouse.move(5, 5)
 
 

@@ -167,9 +167,9 @@ def environment(*, preload: bool = True, **more: str) -> dict[str, str]:
     preload: False leaves each server as pip installs it.
     """
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **more}
-    found = sorted(glob.glob("/usr/lib/*/openblas-pthread/libopenblas.so.0"))
-    if found and preload:
-        env["LD_PRELOAD"] = found[0]
+    libraries = sorted(glob.glob("/usr/lib/*/openblas-pthread/libopenblas.so.0"))
+    if libraries and preload:
+        env["LD_PRELOAD"] = libraries[0]
     return env
 
 
@@ -200,7 +200,7 @@ class Server:
         draft: Path | None = None,
     ) -> Server:
         """`fresh`: with nothing on disk; else with what the last one of this name left. draft: the small
-        model of a server that guesses with one."""
+        model of a server that drafts with one."""
         kind, run = kind_of(name), lab() / "run" / name
         if fresh:
             shutil.rmtree(run, ignore_errors=True)

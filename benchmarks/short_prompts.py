@@ -6,6 +6,8 @@
 All in one engine; in each round every way has its turn, with prompts that nobody has seen. Tokens/s are
 the replies' tokens over the whole time, as a server's clients would see them; ratios are taken within a
 round. On a busy machine the processor's time says more than the clock.
+
+Takes about a minute on two cores; `--device-run SECONDS` bounds it.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ def main() -> None:
         raise BenchError("at least one round and two streams, please")
     until = time.monotonic() + args.device_run if args.device_run else float("inf")
     config, dtype = shape_of(args.shape)
-    found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
+    results: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
     rng = np.random.default_rng(5)
     with BenchEngine(config, dtype=dtype, memory_nbytes=8 * GIB) as engine:
         chosen = engine.engine._loop._prefill._batches._trial
@@ -94,14 +96,14 @@ def main() -> None:
                 set_way(engine, ways[way])
                 result = turn(engine, args.streams, args.tokens, args.reply, rng=rng)
                 if i:  # the first is for warming up
-                    found[way].append(result)
+                    results[way].append(result)
     head = ["way", "tok/s", "over one by one", "first token s", "processor s", "one by one over it"]
     rows = []
     for way in WAYS:
-        pairs = list(zip(found[way], found["one by one"], strict=True))
+        pairs = list(zip(results[way], results["one by one"], strict=True))
         ratio = statistics.median(mine[0] / other[0] for mine, other in pairs)
         work = statistics.median(other[2] / mine[2] for mine, other in pairs)
-        speed, first, cpu = (statistics.median(r[k] for r in found[way]) for k in range(3))
+        speed, first, cpu = (statistics.median(r[k] for r in results[way]) for k in range(3))
         cells = [f"{speed:,.0f}", f"{ratio:.2f}", f"{first:.3f}", f"{cpu:.2f}", f"{work:.2f}"]
         rows.append([way, *cells])
     print(grid([head, *rows]))
@@ -109,7 +111,7 @@ def main() -> None:
         lab() / f"short_prompts-{args.shape}.json",
         "short_prompts",
         options=vars(args),
-        result=found,
+        result=results,
     )
 
 

@@ -7,6 +7,8 @@
 A real redis-server that knows the prompts, behind a proxy that holds back one kind of command for ever.
 Two servers, one without a store and one with it, get the same prompts in turn, so that a busy machine is
 as busy for both. Late: how much later a first token came with the store than without.
+
+Takes about ten minutes on two cores; `--clock` takes some seconds.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ HELD = {
 }
 """What a command must contain to be held back."""
 SETTLE_S = 60.0
-TOKENS_A_WORD = 5
+TOKENS_PER_WORD = 5
 
 
 class Proxy:
@@ -102,23 +104,21 @@ def first_s(url: str, prompt: str) -> float:
     raise RuntimeError("no token came")
 
 
-def prompts(wanted: argparse.Namespace, seed: str) -> list[str]:
-    return [text(wanted, (seed, i)) for i in range(wanted.prompts)]
+def prompts(args: argparse.Namespace, seed: str) -> list[str]:
+    return [text(args, (seed, i)) for i in range(args.prompts)]
 
 
-def text(wanted: argparse.Namespace, seed: object) -> str:
-    return words(wanted.tokens // TOKENS_A_WORD, seed=seed)
+def text(args: argparse.Namespace, seed: object) -> str:
+    return words(args.tokens // TOKENS_PER_WORD, seed=seed)
 
 
-def fill(wanted: argparse.Namespace, port: int, folder: Path) -> None:
+def fill(args: argparse.Namespace, port: int, folder: Path) -> None:
     """Another server has computed all prompts, and stored them."""
     address = f"redis://127.0.0.1:{port}/0?spill=all&write_mb_per_s=0"
-    server = ServerProcess(
-        wanted.model, "--no-ssd-cache", "--tier", address, log=folder / "filling"
-    )
+    server = ServerProcess(args.model, "--no-ssd-cache", "--tier", address, log=folder / "filling")
     try:
-        for mood in HELD:
-            for prompt in prompts(wanted, mood):
+        for fault in HELD:
+            for prompt in prompts(args, fault):
                 first_s(server.url, prompt)
         until, n = time.monotonic() + SETTLE_S, -1
         while n != (now := n_written(server)) and time.monotonic() < until:
@@ -133,29 +133,29 @@ def n_written(server: ServerProcess) -> int:
 
 
 def run(
-    mood: str, wanted: argparse.Namespace, port: int, *, without: ServerProcess, folder: Path
+    fault: str, args: argparse.Namespace, port: int, *, without: ServerProcess, folder: Path
 ) -> None:
     with contextlib.ExitStack() as stack:
-        if mood == "connect hangs":
+        if fault == "connect hangs":
             port = stack.enter_context(full_port())
         else:
-            proxy = Proxy(port, HELD[mood])
+            proxy = Proxy(port, HELD[fault])
             stack.callback(proxy.close)
             port = proxy.port
         address = f"redis://127.0.0.1:{port}/0?spill=all"
         log = folder / "with"
-        beside = ServerProcess(wanted.model, "--no-ssd-cache", "--tier", address, log=log)
+        beside = ServerProcess(args.model, "--no-ssd-cache", "--tier", address, log=log)
         stack.callback(beside.kill)
         for server in (without, beside):  # how fast the model is, is known after one prompt
-            first_s(server.url, text(wanted, ("warm", mood)))
+            first_s(server.url, text(args, ("warm", fault)))
         times = [
             (first_s(without.url, prompt), first_s(beside.url, prompt))
-            for prompt in prompts(wanted, mood)
+            for prompt in prompts(args, fault)
         ]
         tier = beside.get("/v1/cache/stats")["redis"]["folder"]["state"]
     late = [b - a for a, b in times]
     print(
-        f"{mood:16} {statistics.median(a for a, _ in times):9.2f} s "
+        f"{fault:16} {statistics.median(a for a, _ in times):9.2f} s "
         f"{statistics.median(b for _, b in times):9.2f} s {statistics.median(late):+9.2f} s "
         f"{max(late):+9.2f} s   {tier}",
         flush=True,
@@ -165,6 +165,7 @@ def run(
 def by_clock() -> None:
     """The real cache, a store whose calls take what is said here, and how late prompts were at most."""
     from tests.cache import test_first_token as world
+    from tests.cache.lab import DENSE
 
     whole_s = (0.1, 1.0, 10.0)
     titles = " ".join(f"{f'{s:g} s':>9}" for s in whole_s)
@@ -182,7 +183,7 @@ def by_clock() -> None:
                 takes = world.Takes(read=record_s or 0.001)
                 server = world.Server(
                     world.Time(),
-                    world.DENSE,
+                    DENSE,
                     dict(world.STORED["dense"]),
                     takes,
                     token_s=seconds / world.N_TOKENS,
@@ -202,8 +203,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1000, help="of a prompt, about")
     parser.add_argument("--prompts", type=int, default=4, help="for each way to hang")
     parser.add_argument("--clock", action="store_true", help="on a clock set by hand")
-    wanted = parser.parse_args()
-    if wanted.clock:
+    args = parser.parse_args()
+    if args.clock:
         by_clock()
         return
     if why := stores.why_no_redis():
@@ -212,13 +213,13 @@ def main() -> None:
     server.start()
     try:
         with tempfile.TemporaryDirectory(prefix="firn-slow-store-") as folder:
-            fill(wanted, server.port, Path(folder))
+            fill(args, server.port, Path(folder))
             titles = ("without", "with", "late, p50", "late, most")
             print(f"{'the store':16} " + " ".join(f"{t:>11}" for t in titles) + "   then it is")
-            without = ServerProcess(wanted.model, "--no-ssd-cache", log=Path(folder) / "without")
+            without = ServerProcess(args.model, "--no-ssd-cache", log=Path(folder) / "without")
             try:
-                for mood in HELD:
-                    run(mood, wanted, server.port, without=without, folder=Path(folder))
+                for fault in HELD:
+                    run(fault, args, server.port, without=without, folder=Path(folder))
             finally:
                 without.kill()
     finally:

@@ -14,6 +14,8 @@ smaller: its times show what scoring costs, not what sparse prefill gives.
 The second is about time alone, on any device: random weights of a large shape, with a small one that
 scores, and prompts of random tokens. Times are to the first token, scoring included, and of its stages.
 The third drives the small model alone, with chunks of several sizes; --cached: it keeps what it reads.
+
+The first takes about a quarter of an hour on two cores, the others take a minute or two on an H200.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from prefill import prompts
 from report import cli, grid, names, numbers, save
 
+from firn.assembly.handles import any_cursors
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
-from firn.core.ports import PrefixCache
 from firn.core.sparse import Sparse
 from firn.core.values import CacheControl, Chat, Message, Namespace, Prompt, Scores, TextPart
 from firn.demo.facts import Placement, make_session, n_facts_for
@@ -98,8 +100,8 @@ class Exam:
             essential=prompt.essential,
             eos=self.tokenizer.eos,
         ).wait()
-        said = [t for t in answer.tokens if t not in self.tokenizer.eos]
-        return self.tokenizer.decode(said) == expected, answer
+        reply = [t for t in answer.tokens if t not in self.tokenizer.eos]
+        return self.tokenizer.decode(reply) == expected, answer
 
 
 class RememberingScorer(AttentionScorer):
@@ -138,10 +140,11 @@ def answers(
 
     def scorer() -> AttentionScorer:
         make = RememberingScorer if once else AttentionScorer
-        return make(small.model, small.info, make_layers=small.make_layers, cache=CacheOff())
+        cache = any_cursors(CacheOff())
+        return make(small.model, small.info, make_layers=small.make_layers, cache=cache)
 
     config = {"model_type": "qwen3"}
-    rows, found = [], []
+    rows, points = [], []
     engine = BenchEngine(
         config, dtype=mx.float32, memory_nbytes=GIB, model=target.model, scorer=scorer
     )
@@ -166,13 +169,13 @@ def answers(
                 ratio_shown = "" if once else f" {ratio:.2f}"
                 cells.append(f"{right[keep]}/{n_sessions}{ratio_shown}")
                 point = {"tokens": n_prompt, "keep": keep, "ratio": ratio}
-                found.append(point | {"right": right[keep], "full": right[None]})
+                points.append(point | {"right": right[keep], "full": right[None]})
             rows.append(cells)
             print(grid([["tokens", "in full", *map(str, SHARES)], *rows]), flush=True)
     print("right answers" + ("" if once else ", and the first token's time over the full prompt's"))
     if out is not None:
         options = {"draft": draft, "sessions": n_sessions, "placement": placement}
-        save(out, "sparse", options=options, result=found)
+        save(out, "sparse", options=options, result=points)
 
 
 # --- time ----------------------------------------------------------------------------------
@@ -211,14 +214,16 @@ def _scorer(config: dict[str, Any], dtype: mx.Dtype, *, cache_nbytes: int = 0) -
     logits = model(mx.array([[0]]), cache=probe)
     mx.eval(logits)
     info = model_info(model, config, probe=probe, n_vocab=int(logits.shape[-1]))
-    cache: PrefixCache = CacheOff()
+    cache: PrefixTree | CacheOff = CacheOff()
     if cache_nbytes:
         settings = CacheSettings(cache_nbytes)
-        layout, root = Layout.of(probe), {"fingerprint": info.fingerprint, "dtype": info.dtype}
-        cache = PrefixTree(layout, settings, **root)
+        layout = Layout.of(probe)
+        cache = PrefixTree(layout, settings, fingerprint=info.fingerprint, dtype=info.dtype)
     few = devices.device().kind == "cuda"
     shapes = few_shapes(model, make_layers) if few else None
-    return TimedScorer(model, info, make_layers=make_layers, cache=cache, shapes=shapes)
+    return TimedScorer(
+        model, info, make_layers=make_layers, cache=any_cursors(cache), shapes=shapes
+    )
 
 
 def _draft_of(shape: str) -> tuple[dict[str, Any], mx.Dtype]:
@@ -250,7 +255,7 @@ def device_run(
             raise RuntimeError("nothing was skipped")
         return answer
 
-    rows, found = [], []
+    rows, points = [], []
     options: dict[str, Any] = {"dtype": dtype, "memory_nbytes": GIB, "by_depth": True}
     with BenchEngine(config, scorer=scorer, **options) as engine:
         for n_tokens in lengths:
@@ -274,10 +279,10 @@ def device_run(
                 [f"{n_tokens}", f"{statistics.median(full):.3f} s"]
                 + [f"{statistics.median(times[k]):.3f} s, {ratios[k]:.2f}" for k in shares]
             )
-            found += [{"tokens": n_tokens, "keep": k, "ratio": ratios[k]} for k in shares]
+            points += [{"tokens": n_tokens, "keep": k, "ratio": ratios[k]} for k in shares]
     print(grid([["tokens", "in full", *(f"keep {k}" for k in shares)], *rows]))
     if out is not None:
-        save(out, "sparse", options={"shape": shape, "rounds": rounds}, result=found)
+        save(out, "sparse", options={"shape": shape, "rounds": rounds}, result=points)
 
 
 def scorer_run(

@@ -1,4 +1,4 @@
-"""What guessing tokens brings: firn with it and without, on text that repeats and on text that does not.
+"""What drafting tokens brings: firn with it and without, on text that repeats and on text that does not.
 
     .venv/bin/python benchmarks/speculation.py [--model smollm2] [--rounds 3] [--streams 1,4,8]
         [--beside mlx-lm,mlx-lm-draft,mlx-vlm [--draft FOLDER]]
@@ -17,6 +17,9 @@ differently, so a tie may fall the other way.
 
 `--device-run` needs no server and no download: an engine in this process, a model of random weights, and
 an oracle that guesses right with a given probability (see speculation_device.py).
+
+Takes about half an hour on two cores; `--rounds 1 --streams 1` takes three minutes, `--device-run` a few
+minutes on an H200.
 """
 
 from __future__ import annotations
@@ -155,7 +158,7 @@ async def run(args: argparse.Namespace, peers: dict[str, Peer]) -> None:
     result: list[dict[str, Any]] = []
     for kind in ASKS:
         for n_streams in numbers(args.streams):
-            found: dict[str, list[Figure]] = {name: [] for name in peers}
+            by_name: dict[str, list[Figure]] = {name: [] for name in peers}
             for turn in range(args.rounds + 1):
                 order = list(peers) if turn % 2 else list(peers)[::-1]
                 for name in order:
@@ -163,9 +166,9 @@ async def run(args: argparse.Namespace, peers: dict[str, Peer]) -> None:
                         peers[name], kind, n_streams=n_streams, n_tokens=args.tokens, turn=turn
                     )
                     if turn:  # the first round warms up
-                        found[name].append(figure)
-            for name, figures in found.items():
-                one = against(figures, found["off"])
+                        by_name[name].append(figure)
+            for name, figures in by_name.items():
+                one = against(figures, by_name["off"])
                 rows.append([kind, str(n_streams), name, *one.cells])
                 print(" ".join(rows[-1]), flush=True)
                 result.append({"kind": kind, "streams": n_streams, "server": name, **vars(one)})

@@ -182,7 +182,7 @@ def warm_up(engine: BenchEngine, oracle: Oracle, *, n_streams: int, n_tokens: in
         rate(engine, n_streams=n_streams, n_tokens=n_tokens, seed=1 + seed, guesses=True)
 
 
-def compare(engine: BenchEngine, args: argparse.Namespace, n_streams: int) -> Found:
+def compare(engine: BenchEngine, args: argparse.Namespace, n_streams: int) -> Comparison:
     """With guesses and without, in turns."""
     totals = engine.engine.parts.runner.speculation.totals  # type: ignore[attr-defined]
     pairs, per_step = [], 0.0
@@ -202,14 +202,14 @@ def compare(engine: BenchEngine, args: argparse.Namespace, n_streams: int) -> Fo
                 per_step = (totals.n_taken - before[0]) / n_steps
         if turn:  # the first round warms up
             pairs.append((both[False], both[True]))
-    return Found(pairs, per_step)
+    return Comparison(pairs, per_step)
 
 
 @dataclass(frozen=True)
-class Found:
+class Comparison:
     pairs: list[tuple[float, float]]
     """Tokens a second without guesses and with them, round by round."""
-    tokens_a_step: float
+    tokens_per_step: float
 
     @property
     def ratios(self) -> list[float]:
@@ -220,7 +220,7 @@ class Found:
         off, on = (statistics.median(x) for x in zip(*self.pairs, strict=True))
         ratio, worst = statistics.median(self.ratios), min(self.ratios)
         rates = [f"{off:.1f}", f"{on:.1f}"]
-        return [*rates, f"{ratio:.2f}", f"{worst:.2f}", f"{self.tokens_a_step:.2f}"]
+        return [*rates, f"{ratio:.2f}", f"{worst:.2f}", f"{self.tokens_per_step:.2f}"]
 
 
 def run(args: argparse.Namespace) -> None:
@@ -249,11 +249,11 @@ def run(args: argparse.Namespace) -> None:
             for right in [float(x) for x in names(args.right)]:
                 oracle.right = right
                 call(lambda parts: parts.runner.speculation.forget()).result()  # type: ignore[attr-defined]
-                found = compare(engine, args, n_streams)
-                rows.append([str(n_streams), f"{right:.1f}", *found.cells])
+                comparison = compare(engine, args, n_streams)
+                rows.append([str(n_streams), f"{right:.1f}", *comparison.cells])
                 told = call(lambda parts: parts.runner.speculation.told()).result()  # type: ignore[attr-defined]
                 print(" ".join(rows[-1]), "|", told, flush=True)
-                result.append({"streams": n_streams, "right": right, "ratios": found.ratios})
+                result.append({"streams": n_streams, "right": right, "ratios": comparison.ratios})
     print(grid(rows))
     if args.out:
         save(args.out, "speculation_device", options=vars(args), result=result)

@@ -46,11 +46,11 @@ def run(folder: Path, *, n_rounds: int, n_rows: int, n_prompt: int, n_reply: int
                 CONFIG, dtype=mx.float32, memory_nbytes=MEMORY_NBYTES, ssd=ssd
             ) as engine:
                 engine.ask(list(range(3, 259)), 32, read=False, write=False).wait()  # warm up
-                found = speed(engine, n_rows=n_rows, n_prompt=n_prompt, n_reply=n_reply)
+                tokens_per_s = speed(engine, n_rows=n_rows, n_prompt=n_prompt, n_reply=n_reply)
                 n_written = engine.nbytes_written
             if i == 0:
                 continue  # the first round warms up
-            speeds[kind].append(found)
+            speeds[kind].append(tokens_per_s)
             if ssd is not None:
                 written.append(n_written)
         print(f"{time.strftime('%H:%M:%S')} round {i} of {n_rounds}", flush=True)

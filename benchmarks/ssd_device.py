@@ -127,8 +127,8 @@ class DeviceRun:
     def _again(self, prefix: list[int], *, read: bool = True) -> Answer:
         return self._ask(prefix + self._tokens(N_NEW), read=read, write=False)
 
-    def _ask(self, ids: list[int], **control: bool) -> Answer:
-        return self._engine.ask(ids, 2, **control).wait()
+    def _ask(self, ids: list[int], *, read: bool = True, write: bool = True) -> Answer:
+        return self._engine.ask(ids, 2, read=read, write=write).wait()
 
     def _to_ssd(self, point: Point) -> None:
         self._engine.forget_memory()
@@ -147,8 +147,8 @@ class DeviceRun:
             self._engine.call(lambda cache: setattr(cache.records, "estimates", real))
 
     def _tokens(self, n: int) -> list[int]:
-        found: list[int] = self._rng.integers(10, self._n_vocab, n).tolist()
-        return found
+        tokens: list[int] = self._rng.integers(10, self._n_vocab, n).tolist()
+        return tokens
 
 
 def run(

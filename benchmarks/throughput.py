@@ -1,4 +1,4 @@
-"""Tokens per second, and what decoders feel while a long prompt arrives; firn beside its rivals.
+"""Tokens per second, and how long replies pause while a long prompt arrives; firn beside its rivals.
 
     python benchmarks/throughput.py --servers firn,mlx-lm --model dense
 
@@ -7,6 +7,8 @@ down slows all of them; ratios are taken within a round, where they lie seconds 
 server answers different prompts of about 200 tokens at concurrency 1, 4 and 16, 48 tokens each; then
 eight streams decode while a prompt of about 4,000 tokens comes in, and the longest pause between two
 tokens of any of them counts. `bare` is mlx-lm's own loop without a server.
+
+Takes about four minutes on two cores with two servers.
 """
 
 from __future__ import annotations
@@ -49,21 +51,21 @@ class Contest:
 
     def speeds(self, n_streams: int, *, turn: int) -> dict[str, float]:
         n = self.load.n_requests(n_streams)
-        found = {}
+        speeds = {}
         for name, server in rotated(list(self.servers.items()), turn):
-            found[name] = at_concurrency(server.target, n_streams, n_requests=n, turn=turn)
+            speeds[name] = at_concurrency(server.target, n_streams, n_requests=n, turn=turn)
         if self.bare and n_streams == 1:
-            found["bare"] = self._bare_speed(turn, n=n)
-        return found
+            speeds["bare"] = self._bare_speed(turn, n=n)
+        return speeds
 
     def gaps(self, *, turn: int) -> dict[str, dict[str, float]]:
-        found = {}
+        gaps = {}
         for name, server in rotated(list(self.servers.items()), turn):
-            found[name] = while_prefilling(server.target, turn=turn)
+            gaps[name] = while_prefilling(server.target, turn=turn)
         if self.bare:
             request = {"kind": "long", "prompt": prompt((turn, "long"), N_LONG_WORDS)}
-            found["bare"] = self.bare.ask(request)
-        return found
+            gaps["bare"] = self.bare.ask(request)
+        return gaps
 
     def _bare_speed(self, turn: object, *, n: int = 1) -> float:
         prompts = [prompt((turn, 1, i)) for i in range(n)]

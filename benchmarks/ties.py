@@ -1,11 +1,13 @@
-"""How often guesses change a greedy reply: steps of other shapes round differently, and a tie may fall.
+"""How often drafts change a greedy reply: steps of other shapes round differently, and a tie may fall.
 
     .venv/bin/python benchmarks/ties.py [--models firn-demo,firn-demo-hybrid,smollm2]
         [--replies 20] [--tokens 120]
 
-Each reply is made twice by one engine, one token a step and with guesses of eight tokens that are right
-nine times in ten (they are the first reply's), at each step, whether that pays or not. A reply counts up
-to its first different token: behind it the two are different texts.
+Each reply is made twice by one engine: with one token per step, and with drafts of eight tokens that are
+right nine times in ten (they are the first reply's), at each step, whether that pays or not. A reply
+counts up to its first different token: after it the two are different texts.
+
+Takes about five minutes on two cores, most of them SmolLM2's.
 """
 
 from __future__ import annotations
@@ -58,18 +60,18 @@ def prompts(name: str, folder: Path, n: int) -> list[list[int]]:
     tokenizer = loader.load_tokenizer(folder)
     maker = PromptMaker(tokenizer, context_length=16384)
     roles: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
-    found = []
+    token_lists = []
     for i in range(n):
         if name.startswith("firn-demo"):
             session = make_session(
                 i, n_facts=12, n_questions=6, kinds=("fact",), placement="system"
             )
-            said = [(m["role"], m["content"]) for m in session.messages(i % 6)]
+            turns = [(m["role"], m["content"]) for m in session.messages(i % 6)]
         else:
-            said = [("user", list(ASKS.values())[i % len(ASKS)](i))]
-        chat = Chat(tuple(Message(roles[role], (TextPart(text),)) for role, text in said))
-        found.append(maker.make(chat).ids.tolist())
-    return found
+            turns = [("user", list(ASKS.values())[i % len(ASKS)](i))]
+        chat = Chat(tuple(Message(roles[role], (TextPart(text),)) for role, text in turns))
+        token_lists.append(maker.make(chat).ids.tolist())
+    return token_lists
 
 
 def measure(name: str, *, n_replies: int, n_tokens: int) -> list[str]:

@@ -2,9 +2,11 @@
 
     .venv/bin/python benchmarks/typed.py [--model FOLDER] [--tokens 100000] [--rounds 15]
 
-A chat of an agent that has read so many tokens of Python files; then the same with a few and with many
-control tokens typed in those files. `more` is what the guard adds to rendering and to tokenizing, in
-parts of the time that tokenizing takes. CPU time of the fastest rounds: others may be at work here.
+A chat of an agent that has read `--tokens` tokens of Python files; then the same with a few and with
+many control tokens typed in those files. `more` is what the guard adds to rendering and to tokenizing,
+in parts of the time that tokenizing takes. CPU time of the fastest rounds: the machine may be busy.
+
+Takes about half a minute.
 """
 
 from __future__ import annotations
@@ -72,8 +74,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a model's folder (default: the built-in one)")
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=15)
-    given = parser.parse_args()
-    folder = given.model or builtin_folder("firn-demo")
+    args = parser.parse_args()
+    folder = args.model or builtin_folder("firn-demo")
+    assert folder is not None
     tokenizer = load_tokenizer(folder)
     template = Template.read(tokenizer)
     known = {*markup_tokens(), *MESSAGE_OPENERS}
@@ -89,7 +92,7 @@ def main() -> None:
     print("| typed | tokens | render, ms | with the guard | tokenize, ms | with the guard | more |")
     print("|---|---|---|---|---|---|---|")
     for n_typed in (0, 3, 300):
-        content = Content(chat(tokenizer, given.tokens, typed=n_typed))
+        content = Content(chat(tokenizer, args.tokens, typed=n_typed))
         made = guard.render(content, render)
         n_tokens = len(tokenizer.encode(made.text, add_special=False, typed=made.typed))
         works: dict[str, Callable[[], object]] = {
@@ -98,7 +101,7 @@ def main() -> None:
             "encode": partial(tokenizer.encode, made.text, add_special=False),
             "typed": partial(tokenizer.encode, made.text, add_special=False, typed=made.typed),
         }
-        took = fastest_ms(works, given.rounds)
+        took = fastest_ms(works, args.rounds)
         extra = took["guarded"] - took["render"]
         extra += took["typed"] - took["encode"] if n_typed else 0.0
         shown = " | ".join(f"{took[name]:.1f}" for name in works)

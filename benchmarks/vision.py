@@ -11,6 +11,8 @@ Every round asks for pictures that no server has seen.
     eight          seconds until eight requests with a picture each, sent at once, have 64 tokens each
 
 The servers run one after the other in each round, so that neither has to share the machine.
+
+Takes a few minutes on two cores.
 """
 
 from __future__ import annotations

@@ -34,6 +34,17 @@ def test_a_command_shows_how_it_is_called(name: str) -> None:
     assert re.search(called, docstring(name)), "no example of a call"
 
 
+def is_part(name: str) -> bool:
+    """Of another command, which its docstring names first."""
+    return docstring(name).startswith("`")
+
+
+@pytest.mark.parametrize("name", [n for n in SCRIPTS if is_command(n) and not is_part(n)])
+def test_a_command_says_how_long_it_takes(name: str) -> None:
+    takes = r"\b[Tt]akes\b[^.]*\b(seconds?|minutes?|hours?)\b"
+    assert re.search(takes, docstring(name)), "nothing says how long it takes"
+
+
 @pytest.mark.parametrize("name", [n for n in SCRIPTS if "/" not in n])
 def test_the_readme_knows_it(name: str) -> None:
     assert name in README

@@ -2,7 +2,7 @@
 
 tools/mutants.toml lists them. Each is put into a copy of the tree, and the tests that guard the place
 are run there: one of them must fail. A mutant that survives is a behaviour that no test holds. One whose
-old text occurs no more fails, too: the code has changed, and the list has to follow.
+old text no longer occurs fails too: the code has changed, and the list has to follow.
 
     python tools/mutants.py [--jobs 2] [words of names ...]
 """
@@ -67,8 +67,8 @@ class Verdict:
 
 def read(path: Path) -> list[Mutant]:
     with path.open("rb") as file:
-        found = tomllib.load(file)["mutant"]
-    return [Mutant(**{**one, "tests": tuple(one["tests"])}) for one in found]
+        entries = tomllib.load(file)["mutant"]
+    return [Mutant(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
 
 
 def fault(mutant: Mutant, root: Path) -> str:
@@ -93,23 +93,23 @@ def copy_tree(root: Path, to: Path) -> None:
 
 
 def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
-    """pytest's exit status and the last line of what it said."""
-    with tempfile.NamedTemporaryFile("r", prefix="firn-mutants-") as said:
-        process = FORKS.Process(target=_pytest, args=(str(tree), tuple(tests), said.name))
+    """pytest's exit status and the last line of its output."""
+    with tempfile.NamedTemporaryFile("r", prefix="firn-mutants-") as output:
+        process = FORKS.Process(target=_pytest, args=(str(tree), tuple(tests), output.name))
         process.start()
         process.join(TIMEOUT_S)
         if process.exitcode is None:
             process.kill()
             process.join()
             return FAILED, "it hangs"
-        lines = [line for line in said.read().splitlines() if line.strip()]
+        lines = [line for line in output.read().splitlines() if line.strip()]
     failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    return process.exitcode, (failures or lines or ["nothing was said"])[-1]
+    return process.exitcode, (failures or lines or ["no output"])[-1]
 
 
-def _pytest(tree: str, tests: Sequence[str], said: str) -> None:
+def _pytest(tree: str, tests: Sequence[str], output: str) -> None:
     """In a process of its own, which has the libraries already and nothing of firn."""
-    out = os.open(said, os.O_WRONLY)
+    out = os.open(output, os.O_WRONLY)
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.chdir(tree)
@@ -170,21 +170,21 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--list", type=Path, default=HERE / "mutants.toml")
     parser.add_argument("--check", action="store_true", help="only see whether they fit the code")
-    asked = parser.parse_args()
-    mutants = read(asked.list)
-    if asked.words:
-        mutants = [m for m in mutants if any(word in m.name for word in asked.words)]
+    args = parser.parse_args()
+    mutants = read(args.list)
+    if args.words:
+        mutants = [m for m in mutants if any(word in m.name for word in args.words)]
     faults = {m.name: why for m in mutants if (why := fault(m, ROOT))}
     for name, why in faults.items():
         print(f"unusable {name}: {why}")
-    if faults or asked.check:
+    if faults or args.check:
         return bool(faults)
     tests = sorted({test for mutant in mutants for test in mutant.tests})
     status, last = run_tests(ROOT, tests)
     if status:
         print(f"the tests fail without any mutant: {last}")
         return 1
-    verdicts = try_all(mutants, ROOT, n_jobs=asked.jobs)
+    verdicts = try_all(mutants, ROOT, n_jobs=args.jobs)
     n_killed = sum(v.status == "killed" for v in verdicts)
     print(f"{n_killed} of {len(verdicts)} killed")
     return n_killed < len(verdicts)

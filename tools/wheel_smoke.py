@@ -60,14 +60,14 @@ def main() -> int:
         work = Path(tmp)
         wheel = build(work)
         info = check_files(wheel)
-        said(f"{wheel.name}: {wheel.stat().st_size >> 10} KiB, {len(MUST_HAVE)} files looked for")
+        say(f"{wheel.name}: {wheel.stat().st_size >> 10} KiB, {len(MUST_HAVE)} files looked for")
         bin_folder = install(work, wheel)
         use(work, bin_folder, version=info.removesuffix(".dist-info").split("-")[1])
         if keep is not None:
             keep.mkdir(parents=True, exist_ok=True)
             for file in (work / "dist").iterdir():
                 (keep / file.name).write_bytes(file.read_bytes())
-    said("the wheel stands alone")
+    say("the wheel stands alone")
     return 0
 
 
@@ -122,7 +122,7 @@ def use(work: Path, bin_folder: Path, *, version: str) -> None:
         raise SystemExit(
             f"after a restart: {second!r} with {n_cached} tokens cached, not {first!r}"
         )
-    said(f"{first!r}, and again after a restart with {n_cached} tokens cached")
+    say(f"{first!r}, and again after a restart with {n_cached} tokens cached")
 
 
 @contextmanager
@@ -199,7 +199,7 @@ def clean(home: Path | None) -> dict[str, str]:
 
 
 def run(program: str | Path, *arguments: str, home: Path | None = None, quiet: bool = False) -> str:
-    """Its output. A command that fails ends this script with what it said."""
+    """Its output. A command that fails ends this script with its output."""
     done = subprocess.run(
         [str(program), *arguments],
         env=clean(home),
@@ -216,7 +216,7 @@ def run(program: str | Path, *arguments: str, home: Path | None = None, quiet: b
     return done.stdout
 
 
-def said(text: str) -> None:
+def say(text: str) -> None:
     print(f"wheel: {text}", flush=True)
 
 

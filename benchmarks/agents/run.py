@@ -16,6 +16,8 @@ each prompt of the conversation the table has the server's own figures (log line
 
 `computed` over `new` by more than a few tokens is work done twice; the line ends in the server's reason
 then.
+
+All four agents take about ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -149,11 +151,11 @@ def read(path: Path) -> str:
 
 
 def logged(log: Path) -> dict[str, Seen]:
-    found = {}
+    seen = {}
     for match in LINE.finditer(read(log)):
         request, _, status, prompt, cached, why, reply, rest = match.groups()
-        found[request] = Seen(status, int(prompt), int(cached), why or "", int(reply), rest.strip())
-    return found
+        seen[request] = Seen(status, int(prompt), int(cached), why or "", int(reply), rest.strip())
+    return seen
 
 
 def show(agent: str, jobs: Path, log: Path, *, rearranges: bool) -> int:
@@ -218,16 +220,16 @@ def main() -> None:
     (folder / "jobs.jsonl").unlink(missing_ok=True)
     script = folder / "script.json"
     script.write_text(json.dumps({"turn": "start", "needs": ""}))
-    found = {}
+    binaries = {}
     for name in args.agents or scenarios.AGENTS:
         path = args.lab / ("aider/bin/aider" if name == "aider" else f"node_modules/.bin/{name}")
         if not path.exists():
             sys.exit(f"there is no {path}: run benchmarks/agents/setup.sh first")
-        found[name] = str(path)
+        binaries[name] = str(path)
     with serving(folder, script, template=args.template) as log:
         print("agent    turn            who  reply  prompt   cached  computed     new", flush=True)
         n_more = 0
-        for name, binary in found.items():
+        for name, binary in binaries.items():
             doing = work(name, binary=binary, folder=folder, script=script)
             n_more += show(name, folder / "jobs.jsonl", log, rearranges=doing.rearranges)
     print(f"{n_more} prompts computed more than was new; prompts and logs are in {folder}")

@@ -123,8 +123,8 @@ def main() -> None:
     model = write_model(args.folder / "tiny-agent", args.template)
     build = app.build
 
-    def scripted(config: Config) -> app.Server:
-        server = build(config)
+    def scripted(config: Config, **options: Any) -> app.Server:
+        server = build(config, **options)
         engine: Any = Scripted(
             server.engine,
             server.services.tokenizer,

@@ -51,7 +51,7 @@ DRAIN_S = 20.0
 """How long running requests may go on when the server stops, before they are cut."""
 STOP_S = 10.0
 LEAVE_S = DRAIN_S + FLUSH_S + STOP_S + 5.0
-"""When a process that was told to stop is killed if it has not ended by itself."""
+"""A process that was told to stop is killed after this time."""
 
 
 def serve(config: Config) -> int:

@@ -56,16 +56,16 @@ class Machine:
 def test_capacity_follows_what_other_programs_leave(planned: Planned, tmp_path: Path) -> None:
     mac = Machine(planned, tmp_path)
     full = mac.capacity
-    mac.watch.look()
+    mac.watch.check()
     assert mac.capacity == full, "nothing has changed"
     mac.now = replace(MAC, available_nbytes=30 * GIB)
-    mac.watch.look()
+    mac.watch.check()
     assert mac.capacity < full - 10 * GIB
     mac.now = replace(MAC, available_nbytes=1 * GIB)
-    mac.watch.look()
+    mac.watch.check()
     assert mac.capacity == MIN_CAPACITY_NBYTES
     mac.now = MAC
-    mac.watch.look()
+    mac.watch.check()
     assert mac.capacity == full
     mac.watch.stop()
 
@@ -73,16 +73,16 @@ def test_capacity_follows_what_other_programs_leave(planned: Planned, tmp_path: 
 def test_two_servers_share_a_machine(planned: Planned, tmp_path: Path) -> None:
     """The second gets what the first has not reserved; the first shrinks only for what is reserved."""
     mac = Machine(planned, tmp_path)
-    mac.watch.look()
+    mac.watch.check()
     second = Reservation(tmp_path, pid=1)
     second.put(Reserved("metal", 1, 20 * GIB, 5 * GIB))
     before = mac.capacity
-    mac.watch.look()
+    mac.watch.check()
     assert mac.capacity <= before - 15 * GIB
     seen = beside_others(MAC, group=1, folder=tmp_path)
     assert (seen.reserved_nbytes, seen.unclaimed_nbytes) == (0, 0), "its own does not count"
     second.close()
-    mac.watch.look()
+    mac.watch.check()
     assert mac.capacity == before
     mac.watch.stop()
     assert list(tmp_path.iterdir()) == []
@@ -123,5 +123,5 @@ def test_options_reach_the_plan(caplog: pytest.LogCaptureFixture) -> None:
     assert (plan.headroom_nbytes, plan.wired_nbytes) == (20 * GIB, 4 * GIB)
     with caplog.at_level("WARNING", "firn"):
         large = replace(MODEL, weights_nbytes=60 * GIB)
-        plan_server(Config(), MAC, large, chunk=512, exact=False).tell()
+        plan_server(Config(), MAC, large, chunk=512, exact=False).log_plan()
     assert "too large" in caplog.text

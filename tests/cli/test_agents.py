@@ -112,7 +112,7 @@ def test_odd_names_do_no_harm(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "line"),
     [
-        (["emacs"], 2, "firn: unknown agent 'emacs'; known are claude, codex"),
+        (["emacs"], 2, "firn: unknown agent 'emacs'; choose one of claude, codex"),
         (["claude", "--url", "http://127.0.0.1:1"], 1, "firn: No server answers at"),
         (["claude", "/not/there"], 1, "firn: "),
         (["claude", "owner/not-here"], 1, "firn: owner/not-here is not on this machine"),

@@ -149,7 +149,7 @@ def test_processes_of_its_own_say_the_same(tmp_path: Path) -> None:
     sizes = {"memory": [50], "ssd": [100]}
     alone = advise.advise(trace, **sizes, workers=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(advise, "ALONE", 0)
+        patch.setattr(advise, "SERIAL_BELOW", 0)
         assert advise.advise(trace, **sizes, workers=2) == alone
 
 
@@ -177,7 +177,7 @@ def test_the_knee(rates: dict[int, float], size: int) -> None:
         (["cache", "advise", "{trace}", "--ssd-gb", "x", "--token-bytes", "9"], 2, "sizes above 0"),
         (["bench", "replay", "nowhere.jsonl"], 1, "nowhere.jsonl: No such file"),
         (["bench", "chats", "--url", "http://127.0.0.1:9"], 1, "no server answers at"),
-        (["bench", "chats", "--url", "ftp://x"], 1, "is no address"),
+        (["bench", "chats", "--url", "ftp://x"], 1, "is not an address"),
         (["bench", "throughput", "--concurrency", "0"], 2, "whole numbers above 0"),
         (["bench", "chats", "--model", "a", "--model", "b"], 2, "no server that it is for"),
     ],
@@ -209,7 +209,7 @@ def test_requests_that_fail_are_counted() -> None:
 
 
 def test_prompts_begin_alike_as_far_as_their_blocks_do() -> None:
-    writer = replay.PromptWriter(64, tokens_a_word=4.0, salt="s")
+    writer = replay.PromptWriter(64, tokens_per_word=4.0, salt="s")
     entries = [
         TraceEntry(0, 200, 1, (1, 2, 3)),
         TraceEntry(0, 200, 1, (1, 2, 4)),

@@ -79,6 +79,23 @@ def test_serve_builds_the_config_from_flags() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("flag", "key", "value"),
+    [
+        ("--no-ssd-cache", "cache.no_ssd_cache", True),
+        ("--ssd-cache", "cache.no_ssd_cache", False),
+        ("--share-cache", "cache.share_cache", True),
+        ("--no-share-cache", "cache.share_cache", False),
+    ],
+)
+def test_a_switch_and_its_opposite(flag: str, key: str, value: bool) -> None:
+    start = Recorder()
+    environ = {"FIRN_NO_SSD_CACHE": "true", "FIRN_SHARE_CACHE": "true"}
+    result = command.invoke("serve", flag, start=start, env=environ)
+    assert result.exit_code == 0, result.output
+    assert start.configs[0].get(key) is value
+
+
 def test_serve_without_arguments_is_the_defaults() -> None:
     start = Recorder()
     result = command.invoke("serve", start=start, env=dict.fromkeys(_variables()))

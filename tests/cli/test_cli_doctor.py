@@ -19,8 +19,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 from rich.console import Console
 
-from firn.cli.doctor import Finding, describe_model, doctor, look_at_machine, look_at_model, size
+from firn.cli.doctor import Finding, describe_model, doctor, machine_findings, model_findings
 from firn.cli.doctor_budget import as_computed, budget_rows, machine_of, model_of, verdict
+from firn.cli.terminal import size
 from firn.config import BUILTIN_MODEL
 from firn.core.memory_plan import MemoryOptions
 from firn.host.machine import (
@@ -110,17 +111,17 @@ def test_printing_is_plain(tiny: Path) -> None:
 
 
 def test_the_built_in_model_and_a_hub_id_are_no_problem() -> None:
-    assert [f.mark for f in look_at_model(BUILTIN_MODEL)] == ["ok"]
-    (finding,) = look_at_model("firn-tests/no-such-model")
+    assert [f.mark for f in model_findings(BUILTIN_MODEL)] == ["ok"]
+    (finding,) = model_findings("firn-tests/no-such-model")
     assert finding.mark == "note"
     assert "would download it" in finding.text
-    (wrong,) = look_at_model("not an id!")
+    (wrong,) = model_findings("not an id!")
     assert wrong.mark == "problem"
-    assert list(look_at_model(None)) == []
+    assert list(model_findings(None)) == []
 
 
 def test_versions_come_first(tmp_path: Path) -> None:
-    topics = [finding.topic for finding in look_at_machine(tmp_path)]
+    topics = [finding.topic for finding in machine_findings(tmp_path)]
     assert topics[:4] == ["firn", "mlx", "mlx-lm", "mlx-vlm"]
 
 
@@ -319,6 +320,6 @@ def test_sizes_read_well() -> None:
 
 def test_a_cache_folder_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    (disk,) = (f for f in look_at_machine(tmp_path / "file" / "cache") if f.topic == "disk")
+    (disk,) = (f for f in machine_findings(tmp_path / "file" / "cache") if f.topic == "disk")
     assert disk.mark == "problem"
     assert f"{tmp_path / 'file'} is no folder" in disk.text

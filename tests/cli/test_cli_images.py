@@ -37,7 +37,7 @@ def test_a_file_that_is_not_there_is_a_wrong_flag(tmp_path: Path) -> None:
         run = one_shot(server.url, "what?", "--image", str(tmp_path / "none.png"))
     assert run.returncode == 2
     assert run.stderr.startswith("firn: ")
-    assert "none.png: the image cannot be read: No such file" in run.stderr
+    assert "none.png: the picture cannot be read: No such file" in run.stderr
     assert server.bodies == []
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from firn.cli.doctor_fleet import look_at_fleet
+from firn.cli.doctor_fleet import fleet_findings
 from firn.config import load
 from firn.fleet.memory import Room
 from tests.cli import command
@@ -58,7 +58,7 @@ def test_removing_asks_first(tmp_path: Path, front: Running) -> None:
     folder, more = model_folder(tmp_path, "owner/one"), ["--models-dir", str(tmp_path)]
     more += ["--url", front.url]
     refused = run("models", "rm", "owner/one", *more, answer="n\n")
-    assert "Remove owner/one (2 MiB" in refused.output
+    assert "Remove owner/one (2.0 MiB" in refused.output
     assert folder.exists()
     done = run("models", "rm", "owner/one", *more, answer="y\n")
     assert done.exit_code == 0, done.output
@@ -120,7 +120,7 @@ def test_doctor_adds_the_set_up(tmp_path: Path) -> None:
 
     def found(budget: float, free: float) -> dict[str, tuple[str, str]]:
         available = Room(int(budget * GIB), free * GIB)
-        return {f.topic: (f.mark, f.text) for f in look_at_fleet(settings, available)}
+        return {f.topic: (f.mark, f.text) for f in fleet_findings(settings, available)}
 
     roomy = found(4, 8)
     assert roomy["firn-demo"][0] == roomy["together"][0] == "ok"

@@ -121,12 +121,12 @@ def test_of_two_names_the_options_own_counts_and_the_other_is_told() -> None:
     result, config = serve("--prefill-step-size", "1024", "--prefill-chunk", "512")
     assert config is not None
     assert config.engine.prefill_chunk == 512
-    told = "firn: --prefill-step-size is ignored: --prefill-chunk is given, too\n"
+    told = "firn: --prefill-step-size is ignored: --prefill-chunk is given too\n"
     assert result.output == told
     result, config = serve("--prefill-step-size", "1024", "--chunked-prefill-tokens", "256")
     assert config is not None
     assert config.engine.prefill_chunk == 256
-    told = "firn: --prefill-step-size is ignored: --chunked-prefill-tokens is given, too\n"
+    told = "firn: --prefill-step-size is ignored: --chunked-prefill-tokens is given too\n"
     assert result.output == told
 
 

@@ -14,7 +14,7 @@ from firn.cache.storage.store_address import StoreAddress
 from firn.cache.storage.store_probe import StoreReport
 from firn.cache.tiers import TierOptions
 from firn.cli.doctor import Finding
-from firn.cli.doctor_store import describe_store, look_at_stores
+from firn.cli.doctor_store import describe_store, store_findings
 from tests import stores
 
 needs_redis = pytest.mark.skipif(bool(stores.why_no_redis()), reason=stores.why_no_redis() or "-")
@@ -33,7 +33,7 @@ def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def look(address: str) -> list[Finding]:
     """But for how fast it was: the machine may be busy."""
-    return [f for f in look_at_stores([address]) if "slow to answer" not in f.text]
+    return [f for f in store_findings([address]) if "slow to answer" not in f.text]
 
 
 @needs_redis

@@ -115,7 +115,7 @@ def test_template_variables_are_a_json_object() -> None:
     config = load({"sampling.default_chat_template_kwargs": text}, environ={})
     assert config.sampling.defaults().template_kwargs == {"enable_thinking": False}
     for bad in ("[]", "enable_thinking=false", "null"):
-        with pytest.raises(SetupError, match="no JSON object"):
+        with pytest.raises(SetupError, match="not a JSON object"):
             load({"sampling.default_chat_template_kwargs": bad}, environ={})
 
 
@@ -137,7 +137,7 @@ def test_config_show_tells_them_with_their_file(tmp_path: Path) -> None:
         f"model {folder / 'generation_config.json'}"
     )
     assert shown["sampling.default_min_p"]["value"] is None
-    assert "min_p 9 is not heeded" in result.stderr
+    assert "min_p 9 is ignored" in result.stderr
 
 
 def test_config_show_knows_the_built_in_models() -> None:

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from firn.host.backups import leave_out
+from firn.host.backups import exclude_from_backups
 
 
 class Tmutil:
@@ -28,17 +28,17 @@ class Tmutil:
 def test_a_folder_is_marked_once(tmp_path: Path) -> None:
     tmutil = Tmutil()
     folder = tmp_path / "not" / "there yet"
-    assert leave_out(folder, platform="darwin", run=tmutil)
-    assert leave_out(folder, platform="darwin", run=tmutil)
+    assert exclude_from_backups(folder, platform="darwin", run=tmutil)
+    assert exclude_from_backups(folder, platform="darwin", run=tmutil)
     assert tmutil.calls == ["isexcluded", "addexclusion", "isexcluded"]
     assert str(folder) in tmutil.excluded
 
 
 def test_a_fault_costs_a_warning(tmp_path: Path) -> None:
-    assert not leave_out(tmp_path, platform="darwin", run=Tmutil(fails=True))
+    assert not exclude_from_backups(tmp_path, platform="darwin", run=Tmutil(fails=True))
 
 
 def test_elsewhere_nothing_is_run(tmp_path: Path) -> None:
     tmutil = Tmutil()
-    assert not leave_out(tmp_path, platform="linux", run=tmutil)
+    assert not exclude_from_backups(tmp_path, platform="linux", run=tmutil)
     assert tmutil.calls == []

@@ -118,7 +118,7 @@ def test_sessions_with_times_and_other_names(tmp_path: Path) -> None:
         ("", "no request"),
         ("{oops\n", "line 1 is not JSON"),
         ("[oops", "line 1 is not JSON"),
-        ("7\n", "line 1 is no object"),
+        ("7\n", "line 1 is neither an object nor a list"),
         ('{"a": 1}\n', "neither hash_ids"),
         ('{"hash_ids": [1], "timestamp": 0}\n', "line 1: KeyError"),
         ('{"hash_ids": [1], "timestamp": 0, "input_length": 9999}\n', "1 hash_ids for 9999 tokens"),

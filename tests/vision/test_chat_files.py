@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from firn.cli.chat import files_of
+from firn.cli.chat import typed_paths
 from tests.cli.chat_server import Terminal, Wire, serving
 
 
@@ -15,7 +15,7 @@ from tests.cli.chat_server import Terminal, Wire, serving
 )
 def test_a_file_that_is_there_is_taken_by_its_name(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
-    assert files_of(f"{tmp_path}/{name}") == [tmp_path / name]
+    assert typed_paths(f"{tmp_path}/{name}") == [tmp_path / name]
 
 
 @pytest.mark.parametrize(
@@ -29,12 +29,12 @@ def test_a_file_that_is_there_is_taken_by_its_name(tmp_path: Path, name: str) ->
     ],
 )
 def test_as_a_shell_writes_them(text: str, want: list[str]) -> None:
-    assert files_of(text) == [Path(p) for p in want]
+    assert typed_paths(text) == [Path(p) for p in want]
 
 
 def test_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ann")
-    assert files_of("~/a.png '~/b.png'") == [Path("/home/ann/a.png"), Path("/home/ann/b.png")]
+    assert typed_paths("~/a.png '~/b.png'") == [Path("/home/ann/a.png"), Path("/home/ann/b.png")]
 
 
 def test_a_refused_picture_is_not_sent_again(tmp_path: Path) -> None:

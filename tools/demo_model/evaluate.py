@@ -134,20 +134,20 @@ def main() -> None:
     args = parser.parse_args()
     model, tokenizer = load(str(args.folder))
     for length in args.lengths:
-        found = score(
+        scores = score(
             model, tokenizer, length, n_sessions=args.sessions, n_questions=args.questions
         )
-        record(args.folder.name, str(length), found)
+        record(args.folder.name, str(length), scores)
     if args.tools:
         record(args.folder.name, "tools", score_tools(model, tokenizer, n_sessions=args.sessions))
 
 
-def record(model: str, row: str, found: Score) -> None:
+def record(model: str, row: str, scores: Score) -> None:
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    rows = results.get(model, {}) | {row: found.report()}
+    rows = results.get(model, {}) | {row: scores.report()}
     results[model] = dict(sorted(rows.items(), key=lambda r: (not r[0].isdigit(), len(r[0]), r[0])))
     RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-    print(model, row, found.report(), flush=True)
+    print(model, row, scores.report(), flush=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from firn.config import CacheConfig, Config, default_cache_dir
 from firn.core.errors import SetupError, UnknownCacheLayer
 from firn.core.memory_plan import GIB, MIB, STORE_QUEUE_NBYTES
 from firn.core.values import ModelInfo, Namespace
-from firn.host.backups import leave_out
+from firn.host.backups import exclude_from_backups
 from firn.models.loader import LoadedModel
 from firn.ranks.leader_parts import LeaderParts
 
@@ -144,7 +144,7 @@ def add_tiers(
         if leader_parts is not None:
             options = leader_parts.options_of(options)
         folder = Path(options.location)
-        leave_out(folder)
+        exclude_from_backups(folder)
         own = TierIo(
             kinds[name](options), threads, seal=seal, flush_timeout_s=FLUSH_S, progress=_flushing
         )

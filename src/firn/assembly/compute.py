@@ -1,4 +1,4 @@
-"""How this machine computes a model: the device, the engine's limits, and what it multiplies with."""
+"""How this machine computes a model: the device, the engine's limits, the BLAS library."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _tune_cpu(config: Config, *, exact: bool) -> Blas:
 
 
 def _largest_chunk(config: Config, device: devices.Device) -> int:
-    """0: all chunks have the usual size. On a CPU other programs disturb the times too much to learn."""
+    """0: all chunks have the usual size. On a CPU, timings are too noisy to size chunks by."""
     options = config.engine
     if device.kind == "cpu" and not options.max_step_ms:
         return 0
@@ -99,8 +99,8 @@ def threads_of(loaded: loader.LoadedModel, compute: ComputeSettings) -> Threads 
 
 
 def shapes_of(loaded: loader.LoadedModel, compute: ComputeSettings) -> FewShapes | None:
-    """How prompts are padded for a device that prefers few shapes. None: not at all, so that exact mode
-    stays exact. Ranks must not use it: they would come to read different shapes."""
+    """How prompts are padded for a device that prefers few shapes. None: not at all, as in exact mode.
+    Ranks must not use it: they would end up reading different shapes."""
     if compute.device.kind != "cuda" or compute.exact:
         return None
     if not isinstance(loaded.arguments, IdsOnly) or isinstance(loaded.model, MtpModel):

@@ -26,8 +26,9 @@ from firn.cache.storage.threads import IoThreads
 from firn.cache.tiers import TierOptions, discover
 from firn.config import Config
 from firn.core.errors import SetupError, UnknownCacheLayer
+from firn.core.memory_plan import MachineMemory
 from firn.core.ranks import RankCall
-from firn.host.backups import leave_out
+from firn.host.backups import exclude_from_backups
 from firn.host.shutdown import no_later_than
 from firn.models import device as devices
 from firn.models import loader
@@ -116,7 +117,7 @@ def _build(config: Config, member: RankMember, follower: Follower) -> FollowerLo
 
 def _checked(config: Config, member: RankMember, follower: Follower) -> tuple[dict[str, Any], Path]:
     """Whether the model is here and can be sharded; if not, rank 0 reports why."""
-    said: dict[str, Any] = {"error": "", "node": platform.node()}
+    answer: dict[str, Any] = {"error": "", "node": platform.node()}
     settings: dict[str, Any] = {}
     folder = Path()
     try:
@@ -124,9 +125,9 @@ def _checked(config: Config, member: RankMember, follower: Follower) -> tuple[di
         settings = loader.read_config(folder)
         check(settings, member.group.size, name=folder.name, text_only=config.model.text_only)
     except SetupError as e:
-        said["error"] = str(e)
-    follower.answer("checked", said | {"options": options_digest(config)})
-    if said["error"]:
+        answer["error"] = str(e)
+    follower.answer("checked", answer | {"options": options_digest(config)})
+    if answer["error"]:
         threading.Event().wait()  # rank 0 reports it, and ends all ranks
     return settings, folder
 
@@ -134,7 +135,7 @@ def _checked(config: Config, member: RankMember, follower: Follower) -> tuple[di
 def _planned(
     config: Config,
     settings: dict[str, Any],
-    before: Any,
+    before: MachineMemory,
     compute: ComputeSettings,
     loaded: LoadedModel,
 ) -> Planned:
@@ -174,7 +175,7 @@ def _tier(
     config: Config, member: RankMember, name: str, options: TierOptions, write_queue_nbytes: int
 ) -> TierIo:
     folder = member.folder(Path(options.location))
-    leave_out(folder)
+    exclude_from_backups(folder)
     tier = discover()[name](replace(options, location=str(folder)))
     threads = IoThreads(max_write_nbytes=write_queue_nbytes)
     return TierIo(tier, threads, seal=seal_of(config), flush_timeout_s=FLUSH_S)

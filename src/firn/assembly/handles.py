@@ -1,8 +1,7 @@
 """Where rows, cursors and scorings lose their own types.
 
-Each runner has rows of its own class, each cache cursors, each scorer scorings. The engine hands them
-back to whoever made them and to nobody else, so it need not know the classes:
-the casts that say so are here.
+Each runner has its own class of rows, each cache of cursors, each scorer of scorings. The engine hands
+them back only to the part that made them, so it need not know the classes. These casts say so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The memory of a server of one model: planned when the model is loaded, watched while it serves.
+"""The memory of a server with one model: planned when the model is loaded, watched while it serves.
 
 The watch checks every few seconds what the machine has left and what other firn servers have reserved,
 and tells the engine how much it may take now. Owner: `app.Server`.
@@ -36,9 +36,9 @@ if TYPE_CHECKING:  # `firn doctor` plans memory without loading mlx
 
 log = logging.getLogger("firn")
 
-LOOK_EVERY_S = 10.0
+CHECK_EVERY_S = 10.0
 ENGINE_S = 60.0
-"""How long a look at the memory waits for the engine."""
+"""How long a check waits for the engine."""
 WORTH_TELLING = 0.02
 """Share of the capacity: smaller changes are noise."""
 SHORT = 0.75
@@ -55,8 +55,8 @@ class Planned:
     alone_nbytes: int
     """The capacity if nothing else ran on the machine."""
 
-    def tell(self) -> None:
-        """Log it, with a warning if the model is too large."""
+    def log_plan(self) -> None:
+        """Write it to the log, with a warning if the model is too large."""
         plan = self.plan
         parts = (
             f"weights {plan.weights_nbytes // MIB}, requests and cache {plan.capacity_nbytes // MIB}, "
@@ -152,8 +152,8 @@ def beside_others(
 
 
 class MemoryWatch:
-    """Keeps a server's capacity at what the machine can give. Has a thread of its own; `stop` ends
-    it."""
+    """Keeps a server's capacity at what the machine can give. It has its own thread, which `stop`
+    ends."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class MemoryWatch:
         set_capacity: Callable[[int], None] | None,
         group: int | None = None,
         folder: Path | None = None,
-        every_s: float = LOOK_EVERY_S,
+        every_s: float = CHECK_EVERY_S,
     ) -> None:
         """held_nbytes: by live requests. set_capacity: None: the capacity is decided elsewhere."""
         self._planned = planned
@@ -183,14 +183,14 @@ class MemoryWatch:
         self._thread = threading.Thread(target=self._run, name="firn-memory", daemon=True)
 
     def start(self) -> None:
-        self.look()
+        self.check()
         self._thread.start()
 
     def stop(self) -> None:
         self._stopped.set()
         self._reservation.close()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Reserve what this server needs, and adapt to what the machine has left."""
         now = self._look()
         needs = self._planned.reserved_nbytes(self._held_nbytes())
@@ -211,7 +211,7 @@ class MemoryWatch:
     def _run(self) -> None:
         while not self._stopped.wait(self._every_s):
             try:
-                self.look()
+                self.check()
             except Exception as e:  # the machine does not report, or the engine is gone
                 log.debug("checking memory failed: %r", e)
 
@@ -233,7 +233,7 @@ def watch_engine(
     def set_capacity(nbytes: int) -> None:
         engine.call(lambda parts: parts.set_capacity(nbytes))
 
-    # Whether a CUDA driver reports free memory anew is not known: the first look stands.
+    # Whether a CUDA driver reports free memory anew is not known: the first reading stands.
     is_fixed = is_sharded or front is not None or device.kind == "cuda"
     watch = MemoryWatch(
         planned,

@@ -83,6 +83,6 @@ def load_model(
 def row_cost(loaded: loader.LoadedModel) -> RowCost:
     try:
         return RowCost(*Layout.of(loaded.probe).row_cost(loaded.probe), step_tokens=BUFFER_TOKENS)
-    except UnknownCacheLayer:  # a guess by what the probe takes
+    except UnknownCacheLayer:  # estimated from what the probe takes
         nbytes = sum(layer.nbytes for layer in loaded.probe)
         return RowCost(nbytes // 256, nbytes)

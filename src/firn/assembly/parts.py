@@ -37,7 +37,7 @@ from firn.ranks.leader_parts import LeaderParts
 log = logging.getLogger("firn")
 
 PADDING_PARTS = 8
-"""Of the capacity: so much of it a group of rows may hold for nobody."""
+"""The padding of a group of rows may take this fraction (1 / N) of the capacity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,7 @@ def _decoder_parts(
     )
     cost = drafting.with_rows(cost)
     planned = planner.plan(cost, info.weights_nbytes + drafting.weights_nbytes)
-    planned.tell()
+    planned.log_plan()
     devices.set_limits(device, planned.plan)
     capacity_nbytes, alone_nbytes = _capacity(spec, loaded, planned, device=device)
     budget = Budget(
@@ -216,9 +216,8 @@ def _runner(
         "threads": threads,
         "speculation": speculation,
     }
-    if (
-        spec.leader_parts is not None
-    ):  # all ranks read and group rows alike, whatever memory each has
+    if spec.leader_parts is not None:
+        # All ranks must read and group rows alike, whatever memory each has.
         return spec.leader_parts.make_runner(loaded.model, loaded.info, **options)
     return Runner(loaded.model, loaded.info, **options, shapes=shapes, max_padding=max_padding)
 

@@ -1,4 +1,4 @@
-"""What the HTTP side of a server is handed, as the configuration wants it."""
+"""What the HTTP side of a server is given, as configured."""
 
 from __future__ import annotations
 

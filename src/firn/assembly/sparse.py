@@ -22,7 +22,7 @@ log = logging.getLogger("firn")
 
 
 def rules(config: Config) -> SparseRules:
-    """What the server does about it. Raises SetupError."""
+    """What requests may ask for, and which prompts are thinned anyway. Raises SetupError."""
     options = config.sparse
     if options.sparse_prefill_over and not options.sparse_prefill:
         raise SetupError("--sparse-prefill-over needs --sparse-prefill")
@@ -39,8 +39,8 @@ def build(
     threads: Threads | None,
     shapes_of: Callable[[loader.LoadedModel], FewShapes | None],
 ) -> tuple[AttentionScorer | None, Drafting]:
-    """On the engine thread. Raises SetupError. Who scores prompts, where they may be thinned, and
-    the draft model's memory: it is loaded once, whether it guesses or scores or both."""
+    """The scorer, if prompts may be thinned, and the drafting with the draft model's memory added: that
+    model is loaded once, whether it drafts, scores or both. On the engine thread. Raises SetupError."""
     small = config.engine.draft_model
     if not rules(config).allowed:
         return None, drafting

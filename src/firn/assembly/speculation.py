@@ -205,5 +205,5 @@ def _drafter(draft: loader.LoadedModel, cache: PrefixTree | CacheOff, name: str)
 
 
 def view(speculation: Speculation | None) -> dict[str, int]:
-    """Counters, from any thread; empty: no tokens are drafted."""
+    """Counters, readable from any thread; empty where no tokens are drafted."""
     return speculation.totals.view() if speculation else {}

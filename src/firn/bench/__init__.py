@@ -1,1 +1,2 @@
-"""Benchmarks of any server that speaks OpenAI's chat API. Nothing but the standard library and core."""
+"""Benchmarks of any server that speaks OpenAI's chat API. Imports only the standard library, core and
+traces."""

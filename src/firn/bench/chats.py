@@ -1,4 +1,4 @@
-"""First-token times of chats that share a long system prompt: the work of a prefix cache.
+"""First-token times of chats that share a long system prompt: what a prefix cache is for.
 
 Sessions have one system prompt in common (about 1,400 tokens) and a document of their own (about 1,200).
 They take their turns in rotation; each turn appends the reply and a question.
@@ -30,7 +30,7 @@ did not report as cached."""
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What all servers are asked. `turns` counts those before a restart; `salt` makes it new."""
+    """What every server is asked. turns: before a restart, if there is one. salt: makes the text new."""
 
     n_sessions: int
     turns: int
@@ -56,7 +56,7 @@ class Workload:
 
 @dataclass(eq=False)
 class Chats:
-    """Sessions under way. Owner: whoever asks; the server may be restarted between two turns."""
+    """Running sessions. Owner: the benchmark, which may restart the server between two turns."""
 
     work: Workload
     on_reply: Callable[[], object] = lambda: None

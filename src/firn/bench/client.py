@@ -1,4 +1,4 @@
-"""A server under test, spoken to over HTTP like any client would: one streamed chat, with its times."""
+"""A server under test, used over HTTP as any client would: one streamed chat, with its times."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Target:
             **({"ignore_eos": True} if ignore_eos else {}),
         }
         start = time.perf_counter()
-        reading = _Reading(start, on_piece)
+        reader = _StreamReader(start, on_piece)
         try:
             with contextlib.closing(_connection(self.url, self.timeout_s)) as connection:
                 response = self._post(connection, json.dumps(body))
@@ -74,20 +74,20 @@ class Target:
                     del body["ignore_eos"]
                     response = self._post(connection, json.dumps(body))
                 if response.status != 200:
-                    said = response.read()[:200]
-                    raise BenchError(f"the server answered {response.status}: {said!r}")
+                    body_start = response.read()[:200]
+                    raise BenchError(f"the server answered {response.status}: {body_start!r}")
                 for event in _events(response):
-                    reading.see(event)
+                    reader.add(event)
         except BenchError as e:
             raise BenchError(f"{self.name or self.url}: {e}") from e
         except (OSError, http.client.HTTPException, ValueError) as e:
             raise BenchError(f"{self.name or self.url}: the connection broke: {e!r}") from e
-        if not reading.ended:
+        if not reader.ended:
             raise BenchError(f"{self.name or self.url}: the stream ended without a finish_reason")
-        return reading.reply(time.perf_counter() - start)
+        return reader.reply(time.perf_counter() - start)
 
     def _post(self, connection: http.client.HTTPConnection, body: str) -> http.client.HTTPResponse:
-        """Asks again when the server will not have the connection: mlx-lm's takes five at a time."""
+        """Retries when the server refuses the connection: mlx-lm's takes five at a time."""
         for attempt in range(N_ATTEMPTS):
             try:
                 path = f"{_base(self.url)}/chat/completions"
@@ -100,8 +100,8 @@ class Target:
         raise AssertionError
 
 
-class _Reading:
-    """A stream as far as it has been read."""
+class _StreamReader:
+    """A reply's stream, as far as it has been read."""
 
     def __init__(self, start: float, on_piece: Callable[[float], object]) -> None:
         self._start = start
@@ -112,7 +112,7 @@ class _Reading:
         self._first_s = 0.0
         self.ended = False
 
-    def see(self, event: Mapping[str, Any]) -> None:
+    def add(self, event: Mapping[str, Any]) -> None:
         if "error" in event:
             raise BenchError(f"the server broke off: {str(event['error'])[:200]}")
         self._usage = event.get("usage") or self._usage
@@ -168,7 +168,7 @@ def target(url: str, *, model: str | None = None, api_key: str | None = None) ->
 
 
 def words(n: int, *, seed: object) -> str:
-    """A text that no other seed has; about five tokens a word."""
+    """Text that is unique to the seed; about five tokens per word."""
     rng = random.Random(str(seed))
     return " ".join(f"{rng.choice(WORD_LIST)}{rng.randrange(100)}" for _ in range(n))
 
@@ -176,7 +176,7 @@ def words(n: int, *, seed: object) -> str:
 def _connection(url: str, timeout_s: float) -> http.client.HTTPConnection:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise BenchError(f"{url} is no address; it looks like http://127.0.0.1:8000")
+        raise BenchError(f"{url} is not an address; write it like http://127.0.0.1:8000")
     if parts.scheme == "https":
         context = ssl.create_default_context()
         return http.client.HTTPSConnection(
@@ -196,12 +196,12 @@ def _headers(api_key: str | None) -> dict[str, str]:
 
 
 def _events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The JSON of each data line; comment lines and the end mark are passed over."""
+    """The JSON of each data line; skips comment lines and the end mark."""
     for line in lines:
         if line.startswith(b"data:") and not line.strip().endswith(b"[DONE]"):
             yield json.loads(line[5:])
 
 
 def _text(delta: Mapping[str, Any]) -> str:
-    thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
-    return (delta.get("content") or "") + thought
+    reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+    return (delta.get("content") or "") + reasoning

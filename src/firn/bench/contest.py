@@ -20,6 +20,6 @@ def in_turns(
 
 
 def rotated(items: Sequence[T], turn: int) -> list[T]:
-    """Nobody is always first."""
+    """Begins with another item each turn, so that nobody is always first."""
     k = turn % len(items)
     return [*items[k:], *items[:k]]

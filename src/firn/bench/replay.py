@@ -1,8 +1,8 @@
 """A trace played against a server, with made-up text that shares prefixes as the trace does.
 
-A block of the trace becomes words that only its hash has, so that two prompts begin alike exactly as
-far as their chains of blocks do. What replies said is not in a trace: where a prompt of the trace goes
-on from a reply, its words are new to the server, which can reuse a little less here than it could then.
+A block of the trace becomes words that are unique to its hash, so that two prompts share text exactly as
+far as their chains of blocks do. A trace does not hold replies: where a prompt continues a reply, its
+words are new to the server, which can reuse a little less here than when the trace was recorded.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ COLUMNS = (
 """reused: share of the prompt tokens that the server reported as cached. possible: what a cache without
 limits would reuse of the same trace, in whole blocks."""
 N_PROBE = 100
-TOKENS_A_WORD = 5.0
-"""Where a server does not count."""
+TOKENS_PER_WORD = 5.0
+"""Assumed where a server reports no counts."""
 KEPT_TEXTS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayPace:
-    """speed: 1 as the trace has it, 2 twice as fast; 0 as fast as the streams can. streams: requests
-    under way at most. max_prompt, max_reply: tokens; longer ones are cut."""
+    """speed: 1 is the trace's own, 2 twice as fast, 0 without pauses. streams: requests at a time.
+    max_prompt, max_reply: tokens; longer ones are cut."""
 
     speed: float = 1.0
     streams: int = 8
@@ -50,15 +50,15 @@ class ReplayPace:
 class PromptWriter:
     """Writes the prompts of one round. Thread-safe: it makes the same text for the same block."""
 
-    def __init__(self, block: int, *, tokens_a_word: float, salt: str) -> None:
-        self._tokens_a_word = tokens_a_word
+    def __init__(self, block: int, *, tokens_per_word: float, salt: str) -> None:
+        self._tokens_per_word = tokens_per_word
         self._salt = salt
-        self._n_words = max(round(block / tokens_a_word), 1)
+        self._n_words = max(round(block / tokens_per_word), 1)
         self._text = lru_cache(KEPT_TEXTS)(self._block_text)
 
     def prompt(self, entry: TraceEntry, number: int, *, block: int) -> str:
         rest = entry.n_prompt - len(entry.blocks) * block
-        n_own = max(round(rest / self._tokens_a_word), 1)
+        n_own = max(round(rest / self._tokens_per_word), 1)
         own = words(n_own, seed=(self._salt, "own", number))
         return " ".join([*map(self._text, entry.blocks), own])
 
@@ -66,18 +66,18 @@ class PromptWriter:
         return words(self._n_words, seed=(self._salt, name))
 
 
-def tokens_a_word(target: Target) -> float:
-    """As the server's tokenizer has it."""
+def tokens_per_word(target: Target) -> float:
+    """Measured with two prompts, because it depends on the server's tokenizer."""
     lengths = [
         target.chat([{"role": "user", "content": words(n, seed="how long")}], 1).n_prompt
         for n in (N_PROBE, 2 * N_PROBE)
     ]
     per_word = (lengths[1] - lengths[0]) / N_PROBE
-    return per_word if per_word > 0 else TOKENS_A_WORD
+    return per_word if per_word > 0 else TOKENS_PER_WORD
 
 
 def cut(entries: Sequence[TraceEntry], *, block: int, max_prompt: int) -> list[TraceEntry]:
-    """Prompts of at most so many tokens, in the order of arrival."""
+    """The requests in order of arrival, with prompts of at most `max_prompt` tokens."""
     n_blocks = max(max_prompt // block, 1)
     shortened = []
     for entry in sorted(entries, key=lambda e: e.at_s):
@@ -98,7 +98,7 @@ def run(
 ) -> dict[str, Any]:
     """One round of the trace. Raises BenchError when nothing was answered."""
     asked = cut(entries, block=block, max_prompt=pace.max_prompt)
-    writer = PromptWriter(block, tokens_a_word=tokens_a_word(target), salt=salt)
+    writer = PromptWriter(block, tokens_per_word=tokens_per_word(target), salt=salt)
     began, first_at = time.perf_counter(), asked[0].at_s
     late: list[float] = []
 

@@ -1,9 +1,9 @@
 """What every benchmark does at its end: a table with ratios, a JSON file, one line when it fails.
 
 A result is a list of rounds for each name, a round a plain dict of numbers. Tables show medians. The
-first name is the subject; its last lines compare it with the best of the others: the median of the
-ratios of each round, because what lies close together in time had the same machine, and below it the
-lowest and the highest of them.
+first name is the subject; the last lines compare it with the best of the others: the median of the
+ratios within each round, because measurements close together in time saw the same machine, and below it
+the lowest and the highest ratio.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Rounds = Mapping[str, Sequence[Round]]
 
 
 class BenchError(FirnError):
-    """Something is missing or went wrong; its text is the one line that the user sees."""
+    """A benchmark cannot go on; the message is the one line that the user sees."""
 
     code = "bench_error"
 
@@ -44,7 +44,7 @@ def cli(main: Callable[[], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`better`: which of two values wins; "" for numbers that are no contest."""
+    """`better`: which of two values wins; "" for numbers that are not compared."""
 
     key: str
     title: str
@@ -80,16 +80,17 @@ def table(
             best = {c.key: _best({n: by_name[n][c.key] for n in names[1:]}, c) for c in columns}
             against = {"best rival": best, **against}
         for title_of_rival, rival in against.items():
-            found = [
+            by_column = [
                 ratios(rounds[names[0]], rounds[rival[c.key]], c.key) if c.better else []
                 for c in columns
             ]
             cells = [
-                _middle(each, shown=bool(c.better)) for each, c in zip(found, columns, strict=True)
+                _middle(each, shown=bool(c.better))
+                for each, c in zip(by_column, columns, strict=True)
             ]
             lines.append([f"{names[0]} / {title_of_rival}", *cells])
-            if any(len(each) > 1 for each in found):
-                lines.append(["  from - to", *map(_range, found)])
+            if any(len(each) > 1 for each in by_column):
+                lines.append(["  from - to", *map(_range, by_column)])
     spreads = [_spread([rs for rs in rounds.values() if len(rs) > 1], c.key) for c in columns]
     if any(spreads):
         lines.append(["spread of rounds", *spreads])
@@ -114,7 +115,7 @@ def save(path: Path, benchmark: str, *, options: Mapping[str, Any], result: Any)
 
 
 def document(benchmark: str, *, options: Mapping[str, Any], result: Any) -> dict[str, Any]:
-    """A result with what one must know to compare it."""
+    """A result with what is needed to compare it: time, machine, options."""
     return {
         "benchmark": benchmark,
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -156,21 +157,21 @@ def ratios(ours: Sequence[Round], theirs: Sequence[Round], key: str) -> list[flo
     return [a / b for a, b in pairs if a is not None and b]
 
 
-def _middle(found: Sequence[float], *, shown: bool) -> str:
+def _middle(values: Sequence[float], *, shown: bool) -> str:
     if not shown:
         return ""
-    return f"{statistics.median(found):.2f}" if found else "-"
+    return f"{statistics.median(values):.2f}" if values else "-"
 
 
-def _range(found: Sequence[float]) -> str:
-    return f"{min(found):.2f} - {max(found):.2f}" if found else ""
+def _range(values: Sequence[float]) -> str:
+    return f"{min(values):.2f} - {max(values):.2f}" if values else ""
 
 
 def _spread(runs: Sequence[Sequence[Round]], key: str) -> str:
     """The largest (max - min) / median over all names."""
-    found = []
+    spreads = []
     for run in runs:
         values = [v for r in run if (v := r.get(key)) is not None]
         if len(values) > 1 and statistics.median(values):
-            found.append((max(values) - min(values)) / statistics.median(values))
-    return f"{max(found):.0%}" if found else ""
+            spreads.append((max(values) - min(values)) / statistics.median(values))
+    return f"{max(spreads):.0%}" if spreads else ""

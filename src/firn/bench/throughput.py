@@ -1,4 +1,4 @@
-"""Tokens per second, and what decoders feel while a long prompt arrives."""
+"""Tokens per second, and the longest pause of a running reply while a long prompt arrives."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ N_BEFORE = 10
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """concurrency: streams at once, one level after the other. per_stream: requests of each in a turn; a
-    single stream has twice as many, for the clock's sake. gap: whether a long prompt comes too."""
+    """concurrency: streams at once, one level after the other. per_stream: requests of each in a round;
+    a single stream sends twice as many, to be measurable. gap: send a long prompt too."""
 
     concurrency: tuple[int, ...] = (1, 4, 16)
     per_stream: int = 3

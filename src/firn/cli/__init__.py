@@ -18,9 +18,10 @@ import typer
 
 from firn import __version__
 from firn.cli.bench import bench_app
-from firn.cli.cache import ConfigFile, Dir, cache_app, cache_dir
+from firn.cli.cache import cache_app, cache_dir
 from firn.cli.flags import with_config
-from firn.cli.models import DEFAULT_URL, ApiKey, ModelsDir, Url, models_app, pull
+from firn.cli.models import models_app, pull
+from firn.cli.parameters import DEFAULT_URL, ApiKey, CacheDir, ConfigFile, ModelsDir, Url
 from firn.cli.service import service_app
 from firn.config import Config, UsageError, load
 from firn.core.errors import FirnError
@@ -70,7 +71,7 @@ def make_cli(start: Start | None = None) -> typer.Typer:
     cli.command("agents")(_guarded(_agents))
     cli.command("doctor")(_guarded(_doctor))
     config = typer.Typer(
-        help="Look at the settings.", no_args_is_help=True, rich_markup_mode="markdown"
+        help="Show the settings.", no_args_is_help=True, rich_markup_mode="markdown"
     )
     config.command("show")(_guarded(with_config(_show)))
     cli.add_typer(config, name="config")
@@ -191,7 +192,7 @@ def _doctor(
             "--measure", help="Load the model (or the built-in one) and time where its time goes."
         ),
     ] = False,
-    folder: Dir = None,
+    folder: CacheDir = None,
     models_dir: ModelsDir = None,
     tiers: Annotated[
         list[str] | None,
@@ -204,12 +205,12 @@ def _doctor(
     ] = None,
     config: ConfigFile = None,
 ) -> None:
-    """Print versions, device, memory, disk and stores, what models need, and say what is wrong.
+    """Check this machine, its stores and what models need, and say what is wrong.
 
     Downloads nothing, and reads weights only with --measure. The exit code is 1 when something is wrong.
     """
     from firn.cli.doctor import doctor
-    from firn.cli.packaged import looked_at
+    from firn.cli.packaged import folder_to_examine
 
     given, where = models or [], cache_dir(folder, config)
     flags: dict[str, Any] = {"fleet.models": given[1:]} if len(given) > 1 else {}
@@ -225,7 +226,8 @@ def _doctor(
         raise UsageError("--measure times one model at a time")
     model = given[0] if given else None
     stores = settings.cache.tiers
-    raise typer.Exit(doctor(looked_at(model), measure=measure, cache_dir=where, stores=stores))
+    folder_or_id = folder_to_examine(model)
+    raise typer.Exit(doctor(folder_or_id, measure=measure, cache_dir=where, stores=stores))
 
 
 def _show(

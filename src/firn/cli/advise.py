@@ -8,12 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
 from firn.bench.report import grid
 from firn.cli.advise_fleet import show_fleet
-from firn.cli.cache_work import out
+from firn.cli.terminal import plain_console, steps_progress
 from firn.config import UsageError
 from firn.core.duration import MAX_S, seconds
 from firn.traces.advise import Advice, advise
@@ -26,14 +23,14 @@ SPANS = ((86_400, "days"), (3600, "hours"), (60, "minutes"))
 
 
 class Scale:
-    """Sizes in GiB if a token's bytes are known, otherwise in millions of tokens."""
+    """Writes sizes: in GiB if a token's bytes are known, otherwise in millions of tokens."""
 
     def __init__(self, trace: Trace, token_nbytes: int) -> None:
         self.in_bytes = token_nbytes > 0
         self._block = trace.block * (token_nbytes or 1)
         self._unit = GIB if self.in_bytes else MILLION
         self.blocks = self._unit / self._block
-        """In one unit."""
+        """In one GiB, or in a million tokens."""
         self.name = "GiB" if self.in_bytes else "M tokens"
 
     def of(self, n_blocks: int) -> float:
@@ -73,31 +70,23 @@ def run(
             sizes=ssd,
             ttl_s=_ttl_s(store_ttl),
             block_nbytes=trace.block * (token_bytes or trace.token_nbytes),
-            text=scale.text,
+            size_text=scale.text,
             as_json=as_json,
         )
         return
-    bar = Progress(
-        TextColumn("playing {task.completed} of {task.total}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task("", total=None)
-        found = advise(
+    with steps_progress("playing") as progress:
+        advice = advise(
             trace,
             memory=memory,
             ssd=ssd,
             unit=scale.blocks,
-            progress=lambda n, total: bar.update(task, completed=n, total=total),
+            progress=progress,
             workers=workers or None,
         )
     if as_json:
-        print(json.dumps(_json(trace, found, scale), indent=2))
+        print(json.dumps(_json(trace, advice, scale), indent=2))
     else:
-        _show(trace, found, scale)
+        _show(trace, advice, scale)
 
 
 def _ttl_s(text: str) -> float:
@@ -123,8 +112,8 @@ def _sizes(flag: str, text: str | None, scale: Scale) -> list[int]:
     return [max(round(v * scale.blocks), 1) for v in values]
 
 
-def _show(trace: Trace, found: Advice, scale: Scale) -> None:
-    console = out()
+def _show(trace: Trace, advice: Advice, scale: Scale) -> None:
+    console = plain_console()
     span_s = float(trace.at[-1] - trace.at[0])
     span = next(
         (f"{span_s / unit:.1f} {name}" for unit, name in SPANS if span_s >= 2 * unit),
@@ -134,39 +123,39 @@ def _show(trace: Trace, found: Advice, scale: Scale) -> None:
     console.print(
         f"{len(trace):,} requests in {span}, {trace.n_prompt_tokens / MILLION:,.1f} M prompt tokens; "
         f"all that they ever store is {whole}.\n"
-        f"A cache without limits reuses {found.unlimited:.1%} of the prompt tokens, in whole blocks of "
+        f"A cache without limits reuses {advice.unlimited:.1%} of the prompt tokens, in whole blocks of "
         f"{trace.block}.\n",
         highlight=False,
     )
-    rows = [["memory", "no SSD", *(f"SSD {scale.text(s)}" for s in found.ssd)]]
-    for m in found.memory:
-        cells = [f"{found.together[m, s]:.1%}" for s in found.ssd]
-        rows.append([scale.text(m), f"{found.alone[m]:.1%}", *cells])
-    rows.append(["plain LRU", "", *(f"{found.lru[s]:.1%}" for s in found.ssd)])
+    rows = [["memory", "no SSD", *(f"SSD {scale.text(s)}" for s in advice.ssd)]]
+    for m in advice.memory:
+        cells = [f"{advice.together[m, s]:.1%}" for s in advice.ssd]
+        rows.append([scale.text(m), f"{advice.alone[m]:.1%}", *cells])
+    rows.append(["plain LRU", "", *(f"{advice.lru[s]:.1%}" for s in advice.ssd)])
     console.print(grid(rows), highlight=False)
-    console.print(f"\n{_words(found, scale)}", highlight=False)
+    console.print(f"\n{_summary(advice, scale)}", highlight=False)
 
 
-def _words(found: Advice, scale: Scale) -> str:
-    m, s, first = found.memory_knee, found.ssd_knee, found.memory[0]
-    best = max(found.unlimited, 1e-9)
+def _summary(advice: Advice, scale: Scale) -> str:
+    m, s, first = advice.memory_knee, advice.ssd_knee, advice.memory[0]
+    best = max(advice.unlimited, 1e-9)
     lines = [
-        f"Memory alone: {scale.text(m)} reuse {found.alone[m]:.1%}, {found.alone[m] / best:.0%} of what "
-        f"is possible; {_more(m == found.memory[-1])}",
+        f"Memory alone: {scale.text(m)} reuse {advice.alone[m]:.1%}, {advice.alone[m] / best:.0%} of "
+        f"what is possible; {_if_doubled(m == advice.memory[-1])}",
         f"An SSD beside {scale.text(first)} of memory: {scale.text(s)} reuse "
-        f"{found.together[first, s]:.1%}, {found.together[first, s] / best:.0%} of it; "
-        f"{_more(s == found.ssd[-1])}",
+        f"{advice.together[first, s]:.1%}, {advice.together[first, s] / best:.0%} of it; "
+        f"{_if_doubled(s == advice.ssd[-1])}",
     ]
     return "\n".join(lines)
 
 
-def _more(is_largest: bool) -> str:
+def _if_doubled(is_largest: bool) -> str:
     if is_largest:
-        return "it is the largest that was tried, and not too large."
+        return "it is the largest size tried, and a larger one may win more."
     return "doubling it would win less than 1% of the prompt tokens."
 
 
-def _json(trace: Trace, found: Advice, scale: Scale) -> dict[str, Any]:
+def _json(trace: Trace, advice: Advice, scale: Scale) -> dict[str, Any]:
     def sizes(blocks: Sequence[int]) -> list[dict[str, float]]:
         return [{"tokens": n * trace.block, scale.name: round(scale.of(n), 4)} for n in blocks]
 
@@ -175,12 +164,12 @@ def _json(trace: Trace, found: Advice, scale: Scale) -> dict[str, Any]:
         "prompt_tokens": trace.n_prompt_tokens,
         "working_set_tokens": trace.working_set_tokens,
         "block_tokens": trace.block,
-        "unlimited": found.unlimited,
-        "memory": sizes(found.memory),
-        "ssd": sizes(found.ssd),
-        "memory_alone": [found.alone[m] for m in found.memory],
-        "memory_and_ssd": [[found.together[m, s] for s in found.ssd] for m in found.memory],
-        "plain_lru": [found.lru[s] for s in found.ssd],
-        "memory_knee": sizes([found.memory_knee])[0],
-        "ssd_knee": sizes([found.ssd_knee])[0],
+        "unlimited": advice.unlimited,
+        "memory": sizes(advice.memory),
+        "ssd": sizes(advice.ssd),
+        "memory_alone": [advice.alone[m] for m in advice.memory],
+        "memory_and_ssd": [[advice.together[m, s] for s in advice.ssd] for m in advice.memory],
+        "plain_lru": [advice.lru[s] for s in advice.ssd],
+        "memory_knee": sizes([advice.memory_knee])[0],
+        "ssd_knee": sizes([advice.ssd_knee])[0],
     }

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from firn.bench.report import grid
-from firn.cli.cache_work import out
+from firn.cli.terminal import plain_console
 from firn.traces.fleet import ROUTINGS, FleetResult, Routing, play_fleet
 from firn.traces.trace import Trace
 
 SHARES = (0.125, 0.5, 2.0)
 """Default sizes of a server's own tiers: shares of its part of all that is stored."""
 Key = tuple[Routing, bool, int]
+"""Routing, whether there is a store, and the blocks of each server."""
+SizeText = Callable[[int], str]
 MIB = 1 << 20
 
 
@@ -24,16 +26,16 @@ def show_fleet(
     sizes: Sequence[int],
     ttl_s: float,
     block_nbytes: int,
-    text: Any,
+    size_text: SizeText,
     as_json: bool,
 ) -> None:
-    """sizes: in blocks, of each server. text: how a size is written."""
+    """sizes: in blocks, of each server. size_text: how a size is written."""
     sizes = sizes or [max(round(s * trace.n_nodes / n_servers), 1) for s in SHARES]
-    found: dict[Key, FleetResult] = {}
+    results: dict[Key, FleetResult] = {}
     for routing in ROUTINGS:
         for has_store in (False, True):
             for size in sizes:
-                found[routing, has_store, size] = play_fleet(
+                results[routing, has_store, size] = play_fleet(
                     trace,
                     n_servers=n_servers,
                     n_blocks=size,
@@ -41,52 +43,58 @@ def show_fleet(
                     ttl_s=ttl_s if has_store else None,
                 )
     if as_json:
-        print(json.dumps(_json(trace, found, n_servers, ttl_s, block_nbytes), indent=2))
+        print(json.dumps(_json(trace, results, n_servers, ttl_s, block_nbytes), indent=2))
         return
     unlimited = float(trace.known.sum()) * trace.block / max(trace.n_prompt_tokens, 1)
-    console = out()
+    console = plain_console()
     console.print(
         f"{len(trace):,} requests to {n_servers} servers; one with everything would reuse "
         f"{unlimited:.1%} of the prompt tokens.\n",
         highlight=False,
     )
-    console.print(grid(_rows(found, sizes, text)), highlight=False)
-    for line in _words(trace, found, sizes, block_nbytes, text):
+    console.print(grid(_rows(results, sizes, size_text)), highlight=False)
+    for line in _traffic_lines(trace, results, sizes, block_nbytes, size_text):
         console.print(line, highlight=False)
 
 
-def _rows(found: dict[Key, FleetResult], sizes: Sequence[int], text: Any) -> list[list[str]]:
-    rows = [["routing", "store", *(f"{text(size)} each" for size in sizes), "busiest"]]
+def _rows(
+    results: dict[Key, FleetResult], sizes: Sequence[int], size_text: SizeText
+) -> list[list[str]]:
+    rows = [["routing", "store", *(f"{size_text(size)} each" for size in sizes), "busiest"]]
     for routing in ROUTINGS:
         for has_store in (False, True):
-            played = [found[routing, has_store, size] for size in sizes]
+            played = [results[routing, has_store, size] for size in sizes]
             cells = [f"{p.reused:.1%}" for p in played]
             rows.append([routing, "yes" if has_store else "no", *cells, f"{played[0].busiest:.2f}"])
     return rows
 
 
-def _words(
-    trace: Trace, found: dict[Key, FleetResult], sizes: Sequence[int], block_nbytes: int, text: Any
+def _traffic_lines(
+    trace: Trace,
+    results: dict[Key, FleetResult],
+    sizes: Sequence[int],
+    block_nbytes: int,
+    size_text: SizeText,
 ) -> list[str]:
     """The traffic between a fleet and its store."""
     lines = [""]
     span_s = max(float(trace.at[-1] - trace.at[0]), 1.0)
     for routing in ROUTINGS:
-        played = found[routing, True, sizes[0]]
+        played = results[routing, True, sizes[0]]
         reads, writes = played.n_read / len(trace), played.n_written / len(trace)
-        line = f"{routing}, {text(sizes[0])} each: "
+        line = f"{routing}, {size_text(sizes[0])} each: "
         line += f"a prompt reads {reads:.1f} blocks and writes {writes:.1f}"
         if block_nbytes:
-            read_s, write_s = (
+            read, written = (
                 n * block_nbytes / span_s / MIB for n in (played.n_read, played.n_written)
             )
-            line += f" ({read_s:.1f} and {write_s:.1f} MiB/s on average)"
-        lines.append(f"{line}; the store holds up to {text(played.n_kept)}.")
+            line += f" ({read:.1f} and {written:.1f} MiB/s on average)"
+        lines.append(f"{line}; the store holds up to {size_text(played.n_kept)}.")
     return lines
 
 
 def _json(
-    trace: Trace, found: dict[Key, FleetResult], n_servers: int, ttl_s: float, block_nbytes: int
+    trace: Trace, results: dict[Key, FleetResult], n_servers: int, ttl_s: float, block_nbytes: int
 ) -> dict[str, Any]:
     return {
         "requests": len(trace),
@@ -108,6 +116,6 @@ def _json(
                 "blocks_kept": played.n_kept,
                 "busiest": played.busiest,
             }
-            for (routing, has_store, size), played in found.items()
+            for (routing, has_store, size), played in results.items()
         ],
     }

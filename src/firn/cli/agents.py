@@ -2,7 +2,7 @@
 
 Each agent knows the models of the large vendors and guesses about others: a million tokens of context,
 or none at all. The printed settings give the address, the name, the real context and the longest reply.
-They are those of Claude Code 2.1, Codex 0.166, OpenCode 1.18, aider 0.86.
+They were tried with Claude Code 2.1, Codex 0.166, OpenCode 1.18 and aider 0.86.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,7 @@ def aider(model: ServedModel) -> str:
 
 
 def _word(text: str) -> str:
-    """For a shell. A variable of ours is left to it."""
+    """Quoted for a shell, which is to expand the variable with the key."""
     return f'"{text}"' if text == f"${KEY_VARIABLE}" else shlex.quote(text)
 
 
@@ -146,18 +146,11 @@ AGENTS: Mapping[str, tuple[Callable[[ServedModel], str], str]] = {
 def agents(name: str, model: str | None, *, url: str, api_key: str | None) -> int:
     """Prints the settings on stdout, and where they go on stderr."""
     if name not in AGENTS:
-        raise UsageError(f"unknown agent {name!r}; known are {', '.join(AGENTS)}")
+        raise UsageError(f"unknown agent {name!r}; choose one of {', '.join(AGENTS)}")
     with ChatClient(url, api_key=api_key) as client:
         url = client.url
-        served = _asked(client) if model is None else _read(model, url)
-    served = ServedModel(
-        name=served.name,
-        url=url,
-        context_length=served.context_length,
-        max_output=served.max_output,
-        vision=served.vision,
-        has_key=api_key is not None,
-    )
+        served = _from_server(client) if model is None else _from_folder(model, url)
+    served = replace(served, has_key=api_key is not None)
     render, where = AGENTS[name]
     typer.echo(f"firn: {where}", err=True)
     if served.context_length < SHORT_CONTEXT:
@@ -176,16 +169,16 @@ def agents(name: str, model: str | None, *, url: str, api_key: str | None) -> in
     return 0
 
 
-def _asked(client: ChatClient) -> ServedModel:
-    """As the running server reports."""
-    shown = client.served_models()[0]
+def _from_server(client: ChatClient) -> ServedModel:
+    """What the running server reports."""
+    entry = client.served_models()[0]
     try:
         return ServedModel(
-            name=str(shown["id"]),
+            name=str(entry["id"]),
             url=client.url,
-            context_length=int(shown["context_length"]),
-            max_output=int(shown.get("max_tokens") or 0) or None,
-            vision=bool(shown.get("vision")),
+            context_length=int(entry["context_length"]),
+            max_output=int(entry.get("max_tokens") or 0) or None,
+            vision=bool(entry.get("vision")),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise RequestFailed(
@@ -193,8 +186,8 @@ def _asked(client: ChatClient) -> ServedModel:
         ) from error
 
 
-def _read(model: str, url: str) -> ServedModel:
-    """As its folder says, which is what a server would report."""
+def _from_folder(model: str, url: str) -> ServedModel:
+    """What the model's folder says, which is what a server would report."""
     from firn.demo.builtin import builtin_folder
     from firn.models.inspect import local_folder
     from firn.models.loader import read_config

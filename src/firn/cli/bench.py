@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from firn.cli.models import DEFAULT_URL, ApiKey, Url
-
-Guard = Callable[[Callable[..., None]], Callable[..., None]]
+from firn.cli.parameters import (
+    DEFAULT_URL,
+    ApiKey,
+    Command,
+    Guard,
+    TraceArgument,
+    Url,
+    command_group,
+)
 
 Compare = Annotated[
     tuple[str, str] | None,
@@ -40,25 +45,12 @@ Plot = Annotated[
 
 
 def bench_app(guarded: Guard) -> typer.Typer:
-    app = typer.Typer(
-        help="Measure any server that speaks OpenAI's chat API.",
-        no_args_is_help=True,
-        rich_markup_mode="markdown",
-    )
-    commands: dict[str, Callable[..., None]] = {
+    commands: dict[str, Command] = {
         "chats": _chats,
         "throughput": _throughput,
         "replay": _replay,
     }
-    for name, command in commands.items():
-        app.command(name)(guarded(command))
-    return app
-
-
-def _where(**given: Any) -> Any:
-    from firn.cli.bench_work import BenchTargets
-
-    return BenchTargets(**given)
+    return command_group("Measure any server that speaks OpenAI's chat API.", commands, guarded)
 
 
 def _chats(
@@ -73,10 +65,10 @@ def _chats(
     plot: Plot = None,
 ) -> None:
     """Time to first token of chats that share a system prompt: cold, shared, later turns."""
-    from firn.cli.bench_work import chats
+    from firn.cli.bench_work import BenchTargets, chats
 
-    where = _where(url=url, compare=compare, models=model, api_key=api_key, json=json, plot=plot)
-    chats(where, rounds=rounds, sessions=sessions, turns=turns)
+    servers = BenchTargets(url, compare, model, api_key, json, plot)
+    chats(servers, rounds=rounds, sessions=sessions, turns=turns)
 
 
 def _throughput(
@@ -100,20 +92,14 @@ def _throughput(
     plot: Plot = None,
 ) -> None:
     """Tokens per second by number of streams, and the longest pause while a long prompt arrives."""
-    from firn.cli.bench_work import throughput
+    from firn.cli.bench_work import BenchTargets, throughput
 
-    where = _where(url=url, compare=compare, models=model, api_key=api_key, json=json, plot=plot)
-    throughput(where, rounds=rounds, concurrency=concurrency, requests=requests, gap=not no_gap)
+    servers = BenchTargets(url, compare, model, api_key, json, plot)
+    throughput(servers, rounds=rounds, concurrency=concurrency, requests=requests, gap=not no_gap)
 
 
 def _replay(
-    trace: Annotated[
-        Path,
-        typer.Argument(
-            help="A trace: of `firn serve --record-trace`, of Mooncake's form, or sessions of agents "
-            "as JSON."
-        ),
-    ],
+    trace: TraceArgument,
     url: Url = DEFAULT_URL,
     compare: Compare = None,
     model: Models = None,
@@ -146,8 +132,8 @@ def _replay(
 ) -> None:
     """Play a trace with made-up text that shares prefixes as the trace does."""
     from firn.bench.replay import ReplayPace
-    from firn.cli.bench_work import replay
+    from firn.cli.bench_work import BenchTargets, replay
 
-    where = _where(url=url, compare=compare, models=model, api_key=api_key, json=json, plot=plot)
+    servers = BenchTargets(url, compare, model, api_key, json, plot)
     pace = ReplayPace(speed, streams, max_prompt, max_reply)
-    replay(where, trace, rounds=rounds, requests=requests, pace=pace, trace_model=trace_model)
+    replay(servers, trace, rounds=rounds, requests=requests, pace=pace, trace_model=trace_model)

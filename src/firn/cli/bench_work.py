@@ -7,12 +7,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from firn.bench import chats as chats_bench
 from firn.bench import replay as replay_bench
@@ -21,6 +18,7 @@ from firn.bench.client import Target, target
 from firn.bench.contest import in_turns
 from firn.bench.plot import svg
 from firn.bench.report import BenchError, Column, document, numbers, table
+from firn.cli.terminal import steps_progress
 from firn.config import UsageError
 from firn.traces.read import read
 from firn.traces.trace import TraceError
@@ -31,7 +29,7 @@ Tick = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class BenchTargets:
-    """Which servers, and where the results go."""
+    """Which servers to measure, and where the results go."""
 
     url: str
     compare: tuple[str, str] | None
@@ -46,37 +44,34 @@ class BenchTargets:
         given = list(self.models or [])
         if len(given) > len(urls):
             raise UsageError(f"--model {given[-1]}: there is no server that it is for")
-        wanted = (given * len(urls))[: len(urls)] if given else [None] * len(urls)
-        found = [
-            target(url, model=model, api_key=self.api_key)
-            for url, model in zip(urls, wanted, strict=True)
+        names = (given * len(urls))[: len(urls)] if given else [None] * len(urls)
+        targets = [
+            target(url, model=name, api_key=self.api_key)
+            for url, name in zip(urls, names, strict=True)
         ]
-        if len(found) == 1:
-            return {found[0].model: found[0]}
-        if len(set(urls)) == 1:
-            return (
-                {t.model: t for t in found} if found[0].model != found[1].model else _twice(found)
-            )
-        return {t.url: t for t in found}
+        if len(set(urls)) > 1:
+            return {t.url: t for t in targets}
+        by_model = {t.model: t for t in targets}
+        return by_model if len(by_model) == len(targets) else _numbered(targets)
 
 
-def _twice(found: Sequence[Target]) -> dict[str, Target]:
-    """A server beside itself says how much is noise."""
-    return {f"{t.url} ({i})": t for i, t in enumerate(found, 1)}
+def _numbered(targets: Sequence[Target]) -> dict[str, Target]:
+    """The same server and model twice: the difference between the two is the noise."""
+    return {f"{t.url} ({i})": t for i, t in enumerate(targets, 1)}
 
 
-def chats(where: BenchTargets, *, rounds: int, sessions: int, turns: int) -> None:
+def chats(servers: BenchTargets, *, rounds: int, sessions: int, turns: int) -> None:
     def play(server: Target, number: int, tick: Tick) -> dict[str, Any]:
         salt = chats_bench.new_salt()
         work = chats_bench.Workload(sessions, turns, salt)
         return chats_bench.run(server, work, on_reply=tick)
 
     title = f"{sessions} chats of {turns} turns, medians of rounds: {rounds}"
-    _contest(where, "chats", title, chats_bench.COLUMNS, rounds, sessions * turns, play)
+    _contest(servers, "chats", title, chats_bench.COLUMNS, rounds, sessions * turns, play)
 
 
 def throughput(
-    where: BenchTargets, *, rounds: int, concurrency: str, requests: int, gap: bool
+    servers: BenchTargets, *, rounds: int, concurrency: str, requests: int, gap: bool
 ) -> None:
     try:
         levels = tuple(numbers(concurrency))
@@ -96,11 +91,11 @@ def throughput(
 
     title = f"medians of rounds: {rounds}"
     columns = throughput_bench.columns(load)
-    _contest(where, "throughput", title, columns, rounds, len(levels) + gap, play)
+    _contest(servers, "throughput", title, columns, rounds, len(levels) + gap, play)
 
 
 def replay(
-    where: BenchTargets,
+    servers: BenchTargets,
     path: Path,
     *,
     rounds: int,
@@ -123,11 +118,11 @@ def replay(
         )
 
     title = f"{len(entries)} requests of {path.name}, medians of rounds: {rounds}"
-    _contest(where, "replay", title, replay_bench.COLUMNS, rounds, len(entries), play)
+    _contest(servers, "replay", title, replay_bench.COLUMNS, rounds, len(entries), play)
 
 
 def _contest(
-    where: BenchTargets,
+    servers: BenchTargets,
     benchmark: str,
     title: str,
     columns: Sequence[Column],
@@ -135,17 +130,17 @@ def _contest(
     steps: int,
     play: Callable[[Target, int, Tick], dict[str, Any]],
 ) -> None:
-    """steps: of one server in one round, for the progress."""
-    servers = where.targets()
-    with _progress(rounds * steps * len(servers)) as tick:
-        found = in_turns(servers, rounds, lambda server, i: play(server, i, tick))
-    text = table(title, columns, rounds=found)
-    print(text, file=sys.stderr if where.json == STDOUT else sys.stdout)
-    options = {k: str(v) for k, v in asdict(where).items() if v is not None and k != "api_key"}
-    content = document(benchmark, options=options, result={"rounds": found})
-    _write(where.json, json.dumps(content, indent=1) + "\n")
-    if where.plot is not None:
-        _write(where.plot, svg(f"firn bench {benchmark}: {title}", columns, rounds=found))
+    """steps: that one server takes in one round, for the progress bar."""
+    targets = servers.targets()
+    with _progress(rounds * steps * len(targets)) as tick:
+        results = in_turns(targets, rounds, lambda server, i: play(server, i, tick))
+    text = table(title, columns, rounds=results)
+    print(text, file=sys.stderr if servers.json == STDOUT else sys.stdout)
+    options = {k: str(v) for k, v in asdict(servers).items() if v is not None and k != "api_key"}
+    content = document(benchmark, options=options, result={"rounds": results})
+    _write(servers.json, json.dumps(content, indent=1) + "\n")
+    if servers.plot is not None:
+        _write(servers.plot, svg(f"firn bench {benchmark}: {title}", columns, rounds=results))
 
 
 def _write(path: Path | None, text: str) -> None:
@@ -162,14 +157,7 @@ def _write(path: Path | None, text: str) -> None:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Tick]:
-    """On stderr, and only on a terminal."""
-    bar = Progress(
-        TextColumn("{task.completed} of {task.total}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)
+    """Yields a function that counts one step."""
+    steps = count(1)
+    with steps_progress(total=total) as show:
+        yield lambda: show(next(steps), total)

@@ -1,44 +1,36 @@
 """`firn cache`: names, flags and help texts. The work is in cache_view.py and cache_work.py.
 
-All commands may be run on a folder that servers are using; advise reads a trace, and no folder.
+All commands may run on a folder that servers are using; advise reads a trace instead of a folder.
 Nothing heavy is imported here.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from firn.config import CONFIG_ENV, default_cache_dir, load
+from firn.cli.parameters import (
+    CacheDir,
+    Command,
+    ConfigFile,
+    Guard,
+    TraceArgument,
+    command_group,
+)
+from firn.config import CacheConfig, default_cache_dir, load
 
-Guard = Callable[[Callable[..., None]], Callable[..., None]]
 MAX_GIB = 1 << 20
+if TYPE_CHECKING:
+    from firn.cli.cache_work import CacheFolder
 
-Dir = Annotated[
-    str | None,
-    typer.Option(
-        "--ssd-cache-dir",
-        help="The cache folder (otherwise the user's). (env FIRN_SSD_CACHE_DIR)",
-        metavar="DIR",
-    ),
-]
 KeyFile = Annotated[
     str | None,
     typer.Option(
         "--ssd-cache-key-file",
         help="Key file of an encrypted cache. (env FIRN_SSD_CACHE_KEY_FILE)",
-        metavar="FILE",
-    ),
-]
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        help=f"The server's TOML file, for where its cache is. (env {CONFIG_ENV})",
         metavar="FILE",
     ),
 ]
@@ -48,13 +40,7 @@ KeyText = Annotated[
 
 
 def cache_app(guarded: Guard) -> typer.Typer:
-    """The sub-commands; `guarded` turns named errors into one line and an exit code."""
-    app = typer.Typer(
-        help="Show, check, shrink, export and import the cache on disk.",
-        no_args_is_help=True,
-        rich_markup_mode="markdown",
-    )
-    commands: dict[str, Callable[..., None]] = {
+    commands: dict[str, Command] = {
         "ls": _ls,
         "show": _show,
         "stats": _stats,
@@ -65,30 +51,36 @@ def cache_app(guarded: Guard) -> typer.Typer:
         "import": _import,
         "advise": _advise,
     }
-    for name, command in commands.items():
-        app.command(name)(guarded(command))
-    return app
+    return command_group(
+        "Show, check, shrink, export and import the cache on disk.", commands, guarded
+    )
 
 
 def cache_dir(folder: str | None, config: Path | None) -> Path:
-    """Where a server that is given the same keeps its records."""
-    flags = {} if folder is None else {"cache.ssd_cache_dir": folder}
-    found = load(flags, environ=os.environ, file=config).cache
-    return found.ssd_cache_dir or default_cache_dir()
+    """The folder of a server that is given the same flag and file."""
+    return _cache_settings(folder, config).ssd_cache_dir or default_cache_dir()
 
 
-def _location(folder: str | None, config: Path | None, key_file: str | None = None) -> Any:
-    """The folder that a server would use: by flag, variable, file, or the user's own."""
+def _location(folder: str | None, config: Path | None, key_file: str | None = None) -> CacheFolder:
+    """That folder, and the key that its records are encrypted with."""
     from firn.cli.cache_work import CacheFolder
 
+    settings = _cache_settings(folder, config, key_file)
+    return CacheFolder.of(
+        settings.ssd_cache_dir or default_cache_dir(), settings.ssd_cache_key_file
+    )
+
+
+def _cache_settings(
+    folder: str | None, config: Path | None, key_file: str | None = None
+) -> CacheConfig:
     given = {"cache.ssd_cache_dir": folder, "cache.ssd_cache_key_file": key_file}
     flags = {key: value for key, value in given.items() if value is not None}
-    found = load(flags, environ=os.environ, file=config).cache
-    return CacheFolder.of(found.ssd_cache_dir or default_cache_dir(), found.ssd_cache_key_file)
+    return load(flags, environ=os.environ, file=config).cache
 
 
 def _ls(
-    folder: Dir = None,
+    folder: CacheDir = None,
     config: ConfigFile = None,
     key_file: KeyFile = None,
     top: Annotated[
@@ -103,7 +95,7 @@ def _ls(
 
 def _show(
     key: KeyText,
-    folder: Dir = None,
+    folder: CacheDir = None,
     config: ConfigFile = None,
     key_file: KeyFile = None,
     model: Annotated[
@@ -125,7 +117,7 @@ def _show(
 
 
 def _stats(
-    folder: Dir = None,
+    folder: CacheDir = None,
     config: ConfigFile = None,
     key_file: KeyFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -137,7 +129,7 @@ def _stats(
 
 
 def _verify(
-    folder: Dir = None,
+    folder: CacheDir = None,
     config: ConfigFile = None,
     key_file: KeyFile = None,
     quarantine: Annotated[
@@ -161,7 +153,7 @@ def _gc(
             "--ssd-cache-max-gb", help="Keep at most this, in GiB.", min=0, max=MAX_GIB, metavar="X"
         ),
     ],
-    folder: Dir = None,
+    folder: CacheDir = None,
     config: ConfigFile = None,
 ) -> None:
     """Evict the least recently used prefixes, from their ends, until the rest fits."""
@@ -171,7 +163,7 @@ def _gc(
 
 
 def _clear(
-    folder: Dir = None,
+    folder: CacheDir = None,
     config: ConfigFile = None,
     model: Annotated[
         str | None,
@@ -195,7 +187,7 @@ def _clear(
 def _export(
     key: KeyText,
     file: Annotated[Path, typer.Argument(help="The file to write.")],
-    folder: Dir = None,
+    folder: CacheDir = None,
     config: ConfigFile = None,
     key_file: KeyFile = None,
 ) -> None:
@@ -210,7 +202,7 @@ def _export(
 
 def _import(
     file: Annotated[Path, typer.Argument(help="A file that export wrote.")],
-    folder: Dir = None,
+    folder: CacheDir = None,
     config: ConfigFile = None,
     key_file: KeyFile = None,
     namespace: Annotated[
@@ -228,13 +220,7 @@ def _import(
 
 
 def _advise(
-    trace: Annotated[
-        Path,
-        typer.Argument(
-            help="A trace: of `firn serve --record-trace`, of Mooncake's form, or sessions of agents "
-            "as JSON."
-        ),
-    ],
+    trace: TraceArgument,
     model: Annotated[
         str | None, typer.Option(help="Only this model's requests, of a trace with several.")
     ] = None,

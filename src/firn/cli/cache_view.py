@@ -18,12 +18,12 @@ from firn.cache.admin.inventory import BlockFiles, Inventory, ModelRecords, Pref
 from firn.cache.parts import Part
 from firn.cache.storage.container import Header
 from firn.cache.storage.io import load
-from firn.cli.cache_work import CacheFolder, out
-from firn.cli.doctor import size
+from firn.cli.cache_work import CacheFolder
+from firn.cli.terminal import plain_console, size
 from firn.core.errors import FirnError
 
 SHORT = 12
-"""Digits of a key that people need to tell records apart."""
+"""Digits of a key that are shown: enough to tell records apart."""
 IMAGE_BIT = 1 << 63
 N_TOKENS_SHOWN = 32
 
@@ -44,9 +44,9 @@ def _name_of(group: ModelRecords) -> str:
 
 
 def ls(location: CacheFolder, *, top: int) -> None:
-    inventory = location.take()
+    inventory = location.inventory()
     groups = inventory.by_model()
-    console = out()
+    console = plain_console()
     if not inventory.files:
         console.print(f"Nothing is stored in {location.folder}.", markup=False)
         return
@@ -90,9 +90,9 @@ def _tree(group: ModelRecords, top: int) -> Tree:
     now = time.time()
 
     def grow(branch: Tree, prefix: Prefix) -> None:
-        below = branch.add(Text(_line(prefix, now)))
-        for one in prefix.branches:
-            grow(below, one)
+        node = branch.add(Text(_line(prefix, now)))
+        for longer in prefix.branches:
+            grow(node, longer)
 
     for prefix in prefixes(group.blocks, top=top):
         grow(tree, prefix)
@@ -102,11 +102,11 @@ def _tree(group: ModelRecords, top: int) -> Tree:
 def _line(prefix: Prefix, now: float) -> str:
     first, last = prefix.blocks[0], prefix.blocks[-1]
     n_blocks = f"{len(prefix.blocks)} block{'s' * (len(prefix.blocks) != 1)}"
-    below = sum(b.nbytes for b in prefix.blocks)
-    more = f" ({size(prefix.nbytes)} with what follows)" if prefix.nbytes > below else ""
+    own_nbytes = sum(b.nbytes for b in prefix.blocks)
+    more = f" ({size(prefix.nbytes)} with what follows)" if prefix.nbytes > own_nbytes else ""
     return (
         f"{last.tag.key.hex()[:SHORT]}  tokens [{first.tag.start}, {last.end})  {n_blocks}, "
-        f"{size(below)}{more}, {ago(prefix.last_use, now)}"
+        f"{size(own_nbytes)}{more}, {ago(prefix.last_use, now)}"
     )
 
 
@@ -114,9 +114,9 @@ def _line(prefix: Prefix, now: float) -> str:
 
 
 def show(location: CacheFolder, key: str, *, model: str | None, whole: bool) -> None:
-    inventory = location.take()
+    inventory = location.inventory()
     block = inventory.find(key)
-    console = out()
+    console = plain_console()
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -179,13 +179,13 @@ def _layer_lines(header: Header) -> list[str]:
 
 def _tokens(inventory: Inventory, block: BlockFiles, *, whole: bool) -> list[int]:
     chain = inventory.chain(block) if whole else [block]
-    found: list[int] = []
-    for one in chain:
-        label = next((f.label for f in one.files.values() if f.label is not None), None)
+    tokens: list[int] = []
+    for link in chain:
+        label = next((f.label for f in link.files.values() if f.label is not None), None)
         if label is None:
             return []
-        found += [int(t) for t in label.tokens]
-    return found
+        tokens += [int(t) for t in label.tokens]
+    return tokens
 
 
 def _recorded_model(inventory: Inventory, block: BlockFiles) -> str | None:
@@ -217,7 +217,7 @@ def _text_of(tokens: list[int], model: str | None) -> str:
 
 
 def stats(location: CacheFolder) -> dict[str, Any]:
-    inventory = location.take()
+    inventory = location.inventory()
     usage = location.usage()
     files = inventory.files
     by_part = {p: [f for f in files if f.tag and f.tag.part is p] for p in Part}
@@ -253,28 +253,28 @@ def show_stats(location: CacheFolder, *, as_json: bool) -> None:
     table.add_column(overflow="fold")
     for name, text in _stat_lines(numbers):
         table.add_row(name, Text(text))
-    out().print(table)
+    plain_console().print(table)
 
 
-def _stat_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
-    limit = found["limit_bytes"]
-    written = found["bytes_written_last_24_hours"]
+def _stat_lines(numbers: dict[str, Any]) -> list[tuple[str, str]]:
+    limit = numbers["limit_bytes"]
+    written = numbers["bytes_written_last_24_hours"]
     parts = ", ".join(
         f"{name} {part['records']:,} ({size(part['bytes'])})"
-        for name, part in found["parts"].items()
+        for name, part in numbers["parts"].items()
     )
-    bad = found["quarantine"]
+    bad = numbers["quarantine"]
     return [
-        ("folder", found["folder"]),
-        ("size", f"{size(found['bytes'])} of {size(limit) if limit else 'no limit known'}"),
-        ("records", f"{found['records']:,}: {parts}"),
-        ("tokens", f"{found['tokens']:,}"),
-        ("models", f"{found['models']}, in {found['namespaces']} namespaces"),
+        ("folder", numbers["folder"]),
+        ("size", f"{size(numbers['bytes'])} of {size(limit) if limit else 'no limit known'}"),
+        ("records", f"{numbers['records']:,}: {parts}"),
+        ("tokens", f"{numbers['tokens']:,}"),
+        ("models", f"{numbers['models']}, in {numbers['namespaces']} namespaces"),
         ("written", f"{size(written or 0)} in the last 24 hours"),
         (
             "not usable",
-            f"{found['unusable']} unusable, {found['locked']} encrypted with another key",
+            f"{numbers['unusable']} unusable, {numbers['locked']} encrypted with another key",
         ),
-        ("orphans", str(found["orphans"])),
+        ("orphans", str(numbers["orphans"])),
         ("quarantine", f"{bad['files']} files, {size(bad['bytes'])}"),
     ]

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from firn.cache.admin.inventory import (
     FolderUsage,
@@ -28,8 +23,7 @@ from firn.cache.storage.io import load
 from firn.cache.storage.seal import Seal, load_seal
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
-from firn.cli.console import output
-from firn.cli.doctor import size
+from firn.cli.terminal import bytes_progress, plain_console, size
 from firn.config import UsageError
 from firn.core.errors import SetupError
 
@@ -38,6 +32,8 @@ _is_namespace = re.compile(r"shared|[0-9a-f]{32}").fullmatch
 
 @dataclass(frozen=True, slots=True)
 class CacheFolder:
+    """A cache folder and the key of its records, if they are encrypted."""
+
     folder: Path
     seal: Seal | None
 
@@ -48,7 +44,8 @@ class CacheFolder:
     def usage(self) -> FolderUsage:
         return folder_usage(self.folder)
 
-    def take(self) -> Inventory:
+    def inventory(self) -> Inventory:
+        """Raises SetupError."""
         if self.folder.exists() and not self.folder.is_dir():
             raise SetupError(f"{self.folder} is no folder.")
         try:
@@ -57,27 +54,8 @@ class CacheFolder:
             raise SetupError(f"{self.folder}: cannot be read: {e.strerror or e}") from e
 
     def tier(self) -> SsdTier:
-        """As a guest: it keeps the limit that servers have set."""
+        """As a guest, which keeps to the limit that servers have set."""
         return SsdTier(TierOptions(str(self.folder)), guest=True)
-
-
-def out() -> Console:
-    return output(soft_wrap=True)
-
-
-@contextmanager
-def bar(what: str, total: int) -> Iterator[Progress]:
-    """On stderr, and only on a terminal; advance task 0 by bytes."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as p:
-        p.add_task(what, total=total)
-        yield p
 
 
 # --- verify --------------------------------------------------------------------------------
@@ -85,10 +63,10 @@ def bar(what: str, total: int) -> Iterator[Progress]:
 
 def verify(location: CacheFolder, *, quarantine: bool) -> int:
     _must_exist(location)
-    inventory, tier = location.take(), location.tier()
+    inventory, tier = location.inventory(), location.tier()
     bad: dict[RecordFile, str] = {}
     n_good = n_foreign = 0
-    with bar("verifying", sum(f.nbytes for f in inventory.files)) as progress:
+    with bytes_progress("verifying", sum(f.nbytes for f in inventory.files)) as advance:
         for file in inventory.files:
             fault = file.fault or _check(location, tier, file)
             if isinstance(fault, Damaged):
@@ -97,8 +75,8 @@ def verify(location: CacheFolder, *, quarantine: bool) -> int:
                 n_foreign += not isinstance(fault, Locked)
             else:
                 n_good += fault is None
-            progress.advance(progress.task_ids[0], file.nbytes)
-    console = out()
+            advance(file.nbytes)
+    console = plain_console()
     for file, reason in bad.items():
         console.print(f"damaged: {file.path}: {reason}", style="red", markup=False)
     if quarantine:
@@ -106,7 +84,7 @@ def verify(location: CacheFolder, *, quarantine: bool) -> int:
             tier.delete(file.name, keep=True)
     moved = f", moved to {quarantine_of(location.folder)}" if quarantine and bad else ""
     console.print(f"{n_good} records are good, {len(bad)} damaged{moved}.", markup=False)
-    _orphans(location, tier, inventory, drop=quarantine)
+    _report_orphans(location, tier, inventory, drop=quarantine)
     if inventory.n_locked or n_foreign:
         console.print(
             f"Not checked: {inventory.n_locked} encrypted with another key, "
@@ -124,14 +102,16 @@ def _check(location: CacheFolder, tier: SsdTier, file: RecordFile) -> TierError 
     return None
 
 
-def _orphans(location: CacheFolder, tier: SsdTier, inventory: Inventory, *, drop: bool) -> None:
+def _report_orphans(
+    location: CacheFolder, tier: SsdTier, inventory: Inventory, *, drop: bool
+) -> None:
     """Records that no prompt can reach. A server may be writing their parents, so check twice."""
     before = {b.tag.key for b in inventory.orphans}
-    blocks = [b for b in location.take().orphans if b.tag.key in before] if before else []
+    blocks = [b for b in location.inventory().orphans if b.tag.key in before] if before else []
     files = [f for block in blocks for f in block.files.values()]
     if files:
         done = ", deleted" if drop else ""
-        out().print(f"{len(files)} records that no prompt can reach{done}.")
+        plain_console().print(f"{len(files)} records that no prompt can reach{done}.")
     for file in files if drop else ():
         tier.delete(file.name)
 
@@ -142,7 +122,7 @@ def _orphans(location: CacheFolder, tier: SsdTier, inventory: Inventory, *, drop
 def gc(location: CacheFolder, *, max_nbytes: int) -> None:
     _must_exist(location)
     freed = location.tier().evict_to(max_nbytes)
-    out().print(f"{size(freed)} freed.")
+    plain_console().print(f"{size(freed)} freed.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +143,7 @@ def to_clear(location: CacheFolder, *, model: str | None, namespace: str | None)
         if text is not None and not text.strip():
             raise UsageError(f"{flag}: is empty; leave it out to choose all")
     _must_exist(location)
-    inventory = location.take()
+    inventory = location.inventory()
     is_all = model is None and namespace is None
     chosen = [f for f in inventory.files if is_all or _is_chosen(inventory, f, model, namespace)]
     n_files, nbytes = len(chosen), sum(f.nbytes for f in chosen)
@@ -190,7 +170,7 @@ def clear(location: CacheFolder, chosen: ToClear) -> None:
         tier.evict_to(0)
     for name in chosen.names or ():
         tier.delete(name)
-    out().print(f"{chosen.n_files} files deleted, {size(chosen.nbytes)} freed.")
+    plain_console().print(f"{chosen.n_files} files deleted, {size(chosen.nbytes)} freed.")
 
 
 def _must_exist(location: CacheFolder) -> None:
@@ -205,22 +185,22 @@ def export(location: CacheFolder, key: str, file: Path) -> None:
     if os.path.lexists(file) and (file.is_symlink() or not file.is_file()):
         # It would be replaced: a link, or /dev/stdout itself.
         raise SetupError(f"{file} is no plain file; give the name of a new one.")
-    inventory = location.take()
+    inventory = location.inventory()
     chain = inventory.chain(inventory.find(key))
     names = records_of(chain)
     tier = location.tier()
     total = sum(b.nbytes for b in chain)
-    with bar("exporting", total) as progress:
+    with bytes_progress("exporting", total) as advance:
         try:
             nbytes = write_export(
                 names,
                 lambda name: load(tier, name, seal=location.seal),
                 file,
-                progress=lambda n: progress.advance(progress.task_ids[0], n),
+                progress=advance,
             )
         except OSError as e:
             raise SetupError(f"{file}: cannot be written: {e.strerror or e}") from e
-    out().print(
+    plain_console().print(
         f"{chain[-1].end} tokens in {len(names)} records, {size(nbytes)}: {file}", markup=False
     )
 
@@ -232,16 +212,16 @@ def import_(location: CacheFolder, file: Path, *, namespace: str | None) -> None
         )
     try:
         total = file.stat().st_size
-        with bar("importing", total) as progress:
+        with bytes_progress("importing", total) as advance:
             done = import_file(
                 file,
                 location.tier(),
                 seal=location.seal,
                 namespace=namespace,
-                progress=lambda n: progress.advance(progress.task_ids[0], n),
+                progress=advance,
             )
     except OSError as e:
         raise SetupError(f"{file}: cannot be read: {e.strerror or e}") from e
-    out().print(
+    plain_console().print(
         f"{done.n_new} records stored, {size(done.nbytes)}; {done.n_present} were there already."
     )

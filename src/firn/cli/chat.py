@@ -47,14 +47,14 @@ _CONTROL = {code: None for code in (*range(32), *range(127, 160)) if code not in
 def chat(
     client: ChatClient, options: ChatOptions, *, prompt: str | None, images: Sequence[Path] = ()
 ) -> int:
-    """Returns the exit code; raises RequestFailed where there is no conversation to go on with."""
-    shown = [image_url(path) for path in images]
+    """Returns the exit code. Raises RequestFailed, except in a conversation, which goes on."""
+    pictures = [image_url(path) for path in images]
     model = options.model or client.served_model()
     conversation = TerminalChat(client, replace(options, model=model), Screen())
-    conversation.show(shown)
+    conversation.attach(pictures)
     is_typed = sys.stdin is not None and sys.stdin.isatty()
     if is_typed and prompt is None:
-        return _talk(conversation)
+        return _converse(conversation)
     parts = [prompt or "", "" if is_typed or sys.stdin is None else sys.stdin.read()]
     question = "\n\n".join(part for part in parts if part.strip())
     if not question:
@@ -62,8 +62,8 @@ def chat(
     return INTERRUPTED if conversation.ask(question).stopped else 0
 
 
-def _talk(conversation: TerminalChat) -> int:
-    """Until Ctrl-D, /exit, or Ctrl-C when the last thing was a Ctrl-C too."""
+def _converse(conversation: TerminalChat) -> int:
+    """Until Ctrl-D, /exit, or Ctrl-C twice in a row."""
     screen = conversation.screen
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() a history and an editor
@@ -90,14 +90,14 @@ def _talk(conversation: TerminalChat) -> int:
         elif line:
             try:
                 interrupted = conversation.ask(line).stopped
-            except RequestFailed as fault:
-                screen.fault(fault)
-                conversation.put_away()
+            except RequestFailed as error:
+                screen.show_error(error)
+                conversation.drop_pictures()
 
 
 @dataclass(frozen=True, slots=True)
 class ChatReply:
-    """`usage` is None where the server did not count: a stopped reply, say."""
+    """`usage` is None where the server sent no counts, as for a reply that was stopped."""
 
     text: str
     usage: Usage | None
@@ -117,12 +117,12 @@ class TerminalChat:
         self._turns: list[ChatTurn] = []
         self._images: list[str] = []
 
-    def show(self, images: Sequence[str]) -> None:
+    def attach(self, images: Sequence[str]) -> None:
         """Pictures for the next question, as data URLs."""
         self._images += images
 
-    def put_away(self) -> None:
-        """After a fault: a picture that the server refuses would spoil every later message."""
+    def drop_pictures(self) -> None:
+        """After an error: a picture that the server refuses would fail every later message."""
         if self._images:
             self._images.clear()
             self.screen.note("The message's pictures are dropped; /image attaches them again.")
@@ -131,7 +131,7 @@ class TerminalChat:
         """Shows the reply as it comes. A turn that brought no text at all is forgotten."""
         question = ChatTurn("user", text, tuple(self._images))
         pieces = self._client.ask([*self._turns, question], options=self.options)
-        reply = listen(pieces, self.screen)
+        reply = show_reply(pieces, self.screen)
         if reply.text:
             self._turns += [question, ChatTurn("assistant", reply.text)]
             self._images.clear()
@@ -149,15 +149,15 @@ class TerminalChat:
                 self.options = replace(self.options, system=rest.strip())
             self.screen.note(f"System prompt: {self.options.system or 'none'}")
         elif name == "/image":
-            self._show_files(files_of(rest.strip()))
+            self._attach_files(typed_paths(rest.strip()))
         elif name == "/help":
             self.screen.note(HELP)
         else:
             self.screen.note(f"There is no command {name}; /help lists them.")
 
-    def _show_files(self, paths: Sequence[Path]) -> None:
+    def _attach_files(self, paths: Sequence[Path]) -> None:
         try:
-            self.show([image_url(path) for path in paths])
+            self.attach([image_url(path) for path in paths])
         except UsageError as error:
             self.screen.note(error.message)
         else:
@@ -166,7 +166,7 @@ class TerminalChat:
             self.screen.note(f"{what} {verb} with the next message." if paths else "Which file?")
 
 
-def files_of(text: str) -> list[Path]:
+def typed_paths(text: str) -> list[Path]:
     """The paths after /image, typed or dropped: one path as it is, or several as a shell quotes them."""
     whole = Path(os.path.expanduser(text))
     if text and whole.exists():
@@ -177,7 +177,7 @@ def files_of(text: str) -> list[Path]:
         return [whole]
 
 
-def listen(pieces: Generator[Piece, None, None], screen: Screen) -> ChatReply:
+def show_reply(pieces: Generator[Piece, None, None], screen: Screen) -> ChatReply:
     """Shows the pieces and folds them. Ctrl-C closes the stream, which tells the server to stop."""
     start = time.monotonic()
     texts: list[str] = []
@@ -187,15 +187,15 @@ def listen(pieces: Generator[Piece, None, None], screen: Screen) -> ChatReply:
             for piece in pieces:
                 match piece:
                     case PrefillProgress(n_done, n_total):
-                        screen.reading(n_done, n_total)
+                        screen.show_progress(n_done, n_total)
                     case ReplyText(text) | ReasoningText(text):
                         if first_s is None:
                             first_s = time.monotonic() - start
                         if isinstance(piece, ReplyText):
                             texts.append(text)
-                            screen.say(text)
+                            screen.show_text(text)
                         else:
-                            screen.think(text)
+                            screen.show_reasoning(text)
                     case ReplyFinished(finish_reason):
                         reason = finish_reason
                     case TokenCounts(counted):
@@ -208,7 +208,7 @@ def listen(pieces: Generator[Piece, None, None], screen: Screen) -> ChatReply:
 
 
 class Screen:
-    """The terminal. Owner: one conversation. `_mode` says what stands on the current line."""
+    """The terminal. Owner: one conversation. `_mode` says what is on the current line."""
 
     def __init__(self, out: Console | None = None, err: Console | None = None) -> None:
         self._out = out or Console(highlight=False)
@@ -228,16 +228,16 @@ class Screen:
         finally:
             self._status = None
 
-    def reading(self, n_done: int, n_total: int) -> None:
+    def show_progress(self, n_done: int, n_total: int) -> None:
         if self._status is not None:
             self._status.update(f"reading the prompt: {n_done} of {n_total} tokens")
 
-    def say(self, text: str) -> None:
+    def show_text(self, text: str) -> None:
         self._write("text", text, self._out)
 
-    def think(self, text: str) -> None:
+    def show_reasoning(self, text: str) -> None:
         """Reasoning is no part of the reply: in a pipe it stays on stderr."""
-        self._write("thought", text, self._out if self._out.is_terminal else self._err)
+        self._write("reasoning", text, self._out if self._out.is_terminal else self._err)
 
     def _write(self, mode: str, text: str, console: Console) -> None:
         if self._status is not None:
@@ -248,12 +248,12 @@ class Screen:
         self._mode = mode
         if console.is_terminal:
             text = text.translate(_CONTROL)
-        console.out(text, end="", style="dim" if mode == "thought" else None, highlight=False)
+        console.out(text, end="", style="dim" if mode == "reasoning" else None, highlight=False)
 
     def end(self) -> None:
-        """Ends the line on which the reply, or its reasoning, stands."""
+        """Ends the current line, of the reply or its reasoning."""
         if self._mode:
-            on_err = self._mode == "thought" and not self._out.is_terminal
+            on_err = self._mode == "reasoning" and not self._out.is_terminal
             (self._err if on_err else self._out).out("")
         self._mode = ""
 
@@ -264,8 +264,8 @@ class Screen:
     def note(self, text: str) -> None:
         self._err.print(text, style="dim", markup=False, soft_wrap=True)
 
-    def fault(self, fault: RequestFailed) -> None:
-        self._err.print(f"firn: {fault.message}", style="red", markup=False, soft_wrap=True)
+    def show_error(self, error: RequestFailed) -> None:
+        self._err.print(f"firn: {error.message}", style="red", markup=False, soft_wrap=True)
 
 
 def summary(reply: ChatReply) -> str:

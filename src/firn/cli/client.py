@@ -177,7 +177,7 @@ class ChatClient:
         try:
             response = self._http.get("/v1/models")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            self._lost(error)
+            self._raise_failure(error)
         self._check(response)
         try:
             models: list[dict[str, Any]] = response.json()["data"]
@@ -190,17 +190,17 @@ class ChatClient:
         try:
             response = self._http.post(path, json=body)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            self._lost(error)
+            self._raise_failure(error)
         if response.status_code == 404 and "There is no POST" in response.text:
             raise RequestFailed(f"{self.url} serves one model, which is always loaded.")
         self._check(response)
         try:
-            found: dict[str, Any] = response.json()
-            str(found["id"])
-            str(found["state"])
+            answer: dict[str, Any] = response.json()
+            str(answer["id"])
+            str(answer["state"])
         except (ValueError, KeyError, TypeError) as error:
             raise RequestFailed(f"{self.url} does not look like a firn server.") from error
-        return found
+        return answer
 
     def ask(
         self, turns: Sequence[ChatTurn], *, options: ChatOptions
@@ -220,7 +220,7 @@ class ChatClient:
                             finished = finished or isinstance(piece, ReplyFinished)
                             yield piece
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            self._lost(error)
+            self._raise_failure(error)
         except UnicodeEncodeError as error:  # bytes of a file or an argument, as Python keeps them
             raise RequestFailed("The message is not UTF-8 text.") from error
         if not finished:
@@ -236,7 +236,7 @@ class ChatClient:
         if response.status_code >= 400:
             raise RequestFailed(f"{self.url} answered {response.status_code}: {_message(response)}")
 
-    def _lost(self, error: httpx.HTTPError | httpx.InvalidURL) -> NoReturn:
+    def _raise_failure(self, error: httpx.HTTPError | httpx.InvalidURL) -> NoReturn:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             raise ServerNotFound(
                 f"No server answers at {self.url}; start one with `firn serve` or give --url."
@@ -278,7 +278,7 @@ def image_url(path: Path) -> str:
         data = path.expanduser().read_bytes()
     except (OSError, RuntimeError) as error:  # RuntimeError: ~someone who is not there
         why = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"{path}: the image cannot be read: {why}") from error
+        raise UsageError(f"{path}: the picture cannot be read: {why}") from error
     kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
@@ -317,10 +317,10 @@ def _pieces(event: SseData | SseComment) -> Iterator[Piece]:
 
 def _choice(choice: Mapping[str, Any]) -> Iterator[Piece]:
     delta = choice.get("delta") or {}
-    # Servers disagree about the name; ours and most local ones say reasoning_content.
-    thought = delta.get("reasoning_content") or delta.get("reasoning")
-    if thought:
-        yield ReasoningText(thought)
+    # Servers disagree about the name; firn and most local ones say reasoning_content.
+    reasoning = delta.get("reasoning_content") or delta.get("reasoning")
+    if reasoning:
+        yield ReasoningText(reasoning)
     if delta.get("content"):
         yield ReplyText(delta["content"])
     if choice.get("finish_reason"):

@@ -41,7 +41,7 @@ class RefusedFlag:
 
 ForeignFlag = AliasFlag | IgnoredFlag | RefusedFlag
 
-_OTHER_DRAFTS = "these are heads for one model: see --draft-model for a small model that guesses"
+_OTHER_DRAFTS = "these are heads for one model: see --draft-model for a small model that drafts"
 _ONE_TOKEN = "firn has drafters of its own: see --speculation"
 _SPARSE = "see --sparse-prefill, --sparse-prefill-over, --sparse-prefill-keep and --draft-model"
 _TABLES = "write a [models.NAME] table for each model in the TOML file of --config"

@@ -1,6 +1,6 @@
 """`firn doctor`: examines the machine and a model, prints what it found and what is wrong.
 
-Looking makes a list of findings, a value; printing it is dull.
+Examining yields findings, which are values; printing them is a step of its own.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from firn import __version__
-from firn.cli.console import output
 from firn.cli.doctor_budget import as_computed, budget_rows, machine_of, model_of, verdict
+from firn.cli.terminal import plain_console, size
 from firn.config import BUILTIN_MODEL, default_cache_dir
 from firn.core.errors import SetupError
 from firn.core.memory_plan import MemoryOptions
@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from firn.models.inspect import DeviceReport, ModelReport
     from firn.models.timing import TimeSplit
 
-GIB = 2**30
-# With less, neither a cache on disk nor a download makes sense.
-LOW_DISK_NBYTES = 2 * GIB
+LOW_DISK_NBYTES = 2 << 30
+"""With less, neither a cache on disk nor a download makes sense."""
 ROSETTA = (
     "This Python is one for Intel Macs, run by Rosetta: MLX needs one for Apple's processors "
     "(from python.org, or `arch -arm64 brew install python`)."
@@ -66,12 +65,12 @@ def doctor(
 
     stores: addresses of shared stores, which are tried out.
     """
-    from firn.cli.doctor_store import look_at_stores
+    from firn.cli.doctor_store import store_findings
 
-    console = console or output()
-    findings = [*look_at_machine(cache_dir or default_cache_dir())]
-    findings += look_at_stores(stores)
-    findings += look_at_model(model, n_stores=len(stores))
+    console = console or plain_console(soft_wrap=False)
+    findings = [*machine_findings(cache_dir or default_cache_dir())]
+    findings += store_findings(stores)
+    findings += model_findings(model, n_stores=len(stores))
     if measure and not any(finding.mark == "problem" for finding in findings):
         with console.status("loading and timing the model"):
             findings += time_model(model or BUILTIN_MODEL)
@@ -99,7 +98,7 @@ def print_findings(findings: list[Finding], console: Console) -> None:
 # --- the machine ---------------------------------------------------------------------------
 
 
-def look_at_machine(cache_dir: Path) -> Iterator[Finding]:
+def machine_findings(cache_dir: Path) -> Iterator[Finding]:
     yield Finding("firn", f"{__version__}, Python {platform.python_version()}")
     yield _version("mlx", f"not installed; {INSTALL_HINT}", missing="problem")
     yield _version("mlx-lm", "not installed; install firn again", missing="problem")
@@ -146,9 +145,9 @@ def _device_findings(device: DeviceReport) -> Iterator[Finding]:
         yield Finding("products", blas.text, "note" if slow else "ok")
 
 
-def _memory_finding(now: SystemMemory) -> Finding:
-    free = "unknown" if now.available is None else size(now.available)
-    return Finding("memory", f"{size(now.total)}, {free} available")
+def _memory_finding(system: SystemMemory) -> Finding:
+    free = "unknown" if system.available is None else size(system.available)
+    return Finding("memory", f"{size(system.total)}, {free} available")
 
 
 def _disk_finding(folder: Path) -> Finding:
@@ -177,7 +176,7 @@ def _unusable(folder: Path) -> str:
 # --- the model -----------------------------------------------------------------------------
 
 
-def look_at_model(name: str | None, *, n_stores: int = 0) -> Iterator[Finding]:
+def model_findings(name: str | None, *, n_stores: int = 0) -> Iterator[Finding]:
     if name is None:
         return
     if name == BUILTIN_MODEL:
@@ -195,17 +194,17 @@ def look_at_model(name: str | None, *, n_stores: int = 0) -> Iterator[Finding]:
         yield Finding("model", error.message, "problem")
         return
     if folder is None:
-        text = f"{name} is not (or not wholly) on this machine; `firn serve` would download it"
+        text = f"{name} is not (completely) on this machine; `firn serve` would download it"
         yield Finding("model", text, "note")
         return
     yield from describe_model(inspect_folder(folder), device, memory(), n_stores=n_stores)
 
 
 def describe_model(
-    report: ModelReport, device: DeviceReport, now: SystemMemory, *, n_stores: int = 0
+    report: ModelReport, device: DeviceReport, system: SystemMemory, *, n_stores: int = 0
 ) -> Iterator[Finding]:
     yield Finding("model", str(report.folder))
-    n_stored = report.weights_nbytes
+    stored_nbytes = report.weights_nbytes
     if report.architecture:
         known = f", known to {report.library}" if report.library else ""
         yield Finding("architecture", report.architecture + known)
@@ -213,8 +212,8 @@ def describe_model(
         files = "1 file" if report.n_files == 1 else f"{report.n_files} files"
         kind = f", {report.dtype}" if report.dtype else ""
         text = f"{size(report.weights_nbytes)} in {files}{kind}"
-        report = as_computed(report, device, now)
-        if report.weights_nbytes != n_stored:
+        report = as_computed(report, device, system)
+        if report.weights_nbytes != stored_nbytes:
             text += f"; {size(report.weights_nbytes)} in float32 while it runs (--cpu-dtype)"
         yield Finding("weights", text)
     if report.context_length:
@@ -226,11 +225,11 @@ def describe_model(
     for problem in report.problems:
         yield Finding("", problem, "problem")
     if report.weights_nbytes:
-        yield from _budget(report, device, now, n_stores)
+        yield from _budget(report, device, system, n_stores)
 
 
 def time_model(name: str) -> Iterator[Finding]:
-    """Loads it as a server would, and measures where the time of a chunk and of a step goes."""
+    """Loads the model as a server would, and measures where the time of a chunk and of a step goes."""
     from firn.assembly import model_names
     from firn.models import cpu, cuda, loader
     from firn.models import device as devices
@@ -283,13 +282,13 @@ def _cache_text(report: ModelReport) -> str:
 
 
 def _budget(
-    report: ModelReport, device: DeviceReport, now: SystemMemory, n_stores: int
+    report: ModelReport, device: DeviceReport, system: SystemMemory, n_stores: int
 ) -> Iterator[Finding]:
     """The memory plan of a server with default settings, and the context that it allows."""
     from firn.assembly.memory import beside_others
     from firn.models.device import LARGEST_CHUNKS
 
-    machine = beside_others(machine_of(device, now))
+    machine = beside_others(machine_of(device, system))
     model = model_of(report)
     options = MemoryOptions(chunk=LARGEST_CHUNKS[machine.kind], n_store_queues=n_stores)
     plan, fits_alone = verdict(machine, model, options)
@@ -301,10 +300,13 @@ def _budget(
     full = report.context_length or 0
     if not fits_alone:
         most = machine.device_nbytes - plan.headroom_nbytes
-        text = f"It needs {size(report.weights_nbytes)} and a conversation's memory; it may use "
-        yield Finding("fits", text + f"{size(most)} of this machine: it does not fit.", "problem")
+        text = (
+            f"no: it needs {size(report.weights_nbytes)} and memory for a conversation, and may use "
+            f"{size(most)} of this machine"
+        )
+        yield Finding("fits", text, "problem")
     elif not plan.fits:
-        text = f"It could use {size(plan.limit_nbytes)} beside what runs now: close other programs."
+        text = f"not beside what runs now, which leaves {size(plan.limit_nbytes)}: close other programs"
         yield Finding("fits", text, "note")
     elif report.cache is None or report.cache.per_token_nbytes == 0:
         yield Finding("fits", "yes")
@@ -313,10 +315,3 @@ def _budget(
     else:
         text = f"yes, with memory for about {plan.context_tokens} tokens of context"
         yield Finding("fits", text)
-
-
-def size(nbytes: int) -> str:
-    for unit, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.1f} {name}"
-    return f"{nbytes} bytes"

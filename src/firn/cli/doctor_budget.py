@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 KINDS: dict[str, DeviceKind] = {"CPU": "cpu", "Metal": "metal", "CUDA": "cuda"}
 
 
-def machine_of(device: DeviceReport, now: SystemMemory) -> MachineMemory:
+def machine_of(device: DeviceReport, system: SystemMemory) -> MachineMemory:
     kind = KINDS[device.kind]
-    has = device.working_set_nbytes or device.memory_nbytes or now.total
-    return MachineMemory(kind, has, now.total, None if kind == "cuda" else now.available)
+    device_nbytes = device.working_set_nbytes or device.memory_nbytes or system.total
+    available = None if kind == "cuda" else system.available
+    return MachineMemory(kind, device_nbytes, system.total, available)
 
 
 def model_of(report: ModelReport) -> ModelMemory:
@@ -41,12 +42,12 @@ def model_of(report: ModelReport) -> ModelMemory:
     )
 
 
-def as_computed(report: ModelReport, device: DeviceReport, now: SystemMemory) -> ModelReport:
+def as_computed(report: ModelReport, device: DeviceReport, system: SystemMemory) -> ModelReport:
     """In float32 if a CPU computes in it: twice the bytes, weights and cache."""
     from firn.models.cpu.dtype import SHARE
 
     wide = report.float32_nbytes
-    most = math.inf if now.available is None else SHARE * now.available
+    most = math.inf if system.available is None else SHARE * system.available
     if device.kind != "CPU" or not report.weights_nbytes < wide <= most:
         return report
     cost = report.cache and replace(

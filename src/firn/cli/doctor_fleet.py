@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from firn.cli.console import output
-from firn.cli.doctor import Finding, look_at_machine, print_findings, size
-from firn.cli.doctor_store import look_at_stores
+from firn.cli.doctor import Finding, machine_findings, print_findings
+from firn.cli.doctor_store import store_findings
+from firn.cli.terminal import plain_console, size
 from firn.config import Config, default_cache_dir
 from firn.core.errors import SetupError
 from firn.fleet.catalogue import ModelCatalogue, ModelSpec
@@ -19,22 +19,22 @@ GIB = 1 << 30
 
 def doctor_fleet(config: Config, *, cache_dir: Path | None = None) -> int:
     """Prints the findings; 1 when one of them is a problem."""
-    console = output()
-    findings = [*look_at_machine(cache_dir or default_cache_dir())]
-    findings += look_at_stores(config.cache.tiers)
-    findings += look_at_fleet(config)
+    console = plain_console(soft_wrap=False)
+    findings = [*machine_findings(cache_dir or default_cache_dir())]
+    findings += store_findings(config.cache.tiers)
+    findings += fleet_findings(config)
     print_findings(findings, console)
     return int(any(finding.mark == "problem" for finding in findings))
 
 
-def look_at_fleet(config: Config, available: Room | None = None) -> Iterator[Finding]:
-    """available: what the machine has left; None: measure it."""
+def fleet_findings(config: Config, memory: Room | None = None) -> Iterator[Finding]:
+    """memory: what the machine has left; None: measure it."""
     try:
         catalogue = ModelCatalogue(config)
     except SetupError as error:
         yield Finding("models", error.message, "problem")
         return
-    now = available or room(int(config.fleet.model_memory_gb * GIB))
+    memory = memory or room(int(config.fleet.model_memory_gb * GIB))
     needs: list[tuple[ModelSpec, Footprint]] = []
     for spec in catalogue:
         try:
@@ -45,11 +45,13 @@ def look_at_fleet(config: Config, available: Room | None = None) -> Iterator[Fin
         folder = folder_of(spec)
         footprint = estimate(folder)
         needs.append((spec, footprint))
-        yield _one(spec, folder, footprint, now)
-    yield from _together(needs, now)
+        yield _model_finding(spec, folder, footprint, memory)
+    yield from _together(needs, memory)
 
 
-def _one(spec: ModelSpec, folder: Path | None, footprint: Footprint, now: Room) -> Finding:
+def _model_finding(
+    spec: ModelSpec, folder: Path | None, footprint: Footprint, memory: Room
+) -> Finding:
     pinned = ", pinned" if spec.pinned else ""
     if folder is None:
         return Finding(spec.name, f"{spec.path} is not on this machine yet{pinned}", "note")
@@ -57,20 +59,20 @@ def _one(spec: ModelSpec, folder: Path | None, footprint: Footprint, now: Room) 
         f"about {size(footprint.nbytes)} while it is loaded, {size(footprint.weights_nbytes)} of it "
         f"weights{pinned}"
     )
-    if footprint.nbytes > now.budget_nbytes:
-        text += f": more than the {size(now.budget_nbytes)} that models may take"
+    if footprint.nbytes > memory.budget_nbytes:
+        text += f": more than the {size(memory.budget_nbytes)} that models may take"
         return Finding(spec.name, text, "problem")
     return Finding(spec.name, text)
 
 
-def _together(needs: list[tuple[ModelSpec, Footprint]], now: Room) -> Iterator[Finding]:
+def _together(needs: list[tuple[ModelSpec, Footprint]], memory: Room) -> Iterator[Finding]:
     total = sum(footprint.nbytes for _, footprint in needs)
     pinned = sum(footprint.nbytes for spec, footprint in needs if spec.pinned)
-    budget = f"models may take {size(now.budget_nbytes)}"
-    if pinned > now.budget_nbytes:
+    budget = f"models may take {size(memory.budget_nbytes)}"
+    if pinned > memory.budget_nbytes:
         text = f"the pinned ones need {size(pinned)}; {budget} (--model-memory-gb)"
         yield Finding("together", text, "problem")
-    elif total > now.budget_nbytes:
+    elif total > memory.budget_nbytes:
         text = (
             f"{size(total)}; {budget}: not all are loaded at once, idle ones make room for others"
         )
@@ -78,8 +80,6 @@ def _together(needs: list[tuple[ModelSpec, Footprint]], now: Room) -> Iterator[F
     else:
         yield Finding("together", f"{size(total)}; {budget}: all fit at once")
     largest = max((footprint.nbytes for _, footprint in needs), default=0)
-    if largest > now.free_nbytes:
-        text = (
-            f"{size(int(now.free_nbytes))} is available now, and the largest needs {size(largest)}"
-        )
+    if largest > memory.free_nbytes:
+        text = f"{size(int(memory.free_nbytes))} is available now, and the largest needs {size(largest)}"
         yield Finding("", f"{text}: close other programs", "note")

@@ -1,4 +1,4 @@
-"""`firn doctor` for shared stores (`--tier`): each is used once, and what does not work is said."""
+"""`firn doctor` for shared stores (`--tier`): each takes one small record and gives it back."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from firn.core.errors import SetupError
 
 MIB = 1 << 20
 SLOW_ANSWER_S = 0.1
-"""A prompt is asked for in up to three rounds; a store that takes longer is seldom worth asking."""
+"""A lookup takes up to three round trips; a store that is slower is seldom worth asking."""
 STEPS = {"ask": "be asked", "write": "be written to", "read": "be read", "delete": "delete"}
 
 
-def look_at_stores(addresses: Sequence[str]) -> Iterator[Finding]:
-    # What fails is told below: without a handler, Python would print the log's warnings as well.
+def store_findings(addresses: Sequence[str]) -> Iterator[Finding]:
+    # Failures become findings: without a handler, Python would print the log's warnings as well.
     logging.getLogger("firn.cache").addHandler(logging.NullHandler())
     for text in addresses:
         try:

@@ -38,7 +38,7 @@ def with_config(run: Callable[..., int], *, environ: Mapping[str, str] = os.envi
             for item in OPTIONS
             if given[_identifier(item.key)] not in (None, [], ())
         }
-        names = _heed(foreign, flags)
+        names = _apply_foreign(foreign, flags)
         if file is not None and not file.strip():
             raise UsageError("--config: is empty")  # an unset variable must not open the server
         file = Path(file) if file else None
@@ -54,10 +54,12 @@ def with_config(run: Callable[..., int], *, environ: Mapping[str, str] = os.envi
     return command
 
 
-def _heed(foreign: Mapping[str, str | bool | None], flags: dict[str, Any]) -> dict[str, str]:
-    """Adds what flags of other servers mean to `flags`; by key, the name that was really given.
+def _apply_foreign(
+    foreign: Mapping[str, str | bool | None], flags: dict[str, Any]
+) -> dict[str, str]:
+    """Adds to `flags` what flags of other servers mean here. Returns, by key, the flag that was given.
 
-    An option's own flag wins over its other names, and of those the first in the table.
+    An option's own flag wins over its aliases, and of those the first in the table.
     """
     names: dict[str, str] = {}
     for flag, value in foreign.items():
@@ -71,7 +73,7 @@ def _heed(foreign: Mapping[str, str | bool | None], flags: dict[str, Any]) -> di
             case AliasFlag(key, unset=unset) if value != unset:
                 if key in flags:
                     winner = names.get(key, _FLAGS[key])
-                    typer.echo(f"firn: {flag} is ignored: {winner} is given, too", err=True)
+                    typer.echo(f"firn: {flag} is ignored: {winner} is given too", err=True)
                 else:
                     flags[key], names[key] = value, flag
     for key, known in PARSERS.items():
@@ -94,9 +96,9 @@ def _parameters() -> Iterator[inspect.Parameter]:
         rich_help_panel="Other",
     )
     yield _parameter("config_file", str | None, config_file, None)
-    for flag, fate in VLLM_MLX.items():
-        info = typer.Option(flag, hidden=True, metavar=fate.metavar)
-        if fate.metavar is None:
+    for flag, meaning in VLLM_MLX.items():
+        info = typer.Option(flag, hidden=True, metavar=meaning.metavar)
+        if meaning.metavar is None:
             yield _parameter(_identifier(flag), bool, info, False)
         else:
             yield _parameter(_identifier(flag), str | None, info, None)
@@ -120,9 +122,7 @@ def _flag_type(item: Option) -> Any:
 def _flag(item: Option) -> Any:
     if item.flag is None:
         return typer.Argument(help=_help(item), metavar=item.metavar, show_default=False)
-    names = item.flag
-    if item.scalar is bool:
-        names = f"{item.flag}/--no-{item.flag.removeprefix('--')}"
+    names = f"{item.flag}/{_opposite(item.flag)}" if item.scalar is bool else item.flag
     return typer.Option(
         names,
         help=_help(item),
@@ -130,6 +130,10 @@ def _flag(item: Option) -> Any:
         show_default=False,
         rich_help_panel=item.section.capitalize(),
     )
+
+
+def _opposite(flag: str) -> str:
+    return f"--{flag.removeprefix('--no-')}" if flag.startswith("--no-") else f"--no-{flag[2:]}"
 
 
 def _help(item: Option) -> str:

@@ -2,51 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-Guard = Callable[[Callable[..., None]], Callable[..., None]]
+from firn.cli.parameters import (
+    DEFAULT_URL,
+    ApiKey,
+    Command,
+    Guard,
+    ModelsDir,
+    Url,
+    command_group,
+)
 
-DEFAULT_URL = "http://127.0.0.1:8000"
-Url = Annotated[
-    str, typer.Option("--url", help="Address of the server.", envvar="FIRN_URL", metavar="URL")
-]
-ApiKey = Annotated[
-    str | None,
-    typer.Option(
-        "--api-key", help="Key, if the server wants one.", envvar="FIRN_API_KEY", metavar="KEY"
-    ),
-]
 Name = Annotated[str, typer.Argument(help="The model's name.", metavar="NAME")]
-ModelsDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--models-dir",
-        help="A folder of model folders (otherwise the hub's cache).",
-        envvar="FIRN_MODELS_DIR",
-        metavar="DIR",
-    ),
-]
 
 
 def models_app(guarded: Guard) -> typer.Typer:
-    app = typer.Typer(
-        help="List, load, unload and remove models.",
-        no_args_is_help=True,
-        rich_markup_mode="markdown",
-    )
-    commands: dict[str, Callable[..., None]] = {
-        "ls": _ls,
-        "load": _load,
-        "unload": _unload,
-        "rm": _rm,
-    }
-    for name, command in commands.items():
-        app.command(name)(guarded(command))
-    return app
+    commands: dict[str, Command] = {"ls": _ls, "load": _load, "unload": _unload, "rm": _rm}
+    return command_group("List, load, unload and remove models.", commands, guarded)
 
 
 def _ls(url: Url = DEFAULT_URL, api_key: ApiKey = None, models_dir: ModelsDir = None) -> None:

@@ -14,12 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from firn.cli.client import ChatClient, RequestFailed, ServerNotFound
-from firn.cli.console import output
+from firn.cli.terminal import plain_console, size
 from firn.config import UsageError
 from firn.core.errors import SetupError
 from firn.demo.builtin import builtin_folder
 
-GIB, MIB = 1 << 30, 1 << 20
 STYLES = {"loaded": "green", "loading": "yellow", "draining": "yellow"}
 
 
@@ -43,7 +42,7 @@ def _show_served(models: Sequence[Mapping[str, Any]]) -> None:
         cells = [
             Text(name),
             Text(state, style=STYLES.get(state, "dim")),
-            Text(_size(int(model.get("bytes") or 0))),
+            Text(size(int(model.get("bytes") or 0))),
             Text(str(model.get("context_length") or "")),
             Text(until),
             Text(can),
@@ -51,7 +50,7 @@ def _show_served(models: Sequence[Mapping[str, Any]]) -> None:
         table.add_row(*cells)
         if model.get("error"):
             table.add_row(Text(""), Text(str(model["error"]), style="red"))
-    output().print(table)
+    plain_console(soft_wrap=False).print(table)
 
 
 def change(
@@ -70,7 +69,7 @@ def change(
 
 @dataclass(frozen=True, slots=True)
 class ModelOnDisk:
-    """revisions: in the hub's cache, to remove it there. owner: the program whose folder it is in."""
+    """revisions: by which the hub's cache removes it. owner: the program whose folder it is in."""
 
     name: str
     folder: Path
@@ -80,7 +79,7 @@ class ModelOnDisk:
 
 
 def local_models(models_dir: Path | None) -> list[ModelOnDisk]:
-    """Those of the folder, or else those of the hub's cache that hold weights, and LM Studio's."""
+    """The models in the folder; without one, those of the hub's cache with weights, and LM Studio's."""
     if models_dir is None:
         return [*_hub_models(), *_lm_studio_models()]
     from firn.fleet.catalogue import folders
@@ -112,16 +111,16 @@ def _lm_studio_models() -> list[ModelOnDisk]:
     from firn.models.local import lm_studio_models
 
     return [
-        ModelOnDisk(found.name, found.folder, _nbytes(found.folder), owner="LM Studio")
-        for found in lm_studio_models()
+        ModelOnDisk(model.name, model.folder, _nbytes(model.folder), owner="LM Studio")
+        for model in lm_studio_models()
     ]
 
 
 def _show_local(models: list[ModelOnDisk]) -> None:
     table = _table("model", "size", "folder")
     for model in models:
-        table.add_row(Text(model.name), Text(_size(model.nbytes)), Text(str(model.folder)))
-    output().print(table)
+        table.add_row(Text(model.name), Text(size(model.nbytes)), Text(str(model.folder)))
+    plain_console(soft_wrap=False).print(table)
 
 
 def rm(name: str, url: str, api_key: str | None, models_dir: Path | None, *, yes: bool) -> int:
@@ -134,7 +133,7 @@ def rm(name: str, url: str, api_key: str | None, models_dir: Path | None, *, yes
     if model.owner:
         raise SetupError(f"{name} belongs to {model.owner}: remove it there ({model.folder}).")
     _refuse_in_use(name, url, api_key)
-    question = f"Remove {model.name} ({_size(model.nbytes)}, {model.folder})?"
+    question = f"Remove {model.name} ({size(model.nbytes)}, {model.folder})?"
     if not yes and not typer.confirm(question):
         typer.echo("Nothing was removed.")
         return 1
@@ -144,12 +143,12 @@ def rm(name: str, url: str, api_key: str | None, models_dir: Path | None, *, yes
         scan_cache_dir().delete_revisions(*model.revisions).execute()
     else:
         shutil.rmtree(model.folder)
-    typer.echo(f"{model.name} is removed: {_size(model.nbytes)} are free again")
+    typer.echo(f"{model.name} is removed: {size(model.nbytes)} freed")
     return 0
 
 
 def _refuse_in_use(name: str, url: str, api_key: str | None) -> None:
-    """A server that has it loaded would read files that are no longer there. Raises SetupError."""
+    """A server that has it loaded would miss its files. Raises SetupError."""
     try:
         with ChatClient(url, api_key=api_key) as client:
             served = client.served_models()
@@ -174,18 +173,12 @@ def pull(name: str, models_dir: Path | None, *, retries: int) -> int:
         folder = model_names.resolve(name, rules)
     else:
         folder = fetch_into(name, models_dir / name, rules)
-    typer.echo(f"{name} is in {folder} ({_size(_nbytes(folder))})")
+    typer.echo(f"{name} is in {folder} ({size(_nbytes(folder))})")
     return 0
 
 
 def _nbytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _size(nbytes: int) -> str:
-    if nbytes >= GIB:
-        return f"{nbytes / GIB:.1f} GiB"
-    return f"{nbytes / MIB:.0f} MiB"
 
 
 def _table(*columns: str) -> Table:

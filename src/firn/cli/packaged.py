@@ -5,10 +5,10 @@ from __future__ import annotations
 import typer
 
 
-def looked_at(name: str | None) -> str | None:
-    """The folder of a packaged model; None, and a line that says why, before it is made.
+def folder_to_examine(name: str | None) -> str | None:
+    """The folder of a packaged model; any other name as it is.
 
-    Any other name as it is.
+    None, with a line on stderr, where the packaged model's folder has not been made yet.
     """
     from firn.config import converted_dir
     from firn.models.packaged import PACKAGED, installed_file, made_folder

@@ -28,7 +28,7 @@ def serve(config: Config, *, start: Callable[[Config], int] | None = None) -> in
 
 
 def _app(config: Config) -> Callable[[Config], int]:
-    """The composition root. That of one model imports MLX, which may not be installed."""
+    """What starts one model, or several. One model imports MLX, which may not be installed."""
     if most_descriptors() < MLX_LM_FILES:
         raise SetupError(
             f"mlx-lm needs a limit of {MLX_LM_FILES} open files, and this user's is "
@@ -37,20 +37,19 @@ def _app(config: Config) -> Callable[[Config], int]:
     if config.several:
         if config.model.tensor_parallel:
             raise SetupError("--tensor-parallel serves one model; several were given")
-        from firn.fleet.server import serve as front
+        from firn.fleet.server import serve as serve_fleet
 
-        return front
+        return serve_fleet
     try:
-        from firn.app import serve as start
+        from firn.app import serve as serve_model
     except ImportError as error:
         if (error.name or "").split(".")[0] == "mlx":
-            if is_translated():
-                from firn.cli.doctor import ROSETTA
+            from firn.cli.doctor import INSTALL_HINT, ROSETTA
 
+            if is_translated():
                 raise SetupError(ROSETTA) from error
             raise SetupError(
-                "MLX is not installed for this machine; on Linux install firn[cpu] or "
-                f"firn[cuda13] ({error})"
+                f"MLX is not installed for this machine; {INSTALL_HINT} ({error})"
             ) from error
         raise
-    return start
+    return serve_model

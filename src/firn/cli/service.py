@@ -1,19 +1,18 @@
-"""`firn service`: names, flags and help texts. The work is in supervisors.py."""
+"""`firn service`: names, flags and help texts. The work is in host/supervisors.py."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
+from firn.cli.parameters import Guard
 from firn.core.errors import SetupError
 
-Guard = Callable[[Callable[..., None]], Callable[..., None]]
-ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
+ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def service_app(guarded: Guard) -> typer.Typer:
@@ -22,7 +21,7 @@ def service_app(guarded: Guard) -> typer.Typer:
         no_args_is_help=True,
         rich_markup_mode="markdown",
     )
-    app.command("install", context_settings=ANYTHING)(guarded(_install))
+    app.command("install", context_settings=ANY_ARGUMENTS)(guarded(_install))
     app.command("uninstall")(guarded(_uninstall))
     app.command("status")(guarded(_status))
     app.command("logs")(guarded(_logs))
@@ -32,20 +31,20 @@ def service_app(guarded: Guard) -> typer.Typer:
 def _install(context: typer.Context) -> None:
     """Install and start a server, with the arguments of `firn serve`, in place of an older one.
 
-    For instance `firn service install mlx-community/Qwen3-4B-4bit --port 8000`. It starts again when it
-    fails, and with your next login. Environment variables are not taken along: give flags, or --config.
+    For instance `firn service install mlx-community/Qwen3-4B-4bit --port 8000`. It restarts when it
+    fails, and at your next login. Environment variables do not reach it: give flags, or --config.
     """
     from firn.host.supervisors import Service, supervisor
 
     arguments = tuple(context.args)
     _check(arguments)
-    where = supervisor()
-    where.install(Service(_absolute(arguments)))
-    typer.echo(f"installed and started: {where.path}")
-    taken = sorted(name for name in os.environ if name.startswith("FIRN_"))
-    if taken:
+    launcher = supervisor()
+    launcher.install(Service(_absolute(arguments)))
+    typer.echo(f"installed and started: {launcher.path}")
+    unused = sorted(name for name in os.environ if name.startswith("FIRN_"))
+    if unused:
         typer.echo(
-            f"firn: {', '.join(taken)} are set in this shell but not for the service", err=True
+            f"firn: set in this shell, but not for the service: {', '.join(unused)}", err=True
         )
 
 
@@ -80,12 +79,12 @@ def _status() -> None:
     """Show whether the service is installed and running; exit code 1 if it is not."""
     from firn.host.supervisors import supervisor
 
-    where = supervisor()
-    status = where.status()
+    launcher = supervisor()
+    status = launcher.status()
     if not status.installed:
         typer.echo("not installed")
     else:
-        typer.echo(f"{status.text}: {where.path}")
+        typer.echo(f"{status.text}: {launcher.path}")
     raise typer.Exit(0 if status.running else 1)
 
 

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from firn.cli.console import output
+from firn.cli.terminal import plain_console
 from firn.config import OPTIONS, Config, Option, of_model, with_model
 from firn.core.errors import SetupError
 from firn.demo.builtin import builtin_folder
@@ -20,7 +20,7 @@ MASK = "***"
 
 
 def show(config: Config, *, as_json: bool) -> int:
-    config = _with_its_model(config)
+    config = _with_model_defaults(config)
     if as_json:
         values = {
             item.key: {
@@ -48,7 +48,7 @@ def show(config: Config, *, as_json: bool) -> int:
         table.add_row(*(Text(cell, style=style) for cell in cells))
     for key, value in _tables(config):
         table.add_row(*(Text(cell) for cell in (key, str(value), "file", "")))
-    output().print(table)
+    plain_console(soft_wrap=False).print(table)
     return 0
 
 
@@ -63,15 +63,15 @@ def _tables(config: Config) -> Iterator[tuple[str, Any]]:
             yield f"models.{model.name}.{name}", shown
 
 
-def _with_its_model(config: Config) -> Config:
+def _with_model_defaults(config: Config) -> Config:
     """With the sampling defaults of the model, if it is on this machine."""
     folder = _folder(config.model.path)
     if folder is None:
         return config
-    found = of_model(folder)
-    for line in found.warnings:
+    defaults = of_model(folder)
+    for line in defaults.warnings:
         typer.echo(f"firn: {line}", err=True)
-    return with_model(config, found)
+    return with_model(config, defaults)
 
 
 def _folder(name: str) -> Path | None:

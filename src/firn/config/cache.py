@@ -18,7 +18,7 @@ class CacheConfig:
     disable_prefix_cache: bool = option(False, "Compute every prompt anew and keep nothing.")
     cache_memory_mb: int = option(
         0,
-        "Memory for computed prefixes, in MiB; auto goes by what is free once the model is loaded.",
+        "Memory for computed prefixes, in MiB; auto depends on what is free once the model is loaded.",
         low=0,
         high=1 << 30,
         words={"auto": 0},
@@ -37,7 +37,7 @@ class CacheConfig:
         "bit for bit the uncached output.",
     )
     kv_cache_quantization: bool = option(
-        False, "Keep stored prefixes of plain attention quantised: smaller, slightly inexact."
+        False, "Quantise the stored prefixes of plain attention: smaller, slightly inexact."
     )
     kv_cache_quantization_bits: Literal[8, 4] = option(8, "Bits of a quantised value.")
     kv_cache_quantization_group_size: Literal[32, 64, 128] = option(
@@ -67,7 +67,7 @@ class CacheConfig:
     """0: by what is free."""
     ssd_write_budget_gb_per_day: float = option(
         64.0,
-        "At most so many GiB are written in 24 hours, for the disk to last; 0 for no such limit.",
+        "GiB that may be written to that folder in 24 hours, so that the disk lasts; 0 for no limit.",
         low=0,
         high=1 << 20,
     )
@@ -84,7 +84,8 @@ class CacheConfig:
     )
     kv_events: str | None = option(
         None,
-        "Publish which blocks are stored, for routers (tcp://127.0.0.1:5557); subscribers see tokens.",
+        "Tell routers which blocks are stored, at an address like tcp://127.0.0.1:5557; subscribers see "
+        "tokens.",
         metavar="ADDRESS",
     )
     share_cache: bool = option(

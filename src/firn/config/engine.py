@@ -10,7 +10,7 @@ from typing import Literal
 from firn.config.options import BadValue, option
 
 DRAFTERS = Path(__file__).parents[1] / "models" / "drafters"
-"""Looked at, never imported: a wrong name is to be told before a model is loaded, and without MLX."""
+"""Listed, never imported: a wrong name must be reported before a model is loaded, without MLX."""
 
 
 def speculation(text: str) -> str:
@@ -26,7 +26,7 @@ def speculation(text: str) -> str:
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     max_tokens: int = option(
-        32768, "Longest reply in tokens when a request does not say.", low=1, high=2**31 - 1
+        32768, "Longest reply in tokens, where a request does not say.", low=1, high=2**31 - 1
     )
     max_request_tokens: int = option(
         0,
@@ -47,14 +47,14 @@ class EngineConfig:
     )
     max_queue: int = option(
         256,
-        "Requests that may wait for a free row; more are told to try again (429).",
+        "Requests that may wait for a free row; more get a 429 and are told when to try again.",
         low=0,
         high=1_000_000,
     )
     prefill_chunk: int = option(
         0,
-        "Prompt tokens read between two decoding steps; auto goes by the device, by how long the "
-        "context is and by who else waits.",
+        "Prompt tokens read between two decoding steps; auto depends on the device, on the length of "
+        "the context and on who else waits.",
         low=0,
         high=65536,
         words={"auto": 0},
@@ -62,23 +62,23 @@ class EngineConfig:
     """0: by device."""
     speculation: str = option(
         "auto",
-        "Guess several tokens a step and let the model check them; the text stays the same. lookup: "
+        "Draft several tokens per step and let the model check them; the text stays the same. lookup: "
         "what followed the same words in the prompt, the reply or an earlier reply; model: "
-        "what --draft-model says; mtp: what the model's own prediction head says; auto: whatever there "
-        "is, where it pays.",
+        "what --draft-model says; mtp: what the model's own prediction head says; auto: all that "
+        "are available, where it pays.",
         metavar="auto|off|lookup|model|mtp",
         check=speculation,
     )
     draft_model: str | None = option(
         None,
-        "A small model with the same tokenizer, which guesses for this one or scores its prompts "
+        "A small model with the same tokenizer, which drafts tokens for this one or scores its prompts "
         "(--sparse-prefill): a folder, or the id of a model on the Hugging Face hub.",
         metavar="MODEL",
     )
     max_step_ms: float = option(
         0.0,
-        "How long reading a prompt may hold up those who generate, in milliseconds; chunks are made "
-        "to fit. auto is what the usual chunk takes behind a short context.",
+        "How long reading a prompt may hold up requests that generate, in milliseconds; chunks are "
+        "sized to fit. auto is what the usual chunk takes after a short context.",
         low=0,
         high=600_000,
         words={"auto": 0.0},
@@ -93,7 +93,7 @@ class EngineConfig:
     )
     wired_limit: float = option(
         0.0,
-        "macOS: keep so many GiB of the weights from being paged out, never more than the weights. "
+        "macOS: GiB of the weights that may not be paged out, never more than the weights. "
         "auto is off: kernel panics have been traced to it.",
         low=0,
         high=4096,
@@ -102,12 +102,12 @@ class EngineConfig:
     )
     blas: Literal["auto", "system", "bundled", "none"] = option(
         "auto",
-        "Linux, CPU: what multiplies. system: the system's OpenBLAS; bundled: the one that firn[cpu] "
-        "brings; none: MLX's own; auto: the fastest.",
+        "Linux, CPU: the library that multiplies matrices. system: the system's OpenBLAS; bundled: the "
+        "one that firn[cpu] brings; none: MLX's own; auto: the fastest.",
     )
     cpu_dtype: Literal["auto", "model", "float32"] = option(
         "auto",
-        "CPU: compute weights of 16 bits and quantised ones in float32, or as the model has them; "
+        "CPU: compute 16-bit and quantised weights in float32, or as the model has them; "
         "auto: in float32 where that is faster and there is memory for it.",
     )
     gpu_memory_utilization: float | None = option(

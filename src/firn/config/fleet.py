@@ -1,7 +1,7 @@
 """Settings for several models behind one address: the flags, and a [models.NAME] table for each model.
 
-One model without any of these is served by one process, without a front. A table may hold every option
-that is not the whole server's; it counts as part of the file, so flags and variables win.
+One model without any of these settings is served by a single process, without a front. A table may hold
+every option that is not the whole server's; it counts as part of the file, so flags and variables win.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def keep_alive(text: str) -> str:
 def alias(text: str) -> str:
     name, equals, model = text.partition("=")
     if not (name.strip() and equals and model.strip()):
-        raise BadValue(f"{text!r} is no alias; it looks like fast=my-model")
+        raise BadValue(f"{text!r} is not an alias; write it like fast=my-model")
     return f"{name.strip()}={model.strip()}"
 
 
@@ -47,11 +47,11 @@ class FleetConfig:
         metavar="MODEL",
     )
     models_dir: Path | None = option(
-        None, "Serve every model folder in this folder, too.", metavar="DIR"
+        None, "Serve every model folder in this folder as well.", metavar="DIR"
     )
     model_memory_gb: float = option(
         0.0,
-        "Memory for all models together, in GiB; auto goes by what the machine has.",
+        "Memory for all models together, in GiB; auto depends on what the machine has.",
         low=0,
         high=1 << 20,
         words={"auto": 0.0},
@@ -59,14 +59,14 @@ class FleetConfig:
     """0: by the machine."""
     keep_alive: str = option(
         "30m",
-        "How long a model stays loaded that nobody uses: 30m, 90 (seconds), -1 for ever.",
+        "How long an unused model stays loaded: 30m, 90 (seconds), -1 for ever.",
         metavar="TIME",
         check=keep_alive,
     )
     aliases: tuple[str, ...] = option(
         (),
-        "Another name of a model: fast=my-model, or claude-haiku-*=my-model for every name that "
-        "begins so; repeat it for several.",
+        "Another name for a model: fast=my-model, or claude-haiku-*=my-model for every name with "
+        "that beginning; repeat it for several.",
         flag="--alias",
         env="FIRN_ALIASES",
         metavar="NAME=MODEL",
@@ -174,5 +174,5 @@ def _keep_alive(file: Path, place: str, value: object) -> str | None:
 
 def _names(file: Path, place: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
-        raise SetupError(f"{file}: {place}: {value!r} is no list of names")
+        raise SetupError(f"{file}: {place}: {value!r} is not a list of names")
     return tuple(value)

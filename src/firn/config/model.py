@@ -27,9 +27,9 @@ class ModelConfig:
     trust_remote_code: bool = option(
         False, "Let the model's folder run Python code of its own. Only for models you trust."
     )
-    offline: bool = option(False, "Download nothing: only models that are on this machine.")
+    offline: bool = option(False, "Download nothing: serve only models that are on this machine.")
     download_timeout: int | None = option(
-        None, "Seconds without data after which a download is given up.", low=1, high=86400
+        None, "Seconds without data after which a download fails.", low=1, high=86400
     )
     download_retries: int = option(3, "How often a broken download is resumed.", low=0, high=100)
     text_only: bool = option(False, "Serve the text part of a vision model, without images.")
@@ -38,11 +38,11 @@ class ModelConfig:
     )
     tool_call_parser: str = option(
         "auto",
-        "How the model writes tool calls; auto reads it off its chat template.",
+        "The format of the model's tool calls; auto finds it in the chat template.",
         metavar="NAME",
     )
     reasoning_parser: str = option(
         "auto",
-        "How the model marks its thinking; auto reads it off its chat template.",
+        "The format of the model's thinking; auto finds it in the chat template.",
         metavar="NAME",
     )

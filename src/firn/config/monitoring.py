@@ -26,11 +26,9 @@ class LogConfig:
 
 @dataclass(frozen=True, slots=True)
 class PageConfig:
-    no_dashboard: bool = option(
-        False, "No page at /: who asks there gets the server's name and version only."
-    )
+    no_dashboard: bool = option(False, "No page at /, only the server's name and version.")
     show_text: bool = option(
         False,
         "Let the page and /v1/activity quote prompts: where one differs from what is stored, and how "
-        "stored prefixes begin. A key sees its own, the operator everybody's.",
+        "stored prefixes begin. A key sees its own prompts, the operator everybody's.",
     )

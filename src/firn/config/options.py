@@ -135,7 +135,7 @@ class Option:
         if not self.many:
             return self._accept_one(value, base=base)
         if not isinstance(value, list):
-            raise BadValue(f"{self._shown(value)} is no list")
+            raise BadValue(f"{self._shown(value)} is not a list")
         return tuple(self._accept_one(item, base=base) for item in value)
 
     def _accept_one(self, value: object, *, base: Path) -> Any:

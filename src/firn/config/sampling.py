@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # values bring numpy along, and the settings are read before 
 
 GENERATION_CONFIG = "generation_config.json"
 LEAST = 0.001
-"""Of what must be above 0."""
+"""The lower bound of settings that must be above 0."""
 
 
 def json_object(text: str) -> str:
@@ -30,36 +30,37 @@ def json_object(text: str) -> str:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise BadValue(f"{text[:60]!r} is no JSON object")
+        raise BadValue(f"{text[:60]!r} is not a JSON object")
     return text
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
     generation_config: Literal["model", "none"] = option(
-        "model", "Sampling defaults of the model's generation_config.json: model heeds them."
+        "model",
+        "model: use the sampling defaults of the model's generation_config.json; none: ignore them.",
     )
     default_temperature: float | None = option(
-        None, "Temperature of requests that name none.", low=0, high=100
+        None, "Temperature of requests that set none.", low=0, high=100
     )
     default_top_p: float | None = option(
-        None, "top_p of requests that name none.", low=LEAST, high=1
+        None, "top_p of requests that set none.", low=LEAST, high=1
     )
     default_top_k: int | None = option(
-        None, "top_k of requests that name none; 0 is off.", low=-1, high=2**31 - 1
+        None, "top_k of requests that set none; 0 is off.", low=-1, high=2**31 - 1
     )
-    default_min_p: float | None = option(None, "min_p of requests that name none.", low=0, high=1)
+    default_min_p: float | None = option(None, "min_p of requests that set none.", low=0, high=1)
     default_repetition_penalty: float | None = option(
-        None, "repetition_penalty of requests that name none.", low=LEAST, high=100
+        None, "repetition_penalty of requests that set none.", low=LEAST, high=100
     )
     default_presence_penalty: float | None = option(
-        None, "presence_penalty of requests that name none.", low=-2, high=2
+        None, "presence_penalty of requests that set none.", low=-2, high=2
     )
     default_frequency_penalty: float | None = option(
-        None, "frequency_penalty of requests that name none.", low=-2, high=2
+        None, "frequency_penalty of requests that set none.", low=-2, high=2
     )
     default_thinking_token_budget: int | None = option(
-        None, "Thinking tokens of requests that name no budget.", low=0, high=2**31 - 1
+        None, "Thinking tokens of requests that set no budget.", low=0, high=2**31 - 1
     )
     default_chat_template_kwargs: str | None = option(
         None,
@@ -72,14 +73,14 @@ class SamplingConfig:
         """As requests are decoded with them: temperature 0 is greedy, top_k 0 is off."""
         from firn.core.values import Defaults, Sampling
 
-        given = {name: getattr(self, f"default_{name}") for name in SAMPLING}
-        said = {name: value for name, value in given.items() if value is not None}
-        if said.get("temperature", 1.0) < GREEDY_BELOW:
-            said["temperature"] = 0.0
-        said["top_k"] = max(said.get("top_k", 0), 0)
+        options = {name: getattr(self, f"default_{name}") for name in SAMPLING}
+        given = {name: value for name, value in options.items() if value is not None}
+        if given.get("temperature", 1.0) < GREEDY_BELOW:
+            given["temperature"] = 0.0
+        given["top_k"] = max(given.get("top_k", 0), 0)
         kwargs = self.default_chat_template_kwargs
         return Defaults(
-            sampling=Sampling(**said),
+            sampling=Sampling(**given),
             template_kwargs=json.loads(kwargs) if kwargs else {},
             thinking_budget=self.default_thinking_token_budget,
         )
@@ -107,7 +108,7 @@ def of_model(folder: Path) -> ModelDefaults:
     except (OSError, ValueError, RecursionError) as error:
         return ModelDefaults(path, warnings=(f"{path} cannot be read: {error}",))
     if not isinstance(given, dict):
-        return ModelDefaults(path, warnings=(f"{path} is no JSON object",))
+        return ModelDefaults(path, warnings=(f"{path} is not a JSON object",))
     values: dict[str, Any] = {}
     warnings: list[str] = []
     for name, bound in SAMPLING.items():
@@ -120,8 +121,8 @@ def of_model(folder: Path) -> ModelDefaults:
         if fault is None:
             values[name] = value
         else:
-            warnings.append(f"{path}: {name} {str(value)[:60]} is not heeded: it {fault}")
-    if given.get("do_sample") is False:  # then transformers heeds nothing but the penalties
+            warnings.append(f"{path}: {name} {str(value)[:60]} is ignored: it {fault}")
+    if given.get("do_sample") is False:  # then transformers applies nothing but the penalties
         values = {name: value for name, value in values.items() if name.endswith("penalty")}
         values["temperature"] = 0.0
     return ModelDefaults(path, values, tuple(warnings))

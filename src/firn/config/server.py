@@ -35,7 +35,7 @@ class ServerConfig:
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 means every network.")
     port: int = option(8000, "Port to listen on; 0 takes any free one.", low=0, high=65535)
     served_model_name: str | None = option(
-        None, "Name of the model in the API (otherwise the folder's or the hub id)."
+        None, "The model's name in the API (otherwise that of its folder or hub id)."
     )
     api_keys: tuple[str, ...] = option(
         (),
@@ -53,18 +53,18 @@ class ServerConfig:
     )
     rate_limit: int = option(
         0,
-        "Requests a minute that a client (a key, or an address without keys) may send; 0 for no "
+        "Requests that a client (a key, or an address without keys) may send in a minute; 0 for no "
         "limit.",
         low=0,
         high=1_000_000,
     )
     api_key_file: Path | None = option(
-        None, "File with more keys, one a line; # starts a comment.", metavar="FILE"
+        None, "File with more keys, one per line; # starts a comment.", metavar="FILE"
     )
     admin_keys: tuple[str, ...] = option(
         (),
         "Key of the operator, who sees the numbers of all keys; repeat it for several. Without any "
-        "keys, callers on this machine are the operator.",
+        "keys, every caller on this machine is the operator.",
         flag="--admin-key",
         env="FIRN_ADMIN_KEYS",
         metavar="KEY",
@@ -81,15 +81,15 @@ class ServerConfig:
         check=host_name,
     )
     key_max_concurrency: int = option(
-        0, "Calls that one key may have running; 0 for no such limit.", low=0, high=1_000_000
+        0, "Calls that one key may have running; 0 for no limit.", low=0, high=1_000_000
     )
     key_queue_share: float = option(
-        0.0, "Share of --max-queue that one key may take; 0 for no such limit.", low=0, high=1
+        0.0, "Share of --max-queue that one key may take; 0 for no limit.", low=0, high=1
     )
     key_tokens_per_minute: int = option(
         0,
-        "Tokens that may be computed for one key in a minute, prompts and replies, cached ones not "
-        "counted; 0 for no such limit.",
+        "Tokens that may be computed for one key in a minute, of prompts and replies; cached ones do "
+        "not count. 0 for no limit.",
         low=0,
         high=2**53,
     )

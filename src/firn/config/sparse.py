@@ -18,7 +18,7 @@ class SparseConfig:
     )
     sparse_prefill_over: int = option(
         0,
-        "Read every prompt so that has more than so many cold tokens; auto is 16384.",
+        "Read every prompt with more cold tokens than this sparsely, asked or not; auto is 16384.",
         low=0,
         high=2**31 - 1,
         metavar="off|auto|N",
@@ -26,5 +26,5 @@ class SparseConfig:
     )
     """0: only where a request asks for it."""
     sparse_prefill_keep: float = option(
-        0.3, "Which share of the cold tokens is read, unless a request says.", low=0.01, high=1
+        0.3, "Share of the cold tokens to read, where a request does not say.", low=0.01, high=1
     )

@@ -81,19 +81,19 @@ OPTIONS: tuple[Option, ...] = tuple(
 )
 
 
-def with_model(config: Config, found: ModelDefaults) -> Config:
-    """The tree with what the model says of itself wherever nobody has said anything."""
+def with_model(config: Config, defaults: ModelDefaults) -> Config:
+    """The settings, with the model's own sampling defaults where the user gives none."""
     if config.sampling.generation_config == "none":
         return config
-    unsaid = {
+    adopted = {
         f"default_{name}": value
-        for name, value in found.values.items()
+        for name, value in defaults.values.items()
         if getattr(config.sampling, f"default_{name}") is None
     }
-    origin = Origin("model", str(found.path))
-    origins = {**config.origins, **{f"sampling.{name}": origin for name in unsaid}}
+    origin = Origin("model", str(defaults.path))
+    origins = {**config.origins, **{f"sampling.{name}": origin for name in adopted}}
     return replace(
         config,
-        sampling=replace(config.sampling, **unsaid),
+        sampling=replace(config.sampling, **adopted),
         origins=types.MappingProxyType(origins),
     )

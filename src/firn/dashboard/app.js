@@ -1,4 +1,4 @@
-// The page: signs in, watches, and lays the panels out.
+// The page: signs in, follows the server, and lays out the panels.
 
 import { html, render, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { Calls } from "./calls.js";
@@ -40,7 +40,7 @@ function App() {
       </div>
     </header>
     ${store.outdated && html`<p class="banner" role="status">The server was updated. <button class="link" onClick=${() => location.reload()}>Load the new page</button></p>`}
-    ${store.status === "lost" && html`<p class="banner lost" role="alert">${store.why} The page shows what it knew last, and tries again by itself.</p>`}
+    ${store.status === "lost" && html`<p class="banner lost" role="alert">${store.why} The page shows the last state it knew, and keeps trying.</p>`}
     <main>
       <${Headline} model=${chosen} />
       <${Calls} store=${store} model=${chosen} />
@@ -54,7 +54,7 @@ function App() {
     <footer>firn ${store.version} · <a href="docs" rel="noopener" target="_blank">API</a> · <a href="health" rel="noopener" target="_blank">health</a></footer>`;
 }
 
-/** The model that the panels show which show one: the default model, or one that is loaded if that is not. */
+/** The model of panels that show one: the default model, or a loaded one if that is not. */
 function defaultModel(models) {
   const loaded = models.filter((m) => m.state === "loaded");
   const model = loaded.find((m) => m.default) ?? loaded[0] ?? models.find((m) => m.default) ?? models[0];
@@ -84,7 +84,7 @@ function Headline({ model }) {
     ["reused", prompt ? percent(cached / prompt) : "–", prompt ? `${count(cached)} of ${count(prompt)} prompt tokens` : idle ? "reuse is off" : "of prompt tokens, since the start"],
     ["saved", prompt ? seconds(sum((c) => c.seconds_saved)) : "–", "of computing, since the start"],
     ["under way", count(open.length - waiting), waiting ? `${count(waiting)} waiting` : "none waiting"],
-    ["writing", rate(writtenNow(store)), "tokens a second"],
+    ["writing", rate(writtenNow(store)), "tokens per second"],
   ];
   return html`<dl class="headline">${figures.map(([name, value, text]) => html`<div key=${name}><dt>${name}</dt><dd><b>${value}</b><small>${text}</small></dd></div>`)}</dl>`;
 }

@@ -1,4 +1,4 @@
-// Requests as bars over time, and all that is known of the selected one.
+// Requests as bars over time, and the details of the selected one.
 
 import { html, useRef, useState } from "./vendor/htm-preact.js";
 import { clock, count, percent, rate, seconds, tokens } from "./format.js";
@@ -21,9 +21,9 @@ const REASONS = {
   "no state checkpoint": "more is stored, but this model can resume only where its state was kept",
   "whole chunks only": "with exact reuse a prompt resumes at whole chunks only",
   "reading off": "the request asked not to read the cache",
-  damaged: "a record was damaged, and was not believed",
+  damaged: "a record was damaged, so it was not used",
   "read failed": "a record could not be read",
-  fault: "the cache had a fault, and was left alone",
+  fault: "the cache had a fault, so it was not used",
 };
 
 const FIRST = `Every request will be a bar here: how long it queued, what it reused, what it computed, how long it
@@ -53,8 +53,8 @@ export function phases(call, now) {
   const end = call.ended_s ?? Math.max(now - call.arrived_at, 0);
   const first = call.first_token_s ?? end;
   const row = Math.min(call.row_s ?? (call.phase === "reading" ? 0 : first), end);
-  const found = [["queued", 0, row], ["computed", row, first], ["decoding", first, end]];
-  return found.filter(([, from, to]) => to > from);
+  const parts = [["queued", 0, row], ["computed", row, first], ["decoding", first, end]];
+  return parts.filter(([, from, to]) => to > from);
 }
 
 /** Tokens of its prompt by where they came from: [class, name, tokens]. */
@@ -62,8 +62,8 @@ export function origins(call) {
   const tiers = Object.entries(call.tiers).map(([tier, n]) => [tierClass(tier), tierName(tier), n]);
   const skipped = call.skipped_tokens ?? 0; // where a prompt is read in part only
   const left = call.prompt_tokens - call.cached_tokens - skipped;
-  const found = [...tiers, ["computed", "computed", Math.max(left, 0)]];
-  return skipped ? [...found, ["skipped", "not read", skipped]] : found;
+  const parts = [...tiers, ["computed", "computed", Math.max(left, 0)]];
+  return skipped ? [...parts, ["skipped", "not read", skipped]] : parts;
 }
 
 export function tierClass(tier) {
@@ -85,7 +85,7 @@ export function Calls({ store, model }) {
   const within = calls.filter((c) => c.arrived_at + (c.ended_s ?? Infinity) > now - span);
   const shown = within.sort((a, b) => a.arrived_at - b.arrived_at).slice(-N_DRAWN);
   const last = calls.reduce((a, b) => (a && a.arrived_at > b.arrived_at ? a : b), null);
-  const looked = store.calls.get(hovered) ?? store.calls.get(selected) ?? null;
+  const focused = store.calls.get(hovered) ?? store.calls.get(selected) ?? null;
   const tools = html`<span class="field"><label for="span">Time shown</label> <select id="span" value=${span} onChange=${(e) => setSpan(Number(e.target.value))}>
     ${WINDOWS.map(([s, name]) => html`<option value=${s}>${name}</option>`)}
   </select></span>`;
@@ -95,13 +95,13 @@ export function Calls({ store, model }) {
       ? html`<${Timeline} store=${store} calls=${shown} now=${now} span=${span} selected=${selected}
           onSelect=${setSelected} onHover=${setHovered} />`
       : html`<${Empty}>${calls.length
-          ? html`No request in this time. The last one came at ${clock(last.arrived_at)}.
+          ? html`No request in this time. The last one arrived at ${clock(last.arrived_at)}.
               <button class="link" onClick=${() => setSpan(reach(now - last.arrived_at))}>Show it</button>`
           : FIRST}<//>`}
     <${Legend} items=${TIMES} />
     <${Legend} items=${ORIGINS} />
-    <div class="looked">${looked
-      ? html`<${Details} call=${looked} now=${now} />`
+    <div class="details">${focused
+      ? html`<${Details} call=${focused} now=${now} />`
       : html`<p class="hint">Point at a bar, or reach it with Tab and the arrow keys, to see its details.</p>`}</div>
     ${calls.length > 0 && html`<${Table} caption="Requests, the newest first" head=${HEAD} rows=${() => rows(calls, now)} />`}
   <//>`;
@@ -200,7 +200,7 @@ export function speed(call, now) {
 function Details({ call, now }) {
   const settled = call.admitted_s != null;
   const facts = [
-    ["came", `${clock(call.arrived_at)}, ${PHASES[call.phase]}`],
+    ["arrived", `${clock(call.arrived_at)}, ${PHASES[call.phase]}`],
     ["model", call.model],
     ["key", keyName(call.key)],
     ["prompt", tokens(call.prompt_tokens)],
@@ -210,11 +210,11 @@ function Details({ call, now }) {
     ["lookup", call.lookup_s == null ? "–" : seconds(call.looked_up_s - call.lookup_s)],
     ["loading", call.loads ? seconds((call.admitted_s ?? now - call.arrived_at) - call.looked_up_s) : "none"],
     ["first token", call.first_token_s == null ? "–" : `after ${seconds(call.first_token_s)}`],
-    ["reply", `${tokens(call.reply_tokens)}${speed(call, now) ? `, ${rate(speed(call, now))} a second` : ""}`],
-    ["in all", seconds(call.ended_s ?? now - call.arrived_at)],
+    ["reply", `${tokens(call.reply_tokens)}${speed(call, now) ? `, ${rate(speed(call, now))} per second` : ""}`],
+    ["total", seconds(call.ended_s ?? now - call.arrived_at)],
   ];
   if (call.skipped_tokens) facts.push(["not read", `${tokens(call.skipped_tokens)}: the answer is approximate`]);
-  if (call.drafted_tokens) facts.push(["guessed", `${tokens(call.drafted_tokens)}, ${count(call.accepted_tokens)} right`]);
+  if (call.drafted_tokens) facts.push(["drafted", `${tokens(call.drafted_tokens)}, ${count(call.accepted_tokens)} accepted`]);
   return html`<dl class="facts">
       ${facts.map(([name, text]) => html`<div key=${name}><dt>${name}</dt><dd>${text}</dd></div>`)}
     </dl>
@@ -222,7 +222,7 @@ function Details({ call, now }) {
       ${call.differs && html` There the prompt goes on: <q>${call.differs}</q>`}</p>`}`;
 }
 
-const PHASES = { queued: "waits", reading: "is being read", decoding: "is being answered", done: "done", failed: "failed", gone: "its client has gone" };
+const PHASES = { queued: "waiting", reading: "being read", decoding: "being answered", done: "done", failed: "failed", gone: "the client disconnected" };
 
 export function keyName(key) {
   return key === "shared" ? "none" : `${key}…`;
@@ -233,7 +233,7 @@ function tierList(call) {
   return named.length ? ` (${named.join(", ")})` : "";
 }
 
-const HEAD = ["came", "model", "key", "state", "prompt", "reused", "from", "why not more", "first token", "reply", "in all"];
+const HEAD = ["arrived", "model", "key", "state", "prompt", "reused", "from", "why not more", "first token", "reply", "total"];
 
 function rows(calls, now) {
   const newest = [...calls].sort((a, b) => b.arrived_at - a.arrived_at).slice(0, N_LISTED);

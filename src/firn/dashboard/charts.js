@@ -17,22 +17,22 @@ export function Rates({ store, model }) {
   useTick(1000, calls.length > 0);
   const now = store.now();
   const bins = binned(calls, now);
-  return html`<${Panel} id="rates" title="Tokens a second" note="of the last five minutes">
+  return html`<${Panel} id="rates" title="Tokens per second" note="of the last five minutes">
       <h3>Written</h3>
-      <${Bars} now=${now} bins=${bins} series=${[["decoding", "reply tokens a second", "written"]]}
+      <${Bars} now=${now} bins=${bins} series=${[["decoding", "reply tokens per second", "written"]]}
         empty="The speed of replies will be drawn here." />
       <h3>Prompts</h3>
-      <${Bars} now=${now} bins=${bins} series=${[["memory", "reused tokens a second", "reused"], ["computed", "computed tokens a second", "computed"]]}
+      <${Bars} now=${now} bins=${bins} series=${[["memory", "reused tokens per second", "reused"], ["computed", "computed tokens per second", "computed"]]}
         empty="What prompts reuse and what they compute will be drawn here." />
       <${Legend} items=${[["decoding", "written"], ["memory", "reused"], ["computed", "computed"]]} />
-      <${Table} caption="Tokens a second, in steps of five seconds" head=${["from", "written", "reused", "computed"]}
+      <${Table} caption="Tokens per second, in steps of five seconds" head=${["from", "written", "reused", "computed"]}
         rows=${() => bins.filter((b) => b.written || b.reused || b.computed).map((b) => ({ key: b.at, cells: [clock(b.at), rate(b.written), rate(b.reused), rate(b.computed)] }))} />
     <//>
     <${FirstTokens} calls=${calls} />
     <${Guesses} store=${store} model=${model} now=${now} />`;
 }
 
-/** Tokens of each kind a second, bin by bin. A call's tokens are spread over the time they took. */
+/** Tokens of each kind per second, bin by bin. A call's tokens are spread over the time they took. */
 export function binned(calls, now) {
   const size = SPAN / N_BINS;
   const start = Math.floor(now / size) * size - SPAN + size;
@@ -69,14 +69,14 @@ function Bars({ now, bins, series, empty }) {
   const scale = marks.at(-1);
   const w = Math.max(width - LEFT, 0) / bins.length;
   const y = (n) => (HEIGHT - BOTTOM) * (1 - n / scale) + 4;
-  const looked = at == null ? null : bins[at];
+  const focused = at == null ? null : bins[at];
   const move = (event) => {
     const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (!step) return;
     event.preventDefault();
     setAt((i) => Math.min(Math.max((i ?? bins.length) + step, 0), bins.length - 1));
   };
-  const said = looked && `${clock(looked.at)}: ${series.map(([, text, name]) => `${rate(looked[name])} ${text}`).join(", ")}`;
+  const text = focused && `${clock(focused.at)}: ${series.map(([, unit, name]) => `${rate(focused[name])} ${unit}`).join(", ")}`;
   return html`<div class="chart" ref=${ref}>
     ${top <= 0 && html`<${Empty}>${empty}<//>`}
     ${width > 0 && top > 0 && html`<svg width=${width} height=${HEIGHT + 6} role="img" tabindex="0" onKeyDown=${move} onBlur=${() => setAt(null)}
@@ -97,14 +97,14 @@ function Bars({ now, bins, series, empty }) {
       <text class="tick" x=${LEFT} y=${HEIGHT + 2}>−${seconds(SPAN)}</text>
       <text class="tick" x=${width} y=${HEIGHT + 2} text-anchor="end">now</text>
     </svg>`}
-    ${top > 0 && html`<p class="reading" aria-live="polite">${said ?? "\u00a0"}</p>`}
+    ${top > 0 && html`<p class="reading" aria-live="polite">${text ?? "\u00a0"}</p>`}
   </div>`;
 }
 
 /** How long first tokens took, by how much of the prompt was reused. */
 function FirstTokens({ calls }) {
   const [ref, width] = useWidth();
-  const [looked, setLooked] = useState(null);
+  const [focused, setFocused] = useState(null);
   const points = calls.filter((c) => c.first_token_s != null && c.prompt_tokens > 0).slice(-N_DOTS)
     .map((c) => ({ id: c.id, x: c.cached_tokens / c.prompt_tokens, y: Math.max(c.first_token_s, 1e-3), n: c.prompt_tokens, call: c }));
   const low = Math.floor(Math.log10(Math.min(...points.map((p) => p.y), 0.1)));
@@ -125,11 +125,11 @@ function FirstTokens({ calls }) {
           text-anchor=${s === 1 ? "end" : s ? "middle" : "start"}>${percent(s)}</text>`)}
         <text class="tick" x=${px(0.5)} y=${tall + 17} text-anchor="middle">of the prompt reused</text>
         ${points.map((p) => html`<circle key=${p.id} class="dot" cx=${px(p.x)} cy=${py(p.y)} r=${2.5 + Math.min(Math.sqrt(p.n) / 30, 6)}
-          onMouseEnter=${() => setLooked(p)} onMouseLeave=${() => setLooked(null)} />`)}
+          onMouseEnter=${() => setFocused(p)} onMouseLeave=${() => setFocused(null)} />`)}
       </svg>`}
     </div>
-    ${points.length > 0 && html`<p class="reading">${looked
-        ? `${count(looked.n)} prompt tokens, ${percent(looked.x)} reused: first token after ${seconds(looked.y)}`
+    ${points.length > 0 && html`<p class="reading">${focused
+        ? `${count(focused.n)} prompt tokens, ${percent(focused.x)} reused: first token after ${seconds(focused.y)}`
         : "Larger dots are longer prompts."}</p>
       <${Table} caption="Time to the first token by reused share" head=${["reused", "requests", "median", "longest"]}
         rows=${() => groups.map(([from, to, name]) => {
@@ -139,7 +139,7 @@ function FirstTokens({ calls }) {
   <//>`;
 }
 
-/** Tokens that a step of a row makes, where tokens are guessed. */
+/** Tokens that a step of a row makes, where tokens are drafted. */
 function Guesses({ store, model, now }) {
   const [ref, width] = useWidth();
   const states = [...store.states.values()].filter((s) => !model || s.model === model);
@@ -160,17 +160,17 @@ function Guesses({ store, model, now }) {
   const marks = ticks(Math.max(2, ...points.map(([, n]) => n)));
   const x = (t) => LEFT + ((t - now + SPAN) / SPAN) * (width - LEFT - 6);
   const y = (n) => (HEIGHT - BOTTOM) * (1 - n / marks.at(-1)) + 4;
-  const told = states.some((s) => s.operator);
-  const empty = !told ? "The operator sees here how many tokens a step makes."
-    : totals.length === 0 ? html`No tokens are guessed: start the server with <code>--speculation auto</code> to make several a step.`
+  const visible = states.some((s) => s.operator);
+  const empty = !visible ? "The operator sees here how many tokens per step makes."
+    : totals.length === 0 ? html`No tokens are drafted: start the server with <code>--speculation auto</code> to make several per step.`
       : "No step has been made yet.";
-  return html`<${Panel} id="guesses" title="Tokens a step" note="of a row; more than one where guesses came true">
+  return html`<${Panel} id="guesses" title="Tokens per step" note="of a row; more than one where drafts were accepted">
     ${steps > 0
-      ? html`<p class="figure"><b>${(taken / steps).toFixed(2)}</b> tokens a step since the start,
-          ${" "}${drafted ? `${percent(accepted / drafted)} of ${count(drafted)} guesses right` : "no guesses yet"}</p>`
+      ? html`<p class="figure"><b>${(taken / steps).toFixed(2)}</b> tokens per step since the start,
+          ${" "}${drafted ? `${percent(accepted / drafted)} of ${count(drafted)} drafted tokens accepted` : "none drafted yet"}</p>`
       : html`<${Empty}>${empty}<//>`}
     <div class="chart" ref=${ref}>
-      ${width > 0 && points.length > 1 && html`<svg width=${width} height=${HEIGHT + 6} role="img" aria-label="Tokens a step over the last five minutes, last ${points.at(-1)[1].toFixed(2)}">
+      ${width > 0 && points.length > 1 && html`<svg width=${width} height=${HEIGHT + 6} role="img" aria-label="Tokens per step over the last five minutes, last ${points.at(-1)[1].toFixed(2)}">
         ${marks.map((n) => html`<g key=${n}><line class="grid" x1=${LEFT} x2=${width} y1=${y(n)} y2=${y(n)} />
           <text class="tick" x=${LEFT - 6} y=${y(n) + 4} text-anchor="end">${n}</text></g>`)}
         <path class="line decoding" d=${points.map(([t, n], i) => `${i ? "L" : "M"}${x(t).toFixed(1)} ${y(n).toFixed(1)}`).join("")} />
@@ -180,7 +180,7 @@ function Guesses({ store, model, now }) {
   <//>`;
 }
 
-/** Reply tokens a second of everything that is being written now. */
+/** Reply tokens per second of everything that is being written now. */
 export function writtenNow(store) {
   const now = store.now();
   return [...store.calls.values()].filter((c) => c.ended_s == null).reduce((n, c) => n + (speed(c, now) ?? 0), 0);

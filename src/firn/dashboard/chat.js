@@ -135,7 +135,7 @@ function Turn({ turn, call, now }) {
   </div>`;
 }
 
-/** As the server sees the call while it goes on; what the reply itself said, once that is known no more. */
+/** What the server reports of the call; once it no longer does, what the reply itself reported. */
 function Reuse({ turn, call, now }) {
   const usage = turn.usage;
   if (!call && !usage) return turn.writing ? html`<p class="reuse">waiting …</p>` : null;
@@ -148,7 +148,7 @@ function Reuse({ turn, call, now }) {
     <${Stack} label="The prompt of this turn" whole=${prompt} parts=${parts} format=${count} />
     <p>${settled ? html`<b>${percent(cached / Math.max(prompt, 1))} reused</b>: ${count(cached)} of ${count(prompt)} tokens` : `${count(call.read_tokens)} of ${count(prompt)} tokens read`}
       ${call?.first_token_s != null && `, first token after ${seconds(call.first_token_s)}`}
-      ${quick ? `, ${rate(quick)} tokens a second` : ""}
+      ${quick ? `, ${rate(quick)} tokens per second` : ""}
       ${call && settled && cached < prompt - 1 ? `; ${why(call.reason)}` : ""}</p>
     ${!turn.writing && html`<${Announcement}>${percent(cached / Math.max(prompt, 1))} of the prompt was reused<//>`}
   </div>`;

@@ -7,16 +7,16 @@ import { ask } from "./server.js";
 
 export function Models({ store }) {
   const [busy, setBusy] = useState({});
-  const [said, setSaid] = useState("");
+  const [message, setMessage] = useState("");
   const loaded = store.models.filter((m) => m.state === "loaded").length;
   const act = async (id, action) => {
     setBusy((b) => ({ ...b, [id]: action }));
-    setSaid(`${action === "load" ? "Loading" : "Unloading"} ${id} …`);
+    setMessage(`${action === "load" ? "Loading" : "Unloading"} ${id} …`);
     try {
       await ask(`v1/models/${id.split("/").map(encodeURIComponent).join("/")}/${action}`, { method: "POST" });
-      setSaid(`${id} is ${action}ed.`);
+      setMessage(`${id} is ${action}ed.`);
     } catch (error) {
-      setSaid(error.message);
+      setMessage(error.message);
     }
     setBusy((b) => ({ ...b, [id]: undefined }));
   };
@@ -34,16 +34,16 @@ export function Models({ store }) {
       </li>`)}
     </ul>
     ${!store.several && store.models.length > 0 && html`<p class="hint">One model is served: it is loaded as long as the server runs.</p>`}
-    ${said && html`<p class="said">${said}</p>`}
-    <${Announcement}>${said}<//>
+    ${message && html`<p class="message">${message}</p>`}
+    <${Announcement}>${message}<//>
   <//>`;
 }
 
 function details(m) {
-  const said = [m.architecture, bytes(m.bytes)];
-  if (m.context_length) said.push(`${count(m.context_length)} tokens`);
-  if (m.active) said.push(`${count(m.active)} under way`);
-  if (m.waiting) said.push(`${count(m.waiting)} waiting`);
-  if (m.pinned) said.push("pinned");
-  return said.filter(Boolean).join(" · ");
+  const facts = [m.architecture, bytes(m.bytes)];
+  if (m.context_length) facts.push(`${count(m.context_length)} tokens`);
+  if (m.active) facts.push(`${count(m.active)} under way`);
+  if (m.waiting) facts.push(`${count(m.waiting)} waiting`);
+  if (m.pinned) facts.push("pinned");
+  return facts.filter(Boolean).join(" · ");
 }

@@ -26,11 +26,11 @@ function Tier({ name, cache }) {
   const parts = folder ? [[css, "this model", tier.used_bytes], ["others", "others that share it", Math.max(used - tier.used_bytes, 0)]] : [[css, "used", used]];
   const facts = [["records", count(tier.records)], ["hit rate", `${percent(cache.tokens.prompt ? from / cache.tokens.prompt : null)} of prompt tokens`]];
   if (tier.pinned_bytes) facts.push(["pinned", bytes(tier.pinned_bytes)]);
-  if (tier.leaving_bytes) facts.push(["on its way down", bytes(tier.leaving_bytes)]);
+  if (tier.leaving_bytes) facts.push(["being written below", bytes(tier.leaving_bytes)]);
   if (folder) {
     const n = folder.counts;
     facts.push(["read", `${count(n.reads ?? 0)} · ${bytes(n.bytes_read ?? 0)}`], ["written", `${count(n.writes ?? 0)} · ${bytes(n.bytes_written ?? 0)}`]);
-    if (n.evictions) facts.push(["gave way", count(n.evictions)]);
+    if (n.evictions) facts.push(["evicted", count(n.evictions)]);
   }
   return html`<div class="tier">
     <h3>${name === "memory" ? "Memory" : name === "ssd" ? "SSD" : tierName(name)} <small>${bytes(used)}${limit ? ` of ${bytes(limit)}` : ""}</small></h3>
@@ -53,7 +53,7 @@ export function Memory({ state }) {
   const parts = state && memoryParts(state);
   return html`<${Panel} id="memory" title="Memory" note=${parts ? `${bytes(parts.reduce((n, [, , x]) => n + x, 0))} may be used` : ""}>
     ${!state && html`<${Empty}>Weights, live requests, records and what is free will be shown here, once a model is loaded.<//>`}
-    ${state && !parts && html`<${Empty}>Only the operator sees how full the machine is: it would tell what others do.<//>`}
+    ${state && !parts && html`<${Empty}>Only the operator sees how full the machine is: it would reveal what others do.<//>`}
     ${parts && html`<${Stack} label="Memory" parts=${parts} format=${bytes} />
       <dl class="facts small keyed">${parts.map(([css, name, n]) => html`<div key=${name}><dt><span class="swatch ${css}" aria-hidden="true"></span>${name}</dt><dd>${bytes(n)}</dd></div>`)}</dl>
       <p class="hint">MLX holds ${bytes(state.mlx_bytes?.active)} now, and keeps ${bytes(state.mlx_bytes?.cached)} of freed buffers to use again.</p>`}

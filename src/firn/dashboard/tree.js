@@ -31,13 +31,12 @@ export function Tree({ store, model, off }) {
     if (!live) return undefined;
     const abort = new AbortController();
     let [seen, at] = [-1, 0];
-    const look = async () => {
+    const refresh = async () => {
       const old = Date.now() - at > AT_LEAST_MS; // records are also written and evicted between requests
       if ((seen === store.ended && !old) || document.visibilityState !== "visible") return;
       [seen, at] = [store.ended, Date.now()];
       try {
-        const found = await json(url, { signal: abort.signal });
-        setTree(found);
+        setTree(await json(url, { signal: abort.signal }));
         setFault("");
       } catch (error) {
         if (abort.signal.aborted) return;
@@ -45,8 +44,8 @@ export function Tree({ store, model, off }) {
         else setFault(error.message);
       }
     };
-    look();
-    const timer = setInterval(look, EVERY_MS);
+    refresh();
+    const timer = setInterval(refresh, EVERY_MS);
     return () => {
       abort.abort();
       clearInterval(timer);
@@ -67,10 +66,10 @@ export function Tree({ store, model, off }) {
     ${(off || (tree && !tree.enabled)) && html`<${Empty}>Nothing is stored: ${off ? `reuse is ${off}` : tree.why || "reuse is off"}.<//>`}
     ${!off && (!tree || (tree.enabled && runs.length === 0)) && html`<${Empty}>${tree ? FIRST : "What is stored will be drawn here."}<//>`}
     ${runs.length > 0 && html`<${Icicle} layout=${layout} places=${places} selected=${chosen?.run.node} onSelect=${setSelected} onEnter=${enter} now=${store.now()} />
-      <${Legend} items=${[...places.map((p) => [tierClass(p), p === "memory" ? "in memory" : `on ${tierName(p)} only`]), ["pinned", "pinned"], ["hollow", "not held any more"]]} />
+      <${Legend} items=${[...places.map((p) => [tierClass(p), p === "memory" ? "in memory" : `on ${tierName(p)} only`]), ["pinned", "pinned"], ["hollow", "no longer stored"]]} />
       ${chosen ? html`<${Chosen} key=${chosen.run.node} run=${chosen.run} places=${places} model=${store.several ? model : ""} now=${store.now()} onEnter=${enter}
           onChanged=${() => setStale((n) => n + 1)} />` : html`<p class="hint">Choose a prefix to see what it saves, to pin it or to forget it. Arrow keys move, Enter goes in.</p>`}
-      <${Table} caption="Stored prefixes, the largest first" head=${["tokens", "begins", "held", "below", "where", "last use", "shared by", "pinned"]} rows=${() => rows(runs, places, store.now())} />`}
+      <${Table} caption="Stored prefixes, the largest first" head=${["tokens", "begins", "bytes", "with all below", "where", "last use", "shared by", "pinned"]} rows=${() => rows(runs, places, store.now())} />`}
   <//>`;
 }
 
@@ -157,7 +156,7 @@ function Run({ item, width, places, now, chosen, focusable, onSelect, onEnter })
   return html`<g class="run ${chosen ? "chosen" : ""}" role="treeitem" aria-level=${item.depth + 1} aria-selected=${chosen} aria-label=${summary(run, places, now)}
       tabindex=${focusable ? 0 : -1} onClick=${() => onSelect(run.node)} onFocus=${() => onSelect(run.node)} onDblClick=${() => onEnter(run)}>
     <rect class="fill hollow" x=${x} y=${y} width=${w} height=${ROW - 3} />
-    ${held(run, places).map(([css, share], i) => {
+    ${storedShares(run, places).map(([css, share], i) => {
       const px = at;
       at += share * w;
       return share > 0 && html`<rect key=${i} class="fill ${css}" x=${px} y=${y} width=${share * w} height=${ROW - 3} />`;
@@ -171,7 +170,7 @@ function Run({ item, width, places, now, chosen, focusable, onSelect, onEnter })
 }
 
 /** Shares of a run's bytes: what memory has, then what only a tier below has. */
-function held(run, places) {
+function storedShares(run, places) {
   if (run.namespace && !run.bytes) return [[run.total_places[0] >= run.total_bytes / 2 ? "memory" : tierClass(places[1] ?? "memory"), 1]];
   const whole = Math.max(run.bytes, 1);
   let left = 1;
@@ -202,53 +201,53 @@ function summary(run, places, now) {
 /** What is known of one run, and what may be done with it. */
 function Chosen({ run, places, model, now, onEnter, onChanged }) {
   const [details, setDetails] = useState(null);
-  const [said, setSaid] = useState("");
+  const [message, setMessage] = useState("");
   const [asks, setAsks] = useState(false);
   const [busy, setBusy] = useState(false);
   const suffix = model ? `?${new URLSearchParams({ model })}` : "";
   const url = `v1/cache/tree/${run.node}`;
-  const look = () => json(url + suffix).then(setDetails, (error) => setSaid(error.message));
+  const loadDetails = () => json(url + suffix).then(setDetails, (error) => setMessage(error.message));
   useEffect(() => {
-    if (!run.namespace) look();
+    if (!run.namespace) loadDetails();
   }, [run.node, run.pins]);
   const act = async (action, tell) => {
     setBusy(true);
     setAsks(false);
     try {
-      const found = await json(`${url}/${action}${suffix}`, { method: "POST" });
-      setSaid(tell(found));
-      if (action !== "forget") setDetails(found);
+      const answer = await json(`${url}/${action}${suffix}`, { method: "POST" });
+      setMessage(tell(answer));
+      if (action !== "forget") setDetails(answer);
     } catch (error) {
-      setSaid(error.message);
+      setMessage(error.message);
     }
     setBusy(false);
     onChanged();
   };
   const facts = [
     ["tokens", run.namespace ? "–" : `${count(run.start)} to ${count(run.end)}`],
-    ["held here", places.map((p, i) => `${bytes(run.places[i])} ${tierName(p)}`).join(", ")],
+    ["stored here", places.map((p, i) => `${bytes(run.places[i])} ${tierName(p)}`).join(", ")],
     ["with all below", `${bytes(run.total_bytes)} in ${count(run.blocks)} blocks`],
     ["last use", ago(Math.max(now - run.used_at, 0))],
     ["shared by", `${count(run.ends)} stored ${run.ends === 1 ? "prompt" : "prompts"}${run.in_use ? `, ${count(run.in_use)} in use now` : ""}`],
   ];
   if (run.more) facts.push(["not drawn", `${count(run.more.runs)} more below, ${bytes(run.more.bytes)}`]);
-  return html`<div class="looked">
+  return html`<div class="details">
     <dl class="facts">${facts.map(([k, v]) => html`<div key=${k}><dt>${k}</dt><dd>${v}</dd></div>`)}</dl>
     ${run.text && html`<p class="why">It begins: <q>${run.text}</q></p>`}
     ${details && html`<p class="why"><b>Saves ${seconds(details.saves_s)}</b> each time that its ${count(details.tokens)} tokens are asked for again:
-      computing them takes about ${seconds(details.compute_s)}, ${details.load_s ? `loading ${seconds(details.load_s)}` : "and nothing has to be loaded"}.${details.measured ? "" : " (No prompt has been computed since the start: a guess.)"}</p>`}
+      computing them takes about ${seconds(details.compute_s)}, ${details.load_s ? `loading ${seconds(details.load_s)}` : "and nothing has to be loaded"}.${details.measured ? "" : " (No prompt has been computed since the start: an estimate.)"}</p>`}
     <div class="actions">
       ${!run.namespace && (run.pins
         ? html`<button disabled=${busy} onClick=${() => act("unpin", () => "Unpinned.")}>Unpin</button>`
         : html`<button disabled=${busy} onClick=${() => act("pin", (f) => `Pinned: ${count(f.tokens)} tokens stay until they are unpinned.`)}>Pin</button>`)}
       ${!run.namespace && !asks && html`<button disabled=${busy} onClick=${() => setAsks(true)}>Forget …</button>`}
-      ${asks && html`<span role="alertdialog" aria-label="Forget this prefix?">Forget ${bytes(run.total_bytes)}, with all that goes on from it?
+      ${asks && html`<span role="alertdialog" aria-label="Forget this prefix?">Forget ${bytes(run.total_bytes)}, with all that continues it?
         <button class="danger" disabled=${busy} onClick=${() => act("forget", forgotten)}>Forget it</button>
         <button onClick=${() => setAsks(false)}>Keep it</button></span>`}
       ${!run.namespace && html`<button onClick=${() => onEnter(run)}>Show only this</button>`}
     </div>
-    ${said && html`<p class="said">${said}</p>`}
-    <${Announcement}>${said}<//>
+    ${message && html`<p class="message">${message}</p>`}
+    <${Announcement}>${message}<//>
   </div>`;
 }
 

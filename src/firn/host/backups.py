@@ -18,7 +18,9 @@ TMUTIL = "/usr/bin/tmutil"
 Run = Callable[[Sequence[str]], str]
 
 
-def leave_out(folder: Path, *, platform: str = sys.platform, run: Run | None = None) -> bool:
+def exclude_from_backups(
+    folder: Path, *, platform: str = sys.platform, run: Run | None = None
+) -> bool:
     """Exclude a folder; returns whether it is excluded now. The mark stays with the folder when it
     moves."""
     if platform != "darwin":

@@ -97,9 +97,9 @@ def disk_free(folder: Path) -> int:
 
 def usable_cores(root: Path = Path("/")) -> int:
     """Processors that this process may use, within its affinity and its container's quota."""
-    try:
+    if sys.platform == "linux":
         n = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
+    else:  # macOS has no affinity
         n = os.cpu_count() or 1
     try:
         quota, _, period = (root / "sys/fs/cgroup/cpu.max").read_text().partition(" ")

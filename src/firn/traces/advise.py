@@ -23,14 +23,14 @@ from firn.traces.trace import Ints, Trace
 
 ENOUGH = 0.01
 """A doubling that reuses fewer of the prompt tokens is not worth it."""
-ALONE = 400_000
-"""Requests, over all runs, below which other processes would cost more than they bring."""
+SERIAL_BELOW = 400_000
+"""Requests over all runs, below which starting processes costs more than it saves."""
 ENOUGH_MEMORY, ENOUGH_SSD = 0.99, 0.999
 """Of what a cache without limits reuses: larger sizes are not worth a column."""
 N_BEFORE = 4
 
 Progress = Callable[[int, int], None]
-"""Runs that are over, and all of them."""
+"""Called with the number of finished runs and of all runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +69,19 @@ def advise(
 ) -> Advice:
     """Sizes in blocks; where none are given, powers of two of the unit between which something happens.
 
-    unit: in blocks. workers: processes, as many as there are cores where it is not said.
+    unit: in blocks. workers: processes; None: one for each core.
     """
 
-    def rate(found: Ints) -> float:
-        return float(found.sum(dtype=np.int64)) * trace.block / max(trace.n_prompt_tokens, 1)
+    def rate(depths: Ints) -> float:
+        return float(depths.sum(dtype=np.int64)) * trace.block / max(trace.n_prompt_tokens, 1)
 
     unlimited = rate(trace.known)
     of_memory = play_all(trace, [*_powers(trace, unit), *memory, *ssd])
-    curve = {n: rate(found) for n, found in of_memory.items()}
+    curve = {n: rate(depths) for n, depths in of_memory.items()}
     memory = sorted(set(memory)) or _around(curve, ENOUGH_MEMORY * unlimited)
     ssd = sorted(set(ssd)) or _around(curve, ENOUGH_SSD * unlimited)
     progress(1, 1 + len(ssd))
-    of_ssd = _play_all(
+    of_ssd = _play_ssds(
         trace, ssd, lambda n: progress(1 + n, 1 + len(ssd)), workers or os.cpu_count() or 1
     )
     return Advice(
@@ -118,12 +118,12 @@ def knee(rates: Mapping[int, float]) -> int:
     return best
 
 
-def _play_all(
+def _play_ssds(
     trace: Trace, sizes: Sequence[int], progress: Callable[[int], None], workers: int
 ) -> dict[int, Ints]:
-    """SSDs of these sizes."""
+    """By size: how many blocks of each prompt an SSD of that size had."""
     done: dict[int, Ints] = {}
-    if workers == 1 or len(sizes) * len(trace) < ALONE:
+    if workers == 1 or len(sizes) * len(trace) < SERIAL_BELOW:
         for size in sizes:
             done[size] = play(SimulatedSsd(trace, n_blocks=size))
             progress(len(done))

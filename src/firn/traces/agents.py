@@ -1,4 +1,4 @@
-"""Traffic in the shape of coding agents, made up from a seed: for benchmarks and tests.
+"""Traffic as coding agents make it, invented from a seed: for benchmarks and tests.
 
     python -m firn.traces.agents 20000 > trace.jsonl
 
@@ -29,7 +29,7 @@ N_WORK_DAYS = 5
 
 @dataclass(frozen=True, slots=True)
 class TrafficShape:
-    """Lengths are in tokens, probabilities are of one turn where nothing else is said."""
+    """Lengths are in tokens; probabilities are per turn unless a comment says otherwise."""
 
     n_people: int = 6
     n_projects: int = 3
@@ -58,7 +58,7 @@ class TrafficShape:
     pause: float = 0.06
     """Somebody thinks, or eats, before the next turn."""
     resumed: float = 0.35
-    """A session that ended is taken up again, some days later; of a session."""
+    """A session that ended is resumed some days later. Per session."""
 
 
 @dataclass(eq=False)
@@ -234,13 +234,16 @@ def agent_trace(
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description="Print a trace in the shape of coding agents.")
-    options.add_argument("requests", type=int)
-    options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--block", type=int, default=256, help="tokens")
-    options.add_argument("--token-bytes", type=int, default=0, help="what a token takes up")
-    args = options.parse_args()
-    traffic = AgentTraffic(seed=args.seed, block=args.block)
+    parser = argparse.ArgumentParser(description="Print a made-up trace of coding agents at work.")
+    parser.add_argument("requests", type=int, help="how many")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--block", type=int, default=256, help="tokens in a block")
+    parser.add_argument("--token-bytes", type=int, default=0, help="bytes of a token in the cache")
+    parser.add_argument("--people", type=int, default=USUAL.n_people)
+    parser.add_argument("--kinds", type=int, default=USUAL.n_kinds, help="kinds of agents")
+    args = parser.parse_args()
+    shape = replace(USUAL, n_people=args.people, n_kinds=args.kinds)
+    traffic = AgentTraffic(shape, seed=args.seed, block=args.block)
     for entry in islice(traffic, args.requests):
         print(line_of(replace(entry, token_nbytes=args.token_bytes), block=args.block))
 

@@ -2,8 +2,8 @@
 
 Each server keeps an SSD's worth of blocks of its own, in the cache's own order (simulate.py). The store
 takes what was used a second time and keeps it for `ttl_s` after its last use; what a server reads there
-it keeps, too. The router goes by turns, or prefers the server that was sent most of the prompt before,
-unless that is overloaded. One process, request by request.
+it keeps as well. The router takes turns, or prefers the server that was sent most of the prompt before,
+unless that one is overloaded. One process, request by request.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ ROUTINGS: tuple[Routing, ...] = ("round robin", "cache-aware")
 MATCH_SHARE = 0.3
 """A prompt of which less is known goes to the server with the least load."""
 MAX_LOAD = 1.5
-"""A server is passed over while its load is more than so many times the mean ..."""
+"""A server is passed over while its load is more than this many times the mean ..."""
 MIN_LOAD_BLOCKS = 200
-"""... and more than so many blocks above it."""
-MEMORY_S = 60.0
+"""... and more than this many blocks above it."""
+LOAD_FADES_S = 60.0
 """Load fades with this time constant."""
 
 
@@ -64,15 +64,15 @@ def play_fleet(
     store = SimulatedStore(trace, ttl_s) if ttl_s is not None else None
     router = _Router(trace, n_servers)
     turns = cycle(range(n_servers))
-    n_local = n_more = 0
+    n_local = n_from_store = 0
     computed = np.zeros(n_servers, dtype=np.int64)
     for i in range(len(trace)):
         server = next(turns) if routing == "round robin" else router.choose(i)
         n_hit = servers[server].take(i)
-        n_got = store.take(i, n_hit) if store is not None else 0
+        n_fetched = store.take(i, n_hit) if store is not None else 0
         n_local += n_hit
-        n_more += n_got
-        n_computed = int(trace.n_asked[i]) - n_hit - n_got
+        n_from_store += n_fetched
+        n_computed = int(trace.n_asked[i]) - n_hit - n_fetched
         computed[server] += n_computed
         router.sent(i, server, n_computed)
         if i % TELL_EVERY == 0:
@@ -83,8 +83,8 @@ def play_fleet(
     tokens = max(trace.n_prompt_tokens, 1)
     return FleetResult(
         n_local * trace.block / tokens,
-        n_more * trace.block / tokens,
-        n_read=n_more,
+        n_from_store * trace.block / tokens,
+        n_read=n_from_store,
         n_written=store.n_written if store else 0,
         n_kept=store.n_most if store else 0,
         busiest=float(computed.max() / max(computed.mean(), 1)),
@@ -92,7 +92,7 @@ def play_fleet(
 
 
 class SimulatedStore:
-    """Blocks that were used again, each for so long after its last use. Owner: one `play_fleet`."""
+    """Blocks that were used again, each kept for `ttl_s` after its last use. Owner: one `play_fleet`."""
 
     def __init__(self, trace: Trace, ttl_s: float) -> None:
         self._trace = trace
@@ -103,7 +103,7 @@ class SimulatedStore:
         self._counted_at = -math.inf
 
     def take(self, i: int, n_local: int) -> int:
-        """How many blocks it gives to a server that has so many itself; what was used is stored."""
+        """How many blocks it adds to the n_local that the server has itself; stores what was used."""
         trace, now = self._trace, float(self._trace.at[i])
         prompt = trace.path(i)[: trace.n_asked[i]]
         there = now - self._used_at[prompt] <= self._ttl_s
@@ -134,7 +134,7 @@ class _Router:
 
     def choose(self, i: int) -> int:
         at = float(self._trace.at[i])
-        self._load *= math.exp(-max(at - self._at, 0.0) / MEMORY_S)
+        self._load *= math.exp(-max(at - self._at, 0.0) / LOAD_FADES_S)
         self._at = at
         prompt = self._trace.path(i)[: self._trace.n_asked[i]]
         idle = int(self._load.argmin())

@@ -1,8 +1,8 @@
 """Reads traces: firn's own, Mooncake's JSONL, and lists of agents' sessions.
 
-A line of Mooncake's has `timestamp` (milliseconds), `input_length`, `output_length` and `hash_ids`, one
-for each block of 512 tokens. firn's own lines are of the same form, with more fields, `block_tokens`
-among them.
+A line of a Mooncake trace has `timestamp` (milliseconds), `input_length`, `output_length` and
+`hash_ids`, one for each block of 512 tokens. firn's own lines have the same form and more fields,
+`block_tokens` among them.
 
 A session is a list of messages, or an object that has one. Every message of the assistant is one
 request, whose prompt is all that came before it. Tokens are estimated from the text, and so are times
@@ -26,7 +26,7 @@ from firn.traces.trace import TraceEntry, TraceError
 
 MOONCAKE_BLOCK = 512
 SESSION_BLOCK = 256
-CHARS_A_TOKEN = 4
+CHARS_PER_TOKEN = 4
 TURN_S, SESSION_S = 15.0, 60.0
 """Between turns, and between the beginnings of sessions, where nothing says it."""
 MESSAGES = ("messages", "conversations", "conversation", "turns", "trajectory", "history")
@@ -53,26 +53,26 @@ def read(path: Path, *, model: str | None = None) -> TraceSource:
     first = next(lines, None)
     if first is None:
         raise TraceError(f"There is no request in {path}.")
-    number, found = first
-    if isinstance(found, list) or any(name in found for name in MESSAGES):
+    number, line = first
+    if isinstance(line, list) or any(name in line for name in MESSAGES):
         sessions = (one for _, one in chain([first], lines))
         return TraceSource(SESSION_BLOCK, _of_sessions(sessions, str(path)))
-    if "hash_ids" not in found:
+    if "hash_ids" not in line:
         raise TraceError(
-            f"{path}, line {number}: neither hash_ids (a trace) nor messages (a session) are there."
+            f"{path}, line {number} has neither hash_ids (a trace) nor messages (a session)."
         )
-    block = _block(found, path, number)
+    block = _block(line, path, number)
     return TraceSource(block, _of_lines(chain([first], lines), path, block, model))
 
 
 def _list(raw: bytes) -> list[Any] | None:
     """A file that is one list: of sessions, or of one session's messages. None: it is not one."""
     try:
-        found = json.loads(raw)
+        items = json.loads(raw)
     except ValueError:
         return None
-    is_session = found and isinstance(found[0], dict) and ("role" in found[0] or "from" in found[0])
-    return [found] if is_session else list(found)
+    is_session = items and isinstance(items[0], dict) and ("role" in items[0] or "from" in items[0])
+    return [items] if is_session else list(items)
 
 
 def _objects(path: Path) -> Iterator[tuple[int, Any]]:
@@ -81,14 +81,14 @@ def _objects(path: Path) -> Iterator[tuple[int, Any]]:
             if not line.strip():
                 continue
             try:
-                found = json.loads(line)
+                value = json.loads(line)
             except ValueError as e:
                 if number > 1 and not line.endswith(b"\n"):
                     return  # its writer was stopped in mid-line
                 raise TraceError(f"{path}, line {number} is not JSON: {e}") from e
-            if not isinstance(found, dict | list):
-                raise TraceError(f"{path}, line {number} is no object.")
-            yield number, found
+            if not isinstance(value, dict | list):
+                raise TraceError(f"{path}, line {number} is neither an object nor a list.")
+            yield number, value
 
 
 def _block(line: Mapping[str, Any], path: Path, number: int) -> int:
@@ -139,7 +139,7 @@ def _entry(line: Mapping[str, Any], block: int) -> TraceEntry:
 def line_of(entry: TraceEntry, *, block: int, rest: int | None = None) -> str:
     """An entry as a line that `read` understands. rest: the hash of a last block that is not whole."""
     first_ms = None if entry.first_s is None else round(entry.first_s * 1000, 1)
-    found = {
+    fields = {
         "timestamp": round(entry.at_s * 1000),
         "input_length": entry.n_prompt,
         "output_length": entry.n_reply,
@@ -151,7 +151,7 @@ def line_of(entry: TraceEntry, *, block: int, rest: int | None = None) -> str:
         "first_token_ms": first_ms,
         "token_bytes": entry.token_nbytes,
     }
-    return json.dumps(found, separators=(",", ":"))
+    return json.dumps(fields, separators=(",", ":"))
 
 
 def _names(values: Sequence[Any]) -> tuple[int, ...]:
@@ -184,21 +184,21 @@ def _of_session(session: Any, *, start_s: float) -> Iterator[TraceEntry]:
     messages = session if isinstance(session, list) else _messages(about)
     at = _time(about)
     at = start_s if at is None else at
-    text = _Chain(SESSION_BLOCK)
+    text = _HashedText(SESSION_BLOCK)
     if about.get("tools"):
         text.add(json.dumps(about["tools"], sort_keys=True))
     if isinstance(about.get("system"), str):
         text.add(f"system\n{about['system']}")
     for message in messages:
         role = str(message.get("role") or message.get("from") or "user")
-        said = _said(message)
-        told = _time(message)
-        at = at if told is None else told
+        content = _text(message)
+        sent_at = _time(message)
+        at = at if sent_at is None else sent_at
         if role.lower() not in ASSISTANTS:
-            text.add(f"{role}\n{said}")
+            text.add(f"{role}\n{content}")
             continue
         n_prompt, blocks = text.n_tokens, tuple(text.blocks)
-        text.add(f"{role}\n{said}")
+        text.add(f"{role}\n{content}")
         reply = tuple(text.blocks[len(blocks) :])
         yield TraceEntry(at, n_prompt, text.n_tokens - n_prompt, blocks, reply)
         at += TURN_S
@@ -206,32 +206,32 @@ def _of_session(session: Any, *, start_s: float) -> Iterator[TraceEntry]:
 
 def _messages(session: Mapping[str, Any]) -> Sequence[Any]:
     for name in MESSAGES:
-        found = session.get(name)
-        if isinstance(found, list):
-            return found
+        messages = session.get(name)
+        if isinstance(messages, list):
+            return messages
     raise ValueError("it has no list of messages")
 
 
-def _said(message: Mapping[str, Any]) -> str:
+def _text(message: Mapping[str, Any]) -> str:
     parts = [message.get(name) for name in ("content", "value", "text", "tool_calls")]
     return "".join(p if isinstance(p, str) else json.dumps(p, sort_keys=True) for p in parts if p)
 
 
-def _time(of: Mapping[str, Any]) -> float | None:
-    """Seconds; numbers past the year 5138 are milliseconds."""
-    found = next((of[name] for name in TIMES if of.get(name) is not None), None)
-    if isinstance(found, str):
-        return datetime.fromisoformat(found).timestamp()
-    if found is None or not math.isfinite(float(found)):
+def _time(entry: Mapping[str, Any]) -> float | None:
+    """In seconds; None: the entry names no time. Numbers past the year 5138 are milliseconds."""
+    time = next((entry[name] for name in TIMES if entry.get(name) is not None), None)
+    if isinstance(time, str):
+        return datetime.fromisoformat(time).timestamp()
+    if time is None or not math.isfinite(float(time)):
         return None
-    return float(found) / 1000 if float(found) > 1e11 else float(found)
+    return float(time) / 1000 if float(time) > 1e11 else float(time)
 
 
-class _Chain:
+class _HashedText:
     """A text as it grows: its length in tokens, and the hashes of its whole blocks."""
 
     def __init__(self, block: int) -> None:
-        self._n_chars = block * CHARS_A_TOKEN
+        self._n_chars = block * CHARS_PER_TOKEN
         self._rest = ""
         self._digest = b""
         self.blocks: list[int] = []
@@ -239,7 +239,7 @@ class _Chain:
     @property
     def n_tokens(self) -> int:
         n_whole = len(self.blocks) * self._n_chars
-        return -(-(n_whole + len(self._rest)) // CHARS_A_TOKEN)
+        return -(-(n_whole + len(self._rest)) // CHARS_PER_TOKEN)
 
     def add(self, text: str) -> None:
         rest = self._rest + text + "\n"

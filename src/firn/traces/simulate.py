@@ -53,7 +53,7 @@ class SimulatedTier:
         """(rank, -depth of the deepest, number of the request, run)."""
 
     def take(self, i: int) -> int:
-        """Request i uses what is there of its prompt, so many blocks; then the rest is stored."""
+        """Request i uses the stored blocks of its prompt and stores the rest; how many it used."""
         start, end = self._cuts[i]
         if start == end:
             return 0

@@ -1,7 +1,7 @@
 """A trace: requests in the order of their arrival, each a chain of blocks that says what it shares.
 
 Two requests share a prefix as far as their chains begin with the same blocks. Only whole blocks count:
-of a shorter rest a trace does not tell what it shares. Chains are kept as numbers of blocks in one
+a trace does not say what a shorter rest shares. Chains are kept as numbers of blocks in one
 array, so that a million requests fit in memory and other processes can map them.
 """
 
@@ -82,15 +82,15 @@ class Trace:
 
     @cached_property
     def known(self) -> Ints:
-        """Blocks of each prompt that came before: what a cache without limits has of it."""
+        """How many blocks of each prompt an earlier request had: what a cache without limits reuses."""
         seen = np.zeros(self.n_nodes, dtype=bool)
-        found = np.zeros(len(self), dtype=np.int32)
+        n_known = np.zeros(len(self), dtype=np.int32)
         for i in range(len(self)):
             path = self.path(i)
             asked = seen[path[: self.n_asked[i]]]
-            found[i] = len(asked) if asked.all() else int(asked.argmin())
+            n_known[i] = len(asked) if asked.all() else int(asked.argmin())
             seen[path] = True
-        return found
+        return n_known
 
     def save(self, folder: Path) -> None:
         for name in _ARRAYS:
@@ -140,9 +140,10 @@ class Trace:
 
 
 class _Chains:
-    """Blocks as numbers. Most of a chain was there before: that part is copied, not looked up.
+    """Numbers blocks. Most of a chain was seen before: that part is copied, not looked up.
 
-    By its parent too: whether a trace's hashes cover what lies before a block is its maker's word.
+    A block is identified by its hash and its parent: a hash ought to cover all that precedes the block,
+    but only the program that wrote the trace knows whether it does.
     """
 
     def __init__(self) -> None:
@@ -170,13 +171,13 @@ class _Chains:
             self.nodes.append(parent)
 
     def _known(self, chain: Sequence[int]) -> array[int]:
-        """The numbers of the longest part that is there; found by halves, as hashes say."""
+        """The numbers of the longest known prefix, found by bisection: hashes cover what precedes."""
         low, high, number = 0, len(chain), -1
         while low < high:
             middle = (low + high + 1) // 2
-            found = self._numbers.get(chain[middle - 1], -1)
-            if found >= 0 and self._depths[found] == middle - 1:
-                low, number = middle, found
+            candidate = self._numbers.get(chain[middle - 1], -1)
+            if candidate >= 0 and self._depths[candidate] == middle - 1:
+                low, number = middle, candidate
             else:
                 high = middle - 1
         if number < 0:

@@ -289,7 +289,7 @@ def test_permission_lost_and_given_back(tmp_path: Path) -> None:
             with pytest.raises(TierFault):
                 tier.scan()
             with pytest.raises(SetupError):
-                CacheFolder(folder, None).take()
+                CacheFolder(folder, None).inventory()
         finally:
             folder.chmod(0o700)
         assert tier.holds(records[0])

@@ -1,0 +1,74 @@
+"""How commands write to the terminal: plain consoles, progress bars, sizes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+PIPE_WIDTH = 1000
+UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def size(nbytes: int) -> str:
+    for unit, name in UNITS:
+        if nbytes >= unit:
+            return f"{nbytes / unit:.1f} {name}"
+    return f"{nbytes} bytes"
+
+
+def plain_console(*, soft_wrap: bool = True) -> Console:
+    """On stdout, without colours for numbers. soft_wrap: it breaks no lines.
+
+    In a pipe tables are neither cut nor folded, unless COLUMNS says how wide they may be.
+    """
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    width = None if is_terminal or "COLUMNS" in os.environ else PIPE_WIDTH
+    return Console(highlight=False, soft_wrap=soft_wrap, width=width)
+
+
+@contextmanager
+def bytes_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, if that is a terminal. Yields a function that adds bytes."""
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task(what, total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+@contextmanager
+def steps_progress(
+    what: str = "", total: int | None = None
+) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, if that is a terminal. Yields a function that sets how many steps are done, and
+    how many there are."""
+    bar = Progress(
+        TextColumn(f"{what} {{task.completed}} of {{task.total}}".strip()),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("", total=total)
+        yield lambda done, of: bar.update(task, completed=done, total=of)
