@@ -11,19 +11,20 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
 from mlx_lm import utils as mlx_utils
-from mlx_lm.models.cache import CacheList, ChunkedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache, make_prompt_cache
 
 from firn.core.errors import SetupError
 from firn.core.memory_plan import Transient
 from firn.models.faults import first_line
 from firn.models.foreign import foreign_format
+from firn.models.layers import leaves
 from firn.models.loader import read_config, tokenizer_fault
 from firn.models.local import find
 from firn.models.recognise import is_vision, stated_context_length
@@ -370,15 +371,7 @@ def _traced(model: Any, n_tokens: int) -> list[Any]:
     """The layers' caches after a prompt. Nothing is computed: their shapes are known without that."""
     layers = make_prompt_cache(model)
     model(mx.zeros((1, n_tokens), mx.int32), cache=layers)
-    return list(_leaves(layers))
-
-
-def _leaves(layers: Iterable[Any]) -> Iterator[Any]:
-    for layer in layers:
-        if isinstance(layer, CacheList):
-            yield from _leaves(layer.caches)
-        elif layer is not None:
-            yield layer
+    return [layer for layer in leaves(layers) if layer is not None]
 
 
 def _window_nbytes(layer: Any) -> int:

@@ -34,6 +34,7 @@ from firn.models.faults import LOAD_FAULTS, first_line
 from firn.models.fingerprint import Fingerprint, weight_files
 from firn.models.foreign import WHAT_TO_DO, foreign_format
 from firn.models.hub import HubRules, folder_of
+from firn.models.layers import MakeLayers
 from firn.models.model_arguments import IdsOnly, ModelArguments
 from firn.models.picture import Picture
 from firn.models.processor import VisionProcessor
@@ -68,7 +69,7 @@ EMBEDDINGS = frozenset(
 class LoadedModel:
     model: Any
     info: ModelInfo
-    make_layers: Callable[[], list[Any]]
+    make_layers: MakeLayers
     probe: list[Any]
     """Layer caches that hold one token: what a live row looks like."""
     arguments: ModelArguments

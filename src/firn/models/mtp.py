@@ -16,7 +16,6 @@ Owner: the engine thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +23,8 @@ from mlx import nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import ArraysCache, KVCache
 
-from firn.models.rewind import TRIMMED, kind, leaves
+from firn.models.layers import MakeLayers, kind, leaves
+from firn.models.rewind import TRIMMED
 from firn.models.vision import VisionModel
 
 STATE = "ArraysCache"
@@ -162,7 +162,7 @@ class MtpModel(nn.Module):  # type: ignore[misc]
         return logits
 
 
-def with_head_layer(make_layers: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
+def with_head_layer(make_layers: MakeLayers) -> MakeLayers:
     """`make_layers` with the head's layers at the end."""
 
     def make() -> list[Any]:

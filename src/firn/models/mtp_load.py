@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import glob
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
+from firn.models.layers import MakeLayers
 from firn.models.mtp import PredictionHead
 
 log = logging.getLogger("firn.models")
@@ -101,7 +102,7 @@ def read_head(folder: Path, config: Mapping[str, Any]) -> PredictionHead:
     return head
 
 
-def probe(model: Any, make_layers: Callable[[], list[Any]]) -> list[Any]:
+def probe(model: Any, make_layers: MakeLayers) -> list[Any]:
     """Layer caches that hold one token."""
     layers = make_layers()
     mx.eval(model(mx.array([[0]]), cache=layers), [layer.state for layer in layers])

@@ -13,8 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from firn.models.layers import kind
 from firn.models.ragged import ALL_COLUMNS, Columns, padded
-from firn.models.rewind import kind
 
 
 def in_blocks(layers: Sequence[Any], columns: Columns) -> list[Any]:

@@ -24,7 +24,7 @@ import mlx.core as mx
 import numpy as np
 
 from firn.core.values import Prompt, Thinned, TokenArray
-from firn.models.rewind import kind, leaves
+from firn.models.layers import MakeLayers, kind, leaves
 
 PLAIN = frozenset({"KVCache", "QuantizedKVCache"})
 STATES = frozenset({"ArraysCache", "MambaCache"})
@@ -115,7 +115,7 @@ def _rope_by_position(plain: Callable[..., mx.array]) -> Callable[..., mx.array]
 # --- which models --------------------------------------------------------------------------
 
 
-def why_not_sparse(model: Any, make_layers: Callable[[], list[Any]]) -> str | None:
+def why_not_sparse(model: Any, make_layers: MakeLayers) -> str | None:
     """Why prompts of this model cannot be thinned; None if they can. The model reads a few tokens."""
     kinds = {kind(layer) or type(layer).__name__ for layer in leaves(make_layers())}
     if kinds & STATES:
@@ -130,7 +130,7 @@ def why_not_sparse(model: Any, make_layers: Callable[[], list[Any]]) -> str | No
         return f"it does not take positions: {e}"
 
 
-def _agree(model: Any, make_layers: Callable[[], list[Any]]) -> bool:
+def _agree(model: Any, make_layers: MakeLayers) -> bool:
     """Whether tokens on both sides of a gap come out the same in one pass as in two, and differently
     from tokens without a gap."""
     ids = np.arange(1, 13, dtype=np.int64)

@@ -17,6 +17,7 @@ import mlx.core as mx
 from firn.core.memory_plan import DeviceKind
 from firn.models.batch import why_not_batchable
 from firn.models.faults import first_line
+from firn.models.layers import MakeLayers
 from firn.models.padding import in_blocks
 from firn.models.ragged import Columns
 from firn.models.rewind import RaggedStep, is_rewindable, ready
@@ -28,7 +29,7 @@ FED = (3, 1, 2)
 TRIED_BLOCK = 8
 
 
-def rewind_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | None:
+def rewind_fault(model: Any, make_layers: MakeLayers) -> str | None:
     """Why a lone row cannot take tokens back; None if it can."""
     try:
         worst = _least(lambda seed: _lone_difference(model, make_layers, seed=seed))
@@ -37,7 +38,7 @@ def rewind_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | None
     return f"a step that is taken back leaves traces ({worst:.1f})" if worst > FAR else None
 
 
-def ragged_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | None:
+def ragged_fault(model: Any, make_layers: MakeLayers) -> str | None:
     """Why rows cannot draft in groups; None if they can."""
     try:
         worst = _least(lambda seed: _difference(model, make_layers, seed=seed))
@@ -48,7 +49,7 @@ def ragged_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | None
     )
 
 
-def traits_of(model: Any, make_layers: Callable[[], list[Any]], kind: DeviceKind) -> Traits:
+def traits_of(model: Any, make_layers: MakeLayers, kind: DeviceKind) -> Traits:
     """The device's, adapted to this model."""
     traits = TRAITS[kind]
     if traits.columns.block == 1 or not _takes_bias(model, make_layers):
@@ -56,7 +57,7 @@ def traits_of(model: Any, make_layers: Callable[[], list[Any]], kind: DeviceKind
     return replace(traits, columns=replace(traits.columns, has_bias=True))
 
 
-def _takes_bias(model: Any, make_layers: Callable[[], list[Any]]) -> bool:
+def _takes_bias(model: Any, make_layers: MakeLayers) -> bool:
     """Whether attention takes masks of numbers. Models that apply masks by hand may need booleans."""
     n, text = LENGTHS[0], [3 * j % 50 + 1 for j in range(LENGTHS[0] + 4)]
     cache = prefilled(model, make_layers(), text[:n])
@@ -91,7 +92,7 @@ def _least(difference: Callable[[int], float]) -> float:
     return first if first <= FAR else min(first, difference(1))
 
 
-def _lone_difference(model: Any, make_layers: Callable[[], list[Any]], *, seed: int) -> float:
+def _lone_difference(model: Any, make_layers: MakeLayers, *, seed: int) -> float:
     """Feed two right tokens and two wrong ones, take the wrong ones back, then feed the right ones."""
     text = [(3 * j + seed) % 50 + 1 for j in range(LENGTHS[0] + 4)]
     n = LENGTHS[0]
@@ -104,7 +105,7 @@ def _lone_difference(model: Any, make_layers: Callable[[], list[Any]], *, seed: 
     return max(apart(alone[1], first[0][1]), apart(alone[-1], second[0][-1]))
 
 
-def _difference(model: Any, make_layers: Callable[[], list[Any]], *, seed: int) -> float:
+def _difference(model: Any, make_layers: MakeLayers, *, seed: int) -> float:
     texts = [
         [(7 * i + 3 * j + seed) % 50 + 1 for j in range(n + fed + 1)]
         for i, (n, fed) in enumerate(zip(LENGTHS, FED, strict=True))

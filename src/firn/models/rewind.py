@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from firn.models.layers import kind, leaves
 from firn.models.ragged import (
     ALL_COLUMNS,
     Columns,
@@ -24,24 +25,8 @@ from firn.models.ragged import (
     RaggedRing,
 )
 
-HOMES = frozenset({"mlx_lm.models.cache", "mlx_vlm.models.cache"})
-"""Both have cache classes of the names used here, with the same fields."""
 TRIMMED = frozenset({"KVCache", "QuantizedKVCache", "ChunkedKVCache"})
 """Lone caches that forget their newest tokens by moving their end."""
-
-
-def kind(layer: Any) -> str:
-    """The name of a cache class that is known here; '' for any other."""
-    cls = type(layer)
-    return cls.__name__ if cls.__module__ in HOMES else ""
-
-
-def leaves(layers: Sequence[Any]) -> list[Any]:
-    """Nested lists of caches, flattened in order."""
-    flat: list[Any] = []
-    for layer in layers:
-        flat += leaves(layer.caches) if hasattr(layer, "caches") else [layer]
-    return flat
 
 
 def is_rewindable(layers: Sequence[Any]) -> bool:

@@ -8,12 +8,13 @@ one after the other: a chunk is dispatched as a whole, and would hold all of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
+from firn.models.layers import leaves
 from firn.models.shapes import growth, rounded
 
 MORE_SHARE, MAX_MORE_TOKENS = 8, 1024
@@ -23,7 +24,7 @@ GROWING = (KVCache, QuantizedKVCache)
 """These classes exactly: others use their step for windows and rings."""
 
 
-def give_room(layers: Iterable[Any], n_tokens: int, *, few_shapes: bool = False) -> None:
+def give_room(layers: Sequence[Any], n_tokens: int, *, few_shapes: bool = False) -> None:
     """Make these caches grow next to `n_tokens`, and some more for the reply and the next turn.
 
     few_shapes: to one of the few buffer sizes of this device, with room for padding."""
@@ -57,18 +58,14 @@ def _grow(layer: Any, room: int) -> None:
     mx.eval(layer.keys, layer.values)
 
 
-def end_room(layers: Iterable[Any], *, few_shapes: bool = False) -> None:
+def end_room(layers: Sequence[Any], *, few_shapes: bool = False) -> None:
     """The prompt is read: from now on the caches grow by small steps."""
     for layer in _growing(layers):
         layer.step = growth(_n_room(layer)) if few_shapes else type(layer).step
 
 
-def _growing(layers: Iterable[Any]) -> Iterator[Any]:
-    for layer in layers:
-        if isinstance(layer, CacheList):
-            yield from _growing(layer.caches)
-        elif type(layer) in GROWING:
-            yield layer
+def _growing(layers: Sequence[Any]) -> list[Any]:
+    return [layer for layer in leaves(layers) if type(layer) in GROWING]
 
 
 def _n_room(layer: Any) -> int:

@@ -16,7 +16,7 @@ needs that token on the device only, so half of the pass is dispatched before th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from firn.models.backlog import HeadBacklog
 from firn.models.batch import MAX_PADDING_TOKENS, Group, PlainStep, Row, fork
 from firn.models.carry import HiddenAt, carry_of
 from firn.models.cpu.threads import Threads
+from firn.models.layers import MakeLayers
 from firn.models.masks import Masks
 from firn.models.model_arguments import IdsOnly, ModelArguments
 from firn.models.mtp import MtpModel
@@ -67,7 +68,7 @@ class Runner:
         model: Any,
         info: ModelInfo,
         *,
-        make_layers: Callable[[], list[Any]],
+        make_layers: MakeLayers,
         max_rows: int,
         arguments: ModelArguments | None = None,
         threads: Threads | None = None,

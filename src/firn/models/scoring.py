@@ -16,7 +16,7 @@ Owner: the engine thread.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,8 +28,8 @@ from firn.core.ports import Cursor, EngineLoad, PrefixCache
 from firn.core.values import CacheControl, ModelInfo, Namespace, Prompt, Scores
 from firn.models.batch import Row, restored_row
 from firn.models.cpu.threads import Threads
+from firn.models.layers import MakeLayers, kind, leaves
 from firn.models.placing import PLAIN
-from firn.models.rewind import kind, leaves
 from firn.models.room import give_room
 from firn.models.shapes import FewShapes
 
@@ -88,7 +88,7 @@ class AttentionScorer:
         model: Any,
         info: ModelInfo,
         *,
-        make_layers: Callable[[], list[Any]],
+        make_layers: MakeLayers,
         cache: PrefixCache[Cursor],
         owns_cache: bool = True,
         threads: Threads | None = None,

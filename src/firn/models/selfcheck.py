@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from firn.models.faults import first_line
+from firn.models.layers import MakeLayers
 from firn.models.sampling import to_host
 
 LENGTHS = (13, 4, 9)
@@ -33,7 +34,7 @@ CHUNKS_MATTER = {
 """Architectures whose result depends on where prefill is cut: records are reused at chunk ends only."""
 
 
-def batch_fault(model: Any, make_layers: Callable[[], list[Any]], architecture: str) -> str | None:
+def batch_fault(model: Any, make_layers: MakeLayers, architecture: str) -> str | None:
     """Why rows cannot be decoded together; None if they can."""
     if architecture in WRONG_WHEN_LONG:
         return WRONG_WHEN_LONG[architecture]
@@ -49,7 +50,7 @@ def batch_fault(model: Any, make_layers: Callable[[], list[Any]], architecture: 
     return None
 
 
-def _difference(model: Any, make_layers: Callable[[], list[Any]], *, seed: int) -> float:
+def _difference(model: Any, make_layers: MakeLayers, *, seed: int) -> float:
     """The largest difference between a row's logits alone and in a batch."""
     rows = [[(7 * i + 3 * j + seed) % 50 + 1 for j in range(n)] for i, n in enumerate(LENGTHS)]
     caches = [prefilled(model, make_layers(), ids[:-1]) for ids in rows]

@@ -18,7 +18,7 @@ Owner: the engine thread, through a runner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from mlx_lm.models.cache import KVCache
 from firn.core.common_chunks import common_end
 from firn.core.values import TokenArray
 from firn.models.faults import first_line
+from firn.models.layers import MakeLayers
 from firn.models.selfcheck import FAR, apart, prefilled
 
 WIDTHS = (16, 64, *range(256, 2049, 256))
@@ -154,7 +155,7 @@ class _PaddedCache(_ShortenedCache):
         return self._cache.keys[..., :n, :], self._cache.values[..., :n, :]
 
 
-def few_shapes(model: Any, make_layers: Callable[[], list[Any]]) -> FewShapes:
+def few_shapes(model: Any, make_layers: MakeLayers) -> FewShapes:
     """For this model, tried once. Raises ValueError with what was seen if padding changes results."""
     ids = np.arange(N_PAST + N_NEW + 1) % 50 + 1
     plain = prefilled(model, make_layers(), ids[:N_PAST].tolist())

@@ -15,6 +15,8 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
+from firn.models.layers import MakeLayers, leaves
+
 N_TRIES = 3
 DEPTH = 1024
 """Tokens in the cache that a step attends to."""
@@ -42,15 +44,14 @@ class Timing:
     decode: TimeSplit
 
 
-def measure(model: Any, make_layers: Callable[[], list[Any]], *, chunk: int) -> Timing:
+def measure(model: Any, make_layers: MakeLayers, *, chunk: int) -> Timing:
     """Call it on the thread that owns the model. Takes the time of a few chunks."""
     layers = make_layers()
     for start in range(0, DEPTH, chunk):
         _feed(model, layers, min(chunk, DEPTH - start))
-    flat = [part for layer in layers for part in getattr(layer, "caches", (layer,))]
     args = getattr(model, "args", None)
     n_heads = int(getattr(args, "num_attention_heads", 0) or 0)
-    shapes = [s for layer in flat if (s := _shape(layer, n_heads)) is not None]
+    shapes = [s for layer in leaves(layers) if (s := _shape(layer, n_heads)) is not None]
     return Timing(
         prefill=_split(model, layers, chunk, shapes), decode=_split(model, layers, 1, shapes)
     )

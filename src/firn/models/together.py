@@ -12,7 +12,7 @@ Owner: the engine thread, through the runner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +20,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from firn.models.batch import Row
+from firn.models.layers import MakeLayers
 from firn.models.selfcheck import FAR, LENGTHS, apart, prefilled
 from firn.models.shapes import width_for
 
@@ -32,7 +33,7 @@ def can_read_together(layers: Sequence[Any]) -> bool:
     return bool(layers) and all(type(layer) is KVCache for layer in layers)
 
 
-def together_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | None:
+def together_fault(model: Any, make_layers: MakeLayers) -> str | None:
     """Why rows do not come out of a padded pass as they do alone; None if they do.
 
     Batched decode does not prove this: its mask has one token a row.
@@ -41,7 +42,7 @@ def together_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | No
     return f"rows come out different of a padded pass ({worst:.1f})" if worst > FAR else None
 
 
-def _difference(model: Any, make_layers: Callable[[], list[Any]], *, seed: int) -> float:
+def _difference(model: Any, make_layers: MakeLayers, *, seed: int) -> float:
     texts = [[(7 * i + 3 * j + seed) % 50 + 1 for j in range(n)] for i, n in enumerate(LENGTHS)]
     rows, alone = [], []
     for text, n_past in zip(texts, PASTS, strict=True):

@@ -5,8 +5,14 @@ from __future__ import annotations
 import inspect
 
 from firn.core import ports
-from firn.models.ranks.runner import LOCAL, FollowerRunner, LeaderRunner
+from firn.models.ranks.runner import FollowerRunner, LeaderRunner
 from firn.models.runner import Runner
+
+LOCAL = frozenset(
+    {"confirm", "force", "groups", "live_nbytes", "prefill_together", "resume", "close"}
+)
+"""Methods that are not sent to followers: they run no collective, change only what is sampled, or are
+never called with ranks. (`resume` also marks a row as alone; `join` sends that.)"""
 
 
 def methods(cls: type) -> set[str]:

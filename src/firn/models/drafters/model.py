@@ -13,7 +13,7 @@ is the most likely to be right, however the row samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +24,10 @@ from firn.core.ports import Cursor, EngineLoad, PrefixCache
 from firn.core.values import Job
 from firn.models.batch import Group, Row, restored_row
 from firn.models.drafters import NO_DRAFT, Draft
+from firn.models.layers import MakeLayers, leaves
 from firn.models.padding import in_blocks
 from firn.models.ragged import MAX_FEED, RaggedCache
-from firn.models.rewind import RaggedStep, is_rewindable, leaves
+from firn.models.rewind import RaggedStep, is_rewindable
 from firn.models.sampling import to_host
 from firn.models.traits import TRAITS, Traits
 
@@ -64,7 +65,7 @@ class ModelDrafter:
     def __init__(
         self,
         model: Any,
-        make_layers: Callable[[], list[Any]],
+        make_layers: MakeLayers,
         *,
         cache: PrefixCache[Cursor],
         batchable: bool,

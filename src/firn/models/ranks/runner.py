@@ -144,13 +144,6 @@ class LeaderRunner(Runner):
             raise self.followers.end_group(f"rank 0 failed in {name}: {e!r}") from e
 
 
-LOCAL = frozenset(
-    {"confirm", "force", "groups", "live_nbytes", "prefill_together", "resume", "close"}
-)
-"""Methods that are not sent to followers: they run no collective, change only what is sampled, or are
-never called with ranks. (`resume` also marks a row as alone; `join` sends that.)"""
-
-
 class FollowerRunner(Runner):
     """A follower's. It has a method `on_NAME` for each call that rank 0 sends."""
 
