@@ -142,7 +142,7 @@ def _device_findings(device: DeviceReport) -> Iterator[Finding]:
 
         blas = attach("auto", memo=default_cache_dir() / "blas.json", again=True)
         slow = blas.library is None and sys.platform == "linux"
-        yield Finding("products", blas.text, "note" if slow else "ok")
+        yield Finding("BLAS", blas.text, "note" if slow else "ok")
 
 
 def _memory_finding(system: SystemMemory) -> Finding:
@@ -255,7 +255,7 @@ def time_model(name: str) -> Iterator[Finding]:
 
 def _time_text(split: TimeSplit) -> str:
     parts = {
-        "products": split.products_s,
+        "matrix products": split.products_s,
         "attention": split.attention_s,
         "Python": split.python_s,
         "the rest": split.rest_s,
