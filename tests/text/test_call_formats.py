@@ -106,6 +106,7 @@ CALLS: dict[str, list[tuple[str, list[tuple[str, Any]]]]] = {
     "pythonic": [
         ("<|tool_call_start|>[other(a='it''s'), get_weather(city='Rome', days=\"2\")]<|tool_call_end|>", [("other", {"a": "its"}), (WEATHER, {"city": "Rome", "days": 2})]),
         ("<|tool_call_start|>[other(a='it's a\nline', b={\"x\": null})]<|tool_call_end|>", [("other", {"a": "it's a\nline", "b": {"x": None}})]),
+        ("<|tool_call_start|>[other(a='C:\\users\\new', b='\\d+ \\x41 \\\\ \\U0001f642')]<|tool_call_end|>", [("other", {"a": "C:\\users\new", "b": "\\d+ A \\ 🙂"})]),
         ("<function_calls>\nother(a=1)\nother(b=[1, 2])\n</function_calls>", [("other", {"a": 1}), ("other", {"b": [1, 2]})]),
     ],
     "pythonic_bare": [

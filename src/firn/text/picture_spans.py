@@ -60,7 +60,7 @@ class PromptPictures:
             param = self._parts[0].param
             raise BadPicture(
                 param,
-                "the model's chat template shows no images here; send them in a user message.",
+                "the model's chat template has no place for images here; try a user message.",
             )
         text, pieces, at = rendered.text, [], 0
         grown: list[tuple[int, int]] = []  # (position in the old text, characters added up to it)

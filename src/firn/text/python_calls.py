@@ -11,6 +11,12 @@ from typing import Any, NamedTuple
 _JSON_WORDS = {"true": True, "false": False, "null": None}
 _AFTER_STRING = re.compile(r"\s*(?:[,)\]}:]|$)")
 _FAULTS = (SyntaxError, ValueError, TypeError, MemoryError, RecursionError)
+_BACKSLASH = re.compile(
+    r"""\\(?:[\\'"abfnrtv\n0-7] | N\{[A-Z0-9\ -]+\} | x[0-9a-fA-F]{2} | u[0-9a-fA-F]{4}
+         | U00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4})?""",
+    re.VERBOSE,
+)
+"""An escape of a string, or a stray backslash."""
 
 
 class PythonCall(NamedTuple):
@@ -40,6 +46,8 @@ def python_calls(text: str) -> list[PythonCall]:
 
 
 def _statements(text: str) -> list[ast.stmt]:
+    # As in a pattern or a path: Python would warn of "\d" on stderr, and refuse "\users".
+    text = _BACKSLASH.sub(lambda match: match[0] if len(match[0]) > 1 else "\\\\", text)
     try:
         return ast.parse(text).body
     except _FAULTS:
