@@ -185,6 +185,8 @@ def test_an_unknown_architecture(folder: Path, kind: object) -> None:
 def test_weights_that_are_missing(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     assert "weights are missing" in fault(lambda: load(folder, served_name="x"))
+    odd = folder.rename(folder.with_name("model [4bit]"))
+    assert "rename it" in fault(lambda: load(odd, served_name="x")), "mlx-lm reads it as a pattern"
 
 
 def test_a_shard_that_is_missing(folder: Path) -> None:
