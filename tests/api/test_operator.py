@@ -158,7 +158,10 @@ def test_how_busy_it_is_is_the_operators(keyed: Real, open_server: Real) -> None
     assert anyone["status"] == "ok"
     assert "calls" not in anyone
     assert set(anyone["engine"]) == {"alive", "last_step_age_s"}
+    assert "speculation" not in anyone, "what others generate"
+    assert "reason" not in str(anyone["cache"]), "names a folder, a bucket, a host"
     assert "calls" not in ask(keyed, "GET", "/health", x_api_key="alice").json()
+    assert "speculation" in ask(keyed, "GET", "/health", x_api_key="root").json()
     assert ask(keyed, "GET", "/health", x_api_key="root").json()["engine"]["waiting"] == 0
     assert ask(open_server, "GET", "/health").json()["calls"] == 0
 

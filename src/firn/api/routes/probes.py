@@ -7,6 +7,7 @@ operator alone.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -54,6 +55,7 @@ def _health(services: Services, caller: Caller) -> dict[str, Any]:
     engine = services.engine.health()
     calls: dict[str, Any] = {}
     stages: dict[str, Any] = {}
+    details = services.health_details()
     if caller.operator or not services.keys.required:
         calls = {"calls": services.event_router.n_calls}
         stages = {
@@ -61,6 +63,8 @@ def _health(services: Services, caller: Caller) -> dict[str, Any]:
             "prefilling": engine.n_prefilling,
             "decoding": engine.n_decoding,
         }
+    else:
+        details = _for_anyone(details)
     return {
         "status": "ok" if engine.alive else "engine dead",
         "version": __version__,
@@ -72,8 +76,17 @@ def _health(services: Services, caller: Caller) -> dict[str, Any]:
             "last_step_age_s": round(engine.last_step_age_s, 3),
             **stages,
         },
-        **services.health_details(),
+        **details,
     }
+
+
+def _for_anyone(details: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether it works: no counts of what others do, no folder, bucket or host that a fault names."""
+    cache = {
+        name: {"state": part["state"]} if isinstance(part, Mapping) else part
+        for name, part in details.get("cache", {}).items()
+    }
+    return {"cache": cache} | {k: v for k, v in details.items() if k == "ranks"}
 
 
 def _why_not_ready(services: Services) -> str | None:
