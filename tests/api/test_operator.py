@@ -158,7 +158,8 @@ def test_only_the_operator_sees_how_busy_the_server_is(keyed: Real, open_server:
     assert anyone["status"] == "ok"
     assert "calls" not in anyone
     assert set(anyone["engine"]) == {"alive", "last_step_age_s"}
-    assert "speculation" not in anyone
+    assert "speculation" not in anyone, "what others generate"
+    assert "reason" not in str(anyone["cache"]), "names a folder, a bucket, a host"
     assert "calls" not in ask(keyed, "GET", "/health", x_api_key="alice").json()
     assert "speculation" not in ask(keyed, "GET", "/health", x_api_key="alice").json()
     assert "speculation" in ask(keyed, "GET", "/health", x_api_key="root").json()

@@ -30,6 +30,66 @@ sys.exit(app.serve(config))
 """
 
 
+FAILING = """
+import sys
+import mlx.core as mx
+from firn.core.errors import SetupError
+from firn.engine import Engine
+
+def load():
+    arrays = [mx.random.normal((300, 300)) for _ in range(200)]
+    mx.eval(arrays)
+    many = [[object() for _ in range(1000)] for _ in range(300)]
+    raise SetupError("no weights")
+
+try:
+    Engine(load, print, on_death=print).start()
+except SetupError as error:
+    sys.exit(error.message)
+"""
+START = """
+import mlx.core as mx
+from firn import app
+from firn.engine import Engine
+
+def load():
+    print("loading", flush=True)
+    arrays = [mx.random.normal((300, 300)) for _ in range(200)]
+    mx.eval(arrays)
+    while True:
+        mx.eval([a @ a for a in arrays])
+
+app.build = lambda config, **more: Engine(load, print, on_death=print).start()
+from firn.cli import make_cli
+make_cli(app.serve)(["serve", "--port", "0"])
+"""
+
+
+def test_a_start_that_fails_ends_in_one_line() -> None:
+    """Not in an abort, because the engine's thread is still at its end."""
+    command = [sys.executable, "-c", FAILING]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stderr) == (1, "no weights\n")
+
+
+def test_ctrl_c_while_the_model_is_loaded() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", START],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loading\n"
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, told) == (130, "")
+
+
 def told_to_stop(
     hang: str,
     *,

@@ -185,6 +185,8 @@ def test_an_unknown_architecture_is_refused(folder: Path, kind: object) -> None:
 def test_missing_weights_are_refused(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     assert "weights are missing" in fault(lambda: load(folder, served_name="x"))
+    odd = folder.rename(folder.with_name("model [4bit]"))
+    assert "rename it" in fault(lambda: load(odd, served_name="x")), "mlx-lm reads it as a pattern"
 
 
 def test_a_missing_shard_is_named(folder: Path) -> None:

@@ -6,6 +6,7 @@ arrays it creates.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import logging
@@ -271,6 +272,10 @@ def _template_of_processor(folder: Path) -> dict[str, Any]:
 
 def _check_files(folder: Path, adapter: Path | None, *, vision: bool) -> None:
     if not weight_files(folder, vision=vision):
+        if glob.escape(str(folder)) != str(folder):
+            raise SetupError(
+                f"{folder}: mlx-lm finds no weights in a folder with [, * or ? in its path; rename it."
+            )
         foreign = foreign_format(folder)
         raise SetupError(foreign or f"{folder} has no model*.safetensors: the weights are missing.")
     index = folder / "model.safetensors.index.json"

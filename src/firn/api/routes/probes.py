@@ -6,6 +6,7 @@ If callers have keys, only the operator sees how busy the server is: a key must 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -53,16 +54,16 @@ def _health(services: Services, caller: Caller) -> dict[str, Any]:
     engine = services.engine.health()
     calls: dict[str, Any] = {}
     stages: dict[str, Any] = {}
-    details = dict(services.health_details())
-    if services.keys.required and not caller.operator:
-        details.pop("speculation", None)  # it counts everybody's tokens
-    else:
+    details = services.health_details()
+    if caller.operator or not services.keys.required:
         calls = {"calls": services.event_router.n_calls}
         stages = {
             "waiting": engine.n_waiting,
             "prefilling": engine.n_prefilling,
             "decoding": engine.n_decoding,
         }
+    else:
+        details = _for_anyone(details)
     return {
         "status": "ok" if engine.alive else "engine dead",
         "version": __version__,
@@ -76,6 +77,15 @@ def _health(services: Services, caller: Caller) -> dict[str, Any]:
         },
         **details,
     }
+
+
+def _for_anyone(details: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether it works: no counts of what others do, no folder, bucket or host that a fault names."""
+    cache = {
+        name: {"state": part["state"]} if isinstance(part, Mapping) else part
+        for name, part in details.get("cache", {}).items()
+    }
+    return {"cache": cache} | {k: v for k, v in details.items() if k == "ranks"}
 
 
 def _why_not_ready(services: Services) -> str | None:
