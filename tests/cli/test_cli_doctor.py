@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 from rich.console import Console
 
+from firn.assembly import memory as memory_plans
 from firn.cli.doctor import Finding, describe_model, doctor, look_at_machine, look_at_model, size
 from firn.cli.doctor_budget import as_computed, budget_rows, machine_of, model_of, verdict
 from firn.config import BUILTIN_MODEL
@@ -40,6 +41,12 @@ MAC = DeviceReport("Metal", "Apple M9", 64 * GIB, 48 * GIB)
 LINUX = DeviceReport("CPU", "EPYC", None, None)
 METAL = MemoryOptions(chunk=512)
 GPU = DeviceReport("CUDA", "H200", 139 * GIB, None)
+
+
+@pytest.fixture(autouse=True)
+def _no_other_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What servers of this machine have reserved would be taken off what fits."""
+    monkeypatch.setattr(memory_plans, "reservations_folder", lambda: tmp_path / "nobody")
 
 
 @pytest.fixture(scope="module")
