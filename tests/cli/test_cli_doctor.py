@@ -35,6 +35,7 @@ from firn.host.machine import (
 )
 from firn.models.cpu.dtype import widened_nbytes
 from firn.models.inspect import CacheCost, DeviceReport, ModelReport, inspect_folder
+from tests.cli import command
 
 GIB = 2**30
 MAC = DeviceReport("Metal", "Apple M9", 64 * GIB, 48 * GIB)
@@ -66,18 +67,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    script = "from firn.cli import main; main()"
-    environ = os.environ | {"COLUMNS": "300"}
-    return subprocess.run(
-        [sys.executable, "-c", script, "doctor", *arguments],
-        capture_output=True,
-        text=True,
-        env=environ,
-    )
+    return command.run("doctor", *arguments, COLUMNS="300")
 
 
 def test_the_machine_alone_is_well() -> None:
-    result = run()
+    """In a process of its own, where nothing else has imported what it looks at."""
+    script = "from firn.cli import main; main()"
+    result = subprocess.run(
+        [sys.executable, "-c", script, "doctor"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"COLUMNS": "300"},
+    )
     assert result.returncode == 0, result.stdout
     for word in ("firn", "Python", "mlx", "mlx-lm", "platform", "device", "memory", "disk"):
         assert word in result.stdout
