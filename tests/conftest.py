@@ -30,13 +30,17 @@ HEAVY = (
     "cache/test_ssd_story.py", "cli/test_cli_commands.py", "cli/test_cli_doctor.py",
     "fleet/test_front.py", "models/cpu/test_cpu_functions.py", "cli/test_bench.py",
     "models/test_hub.py", "vision/test_loading.py", "models/drafters/test_mtp.py",
-    "host/test_shutdown.py",
+    "host/test_shutdown.py", "vision/test_against_mlx_vlm.py", "vision/test_disk.py",
+    "vision/test_guesses.py",
 )  # fmt: skip
 """Files that take longest come first: a worker that began one last would keep the others waiting."""
 
 # Newer Apple GPUs, and NVIDIA's, multiply float32 with 10 bits of it otherwise, and tests compare logits
 # of batched and single rows. MLX reads this with its first product.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
+# One text needs no threads of the tokenizer's own: waking and stopping them is a tenth of its work.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # MLX hands each operation to a thread of its own, and Linux would let that thread interrupt the one that
 # is about to hand over the next: half of a tiny model's step is switching between the two. As a batch

@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 from rich.console import Console
 
+from firn.assembly import memory as memory_plans
 from firn.cli.doctor import Finding, describe_model, doctor, machine_findings, model_findings
 from firn.cli.doctor_budget import as_computed, budget_rows, machine_of, model_of, verdict
 from firn.cli.terminal import size
@@ -35,12 +36,19 @@ from firn.host.machine import (
 )
 from firn.models.cpu.dtype import widened_nbytes
 from firn.models.inspect import CacheCost, DeviceReport, ModelReport, inspect_folder
+from tests.cli import command
 
 GIB = 2**30
 MAC = DeviceReport("Metal", "Apple M9", 64 * GIB, 48 * GIB)
 LINUX = DeviceReport("CPU", "EPYC", None, None)
 METAL = MemoryOptions(chunk=512)
 GPU = DeviceReport("CUDA", "H200", 139 * GIB, None)
+
+
+@pytest.fixture(autouse=True)
+def _no_other_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What servers of this machine have reserved would be taken off what fits."""
+    monkeypatch.setattr(memory_plans, "reservations_folder", lambda: tmp_path / "nobody")
 
 
 @pytest.fixture(scope="module")
@@ -60,18 +68,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    script = "from firn.cli import main; main()"
-    environ = os.environ | {"COLUMNS": "300"}
-    return subprocess.run(
-        [sys.executable, "-c", script, "doctor", *arguments],
-        capture_output=True,
-        text=True,
-        env=environ,
-    )
+    return command.run("doctor", *arguments, COLUMNS="300")
 
 
 def test_the_machine_alone_is_well() -> None:
-    result = run()
+    """In a process of its own, where nothing else has imported what it looks at."""
+    script = "from firn.cli import main; main()"
+    result = subprocess.run(
+        [sys.executable, "-c", script, "doctor"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"COLUMNS": "300"},
+    )
     assert result.returncode == 0, result.stdout
     for word in ("firn", "Python", "mlx", "mlx-lm", "platform", "device", "memory", "disk"):
         assert word in result.stdout

@@ -154,7 +154,7 @@ def test_steps_of_few_shapes_say_the_same(name: str) -> None:
 def test_what_is_stored_is_what_was_accepted(name: str) -> None:
     """A second turn resumes after the first reply, which was written with wrong drafts in between."""
     requests = story(2, samplings=[GREEDY], n_requests=4)
-    requests = [(p, n + 50, 1, s) for p, n, _, s in requests]
+    requests = [(p, n + 36, 1, s) for p, n, _, s in requests]  # more than a block
     options: dict[str, Any] = {"chunk": 32, "block": 32, "max_rows": 3}
     with running(plain(name), cache_nbytes=None, **options) as harness:
         first = tell(harness, requests)

@@ -17,7 +17,7 @@ SMALL = {
 }  # fmt: skip
 
 
-def small_trace(seed: int, n_requests: int = 300) -> Trace:
+def small_trace(seed: int, n_requests: int = 200) -> Trace:
     """Agents with short memories: all that they do, in blocks of a few tokens."""
     return Trace.of(agent_trace(n_requests, seed=seed, block=BLOCK, **SMALL), block=BLOCK)
 

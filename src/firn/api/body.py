@@ -62,11 +62,11 @@ def check_content_type(headers: Iterable[tuple[bytes, bytes]]) -> None:
     A web page may post other types to a server on the user's own machine without asking. For JSON the
     browser asks first, and the answer is no (see --allow-origin).
     """
-    given = dict(headers)
-    media_type = given.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    by_name = dict(headers)
+    media_type = by_name.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if media_type != b"application/json" and not media_type.endswith(b"+json"):
         raise BadRequest("The header 'content-type: application/json' is required.")
-    encoding = given.get(b"content-encoding", b"").strip().lower()
+    encoding = by_name.get(b"content-encoding", b"").strip().lower()
     if encoding not in (b"", b"identity"):
         raise BadRequest("The body is compressed (content-encoding); send it as plain JSON.")
 
@@ -88,7 +88,7 @@ async def decoded(raw: bytes, pool: Executor, decode: Callable[[dict[str, Any]],
 def parse_object(raw: bytes) -> dict[str, Any]:
     try:
         json_bounds.check(raw)
-        value = parse(raw.decode("utf-8-sig"))  # files of some editors begin with a byte order mark
+        value = parse(raw.decode("utf-8-sig"))  # some editors begin files with a byte order mark
     except UnicodeDecodeError as error:
         raise BadRequest(f"The body is not UTF-8: {error.reason} at byte {error.start}.") from None
     except json.JSONDecodeError as error:
@@ -113,7 +113,7 @@ def parse(text: str) -> object:
         raise
     except RecursionError:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
-    except ValueError:  # Python reads no longer ones, and says how to change that in Python
+    except ValueError:  # Python's limit of digits; its own message is about Python
         raise ValueError("a number with too many digits") from None
     if text.count("[") + text.count("{") > MAX_DEPTH and _deeper_than(value, MAX_DEPTH):
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels")

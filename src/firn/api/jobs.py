@@ -53,9 +53,7 @@ class JobMaker:
         if limit is not None and (request.max_tokens or 0) > limit:
             raise InvalidValue("max_tokens", f"must be at most {limit} on this server")
         max_rows = self._services.limits.max_rows
-        if (
-            request.n > max_rows
-        ):  # the engine would refuse it too, after a stream has begun with a 200
+        if request.n > max_rows:  # the engine would refuse it only after a stream has begun
             raise InvalidValue("n", f"{request.n} replies are over the limit of {max_rows}")
         if not model.generates:
             raise BadRequest("This model makes embeddings; it does not generate.", param="model")

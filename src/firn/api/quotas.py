@@ -122,10 +122,12 @@ class Quotas:
                 retry_after_s=RETRY_S,
             )
         n_waiting = sum(call.meter.n_waiting for call in account.calls)
-        if self._max_waiting and n_requests > self._max_waiting:  # waiting would not help: no 429
+        if (
+            self._max_waiting and n_requests > self._max_waiting
+        ):  # not a 429: waiting would not help
             raise InvalidValue(
                 "prompt",
-                f"{n_requests} prompts at once are over the limit of {self._max_waiting} of a key",
+                f"{n_requests} prompts at once are over the limit of {self._max_waiting} for a key",
             )
         if self._max_waiting and n_waiting + n_requests > self._max_waiting:
             raise KeyLimit(

@@ -49,16 +49,16 @@ class RunningRequest:
     reply: list[int] = field(default_factory=list)
     """Tokens of its first choice. Like `prompt`, kept only for a trace or for the dashboard."""
     n_dropped: Counter[int] = field(default_factory=Counter)
-    """By choice: tokens that came after its end."""
+    """By choice: tokens that arrived after its end."""
     submitted: bool = False
     done: bool = False
 
     def drop(self, token: Token) -> None:
-        """It was made before the engine heard of the stop. What its step has guessed rightly behind the
-        stop is not in the reply."""
+        """Count a token that was computed before the engine knew of the stop. What its step drafted
+        rightly after the stop is not in the reply."""
         self.n_dropped[token.choice] += 1
         self.n_drafted += token.n_drafted
-        # The last token of a step comes behind its draft: it is none of those that were accepted.
+        # The last token of a step follows its draft, and is not one of the accepted tokens.
         self.n_accepted += max(token.n_accepted + 1 - self.n_dropped[token.choice], 0)
 
     @property

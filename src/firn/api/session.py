@@ -99,10 +99,10 @@ class Session:
         services, runs = self._services, self._runs.values()
         for run in runs:
             self._jobs.check(run.request)
-        most = services.limits.max_requests
-        if len(runs) > most:  # for ever, so no 429
+        limit = services.limits.max_requests
+        if len(runs) > limit:  # not a 429: trying again would not help
             raise InvalidValue(
-                "prompt", f"{len(runs)} prompts at once are over the limit of {most} (--max-queue)"
+                "prompt", f"{len(runs)} prompts at once are over the limit of {limit} (--max-queue)"
             )
         router = services.event_router
         if router.n_calls >= services.limits.max_calls:

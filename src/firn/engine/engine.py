@@ -31,11 +31,13 @@ IDLE_TICK_S = 0.5
 LOAD_TICK_S = 0.005
 """How often it does while requests wait for a load."""
 START_FAILED_S = 10.0
-"""How long a thread whose parts could not be built has to end."""
+"""How long a thread whose parts could not be built may take to end."""
 TASKS = Path("/proc/self/task")
 """Linux lists the threads of a process here."""
 UNSEEN_END_S = 0.05
-"""Elsewhere, how long a thread gets that has left Python."""
+"""Elsewhere its end cannot be seen: how long a thread that has left Python may take to end."""
+END_POLL_S = 0.001
+"""How often to look whether it has: nothing signals it, and an exit waits."""
 
 
 class Engine(Generic[P]):
@@ -71,7 +73,7 @@ class Engine(Generic[P]):
         try:
             return self._ready.result()
         except BaseException:
-            _see_off(self._thread, START_FAILED_S)
+            _await_end(self._thread, START_FAILED_S)
             raise
 
     @property
@@ -149,7 +151,7 @@ class Engine(Generic[P]):
         with self._lock:
             self._stopping = True
         self._inbox.put(lambda: None)
-        _see_off(self._thread, timeout_s)
+        _await_end(self._thread, timeout_s)
 
     # --- the engine thread -----------------------------------------------------------------
 
@@ -221,15 +223,15 @@ class Engine(Generic[P]):
         self._loop.inflight.flush()
 
 
-def _see_off(thread: threading.Thread, timeout_s: float) -> None:
-    """Wait until the thread has ended as the system sees it.
+def _await_end(thread: threading.Thread, timeout_s: float) -> None:
+    """Wait until the system, too, has ended the thread.
 
-    MLX lets go of what it keeps for a thread behind the thread's last line of Python, and takes Python's
-    lock for that: a process that ends at this very moment is aborted.
+    MLX frees what it keeps for a thread after the thread's last line of Python, and takes the GIL for
+    that: a process that exits at that moment is aborted.
     """
     until = time.monotonic() + timeout_s
     thread.join(timeout_s)
     if not TASKS.exists():
         time.sleep(UNSEEN_END_S)
     while (TASKS / str(thread.native_id)).exists() and time.monotonic() < until:
-        time.sleep(0.001)
+        time.sleep(END_POLL_S)

@@ -19,7 +19,7 @@ from firn.api.auth import Caller, Keys
 from firn.api.body import ClientGone, decoded
 from firn.api.body_reader import BodyReader
 from firn.api.dialects import ApiCall, Dialect, Encoder, ReplyHead
-from firn.api.errors import ErrorShapes, RenderError
+from firn.api.errors import ErrorShapes
 from firn.api.exchange import Exchange, exchange_of, send_error, send_json
 from firn.api.fields import Fields
 from firn.api.generate import while_connected
@@ -181,12 +181,9 @@ class Relay:
     def dialect(self, path: str) -> Dialect | None:
         return self._dialects.get(path)
 
-    def render_error(self, path: str) -> RenderError:
-        return self._shapes.of(path)
-
 
 def check_may_load(caller: Caller, keys: Keys) -> None:
-    """Raises Forbidden: loading and unloading by itself, without a request that needs the model."""
+    """For loading and unloading on demand, not for a request that needs the model. Raises Forbidden."""
     if not (caller.operator or (caller.has_key and not keys.has_admin)):
         raise Forbidden(
             "Only the operator of this server may load and unload models (--admin-key)."
@@ -228,14 +225,14 @@ class _RelayedCall:
             return False
         if self._request.keep_alive_s != 0:
             return False
-        return not self._decoded().requests  # a picture or a suffix is something to read, too
+        return not self._decode().requests  # a picture or a suffix counts as a prompt, too
 
     async def answer_unloaded(self, send: Send) -> None:
-        call = self._decoded()
+        call = self._decode()
         head = _head_of(self._exchange, self._model.spec.name)
         await send_json(send, call.fold(head, [Ended(Usage(0, 0))]))
 
-    def _decoded(self) -> ApiCall:
+    def _decode(self) -> ApiCall:
         assert self._dialect is not None
         return self._dialect.decode(self._request.body, namespace=self._exchange.caller.key_id)
 
@@ -285,7 +282,7 @@ class _RelayedCall:
         the model's process has, and are checked there."""
         self._wants_stream = self._request.stream is True
         if self._dialect is not None and self._scope["path"] != RESPONSES:
-            self._wants_stream = self._decoded().stream
+            self._wants_stream = self._decode().stream
 
     async def _send_keep_alive(self, send: Send, *, waited_s: float) -> None:
         """Send a comment line on a waiting stream, so that clients and proxies keep it open."""

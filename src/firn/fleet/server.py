@@ -244,7 +244,7 @@ async def _run(config: Config, catalogue: ModelCatalogue, folder: Path, sock: so
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
-    if not outlives_terminal():  # a closed terminal tells twice: by the system and by the shell
+    if not outlives_terminal():  # a closed terminal sends it twice: the system does, and the shell
         loop.add_signal_handler(signal.SIGHUP, stop_once)
     running = asyncio.create_task(parts.fleet.run())
     names = ", ".join(spec.name for spec in catalogue)

@@ -74,7 +74,9 @@ def _source(body: Fields, defaults: Defaults, reasoning: Reasoning) -> Source | 
     if not prompt and not pictures and not suffix:
         return None
     if pictures and (raw or suffix):
-        raise InvalidValue("images", "need the chat template: not with raw or suffix")
+        raise InvalidValue(
+            "images", "need the chat template, and cannot be combined with raw or suffix"
+        )
     if suffix:
         return FillInMiddle(prompt, suffix)
     if raw:

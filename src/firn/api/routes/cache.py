@@ -83,7 +83,7 @@ class CacheRoutes:
     async def clear(
         self, request: Request, namespace: str | None = None, model: str | None = None
     ) -> dict[str, Any]:
-        """namespace: all digits of it, as `firn cache show` prints them; must be the caller's own."""
+        """namespace: the whole digest, as `firn cache show` prints it; must be the caller's own."""
         check_may_change_cache(request.scope)
         if model is not None and not self._services.serves(model):
             raise NotFound(f"The model {model!r} is not served here.", param="model")
@@ -110,7 +110,7 @@ class CacheRoutes:
 
     async def _compute(self, generate: GenerateRequest, request: Request) -> None:
         exchange = exchange_of(request.scope)
-        # All of it is read: of a thinned prompt nothing could be pinned.
+        # In full, because nothing of a thinned prompt could be pinned.
         short = replace(
             generate, max_tokens=1, n=1, top_logprobs=None, grammar=None, sparse_keep=IN_FULL
         )

@@ -148,7 +148,7 @@ class _Reranking:
         """Ask each prompt for "yes"; if "no" is not among its likeliest tokens, for "no" too."""
         yes, no = self._reranker.yes, self._reranker.no
         first, n_cached = await self._logprobs(prompts, yes)
-        self.n_cached += n_cached  # what is asked twice is one prompt of the caller's
+        self.n_cached += n_cached  # not of the second: it reads the same prompts again
         no_bytes = self._services.tokenizer.token_bytes(no)
         others: list[float | None] = [
             next((logprob for _, raw, logprob in token.top if raw == no_bytes), None)
@@ -176,7 +176,7 @@ class _Reranking:
                 max_tokens=1,
                 top_logprobs=N_LIKELIEST,
                 ignore_eos=True,
-                sparse_keep=IN_FULL,  # nothing in the answer could say that it is approximate
+                sparse_keep=IN_FULL,  # the answer could not say that it is approximate
             )
             for ids in prompts
         ]
