@@ -25,7 +25,7 @@ from tests.cache.lab import (
     records_of,
     tree,
 )
-from tests.cache.test_decisions import ask, found, server, settle
+from tests.cache.test_decisions import admission, ask, server, settle
 from tests.dict_tier import DictTier
 from tests.hash_runner import prompt_of as words
 
@@ -58,7 +58,7 @@ def test_a_prompt_that_is_longer_than_memory_is_stored_to_its_end(
         assert counted["ssd"]["used_bytes"] > limit_nbytes
         lab.check()
     with server(tmp_path, shape) as lab:
-        assert dict(found(ask(lab, ids)).tiers) == {"ssd": N - 1}
+        assert dict(admission(ask(lab, ids)).tiers) == {"ssd": N - 1}
 
 
 def opened(stored: dict[str, bytes], *, limit_nbytes: int) -> PrefixTree:

@@ -40,6 +40,7 @@ SUBFOLDERS = tuple(f"{i:02x}" for i in range(256))
 COUNTED = (*SUBFOLDERS, QUARANTINE)
 INDEX = {sub: i for i, sub in enumerate(COUNTED)}
 DEFAULT_LIMIT_NBYTES = 10 << 30
+WORTH_RAISING = 1.1
 BLOCK_NBYTES = 4096
 LARGE_NBYTES = 4 << 20
 """From this size on, a file may take one block more, where the file system maps its blocks."""
@@ -459,3 +460,9 @@ def read_heads(folder: Path) -> Iterator[ScannedRecord]:
 def default_limit(free_nbytes: int, used_nbytes: int = 0) -> int:
     """10 GiB, but never more than a quarter of what is free or used by the cache already."""
     return max(min(DEFAULT_LIMIT_NBYTES, (free_nbytes + used_nbytes) // 4), 0)
+
+
+def raised_limit(limit_nbytes: int, *, free_nbytes: int, used_nbytes: int) -> int:
+    """The default limit after a full disk was emptied; a little more room changes nothing."""
+    limit = default_limit(free_nbytes, used_nbytes)
+    return limit if limit > WORTH_RAISING * limit_nbytes else limit_nbytes

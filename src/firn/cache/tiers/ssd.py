@@ -48,16 +48,15 @@ from firn.cache.tiers._folder import (
     FolderLock,
     Page,
     allocated,
-    default_limit,
     fault_of,
     path_of,
     quarantine_surplus,
+    raised_limit,
 )
 from firn.cache.tiers._known import UNLISTED, KnownFiles, is_foreign
 
 SLACK_NBYTES = 2 * BLOCK_NBYTES
 """What a new name may add to the size of folders."""
-WORTH_MORE = 1.1
 HOUR_S = 3600
 SCAN_BATCH = 128
 SCAN_THREADS = 4
@@ -451,9 +450,9 @@ class SsdTier:
                 page.nbytes[i] = self._known.relist(COUNTED[i], int(page.counters[i]) + 1)
                 page.counters[i] += 1
             own = before = self._own_limit
-            if self._has_auto_limit and own < DEFAULT_LIMIT_NBYTES:  # a full disk may be emptied
-                fits = default_limit(self._disk.free_nbytes(), int(page.nbytes.sum()))
-                own = self._own_limit = fits if fits > WORTH_MORE * own else own
+            if self._has_auto_limit and own < DEFAULT_LIMIT_NBYTES:
+                free, used = self._disk.free_nbytes(), int(page.nbytes.sum())
+                own = self._own_limit = raised_limit(own, free_nbytes=free, used_nbytes=used)
             is_ours = page.limit_nbytes in (0, before) and own != page.limit_nbytes
             is_new_limit = not self._guest and (is_ours or not self._has_joined)
             if is_new_limit:
