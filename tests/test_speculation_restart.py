@@ -16,7 +16,7 @@ from firn.config import CacheConfig
 from firn.models.drafters.lookup import Lookup
 from tests.api.real import Real, serving
 from tests.cache.pending import settle
-from tests.models.drafting import Bold
+from tests.models.drafting import AnyWidth
 from tests.oracle import Oracle
 from tests.test_speculation_server import ask, config
 from tests.zoo import ZOO, build, folder, write_folder
@@ -30,7 +30,7 @@ def test_the_built_in_models_answer_right_after_a_restart(model: str, tmp_path: 
 
     def sit() -> Oracle:
         tier = SsdTier(TierOptions(str(tmp_path), 64 * MIB))
-        return Oracle(model, block=16, tier=tier, speculation=lambda: Bold(Lookup()))
+        return Oracle(model, block=16, tier=tier, speculation=lambda: AnyWidth(Lookup()))
 
     with sit() as oracle:
         exams = [oracle.exam(seed, n_facts=6) for seed in range(4)]

@@ -15,7 +15,7 @@ Replies = Mapping[tuple[tuple[int, ...], int], Sequence[int]]
 """What is said to a prompt, by the prompt and the number of its choice."""
 
 
-class Knowing:
+class KnownReplies:
     """Knows every reply beforehand, and drafts each token right with this probability."""
 
     is_free = True
@@ -65,7 +65,7 @@ class Knowing:
         self._known.clear()
 
 
-class Bold(Speculation):
+class AnyWidth(Speculation):
     """Tries drafts of any length, at random, whatever comes of them."""
 
     def __init__(

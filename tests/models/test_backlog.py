@@ -27,7 +27,7 @@ BLOCK = 32
 N_DRAFTED = 4
 
 
-class Resting(Speculation):
+class DraftsAt(Speculation):
     """Asks the head where `drafts_at` says so; in between it skips steps."""
 
     def __init__(self, drafter: Any, *, drafts_at: Callable[[int], bool]) -> None:
@@ -46,14 +46,14 @@ class Resting(Speculation):
             self.told[row.n_tokens + len(row.pending)] = self._rows[row].next
 
 
-def resting(
+def drafting_at(
     name: str, drafts_at: Callable[[int], bool] = lambda n: False, **options: Any
-) -> tuple[Any, list[Resting]]:
+) -> tuple[Any, list[DraftsAt]]:
     make, made = built(name)
-    speculation: list[Resting] = []
+    speculation: list[DraftsAt] = []
 
-    def speculate() -> Resting:
-        speculation.append(Resting(MtpDrafter(made[-1]), drafts_at=drafts_at))
+    def speculate() -> DraftsAt:
+        speculation.append(DraftsAt(MtpDrafter(made[-1]), drafts_at=drafts_at))
         return speculation[0]
 
     options = {"chunk": BLOCK, "block": BLOCK} | options
@@ -62,7 +62,7 @@ def resting(
 
 def first_draft(name: str, prompt: Sequence[int]) -> Draft:
     """By a head that has read all of it as a prompt, in a server with an empty cache."""
-    engine, speculation = resting(name, lambda n: True)
+    engine, speculation = drafting_at(name, lambda n: True)
     with engine as harness:
         harness.ask(list(prompt), 3 + N_DRAFTED)
     return speculation[0].told[len(prompt)]
@@ -75,7 +75,7 @@ def test_after_skipped_steps_the_head_drafts_as_if_it_had_read_along(
 ) -> None:
     prompt = prompt_of(random.Random(1), 41)
     at = len(prompt) + n_rest
-    engine, speculation = resting(name, lambda n: n >= at)
+    engine, speculation = drafting_at(name, lambda n: n >= at)
     with engine as harness:
         reply = harness.ask(prompt, n_rest + 3 + N_DRAFTED).reply
     told = speculation[0].told
@@ -88,7 +88,7 @@ def test_after_skipped_steps_the_head_drafts_as_if_it_had_read_along(
 def test_rows_that_come_and_go_do_not_disturb_the_backlog(name: str) -> None:
     rng = random.Random(2)
     prompts = [prompt_of(rng, n) for n in (33, 50, 61)]
-    engine, speculation = resting(name, lambda n: n == 90, max_rows=4)
+    engine, speculation = drafting_at(name, lambda n: n == 90, max_rows=4)
     with engine as harness:
         late = harness.submit(prompts[0], 70)
         others = [harness.submit(p, n) for p, n in zip(prompts[1:], (9, 17), strict=True)]
@@ -102,7 +102,7 @@ def test_rows_that_come_and_go_do_not_disturb_the_backlog(name: str) -> None:
 def test_records_of_a_row_include_what_its_head_had_skipped(name: str) -> None:
     """The next turn follows a reply of which the head has read nothing by itself."""
     prompt = prompt_of(random.Random(3), 40)
-    engine, speculation = resting(name, lambda n: n > 150)
+    engine, speculation = drafting_at(name, lambda n: n > 150)
     with engine as harness:
         text = prompt + harness.ask(prompt, 100).reply
         more = text + prompt_of(random.Random(4), 30)
@@ -116,8 +116,8 @@ def test_the_heads_memory_survives_a_restart(name: str, tmp_path: Path) -> None:
     draft is that of a server that has read the whole prompt."""
     prompt = prompt_of(random.Random(5), 45)
 
-    def on_disk(drafts_at: Callable[[int], bool] = lambda n: False) -> tuple[Any, list[Resting]]:
-        return resting(name, drafts_at, tier=SsdTier(TierOptions(str(tmp_path), 1 << 28)))
+    def on_disk(drafts_at: Callable[[int], bool] = lambda n: False) -> tuple[Any, list[DraftsAt]]:
+        return drafting_at(name, drafts_at, tier=SsdTier(TierOptions(str(tmp_path), 1 << 28)))
 
     engine, _ = on_disk()
     with engine as harness:
@@ -138,11 +138,11 @@ def test_drafts_after_a_hit_from_disk_are_accepted(name: str, tmp_path: Path) ->
     prompt = prompt_of(random.Random(6), 70)
     make, made = built(name, agrees=True)
 
-    def sit() -> tuple[Any, list[Resting]]:
-        speculation: list[Resting] = []
+    def server() -> tuple[Any, list[DraftsAt]]:
+        speculation: list[DraftsAt] = []
 
-        def speculate() -> Resting:
-            speculation.append(Resting(MtpDrafter(made[-1]), drafts_at=lambda n: True))
+        def speculate() -> DraftsAt:
+            speculation.append(DraftsAt(MtpDrafter(made[-1]), drafts_at=lambda n: True))
             return speculation[0]
 
         tier = SsdTier(TierOptions(str(tmp_path), 1 << 28))
@@ -150,11 +150,11 @@ def test_drafts_after_a_hit_from_disk_are_accepted(name: str, tmp_path: Path) ->
             make, chunk=BLOCK, block=BLOCK, tier=tier, speculation=speculate
         ), speculation
 
-    engine, _ = sit()
+    engine, _ = server()
     with engine as harness:
         first = harness.ask(prompt, 12).reply
         settle(harness)
-    engine, speculation = sit()
+    engine, speculation = server()
     with engine as harness:
         again = harness.ask(prompt, 12)
     assert again.tiers.get("ssd", 0) > BLOCK
@@ -165,7 +165,7 @@ def test_drafts_after_a_hit_from_disk_are_accepted(name: str, tmp_path: Path) ->
 
 def test_the_head_takes_no_part_in_steps_without_drafts() -> None:
     """Its KV lags behind the model's by the steps that were taken."""
-    engine, _ = resting("glm4_moe")
+    engine, _ = drafting_at("glm4_moe")
     seen: list[tuple[int, int]] = []
 
     def look(harness: Harness) -> None:

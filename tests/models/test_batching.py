@@ -34,7 +34,7 @@ KINDS = {
 every_kind = pytest.mark.parametrize("name", KINDS)
 
 
-class Watched:
+class CountedModel:
     """A model whose calls are counted, and may fail after they have written to their caches."""
 
     def __init__(self, name: str, *, fail_at: Callable[[int, int], bool] | None = None) -> None:
@@ -203,15 +203,15 @@ def test_prompts_of_one_token_start_from_nothing(name: str) -> None:
 @every_kind
 def test_choices_share_one_prefill_and_agree_when_greedy(name: str) -> None:
     prompt = prompt_of(random.Random(9), 50)
-    watched: list[Watched] = []
+    counted: list[CountedModel] = []
 
     def make() -> Built:
-        watched.append(Watched(name))
-        return watched[0].built()
+        counted.append(CountedModel(name))
+        return counted[0].built()
 
     with running(make, chunk=32, cache_nbytes=None) as h:
         result = h.ask(prompt, 12, n=3)
-        assert watched[0].prefills == [32, 17], "[0, 32) and [32, 49), once"
+        assert counted[0].prefills == [32, 17], "[0, 32) and [32, 49), once"
     assert result.tokens[0] == result.tokens[1] == result.tokens[2]
     assert_same(name, prompt, result.reply)
 
@@ -284,17 +284,17 @@ def test_rows_of_very_different_lengths_step_in_groups_of_their_own() -> None:
     rng = random.Random(10)
     lengths = [SLACK_TOKENS + 300, 20, 30, 40]
     prompts = [prompt_of(rng, n) for n in lengths]
-    watched: list[Watched] = []
+    counted: list[CountedModel] = []
 
     def make() -> Built:
-        watched.append(Watched("qwen3"))
-        return watched[0].built()
+        counted.append(CountedModel("qwen3"))
+        return counted[0].built()
 
     with running(make, chunk=512, cache_nbytes=None) as h:
         results = [h.submit(p, 40) for p in prompts]
         for prompt, result in zip(prompts, results, strict=True):
             assert_same("qwen3", prompt, result.wait().reply)
-    rows = {n_rows for n_rows, n_tokens in watched[0].calls if n_tokens == 1}
+    rows = {n_rows for n_rows, n_tokens in counted[0].calls if n_tokens == 1}
     assert max(rows) < 4, "not all four in one group"
 
 
@@ -348,7 +348,7 @@ def test_replies_go_on_after_a_failed_decode_step(name: str) -> None:
         return said
 
     undisturbed = replies(plain(name))
-    assert replies(lambda: Watched(name, fail_at=fail_at).built()) == undisturbed
+    assert replies(lambda: CountedModel(name, fail_at=fail_at).built()) == undisturbed
     assert (steps[24] > 1) == (name != "llama4")
     assert set(steps[25:]) == {1}, "each goes on alone, or the one at fault would not be said"
 
@@ -365,7 +365,7 @@ def test_a_chunk_that_failed_leaves_nothing_wrong_in_the_cache(name: str, nth: i
         n_calls += n_tokens > 1
         return n_calls == nth
 
-    with running(lambda: Watched(name, fail_at=fail_at).built(), chunk=32) as h:
+    with running(lambda: CountedModel(name, fail_at=fail_at).built(), chunk=32) as h:
         first = h.ask(prompt, 4, boundaries=[40, 80])
         assert_same(name, prompt, first.reply)
         assert leases(h) == 0

@@ -46,7 +46,7 @@ def test_a_model_that_cannot_be_batched_says_why(name: str, why: str) -> None:
     assert why in fault
 
 
-class Ruled:
+class RulesTokensOut:
     """A model that rules tokens out; in a batch it may rule out others."""
 
     def __init__(self, *, batched: float) -> None:
@@ -61,14 +61,14 @@ class Ruled:
 
 @pytest.mark.parametrize(("batched", "fine"), [(-mx.inf, True), (0.0, False)])
 def test_a_batch_must_rule_out_the_same_tokens(batched: float, fine: bool) -> None:
-    model = Ruled(batched=batched)
+    model = RulesTokensOut(batched=batched)
     _, make_layers = with_caches(model.model)
     fault = batch_fault(model, make_layers, "qwen3")
     assert (fault is None) is fine
 
 
 def test_a_batch_of_nans_is_a_fault() -> None:
-    class Broken(Ruled):
+    class Broken(RulesTokensOut):
         def __call__(self, ids: mx.array, *, cache: list[Any]) -> mx.array:
             logits: mx.array = self.model(ids, cache=cache)
             return logits * mx.nan if ids.shape[0] > 1 else logits

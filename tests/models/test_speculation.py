@@ -17,9 +17,9 @@ from firn.models.drafters.lookup import Lookup
 from firn.models.raggedcheck import ragged_fault, rewind_fault, traits_of
 from tests.harness import GREEDY, Harness, Result, running
 from tests.models.alone import TIE, plain, prompt_of
-from tests.models.drafting import Bold, Knowing
+from tests.models.drafting import AnyWidth, KnownReplies
 from tests.models.grammar_lab import PROMPT, compiled, sampled, text_of, tokenizer
-from tests.models.test_batching import Watched
+from tests.models.test_batching import CountedModel
 from tests.zoo import VOCAB_SIZE, build
 
 KINDS = {
@@ -111,8 +111,8 @@ def one_by_one(name: str) -> tuple[Story, list[Result]]:
 @every_kind
 def test_text_is_that_of_one_token_a_step(name: str, right: str) -> None:
     requests, want = one_by_one(name)
-    drafter = Knowing(known(requests, want), right=RIGHT[right], vocab_size=VOCAB_SIZE)
-    speculation = Bold(drafter)
+    drafter = KnownReplies(known(requests, want), right=RIGHT[right], vocab_size=VOCAB_SIZE)
+    speculation = AnyWidth(drafter)
     with running(plain(name), speculation=lambda: speculation, **ONE_BY_ONE) as harness:
         got = tell(harness, requests)
     n_said = sum(len(reply) for result in want for reply in result.tokens.values())
@@ -138,8 +138,8 @@ def test_steps_of_few_shapes_say_the_same(name: str) -> None:
     assert own.columns.has_bias == (name not in MASK_BY_HAND)
     columns = dataclasses.replace(own.columns, block=64)
     traits = dataclasses.replace(own, shapes=(4, 9), columns=columns)
-    drafter = Knowing(known(requests, want), right=0.7, vocab_size=VOCAB_SIZE)
-    speculation = Bold(drafter, traits=traits)
+    drafter = KnownReplies(known(requests, want), right=0.7, vocab_size=VOCAB_SIZE)
+    speculation = AnyWidth(drafter, traits=traits)
     with running(plain(name), speculation=lambda: speculation, **options) as harness:
         got = tell(harness, requests)
     n_said = sum(len(reply) for result in want for reply in result.tokens.values())
@@ -163,8 +163,8 @@ def test_what_is_stored_is_what_was_accepted(name: str) -> None:
             for (p, *_), r in zip(requests, first, strict=True)
         ]
         want = tell(harness, turns)
-    drafter = Knowing(known(requests, first), right=0.6, vocab_size=VOCAB_SIZE)
-    with running(plain(name), speculation=lambda: Bold(drafter), **options) as harness:
+    drafter = KnownReplies(known(requests, first), right=0.6, vocab_size=VOCAB_SIZE)
+    with running(plain(name), speculation=lambda: AnyWidth(drafter), **options) as harness:
         again = tell(harness, requests)
         got = tell(harness, turns)
     for a, b in zip(again, first, strict=True):
@@ -201,8 +201,8 @@ def test_forced_tokens_are_drafts_that_are_right(name: str, right: float) -> Non
     with running(plain(name), chunk=64, cache_nbytes=None) as harness:
         want = tell_forced(harness)
     replies = {(tuple(p), 0): r.reply for p, r in zip(prompts, want, strict=True)}
-    drafter = Knowing(replies, right=right, vocab_size=VOCAB_SIZE)
-    speculation = Bold(drafter, least=4)
+    drafter = KnownReplies(replies, right=right, vocab_size=VOCAB_SIZE)
+    speculation = AnyWidth(drafter, least=4)
     with running(plain(name), chunk=64, cache_nbytes=None, speculation=lambda: speculation) as h:
         got = tell_forced(h)
     assert sum(assert_equal(g, w) for g, w in zip(got, want, strict=True)) > 60
@@ -221,7 +221,7 @@ def test_a_reply_ends_at_its_end_token_whatever_was_drafted_after_it(right: floa
         eos = frozenset(r.reply[17] for r in free)
         want = [harness.submit(p, 40, eos=eos) for p in prompts]
         want = [r.wait() for r in want]
-    speculation = Bold(Knowing(replies, right=right, vocab_size=VOCAB_SIZE), least=8)
+    speculation = AnyWidth(KnownReplies(replies, right=right, vocab_size=VOCAB_SIZE), least=8)
     with running(plain("qwen3"), cache_nbytes=None, speculation=lambda: speculation) as harness:
         got = [harness.submit(p, 40, eos=eos) for p in prompts]
         for g, w in zip(got, want, strict=True):
@@ -254,7 +254,7 @@ def test_grammars_hold_and_what_they_force_is_drafted(name: str) -> None:
 
     with running(plain(name), cache_nbytes=None, max_rows=5) as harness:
         want = tell_held(harness)
-    speculation = Bold(Lookup())
+    speculation = AnyWidth(Lookup())
     with running(
         plain(name), cache_nbytes=None, max_rows=5, speculation=lambda: speculation
     ) as harness:
@@ -274,8 +274,10 @@ def test_a_failed_verification_takes_its_rows_back_to_their_tokens() -> None:
         want = [harness.submit(p, 30).wait() for p in prompts]
     replies = {(tuple(p), 0): r.reply for p, r in zip(prompts, want, strict=True)}
     failures = iter([True])
-    model = Watched("qwen3", fail_at=lambda rows, n: rows > 1 and n > 1 and next(failures, False))
-    speculation = Bold(Knowing(replies, right=0.8, vocab_size=VOCAB_SIZE), least=3)
+    model = CountedModel(
+        "qwen3", fail_at=lambda rows, n: rows > 1 and n > 1 and next(failures, False)
+    )
+    speculation = AnyWidth(KnownReplies(replies, right=0.8, vocab_size=VOCAB_SIZE), least=3)
     with running(model.built, cache_nbytes=None, speculation=lambda: speculation) as harness:
         got = [harness.submit(p, 30) for p in prompts]
         for g, w in zip(got, want, strict=True):
@@ -289,7 +291,7 @@ def test_cancelled_rows_leave_the_others_undisturbed() -> None:
     with running(plain("gemma3_text"), cache_nbytes=None) as harness:
         want = [harness.submit(p, 60).wait() for p in prompts]
     replies = {(tuple(p), 0): r.reply for p, r in zip(prompts, want, strict=True)}
-    speculation = Bold(Knowing(replies, right=0.8, vocab_size=VOCAB_SIZE))
+    speculation = AnyWidth(KnownReplies(replies, right=0.8, vocab_size=VOCAB_SIZE))
     with running(plain("gemma3_text"), speculation=lambda: speculation) as harness:
         for round_ in range(3):
             got = [harness.submit(p, 60) for p in prompts]
@@ -306,7 +308,7 @@ def test_a_prediction_is_used_from_an_empty_cache_on(name: str) -> None:
     """The caches are empty when the first draft is there."""
     with running(plain(name), cache_nbytes=None) as harness:
         want = harness.ask([20], 40)
-    speculation = Bold(Lookup(), least=5)
+    speculation = AnyWidth(Lookup(), least=5)
     with running(plain(name), cache_nbytes=None, speculation=lambda: speculation) as harness:
         assert_equal(harness.ask([20], 40, prediction=want.reply), want)
     assert speculation.totals.n_accepted > 20
@@ -316,8 +318,8 @@ def test_nothing_is_drafted_beyond_the_end_of_a_reply() -> None:
     prompt = prompt_of(random.Random(14), 30)
     with running(plain("qwen3"), cache_nbytes=None) as harness:
         want = harness.ask(prompt, 60)
-    knowing = Knowing({(tuple(prompt), 0): want.reply}, right=1.0, vocab_size=VOCAB_SIZE)
-    speculation = Bold(knowing, least=8)
+    drafter = KnownReplies({(tuple(prompt), 0): want.reply}, right=1.0, vocab_size=VOCAB_SIZE)
+    speculation = AnyWidth(drafter, least=8)
     with running(plain("qwen3"), cache_nbytes=None, speculation=lambda: speculation) as harness:
         assert harness.ask(prompt, 20).reply == want.reply[:20]
     assert speculation.totals.n_taken == 20
@@ -329,7 +331,7 @@ def test_a_request_without_speculation_runs_beside_others_with_it() -> None:
     with running(plain("qwen3"), cache_nbytes=None) as harness:
         want = [harness.submit(p, 40) for p in prompts]
         replies = {(tuple(p), 0): r.wait().reply for p, r in zip(prompts, want, strict=True)}
-    speculation = Bold(Knowing(replies, right=1.0, vocab_size=VOCAB_SIZE))
+    speculation = AnyWidth(KnownReplies(replies, right=1.0, vocab_size=VOCAB_SIZE))
     with running(plain("qwen3"), cache_nbytes=None, speculation=lambda: speculation) as harness:
         got = [harness.submit(p, 40, speculates=i % 2 == 0) for i, p in enumerate(prompts)]
         for g, w in zip(got, want, strict=True):
@@ -344,12 +346,12 @@ def test_models_that_ignore_lengths_draft_alone(name: str) -> None:
     requests = story(13, samplings=[GREEDY], n_requests=4)
     with running(plain(name), cache_nbytes=None, max_rows=3) as harness:
         want = tell(harness, requests)
-    drafter = Knowing(known(requests, want), right=0.8, vocab_size=VOCAB_SIZE)
+    drafter = KnownReplies(known(requests, want), right=0.8, vocab_size=VOCAB_SIZE)
 
-    def speculation() -> Bold:
-        bold = Bold(drafter)
-        bold.in_groups = False
-        return bold
+    def speculation() -> AnyWidth:
+        any_width = AnyWidth(drafter)
+        any_width.in_groups = False
+        return any_width
 
     with running(plain(name), cache_nbytes=None, max_rows=3, speculation=speculation) as harness:
         for g, w in zip(tell(harness, requests), want, strict=True):

@@ -17,9 +17,9 @@ from firn.models.mtp import MtpModel, PredictionHead, with_head_layer
 from firn.models.mtp_load import has_head, read_head
 from firn.models.raggedcheck import ragged_fault, rewind_fault
 from tests.harness import running
-from tests.models.drafters.test_model import Asking
+from tests.models.drafters.test_model import AsksWhenReady
 from tests.models.drafters.test_mtp import as_published
-from tests.models.drafting import Bold, Knowing
+from tests.models.drafting import AnyWidth, KnownReplies
 from tests.vision import gallery
 from tests.vision.test_mixed_batches import KINDS, chats
 from tests.zoo import weights
@@ -35,7 +35,7 @@ def test_text_after_pictures_is_that_of_one_token_a_step(name: str) -> None:
         (tuple(prompt.ids.tolist()), 0): tokens
         for prompt, (_, tokens, _) in zip(prompts, expected, strict=True)
     }
-    speculation = Bold(Knowing(known, right=0.8, vocab_size=200))
+    speculation = AnyWidth(KnownReplies(known, right=0.8, vocab_size=200))
     model, make_layers = gallery.build(name)()
     assert rewind_fault(model, make_layers) is None
     speculation.in_groups = ragged_fault(model, make_layers) is None
@@ -69,10 +69,10 @@ def test_text_stays_the_same_with_a_prediction_head_of_the_text_part(tmp_path: P
         made.append(MtpModel(model, read_head(tmp_path, config)))
         return made[0], with_head_layer(make_layers)
 
-    speculation: list[Asking] = []
+    speculation: list[AsksWhenReady] = []
 
-    def speculate() -> Asking:
-        speculation.append(Asking(MtpDrafter(made[0])))
+    def speculate() -> AsksWhenReady:
+        speculation.append(AsksWhenReady(MtpDrafter(made[0])))
         return speculation[0]
 
     wanted = [(c, rng.randint(10, 24)) for c in chats(rng, 5)]

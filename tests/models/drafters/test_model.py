@@ -24,7 +24,7 @@ from tests.models.test_speculation import SAMPLINGS, assert_equal, story, tell
 from tests.zoo import build
 
 
-class Asking(Speculation):
+class AsksWhenReady(Speculation):
     """Asks the costly drafter whenever it is ready, for any number of tokens."""
 
     def __init__(self, *drafters: Any, seed: int = 0) -> None:
@@ -70,10 +70,10 @@ def test_text_stays_the_same_whatever_it_drafts(name: str, seed: int) -> None:
     samplings = [GREEDY, SAMPLINGS["penalised"]] if seed else [GREEDY]
     requests = story(3, samplings=samplings, n_requests=6)
     want = told(requests, name=name)
-    made: list[Asking] = []
+    made: list[AsksWhenReady] = []
 
-    def speculation() -> Asking:
-        made.append(Asking(drafter(name, seed=seed)))
+    def speculation() -> AsksWhenReady:
+        made.append(AsksWhenReady(drafter(name, seed=seed)))
         return made[0]
 
     assert_all_equal(told(requests, speculation, name=name), want)
@@ -89,10 +89,10 @@ def test_in_few_shapes_it_drafts_the_same(has_bias: bool) -> None:
     shapes = Traits(0.1, shapes=(4, 16, 32), columns=Columns(64, has_bias))
     requests = story(3, samplings=[GREEDY])
     want = told(requests)
-    made: list[Asking] = []
+    made: list[AsksWhenReady] = []
 
-    def speculation() -> Asking:
-        made.append(Asking(drafter("qwen3", traits=shapes)))
+    def speculation() -> AsksWhenReady:
+        made.append(AsksWhenReady(drafter("qwen3", traits=shapes)))
         return made[0]
 
     assert_all_equal(told(requests, speculation), want)
@@ -111,9 +111,9 @@ def test_a_second_turn_is_read_from_its_own_cache() -> None:
     prompt = prompt_of(rng, 200)
     made: list[ModelDrafter] = []
 
-    def speculation() -> Asking:
+    def speculation() -> AsksWhenReady:
         made.append(drafter("qwen3"))
-        return Asking(made[0])
+        return AsksWhenReady(made[0])
 
     with running(plain("qwen3"), chunk=64, speculation=speculation) as harness:
         first = harness.ask(prompt, 40)
@@ -133,10 +133,10 @@ def test_a_long_prompt_is_read_between_steps_and_what_was_missed_is_caught_up() 
     prompt = prompt_of(rng, 500)
     with running(plain("qwen3"), chunk=512) as harness:
         want = harness.ask(prompt, 120)
-    made: list[Asking] = []
+    made: list[AsksWhenReady] = []
 
-    def speculation() -> Asking:
-        made.append(Asking(drafter("qwen3", cached=False)))
+    def speculation() -> AsksWhenReady:
+        made.append(AsksWhenReady(drafter("qwen3", cached=False)))
         return made[0]
 
     with running(plain("qwen3"), chunk=512, speculation=speculation) as harness:

@@ -20,7 +20,7 @@ from firn.models.mtp_load import FAMILIES, has_head, read_head
 from firn.models.speculation import DraftPlan, Speculation
 from tests.harness import GREEDY, running
 from tests.models.alone import Built, plain, prompt_of
-from tests.models.drafters.test_model import Asking, assert_all_equal
+from tests.models.drafters.test_model import AsksWhenReady, assert_all_equal
 from tests.models.test_speculation import SAMPLINGS, story, tell
 from tests.zoo import ZOO, build, weights
 
@@ -77,10 +77,10 @@ def test_text_stays_the_same_whatever_the_head_says(name: str) -> None:
     with running(plain(name), chunk=32, max_rows=4) as harness:
         want = tell(harness, requests)
     make, made = built(name)
-    speculation: list[Asking] = []
+    speculation: list[AsksWhenReady] = []
 
-    def speculate() -> Asking:
-        speculation.append(Asking(MtpDrafter(made[0])))
+    def speculate() -> AsksWhenReady:
+        speculation.append(AsksWhenReady(MtpDrafter(made[0])))
         return speculation[0]
 
     with running(make, chunk=32, max_rows=4, speculation=speculate) as harness:
@@ -94,10 +94,10 @@ def test_text_stays_the_same_whatever_the_head_says(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_all_drafts_of_a_head_that_agrees_are_accepted(name: str) -> None:
     make, made = built(name, agrees=True)
-    speculation: list[Asking] = []
+    speculation: list[AsksWhenReady] = []
 
-    def speculate() -> Asking:
-        speculation.append(Asking(MtpDrafter(made[0])))
+    def speculate() -> AsksWhenReady:
+        speculation.append(AsksWhenReady(MtpDrafter(made[0])))
         return speculation[0]
 
     requests = story(6, samplings=[GREEDY], n_requests=5)
@@ -109,7 +109,7 @@ def test_all_drafts_of_a_head_that_agrees_are_accepted(name: str) -> None:
     assert totals.n_accepted == totals.n_drafted
 
 
-class Watched(Speculation):
+class NotesDrafts(Speculation):
     """Asks for four tokens after every step, and notes them."""
 
     def __init__(self, drafter: Any) -> None:
@@ -131,8 +131,8 @@ def test_the_state_that_a_head_continues_from_survives_a_hit(name: str) -> None:
     prompt = prompt_of(rng, 97)
     make, made = built(name)
 
-    def speculate() -> Watched:
-        return Watched(MtpDrafter(made[-1]))
+    def speculate() -> NotesDrafts:
+        return NotesDrafts(MtpDrafter(made[-1]))
 
     with running(make, chunk=32, block=32, speculation=speculate) as harness:
         cold = harness.ask(prompt, 6)
@@ -145,7 +145,7 @@ def test_the_state_that_a_head_continues_from_survives_a_hit(name: str) -> None:
         assert told == first
 
 
-class Sometimes(Watched):
+class DraftsEvery(NotesDrafts):
     """Asks for drafts at every `every`th token, and notes where."""
 
     def __init__(self, drafter: Any, *, every: int) -> None:
@@ -171,8 +171,8 @@ def test_a_draft_leaves_nothing_behind_for_the_next(name: str) -> None:
     for every in (1, 3):
         make, made = built(name)
 
-        def speculate(made: list[MtpModel] = made, every: int = every) -> Sometimes:
-            return Sometimes(MtpDrafter(made[-1]), every=every)
+        def speculate(made: list[MtpModel] = made, every: int = every) -> DraftsEvery:
+            return DraftsEvery(MtpDrafter(made[-1]), every=every)
 
         with running(make, chunk=32, cache_nbytes=None, speculation=speculate) as harness:
             harness.ask(prompt, 24)
