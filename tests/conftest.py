@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from firn.models import cpu
 from firn.models.cpu import rope, softmax
+from firn.models.cpu.blas import Blas
 from tests import one_blas
 
 settings.register_profile("firn", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -70,7 +71,7 @@ if _startup not in (_paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _one_mlx_for_all() -> Iterator[None]:
+def _one_mlx_for_all() -> Iterator[Blas]:
     """What a server puts in MLX's place is for its whole process; this one has many servers.
 
     So all tests of a process share a fast BLAS, and none puts functions of ours into MLX.
@@ -78,9 +79,15 @@ def _one_mlx_for_all() -> Iterator[None]:
     blas = one_blas.attach()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "attach", lambda choice, *, memo: blas)
+        patch.setattr(cpu.blas, "attach", lambda choice, *, memo, again=False: blas)
         patch.setattr(softmax, "install_if_faster", lambda: False)
         patch.setattr(rope, "install", lambda: None)
-        yield
+        yield blas
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_of_blas(_one_mlx_for_all: Blas) -> None:
+    one_blas.keep_to_one_thread(_one_mlx_for_all)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
