@@ -138,6 +138,7 @@ def test_options_become_sampling() -> None:
     found = request.sampling
     assert (found.temperature, found.top_k, found.top_p, found.min_p) == (0.5, 7, 0.5, 0.1)
     assert (found.seed, found.repetition_penalty) == (3, 1.25)
+    assert chat(options={"seed": -1}).requests[0].sampling.seed is None
     assert request.stop == ("x",)
     assert request.max_tokens is None
 
