@@ -65,7 +65,7 @@ class OpenAIChat:
             ignore_eos=given.boolean("ignore_eos", False),
             grammar=_openai_chat.grammar(given),
             reasoning=reasoning,
-            cache=_openai.cache_control(given),
+            cache=_openai.cache_control(given, stores=defaults.stores),
             speculates=_openai.speculates(given),
             sparse_keep=_openai.sparse_keep(given),
             prediction=_openai.prediction(given),

@@ -70,7 +70,7 @@ class OpenAICompletions:
         ignore_eos = given.boolean("ignore_eos", False)
         echo = given.boolean("echo", False)
         grammar = _openai_chat.grammar(given)
-        cache = _openai.cache_control(given)
+        cache = _openai.cache_control(given, stores=self._defaults.stores)
         speculates, sparse_keep = _openai.speculates(given), _openai.sparse_keep(given)
         if echo and top_logprobs is not None and isinstance(sources[0], FillInMiddle):
             raise InvalidValue("echo", "cannot be combined with logprobs and suffix")

@@ -74,7 +74,7 @@ class OpenAIResponses:
             ignore_eos=given.boolean("ignore_eos", False),
             grammar=items.grammar(given),
             reasoning=reasoning,
-            cache=_openai.cache_control(given),
+            cache=_openai.cache_control(given, stores=self._defaults.stores),
             speculates=_openai.speculates(given),
             sparse_keep=_openai.sparse_keep(given),
         )
