@@ -75,7 +75,8 @@ class Budget:
     # --- requests --------------------------------------------------------------------------
 
     def need_nbytes(self, job: Job) -> int:
-        """What this request will take. Raises NeverFits if its prompt alone is too much."""
+        """What this request will take; from any thread. Raises NeverFits if its prompt alone is too
+        much."""
         prompt = job.n * self.cost.of(len(job.prompt))
         most = max(self.most_nbytes, self.capacity_nbytes)
         if prompt * min(self.factor, 1.0) > most:
