@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -11,9 +13,13 @@ import httpx
 import pytest
 
 from firn.api.auth import Keys
+from firn.api.dialects.anthropic_messages import MessageOptions
 from firn.api.services import ApiLimits
+from firn.config import CacheConfig
 from firn.core.errors import QueueFull, StepFailed
+from firn.core.values import Usage
 from tests.api.live import GREETING, Live, serve
+from tests.api.real import demo_config, serving
 from tests.api.scripted import PARAMETERS, SAID, THOUGHT, frames, post, scripted_server
 
 TOOLS: list[Any] = [{"name": "look", "description": "Looks.", "input_schema": PARAMETERS}]
@@ -161,6 +167,21 @@ def test_usage_counts_each_prompt_token_once(
         total = usage.input_tokens + 7 + (usage.cache_creation_input_tokens or 0)
         assert total == n_prompt
     assert whole.output_tokens == streamed.output_tokens == len(GREETING.encode())
+
+
+def test_without_a_cache_nothing_is_created() -> None:
+    off = replace(demo_config(), cache=CacheConfig(disable_prefix_cache=True))
+    with serving(Path(), config=off) as real:
+        marked = {**MARKED, "model": "claude-x", "max_tokens": 2}
+        assert real.anthropic().messages.create(**marked).usage.cache_creation_input_tokens == 0
+        usage = real.openai().responses.create(model="", input="hi", max_output_tokens=2).usage
+        assert usage is not None
+        assert usage.input_tokens_details.model_dump()["cache_write_tokens"] == 0
+
+
+def test_what_sparse_prefill_has_skipped_is_not_created() -> None:
+    usage = MessageOptions(counts_creation=True).usage(Usage(100, 5, 20, n_skipped=60))
+    assert (usage["cache_creation_input_tokens"], usage["input_tokens"]) == (19, 61)
 
 
 def test_max_tokens_zero_only_fills_the_cache(plain: Live) -> None:

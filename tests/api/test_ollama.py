@@ -143,6 +143,7 @@ def test_options_become_sampling() -> None:
         0.1,
     )
     assert (sampling.seed, sampling.repetition_penalty) == (3, 1.25)
+    assert chat(options={"seed": -1}).requests[0].sampling.seed is None
     assert request.stop == ("x",)
     assert request.max_tokens is None
 

@@ -311,7 +311,8 @@ def test_more_choices_than_rows_are_refused() -> None:
 
 def test_a_prompt_that_can_never_fit_is_refused() -> None:
     with HashEngine(capacity_nbytes=100) as lab:
-        assert isinstance(lab.submit(prompt_of(1, 200), 4).wait().error, NeverFits)
+        with pytest.raises(NeverFits):  # told at once: a stream has not begun yet
+            lab.submit(prompt_of(1, 200), 4)
         lab.submit(prompt_of(1, 20), 4).wait().check()
         assert lab.leftovers() == {}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from firn.api.auth import Keys
@@ -55,7 +55,7 @@ def build_services(
         event_router=event_router,
         pool=pool,
         limits=_limits(config),
-        defaults=config.sampling.defaults(),
+        defaults=replace(config.sampling.defaults(), stores=health(parts.tree)["reuse"]),
         sparse=sparse.rules(config),
         keys=keys_of(config),
         hosts=Hosts((*config.server.allowed_hosts, *machine_names(config.server.host))),

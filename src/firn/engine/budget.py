@@ -74,7 +74,8 @@ class Budget:
     # --- requests --------------------------------------------------------------------------
 
     def need_nbytes(self, job: Job) -> int:
-        """Memory to reserve for a new request. Raises NeverFits if its prompt alone is too large."""
+        """Memory to reserve for a new request; from any thread. Raises NeverFits if its prompt alone is
+        too large."""
         prompt_nbytes = job.n * self.cost.of(len(job.prompt))
         if prompt_nbytes * min(self.factor, 1.0) > self._ceiling_nbytes:
             raise NeverFits(prompt_nbytes, self._ceiling_nbytes)

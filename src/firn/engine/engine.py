@@ -86,6 +86,8 @@ class Engine(Generic[P]):
                 raise ShuttingDown
             if not self._alive:
                 raise EngineDead
+            # Here already: the refusal of a stream that has begun has no status any more.
+            self._parts.budget.need_nbytes(job)
             if self._n_queued >= self._queue_room():
                 raise QueueFull(self._n_queued)
             self._n_queued += 1

@@ -52,6 +52,8 @@ SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty",
     "frequency_penalty",
 )  # fmt: skip
+ANY_SEED = -1
+"""What clients send that send every option, and want none."""
 MAX_PICTURES = 64
 
 ShowPiece = Callable[[str, str, Sequence[Mapping[str, Any]]], Mapping[str, Any]]
@@ -79,6 +81,8 @@ class OllamaDialect:
 
 def sampling(options: Fields, default: Sampling) -> Sampling:
     given = {name: options.get(RENAMED.get(name, name)) for name in SAMPLING}
+    if given["seed"] == ANY_SEED:
+        given["seed"] = None
     return _openai.sampling(Fields(given, options.path), default)
 
 

@@ -104,12 +104,13 @@ def stop_array(given: object, param: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(strings))
 
 
-def cache_control(body: Fields) -> CacheControl:
+def cache_control(body: Fields, *, stores: bool) -> CacheControl:
+    """stores: see `Defaults`."""
     cache = body.object("cache")
     ttl = cache.get("ttl")
     return CacheControl(
         read=cache.boolean("read", True),
-        write=cache.boolean("write", True),
+        write=cache.boolean("write", True) and stores,
         ttl_s=None
         if ttl is None
         else fields.number(ttl, cache.name("ttl"), low=0, high=MAX_TTL_S, above_low=True),

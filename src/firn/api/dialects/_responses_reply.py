@@ -165,7 +165,8 @@ class ResponseBuilder:
 
 
 def _usage(usage: Usage, options: ResponseOptions) -> dict[str, Any]:
-    written = max(usage.n_prompt - usage.n_cached - 1, 0) if options.writes else 0
+    n_read = usage.n_prompt - usage.n_cached - usage.n_skipped
+    written = max(n_read - 1, 0) if options.writes else 0
     return {
         "input_tokens": usage.n_prompt,
         "input_tokens_details": {"cached_tokens": usage.n_cached, "cache_write_tokens": written},

@@ -84,7 +84,7 @@ class AnthropicMessages:
             stop=_anthropic.stop_sequences(members),
             grammar=_anthropic.grammar(members),
             reasoning=reasoning,
-            cache=_openai.cache_control(members),
+            cache=_openai.cache_control(members, stores=self._defaults.stores),
             speculates=_openai.speculates(members),
             sparse_keep=_openai.sparse_keep(members),
         )
@@ -137,7 +137,7 @@ class MessageOptions:
 
     def usage(self, usage: Usage) -> dict[str, Any]:
         fresh = max(usage.n_prompt - usage.n_cached, 0)
-        created = max(fresh - 1, 0) if self.counts_creation else 0
+        created = max(fresh - usage.n_skipped - 1, 0) if self.counts_creation else 0
         return {
             "input_tokens": fresh - created,
             "cache_creation_input_tokens": created,

@@ -65,7 +65,7 @@ class OpenAIChat:
             ignore_eos=members.boolean("ignore_eos", False),
             grammar=_openai_chat.grammar(members),
             reasoning=reasoning,
-            cache=_openai.cache_control(members),
+            cache=_openai.cache_control(members, stores=defaults.stores),
             speculates=_openai.speculates(members),
             sparse_keep=_openai.sparse_keep(members),
             prediction=_openai.prediction(members),

@@ -70,7 +70,7 @@ class OpenAICompletions:
         ignore_eos = members.boolean("ignore_eos", False)
         echo = members.boolean("echo", False)
         grammar = _openai_chat.grammar(members)
-        cache = _openai.cache_control(members)
+        cache = _openai.cache_control(members, stores=self._defaults.stores)
         speculates, sparse_keep = _openai.speculates(members), _openai.sparse_keep(members)
         if echo and top_logprobs is not None and isinstance(sources[0], FillInMiddle):
             raise InvalidValue("echo", "cannot be combined with logprobs and suffix")

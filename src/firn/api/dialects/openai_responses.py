@@ -74,7 +74,7 @@ class OpenAIResponses:
             ignore_eos=members.boolean("ignore_eos", False),
             grammar=items.grammar(members),
             reasoning=reasoning,
-            cache=_openai.cache_control(members),
+            cache=_openai.cache_control(members, stores=self._defaults.stores),
             speculates=_openai.speculates(members),
             sparse_keep=_openai.sparse_keep(members),
         )

@@ -33,7 +33,8 @@ class Engine(Protocol):
     def model(self) -> ModelInfo: ...
 
     def submit(self, job: Job) -> None:
-        """Queue a job; its events come through Publish. Raises QueueFull, ShuttingDown, EngineDead."""
+        """Queue a job; its events come through Publish. Raises QueueFull, NeverFits, ShuttingDown,
+        EngineDead."""
         ...
 
     def cancel(self, request: RequestId) -> None:

@@ -74,11 +74,12 @@ class Reasoning:
 @dataclass(frozen=True, slots=True)
 class Defaults:
     """What applies where a request says nothing: the model's defaults, overridden by the server's
-    flags."""
+    flags. stores: what is computed is stored, unless a request does not want that."""
 
     sampling: Sampling = Sampling()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     thinking_budget: int | None = None
+    stores: bool = True
 
     def reasoning(self, given: Reasoning) -> Reasoning:
         if given.budget_tokens is not None or self.thinking_budget is None:
