@@ -92,7 +92,7 @@ def test_temp_files_go_and_damaged_labels_are_set_aside(
 ) -> None:
     folder, records = full
     (folder / "tmp").mkdir(exist_ok=True)
-    (folder / "tmp" / "left over").write_bytes(b"x")
+    (folder / "tmp" / f"{'ab' * 32}.pages.1.0.500.tmp").write_bytes(b"x")
     victims = list(records)[49::2000]
     originals = {p: (folder / p).read_bytes() for p in victims}
     for path, raw in originals.items():
