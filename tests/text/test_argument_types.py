@@ -122,6 +122,7 @@ ROOT = {
         "size": {"enum": ["s", "m"]},
         "a/b": {"type": "integer"},
         "loop": {"$ref": "#/$defs/loop"},
+        "either": {"anyOf": [{"type": "string"}, {"type": "null"}]},
     }
 }
 TYPES: list[tuple[Any, frozenset[str]]] = [
@@ -135,6 +136,10 @@ TYPES: list[tuple[Any, frozenset[str]]] = [
     ({"$ref": "#/$defs/size"}, kinds("string")),
     ({"$ref": "#/$defs/a~1b"}, kinds("integer")),
     ({"$ref": "#/$defs/loop"}, ANY),
+    ({"$ref": "#/$defs/either/anyOf/1"}, kinds("null")),
+    ({"$ref": "#/$defs/either/anyOf/2"}, ANY),
+    ({"$ref": "#/$defs/either/anyOf/²"}, ANY),
+    ({"$ref": "#/$defs/either/anyOf/" + "9" * 5000}, ANY),
     ({"$ref": "#/nowhere/at/all"}, ANY),
     ({"properties": {}}, kinds("object")),
     ({}, ANY),

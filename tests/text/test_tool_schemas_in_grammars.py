@@ -186,6 +186,15 @@ def test_required_names_that_are_not_names_are_ignored() -> None:
     assert [(p.name, p.required) for p in declared] == [("a", False), ("b", True), ("c", True)]
 
 
+@EACH
+def test_a_parameter_with_a_malformed_schema_takes_anything(format: ToolFormat) -> None:
+    schema = {"type": "boolean", "properties": {"city": 2, "days": [], "more": None}}
+    tool = Tool("get_weather", "", schema)
+    constraint = grammar_walks.constraint_of(format.name, asked(required(), tools=(tool,)))
+    assert constraint.grammar is not None
+    grammar_walks.compiler(format.name).compile(constraint.grammar)
+
+
 def test_arguments_have_no_members_but_the_declared() -> None:
     request = asked(required(), tools=(WEATHER,))
     for more, is_right in (("", True), (', "more": 1', False)):

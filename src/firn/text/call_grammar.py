@@ -139,7 +139,7 @@ def parameters(tool: Tool) -> Sequence[Parameter] | None:
 def with_definitions(schema: Any, root: Mapping[str, Any]) -> Any:
     """A schema from inside `root` with the definitions that it may refer to, so it can be used alone."""
     if not isinstance(schema, Mapping):
-        return schema
+        return schema if isinstance(schema, bool) else {}  # what is no schema asks for nothing
     return {**{key: root[key] for key in DEFINITIONS if key in root}, **schema}
 
 

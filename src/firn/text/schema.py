@@ -202,7 +202,8 @@ def resolve_reference(reference: str, root: Mapping[str, Any]) -> Any:
     node: Any = root
     for step in reference.removeprefix("#").strip("/").split("/") if reference != "#" else ():
         if isinstance(node, list):
-            node = node[int(step)] if step.isdigit() and int(step) < len(node) else None
+            is_index = step.isdecimal() and len(step) < 10  # int() refuses thousands of digits
+            node = node[int(step)] if is_index and int(step) < len(node) else None
         elif isinstance(node, Mapping):
             node = node.get(step.replace("~1", "/").replace("~0", "~"))
         else:
