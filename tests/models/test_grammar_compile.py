@@ -120,6 +120,22 @@ def test_a_value_that_would_contain_itself_is_impossible(schema: Any) -> None:
         ("lark", "start: a\na: b\nb: a", ""),
     ],
 )
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "required": [["a"], 1, None], "properties": {"a": {}}},
+        {"$ref": "#/anyOf/\u00b2", "anyOf": [{}]},
+        {"$ref": "#/anyOf/" + "9" * 5000, "anyOf": [{}]},
+    ],
+)
+def test_odd_schemas_are_assumed_to_have_values(schema: dict[str, Any]) -> None:
+    assert not is_endless(schema)
+
+
+def test_the_fault_of_a_schema_that_is_no_object_is_its_own() -> None:
+    assert locate([1], "not a schema", lambda schema: "not a schema") == ("", "not a schema")
+
+
 def test_a_broken_regex_or_lark_grammar_is_refused(kind: str, text: str, what: str) -> None:
     assert what in refusal(kind, text).message
 

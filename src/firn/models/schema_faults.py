@@ -89,7 +89,8 @@ def _required_parts(schema: dict[str, Any]) -> Iterator[Any]:
     if schema.get("type") == "object":
         required, properties = schema.get("required"), schema.get("properties")
         if isinstance(required, list) and isinstance(properties, dict):
-            yield from (properties[key] for key in required if key in properties)
+            names = (name for name in required if isinstance(name, str))
+            yield from (properties[name] for name in names if name in properties)
     least = schema.get("minItems")
     if schema.get("type") == "array" and isinstance(least, int) and least > 0:
         yield schema.get("items")
@@ -102,17 +103,24 @@ def resolve(ref: str, root: dict[str, Any]) -> Any:
     node: Any = root
     for step in ref.removeprefix("#").split("/")[1:]:
         if isinstance(node, list):
-            node = node[int(step)] if step.isdigit() and int(step) < len(node) else None
+            node = node[int(step)] if _is_index(step) and int(step) < len(node) else None
         else:
             name = step.replace("~1", "/").replace("~0", "~")
             node = node.get(name) if isinstance(node, dict) else None
     return node
 
 
+def _is_index(step: str) -> bool:
+    """Python reads other digits too, and refuses thousands of them."""
+    return step.isascii() and step.isdecimal() and len(step) < 10
+
+
 def _parts(
     schema: Any, pointer: str, root: dict[str, Any], fault: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """(pointer, part) of every part that is a schema of its own."""
+    if not isinstance(schema, dict):
+        return iter(())
     parts: list[tuple[str, Any]] = []
     for key in _SINGLE:
         parts.append((f"{pointer}/{key}", schema.get(key)))
