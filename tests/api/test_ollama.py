@@ -107,6 +107,7 @@ def test_what_is_served(client: ollama.Client) -> None:
     assert running.expires_at is not None
     shown = client.show("fake:latest")
     assert set(shown.capabilities or ()) == {"completion", "tools", "thinking"}
+    assert "repeat_penalty 1.0" in (shown.parameters or "").splitlines()
 
 
 def test_refusals(client: ollama.Client) -> None:

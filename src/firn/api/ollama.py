@@ -10,6 +10,8 @@ from firn.core.errors import InvalidValue
 
 TAG = ":latest"
 """Clients put it behind a name that has no tag."""
+RENAMED = {"repetition_penalty": "repeat_penalty"}
+"""Ollama's names of options that OpenAI's clients call otherwise."""
 
 
 def model_name(body: Fields) -> str:
