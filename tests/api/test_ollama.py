@@ -144,6 +144,14 @@ def test_options_become_sampling() -> None:
     assert request.max_tokens is None
 
 
+@pytest.mark.parametrize("option", ["repeat_penalty", "top_p", "seed"])
+def test_a_wrong_option_has_the_name_that_was_sent(option: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        chat(options={option: "much"})
+    assert caught.value.param == f"options.{option}"
+    assert caught.value.message.startswith(f"options.{option}: must be a")
+
+
 def test_streaming_is_the_default() -> None:
     assert chat().stream
     assert not chat(stream=False).stream

@@ -82,7 +82,14 @@ def sampling(options: Fields, default: Sampling) -> Sampling:
     given = {name: options.get(RENAMED.get(name, name)) for name in SAMPLING}
     if given["seed"] == ANY_SEED:
         given["seed"] = None
-    return _openai.sampling(Fields(given, options.path), default)
+    try:
+        return _openai.sampling(Fields(given, options.path), default)
+    except InvalidValue as error:
+        for ours, theirs in RENAMED.items():
+            if error.param == options.name(ours):
+                why = error.message.partition(": ")[2]
+                raise InvalidValue(options.name(theirs), why) from None
+        raise
 
 
 def max_tokens(options: Fields) -> int | None:
