@@ -107,6 +107,7 @@ def test_the_model_is_listed_shown_and_running(client: ollama.Client) -> None:
     assert running.expires_at is not None
     shown = client.show("fake:latest")
     assert set(shown.capabilities or ()) == {"completion", "tools", "thinking"}
+    assert "repeat_penalty 1.0" in (shown.parameters or "").splitlines()
 
 
 def test_bad_requests_are_refused_in_ollamas_shape(client: ollama.Client) -> None:
@@ -146,6 +147,14 @@ def test_options_become_sampling() -> None:
     assert chat(options={"seed": -1}).requests[0].sampling.seed is None
     assert request.stop == ("x",)
     assert request.max_tokens is None
+
+
+@pytest.mark.parametrize("option", ["repeat_penalty", "top_p", "seed"])
+def test_a_wrong_option_has_the_name_that_was_sent(option: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        chat(options={option: "much"})
+    assert caught.value.param == f"options.{option}"
+    assert caught.value.message.startswith(f"options.{option}: must be a")
 
 
 def test_streaming_is_the_default() -> None:

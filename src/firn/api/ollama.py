@@ -10,6 +10,8 @@ from firn.core.errors import InvalidValue
 
 TAG = ":latest"
 """Clients append it to a name without a tag."""
+RENAMED = {"repetition_penalty": "repeat_penalty"}
+"""Ollama's names of options that OpenAI's clients call otherwise."""
 
 
 def model_name(body: Fields) -> str:

@@ -17,7 +17,7 @@ from firn.api import fields
 from firn.api.dialects import JsonRoute, ReplyHead, _openai
 from firn.api.errors import ollama_error
 from firn.api.fields import Fields
-from firn.api.ollama import durations
+from firn.api.ollama import RENAMED, durations
 from firn.api.services import Services
 from firn.core.errors import FirnError, InvalidValue
 from firn.core.events import (
@@ -47,7 +47,6 @@ STREAM_HEADERS: tuple[tuple[bytes, bytes], ...] = (
     (b"x-accel-buffering", b"no"),
 )
 EFFORTS = ("low", "medium", "high")
-RENAMED = {"repetition_penalty": "repeat_penalty"}
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty",
     "frequency_penalty",
@@ -83,7 +82,14 @@ def sampling(options: Fields, default: Sampling) -> Sampling:
     given = {name: options.get(RENAMED.get(name, name)) for name in SAMPLING}
     if given["seed"] == ANY_SEED:
         given["seed"] = None
-    return _openai.sampling(Fields(given, options.path), default)
+    try:
+        return _openai.sampling(Fields(given, options.path), default)
+    except InvalidValue as error:
+        for ours, theirs in RENAMED.items():
+            if error.param == options.name(ours):
+                why = error.message.partition(": ")[2]
+                raise InvalidValue(options.name(theirs), why) from None
+        raise
 
 
 def max_tokens(options: Fields) -> int | None:

@@ -14,7 +14,7 @@ from firn import __version__
 from firn.api import fields
 from firn.api.dialects import JsonRoute, RouteRequest
 from firn.api.fields import Fields
-from firn.api.ollama import TAG, durations, keep_alive_s, model_name
+from firn.api.ollama import RENAMED, TAG, durations, keep_alive_s, model_name
 from firn.api.routes.embeddings import embed
 from firn.api.routes.models import model_object
 from firn.api.services import Services
@@ -137,7 +137,7 @@ def _shown(model: ModelObject) -> dict[str, Any]:
     sampling = model.get("sampling_defaults") or {}
     return {
         "modelfile": "",
-        "parameters": "\n".join(f"{name} {value}" for name, value in sampling.items()),
+        "parameters": "\n".join(f"{RENAMED.get(k, k)} {value}" for k, value in sampling.items()),
         "template": "",
         "modified_at": model["created_at"],
         "details": _details(model),
