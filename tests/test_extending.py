@@ -1,4 +1,7 @@
-"""The examples of docs/extending.md: discovered in their folders, held to the contracts, served live."""
+"""The examples of docs/extending.md: discovered in their folders, held to the contracts, served live.
+
+Slow: one test starts a real server that finds the examples.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sparse prefill on real models: right answers, places, records, and what must not change by it."""
+"""Sparse prefill on real models: right answers, places, records, and what must not change by it.
+
+Slow: only trained models give answers that are right or wrong, and each is asked with and without.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Every panel of the page with real traffic from a built-in model, in a real browser."""
+"""Every panel of the page with real traffic from a built-in model, in a real browser.
+
+Slow: a browser starts, and one test makes ten thousand records for it.
+"""
 
 from __future__ import annotations
 

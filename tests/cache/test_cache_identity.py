@@ -1,4 +1,7 @@
-"""Whose state it is: what must share, what must not, and records that travel to another process."""
+"""Whose state it is: what must share, what must not, and records that travel to another process.
+
+Slow: records of every kind are read by a process that must import MLX first.
+"""
 
 from __future__ import annotations
 

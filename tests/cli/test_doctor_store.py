@@ -1,4 +1,7 @@
-"""`firn doctor --tier`: a store is tried out, and each thing that may be wrong with it is one line."""
+"""`firn doctor --tier`: a store is tried out, and each thing that may be wrong with it is one line.
+
+Slow: one test starts the real command, which measures what multiplies fastest.
+"""
 
 from __future__ import annotations
 

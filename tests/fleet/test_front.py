@@ -1,4 +1,7 @@
-"""Several models behind one address, through the real clients of each API, with real processes."""
+"""Several models behind one address, through the real clients of each API, with real processes.
+
+Slow: every model is a server process that has to start.
+"""
 
 from __future__ import annotations
 

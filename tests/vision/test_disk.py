@@ -1,4 +1,7 @@
-"""Prompts with pictures that memory has dropped, or a restart: found on the SSD, the same to the bit."""
+"""Prompts with pictures that memory has dropped, or a restart: found on the SSD, the same to the bit.
+
+Slow: one test goes on in a process that must import MLX and its models first.
+"""
 
 from __future__ import annotations
 
