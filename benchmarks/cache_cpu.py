@@ -8,7 +8,7 @@ compares the time inside the cache's commit with that of the prefill it follows.
 the cache on and off in alternating rounds. Elapsed times on a busy machine are the machine's; the ratios
 of processor times are the work alone.
 
-Takes two or three minutes on two cores.
+Takes about five minutes on two cores.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 The two take turns on shapes of prefill, of decoding and of a picture; medians of 15 rounds.
 
-Takes some seconds.
+Takes about twenty seconds on two cores.
 """
 
 from __future__ import annotations

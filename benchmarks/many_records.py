@@ -9,7 +9,7 @@ deleted; the longest gap between two tokens in excess of the longest in quiet is
 machine with other work gaps say little: compare them with the quiet ones of the same run. `--pauses`
 needs no server: it measures what the engine thread itself does, piece by piece, in processor time.
 
-Takes a few minutes, most of them for writing the records; `--pauses` takes half a minute.
+Takes a few minutes, most of them for writing the records; `--pauses` takes some seconds.
 """
 
 from __future__ import annotations

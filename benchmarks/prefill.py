@@ -11,7 +11,7 @@ that decodes while such a prompt is read, in the second arm and in the third.
 --bare: the runner alone, the first two arms in turn, processor time and peak memory. For a CPU that
 others use too.
 
-Takes about a minute on two cores (`--shape tiny`); `--shape 4b --tokens 16384 65536` takes a few minutes
+Takes a few minutes on two cores (`--shape tiny`); `--shape 4b --tokens 16384 65536` takes a few minutes
 on an H200.
 """
 
