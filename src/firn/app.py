@@ -67,10 +67,6 @@ def serve(config: Config) -> int:
     prompts = warm_prompts(config)
     try:
         server = build(config, member=member)
-    except KeyboardInterrupt:
-        os._exit(
-            130
-        )  # the engine's thread is loading, and Python would abort when it cuts that short
     except SetupError as e:
         if member is not None:
             end_start(e)

@@ -34,6 +34,8 @@ FAILING = """
 import sys
 import mlx.core as mx
 from firn.core.errors import SetupError
+from firn import app
+from firn.cli import main
 from firn.engine import Engine
 
 def load():
@@ -42,14 +44,15 @@ def load():
     many = [[object() for _ in range(1000)] for _ in range(300)]
     raise SetupError("no weights")
 
-try:
-    Engine(load, print, on_death=print).start()
-except SetupError as error:
-    sys.exit(error.message)
+app.build = lambda config, **more: Engine(load, print, on_death=print).start()
+sys.argv = ["firn", "serve", "--port", "0"]
+main()
 """
 START = """
+import sys
 import mlx.core as mx
 from firn import app
+from firn.cli import main
 from firn.engine import Engine
 
 def load():
@@ -60,8 +63,8 @@ def load():
         mx.eval([a @ a for a in arrays])
 
 app.build = lambda config, **more: Engine(load, print, on_death=print).start()
-from firn.cli import make_cli
-make_cli(app.serve)(["serve", "--port", "0"])
+sys.argv = ["firn", "serve", "--port", "0"]
+main()
 """
 
 
@@ -69,7 +72,7 @@ def test_a_start_that_fails_ends_in_one_line() -> None:
     """Not in an abort, because the engine's thread is still at its end."""
     command = [sys.executable, "-c", FAILING]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (run.returncode, run.stderr) == (1, "no weights\n")
+    assert (run.returncode, run.stderr) == (1, "firn: no weights\n")
 
 
 def test_ctrl_c_while_the_model_is_loaded() -> None:

@@ -29,8 +29,6 @@ IDLE_TICK_S = 0.5
 """How often an idle engine ticks the cache."""
 LOAD_TICK_S = 0.005
 """Likewise, while requests wait for a load."""
-END_S = 5.0
-"""For a thread that could not build its parts, to end."""
 
 
 class Engine(Generic[P]):
@@ -63,12 +61,7 @@ class Engine(Generic[P]):
     def start(self) -> ModelInfo:
         """Start the thread and wait for the model; raises what building the parts raised."""
         self._thread.start()
-        try:
-            return self._ready.result()
-        except Exception:
-            # A thread that outlives Python is ended in the midst of MLX's code, and the process aborts.
-            self._thread.join(END_S)
-            raise
+        return self._ready.result()
 
     @property
     def model(self) -> ModelInfo:
