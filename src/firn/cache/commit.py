@@ -79,7 +79,8 @@ class Committer:
         elif row.n_tokens > cursor.node.end:
             tokens = cursor.packed(cursor.node.end, row.n_tokens)
             longer = cursor.node.children.extensions(*tokens)
-            cover = next((node for node in longer if self._is_complete(node)), None)
+            n_tokens = row.n_tokens - cursor.node.end
+            cover = next((node for node in longer if self._covers(node, n_tokens)), None)
             if cover is not None:
                 self._records.extend_life(cover, cursor.control.ttl_s)
                 return
@@ -197,9 +198,14 @@ class Committer:
         cursor.pieces.append(Piece(cursor.n_saved, row.n_tokens, cut))
         cursor.n_saved = row.n_tokens
 
-    def _is_complete(self, node: Node) -> bool:
-        """Whether a prompt could resume inside this node."""
-        records = (node.records.get(part) for part in self._needs.by_block)
+    def _covers(self, node: Node, n_tokens: int) -> bool:
+        """Whether a prompt could resume inside this node as well as in a tail of so many tokens.
+
+        If it is that very tail, memory must have it: it was just computed, though a tier has it too.
+        """
+        records = [node.records.get(part) for part in self._needs.by_block]
+        if node.n_tokens == n_tokens:
+            return all(r is not None and r.arrays is not None and not r.leaving for r in records)
         return all(r is not None and r.obtainable for r in records)
 
     def _supersede(self, node: Node) -> None:
