@@ -206,9 +206,10 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
         )
     watching = asyncio.create_task(watch(server, web))
     await warm.compute(server.services, prompts)
-    listen(sock)
-    log.info("firn %s serves %s at %s/v1", __version__, server.engine.model.name, address(sock))
-    await web.serve(sockets=[sock])
+    if not web.should_exit:  # it may have been told to stop meanwhile
+        listen(sock)
+        log.info("firn %s serves %s at %s/v1", __version__, server.engine.model.name, address(sock))
+        await web.serve(sockets=[sock])
     watching.cancel()
     return 1 if server.died else 0
 
