@@ -67,10 +67,6 @@ def serve(config: Config) -> int:
     prompts = warm_prompts(config)
     try:
         server = build(config, member=member)
-    except KeyboardInterrupt:
-        os._exit(
-            130
-        )  # the engine's thread is loading, and Python would abort when it cuts that short
     except SetupError as e:
         if member is not None:
             end_start(e)
@@ -210,9 +206,10 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
         )
     watching = asyncio.create_task(watch(server, web))
     await warm.compute(server.services, prompts)
-    listen(sock)
-    log.info("firn %s serves %s at %s/v1", __version__, server.engine.model.name, address(sock))
-    await web.serve(sockets=[sock])
+    if not web.should_exit:  # it may have been told to stop meanwhile
+        listen(sock)
+        log.info("firn %s serves %s at %s/v1", __version__, server.engine.model.name, address(sock))
+        await web.serve(sockets=[sock])
     watching.cancel()
     return 1 if server.died else 0
 

@@ -26,7 +26,17 @@ from firn.core.errors import BadRequest
 from firn.core.events import Admitted, Advanced
 from firn.core.ports import EngineLoad
 from firn.core.values import CacheControl, Namespace
-from tests.cache.lab import DENSE, HYBRID, LabEngine, Shape, check_tree, records_of, tree
+from tests.cache.lab import (
+    DENSE,
+    HYBRID,
+    IN_ROWS,
+    WINDOWED,
+    LabEngine,
+    Shape,
+    check_tree,
+    records_of,
+    tree,
+)
 from tests.cache.lab import prompt_of as lab_prompt
 from tests.harness import Eager
 from tests.hash_engine import Outcome
@@ -142,6 +152,23 @@ def test_what_is_computed_although_it_is_stored_is_in_memory_afterwards(
     with server(tmp_path, shape, estimates=Refusing) as lab:
         assert admission(ask(lab, ids, boundaries=[50])).reason == "slower to load"
         assert admission(ask(lab, ids, boundaries=[50])).tiers == (("memory", 99),)
+
+
+@pytest.mark.parametrize("shape", [DENSE, WINDOWED, IN_ROWS], ids=["dense", "window", "rows"])
+def test_a_reply_that_is_computed_although_it_is_stored_is_in_memory_afterwards(
+    tmp_path: Path, shape: Shape
+) -> None:
+    """The prompt ends with a block: nothing but the reply is in the last record."""
+    ids = words(1, 8 * BLOCK)
+    with server(tmp_path, shape) as lab:
+        ask(lab, ids)
+    with server(tmp_path, shape) as lab:
+        assert found(ask(lab, ids)).tiers == (("ssd", 8 * BLOCK - 1),)
+        records = lab.between_steps(lambda: records_of(lab.tree))
+        tail = [r for r in records if r.node.end > 8 * BLOCK]
+        assert tail
+        assert all(r.arrays is not None for r in tail)
+        lab.check()
 
 
 def test_a_lifetime_that_ends_no_more_is_worth_a_file(tmp_path: Path) -> None:

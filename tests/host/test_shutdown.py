@@ -5,13 +5,16 @@ Slow: real servers, each of which must start before it can be stopped.
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 SCRIPT = """
 import sys, threading
+from pathlib import Path, PosixPath
 from firn import app
 from firn.config import CacheConfig, Config, ModelConfig, ServerConfig
 
@@ -24,7 +27,7 @@ def build(config, **more):
     return server
 
 app.build = build
-off = CacheConfig(disable_prefix_cache=True)
+off = CacheConfig(disable_prefix_cache=True, warm_prompts={warm})
 config = Config(server=ServerConfig(port=0), model=ModelConfig(path="firn-demo"), cache=off)
 sys.exit(app.serve(config))
 """
@@ -34,6 +37,8 @@ FAILING = """
 import sys
 import mlx.core as mx
 from firn.core.errors import SetupError
+from firn import app
+from firn.cli import main
 from firn.engine import Engine
 
 def load():
@@ -42,14 +47,15 @@ def load():
     many = [[object() for _ in range(1000)] for _ in range(300)]
     raise SetupError("no weights")
 
-try:
-    Engine(load, print, on_death=print).start()
-except SetupError as error:
-    sys.exit(error.message)
+app.build = lambda config, **more: Engine(load, print, on_death=print).start()
+sys.argv = ["firn", "serve", "--port", "0"]
+main()
 """
 START = """
+import sys
 import mlx.core as mx
 from firn import app
+from firn.cli import main
 from firn.engine import Engine
 
 def load():
@@ -60,8 +66,8 @@ def load():
         mx.eval([a @ a for a in arrays])
 
 app.build = lambda config, **more: Engine(load, print, on_death=print).start()
-from firn.cli import make_cli
-make_cli(app.serve)(["serve", "--port", "0"])
+sys.argv = ["firn", "serve", "--port", "0"]
+main()
 """
 
 
@@ -69,7 +75,7 @@ def test_a_start_that_fails_ends_in_one_line() -> None:
     """Not in an abort, because the engine's thread is still at its end."""
     command = [sys.executable, "-c", FAILING]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (run.returncode, run.stderr) == (1, "no weights\n")
+    assert (run.returncode, run.stderr) == (1, "firn: no weights\n")
 
 
 def test_ctrl_c_while_the_model_is_loaded() -> None:
@@ -96,9 +102,11 @@ def told_to_stop(
     leave_s: float = 60.0,
     signals: Sequence[signal.Signals] = (signal.SIGTERM,),
     command: Sequence[str] = (),
+    warm: Path | None = None,
+    until: str = "serves",
 ) -> tuple[int, str]:
     """Exit code and log of a server one of whose tokenizer threads is at `hang`."""
-    script = SCRIPT.format(hang=hang, leave_s=leave_s)
+    script = SCRIPT.format(hang=hang, leave_s=leave_s, warm=repr(warm))
     process = subprocess.Popen(
         [*command, sys.executable, "-c", script],
         stderr=subprocess.PIPE,
@@ -108,7 +116,7 @@ def told_to_stop(
     assert process.stderr is not None
     seen = ""
     try:
-        while "serves" not in seen:
+        while until not in seen:
             line = process.stderr.readline()
             assert line, seen
             seen += line
@@ -137,6 +145,16 @@ def test_a_closed_terminal_is_a_stop_like_any_other() -> None:
     code, log = told_to_stop("lambda: None", signals=[signal.SIGHUP, signal.SIGHUP])
     assert code == 0
     assert log.count("stopping; ") == 1
+
+
+def test_a_stop_while_prompts_are_computed_at_the_start(tmp_path: Path) -> None:
+    warm = tmp_path / "warm.json"
+    warm.write_text(json.dumps(["one two three four five " * 1000 + str(i) for i in range(20)]))
+    code, log = told_to_stop("lambda: None", warm=warm, until="warm prompt 1 of 20")
+    assert code == 0
+    assert "of 20 are left out" in log
+    assert "serves" not in log
+    assert "failed" not in log
 
 
 def test_nohup_outlives_the_terminal() -> None:

@@ -13,7 +13,7 @@ from firn.api.auth import SHARED
 from firn.api.dialects import discover
 from firn.api.services import Services
 from firn.api.session import Session
-from firn.core.errors import FirnError, SetupError
+from firn.core.errors import FirnError, SetupError, ShuttingDown
 from firn.core.events import Failed, Progress
 from firn.core.sparse import IN_FULL
 from firn.core.values import PLAIN_DEFAULTS, Defaults, GenerateRequest, RawText, Sampling
@@ -61,6 +61,9 @@ async def compute(services: Services, requests: Sequence[GenerateRequest]) -> No
             with closing(session):
                 await session.start()
                 n_prompt = await _follow(session, label)
+        except ShuttingDown:
+            log.info("warm prompts %d to %d of %d are left out", i + 1, len(jobs), len(jobs))
+            return
         except FirnError as e:
             log.warning("%s failed: %s", label, e.message)
         else:

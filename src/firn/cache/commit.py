@@ -81,7 +81,8 @@ class Committer:
         elif row.n_tokens > cursor.node.end:
             tokens = cursor.packed(cursor.node.end, row.n_tokens)
             longer = cursor.node.children.extensions(*tokens)
-            cover = next((node for node in longer if self._is_complete(node)), None)
+            n_tokens = row.n_tokens - cursor.node.end
+            cover = next((node for node in longer if self._covers(node, n_tokens)), None)
             if cover is not None:
                 self._records.extend_life(cover, cursor.control.ttl_s)
                 return
@@ -199,9 +200,13 @@ class Committer:
         cursor.pieces.append(WindowPiece(cursor.n_saved, row.n_tokens, cut))
         cursor.n_saved = row.n_tokens
 
-    def _is_complete(self, node: Node) -> bool:
-        """Whether a prompt could resume inside this node."""
-        return has_parts(node, self._needs.by_block, is_obtainable)
+    def _covers(self, node: Node, n_tokens: int) -> bool:
+        """Whether a prompt could resume inside this node as well as in a tail of so many tokens.
+
+        If it is that very tail, memory must have it: it was just computed, though a tier has it too.
+        """
+        available = _stays_in_memory if node.n_tokens == n_tokens else is_obtainable
+        return has_parts(node, self._needs.by_block, available)
 
     def _supersede(self, node: Node) -> None:
         """Forget tails that this node contains, unless they hold a state."""
@@ -248,3 +253,7 @@ def _join_pieces(pieces: Sequence[WindowPiece], start: int, end: int) -> Payload
     if covered != end:
         raise ValueError(f"window pieces end at {covered}, not at {end}")
     return joined(parts) if len(parts) > 1 else parts[0].copied()
+
+
+def _stays_in_memory(record: Record) -> bool:
+    return record.arrays is not None and not record.leaving

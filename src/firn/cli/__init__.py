@@ -25,6 +25,7 @@ from firn.cli.parameters import DEFAULT_URL, ApiKey, CacheDir, ConfigFile, Model
 from firn.cli.service import service_app
 from firn.config import Config, UsageError, load
 from firn.core.errors import FirnError
+from firn.host.shutdown import end
 
 Start = Callable[[Config], int]
 """Runs the server until it is stopped and returns the exit code."""
@@ -41,7 +42,12 @@ def main() -> None:
     for stream, errors in streams:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors=errors)
-    make_cli()()
+    try:
+        make_cli()()
+    except SystemExit as exit:
+        if "mlx.core" in sys.modules:
+            end(exit.code)
+        raise
 
 
 def make_cli(start: Start | None = None) -> typer.Typer:

@@ -40,7 +40,7 @@ from firn.fleet.files import folder_of
 from firn.fleet.memory import estimate
 from firn.fleet.vouching import VouchedKeys, vouched
 from firn.host.machine import raise_descriptor_limit
-from firn.host.shutdown import leave, no_later_than
+from firn.host.shutdown import end, leave, no_later_than
 from firn.listener import Uvicorn
 from firn.logs import configure as configure_logs
 from firn.models import device as devices
@@ -290,4 +290,4 @@ def _measure(parts: EngineParts) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())
