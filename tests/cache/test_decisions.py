@@ -163,7 +163,7 @@ def test_a_reply_that_is_computed_although_it_is_stored_is_in_memory_afterwards(
     with server(tmp_path, shape) as lab:
         ask(lab, ids)
     with server(tmp_path, shape) as lab:
-        assert found(ask(lab, ids)).tiers == (("ssd", 8 * BLOCK - 1),)
+        assert admission(ask(lab, ids)).tiers == (("ssd", 8 * BLOCK - 1),)
         records = lab.between_steps(lambda: records_of(lab.tree))
         tail = [r for r in records if r.node.end > 8 * BLOCK]
         assert tail
