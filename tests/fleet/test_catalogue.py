@@ -83,7 +83,7 @@ def test_a_models_table_overrides_the_file_and_a_flag_overrides_both(tmp_path: P
         ("[models.a]\nmax_concurrency = 0\n", "too small"),
         ("[models.a]\npinned = 1\n", "not true or false"),
         ("[models.a]\nkeep_alive = 'soon'\n", "like '30m'"),
-        ("[models.a]\naliases = 'x'\n", "no list"),
+        ("[models.a]\naliases = 'x'\n", "not a list"),
         ("[models]\na = 1\n", "write \\[models.a\\]"),
         ("models = 1\n", "write \\[models.NAME\\]"),
     ],
