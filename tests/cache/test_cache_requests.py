@@ -237,19 +237,19 @@ def test_a_budget_too_small_for_one_prompt_still_serves_it(shape: Shape, limit: 
 
 
 @EACH
-def test_fifty_sessions_in_room_for_ten(shape: Shape) -> None:
+def test_thirty_sessions_in_room_for_six(shape: Shape) -> None:
     with LabEngine(shape, cache=tree(shape, block=BLOCK)) as lab:
         ask(lab, words(0, 80), 10, boundaries=[40])
         one = lab.tree.records.memory.nbytes
-    cache = tree(shape, block=BLOCK, limit_nbytes=10 * one)
+    cache = tree(shape, block=BLOCK, limit_nbytes=6 * one)
     rng = random.Random(11)
     with LabEngine(shape, cache=cache, max_rows=8) as lab:
-        sessions = [words(i, 40) for i in range(50)]
-        for i in rng.choices(range(50), k=150):
+        sessions = [words(i, 40) for i in range(30)]
+        for i in rng.choices(range(30), k=90):
             sessions[i] = sessions[i][-150:] if len(sessions[i]) > 200 else sessions[i]
             outcome = ask(lab, sessions[i], 10, boundaries=[40])
             sessions[i] += outcome.tokens() + words(rng.randrange(9999), 5)
-            assert cache.records.memory.nbytes <= 10 * one
+            assert cache.records.memory.nbytes <= 6 * one
         assert sum(cache.stats.evictions.values())
         assert cache.stats.n_tokens_cached
         lab.check()

@@ -304,7 +304,7 @@ def floor(family: str, path: str, text: str, before: list[Item], now: list[Item]
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(items=chats(thoughts=False))
 @example(items=PLAIN_CHAT)
 @example(items=AGENT_CHAT)
@@ -314,7 +314,7 @@ def test_a_turn_begins_with_the_one_before(family: str, path: str, items: list[I
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(items=chats(thoughts=True))
 @example(items=THOUGHTFUL_CHAT)
 def test_only_reasoning_that_the_template_drops_is_lost(
