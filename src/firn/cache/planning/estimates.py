@@ -213,6 +213,9 @@ class Estimates:
         """How much of the engine's own time this many loaded bytes take."""
         return nbytes * self.array_s.value
 
+    def knows_tier(self, tier: str) -> bool:
+        return self.tiers[tier].latency_s.known or self.tiers[tier].seconds_per_byte.known
+
     # --- over a restart --------------------------------------------------------------------
 
     def to_save(self) -> dict[str, Any]:
