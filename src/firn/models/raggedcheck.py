@@ -10,12 +10,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
 from firn.core.memory_plan import DeviceKind
 from firn.models.batch import why_not_batchable
+from firn.models.cuda import attention
 from firn.models.faults import first_line
 from firn.models.layers import MakeLayers
 from firn.models.padding import in_blocks
@@ -52,22 +54,26 @@ def ragged_fault(model: Any, make_layers: MakeLayers) -> str | None:
 def traits_of(model: Any, make_layers: MakeLayers, kind: DeviceKind) -> Traits:
     """The device's, adapted to this model."""
     traits = TRAITS[kind]
-    if traits.columns.block == 1 or not _takes_bias(model, make_layers):
+    if traits.columns.block == 1 or not _gains_by_bias(model, make_layers):
         return traits
     return replace(traits, columns=replace(traits.columns, has_bias=True))
 
 
-def _takes_bias(model: Any, make_layers: MakeLayers) -> bool:
-    """Whether attention takes masks of numbers. Models that apply masks by hand may need booleans."""
+def _gains_by_bias(model: Any, make_layers: MakeLayers) -> bool:
+    """Whether attention is MLX's and takes masks of numbers. Models that apply masks by hand may need
+    booleans."""
     n, text = LENGTHS[0], [3 * j % 50 + 1 for j in range(LENGTHS[0] + 4)]
     cache = prefilled(model, make_layers(), text[:n])
     group = [1, 2] if why_not_batchable(cache) is None else [1]
+
+    def logits(n_rows: int, *, has_bias: bool) -> mx.array:
+        return _wide_logits(model, cache, [text[n:]] * n_rows, Columns(TRIED_BLOCK, has_bias))
+
     try:
+        if attention.takes_all(partial(logits, group[-1], has_bias=False)):
+            return False
         for n_rows in group:
-            masked, biased = (
-                _wide_logits(model, cache, [text[n:]] * n_rows, Columns(TRIED_BLOCK, has_bias))
-                for has_bias in (False, True)
-            )
+            masked, biased = (logits(n_rows, has_bias=has_bias) for has_bias in (False, True))
             if apart(masked, biased) > FAR:
                 return False
     except Exception:  # any model code runs here; a request would have failed instead

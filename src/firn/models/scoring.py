@@ -33,9 +33,9 @@ from firn.models.placing import PLAIN
 from firn.models.room import give_room
 from firn.models.shapes import FewShapes
 
-VERSION = 2
+VERSION = 3
 """Of how tokens are scored and chosen. Part of the root: records of other versions are not found."""
-N_LOOKAHEAD = 16
+N_LOOKAHEAD = 12
 """A reply often repeats the question first, and looks for the answer after that."""
 
 

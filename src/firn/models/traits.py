@@ -38,8 +38,8 @@ TRAITS: dict[DeviceKind, Traits] = {
     "cuda": Traits(
         slope=0.003,
         flat=0.25,
-        widths=(1, 2, 3, 5, 8, 16, 32),
-        shapes=(8, 16, 32),
+        widths=(1, 2, 4, 8, 16, 32),
+        shapes=(4, 8, 16, 32),
         columns=Columns(block=512),
         n_preparing=2,
     ),

@@ -37,7 +37,11 @@ def test_a_few_tokens_and_whole_blocks_of_bfloat16_are_for_the_kernel() -> None:
 
 
 @pytest.mark.skipif(device().kind == "cuda", reason="there the kernel is right")
-def test_a_wrong_kernel_leaves_mlx_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_kernel_leaves_mlx_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    attend = mx.fast.scaled_dot_product_attention
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attend)  # so that it is put back
     before = nn.Linear.__call__
     cuda.tune()
     assert nn.Linear.__call__ is before

@@ -93,7 +93,7 @@ SOURCE = """
       out[(int64_t)row * n_out + first + column] = static_cast<__nv_bfloat16>(sum);
     }
 """
-HEADER = """
+MULTIPLY = """
 __device__ inline void multiply(
     float (&s)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
   asm volatile(
@@ -112,7 +112,7 @@ def _kernel() -> Any:
         input_names=["x", "w"],
         output_names=["out"],
         source=SOURCE,
-        header=HEADER,
+        header=MULTIPLY,
     )
 
 
