@@ -37,9 +37,6 @@ class PreferLoading:
     def knows_prefill(self) -> bool:
         return True
 
-    def knows_tier(self, tier: str) -> bool:
-        return True
-
     def prefill_s(self, start: int, end: int) -> float:
         return 1e6 * (end - start)
 

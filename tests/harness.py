@@ -119,9 +119,6 @@ class Eager(Estimates):
     def knows_prefill(self) -> bool:
         return True
 
-    def knows_tier(self, tier: str) -> bool:
-        return True
-
     def load_s(self, tier: str, nbytes: int) -> float:
         return 20.0
 

@@ -225,7 +225,7 @@ def test_slices_are_longer_while_nobody_waits() -> None:
     scorer = ReadingScorer()
     with HashEngine(scorer=scorer, chunk=32, largest_chunk=256) as lab:
         check_thin(lab.submit(prompt_of(1, N_PROMPT), 10, sparse=HALF))
-        assert scorer.asked == [(32, True), (256, True), (256, True), (256, True)]
+        assert scorer.asked == [(32, True), (512, True), (512, True)]
         scorer.asked.clear()
         gate = lab.hold()
         other = lab.submit(prompt_of(2, 8), 60)
@@ -323,7 +323,7 @@ def test_slices_are_shorter_once_the_device_has_failed() -> None:
         lab.submit(prompt_of(2, 80), 4).wait().check()
         assert not late
         check_thin(lab.submit(prompt_of(1, N_PROMPT), 10, sparse=HALF))
-    assert max(n for n, _ in scorer.asked) == 128
+    assert max(n for n, _ in scorer.asked) == 256, "half of a scorer's largest"
 
 
 def test_a_thinned_request_that_was_put_back_continues_as_it_was() -> None:

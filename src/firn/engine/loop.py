@@ -40,6 +40,9 @@ CALIBRATE_EVERY = 64
 GROW_EVERY = 16
 """Steps between two counts of how far replies have grown."""
 
+SCORER_SCALE = 2
+"""The largest chunk of a scorer, in those of the model: it is smaller."""
+
 
 class Loop:
     def __init__(
@@ -58,7 +61,8 @@ class Loop:
             rejoined_queue=rejoined_queue,
             on_end=lambda sequence: self._deferred.add(sequence),
         )
-        self._sizes, self._scorer_sizes = (self._chunk_sizes(parts.limits) for _ in range(2))
+        self._sizes = self._chunk_sizes(parts.limits)
+        self._scorer_sizes = self._chunk_sizes(parts.limits, scale=SCORER_SCALE)
         self._deferred = DeferredPrefill(self.inflight)
         self._recovery = Recovery(
             self.inflight, on_device_fault=self._shrink_chunks, on_doubt=self._deferred.forget
@@ -75,8 +79,8 @@ class Loop:
         parts.cache.confirm()
 
     @staticmethod
-    def _chunk_sizes(limits: EngineLimits) -> ChunkSizes:
-        largest, max_step_s = limits.largest_chunk, limits.max_step_s
+    def _chunk_sizes(limits: EngineLimits, *, scale: int = 1) -> ChunkSizes:
+        largest, max_step_s = scale * limits.largest_chunk, limits.max_step_s
         return ChunkSizes(limits.prefill_chunk, largest=largest, max_step_s=max_step_s)
 
     def _shrink_chunks(self) -> None:

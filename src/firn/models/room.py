@@ -2,8 +2,8 @@
 
 mlx-lm's caches grow by 256 tokens, and each time copy everything they hold: nearly once a chunk, into a
 buffer of a size that MLX's buffer cache never has. A prompt's length is known, so it becomes the caches'
-step for one allocation; then they get their usual step back. Caches that already hold tokens grow here,
-one after the other: a chunk is dispatched as a whole, and would hold all of them twice.
+step for one allocation; then they get their usual step back. Large caches that already hold tokens grow
+here, one after the other: a chunk is dispatched as a whole, and would hold all of them twice.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from firn.models.shapes import growth, rounded
 MORE_SHARE, MAX_MORE_TOKENS = 8, 1024
 """Room after a prompt: one part in MORE_SHARE of it, up to a maximum. Growing copies everything, and
 most turns add little."""
+LATER_NBYTES = 8 << 20
+"""Layers of up to this size are copied with the next pass: waiting for each takes longer than that."""
 GROWING = (KVCache, QuantizedKVCache)
 """These classes exactly: others use their step for windows and rings."""
 
@@ -28,6 +30,7 @@ def give_room(layers: Sequence[Any], n_tokens: int, *, few_shapes: bool = False)
     """Make these caches grow next to `n_tokens`, and some more for the reply and the next turn.
 
     few_shapes: to one of the few buffer sizes of this device, with room for padding."""
+    grown: list[Any] = []
     for layer in _growing(layers):
         step = type(layer).step
         wanted = n_tokens + max(step, min(n_tokens // MORE_SHARE, MAX_MORE_TOKENS))
@@ -38,12 +41,16 @@ def give_room(layers: Sequence[Any], n_tokens: int, *, few_shapes: bool = False)
         room = missing if few_shapes and missing else max(-(-missing // step), 1) * step
         if missing and layer.offset:
             _grow(layer, room)
+            grown += [layer.keys, layer.values]
+            if layer.nbytes > LATER_NBYTES:
+                mx.eval(grown)  # the old buffers are free before the next layer's are made
+                grown = []
         else:
             layer.step = room
 
 
 def _grow(layer: Any, room: int) -> None:
-    """Copy now into buffers with room for `room` more tokens."""
+    """Make buffers with room for `room` more tokens. They are computed with the next pass."""
 
     def grown(a: mx.array) -> mx.array:
         more = mx.zeros((*a.shape[:-2], room, a.shape[-1]), dtype=a.dtype)
@@ -55,7 +62,6 @@ def _grow(layer: Any, room: int) -> None:
         )
     else:
         layer.keys, layer.values = grown(layer.keys), grown(layer.values)
-    mx.eval(layer.keys, layer.values)
 
 
 def end_room(layers: Sequence[Any], *, few_shapes: bool = False) -> None:

@@ -46,6 +46,9 @@ from firn.models.speculation import Speculation
 from firn.models.together import BatchedPrefill, can_read_together, together_fault
 from firn.models.verify import TakenTokens, Verification
 
+SOON_NBYTES = 64 << 20
+"""A restored past of up to so many bytes takes a GPU less time than a decode step."""
+
 
 @dataclass(frozen=True, slots=True)
 class PickedToken:
@@ -109,7 +112,9 @@ class Runner:
         if restored is None:
             return Row(layers)
         restored.fill(layers)
-        mx.eval([layer.state for layer in layers])
+        # Where a step in flight would be awaited as well, a small past is computed with the first chunk.
+        is_soon = self._shapes is not None and restored.nbytes < SOON_NBYTES
+        (mx.async_eval if is_soon else mx.eval)([layer.state for layer in layers])
         row = Row(layers, restored.n_tokens)
         restored.filled(row)
         return row

@@ -139,7 +139,7 @@ def test_a_load_that_was_never_tried_is_hoped_to_be_fast() -> None:
     assert known.load_s("ssd", 0) == 0.0
     hope = FIRST_LATENCY_S + 1000 * MB * FIRST_SECONDS_PER_BYTE
     assert known.load_s("ssd", 1000 * MB) == pytest.approx(hope)
-    assert not known.knows_tier("ssd")
+    assert not known.tiers["ssd"].latency_s.known
 
 
 def test_one_slow_load_among_many_is_no_measure() -> None:
@@ -176,7 +176,7 @@ def test_the_next_process_knows_what_this_one_learned() -> None:
     known, later = taught(), Estimates()
     later.restore(json.loads(json.dumps(known.to_save())))
     assert later.knows_prefill
-    assert later.knows_tier("ssd")
+    assert later.tiers["ssd"].seconds_per_byte.known
     for end in (100, 5000, 30_000):
         assert later.prefill_s(0, end) == pytest.approx(known.prefill_s(0, end), rel=0.01)
     for nbytes in (1000, 100 * MB):

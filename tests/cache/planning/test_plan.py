@@ -33,9 +33,6 @@ class Told(Estimates):
     def knows_prefill(self) -> bool:
         return True
 
-    def knows_tier(self, tier: str) -> bool:
-        return True
-
     def prefill_s(self, start: int, end: int) -> float:
         return float(end - start)
 

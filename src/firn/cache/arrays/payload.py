@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from firn.cache.arrays import cuda
 from firn.cache.codecs import TOKEN_AXIS, Arrays, nbytes_of
 from firn.cache.storage.places import Places, places_of
 from firn.core.ports import LayerCache
@@ -135,14 +136,19 @@ def _some(places: Places, start: int, end: int) -> tuple[Places, list[tuple[int,
 
 def evaluate(payloads: Iterable[Payload]) -> None:
     """Compute copies now: a pending one would make the layer's next write copy its whole buffer."""
-    arrays = [stack for payload in payloads for stack in payload.stacks]
-    if arrays:
-        mx.eval(arrays)
+    _evaluate([stack for payload in payloads for stack in payload.stacks])
 
 
 def compute(layers: Iterable[Arrays]) -> None:
     """Like `evaluate`, for arrays by layer."""
-    mx.eval([a for arrays in layers for a in arrays if a is not None])
+    _evaluate([a for arrays in layers for a in arrays if a is not None])
+
+
+def _evaluate(arrays: list[mx.array]) -> None:
+    """On CUDA they are not awaited: the decode step in flight would be awaited with them, and holds the
+    layer's buffers anyway. A fault shows when the engine confirms what was committed."""
+    if arrays:
+        (mx.eval if cuda.device() is None else mx.async_eval)(arrays)
 
 
 def settle(layers: Sequence[LayerCache]) -> None:

@@ -40,6 +40,8 @@ GRAIN_TOKENS = 512
 """Prefill is summed up in steps of at least this many tokens."""
 SMALL_NBYTES, LARGE_NBYTES = 1 << 20, 4 << 20
 """Smaller loads show the latency, larger ones the bandwidth."""
+LARGE_FILL_NBYTES = 32 << 20
+"""Smaller fills show what any fill costs, larger ones what their bytes do."""
 CONTRADICTION = 3.0
 """Samples that differ by more than this factor are not from the same machine."""
 
@@ -101,6 +103,24 @@ class TierSpeed:
         return min(self.load_s(nbytes), untried_s)
 
 
+@dataclass(eq=False)
+class FillSpeed:
+    """What the engine thread spends on filling a row. On a GPU a small fill is all dispatch: its bytes
+    say nothing about those of a large one."""
+
+    fixed_s: Samples = field(default_factory=lambda: Samples(0.0))
+    seconds_per_byte: Samples = field(default_factory=lambda: Samples(0.0))
+
+    def see(self, nbytes: int, seconds: float) -> None:
+        if nbytes >= LARGE_FILL_NBYTES:
+            self.seconds_per_byte.see(max(seconds - self.fixed_s.value, 0.0) / nbytes)
+        elif nbytes:
+            self.fixed_s.see(seconds)
+
+    def to_save(self) -> list[float | None]:
+        return [s.value if s.known else None for s in (self.fixed_s, self.seconds_per_byte)]
+
+
 def _samples_by_depth() -> defaultdict[int, deque[tuple[float, float]]]:
     return defaultdict(lambda: deque(maxlen=N_KEPT))
 
@@ -111,8 +131,7 @@ class Estimates:
     tiers: defaultdict[str, TierSpeed] = field(default_factory=lambda: defaultdict(TierSpeed))
     array_s: Samples = field(default_factory=lambda: Samples(0.0))
     """Seconds per byte on the engine thread, from loaded bytes to arrays."""
-    fill_s: Samples = field(default_factory=lambda: Samples(0.0))
-    """Seconds per byte on the engine thread, from arrays to a filled row."""
+    filling: FillSpeed = field(default_factory=lambda: FillSpeed())
     _whole: int = 0
     """Tokens of a whole chunk: the largest that was seen."""
     _depths: defaultdict[int, deque[tuple[float, float]]] = field(default_factory=_samples_by_depth)
@@ -202,8 +221,13 @@ class Estimates:
             self.array_s.see(seconds / nbytes)
 
     def saw_fill(self, nbytes: int, seconds: float) -> None:
-        if nbytes >= SMALL_NBYTES:
-            self.fill_s.see(seconds / nbytes)
+        self.filling.see(nbytes, seconds)
+
+    def fill_s(self, nbytes: int) -> float:
+        """How much of the engine's own time it takes to fill a row with so many bytes of arrays."""
+        if not nbytes:
+            return 0.0
+        return self.filling.fixed_s.value + nbytes * self.filling.seconds_per_byte.value
 
     def load_s(self, tier: str, nbytes: int) -> float:
         """How long loading this many bytes takes, from the order to the last byte."""
@@ -212,9 +236,6 @@ class Estimates:
     def engine_s(self, nbytes: int) -> float:
         """How much of the engine's own time this many loaded bytes take."""
         return nbytes * self.array_s.value
-
-    def knows_tier(self, tier: str) -> bool:
-        return self.tiers[tier].latency_s.known or self.tiers[tier].seconds_per_byte.known
 
     # --- over a restart --------------------------------------------------------------------
 
@@ -225,7 +246,7 @@ class Estimates:
             "depths": [[depth, cost] for depth, cost in self._line],
             "short": self._short.value if self._short.known else None,
             "array": self.array_s.value if self.array_s.known else None,
-            "fill": self.fill_s.value if self.fill_s.known else None,
+            "fill": self.filling.to_save(),
             "tiers": {
                 name: [
                     s.value if s.known else None for s in (speed.latency_s, speed.seconds_per_byte)
@@ -244,23 +265,28 @@ class Estimates:
             self._saved[bucket] = (float(depth), float(cost))
             self._depths[bucket].append(self._saved[bucket])
         self._draw()
-        named = ((self._short, "short"), (self.array_s, "array"), (self.fill_s, "fill"))
-        for samples, name in named:
-            if saved[name] is not None:
-                samples.restore(max(float(saved[name]), 0.0))
+        fill_s, fill_s_per_byte = saved["fill"]
+        named: list[tuple[Samples, float | None]] = [
+            (self._short, saved["short"]),
+            (self.array_s, saved["array"]),
+            (self.filling.fixed_s, fill_s),
+            (self.filling.seconds_per_byte, fill_s_per_byte),
+        ]
         for name, (latency, per_byte) in saved["tiers"].items():
             speed = self.tiers[str(name)]
-            if latency is not None:
-                speed.latency_s.restore(max(float(latency), 0.0))
-            if per_byte is not None:
-                speed.seconds_per_byte.restore(max(float(per_byte), 0.0))
+            named += [(speed.latency_s, latency), (speed.seconds_per_byte, per_byte)]
+        for samples, value in named:
+            if value is not None:
+                samples.restore(max(float(value), 0.0))
 
     def view(self) -> dict[str, Any]:
         speeds = {str(round(d)): round(1 / max(c, 1e-9)) for d, c in self._line}
         return {
             "prefill_tokens_per_s": speeds,
             "short_chunk_s": round(self._short.value, 6),
-            "engine_s_per_gib": round((self.array_s.value + self.fill_s.value) * (1 << 30), 4),
+            "engine_s_per_gib": round(
+                (self.array_s.value + self.filling.seconds_per_byte.value) * (1 << 30), 4
+            ),
             "tiers": {
                 name: {
                     "latency_s": round(speed.latency_s.value, 6),

@@ -34,7 +34,7 @@ MIN_GAIN = 0.02
 GRACE_S = 0.005
 """How late a load may be before computing begins."""
 UNKNOWN_PATIENCE_S = 0.03
-"""How long computing waits for a load while the speed of neither is known."""
+"""How long computing waits for a load while its own speed is not known."""
 
 TierOf = Callable[[Record], str]
 """The name of the tier that a record is read from."""
@@ -74,6 +74,8 @@ def make_plan(
     front = max(now.n_tokens, start)
     n_prompt = len(walk.tokens)
     alone_s = estimates.prefill_s(front, n_prompt)
+    if not start:  # there is no row yet: either way one is filled
+        alone_s += _fill_s(now, estimates)
     best, best_s = None, alone_s * (1 - MIN_GAIN)
     n_most = 0
     for match in _targets(walk, needs, front):
@@ -135,13 +137,17 @@ def _weigh(
     load_s = sum(estimates.load_s(tier, n) for tier, n in nbytes.items())
     compute_s = estimates.prefill_s(front, match.n_tokens)
     engine_s = estimates.engine_s(sum(nbytes.values()))
-    fill_s = estimates.fill_s.value * sum(r.nbytes for r in match.records)
+    fill_s = _fill_s(match, estimates)
     if not needs.pages:  # windows and states are of use only when all of them are there
         race_s = load_s + engine_s + fill_s
     else:
         share = compute_s / max(load_s + compute_s, 1e-9)
         race_s = share * (load_s + engine_s) + fill_s
     return _Target(match, missing, tuple(nbytes), load_s, compute_s, race_s)
+
+
+def _fill_s(match: Match, estimates: Estimates) -> float:
+    return estimates.fill_s(sum(r.nbytes for r in match.records))
 
 
 def _from_the_back(records: Iterable[Record]) -> tuple[Record, ...]:
@@ -154,13 +160,15 @@ def _patience(target: _Target, front: int, estimates: Estimates) -> tuple[float,
 
     A chunk that begins just before its tokens arrive delays them by a chunk. A load that should take
     half the time of computing is waited for until a chunk could have been computed: by then its pace
-    is known.
+    is known. One that should take less than a chunk may take twice as long as expected, or half of
+    what computing takes until it can be left: a first load after a start is slower than any later one.
     """
     late = 2 * target.load_s + GRACE_S
-    if not (estimates.knows_prefill and all(map(estimates.knows_tier, target.tiers))):
+    if not estimates.knows_prefill:
         return (min(late, UNKNOWN_PATIENCE_S),) * 2
     chunk_s = estimates.chunk_s(front)
     if target.load_s < target.compute_s / 2:
+        late = max(late, min(chunk_s, target.compute_s) / 2)
         return (late if target.load_s < chunk_s else min(late, chunk_s)), late
     alone = late if target.load_s < chunk_s else 0.0
     return alone, alone
