@@ -343,7 +343,7 @@ def test_errors_have_anthropics_types(plain: Live) -> None:
 
 def test_a_full_queue_is_a_rate_limit() -> None:
     with serve() as live:
-        live.engine.refusal = QueueFull(9, retry_after_s=3)
+        live.engine.refusal = QueueFull(retry_after_s=3)
         with pytest.raises(anthropic.RateLimitError) as caught:
             live.anthropic().messages.create(**ASK)
         body: Any = caught.value.body

@@ -348,7 +348,7 @@ def test_bodies_over_the_limit_are_413() -> None:
 
 
 def test_a_full_queue_is_a_429_with_retry_after(live: Live) -> None:
-    live.engine.refusal = QueueFull(9, retry_after_s=3)
+    live.engine.refusal = QueueFull(retry_after_s=3)
     for stream in (False, True):
         for path, body in ROUTES.items():
             answer = httpx.post(f"{live.url}{path}", json={**body, "stream": stream})
@@ -364,7 +364,7 @@ def test_a_queue_that_fills_between_two_prompts_cancels_the_first(live: Live) ->
     live.engine.hold("queue")
 
     def once(job: Job, choice: int) -> list[int]:
-        live.engine.refusal = QueueFull(1)
+        live.engine.refusal = QueueFull()
         return []
 
     live.engine.reply = once

@@ -75,7 +75,7 @@ def test_a_wrong_key_and_a_full_queue_are_logged_with_their_reason() -> None:
         with pytest.raises(openai.AuthenticationError):
             live.openai(api_key="wrong").models.list()
         assert "error=invalid_api_key" in live.log.wait_for(" 401 ")
-        live.engine.refusal = QueueFull(7)
+        live.engine.refusal = QueueFull()
         with pytest.raises(anthropic.RateLimitError):
             live.anthropic(api_key="right").messages.create(
                 model="claude-x", max_tokens=4, messages=HI
@@ -87,7 +87,7 @@ def test_a_stream_that_breaks_is_logged_with_its_reason(live: Live) -> None:
     live.engine.hold("decode", after=2)
     stream = live.openai().chat.completions.create(model="fake", messages=HI, stream=True)
     live.engine.wait_for(lambda e: e.n_sent() == 2)
-    live.engine.fail(QueueFull(3))
+    live.engine.fail(QueueFull())
     with pytest.raises(openai.APIError):
         list(stream)
     assert "finish=queue_full error=queue_full" in live.log.wait_for("finish=")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from firn.core.values import Chat, Message, Part, PicturePart, Prompt, TextPart
+from firn.core.values import Chat, Message, MessagePart, PicturePart, Prompt, TextPart
 from firn.media.pictures import PictureLimits, Pictures
 from firn.models import loader, vision_load
 from firn.models.processor import VisionProcessor
@@ -74,7 +74,7 @@ def data_url(image: Image.Image, kind: str = "PNG") -> str:
     return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def part(shown: str | Image.Image | int, param: str = "messages") -> Part:
+def part(shown: str | Image.Image | int, param: str = "messages") -> MessagePart:
     """Text, a picture, or a picture by its number."""
     if isinstance(shown, str):
         return TextPart(shown)

@@ -10,8 +10,8 @@ from firn.core.errors import BadRequest, ContextTooLong
 from firn.core.values import (
     Chat,
     GenerateRequest,
+    MessagePart,
     Namespace,
-    Part,
     PicturePart,
     Prompt,
     Source,
@@ -35,7 +35,7 @@ def _owned(source: Source, owner: Namespace) -> Source:
     if owner == SHARED or not isinstance(source, Chat):
         return source
 
-    def owned(part: Part) -> Part:
+    def owned(part: MessagePart) -> MessagePart:
         return replace(part, owner=owner) if isinstance(part, PicturePart) else part
 
     if not any(isinstance(part, PicturePart) for m in source.messages for part in m.parts):

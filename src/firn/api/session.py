@@ -106,7 +106,7 @@ class Session:
             )
         router = services.event_router
         if router.n_calls >= services.limits.max_calls:
-            raise QueueFull(router.n_calls)
+            raise QueueFull
         self._queue = router.open(self._runs, silence_s=services.limits.keep_alive_s)
         jobs = [await self._jobs.make(run) for run in runs]
         if self.n_logprobs > MAX_LOGPROBS:

@@ -167,12 +167,11 @@ class TryLater(FirnError):
 class QueueFull(TryLater):
     code = "queue_full"
 
-    def __init__(self, n_waiting: int, *, retry_after_s: int = 1) -> None:
+    def __init__(self, *, retry_after_s: int = 1) -> None:
         # The message does not say how many wait: that would tell a caller about others.
         super().__init__(
             "Too many requests are waiting; try again shortly.", retry_after_s=retry_after_s
         )
-        self.n_waiting = n_waiting
 
 
 class KeyLimit(TryLater):

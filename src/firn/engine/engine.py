@@ -89,7 +89,7 @@ class Engine(Generic[P]):
             # Here already: the refusal of a stream that has begun has no status any more.
             self._parts.budget.need_nbytes(job)
             if self._n_queued >= self._queue_room():
-                raise QueueFull(self._n_queued)
+                raise QueueFull
             self._n_queued += 1
             # Under the lock, so that no job arrives after the inbox was emptied for the last time.
             self._inbox.put(lambda: self._loop.accept(job))

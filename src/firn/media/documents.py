@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from firn.core.values import Chat, DocumentPart, GenerateRequest, Namespace, Part
+from firn.core.values import Chat, DocumentPart, GenerateRequest, MessagePart, Namespace
 from firn.media import pdf_text
 
 MIB = 1 << 20
@@ -143,9 +143,9 @@ class Documents:
         return str(answer["text"])
 
 
-def _parts(chat: Chat) -> list[Part]:
+def _parts(chat: Chat) -> list[MessagePart]:
     return [p for m in chat.messages for p in m.parts]
 
 
-def _is_unread(part: Part) -> bool:
+def _is_unread(part: MessagePart) -> bool:
     return isinstance(part, DocumentPart) and part.text is None and not part.fault

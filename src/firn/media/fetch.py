@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import httpx
 
 from firn.core.errors import BadPicture
-from firn.core.values import Chat, GenerateRequest, Namespace, Part, PicturePart
+from firn.core.values import Chat, GenerateRequest, MessagePart, Namespace, PicturePart
 from firn.media.faults import one_line
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -99,7 +99,7 @@ class Fetcher:
         except* BadPicture as faults:
             raise faults.exceptions[0] from None
 
-        def filled(part: Part) -> Part:
+        def filled(part: MessagePart) -> MessagePart:
             if not isinstance(part, PicturePart) or not _is_remote(part):
                 return part
             if part.url not in tasks:
@@ -220,7 +220,7 @@ def _parsed(text: str) -> Address:
     return ipaddress.ip_address(text.partition("%")[0])
 
 
-def _parts(chat: Chat) -> list[Part]:
+def _parts(chat: Chat) -> list[MessagePart]:
     return [part for message in chat.messages for part in message.parts]
 
 
@@ -242,7 +242,7 @@ def _by_url(chat: Chat, newest: frozenset[str]) -> dict[str, PicturePart]:
     return firsts
 
 
-def _is_remote(part: Part) -> bool:
+def _is_remote(part: MessagePart) -> bool:
     return (
         isinstance(part, PicturePart)
         and part.data is None

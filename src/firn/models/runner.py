@@ -43,6 +43,7 @@ from firn.models.room import end_room, give_room
 from firn.models.sampling import Picker, Picks, pick, score
 from firn.models.shapes import FewShapes
 from firn.models.speculation import Speculation
+from firn.models.stretches import in_stretches
 from firn.models.together import BatchedPrefill, can_read_together, together_fault
 from firn.models.verify import TakenTokens, Verification
 
@@ -352,7 +353,9 @@ class Runner:
         step = RaggedStep(group.layers, [len(f) for f in fed], width)
         ids = mx.array([[*f, *[0] * (width - len(f))] for f in fed])
         arguments = self._arguments.step(seats, width) | self._carry(seats)
-        logits = self._model(ids, cache=_seen(group, group.columns), **arguments)
+        layers = _seen(group, group.columns)
+        with in_stretches(layers, n_layers=traits.stretch):
+            logits = self._model(ids, cache=layers, **arguments)
         pickers = tuple(
             tuple(_picker(r).ahead(draft)) for r, draft in zip(seats, drafts, strict=True)
         )

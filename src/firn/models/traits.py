@@ -18,7 +18,8 @@ class Traits:
     """slope: what each further token of each row adds to a step, in plain steps. flat: what any step of
     several tokens adds. widths: to choose from, in tokens of a row. shapes: widths that are computed; a
     narrower step is padded to one of them where that does no harm. n_preparing: the first steps of a
-    shape, which may compile kernels and are not measured."""
+    shape, which may compile kernels and are not measured. stretch: layers that are dispatched while the
+    host builds the others; 0: a step is dispatched as a whole, for the host computes it itself."""
 
     slope: float
     flat: float = 0.0
@@ -26,6 +27,7 @@ class Traits:
     shapes: tuple[int, ...] = ()
     columns: Columns = ALL_COLUMNS
     n_preparing: int = 0
+    stretch: int = 0
 
     def shape(self, width: int) -> int:
         """The width in which a step of at least this width is computed."""
@@ -42,5 +44,6 @@ TRAITS: dict[DeviceKind, Traits] = {
         shapes=(4, 8, 16, 32),
         columns=Columns(block=512),
         n_preparing=2,
+        stretch=6,
     ),
 }

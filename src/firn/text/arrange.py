@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby, takewhile
 
-from firn.core.values import Message, Part, Role, TextPart
+from firn.core.values import Message, MessagePart, Role, TextPart
 from firn.text.turn_rules import TurnRules
 
 SEPARATOR = "\n\n"
@@ -96,7 +96,7 @@ def _placed(message: Message, rules: TurnRules) -> list[Message]:
 
 
 def _map_texts(message: Message, change: Callable[[str], str]) -> Message:
-    parts: list[Part] = []
+    parts: list[MessagePart] = []
     for part in message.parts:
         if not isinstance(part, TextPart):
             parts.append(part)
@@ -192,9 +192,9 @@ def _joined(messages: Sequence[Message]) -> Message:
     )
 
 
-def _join_parts(messages: Sequence[Message]) -> tuple[Part, ...]:
+def _join_parts(messages: Sequence[Message]) -> tuple[MessagePart, ...]:
     """All parts in order, with a blank line between texts of different messages."""
-    parts: list[Part] = []
+    parts: list[MessagePart] = []
     for message in messages:
         if not message.parts:
             continue

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from firn.core.errors import BadDocument, BadPart, BadPicture
 from firn.core.ports import Pictures
-from firn.core.values import DocumentPart, Message, OtherPart, Part, PicturePart, TextPart
+from firn.core.values import DocumentPart, Message, MessagePart, OtherPart, PicturePart, TextPart
 from firn.text.picture_spans import ReadyPicture
 
 MAX_PICTURES = 256
@@ -50,7 +50,7 @@ class PartReader:
         notes: list[str] = []
         n_pictures = 0
         for i, message in enumerate(messages):
-            parts: list[Part] = []
+            parts: list[MessagePart] = []
             for part in message.parts:
                 try:
                     n_pictures += isinstance(part, PicturePart)
@@ -65,7 +65,7 @@ class PartReader:
             readable.append(replace(message, parts=_join_texts(message.parts, parts)))
         return ReadableMessages(tuple(readable), tuple(notes))
 
-    def _read(self, part: Part, message: Message, n_pictures: int) -> Part:
+    def _read(self, part: MessagePart, message: Message, n_pictures: int) -> MessagePart:
         match part:
             case TextPart():
                 return part
@@ -76,7 +76,7 @@ class PartReader:
             case OtherPart():
                 raise BadPart(part.param, f"{part.kind[:64]!r} is not supported here.")
 
-    def _picture(self, part: PicturePart, message: Message, n_pictures: int) -> Part:
+    def _picture(self, part: PicturePart, message: Message, n_pictures: int) -> MessagePart:
         if self._pictures is None:
             raise BadPicture(part.param, "this model takes no images.")
         if n_pictures > MAX_PICTURES:
@@ -93,13 +93,13 @@ class PartReader:
             part.url, part.param, part.data, owner=part.owner, fault=part.fault, prepared=prepared
         )
 
-    def _document(self, part: DocumentPart) -> Part:
+    def _document(self, part: DocumentPart) -> MessagePart:
         if part.text is None:
             raise BadDocument(part.param, part.fault or "this server reads no documents.")
         return TextPart(PARAGRAPH.join(filter(None, (part.lead, part.text))))
 
 
-def _stand_in(part: Part, *, sees_pictures: bool) -> str:
+def _stand_in(part: MessagePart, *, sees_pictures: bool) -> str:
     """The same text whatever the reason, so that prompts keep their prefix."""
     match part:
         case PicturePart() if sees_pictures:
@@ -115,9 +115,11 @@ def _stand_in(part: Part, *, sees_pictures: bool) -> str:
             return part.text
 
 
-def _join_texts(sent: Sequence[Part], parts: Sequence[Part]) -> tuple[Part, ...]:
+def _join_texts(
+    sent: Sequence[MessagePart], parts: Sequence[MessagePart]
+) -> tuple[MessagePart, ...]:
     """Joins texts: that of a document, or one that replaces a part, becomes its own paragraph."""
-    joined: list[Part] = []
+    joined: list[MessagePart] = []
     was_new = False
     for before, part in zip(sent, parts, strict=True):
         is_new = not isinstance(before, TextPart)

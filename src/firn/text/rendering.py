@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from firn.core.values import Message, Part, TextPart, Tool, ToolCall
+from firn.core.values import Message, MessagePart, TextPart, Tool, ToolCall
 
 Span = tuple[int, int]
 """Characters [start, end) of a text."""
@@ -123,5 +123,5 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def joined_text(parts: Iterable[Part]) -> str:
+def joined_text(parts: Iterable[MessagePart]) -> str:
     return "".join(p.text for p in parts if isinstance(p, TextPart))

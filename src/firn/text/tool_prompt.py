@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
-from firn.core.values import Message, Part, TextPart, Tool
+from firn.core.values import Message, MessagePart, TextPart, Tool
 from firn.text.messages import tools_to_template
 from firn.text.parsers import ToolFormat, WriteCall
 
@@ -62,8 +62,8 @@ def _in_words(message: Message, write: WriteCall, tool: str) -> Message:
     return replace(message, parts=(TextPart(text),), tool_calls=())
 
 
-def _merged(parts: Sequence[Part]) -> tuple[Part, ...]:
-    merged: list[Part] = []
+def _merged(parts: Sequence[MessagePart]) -> tuple[MessagePart, ...]:
+    merged: list[MessagePart] = []
     for part in parts:
         if isinstance(part, TextPart) and merged and isinstance(merged[-1], TextPart):
             merged[-1] = TextPart(merged[-1].text + part.text)

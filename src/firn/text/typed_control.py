@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from firn.core.ports import Tokenizer
-from firn.core.values import Message, Part, TextPart
+from firn.core.values import Message, MessagePart, TextPart
 from firn.text.rendering import Content, Render, Rendered, Span, joined_text, texts_of
 from firn.text.text_scanner import TextScanner
 from firn.text.typed_marks import BETWEEN, TypedMarks
@@ -81,7 +81,7 @@ class TypedControl:
         """Joins adjacent texts of a message if they spell a token only together."""
 
         def whole(message: Message) -> Message:
-            joined: list[Part] = []
+            joined: list[MessagePart] = []
             for is_text, run in groupby(message.parts, key=lambda p: isinstance(p, TextPart)):
                 parts = list(run)
                 if not is_text or len(parts) == 1:
@@ -94,5 +94,5 @@ class TypedControl:
 
         return replace(content, messages=tuple(map(whole, content.messages)))
 
-    def _n_spelled(self, parts: Iterable[Part]) -> int:
+    def _n_spelled(self, parts: Iterable[MessagePart]) -> int:
         return sum(len(self.spans(p.text)) for p in parts if isinstance(p, TextPart))

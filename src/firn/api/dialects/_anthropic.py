@@ -22,8 +22,8 @@ from firn.core.values import (
     DocumentPart,
     Grammar,
     Message,
+    MessagePart,
     OtherPart,
-    Part,
     PicturePart,
     Reasoning,
     TextPart,
@@ -72,7 +72,7 @@ def _message(message: Fields) -> list[Message]:
     role = fields.one_of(message.require("role"), message.name("role"), ROLES)
     content = message.get("content")
     if content is None or isinstance(content, str):
-        parts: tuple[Part, ...] = (TextPart(content),) if content else ()
+        parts: tuple[MessagePart, ...] = (TextPart(content),) if content else ()
         return [_plain(role, parts)]
     blocks = _blocks(content, message.name("content"))
     marked = any(_is_marked(block) for block in blocks)
@@ -81,7 +81,7 @@ def _message(message: Fields) -> list[Message]:
     return decoded
 
 
-def _plain(role: str, parts: tuple[Part, ...]) -> Message:
+def _plain(role: str, parts: tuple[MessagePart, ...]) -> Message:
     match role:
         case "assistant":
             return Message("assistant", parts)
@@ -93,7 +93,7 @@ def _plain(role: str, parts: tuple[Part, ...]) -> Message:
 
 def _user(role: str, blocks: Sequence[Fields]) -> list[Message]:
     results: list[Message] = []
-    rest: list[Part] = []
+    rest: list[MessagePart] = []
     for block in blocks:
         if _kind(block) == "tool_result":
             results.append(_tool_result(block))
@@ -106,13 +106,13 @@ def _user(role: str, blocks: Sequence[Fields]) -> list[Message]:
     return results
 
 
-def _is_reminder(part: Part) -> bool:
+def _is_reminder(part: MessagePart) -> bool:
     return isinstance(part, TextPart) and part.text.lstrip().startswith(REMINDER)
 
 
 def _assistant(blocks: Sequence[Fields]) -> Message:
     """Blocks of tools that Anthropic's servers ran become a short note in the text."""
-    parts: list[Part] = []
+    parts: list[MessagePart] = []
     thoughts, calls = "", []
     for block in blocks:
         match _kind(block):
@@ -130,7 +130,7 @@ def _assistant(blocks: Sequence[Fields]) -> Message:
     return Message("assistant", tuple(parts), tool_calls=tuple(calls), reasoning=thoughts or None)
 
 
-def _extended(parts: list[Part], text: str) -> list[Part]:
+def _extended(parts: list[MessagePart], text: str) -> list[MessagePart]:
     """With this text at the end. The assistant's text blocks are one text, without paragraphs."""
     if parts and isinstance(parts[-1], TextPart):
         return [*parts[:-1], TextPart(parts[-1].text + text)]
@@ -150,7 +150,7 @@ def _tool_use(block: Fields) -> ToolCall:
 def _tool_result(block: Fields) -> Message:
     content = block.get("content")
     if content is None or isinstance(content, str):
-        parts: tuple[Part, ...] = (TextPart(content),) if content else ()
+        parts: tuple[MessagePart, ...] = (TextPart(content),) if content else ()
     else:
         inner = _blocks(content, block.name("content"))
         parts = _paragraphs([_part(inner_block) for inner_block in inner])
@@ -160,7 +160,7 @@ def _tool_result(block: Fields) -> Message:
     return Message("tool", parts, tool_call_id=id)
 
 
-def _marked_as_error(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+def _marked_as_error(parts: tuple[MessagePart, ...]) -> tuple[MessagePart, ...]:
     """Templates have no place for failure: the text has to say it."""
     text = "".join(part.text for part in parts if isinstance(part, TextPart))
     if text.lstrip().lower().startswith("error"):
@@ -168,9 +168,9 @@ def _marked_as_error(parts: tuple[Part, ...]) -> tuple[Part, ...]:
     return _paragraphs([TextPart("Error:"), *parts])
 
 
-def _paragraphs(parts: Sequence[Part]) -> tuple[Part, ...]:
+def _paragraphs(parts: Sequence[MessagePart]) -> tuple[MessagePart, ...]:
     """Adjacent texts become one, with a blank line between them."""
-    merged: list[Part] = []
+    merged: list[MessagePart] = []
     for part in parts:
         last = merged[-1] if merged else None
         if isinstance(part, TextPart) and isinstance(last, TextPart):
@@ -198,7 +198,7 @@ def _only(block: Fields, kind: str) -> None:
     fields.one_of(block.require("type"), block.name("type"), (kind,))
 
 
-def _part(block: Fields) -> Part:
+def _part(block: Fields) -> MessagePart:
     match _kind(block):
         case "text":
             return _text(block)
@@ -216,7 +216,7 @@ def _text(block: Fields) -> TextPart:
     return TextPart(fields.string(block.require("text"), block.name("text")))
 
 
-def _image(block: Fields) -> Part:
+def _image(block: Fields) -> MessagePart:
     source = block.require_object("source")
     param = block.name("source")
     match _kind(source):
@@ -231,7 +231,7 @@ def _image(block: Fields) -> Part:
             return OtherPart(f"image by {kind}", source.name("type"))
 
 
-def _document(block: Fields) -> Part:
+def _document(block: Fields) -> MessagePart:
     source = block.require_object("source")
     lead = PARAGRAPH.join(filter(None, (block.string("title"), block.string("context"))))
     match _kind(source):

@@ -16,8 +16,8 @@ from firn.core.values import (
     DocumentPart,
     Grammar,
     Message,
+    MessagePart,
     OtherPart,
-    Part,
     PicturePart,
     Reasoning,
     Role,
@@ -71,7 +71,7 @@ def _message(message: Fields, *, last_call: str | None) -> Message:
     )
 
 
-def parts(content: object, param: str) -> tuple[Part, ...]:
+def parts(content: object, param: str) -> tuple[MessagePart, ...]:
     match content:
         case None:
             return ()
@@ -85,7 +85,7 @@ def parts(content: object, param: str) -> tuple[Part, ...]:
             )
 
 
-def _part(value: object, param: str) -> Part:
+def _part(value: object, param: str) -> MessagePart:
     if isinstance(value, str):
         return TextPart(value)
     part = fields.members(value, param)
@@ -106,7 +106,7 @@ def _part(value: object, param: str) -> Part:
     return OtherPart(kind, part.name("type"))
 
 
-def _file(file: Fields, param: str) -> Part:
+def _file(file: Fields, param: str) -> MessagePart:
     """A file by its content. One that is stored elsewhere cannot be read here."""
     name, data = file.string("filename") or "", file.string("file_data")
     if not data:

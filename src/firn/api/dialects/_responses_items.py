@@ -29,8 +29,8 @@ from firn.core.errors import InvalidValue
 from firn.core.values import (
     Grammar,
     Message,
+    MessagePart,
     OtherPart,
-    Part,
     TextPart,
     Tool,
     ToolCall,
@@ -93,12 +93,12 @@ class _MessageBuilder:
     """Joins the items of a turn. Only a turn of the assistant can be open."""
 
     messages: list[Message] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
+    parts: list[MessagePart] = field(default_factory=list)
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     is_open: bool = False
 
-    def add_parts(self, parts: Iterable[Part]) -> None:
+    def add_parts(self, parts: Iterable[MessagePart]) -> None:
         """Texts become paragraphs of one text."""
         self.is_open = True
         for part in parts:
@@ -166,7 +166,7 @@ def _message(item: Fields, builder: _MessageBuilder) -> None:
         builder.add_message(Message(role, parts))
 
 
-def _joined_texts(parts: Iterable[Part]) -> Iterator[Part]:
+def _joined_texts(parts: Iterable[MessagePart]) -> Iterator[MessagePart]:
     """Adjacent texts are one text."""
     for is_text, run in groupby(parts, key=lambda part: isinstance(part, TextPart)):
         if is_text:

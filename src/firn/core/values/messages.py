@@ -49,7 +49,7 @@ class OtherPart:
     param: str = "messages"
 
 
-Part = TextPart | PicturePart | DocumentPart | OtherPart
+MessagePart = TextPart | PicturePart | DocumentPart | OtherPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Message:
     program's note that came with tool results; it does not begin a turn."""
 
     role: Role
-    parts: tuple[Part, ...] = ()
+    parts: tuple[MessagePart, ...] = ()
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
