@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines import BenchEngine, MakeLayers, shape_of
-from report import grid, names, numbers, save
+from report import BenchError, grid, names, numbers, save
 
 from firn.core.values import Job
 from firn.models import device as devices
@@ -34,6 +34,7 @@ from firn.models.verify import TakenTokens, Verification
 
 N_PROMPT = 512
 WARM_UP = (1.0, 0.8, 1.0)
+MORE_IF_RIGHT = 4
 
 
 class Oracle:
@@ -172,6 +173,8 @@ def rate(engine: BenchEngine, *, n_streams: int, n_tokens: int, seed: int, guess
         answer.wait()
     began = max(a.times[0] for a in answers)
     ended = min(a.times[-1] for a in answers)
+    if ended <= began:
+        raise BenchError("a reply ended before the last one began: ask for more --tokens")
     n = sum(sum(began < t <= ended for t in a.times) for a in answers)
     return n / (ended - began)
 
@@ -182,8 +185,12 @@ def warm_up(engine: BenchEngine, oracle: Oracle, *, n_streams: int, n_tokens: in
         rate(engine, n_streams=n_streams, n_tokens=n_tokens, seed=1 + seed, guesses=True)
 
 
-def compare(engine: BenchEngine, args: argparse.Namespace, n_streams: int) -> Comparison:
-    """With guesses and without, in turns."""
+def compare(
+    engine: BenchEngine, oracle: Oracle, args: argparse.Namespace, n_streams: int
+) -> Comparison:
+    """With guesses and without, in turns. Replies that are always guessed right are longer: they end
+    soon."""
+    n_tokens = args.tokens * (MORE_IF_RIGHT if oracle.right == 1.0 else 1)
     totals = engine.engine.parts.runner.speculation.totals  # type: ignore[attr-defined]
     pairs, per_step = [], 0.0
     for turn in range(args.rounds + 1):
@@ -193,7 +200,7 @@ def compare(engine: BenchEngine, args: argparse.Namespace, n_streams: int) -> Co
             both[guesses] = rate(
                 engine,
                 n_streams=n_streams,
-                n_tokens=args.tokens,
+                n_tokens=n_tokens,
                 seed=100 * turn + n_streams,
                 guesses=guesses,
             )
@@ -249,7 +256,7 @@ def run(args: argparse.Namespace) -> None:
             for right in [float(x) for x in names(args.right)]:
                 oracle.right = right
                 call(lambda parts: parts.runner.speculation.forget()).result()  # type: ignore[attr-defined]
-                comparison = compare(engine, args, n_streams)
+                comparison = compare(engine, oracle, args, n_streams)
                 rows.append([str(n_streams), f"{right:.1f}", *comparison.cells])
                 told = call(lambda parts: parts.runner.speculation.told()).result()  # type: ignore[attr-defined]
                 print(" ".join(rows[-1]), "|", told, flush=True)

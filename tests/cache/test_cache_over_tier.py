@@ -244,8 +244,13 @@ class OverATier(Machine):
         self.check_protected()
 
     def protect(self) -> None:
+        """What a lone request has computed may leave memory for the rest of it, once the tier has it."""
         super().protect()
-        self.protected = {r: n for r, n in self.protected.items() if r.arrays is not None}
+        self.protected = {
+            r: n
+            for r, n in self.protected.items()
+            if r.arrays is not None and (n.n_pins or n.n_leases > 1)
+        }
 
     def teardown(self) -> None:
         """Whatever happened: all of memory can be given back, and all that is stored be deleted."""

@@ -223,18 +223,6 @@ def test_a_stalled_load_keeps_nobody_waiting(tmp_path: Path) -> None:
         disk.resume()
 
 
-def test_a_tail_on_disk_is_loaded_behind_a_prefix_in_memory(tmp_path: Path) -> None:
-    """After a restart: the first question brings the shared prefix to memory."""
-    shared = words(1, 3 * BLOCK)
-    first, second = shared + words(2, BLOCK // 2), shared + words(3, BLOCK // 2)
-    with server(tmp_path) as lab:
-        ask(lab, first)
-        ask(lab, second)
-    with server(tmp_path) as lab:
-        assert admission(ask(lab, first)).n_cached == len(first) - 1
-        assert admission(ask(lab, second)).n_cached == len(second) - 1
-
-
 def test_a_row_jumps_ahead_when_the_load_lands_first(tmp_path: Path) -> None:
     ids = words(1, 400)
     with server(tmp_path) as lab:

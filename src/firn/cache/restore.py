@@ -28,9 +28,6 @@ NEIGHBOUR = "neighbour"
 Payloads = dict[tuple[Node, Part], Payload]
 Pieces = list[Payload | Views]
 
-CLEARLY = 2.0
-"""For less than a block a row is left only if computing takes this much longer than filling another."""
-
 
 class Restorer:
     def __init__(
@@ -65,14 +62,11 @@ class Restorer:
 
     def pays(self, match: Match, n_tokens: int) -> bool:
         """Whether to leave a row of this many tokens for a new one that is filled to the match."""
-        if match.n_tokens <= n_tokens:
-            return False
         estimates, block = self._records.estimates, self._records.identity.block
-        fill_s = estimates.fill_s(sum(r.nbytes for r in match.records))
-        compute_s = estimates.prefill_s(n_tokens, match.n_tokens)
         if match.n_tokens < n_tokens + block:
-            return fill_s < compute_s / CLEARLY
-        return fill_s < compute_s
+            return False
+        fill_s = estimates.fill_s(sum(r.nbytes for r in match.records))
+        return fill_s < estimates.prefill_s(n_tokens, match.n_tokens)
 
     # --- resuming --------------------------------------------------------------------------
 
