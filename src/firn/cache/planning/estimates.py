@@ -21,7 +21,7 @@ import math
 import time
 from bisect import bisect
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Any
@@ -47,12 +47,15 @@ CONTRADICTION = 3.0
 
 
 class Samples:
-    """The median of the last few samples; of two the lower one."""
+    """The median of the last few samples, of two the lower one; or what else is made `of` them."""
 
-    __slots__ = ("_is_saved", "_seen", "value")
+    __slots__ = ("_is_saved", "_of", "_seen", "value")
 
-    def __init__(self, value: float) -> None:
+    def __init__(
+        self, value: float, *, of: Callable[[Iterable[float]], float] = median_low
+    ) -> None:
         """value: the estimate before the first sample."""
+        self._of = of
         self._seen: deque[float] = deque(maxlen=N_KEPT)
         self._is_saved = False
         self.value = value
@@ -67,7 +70,7 @@ class Samples:
             if not 1 / CONTRADICTION < (sample + 1e-12) / (self.value + 1e-12) < CONTRADICTION:
                 self._seen.clear()
         self._seen.append(sample)
-        self.value = median_low(self._seen)
+        self.value = self._of(self._seen)
 
     def restore(self, value: float) -> None:
         """Begin with what an earlier process learned."""
@@ -108,7 +111,8 @@ class FillSpeed:
     """What the engine thread spends on filling a row. On a GPU a small fill is all dispatch: its bytes
     say nothing about those of a large one."""
 
-    fixed_s: Samples = field(default_factory=lambda: Samples(0.0))
+    fixed_s: Samples = field(default_factory=lambda: Samples(0.0, of=min))
+    """The least of the last few: most of them waited for something else as well."""
     seconds_per_byte: Samples = field(default_factory=lambda: Samples(0.0))
 
     def see(self, nbytes: int, seconds: float) -> None:
