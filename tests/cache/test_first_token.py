@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from firn.cache.loading import ASK_PATIENCE_S
@@ -272,6 +272,7 @@ def test_writes_that_hang_keep_nobody_waiting(deadline_s: float) -> None:
     read_s=st.sampled_from([1e-3, 0.05, 0.3, 1.0, 4.0, HANGS]),
     n_reads=st.sampled_from([1, 3, 10, 30, 1 << 30]),
 )
+@example("dense", 2e-2, 0.5, 0.4, 1, 1e-3, HANGS, 1)
 def test_whatever_is_slow_from_some_time_on(
     kind: str,
     token_s: float,
