@@ -234,3 +234,30 @@ def test_over_a_bus_a_record_is_one_copy_out_and_one_for_each_stack_in(
 
 def test_there_is_no_bus_where_arrays_lie_in_the_host_s_memory() -> None:
     assert cuda.device() is None
+
+
+# --- when copies are computed --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_copies_are_computed_at_once_and_awaited_where_that_holds_up_no_step(
+    on_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def spy(name: str) -> Any:
+        evaluate_now = getattr(mx, name)
+
+        def call(arrays: Any) -> None:
+            calls.append(name)
+            evaluate_now(arrays)
+
+        return call
+
+    monkeypatch.setattr(cuda, "device", lambda: object() if on_cuda else None)
+    for name in ("eval", "async_eval"):
+        monkeypatch.setattr(payload.mx, name, spy(name))
+    evaluate([stacked(arrays_of([[((1, 2, 6, 4), mx.float32)]]))])
+    payload.compute(arrays_of([[None, ((1, 2, 6, 4), mx.float32)]]))
+    payload.compute([])
+    assert calls == ["async_eval" if on_cuda else "eval"] * 2

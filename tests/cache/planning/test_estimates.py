@@ -134,6 +134,28 @@ def test_the_engines_own_time_is_kept_apart_from_the_tiers() -> None:
     assert known.engine_s(1000 * MB) == pytest.approx(0.5), "a few bytes are no measure"
 
 
+def test_small_fills_say_nothing_about_the_bytes_of_large_ones() -> None:
+    known = Estimates()
+    for _ in range(N_KEPT):
+        known.saw_fill(4 * MB, 0.012)  # a few tokens, on a GPU: all of it is dispatch
+    assert known.fill_s(2000 * MB) == pytest.approx(0.012)
+    known.saw_fill(1000 * MB, 0.112)
+    assert known.fill_s(2000 * MB) == pytest.approx(0.212)
+    assert known.fill_s(0) == 0.0, "nothing is filled"
+    known.saw_fill(0, 1.0)
+    assert known.fill_s(4 * MB) == pytest.approx(0.0124, rel=0.01)
+
+
+def test_a_small_fill_that_waited_for_other_work_is_no_measure() -> None:
+    known = Estimates()
+    for seconds in (0.5, 0.5, 0.002, 0.5, 0.5):
+        known.saw_fill(4 * MB, seconds)
+    assert known.fill_s(4 * MB) == pytest.approx(0.002)
+    for _ in range(N_KEPT):
+        known.saw_fill(4 * MB, 0.02)
+    assert known.fill_s(4 * MB) == pytest.approx(0.02), "the last few count"
+
+
 def test_a_load_that_was_never_tried_is_hoped_to_be_fast() -> None:
     known = Estimates()
     assert known.load_s("ssd", 0) == 0.0
@@ -166,6 +188,7 @@ def taught() -> Estimates:
     known.saw_prefill(0, 32, 0.1)
     known.saw_arrays(100 * MB, 0.02)
     known.saw_fill(100 * MB, 0.01)
+    known.saw_fill(MB, 0.004)
     for _ in range(N_KEPT):
         known.saw_load("ssd", 1000, 0.003)
         known.saw_load("ssd", 100 * MB, 0.2)
@@ -182,6 +205,7 @@ def test_the_next_process_knows_what_this_one_learned() -> None:
     for nbytes in (1000, 100 * MB):
         assert later.tiers["ssd"].load_s(nbytes) == known.tiers["ssd"].load_s(nbytes)
     assert later.engine_s(MB) == known.engine_s(MB)
+    assert later.fill_s(100 * MB) == known.fill_s(100 * MB) > 0.01
     assert later.to_save() == known.to_save()
 
 
