@@ -39,7 +39,6 @@ CALIBRATE_EVERY = 64
 """Steps between two measurements of the memory that decoding rows really take."""
 GROW_EVERY = 16
 """Steps between two counts of how far replies have grown."""
-
 SCORER_SCALE = 2
 """The largest chunk of a scorer, in those of the model: it is smaller."""
 

@@ -30,7 +30,6 @@ def give_room(layers: Sequence[Any], n_tokens: int, *, few_shapes: bool = False)
     """Make these caches grow next to `n_tokens`, and some more for the reply and the next turn.
 
     few_shapes: to one of the few buffer sizes of this device, with room for padding."""
-    grown: list[Any] = []
     for layer in _growing(layers):
         step = type(layer).step
         wanted = n_tokens + max(step, min(n_tokens // MORE_SHARE, MAX_MORE_TOKENS))
@@ -41,10 +40,8 @@ def give_room(layers: Sequence[Any], n_tokens: int, *, few_shapes: bool = False)
         room = missing if few_shapes and missing else max(-(-missing // step), 1) * step
         if missing and layer.offset:
             _grow(layer, room)
-            grown += [layer.keys, layer.values]
             if layer.nbytes > LATER_NBYTES:
-                mx.eval(grown)  # the old buffers are free before the next layer's are made
-                grown = []
+                mx.eval(layer.state)  # the old buffers are free before the next layer's are made
         else:
             layer.step = room
 

@@ -48,6 +48,7 @@ def test_a_few_tokens_of_bfloat16_under_a_mask_of_booleans_are_for_the_kernel() 
     assert not suits(*heads(width=80), mask())
     assert not suits(*heads(), mask().astype(mx.bfloat16)), "numbers to add"
     assert not suits(*heads(), mask()[None])
+    assert not suits(*heads(), mask()[:, :1]), "one value for all columns"
     q, k, v = heads()
     assert not suits(q, k, v[..., :32], mask()), "values of another width"
 

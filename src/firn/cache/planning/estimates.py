@@ -135,7 +135,7 @@ class Estimates:
     tiers: defaultdict[str, TierSpeed] = field(default_factory=lambda: defaultdict(TierSpeed))
     array_s: Samples = field(default_factory=lambda: Samples(0.0))
     """Seconds per byte on the engine thread, from loaded bytes to arrays."""
-    filling: FillSpeed = field(default_factory=lambda: FillSpeed())
+    filling: FillSpeed = field(default_factory=FillSpeed)
     _whole: int = 0
     """Tokens of a whole chunk: the largest that was seen."""
     _depths: defaultdict[int, deque[tuple[float, float]]] = field(default_factory=_samples_by_depth)

@@ -303,6 +303,7 @@ def suits(q: mx.array, k: mx.array, v: mx.array, mask: mx.array) -> bool:
     return (
         mask.dtype == mx.bool_
         and mask.ndim in (2, 4)
+        and mask.shape[-1] == k.shape[2]
         and n_tokens <= MAX_TOKENS
         and width in WIDTHS
         and width == k.shape[3] == v.shape[3]
