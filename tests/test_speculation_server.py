@@ -59,9 +59,12 @@ def health(real: Real) -> Any:
 def test_what_was_said_before_is_guessed_and_counted(real: Real) -> None:
     plain = ask(real, speculation="off")
     assert accepted(plain) == 0
-    ask(real)
     again = ask(real)
-    assert again.choices[0].text == plain.choices[0].text
+    for _ in range(10):  # a busy machine's step times may hold the gate back for a reply or two
+        again = ask(real)
+        assert again.choices[0].text == plain.choices[0].text
+        if accepted(again) > 20:
+            break
     assert accepted(again) > 20
     off = ask(real, speculation="off")
     assert off.choices[0].text == plain.choices[0].text
