@@ -1,16 +1,19 @@
 """What a step of several tokens takes on this device: by width, by rows, and if its shape is new.
 
     PYTHONPATH=src python benchmarks/widths.py [--shape 4b] [--rows 1,8] [--widths 2,5,9,17]
-        [--steps 24] [--only plain,alone,padded,new] [--parts]
+        [--steps 24] [--only plain,late,alone,padded,new] [--tokens 512] [--parts]
         [--mlx-products]
 
-    plain     one token a row, the next step prepared while the device computes; `alone` waits for each
+    plain     one token a row, the next step dispatched while the device computes; `alone` waits for each
+    late      the next step built while the device computes, and dispatched when it is done: MLX copies a
+              cache's buffer where a step in flight still reads it
     new       several tokens, all accepted: attention sees another number of columns at each step
     again     the same lengths once more
     padded    columns in blocks of 512 and a mask, as steps with drafts have them on CUDA; `bias`: the
               mask is one of numbers
 
 host: until the step is dispatched. all: until its tokens are read. Medians in ms, and the longest step.
+copied: memory that the steps took at most, over what the caches hold, in caches of one layer.
 
 Takes a minute or two on an H200.
 """
@@ -36,12 +39,13 @@ from firn.models.ragged import ALL_COLUMNS, Columns
 from firn.models.rewind import RaggedStep, ready
 from models import random_model
 
-N_PROMPT, BLOCK = 512, 512
+BLOCK, CHUNK = 512, 2048
 
 
 class Bench:
-    def __init__(self, model: Any, *, n_rows: int, n_steps: int) -> None:
+    def __init__(self, model: Any, *, n_rows: int, n_steps: int, n_tokens: int) -> None:
         self.model, self.n_rows, self.n_steps = model, n_rows, n_steps
+        self.n_tokens = n_tokens
         self.vocab = model.args.vocab_size
 
     def caches(self, columns: Columns | None = None) -> list[Any]:
@@ -49,29 +53,35 @@ class Bench:
         rows: list[list[Any]] = []
         for i in range(self.n_rows):
             layers = make_prompt_cache(self.model)
-            prompt = mx.arange(N_PROMPT - i) * (7 + i) % self.vocab
-            self.model(prompt[None], cache=layers)
-            mx.eval([c.state for c in layers])
+            prompt = mx.arange(self.n_tokens - i) * (7 + i) % self.vocab
+            for start in range(0, prompt.size, CHUNK):
+                self.model(prompt[None, start : start + CHUNK], cache=layers)
+                mx.eval([c.state for c in layers])
             rows.append(layers)
         if self.n_rows == 1:
             return rows[0]
         layers = [KVCache.merge(list(same)) for same in zip(*rows, strict=True)]
         return ready(layers, columns) if columns else layers
 
-    def plain(self, *, in_flight: bool) -> list[tuple[float, float]]:
+    def plain(self, what: str) -> tuple[list[tuple[float, float]], float]:
+        """The times of steps of one token a row, and how many layers' caches were copied at a time."""
         layers, tokens, times = self.caches(), mx.zeros((self.n_rows,), dtype=mx.int32), []
-        before = tokens
+        before, n_held = tokens, mx.get_active_memory()
+        mx.reset_peak_memory()
         heard = time.perf_counter()
         for _ in range(2 * self.n_steps):
             began = time.perf_counter()
             tokens = mx.argmax(self.model(tokens[:, None], cache=layers)[:, -1], axis=-1)
+            if what == "late":
+                mx.eval(before)
             mx.async_eval(tokens)
             host = time.perf_counter() - began
-            (before if in_flight else tokens).tolist()
+            (tokens if what == "alone" else before).tolist()
             before = tokens
             times.append((host, time.perf_counter() - heard))
             heard = time.perf_counter()
-        return times[self.n_steps :]
+        copied = (mx.get_peak_memory() - n_held) / layers[0].nbytes
+        return times[self.n_steps :], copied
 
     def wide(
         self, width: int, layers: list[Any], columns: Columns = ALL_COLUMNS
@@ -151,23 +161,26 @@ def run(args: argparse.Namespace) -> None:
     if devices.device().kind == "cuda" and not args.mlx_products:
         cuda.tune()
     model = random_model(config, dtype=dtype)
-    rows = [["rows", "width", "", "host", "all", "longest", "first"]]
+    rows = [["rows", "width", "", "host", "all", "longest", "first", "copied"]]
 
-    def show(n: int, width: int, what: str, steps: list[tuple[float, float]]) -> None:
+    def show(
+        n: int, width: int, what: str, steps: list[tuple[float, float]], copied: float | None = None
+    ) -> None:
         hosts, alls = zip(*steps, strict=True)
         ms = [1000 * statistics.median(x) for x in (hosts, alls)] + [
             1000 * max(alls),
             1000 * alls[0],
         ]
-        rows.append([str(n), str(width), what, *(f"{x:.1f}" for x in ms)])
+        more = "" if copied is None else f"{copied:.1f}"
+        rows.append([str(n), str(width), what, *(f"{x:.1f}" for x in ms), more])
         print(" ".join(rows[-1]), flush=True)
 
     wanted = names(args.only)
     for n in numbers(args.rows):
-        bench = Bench(model, n_rows=n, n_steps=args.steps)
-        for what in ("plain", "alone"):
+        bench = Bench(model, n_rows=n, n_steps=args.steps, n_tokens=args.tokens)
+        for what in ("plain", "late", "alone"):
             if what in wanted:
-                show(n, 1, what, bench.plain(in_flight=what == "plain"))
+                show(n, 1, what, *bench.plain(what))
         for width in numbers(args.widths):
             if "padded" in wanted:
                 for what, columns in (("padded", Columns(BLOCK)), ("bias", Columns(BLOCK, True))):
@@ -189,7 +202,10 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8")
     parser.add_argument("--widths", default="2,5,9,17,32")
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--only", default="plain,alone,padded,new", help="new: and the same again")
+    parser.add_argument("--tokens", type=int, default=512, help="of each row's prompt")
+    parser.add_argument(
+        "--only", default="plain,late,alone,padded,new", help="new: and the same again"
+    )
     parser.add_argument("--mlx-products", action="store_true", help="not by firn's kernel")
     parser.add_argument("--parts", action="store_true", help="products and attention by themselves")
     run(parser.parse_args())
