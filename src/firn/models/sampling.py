@@ -69,6 +69,7 @@ class Picker:
                     "logit_bias", f"token {token} is not in the vocabulary of {vocab_size}"
                 )
         self.sampling = sampling
+        self.vocab_size = vocab_size
         self.top_logprobs = top_logprobs
         self.constraint = constraint
         self.n_drawn = 0
