@@ -39,6 +39,8 @@ MAX_SCHEMA_CHARS = 2**18
 """Of one tool's schema; nothing of a longer one is enforced."""
 SOFTEN_S = 2.0
 """Time to find out what can be enforced of all tools of one request."""
+LOCATE_S = 1.0
+"""Time to find which part of a refused schema is at fault; the error names the part found by then."""
 MAX_TEXT_CHARS = 4 * 2**20
 MAX_MESSAGE_CHARS = 400
 WHITESPACE = r" {1,2}|\n {0,64}|\n\t{0,16}"
@@ -248,11 +250,19 @@ class Compiler:
     def _refuse(self, grammar: Grammar, fault: str) -> None:
         at = ""
         if grammar.kind == "json_schema":
-            pointer, fault = locate(json.loads(grammar.text), fault, self._schema_fault)
+            pointer, fault = self._located(json.loads(grammar.text), fault)
             at = f" at #{pointer}"
         names = {"json_schema": "schema", "json_object": "schema", "lark": "grammar"}
         name = names.get(grammar.kind, grammar.kind)
         raise InvalidValue(grammar.param, f"the {name} is not supported{at}: {_one_line(fault)}")
+
+    def _located(self, schema: Any, fault: str) -> tuple[str, str]:
+        until = time.thread_time() + LOCATE_S
+
+        def fault_of(part: Any) -> str:
+            return self._schema_fault(part) if time.thread_time() < until else ""
+
+        return locate(schema, fault, fault_of)
 
     def _refuse_dead_ends(self, grammar: Grammar, matcher: LLMatcher) -> None:
         """Raise for a well-formed grammar that no text satisfies."""
