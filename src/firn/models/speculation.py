@@ -276,9 +276,10 @@ class Speculation:
 
     def _draft_for_free(self, row: Row, drafted: RowDrafts) -> None:
         """Draft what comes next, with whatever costs nothing."""
-        sure, source = _forced(row), SURE
+        sure: Sequence[int] = _forced(row)
+        source = SURE
         if not sure and row.picker is not None and row.picker.constraint is not None:
-            sure, source = row.picker.constraint.forced(), GRAMMAR
+            sure, source = row.picker.constraint.forced(MAX_DRAFT), GRAMMAR
         if sure:
             tokens = tuple(sure[:MAX_DRAFT])
             drafted.next, drafted.source = Draft(tokens, (0,) * len(tokens)), source
