@@ -82,7 +82,7 @@ class Picker:
         self._counts: mx.array | None = None
         if sampling.repetition_penalty != 1.0:
             seen = np.zeros((1, vocab_size), dtype=np.bool_)
-            seen[0, prompt[prompt < vocab_size]] = True
+            seen[0, prompt[(prompt >= 0) & (prompt < vocab_size)]] = True
             self._seen = mx.array(seen)
         if sampling.presence_penalty or sampling.frequency_penalty:
             self._counts = mx.zeros((1, vocab_size), dtype=mx.float32)
