@@ -89,6 +89,35 @@ def test_a_broken_file_is_refused(tmp_path: Path) -> None:
         embedder.read_recipe(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("modules.json", 7),
+        ("modules.json", [{"path": "1_Pooling"}]),
+        ("modules.json", [{"type": "sentence_transformers.models.Pooling", "path": None}]),
+        ("1_Pooling/config.json", [1]),
+        ("1_Pooling/config.json", {"pooling_mode": []}),
+        ("sentence_bert_config.json", {"max_seq_length": "long"}),
+    ],
+)
+def test_a_file_with_other_content_is_refused(tmp_path: Path, name: str, content: Any) -> None:
+    write(tmp_path, "1_Pooling/config.json", {"pooling_mode": "mean"})
+    write(tmp_path, name, content)
+    with pytest.raises(SetupError, match="not understood"):
+        embedder.read_recipe(tmp_path)
+
+
+def test_modules_that_firn_does_not_know_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, "1_Pooling/config.json", {"pooling_mode": "mean"})
+    write(
+        tmp_path,
+        "modules.json",
+        [*modules("Transformer", "Pooling"), {"type": "x.LSTM", "path": "2"}],
+    )
+    with pytest.raises(SetupError, match="LSTM are not supported"):
+        embedder.read_recipe(tmp_path)
+
+
 # --- decoders ------------------------------------------------------------------------------
 
 

@@ -416,6 +416,16 @@ def test_a_patched_library_is_another_one(
     assert Fingerprint(base).result() != before
 
 
+def test_a_library_that_cannot_be_read_is_never_the_same(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else of it was patched meanwhile."""
+    sources, lock = fingerprints._sources, tmp_path / ".#llama.py"
+    lock.symlink_to("somebody@somewhere")  # as some editors leave beside a file
+    monkeypatch.setattr(fingerprints, "_sources", lambda package: [*sources(package), lock])
+    assert Fingerprint(base).result() != Fingerprint(base).result()
+
+
 # --- files that are none -------------------------------------------------------------------
 
 

@@ -387,3 +387,63 @@ def test_a_walk_through_a_grammar_ends_in_what_it_says() -> None:
         walk = wander(compiled("regex", "[a-z]{2,5}!").start(), EOS, seed=seed, n_most=50)
         assert walk is not None
         assert re.fullmatch("[a-z]{2,5}!", text_of(walk))
+
+
+class CountingMatcher:
+    """How often the text that must come next was computed."""
+
+    def __init__(self, constraint: Constraint) -> None:
+        self._matcher = constraint.matcher
+        self.n_computed = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+    def compute_ff_tokens(self) -> list[int]:
+        self.n_computed += 1
+        return self._matcher.compute_ff_tokens()
+
+
+def watched(grammar: CompiledGrammar) -> tuple[Constraint, CountingMatcher]:
+    constraint = grammar.start()
+    matcher = CountingMatcher(constraint)
+    constraint.matcher = matcher  # type: ignore[assignment]
+    return constraint, matcher
+
+
+def test_text_that_must_come_next_is_not_computed_for_each_token() -> None:
+    """That takes as long as the text: a long constant would hold up every other reply."""
+    rng = random.Random(0)
+    text = json.dumps("".join(rng.choice("abcdefgh ") for _ in range(3000)))
+    grammar = compiled("json_schema", json.dumps({"const": json.loads(text)}))
+    follows, matcher = watched(grammar)
+    said: list[int] = []
+    while tokens := follows.forced(31):
+        assert len(tokens) <= 31
+        follows.take(tokens)
+        said += tokens
+    assert text.startswith(text_of(said))
+    assert len(text_of(said)) > 2900
+    assert matcher.n_computed <= 3
+    splits, matcher = watched(grammar)
+    for letter in text[:1000]:  # in other tokens than those that were forced
+        token = tokenizer().token_id(letter)
+        assert token is not None
+        splits.take([token])
+        splits.forced(31)
+    assert splits.fault is None
+    assert 10 < matcher.n_computed < 100
+
+
+def test_text_that_must_come_next_follows_what_was_picked() -> None:
+    """After a choice it is that choice's, whatever was computed before."""
+    texts = ["the same words, and then one", "the same, or another"]
+    for text in texts:
+        constraint, said = compiled("choice", json.dumps(texts)).start(), ""
+        while said != text:
+            forced = constraint.forced(4)
+            assert text.startswith(said + text_of(forced))
+            ahead = forced[:1] or tokenizer().encode(text[len(said) :], add_special=False)[:1]
+            constraint.take(ahead)
+            said += text_of(ahead)
+        assert constraint.fault is None

@@ -177,6 +177,14 @@ def test_a_search_for_the_fault_is_bounded() -> None:
     assert n_checks <= 400
 
 
+def test_a_search_for_the_fault_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part is checked with all definitions: a large schema would take minutes."""
+    schema = json.dumps({"type": "object", "properties": {"a": {"not": {}}}})
+    assert " at #/properties/a: " in refusal("json_schema", schema).message
+    monkeypatch.setattr(grammars, "LOCATE_S", 0.0)
+    assert " at #: " in refusal("json_schema", schema).message
+
+
 # --- kept ----------------------------------------------------------------------------------
 
 

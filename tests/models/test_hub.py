@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -96,6 +97,29 @@ def test_a_download_is_retried_while_the_hub_fails(tmp_path: Path, retries: int)
         lines = ask(f"retries={retries}", tmp_path, endpoint)
     assert sum("broke off" in line for line in lines) == retries
     assert lines[-2].startswith("fault owner/model")
+
+
+def test_a_hub_that_hangs_up_is_asked_again_and_then_named_in_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def hang_up() -> None:
+            while True:
+                connection, _ = listening.accept()
+                with connection:
+                    if connection.recv(1 << 16) == b"over":
+                        return
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        try:
+            port = listening.getsockname()[1]
+            lines = ask("retries=1", tmp_path, f"http://127.0.0.1:{port}")
+        finally:
+            with socket.create_connection(listening.getsockname()) as last:
+                last.sendall(b"over")
+            thread.join()
+    assert sum("broke off" in line for line in lines) == 1
+    assert lines[-2].startswith("fault owner/model could not be fetched from the hub")
 
 
 @pytest.mark.parametrize("status", [401, 404])

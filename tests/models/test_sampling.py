@@ -310,6 +310,8 @@ def test_prompt_tokens_outside_the_logits_are_nothing_to_penalise() -> None:
     s = Sampling(temperature=0.0, repetition_penalty=100.0)
     strange = picker_of(s, prompt=[best, VOCAB, VOCAB + 100])
     assert picked(logits, [strange]) == picked(logits, [picker_of(s, prompt=[best])]) != [best]
+    negative = picker_of(s, prompt=[best - VOCAB])
+    assert picked(logits, [negative]) == [best], "not counted from the end"
 
 
 def test_bias_forces_and_forbids() -> None:

@@ -12,11 +12,13 @@ import pytest
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from firn.cache.off import CacheOff
+from firn.core.sparse import Sparse
 from firn.core.values import CacheControl, Namespace, Prompt, Scores
 from firn.models.scoring import N_LOOKAHEAD, AttentionScorer
 from firn.models.shapes import few_shapes
-from tests.cache.lab import nodes_of
-from tests.harness import model_info, scorer_of
+from tests.cache.lab import n_leases, nodes_of
+from tests.harness import model_info, running, scorer_of
+from tests.models.alone import plain
 from tests.zoo import VOCAB_SIZE, build
 
 EVERYONE = Namespace("")
@@ -173,3 +175,39 @@ def test_a_model_without_attention_cannot_score(name: str) -> None:
     info = model_info(model, lambda: make_prompt_cache(model))
     with pytest.raises(ValueError, match="attends to the whole prompt"):
         AttentionScorer(model, info, make_layers=lambda: make_prompt_cache(model), cache=CacheOff())
+
+
+def failing(*, n_tokens: int) -> Any:
+    """A draft model whose passes of so many tokens cannot be computed once it has read a few. That shows
+    when they are evaluated, each time: like a device without memory."""
+    model = build("llama")
+
+    def run(ids: mx.array, cache: list[Any]) -> mx.array:
+        logits: mx.array = model(ids, cache=cache)
+        if ids.shape[1] != n_tokens or cache[0].offset <= 64:
+            return logits
+        halves = mx.zeros((1, 2, 2), dtype=mx.bfloat16)
+        at = mx.array([0])
+        fault = mx.gather_mm(halves, halves, lhs_indices=at, rhs_indices=at).sum()
+        cache[0].keys = cache[0].keys + fault
+        return logits + fault
+
+    return run, partial(make_prompt_cache, model)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 64], ids=["lookahead", "chunk"])
+def test_a_reading_that_cannot_be_computed_is_dropped_and_its_prompt_read_in_full(
+    n_tokens: int,
+) -> None:
+    prompt = prompt_of(300).ids.tolist()
+    with running(plain("llama"), cache_nbytes=None) as harness:
+        want = harness.ask(prompt, 5).reply
+    with running(plain("llama"), draft=lambda: failing(n_tokens=n_tokens)) as harness:
+        for _ in range(2):
+            result = harness.ask(
+                prompt, 5, sparse=Sparse(0.3, 64), control=CacheControl(write=False)
+            )
+            assert result.reply == want
+            assert result.n_skipped == 0
+        scorer: Any = harness.engine._parts.scorer
+        assert harness.between_steps(lambda: n_leases(scorer._cache)) == 0

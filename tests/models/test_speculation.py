@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -312,6 +313,32 @@ def test_a_prediction_is_used_from_an_empty_cache_on(name: str) -> None:
     with running(plain(name), cache_nbytes=None, speculation=lambda: speculation) as harness:
         assert_equal(harness.ask([20], 40, prediction=want.reply), want)
     assert speculation.totals.n_accepted > 20
+
+
+@pytest.mark.parametrize("lacking", [VOCAB_SIZE, -1])
+def test_a_token_that_the_model_lacks_is_never_tried(lacking: int) -> None:
+    """Tokenizers have ids past the end of the embedding table; some placeholders are negative."""
+    sampling = Sampling(temperature=0.0, presence_penalty=0.1)
+    with running(plain("qwen3"), cache_nbytes=None) as harness:
+        want = harness.ask([20], 40, sampling=sampling)
+    fed: set[int] = set()
+
+    def watched() -> Any:
+        model, make_layers = plain("qwen3")()
+
+        def run(ids: mx.array, cache: list[Any]) -> mx.array:
+            fed.update(ids.flatten().tolist())  # type: ignore[arg-type]
+            out: mx.array = model(ids, cache=cache)
+            return out
+
+        return run, make_layers
+
+    speculation = AnyWidth(Lookup(), least=5)
+    prediction = [*want.reply[:20], lacking, *want.reply[20:]]
+    with running(watched, cache_nbytes=None, speculation=lambda: speculation) as harness:
+        assert_equal(harness.ask([20], 40, prediction=prediction, sampling=sampling), want)
+    assert fed <= set(range(VOCAB_SIZE))
+    assert speculation.totals.n_accepted > 12
 
 
 def test_nothing_is_drafted_beyond_the_end_of_a_reply() -> None:

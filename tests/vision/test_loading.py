@@ -20,6 +20,7 @@ from firn.cache.layout import Layout
 from firn.core.errors import SetupError
 from firn.models import loader, vision_load
 from firn.models.inspect import inspect_folder
+from firn.models.picture import Features
 from firn.models.recognise import is_vision
 from tests.vision import gallery
 from tests.zoo import ZOO
@@ -213,6 +214,16 @@ def test_pictures_that_come_out_wrong_are_refused() -> None:
     rope = model._rope
     rope.chunk = lambda prompt, start, end: rope.of_text(model.make_cache(), end - start)
     with pytest.raises(SetupError, match="--text-only"):
+        vision_load.check_pictures(model, picture, name)
+
+
+def test_pictures_that_come_out_as_no_numbers_are_refused() -> None:
+    name = "qwen2_5_vl"
+    picture = gallery.processor(name).example.inputs
+    model, _ = gallery.build(name)()
+    run_tower = model.run_tower
+    model.run_tower = lambda picture: Features(run_tower(picture).embeds * mx.nan)
+    with pytest.raises(SetupError, match="comes out different"):
         vision_load.check_pictures(model, picture, name)
 
 

@@ -58,6 +58,13 @@ class Recipe:
 
 def read_recipe(folder: Path) -> Recipe | None:
     """None where the folder does not mention pooling. Raises SetupError for what firn cannot do."""
+    try:
+        return _recipe(folder)
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise SetupError(f"{folder}: its files about embeddings are not understood: {e!r}") from e
+
+
+def _recipe(folder: Path) -> Recipe | None:
     modules = _read(folder / "modules.json")
     paths = {str(m["type"]).rsplit(".", 1)[-1]: folder / m["path"] for m in modules or ()}
     pooling = _read(paths.get("Pooling", folder / "1_Pooling") / "config.json")
@@ -65,14 +72,16 @@ def read_recipe(folder: Path) -> Recipe | None:
         return None
     known = {"Transformer", "Pooling", "Dense", "Normalize"}
     if not set(paths) <= known:
-        raise SetupError(f"{folder}: embeddings with {', '.join(sorted(set(paths) - known))}")
+        more = ", ".join(sorted(set(paths) - known))
+        raise SetupError(f"{folder}: embeddings with {more} are not supported")
     dense = [folder / m["path"] for m in modules or () if str(m["type"]).endswith(".Dense")]
     limits = _read(folder / "sentence_bert_config.json") or {}
+    limit = limits.get("max_seq_length")
     return Recipe(
         _pooling_mode(pooling, folder),
         dense=tuple(dense),
         normalises=modules is None or "Normalize" in paths,
-        max_tokens=limits.get("max_seq_length"),
+        max_tokens=None if limit is None else int(limit),
     )
 
 

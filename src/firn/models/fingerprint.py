@@ -220,7 +220,7 @@ class _Code:
         for package in self._packages:
             for path in sorted(_sources(package)):
                 _frame(digest, path.name.encode())
-                _frame(digest, path.read_bytes())
+                _frame(digest, _source(path))
         self._digest = digest.digest()
 
 
@@ -241,6 +241,17 @@ def _sources(package: str) -> Iterator[Path]:
     spec = find_spec(package)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         yield from (Path(folder) / "models").rglob("*.py")
+
+
+def _source(path: Path) -> bytes:
+    """The file's bytes; random ones if it cannot be read, since it may have changed."""
+    try:
+        return path.read_bytes()
+    except OSError as e:
+        log.warning(
+            "%s cannot be read (%s): records are not used after a restart", path, e.strerror
+        )
+        return os.urandom(32)
 
 
 def _frame(digest: hashlib.blake2b, field: bytes) -> None:

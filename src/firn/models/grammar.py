@@ -39,8 +39,13 @@ MAX_SCHEMA_CHARS = 2**18
 """Of one tool's schema; nothing of a longer one is enforced."""
 SOFTEN_S = 2.0
 """Time to find out what can be enforced of all tools of one request."""
+LOCATE_S = 1.0
+"""Time to find which part of a refused schema is at fault; the error names the part found by then."""
 MAX_TEXT_CHARS = 4 * 2**20
 MAX_MESSAGE_CHARS = 400
+FORCED_SHARE = 64
+"""Finding the text that must come next takes as long as that text. After one of n tokens, another is
+looked for n / FORCED_SHARE tokens later at the earliest, so that each token pays for a few."""
 WHITESPACE = r" {1,2}|\n {0,64}|\n\t{0,16}"
 """Between the tokens of JSON. Bounded, or a confused model might write spaces for ever."""
 UNFORCED = '%llguidance {"no_forcing": true}\nstart: @main'
@@ -61,6 +66,11 @@ class Constraint:
         """How many tokens its masks cover: at least the model's vocabulary."""
         self.fault: FirnError | None = None
         """Set once, for good: this choice cannot be held to its grammar any more."""
+        self._forced: Sequence[int] = ()
+        self._n_followed = 0
+        """How many of these were taken since they were computed."""
+        self._n_rest = 0
+        """Tokens until they may be computed again."""
 
     def take(self, tokens: Sequence[int]) -> None:
         """These tokens were picked. Tokens after the grammar's end are ignored."""
@@ -68,12 +78,20 @@ class Constraint:
             if self.matcher.is_stopped() or not self.matcher.consume_token(token):
                 self.check()
                 break
+            self._n_rest = max(self._n_rest - 1, 0)
+            if self._n_followed < len(self._forced) and token == self._forced[self._n_followed]:
+                self._n_followed += 1
+            else:
+                self._forced, self._n_followed = (), 0
 
-    def forced(self) -> list[int]:
-        """The tokens that must come next, as far as the grammar leaves no choice."""
+    def forced(self, n_most: int) -> Sequence[int]:
+        """Up to `n_most` tokens that must come next, as far as the grammar leaves no choice."""
         if self.fault is not None or self.matcher.is_stopped():
-            return []
-        return list(self.matcher.compute_ff_tokens())
+            return ()
+        if self._n_followed == len(self._forced) and not self._n_rest:
+            self._forced, self._n_followed = self.matcher.compute_ff_tokens(), 0
+            self._n_rest = len(self._forced) // FORCED_SHARE
+        return self._forced[self._n_followed : self._n_followed + n_most]
 
     def permitted(self, draft: Sequence[int]) -> int:
         """How many of a draft's first tokens the grammar allows."""
@@ -248,11 +266,19 @@ class Compiler:
     def _refuse(self, grammar: Grammar, fault: str) -> None:
         at = ""
         if grammar.kind == "json_schema":
-            pointer, fault = locate(json.loads(grammar.text), fault, self._schema_fault)
+            pointer, fault = self._located(json.loads(grammar.text), fault)
             at = f" at #{pointer}"
         names = {"json_schema": "schema", "json_object": "schema", "lark": "grammar"}
         name = names.get(grammar.kind, grammar.kind)
         raise InvalidValue(grammar.param, f"the {name} is not supported{at}: {_one_line(fault)}")
+
+    def _located(self, schema: Any, fault: str) -> tuple[str, str]:
+        until = time.thread_time() + LOCATE_S
+
+        def fault_of(part: Any) -> str:
+            return self._schema_fault(part) if time.thread_time() < until else ""
+
+        return locate(schema, fault, fault_of)
 
     def _refuse_dead_ends(self, grammar: Grammar, matcher: LLMatcher) -> None:
         """Raise for a well-formed grammar that no text satisfies."""

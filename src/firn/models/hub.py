@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mlx_lm import utils as mlx_utils
 
@@ -32,7 +34,7 @@ class HubRules:
 def folder_of(name: str, rules: HubRules) -> Path:
     """The model with this id; downloads what is missing (progress bars on stderr)."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     if rules.timeout_s is not None:
         constants.HF_HUB_DOWNLOAD_TIMEOUT = rules.timeout_s
@@ -45,14 +47,14 @@ def folder_of(name: str, rules: HubRules) -> Path:
         raise SetupError(f"{name} is not on this machine and {why}.") from e
     except FileNotFoundError as e:
         raise SetupError(f"{name} is not complete on this machine: {first_line(e)}") from e
-    except (HfHubHTTPError, OSError, ValueError) as e:
+    except (_http().HTTPError, OSError, ValueError) as e:
         raise SetupError(f"{name} could not be fetched from the hub: {first_line(e)}") from e
 
 
 def fetch_into(name: str, folder: Path, rules: HubRules) -> Path:
     """Download the model with this id into this folder instead of the hub's cache."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     def fetch() -> Path:
         snapshot_download(name, local_dir=folder, allow_patterns=mlx_utils.DEFAULT_ALLOW_PATTERNS)
@@ -62,7 +64,7 @@ def fetch_into(name: str, folder: Path, rules: HubRules) -> Path:
         return _retried(name, fetch, rules.retries)
     except LocalEntryNotFoundError as e:
         raise SetupError(f"{name}: the hub cannot be reached.") from e
-    except (HfHubHTTPError, OSError, ValueError) as e:
+    except (_http().HTTPError, OSError, ValueError) as e:
         raise SetupError(f"{name} could not be fetched from the hub: {first_line(e)}") from e
 
 
@@ -91,15 +93,22 @@ def _retried(name: str, fetch: Callable[[], Path], retries: int) -> Path:
 
 def _broke_off(error: Exception) -> bool:
     """Whether another attempt may succeed. It resumes: nothing is fetched twice."""
-    import httpx
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    http = _http()
     reason: BaseException | None = error
     if isinstance(error, LocalEntryNotFoundError):  # it says what is missing; its cause says why
         reason = error.__cause__
-    if isinstance(reason, httpx.ConnectError):
+    if isinstance(reason, http.ConnectError):
         return False  # the hub was not reached at all
     if isinstance(reason, HfHubHTTPError):
         status = int(reason.response.status_code)
         return status == 429 or status >= 500
-    return isinstance(reason, httpx.TransportError | ConnectionError | TimeoutError)
+    return isinstance(reason, (http.TransportError, ConnectionError, TimeoutError))
+
+
+def _http() -> Any:
+    """The HTTP library whose errors the hub's library raises: httpx, or httpx2 from its version 2 on."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return importlib.import_module(HfHubHTTPError.__bases__[0].__module__.partition(".")[0])

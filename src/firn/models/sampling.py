@@ -69,6 +69,7 @@ class Picker:
                     "logit_bias", f"token {token} is not in the vocabulary of {vocab_size}"
                 )
         self.sampling = sampling
+        self.vocab_size = vocab_size
         self.top_logprobs = top_logprobs
         self.constraint = constraint
         self.n_drawn = 0
@@ -81,7 +82,7 @@ class Picker:
         self._counts: mx.array | None = None
         if sampling.repetition_penalty != 1.0:
             seen = np.zeros((1, vocab_size), dtype=np.bool_)
-            seen[0, prompt[prompt < vocab_size]] = True
+            seen[0, prompt[(prompt >= 0) & (prompt < vocab_size)]] = True
             self._seen = mx.array(seen)
         if sampling.presence_penalty or sampling.frequency_penalty:
             self._counts = mx.zeros((1, vocab_size), dtype=mx.float32)

@@ -16,6 +16,7 @@ Owner: the engine thread.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,10 +29,13 @@ from firn.core.ports import Cursor, EngineLoad, PrefixCache
 from firn.core.values import CacheControl, ModelInfo, Namespace, Prompt, Scores
 from firn.models.batch import Row, restored_row
 from firn.models.cpu.threads import Threads
+from firn.models.faults import first_line
 from firn.models.layers import MakeLayers, kind, leaves
 from firn.models.placing import PLAIN
 from firn.models.room import give_room
 from firn.models.shapes import FewShapes
+
+log = logging.getLogger("firn.models")
 
 VERSION = 3
 """Of how tokens are scored and chosen. Part of the root: records of other versions are not found."""
@@ -223,9 +227,14 @@ class AttentionScorer:
             for layer in leaves(row.layers):
                 layer.trim(n_generated)
             row.n_tokens -= n_generated
-        mx.eval(reading.pending)  # with a step in flight the next write would copy
-        self._cache.close_cursor(reading.cursor, row)
-        reading.row = Row([])
+        pending, reading.pending, reading.row = reading.pending, [], Row([])
+        try:
+            mx.eval(pending)  # with a step in flight the next write would copy
+        except (RuntimeError, ValueError, MemoryError) as e:
+            log.warning("what a draft model has read of a prompt is dropped: %s", first_line(e))
+            self._cache.close_cursor(reading.cursor, None)
+        else:
+            self._cache.close_cursor(reading.cursor, row)
 
     def close(self) -> None:
         if self._owns_cache:

@@ -276,9 +276,10 @@ class Speculation:
 
     def _draft_for_free(self, row: Row, drafted: RowDrafts) -> None:
         """Draft what comes next, with whatever costs nothing."""
-        sure, source = _forced(row), SURE
+        sure: Sequence[int] = _forced(row)
+        source = SURE
         if not sure and row.picker is not None and row.picker.constraint is not None:
-            sure, source = row.picker.constraint.forced(), GRAMMAR
+            sure, source = row.picker.constraint.forced(MAX_DRAFT), GRAMMAR
         if sure:
             tokens = tuple(sure[:MAX_DRAFT])
             drafted.next, drafted.source = Draft(tokens, (0,) * len(tokens)), source
@@ -426,9 +427,16 @@ def _forced(row: Row) -> list[int]:
 def _within(row: Row, draft: Draft) -> Draft:
     """As much of it as the row can take: nothing past its end token, its limit or its grammar."""
     n = min(len(draft.tokens), row.limit - row.n_tokens - len(row.pending) - 1)
-    n = min(n, MAX_FEED - len(row.pending))
-    n = next((i for i, t in enumerate(draft.tokens[: max(n, 0)]) if t in row.ends), max(n, 0))
+    n = max(min(n, MAX_FEED - len(row.pending)), 0)
+    n = next((i for i, t in enumerate(draft.tokens[:n]) if not _can_continue(row, t)), n)
     constraint = row.picker.constraint if row.picker else None
     if n and constraint is not None:
         n = constraint.permitted(draft.tokens[:n])
     return draft.cut(n)
+
+
+def _can_continue(row: Row, token: int) -> bool:
+    """Whether the row may go on after this token. Predictions and prompts may hold ids that the model
+    lacks, such as a picture's placeholder: MLX would read past the end of the embedding table."""
+    has_token = row.picker is None or 0 <= token < row.picker.vocab_size
+    return has_token and token not in row.ends

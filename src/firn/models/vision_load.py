@@ -21,7 +21,7 @@ from firn.core.values import PictureSpan, Prompt
 from firn.models.faults import LOAD_FAULTS, first_line
 from firn.models.picture import Picture
 from firn.models.processor import VisionProcessor
-from firn.models.sampling import to_host
+from firn.models.selfcheck import apart
 from firn.models.vision import VisionModel, to_mlx
 
 log = logging.getLogger("firn.models")
@@ -120,9 +120,9 @@ def _fault(model: VisionModel, picture: Picture) -> str | None:
     features = model.text_features(text)
     more = {} if features.per_layer is None else {"per_layer_inputs": features.per_layer}
     by_embeds = model(text, cache=model.make_cache(), inputs_embeds=features.embeds, **more)[0, -1]
-    if _difference(by_ids, by_embeds) > FAR:
+    if apart(by_ids, by_embeds) > FAR:
         return "text comes out different by ids and by embeddings"
-    if _difference(_logits_by_mlx_vlm(model, picture), _logits_by_firn(model, picture)) > FAR:
+    if apart(_logits_by_mlx_vlm(model, picture), _logits_by_firn(model, picture)) > FAR:
         return "a picture that is read in chunks comes out different"
     return None
 
@@ -153,13 +153,6 @@ def _logits_by_firn(model: VisionModel, picture: Picture) -> mx.array:
             ids = mx.array(picture.ids[start:end].astype(np.int32))[None]
             logits = model(ids, cache=layers, **model.chunk(prompt, start, end))
     return logits[0, -1]
-
-
-def _difference(a: mx.array, b: mx.array) -> float:
-    a, b = a.astype(mx.float32), b.astype(mx.float32)
-    finite = mx.where(mx.isfinite(a), a, 0.0)
-    gap = mx.where(a == b, 0.0, mx.abs(a - b)).max() / (mx.std(finite) + 1e-6)
-    return float(to_host(gap))
 
 
 def _refuse_code(folder: Path, config: Mapping[str, Any], trust_remote_code: bool) -> None:
