@@ -6,11 +6,16 @@ import ast
 import re
 import subprocess
 from functools import cache
+from itertools import chain
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
+import typer
+from typer.core import TyperGroup
 
+from firn.cli import make_cli
 from firn.config import OPTIONS
 
 ROOT = Path(__file__).parents[1]
@@ -19,6 +24,11 @@ HEADING = re.compile(r"^#{1,6}\s+(.+?)\s*$", re.MULTILINE)
 SCRIPT = re.compile(r"(?:benchmarks|tools|tests)/[\w/.-]+\.(?:py|sh|md)\b")
 FLAG = re.compile(r"`(--[a-z0-9-]+)[`= ]")
 CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+SHELL_BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INLINE_CODE = re.compile(r"`([^`]+)`")
+FIRN_CALL = re.compile(r"(?<![\w.'/-])firn +([a-z].*)")
+BENCHMARK_CALL = re.compile(r"(benchmarks/[\w/]+\.py)([^`#|]*)")
+MAX_LINE = 140
 
 
 def pages() -> list[str]:
@@ -88,6 +98,83 @@ def test_make_targets_that_are_named_exist(page: str) -> None:
     assert named <= targets
 
 
+@cache
+def firn() -> TyperGroup:
+    command = typer.main.get_command(make_cli())
+    assert isinstance(command, TyperGroup)
+    return command
+
+
+def unknown_words(call: str) -> list[str]:
+    """Commands and flags in the arguments of a call of `firn` that it does not have."""
+    words = call.split()
+    command: Any = firn()
+    while isinstance(command, TyperGroup) and words and words[0][0].isalpha():
+        name = words.pop(0)
+        if name not in command.commands:
+            return [name]
+        command = command.commands[name]
+    if "ignore_unknown_options" in command.context_settings:  # they are those of `firn serve`
+        command = firn().commands["serve"]
+    options = [(*param.opts, *param.secondary_opts) for param in command.params]
+    known = {"--help", *chain.from_iterable(options)}
+    flags = [word.strip("'\"[]").partition("=")[0] for word in words if word.startswith("--")]
+    return [flag for flag in flags if flag not in known]
+
+
+@every_page
+def test_commands_that_are_shown_exist(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = "".join(SHELL_BLOCK.findall(text)).replace("\\\n", " ")
+    lines = [line.partition(" #")[0] for line in blocks.splitlines()]
+    inline = [" ".join(code.split()) for code in INLINE_CODE.findall(text_of(ROOT / page))]
+    shown = [part for line in (*lines, *inline) for part in re.split(r"[;()]", line)]
+    calls = [call for part in shown for call in FIRN_CALL.findall(part)]
+    assert [(call, unknown) for call in calls if (unknown := unknown_words(call))] == []
+
+
+@every_page
+def test_flags_of_benchmarks_that_are_shown_exist(page: str) -> None:
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    unknown = []
+    for script, arguments in BENCHMARK_CALL.findall(text):
+        path = ROOT / script
+        parts = [path, *path.parent.glob(f"{path.stem}_*.py")]
+        source = "".join(part.read_text(encoding="utf-8") for part in parts)
+        flags = re.findall(r"(?<=\s)--[a-z][a-z-]*", arguments)
+        unknown += [(script, flag) for flag in flags if f'"{flag}"' not in source]
+    assert unknown == []
+
+
+@every_page
+def test_lines_are_short(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    prose = CODE_BLOCK.sub(lambda block: "\n" * block[0].count("\n"), text)
+    lines = enumerate(prose.splitlines(), 1)
+    long = [
+        (n, len(line)) for n, line in lines if not line.startswith("|") and len(line) > MAX_LINE
+    ]
+    assert long == []
+
+
+@pytest.mark.parametrize(
+    ("page", "generator"),
+    [
+        ("docs/architectures.md", "tests/sweep/table.py"),
+        ("docs/vision.md", "tests/vision/table.py"),
+    ],
+)
+def test_a_written_page_begins_as_its_generator_says(page: str, generator: str) -> None:
+    tree = ast.parse((ROOT / generator).read_text(encoding="utf-8"))
+    assigned = {
+        ast.unparse(node.targets[0]): node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+    }
+    head = ast.literal_eval(assigned["HEAD"])
+    assert (ROOT / page).read_text(encoding="utf-8").startswith(head)
+
+
 def test_the_readme_is_short_and_leads_to_every_page() -> None:
     readme = ROOT / "README.md"
     assert len(readme.read_text(encoding="utf-8").splitlines()) <= 200
@@ -152,10 +239,14 @@ def test_every_stop_of_a_walk_exists(walk: str) -> None:
     assert missing == []
 
 
-def test_modules_that_are_named_exist() -> None:
-    named = set(MODULE.findall(ARCHITECTURE.read_text(encoding="utf-8")))
-    named = {name for name in named if not name.startswith(("tests/", "benchmarks/"))}
-    assert [name for name in sorted(named) if not (SOURCES / name).exists()] == []
+@every_page
+def test_modules_that_are_named_exist(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    examples = set(re.findall(r"^`([\w./]+\.py)`[^\n]*:$", text, re.MULTILINE))
+    named = set(MODULE.findall(text)) - examples
+    folders = (SOURCES, ROOT, (ROOT / page).parent)
+    missing = [name for name in named if not any((folder / name).exists() for folder in folders)]
+    assert sorted(missing) == []
 
 
 def test_every_package_is_described() -> None:

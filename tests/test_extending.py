@@ -13,6 +13,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,7 @@ import firn
 from firn.api import dialects
 from firn.cache import codecs, tiers
 from firn.cache.tiers import TierOptions
+from firn.core.errors import FirnError, InvalidValue, StepFailed
 from firn.demo.server import ServerProcess
 from firn.models import drafters
 from firn.text import parsers
@@ -111,6 +113,21 @@ def test_the_tier_keeps_the_contract(contract: Any, tmp_path: Path) -> None:
     contract(lambda limit_nbytes: Direct(open_tier(options), wall=time.time))
 
 
+def test_the_tier_takes_calls_of_many_threads_and_shares_with_other_servers(tmp_path: Path) -> None:
+    options = TierOptions(f"sqlite://localhost{tmp_path}/records.db")
+    store, other = [tiers.discover()["sqlite"](options) for _ in range(2)]
+    names = [f"{i:02x}" for i in range(100)]
+
+    def work(_: int) -> None:
+        for name in names:
+            store.write(name, [name.encode()], used_at=0.0)
+            assert bytes(other.read(name)) == name.encode()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert store.usage().counts["writes"] == len(names)
+
+
 # --- codec ---------------------------------------------------------------------------------
 
 CODEC = [
@@ -167,6 +184,7 @@ DIALECT = [
     dialect_contract.test_the_schema_has_an_example_that_decodes,
     dialect_contract.test_stream_and_unknown_fields,
     dialect_contract.test_missing_fields_are_named,
+    dialect_contract.test_every_kind_of_junk_in_every_field,
     dialect_contract.test_junk_in_any_field_is_a_bad_request_at_worst,
     dialect_contract.test_frames_do_not_depend_on_how_events_are_batched,
     dialect_contract.test_a_fold_holds_all_that_was_said,
@@ -176,10 +194,19 @@ DIALECT = [
 ]
 
 
+def ask() -> dialects.Dialect:
+    (dialect,) = [each for each in dialects.discover() if each.path == "/v1/ask"]
+    return dialect
+
+
 @pytest.mark.parametrize("contract", DIALECT)
 def test_the_dialect_keeps_the_contract(contract: Any) -> None:
-    (dialect,) = [each for each in dialects.discover() if each.path == "/v1/ask"]
-    contract(dialect=dialect)
+    contract(dialect=ask())
+
+
+@pytest.mark.parametrize("error", [StepFailed("it broke"), InvalidValue("n", "no")])
+def test_errors_of_the_dialect_keep_the_contract(error: FirnError) -> None:
+    dialect_contract.test_errors_say_what_happened(dialect=ask(), error=error)
 
 
 def test_the_dialect_is_served() -> None:

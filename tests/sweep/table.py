@@ -25,19 +25,19 @@ REUSE = {
 
 HEAD = """# Architectures
 
-Every model module of mlx-lm, built tiny with random weights and asked the same requests with and without
-the prefix cache. `make sweep` runs this and writes this file.
+Every model module of mlx-lm, built tiny with random weights and given the same requests with and
+without the prefix cache. `make sweep` checks this table, and `python -m tools.sweep` writes it.
 
 - *supported*: in exact mode every logit after a hit is bit for bit the uncached one; in full mode the
   tokens are the same, away from ties. Prompts are sent again, grown, branched, edited, cut short,
   continued past their reply and read in a batch, at lengths around blocks, chunks and windows, with
   blocks smaller than, larger than and equal to the prefill chunk.
-- *on prefill chunks only*: the model's own result depends on where prefill is cut, so it resumes only
-  where a chunk begins, as in exact mode.
-- *served without*: some layer's cache cannot be restored; answers are right and nothing is reused.
+- *on prefill chunks only*: the model's own result depends on where prefill is cut, so prompts resume
+  only where a chunk begins, as in exact mode.
+- *served without*: some layer's cache cannot be restored; answers are right, but nothing is reused.
 - *not tested*: the module cannot be run here, for the reason given.
-- *row by row*: mlx-lm cannot decode rows of this model together, or gets them wrong; they take their
-  steps one after another. Reuse is not affected.
+- *row by row*: mlx-lm cannot decode rows of this model together, or gets them wrong, so they take
+  their steps one after the other. Reuse is not affected.
 
 """
 COLUMNS = ("architecture", "module", "layers", "decoding", "reuse", "why")

@@ -49,7 +49,9 @@ QUANTISED = (
 def test_fast(name: str) -> None:
     row = table.row_of(name, QUICK[1:] if name in EXACT_ELSEWHERE else QUICK)
     assert row.verdict.status in GOOD, row.verdict.detail
-    assert table.written()[name] == str(row), "docs/architectures.md is out of date: make sweep"
+    assert table.written()[name] == str(row), (
+        "docs/architectures.md is out of date: python -m tools.sweep"
+    )
 
 
 def test_the_table_has_every_module_and_no_other() -> None:

@@ -18,30 +18,30 @@ from tests.zoo.vision_parts import VOCAB_SIZE
 PATH = Path(__file__).parents[2] / "docs" / "vision.md"
 HEAD = """# Vision models
 
-Families of mlx-vlm, built tiny with random weights. Each is served by the same engine, batch and prefix
-cache as text models. For each of them these hold (`make sweep` runs it, `python -m tests.vision.table`
-writes this file):
+The families of mlx-vlm, built tiny with random weights. The same engine, batch and prefix cache serve
+them and text models. For each family this holds (`make sweep` checks it, and
+`python -m tests.vision.table` writes this file):
 
 - requests with 0, 1, 2 and 3 pictures, in one batch, give what mlx-vlm gives for each alone;
-- text and pictures are reused: warm logits are bit for bit the cold ones in exact mode, with pictures
-  before and behind the resume point; tokens are the same in full mode, away from ties;
+- text and pictures are reused: in exact mode warm logits are bit for bit the cold ones, with pictures
+  before and after the resume point; in full mode tokens are the same, away from ties;
 - a changed, transposed, mirrored, moved, swapped or half transparent picture is another picture.
 
-What memory drops, and what a restart leaves, comes back from the SSD bit for bit
+After eviction from memory, or a restart, records come back from the SSD bit for bit
 (`tests/vision/test_disk.py`).
 
-What may be sent: PNG, JPEG, WebP, GIF, BMP and TIFF. The model sees what a viewer would show: turned
-upright, transparency over white, 16 bits scaled to 8. Animations, several pages, damaged files and what
-is over the limits (`--max-image-mb`, `--max-image-megapixels`, 256 pictures in a prompt) are a 400 that
-names the part. With `--allow-image-urls` the server fetches https addresses: all addresses of a name
-must be public, one of those is connected to, redirects are checked alike, and bytes and seconds are
-limited. Paths of files are never read.
+firn takes PNG, JPEG, WebP, GIF, BMP and TIFF. The model sees what a viewer would show: turned
+upright, transparency over white, 16 bits scaled to 8. Animations, files with several pages, damaged
+files and anything over the limits (`--max-image-mb`, `--max-image-megapixels`, 256 pictures in a
+prompt) are a 400 that names the part. With `--allow-image-urls` the server fetches https addresses:
+all addresses of a name must be public, the server connects to one of them, redirects are checked in
+the same way, and bytes and seconds are limited. File paths are never read.
 
-A family that is not listed works if its model follows mlx-vlm's common contract. That is not taken on
-trust: at load one small picture goes through mlx-vlm's own call and through firn's, in chunks, and a
-model whose answers differ is refused with one line (`--text-only` serves its text part). So are families
-whose model changes the number of tokens (llava_next is one), encoder-decoder and cross-attention models,
-and models whose text comes out different by ids and by embeddings.
+A family that is not listed works if its model follows mlx-vlm's common contract. firn checks that at
+load: one small picture goes through mlx-vlm's own call and through firn's, in chunks, and a model
+whose answers differ is refused with one line (`--text-only` serves its text part). Also refused:
+families whose model changes the number of tokens (llava_next is one), encoder-decoder and
+cross-attention models, and models whose text comes out differently by ids and by embeddings.
 
 """
 COLUMNS = ("family", "layers", "tokens of a picture", "decoding", "reuse", "notes")
