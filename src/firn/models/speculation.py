@@ -17,9 +17,10 @@ Owner: the engine thread, through the runner.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from firn.models.batch import Group, PlainStep, Row
     from firn.models.verify import TakenTokens
 
+log = logging.getLogger("firn.models")
+
 MAX_DRAFT = MAX_FEED - 1
 SURE, SURE_ODDS = -1, 0.999
 """Source and odds of drafted tokens that can hardly be wrong."""
@@ -49,19 +52,23 @@ MAX_CHARGE = 4.0
 MAX_COSTLY, COMPARED_WIDTH = 8, 5
 """Tokens that the costly drafter is asked for at most; the width at which its drafts are compared with
 free ones."""
+FAULT_REST_S = 600.0
+"""How long no request gets a costly drafter that has failed: one that always fails must not look like a
+device that does."""
 
 
 @dataclass(eq=False, slots=True)
 class RowDrafts:
     """What is drafted for one row. next: what follows its newest known token, by the drafter `source`.
 
-    is_ready: the costly drafter has read the row's text. rest: tokens until the free drafters are asked
-    again.
+    has_costly: the costly drafter drafts for it, too. is_ready: it has read the row's text. rest: tokens
+    until the free drafters are asked again.
     """
 
     odds: Odds = field(default_factory=Odds)
     next: Draft = NO_DRAFT
     source: int = 0
+    has_costly: bool = False
     is_ready: bool = False
     rest: int = 0
 
@@ -132,15 +139,21 @@ class Speculation:
         self._paces: dict[int, _Pace] = {}
         """By group. Missing where the device has computed something else since."""
         self._drains = False
+        self._costly_from = 0.0
+        """When requests get the costly drafter again, after it failed."""
 
     # --- rows ------------------------------------------------------------------------------
 
     def open(self, row: Row, job: Job) -> None:
         self.disturbed()
         if job.speculates:
-            self._rows[row] = RowDrafts()
-            for drafter in self._drafters:
-                drafter.open(row, job)
+            drafted = self._rows[row] = RowDrafts()
+            for i in self._free:
+                self._drafters[i].open(row, job)
+            if self._costly is not None and self._clock() >= self._costly_from:
+                with self._costly_work():
+                    self._drafters[self._costly].open(row, job)
+                    drafted.has_costly = True
 
     def took(self, row: Row, tokens: Sequence[int]) -> None:
         """The row's reply goes on with these tokens: judge its draft by them, and make a new one."""
@@ -306,19 +319,22 @@ class Speculation:
         """Let the costly drafter read on for one row that is not ready. Only one: all wait for it."""
         if self._costly is None:
             return
-        late = [(row, drafted) for row, drafted in known if not drafted.is_ready]
+        late = [(row, d) for row, d in known if d.has_costly and not d.is_ready]
         if late:
             row, drafted = late[self.totals.n_steps % len(late)]
-            with self._aside():
+            with self._costly_work():
                 drafted.is_ready = self._drafters[self._costly].prepare(row)
 
     def _ask(self, best: DraftPlan) -> None:
         """Ask the costly drafter for the rows that gain by it."""
         assert self._costly is not None
         n = best.width - 1
+        drafts: Sequence[Draft] = ()
         began = self._clock()
-        with self._aside():
+        with self._costly_work():
             drafts = self._drafters[self._costly].draft(best.asks, n)
+        if not drafts:  # it failed
+            return
         took_s = self._clock() - began
         for row, draft in zip(best.asks, drafts, strict=True):
             drafted = self._rows[row]
@@ -330,13 +346,40 @@ class Speculation:
             self.allowance.settle(-min(took_s / self.times.plain_s(n_seats), MAX_CHARGE))
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Time spent inside does not count as a step's."""
+    def _costly_work(self) -> Iterator[None]:
+        """Time spent inside does not count as a step's, and a fault costs drafts, not the request.
+
+        What may be the device's fault concerns all rows and is raised; they are computed again without
+        the drafter.
+        """
         began = self._clock()
-        yield
-        took_s = self._clock() - began
-        for pace in self._paces.values():
-            pace.read_at += took_s
+        try:
+            yield
+        except Exception as e:
+            self._rest_costly(e)
+            if isinstance(e, RuntimeError | MemoryError):
+                raise
+        finally:
+            took_s = self._clock() - began
+            for pace in self._paces.values():
+                pace.read_at += took_s
+
+    def _rest_costly(self, error: Exception) -> None:
+        """Take the costly drafter from all rows: all that it has begun to compute may have failed."""
+        assert self._costly is not None
+        drafter = self._drafters[self._costly]
+        log.warning(
+            "drafting failed (%s): running requests and those of the next %.0f minutes go without: %r",
+            type(drafter).__name__,
+            FAULT_REST_S / 60,
+            error,
+            exc_info=error,
+        )
+        self._costly_from = self._clock() + FAULT_REST_S
+        for row, drafted in self._rows.items():
+            drafted.has_costly = drafted.is_ready = False
+            with suppress(Exception):
+                drafter.close(row)
 
     def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
         """The best width of the next step, with free drafts alone or with the costly drafter's.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import pytest
@@ -12,11 +12,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.core.values import Job
 from firn.models.batch import Group
+from firn.models.drafters import NO_DRAFT, Draft
 from firn.models.drafters.lookup import Lookup
 from firn.models.drafters.model import ModelDrafter
 from firn.models.ragged import Columns
-from firn.models.speculation import DraftPlan, Speculation
+from firn.models.speculation import FAULT_REST_S, DraftPlan, Speculation
 from firn.models.traits import TRAITS, Traits
 from tests.harness import GREEDY, Result, running
 from tests.models.alone import plain, prompt_of
@@ -27,8 +29,8 @@ from tests.zoo import build
 class AsksWhenReady(Speculation):
     """Asks the costly drafter whenever it is ready, for any number of tokens."""
 
-    def __init__(self, *drafters: Any, seed: int = 0) -> None:
-        super().__init__(*drafters)
+    def __init__(self, *drafters: Any, seed: int = 0, **more: Any) -> None:
+        super().__init__(*drafters, **more)
         self._rng = random.Random(seed)
 
     def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
@@ -142,3 +144,68 @@ def test_a_long_prompt_is_read_between_steps_and_what_was_missed_is_caught_up() 
     with running(plain("qwen3"), chunk=512, speculation=speculation) as harness:
         assert_equal(harness.ask(prompt, 120), want)
     assert made[0].totals.n_accepted > 40
+
+
+class Failing:
+    """A costly drafter that fails in one of its methods, with this error."""
+
+    is_free = False
+
+    def __init__(self, where: str, error: Exception) -> None:
+        self._where, self._error = where, error
+        self.n_failed = 0
+        self.n_open = 0
+
+    def _work(self, name: str) -> None:
+        if name == self._where:
+            self.n_failed += 1
+            raise self._error
+
+    def odds(self, kind: int) -> float:
+        return 0.9
+
+    def open(self, row: Hashable, job: Job) -> None:
+        self._work("open")
+        self.n_open += 1
+
+    def prepare(self, row: Hashable) -> bool:
+        self._work("prepare")
+        return self.n_open > 0
+
+    def took(self, row: Hashable, tokens: Sequence[int]) -> None:
+        pass
+
+    def draft(self, rows: Sequence[Hashable], n_most: int) -> list[Draft]:
+        self._work("draft")
+        return [NO_DRAFT for _ in rows]
+
+    def close(self, row: Hashable) -> None:
+        self.n_open = 0
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("error", [ValueError("no such tensor"), RuntimeError("out of memory")])
+@pytest.mark.parametrize("where", ["open", "prepare", "draft"])
+def test_a_drafter_that_fails_costs_drafts_and_no_request(where: str, error: Exception) -> None:
+    requests = story(4, samplings=[GREEDY], n_requests=4)
+    want = told(requests)
+    failing = Failing(where, error)
+    got = told(requests, lambda: AsksWhenReady(failing))
+    assert failing.n_failed == 1  # later requests go without it
+    for g, w in zip(got, want, strict=True):
+        assert_equal(g, w)
+
+
+def test_a_drafter_that_failed_is_tried_again_after_a_while() -> None:
+    now = 0.0
+    failing = Failing("prepare", ValueError("a bad moment"))
+    speculation = AsksWhenReady(failing, clock=lambda: now)
+    with running(plain("qwen3"), speculation=lambda: speculation) as harness:
+        harness.ask([20, 21], 4)
+        harness.ask([20, 21], 4)
+        assert failing.n_failed == 1
+        now = FAULT_REST_S
+        harness.ask([20, 21], 4)
+        assert failing.n_failed == 2
