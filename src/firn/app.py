@@ -34,7 +34,13 @@ from firn.core.values import GenerateRequest
 from firn.engine import Engine
 from firn.host.awake import Awake
 from firn.host.machine import raise_descriptor_limit
-from firn.host.shutdown import leave, no_later_than, outlives_terminal
+from firn.host.shutdown import (
+    ASKED_TWICE,
+    end_at_next_signal,
+    leave,
+    no_later_than,
+    outlives_terminal,
+)
 from firn.listener import Uvicorn, address, bind, connections, listen
 from firn.logs import configure as configure_logs
 from firn.ranks.joining import RankMember, end_start, options_digest
@@ -75,6 +81,7 @@ def serve(config: Config) -> int:
     try:
         code = uvloop.run(_run(server, sock, prompts))
     finally:
+        end_at_next_signal()
         server.close()
     return leave(code)
 
@@ -184,7 +191,7 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
 
     def stop() -> None:
         if web.should_exit:
-            os._exit(130)  # asked twice: at once, without saving
+            os._exit(ASKED_TWICE)
         log.info("stopping; running requests have %.0f s to end", DRAIN_S)
         no_later_than(LEAVE_S)
         server.event_router.drain()
