@@ -73,7 +73,9 @@ class Engine(Generic[P]):
         try:
             return self._ready.result()
         except BaseException:
-            if self._ready.done():  # otherwise a signal has ended the wait, and the thread still loads
+            if (
+                self._ready.done()
+            ):  # otherwise a signal has ended the wait, and the thread still loads
                 _await_end(self._thread, START_FAILED_S)
             raise
 
