@@ -21,6 +21,7 @@ from firn.api.connections import http_config
 from firn.api.event_router import EventRouter
 from firn.api.server import create_app
 from firn.api.services import Services
+from firn.assembly import sparse, speculation
 from firn.assembly.cache import FLUSH_S, check_settings
 from firn.assembly.follower import follow, join_ranks
 from firn.assembly.memory import MemoryWatch, watch_engine
@@ -136,6 +137,8 @@ def build(config: Config, *, front: int | None = None, member: RankMember | None
     among the ranks that serve the model together; it speaks for all.
     """
     check_settings(config.cache)
+    speculation.check_settings(config)
+    sparse.check_settings(config)
     leader_parts = None
     if member is not None and member.leader is not None:
         leader_parts = LeaderParts(member, member.leader, options=options_digest(config))

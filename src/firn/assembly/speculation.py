@@ -77,6 +77,15 @@ class Drafting:
         )
 
 
+def check_settings(config: Config) -> None:
+    """What can be said before a model is loaded. Raises SetupError."""
+    option, small = config.engine.speculation, config.engine.draft_model
+    if small and option not in ("auto", "model") and not config.sparse.sparse_prefill:
+        raise SetupError(f"--draft-model has no use with --speculation {option}")
+    if option == "model" and not small:
+        raise SetupError("--speculation model needs --draft-model")
+
+
 def with_head(
     config: Config, loaded: loader.LoadedModel, *, exact: bool, cpu_dtype: CpuDtype
 ) -> loader.LoadedModel:
@@ -114,10 +123,6 @@ def with_head(
 def build(config: Config, loaded: loader.LoadedModel, setup: DraftSetup) -> Drafting:
     """On the engine thread. Raises SetupError."""
     option, small = config.engine.speculation, config.engine.draft_model
-    if small and option not in ("auto", "model") and not config.sparse.sparse_prefill:
-        raise SetupError(f"--draft-model has no use with --speculation {option}")
-    if option == "model" and not small:
-        raise SetupError("--speculation model needs --draft-model")
     if option == "off":
         return Drafting()
     if setup.exact:  # a step of several tokens does not give the bits of several steps
