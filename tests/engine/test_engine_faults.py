@@ -15,8 +15,8 @@ from firn.core.errors import (
     ShuttingDown,
     StepFailed,
 )
-from firn.core.ports import Delivery, Restored
-from firn.core.values import Job, Sampling
+from firn.core.ports import Delivery
+from firn.core.values import Sampling
 from firn.engine import EngineLimits, EngineParts
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import TASKS, Engine
@@ -84,32 +84,18 @@ def test_a_request_that_fails_ends_alone(faults: Faults) -> None:
         assert lab.leftovers() == {}
 
 
-@pytest.mark.parametrize("stage", ["choices", "join"])
-def test_no_row_of_a_request_that_cannot_join_is_kept(stage: str) -> None:
+@pytest.mark.parametrize(("stage", "n_rows"), [("choices", 1), ("join", 2)])
+def test_no_row_of_a_request_that_cannot_join_is_kept(stage: str, n_rows: int) -> None:
     """The runner keeps drafts of every row until the row leaves."""
-    rows: list[HashRow] = []
+    left: set[HashRow] = set()
 
     def refuse(*_: object) -> None:
-        if stage == "choices" or len(rows) == 2:
-            raise ValueError("this reply cannot begin")
+        raise ValueError("this reply cannot begin")
 
-    with HashEngine(Faults(**{stage: refuse})) as lab:
-        start, choices = lab.runner.start, lab.runner.choices
-
-        def note_start(restored: Restored | None) -> HashRow:
-            rows.append(start(restored))
-            return rows[-1]
-
-        def note_choices(row: HashRow, job: Job, indices: Sequence[int]) -> list[HashRow]:
-            made = choices(row, job, indices)
-            rows.extend(made[1:])
-            return made
-
-        lab.runner.start, lab.runner.choices = note_start, note_choices  # type: ignore[method-assign]
+    with HashEngine(Faults(**{stage: refuse}, leave=left.update)) as lab:
         assert isinstance(lab.submit(prompt_of(1, 20), n=2).wait().error, StepFailed)
         assert lab.leftovers() == {}
-        assert len(rows) == (1 if stage == "choices" else 2)
-        assert not any(row.is_live for row in rows)
+        assert len(left) == n_rows
 
 
 def test_a_named_fault_keeps_its_name() -> None:
