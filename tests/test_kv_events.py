@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from firn import kv_events
+from firn.cache.tree import Cleared, Removed, StoredBlock
 from firn.core.errors import SetupError
 from firn.core.values import Namespace
 from firn.kv_events import END_SEQ, TOPIC, EventPublisher
@@ -179,6 +181,50 @@ def test_after_a_flood_subscribers_begin_anew(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.undo()
         lab.submit([8, *PROMPT], 1).wait()
         until(router, [[8, *PROMPT][:48]])
+
+
+def test_nothing_from_before_a_flood_is_told_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What removes it again may be what was lost."""
+    monkeypatch.setattr(kv_events, "MAX_QUEUE", 1)
+    publisher = EventPublisher(f"tcp://127.0.0.1:{free_pair()}")
+    publisher._stop.set()
+    publisher._thread.join()
+    publisher.announce(StoredBlock(b"a" * 32, None, b"\1", 1))
+    publisher.announce(Removed(b"a" * 32))
+    assert publisher._take() == [Cleared()]
+    publisher.close()
+
+
+class Watched(list[tuple[int, bytes]]):
+    """Batches to replay; says when so many of them have been taken."""
+
+    def __init__(self, n: int, *, mark: int) -> None:
+        super().__init__((i, bytes(1 << 14)) for i in range(n))
+        self.mark = mark
+        self.is_taken = threading.Event()
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        for i, batch in enumerate(super().__iter__()):
+            if i == self.mark:
+                self.is_taken.set()
+            yield batch
+
+
+def test_a_reader_that_does_not_keep_up_gets_the_whole_replay() -> None:
+    port, sent = free_pair(), Watched(6000, mark=1000)
+    publisher = EventPublisher(f"tcp://127.0.0.1:{port}")
+    publisher._sent = sent  # type: ignore[assignment]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as reader:
+        reader.linger = 0
+        reader.connect(f"tcp://127.0.0.1:{port + 1}")
+        reader.send_multipart([b"", bytes(8)])
+        assert sent.is_taken.wait(WAIT_MS / 1000)
+        seqs = []
+        while not seqs or seqs[-1] != END_SEQ:
+            assert reader.poll(WAIT_MS), "the end is missing"
+            seqs.append(reader.recv_multipart()[1])
+    assert [int.from_bytes(seq, "big") for seq in seqs[:-1]] == list(range(6000))
+    publisher.close()
 
 
 def test_a_replay_begins_with_the_batch_that_is_asked_for() -> None:

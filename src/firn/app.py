@@ -21,6 +21,7 @@ from firn.api.connections import http_config
 from firn.api.event_router import EventRouter
 from firn.api.server import create_app
 from firn.api.services import Services
+from firn.assembly import sparse, speculation
 from firn.assembly.cache import FLUSH_S, check_settings
 from firn.assembly.follower import follow, join_ranks
 from firn.assembly.memory import MemoryWatch, watch_engine
@@ -34,7 +35,13 @@ from firn.core.values import GenerateRequest
 from firn.engine import Engine
 from firn.host.awake import Awake
 from firn.host.machine import raise_descriptor_limit
-from firn.host.shutdown import leave, no_later_than, outlives_terminal
+from firn.host.shutdown import (
+    ASKED_TWICE,
+    end_at_next_signal,
+    leave,
+    no_later_than,
+    outlives_terminal,
+)
 from firn.listener import Uvicorn, address, bind, connections, listen
 from firn.logs import configure as configure_logs
 from firn.ranks.joining import RankMember, end_start, options_digest
@@ -75,6 +82,7 @@ def serve(config: Config) -> int:
     try:
         code = uvloop.run(_run(server, sock, prompts))
     finally:
+        end_at_next_signal()
         server.close()
     return leave(code)
 
@@ -129,6 +137,8 @@ def build(config: Config, *, front: int | None = None, member: RankMember | None
     among the ranks that serve the model together; it speaks for all.
     """
     check_settings(config.cache)
+    speculation.check_settings(config)
+    sparse.check_settings(config)
     leader_parts = None
     if member is not None and member.leader is not None:
         leader_parts = LeaderParts(member, member.leader, options=options_digest(config))
@@ -184,7 +194,7 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
 
     def stop() -> None:
         if web.should_exit:
-            os._exit(130)  # asked twice: at once, without saving
+            os._exit(ASKED_TWICE)
         log.info("stopping; running requests have %.0f s to end", DRAIN_S)
         no_later_than(LEAVE_S)
         server.event_router.drain()

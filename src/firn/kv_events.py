@@ -31,10 +31,13 @@ log = logging.getLogger("firn")
 TOPIC = b"kv-events"
 MEDIUM = "GPU"
 MAX_QUEUE = 100_000
-"""Events that wait to be sent; more are dropped, and subscribers are told to forget everything."""
+"""Events that wait to be sent. With one more all of them are dropped, and subscribers are told to forget
+everything: of an event that is lost nobody knows which of the others it revokes."""
 MAX_BATCH = 256
 N_REPLAYED = 10_000
 """Batches that can be asked for again."""
+REPLAY_S, SEND_MS = 10.0, 1000
+"""A replay is broken off after so long, or if its reader takes nothing for so long: new events wait."""
 BATCH_S, POLL_MS = 0.02, 50
 END_SEQ = (-1).to_bytes(8, "big", signed=True)
 
@@ -53,6 +56,11 @@ class EventPublisher:
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._replay = self._context.socket(zmq.ROUTER)
+        self._replay.router_mandatory = (
+            True  # otherwise what a slow reader has no room for is dropped
+        )
+        self._replay.sndtimeo = SEND_MS
+        self._send_failed = zmq.ZMQError
         try:
             self._pub.bind(address)
             self._replay.bind(_next_port(address))
@@ -92,8 +100,10 @@ class EventPublisher:
         """What is there; some more come together."""
         events: list[Announcement] = []
         if self._n_lost:
-            log.warning("%d KV events were dropped: subscribers begin anew", self._n_lost)
-            self._n_lost = 0
+            n_lost, self._n_lost = self._n_lost + self._queue.qsize(), 0
+            log.warning("%d KV events were dropped: subscribers begin anew", n_lost)
+            while not self._queue.empty():
+                self._queue.get_nowait()
             events.append(Cleared())
         try:
             while len(events) < MAX_BATCH:
@@ -111,10 +121,16 @@ class EventPublisher:
     def _answer(self) -> None:
         client, *rest = self._replay.recv_multipart()
         start = int.from_bytes(rest[-1][:8], "big") if rest else 0
-        for seq, payload in list(self._sent):
-            if seq >= start:
-                self._replay.send_multipart([client, b"", seq.to_bytes(8, "big"), payload])
-        self._replay.send_multipart([client, b"", END_SEQ, b""])
+        until = time.monotonic() + REPLAY_S
+        try:
+            for seq, payload in self._sent:
+                if time.monotonic() > until:
+                    return
+                if seq >= start:
+                    self._replay.send_multipart([client, b"", seq.to_bytes(8, "big"), payload])
+            self._replay.send_multipart([client, b"", END_SEQ, b""])
+        except self._send_failed as e:
+            log.debug("a replay of KV events was broken off: %s", e)  # its reader is gone, or hangs
 
 
 def _libraries() -> tuple[Any, Any]:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from firn.assembly.memory import MemoryWatch, Planned, beside_others, plan_server
+from firn.assembly.speculation import Drafting
 from firn.config import CacheConfig, Config, EngineConfig
 from firn.core.memory_plan import GIB, MIN_CAPACITY_NBYTES, MachineMemory, ModelMemory
+from firn.engine import RowCost
 from firn.host.reservations import Reservation, Reserved
 
 MAC = MachineMemory("metal", 48 * GIB, 64 * GIB, available_nbytes=50 * GIB)
@@ -29,6 +31,13 @@ def test_each_store_has_a_queue_for_each_cache() -> None:
     assert n_queues() == n_queues(draft_model="small") == 0
     assert n_queues("redis://a/0", "s3://b") == 2
     assert n_queues("redis://a/0", "s3://b", draft_model="small") == 4
+
+
+def test_a_rows_cost_is_counted_in_steps_of_its_buffers_with_any_drafter() -> None:
+    model = RowCost(100, 7, step_tokens=256)
+    assert Drafting().with_rows(model) == model
+    both = Drafting(row_cost=RowCost(10, 1)).with_rows(model)
+    assert both.of(1) == 8 + 256 * 110
 
 
 class Machine:

@@ -41,16 +41,17 @@ def bad_prompt(seed: int, length: int) -> list[int]:
 
 
 class Once:
-    """Raises at its n-th call, and never again."""
+    """Raises at its n-th call, and never again. A RuntimeError may be the device's fault."""
 
-    def __init__(self, *at: int) -> None:
+    def __init__(self, *at: int, error: type[Exception] = RuntimeError) -> None:
         self.at = set(at)
+        self.error = error
         self.n_calls = 0
 
     def __call__(self, *_: object) -> None:
         self.n_calls += 1
         if self.n_calls in self.at:
-            raise RuntimeError(f"fault at call {self.n_calls}")
+            raise self.error(f"fault at call {self.n_calls}")
 
 
 # --- one request ---------------------------------------------------------------------------
@@ -81,6 +82,20 @@ def test_a_request_that_fails_ends_alone(faults: Faults) -> None:
         for outcome in before + after:
             outcome.wait().check()
         assert lab.leftovers() == {}
+
+
+@pytest.mark.parametrize(("stage", "n_rows"), [("choices", 1), ("join", 2)])
+def test_no_row_of_a_request_that_cannot_join_is_kept(stage: str, n_rows: int) -> None:
+    """The runner keeps drafts of every row until the row leaves."""
+    left: set[HashRow] = set()
+
+    def refuse(*_: object) -> None:
+        raise ValueError("this reply cannot begin")
+
+    with HashEngine(Faults(**{stage: refuse}, leave=left.update)) as lab:
+        assert isinstance(lab.submit(prompt_of(1, 20), n=2).wait().error, StepFailed)
+        assert lab.leftovers() == {}
+        assert len(left) == n_rows
 
 
 def test_a_named_fault_keeps_its_name() -> None:
@@ -206,7 +221,7 @@ def test_a_request_with_rows_in_two_groups_fails_as_one() -> None:
 
 def test_one_choice_is_rescued_while_another_continues() -> None:
     """Only the first group's step fails; a stop or a cancel may come while the row is read again."""
-    fault = Once(9)  # of the steps of two groups in turn
+    fault = Once(9, error=ValueError)  # of the steps of two groups in turn
     with HashEngine(Faults(launch=fault), group_rows=1, chunk=4) as lab:
         outcome = lab.submit(prompt_of(3, 40), 30, n=2, sampling=WARM).wait()
         outcome.check()
@@ -215,7 +230,7 @@ def test_one_choice_is_rescued_while_another_continues() -> None:
 
 @pytest.mark.parametrize("action", ["stop", "cancel"])
 def test_a_choice_can_be_stopped_while_it_is_read_again(action: str) -> None:
-    fault = Once(9)
+    fault = Once(9, error=ValueError)
     cache = DictCache()
     seen: list[int] = []
 

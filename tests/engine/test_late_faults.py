@@ -91,6 +91,19 @@ def test_a_spoiled_decode_step_leaves_no_record(step: int) -> None:
     check_records(cache)
 
 
+@pytest.mark.parametrize("step", [1, 2, 7, 8, 21])
+def test_a_fault_in_one_group_puts_the_other_replies_of_its_request_in_doubt(step: int) -> None:
+    """Groups of one row, as for models that cannot batch: the reply that spoils a step is not the one
+    that hears of it."""
+    device, cache = LateDevice(steps=[step]), DictCache()
+    with HashEngine(device.faults(), cache=cache, chunk=8, group_rows=1) as lab:
+        outcome = lab.submit(prompt_of(1, 30), 60, n=2, sampling=WARM).wait()
+        assert outcome.error is None
+        assert device.n_told == 1
+        assert lab.leftovers() == {}
+    check_records(cache)
+
+
 def test_a_row_that_ends_with_a_spoiled_step_stores_nothing_of_it() -> None:
     device, cache = LateDevice(steps=[8]), DictCache()
     with HashEngine(device.faults(), cache=cache) as lab:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 
 from firn.cache.codecs import leaves
+from firn.core.ports import Restored
 from firn.engine import prefill, prompt_batches
 from firn.engine.prompt_batches import MIN_SAMPLES, TRY_EVERY, BatchTrial
 from firn.models.together import can_read_together, together_fault
@@ -17,7 +19,7 @@ from tests.cache.tiny import Build, Reference, cold_and_warm, tiny, tokens
 from tests.dict_cache import DictCache
 from tests.harness import Harness, running
 from tests.hash_engine import HashEngine
-from tests.hash_runner import Faults, reply_to
+from tests.hash_runner import Faults, HashRow, reply_to
 from tests.hash_runner import prompt_of as words
 
 PLAIN = ["llama", "qwen3", "gemma"]
@@ -228,6 +230,38 @@ def test_a_request_cancelled_during_a_pass_leaves_the_others_alone(gone: int) ->
         assert lab.runner.n_together == 1
         assert cancelled
         lab.check()
+
+
+def test_a_device_fault_while_a_pass_is_chosen_puts_its_prompts_back() -> None:
+    """One of them turns out to be cached and fails to join: the others have lost their rows."""
+    bad = words(40, 40)
+    met: list[int] = []
+
+    class Late(DictCache):
+        """Has this prompt, but only once it is asked a second time."""
+
+        def restore(self, cursor: Any) -> Restored | None:
+            return None
+
+        def advance(self, cursor: Any, n_tokens: int) -> Restored | None:
+            if list(cursor.prompt) != bad or met:
+                return None
+            return Restored(len(bad) - 1, partial(self._fill, bad[:-1]))
+
+    def fail(row: HashRow) -> None:
+        if row.tokens == bad[:-1] and not met:
+            met.append(1)
+            raise RuntimeError("a late fault of the device")
+
+    with HashEngine(Faults(join=fail), cache=Late(), chunk=400) as lab:
+        always_together(lab)
+        gate = lab.hold()
+        outcomes = [lab.submit(words(41, 39), 5), lab.submit(bad, 5), lab.submit(words(42, 41), 5)]
+        gate.set()
+        for outcome in outcomes:
+            outcome.wait().check()
+        assert met
+        assert lab.leftovers() == {}
 
 
 def test_prompts_are_read_one_by_one_after_a_pass_has_failed() -> None:

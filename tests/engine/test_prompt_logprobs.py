@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from firn.core.events import Admitted, ChoiceDone, JobDone, Prefilled, PromptLogprobs, Token
 from firn.core.values import CacheControl, Sampling
+from firn.engine.loop import GROW_EVERY
 from tests.dict_cache import DictCache
 from tests.hash_engine import HashEngine
-from tests.hash_runner import VOCAB_SIZE, Faults, prompt_of, scores_of
+from tests.hash_runner import VOCAB_SIZE, Faults, HashRow, prompt_of, scores_of
 
 
 @pytest.mark.parametrize("length", [1, 2, 8, 9, 10, 40])
@@ -125,6 +126,26 @@ def test_a_row_that_is_read_again_sends_no_logprobs_again() -> None:
     with HashEngine(Faults(launch=fail), chunk=8) as lab:
         lab.submit(prompt_of(10, 30), 6, scored=1).wait().check()
         assert broken
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_request_that_is_put_back_before_its_first_token_sends_no_logprobs_again(n: int) -> None:
+    def shrink(row: HashRow) -> None:
+        if row.job is not None and row.job.prompt_logprobs:  # memory gets short in the next step
+            lab.budget.capacity_nbytes = 1
+            lab.engine._loop._n_steps = GROW_EVERY - 1
+
+    with HashEngine(Faults(join=shrink), chunk=8) as lab:
+        gate = lab.hold()
+        older, scored = (
+            lab.submit(prompt_of(11, 10), 60),
+            lab.submit(prompt_of(12, 30), 5, n=n, scored=1),
+        )
+        gate.set()
+        older.wait().check()
+        scored.wait().check()
+        assert len(lab.runner.prefills) > 2 + 4, "its prompt was read twice"
+        assert lab.leftovers() == {}
 
 
 @given(st.data())

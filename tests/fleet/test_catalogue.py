@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from firn.fleet.catalogue import ModelCatalogue, from_json, to_json
 from firn.fleet.files import check, folder_of, read_facts
 from firn.fleet.memory import Footprint, estimate, measured, parse_gpus
 from firn.fleet.merging import merge_metrics
+from tests.locked import as_a_user, locked
 
 MIB = 1 << 20
 
@@ -79,6 +82,8 @@ def test_a_models_table_overrides_the_file_and_a_flag_overrides_both(tmp_path: P
     ("file", "line"),
     [
         ("[models.a]\nport = 1\n", "of the whole server"),
+        ("[models.a]\nshare_cache = true\n", "of the whole server"),
+        ("[models.a]\nno_dashboard = true\n", "of the whole server"),
         ("[models.a]\nmax_conurrency = 1\n", "did you mean max_concurrency"),
         ("[models.a]\nmax_concurrency = 0\n", "too small"),
         ("[models.a]\npinned = 1\n", "not true or false"),
@@ -91,6 +96,26 @@ def test_a_models_table_overrides_the_file_and_a_flag_overrides_both(tmp_path: P
 def test_a_wrong_table_is_an_error_of_one_line(tmp_path: Path, file: str, line: str) -> None:
     with pytest.raises(SetupError, match=line):
         made(tmp_path, file)
+
+
+LIST = """
+import sys
+from pathlib import Path
+from firn.fleet.catalogue import folders
+
+print(*dict(folders(Path(sys.argv[1]))))
+"""
+
+
+def test_a_folder_of_models_may_hold_one_that_may_not_be_looked_into(tmp_path: Path) -> None:
+    """As lost+found, where the folder is a disk of its own."""
+    for folder in (tmp_path / "model", tmp_path / "owner" / "other"):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    with locked(tmp_path / "lost+found"), locked(tmp_path / "owner" / "secret"):
+        command = [*as_a_user(), sys.executable, "-c", LIST, str(tmp_path)]
+        run = subprocess.run(command, capture_output=True, text=True)
+    assert run.stdout == "model owner/other\n", run.stderr
 
 
 def test_models_that_cannot_be_served_are_refused_at_start(tmp_path: Path) -> None:

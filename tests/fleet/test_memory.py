@@ -28,6 +28,7 @@ def test_before_a_load_the_weights_files_give_the_estimate(tmp_path: Path) -> No
     for i in range(2):
         (tmp_path / f"model-{i}.safetensors").write_bytes(bytes(1000))
     (tmp_path / "README.md").write_bytes(bytes(5000))
+    (tmp_path / "model-2.safetensors").symlink_to(tmp_path / "a download that was broken off")
     assert estimate(tmp_path) == Footprint(2000)
     assert estimate(None) == Footprint(0)
 

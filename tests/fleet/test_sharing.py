@@ -18,7 +18,8 @@ import openai
 import pytest
 
 from firn.api.auth import namespace_of
-from firn.fleet.placement import ModelState, PlacementRules
+from firn.fleet.model import Model
+from firn.fleet.placement import NEVER, ModelState, PlacementRules
 from firn.fleet.relay import WaitLimits
 from tests.fleet.fronts import ECHO, NEED_GB, Running, config, fronting
 
@@ -89,6 +90,25 @@ def test_pinned_models_are_loaded_at_start_and_stay(tmp_path: Path) -> None:
         assert front.states()["a"] == "loaded"
         shown = front.http().get("/v1/models/main").json()
         assert (shown["pinned"], shown["expires_at"]) == (True, None)
+
+
+def test_a_pinned_model_that_is_unloaded_while_it_loads_waits_for_a_request(tmp_path: Path) -> None:
+    """That was no failure: it does not load again by itself, and loads at once when it is needed."""
+    gate = tmp_path / "gate"
+    made = config(tmp=tmp_path, file=f'[models.a]\npath = "gated:{gate}"\npinned = true\n')
+    with fronting(made, rules=QUICK, command=ECHO) as front:
+        model = front.model("a")
+        front.run(lambda: _has_process(model))
+        shown = front.http().post("/v1/models/a/unload").json()
+        assert (shown["state"], shown["error"]) == ("unloaded", None)
+        assert model.wanted_since == NEVER
+        gate.touch()
+        assert chat(front, "a") == "a"
+
+
+async def _has_process(model: Model) -> None:
+    while model.child is None:
+        await asyncio.sleep(0.001)
 
 
 def test_a_running_reply_is_never_cut_off(tmp_path: Path) -> None:

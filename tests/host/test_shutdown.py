@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import sys, threading
 from pathlib import Path, PosixPath
@@ -56,7 +58,7 @@ import sys
 import mlx.core as mx
 from firn import app
 from firn.cli import main
-from firn.engine import Engine
+from firn.engine import Engine, engine
 
 def load():
     print("loading", flush=True)
@@ -65,6 +67,7 @@ def load():
     while True:
         mx.eval([a @ a for a in arrays])
 
+engine.START_FAILED_S = 3600.0
 app.build = lambda config, **more: Engine(load, print, on_death=print).start()
 sys.argv = ["firn", "serve", "--port", "0"]
 main()
@@ -79,6 +82,7 @@ def test_a_start_that_fails_ends_in_one_line() -> None:
 
 
 def test_ctrl_c_while_the_model_is_loaded() -> None:
+    """Nothing is waited for: the thread that loads would go on for minutes."""
     process = subprocess.Popen(
         [sys.executable, "-c", START],
         stdout=subprocess.PIPE,
@@ -94,6 +98,54 @@ def test_ctrl_c_while_the_model_is_loaded() -> None:
     finally:
         process.kill()
     assert (process.returncode, told) == (130, "")
+
+
+SAVING = """
+import sys
+from firn import app
+from firn.config import CacheConfig, Config, ModelConfig, ServerConfig
+
+close = app.Server.close
+
+def slowly(server):
+    print("saving", flush=True)
+    sys.stdin.readline()
+    close(server)
+
+app.Server.close = slowly
+off = CacheConfig(disable_prefix_cache=True)
+config = Config(server=ServerConfig(port=0), model=ModelConfig(path="firn-demo"), cache=off)
+sys.exit(app.serve(config))
+"""
+
+
+@pytest.mark.parametrize(
+    ("second", "code"), [(signal.SIGTERM, 130), (signal.SIGINT, 130), (signal.SIGHUP, 0)]
+)
+def test_a_second_signal_while_records_are_written(second: signal.Signals, code: int) -> None:
+    """The event loop has ended. A closed terminal alone is no reason to give up."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAVING],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        while "serves" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "saving\n"
+        process.send_signal(second)
+        if code:
+            process.wait(60)
+        else:
+            process.communicate("\n", timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == code
 
 
 def told_to_stop(

@@ -29,7 +29,7 @@ from firn.core.errors import SetupError, UnknownCacheLayer
 from firn.core.memory_plan import MachineMemory
 from firn.core.ranks import RankCall
 from firn.host.backups import exclude_from_backups
-from firn.host.shutdown import no_later_than
+from firn.host.shutdown import no_later_than, outlives_terminal
 from firn.models import device as devices
 from firn.models import loader
 from firn.models.loader import LoadedModel
@@ -59,7 +59,7 @@ def follow(config: Config, member: RankMember) -> int:
     """Serve rank 0 until it ends. Returns the process's exit code."""
     follower = member.follower
     assert follower is not None
-    follower.heed_signals()
+    follower.heed_signals(outlives_terminal=outlives_terminal())
     try:
         loop = _build(config, member, follower)
     except SetupError as e:

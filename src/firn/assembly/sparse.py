@@ -20,12 +20,23 @@ from firn.models.shapes import FewShapes
 
 log = logging.getLogger("firn")
 
+NOT_EXACT = "--sparse-prefill is approximate: it cannot be used where reuse is exact"
 
-def rules(config: Config) -> SparseRules:
-    """What requests may ask for, and which prompts are thinned anyway. Raises SetupError."""
+
+def check_settings(config: Config) -> None:
+    """What can be said before a model is loaded. Raises SetupError."""
     options = config.sparse
     if options.sparse_prefill_over and not options.sparse_prefill:
         raise SetupError("--sparse-prefill-over needs --sparse-prefill")
+    if options.sparse_prefill and config.engine.draft_model is None:
+        raise SetupError("--sparse-prefill needs --draft-model: a small model that scores prompts")
+    if options.sparse_prefill and config.cache.reuse == "exact":
+        raise SetupError(NOT_EXACT)
+
+
+def rules(config: Config) -> SparseRules:
+    """What requests may ask for, and which prompts are thinned anyway."""
+    options = config.sparse
     keep = round(options.sparse_prefill_keep, 2)
     return SparseRules(options.sparse_prefill, keep, over=options.sparse_prefill_over)
 
@@ -44,10 +55,8 @@ def build(
     small = config.engine.draft_model
     if not rules(config).allowed:
         return None, drafting
-    if small is None:
-        raise SetupError("--sparse-prefill needs --draft-model: a small model that scores prompts")
-    if setup.exact:
-        raise SetupError("--sparse-prefill is approximate: it cannot be used where reuse is exact")
+    if setup.exact:  # as this model's layers need it
+        raise SetupError(NOT_EXACT)
     why = _why_not(loaded)
     if why:
         raise SetupError(f"--sparse-prefill: {loaded.info.name} cannot skip tokens: {why}")

@@ -31,7 +31,7 @@ from firn.models.speculation import Speculation
 log = logging.getLogger("firn")
 
 DRAFT_CACHE_SHARE = 8
-"""The draft model's prefixes get this fraction (1 / N) of the memory for prefixes."""
+"""The draft model's prefixes get as much as this fraction (1 / N) of the model's, besides them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class DraftSetup:
     exact: bool
     cpu_dtype: CpuDtype
     cache_nbytes: int
-    """Memory for prefixes, of both models together."""
+    """Memory for the prefixes of the model that it serves."""
     add_tiers: Callable[[PrefixTree, ModelInfo], None]
     """Puts a cache on the tiers below memory."""
 
@@ -70,9 +70,20 @@ class Drafting:
     def with_rows(self, cost: RowCost) -> RowCost:
         """What a row takes, including its counterpart in the draft model."""
         own = self.row_cost
-        return RowCost(
-            cost.per_token_nbytes + own.per_token_nbytes, cost.fixed_nbytes + own.fixed_nbytes
+        return replace(
+            cost,
+            per_token_nbytes=cost.per_token_nbytes + own.per_token_nbytes,
+            fixed_nbytes=cost.fixed_nbytes + own.fixed_nbytes,
         )
+
+
+def check_settings(config: Config) -> None:
+    """What can be said before a model is loaded. Raises SetupError."""
+    option, small = config.engine.speculation, config.engine.draft_model
+    if small and option not in ("auto", "model") and not config.sparse.sparse_prefill:
+        raise SetupError(f"--draft-model has no use with --speculation {option}")
+    if option == "model" and not small:
+        raise SetupError("--speculation model needs --draft-model")
 
 
 def with_head(
@@ -112,10 +123,6 @@ def with_head(
 def build(config: Config, loaded: loader.LoadedModel, setup: DraftSetup) -> Drafting:
     """On the engine thread. Raises SetupError."""
     option, small = config.engine.speculation, config.engine.draft_model
-    if small and option not in ("auto", "model") and not config.sparse.sparse_prefill:
-        raise SetupError(f"--draft-model has no use with --speculation {option}")
-    if option == "model" and not small:
-        raise SetupError("--speculation model needs --draft-model")
     if option == "off":
         return Drafting()
     if setup.exact:  # a step of several tokens does not give the bits of several steps

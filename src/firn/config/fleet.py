@@ -18,7 +18,8 @@ from firn.core import duration
 from firn.core.errors import SetupError
 
 SHARED_SECTIONS = frozenset({"server", "fleet"})
-"""Sections of the server as a whole, not of one model."""
+SHARED_KEYS = frozenset({"cache.share_cache", "model.tensor_parallel", "page.no_dashboard"})
+"""Sections and options of the server as a whole, not of one model."""
 OWN_NAMES = ("path", "pinned", "keep_alive", "aliases")
 
 
@@ -121,7 +122,7 @@ def _table(file: Path, name: str, table: object, options: Sequence[Option]) -> M
             close = difflib.get_close_matches(key, [*known, *OWN_NAMES], n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise SetupError(f"{file}: unknown key {place}.{key}{hint}")
-        elif known[key].section in SHARED_SECTIONS:
+        elif known[key].section in SHARED_SECTIONS or known[key].key in SHARED_KEYS:
             raise SetupError(
                 f"{file}: {place}.{key} is a setting of the whole server, not of one model"
             )

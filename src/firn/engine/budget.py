@@ -59,8 +59,8 @@ class Budget:
         """chunk_nbytes: memory of one prefill chunk, on top of the capacity; 0: no limit."""
         self.cost = cost
         self.capacity_nbytes = capacity_nbytes
-        self.max_capacity_nbytes = capacity_nbytes
-        """The capacity when no other process needs the machine's memory."""
+        self._first_capacity_nbytes = capacity_nbytes
+        """At the start. What other programs have taken of it since, they may give back."""
         self.factor = 1.0
         """Bytes really used for each byte estimated."""
         self.chunk_factor = 1.0
@@ -96,7 +96,7 @@ class Budget:
 
     @property
     def _ceiling_nbytes(self) -> int:
-        return max(self.max_capacity_nbytes, self.capacity_nbytes)
+        return max(self._first_capacity_nbytes, self.capacity_nbytes)
 
     def admit(self, job: Job, need_nbytes: int) -> None:
         """Reserve memory for it, or change what is reserved."""

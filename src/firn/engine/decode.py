@@ -45,14 +45,20 @@ class Decode:
     def _join(self, task: PrefillTask) -> None:
         last = int(task.prompt.ids[-1])
         choices = [c for c in task.choices if not c.done]
-        rows = self._runner.choices(task.row, task.sequence.job, [c.index for c in choices])
+        try:
+            rows = self._runner.choices(task.row, task.sequence.job, [c.index for c in choices])
+        except Exception:
+            self._runner.leave([task.row])
+            raise
+        for choice, row in zip(choices, rows, strict=True):
+            choice.row = row  # dropped with its choice, whatever fails below
         n_coming = len(choices) + self._n_of_similar_length(task)
         for choice, row in zip(choices, rows, strict=True):
             n_coming -= 1
             if choice.n_rescues or choice.tokens:
                 self._runner.resume(row, choice.tokens, alone=choice.n_rescues > 0)
             reply = ListTail(choice.tokens, len(task.prompt) - len(task.sequence.job.prompt))
-            choice.row, choice.cursor = row, self._inflight.cache.fork(task.cursor, reply)
+            choice.cursor = self._inflight.cache.fork(task.cursor, reply)
             self._runner.join(row, last, n_coming=n_coming)
             self._inflight.rows[row] = choice
             if choice.forced.tokens:

@@ -73,7 +73,10 @@ class Engine(Generic[P]):
         try:
             return self._ready.result()
         except BaseException:
-            _await_end(self._thread, START_FAILED_S)
+            if (
+                self._ready.done()
+            ):  # otherwise a signal has ended the wait, and the thread still loads
+                _await_end(self._thread, START_FAILED_S)
             raise
 
     @property

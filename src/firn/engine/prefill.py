@@ -64,7 +64,8 @@ class Prefill:
         job = sequence.job
         sequence.was_put_back = False
         with self._recovery.guard(sequence):
-            if not sequence.has_begun:
+            # The logprobs of a prompt are sent once, so its replies are read one by one.
+            if not sequence.has_begun and not job.prompt_logprobs:
                 sequence.cursor = self._cache.open(job.prompt, job.namespace, job.cache)
                 self.begin(sequence)
                 return
@@ -113,6 +114,8 @@ class Prefill:
             common=self._inflight.limits.common_chunk,
         )
         others = self._batches.find(task, max_tokens=chunk) if end == task.n_total else []
+        if task.number not in self._inflight.tasks:  # a fault of another has put all back
+            return ()
         task.chunk_began = time.perf_counter()
         with self._recovery.guard(task.sequence):
             if not (others and self._batches.prefill(task, others)):

@@ -85,7 +85,8 @@ class PromptBatches:
         task.could_batch = bool(chosen)
         if not chosen or not self._trial.should_batch():
             return []
-        return [t for t in chosen if self._skip_ahead(t) and t.n_left]
+        chosen = [t for t in chosen if self._skip_ahead(t)]
+        return [t for t in chosen if t.number in self._inflight.tasks]  # a fault puts all back
 
     def _is_short(self, task: PrefillTask) -> bool:
         return (

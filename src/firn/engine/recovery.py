@@ -96,30 +96,44 @@ class Recovery:
         Each then decodes in a group of its own, so that the one at fault fails alone.
         """
         inflight = self._inflight
-        choices = [inflight.rows.pop(row) for row in rows]
-        requests = ", ".join(sorted({choice.sequence.job.id for choice in choices}))
+        choices = [inflight.rows[row] for row in rows]
+        sequences = list(dict.fromkeys(choice.sequence for choice in choices))
         log.warning(
             "a decode step failed, its requests are read again (%s): %r",
-            requests,
+            ", ".join(sorted(sequence.job.id for sequence in sequences)),
             error,
             exc_info=error,
         )
-        inflight.runner.leave(rows)
         for choice in choices:
-            if choice.cursor is not None:
-                inflight.cache.close_cursor(choice.cursor, None)
-            choice.row = choice.cursor = None
+            choice.n_rescues += 1
+        if may_be_device_fault(error):  # their other rows are in doubt, too
+            choices = [choice for sequence in sequences for choice in sequence.open_choices]
+        self._lose_rows(choices)
         if may_be_device_fault(error):
-            self.put_all_back(spared={choice.sequence for choice in choices})
+            self.put_all_back(spared=sequences)
         for choice in choices:
             if choice.done or not choice.sequence.admitted:  # given up or put back just now
                 continue
-            choice.n_rescues += 1
             if choice.n_rescues > MAX_RESCUES:
                 self.fail(choice.sequence, error)
             else:
                 with self.guard(choice.sequence):
                     self._reread(choice)
+
+    def _lose_rows(self, choices: Sequence[Choice]) -> None:
+        """Drop what was computed of these replies, and store nothing of it."""
+        inflight = self._inflight
+        for task in [t for t in inflight.tasks.values() if any(c in choices for c in t.choices)]:
+            inflight.drop_task(task, keep=False)
+        # All rows of a group leave at once: its arrays may be what failed.
+        rows = [choice.row for choice in choices if choice.row is not None]
+        inflight.runner.leave(rows)
+        for choice in choices:
+            if choice.row is not None:
+                del inflight.rows[choice.row]
+            if choice.cursor is not None:
+                inflight.cache.close_cursor(choice.cursor, None)
+            choice.row = choice.cursor = None
 
     def _reread(self, choice: Choice) -> None:
         prompt = choice.sequence.job.prompt.grown(choice.tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -180,12 +181,17 @@ def folders(root: Path | None) -> Iterator[tuple[str, Path]]:
     if root is None:
         return
     for folder in _subfolders(root):
-        if (folder / "config.json").exists():
+        if _holds_model(folder):
             yield folder.name, folder
             continue
         for inner in _subfolders(folder):
-            if (inner / "config.json").exists():
+            if _holds_model(inner):
                 yield f"{folder.name}/{inner.name}", inner
+
+
+def _holds_model(folder: Path) -> bool:
+    """No, if it may not be looked into; `Path.exists` would raise."""
+    return os.path.exists(folder / "config.json")
 
 
 def _subfolders(folder: Path) -> list[Path]:

@@ -247,7 +247,10 @@ class Fleet:
         if message["event"] == "failed":
             child.kill()
             await child.exited
-            self._failed(model, str(message["message"]))
+            if model.unloading or self._closing:  # it was told to end
+                self._has_no_process(model)
+            else:
+                self._failed(model, str(message["message"]))
             return
         model.details = message["model"]
         self._take_report(model, message["report"])
@@ -272,9 +275,15 @@ class Fleet:
             if not waiter.lease.done():
                 waiter.lease.set_result(model.enter())
 
-    def _failed(self, model: Model, why: str) -> None:
-        model.state, model.child, model.unloading = ModelState.UNLOADED, None, False
+    def _has_no_process(self, model: Model) -> None:
+        model.state, model.child = ModelState.UNLOADED, None
+        model.closed = model.unloading = False
+        model.n_background = 0
         model.unloaded.set()
+        self._wake.set()
+
+    def _failed(self, model: Model, why: str) -> None:
+        self._has_no_process(model)
         retry_s = self._back_off(model)
         model.error = ModelFailed(model.spec.name, why, retry_after_s=math.ceil(retry_s))
         log.error(
@@ -283,7 +292,6 @@ class Fleet:
         self._fail_waiters(model, model.error)
         if model.spec.pinned:
             model.wanted_since = time.monotonic()
-        self._wake.set()
 
     def _back_off(self, model: Model) -> float:
         model.n_failures += 1
@@ -358,10 +366,7 @@ class Fleet:
         """The process of a loaded model has ended, on request or not."""
         was_told = model.state is ModelState.DRAINING
         lived_s = time.monotonic() - model.loaded_at
-        model.state, model.child = ModelState.UNLOADED, None
-        model.closed = model.unloading = False
-        model.n_background = 0
-        model.unloaded.set()
+        self._has_no_process(model)
         model.keep_alive_s = model.spec.keep_alive_s
         if not was_told and not self._closing:
             log.error(
@@ -378,7 +383,6 @@ class Fleet:
         elif was_told:
             model.n_failures, model.not_before = 0, 0.0
         self._share_memory()
-        self._wake.set()
 
     def drain(self) -> None:
         """Load nothing more. Waiting requests fail; running replies go on."""

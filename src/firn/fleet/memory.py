@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -50,7 +51,10 @@ def estimate(folder: Path | None) -> Footprint:
     """By the files of its folder. folder: None: the model is not on this machine yet."""
     weights = 0
     if folder is not None:
-        weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        files = filter(
+            os.path.isfile, folder.glob("*.safetensors")
+        )  # the hub's links may lead nowhere
+        weights = sum(path.stat().st_size for path in files)
     return Footprint(weights, live_nbytes=max(LIVE_FLOOR_NBYTES, int(LIVE_SHARE * weights)))
 
 

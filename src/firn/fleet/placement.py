@@ -192,7 +192,7 @@ class _Planner:
         if chosen is not None:
             for v in chosen:
                 self._note_contest(wanted, v)
-                if v.is_idle or v.n_active == 0:
+                if v.n_active == 0:
                     self._unload_model(v, "room")
                 else:
                     self._close.append(v.name)

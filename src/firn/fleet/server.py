@@ -47,7 +47,7 @@ from firn.fleet.relay import Relay, WaitLimits
 from firn.fleet.router import add_router
 from firn.fleet.tree import add_tree
 from firn.host.machine import raise_descriptor_limit
-from firn.host.shutdown import leave, no_later_than, outlives_terminal
+from firn.host.shutdown import ASKED_TWICE, leave, no_later_than, outlives_terminal
 from firn.listener import Uvicorn, address, bind, connections, listen
 from firn.logs import configure as configure_logs
 
@@ -230,7 +230,7 @@ async def _run(config: Config, catalogue: ModelCatalogue, folder: Path, sock: so
 
     def stop() -> None:
         if web.should_exit:
-            os._exit(130)  # the second signal; models' processes notice and end
+            os._exit(ASKED_TWICE)  # models' processes notice and end
         log.info("stopping; running requests have %.0f s to end", DRAIN_S)
         no_later_than(LEAVE_S)
         parts.relay.draining = True

@@ -20,11 +20,23 @@ log = logging.getLogger("firn")
 
 GRACE_S = 2.0
 """For threads that are about to end anyway."""
+ASKED_TWICE = 130
+"""The exit code of a process that was told to stop while it was stopping: nothing more is saved."""
 
 
 def outlives_terminal() -> bool:
     """Whether the process was told to go on when its terminal is closed: by nohup, say."""
     return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def end_at_next_signal() -> None:
+    """From now on a signal to stop ends the process at once; a closed terminal changes nothing.
+
+    For what is done once the event loop is closed: uvloop leaves handlers behind that ignore signals.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: os._exit(ASKED_TWICE))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def no_later_than(seconds: float) -> None:

@@ -82,17 +82,22 @@ class Follower:
         except LinkClosed:
             self._gone()
 
-    def heed_signals(self) -> None:
-        """Pass a signal on to rank 0, which decides when to stop; a second signal exits at once."""
+    def heed_signals(self, *, outlives_terminal: bool) -> None:
+        """Pass a signal on to rank 0, which decides when to stop; a second signal exits at once.
+
+        outlives_terminal: a closed terminal is no reason to stop. If it is one, it may signal twice.
+        """
         n_signals = 0
 
-        def stop(*_: object) -> None:
+        def stop(number: int, frame: object) -> None:
             nonlocal n_signals
             n_signals += 1
-            if n_signals > 1:
+            if n_signals > 1 and number != signal.SIGHUP:
                 os._exit(130)
             # On a thread of its own: this one may be sending an answer, and holds the lock then.
             threading.Thread(target=self.answer, args=("stop",), daemon=True).start()
 
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, stop)
+        if not outlives_terminal:
+            signal.signal(signal.SIGHUP, stop)

@@ -35,6 +35,8 @@ log = logging.getLogger("firn.ranks")
 JOIN_S = 600.0
 """How long ranks wait for each other: one may still be copying a model."""
 CONNECT_S = 30.0
+GREET_S = 5.0
+"""How long a connection may take to say which rank it is from: it may be a stranger's."""
 RETRY_S = 0.1
 """Between two attempts to connect: rank 0's network may not be up yet."""
 REFUSED = {
@@ -126,7 +128,7 @@ def _open(group: RankGroup) -> Leader:
 def _greeted(link: RankLink, secret: str) -> int | None:
     """The rank at the other end; None: it is not one of ours."""
     try:
-        call = link.receive()
+        call = link.receive_within(GREET_S)
         rank, their_secret, version = call.args
     except (LinkClosed, ValueError, TypeError):
         return None

@@ -70,6 +70,14 @@ class RankLink:
             if name != ALIVE:
                 return RankCall(str(name), tuple(args), body[n_text:])
 
+    def receive_within(self, timeout_s: float) -> RankCall:
+        """The next call. Raises LinkClosed, also where the other end pauses for this long."""
+        self._sock.settimeout(timeout_s)
+        try:
+            return self.receive()
+        finally:
+            self._sock.settimeout(None)
+
     def _take(self, n: int) -> bytes:
         while len(self._buffer) < n:
             try:

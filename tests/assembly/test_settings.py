@@ -1,4 +1,4 @@
-"""Settings of the cache that cannot work are found before a model is loaded."""
+"""Settings that cannot work are found before a model is loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from firn import app
 from firn.assembly.cache import check_settings
-from firn.config import CacheConfig, Config, ModelConfig
+from firn.config import CacheConfig, Config, EngineConfig, ModelConfig, SparseConfig
 from firn.core.errors import SetupError
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -28,6 +28,30 @@ def test_what_cannot_work_is_said_before_the_model_is_looked_for(
     config = Config(model=ModelConfig(path="/no/such/model"), cache=CacheConfig(**options))
     with pytest.raises(SetupError, match=why):
         app.build(config)
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        ({"engine": EngineConfig(speculation="model")}, "needs --draft-model"),
+        ({"engine": EngineConfig(speculation="lookup", draft_model="x")}, "has no use with"),
+        ({"sparse": SparseConfig(sparse_prefill=True)}, "needs --draft-model"),
+        ({"sparse": SparseConfig(sparse_prefill_over=100)}, "needs --sparse-prefill"),
+        (
+            {
+                "engine": EngineConfig(draft_model="x"),
+                "sparse": SparseConfig(sparse_prefill=True),
+                "cache": CacheConfig(reuse="exact"),
+            },
+            "where reuse is exact",
+        ),
+    ],
+)
+def test_what_cannot_draft_or_score_is_said_before_the_model_is_looked_for(
+    sections: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(SetupError, match=why):
+        app.build(Config(model=ModelConfig(path="/no/such/model"), **sections))
 
 
 def test_without_a_cache_its_settings_do_not_matter() -> None:

@@ -1,0 +1,82 @@
+"""A follower's process: what it does with signals, and who may call itself one."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from firn import __version__
+from firn.core.ranks import RankCall
+from firn.ranks import joining
+from firn.ranks.leader import Leader
+from firn.ranks.wire import RankLink, encode
+
+FOLLOW = """
+import socket, sys
+from firn.ranks.follower import Follower
+from firn.ranks.wire import RankLink
+
+follower = Follower(1, RankLink(socket.create_connection(("127.0.0.1", int(sys.argv[1])))))
+follower.heed_signals(outlives_terminal=False)
+follower.answer("ready")
+sys.exit(follower.next().name != "end")
+"""
+
+
+def test_a_closed_terminal_is_passed_on_and_does_not_kill_a_follower() -> None:
+    """The system and the shell both tell it; rank 0 decides when to end."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        process = subprocess.Popen([sys.executable, "-c", FOLLOW, str(server.getsockname()[1])])
+        link = RankLink(server.accept()[0])
+    try:
+        assert link.receive().name == "ready"
+        for _ in range(2):
+            process.send_signal(signal.SIGHUP)
+            assert link.receive().name == "stop"
+        link.send(encode(RankCall("end")))
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        link.close()
+
+
+class Group:
+    """Rank 0 of two, whose number is told to a stranger before rank 1 hears it."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.connections: list[socket.socket] = []
+
+    def from_first(self, data: bytes) -> bytes:
+        host, port, secret = json.loads(data)
+        for hello in (b"", b"\x16\x03\x01\x02", encode(RankCall("hello", (1, "guessed", "1")))):
+            self.connections.append(socket.create_connection((host, port)))
+            self.connections[-1].sendall(hello)
+        self.connections.append(socket.create_connection((host, port)))
+        self.connections[-1].sendall(encode(RankCall("hello", (1, secret, __version__))))
+        return data
+
+
+def test_a_stranger_that_connects_first_does_not_hold_the_ranks_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NCCL_HOST_IP", "127.0.0.1")
+    monkeypatch.setattr(joining, "GREET_S", 0.1)
+    group: Any = Group()
+    leaders: list[Leader] = []
+    opening = threading.Thread(target=lambda: leaders.append(joining._open(group)), daemon=True)
+    opening.start()
+    opening.join(30)
+    assert leaders, "it waits for a stranger"
+    leaders[0].end()
+    assert RankLink(group.connections[-1]).receive().name == "end"
+    for connection in group.connections:
+        connection.close()
