@@ -58,9 +58,12 @@ def add_json_route(app: FastAPI, route: JsonRoute, services: Services, bodies: B
 
 
 def _n_computed(answer: Mapping[str, Any]) -> int:
-    """The tokens that an answer names, in OpenAI's usage or in Ollama's counts."""
+    """The tokens that an answer names, in OpenAI's usage or in Ollama's counts, less cached ones."""
     usage = answer.get("usage")
-    return int(answer.get("prompt_eval_count", 0) if usage is None else usage["total_tokens"])
+    if usage is None:
+        return int(answer.get("prompt_eval_count", 0))
+    n_cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    return int(usage["total_tokens"] - n_cached)
 
 
 def _openapi_extra(route: JsonRoute) -> dict[str, Any]:
