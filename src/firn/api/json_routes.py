@@ -14,6 +14,7 @@ from firn.api.body import decoded
 from firn.api.body_reader import BodyReader
 from firn.api.dialects import JsonRoute, RouteRequest
 from firn.api.exchange import exchange_of
+from firn.api.generate import while_connected
 from firn.api.openapi import error_responses
 from firn.api.origins import refuse_pages
 from firn.api.quotas import FixedMeter
@@ -36,7 +37,8 @@ def add_json_route(app: FastAPI, route: JsonRoute, services: Services, bodies: B
         meter = FixedMeter()
         with services.quotas.call(key_id, meter, n_requests=0):
             body = await decoded(raw, services.pool, lambda given: given)
-            answer = await route.answer(RouteRequest(key_id, path, query, body))
+            asked = RouteRequest(key_id, path, query, body)
+            answer = await while_connected(request.receive, lambda: route.answer(asked))
             meter.n_computed = _n_computed(answer) if route.computes else 0
         is_long = any(isinstance(v, list) and len(v) > PIECE_ITEMS for v in answer.values())
         written = await services.offload(
