@@ -384,6 +384,17 @@ def test_harmony_at_the_edges(text: str, tail: str, text_out: str, reasoning: st
     assert (reply.text, reply.reasoning, reply.calls) == (text_out, reasoning, [])
 
 
+@pytest.mark.parametrize("marker", ["<|channel|>", "<|start|>", " <|channel|>", "to=", "<|end|>"])
+def test_a_harmony_header_without_end_is_text(marker: str) -> None:
+    """Giving up at the same marker again and again would hang the server."""
+    long = f"{marker}analysis{' x' * 1000}"
+    reply = read(ReplyFormat(tool="harmony"), [long])
+    assert reply.text == long.removeprefix("<|end|>")
+    assert read(ReplyFormat(tool="harmony"), list(long)) == reply
+    then = f"{long}<|end|><|start|>assistant<|channel|>final<|message|>so"
+    assert read(ReplyFormat(tool="harmony"), [then]).text == f"{reply.text}so"
+
+
 def test_harmony_calls_a_tool_by_its_bare_name() -> None:
     for name, is_call in (("other", True), ("nobody", False)):
         text = f'{CHANNEL}commentary to={name}{MESSAGE}{{"a": 1}}<|call|>'
