@@ -34,6 +34,18 @@ def test_numbers_are_checked_at_their_bounds() -> None:
         fields.number(0, "it", low=0, high=2, above_low=True)
 
 
+@pytest.mark.parametrize("limit", ["0", "11", "", "x", "-1", "٣", "0000000001", "0" * 5000 + "1"])
+def test_other_texts_are_not_limits_of_a_page(limit: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        fields.page_limit({"limit": limit}, default=5, high=10)
+    assert caught.value.param == "limit"
+
+
+def test_a_page_has_a_limit_of_its_own() -> None:
+    assert fields.page_limit({}, default=5, high=10) == 5
+    assert fields.page_limit({"limit": "010"}, default=5, high=10) == 10
+
+
 def test_null_is_absent_and_unread_members_are_known() -> None:
     body = Fields({"a": None, "b": 1, "c": 2, "d": {"e": 1}})
     assert body.integer("a", low=0) is None

@@ -114,6 +114,15 @@ def test_cut_anywhere_it_is_a_part_of_the_call_or_text(format: ToolFormat) -> No
 
 
 @EACH
+def test_calls_that_are_begun_for_ever_cost_little(format: ToolFormat) -> None:
+    """A model may repeat itself up to the limit. Reading from every marker to the end, as often as
+    there are markers, would run into the suite's time limit."""
+    begun = format.example.partition("Paris")[0] + "x" * 60
+    reply = read(reply_format(format), [begun] * 4096)
+    assert "x" * 60 in reply.text + "".join(call.text for call in reply.calls)
+
+
+@EACH
 def test_arguments_come_while_they_are_written(format: ToolFormat) -> None:
     if format.name in ("pythonic", "pythonic_bare", "whole_call"):
         pytest.skip("needs the whole call")

@@ -11,6 +11,7 @@ import pytest
 from firn.text.formats import ReplyFormat
 from firn.text.make_splitter import make_splitter
 from firn.text.native import NativeParser
+from firn.text.parsers import formats
 from firn.text.python_calls import python_calls
 from tests.text.replies import TOOLS, Call, Reply, fold, read, read_at_every_split
 
@@ -263,6 +264,46 @@ def test_arguments_that_stop_being_json_go_on_as_they_are() -> None:
     assert reply.text == "after"
 
 
+HALVES = {
+    r"\ud83d\ude00": "\U0001f600",
+    r"\uD83D\uDE00 \u00e9": "\U0001f600 \u00e9",
+    r"a\ud83d": "a\ufffd",
+    r"\ud83d b": "\ufffd b",
+    r"\ude00": "\ufffd",
+    r"\ude00\ud83d": "\ufffd\ufffd",
+    r"\ud83d\ud83d\ude00": "\ufffd\U0001f600",
+    r"\ud83d\u0041": "\ufffdA",
+    r"\ud83d\n": "\ufffd\n",
+    r"\ud83d\u12": "\ufffd\\u12",
+}
+
+
+@pytest.mark.parametrize("format", ["json_tags", "bare_json", "mistral", "harmony"])
+@pytest.mark.parametrize("written", HALVES)
+def test_half_a_character_is_a_broken_one_in_json(format: str, written: str) -> None:
+    """Clients refuse it in arguments, or fail when they send it back."""
+    text = formats()[format].example.replace("Paris", written)
+    reply = read_at_every_split(ReplyFormat(tool=format), text)
+    assert reply.calls[0].arguments == {"city": HALVES[written], "days": 3}
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        (
+            "xml_functions",
+            '<tool_call>\n<function=other>\n<parameter=list>\n["\\ud83d"]\n</parameter>\n'
+            "</function>\n</tool_call>",
+        ),
+        ("pythonic", r"<|tool_call_start|>[other(list=['\ud83d'])]<|tool_call_end|>"),
+        ("json_tags", r'<tool_call>{"name": "other", "arguments": "{\"list\": [\"\\ud83d\"]}"}'),
+    ],
+)
+def test_half_a_character_is_a_broken_one_in_other_values(format: str, text: str) -> None:
+    (call,) = read_at_every_split(ReplyFormat(tool=format), text).calls
+    assert call.arguments == {"list": ["\ufffd"]}
+
+
 def test_ids_of_the_model_are_kept() -> None:
     kimi = read(ReplyFormat(tool="kimi_k2"), [CALLS["kimi_k2"][0][0]])
     assert [c.id for c in kimi.calls] == ["functions.other:3", "other"]
@@ -341,6 +382,17 @@ def test_harmony_at_the_edges(text: str, tail: str, text_out: str, reasoning: st
     reply = read(HARMONY, [text], tail=tail)
     assert read(HARMONY, list(text), tail=tail) == reply
     assert (reply.text, reply.reasoning, reply.calls) == (text_out, reasoning, [])
+
+
+@pytest.mark.parametrize("marker", ["<|channel|>", "<|start|>", " <|channel|>", "to=", "<|end|>"])
+def test_a_harmony_header_without_end_is_text(marker: str) -> None:
+    """Giving up at the same marker again and again would hang the server."""
+    long = f"{marker}analysis{' x' * 1000}"
+    reply = read(ReplyFormat(tool="harmony"), [long])
+    assert reply.text == long.removeprefix("<|end|>")
+    assert read(ReplyFormat(tool="harmony"), list(long)) == reply
+    then = f"{long}<|end|><|start|>assistant<|channel|>final<|message|>so"
+    assert read(ReplyFormat(tool="harmony"), [then]).text == f"{reply.text}so"
 
 
 def test_harmony_calls_a_tool_by_its_bare_name() -> None:

@@ -48,6 +48,7 @@ def test_json_that_names_a_tool_is_a_call(text: str) -> None:
         'there is {"name": "get_weather"} among them',
         '{"name": "get_weather", "arguments": {"city": "Pa',
         "<tool_call> begins a call of get_weather, </tool_call> ends it",
+        f"gpt-oss would write <|channel|> before a call of get_weather{', and so on' * 100}",
         f'<tool_call>{{"name": "get_weather", "arguments": {{"a": {"[" * 100_000}',
         f'<tool_call>{{"name": "get_weather", "arguments": {"[" * 99_999}{"]" * 99_999}}}</tool_call>',
     ],

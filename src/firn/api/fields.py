@@ -87,7 +87,8 @@ def one_of(value: object, param: str, choices: Sequence[str]) -> str:
 def page_limit(query: Mapping[str, str], *, default: int, high: int) -> int:
     """`limit` of a query string: how many entries a page may have."""
     limit = query.get("limit", str(default))
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= high):
+    is_number = limit.isascii() and limit.isdigit() and len(limit) < 10  # int() refuses thousands
+    if not is_number or not 1 <= int(limit) <= high:
         raise InvalidValue("limit", f"must be between 1 and {high}")
     return int(limit)
 

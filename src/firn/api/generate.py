@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -36,6 +37,8 @@ from firn.core.errors import Cancelled, FirnError, ShuttingDown, TimedOut
 from firn.core.events import Admitted, ChoiceFinished, Ended, Event, Failed, Started, TextDelta
 from firn.core.ports import Recorder
 from firn.core.values import Usage
+
+T = TypeVar("T")
 
 logger = logging.getLogger("firn.api")
 
@@ -253,7 +256,7 @@ async def _until_admitted(session: Session) -> list[Event]:
     return events
 
 
-async def while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
+async def while_connected(receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
     """Do the work. If the client hangs up, cancel it at once and raise ClientGone."""
 
     async def hung_up() -> None:
@@ -266,7 +269,7 @@ async def while_connected(receive: Receive, work: Callable[[], Awaitable[None]])
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientGone()
-        working.result()
+        return working.result()
     finally:
         watching.cancel()
         working.cancel()

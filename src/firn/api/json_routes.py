@@ -14,6 +14,7 @@ from firn.api.body import decoded
 from firn.api.body_reader import BodyReader
 from firn.api.dialects import JsonRoute, RouteRequest
 from firn.api.exchange import exchange_of
+from firn.api.generate import while_connected
 from firn.api.openapi import error_responses
 from firn.api.origins import refuse_pages
 from firn.api.quotas import FixedMeter
@@ -36,7 +37,8 @@ def add_json_route(app: FastAPI, route: JsonRoute, services: Services, bodies: B
         meter = FixedMeter()
         with services.quotas.call(key_id, meter, n_requests=0):
             body = await decoded(raw, services.pool, lambda given: given)
-            answer = await route.answer(RouteRequest(key_id, path, query, body))
+            asked = RouteRequest(key_id, path, query, body)
+            answer = await while_connected(request.receive, lambda: route.answer(asked))
             meter.n_computed = _n_computed(answer) if route.computes else 0
         is_long = any(isinstance(v, list) and len(v) > PIECE_ITEMS for v in answer.values())
         written = await services.offload(
@@ -58,9 +60,12 @@ def add_json_route(app: FastAPI, route: JsonRoute, services: Services, bodies: B
 
 
 def _n_computed(answer: Mapping[str, Any]) -> int:
-    """The tokens that an answer names, in OpenAI's usage or in Ollama's counts."""
+    """The tokens that an answer names, in OpenAI's usage or in Ollama's counts, less cached ones."""
     usage = answer.get("usage")
-    return int(answer.get("prompt_eval_count", 0) if usage is None else usage["total_tokens"])
+    if usage is None:
+        return int(answer.get("prompt_eval_count", 0))
+    n_cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    return int(usage["total_tokens"] - n_cached)
 
 
 def _openapi_extra(route: JsonRoute) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import groupby, takewhile
 
 from firn.core.values import Message, MessagePart, Role, TextPart
+from firn.text.joined_parts import JoinedParts
 from firn.text.turn_rules import TurnRules
 
 SEPARATOR = "\n\n"
@@ -150,10 +151,13 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
             continue
         results = list(takewhile(lambda m: m.role == "tool", messages[at:]))
         at += len(results)
+        by_id: dict[str | None, list[Message]] = {}
+        for result in results:
+            by_id.setdefault(result.tool_call_id, []).append(result)
         for i, call in enumerate(message.tool_calls):
             first = message if i == 0 else Message("assistant")
             arranged.append(replace(first, tool_calls=(call,), checkpoint=False))
-            arranged += [r for r in results if r.tool_call_id == call.id]
+            arranged += by_id.pop(call.id, ())
         ids = {call.id for call in message.tool_calls}
         arranged += [r for r in results if r.tool_call_id not in ids]
     return arranged
@@ -161,14 +165,14 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
 
 def _into_results(messages: Iterable[Message], rules: TurnRules) -> list[Message]:
     """Moves a user turn that follows tool results into the last result, if it cannot stay."""
-    arranged: list[Message] = []
+    groups: list[list[Message]] = []
     for message in messages:
         inside = not rules.user_after_results or (message.aside and rules.notes_in_results)
-        if inside and message.role == "user" and arranged and arranged[-1].role == "tool":
-            arranged[-1] = _joined([arranged[-1], message])
+        if inside and message.role == "user" and groups and groups[-1][0].role == "tool":
+            groups[-1].append(message)
         else:
-            arranged.append(message)
-    return arranged
+            groups.append([message])
+    return [_joined(group) if len(group) > 1 else group[0] for group in groups]
 
 
 # --- merging -------------------------------------------------------------------------------
@@ -194,15 +198,10 @@ def _joined(messages: Sequence[Message]) -> Message:
 
 def _join_parts(messages: Sequence[Message]) -> tuple[MessagePart, ...]:
     """All parts in order, with a blank line between texts of different messages."""
-    parts: list[MessagePart] = []
+    joined = JoinedParts()
     for message in messages:
-        if not message.parts:
-            continue
-        first = message.parts[0]
-        if parts and isinstance(parts[-1], TextPart) and isinstance(first, TextPart):
-            separator = SEPARATOR if parts[-1].text and first.text else ""
-            parts[-1] = TextPart(parts[-1].text + separator + first.text)
-            parts.extend(message.parts[1:])
-        else:
-            parts.extend(message.parts)
-    return tuple(parts)
+        for i, part in enumerate(message.parts):
+            if i:
+                joined.end_text()
+            joined.add(part, between=SEPARATOR)
+    return joined.result()

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from firn.text.pieces import CallArguments, CallPiece, CallStart
 from firn.text.schema import ToolSchemas
+from firn.text.well_formed import well_formed
 
 T = TypeVar("T")
 Script = Generator[None, None, T]
@@ -234,7 +235,7 @@ class CallParser(ABC):
     def arguments(self, text: str) -> None:
         """A piece of the JSON text of the call's arguments."""
         if text:
-            self._out.append(CallArguments(text))
+            self._out.append(CallArguments(well_formed(text)))
         self.tape.keep()
 
     def end(self) -> None:

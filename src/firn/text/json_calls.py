@@ -1,8 +1,8 @@
 """Reads calls written as JSON, while they arrive.
 
 The text of the arguments is passed on as it comes, and what models get wrong in JSON is corrected on the
-way: raw line breaks and stray backslashes in strings, Python's True and None, and top-level scalars of
-another type than the schema's.
+way: raw line breaks, stray backslashes and halves of characters in strings, Python's True and None, and
+top-level scalars of another type than the schema's.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ _WORD = re.compile(r"[A-Za-z]")
 _SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _ESCAPES = '"\\/bfnrt'
+_UNICODE = re.compile(r"\\u[0-9a-fA-F]{4}")
+_FIRST_HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}")
+_SECOND_HALF = re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+"""A character beyond 16 bits is written as two escapes."""
+_BROKEN = "\\ufffd"
 _CLOSER = {"{": "}", "[": "]"}
 
 Sink = Callable[[str], None]
@@ -114,9 +119,9 @@ class JsonTape:
         pair = yield from tape.peek(2)
         if pair == "\\u":
             six = yield from tape.peek(6)
-            if re.fullmatch(r"\\u[0-9a-fA-F]{4}", six):
+            if _UNICODE.fullmatch(six):
                 tape.pos += 6
-                return six
+                return (yield from self._character(six))
         if len(pair) < 2:
             yield from tape.more()
         if pair == "\\'":
@@ -127,6 +132,17 @@ class JsonTape:
             return pair
         tape.pos += 1  # a lone backslash, as in an unescaped pattern or path
         return "\\\\"
+
+    def _character(self, escape: str) -> Script[str]:
+        """The escapes of one character. Half of one is broken: clients refuse it, or cannot send it
+        back."""
+        if _FIRST_HALF.fullmatch(escape) and (yield from self._tape.starts_with("\\u")):
+            second = yield from self._tape.peek(6)
+            if _SECOND_HALF.fullmatch(second):
+                self._tape.pos += 6
+                return escape + second
+        is_half = _FIRST_HALF.fullmatch(escape) or _SECOND_HALF.fullmatch(escape)
+        return _BROKEN if is_half else escape
 
     def _copy_balanced(self, sink: Sink) -> Script[None]:
         tape = self._tape

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from firn.core.errors import BadDocument, BadPart, BadPicture
 from firn.core.ports import Pictures
 from firn.core.values import DocumentPart, Message, MessagePart, OtherPart, PicturePart, TextPart
+from firn.text.joined_parts import JoinedParts
 from firn.text.picture_spans import ReadyPicture
 
 MAX_PICTURES = 256
@@ -119,15 +120,15 @@ def _join_texts(
     sent: Sequence[MessagePart], parts: Sequence[MessagePart]
 ) -> tuple[MessagePart, ...]:
     """Joins texts: that of a document, or one that replaces a part, becomes its own paragraph."""
-    joined: list[MessagePart] = []
-    was_new = False
+    joined = JoinedParts()
+    was_new, is_blank = False, True  # is_blank: the text so far, if a text comes last
     for before, part in zip(sent, parts, strict=True):
         is_new = not isinstance(before, TextPart)
-        last = joined[-1] if joined else None
-        if isinstance(part, TextPart) and isinstance(last, TextPart) and (is_new or was_new):
-            separator = PARAGRAPH if last.text.strip() and part.text.strip() else ""
-            joined[-1] = TextPart(last.text + separator + part.text)
-        else:
-            joined.append(part)
+        if not (is_new or was_new):
+            joined.end_text()
+            is_blank = True
+        has_words = isinstance(part, TextPart) and bool(part.text.strip())
+        joined.add(part, between=PARAGRAPH if has_words and not is_blank else "")
+        is_blank = not isinstance(part, TextPart) or (is_blank and not has_words)
         was_new = is_new
-    return tuple(joined)
+    return joined.result()

@@ -40,6 +40,7 @@ from firn.text.rendering import Content, Rendered
 from firn.text.template import MESSAGE_OPENERS, Template, keeps_header, shows_pictures_in_results
 from firn.text.tool_prompt import in_words
 from firn.text.typed_control import TypedControl, control_texts
+from firn.text.well_formed import well_formed
 
 TAIL_TOKENS = 64
 N_KWARGS = 64
@@ -90,7 +91,7 @@ class PromptMaker:
             case Chat():
                 return self._chat(source, reasoning)
             case RawText():
-                text = _well_formed(source.text)
+                text = well_formed(source.text)
                 typed = () if source.parse_special else self._typed.spans(text)
                 ids = self._encode(Rendered(text, typed), add_special=source.add_special)
                 return _plain(self._checked_ids(ids, param="prompt"))
@@ -123,9 +124,7 @@ class PromptMaker:
         )
         pictures = self._pictures_in(read.messages)
         typed = self._typed.including(pictures.tokens(self._tokenizer)) if pictures else self._typed
-        rendered = typed.render(
-            content, lambda c: _well_formed(self._render(c, template, pictures))
-        )
+        rendered = typed.render(content, lambda c: well_formed(self._render(c, template, pictures)))
         if pictures is not None:
             rendered = pictures.expand(rendered)
         # The template writes the special tokens itself: adding them again would double the BOS.
@@ -223,7 +222,7 @@ class PromptMaker:
             raise InvalidValue(
                 "suffix", "this model has no tokens for filling in the middle; leave it out"
             )
-        prefix, suffix = _well_formed(source.prefix), _well_formed(source.suffix)
+        prefix, suffix = well_formed(source.prefix), well_formed(source.suffix)
         refuse_too_long(prefix + suffix, self._tokenizer, limit=self._context_length)
         typed = (lambda text: ()) if source.parse_special else self._typed.spans
         return self._ids(
@@ -260,15 +259,6 @@ class PromptMaker:
 
 def _plain(ids: TokenArray) -> Prompt:
     return Prompt(ids, essential=essential_of_text(len(ids)))
-
-
-def _well_formed(text: str) -> str:
-    """The text with U+FFFD for lone surrogates, which JSON can carry but UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
 
 
 def _reasoning_kwargs(reasoning: Reasoning) -> dict[str, Any]:

@@ -10,7 +10,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
-from firn.core.values import Message, MessagePart, TextPart, Tool
+from firn.core.values import Message, TextPart, Tool
+from firn.text.joined_parts import JoinedParts
 from firn.text.messages import tools_to_template
 from firn.text.parsers import ToolFormat, WriteCall
 
@@ -50,8 +51,10 @@ def _in_words(message: Message, write: WriteCall, tool: str) -> Message:
     if message.role == "tool":
         name = f' name="{tool or message.name}"' if tool or message.name else ""
         before, after = TextPart(RESULT_OPEN.format(name=name)), TextPart(RESULT_CLOSE)
-        parts = (before, *message.parts, after)
-        return Message("user", _merged(parts), checkpoint=message.checkpoint)
+        parts = JoinedParts()
+        for part in (before, *message.parts, after):
+            parts.add(part)
+        return Message("user", parts.result(), checkpoint=message.checkpoint)
     if not message.tool_calls:
         return message
     calls = []
@@ -60,13 +63,3 @@ def _in_words(message: Message, write: WriteCall, tool: str) -> Message:
         calls.append(write(call.name, arguments))
     text = "\n".join(filter(None, [message.text, *calls]))
     return replace(message, parts=(TextPart(text),), tool_calls=())
-
-
-def _merged(parts: Sequence[MessagePart]) -> tuple[MessagePart, ...]:
-    merged: list[MessagePart] = []
-    for part in parts:
-        if isinstance(part, TextPart) and merged and isinstance(merged[-1], TextPart):
-            merged[-1] = TextPart(merged[-1].text + part.text)
-        else:
-            merged.append(part)
-    return tuple(merged)

@@ -363,6 +363,57 @@ def test_a_message_of_calls_alone_has_no_content() -> None:
     assert message["content"] is None
 
 
+CUSTOM = {"type": "custom", "custom": {"name": "patch"}}
+
+
+def streamed_calls(call: ChatCall, events: list[Event]) -> list[dict[str, Any]]:
+    """The calls of a stream as a client puts them together."""
+    calls: list[dict[str, Any]] = []
+    for chunk in frames(call.encoder(HEAD).feed(events))[:-1]:
+        for delta in chunk["choices"][0]["delta"].get("tool_calls", ()):
+            if "id" in delta:
+                assert delta.pop("index") == len(calls)
+                calls.append(delta)
+                continue
+            (kind,) = delta.keys() - {"index"}
+            for member, text in delta[kind].items():
+                calls[delta["index"]][kind][member] += text
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "a\\nb \\ud83d\\ude00"}', "a\nb \U0001f600"),
+        (' { "input" :"a"}', "a"),
+        ('{"patch": "a"}', "a"),
+        ('"a"', "a"),
+        ('{"input": 5}', '{"input": 5}'),
+        ('{"input": "cut of', "cut of"),
+        ('{"inp', ""),
+        ("", ""),
+    ],
+)
+def test_the_text_of_a_custom_tool_is_the_same_in_stream_and_fold(
+    arguments: str, text: str
+) -> None:
+    """However it is cut, and whatever form the model gives it, beside a call of another tool."""
+    call = chat(tools=[CUSTOM, TOOL])
+    cuts = [[arguments[:n], arguments[n:]] for n in range(len(arguments))]
+    for pieces in (list(arguments), *cuts):
+        written = [ToolCallDelta(0, 0, piece) for piece in pieces]
+        then = [ToolCallStarted(0, 1, "call_2", "look"), ToolCallDelta(0, 1, "{}")]
+        start, end = ToolCallStarted(0, 0, "call_1", "patch"), ChoiceFinished(0, "tool_calls")
+        custom = {"id": "call_1", "type": "custom", "custom": {"name": "patch", "input": text}}
+        look = {"name": "look", "arguments": "{}"}
+        function = {"id": "call_2", "type": "function", "function": look}
+        for others, expected in (([], [custom]), (then, [custom, function])):
+            events: list[Event] = [start, *written, *others, end, Ended(USAGE)]
+            assert streamed_calls(call, events) == expected
+            folded = call.fold(HEAD, events)["choices"][0]["message"]["tool_calls"]
+            assert folded == expected
+
+
 LOGPROBS = (
     TextLogprob("H", b"H", -0.5, (("H", b"H", -0.5), ("J", b"J", -1.0))),
     TextLogprob("i", b"i", float("-inf"), ()),
@@ -404,3 +455,11 @@ def test_a_completion_shows_logprobs_in_stream_and_fold() -> None:
     streamed = frames(completion(logprobs=2).encoder(HEAD).feed(SPOKEN))
     assert [chunk["choices"][0]["text"] for chunk in streamed[:-1]] == ["Hi", "!", ""]
     assert streamed[1]["choices"][0]["logprobs"]["text_offset"] == [2]
+
+
+def test_of_alternatives_that_look_alike_the_likeliest_is_shown() -> None:
+    parts = (("\ufffd", b"\xe2", -0.5), ("a", b"a", -1.0), ("\ufffd", b"\xe3", -4.0))
+    said = TextDelta(0, "\u2026", (TextLogprob("\ufffd", b"\xe2", -0.5, parts),))
+    folded = completion(logprobs=3).fold(HEAD, [said, ChoiceFinished(0, "stop"), Ended(USAGE)])
+    (top,) = folded["choices"][0]["logprobs"]["top_logprobs"]
+    assert list(top.items()) == [("\ufffd", -0.5), ("a", -1.0)]

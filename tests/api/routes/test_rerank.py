@@ -13,6 +13,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_model
 
+from firn.api.auth import SHARED
 from firn.config import CacheConfig, Config, EngineConfig, ModelConfig
 from firn.core.values import Reasoning
 from firn.text import rerank
@@ -78,6 +79,15 @@ def test_the_query_is_read_once(real: Real) -> None:
     assert cached > again["prompt_tokens"] // 2
     usage = ask(real).json()["usage"]  # some are asked twice, for "yes" and for "no"
     assert usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
+
+
+def test_a_key_is_charged_for_what_was_computed(real: Real) -> None:
+    quotas = real.server.services.quotas
+    before = quotas.computed().get(SHARED, 0)
+    usage = ask(real).json()["usage"]
+    n_cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert n_cached > 0
+    assert quotas.computed()[SHARED] - before == usage["prompt_tokens"] - n_cached
 
 
 def test_answers_have_the_shape_of_both_apis(real: Real) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -117,6 +119,8 @@ class FakeEmbedder:
     def __init__(self) -> None:
         self.batches: list[list[list[int]]] = []
         self.fails = False
+        self.go_on = threading.Event()
+        self.go_on.set()
 
     def embed(
         self, texts: Sequence[Sequence[int]], *, n_dims: int | None = None
@@ -126,6 +130,9 @@ class FakeEmbedder:
         vectors = [[float(len(t)), float(t[0]), float(t[-1]), 0.0][:n_dims] for t in texts]
 
         def answer() -> None:
+            assert self.go_on.wait(30)
+            if not future.set_running_or_notify_cancel():
+                return
             if self.fails:
                 future.set_exception(StepFailed("it broke"))
             else:
@@ -218,6 +225,24 @@ def test_a_bad_body_is_a_400_that_names_the_parameter(
     answer = post(live, "/v1/embeddings", body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+
+
+def test_embeddings_end_when_their_client_hangs_up(live: Live, embedder: FakeEmbedder) -> None:
+    """There are several batches; only the first was begun."""
+    n_before = len(embedder.batches)
+    embedder.go_on.clear()
+    body = json.dumps({"input": ["x" * 10] * 2000}).encode()
+    with socket.create_connection(("127.0.0.1", live.port), timeout=30) as client:
+        client.sendall(
+            b"POST /v1/embeddings HTTP/1.1\r\nhost: localhost\r\n"
+            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        while len(embedder.batches) == n_before:
+            live.on_loop(lambda: None)
+    assert "/v1/embeddings" in live.log.wait_for("client gone")
+    embedder.go_on.set()
+    assert len(embedder.batches) == n_before + 1
+    assert post(live, "/v1/embeddings", {"input": "a"}).status_code == 200
 
 
 def test_a_fault_in_the_model_is_a_named_error(live: Live, embedder: FakeEmbedder) -> None:

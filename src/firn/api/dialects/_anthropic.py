@@ -32,6 +32,7 @@ from firn.core.values import (
     ToolChoice,
     ToolMode,
 )
+from firn.text.joined_parts import JoinedParts
 
 REMINDER = "<system-reminder>"
 """Begins a text that Claude Code has added to what the user or a tool said."""
@@ -112,12 +113,13 @@ def _is_reminder(part: MessagePart) -> bool:
 
 def _assistant(blocks: Sequence[Fields]) -> Message:
     """Blocks of tools that Anthropic's servers ran become a short note in the text."""
-    parts: list[MessagePart] = []
+    parts = JoinedParts()
     thoughts, calls = "", []
     for block in blocks:
         match _kind(block):
-            case "text":
-                parts = _extended(parts, _text(block).text)
+            case "text":  # text blocks are one text, without paragraphs
+                if (text := _text(block)).text:
+                    parts.add(text)
             case "thinking":
                 thoughts += fields.string(block.require("thinking"), block.name("thinking"))
                 block.string("signature")
@@ -126,15 +128,8 @@ def _assistant(blocks: Sequence[Fields]) -> Message:
             case "tool_use":
                 calls.append(_tool_use(block))
             case kind:
-                parts.append(OtherPart(kind, block.name("type")))
-    return Message("assistant", tuple(parts), tool_calls=tuple(calls), reasoning=thoughts or None)
-
-
-def _extended(parts: list[MessagePart], text: str) -> list[MessagePart]:
-    """With this text at the end. The assistant's text blocks are one text, without paragraphs."""
-    if parts and isinstance(parts[-1], TextPart):
-        return [*parts[:-1], TextPart(parts[-1].text + text)]
-    return [*parts, TextPart(text)] if text else parts
+                parts.add(OtherPart(kind, block.name("type")))
+    return Message("assistant", parts.result(), tool_calls=tuple(calls), reasoning=thoughts or None)
 
 
 def _tool_use(block: Fields) -> ToolCall:
@@ -170,15 +165,10 @@ def _marked_as_error(parts: tuple[MessagePart, ...]) -> tuple[MessagePart, ...]:
 
 def _paragraphs(parts: Sequence[MessagePart]) -> tuple[MessagePart, ...]:
     """Adjacent texts become one, with a blank line between them."""
-    merged: list[MessagePart] = []
+    joined = JoinedParts()
     for part in parts:
-        last = merged[-1] if merged else None
-        if isinstance(part, TextPart) and isinstance(last, TextPart):
-            joint = PARAGRAPH if last.text and part.text else ""
-            merged[-1] = TextPart(last.text + joint + part.text)
-        else:
-            merged.append(part)
-    return tuple(merged)
+        joined.add(part, between=PARAGRAPH)
+    return joined.result()
 
 
 # --- blocks --------------------------------------------------------------------------------

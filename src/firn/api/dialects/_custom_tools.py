@@ -67,24 +67,43 @@ def custom_input(arguments: str) -> str:
 class CustomInput:
     """The text of a call while its arguments arrive. Owner: one call of a stream.
 
-    Arguments of another form give no text: what they mean is known only at their end.
+    feed() each piece, then flush() once: what arguments of another form mean is known only at their end.
     """
 
     def __init__(self) -> None:
-        self._pending = ""
+        self._before: list[str] = []
+        """The arguments, as long as their text has not begun."""
+        self._is_other = False
+        """They have another form."""
         self._in_text = False
+        self._pending = ""
         self._has_ended = False
 
     def feed(self, piece: str) -> str:
-        self._pending += piece
-        if not self._in_text and not self._has_ended:
-            head = _HEAD.match(self._pending)
-            if head:
-                self._in_text, self._pending = True, self._pending[head.end() :]
-            else:
-                self._has_ended = not _MAY_BE_HEAD.fullmatch(self._pending)
-        if not self._in_text or self._has_ended:
+        if not self._in_text:
+            self._before.append(piece)
+            piece = self._begun()
+        return self._text(piece) if self._in_text else ""
+
+    def flush(self) -> str:
+        return "" if self._in_text else custom_input("".join(self._before))
+
+    def _begun(self) -> str:
+        """The beginning of the text, if it has begun."""
+        if self._is_other:
             return ""
+        before = "".join(self._before)
+        head = _HEAD.match(before)
+        if head is None:
+            self._is_other = not _MAY_BE_HEAD.fullmatch(before)
+            return ""
+        self._in_text = True
+        return before[head.end() :]
+
+    def _text(self, piece: str) -> str:
+        if self._has_ended:
+            return ""
+        self._pending += piece
         whole = _WHOLE.match(self._pending)
         end = whole.end() if whole else 0
         self._has_ended = self._pending[end : end + 1] == '"'

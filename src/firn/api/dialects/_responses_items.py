@@ -37,6 +37,7 @@ from firn.core.values import (
     ToolChoice,
     ToolMode,
 )
+from firn.text.joined_parts import JoinedParts
 
 PARAGRAPH = "\n\n"
 SEALED = "firn1:"
@@ -93,8 +94,8 @@ class _MessageBuilder:
     """Joins the items of a turn. Only a turn of the assistant can be open."""
 
     messages: list[Message] = field(default_factory=list)
-    parts: list[MessagePart] = field(default_factory=list)
-    reasoning: str = ""
+    parts: JoinedParts = field(default_factory=JoinedParts)
+    reasoning: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     is_open: bool = False
 
@@ -102,16 +103,12 @@ class _MessageBuilder:
         """Texts become paragraphs of one text."""
         self.is_open = True
         for part in parts:
-            last = self.parts[-1] if self.parts else None
-            if isinstance(part, TextPart) and isinstance(last, TextPart):
-                joint = PARAGRAPH if last.text and part.text else ""
-                self.parts[-1] = TextPart(last.text + joint + part.text)
-            elif not isinstance(part, TextPart) or part.text:
-                self.parts.append(part)
+            if not isinstance(part, TextPart) or part.text:
+                self.parts.add(part, between=PARAGRAPH)
 
     def add_reasoning(self, text: str) -> None:
         self.is_open = True
-        self.reasoning += (PARAGRAPH if self.reasoning and text else "") + text
+        self.reasoning += [text] if text else []
 
     def add_call(self, call: ToolCall) -> None:
         self.is_open = True
@@ -123,10 +120,10 @@ class _MessageBuilder:
 
     def close(self) -> None:
         if self.is_open:
-            parts, calls = tuple(self.parts), tuple(self.calls)
-            reasoning = self.reasoning or None
+            parts, calls = self.parts.result(), tuple(self.calls)
+            reasoning = PARAGRAPH.join(self.reasoning) or None
             self.messages.append(Message("assistant", parts, tool_calls=calls, reasoning=reasoning))
-        self.parts, self.reasoning = [], ""
+        self.parts, self.reasoning = JoinedParts(), []
         self.calls, self.is_open = [], False
 
     def done(self) -> list[Message]:

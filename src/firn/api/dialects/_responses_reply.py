@@ -196,8 +196,7 @@ class ResponseEncoder:
         self._current = ("", "")
         """Of the open block: what its frames refer to, and the name of their events (see `_place`)."""
         self._input = CustomInput()
-        self._n_streamed = 0
-        """Characters of the open call's text that have been sent."""
+        """Of the open call, if its tool takes a text."""
 
     def feed(self, events: Sequence[Event]) -> bytes:
         if not events:
@@ -245,22 +244,20 @@ class ResponseEncoder:
                     f"{part}.delta", f'{where},"delta":{quote(change.piece)}{logprobs}'
                 )
             case BlockGrown():
-                return self._grown_input(change.piece)
+                return self._input_delta(self._input.feed(change.piece))
             case BlockClosed():
                 return self._closed(block, custom=custom)
 
-    def _grown_input(self, piece: str) -> str:
-        """The frame of what a piece of arguments adds to the text in them."""
-        text = self._input.feed(piece)
+    def _input_delta(self, text: str) -> str:
+        """The frame of a piece of the text that a call gives its tool."""
         if not text:
             return ""
-        self._n_streamed += len(text)
         where, part = self._current
         return self._frame(f"{part}.delta", f'{where},"delta":{quote(text)}')
 
     def _opened(self, block: ContentBlock) -> str:
         """The block as it begins: what it contains already comes as its first delta."""
-        self._input, self._n_streamed = CustomInput(), 0
+        self._input = CustomInput()
         block = ContentBlock(block.index, block.kind, block.id, block.name)
         item = dumps(self._response.item(block, "in_progress"))
         added = self._frame("output_item.added", f'"output_index":{block.index},"item":{item}')
@@ -275,9 +272,7 @@ class ResponseEncoder:
     def _closed(self, block: ContentBlock, *, custom: bool) -> str:
         where, kind = self._current
         text = custom_input(block.text) if custom else block.text
-        frames = ""
-        if custom and not self._n_streamed and text:
-            frames = self._frame(f"{kind}.delta", f'{where},"delta":{quote(text)}')
+        frames = self._input_delta(self._input.flush()) if custom else ""
         member = {"text": "text", "reasoning": "text", "call": "input" if custom else "arguments"}
         done = f'{where},"{member[block.kind]}":{quote(text)}'
         if block.kind == "text":

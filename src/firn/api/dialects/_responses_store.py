@@ -22,19 +22,22 @@ OVERHEAD_NBYTES = 512
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response as JSON, and the input items of its own request, not those of earlier ones."""
+    """A response as JSON: the input items of its own request, not those of earlier ones; its output
+    items; and the rest, with an empty `output`. A later turn reads the items of all turns, but not the
+    rest, which repeats the tools every time."""
 
     id: str
     request: RequestId
     previous: str | None
     is_running: bool
     items: bytes
+    outputs: bytes
     response: bytes
     item_ids: frozenset[str]
 
     @property
     def nbytes(self) -> int:
-        return len(self.items) + len(self.response) + OVERHEAD_NBYTES
+        return len(self.items) + len(self.outputs) + len(self.response) + OVERHEAD_NBYTES
 
     def input(self) -> list[dict[str, Any]]:
         items: list[dict[str, Any]] = json.loads(self.items)
@@ -42,10 +45,10 @@ class StoredResponse:
 
     def body(self) -> dict[str, Any]:
         response: dict[str, Any] = json.loads(self.response)
-        return response
+        return response | {"output": self.output()}
 
     def output(self) -> list[dict[str, Any]]:
-        items: list[dict[str, Any]] = self.body()["output"]
+        items: list[dict[str, Any]] = json.loads(self.outputs)
         return items
 
 

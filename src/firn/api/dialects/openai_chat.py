@@ -138,8 +138,8 @@ class ChatEncoder(_openai.StreamEncoder):
         )
         self._shape = shape
         self._begun: set[int] = set()
-        self._custom: dict[tuple[int, int], CustomInput] = {}
-        """The inputs of custom tools that are being written, by choice and index."""
+        self._custom: dict[int, tuple[int, CustomInput]] = {}
+        """By choice: the index and the input of the custom tool's call that is being written."""
         self.render = {
             Started: lambda _: "",
             Resumed: lambda _: "",
@@ -165,10 +165,11 @@ class ChatEncoder(_openai.StreamEncoder):
             delta = f'"function_call":{{"name":{quote(event.name)},"arguments":""}}'
             return self._delta(event.choice, delta)
         kind, member = "function", "arguments"
+        before = self._end_input(event.choice)
         if event.name in self._shape.custom:
-            self._custom[event.choice, event.index] = CustomInput()
+            self._custom[event.choice] = (event.index, CustomInput())
             kind, member = "custom", "input"
-        return self._delta(
+        return before + self._delta(
             event.choice,
             f'"tool_calls":[{{"index":{event.index},"id":{quote(event.id)},"type":"{kind}",'
             f'"{kind}":{{"name":{quote(event.name)},"{member}":""}}}}]',
@@ -178,19 +179,33 @@ class ChatEncoder(_openai.StreamEncoder):
         if self._shape.are_functions:
             delta = f'"function_call":{{"arguments":{quote(event.arguments)}}}'
             return self._delta(event.choice, delta)
-        kind, member, text = "function", "arguments", event.arguments
-        custom = self._custom.get((event.choice, event.index))
-        if custom is not None:
-            kind, member, text = "custom", "input", custom.feed(text)
-            if not text:
-                return ""
+        if event.choice in self._custom:
+            index, custom = self._custom[event.choice]
+            return self._input(event.choice, index, custom.feed(event.arguments))
         return self._delta(
             event.choice,
-            f'"tool_calls":[{{"index":{event.index},"{kind}":{{"{member}":{quote(text)}}}}}]',
+            f'"tool_calls":[{{"index":{event.index},'
+            f'"function":{{"arguments":{quote(event.arguments)}}}}}]',
         )
 
+    def _input(self, choice: int, index: int, text: str) -> str:
+        """A piece of the text of a custom tool's call."""
+        if not text:
+            return ""
+        return self._delta(
+            choice, f'"tool_calls":[{{"index":{index},"custom":{{"input":{quote(text)}}}}}]'
+        )
+
+    def _end_input(self, choice: int) -> str:
+        """The rest of the text of a custom tool's call, if one was being written."""
+        if choice not in self._custom:
+            return ""
+        index, custom = self._custom.pop(choice)
+        return self._input(choice, index, custom.flush())
+
     def _finished(self, event: ChoiceFinished) -> str:
-        return self._delta(event.choice, "", finish=f'"{self._shape.reason(event.reason)}"')
+        finish = f'"{self._shape.reason(event.reason)}"'
+        return self._end_input(event.choice) + self._delta(event.choice, "", finish=finish)
 
     def _delta(
         self, choice: int, delta: str, *, logprobs: str = "null", finish: str = "null"
@@ -214,7 +229,9 @@ class _ChatChoice:
 
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[ToolCallStarted] = field(default_factory=list)
+    arguments: list[list[str]] = field(default_factory=list)
+    """Of each call, in pieces."""
     logprobs: list[TextLogprob] = field(default_factory=list)
     reason: FinishReason | None = None
 
@@ -226,10 +243,10 @@ class _ChatChoice:
             case ReasoningDelta():
                 self.reasoning.append(event.text)
             case ToolCallStarted():
-                function = {"name": event.name, "arguments": ""}
-                self.calls.append({"id": event.id, "type": "function", "function": function})
+                self.calls.append(event)
+                self.arguments.append([])
             case ToolCallDelta():
-                self.calls[event.index]["function"]["arguments"] += event.arguments
+                self.arguments[event.index].append(event.arguments)
             case ChoiceFinished():
                 self.reason = event.reason
 
@@ -242,19 +259,23 @@ class _ChatChoice:
         }
         if self.reasoning:
             message["reasoning_content"] = "".join(self.reasoning)
-        if self.calls and shape.are_functions:
-            message["function_call"] = self.calls[0]["function"]
-        elif self.calls:
-            message["tool_calls"] = [_shaped(call, shape) for call in self.calls]
+        calls = [
+            _shaped(call, "".join(pieces), shape)
+            for call, pieces in zip(self.calls, self.arguments, strict=True)
+        ]
+        if calls and shape.are_functions:
+            message["function_call"] = calls[0]["function"]
+        elif calls:
+            message["tool_calls"] = calls
         return message
 
 
-def _shaped(call: dict[str, Any], shape: ToolCallShape) -> dict[str, Any]:
-    name = call["function"]["name"]
-    if name not in shape.custom:
-        return call
-    custom = {"name": name, "input": custom_input(call["function"]["arguments"])}
-    return {"id": call["id"], "type": "custom", "custom": custom}
+def _shaped(call: ToolCallStarted, arguments: str, shape: ToolCallShape) -> dict[str, Any]:
+    if call.name in shape.custom:
+        custom = {"name": call.name, "input": custom_input(arguments)}
+        return {"id": call.id, "type": "custom", "custom": custom}
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _fold(

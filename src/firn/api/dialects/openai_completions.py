@@ -300,13 +300,18 @@ def _logprobs(tokens: Sequence[TextLogprob], offsets: TextOffsets) -> dict[str, 
         "tokens": [token.text for token in tokens],
         "token_logprobs": [_openai.logarithm(token.logprob) for token in tokens],
         "top_logprobs": [
-            None
-            if token.logprob is None
-            else {text: _openai.logarithm(logprob) for text, _, logprob in token.top}
-            for token in tokens
+            None if token.logprob is None else _alternatives(token) for token in tokens
         ],
         "text_offset": [offsets.take(token.raw) for token in tokens],
     }
+
+
+def _alternatives(token: TextLogprob) -> dict[str, float | None]:
+    """By their texts. Parts of characters all look alike: the likeliest of them is shown."""
+    shown: dict[str, float | None] = {}
+    for text, _, logprob in token.top:
+        shown.setdefault(text, _openai.logarithm(logprob))
+    return shown
 
 
 # --- schema --------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 from firn.api import fields, sse
@@ -114,7 +115,8 @@ class OpenAIResponses:
         instructions = body.get("instructions")
         if isinstance(instructions, list):
             before = [*_listed(instructions, "instructions"), *before]
-        messages = items.messages([*before, *named], lambda id: self._store.item(namespace, id))
+        find_item = cache(partial(self._store.item, namespace))
+        messages = items.messages([*before, *named], find_item)
         if instructions is not None and not isinstance(instructions, list):
             text = fields.string(instructions, "instructions")
             messages.insert(0, Message("system", (TextPart(text),)))
@@ -135,7 +137,8 @@ class OpenAIResponses:
                 previous=previous,
                 is_running=reply.is_running,
                 items=own,
-                response=json.dumps(reply.body()).encode(),
+                outputs=json.dumps(reply.output).encode(),
+                response=json.dumps(reply.body() | {"output": []}).encode(),
                 item_ids=frozenset(item["id"] for item in reply.output),
             )
             if begun:

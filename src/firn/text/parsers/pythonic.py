@@ -30,6 +30,10 @@ class Pythonic(CallParser):
             body, _ = yield from self.tape.until(CLOSERS[self.marker])
         except TextEnded:
             body, self.tape.pos = self.tape.text[self.tape.pos :], len(self.tape.text)
+            if (
+                self.marker in body
+            ):  # a model that repeats it: parsing from each takes quadratic time
+                raise NotACall from None
         calls = python_calls(body)
         if not calls:
             raise NotACall

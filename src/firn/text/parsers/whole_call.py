@@ -29,7 +29,8 @@ class WholeCall(CallParser):
             try:
                 body, _ = yield from self.tape.until(self._native.closes)
             except TextEnded:  # a whole call may lack its closing marker
-                pass
+                if self.marker in self.tape.text[self.tape.pos :]:  # but not one marker of many
+                    raise NotACall from None
             else:
                 return body
         while not self.tape.ended:
