@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from firn.cli.chat import ChatReply, summary
-from firn.cli.client import SseComment, SseData, SseDecoder
+from firn.cli.client import ChatClient, RequestFailed, SseComment, SseData, SseDecoder
 from firn.core.values import Usage
 from tests.cli.chat_server import CHAT, CLEAN, Terminal, Wire, one_process, one_shot, serving
 
@@ -136,6 +136,16 @@ def test_no_server_is_one_line() -> None:
     assert run.stderr == (
         f"firn: No server answers at {url}; start one with `firn serve` or give --url.\n"
     )
+
+
+def test_something_that_takes_connections_and_says_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with (
+            ChatClient(url, list_timeout_s=0.1) as client,
+            pytest.raises(RequestFailed, match="takes connections but does not answer"),
+        ):
+            client.served_models()
 
 
 @pytest.mark.parametrize(
