@@ -179,7 +179,14 @@ def test_faults_are_one_line_in_a_real_process(arguments: list[str], code: int, 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["serve", "--prot", "1"], ["srve"], ["serve", "a", "--port"], ["chat", "--max-tokens", "x"]],
+    [
+        ["serve", "--prot", "1"],
+        ["srve"],
+        ["serve", "a", "--port"],
+        ["chat", "--max-tokens", "x"],
+        ["chat", "hi", "--model", "m", "--temperature", "inf"],
+        ["chat", "hi", "--model", "m", "--temperature", "nan"],
+    ],
 )
 def test_wrong_usage_exits_2_without_a_traceback(arguments: list[str]) -> None:
     run = firn(*arguments)

@@ -22,12 +22,14 @@ from firn.cli.models import models_app, pull
 from firn.cli.parameters import DEFAULT_URL, ApiKey, CacheDir, ConfigFile, ModelsDir, Url
 from firn.cli.service import service_app
 from firn.config import Config, UsageError, load
+from firn.core.bounds import SAMPLING
 from firn.core.errors import FirnError
 
 Start = Callable[[Config], int]
 """Runs the server until it is stopped and returns the exit code."""
 
 
+TEMPERATURE = SAMPLING["temperature"]
 SURROUNDINGS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 """Faults of the machine and the user's rights, not of firn: one line says enough."""
 
@@ -119,7 +121,13 @@ def _chat(
         int | None, typer.Option(help="Longest reply in tokens.", min=1, metavar="N")
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 always picks the likeliest token.", min=0, metavar="X")
+        float | None,
+        typer.Option(
+            help="0 always picks the likeliest token.",
+            min=TEMPERATURE.low,
+            max=TEMPERATURE.high,
+            metavar="X",
+        ),
     ] = None,
     image: Annotated[
         list[Path] | None,
