@@ -161,7 +161,7 @@ function Guesses({ store, model, now }) {
   const x = (t) => LEFT + ((t - now + SPAN) / SPAN) * (width - LEFT - 6);
   const y = (n) => (HEIGHT - BOTTOM) * (1 - n / marks.at(-1)) + 4;
   const visible = states.some((s) => s.operator);
-  const empty = !visible ? "The operator sees here how many tokens per step makes."
+  const empty = !visible ? "The operator sees here how many tokens a step makes."
     : totals.length === 0 ? html`No tokens are drafted: start the server with <code>--speculation auto</code> to make several per step.`
       : "No step has been made yet.";
   return html`<${Panel} id="guesses" title="Tokens per step" note="of a row; more than one where drafts were accepted">
@@ -180,8 +180,7 @@ function Guesses({ store, model, now }) {
   <//>`;
 }
 
-/** Reply tokens per second of everything that is being written now. */
-export function writtenNow(store) {
-  const now = store.now();
-  return [...store.calls.values()].filter((c) => c.ended_s == null).reduce((n, c) => n + (speed(c, now) ?? 0), 0);
+/** Reply tokens per second of all these calls, which are under way. */
+export function writtenNow(open, now) {
+  return open.reduce((n, call) => n + (speed(call, now) ?? 0), 0);
 }
