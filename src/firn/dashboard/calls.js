@@ -34,6 +34,7 @@ const TIMES = [
   ["loading", "loading, while others go on"],
   ["computed", "computing the prompt"],
   ["decoding", "writing the reply"],
+  ["crossed", "failed, or the client left"],
 ];
 const ORIGINS = [
   ["memory", "reused from memory"],
