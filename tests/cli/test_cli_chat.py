@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import shlex
 import signal
 import socket
@@ -366,6 +368,20 @@ def test_a_long_prompt_shows_how_far_the_server_is() -> None:
         terminal.wait_for("Hm.")
         terminal.wait_for("done")
         terminal.wait_for("4 tokens")
+
+
+def test_a_conversation_leaves_only_its_replies_in_a_pipe() -> None:
+    """As in `firn chat | tee replies.txt`."""
+    keyboard, slave = pty.openpty()
+    os.write(keyboard, b"hi\n\x04")
+    with serving(two) as server:
+        run = subprocess.run(
+            [*CHAT, "--url", server.url], stdin=slave, capture_output=True, env=CLEAN, timeout=60
+        )
+    os.close(slave)
+    os.close(keyboard)
+    assert (run.returncode, run.stdout) == (0, b"two\x1b[2J\n")
+    assert run.stderr.count(b"> ") == 2
 
 
 def test_the_terminal_needs_a_server_first() -> None:
