@@ -47,6 +47,15 @@ def test_listing_loading_and_unloading(front: Running) -> None:
     assert "is not served here" in missing.output
 
 
+def test_why_a_model_could_not_be_loaded_stands_below_the_table() -> None:
+    why = "The weights need 4.6 GiB and only 3.2 GiB are available: close other programs."
+    good, bad = {"id": "a", "state": "loaded"}, {"id": "b", "state": "unloaded", "error": why}
+    with serving(models={"data": [bad, good]}) as server:
+        listed = command.invoke("models", "ls", "--url", server.url, env={"COLUMNS": "60"})
+    assert [line.split()[0] for line in listed.output.splitlines()] == ["model", "b", "a", "b:"]
+    assert listed.output.endswith(f"\nb: {why}\n")
+
+
 def test_more_models_than_a_page_of_the_api_has(tmp_path: Path) -> None:
     names = [f"owner/m{i:02}" for i in range(25)]
     with fronting(config(*names, tmp=tmp_path), command=ECHO) as many:

@@ -52,9 +52,10 @@ def _show_served(models: Sequence[Mapping[str, Any]]) -> None:
             Text(can),
         ]
         table.add_row(*cells)
-        if model.get("error"):
-            table.add_row(Text(""), Text(str(model["error"]), style="red"))
     plain_console(soft_wrap=False).print(table)
+    for model in models:
+        if model.get("error"):  # too long for a cell
+            plain_console().print(Text(f"{model['id']}: {model['error']}", style="red"))
 
 
 def change(
