@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -149,6 +150,19 @@ def test_a_draft_model_with_other_tokens_is_refused(folder: Path) -> None:
     other = config(folder, draft_model="firn-demo")
     with pytest.raises(SetupError, match="another tokenizer"), serving(folder, config=other):
         pass
+
+
+def test_a_draft_model_is_looked_for_before_the_model_is_loaded(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Which may take minutes: here it could not be loaded at all."""
+    shutil.copytree(folder, tmp_path / "model")
+    for weights in (tmp_path / "model").glob("*.safetensors"):
+        weights.write_bytes(b"none")
+    for draft, why in (("firn-demo", "another tokenizer"), ("./nowhere", "no model folder")):
+        wanted = config(tmp_path / "model", draft_model=draft)
+        with pytest.raises(SetupError, match=why), serving(tmp_path / "model", config=wanted):
+            pass
 
 
 def test_the_models_own_head_guesses(tmp_path: Path) -> None:

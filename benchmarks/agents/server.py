@@ -30,7 +30,7 @@ import numpy as np
 
 import models
 from firn import app
-from firn.cli import make_cli
+from firn.cli.commands import make_cli
 from firn.config import Config
 from firn.core.values import Job
 

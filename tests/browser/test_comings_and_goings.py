@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from firn.api.auth import Keys
-from tests.api.live import serve
+from tests.api.live import GREETING, serve
 from tests.fleet.fronts import ECHO, Running, config, fronting
 
 pytest.importorskip("playwright.sync_api", reason="the page is tested with Playwright")
@@ -59,6 +59,37 @@ def test_a_reload_in_mid_stream(page: Page) -> None:
         live.engine.release("decode")
         assert answer.result(30).status_code == 200
         expect(page.locator(".call.done")).to_have_count(1)
+
+
+def test_a_new_chat_while_a_reply_is_being_written(page: Page) -> None:
+    with serve() as live:
+        live.engine.hold("decode", after=3)
+        page.goto(live.url)
+        page.get_by_label("Message").fill("Tell me")
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator(".turn.assistant")).to_contain_text("Hel")
+        page.get_by_role("button", name="New chat").click()
+        expect(page.locator(".call.gone")).to_have_count(1)
+        expect(page.locator("#chat .turn")).to_have_count(0)
+        live.engine.release("decode")
+        page.get_by_label("Message").fill("Tell me again")
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator(".turn.assistant")).to_contain_text(GREETING)
+        expect(page.locator("#chat .turn")).to_have_count(2)
+
+
+def test_a_question_that_was_refused_spoils_no_later_one(page: Page) -> None:
+    with serve(context_length=200) as live:
+        page.goto(live.url)
+        replies = page.locator(".turn.assistant")
+        page.get_by_label("Message").fill("far too long " * 40)
+        page.get_by_role("button", name="Send").click()
+        expect(replies).to_have_text("No reply, and the question is left out of what follows.")
+        expect(page.locator("#chat .warn")).to_contain_text("the model's context holds 200")
+        page.get_by_label("Message").fill("Hello?")
+        page.get_by_role("button", name="Send").click()
+        expect(replies.nth(1)).to_contain_text(GREETING)
+        expect(page.locator("#chat .warn")).to_have_count(0)
 
 
 def test_a_server_that_ends_and_comes_back(page: Page) -> None:

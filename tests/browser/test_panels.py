@@ -133,6 +133,37 @@ def test_tiers_and_memory_have_limits_and_units(opened: Page) -> None:
         expect(memory).to_contain_text(name)
 
 
+def test_what_running_requests_hold_does_not_fill_the_tier(opened: Page) -> None:
+    """Records that lie in live rows are stored, but take nothing of memory's limit."""
+    memory = {
+        "records": 5,
+        "limit_bytes": 4 << 20,
+        "used_bytes": 10 << 20,
+        "live": {"bytes": 9 << 20},
+    }
+    tokens = {"prompt": 0, "by_tier": {}}
+    cache = {"enabled": True, "tiers": ["memory"], "tokens": tokens, "memory": memory}
+    script = """async (state) => {
+        const { html, render } = await import("/page/vendor/htm-preact.js");
+        const { Tiers } = await import("/page/tiers.js");
+        const place = document.createElement("div");
+        render(html`<${Tiers} state=${state} />`, place);
+        return place.querySelector(".tier").textContent;
+    }"""
+    shown = opened.evaluate(script, {"model": "m", "cache": cache})
+    assert "Memory 1 MiB of 4 MiB" in shown
+    assert "in running requests9 MiB" in shown
+
+
+def test_times_keep_two_digits(opened: Page) -> None:
+    script = """async (times) => {
+        const { seconds } = await import("/page/format.js");
+        return times.map(seconds);
+    }"""
+    shown = opened.evaluate(script, [0.0042, 9.5, 99, 100, 140, 300, 900, 7200])
+    assert shown == ["4.2 ms", "9.5 s", "99 s", "1.7 min", "2.3 min", "5 min", "15 min", "2 h"]
+
+
 def test_speeds_first_tokens_and_guesses(opened: Page, real: Real) -> None:
     say(real, "Say snow, snow, snow, snow", max_tokens=24)
     expect(opened.locator("#rates .fill").first).to_be_attached()

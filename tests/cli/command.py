@@ -16,7 +16,7 @@ import pytest
 import typer
 from typer import testing
 
-from firn.cli import Start, make_cli
+from firn.cli.commands import Start, make_cli
 from firn.config import Config
 
 _starts: list[Start] = []

@@ -208,6 +208,18 @@ def test_requests_that_fail_are_counted() -> None:
             replay.run(target, [long], block=512, pace=pace, salt="a")
 
 
+def test_ctrl_c_does_not_wait_for_requests_of_tomorrow() -> None:
+    def ctrl_c() -> None:
+        raise KeyboardInterrupt
+
+    entries = [TraceEntry(0, 16, 1, ()), TraceEntry(1e6, 16, 1, ())]
+    pace = replay.ReplayPace(speed=1, streams=2)
+    with serve() as live, pytest.raises(KeyboardInterrupt):
+        replay.run(
+            Target(live.url, "fake"), entries, block=512, pace=pace, salt="a", on_reply=ctrl_c
+        )
+
+
 def test_prompts_begin_alike_as_far_as_their_blocks_do() -> None:
     writer = replay.PromptWriter(64, tokens_per_word=4.0, salt="s")
     entries = [

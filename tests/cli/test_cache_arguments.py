@@ -54,6 +54,18 @@ def test_import_into_a_namespace_that_no_server_has(
     assert not other.exists()
 
 
+def test_a_failed_import_says_whose_fault_it_is(folder: Path, cache: Cache, tmp_path: Path) -> None:
+    store(folder, *ALL)
+    file, other = tmp_path / "prefix.firn", tmp_path / "notes.txt"
+    other.write_text("no export")
+    assert cache("export", key(TRUNK[5]), file).exit_code == 0
+    for aim, place, named in ((other, folder, other), (file, other / "sub", other / "sub")):
+        result = cache("import", aim, "--ssd-cache-dir", place)
+        assert result.exit_code == 1
+        assert result.output.startswith(f"firn: {named}: ")
+        assert result.output.count("\n") == 1
+
+
 @pytest.mark.parametrize("columns", [None, "80", "60"])
 def test_a_long_name_takes_nothing_from_the_numbers(
     folder: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch, columns: str | None

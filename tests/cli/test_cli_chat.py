@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import shlex
 import signal
 import socket
@@ -11,7 +13,7 @@ import threading
 import pytest
 
 from firn.cli.chat import ChatReply, summary
-from firn.cli.client import SseComment, SseData, SseDecoder
+from firn.cli.client import ChatClient, RequestFailed, SseComment, SseData, SseDecoder
 from firn.core.values import Usage
 from tests.cli.chat_server import CHAT, CLEAN, Terminal, Wire, one_process, one_shot, serving
 
@@ -136,6 +138,16 @@ def test_no_server_is_one_line() -> None:
     assert run.stderr == (
         f"firn: No server answers at {url}; start one with `firn serve` or give --url.\n"
     )
+
+
+def test_something_that_takes_connections_and_says_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with (
+            ChatClient(url, list_timeout_s=0.1) as client,
+            pytest.raises(RequestFailed, match="takes connections but does not answer"),
+        ):
+            client.served_models()
 
 
 @pytest.mark.parametrize(
@@ -356,6 +368,20 @@ def test_a_long_prompt_shows_how_far_the_server_is() -> None:
         terminal.wait_for("Hm.")
         terminal.wait_for("done")
         terminal.wait_for("4 tokens")
+
+
+def test_a_conversation_leaves_only_its_replies_in_a_pipe() -> None:
+    """As in `firn chat | tee replies.txt`."""
+    keyboard, slave = pty.openpty()
+    os.write(keyboard, b"hi\n\x04")
+    with serving(two) as server:
+        run = subprocess.run(
+            [*CHAT, "--url", server.url], stdin=slave, capture_output=True, env=CLEAN, timeout=60
+        )
+    os.close(slave)
+    os.close(keyboard)
+    assert (run.returncode, run.stdout) == (0, b"two\x1b[2J\n")
+    assert run.stderr.count(b"> ") == 2
 
 
 def test_the_terminal_needs_a_server_first() -> None:

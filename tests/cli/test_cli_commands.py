@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -178,7 +179,14 @@ def test_faults_are_one_line_in_a_real_process(arguments: list[str], code: int, 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["serve", "--prot", "1"], ["srve"], ["serve", "a", "--port"], ["chat", "--max-tokens", "x"]],
+    [
+        ["serve", "--prot", "1"],
+        ["srve"],
+        ["serve", "a", "--port"],
+        ["chat", "--max-tokens", "x"],
+        ["chat", "hi", "--model", "m", "--temperature", "inf"],
+        ["chat", "hi", "--model", "m", "--temperature", "nan"],
+    ],
 )
 def test_wrong_usage_exits_2_without_a_traceback(arguments: list[str]) -> None:
     run = firn(*arguments)
@@ -232,6 +240,25 @@ def test_a_user_without_a_home_is_told_what_to_set() -> None:
     )
     assert run.returncode == 1
     assert run.stderr == "firn: This user has no home folder; set HOME or XDG_CACHE_HOME.\n"
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_ctrl_c_while_the_command_is_still_being_imported(ignored: bool) -> None:
+    """It ends the process without a traceback; a job in the background ignores it, as it should."""
+    script = (
+        "import os, signal, sys\n"
+        f"if {ignored}: signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "class CtrlC:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name in ('typer', 'firn.cli.service'): os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, CtrlC())\n"
+        "from firn.cli import main; main()"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script, "--version"], capture_output=True, text=True, env=CLEAN
+    )
+    assert run.stderr == ""
+    assert run.returncode == (0 if ignored else -signal.SIGINT)
 
 
 def test_a_bad_variable_exits_1() -> None:

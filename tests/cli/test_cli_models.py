@@ -12,6 +12,7 @@ from typer.testing import Result
 from firn.cli.doctor_fleet import fleet_findings
 from firn.config import load
 from firn.fleet.memory import Room
+from tests.api.live import serve
 from tests.cli import command
 from tests.cli.chat_server import Wire, serving
 from tests.fleet.fronts import ECHO, Running, config, fronting
@@ -46,6 +47,22 @@ def test_listing_loading_and_unloading(front: Running) -> None:
     assert "is not served here" in missing.output
 
 
+def test_why_a_model_could_not_be_loaded_stands_below_the_table() -> None:
+    why = "The weights need 4.6 GiB and only 3.2 GiB are available: close other programs."
+    good, bad = {"id": "a", "state": "loaded"}, {"id": "b", "state": "unloaded", "error": why}
+    with serving(models={"data": [bad, good]}) as server:
+        listed = command.invoke("models", "ls", "--url", server.url, env={"COLUMNS": "60"})
+    assert [line.split()[0] for line in listed.output.splitlines()] == ["model", "b", "a", "b:"]
+    assert listed.output.endswith(f"\nb: {why}\n")
+
+
+def test_more_models_than_a_page_of_the_api_has(tmp_path: Path) -> None:
+    names = [f"owner/m{i:02}" for i in range(25)]
+    with fronting(config(*names, tmp=tmp_path), command=ECHO) as many:
+        listed = run("models", "ls", "--url", many.url)
+    assert [line.split()[0] for line in listed.output.splitlines()[1:]] == [n[6:] for n in names]
+
+
 def model_folder(root: Path, name: str) -> Path:
     folder = root / name
     folder.mkdir(parents=True)
@@ -78,12 +95,43 @@ def test_what_is_in_use_is_not_removed(tmp_path: Path, front: Running) -> None:
     run("models", "unload", "other", "--url", front.url)
 
 
+def test_the_only_model_of_a_server_is_not_to_be_unloaded(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, "fake")
+    with serve() as live:
+        refused = run(
+            "models", "rm", "fake", "--models-dir", str(tmp_path), "--url", live.url, "-y"
+        )
+    assert refused.output == f"firn: fake is loaded at {live.url}; first stop that server.\n"
+    assert folder.exists()
+
+
+def test_of_a_link_only_the_link_is_removed(tmp_path: Path) -> None:
+    folder, shelf = model_folder(tmp_path, "elsewhere/one"), tmp_path / "shelf"
+    shelf.mkdir()
+    (shelf / "one").symlink_to(folder)
+    done = run(
+        "models", "rm", "one", "--models-dir", str(shelf), "--url", "http://127.0.0.1:9", "-y"
+    )
+    assert done.output == f"one is removed: it was a link to {folder}, which stays\n"
+    assert list(shelf.iterdir()) == []
+    assert (folder / "model.safetensors").exists()
+
+
 def test_without_a_server_the_disk_is_listed(tmp_path: Path) -> None:
     model_folder(tmp_path, "owner/one")
     url = ["--url", "http://127.0.0.1:9"]
     listed = run("models", "ls", "--models-dir", str(tmp_path), *url)
     assert listed.exit_code == 0
     assert "owner/one" in listed.output
+    (tmp_path / "empty").mkdir()
+    none = run("models", "ls", "--models-dir", str(tmp_path / "empty"), *url)
+    assert none.output.endswith(f" There is no model in {tmp_path / 'empty'} either.\n")
+
+
+def test_a_model_that_comes_with_firn_is_on_no_hub(tmp_path: Path) -> None:
+    done = run("pull", "firn-demo", "--models-dir", str(tmp_path), "--download-retries", "0")
+    assert done.output.startswith("firn-demo is in ")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("arguments", [[""], ["owner/name", "--download-retries", "-1"]])

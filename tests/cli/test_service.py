@@ -67,3 +67,44 @@ def test_paths_are_meant_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "models").mkdir()
     words = _absolute(("./m", "models", "owner/name", "--port", "1"))
     assert words == (str(tmp_path / "m"), str(tmp_path / "models"), "owner/name", "--port", "1")
+
+
+def test_a_path_may_be_new_or_behind_an_equals_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    words = (
+        "--ssd-cache-dir",
+        "new",
+        "--config=firn.toml",
+        "--adapter",
+        "~/lora",
+        "--draft-model=./d",
+    )
+    new, config, lora, draft = (
+        f"{tmp_path}/new",
+        f"{tmp_path}/firn.toml",
+        "/home/me/lora",
+        f"{tmp_path}/d",
+    )
+    assert _absolute(words) == (
+        "--ssd-cache-dir", new, f"--config={config}", "--adapter", lora, f"--draft-model={draft}"
+    )  # fmt: skip
+
+
+def test_only_paths_are_taken_for_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever lies here under the same name."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("qwen", "8000", "64"):
+        (tmp_path / name).mkdir()
+    words = (
+        "--served-model-name",
+        "qwen",
+        "--port=8000",
+        "--max-num-seqs",
+        "64",
+        "--offline",
+        "qwen",
+    )
+    assert _absolute(words) == (*words[:-1], str(tmp_path / "qwen"))

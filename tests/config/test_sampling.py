@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from firn.cli import make_cli
+from firn.cli.commands import make_cli
 from firn.config import Config, Origin, load, of_model, with_model
 from firn.core.errors import SetupError
 from firn.core.values import Defaults, Reasoning, Sampling

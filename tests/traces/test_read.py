@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +65,17 @@ def test_one_model_of_several(tmp_path: Path) -> None:
     )
     with pytest.raises(TraceError, match=r"line 2: blocks of 16 tokens after blocks of 4.*--model"):
         entries(path)
-    assert [e.model for e in entries(path, model="a")] == ["a"]
+    for model, block in (("a", 4), ("b", 16)):
+        assert [e.model for e in entries(path, model=model)] == [model]
+        assert read(path, model=model).block == block
+    with pytest.raises(TraceError, match="There is no request of c in"):
+        read(path, model="c")
+
+
+def test_a_line_that_is_no_object_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", mooncake(0, 512, [1]), [2])
+    with pytest.raises(TraceError, match="line 2 is no request"):
+        entries(path)
 
 
 SESSION = [
@@ -73,6 +85,16 @@ SESSION = [
     {"role": "tool", "content": [{"type": "text", "text": "t" * 900}]},
     {"role": "assistant", "content": "done"},
 ]
+
+
+@pytest.mark.parametrize("lines", [[mooncake(0, 512, [1])] * 2, [[SESSION]], [SESSION] * 2])
+def test_a_pipe_is_read_like_a_file(tmp_path: Path, lines: list[Any]) -> None:
+    """As `firn cache advise <(zcat trace.gz)` gives one: what was read of it does not come again."""
+    file, pipe = write(tmp_path / "t.jsonl", *lines), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_bytes(file.read_bytes()), daemon=True)
+    writer.start()
+    assert entries(pipe) == entries(file) != []
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from firn.assembly import embeddings, sparse, speculation
@@ -70,6 +71,7 @@ def build_parts(spec: ServerSpec, wake: Callable[[], None]) -> ServerParts:
             recipe = None
     if recipe is not None and embedder.needs_encoder(folder, settings):
         return _encoder_parts(spec, recipe, compute)
+    draft_folder = speculation.find_draft(config, folder, exact=compute.exact)
     loaded = load_model(spec, compute, shard=leader_parts.shard if leader_parts else None)
     planner = MemoryPlanner(
         config,
@@ -78,7 +80,9 @@ def build_parts(spec: ServerSpec, wake: Callable[[], None]) -> ServerParts:
         transient_of(settings, device=compute.device.kind, dtype=loaded.info.dtype),
         context_length=loaded.info.context_length,
     )
-    parts = _decoder_parts(spec, compute, loaded, planner=planner, wake=wake)
+    parts = _decoder_parts(
+        spec, compute, loaded, planner=planner, wake=wake, draft_folder=draft_folder
+    )
     return replace(parts, embedder=embeddings.of_decoder(recipe, loaded))
 
 
@@ -106,6 +110,7 @@ def _decoder_parts(
     *,
     planner: MemoryPlanner,
     wake: Callable[[], None],
+    draft_folder: Path | None,
 ) -> ServerParts:
     config, info, device = spec.config, loaded.info, compute.device.kind
     put_on_tiers = _tiers(spec, device=device, wake=wake)
@@ -116,6 +121,7 @@ def _decoder_parts(
         cpu_dtype=compute.cpu_dtype,
         cache_nbytes=cache_nbytes(config, alone_nbytes),
         add_tiers=lambda cache, model: put_on_tiers(cache, model, IoThreads()),
+        folder=draft_folder,
     )
     drafting = speculation.build(config, loaded, setup)
     padding = partial(_shapes, spec, compute)

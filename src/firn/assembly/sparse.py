@@ -62,7 +62,7 @@ def build(
         raise SetupError(f"--sparse-prefill: {loaded.info.name} cannot skip tokens: {why}")
     draft = drafting.draft
     if draft is None:
-        draft = speculation.open_draft(config, loaded, setup)
+        draft = speculation.open_draft(config, setup)
         nbytes = drafting.weights_nbytes + draft.model.info.weights_nbytes
         drafting = replace(drafting, weights_nbytes=nbytes, row_cost=draft.row_cost)
     try:

@@ -55,6 +55,8 @@ class DraftSetup:
     """Memory for the prefixes of the model that it serves."""
     add_tiers: Callable[[PrefixTree, ModelInfo], None]
     """Puts a cache on the tiers below memory."""
+    folder: Path | None = None
+    """The draft model's, as `find_draft` has found it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,27 @@ def with_head(
     )
 
 
+def find_draft(config: Config, folder: Path, *, exact: bool) -> Path | None:
+    """The folder of --draft-model, which must have the tokens of the model in `folder`; None where it
+    would have no use.
+
+    Called before the model is loaded, which may take minutes: a fault is told at once. May download.
+    Raises SetupError.
+    """
+    options, small = config.model, config.engine.draft_model
+    drafts = config.engine.speculation in ("auto", "model")
+    if small is None or exact or not (drafts or config.sparse.sparse_prefill):
+        return None
+    rules = HubRules(options.offline, options.download_timeout, options.download_retries)
+    place, trust = model_names.resolve(small, rules), options.trust_remote_code
+    theirs = loader.load_tokenizer(place, trust_remote_code=trust)
+    ours = loader.load_tokenizer(folder, trust_remote_code=trust)
+    for token in range(min(ours.n_ids, theirs.n_ids)):
+        if ours.token_bytes(token) != theirs.token_bytes(token):
+            raise SetupError(f"--draft-model {small} has another tokenizer: token {token} differs")
+    return place
+
+
 def build(config: Config, loaded: loader.LoadedModel, setup: DraftSetup) -> Drafting:
     """On the engine thread. Raises SetupError."""
     option, small = config.engine.speculation, config.engine.draft_model
@@ -143,7 +166,7 @@ def build(config: Config, loaded: loader.LoadedModel, setup: DraftSetup) -> Draf
         drafters.append(MtpDrafter(loaded.model))
     if small is None or option not in ("auto", "model"):
         return Drafting(Speculation(*drafters, in_groups=why is None, traits=traits))
-    draft = open_draft(config, loaded, setup)
+    draft = open_draft(config, setup)
     try:
         drafters.append(_drafter(draft.model, draft.cache, small))
         draft = replace(draft, is_drafter=True)
@@ -156,28 +179,18 @@ def build(config: Config, loaded: loader.LoadedModel, setup: DraftSetup) -> Draf
     return Drafting(speculation, draft.model.info.weights_nbytes, draft.row_cost, draft)
 
 
-def open_draft(config: Config, loaded: loader.LoadedModel, setup: DraftSetup) -> DraftModel:
+def open_draft(config: Config, setup: DraftSetup) -> DraftModel:
     """Load --draft-model. Raises SetupError."""
-    small = config.engine.draft_model
+    small, trust = config.engine.draft_model, config.model.trust_remote_code
     assert small is not None
-    draft = _load(config, Path(loaded.info.path), small, setup.cpu_dtype)
+    assert setup.folder is not None
+    draft = loader.load(
+        setup.folder, served_name=small, trust_remote_code=trust, cpu_dtype=setup.cpu_dtype
+    )
     cache, cost = _cache(draft, setup.cache_nbytes // DRAFT_CACHE_SHARE)
     if isinstance(cache, PrefixTree):
         setup.add_tiers(cache, draft.info)
     return DraftModel(draft, cache, cost)
-
-
-def _load(config: Config, folder: Path, small: str, cpu_dtype: CpuDtype) -> loader.LoadedModel:
-    options = config.model
-    rules = HubRules(options.offline, options.download_timeout, options.download_retries)
-    place = model_names.resolve(small, rules)
-    trust = options.trust_remote_code
-    theirs = loader.load_tokenizer(place, trust_remote_code=trust)
-    ours = loader.load_tokenizer(folder, trust_remote_code=trust)
-    for token in range(min(ours.n_ids, theirs.n_ids)):
-        if ours.token_bytes(token) != theirs.token_bytes(token):
-            raise SetupError(f"--draft-model {small} has another tokenizer: token {token} differs")
-    return loader.load(place, served_name=small, trust_remote_code=trust, cpu_dtype=cpu_dtype)
 
 
 def _cache(draft: loader.LoadedModel, nbytes: int) -> tuple[PrefixTree | CacheOff, RowCost]:

@@ -8,6 +8,7 @@ words are new to the server, which can reuse a little less here than when the tr
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -101,6 +102,7 @@ def run(
     writer = PromptWriter(block, tokens_per_word=tokens_per_word(target), salt=salt)
     began, first_at = time.perf_counter(), asked[0].at_s
     late: list[float] = []
+    ended = threading.Event()
 
     def ask(i: int) -> TimedReply | BenchError:
         entry = asked[i]
@@ -109,7 +111,8 @@ def run(
             due = began + (entry.at_s - first_at) / pace.speed
             wait = due - time.perf_counter()
             late.append(max(-wait, 0.0))
-            time.sleep(max(wait, 0.0))
+            if ended.wait(max(wait, 0.0)):
+                return BenchError("the replay was stopped before its time came")
         messages = [{"role": "user", "content": text}]
         try:
             return target.chat(
@@ -121,7 +124,10 @@ def run(
             on_reply()
 
     with ThreadPoolExecutor(pace.streams) as pool:
-        outcomes = list(pool.map(ask, range(len(asked))))
+        try:
+            outcomes = list(pool.map(ask, range(len(asked))))
+        finally:
+            ended.set()  # after Ctrl-C nobody waits for a request's time, which may be hours away
     replies = [r for r in outcomes if isinstance(r, TimedReply)]
     faults = [r for r in outcomes if isinstance(r, BenchError)]
     if not replies:

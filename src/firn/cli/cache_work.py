@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from dataclasses import dataclass
@@ -18,7 +19,15 @@ from firn.cache.admin.inventory import (
 )
 from firn.cache.admin.transfer import export as write_export
 from firn.cache.admin.transfer import import_file
-from firn.cache.storage.faults import Damaged, Foreign, Locked, Missing, TierError
+from firn.cache.storage.faults import (
+    Damaged,
+    Foreign,
+    Locked,
+    Missing,
+    Refused,
+    TierError,
+    TierFault,
+)
 from firn.cache.storage.io import load
 from firn.cache.storage.seal import Seal, load_seal
 from firn.cache.tiers import TierOptions
@@ -210,6 +219,8 @@ def import_(location: CacheFolder, file: Path, *, namespace: str | None) -> None
         raise UsageError(
             f"--namespace {namespace}: write shared, or all 32 digits, which `firn cache show` prints"
         )
+    # A fault of the folder is told below: without a handler, Python would print the log's warning too.
+    logging.getLogger("firn.cache").addHandler(logging.NullHandler())
     try:
         total = file.stat().st_size
         with bytes_progress("importing", total) as advance:
@@ -222,6 +233,10 @@ def import_(location: CacheFolder, file: Path, *, namespace: str | None) -> None
             )
     except OSError as e:
         raise SetupError(f"{file}: cannot be read: {e.strerror or e}") from e
+    except (Damaged, Foreign) as e:
+        raise SetupError(f"{file}: {e.message}") from e
+    except (Refused, TierFault) as e:
+        raise SetupError(f"{location.folder}: {e.message}") from e
     plain_console().print(
         f"{done.n_new} records stored, {size(done.nbytes)}; {done.n_present} were there already."
     )

@@ -71,7 +71,7 @@ def _converse(conversation: TerminalChat) -> int:
     interrupted = False
     while True:
         try:
-            line = input("> ").strip()
+            line = screen.read_line()
         except EOFError:
             screen.note("")
             return 0
@@ -215,6 +215,13 @@ class Screen:
         self._err = err or Console(stderr=True, highlight=False)
         self._status: Status | None = None
         self._mode: str = ""
+
+    def read_line(self) -> str:
+        """What the user types next. Raises EOFError, KeyboardInterrupt."""
+        if self._out.is_terminal:
+            return input("> ").strip()
+        self._err.out("> ", end="", highlight=False)  # the pipe is for replies
+        return input().strip()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

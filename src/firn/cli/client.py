@@ -23,6 +23,10 @@ from firn.core.values import Usage
 from firn.host.machine import is_loopback
 
 CONNECT_TIMEOUT_S = 10.0
+LIST_TIMEOUT_S = 30.0
+"""For the list of models, which needs no model: a server that takes longer hangs, or is none."""
+MAX_LISTED = 1000
+"""The most that firn lists in one answer; others ignore it."""
 _PROGRESS = re.compile(r"(\d+)\s*/\s*(\d+)")
 
 
@@ -139,7 +143,10 @@ class SseDecoder:
 class ChatClient:
     """Talks to one server. Owner: the chat command, on the main thread."""
 
-    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+    def __init__(
+        self, url: str, *, api_key: str | None = None, list_timeout_s: float = LIST_TIMEOUT_S
+    ) -> None:
+        self._list_timeout_s = list_timeout_s
         self.url = url.strip().rstrip("/").removesuffix("/v1")
         if "://" not in self.url:
             self.url = f"http://{self.url}"
@@ -175,7 +182,9 @@ class ChatClient:
     def served_models(self) -> list[dict[str, Any]]:
         """The models that the server lists; at least one, each with its id."""
         try:
-            response = self._http.get("/v1/models")
+            response = self._http.get(
+                "/v1/models", params={"limit": MAX_LISTED}, timeout=self._list_timeout_s
+            )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             self._raise_failure(error)
         self._check(response)
@@ -245,6 +254,8 @@ class ChatClient:
             raise RequestFailed(
                 f"{self.url} is not a valid address; try http://127.0.0.1:8000."
             ) from error
+        if isinstance(error, httpx.ReadTimeout):
+            raise RequestFailed(f"{self.url} takes connections but does not answer.") from error
         raise RequestFailed(f"The connection to {self.url} broke: {error}") from error
 
 

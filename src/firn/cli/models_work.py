@@ -27,8 +27,12 @@ def ls(url: str, api_key: str | None, models_dir: Path | None) -> int:
         with ChatClient(url, api_key=api_key) as client:
             _show_served(client.served_models())
     except ServerNotFound as error:
-        typer.echo(f"firn: {error.message} On this machine:", err=True)
-        _show_local(local_models(models_dir))
+        models = local_models(models_dir)
+        where = f"in {models_dir}" if models_dir else "on this machine"
+        here = "On this machine:" if models else f"There is no model {where} either."
+        typer.echo(f"firn: {error.message} {here}", err=True)
+        if models:
+            _show_local(models)
     return 0
 
 
@@ -48,9 +52,10 @@ def _show_served(models: Sequence[Mapping[str, Any]]) -> None:
             Text(can),
         ]
         table.add_row(*cells)
-        if model.get("error"):
-            table.add_row(Text(""), Text(str(model["error"]), style="red"))
     plain_console(soft_wrap=False).print(table)
+    for model in models:
+        if model.get("error"):  # too long for a cell
+            plain_console().print(Text(f"{model['id']}: {model['error']}", style="red"))
 
 
 def change(
@@ -137,14 +142,23 @@ def rm(name: str, url: str, api_key: str | None, models_dir: Path | None, *, yes
     if not yes and not typer.confirm(question):
         typer.echo("Nothing was removed.")
         return 1
+    typer.echo(f"{model.name} is removed: {_remove(model)}")
+    return 0
+
+
+def _remove(model: ModelOnDisk) -> str:
+    """Returns what that has freed."""
+    if model.folder.is_symlink():
+        target = model.folder.readlink()
+        model.folder.unlink()
+        return f"it was a link to {target}, which stays"
     if model.revisions:
         from huggingface_hub import scan_cache_dir
 
         scan_cache_dir().delete_revisions(*model.revisions).execute()
     else:
         shutil.rmtree(model.folder)
-    typer.echo(f"{model.name} is removed: {size(model.nbytes)} freed")
-    return 0
+    return f"{size(model.nbytes)} freed"
 
 
 def _refuse_in_use(name: str, url: str, api_key: str | None) -> None:
@@ -157,19 +171,22 @@ def _refuse_in_use(name: str, url: str, api_key: str | None) -> None:
     for model in served:
         state = model.get("state", "loaded")
         if model["id"] in (name, name.split("/")[-1]) and state != "unloaded":
-            raise SetupError(
-                f"{model['id']} is {state} at {url}; first `firn models unload {model['id']}`."
-            )
+            # Only a server of several models says which is the default, and can unload one.
+            several = "default" in model
+            how = f"`firn models unload {model['id']}`" if several else "stop that server"
+            raise SetupError(f"{model['id']} is {state} at {url}; first {how}.")
 
 
 def pull(name: str, models_dir: Path | None, *, retries: int) -> int:
     from firn.assembly import model_names
     from firn.models.hub import HubRules, fetch_into
+    from firn.models.packaged import PACKAGED
 
     if not name.strip():
         raise UsageError("which model? Give the id of one on the Hugging Face hub, or smollm2")
     rules = HubRules(retries=retries)
-    if models_dir is None:
+    is_ours = name in PACKAGED or builtin_folder(name) is not None  # no hub has it
+    if models_dir is None or is_ours:
         folder = model_names.resolve(name, rules)
     else:
         folder = fetch_into(name, models_dir / name, rules)

@@ -5,14 +5,27 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from firn.cli.compat import VLLM_MLX
 from firn.cli.parameters import Guard
+from firn.config import OPTIONS
 from firn.core.errors import SetupError
 
 ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
+PATH_FLAGS = frozenset(["--config", *(item.flag for item in OPTIONS if item.scalar is Path)])
+MODEL_FLAGS = frozenset(["", "--draft-model"])
+VALUE_FLAGS = frozenset(
+    [
+        "--config",
+        *(item.flag for item in OPTIONS if item.scalar is not bool),
+        *(flag for flag, meaning in VLLM_MLX.items() if meaning.metavar is not None),
+    ]
+)
+"""Flags whose value is the next word."""
 
 
 def service_app(guarded: Guard) -> typer.Typer:
@@ -60,10 +73,24 @@ def _check(arguments: tuple[str, ...]) -> None:
 
 def _absolute(arguments: tuple[str, ...]) -> tuple[str, ...]:
     """The service runs in the home folder, so relative paths are made absolute."""
-    return tuple(
-        os.path.abspath(word) if word.startswith((".", "~")) or os.path.exists(word) else word
-        for word in (os.path.expanduser(w) if w.startswith("~") else w for w in arguments)
-    )
+    words: list[str] = []
+    flag = ""
+    for word in arguments:
+        name, sign, value = word.partition("=")
+        if not word.startswith("-"):
+            words.append(_absolute_value(flag, word))
+        else:
+            words.append(f"{name}={_absolute_value(name, value)}" if sign else word)
+        flag = word if word in VALUE_FLAGS else ""
+    return tuple(words)
+
+
+def _absolute_value(flag: str, text: str) -> str:
+    """flag: '' for a model, which may be a folder or a name."""
+    is_path = flag in PATH_FLAGS
+    if flag in MODEL_FLAGS:
+        is_path = text.startswith((".", "~")) or os.path.exists(text)
+    return os.path.abspath(os.path.expanduser(text)) if is_path else text
 
 
 def _uninstall() -> None:

@@ -84,7 +84,7 @@ function Headline({ model }) {
     ["reused", prompt ? percent(cached / prompt) : "–", prompt ? `${count(cached)} of ${count(prompt)} prompt tokens` : idle ? "reuse is off" : "of prompt tokens, since the start"],
     ["saved", prompt ? seconds(sum((c) => c.seconds_saved)) : "–", "of computing, since the start"],
     ["under way", count(open.length - waiting), waiting ? `${count(waiting)} waiting` : "none waiting"],
-    ["writing", rate(writtenNow(store)), "tokens per second"],
+    ["writing", rate(writtenNow(open, store.now())), "tokens per second"],
   ];
   return html`<dl class="headline">${figures.map(([name, value, text]) => html`<div key=${name}><dt>${name}</dt><dd><b>${value}</b><small>${text}</small></dd></div>`)}</dl>`;
 }

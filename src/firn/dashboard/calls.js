@@ -34,6 +34,7 @@ const TIMES = [
   ["loading", "loading, while others go on"],
   ["computed", "computing the prompt"],
   ["decoding", "writing the reply"],
+  ["crossed", "failed, or the client left"],
 ];
 const ORIGINS = [
   ["memory", "reused from memory"],
@@ -60,10 +61,13 @@ export function phases(call, now) {
 /** Tokens of its prompt by where they came from: [class, name, tokens]. */
 export function origins(call) {
   const tiers = Object.entries(call.tiers).map(([tier, n]) => [tierClass(tier), tierName(tier), n]);
-  const skipped = call.skipped_tokens ?? 0; // where a prompt is read in part only
-  const left = call.prompt_tokens - call.cached_tokens - skipped;
-  const parts = [...tiers, ["computed", "computed", Math.max(left, 0)]];
-  return skipped ? [...parts, ["skipped", "not read", skipped]] : parts;
+  const parts = [...tiers, ["computed", "computed", computed(call)]];
+  return call.skipped_tokens ? [...parts, ["skipped", "not read", call.skipped_tokens]] : parts;
+}
+
+/** Tokens of its prompt that are computed: neither reused nor, where it is read in part only, skipped. */
+function computed(call) {
+  return Math.max(call.prompt_tokens - call.cached_tokens - (call.skipped_tokens ?? 0), 0);
 }
 
 export function tierClass(tier) {
@@ -205,7 +209,7 @@ function Details({ call, now }) {
     ["key", keyName(call.key)],
     ["prompt", tokens(call.prompt_tokens)],
     ["reused", settled ? `${tokens(call.cached_tokens)}, ${percent(share(call))}${tierList(call)}` : "–"],
-    ["computed", settled ? tokens(call.prompt_tokens - call.cached_tokens) : `${count(call.read_tokens)} read so far`],
+    ["computed", settled ? tokens(computed(call)) : `${count(call.read_tokens)} read so far`],
     ["queued", seconds(call.row_s ?? (call.phase === "queued" ? now - call.arrived_at : null))],
     ["lookup", call.lookup_s == null ? "–" : seconds(call.looked_up_s - call.lookup_s)],
     ["loading", call.loads ? seconds((call.admitted_s ?? now - call.arrived_at) - call.looked_up_s) : "none"],

@@ -120,7 +120,7 @@ function FirstTokens({ calls }) {
       ${width > 0 && points.length > 0 && html`<svg width=${width} height=${tall + 20} role="img"
           aria-label="Seconds to the first token by share of the prompt that was reused; the table below has the medians.">
         ${decades.map((s) => html`<g key=${s}><line class="grid" x1=${LEFT} x2=${width} y1=${py(s)} y2=${py(s)} />
-          <text class="tick" x=${LEFT - 6} y=${py(s) + 4} text-anchor="end">${seconds(s)}</text></g>`)}
+          <text class="tick" x=${LEFT - 6} y=${py(s) + 4} text-anchor="end">${s < 1 ? seconds(s) : `${count(s)} s`}</text></g>`)}
         ${[0, 0.25, 0.5, 0.75, 1].map((s) => html`<text key=${s} class="tick" x=${px(s)} y=${tall + 2}
           text-anchor=${s === 1 ? "end" : s ? "middle" : "start"}>${percent(s)}</text>`)}
         <text class="tick" x=${px(0.5)} y=${tall + 17} text-anchor="middle">of the prompt reused</text>
@@ -161,7 +161,8 @@ function Guesses({ store, model, now }) {
   const x = (t) => LEFT + ((t - now + SPAN) / SPAN) * (width - LEFT - 6);
   const y = (n) => (HEIGHT - BOTTOM) * (1 - n / marks.at(-1)) + 4;
   const visible = states.some((s) => s.operator);
-  const empty = !visible ? "The operator sees here how many tokens per step makes."
+  const empty = states.length === 0 ? "How many tokens a step makes will be shown here, once a model is loaded."
+    : !visible ? "The operator sees here how many tokens a step makes."
     : totals.length === 0 ? html`No tokens are drafted: start the server with <code>--speculation auto</code> to make several per step.`
       : "No step has been made yet.";
   return html`<${Panel} id="guesses" title="Tokens per step" note="of a row; more than one where drafts were accepted">
@@ -180,8 +181,7 @@ function Guesses({ store, model, now }) {
   <//>`;
 }
 
-/** Reply tokens per second of everything that is being written now. */
-export function writtenNow(store) {
-  const now = store.now();
-  return [...store.calls.values()].filter((c) => c.ended_s == null).reduce((n, c) => n + (speed(c, now) ?? 0), 0);
+/** Reply tokens per second of all these calls, which are under way. */
+export function writtenNow(open, now) {
+  return open.reduce((n, call) => n + (speed(call, now) ?? 0), 0);
 }

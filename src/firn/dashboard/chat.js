@@ -24,8 +24,6 @@ export function Chat({ store, model }) {
   const loaded = !store.several || known?.state === "loaded";
   const chats = !known?.capabilities?.length || known.capabilities.includes("chat");
 
-  const update = (change) => setTurns((old) => [...old.slice(0, -1), { ...old.at(-1), ...change(old.at(-1)) }]);
-
   // While the user types: what would this turn reuse? No model is loaded for the answer.
   useEffect(() => {
     if (!draft.trim() || writing || !loaded || store.status !== "live" || Date.now() < quiet.current) return setProbe(null);
@@ -60,6 +58,10 @@ export function Chat({ store, model }) {
     setFault("");
     setTurns([...turns, { role: "user", text }, { role: "assistant", text: "", thought: "", writing: true, complete: false }]);
     const line = (abort.current = new AbortController());
+    const update = (change) => setTurns((old) => {
+      if (abort.current !== line) return old; // a new chat has begun meanwhile
+      return [...old.slice(0, -1), { ...old.at(-1), ...change(old.at(-1)) }];
+    });
     try {
       const body = { model, messages, stream: true, stream_options: { include_usage: true } };
       const response = await ask("v1/chat/completions", { method: "POST", body, signal: line.signal });
@@ -72,7 +74,7 @@ export function Chat({ store, model }) {
       update(() => ({ writing: false }));
     } catch (error) {
       const stopped = line.signal.aborted;
-      update(() => ({ writing: false, stopped: true }));
+      update(() => ({ writing: false, stopped, failed: !stopped }));
       if (!stopped) setFault(error.message || "The connection was lost.");
     }
   };
@@ -82,6 +84,7 @@ export function Chat({ store, model }) {
   };
   const anew = () => {
     abort.current?.abort();
+    abort.current = null;
     setTurns([]);
     setFault("");
   };
@@ -124,12 +127,14 @@ function take(chunk, update) {
 
 function Turn({ turn, call, now }) {
   if (turn.role === "user") return html`<div class="turn user"><p>${turn.text}</p></div>`;
-  const whole = turn.complete || turn.stopped || turn.writing;
+  const whole = turn.complete || turn.stopped || turn.failed || turn.writing;
+  const forgotten = turn.text ? "" : ", and the question is left out of what follows";
   return html`<div class="turn assistant">
     ${turn.thought && html`<details class="thought"><summary>Thinking</summary><p>${turn.thought}</p></details>`}
     <p>${turn.text}${turn.writing && html`<span class="caret" aria-hidden="true"></span>`}</p>
     ${!turn.text && !turn.thought && turn.complete && html`<p class="hint">(The reply is empty.)</p>`}
-    ${turn.stopped && html`<p class="hint">Stopped here.</p>`}
+    ${turn.stopped && html`<p class="hint">Stopped here${forgotten}.</p>`}
+    ${turn.failed && html`<p class="hint">${turn.text ? "The reply broke off here" : "No reply"}${forgotten}.</p>`}
     ${!whole && html`<p class="hint">The page was loaded again while this was being written.</p>`}
     <${Reuse} turn=${turn} call=${call} now=${now} />
   </div>`;
@@ -154,8 +159,10 @@ function Reuse({ turn, call, now }) {
   </div>`;
 }
 
+/** What the model is told: a question that brought no text, as one that was refused, is left out. */
 function history(turns) {
-  return turns.filter((t) => t.text).map((t) => ({ role: t.role, content: t.text }));
+  const kept = turns.filter((turn, i) => (turn.role === "user" ? turns[i + 1]?.text : turn.text));
+  return kept.map((turn) => ({ role: turn.role, content: turn.text }));
 }
 
 function recall() {

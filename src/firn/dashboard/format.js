@@ -33,7 +33,7 @@ export function seconds(s) {
   if (s < 0.0005) return "0 ms";
   if (s < 0.9995) return `${s < 0.01 ? trim(s * 1000, 1) : Math.round(s * 1000)} ms`;
   if (s < 99.5) return `${s < 10 ? trim(s, 2) : trim(s, 1)} s`;
-  if (s < 5940) return `${Math.round(s / 60)} min`;
+  if (s < 5940) return `${s < 594 ? trim(s / 60, 1) : Math.round(s / 60)} min`;
   if (s < 172800) return `${trim(s / 3600, 1)} h`;
   return `${trim(s / 86400, 1)} days`;
 }

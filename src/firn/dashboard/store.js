@@ -121,7 +121,7 @@ export class Store {
     this.version ||= version;
     // Open calls belonged to a connection that is gone: those that go on are sent again.
     for (const [id, call] of this.calls) {
-      if (call.ended_s == null) this.calls.delete(id);
+      if (call.ended_s == null) this._forget(id);
     }
   }
 
@@ -133,9 +133,13 @@ export class Store {
     if (!before) this.lanes.set(call.id, this._lane(call));
     for (const id of this.calls.keys()) {
       if (this.calls.size <= MAX_CALLS) break;
-      this.calls.delete(id);
-      this.lanes.delete(id);
+      this._forget(id);
     }
+  }
+
+  _forget(id) {
+    this.calls.delete(id);
+    this.lanes.delete(id);
   }
 
   /** The first row that is free for as long as this call goes on; the call keeps it. */

@@ -19,12 +19,13 @@ export function Tiers({ state }) {
 function Tier({ name, cache }) {
   const tier = cache[name];
   const folder = tier.folder;
-  const used = folder ? folder.bytes : tier.used_bytes;
+  const used = folder ? folder.bytes : counted(tier);
   const limit = folder ? folder.limit_bytes : tier.limit_bytes;
   const from = cache.tokens.by_tier[name] ?? 0;
   const css = tierClass(name);
   const parts = folder ? [[css, "this model", tier.used_bytes], ["others", "others that share it", Math.max(used - tier.used_bytes, 0)]] : [[css, "used", used]];
   const facts = [["records", count(tier.records)], ["hit rate", `${percent(cache.tokens.prompt ? from / cache.tokens.prompt : null)} of prompt tokens`]];
+  if (tier.live?.bytes) facts.push(["in running requests", bytes(tier.live.bytes)]);
   if (tier.pinned_bytes) facts.push(["pinned", bytes(tier.pinned_bytes)]);
   if (tier.leaving_bytes) facts.push(["being written below", bytes(tier.leaving_bytes)]);
   if (folder) {
@@ -41,6 +42,11 @@ function Tier({ name, cache }) {
       ${folder.day_limit_bytes ? ` of ${bytes(folder.day_limit_bytes)} that may be written` : ", no limit is set"}</p>
       ${folder.day_limit_bytes > 0 && html`<${Stack} label="written in 24 hours" whole=${folder.day_limit_bytes} parts=${[["wearing", "written", folder.day_bytes]]} format=${bytes} />`}`}
   </div>`;
+}
+
+/** What counts against memory's limit: records that lie in live rows are in their requests' memory. */
+function counted(tier) {
+  return Math.max(tier.used_bytes - (tier.live?.bytes ?? 0), 0);
 }
 
 function outcomes(cache) {
@@ -64,7 +70,7 @@ export function memoryParts(state) {
   const room = state.cache?.admission;
   if (state.weights_bytes == null || !room) return null;
   const memory = state.cache.memory;
-  const used = (memory?.used_bytes ?? 0) - (memory?.live?.bytes ?? 0); // what lies in live rows is theirs
+  const used = memory ? counted(memory) : 0;
   const parked = memory?.parked?.bytes ?? 0;
   return [
     ["weights", "weights", state.weights_bytes],

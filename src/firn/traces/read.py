@@ -18,9 +18,10 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from io import BytesIO
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from firn.traces.trace import TraceEntry, TraceError
 
@@ -43,13 +44,20 @@ class TraceSource:
 
 
 def read(path: Path, *, model: str | None = None) -> TraceSource:
-    """model: only its requests, of a trace with several. Raises TraceError, OSError."""
-    with path.open("rb") as file:
-        begin = file.read(1)
-        whole = _list(begin + file.read()) if begin == b"[" else None
-    if whole is not None:
-        return TraceSource(SESSION_BLOCK, _of_sessions(whole, str(path)))
-    lines = _objects(path)
+    """model: only its requests, of a trace with several. Raises TraceError, OSError.
+
+    The file is opened once: it may be a pipe.
+    """
+    file = path.open("rb")
+    text: IO[bytes] = file
+    if file.peek(1)[:1] == b"[":
+        with file:
+            raw = file.read()
+        whole = _list(raw)
+        if whole is not None:
+            return TraceSource(SESSION_BLOCK, _of_sessions(whole, str(path)))
+        text = BytesIO(raw)
+    lines = _objects(text, path)
     first = next(lines, None)
     if first is None:
         raise TraceError(f"There is no request in {path}.")
@@ -61,8 +69,13 @@ def read(path: Path, *, model: str | None = None) -> TraceSource:
         raise TraceError(
             f"{path}, line {number} has neither hash_ids (a trace) nor messages (a session)."
         )
+    requests = _of_model(chain([first], lines), path, model)
+    first = next(requests, None)
+    if first is None:
+        raise TraceError(f"There is no request of {model} in {path}.")
+    number, line = first
     block = _block(line, path, number)
-    return TraceSource(block, _of_lines(chain([first], lines), path, block, model))
+    return TraceSource(block, _of_lines(chain([first], requests), path, block))
 
 
 def _list(raw: bytes) -> list[Any] | None:
@@ -75,9 +88,10 @@ def _list(raw: bytes) -> list[Any] | None:
     return [items] if is_session else list(items)
 
 
-def _objects(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+def _objects(text: IO[bytes], path: Path) -> Iterator[tuple[int, Any]]:
+    """Of each line; closes the text at its end."""
+    with text:
+        for number, line in enumerate(text, 1):
             if not line.strip():
                 continue
             try:
@@ -98,16 +112,25 @@ def _block(line: Mapping[str, Any], path: Path, number: int) -> int:
     return block
 
 
+def _of_model(
+    lines: Iterable[tuple[int, Any]], path: Path, model: str | None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in lines:
+        if not isinstance(line, dict):
+            raise TraceError(f"{path}, line {number} is no request: it is not an object.")
+        if model is None or line.get("model") == model:
+            yield number, line
+
+
 def _of_lines(
-    lines: Iterable[tuple[int, Any]], path: Path, block: int, model: str | None
+    lines: Iterable[tuple[int, dict[str, Any]]], path: Path, block: int
 ) -> Iterator[TraceEntry]:
     for number, line in lines:
-        if model is not None and line.get("model") != model:
-            continue
         if _block(line, path, number) != block:
             raise TraceError(
                 f"{path}, line {number}: blocks of {line.get('block_tokens')} tokens after blocks of "
-                f"{block}; choose one model with --model."
+                f"{block}; all must be of one size (of several models choose one: --model, or "
+                "--trace-model of `firn bench replay`)."
             )
         try:
             yield _entry(line, block)
