@@ -19,26 +19,37 @@ CALLS = [
 ]
 
 
-def pair() -> tuple[socket.socket, RankLink]:
+class Slow(socket.socket):
+    """Gives a few bytes at a time, however many have come."""
+
+    n_most = 1 << 30
+
+    def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
+        return super().recv(min(bufsize, self.n_most), flags)
+
+
+def pair(*, n_most: int = 1 << 30) -> tuple[socket.socket, RankLink]:
+    """n_most: bytes that the second gets at a time."""
     server = socket.create_server(("127.0.0.1", 0))
     near = socket.create_connection(server.getsockname())
-    far, _ = server.accept()
+    accepted, _ = server.accept()
     server.close()
+    far = Slow(fileno=accepted.detach())
+    far.n_most = n_most
     return near, RankLink(far)
 
 
 @pytest.mark.parametrize("step", [1, 7, 4096, 1 << 20])
 def test_calls_arrive_whole_however_they_are_cut(step: int) -> None:
-    near, link = pair()
+    near, link = pair(n_most=step)
     calls = CALLS if step > 100 else [CALLS[0], CALLS[2]]
     data = b"".join(map(encode, calls))
 
     def send() -> None:
-        for at in range(0, len(data), step):
-            near.sendall(data[at : at + step])
+        near.sendall(data)
         near.close()
 
-    threading.Thread(target=send).start()
+    threading.Thread(target=send, daemon=True).start()
     assert [link.receive() for _ in calls] == calls
     with pytest.raises(LinkClosed):
         link.receive()
