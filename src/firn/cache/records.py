@@ -241,7 +241,8 @@ class Records:
 
     def unlease(self, node: Node) -> None:
         self.tree.unlease(node)
-        self.memory.let_go()
+        if not node.n_leases:  # else nor is any node above it free
+            self.memory.let_go()
 
     def pin(self, node: Node) -> None:
         """Keep the node and all above it; what was about to leave memory stays if there is room."""
