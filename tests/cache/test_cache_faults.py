@@ -186,9 +186,10 @@ def test_a_codec_that_always_fails_costs_the_reuse_and_nothing_else(
     with LabEngine(broken, cache=cache) as lab:
         for outcome in script(lab):
             outcome.check()
-            if where == "cut":
-                assert outcome.n_cached == 0
+            assert outcome.n_cached == 0
         assert cache.stats.faults
+        assert not cache.stats.hits, "what could not be filled was no hit"
+        assert cache.stats.n_tokens_cached == sum(cache.stats.tokens_by_tier.values()) == 0
         lab.check()
         if where == "cut":
             assert records_of(cache) == []

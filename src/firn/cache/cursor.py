@@ -144,6 +144,9 @@ class CacheCursor:
     is_slower: bool = False
     """Some of what is stored is not loaded, because computing it is faster."""
     # --- outcome: written by the prefix cache; Loader gives `admission` the reason of a failed load
+    unfilled: Admitted | None = None
+    """What it has got if the row that it resumes in cannot be filled; None once that row is made.
+    Written by Restorer."""
     hit_kind: str = ""
     """whole, growing or branching (see Stats.hits); '' before the lookup."""
     admission: Admitted = Admitted(0)

@@ -9,6 +9,7 @@ Owner: the engine thread, through the prefix cache.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from firn.cache.arrays.payload import Payload, Views
 from firn.cache.cursor import CacheCursor, WindowPiece
@@ -17,7 +18,7 @@ from firn.cache.memory.parking import Parking
 from firn.cache.memory.rows import RowPages
 from firn.cache.parts import Part
 from firn.cache.planning.match import MEMORY, NOTHING, Match, Segment, resume_points
-from firn.cache.planning.reasons import NOT_YET, SLOWER, SWITCHED_OFF, why_not_more
+from firn.cache.planning.reasons import FAULT, NOT_YET, SLOWER, SWITCHED_OFF, why_not_more
 from firn.cache.records import Records
 from firn.cache.tree import Node, Record
 from firn.core.events import Admitted
@@ -93,6 +94,7 @@ class Restorer:
             cursor.pieces = [WindowPiece(cursor.node.end, match.n_tokens, saved)]
             cursor.n_saved = match.n_tokens
         cursor.due = {p: m for p, m in cursor.due.items() if p > match.n_tokens}
+        cursor.unfilled = replace(cursor.admission, reason=FAULT)
         return Restored(
             match.n_tokens,
             lambda layers: self._fill(layers, match, payloads, taken or pages),
@@ -132,6 +134,7 @@ class Restorer:
     def _filled(
         self, row: LiveRow, cursor: CacheCursor, match: Match, taken: RowPages | None
     ) -> None:
+        cursor.unfilled = None
         try:
             if taken is not None:
                 self._parking.was_taken(cursor, taken, row)
