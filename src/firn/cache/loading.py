@@ -21,7 +21,7 @@ from firn.cache.planning.reasons import EVICTED, NOT_YET, SLOWER
 from firn.cache.records import Records
 from firn.cache.storage.client import TierClient
 from firn.cache.storage.events import RecordRead, StoreAnswered
-from firn.cache.storage.faults import Damaged, Missing, TierError
+from firn.cache.storage.faults import Damaged, Missing, TierError, Unusable
 from firn.cache.storage.store_search import StoreQuestion
 from firn.cache.tree import Node, Record
 
@@ -252,4 +252,5 @@ def _wants(loading: Loading, record: Record) -> Callable[[], bool]:
 def _reason(error: TierError) -> str:
     if isinstance(error, Damaged):
         return "damaged"
-    return EVICTED if isinstance(error, Missing) else "read failed"
+    is_gone = isinstance(error, Missing) and not isinstance(error, Unusable)
+    return EVICTED if is_gone else "read failed"

@@ -27,7 +27,15 @@ from firn.cache.storage.container import (
     read_header,
     unpack,
 )
-from firn.cache.storage.faults import Damaged, Foreign, Locked, Missing, TierFault, Unwanted
+from firn.cache.storage.faults import (
+    Damaged,
+    Foreign,
+    Locked,
+    Missing,
+    TierFault,
+    Unusable,
+    Unwanted,
+)
 from firn.cache.storage.seal import Seal
 from firn.cache.storage.tally import Tally
 from firn.cache.storage.threads import Done, IoThreads
@@ -263,7 +271,7 @@ class TierIo:
                 raise Damaged("another record's bytes", "tokens differ")
         except Foreign as e:
             self._foreign.add(name)
-            raise Missing(e.reason) from e
+            raise Unusable(e.reason) from e
         except Damaged as e:
             self._set_aside(name, e)
             raise
