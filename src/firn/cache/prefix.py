@@ -239,8 +239,8 @@ class PrefixTree:
         match = self._restorer.match(cursor)
         if not self._restorer.pays(match, n_tokens):
             return None
-        cursor.hit_kind = _hit_kind(match, len(cursor.prompt))
         restored = self._restorer.resume(cursor, match)
+        cursor.hit_kind = _hit_kind(match, len(cursor.prompt))
         self._loader.computed(cursor, match.n_tokens)
         self._loader.unlease(cursor)
         cursor.admission = self._restorer.jumped(cursor, match, n_tokens)
