@@ -20,9 +20,7 @@ ASKED = [*SYSTEM, 7]
 
 def pin(lab: LabEngine, ids: list[int]) -> dict[str, Any]:
     cap = 1 << 30
-    return lab.between_steps(
-        lambda: admin.pin(lab.tree, prompt_of(ids), EVERYONE, cap_nbytes=cap)
-    )
+    return lab.between_steps(lambda: admin.pin(lab.tree, prompt_of(ids), EVERYONE, cap_nbytes=cap))
 
 
 def unpin(lab: LabEngine, ids: list[int]) -> dict[str, Any]:
