@@ -300,3 +300,11 @@ def test_two_prompts_at_once_count_what_one_took_over_from_the_other() -> None:
         assert lab.runner.n_prefilled == 320 - tokens["advanced"]
         assert tokens["cached"] == tokens["advanced"]
         lab.check()
+
+
+def test_every_miss_has_a_reason() -> None:
+    """Nothing of a prompt of one token can be reused, so that nothing is missing is no reason."""
+    with LabEngine(DENSE, cache=tree(DENSE, block=BLOCK)) as lab:
+        for _ in range(2):
+            lab.submit([5], 1).wait().check()
+        assert dict(lab.tree.stats.misses) == {"one token": 2}

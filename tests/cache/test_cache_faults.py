@@ -20,7 +20,7 @@ from firn.cache import commit
 from firn.cache.admin import control as admin
 from firn.cache.arrays import payload
 from firn.cache.parts import Part
-from firn.cache.prefix import PrefixTree
+from firn.cache.prefix import AnyCursor, PrefixTree
 from firn.core.values import CacheControl, Namespace, Sampling
 from tests.cache.lab import (
     ALL_KINDS,
@@ -29,6 +29,7 @@ from tests.cache.lab import (
     WINDOW_AND_STATE,
     LabEngine,
     LabLayer,
+    LabRow,
     Shape,
     check_tree,
     n_leases,
@@ -186,9 +187,10 @@ def test_a_codec_that_always_fails_costs_the_reuse_and_nothing_else(
     with LabEngine(broken, cache=cache) as lab:
         for outcome in script(lab):
             outcome.check()
-            if where == "cut":
-                assert outcome.n_cached == 0
+            assert outcome.n_cached == 0
         assert cache.stats.faults
+        assert not cache.stats.hits, "what could not be filled was no hit"
+        assert cache.stats.n_tokens_cached == sum(cache.stats.tokens_by_tier.values()) == 0
         lab.check()
         if where == "cut":
             assert records_of(cache) == []
@@ -221,6 +223,42 @@ def test_records_that_could_not_be_computed_are_not_kept(
         lab.submit(ids, 8).wait().check()
         assert lab.submit(ids, 8).wait().n_cached == 44
         lab.check()
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("where", ["extend_life", "reused", "used"])
+def test_a_jump_that_fails_leaves_the_request_where_it_was(
+    shape: Shape, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it commits from then on lies where it is, not where it would have jumped to."""
+    cache, ids = tree(shape, block=8), prompt_of(1, 65)
+    prompt = replace(lab_prompt(ids), boundaries=(20, 44))
+
+    def opened() -> tuple[AnyCursor, LabRow]:
+        cursor = cache.open(prompt, Namespace(""), CacheControl())
+        assert cache.restore(cursor) is None
+        return cursor, LabRow(LabLayer([[]], shape))
+
+    def read(cursor: AnyCursor, row: LabRow, end: int) -> None:
+        for stop in sorted({*range(8, end + 1, 8), *(p for p in cache.stops(cursor) if p < end)}):
+            row.consume(ids[row.n_tokens : stop])
+            cache.commit(cursor, row)
+
+    def fail(*args: object) -> None:
+        raise Injected(where)
+
+    (late, late_row), (first, first_row) = opened(), opened()
+    read(first, first_row, 64)
+    with monkeypatch.context() as broken:
+        broken.setattr(cache.records, where, fail)
+        assert cache.advance(late, 0) is None
+    assert cache.stats.faults == {"advance": 1}
+    read(late, late_row, 24)
+    check_tree(cache)
+    for cursor, row in ((late, late_row), (first, first_row)):
+        cache.close_cursor(cursor, row)
+    check_tree(cache)
+    assert n_leases(cache) == 0
 
 
 # --- evicted between lookup and use --------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from firn.cache import records
 from firn.cache.admin import control as admin
 from firn.cache.parts import Part
 from firn.cache.planning.estimates import Estimates
@@ -401,6 +402,32 @@ def test_what_is_cleared_does_not_come_back_after_a_restart(tmp_path: Path) -> N
     with server(tmp_path) as lab:
         assert admission(ask(lab, ids, control=CacheControl(write=False))).n_cached == 0
     assert list(tmp_path.glob("??/*.safetensors")) == []
+
+
+@pytest.mark.parametrize("n_clears", [1, 2])
+def test_what_is_computed_again_while_it_is_cleared_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_clears: int
+) -> None:
+    """A large cache is cleared little by little. Nothing but the newest is left in the end."""
+    monkeypatch.setattr(records, "N_CLEARED", 1)
+    ids = words(1, 100)
+    with server(tmp_path) as lab:
+        for i in (1, 2, 1):
+            ask(lab, words(i, 100))
+        settle(lab)
+        for _ in range(n_clears):
+            ask(lab, ids)
+            lab.between_steps(lambda: admin.clear(lab.tree))
+        ask(lab, ids, 1)
+        while not lab.between_steps(lambda: lab.tree.settled):
+            settle(lab)
+    with server(tmp_path) as lab:
+        assert admission(ask(lab, ids, control=CacheControl(write=False))).n_cached == 99
+        other = admission(ask(lab, words(2, 100), control=CacheControl(write=False)))
+        assert other.n_cached == 0
+        lab.between_steps(lambda: admin.clear(lab.tree))
+        settle(lab)
+    assert _files(tmp_path) == []
 
 
 def test_many_prompts_under_one_root_are_found_by_what_matches() -> None:

@@ -204,6 +204,7 @@ class Server:
         if restored is not None:
             restored.fill([row.layer])
             row.n_tokens = restored.n_tokens
+            restored.filled(row)
         return row
 
     def _compute(self, cursor: Any, row: LabRow, ids: list[int]) -> None:
@@ -251,6 +252,23 @@ def test_a_question_that_hangs(token_s: float, deadline_s: float) -> None:
     first, *later = (server.late_s(ids) for ids in PROMPTS)
     assert first <= ASK_PATIENCE_S, "how fast the model is, nobody knows yet"
     assert max(later) <= min(ASK_PATIENCE_S, N_TOKENS * token_s / 2) + LOAD_TICK_S
+
+
+@pytest.mark.parametrize(
+    ("takes", "token_s", "why"),
+    [
+        (Takes(read=HANGS, deadline=HANGS), 5e-3, "not yet loaded"),
+        (Takes(find=0.3, read=4.0), 5e-3, "not yet loaded"),
+        (Takes(read=HANGS, deadline=0.05), 5e-3, "read failed"),
+        (Takes(find=HANGS), 5e-3, "cold"),
+    ],
+    ids=["reads hang", "slow", "reads fail", "nothing is known"],
+)
+def test_a_store_that_answers_late_is_the_reason(takes: Takes, token_s: float, why: str) -> None:
+    """The prompt was begun as one that nobody has; by the end more is known."""
+    server = Server(Time(), DENSE, dict(STORED["dense"]), takes, token_s=token_s)
+    server.late_s(PROMPTS[0])
+    assert dict(server.tree.stats.misses) == {why: 1}
 
 
 @pytest.mark.parametrize("deadline_s", [0.5, DEADLINE_S, HANGS])

@@ -143,7 +143,10 @@ class CacheCursor:
     """Why the last load failed, if it did."""
     is_slower: bool = False
     """Some of what is stored is not loaded, because computing it is faster."""
-    # --- outcome: written by the prefix cache; Loader gives `admission` the reason of a failed load
+    # --- outcome: written by the prefix cache; Loader corrects the reason in `admission`
+    unfilled: Admitted | None = None
+    """What it has got if the row that it resumes in cannot be filled; None once that row is made.
+    Written by Restorer."""
     hit_kind: str = ""
     """whole, growing or branching (see Stats.hits); '' before the lookup."""
     admission: Admitted = Admitted(0)

@@ -17,11 +17,11 @@ from firn.cache.parts import Needs
 from firn.cache.planning import checkpoints
 from firn.cache.planning.match import Match, Walk, has_parts, is_obtainable, resume_points
 from firn.cache.planning.plan import GRACE_S, UNKNOWN_PATIENCE_S, ResumePlan, make_plan
-from firn.cache.planning.reasons import EVICTED, NOT_YET
+from firn.cache.planning.reasons import EVICTED, NOT_YET, SLOWER
 from firn.cache.records import Records
 from firn.cache.storage.client import TierClient
 from firn.cache.storage.events import RecordRead, StoreAnswered
-from firn.cache.storage.faults import Damaged, Missing, TierError
+from firn.cache.storage.faults import Damaged, Missing, TierError, Unusable
 from firn.cache.storage.store_search import StoreQuestion
 from firn.cache.tree import Node, Record
 
@@ -194,6 +194,13 @@ class Loader:
         if event.entries:
             self.end(cursor)
             self.begin(cursor, start=cursor.node.end)
+            self._correct_reason(cursor)
+
+    def _correct_reason(self, cursor: CacheCursor) -> None:
+        """What it was told before the store had answered is not true any more: more is stored."""
+        if cursor.admission.reason and (cursor.loading is not None or cursor.is_slower):
+            why = NOT_YET if cursor.loading is not None else SLOWER
+            cursor.admission = replace(cursor.admission, reason=why)
 
     def _question(self, cursor: CacheCursor) -> tuple[StoreQuestion, int]:
         """What to ask, and where the prompt could resume without an answer."""
@@ -245,4 +252,5 @@ def _wants(loading: Loading, record: Record) -> Callable[[], bool]:
 def _reason(error: TierError) -> str:
     if isinstance(error, Damaged):
         return "damaged"
-    return EVICTED if isinstance(error, Missing) else "read failed"
+    is_gone = isinstance(error, Missing) and not isinstance(error, Unusable)
+    return EVICTED if is_gone else "read failed"

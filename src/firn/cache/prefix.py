@@ -25,6 +25,7 @@ from firn.cache.memory.parking import Parking
 from firn.cache.off import BlankCursor
 from firn.cache.planning import checkpoints, estimates_file
 from firn.cache.planning.match import Match
+from firn.cache.planning.reasons import FAULT
 from firn.cache.records import Records
 from firn.cache.restore import NEIGHBOUR, Restorer
 from firn.cache.stats import Stats
@@ -195,7 +196,7 @@ class PrefixTree:
             self.records.failed("restore", e)
             self._stop_racing(cursor)
             cursor.writes = False
-            cursor.hit_kind, cursor.admission = "branching", Admitted(0, reason="fault")
+            cursor.hit_kind, cursor.admission = "branching", Admitted(0, reason=FAULT)
             return None
 
     def _restore(self, cursor: CacheCursor) -> Restored | None:
@@ -238,8 +239,8 @@ class PrefixTree:
         match = self._restorer.match(cursor)
         if not self._restorer.pays(match, n_tokens):
             return None
-        cursor.hit_kind = _hit_kind(match, len(cursor.prompt))
         restored = self._restorer.resume(cursor, match)
+        cursor.hit_kind = _hit_kind(match, len(cursor.prompt))
         self._loader.computed(cursor, match.n_tokens)
         self._loader.unlease(cursor)
         cursor.admission = self._restorer.jumped(cursor, match, n_tokens)
@@ -332,7 +333,7 @@ class PrefixTree:
         if cursor.counted or not cursor.hit_kind:
             return
         cursor.counted = True
-        admission = cursor.admission
+        admission = cursor.unfilled or cursor.admission
         saved = self.records.estimates.prefill_s(0, admission.n_cached)
         for stats in (self.stats, self._stats_by_root.setdefault(cursor.root.key, Stats())):
             stats.looked_up(

@@ -21,7 +21,7 @@ from firn.cache.memory.rows import LiveRows, RowPages
 from firn.cache.parts import Needs, Part
 from firn.cache.planning.estimates import Estimates
 from firn.cache.stats import Stats
-from firn.cache.storage.catalogue import CacheIdentity, RecordCatalogue, name_of
+from firn.cache.storage.catalogue import CacheIdentity, RecordCatalogue
 from firn.cache.storage.client import TierClient, takes_all
 from firn.cache.storage.container import Name
 from firn.cache.storage.events import (
@@ -241,7 +241,8 @@ class Records:
 
     def unlease(self, node: Node) -> None:
         self.tree.unlease(node)
-        self.memory.let_go()
+        if not node.n_leases:  # else nor is any node above it free
+            self.memory.let_go()
 
     def pin(self, node: Node) -> None:
         """Keep the node and all above it; what was about to leave memory stays if there is room."""
@@ -362,7 +363,7 @@ class Records:
             case WriteFailed(record, error):
                 if self.tree.is_current(record):
                     self.stats.dropped[error.reason] += 1
-                self._write_ended(record)
+                self._write_ended(tier, record)
             case ScanBatch(changes):
                 self.index.learn(tier, changes)
             case StoreAnswered(_, entries):
@@ -371,15 +372,15 @@ class Records:
                 self.index.drop_most_strays()
 
     def _was_written(self, tier: TierClient, record: Record, evicted: Sequence[Name]) -> None:
-        if not self.tree.is_current(record):
-            self.tree.set_gone(record, tier.number)
-            tier.delete([name_of(record)])  # it was superseded while it was being written
-        self._write_ended(record)
+        self._write_ended(tier, record)
         for name in evicted:
             self.index.gone(tier, name)
 
-    def _write_ended(self, record: Record) -> None:
-        """What waited for this write may leave memory."""
+    def _write_ended(self, tier: TierClient, record: Record) -> None:
+        """What waited for this write may leave memory. What is outdated by now leaves the tier."""
+        if not self.tree.is_current(record):
+            self.tree.set_gone(record, tier.number)
+            self.tiers.delete_from(tier, [record])
         if record.leaving and not record.writing:
             self.tree.release(record)
         self.index.lose_evicted(record)

@@ -9,6 +9,7 @@ Owner: the engine thread, through the prefix cache.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from firn.cache.arrays.payload import Payload, Views
 from firn.cache.cursor import CacheCursor, WindowPiece
@@ -17,7 +18,7 @@ from firn.cache.memory.parking import Parking
 from firn.cache.memory.rows import RowPages
 from firn.cache.parts import Part
 from firn.cache.planning.match import MEMORY, NOTHING, Match, Segment, resume_points
-from firn.cache.planning.reasons import NOT_YET, SLOWER, SWITCHED_OFF, why_not_more
+from firn.cache.planning.reasons import FAULT, NOT_YET, SLOWER, SWITCHED_OFF, why_not_more
 from firn.cache.records import Records
 from firn.cache.tree import Node, Record
 from firn.core.events import Admitted
@@ -71,34 +72,41 @@ class Restorer:
     # --- resuming --------------------------------------------------------------------------
 
     def resume(self, cursor: CacheCursor, match: Match) -> Restored:
-        """Move the cursor to the match. The layers are filled when the row is made."""
+        """Move the cursor to the match. The layers are filled when the row is made.
+
+        The cursor moves last: if something fails, the request goes on where it was.
+        """
         end = match.segments[-1].node
-        self._records.used(end)
-        self._records.reused(end)
-        whole = [s.node for s in match.segments if s.n_tokens == self._records.identity.block]
-        if whole and whole[-1].end > cursor.node.end:
-            self._records.tree.move_lease(cursor.node, whole[-1])
-            cursor.node = whole[-1]
-        if cursor.writes:
-            self._records.extend_life(end, cursor.control.ttl_s)
-        cursor.n_saved = cursor.node.end
         taken = self._parking.row_for(match) if self._needs.pages else None
         read = [r for r in match.records if taken is None or r.part is not Part.PAGES]
         payloads: Payloads = {
             (r.node, r.part): _payload(cursor, r) for r in read if r.part is not Part.PAGES
         }
         pages = _pages(cursor, match) if self._needs.pages and taken is None else []
-        if self._saves_pieces and match.n_tokens > cursor.node.end:
-            saved = _sliced(match.segments[-1], Part.WINDOW, payloads)
-            cursor.pieces = [WindowPiece(cursor.node.end, match.n_tokens, saved)]
-            cursor.n_saved = match.n_tokens
-        cursor.due = {p: m for p, m in cursor.due.items() if p > match.n_tokens}
+        self._records.used(end)
+        self._records.reused(end)
+        if cursor.writes:
+            self._records.extend_life(end, cursor.control.ttl_s)
+        self._move(cursor, match, payloads)
         return Restored(
             match.n_tokens,
             lambda layers: self._fill(layers, match, payloads, taken or pages),
             nbytes=sum(r.nbytes for r in read),
             filled=lambda row: self._filled(row, cursor, match, taken),
         )
+
+    def _move(self, cursor: CacheCursor, match: Match, payloads: Payloads) -> None:
+        whole = [s.node for s in match.segments if s.n_tokens == self._records.identity.block]
+        if whole and whole[-1].end > cursor.node.end:
+            self._records.tree.move_lease(cursor.node, whole[-1])
+            cursor.node = whole[-1]
+        cursor.n_saved = cursor.node.end
+        if self._saves_pieces and match.n_tokens > cursor.node.end:
+            saved = _sliced(match.segments[-1], Part.WINDOW, payloads)
+            cursor.pieces = [WindowPiece(cursor.node.end, match.n_tokens, saved)]
+            cursor.n_saved = match.n_tokens
+        cursor.due = {p: m for p, m in cursor.due.items() if p > match.n_tokens}
+        cursor.unfilled = replace(cursor.admission, reason=FAULT)
 
     def _fill(
         self, layers: list[LayerCache], match: Match, payloads: Payloads, pages: Pieces | RowPages
@@ -132,6 +140,7 @@ class Restorer:
     def _filled(
         self, row: LiveRow, cursor: CacheCursor, match: Match, taken: RowPages | None
     ) -> None:
+        cursor.unfilled = None
         try:
             if taken is not None:
                 self._parking.was_taken(cursor, taken, row)

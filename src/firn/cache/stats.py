@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+ONE_TOKEN = "one token"
+"""Why a prompt reused nothing if nothing was to be gained: its only token makes the logits."""
+
 
 @dataclass(eq=False)
 class Stats:
@@ -51,7 +54,7 @@ class Stats:
             if reason:
                 self.shortfalls[_group(reason)] += 1
         else:
-            self.misses[_group(reason)] += 1
+            self.misses[_group(reason) or ONE_TOKEN] += 1
 
     def view(self) -> dict[str, Any]:
         """A copy, as plain values."""

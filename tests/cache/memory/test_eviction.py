@@ -141,6 +141,35 @@ def test_leased_pages_stay_and_so_does_all_above_them(shape: Shape) -> None:
     check_tree(cache)
 
 
+def test_a_block_that_comes_does_not_ask_for_every_leased_one_again() -> None:
+    """One row is long and idle; another grows, in a memory that is full."""
+    cache = memory(DENSE, 200 * 100)
+    long = list(range(1, 101))
+    for n in range(1, 101):
+        put(cache, long[:n])
+    leaf = node_of(cache, long)
+    cache.records.tree.lease(leaf)
+    for i in range(1000, 1100):
+        put(cache, [i])
+    n_asked, may_evict = 0, cache.records.tree.may_evict
+
+    def counted(record: Record) -> bool:
+        nonlocal n_asked
+        n_asked += 1
+        return may_evict(record)
+
+    cache.records.tree.may_evict = counted  # type: ignore[method-assign]
+    growing = list(range(200, 220))
+    for n in range(1, 21):
+        cache.records.tree.lease(node_of(cache, growing[:n]))  # as a request's cursor does
+        assert put(cache, growing[:n])
+    assert n_asked < 100 + 2 * 20, "once for each that is leased, then for those that go"
+    cache.records.unlease(leaf)
+    assert cache.records.memory.shrink_to(20 * 100)
+    assert kept(cache) == set(growing)
+    check_tree(cache)
+
+
 def test_pinned_records_of_every_part_stay() -> None:
     cache = memory(HYBRID, 1000)
     put(cache, [1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from firn.cache.storage.container import Loaded, Name
 from firn.cache.storage.faults import Missing, TierError
 from firn.cache.storage.io import BATCH, ReadOrder, TierEntry, TierIo, WriteOrder
 from firn.cache.storage.threads import MAX_DEFER_S, IoClosed, IoThreads
-from firn.cache.tiers import Gone, TierOptions, WriteResult
+from firn.cache.tiers import Buffer, Gone, TierOptions, WriteResult
 from tests.cache.tiers.records import Direct, Folder, chain, of_size
 from tests.dict_tier import DictTier
 from tests.faulty_tier import Fault, FaultyTier
@@ -269,6 +269,40 @@ def test_two_tiers_share_the_threads() -> None:
     assert isinstance(log.wait(2)[-1], Missing)
     first.close()
     second.close()
+
+
+class SlowToDelete(DictTier):
+    """A delete lets a write overtake it, if one may."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.is_deleting, self.is_written = threading.Event(), threading.Event()
+
+    def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> WriteResult[str]:
+        result = super().write(name, pieces, used_at=used_at)
+        self.is_written.set()
+        return result
+
+    def delete(self, name: str, *, keep: bool = False) -> None:
+        self.is_deleting.set()
+        self.is_written.wait(0.1)
+        super().delete(name, keep=keep)
+
+
+@pytest.mark.parametrize("again", [0, 1, 2])
+def test_what_is_written_again_while_others_are_deleted_stays(again: int) -> None:
+    """It waits to be deleted, or is being deleted, when it is computed anew."""
+    tier, records, log = SlowToDelete(), chain(3), Log()
+    for one in records:
+        Direct(tier).write(one)
+    tier.is_written.clear()
+    io, one = TierIo(tier, IoThreads(2)), records[again]
+    io.delete([r.name for r in records])
+    assert tier.is_deleting.wait(WAIT_S)
+    assert io.try_write(WriteOrder(one.header, partial(list, one.buffers), 1.0), log)
+    assert isinstance(log.wait(1)[0], WriteResult)
+    io.close()
+    assert list(tier._records) == [str(one.name)]
 
 
 def test_a_scan_comes_in_batches_and_tells_what_changed() -> None:

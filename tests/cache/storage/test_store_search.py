@@ -13,6 +13,7 @@ import pytest
 
 from firn.cache.parts import Needs, Part
 from firn.cache.storage.container import Name
+from firn.cache.storage.seal import Seal
 from firn.cache.storage.spill_policy import spill_policy
 from firn.cache.storage.store_io import StoreIo
 from firn.cache.storage.store_search import N_ROUND, StoreQuestion, search
@@ -123,13 +124,14 @@ def server(
     *,
     spill: str = "all",
     clock: Callable[[], float] = lambda: 0.0,
+    seal: Seal | None = None,
     **options: Any,
 ) -> Iterator[LabEngine]:
     """clock: a time that stands still lets everybody wait for what is on its way."""
     cache = tree(shape, block=BLOCK, clock=clock, **options)
     cache.records.estimates = Eager()
     with LabEngine(shape, cache=cache) as lab:
-        io = StoreIo(store, IoThreads(4))
+        io = StoreIo(store, IoThreads(4), seal=seal)
         lab.between_steps(
             lambda: cache.add_tier(
                 "store",
@@ -184,6 +186,17 @@ def test_what_one_server_computed_another_resumes(kind: str) -> None:
             "by then it is in memory"
         )
     assert sum(map(len, store.rounds)) <= 64
+
+
+def test_what_another_key_has_sealed_was_not_evicted() -> None:
+    shared, keys = dict[str, bytes](), [Seal(b"1" * 32), Seal(b"2" * 32)]
+    with server(DENSE, DictStore(shared), seal=keys[0]) as first:
+        ask(first, PROMPT)
+        settle(first)
+    for seal in (keys[1], None):
+        with server(DENSE, DictStore(shared), seal=seal) as second:
+            assert ask(second, PROMPT).n_cached == 0
+            assert dict(second.tree.stats.misses) == {"read failed": 1}
 
 
 def test_others_tokens_are_nobodys_hit() -> None:

@@ -17,7 +17,7 @@ from firn.cache.prefix import PrefixTree
 from firn.cache.tiers import TierUsage
 from firn.cache.tree import Node, PartTotals, Root
 from firn.core.errors import BadRequest, NotFound
-from firn.core.keys import Key
+from firn.core.keys import Key, child_key, key_tokens
 from firn.core.values import Namespace, Prompt
 
 PIN_SHARE = 0.5
@@ -298,7 +298,9 @@ def pin(cache: PrefixTree, prompt: Prompt, namespace: Namespace, *, cap_nbytes: 
     """Keep what is stored of this prompt until it is unpinned."""
     match = cache.probe(prompt, namespace).match
     if match.segments:
-        pin_end(cache, match.segments[-1].node, cap_nbytes=cap_nbytes)
+        end = match.segments[-1].node
+        pin_end(cache, end, cap_nbytes=cap_nbytes)
+        cache.records.tree.set_pinned_for(end, _key(prompt), match.n_tokens)
     return {"pinned_tokens": match.n_tokens, "pinned_bytes": pinned_nbytes(cache, namespace)}
 
 
@@ -325,13 +327,27 @@ def _may_pin_nbytes(cache: PrefixTree, root: Root, cap_nbytes: int) -> int:
 
 
 def unpin(cache: PrefixTree, prompt: Prompt, namespace: Namespace) -> Json:
-    """Unpin what was pinned of this prompt, but for what a longer pinned prompt shares."""
-    segments = cache.probe(prompt, namespace).match.segments
-    pinned = [s for s in segments if s.node.n_pins]
-    for segment in segments:
-        cache.records.unpin(segment.node)
-    n_unpinned = sum(s.n_tokens for s in pinned if not s.node.n_pins)
+    """Unpin what was pinned of this prompt, but for what a longer pinned prompt shares.
+
+    The prompt may match another node by now than the one that was pinned for it.
+    """
+    n_tokens = {s.node: s.n_tokens for s in cache.probe(prompt, namespace).match.segments}
+    key = _key(prompt)
+    for root in _roots(cache, namespace):
+        for end, prompts in root.pinned.items():
+            if key in prompts:
+                n_tokens |= {n: n.n_tokens for n in end.path()}
+                n_tokens[end] = prompts[key] - end.start
+    pinned = [node for node in n_tokens if node.n_pins]
+    for node in n_tokens:
+        cache.records.unpin(node)
+    n_unpinned = sum(n_tokens[node] for node in pinned if not node.n_pins)
     return {"unpinned_tokens": n_unpinned, "pinned_bytes": pinned_nbytes(cache, namespace)}
+
+
+def _key(prompt: Prompt) -> Key:
+    """Tells prompts apart."""
+    return child_key(Key(b""), key_tokens(prompt.ids, prompt.picture_spans))
 
 
 def pinned_nbytes(cache: PrefixTree, namespace: Namespace | None = None) -> int:

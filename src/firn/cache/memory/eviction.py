@@ -95,8 +95,12 @@ class MemoryTier:
         self._try_again = False
         records, self._set_aside = self._set_aside, {}
         for record in records:
-            if record.arrays is not None and record.alive:
+            if record.arrays is None or not record.alive:
+                continue
+            if self._may_evict(record):
                 self.added(record)
+            else:
+                self._set_aside[record] = None
 
     def _evict_next(self, queue: EvictionQueue) -> bool:
         """Evict the least recently used record; False when none may be evicted."""

@@ -58,6 +58,7 @@ class Parking:
             pages.row = None
             if pages not in self._rows.parked:  # a fault left records in it
                 self._drop(pages, "in doubt")
+            self._records.memory.let_go()
 
     def _park(self, pages: RowPages, row: LiveRow) -> None:
         end = pages.end

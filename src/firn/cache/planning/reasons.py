@@ -13,6 +13,7 @@ NO_STATE = "no state checkpoint"
 OFF_THE_GRID = "whole chunks only"
 EVICTED = "evicted"
 COLD = "cold"
+FAULT = "fault"
 
 
 def why_not_more(tree: Tree, walk: Walk, needs: Needs, n_tokens: int) -> str:

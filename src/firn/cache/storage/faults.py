@@ -25,6 +25,10 @@ class Missing(TierError):
         super().__init__(reason)
 
 
+class Unusable(Missing):
+    """It is there, but written by another version of firn, or sealed with another key."""
+
+
 class Unwanted(TierError):
     """Nobody wants the record any more, so it was not read or written."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,7 +27,15 @@ from firn.cache.storage.container import (
     read_header,
     unpack,
 )
-from firn.cache.storage.faults import Damaged, Foreign, Locked, Missing, TierFault, Unwanted
+from firn.cache.storage.faults import (
+    Damaged,
+    Foreign,
+    Locked,
+    Missing,
+    TierFault,
+    Unusable,
+    Unwanted,
+)
 from firn.cache.storage.seal import Seal
 from firn.cache.storage.tally import Tally
 from firn.cache.storage.threads import Done, IoThreads
@@ -181,8 +188,10 @@ class TierIo:
         self._told_foreign = False
         self._tally = Tally()
         self._lock = threading.Lock()
-        self._to_delete: deque[str] = deque()
+        self._to_delete: dict[str, None] = {}
         self._is_deleting = False
+        self._deleting = threading.Lock()
+        """Held from the moment a name leaves `_to_delete` until its record is deleted."""
 
     def try_write(self, order: WriteOrder, done: Done[WriteResult[Name]]) -> bool:
         nbytes = sum(spec.nbytes for spec in order.header.tensors)
@@ -205,7 +214,7 @@ class TierIo:
     def delete(self, names: Iterable[Name]) -> None:
         """One thread deletes at a time: there may be 100,000 names, and other orders wait."""
         with self._lock:
-            self._to_delete += map(str, names)
+            self._to_delete |= dict.fromkeys(map(str, names))
             is_idle, self._is_deleting = not self._is_deleting, True
         if is_idle:
             self.threads.upkeep(self._delete_some)
@@ -237,12 +246,20 @@ class TierIo:
             raise Unwanted
         name = str(order.header.name)
         packed = pack(order.header, order.fetch(), seal=self._seal)
-        if name in self._foreign:
-            self._tier.delete(name)
-            self._foreign.discard(name)
+        self._make_way(name)
         stored = self._tier.write(name, packed.pieces, used_at=order.used_at)
         self._foreign.difference_update(stored.evicted)
         return WriteResult(stored.nbytes, stored.new, tuple(_parsed(stored.evicted)))
+
+    def _make_way(self, name: str) -> None:
+        """Delete what has this name, if it is foreign or was to be deleted before this write."""
+        with self._deleting:
+            with self._lock:
+                is_to_go = name in self._foreign or name in self._to_delete
+                self._to_delete.pop(name, None)
+            if is_to_go:
+                self._tier.delete(name)
+                self._foreign.discard(name)
 
     def _read(self, order: ReadOrder) -> Loaded:
         if not order.wanted():
@@ -254,7 +271,7 @@ class TierIo:
                 raise Damaged("another record's bytes", "tokens differ")
         except Foreign as e:
             self._foreign.add(name)
-            raise Missing(e.reason) from e
+            raise Unusable(e.reason) from e
         except Damaged as e:
             self._set_aside(name, e)
             raise
@@ -264,13 +281,15 @@ class TierIo:
         """Delete a batch; then other orders get their turn. When the threads close, delete the rest."""
         n_done = 0
         while n_done < BATCH or self.threads.closing:
-            with self._lock:
-                self._is_deleting = bool(self._to_delete)
-                if not self._is_deleting:
-                    return
-                name = self._to_delete.popleft()
-            with suppress(TierFault):  # the tier has counted it; the others may go
-                self._tier.delete(name)
+            with self._deleting:
+                with self._lock:
+                    self._is_deleting = bool(self._to_delete)
+                    if not self._is_deleting:
+                        return
+                    name = next(iter(self._to_delete))
+                    del self._to_delete[name]
+                with suppress(TierFault):  # the tier has counted it; the others may go
+                    self._tier.delete(name)
             n_done += 1
         self.threads.upkeep(self._delete_some)
 

@@ -142,9 +142,20 @@ class TierSet:
 
     def delete(self, records: Sequence[Record]) -> None:
         for tier in self._clients:
-            names = [name_of(r) for r in records if tier.has(r)]
-            if names:
-                tier.delete(names)
+            self.delete_from(tier, [r for r in records if tier.has(r)])
+
+    def delete_from(self, tier: TierClient, records: Iterable[Record]) -> None:
+        names = [name_of(r) for r in records if not self._is_back(r, tier)]
+        if names:
+            tier.delete(names)
+
+    def _is_back(self, record: Record, tier: TierClient) -> bool:
+        """Whether it was cleared and computed again, and the tier has or gets the newer record."""
+        node = self._tree.find(record.node.key)
+        newer = node.records.get(record.part) if node is not None else None
+        if newer is None or newer is record or not self._tree.is_current(newer):
+            return False
+        return tier.has(newer) or newer.is_being_written(tier.number)
 
     def poll(self, load: EngineLoad) -> Iterator[Reported]:
         for tier in self._clients:

@@ -24,8 +24,8 @@ class Lifetimes:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._queue: list[tuple[float, int, float, Node]] = []
-        """When to look at a node, and the expiry that it had when it was queued."""
+        self._queue: list[tuple[float, int, Node]] = []
+        """When to look at a node: once for each that expires, however often its life is extended."""
         self._serial = count()
 
     def begin(self, node: Node) -> None:
@@ -42,23 +42,28 @@ class Lifetimes:
         for n in node.path():
             if n.expires_at >= until:
                 break
-            if until == math.inf:
-                freed += [n] if n.expires_at > -math.inf else []
-            else:
-                heapq.heappush(self._queue, (until, next(self._serial), until, n))
+            is_new = n.expires_at == -math.inf
             n.expires_at = until
+            if until == math.inf:
+                freed += [] if is_new else [n]
+            elif is_new:
+                self._look_at(n, until)
         return freed
+
+    def _look_at(self, node: Node, at: float) -> None:
+        heapq.heappush(self._queue, (at, next(self._serial), node))
 
     def expired(self) -> Iterator[Node]:
         """Nodes whose time is over; one that is in use is tried again after RETRY_S."""
         now = self._clock()
         while self._queue and self._queue[0][0] <= now:
-            *_, expires_at, node = heapq.heappop(self._queue)
-            if node.expires_at != expires_at or node.parent is None:
-                continue  # it lives longer, or is gone
-            if node.n_leases or node.n_pins:
-                again = (now + RETRY_S, next(self._serial), expires_at, node)
-                heapq.heappush(self._queue, again)
+            *_, node = heapq.heappop(self._queue)
+            if node.expires_at == math.inf or node.parent is None:
+                continue  # it is to stay, or is gone
+            if node.expires_at > now:
+                self._look_at(node, node.expires_at)
+            elif node.n_leases or node.n_pins:
+                self._look_at(node, now + RETRY_S)
             else:
                 yield node
 

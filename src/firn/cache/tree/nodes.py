@@ -197,8 +197,8 @@ class Root(Node):
         self.tiers = [PartTotals() for _ in range(n_tiers)]
         self.n_stored_tokens = 0
         """Tokens of nodes that have records."""
-        self.pinned: set[Node] = set()
-        """The ends of pinned prefixes."""
+        self.pinned: dict[Node, dict[Key, int]] = {}
+        """The ends of pinned prefixes. For each: how many tokens of which prompts it was pinned for."""
         self.cleared_at = -math.inf
         """Wall clock. Records that were written earlier are to be deleted wherever they turn up."""
 

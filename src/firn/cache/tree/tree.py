@@ -295,13 +295,17 @@ class Tree:
     def pin(self, node: Node) -> None:
         """Keep the node and all above it until it is unpinned."""
         if node not in node.root.pinned:
-            node.root.pinned.add(node)
+            node.root.pinned[node] = {}
             for n in node.path_to_root():
                 n.n_pins += 1
 
+    def set_pinned_for(self, node: Node, prompt: Key, n_tokens: int) -> None:
+        """Remember that so many tokens of this prompt are pinned by the pin on this node."""
+        node.root.pinned[node][prompt] = n_tokens
+
     def unpin(self, node: Node) -> None:
         if node in node.root.pinned:
-            node.root.pinned.discard(node)
+            del node.root.pinned[node]
             for n in node.path_to_root():
                 n.n_pins -= 1
 

@@ -1,0 +1,32 @@
+"""Prefixes that a request has given a time to live."""
+
+from __future__ import annotations
+
+from firn.core.ports import EngineLoad
+from firn.core.values import CacheControl, Namespace
+from tests.cache.lab import DENSE, LabLayer, LabRow, check_tree, prompt_of, records_of, tree
+
+BLOCK = 8
+TTL_S = 60.0
+
+
+def test_a_block_costs_the_same_however_long_the_prompt_is() -> None:
+    """Each block extends the lives of all before it, and none of those is queued again for that."""
+    now = 0.0
+    cache = tree(DENSE, block=BLOCK, clock=lambda: now)
+    ids, row = list(range(1, 801)), LabRow(LabLayer([[]], DENSE))
+    cursor = cache.open(prompt_of([*ids, 0]), Namespace(""), CacheControl(ttl_s=TTL_S))
+    for at in range(0, len(ids), BLOCK):
+        now += 1.0
+        row.consume(ids[at : at + BLOCK])
+        cache.commit(cursor, row)
+    lifetimes = cache.records.tree.lifetimes
+    assert len(lifetimes._queue) == len(ids) // BLOCK
+    cache.close_cursor(cursor, None)
+    now += TTL_S - 0.5
+    assert list(lifetimes.expired()) == []
+    now += 1.0
+    while lifetimes._queue:
+        cache.tick(EngineLoad.NONE)
+    assert records_of(cache) == []
+    check_tree(cache)
