@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -56,6 +58,58 @@ def test_ones_own_does_not_count_and_goes_at_the_end(tmp_path: Path) -> None:
     mine.close()
     mine.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_removed_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another server looks at that moment, and takes it for the file of a dead one."""
+    path, n_removed = tmp_path / "4711.json", 0
+    flock = fcntl.flock
+
+    def look_first(file: IO[bytes], operation: int) -> None:
+        nonlocal n_removed
+        if n_removed < 3:
+            n_removed += 1
+            with path.open() as theirs:
+                flock(theirs, operation)
+                if n_removed == 1:  # it is removed while this process fails to lock it
+                    path.unlink()
+                    flock(file, operation)
+            path.unlink(missing_ok=True)
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", look_first)
+    mine = Reservation(tmp_path, pid=4711)
+    mine.put(Reserved("cpu", 1, 5, 3))
+    monkeypatch.undo()
+    assert n_removed == 3
+    (seen,) = others(tmp_path, device="cpu", group=2)
+    assert seen.reserved_nbytes == 5
+    mine.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_servers_file_is_not_removed_for_a_dead_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between opening the dead one's file and removing it, a server with its number has started."""
+    path = tmp_path / "4711.json"
+    path.write_text("{}")
+    mine = Reservation(tmp_path, pid=4711)
+    flock = fcntl.flock
+
+    def start_first(file: IO[bytes], operation: int) -> None:
+        monkeypatch.undo()
+        path.unlink()
+        mine.put(Reserved("cpu", 1, 5, 3))
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", start_first)
+    others(tmp_path, device="cpu", group=2)
+    (seen,) = others(tmp_path, device="cpu", group=2)
+    assert seen.reserved_nbytes == 5
+    mine.close()
 
 
 def test_a_folder_that_may_not_be_looked_into_is_no_fault(tmp_path: Path) -> None:

@@ -1,16 +1,19 @@
 """How much of the machine's memory each firn server of this user has reserved.
 
 Each has a small file that it keeps locked while it lives. The kernel releases the lock of one that died,
-however it died; whoever looks next removes its file. A fault here never prevents a start.
+however it died; whoever looks next removes its file. A file is removed only by a process that holds its
+lock and finds it still at its path. A fault here never prevents a start.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
 import os
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -18,6 +21,8 @@ from typing import IO
 log = logging.getLogger("firn")
 
 TEXT_NBYTES = 256
+N_TRIES, RETRY_S = 10, 0.01
+"""How often to try to lock an own file that another process looks at, which takes it microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +59,18 @@ class Reservation:
             log.log(level, "other firn servers will not know how much memory this one needs: %s", e)
 
     def _open(self) -> IO[bytes]:
+        """Another process may look between opening and locking: it takes the file for one of the dead,
+        locks it for a moment and removes it."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Not in append mode: on Linux that would turn every write at 0 into one at the end.
-        file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._file = file
-        return file
+        for _ in range(N_TRIES):
+            # Not in append mode: on Linux that would turn every write at 0 into one at the end.
+            file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
+            if _lock(file) and _is_at(self._path, file):
+                self._file = file
+                return file
+            file.close()
+            time.sleep(RETRY_S)
+        raise BlockingIOError(errno.EAGAIN, "another process has locked it", str(self._path))
 
     def close(self) -> None:
         if self._file is not None:
@@ -92,12 +103,28 @@ def _files(folder: Path) -> list[Path]:
 def _read(path: Path) -> Reserved | None:
     """None: its server is gone, or the file cannot be read."""
     try:
-        with path.open("r+", encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:  # it lives
+        with path.open("r+b", buffering=0) as file:
+            if not _lock(file):  # it lives
                 return Reserved(**json.load(file))
-            path.unlink(missing_ok=True)
+            if _is_at(path, file):
+                path.unlink(missing_ok=True)
     except (OSError, ValueError, TypeError):
         pass
     return None
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """False: another process has locked it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(path: Path, file: IO[bytes]) -> bool:
+    """Whether this path still leads to this file: it may be removed, and made anew."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
