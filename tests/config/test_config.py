@@ -176,6 +176,9 @@ def test_words_stand_for_values(tmp_path: Path) -> None:
     assert load({}, environ={"FIRN_PREFILL_CHUNK": "512"}).engine.prefill_chunk == 512
     assert load({}, environ={"FIRN_PREFILL_CHUNK": "AUTO"}).engine.prefill_chunk == 0
     assert load({}, environ={}, file=file).engine.prefill_chunk == 0
+    file.write_text('[engine]\nprefill_chunk = "Auto"\n[log]\nlevel = "WARN"')
+    assert load({}, environ={}, file=file).engine.prefill_chunk == 0
+    assert load({}, environ={}, file=file).log.level == "warning"
     assert load({"log.level": "WARN"}, environ={}).log.level == "warning"
 
 

@@ -139,7 +139,8 @@ class Option:
         return tuple(self._accept_one(item, base=base) for item in value)
 
     def _accept_one(self, value: object, *, base: Path) -> Any:
-        if isinstance(value, str) and (value in self.spec.words or self.scalar in (str, Path)):
+        is_word = isinstance(value, str) and value.strip().lower() in self.spec.words
+        if isinstance(value, str) and (is_word or self.scalar in (str, Path)):
             parsed = self._parse_one(value)
             return base / parsed if isinstance(parsed, Path) else parsed
         if self.scalar is float and type(value) is int:

@@ -26,5 +26,8 @@ class SparseConfig:
     )
     """0: only where a request asks for it."""
     sparse_prefill_keep: float = option(
-        0.3, "Share of the cold tokens to read, where a request does not say.", low=0.01, high=1
+        0.3,
+        "Of the cold tokens that may be skipped, the share to read where a request does not say.",
+        low=0.01,
+        high=1,
     )
