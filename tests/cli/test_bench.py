@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from firn.bench import plot, replay, report
-from firn.bench.client import Target, words
+from firn.bench import plot, replay, report, throughput
+from firn.bench.client import Target, TimedReply, words
 from firn.bench.report import BenchError, Column
 from firn.config import CacheConfig, Config, LogConfig, ModelConfig
 from firn.traces.agents import agent_trace
@@ -218,6 +219,45 @@ def test_ctrl_c_does_not_wait_for_requests_of_tomorrow() -> None:
         replay.run(
             Target(live.url, "fake"), entries, block=512, pace=pace, salt="a", on_reply=ctrl_c
         )
+
+
+def test_ctrl_c_does_not_wait_for_long_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of a decoder's reply is sent only after the benchmark has ended."""
+    ended = threading.Event()
+
+    class SlowTarget(Target):
+        def chat(self, messages: Any, max_tokens: int, **more: Any) -> TimedReply:
+            if max_tokens != throughput.N_DECODER_TOKENS:
+                raise KeyboardInterrupt  # while the long prompt is read
+            for _ in range(throughput.N_BEFORE):
+                more["on_piece"](0.0)
+            assert ended.wait(60)
+            with pytest.raises(BenchError):
+                more["on_piece"](0.0)
+            raise BenchError("stopped")
+
+    class Event(threading.Event):
+        def set(self) -> None:
+            super().set()
+            ended.set()
+
+    monkeypatch.setattr(throughput.threading, "Event", Event)
+    with pytest.raises(KeyboardInterrupt):
+        throughput.while_prefilling(SlowTarget("http://x", "m"), turn=0)
+
+
+def test_no_prompt_is_longer_than_asked_for() -> None:
+    entry = TraceEntry(0, 1500, 1, (1, 2))
+    lengths = {n: replay.cut([entry], block=512, max_prompt=n)[0] for n in (100, 512, 1100, 9000)}
+    assert {n: e.n_prompt for n, e in lengths.items()} == {
+        100: 100,
+        512: 512,
+        1100: 1024,
+        9000: 1500,
+    }
+    assert {n: e.blocks for n, e in lengths.items()} == {
+        100: (), 512: (1,), 1100: (1, 2), 9000: (1, 2)
+    }  # fmt: skip
 
 
 def test_prompts_begin_alike_as_far_as_their_blocks_do() -> None:

@@ -78,12 +78,12 @@ def tokens_per_word(target: Target) -> float:
 
 
 def cut(entries: Sequence[TraceEntry], *, block: int, max_prompt: int) -> list[TraceEntry]:
-    """The requests in order of arrival, with prompts of at most `max_prompt` tokens."""
-    n_blocks = max(max_prompt // block, 1)
+    """The requests in order of arrival, with prompts of at most `max_prompt` tokens: whole blocks, or less than one."""
+    limit = max_prompt // block * block or max_prompt
     shortened = []
     for entry in sorted(entries, key=lambda e: e.at_s):
-        n_prompt = min(entry.n_prompt, n_blocks * block)
-        kept = entry.blocks[: max(n_prompt // block, 0)]
+        n_prompt = min(entry.n_prompt, limit)
+        kept = entry.blocks[: n_prompt // block]
         shortened.append(replace(entry, n_prompt=n_prompt, blocks=kept, reply_blocks=()))
     return shortened
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from firn.bench.client import Message, Target, TimedReply, words
-from firn.bench.report import Column
+from firn.bench.report import BenchError, Column
 
 N_WORDS, N_LONG_WORDS = 44, 890
 N_REPLY = 48
@@ -76,24 +77,30 @@ def at_concurrency(target: Target, n_streams: int, *, n_requests: int, turn: obj
 def while_prefilling(target: Target, *, turn: object) -> dict[str, float]:
     """The longest pause of any decoder between the long prompt's arrival and its first token."""
     times: list[list[float]] = [[] for _ in range(N_DECODERS)]
+    ended = threading.Event()
 
     def decode(i: int) -> TimedReply:
+        def on_piece(now: float) -> None:
+            if ended.is_set():
+                raise BenchError("the benchmark was stopped")
+            times[i].append(now)
+
         return target.chat(
-            prompt((turn, "decoder", i)),
-            N_DECODER_TOKENS,
-            ignore_eos=True,
-            on_piece=times[i].append,
+            prompt((turn, "decoder", i)), N_DECODER_TOKENS, ignore_eos=True, on_piece=on_piece
         )
 
     with ThreadPoolExecutor(N_DECODERS) as pool:
-        streams = [pool.submit(decode, i) for i in range(N_DECODERS)]
-        while min(len(t) for t in times) < N_BEFORE and not any(s.done() for s in streams):
-            time.sleep(0.01)
-        sent = time.perf_counter()
-        reply = target.chat(prompt((turn, "long"), N_LONG_WORDS), 8, ignore_eos=True)
-        first = sent + reply.first_s
-        for stream in streams:
-            stream.result()
+        try:
+            streams = [pool.submit(decode, i) for i in range(N_DECODERS)]
+            while min(len(t) for t in times) < N_BEFORE and not any(s.done() for s in streams):
+                time.sleep(0.01)
+            sent = time.perf_counter()
+            reply = target.chat(prompt((turn, "long"), N_LONG_WORDS), 8, ignore_eos=True)
+            first = sent + reply.first_s
+            for stream in streams:
+                stream.result()
+        finally:
+            ended.set()  # after Ctrl-C or a failure nobody waits for the rest of the replies
     gaps = [longest_gap(t, sent, first) for t in times]
     n_alive = sum(bool(t) and t[-1] >= first for t in times)
     return {
