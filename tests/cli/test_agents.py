@@ -13,7 +13,8 @@ from typer.testing import Result
 
 from firn.api.auth import Keys
 from firn.api.services import ApiLimits
-from firn.cli.agents import AGENTS, ServedModel
+from firn.cli.agents import AGENTS, ServedModel, agents
+from firn.cli.parameters import DEFAULT_URL
 from tests.api.live import serve
 from tests.cli import command
 from tests.zoo import ZOO, write_folder
@@ -57,6 +58,21 @@ def test_the_server_is_asked() -> None:
         aider = run("aider", "--url", live.url).stdout
         assert '"max_input_tokens": 65536' in aider
         assert f"--openai-api-base {live.url}/v1" in aider
+
+
+def test_the_hint_repeats_what_was_given_and_is_left_out_of_an_eval(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "my model"
+    write_folder("llama", folder)
+    agents("claude", str(folder), url="http://h:1/v1", api_key=None)
+    assert "eval" not in capsys.readouterr().err, "stdout is no terminal: something takes it"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    agents("claude", str(folder), url="http://h:1/v1", api_key=None)
+    command = f"firn agents claude '{folder}' --url http://h:1/v1"
+    assert f'firn: run `eval "$({command})"`, then claude\n' in capsys.readouterr().err
+    agents("codex", str(folder), url=DEFAULT_URL, api_key=None)
+    assert "firn: this goes into ~/.codex/config.toml\n" in capsys.readouterr().err
 
 
 def test_a_servers_limit_of_replies_is_heeded() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import typer
 
 from firn.cli.client import ChatClient, RequestFailed
+from firn.cli.parameters import DEFAULT_URL
 from firn.config import UsageError
 from firn.core.errors import SetupError
 
@@ -136,23 +138,24 @@ def _word(text: str) -> str:
 
 
 AGENTS: Mapping[str, tuple[Callable[[ServedModel], str], str]] = {
-    "claude": (claude, 'run `eval "$(firn agents claude)"`, then claude'),
+    "claude": (claude, 'run `eval "$({command})"`, then claude'),
     "codex": (codex, "this goes into ~/.codex/config.toml"),
     "opencode": (opencode, "this goes into opencode.json, in the project or in ~/.config/opencode"),
-    "aider": (aider, 'run `eval "$(firn agents aider)"` in the project\'s folder'),
+    "aider": (aider, 'run `eval "$({command})"` in the project\'s folder'),
 }
+"""How the settings are rendered, and where they go; {command} stands for the command that prints them."""
 
 
 def agents(name: str, model: str | None, *, url: str, api_key: str | None) -> int:
-    """Prints the settings on stdout, and where they go on stderr."""
+    """Prints the settings on stdout; where they go, on stderr, unless something already takes them."""
     if name not in AGENTS:
         raise UsageError(f"unknown agent {name!r}; choose one of {', '.join(AGENTS)}")
     with ChatClient(url, api_key=api_key) as client:
-        url = client.url
-        served = _from_server(client) if model is None else _from_folder(model, url)
+        served = _from_server(client) if model is None else _from_folder(model, client.url)
     served = replace(served, has_key=api_key is not None)
     render, where = AGENTS[name]
-    typer.echo(f"firn: {where}", err=True)
+    if sys.stdout.isatty():
+        typer.echo(f"firn: {where.format(command=_command(name, model, url))}", err=True)
     if served.context_length < SHORT_CONTEXT:
         typer.echo(
             f"firn: {served.name} has a context of {served.context_length} tokens; agents begin with "
@@ -167,6 +170,14 @@ def agents(name: str, model: str | None, *, url: str, api_key: str | None) -> in
         )
     typer.echo(render(served), nl=False)
     return 0
+
+
+def _command(name: str, model: str | None, url: str) -> str:
+    """What was called, for a shell. A key is in FIRN_API_KEY, where the agent looks for it too."""
+    words = ["firn", "agents", name]
+    words += [model] if model is not None else []
+    words += ["--url", url] if url != DEFAULT_URL else []
+    return shlex.join(words)
 
 
 def _from_server(client: ChatClient) -> ServedModel:
