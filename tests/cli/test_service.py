@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from firn.cli.service import _absolute
+from firn.cli.service import _absolute, _check
+from firn.core.errors import SetupError
 
 
 def firn(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -62,6 +63,16 @@ def test_wrong_arguments_are_refused_before_anything_is_written(home: Path) -> N
     assert not list(home.rglob("*.service"))
 
 
+def test_variables_that_do_not_reach_the_service_are_not_checked(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FIRN_PORT", "none")
+    monkeypatch.setenv("FIRN_CONFIG", str(home / "none.toml"))
+    _check(("--port", "8123"))
+    with pytest.raises(SetupError, match="--prot"):
+        _check(("--prot", "8123"))
+
+
 def test_paths_are_meant_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
@@ -96,9 +107,11 @@ def test_a_path_may_be_new_or_behind_an_equals_sign(
 def test_only_paths_are_taken_for_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever lies here under the same name."""
     monkeypatch.chdir(tmp_path)
-    for name in ("qwen", "8000", "64"):
+    for name in ("qwen", "8000", "64", "firn-demo", "smollm2"):
         (tmp_path / name).mkdir()
     words = (
+        "firn-demo",
+        "smollm2",
         "--served-model-name",
         "qwen",
         "--port=8000",

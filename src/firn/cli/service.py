@@ -14,6 +14,7 @@ from firn.cli.compat import VLLM_MLX
 from firn.cli.parameters import Guard
 from firn.config import OPTIONS
 from firn.core.errors import SetupError
+from firn.demo.builtin import builtin_folder
 
 ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 PATH_FLAGS = frozenset(["--config", *(item.flag for item in OPTIONS if item.scalar is Path)])
@@ -62,9 +63,11 @@ def _install(context: typer.Context) -> None:
 
 
 def _check(arguments: tuple[str, ...]) -> None:
-    """Report errors now that `firn serve` would report at every start. Raises SetupError."""
+    """Report errors now that the service would report at every start, which has no variables of this
+    shell. Raises SetupError."""
     command = [sys.executable, "-m", "firn", "config", "show", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("FIRN_")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
     if done.returncode:
         raise SetupError(
             done.stderr.strip().removeprefix("firn: ") or "these arguments are not valid"
@@ -86,11 +89,17 @@ def _absolute(arguments: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _absolute_value(flag: str, text: str) -> str:
-    """flag: '' for a model, which may be a folder or a name."""
+    """flag: '' for a model, which may be a folder or a name. firn's own names win, as in `firn serve`."""
     is_path = flag in PATH_FLAGS
-    if flag in MODEL_FLAGS:
+    if flag in MODEL_FLAGS and not _is_own(text):
         is_path = text.startswith((".", "~")) or os.path.exists(text)
     return os.path.abspath(os.path.expanduser(text)) if is_path else text
+
+
+def _is_own(model: str) -> bool:
+    from firn.models.packaged import PACKAGED
+
+    return model in PACKAGED or builtin_folder(model) is not None
 
 
 def _uninstall() -> None:
