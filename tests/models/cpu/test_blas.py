@@ -222,6 +222,21 @@ def test_again_ignores_what_was_remembered(machine: dict[str, Any], tmp_path: Pa
     assert len(machine["tried"]) == 4
 
 
+@needs_bundled
+def test_threads_that_wait_for_each_other_do_not_make_a_library_slow(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """MLX's own, then all threads on a busy machine, then one."""
+    speeds = iter([1.7, 1.8, 84.0])
+    monkeypatch.setattr(trial, "gflops", lambda: next(speeds))
+    monkeypatch.setattr(trial, "_check", lambda: None)
+    monkeypatch.setattr(trial.OpenBlas, "attach", lambda self: None)
+    assert BUNDLED_HERE is not None
+    trial.main(BUNDLED_HERE.kind, BUNDLED_HERE.path, BUNDLED_HERE.prefix, "2")
+    result = Trial(**json.loads(capsys.readouterr().out))
+    assert (result.gflops, result.own_gflops) == (84.0, 1.7)
+
+
 def test_a_products_speed_does_not_depend_on_how_often_it_was_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
