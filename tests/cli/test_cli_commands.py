@@ -147,6 +147,9 @@ def test_an_open_server_is_pointed_out(arguments: list[str], warned: bool) -> No
 def test_a_mistyped_variable_is_pointed_out() -> None:
     run = command.invoke("serve", start=Recorder(), env={"FIRN_PROT": "1"})
     assert "did you mean FIRN_PORT?" in run.output
+    shown = command.invoke("config", "show", "--json", env={"FIRN_PROT": "1"})
+    assert "did you mean FIRN_PORT?" in shown.stderr
+    assert json.loads(shown.stdout)["server.port"]["value"] == 8000
 
 
 def test_every_option_is_in_the_help() -> None:

@@ -186,7 +186,10 @@ def test_words_stand_for_values(tmp_path: Path) -> None:
 
 BAD_FILES = [
     ("[server", "is not valid TOML"),
-    ("port = 1", "unknown key port"),
+    ("port = 1", "unknown key port; did you mean server.port?"),
+    ("server.prot = 1", "unknown key server.prot; did you mean server.port?"),
+    ("[engine]\nreuse = 'exact'", "unknown key engine.reuse; did you mean cache.reuse?"),
+    ("[server]\nzzzz = 1", "unknown key server.zzzz"),
     ("server = 1", "server is not a table: write [server]"),
     ("[sever]\nport = 1", "unknown key sever; did you mean server?"),
     ("[server]\nprot = 1", "unknown key server.prot; did you mean server.port?"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from firn.cli.terminal import plain_console
-from firn.config import OPTIONS, Config, Option, of_model, with_model
+from firn.config import OPTIONS, Config, Option, of_model, unknown_variables, with_model
 from firn.core.errors import SetupError
 from firn.demo.builtin import builtin_folder
 
@@ -20,6 +21,8 @@ MASK = "***"
 
 
 def show(config: Config, *, as_json: bool) -> int:
+    for line in unknown_variables(os.environ):
+        typer.echo(f"firn: {line}", err=True)
     config = _with_model_defaults(config)
     if as_json:
         values = {

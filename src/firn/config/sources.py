@@ -76,7 +76,7 @@ def _from_file(path: Path) -> tuple[Given, tuple[ModelTable, ...]]:
     models = read_tables(path, tables.pop("models", {}), OPTIONS)
     for section, table in tables.items():
         if section not in SECTIONS:
-            _unknown(path, section, [*SECTIONS, "models"])
+            _unknown(path, section, [*SECTIONS, "models"] if isinstance(table, dict) else known)
         if not isinstance(table, dict):
             raise SetupError(f"{path}: {section} is not a table: write [{section}]")
         for name, value in table.items():
@@ -92,8 +92,10 @@ def _from_file(path: Path) -> tuple[Given, tuple[ModelTable, ...]]:
 
 
 def _unknown(path: Path, key: str, known: Iterable[str]) -> NoReturn:
-    close = difflib.get_close_matches(key, list(known), n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
+    """Names are compared without their sections: a right name in a wrong section is found too."""
+    by_name = {other.rpartition(".")[2]: other for other in known}
+    close = difflib.get_close_matches(key.rpartition(".")[2], by_name, n=1)
+    hint = f"; did you mean {by_name[close[0]]}?" if close else ""
     raise SetupError(f"{path}: unknown key {key}{hint}")
 
 
