@@ -20,10 +20,11 @@ from click.testing import Result
 from firn.cache.admin.inventory import ModelNote, note_model, prefixes, records_of, take_inventory
 from firn.cache.parts import Part
 from firn.cache.storage.container import Name
-from firn.cache.storage.faults import Refused
+from firn.cache.storage.faults import Refused, TierFault
 from firn.cache.storage.io import load
 from firn.cache.storage.seal import load_seal
 from firn.cache.tiers._folder import path_of
+from firn.cache.tiers.ssd import SsdTier
 from firn.core.keys import root_key
 from firn.core.values import Namespace
 from tests.cache.tiers.records import (
@@ -245,6 +246,28 @@ def test_clear_a_model_or_a_namespace(folder: Path, cache: Cache) -> None:
     assert [tier.holds(r) for r in ALL] == [False] * 9 + [True]
     assert cache("clear", "--model", OTHER_MODEL.hex()[:6], "--yes").exit_code == 0
     assert not any(tier.holds(r) for r in ALL)
+
+
+def test_a_folder_that_cannot_be_changed_is_named(
+    folder: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise TierFault("read-only: Read-only file system")
+
+    store(folder, *TRUNK)
+    path = folder / path_of(str(TRUNK[5].name))
+    path.write_bytes(path.read_bytes()[:-1])
+    monkeypatch.setattr(SsdTier, "evict_to", fail)
+    monkeypatch.setattr(SsdTier, "delete", fail)
+    for arguments in (
+        ["gc", "--ssd-cache-max-gb", "0"],
+        ["clear", "--yes"],
+        ["clear", "--yes", "--model", "tiny-model"],
+        ["verify", "--quarantine"],
+    ):
+        result = cache(*arguments)
+        assert result.exit_code == 1
+        assert result.stderr == f"firn: {folder}: read-only: Read-only file system\n"
 
 
 # --- export and import ---------------------------------------------------------------------

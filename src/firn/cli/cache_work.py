@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +68,14 @@ class CacheFolder:
         """As a guest, which keeps to the limit that servers have set."""
         return SsdTier(TierOptions(str(self.folder)), guest=True)
 
+    @contextlib.contextmanager
+    def named_in_faults(self) -> Iterator[None]:
+        """Raises SetupError: a tier's faults, which do not say where they happened, with the folder."""
+        try:
+            yield
+        except (Refused, TierFault) as e:
+            raise SetupError(f"{self.folder}: {e.message}") from e
+
 
 # --- verify --------------------------------------------------------------------------------
 
@@ -89,8 +99,9 @@ def verify(location: CacheFolder, *, quarantine: bool) -> int:
     for file, reason in bad.items():
         console.print(f"damaged: {file.path}: {reason}", style="red", markup=False)
     if quarantine:
-        for file in bad:
-            tier.delete(file.name, keep=True)
+        with location.named_in_faults():
+            for file in bad:
+                tier.delete(file.name, keep=True)
     moved = f", moved to {quarantine_of(location.folder)}" if quarantine and bad else ""
     console.print(f"{n_good} records are good, {len(bad)} damaged{moved}.", markup=False)
     _report_orphans(location, tier, inventory, drop=quarantine)
@@ -121,8 +132,9 @@ def _report_orphans(
     if files:
         done = ", deleted" if drop else ""
         plain_console().print(f"{len(files)} records that no prompt can reach{done}.")
-    for file in files if drop else ():
-        tier.delete(file.name)
+    with location.named_in_faults():
+        for file in files if drop else ():
+            tier.delete(file.name)
 
 
 # --- gc and clear --------------------------------------------------------------------------
@@ -130,7 +142,8 @@ def _report_orphans(
 
 def gc(location: CacheFolder, *, max_nbytes: int) -> None:
     _must_exist(location)
-    freed = location.tier().evict_to(max_nbytes)
+    with location.named_in_faults():
+        freed = location.tier().evict_to(max_nbytes)
     plain_console().print(f"{size(freed)} freed.")
 
 
@@ -175,10 +188,11 @@ def _is_chosen(
 
 def clear(location: CacheFolder, chosen: ToClear) -> None:
     tier = location.tier()
-    if chosen.names is None:
-        tier.evict_to(0)
-    for name in chosen.names or ():
-        tier.delete(name)
+    with location.named_in_faults():
+        if chosen.names is None:
+            tier.evict_to(0)
+        for name in chosen.names or ():
+            tier.delete(name)
     plain_console().print(f"{chosen.n_files} files deleted, {size(chosen.nbytes)} freed.")
 
 
@@ -223,7 +237,7 @@ def import_(location: CacheFolder, file: Path, *, namespace: str | None) -> None
     logging.getLogger("firn.cache").addHandler(logging.NullHandler())
     try:
         total = file.stat().st_size
-        with bytes_progress("importing", total) as advance:
+        with bytes_progress("importing", total) as advance, location.named_in_faults():
             done = import_file(
                 file,
                 location.tier(),
@@ -235,8 +249,6 @@ def import_(location: CacheFolder, file: Path, *, namespace: str | None) -> None
         raise SetupError(f"{file}: cannot be read: {e.strerror or e}") from e
     except (Damaged, Foreign) as e:
         raise SetupError(f"{file}: {e.message}") from e
-    except (Refused, TierFault) as e:
-        raise SetupError(f"{location.folder}: {e.message}") from e
     plain_console().print(
         f"{done.n_new} records stored, {size(done.nbytes)}; {done.n_present} were there already."
     )
