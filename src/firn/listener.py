@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,7 +30,7 @@ def bind(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
     except OSError as e:
         sock.close()
-        raise SetupError(f"cannot listen on {host} port {port}: {e.strerror or e}") from e
+        raise _not_free(host, port, e) from e
     return sock
 
 
@@ -40,7 +41,12 @@ def listen(sock: socket.socket) -> None:
         sock.listen(BACKLOG)
     except OSError as e:
         host, port = sock.getsockname()[:2]
-        raise SetupError(f"cannot listen on {host} port {port}: {e.strerror or e}") from e
+        raise _not_free(host, port, e) from e
+
+
+def _not_free(host: str, port: int, error: OSError) -> SetupError:
+    hint = "; --port chooses another" if error.errno == errno.EADDRINUSE else ""
+    return SetupError(f"cannot listen on {host} port {port}: {error.strerror or error}{hint}")
 
 
 class Uvicorn(uvicorn.Server):
