@@ -78,7 +78,10 @@ def tokens_per_word(target: Target) -> float:
 
 
 def cut(entries: Sequence[TraceEntry], *, block: int, max_prompt: int) -> list[TraceEntry]:
-    """The requests in order of arrival, with prompts of at most `max_prompt` tokens: whole blocks, or less than one."""
+    """The requests in order of arrival, with prompts of at most `max_prompt` tokens.
+
+    Longer ones are cut to whole blocks, or to less than one.
+    """
     limit = max_prompt // block * block or max_prompt
     shortened = []
     for entry in sorted(entries, key=lambda e: e.at_s):

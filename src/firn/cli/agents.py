@@ -143,7 +143,7 @@ AGENTS: Mapping[str, tuple[Callable[[ServedModel], str], str]] = {
     "opencode": (opencode, "this goes into opencode.json, in the project or in ~/.config/opencode"),
     "aider": (aider, 'run `eval "$({command})"` in the project\'s folder'),
 }
-"""How the settings are rendered, and where they go; {command} stands for the command that prints them."""
+"""How settings are rendered, and where they go; {command} stands for the command that prints them."""
 
 
 def agents(name: str, model: str | None, *, url: str, api_key: str | None) -> int:

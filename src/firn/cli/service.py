@@ -89,7 +89,7 @@ def _absolute(arguments: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _absolute_value(flag: str, text: str) -> str:
-    """flag: '' for a model, which may be a folder or a name. firn's own names win, as in `firn serve`."""
+    """flag: '' for a model, which may be a folder or a name. firn's own names win over folders."""
     is_path = flag in PATH_FLAGS
     if flag in MODEL_FLAGS and not _is_own(text):
         is_path = text.startswith((".", "~")) or os.path.exists(text)
