@@ -15,7 +15,7 @@ import pytest
 import typer
 from typer.core import TyperGroup
 
-from firn.cli import make_cli
+from firn.cli.commands import make_cli
 from firn.config import OPTIONS
 
 ROOT = Path(__file__).parents[1]
