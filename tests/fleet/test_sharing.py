@@ -18,6 +18,7 @@ import openai
 import pytest
 
 from firn.api.auth import namespace_of
+from firn.core import duration
 from firn.fleet.model import Model
 from firn.fleet.placement import NEVER, ModelState, PlacementRules
 from firn.fleet.relay import WaitLimits
@@ -167,6 +168,16 @@ def test_four_models_with_room_for_two_answer_every_request(tmp_path: Path) -> N
         assert sum(m.n_loads for m in models) < 100
         assert not any(m.n_active or m.waiters for m in models)
         assert sum(m.state is ModelState.LOADED for m in models) <= 2
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_loading_takes_a_keep_alive(tmp_path: Path, chunked: bool) -> None:
+    raw = b'{"keep_alive": -1}'
+    with serving(tmp_path, "a", "b", room=2) as front:
+        body = iter([raw]) if chunked else raw
+        headers = {"content-type": "application/json"}
+        front.http().post("/v1/models/a/load", content=body, headers=headers).raise_for_status()
+        assert front.model("a").keep_alive_s == duration.FOREVER
 
 
 # --- waiting -------------------------------------------------------------------------------
