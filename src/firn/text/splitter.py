@@ -13,7 +13,6 @@ from firn.text.calls import SPACE, CallParser
 from firn.text.pieces import Piece, ReasoningPiece, TextPiece
 from firn.text.stream_finder import StreamFinder
 
-
 QUOTES = ("`", '"', "'")
 """After one of these, the tag that opens reasoning is text about it: code, or a quotation."""
 
