@@ -91,8 +91,16 @@ def test_calls_that_fail_or_lose_their_client_are_shown_as_such(live: Live) -> N
         with httpx.stream("POST", f"{live.url}/v1/chat/completions", json=body) as response:
             assert response.status_code == 200
             events.call("reading")
-        assert events.call("gone")["ended_s"] > 0
+        gone = events.call("gone")
+        assert gone["ended_s"] > 0
+        assert gone["error"] is None
         live.engine.release("decode")
+        for more in ({}, {"stream": True}):
+            long = {"messages": [{"role": "user", "content": "x" * 5000}], **more}
+            refused = httpx.post(f"{live.url}/v1/chat/completions", json=long)
+            assert refused.status_code == 400
+            failed = events.call("failed")
+            assert failed["error"] == refused.json()["error"]["message"]
 
 
 def test_a_key_sees_its_own_calls_and_the_operator_all() -> None:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -17,7 +17,8 @@ from firn.api import json_bounds
 from firn.api.body import INLINE_NBYTES, decoded, parse_object
 from firn.api.json_bounds import TooMuch, check
 from firn.core.errors import BadRequest
-from tests.api.live import Live
+from firn.core.values import Defaults, Reasoning
+from tests.api.live import Live, serve
 
 texts = st.text(alphabet='ab"\\[]{},:\n \u00fc\u20ac')
 json_values = st.recursive(
@@ -113,6 +114,31 @@ def test_large_bodies_leave_the_event_loop_alone(n: int) -> None:
 
     where, loop_thread = asyncio.run(threads())
     assert (where == loop_thread) == (n < INLINE_NBYTES)
+
+
+class ThreadNames(Defaults):
+    """Notes which threads decode bodies."""
+
+    names: ClassVar[set[str]] = set()
+
+    def reasoning(self, given: Reasoning) -> Reasoning:
+        self.names.add(threading.current_thread().name)
+        return super().reasoning(given)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/responses", "/v1/responses/input_tokens", "/v1/messages/count_tokens", "/v1/tokenize"],
+)
+def test_what_may_refer_to_much_or_be_large_leaves_the_event_loop_alone(path: str) -> None:
+    ThreadNames.names.clear()
+    body = {"model": "m", "max_tokens": 1, "max_output_tokens": 1}
+    messages = [{"role": "user", "content": "a"}]
+    body |= {"input": "a"} if "responses" in path else {"messages": messages}  # type: ignore[dict-item]
+    with serve(defaults=ThreadNames(), model_aliases=frozenset({"m"})) as live:
+        httpx.post(live.url + path, json=body, timeout=60).raise_for_status()
+    assert ThreadNames.names
+    assert "uvicorn" not in ThreadNames.names  # the event loop's
 
 
 def test_a_wall_of_brackets_is_refused(live: Live) -> None:

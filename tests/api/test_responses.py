@@ -299,6 +299,8 @@ def test_a_stored_response_can_be_read_listed_and_deleted(plain: Live) -> None:
         input=[{"role": "user", "content": "a"}, {"role": "user", "content": "b"}],
     )
     assert client.responses.retrieve(made.id).output_text == GREETING
+    with pytest.raises(openai.BadRequestError, match="is not streamed"):
+        client.responses.retrieve(made.id, stream=True)
     listed = client.responses.input_items.list(made.id, order="asc", limit=1)
     assert [item.content for item in listed.data] == ["a"]  # type: ignore[union-attr]
     assert [item.content for item in listed] == ["a", "b"]  # type: ignore[union-attr]

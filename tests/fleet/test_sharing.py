@@ -10,6 +10,7 @@ import json
 import logging
 import random
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ import openai
 import pytest
 
 from firn.api.auth import namespace_of
+from firn.api.body import INLINE_NBYTES
+from firn.api.dialects.openai_chat import OpenAIChat
+from firn.core import duration
+from firn.core.values import Namespace
 from firn.fleet.model import Model
 from firn.fleet.placement import NEVER, ModelState, PlacementRules
 from firn.fleet.relay import WaitLimits
@@ -169,6 +174,16 @@ def test_four_models_with_room_for_two_answer_every_request(tmp_path: Path) -> N
         assert sum(m.state is ModelState.LOADED for m in models) <= 2
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+def test_loading_takes_a_keep_alive(tmp_path: Path, chunked: bool) -> None:
+    raw = b'{"keep_alive": -1}'
+    with serving(tmp_path, "a", "b", room=2) as front:
+        body = iter([raw]) if chunked else raw
+        headers = {"content-type": "application/json"}
+        front.http().post("/v1/models/a/load", content=body, headers=headers).raise_for_status()
+        assert front.model("a").keep_alive_s == duration.FOREVER
+
+
 # --- waiting -------------------------------------------------------------------------------
 
 
@@ -210,6 +225,28 @@ def test_waiting_is_bounded_in_number_and_time(tmp_path: Path) -> None:
         wrong = front.http().post("/v1/chat/completions", json=body | {"n": 0})
         assert wrong.status_code == 400  # nobody waits with a request that is wrong
         assert front.http().post("/v1/models/slow/unload").json()["state"] == "unloaded"
+
+
+class ThreadNames(OpenAIChat):
+    """Notes which threads decode bodies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> Any:
+        self.names.add(threading.current_thread().name)
+        return super().decode(body, namespace=namespace)
+
+
+def test_a_large_body_is_checked_in_the_pool_before_its_model_is_loaded(tmp_path: Path) -> None:
+    dialect = ThreadNames()
+    body = {"model": "a", "messages": [{"role": "user", "content": "a" * INLINE_NBYTES}]}
+    with serving(tmp_path, "a", "b", room=2) as front:
+        front.parts.relay._dialects[dialect.path] = dialect
+        front.http().post("/v1/chat/completions", json=body).raise_for_status()
+    (name,) = dialect.names
+    assert name.startswith("firn-decode")
 
 
 async def _waiting(front: Running, name: str) -> None:

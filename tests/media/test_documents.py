@@ -70,6 +70,25 @@ def test_a_pdf_is_read_page_by_page() -> None:
     assert (part.data, part.lead, part.fault) == ("", "notes.pdf", "")
 
 
+@pytest.mark.parametrize(
+    "before", [b"\xef\xbb\xbf", b"\r\n", b"\x1b%-12345X@PJL ENTER LANGUAGE=PDF\r\n"]
+)
+def test_a_pdf_may_have_something_before_its_header(before: bytes) -> None:
+    assert read(document(before + pdf("Firn.")))[0].text == "Firn."
+
+
+def test_a_text_about_pdf_files_is_text() -> None:
+    assert (
+        read(document(b"It begins with %PDF-1.4", "text/plain"))[0].text
+        == "It begins with %PDF-1.4"
+    )
+
+
+def test_base64_may_lack_its_padding_and_have_line_breaks() -> None:
+    assert read(DocumentPart("RmlybiE", "text/plain"))[0].text == "Firn!"
+    assert read(DocumentPart("Rmly\nbiE=\n", "text/plain"))[0].text == "Firn!"
+
+
 def test_plain_text_is_decoded() -> None:
     (part,) = read(document("\ufeffGrüße".encode(), "text/markdown"))
     assert part.text == "Grüße"

@@ -148,6 +148,41 @@ INTERRUPTED = {
             *(CALLS, RESULT, CALLS, said("tool", NO_RESULT, tool_call_id="c1"), assistant("x")),
         ),
     ),
+    "so do those beside one that has its own": (
+        TurnRules(unanswered=False),
+        (user("u"), TWO_CALLS, RESULT, user("v"), TWO_CALLS, OTHER_RESULT, assistant("x")),
+        (
+            *(user("u"), TWO_CALLS, RESULT, said("tool", NO_RESULT, tool_call_id="c2"), user("v")),
+            *(TWO_CALLS, OTHER_RESULT, said("tool", NO_RESULT, tool_call_id="c1"), assistant("x")),
+        ),
+    ),
+    "in turn, where a template takes one call at a time": (
+        TurnRules(unanswered=False, several_calls=False),
+        (user("u"), TWO_CALLS, OTHER_RESULT, user("v")),
+        (
+            *(user("u"), assistant("x", tool_calls=(CALL,), reasoning="hm")),
+            said("tool", NO_RESULT, tool_call_id="c1"),
+            *(assistant(tool_calls=(ToolCall("c2", "g", {}),)), OTHER_RESULT, user("v")),
+        ),
+    ),
+    "results that come late or without an id count": (
+        TurnRules(unanswered=False),
+        (
+            *(user("u"), TWO_CALLS, RESULT, user("v"), OTHER_RESULT, assistant("x")),
+            *(user("u"), TWO_CALLS, said("tool", "a"), said("tool", "b"), user("v")),
+            *(TWO_CALLS, said("tool", "a"), user("v")),
+        ),
+        (
+            *(user("u"), TWO_CALLS, RESULT, user("v"), OTHER_RESULT, assistant("x")),
+            *(user("u"), TWO_CALLS, said("tool", "a"), said("tool", "b"), user("v")),
+            *(TWO_CALLS, said("tool", "a"), said("tool", NO_RESULT, tool_call_id="c2"), user("v")),
+        ),
+    ),
+    "some of the last calls may still get theirs": (
+        TurnRules(unanswered=False),
+        (user("u"), TWO_CALLS, RESULT),
+        (user("u"), TWO_CALLS, RESULT),
+    ),
     "the last call may still get its own": (
         TurnRules(unanswered=False),
         (user("u"), CALLS),

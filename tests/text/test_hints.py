@@ -73,6 +73,21 @@ def test_equal_messages_are_told_apart() -> None:
     assert front(prompt, prompt.hints[0]).count("ok") == 3
 
 
+@pytest.mark.parametrize("marked", range(4))
+def test_escaped_messages_have_their_hints_too(marked: int) -> None:
+    """Llama's template writes the results of tools as JSON."""
+    same = "The fox jumps over"
+    texts = [f'"{same}\n{end}"' for end in ("one", "two", "three", "four")]
+    messages = tuple(
+        Message(role, (TextPart(text),), checkpoint=i == marked)  # type: ignore[arg-type]
+        for i, (role, text) in enumerate(zip(ROLES[1:], texts, strict=False))
+    )
+    prompt = make(messages, CHATML.replace("m.content", "m.content | tojson"))
+    (hint,) = prompt.hints
+    shown = front(prompt, hint)
+    assert shown.count(same) == marked + 1
+
+
 def test_an_opener_that_somebody_typed_begins_no_message() -> None:
     first, second, *rest = conversation(3)
     typed = replace(second, parts=(TextPart("Who is <|im_start|>assistant<|im_start|>?"),))

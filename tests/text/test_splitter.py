@@ -34,6 +34,10 @@ TABLE: list[tuple[str, str, str, str]] = [
     ("a < b <t <th>", "", "a < b <t <th>", ""),
     ("<think></think>", "", "", ""),
     ("<<think>hm</think>>", "", "<>", "hm"),
+    ("write `<think>` and `</think>` here", "", "write `<think>` and `</think>` here", ""),
+    ("<think>hm</think>a = '<think>'", "", "a = '<think>'", "hm"),
+    ('re("<think>(.*)</think>")', "", 're("<think>(.*)</think>")', ""),
+    ("`a`.<think>hm</think>b", "", "`a`.b", "hm"),
 ]
 
 

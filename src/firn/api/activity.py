@@ -28,7 +28,7 @@ from firn.api.auth import Caller
 from firn.api.exchange import Exchange, exchange_of
 from firn.api.services import Services
 from firn.api.session import Session
-from firn.core.errors import TryLater
+from firn.core.errors import FirnError, TryLater
 from firn.core.values import Namespace
 
 N_ENDED = 256
@@ -40,6 +40,7 @@ STATE_TICKS = 4
 QUIET_TICKS = 40
 """After so many ticks without news a comment line keeps the connection alive."""
 MAX_WATCHERS = 16
+MAX_ERROR_CHARS = 300
 
 Phase = Literal["queued", "reading", "decoding", "done", "failed", "gone"]
 
@@ -53,6 +54,8 @@ class CallView:
     key: str
     """The first digits of its key's digest."""
     phase: Phase
+    error: str | None
+    """Why it failed, as its client was told."""
     arrived_at: float
     """A Unix time."""
     lookup_s: float | None
@@ -96,7 +99,7 @@ class _OpenCall:
     """Made again when the reason changes."""
 
     def view(self, *, ended: bool = False) -> CallView:
-        session, began = self.session, self.exchange.began_at
+        session, began, fault = self.session, self.exchange.began_at, self.exchange.fault
         usage, admitted, waits = session.usage, session.admitted, session.waits
         tiers: Counter[str] = Counter()
         for admission in admitted:
@@ -109,6 +112,7 @@ class _OpenCall:
             model=self.model,
             key=self.exchange.caller.key_id[:8],
             phase=self._phase(ended),
+            error=fault.message[:MAX_ERROR_CHARS] if fault else None,
             arrived_at=round(self.arrived_at, 3),
             lookup_s=_since(began, waits.lookup_at if waits else None),
             looked_up_s=_since(began, waits.looked_up_at if waits else None),
@@ -165,6 +169,9 @@ class Activity:
         self._open[exchange.id] = exchange.caller.key_id, call
         try:
             yield
+        except FirnError as error:
+            exchange.fault = error
+            raise
         finally:
             del self._open[exchange.id]
             self._n_ended += 1

@@ -71,16 +71,23 @@ def check_content_type(headers: Iterable[tuple[bytes, bytes]]) -> None:
         raise BadRequest("The body is compressed (content-encoding); send it as plain JSON.")
 
 
-async def decoded(raw: bytes, pool: Executor, decode: Callable[[dict[str, Any]], T]) -> T:
+async def decoded(
+    raw: bytes,
+    pool: Executor,
+    decode: Callable[[dict[str, Any]], T],
+    *,
+    inline_nbytes: int = INLINE_NBYTES,
+) -> T:
     """What `decode` makes of the body's object. Raises BadRequest, and what `decode` raises.
 
-    A large body is decoded in the pool: it may take a tenth of a second, and streams must not wait.
+    A body of more than `inline_nbytes` is decoded in the pool: it may take seconds, and streams must not
+    wait.
     """
 
     def work() -> T:
         return decode(parse_object(raw))
 
-    if len(raw) <= INLINE_NBYTES:
+    if len(raw) <= inline_nbytes:
         return work()
     return await asyncio.get_running_loop().run_in_executor(pool, work)
 

@@ -84,7 +84,10 @@ class Generate:
         raw = await self._bodies.read(scope, receive)
         key_id = exchange.caller.key_id
         call = await decoded(
-            raw, services.pool, lambda body: self._dialect.decode(body, namespace=key_id)
+            raw,
+            services.pool,
+            lambda body: self._dialect.decode(body, namespace=key_id),
+            inline_nbytes=self._dialect.inline_nbytes,
         )
         if call.ignored:
             logger.debug("%s ignored fields: %a", exchange.id, ", ".join(call.ignored)[:500])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from firn.api.auth import SHARED
+from firn.api.dialects import Dialect, RouteRequest
 from firn.api.services import Services
 from firn.core.errors import BadRequest, ContextTooLong
 from firn.core.values import (
@@ -51,6 +52,16 @@ async def gathered(
     for gather in (services.fetch_pictures, services.read_documents):
         if gather is not None:
             request = await gather(request, owner)
+    return request
+
+
+async def decoded_request(
+    services: Services, dialect: Dialect, route_request: RouteRequest
+) -> GenerateRequest:
+    """The one request of a body. Decoded in the pool: a long conversation takes its time."""
+    body, namespace = route_request.body, route_request.namespace
+    call = await services.in_pool(lambda: dialect.decode(body, namespace=namespace))
+    (request,) = call.requests
     return request
 
 

@@ -189,7 +189,8 @@ function summary(call) {
   const settled = call.admitted_s != null;
   const reused = settled ? `, ${percent(share(call))} reused` : "";
   const left = settled ? `; why not more: ${why(call.reason)}` : "";
-  return `${clock(call.arrived_at)} ${call.model}: ${call.phase}, ${count(call.prompt_tokens)} prompt tokens${reused}, ${count(call.reply_tokens)} written${left}`;
+  const failed = call.error ? ` (${call.error})` : "";
+  return `${clock(call.arrived_at)} ${call.model}: ${call.phase}${failed}, ${count(call.prompt_tokens)} prompt tokens${reused}, ${count(call.reply_tokens)} written${left}`;
 }
 
 function share(call) {
@@ -223,6 +224,7 @@ function Details({ call, now }) {
   return html`<dl class="facts">
       ${facts.map(([name, text]) => html`<div key=${name}><dt>${name}</dt><dd>${text}</dd></div>`)}
     </dl>
+    ${call.error && html`<p class="why"><b>Why it failed:</b> ${call.error}</p>`}
     ${settled && html`<p class="why"><b>Why not more was reused:</b> ${why(call.reason)}.
       ${call.differs && html` There the prompt goes on: <q>${call.differs}</q>`}</p>`}`;
 }

@@ -7,16 +7,16 @@ import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
 from firn.api import sse
 from firn.api.auth import Caller, Keys
-from firn.api.body import ClientGone, decoded
+from firn.api.body import INLINE_NBYTES, ClientGone, decoded
 from firn.api.body_reader import BodyReader
 from firn.api.dialects import ApiCall, Dialect, Encoder, ReplyHead
 from firn.api.errors import ErrorShapes
@@ -40,6 +40,8 @@ from firn.fleet import proxy
 from firn.fleet.fleet import Fleet
 from firn.fleet.model import Model, ModelLease
 from firn.fleet.vouching import vouch
+
+T = TypeVar("T")
 
 log = logging.getLogger("firn.fleet")
 
@@ -178,6 +180,12 @@ class Relay:
     def limits(self) -> WaitLimits:
         return self._limits
 
+    async def offload(self, work: Callable[[], T], *, when: bool) -> T:
+        """Do the work in the pool if there is much of it, else at once."""
+        if not when:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
     def dialect(self, path: str) -> Dialect | None:
         return self._dialects.get(path)
 
@@ -259,7 +267,7 @@ class _RelayedCall:
     # --- waiting ---------------------------------------------------------------------------
 
     async def _wait(self, send: Send) -> ModelLease:
-        self._check()
+        await self._check()
         fleet, limits, model = self._relay.fleet, self._relay.limits, self._model
         waiter = fleet.wait_for(model)
         until = waiter.since + limits.wait_s
@@ -277,12 +285,13 @@ class _RelayedCall:
             fleet.leave(model, waiter)
             raise
 
-    def _check(self) -> None:
+    async def _check(self) -> None:
         """Check the body before a model is loaded for it. Bodies of the Responses API refer to what only
         the model's process has, and are checked there."""
         self._wants_stream = self._request.stream is True
         if self._dialect is not None and self._scope["path"] != RESPONSES:
-            self._wants_stream = self._decode().stream
+            call = await self._relay.offload(self._decode, when=len(self._raw) > INLINE_NBYTES)
+            self._wants_stream = call.stream
 
     async def _send_keep_alive(self, send: Send, *, waited_s: float) -> None:
         """Send a comment line on a waiting stream, so that clients and proxies keep it open."""

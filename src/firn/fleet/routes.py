@@ -162,7 +162,8 @@ def add_loading(
 
 async def _keep_alive_s(request: Request, bodies: BodyReader) -> float | None:
     """keep_alive of the body, in seconds; None: not given."""
-    if request.headers.get("content-length", "0") == "0":
+    headers = request.headers
+    if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
         return None
     return keep_alive_s(Fields(parse_object(await bodies.read(request.scope, request.receive))))
 

@@ -154,9 +154,9 @@ def build(
     app = new_app()
     metrics = routes.FrontMetrics(fleet)
     for path in (*(dialect.path for dialect in dialects), *BY_BODY):
-        app.router.routes.append(Route(path, _AsgiEndpoint(relay.by_body), methods=["POST"]))
+        app.router.routes.append(_RelayRoute(path, relay.by_body, ("POST",)))
     for path, methods in BY_ID:
-        app.router.routes.append(Route(path, _AsgiEndpoint(relay.by_id), methods=list(methods)))
+        app.router.routes.append(_RelayRoute(path, relay.by_id, methods))
     listing = routes.ModelListing(fleet)
     routes.add_loading(app, fleet, listing, relay, bodies, keys, server.allow_origins)
     routes.add_models(app, listing, relay)
@@ -206,6 +206,20 @@ def _check_pinned(fleet: Fleet) -> None:
             f"the pinned models ({names}) need about {need / GIB:.1f} GiB together, and models may "
             f"take {budget / GIB:.1f} GiB (--model-memory-gb)"
         )
+
+
+class _RelayRoute(Route):
+    """A route to an ASGI app. It has the methods of the model's own route: Starlette would add HEAD, and
+    the relay would wait for the body that a reply to HEAD only announces."""
+
+    def __init__(
+        self,
+        path: str,
+        app: Callable[[Scope, Receive, Send], Awaitable[None]],
+        methods: tuple[str, ...],
+    ) -> None:
+        super().__init__(path, _AsgiEndpoint(app))
+        self.methods = set(methods)
 
 
 class _AsgiEndpoint:

@@ -21,6 +21,8 @@ from firn.media import pdf_text
 
 MIB = 1 << 20
 PDF = "application/pdf"
+PDF_HEAD, PDF_HEAD_NBYTES = b"%PDF-", 1024
+"""Some programs write a byte order mark or a header of their own before it; readers allow for that."""
 TEXT_TYPES = ("text/", "application/json", "application/xml", "application/x-yaml")
 N_THREADS = 2
 MAX_KEPT_CHARS = 16 * MIB
@@ -102,17 +104,20 @@ class Documents:
     def _bytes(self, part: DocumentPart) -> tuple[bytes, bytes]:
         if len(part.data) * 3 // 4 > self._limits.nbytes + 3:
             raise UnreadableDocument(f"is over the limit of {self._limits.nbytes / MIB:g} MiB")
-        try:
-            data = base64.b64decode("".join(part.data.split()), validate=True)
+        text = "".join(part.data.split())
+        try:  # missing padding is common, and harmless
+            data = base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
         except ValueError:
             raise UnreadableDocument("is not valid base64") from None
         kind = part.media_type.encode("utf-8", "replace")
         return hashlib.blake2b(data, person=b"firn-document", key=kind[:64]).digest(), data
 
     def _text(self, data: bytes, media_type: str) -> str:
-        if data[:1024].lstrip().startswith(b"%PDF-"):
+        if data[:PDF_HEAD_NBYTES].lstrip().startswith(PDF_HEAD):
             return self._pdf(data)
         if media_type.lower() == PDF:
+            if PDF_HEAD in data[:PDF_HEAD_NBYTES]:
+                return self._pdf(data)
             raise UnreadableDocument("is not a PDF file")
         if not media_type.lower().startswith(TEXT_TYPES):
             raise UnreadableDocument(

@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import groupby, takewhile
+from itertools import groupby, islice, takewhile
 
-from firn.core.values import Message, MessagePart, Role, TextPart
+from firn.core.values import Message, MessagePart, Role, TextPart, ToolCall
 from firn.text.joined_parts import JoinedParts
 from firn.text.turn_rules import TurnRules
 
@@ -128,15 +128,31 @@ def _orphans_as_user_turns(messages: Iterable[Message]) -> list[Message]:
 def _answered(messages: Sequence[Message]) -> list[Message]:
     """Adds a result to every abandoned call; the last calls may still be waiting for theirs."""
     arranged: list[Message] = []
+    abandoned: list[ToolCall] = []
     for i, message in enumerate(messages):
+        if message.role != "tool":
+            arranged += [_no_result(call) for call in abandoned]
+            abandoned = _abandoned(messages, i) if message.tool_calls else []
         arranged.append(message)
-        after = messages[i + 1 : i + 2]
-        if message.tool_calls and after and after[0].role != "tool":
-            arranged += [
-                Message("tool", (TextPart(NO_RESULT),), tool_call_id=call.id)
-                for call in message.tool_calls
-            ]
     return arranged
+
+
+def _abandoned(messages: Sequence[Message], at: int) -> list[ToolCall]:
+    """The calls of the message at `at` that have no result before the assistant's next turn."""
+    calls = list(messages[at].tool_calls)
+    if messages[at + 1 : at + 2] and messages[at + 1].role != "tool":
+        return calls
+    turn = takewhile(lambda m: m.role != "assistant", islice(messages, at + 1, None))
+    ids = [m.tool_call_id for m in turn if m.role == "tool"]
+    answered = set(ids)
+    missing = [call for call in calls if call.id not in answered]
+    # A result without a known id answers one of the calls, too.
+    n_strange = max(len(ids) - (len(calls) - len(missing)), 0)
+    return missing[n_strange:]
+
+
+def _no_result(call: ToolCall) -> Message:
+    return Message("tool", (TextPart(NO_RESULT),), tool_call_id=call.id)
 
 
 def _one_call_each(messages: Sequence[Message]) -> list[Message]:

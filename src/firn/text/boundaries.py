@@ -16,6 +16,10 @@ from firn.text.rendering import Rendered
 HEADER_TOKENS = 16
 """A reply's header is shorter than this. A message this short needs no boundary of its own."""
 
+PIECE_WITHIN = 512
+_PIECE = re.compile(r"[\w .,:;-]{16,64}")
+"""Long enough to be found nowhere else, and without characters that templates escape."""
+
 
 class Boundaries:
     """Immutable. `openers` are the tokens that begin a message."""
@@ -77,10 +81,9 @@ class Boundaries:
         at = n_begun = 0
         for message in messages:
             words = message.text.strip()
-            start = text.find(words, at) if words else -1
-            if start < 0:
+            end = _end_of(words, text, at) if words else -1
+            if end < 0:
                 continue
-            end = start + len(words)
             n_begun += sum(m.start() not in typed for m in self._opener.finditer(text, at, end))
             at = end
             if message.checkpoint and n_begun < len(starts):
@@ -116,3 +119,21 @@ class Boundaries:
     def _has_opener(self, text: str) -> bool:
         ids = self._tokenizer.encode(text, add_special=False)
         return any(t in self._openers for t in ids)
+
+
+def _end_of(words: str, text: str, at: int) -> int:
+    """Where a message's words end in the text after `at`; -1: they are not there.
+
+    Of words that the template has escaped, the end of a piece that looks the same: without it, a search
+    for each of many escaped messages would read all of the text.
+    """
+    piece = _PIECE.search(words, 0, PIECE_WITHIN)
+    if piece is None:
+        start = text.find(words, at)
+        return start + len(words) if start >= 0 else -1
+    start = text.find(piece[0], at)
+    if start < 0:
+        return -1
+    begin = start - piece.start()
+    is_whole = begin >= at and text.startswith(words, begin)
+    return begin + len(words) if is_whole else start + len(piece[0])

@@ -13,6 +13,9 @@ from firn.text.calls import SPACE, CallParser
 from firn.text.pieces import Piece, ReasoningPiece, TextPiece
 from firn.text.stream_finder import StreamFinder
 
+QUOTES = ("`", '"', "'")
+"""After one of these, the tag that opens reasoning is text about it: code, or a quotation."""
+
 
 class ReplySplitter(Protocol):
     @property
@@ -70,6 +73,8 @@ class TagSplitter:
         """Neither text nor a call has come yet."""
         self._is_fresh = True
         """The next text may begin with a call that has no marker."""
+        self._is_quoting = False
+        """The last character was a quotation mark of text."""
         self._skip = "\n" if in_reasoning else ""
         """Characters to drop before the next text: they belong to the markup before it."""
         self._space = TextPiece("", 0)
@@ -136,9 +141,12 @@ class TagSplitter:
         return bare[1:]
 
     def _handle_marker(self, needle: str, at: int) -> None:
+        is_quoted, self._is_quoting = self._is_quoting, False
         if needle in self._drop:
             self._is_fresh = self._at_start
             self._space, self._skip = TextPiece("", 0), "\n"
+        elif self._think and needle == self._think.open and is_quoted:
+            self._emit_text(needle, at)
         elif self._think and needle == self._think.open:
             self.in_reasoning = True
             self._space, self._skip = TextPiece("", 0), "\n"
@@ -153,6 +161,7 @@ class TagSplitter:
 
     def _emit_text(self, text: str, at: int) -> None:
         """Passes on text; blank space at its end waits, since a call may follow."""
+        self._is_quoting = text[-1:] in QUOTES
         if self._skip:
             bare = text.lstrip(self._skip)
             if not bare:

@@ -115,6 +115,8 @@ class Dialect(Protocol):
     tool_id_prefix: str
     stream_headers: tuple[tuple[bytes, bytes], ...]
     """Headers of a streamed reply."""
+    inline_nbytes: int
+    """A larger body is decoded in the pool."""
 
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> ApiCall:
         """Raises InvalidValue and other BadRequests. namespace: see `RouteRequest`."""

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from firn.api import fields
+from firn.api.body import INLINE_NBYTES
 from firn.api.dialects import JsonRoute, ReplyHead, _openai
 from firn.api.errors import ollama_error
 from firn.api.fields import Fields
@@ -64,6 +65,7 @@ class OllamaDialect:
 
     tool_id_prefix = "call_"
     stream_headers = STREAM_HEADERS
+    inline_nbytes = INLINE_NBYTES
 
     def __init__(self, defaults: Defaults = PLAIN_DEFAULTS) -> None:
         self._defaults = defaults

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from firn.api import fields, sse
+from firn.api.body import INLINE_NBYTES
 from firn.api.dialects import JsonRoute, ReplyHead, RouteRequest, _anthropic, _openai
 from firn.api.dialects._content_blocks import (
     BlockClosed,
@@ -26,7 +27,7 @@ from firn.api.dialects._content_blocks import (
     ContentBlocks,
 )
 from firn.api.dialects._openai import dumps, quote
-from firn.api.prompting import count_tokens
+from firn.api.prompting import count_tokens, decoded_request
 from firn.api.services import Services
 from firn.core.bounds import INT_MAX
 from firn.core.errors import ContextTooLong, FirnError
@@ -61,6 +62,7 @@ class AnthropicMessages:
     summary = "Messages, in Anthropic's dialect"
     tool_id_prefix = "toolu_"
     stream_headers = sse.HEADERS
+    inline_nbytes = INLINE_NBYTES
 
     def __init__(self, defaults: Defaults = PLAIN_DEFAULTS) -> None:
         self._defaults = defaults
@@ -105,7 +107,7 @@ class AnthropicMessages:
 
     def routes(self, services: Services) -> tuple[JsonRoute, ...]:
         async def count(route_request: RouteRequest) -> Mapping[str, Any]:
-            (request,) = self.decode(route_request.body, namespace=route_request.namespace).requests
+            request = await decoded_request(services, self, route_request)
             return {"input_tokens": await count_tokens(services, request, route_request.namespace)}
 
         path, summary = f"{self.path}/count_tokens", "How many tokens a prompt has"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from firn.api import fields, sse
+from firn.api.body import INLINE_NBYTES
 from firn.api.dialects import JsonRoute, ReplyHead, _openai, _openai_chat, _openai_tools
 from firn.api.dialects._custom_tools import CustomInput, custom_input
 from firn.api.dialects._openai import quote
@@ -40,6 +41,7 @@ class OpenAIChat:
     summary = "Chat, in OpenAI's dialect"
     tool_id_prefix = "call_"
     stream_headers = sse.HEADERS
+    inline_nbytes = INLINE_NBYTES
 
     def __init__(self, defaults: Defaults = PLAIN_DEFAULTS) -> None:
         self._defaults = defaults

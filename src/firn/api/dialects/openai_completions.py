@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from firn.api import fields, sse
+from firn.api.body import INLINE_NBYTES
 from firn.api.dialects import JsonRoute, ReplyHead, _openai, _openai_chat
 from firn.api.dialects._openai import quote
 from firn.api.dialects._output_formats import schema_of_format
@@ -54,6 +55,7 @@ class OpenAICompletions:
     summary = "Raw completion, in OpenAI's dialect"
     tool_id_prefix = "call_"
     stream_headers = sse.HEADERS
+    inline_nbytes = INLINE_NBYTES
 
     def __init__(self, defaults: Defaults = PLAIN_DEFAULTS) -> None:
         self._defaults = defaults

@@ -20,7 +20,7 @@ from firn.api.dialects._responses_reply import (
 from firn.api.dialects._responses_store import ResponseStore, StoredResponse
 from firn.api.dialects._template_kwargs import template_kwargs
 from firn.api.errors import openai_error
-from firn.api.prompting import count_tokens
+from firn.api.prompting import count_tokens, decoded_request
 from firn.api.services import Services
 from firn.core.bounds import INT_MAX
 from firn.core.errors import BadRequest, Cancelled, FirnError, InvalidValue
@@ -48,6 +48,8 @@ class OpenAIResponses:
     summary = "Responses, in OpenAI's dialect"
     tool_id_prefix = "call_"
     stream_headers = sse.HEADERS
+    inline_nbytes = 0
+    """A small body may continue a long conversation that is stored."""
 
     def __init__(self, defaults: Defaults = PLAIN_DEFAULTS) -> None:
         self._defaults = defaults
@@ -162,6 +164,8 @@ class OpenAIResponses:
 
     def routes(self, services: Services) -> tuple[JsonRoute, ...]:
         async def get(route_request: RouteRequest) -> Mapping[str, Any]:
+            if route_request.query.get("stream", "false").lower() not in ("false", "0"):
+                raise InvalidValue("stream", "a stored response is not streamed; ask without it")
             return self._stored(route_request).body()
 
         async def delete(route_request: RouteRequest) -> Mapping[str, Any]:
@@ -178,10 +182,11 @@ class OpenAIResponses:
             return stored.body() | {"status": "cancelled"}
 
         async def input_items(route_request: RouteRequest) -> Mapping[str, Any]:
-            return _page(self._stored(route_request), route_request.query)
+            stored = self._stored(route_request)
+            return await services.in_pool(lambda: _page(stored, route_request.query))
 
         async def count(route_request: RouteRequest) -> Mapping[str, Any]:
-            (request,) = self.decode(route_request.body, namespace=route_request.namespace).requests
+            request = await decoded_request(services, self, route_request)
             n_tokens = await count_tokens(services, request, route_request.namespace)
             return {"object": "response.input_tokens", "input_tokens": n_tokens}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from firn.api.dialects import Dialect, JsonRoute, RouteRequest
 from firn.api.fields import Fields, array, integer, string
-from firn.api.prompting import prompt_of
+from firn.api.prompting import decoded_request, prompt_of
 from firn.api.services import Services
 from firn.core.errors import BadRequest, InvalidValue
 
@@ -25,7 +25,7 @@ def token_routes(services: Services, dialects: Sequence[Dialect]) -> tuple[JsonR
         if text is None and body.get("messages") is None:
             raise InvalidValue("text", "is required, unless messages are given")
         if text is None:
-            (request,) = chat.decode(route_request.body, namespace=route_request.namespace).requests
+            request = await decoded_request(services, chat, route_request)
             prompt = await prompt_of(services, request, route_request.namespace)
             return await services.in_pool(lambda: _token_list(services, prompt.ids.tolist()))
         checked = string(text, "text", max_chars=MAX_TEXT_CHARS)
