@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from firn.core.errors import may_be_device_fault
 from firn.core.events import Advanced
 from firn.core.ports import Cursor, LiveRow, Scorer
 from firn.core.values import Job, Prompt, Scores
 from firn.engine.chunks import ChunkSizes
-from firn.engine.faults import may_be_device_fault
 from firn.engine.inflight import InFlight, RestoreFailed
 from firn.engine.scheduler import chunk_end
 from firn.engine.sequence import PrefillTask, Sequence
