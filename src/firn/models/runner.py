@@ -200,6 +200,16 @@ class Runner:
         end_room(row.layers, few_shapes=self._shapes is not None)
         self._look_back(row, job.prompt)
         rows = [row, *(fork(row) for _ in indices[1:])]
+        try:
+            self._set_up(rows, job, indices)
+        except Exception:
+            if self.speculation is not None:
+                for r in rows:
+                    self.speculation.close(r)
+            raise
+        return rows
+
+    def _set_up(self, rows: Sequence[Row], job: Job, indices: Sequence[int]) -> None:
         shift = self._arguments.shift(job.prompt)
         for choice, r in zip(indices, rows, strict=True):
             r.shift, r.gap = shift, job.prompt.gap
@@ -214,7 +224,6 @@ class Runner:
             )
             if self.speculation is not None:
                 self.speculation.open(r, replace(job, prompt=job.prompt.whole))
-        return rows
 
     # --- decode ----------------------------------------------------------------------------
 
