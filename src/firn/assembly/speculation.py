@@ -32,7 +32,9 @@ from firn.models.speculation import Speculation
 log = logging.getLogger("firn")
 
 DRAFT_CACHE_SHARE = 8
-"""The draft model's prefixes get as much as this fraction (1 / N) of the model's, besides them."""
+"""The draft model's prefixes get at most this fraction (1 / N) of what the model's get."""
+DRAFT_QUEUE_NBYTES = 64 << 20
+"""For those that are still to be written: they are small."""
 
 HEAD_FAULTS = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError)
 """Of a head that cannot be read or run: mlx-lm ignores it, and any file of the folder may hold it."""
@@ -47,6 +49,17 @@ class DraftModel:
     row_cost: RowCost
     is_drafter: bool = False
     """A drafter uses it, and closes its cache."""
+
+    @property
+    def cache_nbytes(self) -> int:
+        """What its prefixes may take, with those that wait to be written."""
+        if isinstance(self.cache, CacheOff):
+            return 0
+        return self.cache.settings.limit_nbytes + DRAFT_QUEUE_NBYTES
+
+    def fit(self, cache_nbytes: int) -> None:
+        """Keep its prefixes within this."""
+        self.cache.set_room(max(cache_nbytes - DRAFT_QUEUE_NBYTES, 0))
 
 
 @dataclass(frozen=True, slots=True)
