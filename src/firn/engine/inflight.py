@@ -151,7 +151,7 @@ class InFlight:
             self._absorbed = error
 
     def take_absorbed(self) -> Exception | None:
-        """The last absorbed fault that may be the device's, here or in the cache, since this was asked."""
+        """The last absorbed fault that may be the device's, here or in the cache, since it was asked."""
         error, self._absorbed = self._absorbed, None
         return self.cache.take_fault() or error
 

@@ -94,6 +94,7 @@ class Runner:
         self._shapes = shapes
         self._max_padding = max_padding
         self._mtp = model if isinstance(model, MtpModel) else None
+        assert shapes is None or self._mtp is None, "a head would continue from a padded token"
         self._make_layers = make_layers
         self._max_rows = max_rows if info.batchable else 1
         self._masks = Masks(info.vocab_size)
