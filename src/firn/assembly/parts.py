@@ -120,13 +120,10 @@ def _decoder_parts(
         exact=compute.exact,
         cpu_dtype=compute.cpu_dtype,
         cache_nbytes=cache_nbytes(config, alone_nbytes),
-        add_tiers=lambda cache, model: put_on_tiers(
-            cache, model, IoThreads(max_write_nbytes=speculation.DRAFT_QUEUE_NBYTES)
-        ),
+        add_tiers=lambda cache, model: put_on_tiers(cache, model, _draft_io()),
         folder=draft_folder,
     )
-    drafting = speculation.build(config, loaded, setup)
-    padding = partial(_shapes, spec, compute)
+    drafting, padding = speculation.build(config, loaded, setup), partial(_shapes, spec, compute)
     scorer, drafting = sparse.build(
         config, loaded, drafting, setup=setup, threads=threads, shapes_of=padding
     )
@@ -182,6 +179,10 @@ def _plan(
         draft.fit(planned.plan.draft_cache_nbytes)
     planned.log_plan()
     return planned
+
+
+def _draft_io() -> IoThreads:
+    return IoThreads(max_write_nbytes=speculation.DRAFT_QUEUE_NBYTES)
 
 
 def _tiers(
