@@ -65,6 +65,7 @@ class DictCache:
         self.closed = False
         self._in_doubt: list[tuple[str, tuple[int, ...]]] = []
         self.n_doubted = 0
+        self.fault: Exception | None = None
 
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> DictCursor:
         owner = namespace if prompt.thinned is None else f"{namespace}/{prompt.thinned.recipe}"
@@ -141,6 +142,10 @@ class DictCache:
         for key in self._in_doubt:
             self.store.pop(key, None)
         self._in_doubt.clear()
+
+    def take_fault(self) -> Exception | None:
+        fault, self.fault = self.fault, None
+        return fault
 
     def set_room(self, nbytes: int) -> None:
         self.room_nbytes = nbytes

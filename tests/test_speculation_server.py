@@ -14,6 +14,7 @@ import mlx.core as mx
 import openai
 import pytest
 
+from firn.assembly.speculation import DRAFT_QUEUE_NBYTES
 from firn.config import CacheConfig, Config, EngineConfig, ModelConfig
 from firn.core.errors import SetupError
 from tests.api.real import Real, serving
@@ -131,6 +132,10 @@ def test_a_draft_model_guesses(real: Real, folder: Path) -> None:
             reply = ask(running, prompt="once upon a time")
             assert reply.choices[0].text == plain.choices[0].text
         assert health(running)["accepted"] > 0
+        parts = running.server.engine.parts
+        plan, drafter = parts.planned.plan, parts.speculation._drafters[-1]
+        prefixes = drafter._cache.records.memory.limit_nbytes
+        assert 0 < prefixes <= plan.draft_cache_nbytes - DRAFT_QUEUE_NBYTES, "its part of the plan"
 
 
 @pytest.mark.parametrize(

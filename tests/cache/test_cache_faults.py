@@ -216,7 +216,9 @@ def test_records_that_could_not_be_computed_are_not_kept(
         before = set(lab.between_steps(partial(records_of, cache)))
         fails[0] = True
         lab.submit(ids, 8).wait().check()
-        assert sum(cache.stats.faults.values()) == 1
+        assert sum(cache.stats.faults.values()) == 2, (
+            "it may have been a late fault of the device, so the request is computed again, once"
+        )
         lab.check()
         assert set(lab.between_steps(partial(records_of, cache))) <= before
         fails[0] = False

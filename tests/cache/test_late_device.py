@@ -8,6 +8,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from firn.cache import commit
+from firn.cache.arrays import payload
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
 from tests.cache.tiny import tiny
@@ -15,8 +17,11 @@ from tests.harness import Harness, Result, running
 from tests.hash_runner import prompt_of
 
 
-def spoil(harness: Harness, *, chunk: int) -> list[str]:
-    """Let one chunk's work come out as zeros, and the device tell of it when it is asked."""
+def spoil(
+    harness: Harness, *, chunk: int, in_commit: pytest.MonkeyPatch | None = None
+) -> list[str]:
+    """Let one chunk's work come out as zeros, and the device tell of it when it is asked, or when the
+    cache computes what it commits."""
     runner: Any = harness.runner
     told: list[str] = []
     state = {"n": 0, "parked": False}
@@ -32,12 +37,23 @@ def spoil(harness: Harness, *, chunk: int) -> list[str]:
 
     def asked() -> None:
         confirm()
+        tell()
+
+    def evaluate(payloads: Any) -> None:
+        tell()
+        payload.evaluate(payloads)
+
+    def tell() -> None:
         if state["parked"]:
             state["parked"] = False
             told.append("told")
             raise RuntimeError("[METAL] Command buffer execution failed")
 
-    runner.prefill, runner.confirm = spoiled, asked
+    runner.prefill = spoiled
+    if in_commit is None:
+        runner.confirm = asked
+    else:
+        in_commit.setattr(commit, "evaluate", evaluate)
     return told
 
 
@@ -51,17 +67,19 @@ def said(result: Result) -> tuple[list[int], list[float]]:
 
 
 @pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize("told_in", ["confirm", "commit"])
 def test_what_a_failed_command_left_is_neither_resumed_nor_written(
-    tmp_path: Path, chunk: int
+    tmp_path: Path, chunk: int, told_in: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = [t % 60 for t in prompt_of(4, 150)]
     with running(tiny("qwen3"), chunk=32, block=32) as plain:
         want = said(plain.ask(ids))
     with open_on(tmp_path) as harness:
-        told = spoil(harness, chunk=chunk)
+        told = spoil(harness, chunk=chunk, in_commit=monkeypatch if told_in == "commit" else None)
         assert said(harness.ask(ids)) == want, "it was computed again"
         assert told == ["told"]
-        assert harness.cache.stats.dropped["in doubt"] >= 1
+        if told_in == "confirm" or chunk > 1:  # else the commit has failed with its only records
+            assert harness.cache.stats.dropped["in doubt"] >= 1
         assert said(harness.ask(ids)) == want
     with open_on(tmp_path) as harness:
         again = harness.ask(ids)

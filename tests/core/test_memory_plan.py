@@ -90,6 +90,24 @@ def test_what_waits_for_stores_is_in_the_plan(machine: MachineMemory, of: ModelM
 
 
 @pytest.mark.parametrize(("machine", "of"), PAIRS)
+def test_a_draft_models_prefixes_are_in_the_plan(machine: MachineMemory, of: ModelMemory) -> None:
+    """They take a part of the capacity, and never what one request needs."""
+    without = plan_memory(machine, of, METAL)
+    for nbytes in (1 << 20, GIB, 1 << 60):
+        plan = plan_memory(machine, replace(of, draft_cache_nbytes=nbytes), METAL)
+        assert plan.fits == without.fits
+        assert plan.draft_cache_nbytes <= min(nbytes, without.capacity_nbytes // 8)
+        if plan.fits:
+            check(plan, machine, of, METAL)
+            both = plan.capacity_nbytes + plan.draft_cache_nbytes
+            assert both == without.capacity_nbytes
+            assert (
+                plan.draft_cache_nbytes
+                or without.capacity_nbytes < of.row_nbytes(LEAST_TOKENS) + GIB
+            )
+
+
+@pytest.mark.parametrize(("machine", "of"), PAIRS)
 def test_exact_mode_keeps_its_chunk(machine: MachineMemory, of: ModelMemory) -> None:
     options = MemoryOptions(chunk=512, fixed_chunk=True)
     plan = plan_memory(machine, of, options)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from firn.core.errors import EngineDead, StepFailed
+from firn.core.ports import LiveRow, Restored
 from firn.core.values import Sampling
-from firn.engine.recovery import MAX_DEVICE_FAULTS
-from tests.dict_cache import DictCache
+from firn.engine.recovery import ABSORBED_EVERY_S, MAX_DEVICE_FAULTS
+from tests.dict_cache import DictCache, DictCursor
 from tests.hash_engine import HashEngine, Outcome
-from tests.hash_runner import GARBAGE, Faults, HashRow, prompt_of
+from tests.hash_runner import GARBAGE, Faults, HashLayer, HashRow, prompt_of
 
 WARM = Sampling(temperature=1.0, seed=5)
 
@@ -28,6 +30,15 @@ class LateDevice:
     def faults(self) -> Faults:
         return Faults(prefill=self.prefill, launch=self.launch, confirm=self.tell)
 
+    def silent_faults(self) -> Faults:
+        """The engine's own steps are not told: whatever else uses the device is."""
+
+        def restores(restored: Restored | None) -> None:
+            if restored is not None:
+                self.tell()
+
+        return Faults(prefill=self.spoil_chunk, launch=self.spoil_step, start=restores)
+
     def tell(self) -> None:
         if self.parked:
             self.parked = False
@@ -36,13 +47,19 @@ class LateDevice:
 
     def prefill(self, row: HashRow, chunk: Sequence[int]) -> None:
         self.tell()
+        self.spoil_chunk(row, chunk)
+
+    def launch(self, rows: Sequence[HashRow]) -> None:
+        self.tell()
+        self.spoil_step(rows)
+
+    def spoil_chunk(self, row: HashRow, chunk: Sequence[int]) -> None:
         self.n_chunks += 1
         if self.n_chunks in self.chunks:
             chunk[0] = GARBAGE  # type: ignore[index]
             self.parked = True
 
-    def launch(self, rows: Sequence[HashRow]) -> None:
-        self.tell()
+    def spoil_step(self, rows: Sequence[HashRow]) -> None:
         self.n_steps += 1
         if self.n_steps in self.steps:
             for row in rows:
@@ -144,4 +161,84 @@ def test_a_request_that_meets_anothers_fault_is_not_given_up() -> None:
         for outcome in say(lab, 4):
             outcome.check()
         assert met
+        assert lab.leftovers() == {}
+
+
+# --- faults that somebody else absorbs -----------------------------------------------------
+
+
+class TellsWhereItCommits(DictCache):
+    """Its commit is the device's next use, and absorbs the fault, as `PrefixTree` does."""
+
+    def __init__(self, device: LateDevice) -> None:
+        super().__init__()
+        self.device = device
+
+    def commit(self, cursor: DictCursor, row: LiveRow) -> None:  # type: ignore[override]
+        try:
+            self.device.tell()
+        except RuntimeError as e:
+            self.fault = e
+        else:
+            super().commit(cursor, row)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 4])
+def test_a_fault_that_the_cache_absorbs_spoils_no_reply(chunk: int) -> None:
+    device = LateDevice(chunks=[chunk])
+    cache = TellsWhereItCommits(device)
+    with HashEngine(device.silent_faults(), cache=cache, chunk=8) as lab:
+        for outcome in say(lab, 4):
+            outcome.check()
+        assert lab.leftovers() == {}
+    assert device.n_told == 1
+    assert cache.n_doubted == 1
+    check_records(cache)
+
+
+@pytest.mark.parametrize("where", ["restore", "call"])
+@pytest.mark.parametrize("step", [3, 12, 30])
+def test_a_fault_that_a_restore_or_a_caller_meets_puts_the_rows_of_others_in_doubt(
+    where: str, step: int
+) -> None:
+    device, cache = LateDevice(), DictCache()
+    faults = device.silent_faults()
+    others: list[Outcome] = []
+
+    def launch(rows: Sequence[HashRow]) -> None:
+        device.spoil_step(rows)
+        if device.parked and where == "restore":
+            others.append(lab.submit(prompt_of(1, 30), 8))
+        elif device.parked:
+            lab.engine.call(lambda _: device.tell())
+
+    with HashEngine(replace(faults, launch=launch), cache=cache, chunk=8) as lab:
+        lab.submit(prompt_of(1, 30), 8).wait().check()
+        device.steps = {device.n_steps + step}
+        spoiled = lab.submit(prompt_of(2, 30), 60, sampling=WARM).wait()
+        assert spoiled.error is None
+        for other in others:
+            other.wait().check()
+        assert device.n_told == 1
+        assert cache.n_doubted == 1
+        assert lab.leftovers() == {}
+    check_records(cache)
+
+
+def test_a_record_that_always_fails_is_taken_for_the_devices_fault_once() -> None:
+    """Each of its requests is answered all the same, and the others are not put back every time."""
+
+    class Bad(DictCache):
+        def _fill(self, state: list[int], layers: list[HashLayer]) -> None:
+            raise RuntimeError("a damaged record")
+
+    cache = Bad()
+    with HashEngine(cache=cache, chunk=8) as lab:
+        for _ in range(5):
+            lab.submit(prompt_of(1, 30), 8).wait().check()
+        now = lab.engine._loop._recovery._absorbed_at + ABSORBED_EVERY_S
+        lab.engine._loop._recovery._clock = lambda: now
+        assert cache.n_doubted == 1
+        lab.submit(prompt_of(1, 30), 8).wait().check()
+        assert cache.n_doubted == 2
         assert lab.leftovers() == {}

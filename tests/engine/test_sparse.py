@@ -277,8 +277,29 @@ def test_a_scorer_that_fails_costs_time_and_nothing_else(
         assert outcome.error is None
         assert outcome.tokens() == outcome.expected()
         assert told(outcome).n_skipped == 0
+        assert told(outcome).keep is None
         assert lab.leftovers() == {}
     assert "is read in full" in caplog.text
+
+
+def test_a_request_put_back_while_it_is_scored_and_then_read_in_full_says_so() -> None:
+    """Meanwhile most of its prompt was cached, so nothing is worth skipping any more."""
+    prompt, cache, scorer = prompt_of(1, N_PROMPT), DictCache(), DiceScorer()
+    prefix = prompt[: N_PROMPT - 20]
+
+    def put_back() -> None:
+        if not cache.store:
+            cache.store["", tuple(prefix)] = list(prefix)
+            lab.engine._loop._recovery.put_all_back()
+
+    scorer.at["read"] = put_back
+    with HashEngine(cache=cache, scorer=scorer) as lab:
+        outcome = lab.submit(prompt, 20, sparse=HALF).wait()
+        outcome.check()
+        assert outcome.of(Admitted)[0].keep == 0.5
+        assert told(outcome).keep is None
+        assert told(outcome).n_cached == len(prefix)
+        assert lab.leftovers() == {}
 
 
 @pytest.mark.parametrize("n_launched", [1, 3])

@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from firn.core.values import RequestId, Sampling
 from firn.models.drafters.lookup import Lookup
+from firn.models.gate import StepTimes
 from firn.models.raggedcheck import ragged_fault, rewind_fault, traits_of
 from tests.harness import GREEDY, Harness, Result, running
 from tests.models.alone import TIE, plain, prompt_of
@@ -401,3 +402,18 @@ def test_a_model_whose_steps_leave_traces_drafts_nothing() -> None:
     why = rewind_fault(model, lambda: list(make_prompt_cache(model)))
     assert why is not None
     assert "traces" in why
+
+
+@pytest.mark.parametrize(("name", "is_padded"), [("qwen3", True), ("qwen3_next", False)])
+def test_a_width_is_priced_as_it_is_computed(name: str, is_padded: bool) -> None:
+    """Steps of a hybrid model are not padded, so what one of two tokens took counts for two tokens."""
+    model = build(name)
+    traits = traits_of(model, lambda: list(make_prompt_cache(model)), "cuda")
+    times = StepTimes(traits)
+    for _ in range(3):
+        times.saw_plain(1, 1.0)
+    width = 4 if is_padded else 2
+    for _ in range(traits.n_preparing + 3):
+        times.saw_wide(1, width, 1.5)
+    assert times.is_measured(1, 2)
+    assert times.price(1, 2) == 1.5

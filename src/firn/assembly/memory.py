@@ -63,6 +63,8 @@ class Planned:
             f"prefill chunk {plan.chunk_nbytes // MIB}, buffer cache {plan.buffer_cache_nbytes // MIB}, "
             f"write queue {(plan.write_queue_nbytes + plan.store_queues_nbytes) // MIB}"
         )
+        if plan.draft_cache_nbytes:
+            parts += f", draft model's cache {plan.draft_cache_nbytes // MIB}"
         log.info("memory plan (MiB): %s; limit %d", parts, plan.limit_nbytes // MIB)
         if not plan.fits:
             log.warning(
@@ -96,9 +98,11 @@ class MemoryPlanner:
     transient: Transient
     context_length: int
 
-    def plan(self, cost: RowCost, weights_nbytes: int) -> Planned:
+    def plan(self, cost: RowCost, weights_nbytes: int, *, draft_cache_nbytes: int = 0) -> Planned:
         rows = (cost.per_token_nbytes, cost.fixed_nbytes)
-        needs = ModelMemory(weights_nbytes, *rows, self.transient, self.context_length)
+        needs = ModelMemory(
+            weights_nbytes, *rows, self.transient, self.context_length, draft_cache_nbytes
+        )
         compute = self.compute
         return plan_server(
             self.config, self.machine, needs, chunk=compute.largest_chunk, exact=compute.exact

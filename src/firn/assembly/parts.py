@@ -120,17 +120,15 @@ def _decoder_parts(
         exact=compute.exact,
         cpu_dtype=compute.cpu_dtype,
         cache_nbytes=cache_nbytes(config, alone_nbytes),
-        add_tiers=lambda cache, model: put_on_tiers(cache, model, IoThreads()),
+        add_tiers=lambda cache, model: put_on_tiers(cache, model, _draft_io()),
         folder=draft_folder,
     )
-    drafting = speculation.build(config, loaded, setup)
-    padding = partial(_shapes, spec, compute)
+    drafting, padding = speculation.build(config, loaded, setup), partial(_shapes, spec, compute)
     scorer, drafting = sparse.build(
         config, loaded, drafting, setup=setup, threads=threads, shapes_of=padding
     )
     cost = drafting.with_rows(cost)
-    planned = planner.plan(cost, info.weights_nbytes + drafting.weights_nbytes)
-    planned.log_plan()
+    planned = _plan(planner, cost, info, drafting)
     devices.set_limits(device, planned.plan)
     capacity_nbytes, alone_nbytes = _capacity(spec, loaded, planned, device=device)
     budget = Budget(
@@ -165,6 +163,26 @@ def _decoder_parts(
         speculation=drafting.speculation,
         planned=planned,
     )
+
+
+def _plan(
+    planner: MemoryPlanner, cost: RowCost, info: ModelInfo, drafting: speculation.Drafting
+) -> Planned:
+    """The plan that the server starts with. A draft model's cache is held to its part."""
+    draft = drafting.draft
+    planned = planner.plan(
+        cost,
+        info.weights_nbytes + drafting.weights_nbytes,
+        draft_cache_nbytes=draft.cache_nbytes if draft is not None else 0,
+    )
+    if draft is not None:
+        draft.fit(planned.plan.draft_cache_nbytes)
+    planned.log_plan()
+    return planned
+
+
+def _draft_io() -> IoThreads:
+    return IoThreads(max_write_nbytes=speculation.DRAFT_QUEUE_NBYTES)
 
 
 def _tiers(

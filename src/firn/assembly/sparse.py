@@ -64,7 +64,7 @@ def build(
     if draft is None:
         draft = speculation.open_draft(config, setup)
         nbytes = drafting.weights_nbytes + draft.model.info.weights_nbytes
-        drafting = replace(drafting, weights_nbytes=nbytes, row_cost=draft.row_cost)
+        drafting = replace(drafting, weights_nbytes=nbytes, row_cost=draft.row_cost, draft=draft)
     try:
         scorer = AttentionScorer(
             draft.model.model,

@@ -23,15 +23,21 @@ from firn.models.device import device
 from firn.models.drafters import Drafter, discover
 from firn.models.drafters.model import ModelDrafter
 from firn.models.drafters.mtp import MtpDrafter
+from firn.models.faults import first_line
 from firn.models.hub import HubRules
-from firn.models.mtp import MtpModel, with_head_layer
+from firn.models.mtp import MtpModel, PredictionHead, with_head_layer
 from firn.models.raggedcheck import ragged_fault, rewind_fault, traits_of
 from firn.models.speculation import Speculation
 
 log = logging.getLogger("firn")
 
 DRAFT_CACHE_SHARE = 8
-"""The draft model's prefixes get as much as this fraction (1 / N) of the model's, besides them."""
+"""The draft model's prefixes get at most this fraction (1 / N) of what the model's get."""
+DRAFT_QUEUE_NBYTES = 64 << 20
+"""For those that are still to be written: they are small."""
+
+HEAD_FAULTS = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError)
+"""Of a head that cannot be read or run: mlx-lm ignores it, and any file of the folder may hold it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,17 @@ class DraftModel:
     row_cost: RowCost
     is_drafter: bool = False
     """A drafter uses it, and closes its cache."""
+
+    @property
+    def cache_nbytes(self) -> int:
+        """What its prefixes may take, with those that wait to be written."""
+        if isinstance(self.cache, CacheOff):
+            return 0
+        return self.cache.settings.limit_nbytes + DRAFT_QUEUE_NBYTES
+
+    def fit(self, cache_nbytes: int) -> None:
+        """Keep its prefixes within this."""
+        self.cache.set_room(max(cache_nbytes - DRAFT_QUEUE_NBYTES, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,29 +112,34 @@ def with_head(
     option = config.engine.speculation
     if exact or option not in ("auto", "mtp") or config.engine.draft_model:
         return loaded
-    folder, info = Path(loaded.info.path), loaded.info
+    folder, name = Path(loaded.info.path), loaded.info.name
     settings = loader.read_config(folder)
-    if not mtp_load.has_head(folder, settings):
-        if option == "mtp":
-            raise SetupError(
-                f"--speculation mtp: {info.name} has no prediction head that firn knows"
-            )
-        return loaded
     try:
-        head = mtp_load.read_head(folder, settings)
-    except ValueError as e:
+        if mtp_load.has_head(folder, settings):
+            return _add_head(loaded, mtp_load.read_head(folder, settings), cpu_dtype=cpu_dtype)
+    except HEAD_FAULTS as e:
         if option == "mtp":
-            raise SetupError(f"--speculation mtp: {e}") from e
-        log.warning("the prediction head of %s cannot draft tokens: %s", info.name, e)
+            raise SetupError(f"--speculation mtp: {first_line(e)}") from e
+        log.warning("the prediction head of %s cannot draft tokens: %s", name, first_line(e))
         return loaded
+    if option == "mtp":
+        raise SetupError(f"--speculation mtp: {name} has no prediction head that firn knows")
+    return loaded
+
+
+def _add_head(
+    loaded: loader.LoadedModel, head: PredictionHead, *, cpu_dtype: CpuDtype
+) -> loader.LoadedModel:
+    info = loaded.info
     widen_as(head, cpu_dtype, like=loaded.model)
-    log.info("the prediction head of %s drafts tokens", info.name)
     model, make_layers = MtpModel(loaded.model, head), with_head_layer(loaded.make_layers)
+    probe = mtp_load.probe(model, make_layers)
+    log.info("the prediction head of %s drafts tokens", info.name)
     return replace(
         loaded,
         model=model,
         make_layers=make_layers,
-        probe=mtp_load.probe(model, make_layers),
+        probe=probe,
         info=replace(info, weights_nbytes=info.weights_nbytes + mtp_load.nbytes_of(head)),
     )
 

@@ -64,6 +64,9 @@ class CacheOff:
     def doubt(self) -> None:
         pass
 
+    def take_fault(self) -> None:
+        return None
+
     def set_room(self, nbytes: int) -> None:
         pass
 

@@ -388,6 +388,9 @@ class PrefixTree:
             self.records.doubt()
             self._parking.doubt()
 
+    def take_fault(self) -> Exception | None:
+        return self.records.take_fault()
+
     def set_room(self, nbytes: int) -> None:
         with self._counting_faults("room"):
             self._parking.sweep()

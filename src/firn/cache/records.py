@@ -39,6 +39,7 @@ from firn.cache.storage.index import TierIndex
 from firn.cache.storage.io import Io
 from firn.cache.storage.tier_set import Reported, TierSet
 from firn.cache.tree import Cleared, Mark, Node, Record, Tree
+from firn.core.errors import may_be_device_fault
 from firn.core.ports import EngineLoad
 from firn.core.values import Namespace
 
@@ -84,6 +85,7 @@ class Records:
         self._cleared: list[Iterator[Node]] = []
         self._unconfirmed: list[tuple[Record, int]] | None = None
         """Committed since the last confirmation, with the tiers that had it; None: nobody confirms."""
+        self._fault: Exception | None = None
 
     def add_tier(
         self,
@@ -404,3 +406,9 @@ class Records:
         reason = f"{where}: {error.reason}" if isinstance(error, TierError) else where
         self.stats.faults[reason] += 1
         log.warning("the cache failed in %s, which costs a miss: %r", where, error, exc_info=error)
+        if may_be_device_fault(error):
+            self._fault = error
+
+    def take_fault(self) -> Exception | None:
+        fault, self._fault = self._fault, None
+        return fault

@@ -303,3 +303,12 @@ class UnknownCacheLayer(FirnError):
     """No codec knows this layer class, so nothing is reused for the model."""
 
     code = "unknown_cache_layer"
+
+
+# --- the device ----------------------------------------------------------------------------
+
+
+def may_be_device_fault(error: Exception) -> bool:
+    """MLX reports a device fault as a RuntimeError, sometimes late, to whatever uses the device next:
+    once, so whoever absorbs it must pass it on."""
+    return isinstance(error, RuntimeError | MemoryError)

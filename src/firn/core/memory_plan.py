@@ -2,7 +2,7 @@
 
     limit      the lesser of what the device may use, less headroom and what other firn servers have
                reserved, and what the machine has available
-    - weights - one prefill chunk - MLX's buffer cache - the write queues
+    - weights - one prefill chunk - MLX's buffer cache - the write queues - a draft model's prefixes
     = capacity, which live requests and stored prefixes share
 
 Invariant: the parts of a plan that fits never exceed its limit, and it has room for one request of
@@ -33,6 +33,8 @@ WRITE_QUEUE_SHARE = 0.05
 """Share of what weights leave: for evicted records that are still to be written."""
 STORE_QUEUE_NBYTES = 64 * MIB
 """For records that wait to be sent to one shared store: more would only wait longer."""
+DRAFT_PARTS = 9
+"""A draft model's prefixes get at most this fraction (1 / N) of what is left for rows and prefixes."""
 SYSTEM_SHARE = 0.125
 MIN_SYSTEM_NBYTES, MAX_SYSTEM_NBYTES = 1 * GIB, 8 * GIB
 """Share of physical memory that is left to the system and to other programs."""
@@ -96,6 +98,8 @@ class ModelMemory:
     fixed_nbytes: int
     transient: Transient = Transient(0)
     context_length: int | None = None
+    draft_cache_nbytes: int = 0
+    """What a draft model's prefixes may take, with those that wait to be written."""
 
     def row_nbytes(self, n_tokens: int) -> int:
         return self.fixed_nbytes + n_tokens * self.per_token_nbytes
@@ -135,6 +139,8 @@ class MemoryPlan:
     """Of the SSD."""
     store_queues_nbytes: int
     """Of all shared stores."""
+    draft_cache_nbytes: int
+    """Of a draft model's prefixes, with those that wait to be written."""
     capacity_nbytes: int
     wired_nbytes: int
     context_tokens: int
@@ -152,6 +158,7 @@ class MemoryPlan:
             + self.buffer_cache_nbytes
             + self.write_queue_nbytes
             + self.store_queues_nbytes
+            + self.draft_cache_nbytes
             + self.capacity_nbytes
         )
 
@@ -167,6 +174,9 @@ def plan_memory(machine: MachineMemory, model: ModelMemory, options: MemoryOptio
     is_tight = left - sum(ample) < need or ample[0] < tight[0]
     chunk, buffers, queue = tight if is_tight else ample
     capacity = left - chunk - buffers - queue
+    spare = max(capacity - need, 0)
+    draft_cache = min(model.draft_cache_nbytes, spare, max(capacity, 0) // DRAFT_PARTS)
+    capacity -= draft_cache
     fits = capacity >= need
     capacity = capacity if fits else max(capacity, MIN_CAPACITY_NBYTES)
     return MemoryPlan(
@@ -177,6 +187,7 @@ def plan_memory(machine: MachineMemory, model: ModelMemory, options: MemoryOptio
         buffer_cache_nbytes=buffers,
         write_queue_nbytes=queue,
         store_queues_nbytes=store_queues,
+        draft_cache_nbytes=draft_cache,
         capacity_nbytes=capacity,
         wired_nbytes=min(options.wired_nbytes, model.weights_nbytes),
         context_tokens=_context(model, options, capacity, chunk),

@@ -126,6 +126,7 @@ class Engine(Generic[P]):
             try:
                 future.set_result(function(self._parts))
             except Exception as e:  # the caller handles the faults of its own function
+                self._loop.inflight.absorbed(e)
                 future.set_exception(e)
 
         with self._lock:

@@ -1,4 +1,4 @@
-"""Which faults may be the device's, and what the client of a failed request is told."""
+"""What the client of a failed request is told."""
 
 from __future__ import annotations
 
@@ -8,11 +8,6 @@ from firn.core.errors import FirnError, StepFailed
 from firn.core.values import Job
 
 log = logging.getLogger("firn.engine")
-
-
-def may_be_device_fault(error: Exception) -> bool:
-    """MLX reports a device fault as a RuntimeError, sometimes late, to whatever uses the device next."""
-    return isinstance(error, RuntimeError | MemoryError)
 
 
 def client_error(job: Job, error: Exception) -> FirnError:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from firn.core.errors import may_be_device_fault
 from firn.core.events import EngineEvent, JobDone
 from firn.core.ports import Cursor, Delivery, EngineLoad, LiveRow, Publish, Restored
 from firn.core.values import Prompt, RequestId
@@ -50,6 +51,7 @@ class InFlight:
         self.rows: dict[LiveRow, Choice] = {}
         self.n_unconfirmed = 0
         """Steps since the first commit that the device has not confirmed; 0: it has confirmed all."""
+        self._absorbed: Exception | None = None
         self._n_tasks = 0
         self._events: list[Delivery] = []
 
@@ -124,6 +126,7 @@ class InFlight:
                 e,
                 exc_info=e,
             )
+            self.absorbed(e)
             self.cache.close_cursor(cursor, None)
             raise RestoreFailed from e
         self.cache.saw_restore(restored, time.perf_counter() - began)
@@ -141,6 +144,16 @@ class InFlight:
 
     def _mark_unconfirmed(self) -> None:
         self.n_unconfirmed = max(self.n_unconfirmed, 1)
+
+    def absorbed(self, error: Exception) -> None:
+        """A fault ends here, and no request fails of it. It may have been another's: see `Recovery`."""
+        if may_be_device_fault(error):
+            self._absorbed = error
+
+    def take_absorbed(self) -> Exception | None:
+        """The last absorbed fault that may be the device's, here or in the cache, since it was asked."""
+        error, self._absorbed = self._absorbed, None
+        return self.cache.take_fault() or error
 
     @contextmanager
     def closing_on_error(self, cursor: Cursor) -> Iterator[None]:

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from firn.core.errors import DeviceFailing
+from firn.core.errors import DeviceFailing, may_be_device_fault
 from firn.core.events import ChoiceDone, JobFailed
 from firn.core.ports import LiveRow
-from firn.engine.faults import client_error, may_be_device_fault
+from firn.engine.faults import client_error
 from firn.engine.inflight import InFlight
 from firn.engine.sequence import Choice
 from firn.engine.sequence import Sequence as Request
@@ -32,6 +32,8 @@ CONFIRM_STEPS = 8
 MAX_DEVICE_FAULTS = 3
 DEVICE_FAULTS_S = 600.0
 """After so many device faults within this time the process ends, for its supervisor to restart."""
+ABSORBED_EVERY_S = 60.0
+"""Absorbed faults are taken for the device's at most this often: a bad record fails again and again."""
 
 
 class Recovery:
@@ -49,6 +51,7 @@ class Recovery:
         self._on_doubt = on_doubt
         self._clock = clock
         self._fault_times: list[float] = []
+        self._absorbed_at = -ABSORBED_EVERY_S
 
     # --- a fault of one request ------------------------------------------------------------
 
@@ -182,7 +185,7 @@ class Recovery:
         the device next.
         """
         inflight = self._inflight
-        if not inflight.n_unconfirmed:
+        if self._recover_absorbed() or not inflight.n_unconfirmed:
             return
         inflight.n_unconfirmed += 1
         if in_flight and inflight.n_unconfirmed <= CONFIRM_STEPS:
@@ -194,6 +197,21 @@ class Recovery:
             return
         inflight.n_unconfirmed = 0
         inflight.cache.confirm()
+
+    def _recover_absorbed(self) -> bool:
+        """If a fault that counted as a miss, or as a caller's error, may have been the device's, put all
+        requests back: the device does not report it again. Returns whether that was done."""
+        inflight, now = self._inflight, self._clock()
+        error = inflight.take_absorbed()
+        is_idle = not inflight.sequences and not inflight.n_unconfirmed
+        if error is None or is_idle or now - self._absorbed_at < ABSORBED_EVERY_S:
+            return False
+        self._absorbed_at = now
+        log.warning(
+            "the last fault may have been the device's, all requests are computed again: %r", error
+        )
+        self.put_all_back()
+        return True
 
     def _device_failed(self, error: Exception) -> None:
         log.error(

@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from firn.core.errors import may_be_device_fault
 from firn.core.events import Advanced
 from firn.core.ports import Cursor, LiveRow, Scorer
 from firn.core.values import Job, Prompt, Scores
 from firn.engine.chunks import ChunkSizes
-from firn.engine.faults import may_be_device_fault
 from firn.engine.inflight import InFlight, RestoreFailed
 from firn.engine.scheduler import chunk_end
 from firn.engine.sequence import PrefillTask, Sequence
@@ -46,10 +46,11 @@ class SparsePrefill:
     def begin(self, task: PrefillTask) -> None:
         """Start to score the prompt, if it may be thinned."""
         job = task.sequence.job
-        if self._scorer is None or job.sparse is None:
+        if self._scorer is None or job.sparse is None or job.prompt.thinned is not None:
             return
         if reason := self._why_not(task):
             log.debug("request %s is read in full: %s", job.id, reason)
+            self._keep_all(task.sequence)  # it may have been put back while it was scored
         else:
             with self._else_in_full(task):
                 task.scoring = self._scorer.open(job.prompt, job.namespace, job.cache)
@@ -68,10 +69,18 @@ class SparsePrefill:
                 e,
                 exc_info=e,
             )
-            sequence.job, sequence.keep = replace(sequence.job, sparse=None), None
+            sequence.job = replace(sequence.job, sparse=None)
+            self._keep_all(sequence)
             self._inflight.end_scoring(task)
             if may_be_device_fault(e):
                 raise
+
+    def _keep_all(self, sequence: Sequence) -> None:
+        """Its prompt is not thinned after all: tell a client that has heard otherwise."""
+        if sequence.keep is not None:
+            sequence.keep = None
+            if sequence.announced:
+                self._inflight.emit(sequence.job.id, Advanced(sequence.admission))
 
     def _why_not(self, task: PrefillTask) -> str:
         assert self._scorer is not None
@@ -111,10 +120,10 @@ class SparsePrefill:
         sequence = task.sequence
         prompt = None if scores is None else self._select(task, scores)
         if prompt is None:
-            sequence.keep = None
             log.info("request %s: nothing of its prompt can be skipped", sequence.job.id)
-        else:
-            self._thin(task, prompt)
+            self._keep_all(sequence)
+            return
+        self._thin(task, prompt)
         if sequence.announced:
             self._inflight.emit(sequence.job.id, Advanced(sequence.admission))
 

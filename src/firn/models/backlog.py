@@ -11,13 +11,11 @@ Owner: the engine thread, through a group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from firn.models.mtp import MtpModel, split
-from firn.models.placing import shifted
 
 MAX_STEPS = 64
 """Kept at most. Each step keeps a hidden state per row."""
@@ -36,12 +34,13 @@ class HeadBacklog:
         """One step of a group: (rows,) tokens and (rows, width) hidden states before them."""
         self._steps.append((ids, before))
 
-    def read(self, layers: list[Any], gaps: Sequence[int]) -> None:
-        """Let the head's KV, one of the group's layers, catch up with the others."""
+    def read(self, layers: list[Any]) -> None:
+        """Let the head's KV, one of the group's layers, catch up with the others. No row has a gap:
+        prompts are thinned beside a draft model only, and then there is no head."""
         if not self._steps:
             return
         ids, before = (mx.stack(list(x), axis=1) for x in zip(*self._steps, strict=True))
         self._steps.clear()
         head = split(layers)[1]
-        self._model.feed_head(ids, before, shifted([head], gaps)[0])
+        self._model.feed_head(ids, before, head)
         mx.async_eval(head.keys, head.values)

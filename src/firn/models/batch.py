@@ -232,7 +232,7 @@ class Group:
     def catch_up(self) -> None:
         """Make all layers hold the same tokens: a prediction head skips steps without drafts."""
         if self.backlog is not None and self.layers:
-            self.backlog.read(self.layers, [row.gap for row in self.seats])
+            self.backlog.read(self.layers)
 
     def make_ready(self) -> None:
         """Prepare the caches for a step with drafts."""

@@ -54,6 +54,8 @@ def ragged_fault(model: Any, make_layers: MakeLayers) -> str | None:
 def traits_of(model: Any, make_layers: MakeLayers, kind: DeviceKind) -> Traits:
     """The device's, adapted to this model."""
     traits = TRAITS[kind]
+    if not is_rewindable(make_layers()):  # its steps are not padded: see `Runner._launch_several`
+        traits = replace(traits, shapes=())
     if traits.columns.block == 1 or not _gains_by_bias(model, make_layers):
         return traits
     return replace(traits, columns=replace(traits.columns, has_bias=True))

@@ -94,6 +94,7 @@ class Runner:
         self._shapes = shapes
         self._max_padding = max_padding
         self._mtp = model if isinstance(model, MtpModel) else None
+        assert shapes is None or self._mtp is None, "a head would continue from a padded token"
         self._make_layers = make_layers
         self._max_rows = max_rows if info.batchable else 1
         self._masks = Masks(info.vocab_size)
@@ -200,6 +201,16 @@ class Runner:
         end_room(row.layers, few_shapes=self._shapes is not None)
         self._look_back(row, job.prompt)
         rows = [row, *(fork(row) for _ in indices[1:])]
+        try:
+            self._set_up(rows, job, indices)
+        except Exception:
+            if self.speculation is not None:
+                for r in rows:
+                    self.speculation.close(r)
+            raise
+        return rows
+
+    def _set_up(self, rows: Sequence[Row], job: Job, indices: Sequence[int]) -> None:
         shift = self._arguments.shift(job.prompt)
         for choice, r in zip(indices, rows, strict=True):
             r.shift, r.gap = shift, job.prompt.gap
@@ -214,7 +225,6 @@ class Runner:
             )
             if self.speculation is not None:
                 self.speculation.open(r, replace(job, prompt=job.prompt.whole))
-        return rows
 
     # --- decode ----------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+from firn.core.errors import may_be_device_fault
 from firn.core.values import Job
 from firn.models.drafters import NO_DRAFT, Draft, Drafter
 from firn.models.gate import Allowance, DraftTimes, ExpectedTokens, Odds, StepTimes, best_width
@@ -357,7 +358,7 @@ class Speculation:
             yield
         except Exception as e:
             self._rest_costly(e)
-            if isinstance(e, RuntimeError | MemoryError):
+            if may_be_device_fault(e):
                 raise
         finally:
             took_s = self._clock() - began

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firn.core.values import CacheControl, Job, Namespace, Prompt, RequestId
 from firn.models.drafters import Draft
+from firn.models.drafters import lookup as module
 from firn.models.drafters.lookup import KEPT_TOKENS, KINDS, Lookup
 
 
@@ -31,7 +33,7 @@ def job(
     )
 
 
-def draft_after(lookup: Lookup, row: str, reply: Sequence[int], n_most: int = 8) -> Draft:
+def draft_after(lookup: Lookup, row: Hashable, reply: Sequence[int], n_most: int = 8) -> Draft:
     lookup.took(row, reply)
     return lookup.draft([row], n_most)[0]
 
@@ -117,11 +119,57 @@ def test_earlier_replies_are_bounded() -> None:
         lookup.took(i, reply)
         lookup.close(i)
     (past,) = lookup._past.values()
-    assert past._n_tokens <= KEPT_TOKENS
+    assert past.n_tokens <= KEPT_TOKENS
     assert len(past._where) <= KEPT_TOKENS
     lookup.open("new", job([1]))
     assert draft_after(lookup, "new", replies[-1][50:60]).tokens[0] == replies[-1][60]
     assert draft_after(lookup, "new", replies[0][50:60]).tokens == ()
+
+
+def test_earlier_replies_of_all_namespaces_share_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the namespace that was used least recently go first."""
+    monkeypatch.setattr(module, "KEPT_NBYTES", 1000 * module.TOKEN_NBYTES)
+    lookup = Lookup()
+
+    def says(namespace: str, start: int) -> None:
+        lookup.open("row", job([1], namespace=namespace))
+        lookup.took("row", range(start, start + 400))
+        lookup.close("row")
+
+    def remembers(namespace: str, start: int) -> bool:
+        lookup.open("next", job([2], namespace=namespace))
+        return bool(draft_after(lookup, "next", range(start + 50, start + 60)).tokens)
+
+    says("one", 1000)
+    says("two", 2000)
+    assert remembers("one", 1000)
+    says("three", 3000)
+    assert remembers("three", 3000)
+    assert remembers("one", 1000)
+    assert not remembers("two", 2000)
+    assert sum(past.n_tokens for past in lookup._past.values()) <= 1000
+
+
+def test_a_reply_is_kept_though_its_namespace_was_dropped_meanwhile() -> None:
+    lookup = Lookup()
+    lookup.open("slow", job([1], namespace="one"))
+    for i in range(module.KEPT_NAMESPACES):
+        lookup.open(i, job([1], namespace=f"other {i}"))
+    lookup.took("slow", TEXT)
+    lookup.close("slow")
+    lookup.open("next", job([2], namespace="one"))
+    assert draft_after(lookup, "next", TEXT[10:17]).tokens[0] == TEXT[17]
+
+
+def test_choices_share_what_is_looked_up_in_their_prompt() -> None:
+    lookup, request = Lookup(), job([1, 2, *TEXT, 3, 4])
+    for choice in range(3):
+        lookup.open(choice, request)
+        assert draft_after(lookup, choice, [9, 120, 121]).tokens[0] == 122
+    assert len({id(text._prompt) for text in lookup._texts.values()}) == 1
+    for choice in range(3):
+        lookup.close(choice)
+    assert not lookup._prompts
 
 
 @settings(max_examples=200, deadline=None)

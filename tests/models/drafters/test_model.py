@@ -209,3 +209,26 @@ def test_a_drafter_that_failed_is_tried_again_after_a_while() -> None:
         now = FAULT_REST_S
         harness.ask([20, 21], 4)
         assert failing.n_failed == 2
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_a_drafter_that_fails_for_a_later_choice_leaves_no_choice_behind(
+    error: type[Exception],
+) -> None:
+    small = drafter("qwen3")
+    open_row, n_opened = small.open, [0]
+
+    def fails(row: Hashable, job: Job) -> None:
+        n_opened[0] += 1
+        if n_opened[0] == 2:
+            raise error("no more rows")
+        open_row(row, job)
+
+    small.open = fails  # type: ignore[method-assign]
+    speculation = AsksWhenReady(small, Lookup())
+    prompt = prompt_of(random.Random(3), 40)
+    with running(plain("qwen3"), chunk=32, speculation=lambda: speculation) as harness:
+        result = harness.submit(prompt, 8, n=3).wait()
+        assert result.error is None
+        assert harness.between_steps(lambda: dict(speculation._rows)) == {}
+        assert n_opened[0] == 2

@@ -124,6 +124,10 @@ class CacheUpkeep(Protocol):
         """Forget what was committed since the last confirmation, in every tier."""
         ...
 
+    def take_fault(self) -> Exception | None:
+        """The last fault that counted as a miss, and may be the device's, since this was last asked."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -25,6 +26,8 @@ MAX_COMPARED = 18
 FACTOR = 1_000_003
 KEPT_TOKENS = 1 << 16
 """Of earlier replies, in each namespace."""
+KEPT_NBYTES, TOKEN_NBYTES = 64 << 20, 256
+"""Of earlier replies, in all namespaces; what a kept token takes, with its key."""
 KEPT_NAMESPACES = 64
 MIN_REPLY, MAX_REPLY = 16, 1 << 13
 """Shorter replies are not kept; of longer ones the first tokens are."""
@@ -44,16 +47,27 @@ class Lookup:
     def __init__(self) -> None:
         self._texts: dict[Hashable, _RowText] = {}
         self._past: OrderedDict[Namespace, _Replies] = OrderedDict()
+        """The one that was used least recently comes first."""
+        self._prompts: WeakValueDictionary[int, _FixedText] = WeakValueDictionary()
+        """By the id of their tokens: the choices of a request share its prompt."""
 
     def odds(self, kind: int) -> float:
         return ODDS[kind]
 
     def open(self, row: Hashable, job: Job) -> None:
-        past = self._past.setdefault(job.namespace, _Replies())
-        self._past.move_to_end(job.namespace)
-        if len(self._past) > KEPT_NAMESPACES:
-            self._past.popitem(last=False)
-        self._texts[row] = _RowText(job, past)
+        past = self._use(job.namespace, _Replies())
+        prompt = self._prompts.setdefault(id(job.prompt.ids), _FixedText(job.prompt.ids))
+        self._texts[row] = _RowText(job, prompt, past)
+
+    def _use(self, namespace: Namespace, past: _Replies) -> _Replies:
+        """The namespace's replies, or else these. Others give way to them."""
+        past = self._past.setdefault(namespace, past)
+        self._past.move_to_end(namespace)
+        nbytes = TOKEN_NBYTES * sum(replies.n_tokens for replies in self._past.values())
+        while len(self._past) > 1 and (nbytes > KEPT_NBYTES or len(self._past) > KEPT_NAMESPACES):
+            _, dropped = self._past.popitem(last=False)
+            nbytes -= TOKEN_NBYTES * dropped.n_tokens
+        return past
 
     def prepare(self, row: Hashable) -> bool:
         return row in self._texts
@@ -71,6 +85,7 @@ class Lookup:
         text = self._texts.pop(row, None)
         if text is not None and text.keeps:
             text.past.keep(text.reply)
+            self._use(text.namespace, text.past)
 
     def end(self) -> None:
         self._texts.clear()
@@ -155,19 +170,19 @@ class _Replies:
 
     _kept: OrderedDict[int, list[int]] = field(default_factory=OrderedDict)
     _where: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)
-    _n_tokens: int = 0
+    n_tokens: int = 0
     _n_ever: int = 0
 
     def keep(self, reply: Sequence[int]) -> None:
         tokens = list(reply[:MAX_REPLY])
         self._n_ever += 1
         self._kept[self._n_ever] = tokens
-        self._n_tokens += len(tokens)
+        self.n_tokens += len(tokens)
         for key, at in _keys(tokens):
             self._where[key] = (self._n_ever, at)
-        while self._n_tokens > KEPT_TOKENS:
+        while self.n_tokens > KEPT_TOKENS:
             number, dropped = self._kept.popitem(last=False)
-            self._n_tokens -= len(dropped)
+            self.n_tokens -= len(dropped)
             for key, _ in _keys(dropped):
                 if self._where.get(key, (0, 0))[0] == number:
                     del self._where[key]
@@ -185,10 +200,10 @@ class _Replies:
 class _RowText:
     """One row's text, and the match that it follows at present."""
 
-    def __init__(self, job: Job, past: _Replies) -> None:
-        self.past = past
+    def __init__(self, job: Job, prompt: _FixedText, past: _Replies) -> None:
+        self.namespace, self.past = job.namespace, past
         self.reply: list[int] = []
-        self._prompt = _FixedText(job.prompt.ids)
+        self._prompt = prompt
         self._prediction = _FixedText(np.array(job.prediction, dtype=np.int64))
         self._own = _GrowingText()
         self._reads, self._writes = job.cache.read, job.cache.write
