@@ -8,6 +8,7 @@ Owner: the engine thread, through `TierSet`.
 
 from __future__ import annotations
 
+import logging
 import math
 import queue
 import threading
@@ -42,6 +43,8 @@ from firn.cache.storage.threads import Done
 from firn.cache.tiers import TierUsage, WriteResult
 from firn.cache.tree import Record, Tree
 from firn.core.ports import EngineLoad
+
+log = logging.getLogger("firn.cache")
 
 BUSY_SHARE = 0.02
 """The share of the engine's time that spilling may take while requests run."""
@@ -236,11 +239,13 @@ class TierClient:
         wanters = self._loading.pop(record, [])
         if isinstance(result, Loaded):
             began = self._clock()
-            header = result.header
-            arrays = from_host(header.tensors, header.places, result.buffers)
-            if self._receiving is not None:
-                arrays = self._receiving.received(name_of(record), arrays)
-            return RecordRead(record, arrays, at, self._clock() - began)
+            try:
+                arrays = self._arrays(record, result)
+            except Exception as e:  # whatever it is, those who wait for the record must hear of it
+                log.warning("no arrays of a record, which costs a miss: %r", e, exc_info=e)
+                result = TierError("no arrays", repr(e))
+            else:
+                return RecordRead(record, arrays, at, self._clock() - began)
         if isinstance(result, Unwanted):
             if any(wanted() for wanted in wanters):  # somebody asked for it meanwhile
                 self._loading[record] = wanters
@@ -248,6 +253,13 @@ class TierClient:
             return None
         self._tree.set_gone(record, self.number)
         return ReadFailed(record, result)
+
+    def _arrays(self, record: Record, loaded: Loaded) -> Payload:
+        header = loaded.header
+        arrays = from_host(header.tensors, header.places, loaded.buffers)
+        if self._receiving is None:
+            return arrays
+        return self._receiving.received(name_of(record), arrays)
 
     # --- asking a store --------------------------------------------------------------------
 
