@@ -139,6 +139,8 @@ class TierClient:
         """Each record with those who want it."""
         self._credit_s = MAX_CREDIT_S
         self._last_poll = clock()
+        self.heard_until = clock()
+        """Whatever was read by then, the engine has heard of."""
         self._last_scan = clock()
         self.scanning = False
 
@@ -224,6 +226,9 @@ class TierClient:
         wanters.append(wanted)
         if len(wanters) == 1:
             self._read(record)
+
+    def is_reading(self, record: Record) -> bool:
+        return record in self._loading
 
     def _read(self, record: Record) -> None:
         wanters = self._loading[record]
@@ -362,6 +367,8 @@ class TierClient:
         elapsed, self._last_poll = now - self._last_poll, now
         self._credit_s = min(self._credit_s + BUSY_SHARE * elapsed, MAX_CREDIT_S)
         yield from self.take_results(now + POLL_S[load])
+        if self._results.empty():
+            self.heard_until = now
         while self._to_spill and (not busy or self._may_spill(load, now)):
             if not self.idle:
                 wait_for_row(self._to_spill[0][0])
