@@ -394,9 +394,7 @@ class PrefixTree:
     def set_room(self, nbytes: int) -> None:
         with self._counting_faults("room"):
             self._parking.sweep()
-            memory = self.records.memory
-            memory.limit_nbytes = max(min(nbytes, self.settings.limit_nbytes), 0)
-            memory.shrink_to(memory.limit_nbytes)
+            self.records.set_limit(max(min(nbytes, self.settings.limit_nbytes), 0))
 
     def saw_prefill(self, start: int, end: int, seconds: float) -> None:
         self.records.estimates.saw_prefill(start, end, seconds)
