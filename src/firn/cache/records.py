@@ -153,12 +153,9 @@ class Records:
         self.memory.added(record)
 
     def _hold_if_room(self, record: Record, arrays: Payload) -> None:
-        self.tree.lease_record(record)  # making room must not evict it, nor the chain before it
-        try:
-            if self.memory.make_room(arrays.nbytes, part=record.part) and record.alive:
-                self.hold(record, arrays, nbytes=arrays.nbytes)
-        finally:
-            self.tree.unlease_record(record)
+        has_room = self.memory.make_room(arrays.nbytes, part=record.part)
+        if has_room and record.alive:  # it may have gone with its block's pages, to make room
+            self.hold(record, arrays, nbytes=arrays.nbytes)
 
     def _stay(self, record: Record) -> None:
         """Keep a record that was about to leave memory."""
