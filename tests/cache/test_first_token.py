@@ -309,3 +309,36 @@ def test_whatever_is_slow_from_some_time_on(
     takes.find, takes.read, takes.n_reads = find_s, read_s, n_reads
     for ids in PROMPTS[n_before:]:
         assert server.late_s(ids) <= deadline_s + LOAD_TICK_S
+
+
+@pytest.mark.parametrize("n_reads", [0, 3], ids=["from the first", "after some"])
+def test_reads_that_hang_are_waited_for_a_few_times_and_no_more(n_reads: int) -> None:
+    """What does not arrive says how slow the store is, too."""
+    takes = Takes(read=1e-3, deadline=HANGS)
+    server = Server(Time(), DENSE, dict(STORED["dense"]), takes, token_s=5e-3)
+    server.late_s(words(7, N_TOKENS))
+    takes.n_reads = n_reads
+    late = [server.late_s(ids) for ids in PROMPTS]
+    assert late[0] > 0.05
+    assert max(late[-2:]) <= 3 * LOAD_TICK_S
+
+
+@pytest.mark.parametrize("is_read", [True, False], ids=["read", "hangs"])
+def test_what_the_engine_has_had_no_time_to_take_is_not_late(is_read: bool) -> None:
+    """It computes for a second, and the request ends: was the store slow? It was, if it hangs."""
+    time = Time()
+    takes = Takes(read=1e-3 if is_read else HANGS, deadline=HANGS)
+    server = Server(time, DENSE, dict(STORED["dense"]), takes, token_s=5e-3)
+    cursor = server.tree.open(prompt_of(PROMPTS[0], ENDS), EVERYONE, CacheControl())
+    for _ in range(4):  # the question and its answer, then the first records
+        time.now += 5e-4
+        time.run()
+        server.tree.tick(EngineLoad.PREFILLING)
+    assert cursor.racing
+    time.now += 1.0
+    time.run()
+    if not is_read:
+        server.tree.tick(EngineLoad.PREFILLING)
+    server.tree.close_cursor(cursor, None)
+    latency_s = server.tree.records.estimates.tiers["store"].latency_s.value
+    assert latency_s == pytest.approx(0.002 if is_read else 1.0, rel=0.1)

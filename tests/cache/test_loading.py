@@ -1,4 +1,4 @@
-"""A load that is under way: whether it is worth waiting for."""
+"""A load that is under way: whether it is worth waiting for, and what it keeps in memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 
-from firn.cache.cursor import MAX_LATE, Loading
+from firn.cache.cursor import MAX_LATE, CacheCursor, Loading
+from firn.cache.parts import Part
+from firn.core.ports import EngineLoad
+from firn.core.values import CacheControl, Namespace
+from tests.cache.lab import DENSE, LabLayer, LabRow, prompt_of, records_of, tree
+from tests.cache.test_cache_over_tier import DictIo
+from tests.cache.test_decisions import Hasty
+from tests.hash_runner import prompt_of as words
+
+BLOCK, GIB = 8, 1 << 30
+EVERYONE = Namespace("")
 
 
 def loading(
@@ -68,3 +78,43 @@ def test_what_was_read_while_a_chunk_ran_is_no_stall() -> None:
 def test_a_load_whose_arrays_take_the_engine_longer_than_computing_does_not_win() -> None:
     under_way = loading(n_arrived=20, n_missing=44, last_at=0.1, engine_s=0.5)
     assert not under_way.wins(0.1)
+
+
+def test_a_jump_does_not_let_go_of_what_a_load_still_needs() -> None:
+    """Blocks 6 and 7 are in memory, the rest is loaded; a neighbour computes the first four."""
+    cache, io, ids = tree(DENSE, block=BLOCK, limit_nbytes=GIB), DictIo(Part.PAGES), words(1, 81)
+    cache.records.estimates = Hasty()
+    cache.add_tier("ssd", io, namespaces=[EVERYONE], wake=lambda: None)
+
+    def run_orders() -> None:
+        while io.orders:
+            io.orders.popleft()("well")
+            cache.tick(EngineLoad.NONE)
+
+    def compute(n_tokens: int) -> None:
+        cursor = cache.open(prompt_of(ids), EVERYONE, CacheControl(read=False))
+        row = LabRow(LabLayer([[]], DENSE))
+        row.consume(ids[:n_tokens])
+        cache.commit(cursor, row)
+        cache.close_cursor(cursor, None)
+
+    compute(80)
+    cache.tick(EngineLoad.NONE)
+    run_orders()
+    for record in records_of(cache):
+        if record.node.start not in (48, 56):
+            cache.records.tree.release(record)
+    cursor = cache.open(prompt_of(ids), EVERYONE, CacheControl())
+    assert isinstance(cursor, CacheCursor)
+    assert cache.restore(cursor) is None
+    compute(32)
+    ahead = cache.advance(cursor, 0)
+    assert ahead is not None
+    assert ahead.n_tokens == 32
+    cache.set_room(0)
+    cache.set_room(GIB)
+    run_orders()
+    ahead = cache.advance(cursor, 32)
+    assert ahead is not None
+    assert ahead.n_tokens == 80
+    cache.close_cursor(cursor, None)

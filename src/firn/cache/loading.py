@@ -156,13 +156,19 @@ class Loader:
         cursor.asking = None
 
     def end(self, cursor: CacheCursor) -> None:
-        """The load is over, well or not: learn from what has arrived."""
+        """The load is over, well or not: learn from what has arrived, and from what has not."""
         loading, cursor.loading = cursor.loading, None
         if loading is None:
             return
         loading.over = True
-        for tier, nbytes in loading.nbytes.items():
-            self._records.estimates.saw_load(tier, nbytes, loading.last_at - loading.began)
+        estimates, began = self._records.estimates, loading.began
+        for tier in self._records.tiers:
+            arrived = loading.nbytes.get(tier.name, 0)
+            late = sum(r.nbytes for r in loading.missing if tier.is_reading(r))
+            waited_s = tier.heard_until - began
+            is_slow = late and estimates.saw_delay(tier.name, arrived + late, waited_s)
+            if arrived and not is_slow:
+                estimates.saw_load(tier.name, arrived, loading.last_at - began)
 
     # --- asking stores ---------------------------------------------------------------------
 

@@ -214,9 +214,7 @@ class PrefixTree:
             )
         cursor.hit_kind = _hit_kind(match, n_prompt)
         restored = self._restorer.resume(cursor, match) if match.n_tokens else None
-        self._loader.computed(cursor, match.n_tokens)
-        if cursor.loading is None:
-            self._loader.unlease(cursor)
+        self._resumed(cursor, match)
         why = self._restorer.why_not_more(cursor, match.n_tokens)
         cursor.admission = Admitted(match.n_tokens, tuple(tiers.items()), why)
         return restored
@@ -241,10 +239,15 @@ class PrefixTree:
             return None
         restored = self._restorer.resume(cursor, match)
         cursor.hit_kind = _hit_kind(match, len(cursor.prompt))
-        self._loader.computed(cursor, match.n_tokens)
-        self._loader.unlease(cursor)
+        self._resumed(cursor, match)
         cursor.admission = self._restorer.jumped(cursor, match, n_tokens)
         return restored
+
+    def _resumed(self, cursor: CacheCursor, match: Match) -> None:
+        """Let go of what it resumed from, unless a load that still runs needs some of it later."""
+        self._loader.computed(cursor, match.n_tokens)
+        if cursor.loading is None:
+            self._loader.unlease(cursor)
 
     def stops(self, cursor: AnyCursor) -> Sequence[int]:
         if isinstance(cursor, BlankCursor) or self.settings.exact_chunk:
@@ -394,9 +397,7 @@ class PrefixTree:
     def set_room(self, nbytes: int) -> None:
         with self._counting_faults("room"):
             self._parking.sweep()
-            memory = self.records.memory
-            memory.limit_nbytes = max(min(nbytes, self.settings.limit_nbytes), 0)
-            memory.shrink_to(memory.limit_nbytes)
+            self.records.set_limit(max(min(nbytes, self.settings.limit_nbytes), 0))
 
     def saw_prefill(self, start: int, end: int, seconds: float) -> None:
         self.records.estimates.saw_prefill(start, end, seconds)

@@ -11,6 +11,7 @@ Here these four act together. Owner: the engine thread, through the prefix cache
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
@@ -86,6 +87,8 @@ class Records:
         self._unconfirmed: list[tuple[Record, int]] | None = None
         """Committed since the last confirmation, with the tiers that had it; None: nobody confirms."""
         self._fault: Exception | None = None
+        self._wait_until = math.inf
+        """No eviction waits for tiers beyond this time."""
 
     def add_tier(
         self,
@@ -152,12 +155,9 @@ class Records:
         self.memory.added(record)
 
     def _hold_if_room(self, record: Record, arrays: Payload) -> None:
-        self.tree.lease_record(record)  # making room must not evict it, nor the chain before it
-        try:
-            if self.memory.make_room(arrays.nbytes, part=record.part) and record.alive:
-                self.hold(record, arrays, nbytes=arrays.nbytes)
-        finally:
-            self.tree.unlease_record(record)
+        has_room = self.memory.make_room(arrays.nbytes, part=record.part)
+        if has_room and record.alive:  # it may have gone with its block's pages, to make room
+            self.hold(record, arrays, nbytes=arrays.nbytes)
 
     def _stay(self, record: Record) -> None:
         """Keep a record that was about to leave memory."""
@@ -259,6 +259,15 @@ class Records:
 
     # --- evicted ---------------------------------------------------------------------------
 
+    def set_limit(self, nbytes: int) -> None:
+        """Memory may hold so much from now on. All that leaves waits for slow tiers as one record."""
+        self.memory.limit_nbytes = nbytes
+        self._wait_until = self.clock() + WRITE_WAIT_S
+        try:
+            self.memory.shrink_to(nbytes)
+        finally:
+            self._wait_until = math.inf
+
     def _evict(self, record: Record) -> None:
         """Take it out of memory. What a tier should have keeps its arrays until it is written."""
         self.stats.evictions[record.part.value] += 1
@@ -280,14 +289,14 @@ class Records:
         self.tree.start_leaving(record)
         for tier in taking:
             tier.spill_now(record)
-        events = self.tiers.wait_for_writes(
-            lambda: self.tree.leaving_nbytes <= allowed, WRITE_WAIT_S
-        )
+        wait_s = min(self._wait_until - self.clock(), WRITE_WAIT_S)
+        events = self.tiers.wait_for_writes(lambda: self.tree.leaving_nbytes <= allowed, wait_s)
         for tier, event in events:
             self.apply(tier, event)
         if self.tree.leaving_nbytes <= allowed or not record.leaving:
             return True
-        self.stats.dropped["write queue full"] += 1
+        if not record.writing:  # else a tier has accepted it, and writes it all the same
+            self.stats.dropped["write queue full"] += 1
         return False
 
     def drop(self, records: Iterable[Record]) -> None:

@@ -200,6 +200,23 @@ def test_a_run_is_forgotten_with_all_below_but_for_what_is_in_use(cache: PrefixT
     assert cache.records.tree.memory.total_nbytes == 0
 
 
+def test_a_large_subtree_is_listed_in_slices_before_it_is_forgotten(cache: PrefixTree) -> None:
+    last = None
+    for i in range(1000):
+        last = store(cache, [*SHARED, 1 + i // 30, 1 + i % 30, 1, 1, 2, 2, 2, 2])
+    assert last is not None
+    trunk = next(n for n in last.path_to_root() if n.end == len(SHARED))
+    ticking = itertools.count(step=browse.SLICE_S)
+    removal = browse.SubtreeRemoval(ALICE, trunk.key, clock=lambda: next(ticking))
+    most, before = 0, 0
+    while not removal.step(cache):
+        most = max(most, len(removal._todo) - before)
+        before = len(removal._todo)
+    assert 0 < most <= 2 * browse.N_UNCLOCKED, "a slice looks at the clock"
+    assert removal.answer()["forgotten_blocks"] == 3 + 2 * 1000
+    assert cache.records.tree.memory.total_nbytes == 0
+
+
 def test_tokens_of_a_run_begin_it(cache: PrefixTree) -> None:
     store(cache, ONE)
     (_, run) = look(cache, with_tokens=True)["runs"]

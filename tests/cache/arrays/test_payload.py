@@ -232,6 +232,16 @@ def test_over_a_bus_a_record_is_one_copy_out_and_one_for_each_stack_in(
     assert (bus.n_out, bus.n_in) == (min(len(payload.stacks), 1), len(payload.stacks))
 
 
+def test_what_cannot_be_pinned_is_read_from_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(Bus):
+        def stage(self, buffers: Sequence[memoryview]) -> list[memoryview]:
+            raise cuda.CudaError("cuMemHostAlloc: CUDA error 2")
+
+    monkeypatch.setattr(cuda, "device", Full)
+    buffers = [memoryview(b"abc")]
+    assert list(host.staged(buffers)) == buffers
+
+
 def test_there_is_no_bus_where_arrays_lie_in_the_host_s_memory() -> None:
     assert cuda.device() is None
 

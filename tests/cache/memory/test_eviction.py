@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from firn.cache import records
 from firn.cache.arrays.payload import Payload
 from firn.cache.memory.eviction import STATE_SHARE
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
+from firn.cache.storage.tier_set import Reported
 from firn.cache.tree import Mark, Node, PackedTokens, Record
+from firn.core.ports import EngineLoad
 from firn.core.values import Namespace
 from tests.cache.lab import DENSE, HYBRID, WINDOWED, Shape, check_tree, nodes_of, records_of, tree
+from tests.cache.test_cache_over_tier import DictIo
 
 BLOCK = 8
 
@@ -286,3 +290,50 @@ def test_the_room_shrinks_and_grows() -> None:
     for i in range(1, 11):
         assert put(cache, [i])
     check_tree(cache)
+
+
+# --- what a tier has not written yet -------------------------------------------------------
+
+
+def unwritten(
+    n_blocks: int, *, clock: Callable[[], float] = lambda: 0.0
+) -> tuple[PrefixTree, DictIo]:
+    """A cache whose records wait for a tier that does nothing until it is told to."""
+    cache, io = tree(DENSE, block=BLOCK, clock=clock), DictIo(Part.PAGES)
+    cache.add_tier("ssd", io, namespaces=[Namespace("")], wake=lambda: None)
+    for n in range(1, n_blocks + 1):
+        record = put(cache, range(1, n + 1))
+        assert record is not None
+        cache.records.extend_life(record.node, None)
+    return cache, io
+
+
+def test_only_what_no_tier_takes_is_counted_as_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "WRITE_WAIT_S", 0.0)
+    cache, io = unwritten(15)
+    cache.set_room(0)
+    n_accepted = len(io.orders)
+    assert 0 < n_accepted < 15
+    assert cache.stats.dropped == {"write queue full": 15 - n_accepted}
+    while io.orders:
+        io.orders.popleft()("well")
+    cache.tick(EngineLoad.NONE)
+    assert len(io.stored) == n_accepted
+    assert sum(r.is_stored(0) for r in records_of(cache)) == n_accepted
+
+
+def test_all_that_leaves_together_waits_for_a_slow_tier_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    cache, _ = unwritten(10, clock=lambda: now[0])
+
+    def nothing_is_written(is_done: object, timeout_s: float) -> Sequence[Reported]:
+        now[0] += timeout_s
+        return ()
+
+    monkeypatch.setattr(cache.records.tiers, "wait_for_writes", nothing_is_written)
+    cache.set_room(0)
+    assert now[0] == pytest.approx(records.WRITE_WAIT_S)
+    cache.set_room(1 << 30)
+    assert now[0] == pytest.approx(records.WRITE_WAIT_S)

@@ -171,6 +171,29 @@ def test_one_slow_load_among_many_is_no_measure() -> None:
     assert known.load_s("ssd", 100 * MB) == pytest.approx(0.1, rel=0.05)
 
 
+@pytest.mark.parametrize("nbytes", [1 << 10, 2 << 20, 64 << 20])
+def test_what_never_arrives_is_slow(nbytes: int) -> None:
+    now, estimates = [0.0], Estimates(clock=lambda: now[0])
+    assert not estimates.saw_delay("ssd", nbytes, 0.001), "given up before it could arrive"
+    assert estimates.load_s("ssd", nbytes) < 0.05
+    assert estimates.saw_delay("ssd", nbytes, 3.0)
+    assert estimates.load_s("ssd", nbytes) == pytest.approx(3.0)
+    assert not estimates.saw_delay("ssd", nbytes, 2.0), "that was to be expected"
+    assert estimates.load_s("ssd", nbytes) == pytest.approx(3.0)
+    now[0] = STALE_S + 1
+    assert estimates.load_s("ssd", nbytes) < 0.05, "it is tried again"
+    assert estimates.saw_delay("ssd", nbytes, 2.0)
+    assert estimates.load_s("ssd", nbytes) == pytest.approx(3.0), "and is no faster"
+
+
+def test_one_load_that_never_arrives_among_many_that_do_is_no_measure() -> None:
+    estimates = Estimates(clock=lambda: 0.0)
+    for _ in range(3):
+        estimates.saw_load("ssd", 1 << 10, 0.001)
+    assert estimates.saw_delay("ssd", 1 << 10, 3.0)
+    assert estimates.load_s("ssd", 1 << 10) == pytest.approx(0.001, rel=0.01)
+
+
 def test_a_slow_disk_is_given_another_chance() -> None:
     clock = Clock()
     known = Estimates(clock)

@@ -80,4 +80,14 @@ def test_the_grid_is_kept() -> None:
 
 def test_no_point_lies_inside() -> None:
     positions = resumes(stored(64, Part.PAGES), PAGES, (10, 30), (33, 62))
-    assert positions == [64, 32, 8, 0]
+    assert positions == [64, 33, 32, 10, 8, 0]
+
+
+def test_a_picture_whose_next_block_is_gone_is_read_from_its_start() -> None:
+    """Blocks [0, 40) are there, the tree remembers more, and the picture begins inside a block."""
+    tree = stored(64, Part.PAGES, Part.WINDOW)
+    way = Walk.of(tree, tree.root(ROOT, EVERYONE), PackedTokens(PROMPT), unbroken=[(30, 50)])
+    for needs, want in ((PAGES, 30), (WINDOW, 30), (GRID, 24)):
+        match = next(resume_points(way, needs, lambda record: record.node.end <= 40))
+        assert match.n_tokens == want
+        assert sum(segment.n_tokens for segment in match.segments) == want

@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from firn.cache.arrays.payload import Payload
 from firn.cache.parts import Part
 from firn.cache.storage import client
 from firn.cache.storage.container import Loaded, Name
@@ -23,6 +24,7 @@ from firn.cache.tree import Mark, PackedTokens
 from firn.core.ports import EngineLoad
 from firn.core.values import CacheControl, Namespace, Prompt
 from tests.cache.lab import DENSE, LabEngine, LabLayer, LabRow, records_of, tree
+from tests.cache.lab import prompt_of as lab_prompt
 from tests.dict_tier import DictTier
 from tests.hash_runner import prompt_of as words
 
@@ -173,6 +175,49 @@ def test_what_left_memory_meanwhile_is_not_held_on_to() -> None:
         settled(lab, now)
         assert io.n_tries == before
         assert records_of(cache) == []
+
+
+# --- what was read, and is of no use -------------------------------------------------------
+
+
+class NoArrays(TierIo):
+    """Reads well, but memory has no room for the arrays."""
+
+    def received(self, name: Name, arrays: Payload) -> Payload:
+        raise RuntimeError("out of memory")
+
+
+def test_who_waits_hears_at_once_that_no_arrays_could_be_made() -> None:
+    stored: dict[str, bytes] = {}
+    ids = words(1, 41)
+    writer = tree(DENSE, block=BLOCK)
+    writer.add_tier(
+        "ssd",
+        TierIo(DictTier(1 << 20, stored), IoThreads(1)),
+        namespaces=[Namespace("")],
+        wake=lambda: None,
+    )
+    row = LabRow(LabLayer([[]], DENSE))
+    row.consume(ids)
+    cursor = writer.open(lab_prompt(ids), Namespace(""), CacheControl())
+    writer.close_cursor(cursor, row)
+    writer.close()
+    assert len(stored) > 4
+
+    cache, woken = tree(DENSE, block=BLOCK), threading.Event()
+    io = NoArrays(DictTier(1 << 20, stored), IoThreads(1))
+    cache.add_tier("ssd", io, namespaces=[Namespace("")], wake=woken.set)
+    cursor = cache.open(lab_prompt(ids), Namespace(""), CacheControl())
+    assert cursor.racing
+    while cursor.racing:
+        assert woken.wait(20.0)
+        woken.clear()
+        cache.tick(EngineLoad.NONE)
+    assert set(cache.stats.faults) == {"read: no arrays"}
+    cache.restore(cursor)
+    assert cursor.admission.reason == "read failed"
+    cache.close_cursor(cursor, None)
+    cache.close()
 
 
 # --- scans that are faster than the engine -------------------------------------------------

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from firn.cache.parts import Part
-from firn.cache.storage.faults import Damaged, Missing
+from firn.cache.storage.faults import Damaged, Missing, Unusable
 from firn.cache.tiers._folder import path_of
 from tests.cache.tiers.records import Folder, Record, beside, chain, record
 from tests.faulty_tier import FaultyDisk, put
@@ -160,7 +160,7 @@ def test_a_bad_file_that_cannot_be_moved_is_not_read_again(tmp_path: Path) -> No
     with pytest.raises(Damaged):
         tier.read(one)
     n_opened = disk.calls["open"]
-    with pytest.raises(Missing):
+    with pytest.raises(Unusable):  # it is there: nobody has evicted it
         tier.read(one)
     assert disk.calls["open"] == n_opened
     assert path.exists()

@@ -10,9 +10,9 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 from firn.cache.planning.match import MEMORY
@@ -290,19 +290,39 @@ class SubtreeRemoval:
     Owner: whoever asks; `step` on the engine thread.
     """
 
-    def __init__(self, namespace: Namespace | None, node: Key) -> None:
+    def __init__(
+        self,
+        namespace: Namespace | None,
+        node: Key,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._namespace = namespace
         self._node = node
-        self._todo: list[Node] | None = None
+        self._clock = clock
+        self._unlisted: Iterator[Node] | None = None
+        self._todo: list[Node] = []
         self._n_nodes = self._n_kept = self._nbytes = 0
         self.is_known = True
 
     def step(self, cache: PrefixTree) -> bool:
-        """Leaves go before their parents."""
-        if self._todo is None:
+        """First all nodes are listed, because leaves go before their parents."""
+        if self._unlisted is None:
             top = find(cache, self._node, self._namespace)
             self.is_known = top is not None
-            self._todo = [] if top is None else list(cache.records.tree.subtree(run_start(top)))
+            subtree = () if top is None else cache.records.tree.subtree(run_start(top))
+            self._unlisted = iter(subtree)
+        return self._list(self._unlisted) and self._forget(cache)
+
+    def _list(self, unlisted: Iterator[Node]) -> bool:
+        until = self._clock() + SLICE_S
+        while some := list(islice(unlisted, N_UNCLOCKED)):
+            self._todo += some
+            if self._clock() > until:
+                return False
+        return True
+
+    def _forget(self, cache: PrefixTree) -> bool:
         for _ in range(min(N_FORGOTTEN, len(self._todo))):
             node = self._todo.pop()
             if node.n_leases or node.n_pins:

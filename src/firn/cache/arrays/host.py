@@ -106,9 +106,14 @@ def _bytes(array: mx.array) -> memoryview:
 
 
 def staged(buffers: Sequence[memoryview]) -> Sequence[memoryview]:
-    """The buffers, moved to where the device reads them fastest. Any thread."""
+    """The buffers, moved to where the device reads them fastest if there is room. Any thread."""
     bus = cuda.device()
-    return buffers if bus is None else bus.stage(buffers)
+    if bus is None:
+        return buffers
+    try:
+        return bus.stage(buffers)
+    except cuda.CudaError:  # no pinned memory: the driver copies, which is slower
+        return buffers
 
 
 def from_host(

@@ -95,6 +95,19 @@ class TierSpeed:
         elif nbytes >= LARGE_NBYTES:
             self.seconds_per_byte.see(max(seconds - self.latency_s.value, 1e-6) / nbytes)
 
+    def see_delay(self, nbytes: int, seconds: float, *, now: float) -> bool:
+        """So many bytes take longer than this. Returns whether they were expected sooner: only then
+        does it say anything, so what is given up early spoils no estimate."""
+        if seconds <= self.expected_s(nbytes, now=now):
+            return False
+        self.seen_at = now
+        if seconds > self.load_s(nbytes):
+            if nbytes >= LARGE_NBYTES:
+                self.seconds_per_byte.see((seconds - self.latency_s.value) / nbytes)
+            else:
+                self.latency_s.see(seconds - nbytes * self.seconds_per_byte.value)
+        return True
+
     def load_s(self, nbytes: int) -> float:
         return self.latency_s.value + nbytes * self.seconds_per_byte.value
 
@@ -219,6 +232,13 @@ class Estimates:
     def saw_load(self, tier: str, nbytes: int, seconds: float) -> None:
         """Bytes of one prompt's loads, and the seconds from the order to the last of them."""
         self.tiers[tier].see(nbytes, seconds, now=self.clock())
+
+    def saw_delay(self, tier: str, nbytes: int, seconds: float) -> bool:
+        """Some of the bytes of one prompt's loads had not arrived after so many seconds.
+
+        Returns whether that was longer than expected. Then it counts as a load of that time.
+        """
+        return self.tiers[tier].see_delay(nbytes, seconds, now=self.clock())
 
     def saw_arrays(self, nbytes: int, seconds: float) -> None:
         if nbytes >= SMALL_NBYTES:

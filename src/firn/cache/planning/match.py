@@ -146,7 +146,11 @@ def _candidates(walk: Walk, path: _PathRecords) -> Iterator[tuple[int, Node | No
                 if p > node.end:
                     yield p, sibling[0]
         if 0 < node.end <= limit:
-            yield node.end, None
+            p = walk.before(node.end)
+            if p == node.end:
+                yield p, None
+            elif p > node.start and path.needs.grid == 1:
+                yield p, node
         elif node.start < limit < node.end and path.needs.grid == 1:
             yield limit, node
 

@@ -8,6 +8,7 @@ Owner: the engine thread, through `TierSet`.
 
 from __future__ import annotations
 
+import logging
 import math
 import queue
 import threading
@@ -42,6 +43,8 @@ from firn.cache.storage.threads import Done
 from firn.cache.tiers import TierUsage, WriteResult
 from firn.cache.tree import Record, Tree
 from firn.core.ports import EngineLoad
+
+log = logging.getLogger("firn.cache")
 
 BUSY_SHARE = 0.02
 """The share of the engine's time that spilling may take while requests run."""
@@ -136,6 +139,8 @@ class TierClient:
         """Each record with those who want it."""
         self._credit_s = MAX_CREDIT_S
         self._last_poll = clock()
+        self.heard_until = clock()
+        """Whatever was read by then, the engine has heard of."""
         self._last_scan = clock()
         self.scanning = False
 
@@ -222,6 +227,9 @@ class TierClient:
         if len(wanters) == 1:
             self._read(record)
 
+    def is_reading(self, record: Record) -> bool:
+        return record in self._loading
+
     def _read(self, record: Record) -> None:
         wanters = self._loading[record]
         order = ReadOrder(
@@ -236,11 +244,13 @@ class TierClient:
         wanters = self._loading.pop(record, [])
         if isinstance(result, Loaded):
             began = self._clock()
-            header = result.header
-            arrays = from_host(header.tensors, header.places, result.buffers)
-            if self._receiving is not None:
-                arrays = self._receiving.received(name_of(record), arrays)
-            return RecordRead(record, arrays, at, self._clock() - began)
+            try:
+                arrays = self._arrays(record, result)
+            except Exception as e:  # whatever it is, those who wait for the record must hear of it
+                log.warning("no arrays of a record, which costs a miss: %r", e, exc_info=e)
+                result = TierError("no arrays", repr(e))
+            else:
+                return RecordRead(record, arrays, at, self._clock() - began)
         if isinstance(result, Unwanted):
             if any(wanted() for wanted in wanters):  # somebody asked for it meanwhile
                 self._loading[record] = wanters
@@ -248,6 +258,13 @@ class TierClient:
             return None
         self._tree.set_gone(record, self.number)
         return ReadFailed(record, result)
+
+    def _arrays(self, record: Record, loaded: Loaded) -> Payload:
+        header = loaded.header
+        arrays = from_host(header.tensors, header.places, loaded.buffers)
+        if self._receiving is None:
+            return arrays
+        return self._receiving.received(name_of(record), arrays)
 
     # --- asking a store --------------------------------------------------------------------
 
@@ -350,6 +367,8 @@ class TierClient:
         elapsed, self._last_poll = now - self._last_poll, now
         self._credit_s = min(self._credit_s + BUSY_SHARE * elapsed, MAX_CREDIT_S)
         yield from self.take_results(now + POLL_S[load])
+        if self._results.empty():
+            self.heard_until = now
         while self._to_spill and (not busy or self._may_spill(load, now)):
             if not self.idle:
                 wait_for_row(self._to_spill[0][0])

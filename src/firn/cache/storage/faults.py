@@ -26,7 +26,7 @@ class Missing(TierError):
 
 
 class Unusable(Missing):
-    """It is there, but written by another version of firn, or sealed with another key."""
+    """It is there, but may not be read, is of another version of firn, or sealed with another key."""
 
 
 class Unwanted(TierError):

@@ -94,11 +94,8 @@ class TierEntry:
 Changes = Sequence[TierEntry | Gone[Name]]
 
 
-class Io(Protocol):
-    """One tier, as the engine thread uses it. Only close() waits.
-
-    `done` hears how an order ended. One that nobody wants any more ends with Unwanted.
-    """
+class WriteQueue(Protocol):
+    """Writes that wait for an I/O thread. Bounded, so it may be full."""
 
     def try_write(self, order: WriteOrder, done: Done[WriteResult[Name]]) -> bool:
         """False: the queue is full."""
@@ -111,6 +108,10 @@ class Io(Protocol):
     def defer_writes(self, defer: bool) -> None:
         """Begin no writes for now, except those that have waited for long; or begin them again."""
         ...
+
+
+class StoredRecords(Protocol):
+    """What a tier has: orders that are always accepted."""
 
     def read(self, order: ReadOrder, done: Done[Loaded]) -> None:
         """Every byte is verified; a damaged record is set aside."""
@@ -128,6 +129,13 @@ class Io(Protocol):
         batch: called on an I/O thread with a few changes at a time.
         """
         ...
+
+
+class Io(WriteQueue, StoredRecords, Protocol):
+    """One tier, as the engine thread uses it. Only close() waits.
+
+    `done` hears how an order ended. One that nobody wants any more ends with Unwanted.
+    """
 
     def usage(self) -> TierUsage: ...
 

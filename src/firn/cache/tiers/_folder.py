@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from firn.cache.storage.faults import TierFault
+from firn.cache.storage.faults import Refused, TierFault
 from firn.cache.tiers import PEEK_NBYTES, Buffer, ScannedRecord
 
 log = logging.getLogger("firn.cache")
@@ -359,6 +359,11 @@ class Page:
         """Bytes written in this hour and the 23 before it, by all processes."""
         hours = self._words[_HOURS:_COUNTERS].reshape(N_HOURS, 2)
         return sum(int(n) for h, n in hours if hour - N_HOURS < int(h) <= hour)
+
+    def check_budget(self, budget_nbytes: int | None, hour: int, nbytes: int) -> None:
+        """Raises Refused if so many bytes more are beyond what a day may have."""
+        if budget_nbytes is not None and self.day_nbytes(hour) + nbytes > budget_nbytes:
+            raise Refused("write budget")
 
     def add_written(self, hour: int, nbytes: int) -> None:
         slot = self._words[_HOURS:_COUNTERS].reshape(N_HOURS, 2)[hour % N_HOURS]

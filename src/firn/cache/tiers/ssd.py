@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from firn.cache.storage.faults import Damaged, Missing, Refused, TierError, TierFault, TierFull
+from firn.cache.storage.faults import Damaged, Missing, TierError, TierFault, TierFull, Unusable
 from firn.cache.storage.tally import Tally
 from firn.cache.tiers import (
     AHEAD_S,
@@ -137,8 +137,8 @@ class SsdTier:
 
     def read(self, name: str, n: int | None = None) -> memoryview:
         if name in self._known.unreadable:
-            self._tally.add(missing=1)
-            raise Missing("unreadable")
+            self._tally.add(read_faults=1)
+            raise Unusable("unreadable")
         try:
             fd = self._disk.open(path_of(name))
         except (FileNotFoundError, NotADirectoryError) as e:
@@ -297,9 +297,7 @@ class SsdTier:
         need = allocated(nbytes) + SLACK_NBYTES
         hour = int(self._wall()) // HOUR_S
         with self._locked() as page:
-            budget = self._budget_nbytes
-            if budget is not None and page.day_nbytes(hour) + nbytes > budget:
-                raise Refused("write budget")
+            page.check_budget(self._budget_nbytes, hour, nbytes)
             if self._is_stored(name):
                 self._known.set_present(name, self._disk.stat(path_of(name)))
                 return WriteResult(0, new=False)
