@@ -6,7 +6,19 @@ from typing import Any
 
 import pytest
 
-from firn.cache.cursor import MAX_LATE, Loading
+from firn.cache.cursor import MAX_LATE, CacheCursor, Loading
+from firn.cache.loading import DEADLINE_FACTOR, MIN_DEADLINE_S
+from firn.cache.storage.container import Loaded
+from firn.cache.storage.io import ReadOrder
+from firn.cache.storage.threads import Done
+from firn.core.ports import EngineLoad
+from firn.core.values import CacheControl, Namespace
+from tests.cache.lab import DENSE, LabEngine, prompt_of, tree
+from tests.cache.planning.test_plan import Told
+from tests.cache.storage.test_client import SickIo
+from tests.hash_runner import prompt_of as words
+
+NOBODY = Namespace("")
 
 
 def loading(
@@ -68,3 +80,36 @@ def test_what_was_read_while_a_chunk_ran_is_no_stall() -> None:
 def test_a_load_whose_arrays_take_the_engine_longer_than_computing_does_not_win() -> None:
     under_way = loading(n_arrived=20, n_missing=44, last_at=0.1, engine_s=0.5)
     assert not under_way.wins(0.1)
+
+
+# --- how long it may take ------------------------------------------------------------------
+
+
+class MuteIo(SickIo):
+    """Reads never end."""
+
+    def read(self, order: ReadOrder, done: Done[Loaded]) -> None: ...
+
+
+def test_a_load_that_should_take_long_is_given_time() -> None:
+    now, load_s = [0.0], 60.0
+    cache, ids = tree(DENSE, block=8, clock=lambda: now[0]), words(1, 400)
+    cache.records.estimates = Told(lambda nbytes: load_s)
+    cache.add_tier("ssd", MuteIo(lambda name: None), namespaces=[NOBODY], wake=lambda: None)
+    with LabEngine(DENSE, cache=cache) as lab:
+        lab.submit(ids, 1).wait().check()
+        lab.between_steps(lambda: cache.set_room(0))
+
+        def load() -> None:
+            cursor = cache.open(prompt_of([*ids, 1]), NOBODY, CacheControl(write=False))
+            assert isinstance(cursor, CacheCursor)
+            for now[0], is_loading in (
+                (MIN_DEADLINE_S + 1, True),
+                (DEADLINE_FACTOR * load_s + 1, False),
+            ):
+                cache.tick(EngineLoad.NONE)
+                assert (cursor.loading is not None) == is_loading
+            cache.close_cursor(cursor, None)
+            assert cache.stats.faults["read: too slow"] == 1
+
+        lab.between_steps(load)

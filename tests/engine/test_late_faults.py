@@ -8,6 +8,7 @@ import pytest
 
 from firn.core.errors import EngineDead, StepFailed
 from firn.core.values import Sampling
+from firn.engine import recovery
 from firn.engine.recovery import MAX_DEVICE_FAULTS
 from tests.dict_cache import DictCache
 from tests.hash_engine import HashEngine, Outcome
@@ -129,6 +130,17 @@ def test_a_device_that_goes_on_failing_ends_the_process() -> None:
         assert device.n_told >= MAX_DEVICE_FAULTS
         for outcome in outcomes:
             assert isinstance(outcome.error, EngineDead)
+
+
+def test_faults_of_long_ago_do_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "DEVICE_FAULTS_S", 0.0)
+    n_faults, n_chunks = MAX_DEVICE_FAULTS + 1, 4
+    device = LateDevice(chunks=range(1, 1000, 1 + n_chunks))  # the first of each prompt
+    with HashEngine(device.faults(), chunk=8) as lab:
+        for i in range(n_faults):
+            lab.submit(prompt_of(i, 8 * n_chunks + 1), 2).wait().check()
+        assert device.n_told == n_faults
+        assert not lab.died.is_set()
 
 
 def test_a_request_that_meets_anothers_fault_is_not_given_up() -> None:
