@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -125,21 +123,6 @@ def test_a_row_in_doubt_is_not_stored(stage: str) -> None:
         )
         lab.submit(prompt, 5).wait().check()
     assert all(list(tokens) == state for (_, tokens), state in cache.store.items())
-
-
-def test_a_reply_whose_token_is_a_fault_is_not_stored() -> None:
-    cache, prompt = DictCache(), prompt_of(1, 20)
-    with HashEngine(cache=cache, chunk=8) as lab:
-        runner: Any = lab.runner
-        collect = runner.collect
-
-        def faulty(rows: Sequence[HashRow], **more: Any) -> list[Any]:
-            return [replace(p, fault=StepFailed("bad")) for p in collect(rows, **more)]
-
-        runner.collect = faulty
-        assert isinstance(lab.submit(prompt, 5).wait().error, StepFailed)
-        assert lab.leftovers() == {}
-    assert max(len(tokens) for _, tokens in cache.store) == len(prompt) - 1
 
 
 def test_a_job_that_cannot_be_opened_ends_alone() -> None:

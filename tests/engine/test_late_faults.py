@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -157,3 +159,18 @@ def test_a_request_that_meets_anothers_fault_is_not_given_up() -> None:
             outcome.check()
         assert met
         assert lab.leftovers() == {}
+
+
+def test_a_reply_whose_token_is_a_fault_is_not_stored() -> None:
+    cache, prompt = DictCache(), prompt_of(1, 20)
+    with HashEngine(cache=cache, chunk=8) as lab:
+        runner: Any = lab.runner
+        collect = runner.collect
+
+        def faulty(rows: Sequence[HashRow], **more: Any) -> list[Any]:
+            return [replace(p, fault=StepFailed("bad")) for p in collect(rows, **more)]
+
+        runner.collect = faulty
+        assert isinstance(lab.submit(prompt, 5).wait().error, StepFailed)
+        assert lab.leftovers() == {}
+    assert max(len(tokens) for _, tokens in cache.store) == len(prompt) - 1
