@@ -7,10 +7,16 @@ from typing import Any
 import pytest
 
 from firn.cache.cursor import MAX_LATE, CacheCursor, Loading
+from firn.cache.loading import DEADLINE_FACTOR, MIN_DEADLINE_S
 from firn.cache.parts import Part
+from firn.cache.storage.container import Loaded
+from firn.cache.storage.io import ReadOrder
+from firn.cache.storage.threads import Done
 from firn.core.ports import EngineLoad
 from firn.core.values import CacheControl, Namespace
-from tests.cache.lab import DENSE, LabLayer, LabRow, prompt_of, records_of, tree
+from tests.cache.lab import DENSE, LabEngine, LabLayer, LabRow, prompt_of, records_of, tree
+from tests.cache.planning.test_plan import Told
+from tests.cache.storage.test_client import SickIo
 from tests.cache.test_cache_over_tier import DictIo
 from tests.cache.test_decisions import Hasty
 from tests.hash_runner import prompt_of as words
@@ -118,3 +124,36 @@ def test_a_jump_does_not_let_go_of_what_a_load_still_needs() -> None:
     assert ahead is not None
     assert ahead.n_tokens == 80
     cache.close_cursor(cursor, None)
+
+
+# --- how long it may take ------------------------------------------------------------------
+
+
+class MuteIo(SickIo):
+    """Reads never end."""
+
+    def read(self, order: ReadOrder, done: Done[Loaded]) -> None: ...
+
+
+def test_a_load_that_should_take_long_is_given_time() -> None:
+    now, load_s = [0.0], 60.0
+    cache, ids = tree(DENSE, block=8, clock=lambda: now[0]), words(1, 400)
+    cache.records.estimates = Told(lambda nbytes: load_s)
+    cache.add_tier("ssd", MuteIo(lambda name: None), namespaces=[EVERYONE], wake=lambda: None)
+    with LabEngine(DENSE, cache=cache) as lab:
+        lab.submit(ids, 1).wait().check()
+        lab.between_steps(lambda: cache.set_room(0))
+
+        def load() -> None:
+            cursor = cache.open(prompt_of([*ids, 1]), EVERYONE, CacheControl(write=False))
+            assert isinstance(cursor, CacheCursor)
+            for now[0], is_loading in (
+                (MIN_DEADLINE_S + 1, True),
+                (DEADLINE_FACTOR * load_s + 1, False),
+            ):
+                cache.tick(EngineLoad.NONE)
+                assert (cursor.loading is not None) == is_loading
+            cache.close_cursor(cursor, None)
+            assert cache.stats.faults["read: too slow"] == 1
+
+        lab.between_steps(load)

@@ -275,6 +275,11 @@ def test_prompts_begin_alike_as_far_as_their_blocks_do() -> None:
     assert replay.possible(entries, block=64) == 2 * 64 / 600
 
 
+def test_a_known_block_behind_a_new_one_cannot_be_reused() -> None:
+    entries = [TraceEntry(0, 192, 1, (1, 2, 3)), TraceEntry(1, 192, 1, (1, 9, 3))]
+    assert replay.possible(entries, block=64) == 64 / 384
+
+
 def test_ratios_and_their_range() -> None:
     rounds: dict[str, list[dict[str, Any]]] = {
         "a": [{"s": 1.0}, {"s": 2.0}, {"s": 3.0}],

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from firn.core.errors import EngineDead, StepFailed
 from firn.core.ports import LiveRow, Restored
 from firn.core.values import Sampling
+from firn.engine import recovery
 from firn.engine.recovery import ABSORBED_EVERY_S, MAX_DEVICE_FAULTS
 from tests.dict_cache import DictCache, DictCursor
 from tests.hash_engine import HashEngine, Outcome
@@ -148,6 +150,17 @@ def test_a_device_that_goes_on_failing_ends_the_process() -> None:
             assert isinstance(outcome.error, EngineDead)
 
 
+def test_faults_of_long_ago_do_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "DEVICE_FAULTS_S", 0.0)
+    n_faults, n_chunks = MAX_DEVICE_FAULTS + 1, 4
+    device = LateDevice(chunks=range(1, 1000, 1 + n_chunks))  # the first of each prompt
+    with HashEngine(device.faults(), chunk=8) as lab:
+        for i in range(n_faults):
+            lab.submit(prompt_of(i, 8 * n_chunks + 1), 2).wait().check()
+        assert device.n_told == n_faults
+        assert not lab.died.is_set()
+
+
 def test_a_request_that_meets_anothers_fault_is_not_given_up() -> None:
     """The error of one request's work is raised in the work of the next."""
     met: list[int] = []
@@ -242,3 +255,18 @@ def test_a_record_that_always_fails_is_taken_for_the_devices_fault_once() -> Non
         lab.submit(prompt_of(1, 30), 8).wait().check()
         assert cache.n_doubted == 2
         assert lab.leftovers() == {}
+
+
+def test_a_reply_whose_token_is_a_fault_is_not_stored() -> None:
+    cache, prompt = DictCache(), prompt_of(1, 20)
+    with HashEngine(cache=cache, chunk=8) as lab:
+        runner: Any = lab.runner
+        collect = runner.collect
+
+        def faulty(rows: Sequence[HashRow], **more: Any) -> list[Any]:
+            return [replace(p, fault=StepFailed("bad")) for p in collect(rows, **more)]
+
+        runner.collect = faulty
+        assert isinstance(lab.submit(prompt, 5).wait().error, StepFailed)
+        assert lab.leftovers() == {}
+    assert max(len(tokens) for _, tokens in cache.store) == len(prompt) - 1

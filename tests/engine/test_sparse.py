@@ -176,6 +176,31 @@ def test_the_exact_chain_is_resumed_from_and_never_written() -> None:
         assert any(owner.endswith("keep 0.50") for owner, _ in cache.store)
 
 
+def test_the_row_of_the_whole_prompt_leaves_when_a_thinned_one_is_resumed() -> None:
+    faults, rows = [ValueError("this reply cannot begin")], list[HashRow]()
+
+    def refuse(*_: object) -> None:
+        if faults:  # after a fault the whole prompt is not read later
+            raise faults.pop()
+
+    with HashEngine(Faults(join=refuse), cache=DictCache(), scorer=DiceScorer()) as lab:
+        start = lab.runner.start
+
+        def started(restored: Any) -> HashRow:
+            rows.append(start(restored))
+            return rows[-1]
+
+        lab.runner.start = started  # type: ignore[method-assign]
+        assert lab.submit(prompt_of(1, N_PROMPT), 20, sparse=HALF).wait().error is not None
+        outcome = lab.submit(
+            prompt_of(1, N_PROMPT), 20, sparse=HALF, control=CacheControl(write=False)
+        )
+        check_thin(outcome)
+        assert told(outcome).n_cached > 0
+        wait_idle(lab)
+        assert all(row.layer is None for row in rows)
+
+
 def test_a_prompt_that_can_be_resumed_near_enough_is_exact() -> None:
     cache, prompt, scorer = DictCache(), prompt_of(1, N_PROMPT), DiceScorer()
     with HashEngine(cache=cache, scorer=scorer) as lab:

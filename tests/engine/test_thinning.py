@@ -120,6 +120,7 @@ def test_which_prompts_may_not_be_thinned(job: Job) -> None:
         (((0, 100), (400, 5000)), 0, False),
         (((0, 100), (4000, 5000)), 0, True),
         (((0, 3900),), 0, True),
+        (((0, 4400),), 0, False),  # with a share of the rest, over nine tenths
         (((3900, 5000),), 3900, False),  # all that is cold
         (((0, 3900),), 3900, True),  # all that is cached
     ],

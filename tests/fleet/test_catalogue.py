@@ -118,6 +118,15 @@ def test_a_folder_of_models_may_hold_one_that_may_not_be_looked_into(tmp_path: P
     assert run.stdout == "model owner/other\n", run.stderr
 
 
+def test_a_table_wins_over_a_folder_of_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "models" / "main"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    file = '[models.main]\npath = "owner/model"\n'
+    catalogue = ModelCatalogue(made(tmp_path, file, fleet__models_dir=str(folder.parent)))
+    assert [spec.path for spec in catalogue] == ["owner/model"]
+
+
 def test_models_that_cannot_be_served_are_refused_at_start(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="would both be called X"):
         ModelCatalogue(made(tmp_path, "", "a/X", "b/X"))

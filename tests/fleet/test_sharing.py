@@ -308,7 +308,39 @@ def test_new_folders_in_models_dir_are_found(tmp_path: Path) -> None:
         assert chat(front, "") == "one"
 
 
+def test_who_leaves_as_the_model_is_ready_does_not_keep_it_busy(tmp_path: Path) -> None:
+    """The lease was granted, and nobody has taken it."""
+    with serving(tmp_path, "a", "b", room=2) as front:
+        fleet, model = front.parts.fleet, front.model("a")
+
+        async def leave_late() -> None:
+            waiter = fleet.wait_for(model)
+            await asyncio.wait({waiter.lease})
+            assert model.n_active == 1
+            fleet.leave(model, waiter)
+            assert model.n_active == 0
+
+        front.run(leave_late)
+
+
 # --- keys ----------------------------------------------------------------------------------
+
+
+def test_a_key_pays_for_what_is_new_in_a_report(tmp_path: Path) -> None:
+    charged: list[tuple[str, int]] = []
+    numbers = ("calls", "bytes_per_token", "bytes_per_row", "live_peak", "weights")
+    report = {**dict.fromkeys(numbers, 0), "device": "cpu"}
+    with serving(tmp_path, "a", "b", room=2) as front:
+        fleet, model = front.parts.fleet, front.model("a")
+        fleet._charge = lambda key, n: charged.append((str(key), n))
+
+        async def hear() -> None:
+            for n in (5, 5, 12):
+                message = {"event": "report", "report": {**report, "computed": {"k": n}}}
+                fleet._on_message(model, message)
+
+        front.run(hear)
+    assert charged == [("k", 5), ("k", 0), ("k", 7)]
 
 
 def test_keys_are_checked_at_the_front(tmp_path: Path) -> None:

@@ -266,6 +266,14 @@ def test_a_slow_drafter_is_asked_again_after_a_while() -> None:
     assert times.of(1) < 0.1
 
 
+def test_the_first_draft_for_each_number_of_rows_is_no_measure() -> None:
+    times = gate.DraftTimes()
+    assert not times.saw(1, 100.0)
+    assert times.saw(1, 1.0)
+    assert not times.saw(4, 100.0)
+    assert times.of(4) == times.of(1) == 1.0
+
+
 def test_odds_are_learnt_and_forgotten() -> None:
     odds = Odds()
     assert odds.of((0, 3), 0.5) == 0.5

@@ -214,6 +214,14 @@ def test_many_threads_can_compile_at_once() -> None:
     assert all(f.start().fault is None for f in made_by_all)
 
 
+def test_what_two_threads_have_compiled_counts_once() -> None:
+    kept = grammars._RecentlyUsed[str](max_entries=8, max_chars=100)
+    kept.put(("", "first"), "one", n_chars=40)
+    for _ in range(3):
+        kept.put(("", "second"), "two", n_chars=40)
+    assert kept.get(("", "first")) == "one"
+
+
 def test_each_start_is_a_constraint_of_its_own() -> None:
     grammar = compiled("choice", '["ab", "cd"]')
     first, second = grammar.start(), grammar.start()
@@ -343,6 +351,24 @@ def test_nothing_of_a_huge_schema_is_enforced() -> None:
     huge = {"type": "object", "description": "x" * grammars.MAX_SCHEMA_CHARS}
     assert made.soften(huge) == SoftenedSchema({"type": "object"}, ("#",))
     assert not made._softened._entries
+
+
+def test_each_tool_has_the_time_that_those_before_it_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, given = 0.0, list[float]()
+    made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
+
+    def soften(schema: Any, owner: str, *, time_s: float) -> SoftenedSchema:
+        nonlocal now
+        now += 0.5
+        given.append(time_s)
+        return SoftenedSchema(schema, ())
+
+    monkeypatch.setattr(made, "soften", soften)
+    monkeypatch.setattr(grammars.time, "thread_time", lambda: now)
+    soften_next = made.softener("alice")
+    for _ in range(3):
+        soften_next({})
+    assert given == [grammars.SOFTEN_S, grammars.SOFTEN_S - 0.5, grammars.SOFTEN_S - 1.0]
 
 
 def test_the_tools_of_a_request_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:

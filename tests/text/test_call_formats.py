@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from firn.text.formats import ReplyFormat
+from firn.text.harmony_splitter import HarmonySplitter
 from firn.text.make_splitter import make_splitter
 from firn.text.native import NativeParser
 from firn.text.parsers import formats
+from firn.text.pieces import TextPiece
 from firn.text.python_calls import python_calls
+from firn.text.schema import ToolSchemas
 from tests.text.replies import TOOLS, Call, Reply, fold, read, read_at_every_split
 
 WEATHER = "get_weather"
@@ -393,6 +396,18 @@ def test_a_harmony_header_without_end_is_text(marker: str) -> None:
     assert read(ReplyFormat(tool="harmony"), list(long)) == reply
     then = f"{long}<|end|><|start|>assistant<|channel|>final<|message|>so"
     assert read(ReplyFormat(tool="harmony"), [then]).text == f"{reply.text}so"
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+def test_text_of_harmony_is_placed_where_it_was_said(n: int) -> None:
+    """Markers that only seem to begin are held back for a while."""
+    reply = "<|channel|>final<|message|>a < b <| c <|en d<|end|>"
+    splitter = HarmonySplitter(ToolSchemas(), "")
+    pieces = [p for i in range(0, len(reply), n) for p in splitter.feed(reply[i : i + n])]
+    texts = [p for p in [*pieces, *splitter.finish()] if isinstance(p, TextPiece)]
+    assert "".join(p.text for p in texts) == "a < b <| c <|en d"
+    assert all(reply[p.at :].startswith(p.text) for p in texts)
+    assert [p.at for p in texts] == sorted({p.at for p in texts})
 
 
 def test_harmony_calls_a_tool_by_its_bare_name() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,29 @@ def test_a_writer_that_cannot_keep_up_holds_nobody_up(tmp_path: Path) -> None:
     assert writer.n_dropped >= 40 - 2 - 4, "some are in the pipe, and four wait"
     os.close(reading)  # now the write fails, and the thread ends
     writer.close()
+
+
+def test_what_is_being_written_takes_no_room_in_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, begun, gate = tmp_path / "trace.jsonl", threading.Event(), threading.Event()
+    writer = recorder(path, max_queued_tokens=25)
+    write = writer._write
+
+    def held(request: ServedRequest) -> None:
+        begun.set()
+        assert gate.wait(60)
+        write(request)
+
+    monkeypatch.setattr(writer, "_write", held)
+    writer.record(served(range(10)))
+    assert begun.wait(60)
+    for _ in range(2):
+        writer.record(served(range(10)))
+    gate.set()
+    writer.close()
+    assert writer.n_dropped == 0
+    assert len(lines(path)) == 3
 
 
 def test_a_trace_has_an_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from firn.cache.admin import control as admin
+from firn.core.errors import BadRequest
 from firn.core.values import CacheControl, Namespace
 from tests.cache.lab import DENSE, SHAPES, LabEngine, Shape, prompt_of, tree
 from tests.hash_runner import prompt_of as words
@@ -69,3 +70,17 @@ def test_what_another_prompt_is_pinned_for_stays() -> None:
         outcome = lab.submit(other, 1, control=CacheControl(write=False)).wait()
         assert outcome.n_cached == len(other) - 1
         assert unpin(lab, other)["pinned_bytes"] == 0
+
+
+def test_what_is_pinned_stays_so_if_it_may_not_be_pinned_once_more() -> None:
+    with LabEngine(DENSE, cache=tree(DENSE, block=BLOCK)) as lab:
+        ask(lab, [*SYSTEM, 200, *words(2, 20)])
+        before = pin(lab, ASKED)["pinned_bytes"]
+
+        def pin_again() -> None:
+            with pytest.raises(BadRequest, match="at most 1 may be"):
+                admin.pin(lab.tree, prompt_of(ASKED), EVERYONE, cap_nbytes=1)
+
+        lab.between_steps(pin_again)
+        assert admin.pinned_nbytes(lab.tree) == before > 1
+        assert unpin(lab, ASKED) == {"unpinned_tokens": 44, "pinned_bytes": 0}

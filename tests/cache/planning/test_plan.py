@@ -90,6 +90,12 @@ def test_how_much_of_a_long_prompt(load_s: Callable[[float], float], share: floa
     assert plan.is_slower == (share == 0.0)
 
 
+def test_what_a_load_leaves_out_was_slower() -> None:
+    plan, _ = planned(lambda part: 0.0 if part < 0.6 else 100.0 * N_SECONDS)
+    assert 0.5 < plan.target.n_tokens / N_SECONDS < 0.6
+    assert plan.is_slower
+
+
 def test_blocks_are_loaded_from_the_back() -> None:
     plan, blocks = planned(lambda part: N_SECONDS * part)
     assert blocks == list(range(N_BLOCKS))[::-1]

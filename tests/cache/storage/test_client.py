@@ -220,6 +220,40 @@ def test_who_waits_hears_at_once_that_no_arrays_could_be_made() -> None:
     cache.close()
 
 
+class LateIo(SickIo):
+    """Writes end when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda name: None)
+        self.waiting: list[Done[WriteResult[Name]]] = []
+
+    def try_write(self, order: WriteOrder, done: Done[WriteResult[Name]]) -> bool:
+        self.waiting.append(done)
+        return True
+
+
+def test_what_leaves_memory_counts_until_every_tier_has_it() -> None:
+    late, ids = LateIo(), words(1, 9)
+    cache = tree(DENSE, block=BLOCK)
+    for name, io in (("fast", SickIo(lambda name: None)), ("slow", late)):
+        cache.add_tier(name, io, namespaces=[Namespace("")], wake=lambda: None)
+    cursor = cache.open(Prompt(np.array(ids, dtype=np.int64)), Namespace(""), CacheControl())
+    row = LabRow(LabLayer([[]], DENSE))
+    row.consume(ids[:8])
+    cache.commit(cursor, row)
+    cache.close_cursor(cursor, None)
+    (record,) = records_of(cache)
+    cache.set_room(0)
+    cache.tick(EngineLoad.NONE)
+    assert record.is_stored(0)
+    assert cache.records.tree.leaving_nbytes == record.nbytes
+    (done,) = late.waiting
+    done(WriteResult(1, new=True))
+    cache.tick(EngineLoad.NONE)
+    assert cache.records.tree.leaving_nbytes == 0
+    assert record.arrays is None
+
+
 # --- scans that are faster than the engine -------------------------------------------------
 
 

@@ -305,6 +305,35 @@ def test_what_is_written_again_while_others_are_deleted_stays(again: int) -> Non
     assert list(tier._records) == [str(one.name)]
 
 
+class HeldThreads:
+    """Orders wait until the test carries them out."""
+
+    closing = False
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], object]] = []
+
+    def upkeep(self, work: Callable[[], object]) -> None:
+        self.work.append(work)
+
+    def try_write(self, work: Callable[[], object], *_: object, **more: object) -> bool:
+        self.work.append(work)
+        return True
+
+
+def test_a_write_that_overtakes_the_delete_of_its_name_stays() -> None:
+    tier, (one,), held = DictTier(1 << 20), chain(1), HeldThreads()
+    Direct(tier).write(one)
+    threads: Any = held
+    io = TierIo(tier, threads)
+    io.delete([one.name])
+    assert io.try_write(WriteOrder(one.header, partial(list, one.buffers), 1.0), Log())
+    delete, write = held.work
+    write()
+    delete()
+    assert list(tier._records) == [str(one.name)]
+
+
 def test_a_scan_comes_in_batches_and_tells_what_changed() -> None:
     shared: dict[str, bytes] = {}
     other = Direct(DictTier(1 << 30, shared))

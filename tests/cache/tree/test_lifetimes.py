@@ -30,3 +30,22 @@ def test_a_block_costs_the_same_however_long_the_prompt_is() -> None:
         cache.tick(EngineLoad.NONE)
     assert records_of(cache) == []
     check_tree(cache)
+
+
+def test_a_tail_stays_in_a_block_that_expires_sooner() -> None:
+    now = 0.0
+    cache, ids = tree(DENSE, block=BLOCK, clock=lambda: now), list(range(1, 30))
+
+    def say(n: int, ttl_s: float) -> None:
+        row = LabRow(LabLayer([[]], DENSE))
+        cursor = cache.open(prompt_of([*ids[:n], 0]), Namespace(""), CacheControl(ttl_s=ttl_s))
+        row.consume(ids[:n])
+        cache.commit(cursor, row)
+        cache.close_cursor(cursor, row)
+
+    say(12, 10 * TTL_S)
+    say(2 * BLOCK, TTL_S)
+    now = TTL_S + 1.0
+    cache.tick(EngineLoad.NONE)
+    assert cache.probe(prompt_of([*ids[:12], 0]), Namespace("")).match.n_tokens == 12
+    check_tree(cache)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -232,3 +233,36 @@ def test_a_drafter_that_fails_for_a_later_choice_leaves_no_choice_behind(
         assert result.error is None
         assert harness.between_steps(lambda: dict(speculation._rows)) == {}
         assert n_opened[0] == 2
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), MemoryError()])
+def test_what_may_be_the_devices_fault_is_raised(error: Exception) -> None:
+    """Other rows may be wrong as well: the engine computes all of them again."""
+    speculation = Speculation(Failing("open", error))
+    row: Any = object()
+    job: Any = SimpleNamespace(speculates=True)
+    with pytest.raises(type(error)):
+        speculation.open(row, job)
+
+
+def test_the_time_of_a_drafter_is_no_steps_time() -> None:
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.001
+        return now
+
+    class Slow(Failing):
+        """Reads on for a minute before each step, and is never ready."""
+
+        def prepare(self, row: Hashable) -> bool:
+            nonlocal now
+            now += 60.0
+            return False
+
+    speculation = Speculation(Slow("", ValueError()), clock=clock)
+    with running(plain("qwen3"), speculation=lambda: speculation) as harness:
+        harness.ask([20, 21], 20)
+    assert speculation.times.knows(1)
+    assert speculation.times.plain_s(1) < 1.0
