@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -22,14 +23,17 @@ class Counting(Disk):
         super().__init__(folder)
         self.n_opened = 0
         self.n_read = 0
+        self._lock = threading.Lock()
 
     def open(self, path: str, flags: int = os.O_RDONLY) -> int:
-        self.n_opened += path.endswith(".safetensors")
+        with self._lock:
+            self.n_opened += path.endswith(".safetensors")
         return super().open(path, flags)
 
     def read(self, fd: int, buffer: memoryview) -> int:
         n = super().read(fd, buffer)
-        self.n_read += n
+        with self._lock:
+            self.n_read += n
         return n
 
 
