@@ -260,7 +260,7 @@ class Records:
     # --- evicted ---------------------------------------------------------------------------
 
     def set_limit(self, nbytes: int) -> None:
-        """Memory may hold so much from now on. All that leaves waits for slow tiers as one record."""
+        """Memory may hold so much from now on. What leaves waits while tiers write; if none does, once."""
         self.memory.limit_nbytes = nbytes
         self._wait_until = self.clock() + WRITE_WAIT_S
         try:
@@ -293,6 +293,8 @@ class Records:
         events = self.tiers.wait_for_writes(lambda: self.tree.leaving_nbytes <= allowed, wait_s)
         for tier, event in events:
             self.apply(tier, event)
+            if isinstance(event, RecordWritten):  # the tier is slow, not stuck
+                self._wait_until = max(self._wait_until, self.clock() + WRITE_WAIT_S)
         if self.tree.leaving_nbytes <= allowed or not record.leaving:
             return True
         if not record.writing:  # else a tier has accepted it, and writes it all the same

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 import mlx.core as mx
@@ -322,7 +323,7 @@ def test_only_what_no_tier_takes_is_counted_as_dropped(monkeypatch: pytest.Monke
     assert sum(r.is_stored(0) for r in records_of(cache)) == n_accepted
 
 
-def test_all_that_leaves_together_waits_for_a_slow_tier_once(
+def test_all_that_leaves_together_waits_once_for_a_tier_that_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
@@ -337,3 +338,23 @@ def test_all_that_leaves_together_waits_for_a_slow_tier_once(
     assert now[0] == pytest.approx(records.WRITE_WAIT_S)
     cache.set_room(1 << 30)
     assert now[0] == pytest.approx(records.WRITE_WAIT_S)
+
+
+def test_all_that_leaves_together_waits_for_a_tier_that_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    cache, io = unwritten(10, clock=lambda: now[0])
+    (tier,) = cache.records.tiers
+
+    def one_is_written(is_done: Callable[[], bool], timeout_s: float) -> Iterator[Reported]:
+        took_s = 0.8 * records.WRITE_WAIT_S
+        if io.orders and took_s <= timeout_s and not is_done():
+            now[0] += took_s
+            io.orders.popleft()("well")
+            yield from ((tier, event) for event in tier.take_results(math.inf, wait_s=0.0))
+
+    monkeypatch.setattr(cache.records.tiers, "wait_for_writes", one_is_written)
+    cache.set_room(0)
+    assert not cache.stats.dropped
+    assert now[0] > 3 * records.WRITE_WAIT_S
