@@ -260,7 +260,7 @@ class Records:
     # --- evicted ---------------------------------------------------------------------------
 
     def set_limit(self, nbytes: int) -> None:
-        """Memory may hold so much from now on. What leaves waits while tiers write; if none does, once."""
+        """Memory may hold so much from now on. What leaves waits while tiers write, or once."""
         self.memory.limit_nbytes = nbytes
         self._wait_until = self.clock() + WRITE_WAIT_S
         try:
