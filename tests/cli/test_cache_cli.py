@@ -404,7 +404,7 @@ def test_every_command_on_a_folder_in_use(folder: Path, cache: Cache, tmp_path: 
             while not stop.is_set():
                 i += 1
                 with contextlib.suppress(Refused):  # its parent was cleared away
-                    for one in chain(4, first=1000 * (i % 50), nbytes=30_000):
+                    for one in chain(4, first=1000 * (1 + i % 50), nbytes=30_000):
                         tier.write(one)
                         tier.holds(one)
         except BaseException as e:
