@@ -53,6 +53,7 @@ from firn.models.cpu.threads import Threads
 from firn.models.mtp import MtpModel, PredictionHead, with_head_layer
 from firn.models.runner import Runner
 from firn.models.shapes import FULL, few_shapes
+from firn.models.traced import traced_steps
 from firn.models.speculation import Speculation
 from models import SHAPES, random_model
 
@@ -191,6 +192,7 @@ class BenchEngine:
                 threads=threads,
                 speculation=speculation(made, make_layers) if speculation else None,
                 shapes=few_shapes(made, make_layers) if few else None,
+                traced=traced_steps(made, make_layers) if few else None,
             )
             largest = machine.largest_chunk if by_depth else 0
             usual = chunk or machine.prefill_chunk

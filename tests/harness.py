@@ -50,6 +50,7 @@ from firn.models.mtp import MtpModel
 from firn.models.runner import Runner
 from firn.models.scoring import AttentionScorer
 from firn.models.shapes import FewShapes
+from firn.models.traced import TracedSteps
 from firn.models.speculation import Speculation
 
 GREEDY = Sampling(temperature=0.0)
@@ -169,10 +170,12 @@ class Harness:
         speculation: Callable[[], Speculation] | None = None,
         draft: Callable[[], tuple[Any, Callable[[], list[Any]]]] | None = None,
         recipes: Sequence[str] = (),
+        traced: Callable[[Any, Callable[[], list[Any]]], TracedSteps] | None = None,
     ) -> None:
         """tier: what lies below memory; `namespaces` are those whose records are looked for there.
 
         draft: a model that scores prompts. recipes: of thinned prompts whose records are looked for.
+        traced: makes what traces steps, of a model and its caches.
         """
         self.results: dict[RequestId, Result] = {}
         self._ids = itertools.count()
@@ -189,6 +192,7 @@ class Harness:
                 max_rows=max_rows,
                 arguments=arguments,
                 speculation=speculation() if speculation else None,
+                traced=traced(model, make_layers) if traced else None,
             )
             cache: Any = CacheOff()
             if cache_nbytes is not None:

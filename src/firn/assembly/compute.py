@@ -16,6 +16,7 @@ from firn.models.model_arguments import IdsOnly
 from firn.models.mtp import MtpModel
 from firn.models.selfcheck import CHUNKS_MATTER
 from firn.models.shapes import FewShapes, few_shapes
+from firn.models.traced import TracedSteps, traced_steps
 
 log = logging.getLogger("firn")
 
@@ -109,4 +110,15 @@ def shapes_of(loaded: loader.LoadedModel, compute: ComputeSettings) -> FewShapes
         return few_shapes(loaded.model, loaded.make_layers)
     except ValueError as e:
         log.info("prompts are read without padding: %s", e)
+        return None
+
+
+def traced_of(loaded: loader.LoadedModel, shapes: FewShapes | None) -> TracedSteps | None:
+    """How decode steps are traced, where prompts are read in few `shapes`. None: not at all."""
+    if shapes is None:
+        return None
+    try:
+        return traced_steps(loaded.model, loaded.make_layers)
+    except ValueError as e:
+        log.info("steps are built one by one: %s", e)
         return None

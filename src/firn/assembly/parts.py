@@ -14,7 +14,7 @@ from typing import Any
 
 from firn.assembly import embeddings, sparse, speculation
 from firn.assembly.cache import add_tiers, build_cache, cache_nbytes
-from firn.assembly.compute import ComputeSettings, compute_settings, shapes_of, threads_of
+from firn.assembly.compute import ComputeSettings, compute_settings, shapes_of, threads_of, traced_of
 from firn.assembly.handles import any_cursors, any_rows, any_scorings
 from firn.assembly.memory import MemoryPlanner, Planned, beside_others
 from firn.assembly.model import ServerSpec, load_model, row_cost
@@ -243,7 +243,14 @@ def _runner(
     if spec.leader_parts is not None:
         # All ranks must read and group rows alike, whatever memory each has.
         return spec.leader_parts.make_runner(loaded.model, loaded.info, **options)
-    return Runner(loaded.model, loaded.info, **options, shapes=shapes, max_padding=max_padding)
+    return Runner(
+        loaded.model,
+        loaded.info,
+        **options,
+        shapes=shapes,
+        traced=traced_of(loaded, shapes),
+        max_padding=max_padding,
+    )
 
 
 def _encoder_parts(

@@ -45,6 +45,7 @@ from firn.models.shapes import FewShapes
 from firn.models.speculation import Speculation
 from firn.models.stretches import in_stretches
 from firn.models.together import BatchedPrefill, can_read_together, together_fault
+from firn.models.traced import PLAIN, TracedSteps
 from firn.models.verify import TakenTokens, Verification
 
 SOON_NBYTES = 64 << 20
@@ -78,13 +79,14 @@ class Runner:
         threads: Threads | None = None,
         speculation: Speculation | None = None,
         shapes: FewShapes | None = None,
+        traced: TracedSteps | None = None,
         max_padding: int = MAX_PADDING_TOKENS,
     ) -> None:
         """arguments: what the model takes besides token ids; None for a text model.
 
         threads: of the BLAS, where firn chooses them. speculation: drafts tokens; None for one token a
-        step. shapes: for a device that prefers few of them. max_padding: how many unused cells a group
-        may hold, counted in tokens.
+        step. shapes: for a device that prefers few of them. traced: for one that computes a step sooner
+        than the host builds it. max_padding: how many unused cells a group may hold, counted in tokens.
         """
         self.info = info
         self._model = model
@@ -92,6 +94,7 @@ class Runner:
         self._threads = threads
         self.speculation = speculation
         self._shapes = shapes
+        self._traced = traced
         self._max_padding = max_padding
         self._mtp = model if isinstance(model, MtpModel) else None
         assert shapes is None or self._mtp is None, "a head would continue from a padded token"
@@ -339,6 +342,10 @@ class Runner:
         """Logits (seats, vocabulary) of a step of one token a seat. A prediction head does not run."""
         ids, arguments = group.next_tokens, self._arguments.step(group.seats)
         logits: mx.array
+        if len(group.seats) > 1:  # a lone row's attention is faster without a mask
+            traced = self._traced_logits(group, ids[:, None], PLAIN)
+            if traced is not None:
+                return traced[:, -1, :]
         if self._mtp is None or group.backlog is None:
             logits = self._model(ids[:, None], cache=_seen(group), **arguments)
             return logits[:, -1, :]
@@ -362,10 +369,7 @@ class Runner:
         self._prepare(len(seats) * width)
         step = RaggedStep(group.layers, [len(f) for f in fed], width)
         ids = mx.array([[*f, *[0] * (width - len(f))] for f in fed])
-        arguments = self._arguments.step(seats, width) | self._carry(seats)
-        layers = _seen(group, group.columns)
-        with in_stretches(layers, n_layers=traits.stretch):
-            logits = self._model(ids, cache=layers, **arguments)
+        logits = self._wide_logits(group, ids)
         pickers = tuple(
             tuple(_picker(r).ahead(draft)) for r, draft in zip(seats, drafts, strict=True)
         )
@@ -389,6 +393,25 @@ class Runner:
         group.unread.append(
             Verification(group, seats, tuple(drafts), step, picks, pickers, width, hidden)
         )
+
+    def _wide_logits(self, group: Group, ids: mx.array) -> mx.array:
+        """Logits (seats, tokens, vocabulary). Their computation begins before all of it is dispatched."""
+        traced = self._traced_logits(group, ids, group.columns)
+        if traced is not None:
+            mx.async_eval(traced)
+            return traced
+        assert self.speculation is not None
+        arguments = self._arguments.step(group.seats, ids.shape[1]) | self._carry(group.seats)
+        layers = _seen(group, group.columns)
+        with in_stretches(layers, n_layers=self.speculation.traits.stretch):
+            logits: mx.array = self._model(ids, cache=layers, **arguments)
+        return logits
+
+    def _traced_logits(self, group: Group, ids: mx.array, columns: Columns) -> mx.array | None:
+        """None where the step must be built in Python."""
+        if self._traced is None or any(row.gap for row in group.seats):
+            return None
+        return self._traced.logits(ids, group.layers, columns)
 
     def _pick(
         self,

@@ -1,0 +1,210 @@
+"""Decode steps whose graph is traced once for each shape, instead of being built in Python every time.
+
+A step of a 4B model is a graph of a thousand operations. Built in Python it takes the host 2 to 5 ms; a
+traced one is copied by MLX in less than one. On a GPU that computes a step in 5 ms, that is a large part
+of every step of a group, and of every step with drafts, which cannot be built ahead.
+
+A trace knows shapes and nothing else. So what changes from step to step is an array: where new cells
+are written, at which position, and from which column on a row sees. Attention sees whole blocks of
+columns, those after a row's end masked:
+
+    # [0, first) padding, masked   [first, at) the row's tokens   [at, at + width) new   [.., n) masked
+
+Owner: the engine thread, through a runner.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+
+from firn.models.faults import first_line
+from firn.models.layers import MakeLayers, kind
+from firn.models.ragged import Columns, RaggedKVCache, padded
+from firn.models.selfcheck import FAR, LENGTHS, apart, prefilled
+
+log = logging.getLogger("firn.models")
+
+MAX_TRACES = 64
+"""Newest shapes whose traces are kept. One of 36 layers takes about a megabyte."""
+PLAIN = Columns(256)
+"""What steps of one token see. As mlx-lm's caches grow: no step needs a larger buffer than theirs."""
+N_TRIED = 3
+"""Tokens that a model is tried with."""
+
+Step = Callable[..., tuple[mx.array, mx.array, list[mx.array], list[mx.array]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a step of a group begins, for all of its layers alike.
+
+    end: of the longest row, on the host. at: the column of each row's first new cell. offset: its
+    position. first: the first column that each row sees.
+    """
+
+    end: int
+    at: mx.array
+    offset: mx.array
+    first: mx.array
+
+
+class TracedSteps:
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._traces: OrderedDict[tuple[Any, ...], Step] = OrderedDict()
+        self._is_broken = False
+        self._zero = mx.array([0])
+
+    def logits(self, ids: mx.array, layers: Sequence[Any], columns: Columns) -> mx.array | None:
+        """Feed each row its tokens (rows, width). None where that is not for a trace: nothing was done."""
+        place = None if self._is_broken else self._place(layers)
+        if place is None:
+            return None
+        width = ids.shape[1]
+        n_seen = columns.width(place.end + width)
+        room = max(n_seen, layers[0].keys.shape[2])
+        keys = [padded(layer.keys, room) for layer in layers]
+        values = [padded(layer.values, room) for layer in layers]
+        step = self._trace(ids.shape, n_seen, room, columns)
+        try:
+            logits, offset, keys, values = step(
+                ids, place.at, place.offset, place.first, keys, values
+            )
+        except Exception as e:  # any model code runs here; nothing has been computed yet
+            log.warning("steps are not traced from here on: %s", first_line(e), exc_info=e)
+            self._is_broken = True
+            return None
+        for layer, k, v in zip(layers, keys, values, strict=True):
+            layer.keys, layer.values = k, v
+            _advance(layer, width, offset)
+        return logits
+
+    def _place(self, layers: Sequence[Any]) -> _Place | None:
+        first = layers[0]
+        if not all(type(layer) is type(first) for layer in layers) or any(
+            layer.empty() for layer in layers
+        ):
+            return None
+        if isinstance(first, RaggedKVCache):
+            return _Place(first.size(), first.offset, first.offset, self._zero)
+        if kind(first) == "KVCache":
+            at = mx.array([first.offset])
+            return _Place(first.offset, at, at, self._zero)
+        if kind(first) == "BatchKVCache":
+            return _Place(first._idx, mx.array([first._idx]), first.offset, first.left_padding)
+        return None
+
+    def _trace(self, fed: tuple[int, ...], n_seen: int, room: int, columns: Columns) -> Step:
+        """One function for each shape: MLX would search all shapes of a function, and keep them."""
+        key = (*fed, n_seen, room, columns)
+        step = self._traces.get(key)
+        if step is None:
+            step = mx.compile(partial(_step, self._model, n_seen=n_seen, columns=columns))
+            self._traces[key] = step
+            if len(self._traces) > MAX_TRACES:
+                self._traces.popitem(last=False)
+        self._traces.move_to_end(key)
+        return step
+
+
+def _step(
+    model: Any,
+    ids: mx.array,
+    at: mx.array,
+    offset: mx.array,
+    first: mx.array,
+    keys: list[mx.array],
+    values: list[mx.array],
+    *,
+    n_seen: int,
+    columns: Columns,
+) -> tuple[mx.array, mx.array, list[mx.array], list[mx.array]]:
+    """Logits, the next offsets, and the buffers with the new cells in them."""
+    width = ids.shape[1]
+    new = mx.broadcast_to((at[:, None] + mx.arange(width)), ids.shape)[:, None, :, None]
+    layers = [
+        _TracedCache(k, v, offset, new, first, n_seen, columns)
+        for k, v in zip(keys, values, strict=True)
+    ]
+    logits = model(ids, cache=layers)
+    return logits, offset + width, [c.keys for c in layers], [c.values for c in layers]
+
+
+class _TracedCache:
+    """What models use of mlx-lm's caches, while a step is traced."""
+
+    def __init__(
+        self,
+        keys: mx.array,
+        values: mx.array,
+        offset: mx.array,
+        new: mx.array,
+        first: mx.array,
+        n_seen: int,
+        columns: Columns,
+    ) -> None:
+        self.keys, self.values, self.offset = keys, values, offset
+        self._new, self._first, self._n_seen = new, first[:, None, None, None], n_seen
+        self._columns = columns
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        seen = mx.arange(self._n_seen)
+        mask = (seen <= self._new) & (seen >= self._first)
+        if window_size is not None:
+            mask = mask & (seen > self._new - window_size)
+        return self._columns.mask(mask, self.keys.dtype)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        for name, new in (("keys", keys), ("values", values)):
+            index = mx.broadcast_to(self._new, new.shape)
+            setattr(self, name, mx.put_along_axis(getattr(self, name), index, new, axis=2))
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        return self.keys[..., : self._n_seen, :], self.values[..., : self._n_seen, :]
+
+
+def _advance(layer: Any, width: int, offset: mx.array) -> None:
+    if isinstance(layer, RaggedKVCache):
+        layer.keep([n + width for n in layer.lengths])
+    elif kind(layer) == "KVCache":
+        layer.offset += width
+    else:
+        layer._idx += width
+        layer.offset = offset
+
+
+def traced_steps(model: Any, make_layers: MakeLayers) -> TracedSteps:
+    """For this model, tried once. Raises ValueError with what was seen if steps cannot be traced."""
+    texts = [[(7 * i + 3 * j) % 50 + 1 for j in range(n + N_TRIED)] for i, n in enumerate(LENGTHS)]
+    rows = [
+        prefilled(model, make_layers(), text[:-N_TRIED]) for text in texts
+    ]
+    traced = TracedSteps(model)
+    far = 0.0
+    try:
+        groups = [[type(same[0]).merge(list(same)) for same in zip(*rows, strict=True)] for _ in "ab"]
+        for i in range(-N_TRIED, 0):
+            ids = mx.array([[text[i]] for text in texts])
+            got = traced.logits(ids, groups[0], PLAIN)
+            if got is None:
+                raise ValueError("not all of its layers are plain attention")
+            want = model(ids, cache=groups[1])
+            far = max(far, *(apart(a, b) for a, b in zip(want[:, -1], got[:, -1], strict=True)))
+    except ValueError:
+        raise
+    except Exception as e:  # any model code runs here
+        raise ValueError(f"a traced step fails: {first_line(e)}") from e
+    if far > FAR:
+        raise ValueError(f"tokens come out different in a traced step ({far:.1f})")
+    return traced
