@@ -49,8 +49,8 @@ class InFlight:
         self.waiting: list[Sequence] = []
         self.tasks: dict[int, PrefillTask] = {}
         self.rows: dict[LiveRow, Choice] = {}
-        self.n_unconfirmed = 0
-        """Steps since the first commit that the device has not confirmed; 0: it has confirmed all."""
+        self.has_unconfirmed = False
+        """Something was committed since the device last confirmed that it had no fault."""
         self._absorbed: Exception | None = None
         self._n_tasks = 0
         self._events: list[Delivery] = []
@@ -134,16 +134,13 @@ class InFlight:
 
     def commit(self, cursor: Cursor, row: LiveRow) -> None:
         self.cache.commit(cursor, row)
-        self._mark_unconfirmed()
+        self.has_unconfirmed = True
 
     def close(self, cursor: Cursor, row: LiveRow | None) -> None:
         """row: what it has computed is stored; None: nothing more is stored."""
         self.cache.close_cursor(cursor, row)
         if row is not None:
-            self._mark_unconfirmed()
-
-    def _mark_unconfirmed(self) -> None:
-        self.n_unconfirmed = max(self.n_unconfirmed, 1)
+            self.has_unconfirmed = True
 
     def absorbed(self, error: Exception) -> None:
         """A fault ends here, and no request fails of it. It may have been another's: see `Recovery`."""

@@ -27,8 +27,9 @@ from firn.engine.sequence import Sequence as Request
 log = logging.getLogger("firn.engine")
 
 MAX_RESCUES = 1
-CONFIRM_STEPS = 8
-"""While rows decode, the device is asked once in so many steps: asking waits for the one in flight."""
+CONFIRM_S = 0.5
+"""While rows decode, the device is asked at most this often: asking waits for the step in flight, and
+leaves a GPU idle until the next one is built."""
 MAX_DEVICE_FAULTS = 3
 DEVICE_FAULTS_S = 600.0
 """After so many device faults within this time the process ends, for its supervisor to restart."""
@@ -52,6 +53,7 @@ class Recovery:
         self._clock = clock
         self._fault_times: list[float] = []
         self._absorbed_at = -ABSORBED_EVERY_S
+        self._confirmed_at = clock()
 
     # --- a fault of one request ------------------------------------------------------------
 
@@ -185,17 +187,18 @@ class Recovery:
         the device next.
         """
         inflight = self._inflight
-        if self._recover_absorbed() or not inflight.n_unconfirmed:
+        if self._recover_absorbed() or not inflight.has_unconfirmed:
             return
-        inflight.n_unconfirmed += 1
-        if in_flight and inflight.n_unconfirmed <= CONFIRM_STEPS:
+        now = self._clock()
+        if in_flight and now - self._confirmed_at < CONFIRM_S:
             return
+        self._confirmed_at = now
         try:
             inflight.runner.confirm()
         except Exception as e:
             self._device_failed(e)
             return
-        inflight.n_unconfirmed = 0
+        inflight.has_unconfirmed = False
         inflight.cache.confirm()
 
     def _recover_absorbed(self) -> bool:
@@ -203,7 +206,7 @@ class Recovery:
         requests back: the device does not report it again. Returns whether that was done."""
         inflight, now = self._inflight, self._clock()
         error = inflight.take_absorbed()
-        is_idle = not inflight.sequences and not inflight.n_unconfirmed
+        is_idle = not inflight.sequences and not inflight.has_unconfirmed
         if error is None or is_idle or now - self._absorbed_at < ABSORBED_EVERY_S:
             return False
         self._absorbed_at = now
@@ -242,7 +245,7 @@ class Recovery:
                 )
             else:
                 self._put_back(sequence, keep=False)
-        inflight.n_unconfirmed = 0
+        inflight.has_unconfirmed = False
         self._on_doubt()
         inflight.cache.doubt()
         inflight.update_room()

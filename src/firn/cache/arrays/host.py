@@ -71,13 +71,14 @@ class PayloadBytes:
         bus = cuda.device()
         if bus is None or not self._stacks:
             return [_bytes(stack) for stack in self._stacks]
+        mx.eval(self._stacks)  # dispatched by the engine thread: this only waits
         whole = bus.to_host(self._stacks[0])
         ends = accumulate(spec.nbytes for spec in self.tensors)
         return [whole[end - s.nbytes : end] for s, end in zip(self.tensors, ends, strict=True)]
 
 
 def to_host(payload: Payload) -> PayloadBytes:
-    """Engine thread. Computes the payload, if it is not computed yet."""
+    """Engine thread. Computes the payload, if it is not computed yet; on CUDA without waiting for it."""
     tensors = tuple(TensorSpec(CODES[s.dtype], tuple(s.shape)) for s in payload.stacks)
     pack = _plain if cuda.device() is None else _packed
     return PayloadBytes(tensors, payload.places, pack(payload.stacks))
@@ -90,13 +91,14 @@ def _plain(stacks: Sequence[mx.array]) -> tuple[mx.array, ...]:
 
 
 def _packed(stacks: Sequence[mx.array]) -> tuple[mx.array, ...]:
-    """One copy on the device: an array that the host has read is slow for the device afterwards."""
+    """One copy on the device: an array that the host has read is slow for the device afterwards. The
+    thread that writes it waits for it: here the step in flight would be awaited as well."""
     if not stacks:
         return ()
     flat = [s.reshape(-1).view(mx.uint8) for s in stacks]
     # With a lone array concatenate would return the array itself, so a byte is added.
     packed = mx.concatenate([*flat, mx.zeros((1,), mx.uint8)])
-    mx.eval(packed)
+    mx.async_eval(packed)
     return (packed,)
 
 
