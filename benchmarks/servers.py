@@ -84,6 +84,16 @@ KINDS: dict[str, Kind] = {
         env={},
         cache_folders=("{ssd}",),
     ),
+    "firn-memory": Kind(
+        venv="firn",
+        command=(
+            *("firn", "serve", "{model}", *_ADDRESS, "--cache-memory-mb", "{memory_mb}"),
+            "--no-ssd-cache",
+        ),
+        packages=("firn", "mlx", "mlx-lm"),
+        env={},
+        cache_folders=(),
+    ),
     "firn-off": Kind(
         venv="firn",
         command=(

@@ -68,7 +68,11 @@ def test_rows_that_took_unequal_numbers(name: str) -> None:
     for i in range(6):
         ids = mx.array([[i, 2, 3, 4], [5, i, 7, 8], [9, 1, i, 2]])
         assert near(traced.logits(ids, layers, columns), model(ids, cache=built))
-        kept = [layers[0].lengths[0] - 4 + 1 + i % 4, layers[0].lengths[1] - 1, layers[0].lengths[2]]
+        kept = [
+            layers[0].lengths[0] - 4 + 1 + i % 4,
+            layers[0].lengths[1] - 1,
+            layers[0].lengths[2],
+        ]
         for layer in (*layers, *built):
             assert isinstance(layer, RaggedKVCache)
             layer.keep(kept)
@@ -79,7 +83,11 @@ def test_rows_that_took_unequal_numbers(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_lone_row_with_a_draft(name: str) -> None:
     model = build(name)
-    traced, layers, built = TracedSteps(model), prefilled(model, [1, 2, 3]), prefilled(model, [1, 2, 3])
+    traced, layers, built = (
+        TracedSteps(model),
+        prefilled(model, [1, 2, 3]),
+        prefilled(model, [1, 2, 3]),
+    )
     for i in range(5):
         ids = mx.array([[i, 4, 5, 6]])
         assert near(traced.logits(ids, layers, Columns(8)), model(ids, cache=built))

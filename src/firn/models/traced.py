@@ -5,10 +5,13 @@ traced one is copied by MLX in less than one. On a GPU that computes a step in 5
 of every step of a group, and of every step with drafts, which cannot be built ahead.
 
 A trace knows shapes and nothing else. So what changes from step to step is an array: where new cells
-are written, at which position, and from which column on a row sees. Attention sees whole blocks of
-columns, those after a row's end masked:
+are written, at which position, and which columns are seen. Attention sees whole blocks of columns,
+those after a row's end masked:
 
     # [0, first) padding, masked   [first, at) the row's tokens   [at, at + width) new   [.., n) masked
+
+What comes before the model is not traced: MLX joins the simple operations of a trace to kernels of their
+own, and compiling one takes seconds.
 
 Owner: the engine thread, through a runner.
 """
@@ -39,7 +42,7 @@ PLAIN = Columns(256)
 N_TRIED = 3
 """Tokens that a model is tried with."""
 
-Step = Callable[..., tuple[mx.array, mx.array, list[mx.array], list[mx.array]]]
+Step = Callable[..., tuple[mx.array, list[mx.array], list[mx.array]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +76,18 @@ class TracedSteps:
         room = max(n_seen, layers[0].keys.shape[2])
         keys = [padded(layer.keys, room) for layer in layers]
         values = [padded(layer.values, room) for layer in layers]
-        step = self._trace(ids.shape, n_seen, room, columns)
+        new = mx.broadcast_to(place.at[:, None] + mx.arange(width), ids.shape)[:, None, :, None]
+        seen = mx.arange(n_seen)
+        mask = (seen <= new) & (seen >= place.first[:, None, None, None])
+        mask = columns.mask(mask, keys[0].dtype)
+        step = self._trace((*ids.shape, n_seen, room, columns))
         try:
-            logits, offset, keys, values = step(
-                ids, place.at, place.offset, place.first, keys, values
-            )
+            logits, keys, values = step(ids, new, place.offset, mask, keys, values)
         except Exception as e:  # any model code runs here; nothing has been computed yet
             log.warning("steps are not traced from here on: %s", first_line(e), exc_info=e)
             self._is_broken = True
             return None
+        offset = place.offset + width
         for layer, k, v in zip(layers, keys, values, strict=True):
             layer.keys, layer.values = k, v
             _advance(layer, width, offset)
@@ -102,67 +108,50 @@ class TracedSteps:
             return _Place(first._idx, mx.array([first._idx]), first.offset, first.left_padding)
         return None
 
-    def _trace(self, fed: tuple[int, ...], n_seen: int, room: int, columns: Columns) -> Step:
+    def _trace(self, shape: tuple[Any, ...]) -> Step:
         """One function for each shape: MLX would search all shapes of a function, and keep them."""
-        key = (*fed, n_seen, room, columns)
-        step = self._traces.get(key)
+        step = self._traces.get(shape)
         if step is None:
-            step = mx.compile(partial(_step, self._model, n_seen=n_seen, columns=columns))
-            self._traces[key] = step
+            step = self._traces[shape] = mx.compile(partial(_step, self._model))
             if len(self._traces) > MAX_TRACES:
                 self._traces.popitem(last=False)
-        self._traces.move_to_end(key)
+        self._traces.move_to_end(shape)
         return step
 
 
 def _step(
     model: Any,
     ids: mx.array,
-    at: mx.array,
+    new: mx.array,
     offset: mx.array,
-    first: mx.array,
+    mask: mx.array,
     keys: list[mx.array],
     values: list[mx.array],
-    *,
-    n_seen: int,
-    columns: Columns,
-) -> tuple[mx.array, mx.array, list[mx.array], list[mx.array]]:
-    """Logits, the next offsets, and the buffers with the new cells in them."""
-    width = ids.shape[1]
-    new = mx.broadcast_to((at[:, None] + mx.arange(width)), ids.shape)[:, None, :, None]
-    layers = [
-        _TracedCache(k, v, offset, new, first, n_seen, columns)
-        for k, v in zip(keys, values, strict=True)
-    ]
+) -> tuple[mx.array, list[mx.array], list[mx.array]]:
+    """Logits, and the buffers with the new cells in them."""
+    layers = [_TracedCache(k, v, offset, new, mask) for k, v in zip(keys, values, strict=True)]
     logits = model(ids, cache=layers)
-    return logits, offset + width, [c.keys for c in layers], [c.values for c in layers]
+    return logits, [c.keys for c in layers], [c.values for c in layers]
 
 
 class _TracedCache:
     """What models use of mlx-lm's caches, while a step is traced."""
 
     def __init__(
-        self,
-        keys: mx.array,
-        values: mx.array,
-        offset: mx.array,
-        new: mx.array,
-        first: mx.array,
-        n_seen: int,
-        columns: Columns,
+        self, keys: mx.array, values: mx.array, offset: mx.array, new: mx.array, mask: mx.array
     ) -> None:
         self.keys, self.values, self.offset = keys, values, offset
-        self._new, self._first, self._n_seen = new, first[:, None, None, None], n_seen
-        self._columns = columns
+        self._new, self._mask, self._n_seen = new, mask, mask.shape[-1]
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
-        seen = mx.arange(self._n_seen)
-        mask = (seen <= self._new) & (seen >= self._first)
-        if window_size is not None:
-            mask = mask & (seen > self._new - window_size)
-        return self._columns.mask(mask, self.keys.dtype)
+        if window_size is None:
+            return self._mask
+        is_near = mx.arange(self._n_seen) > self._new - window_size
+        if self._mask.dtype == mx.bool_:
+            return self._mask & is_near
+        return mx.where(is_near, self._mask, mx.array(-mx.inf, self._mask.dtype))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         for name, new in (("keys", keys), ("values", values)):
@@ -187,13 +176,13 @@ def _advance(layer: Any, width: int, offset: mx.array) -> None:
 def traced_steps(model: Any, make_layers: MakeLayers) -> TracedSteps:
     """For this model, tried once. Raises ValueError with what was seen if steps cannot be traced."""
     texts = [[(7 * i + 3 * j) % 50 + 1 for j in range(n + N_TRIED)] for i, n in enumerate(LENGTHS)]
-    rows = [
-        prefilled(model, make_layers(), text[:-N_TRIED]) for text in texts
-    ]
+    rows = [prefilled(model, make_layers(), text[:-N_TRIED]) for text in texts]
     traced = TracedSteps(model)
     far = 0.0
     try:
-        groups = [[type(same[0]).merge(list(same)) for same in zip(*rows, strict=True)] for _ in "ab"]
+        groups = [
+            [type(same[0]).merge(list(same)) for same in zip(*rows, strict=True)] for _ in "ab"
+        ]
         for i in range(-N_TRIED, 0):
             ids = mx.array([[text[i]] for text in texts])
             got = traced.logits(ids, groups[0], PLAIN)

@@ -6,7 +6,8 @@ hundreds of them. The kernel here is launched like MLX's own.
 
     block    16 columns of the result: 8 warps, each with a part of the inner dimension
     warp     32 values of the inner dimension at a time; every lane loads 16 bytes of a weight row and of
-             token rows, and the tensor cores multiply 16 tokens by 8 columns
+             token rows, and the tensor cores multiply 16 tokens by 8 columns. The weights of four such
+             chunks are loaded at once: the memory answers late
     lanes    a lane's eight values fill the slots of two multiplications in the same order for weights
              and tokens: which slot holds which value does not matter to a sum
 
@@ -25,6 +26,8 @@ from firn.models.faults import first_line
 
 MAX_TOKENS = 32
 """For more tokens, cuBLAS gains more on the device than this kernel saves on the host."""
+TILE_TOKENS = 16
+"""Of one multiplication; a block makes one or two with the weights that it loads."""
 N_COLUMNS, N_INNER, N_THREADS = 16, 32, 256
 """Of a block; a matrix must be a multiple of the first two."""
 DTYPE = mx.bfloat16
@@ -32,47 +35,56 @@ DTYPE = mx.bfloat16
 TOLERANCE = 2e-2
 
 SOURCE = """
-    constexpr int n_warps = 8, m_tiles = 2, n_tiles = 2;
-    __shared__ float part[n_warps][m_tiles * 16][n_tiles * 8 + 1];
+    constexpr int n_warps = 8, n_tiles = 2, n_ahead = 4;
+    __shared__ float part[n_warps][M_TILES * 16][n_tiles * 8 + 1];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int slot = (lane & 3) * 8, line = lane >> 2;
-    const int n_inner = w_shape[1], n_out = w_shape[0];
+    const int n_inner = w_shape[1], n_out = w_shape[0], n_chunks = n_inner / 32;
     int n_tokens = 1;
     for (int i = 0; i + 1 < x_ndim; ++i) {
       n_tokens *= x_shape[i];
     }
     const int first = blockIdx.x * (n_tiles * 8);
-    float sums[m_tiles][n_tiles][4] = {};
-    #pragma unroll 2
-    for (int chunk = warp; chunk < n_inner / 32; chunk += n_warps) {
-      const int at = chunk * 32 + slot;
-      uint4 b[n_tiles];
+    const __nv_bfloat16* weights = w + (int64_t)(first + line) * n_inner + slot;
+    const __nv_bfloat16* tokens = x + (int64_t)line * n_inner + slot;
+    float sums[M_TILES][n_tiles][4] = {};
+    for (int start = warp; start < n_chunks; start += n_warps * n_ahead) {
+      uint4 b[n_ahead][n_tiles];
       #pragma unroll
-      for (int j = 0; j < n_tiles; ++j) {
-        b[j] = *reinterpret_cast<const uint4*>(w + (int64_t)(first + j * 8 + line) * n_inner + at);
-      }
-      #pragma unroll
-      for (int i = 0; i < m_tiles; ++i) {
-        if (i * 16 >= n_tokens) {
-          break;
-        }
-        const int low = i * 16 + line, high = low + 8;
-        uint4 a = {0, 0, 0, 0}, c = {0, 0, 0, 0};
-        if (low < n_tokens) {
-          a = *reinterpret_cast<const uint4*>(x + (int64_t)low * n_inner + at);
-        }
-        if (high < n_tokens) {
-          c = *reinterpret_cast<const uint4*>(x + (int64_t)high * n_inner + at);
-        }
+      for (int k = 0; k < n_ahead; ++k) {
+        const int chunk = start + k * n_warps;
         #pragma unroll
         for (int j = 0; j < n_tiles; ++j) {
-          multiply(sums[i][j], a.x, c.x, a.y, c.y, b[j].x, b[j].y);
-          multiply(sums[i][j], a.z, c.z, a.w, c.w, b[j].z, b[j].w);
+          const __nv_bfloat16* at = weights + (int64_t)j * 8 * n_inner + chunk * 32;
+          b[k][j] = chunk < n_chunks ? __ldcs(reinterpret_cast<const uint4*>(at)) : uint4{0, 0, 0, 0};
+        }
+      }
+      #pragma unroll
+      for (int k = 0; k < n_ahead; ++k) {
+        const int chunk = start + k * n_warps;
+        if (chunk >= n_chunks) {
+          break;
+        }
+        #pragma unroll
+        for (int i = 0; i < M_TILES; ++i) {
+          const __nv_bfloat16* at = tokens + (int64_t)i * 16 * n_inner + chunk * 32;
+          uint4 a = {0, 0, 0, 0}, c = {0, 0, 0, 0};
+          if (i * 16 + line < n_tokens) {
+            a = *reinterpret_cast<const uint4*>(at);
+          }
+          if (i * 16 + line + 8 < n_tokens) {
+            c = *reinterpret_cast<const uint4*>(at + (int64_t)8 * n_inner);
+          }
+          #pragma unroll
+          for (int j = 0; j < n_tiles; ++j) {
+            multiply(sums[i][j], a.x, c.x, a.y, c.y, b[k][j].x, b[k][j].y);
+            multiply(sums[i][j], a.z, c.z, a.w, c.w, b[k][j].z, b[k][j].w);
+          }
         }
       }
     }
     #pragma unroll
-    for (int i = 0; i < m_tiles; ++i) {
+    for (int i = 0; i < M_TILES; ++i) {
       #pragma unroll
       for (int j = 0; j < n_tiles; ++j) {
         const int row = i * 16 + line, column = j * 8 + (lane & 3) * 2;
@@ -130,9 +142,10 @@ def suits(x: mx.array, weight: mx.array) -> bool:
 
 def product(x: mx.array, weight: mx.array) -> mx.array:
     """x @ weight.T, where it `suits`."""
-    n_out = weight.shape[0]
+    n_out, n_inner = weight.shape
     (out,) = _kernel()(
         inputs=[x, weight],
+        template=[("M_TILES", 1 if x.size <= TILE_TOKENS * n_inner else 2)],
         grid=(n_out // N_COLUMNS * N_THREADS, 1, 1),
         threadgroup=(N_THREADS, 1, 1),
         output_shapes=[(*x.shape[:-1], n_out)],
