@@ -6,7 +6,7 @@ changing to such steps and back leaves the device idle for a moment; its price i
 
     a step of width w pays where   tokens(w) / (price(w) + change / episode)  >  1
 
-Losses are bounded, whatever the measurements say: drafts may lose a hundredth of the time of plain
+Losses are bounded, whatever the measurements say: drafts may lose a two-hundredth of the time of plain
 steps. Once they have lost more, nothing is drafted until plain steps have made up for it.
 
 Owner: the engine thread, through the speculation.
@@ -38,7 +38,7 @@ MIN_GAIN = 1.05
 """What drafts must gain for a step in flight to be given up for them."""
 MIN_MORE = 1.02
 """What they must gain once no step is in flight."""
-EARNED, START, MOST, LEAST = 0.01, 2.0, 20.0, -1.0
+EARNED, START, MOST, LEAST = 0.005, 2.0, 10.0, -0.5
 """Plain steps that drafts may lose: earned by each plain step, at the start, and at most. A debt below
 the least is forgiven."""
 N_SURE = 3
@@ -51,6 +51,8 @@ MEMORY = 300.0
 """Effective number of drafted tokens of a kind that count."""
 PRIOR_WEIGHT = 8.0
 FADING = 0.99
+HOPELESS = 1e-3
+"""Drafted tokens that are accepted less often than this count for nothing."""
 Kind = tuple[int, int]
 """Which drafter, and which of its kinds of drafted tokens."""
 
@@ -102,6 +104,8 @@ class _Measured:
     n_wanted: int = N_PLAIN
     """Plain steps to measure before anything more is tried."""
     n_passed: int = 0
+    prices: dict[int, float] = field(default_factory=dict)
+    """What `wide` says, by width; empty when it has changed. It is asked for at every step."""
 
 
 class StepTimes:
@@ -136,6 +140,7 @@ class StepTimes:
         measured, before = seconds / rows.plain.median, self.price(n_rows, width)
         known = rows.wide.setdefault(width, Recent())
         known.saw(measured)
+        rows.prices.clear()
         price = self.price(n_rows, width)
         rows.n_doubtful = rows.n_doubtful + 1 if price < 1.0 else 0
         if rows.n_since_plain >= N_UNSEEN or rows.n_doubtful >= rows.n_trusted:
@@ -161,6 +166,7 @@ class StepTimes:
         for each in (*rows.wide.values(), rows.change):
             if rows.n_passed % (N_STALE if len(each) >= N_SURE else N_UNSURE) == 0:
                 each.forget_worst()
+                rows.prices.clear()
 
     # --- asking ----------------------------------------------------------------------------
 
@@ -184,7 +190,12 @@ class StepTimes:
         """What a wide step costs, in plain steps: measured, interpolated, or the device's prior."""
         if width == 1:
             return 1.0
-        width = self._traits.shape(width)
+        prices = self._of(n_rows).prices
+        if width not in prices:
+            prices[width] = self._price(n_rows, self._traits.shape(width))
+        return prices[width]
+
+    def _price(self, n_rows: int, width: int) -> float:
         wide = self._of(n_rows).wide
         seen = {w: r.believed(self._prior(n_rows, w)) for w, r in wide.items() if r}
         if width in seen:
@@ -302,12 +313,18 @@ class ExpectedTokens:
         for p in odds:
             chance *= p
             gains.append(gains[-1] + chance)
+            if chance < HOPELESS:
+                break
         return cls(n_pending, tuple(gains))
 
     def tokens(self, width: int) -> float:
         """Expected from a step this wide."""
         n_drafted = min(max(width - self.n_pending, 0), len(self.gains) - 1)
         return self.gains[n_drafted]
+
+
+NO_TOKENS = ExpectedTokens()
+"""Of a row without drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,10 +357,13 @@ def best_width(
     if all(len(row.gains) == 1 for row in rows) or not times.knows(n_seats):
         return best
     change, plain_s = times.change(n_seats) if step_in_flight else 0.0, times.plain_s(n_seats)
+    most = sum(row.gains[-1] for row in rows) / len(rows)
     for width in widths:
         if width <= least:
             continue
         price = (times.lowest_price if explores else times.price)(n_seats, width)
+        if most <= best.rate * (price + change):
+            continue
         loss = 0.0 if times.is_measured(n_seats, width) else price - 1.0
         if allowance is not None and not allowance.covers(loss):
             continue

@@ -28,7 +28,15 @@ from typing import TYPE_CHECKING
 from firn.core.errors import may_be_device_fault
 from firn.core.values import Job
 from firn.models.drafters import NO_DRAFT, Draft, Drafter
-from firn.models.gate import Allowance, DraftTimes, ExpectedTokens, Odds, StepTimes, best_width
+from firn.models.gate import (
+    NO_TOKENS,
+    Allowance,
+    DraftTimes,
+    ExpectedTokens,
+    Odds,
+    StepTimes,
+    best_width,
+)
 from firn.models.ragged import MAX_FEED
 from firn.models.traits import TRAITS, Traits
 from firn.models.verify import Verification
@@ -424,8 +432,8 @@ class Speculation:
         return DraftPlan(best.width)
 
     def _expected_of_free(self, drafted: RowDrafts | None, n_pending: int) -> ExpectedTokens:
-        if drafted is None:
-            return ExpectedTokens(n_pending)
+        if drafted is None or not drafted.next.tokens:
+            return NO_TOKENS if n_pending == 1 else ExpectedTokens(n_pending)
         if drafted.source == SURE:
             return ExpectedTokens.of([SURE_ODDS] * len(drafted.next.tokens), n_pending=n_pending)
         kinds = drafted.next.kinds
