@@ -43,12 +43,16 @@ def near(got: mx.array | None, want: mx.array) -> bool:
     return bool(mx.allclose(got, want, rtol=1e-4, atol=1e-4))
 
 
+def at_once(model: Any, make_layers: Any) -> TracedSteps:
+    return TracedSteps(model, n_built=0)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("block", [1, 8, 256])
 def test_a_group_of_mlx_lms_caches(name: str, block: int) -> None:
     """Rows of unequal lengths, through several blocks of columns."""
     model = build(name)
-    traced, layers, built = TracedSteps(model), merged(model), merged(model)
+    traced, layers, built = TracedSteps(model, n_built=0), merged(model), merged(model)
     for i in range(12):
         ids = mx.array([[i % 7], [3], [(5 * i) % 11]])
         assert near(traced.logits(ids, layers, Columns(block)), model(ids, cache=built))
@@ -63,7 +67,7 @@ def test_a_group_of_mlx_lms_caches(name: str, block: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_that_took_unequal_numbers(name: str) -> None:
     model = build(name)
-    traced, columns = TracedSteps(model), Columns(16)
+    traced, columns = TracedSteps(model, n_built=0), Columns(16)
     layers, built = ready(merged(model), columns), ready(merged(model), columns)
     for i in range(6):
         ids = mx.array([[i, 2, 3, 4], [5, i, 7, 8], [9, 1, i, 2]])
@@ -84,7 +88,7 @@ def test_rows_that_took_unequal_numbers(name: str) -> None:
 def test_a_lone_row_with_a_draft(name: str) -> None:
     model = build(name)
     traced, layers, built = (
-        TracedSteps(model),
+        TracedSteps(model, n_built=0),
         prefilled(model, [1, 2, 3]),
         prefilled(model, [1, 2, 3]),
     )
@@ -108,7 +112,7 @@ def test_a_shape_is_traced_once() -> None:
             calls.append(ids.shape)
             return model(ids, cache=cache)
 
-    traced, layers = TracedSteps(Counted()), merged(model)
+    traced, layers = TracedSteps(Counted(), n_built=0), merged(model)
     for _ in range(20):
         assert traced.logits(mx.array([[1], [2], [3]]), layers, Columns(64)) is not None
     assert calls == [(3, 1)]
@@ -116,22 +120,33 @@ def test_a_shape_is_traced_once() -> None:
     assert calls == [(3, 1), (3, 2)]
 
 
-def test_old_shapes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traced_module, "MAX_TRACES", 3)
+def test_a_new_shape_is_built_for_a_while() -> None:
+    """Tracing takes longer than a few steps, and while rows come and go a shape lasts for one or two."""
     model = build("qwen3")
-    traced = TracedSteps(model)
+    traced, layers = TracedSteps(model, n_built=2), merged(model)
+    ids = mx.array([[1], [2], [3]])
+    is_traced = [traced.logits(ids, layers, Columns(64)) is not None for _ in range(4)]
+    assert is_traced == [False, False, True, True]
+    wide = mx.array([[1, 1], [2, 2], [3, 3]])
+    assert traced.logits(wide, layers, Columns(64)) is None
+
+
+def test_old_shapes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced_module, "MAX_SHAPES", 3)
+    model = build("qwen3")
+    traced = TracedSteps(model, n_built=0)
     for _ in range(2):
         for width in range(1, 7):
             layers, built = merged(model), merged(model)
             ids = mx.ones((3, width), dtype=mx.int32)
             assert near(traced.logits(ids, layers, Columns(64)), model(ids, cache=built))
-            assert len(traced._traces) <= 3
+            assert len(traced._shapes) <= 3
 
 
 def test_buffers_are_written_in_place() -> None:
     """A copy of every buffer at every step would cost more than the trace saves."""
     model = build("qwen3")
-    traced, layers = TracedSteps(model), merged(model)
+    traced, layers = TracedSteps(model, n_built=0), merged(model)
     columns, ids = Columns(1 << 16), mx.array([[1], [2], [3]])
     mx.eval(traced.logits(ids, layers, columns))
     nbytes = layers[0].keys.nbytes
@@ -148,14 +163,17 @@ def test_other_layers_are_left_alone() -> None:
     for name in ("gemma3_text", "qwen3_next", "mamba2"):
         model = build(name)
         layers = prefilled(model, [1, 2, 3])
-        assert TracedSteps(model).logits(mx.array([[4]]), layers, PLAIN) is None
+        assert TracedSteps(model, n_built=0).logits(mx.array([[4]]), layers, PLAIN) is None
         with pytest.raises(ValueError, match="plain attention"):
             traced_steps(model, lambda model=model: make_prompt_cache(model))
 
 
 def test_an_empty_cache_is_left_alone() -> None:
     model = build("qwen3")
-    assert TracedSteps(model).logits(mx.array([[4]]), make_prompt_cache(model), PLAIN) is None
+    assert (
+        TracedSteps(model, n_built=0).logits(mx.array([[4]]), make_prompt_cache(model), PLAIN)
+        is None
+    )
 
 
 def test_a_model_that_cannot_be_traced_is_built_from_there_on(
@@ -168,7 +186,7 @@ def test_a_model_that_cannot_be_traced_is_built_from_there_on(
             ids[0, 0].item()
             return model(ids, cache=cache)
 
-    traced, layers = TracedSteps(Peeking()), merged(model)
+    traced, layers = TracedSteps(Peeking(), n_built=0), merged(model)
     before = copy.copy(layers[0].keys), layers[0]._idx
     with caplog.at_level(logging.WARNING, "firn.models"):
         assert traced.logits(mx.array([[1], [2], [3]]), layers, PLAIN) is None
@@ -210,8 +228,9 @@ def test_an_engine_says_the_same(name: str) -> None:
     drafter = KnownReplies(known(requests, want), right=0.7, vocab_size=VOCAB_SIZE)
     made: list[TracedSteps] = []
 
-    def traced(*args: Any) -> TracedSteps:
-        made.append(traced_steps(*args))
+    def traced(model: Any, make_layers: Any) -> TracedSteps:
+        traced_steps(model, make_layers)
+        made.append(TracedSteps(model, n_built=1))
         return made[-1]
 
     for speculation in (None, AnyWidth(drafter, traits=traits)):
@@ -219,7 +238,7 @@ def test_an_engine_says_the_same(name: str) -> None:
         with running(plain(name), traced=traced, **more, **options) as harness:
             got = tell(harness, requests)
         assert sum(assert_equal(g, w) for g, w in zip(got, want, strict=True)) > 0.8 * n_said
-        widths = {key[1] for key in made[-1]._traces}
+        widths = {shape[1] for shape, known in made[-1]._shapes.items() if known.step is not None}
         assert 1 in widths and (len(widths) > 1) == (speculation is not None)
 
 
@@ -233,7 +252,7 @@ def test_turns_resume_from_what_traced_steps_wrote() -> None:
             for (p, *_), r in zip(requests, first, strict=True)
         ]
         want = tell(harness, turns)
-    with running(plain("qwen3"), traced=traced_steps, block=32, **options) as harness:
+    with running(plain("qwen3"), traced=at_once, block=32, **options) as harness:
         again = tell(harness, requests)
         got = tell(harness, turns)
     for a, b in zip(again, first, strict=True):

@@ -35,8 +35,11 @@ from firn.models.selfcheck import FAR, LENGTHS, apart, prefilled
 
 log = logging.getLogger("firn.models")
 
-MAX_TRACES = 64
+MAX_SHAPES = 64
 """Newest shapes whose traces are kept. One of 36 layers takes about a megabyte."""
+N_BUILT = 4
+"""Steps of a new shape that are built: tracing takes as long as building several, and while rows come
+and go a shape may last for one step."""
 PLAIN = Columns(256)
 """What steps of one token see. As mlx-lm's caches grow: no step needs a larger buffer than theirs."""
 N_TRIED = 3
@@ -59,10 +62,20 @@ class _Place:
     first: mx.array
 
 
+@dataclass(eq=False, slots=True)
+class _Shape:
+    """n_steps: how many steps had it."""
+
+    n_steps: int = 0
+    step: Step | None = None
+
+
 class TracedSteps:
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, n_built: int = N_BUILT) -> None:
+        """n_built: steps of a new shape that are not traced."""
         self._model = model
-        self._traces: OrderedDict[tuple[Any, ...], Step] = OrderedDict()
+        self._n_built = n_built
+        self._shapes: OrderedDict[tuple[Any, ...], _Shape] = OrderedDict()
         self._is_broken = False
         self._zero = mx.array([0])
 
@@ -73,14 +86,16 @@ class TracedSteps:
             return None
         width = ids.shape[1]
         n_seen = columns.width(place.end + width)
-        room = max(n_seen, layers[0].keys.shape[2])
+        room = columns.width(max(n_seen, layers[0].keys.shape[2]))
+        step = self._trace((*ids.shape, n_seen, room, columns))
+        if step is None:
+            return None
         keys = [padded(layer.keys, room) for layer in layers]
         values = [padded(layer.values, room) for layer in layers]
         new = mx.broadcast_to(place.at[:, None] + mx.arange(width), ids.shape)[:, None, :, None]
         seen = mx.arange(n_seen)
         mask = (seen <= new) & (seen >= place.first[:, None, None, None])
         mask = columns.mask(mask, keys[0].dtype)
-        step = self._trace((*ids.shape, n_seen, room, columns))
         try:
             logits, keys, values = step(ids, new, place.offset, mask, keys, values)
         except Exception as e:  # any model code runs here; nothing has been computed yet
@@ -108,15 +123,19 @@ class TracedSteps:
             return _Place(first._idx, mx.array([first._idx]), first.offset, first.left_padding)
         return None
 
-    def _trace(self, shape: tuple[Any, ...]) -> Step:
-        """One function for each shape: MLX would search all shapes of a function, and keep them."""
-        step = self._traces.get(shape)
-        if step is None:
-            step = self._traces[shape] = mx.compile(partial(_step, self._model))
-            if len(self._traces) > MAX_TRACES:
-                self._traces.popitem(last=False)
-        self._traces.move_to_end(shape)
-        return step
+    def _trace(self, shape: tuple[Any, ...]) -> Step | None:
+        """None while the shape is too new. One function for each: MLX would search all shapes of a
+        function, and keep them."""
+        known = self._shapes.setdefault(shape, _Shape())
+        self._shapes.move_to_end(shape)
+        if len(self._shapes) > MAX_SHAPES:
+            self._shapes.popitem(last=False)
+        known.n_steps += 1
+        if known.n_steps <= self._n_built:
+            return None
+        if known.step is None:
+            known.step = mx.compile(partial(_step, self._model))
+        return known.step
 
 
 def _step(
@@ -177,7 +196,7 @@ def traced_steps(model: Any, make_layers: MakeLayers) -> TracedSteps:
     """For this model, tried once. Raises ValueError with what was seen if steps cannot be traced."""
     texts = [[(7 * i + 3 * j) % 50 + 1 for j in range(n + N_TRIED)] for i, n in enumerate(LENGTHS)]
     rows = [prefilled(model, make_layers(), text[:-N_TRIED]) for text in texts]
-    traced = TracedSteps(model)
+    traced = TracedSteps(model, n_built=0)
     far = 0.0
     try:
         groups = [
@@ -196,4 +215,4 @@ def traced_steps(model: Any, make_layers: MakeLayers) -> TracedSteps:
         raise ValueError(f"a traced step fails: {first_line(e)}") from e
     if far > FAR:
         raise ValueError(f"tokens come out different in a traced step ({far:.1f})")
-    return traced
+    return TracedSteps(model)
