@@ -53,8 +53,8 @@ from firn.models.cpu.threads import Threads
 from firn.models.mtp import MtpModel, PredictionHead, with_head_layer
 from firn.models.runner import Runner
 from firn.models.shapes import FULL, few_shapes
-from firn.models.traced import traced_steps
 from firn.models.speculation import Speculation
+from firn.models.traced import traced_steps
 from models import SHAPES, random_model
 
 MAX_ROWS = 32

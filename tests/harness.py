@@ -50,8 +50,8 @@ from firn.models.mtp import MtpModel
 from firn.models.runner import Runner
 from firn.models.scoring import AttentionScorer
 from firn.models.shapes import FewShapes
-from firn.models.traced import TracedSteps
 from firn.models.speculation import Speculation
+from firn.models.traced import TracedSteps
 
 GREEDY = Sampling(temperature=0.0)
 T = TypeVar("T")

@@ -14,7 +14,13 @@ from typing import Any
 
 from firn.assembly import embeddings, sparse, speculation
 from firn.assembly.cache import add_tiers, build_cache, cache_nbytes
-from firn.assembly.compute import ComputeSettings, compute_settings, shapes_of, threads_of, traced_of
+from firn.assembly.compute import (
+    ComputeSettings,
+    compute_settings,
+    shapes_of,
+    threads_of,
+    traced_of,
+)
 from firn.assembly.handles import any_cursors, any_rows, any_scorings
 from firn.assembly.memory import MemoryPlanner, Planned, beside_others
 from firn.assembly.model import ServerSpec, load_model, row_cost

@@ -395,7 +395,7 @@ class Runner:
         )
 
     def _wide_logits(self, group: Group, ids: mx.array) -> mx.array:
-        """Logits (seats, tokens, vocabulary). Their computation begins before all of it is dispatched."""
+        """Logits (seats, tokens, vocabulary); the device has begun to compute them."""
         traced = self._traced_logits(group, ids, group.columns)
         if traced is not None:
             mx.async_eval(traced)

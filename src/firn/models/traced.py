@@ -18,7 +18,6 @@ Owner: the engine thread, through a runner.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -80,7 +79,7 @@ class TracedSteps:
         self._zero = mx.array([0])
 
     def logits(self, ids: mx.array, layers: Sequence[Any], columns: Columns) -> mx.array | None:
-        """Feed each row its tokens (rows, width). None where that is not for a trace: nothing was done."""
+        """Feed each row its tokens (rows, width). None: nothing was done, the step must be built."""
         place = None if self._is_broken else self._place(layers)
         if place is None:
             return None
@@ -120,7 +119,8 @@ class TracedSteps:
             at = mx.array([first.offset])
             return _Place(first.offset, at, at, self._zero)
         if kind(first) == "BatchKVCache":
-            return _Place(first._idx, mx.array([first._idx]), first.offset, first.left_padding)
+            end = first.size()
+            return _Place(end, mx.array([end]), first.offset, first.left_padding)
         return None
 
     def _trace(self, shape: tuple[Any, ...]) -> Step | None:
