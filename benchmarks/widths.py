@@ -1,19 +1,17 @@
 """What a step of several tokens takes on this device: by width, by rows, and if its shape is new.
 
     PYTHONPATH=src python benchmarks/widths.py [--shape 4b] [--rows 1,8] [--widths 2,5,9,17]
-        [--steps 24] [--only plain,late,alone,padded,new] [--tokens 512] [--parts]
+        [--steps 24] [--only plain,traced,alone,padded,new] [--tokens 512] [--parts]
         [--mlx-products]
 
     plain     one token a row, the next step dispatched while the device computes; `alone` waits for each
-    late      the next step built while the device computes, and dispatched when it is done: MLX copies a
-              cache's buffer where a step in flight still reads it
+    traced    the same steps, traced once for a shape instead of built each time, as on CUDA
+    padded    several tokens; columns in blocks of 512 and a mask, as steps with drafts have them there.
+              `bias`: the mask is one of numbers. `wide traced`: such steps, traced
     new       several tokens, all accepted: attention sees another number of columns at each step
     again     the same lengths once more
-    padded    columns in blocks of 512 and a mask, as steps with drafts have them on CUDA; `bias`: the
-              mask is one of numbers
 
 host: until the step is dispatched. all: until its tokens are read. Medians in ms, and the longest step.
-copied: memory that the steps took at most, over what the caches hold, in caches of one layer.
 
 Takes a minute or two on an H200.
 """
@@ -37,6 +35,7 @@ from firn.models import device as devices
 from firn.models.padding import in_blocks
 from firn.models.ragged import ALL_COLUMNS, Columns
 from firn.models.rewind import RaggedStep, ready
+from firn.models.traced import PLAIN, TracedSteps
 from models import random_model
 
 BLOCK, CHUNK = 512, 2048
@@ -47,6 +46,7 @@ class Bench:
         self.model, self.n_rows, self.n_steps = model, n_rows, n_steps
         self.n_tokens = n_tokens
         self.vocab = model.args.vocab_size
+        self.traced = TracedSteps(model, n_built=0)
 
     def caches(self, columns: Columns | None = None) -> list[Any]:
         """With a prompt in them. columns: as a group that drafts has them."""
@@ -63,35 +63,32 @@ class Bench:
         layers = [KVCache.merge(list(same)) for same in zip(*rows, strict=True)]
         return ready(layers, columns) if columns else layers
 
-    def plain(self, what: str) -> tuple[list[tuple[float, float]], float]:
-        """The times of steps of one token a row, and how many layers' caches were copied at a time."""
+    def plain(self, what: str) -> list[tuple[float, float]]:
+        """The times of steps of one token a row."""
         layers, tokens, times = self.caches(), mx.zeros((self.n_rows,), dtype=mx.int32), []
-        before, n_held = tokens, mx.get_active_memory()
-        mx.reset_peak_memory()
-        heard = time.perf_counter()
+        before, heard = tokens, time.perf_counter()
         for _ in range(2 * self.n_steps):
             began = time.perf_counter()
-            tokens = mx.argmax(self.model(tokens[:, None], cache=layers)[:, -1], axis=-1)
-            if what == "late":
-                mx.eval(before)
+            logits = self._logits(tokens[:, None], layers, PLAIN if what == "traced" else None)
+            tokens = mx.argmax(logits[:, -1], axis=-1)
             mx.async_eval(tokens)
             host = time.perf_counter() - began
             (tokens if what == "alone" else before).tolist()
             before = tokens
             times.append((host, time.perf_counter() - heard))
             heard = time.perf_counter()
-        copied = (mx.get_peak_memory() - n_held) / layers[0].nbytes
-        return times[self.n_steps :], copied
+        return times[self.n_steps :]
 
     def wide(
-        self, width: int, layers: list[Any], columns: Columns = ALL_COLUMNS
+        self, width: int, layers: list[Any], columns: Columns = ALL_COLUMNS, *, traced: bool = False
     ) -> list[tuple[float, float]]:
         times = []
         ids = [list(range(1, width + 1))] * self.n_rows
         for _ in range(self.n_steps):
             began = time.perf_counter()
             step = RaggedStep(layers, [width] * self.n_rows, width)
-            logits = self.model(mx.array(ids), cache=in_blocks(layers, columns))
+            seen = layers if traced else in_blocks(layers, columns)
+            logits = self._logits(mx.array(ids), seen, columns if traced else None)
             tokens = mx.argmax(logits, axis=-1)
             mx.async_eval(tokens)
             host = time.perf_counter() - began
@@ -99,6 +96,13 @@ class Bench:
             step.settle([width] * self.n_rows)
             times.append((host, time.perf_counter() - began))
         return times
+
+    def _logits(self, ids: mx.array, layers: list[Any], columns: Columns | None) -> mx.array:
+        """columns: of a step that is traced."""
+        logits = self.traced.logits(ids, layers, columns) if columns else None
+        if logits is None:
+            logits = self.model(ids, cache=layers)
+        return logits
 
 
 def parts(config: dict[str, Any], dtype: mx.Dtype, *, widths: list[int], n_steps: int) -> None:
@@ -161,31 +165,32 @@ def run(args: argparse.Namespace) -> None:
     if devices.device().kind == "cuda" and not args.mlx_products:
         cuda.tune()
     model = random_model(config, dtype=dtype)
-    rows = [["rows", "width", "", "host", "all", "longest", "first", "copied"]]
+    rows = [["rows", "width", "", "host", "all", "longest", "first"]]
 
-    def show(
-        n: int, width: int, what: str, steps: list[tuple[float, float]], copied: float | None = None
-    ) -> None:
+    def show(n: int, width: int, what: str, steps: list[tuple[float, float]]) -> None:
         hosts, alls = zip(*steps, strict=True)
         ms = [1000 * statistics.median(x) for x in (hosts, alls)] + [
             1000 * max(alls),
             1000 * alls[0],
         ]
-        more = "" if copied is None else f"{copied:.1f}"
-        rows.append([str(n), str(width), what, *(f"{x:.1f}" for x in ms), more])
+        rows.append([str(n), str(width), what, *(f"{x:.1f}" for x in ms)])
         print(" ".join(rows[-1]), flush=True)
 
     wanted = names(args.only)
     for n in numbers(args.rows):
         bench = Bench(model, n_rows=n, n_steps=args.steps, n_tokens=args.tokens)
-        for what in ("plain", "late", "alone"):
+        for what in ("plain", "traced", "alone"):
             if what in wanted:
-                show(n, 1, what, *bench.plain(what))
+                show(n, 1, what, bench.plain(what))
         for width in numbers(args.widths):
             if "padded" in wanted:
                 for what, columns in (("padded", Columns(BLOCK)), ("bias", Columns(BLOCK, True))):
                     layers = bench.caches(columns)
                     show(n, width, what, bench.wide(width, layers, columns))
+            if "traced" in wanted:
+                columns = Columns(BLOCK)
+                steps = bench.wide(width, bench.caches(columns), columns, traced=True)
+                show(n, width, "wide traced", steps)
             if n > 1 or "new" not in wanted:
                 continue
             layers = bench.caches()
@@ -204,7 +209,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=512, help="of each row's prompt")
     parser.add_argument(
-        "--only", default="plain,late,alone,padded,new", help="new: and the same again"
+        "--only", default="plain,traced,alone,padded,new", help="new: and the same again"
     )
     parser.add_argument("--mlx-products", action="store_true", help="not by firn's kernel")
     parser.add_argument("--parts", action="store_true", help="products and attention by themselves")
