@@ -467,7 +467,7 @@ class Runner:
 
     def close(self) -> None:
         """Wait for the device and end this thread's streams: MLX aborts a process that exits first."""
-        self._groups = []
+        self._groups, self._traced = [], None
         if self.speculation is not None:
             self.speculation.end()
         mx.synchronize()
