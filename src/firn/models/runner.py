@@ -499,10 +499,10 @@ class Runner:
 
 
 def _picked(taken: TakenTokens) -> list[PickedToken]:
-    fault = _picker(taken.row).fault
-    each = zip(taken.tokens, taken.logprobs, strict=True)
-    out = [PickedToken(taken.row, token, logprob, fault) for token, logprob in each]
-    out[-1] = replace(out[-1], n_drafted=taken.n_drafted, n_accepted=taken.n_right)
+    row, fault, last = taken.row, _picker(taken.row).fault, len(taken.tokens) - 1
+    out = [PickedToken(row, t, taken.logprobs[i], fault) for i, t in enumerate(taken.tokens[:last])]
+    counts = taken.n_drafted, taken.n_right
+    out.append(PickedToken(row, taken.tokens[last], taken.logprobs[last], fault, *counts))
     return out
 
 

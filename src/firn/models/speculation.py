@@ -218,7 +218,8 @@ class Speculation:
             with self._draining():
                 read_all()
         for row, drafted in known:
-            self._draft_for_free(row, drafted)
+            if not drafted.next.tokens or _is_bound(row):  # it rests, or was told something since
+                self._draft_for_free(row, drafted)
             drafted.next = _within(row, drafted.next)
         best = self._width(group)
         if best.width == 1:
@@ -317,8 +318,7 @@ class Speculation:
 
     def _rest(self, row: Row, drafted: RowDrafts) -> int:
         """Drafting takes the host's time: a row whose drafts are weak is skipped for a few tokens."""
-        is_bound = row.forced or (row.picker is not None and row.picker.constraint is not None)
-        return N_REST if self._free and not is_bound and self._is_weak(drafted) else 0
+        return N_REST if self._free and not _is_bound(row) and self._is_weak(drafted) else 0
 
     def _is_weak(self, drafted: RowDrafts) -> bool:
         kinds = drafted.next.kinds
@@ -463,6 +463,11 @@ class Speculation:
             self._odds.fade(kinds)
             for _, drafted in known:
                 drafted.odds.fade(kinds)
+
+
+def _is_bound(row: Row) -> bool:
+    """Whether something else than the model decides about its next tokens."""
+    return bool(row.forced) or (row.picker is not None and row.picker.constraint is not None)
 
 
 def _forced(row: Row) -> list[int]:
