@@ -17,13 +17,12 @@ needs that token on the device only, so half of the pass is dispatched before th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from firn.core.errors import FirnError
 from firn.core.events import TokenLogprob
 from firn.core.ports import Restored
 from firn.core.values import Job, ModelInfo, Prompt
@@ -46,23 +45,10 @@ from firn.models.speculation import Speculation
 from firn.models.stretches import in_stretches
 from firn.models.together import BatchedPrefill, can_read_together, together_fault
 from firn.models.traced import PLAIN, TracedSteps
-from firn.models.verify import TakenTokens, Verification
+from firn.models.verify import PickedToken, TakenTokens, Verification
 
 SOON_NBYTES = 64 << 20
 """A restored past of up to so many bytes takes a GPU less time than a decode step."""
-
-
-@dataclass(frozen=True, slots=True)
-class PickedToken:
-    """A row's newest token. fault: why the row cannot go on, if its grammar has failed."""
-
-    row: Row
-    token: int
-    logprob: TokenLogprob | None
-    fault: FirnError | None = None
-    n_drafted: int = 0
-    n_accepted: int = 0
-    """On the last token of a step: how many tokens were drafted, and how many of them were right."""
 
 
 class Runner:
@@ -438,7 +424,7 @@ class Runner:
         while len(group.unread) > keep_in_flight:
             for taken in self._read(group, group.unread.pop(0)):
                 if taken.row.group is group:
-                    out += _picked(taken)
+                    out += taken.picked()
         return out
 
     def confirm(self) -> None:
@@ -496,14 +482,6 @@ class Runner:
             sum(layer.nbytes for layer in g.layers) * len(g.rows) // len(g.seats)
             for g in self._groups
         )
-
-
-def _picked(taken: TakenTokens) -> list[PickedToken]:
-    row, fault, last = taken.row, _picker(taken.row).fault, len(taken.tokens) - 1
-    out = [PickedToken(row, t, taken.logprobs[i], fault) for i, t in enumerate(taken.tokens[:last])]
-    counts = taken.n_drafted, taken.n_right
-    out.append(PickedToken(row, taken.tokens[last], taken.logprobs[last], fault, *counts))
-    return out
 
 
 def _seen(group: Group, columns: Columns = ALL_COLUMNS) -> list[Any]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from firn.core.errors import FirnError
 from firn.core.events import TokenLogprob
 from firn.models.carry import HiddenAt
 from firn.models.rewind import RaggedStep, is_rewindable
@@ -25,6 +26,19 @@ from firn.models.sampling import Picker, Picks, read_logprobs, to_host
 
 if TYPE_CHECKING:
     from firn.models.batch import Group, Row
+
+
+@dataclass(frozen=True, slots=True)
+class PickedToken:
+    """A row's newest token. fault: why the row cannot go on, if its grammar has failed."""
+
+    row: Row
+    token: int
+    logprob: TokenLogprob | None
+    fault: FirnError | None = None
+    n_drafted: int = 0
+    n_accepted: int = 0
+    """On the last token of a step: how many tokens were drafted, and how many of them were right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +50,17 @@ class TakenTokens:
     logprobs: tuple[TokenLogprob | None, ...]
     n_drafted: int = 0
     n_right: int = 0
+
+    def picked(self) -> list[PickedToken]:
+        """One by one, for the engine."""
+        assert self.row.picker is not None
+        row, fault, last = self.row, self.row.picker.fault, len(self.tokens) - 1
+        out = [
+            PickedToken(row, t, self.logprobs[i], fault) for i, t in enumerate(self.tokens[:last])
+        ]
+        counts = self.n_drafted, self.n_right
+        out.append(PickedToken(row, self.tokens[last], self.logprobs[last], fault, *counts))
+        return out
 
 
 @dataclass(eq=False, slots=True)

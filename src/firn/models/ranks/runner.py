@@ -29,8 +29,9 @@ from firn.core.ranks import Followers
 from firn.core.values import Job, Prompt, RequestId, Sampling
 from firn.models.batch import Row
 from firn.models.ranks.group import RankGroup
-from firn.models.runner import PickedToken, Runner
+from firn.models.runner import Runner
 from firn.models.sampling import Picker, Picks
+from firn.models.verify import PickedToken
 
 Fills = list[tuple[str, list[int], int]]
 """How a row was restored: (part, the numbers of its payloads, tokens)."""
