@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from firn.config import Config, default_cache_dir
 from firn.engine import EngineLimits
@@ -17,6 +20,8 @@ from firn.models.mtp import MtpModel
 from firn.models.selfcheck import CHUNKS_MATTER
 from firn.models.shapes import FewShapes, few_shapes
 from firn.models.traced import TracedSteps, traced_steps
+
+T = TypeVar("T")
 
 log = logging.getLogger("firn")
 
@@ -106,19 +111,24 @@ def shapes_of(loaded: loader.LoadedModel, compute: ComputeSettings) -> FewShapes
         return None
     if not isinstance(loaded.arguments, IdsOnly) or isinstance(loaded.model, MtpModel):
         return None
-    try:
-        return few_shapes(loaded.model, loaded.make_layers)
-    except ValueError as e:
-        log.info("prompts are read without padding: %s", e)
-        return None
+    return _unless_refused(
+        partial(few_shapes, loaded.model, loaded.make_layers), "prompts are read without padding"
+    )
 
 
 def traced_of(loaded: loader.LoadedModel, shapes: FewShapes | None) -> TracedSteps | None:
     """How decode steps are traced, where prompts are read in few `shapes`. None: not at all."""
     if shapes is None:
         return None
+    return _unless_refused(
+        partial(traced_steps, loaded.model, loaded.make_layers), "steps are built one by one"
+    )
+
+
+def _unless_refused(make: Callable[[], T], otherwise: str) -> T | None:
+    """None if the model was tried and did not fit, which is logged with what happens instead."""
     try:
-        return traced_steps(loaded.model, loaded.make_layers)
+        return make()
     except ValueError as e:
-        log.info("steps are built one by one: %s", e)
+        log.info("%s: %s", otherwise, e)
         return None
