@@ -149,6 +149,24 @@ def test_steps_of_few_shapes_say_the_same(name: str) -> None:
     assert speculation.totals.n_accepted > 50
 
 
+def test_seats_that_stayed_vacant_are_removed_between_steps_with_drafts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Drafts are made for the seats that there are when the step begins."""
+    rng = random.Random(8)
+    requests: Story = [(prompt_of(rng, 20), n, 1, GREEDY) for n in (4, 60, 60)]
+    with running(plain("qwen3"), **ONE_BY_ONE) as harness:
+        want = tell(harness, requests)
+    drafter = KnownReplies(known(requests, want), right=0.0, vocab_size=VOCAB_SIZE)
+    with (
+        caplog.at_level("WARNING", "firn"),
+        running(plain("qwen3"), speculation=lambda: AnyWidth(drafter), **ONE_BY_ONE) as harness,
+    ):
+        got = tell(harness, requests)
+    assert sum(assert_equal(g, w) for g, w in zip(got, want, strict=True)) > 100
+    assert not caplog.records, "a failed step is computed again, which hides it"
+
+
 # --- with the prefix cache -----------------------------------------------------------------
 
 

@@ -287,8 +287,8 @@ class Runner:
         """Dispatch one decode step of the group that holds these rows."""
         group = rows[0].group
         assert group is not None
+        group.tick()  # first: it may remove seats
         drafts = self._drafts(group)
-        group.tick()
         if drafts is None:
             self._launch_one(group)
         else:
