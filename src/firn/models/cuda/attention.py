@@ -6,7 +6,7 @@ dispatched by cuDNN, which takes the host longer than the device. The kernel her
 launched like MLX's own and needs no plan for a new shape.
 
     block   16 queries (tokens and heads that share a key head), one row, one part of the columns
-    warp    every eighth 16 columns; those that no query sees are not read
+    warp    every fourth 16 columns, the next ones loaded meanwhile; those that no query sees are not
     parts   of the columns, where rows and heads are too few for the device; a second kernel joins them
 
 Products are of bfloat16 with float32 sums, the softmax is in float32. The order of sums depends on
@@ -33,7 +33,7 @@ MAX_TOKENS = 32
 """Of a row. For more, cuDNN's time on the host does not matter."""
 WIDTHS = (64, 96, 128)
 """Of a head; wider ones do not fit a thread's registers."""
-N_QUERIES, N_THREADS = 16, 256
+N_QUERIES, N_THREADS = 16, 128
 N_BLOCKS = 264
 """As many keep an H200 busy: two for each of its processors."""
 MIN_PART = 512
@@ -55,7 +55,7 @@ __device__ inline void load_transposed(unsigned (&r)[4], const __nv_bfloat16* at
 """
 
 SOURCE = """
-    constexpr int n_warps = 8, width = D + 8, n_regs = D / 2;
+    constexpr int n_warps = 4, width = D + 8, n_regs = D / 2;
     __shared__ __align__(16) __nv_bfloat16 room[n_warps * 16 * width];
     __shared__ float tops[n_warps][16], sums[n_warps][16];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, line = lane >> 2, quad = lane & 3;
@@ -93,22 +93,27 @@ SOURCE = """
     const int mask_step = mask_strides[3];
     __nv_bfloat16* mine = room + warp * 16 * width;
     float o[D / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
-    for (int at = begin + warp * 16; at < end; at += n_warps * 16) {
-      float s[2][4] = {};
-      bool is_seen[2][4], any = false;
-      #pragma unroll
-      for (int j = 0; j < 2; ++j) {
+    uint4 kk[2][D / 32], vv[D / 16];
+    bool is_seen[2][4], is_seen_next[2][4];
+    auto next = [&](int at) {
+      for (; at < end; at += n_warps * 16) {
+        bool any = false;
         #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int column = at + j * 8 + quad * 2 + (e & 1), i = e >> 1;
-          is_seen[j][e] = column < end && row[i] < n_rows && seen[i][column * mask_step];
-          any |= is_seen[j][e];
+        for (int j = 0; j < 2; ++j) {
+          #pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const int column = at + j * 8 + quad * 2 + (e & 1), i = e >> 1;
+            is_seen_next[j][e] = column < end && row[i] < n_rows && seen[i][column * mask_step];
+            any |= is_seen_next[j][e];
+          }
+        }
+        if (__any_sync(0xffffffff, any)) {
+          break;
         }
       }
-      if (!__any_sync(0xffffffff, any)) {
-        continue;
-      }
-      uint4 kk[2][D / 32], vv[D / 16];
+      return at;
+    };
+    auto load_keys = [&](int at) {
       #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const __nv_bfloat16* from = ks + min(at + j * 8 + line, end - 1) * k_step;
@@ -117,11 +122,26 @@ SOURCE = """
           kk[j][c] = eight(from + c * 32);
         }
       }
+    };
+    auto load_values = [&](int at) {
       #pragma unroll
       for (int i = 0; i < D / 16; ++i) {
         vv[i] = eight(vs + min(at + (i * 32 + lane) / (D / 8), end - 1) * v_step
             + ((i * 32 + lane) % (D / 8) - lane % (D / 8)) * 8);
       }
+    };
+    int after = next(begin + warp * 16);
+    if (after < end) {
+      load_keys(after);
+      load_values(after);
+    }
+    while (after < end) {
+      float s[2][4] = {};
+      #pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        is_seen[e / 4][e % 4] = is_seen_next[e / 4][e % 4];
+      }
+      after = next(after + n_warps * 16);
       #pragma unroll
       for (int c = 0; c < D / 32; ++c) {
         const uint4 x = qs[0][c], y = qs[1][c];
@@ -130,6 +150,9 @@ SOURCE = """
           multiply(s[j], x.x, y.x, x.y, y.y, kk[j][c].x, kk[j][c].y);
           multiply(s[j], x.z, y.z, x.w, y.w, kk[j][c].z, kk[j][c].w);
         }
+      }
+      if (after < end) {
+        load_keys(after);
       }
       #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -167,6 +190,9 @@ SOURCE = """
         *reinterpret_cast<uint4*>(mine + n / (D / 8) * width + n % (D / 8) * 8) = vv[i];
       }
       __syncwarp();
+      if (after < end) {
+        load_values(after);
+      }
       const unsigned p0 = packed(s[0][0], s[0][1]), p1 = packed(s[0][2], s[0][3]);
       const unsigned p2 = packed(s[1][0], s[1][1]), p3 = packed(s[1][2], s[1][3]);
       #pragma unroll

@@ -4,10 +4,10 @@ MLX multiplies a single token by a kernel of its own and calls cuBLAS for more. 
 host some 15 to 40 us (a heuristic, descriptors, a capture), whatever it computes, and a step has
 hundreds of them. The kernel here is launched like MLX's own.
 
-    block    16 columns of the result: 8 warps, each with a part of the inner dimension
-    warp     32 values of the inner dimension at a time; every lane loads 16 bytes of a weight row and of
-             token rows, and the tensor cores multiply 16 tokens by 8 columns. The weights of four such
-             chunks are loaded at once: the memory answers late
+    block    16 columns of the result: 8 or 4 warps, each with a part of the inner dimension
+    warp     chunks of 64 values of the inner dimension, 128 bytes of each row: every lane loads 16 bytes
+             twice, of weight rows and of token rows, and the tensor cores multiply 16 tokens by 8
+             columns. The next chunks are loaded meanwhile: the memory answers late
     lanes    a lane's eight values fill the slots of two multiplications in the same order for weights
              and tokens: which slot holds which value does not matter to a sum
 
@@ -16,6 +16,7 @@ Sums are in float32, as in cuBLAS.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -24,22 +25,20 @@ from mlx import nn
 
 from firn.models.faults import first_line
 
-MAX_TOKENS = 32
+MAX_TOKENS = 64
 """For more tokens, cuBLAS gains more on the device than this kernel saves on the host."""
-TILE_TOKENS = 16
-"""Of one multiplication; a block makes one or two with the weights that it loads."""
-N_COLUMNS, N_INNER, N_THREADS = 16, 32, 256
-"""Of a block; a matrix must be a multiple of the first two."""
+N_COLUMNS, N_INNER = 16, 64
+"""Of a block and of a chunk; a matrix must be a multiple of them."""
 DTYPE = mx.bfloat16
 """Only this type: another would need a second kernel, compiled at each start."""
 TOLERANCE = 2e-2
 
 SOURCE = """
-    constexpr int n_warps = 8, n_tiles = 2, n_ahead = 4;
+    constexpr int n_warps = N_WARPS, n_tiles = 2, n_halves = 2;
     __shared__ float part[n_warps][M_TILES * 16][n_tiles * 8 + 1];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int slot = (lane & 3) * 8, line = lane >> 2;
-    const int n_inner = w_shape[1], n_out = w_shape[0], n_chunks = n_inner / 32;
+    const int n_inner = w_shape[1], n_out = w_shape[0], n_chunks = n_inner / 64;
     int n_tokens = 1;
     for (int i = 0; i + 1 < x_ndim; ++i) {
       n_tokens *= x_shape[i];
@@ -48,39 +47,48 @@ SOURCE = """
     const __nv_bfloat16* weights = w + (int64_t)(first + line) * n_inner + slot;
     const __nv_bfloat16* tokens = x + (int64_t)line * n_inner + slot;
     float sums[M_TILES][n_tiles][4] = {};
-    for (int start = warp; start < n_chunks; start += n_warps * n_ahead) {
-      uint4 b[n_ahead][n_tiles];
+    uint4 b[N_AHEAD][n_halves][n_tiles], a[N_AHEAD][n_halves][M_TILES][2];
+    auto fetch = [&](int k, int chunk) {
+      const bool is_there = chunk < n_chunks;
       #pragma unroll
-      for (int k = 0; k < n_ahead; ++k) {
-        const int chunk = start + k * n_warps;
+      for (int j = 0; j < n_tiles; ++j) {
         #pragma unroll
-        for (int j = 0; j < n_tiles; ++j) {
-          const __nv_bfloat16* at = weights + (int64_t)j * 8 * n_inner + chunk * 32;
-          b[k][j] = chunk < n_chunks ? __ldcs(reinterpret_cast<const uint4*>(at)) : uint4{0, 0, 0, 0};
+        for (int h = 0; h < n_halves; ++h) {
+          const __nv_bfloat16* at = weights + (int64_t)j * 8 * n_inner + chunk * 64 + h * 32;
+          b[k][h][j] = is_there ? __ldcs(reinterpret_cast<const uint4*>(at)) : uint4{0, 0, 0, 0};
         }
       }
       #pragma unroll
-      for (int k = 0; k < n_ahead; ++k) {
-        const int chunk = start + k * n_warps;
-        if (chunk >= n_chunks) {
-          break;
-        }
+      for (int i = 0; i < 2 * M_TILES; ++i) {
         #pragma unroll
-        for (int i = 0; i < M_TILES; ++i) {
-          const __nv_bfloat16* at = tokens + (int64_t)i * 16 * n_inner + chunk * 32;
-          uint4 a = {0, 0, 0, 0}, c = {0, 0, 0, 0};
-          if (i * 16 + line < n_tokens) {
-            a = *reinterpret_cast<const uint4*>(at);
-          }
-          if (i * 16 + line + 8 < n_tokens) {
-            c = *reinterpret_cast<const uint4*>(at + (int64_t)8 * n_inner);
-          }
+        for (int h = 0; h < n_halves; ++h) {
+          const __nv_bfloat16* at = tokens + (int64_t)i * 8 * n_inner + chunk * 64 + h * 32;
+          a[k][h][i / 2][i % 2] = is_there && i * 8 + line < n_tokens
+              ? *reinterpret_cast<const uint4*>(at) : uint4{0, 0, 0, 0};
+        }
+      }
+    };
+    #pragma unroll
+    for (int k = 0; k < N_AHEAD; ++k) {
+      fetch(k, warp + k * n_warps);
+    }
+    for (int start = warp; start < n_chunks; start += n_warps * N_AHEAD) {
+      #pragma unroll
+      for (int k = 0; k < N_AHEAD; ++k) {
+        #pragma unroll
+        for (int h = 0; h < n_halves; ++h) {
           #pragma unroll
-          for (int j = 0; j < n_tiles; ++j) {
-            multiply(sums[i][j], a.x, c.x, a.y, c.y, b[k][j].x, b[k][j].y);
-            multiply(sums[i][j], a.z, c.z, a.w, c.w, b[k][j].z, b[k][j].w);
+          for (int i = 0; i < M_TILES; ++i) {
+            const uint4 x0 = a[k][h][i][0], x1 = a[k][h][i][1];
+            #pragma unroll
+            for (int j = 0; j < n_tiles; ++j) {
+              const uint4 y = b[k][h][j];
+              multiply(sums[i][j], x0.x, x1.x, x0.y, x1.y, y.x, y.y);
+              multiply(sums[i][j], x0.z, x1.z, x0.w, x1.w, y.z, y.w);
+            }
           }
         }
+        fetch(k, start + (k + N_AHEAD) * n_warps);
       }
     }
     #pragma unroll
@@ -128,6 +136,24 @@ def _kernel() -> Any:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Build:
+    """Of the kernel, for up to 16 tokens in each of n_tiles. n_ahead: chunks that a warp loads ahead; a
+    lane has registers for so many."""
+
+    n_tiles: int
+    n_warps: int = 8
+    n_ahead: int = 2
+
+    @property
+    def template(self) -> list[tuple[str, int]]:
+        return [("M_TILES", self.n_tiles), ("N_WARPS", self.n_warps), ("N_AHEAD", self.n_ahead)]
+
+
+BUILDS = {16: _Build(1), 32: _Build(2), MAX_TOKENS: _Build(4, n_warps=4, n_ahead=1)}
+"""By the most tokens that each is for."""
+
+
 def suits(x: mx.array, weight: mx.array) -> bool:
     """Whether x @ weight.T is for this kernel."""
     n_out, n_inner = weight.shape
@@ -143,11 +169,13 @@ def suits(x: mx.array, weight: mx.array) -> bool:
 def product(x: mx.array, weight: mx.array) -> mx.array:
     """x @ weight.T, where it `suits`."""
     n_out, n_inner = weight.shape
+    build = next(b for most, b in BUILDS.items() if x.size <= most * n_inner)
+    n_threads = 32 * build.n_warps
     (out,) = _kernel()(
         inputs=[x, weight],
-        template=[("M_TILES", 1 if x.size <= TILE_TOKENS * n_inner else 2)],
-        grid=(n_out // N_COLUMNS * N_THREADS, 1, 1),
-        threadgroup=(N_THREADS, 1, 1),
+        template=build.template,
+        grid=(n_out // N_COLUMNS * n_threads, 1, 1),
+        threadgroup=(n_threads, 1, 1),
         output_shapes=[(*x.shape[:-1], n_out)],
         output_dtypes=[DTYPE],
     )
@@ -157,9 +185,9 @@ def product(x: mx.array, weight: mx.array) -> mx.array:
 
 def fault() -> str | None:
     """Compile the kernel and try it on this device. Returns why it cannot be used; None if it can."""
-    weight = mx.random.normal((48, 1056), key=mx.random.key(1)).astype(DTYPE)
-    for n_tokens in (2, 9, 17, MAX_TOKENS):
-        x = mx.random.normal((1, n_tokens, 1056), key=mx.random.key(n_tokens)).astype(DTYPE)
+    weight = mx.random.normal((48, 1088), key=mx.random.key(1)).astype(DTYPE)
+    for n_tokens in (2, 9, 17, 33, MAX_TOKENS):
+        x = mx.random.normal((1, n_tokens, 1088), key=mx.random.key(n_tokens)).astype(DTYPE)
         want = x.astype(mx.float32) @ weight.astype(mx.float32).T
         try:
             error = mx.abs(product(x, weight).astype(mx.float32) - want).max()
