@@ -29,9 +29,7 @@ import asyncio
 import contextlib
 import json
 import random
-import signal
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -226,7 +224,6 @@ def main() -> None:
 
         speculation_device.run(args)
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and stop the servers on the way
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         flags = ("--no-ssd-cache", "--speculation")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
@@ -219,6 +222,28 @@ def test_ctrl_c_does_not_wait_for_requests_of_tomorrow() -> None:
         replay.run(
             Target(live.url, "fake"), entries, block=512, pace=pace, salt="a", on_reply=ctrl_c
         )
+
+
+def test_a_script_that_is_told_to_end_stops_what_it_has_started() -> None:
+    script = """
+import time
+from firn.bench.report import cli
+
+def main():
+    try:
+        print("up", flush=True)
+        time.sleep(60)
+    finally:
+        print("stopped", flush=True)
+
+cli(main)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    process.terminate()
+    assert process.stdout.read() == "stopped\n"
+    assert process.wait(30) == 128 + signal.SIGTERM
 
 
 def test_ctrl_c_does_not_wait_for_long_replies(monkeypatch: pytest.MonkeyPatch) -> None:

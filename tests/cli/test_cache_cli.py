@@ -173,10 +173,19 @@ def test_stats(folder: Path, cache: Cache) -> None:
     assert cache("stats", "--ssd-cache-dir", folder / "none").exit_code == 0
 
 
+def test_stats_where_the_numbers_cannot_be_read(folder: Path, cache: Cache) -> None:
+    (folder / "firn.lock").mkdir(parents=True)
+    result = cache("stats", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["limit_bytes"] is None
+
+
 # --- verify, gc, clear ---------------------------------------------------------------------
 
 
 def test_verify(folder: Path, cache: Cache) -> None:
+    store(folder, TRUNK[0])
+    assert "1 record is good, 0 damaged." in cache("verify").output
     store(folder, *ALL)
     good = cache("verify")
     assert good.exit_code == 0

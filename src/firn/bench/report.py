@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,7 +33,9 @@ class BenchError(FirnError):
 
 
 def cli(main: Callable[[], None]) -> None:
-    """Run a script's main; a BenchError ends it with one line and a non-zero code."""
+    """Run a script's main; a BenchError ends it with one line and a non-zero code. Whatever ends it, it
+    stops the servers that it has started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         main()
     except BenchError as e:

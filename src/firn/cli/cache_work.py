@@ -103,7 +103,8 @@ def verify(location: CacheFolder, *, quarantine: bool) -> int:
             for file in bad:
                 tier.delete(file.name, keep=True)
     moved = f", moved to {quarantine_of(location.folder)}" if quarantine and bad else ""
-    console.print(f"{n_good} records are good, {len(bad)} damaged{moved}.", markup=False)
+    good = "1 record is good" if n_good == 1 else f"{n_good} records are good"
+    console.print(f"{good}, {len(bad)} damaged{moved}.", markup=False)
     _report_orphans(location, tier, inventory, drop=quarantine)
     if inventory.n_locked or n_foreign:
         console.print(

@@ -425,12 +425,12 @@ def peek(disk: Disk) -> Page | None:
     """The numbers as they are now, read without the lock: not to be changed. None: there are none."""
     try:
         fd = disk.open(LOCK)
+        try:
+            words = _parse(disk.read_page(fd, 8 * _N_WORDS))
+        finally:
+            disk.close(fd)
     except OSError:
         return None
-    try:
-        words = _parse(disk.read_page(fd, 8 * _N_WORDS))
-    finally:
-        disk.close(fd)
     return None if words is None else Page(words, lambda raw: None)
 
 
