@@ -199,6 +199,33 @@ def test_what_is_stored_is_what_was_accepted(name: str) -> None:
         assert result.n_cached > len(prompt) - 3 - 32, "nearly all of the reply"
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("n_together", [1, 3])
+def test_a_reply_is_stored_to_its_end_whatever_was_drafted_after_it(
+    name: str, n_together: int
+) -> None:
+    """Its end token may be read early, so that drafts can follow: they must not."""
+    rng = random.Random(8)
+    prompts = [prompt_of(rng, rng.choice([20, 33, 47])) for _ in range(12)]
+    options: dict[str, Any] = {"chunk": 32, "block": 32, "max_rows": n_together}
+    with running(plain(name), cache_nbytes=None, **options) as harness:
+        whole = tell(harness, [(p, 30, 1, GREEDY) for p in prompts])
+    drafter = KnownReplies(
+        {(tuple(p), 0): r.reply for p, r in zip(prompts, whole, strict=True)},
+        right=1.0,
+        vocab_size=VOCAB_SIZE,
+    )
+    with running(plain(name), speculation=lambda: AnyWidth(drafter), **options) as harness:
+        asked = [
+            harness.submit(p, 30, eos=frozenset(r.reply[9:14]))
+            for p, r in zip(prompts, whole, strict=True)
+        ]
+        for prompt, result in zip(prompts, asked, strict=True):
+            said = [*prompt, *result.wait().reply]
+            again = harness.ask([*said, 50, 51, 52], 1)
+            assert len(said) - 1 <= again.n_cached <= len(said)
+
+
 # --- features ------------------------------------------------------------------------------
 
 

@@ -482,7 +482,13 @@ def _forced(row: Row) -> list[int]:
 
 
 def _within(row: Row, draft: Draft) -> Draft:
-    """As much of it as the row can take: nothing past its end token, its limit or its grammar."""
+    """As much of it as the row can take: nothing past its end token, its limit or its grammar.
+
+    Its end token may have been read a moment ago, before the engine: what the row computes after it
+    would keep the rest of the reply from being stored.
+    """
+    if row.pending and row.pending[-1] in row.ends:
+        return NO_DRAFT
     n = min(len(draft.tokens), row.limit - row.n_tokens - len(row.pending) - 1)
     n = max(min(n, MAX_FEED - len(row.pending)), 0)
     n = next((i for i, t in enumerate(draft.tokens[:n]) if not _can_continue(row, t)), n)
