@@ -337,9 +337,7 @@ class Speculation:
     def _ask(self, best: DraftPlan) -> None:
         """Ask the costly drafter for the rows that gain by it."""
         assert self._costly is not None
-        n = best.width - 1
-        drafts: Sequence[Draft] = ()
-        began = self._clock()
+        n, drafts, began = best.width - 1, list[Draft](), self._clock()
         with self._costly_work():
             drafts = self._drafters[self._costly].draft(best.asks, n)
         if not drafts:  # it failed
@@ -482,12 +480,8 @@ def _forced(row: Row) -> list[int]:
 
 
 def _within(row: Row, draft: Draft) -> Draft:
-    """As much of it as the row can take: nothing past its end token, its limit or its grammar.
-
-    Its end token may have been read a moment ago, before the engine: what the row computes after it
-    would keep the rest of the reply from being stored.
-    """
-    if row.pending and row.pending[-1] in row.ends:
+    """As much of it as the row can take: nothing past its end token, its limit or its grammar."""
+    if row.pending and row.pending[-1] in row.ends:  # or the end is not stored
         return NO_DRAFT
     n = min(len(draft.tokens), row.limit - row.n_tokens - len(row.pending) - 1)
     n = max(min(n, MAX_FEED - len(row.pending)), 0)
