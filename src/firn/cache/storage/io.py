@@ -196,6 +196,8 @@ class TierIo:
         self._told_foreign = False
         self._tally = Tally()
         self._lock = threading.Lock()
+        self._to_touch: dict[str, float] = {}
+        self._is_touching = False
         self._to_delete: dict[str, None] = {}
         self._is_deleting = False
         self._deleting = threading.Lock()
@@ -228,9 +230,16 @@ class TierIo:
             self.threads.upkeep(self._delete_some)
 
     def touch(self, stamps: Mapping[Name, float]) -> None:
-        if stamps:
-            named = {str(name): stamp for name, stamp in stamps.items()}
-            self.threads.upkeep(lambda: self._tier.touch(named))
+        """One thread touches at a time: of two, the one with the lower stamp could come last."""
+        if not stamps:
+            return
+        with self._lock:
+            for name, stamp in stamps.items():
+                before = self._to_touch.get(str(name), stamp)
+                self._to_touch[str(name)] = max(before, stamp)
+            is_idle, self._is_touching = not self._is_touching, True
+        if is_idle:
+            self.threads.upkeep(self._touch_all)
 
     def scan(self, batch: Callable[[Changes], None], done: Done[None]) -> None:
         self.threads.upkeep(lambda: self._scan(batch), done)
@@ -300,6 +309,21 @@ class TierIo:
                     self._tier.delete(name)
             n_done += 1
         self.threads.upkeep(self._delete_some)
+
+    def _touch_all(self) -> None:
+        try:
+            while stamps := self._next_touches():
+                self._tier.touch(stamps)
+        except Exception:
+            with self._lock:
+                self._is_touching = False
+            raise
+
+    def _next_touches(self) -> dict[str, float]:
+        with self._lock:
+            stamps, self._to_touch = self._to_touch, {}
+            self._is_touching = bool(stamps)
+        return stamps
 
     def _scan(self, batch: Callable[[Changes], None]) -> None:
         for some in _batches(self._changes()):

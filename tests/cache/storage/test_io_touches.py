@@ -1,0 +1,64 @@
+"""Stamps that rise one after the other: the highest stays."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+import pytest
+
+from firn.cache.storage.faults import TierFault
+from firn.cache.storage.io import TierIo
+from firn.cache.storage.threads import IoThreads
+from tests.cache.tiers.records import chain
+from tests.dict_tier import DictTier
+
+WAIT_S = 20.0
+
+
+class SlowTier(DictTier):
+    """Its first touch stays between its look at a stamp and its change until it is let on."""
+
+    def __init__(self, fault: Exception | None = None) -> None:
+        super().__init__(1 << 20)
+        self.begun, self.gate = threading.Event(), threading.Event()
+        self.touches: list[dict[str, float]] = []
+        self._fault = fault
+
+    def touch(self, stamps: Mapping[str, float]) -> None:
+        if not self.begun.is_set():
+            self.begun.set()
+            assert self.gate.wait(WAIT_S)
+            if self._fault is not None:
+                raise self._fault
+        self.touches.append(dict(stamps))
+
+
+@pytest.mark.parametrize(("second", "third"), [(5.0, 7.0), (7.0, 5.0)])
+def test_the_highest_stamp_comes_last(second: float, third: float) -> None:
+    name, other = (one.name for one in chain(2))
+    tier = SlowTier()
+    io = TierIo(tier, IoThreads(4))
+    io.touch({name: 3.0})
+    assert tier.begun.wait(WAIT_S)
+    io.touch({name: second})
+    io.touch({name: third, other: 1.0})
+    io.touch({})
+    tier.gate.set()
+    io.close()
+    assert tier.touches == [{str(name): 3.0}, {str(name): 7.0, str(other): 1.0}]
+
+
+@pytest.mark.parametrize("fault", [TierFault("disk", "gone"), RuntimeError("a bug")])
+def test_after_a_fault_others_are_touched(fault: Exception) -> None:
+    name, other = (one.name for one in chain(2))
+    tier = SlowTier(fault)
+    io = TierIo(tier, IoThreads(2))
+    io.touch({name: 3.0})
+    assert tier.begun.wait(WAIT_S)
+    tier.gate.set()
+    while io._is_touching:
+        threading.Event().wait(0.01)
+    io.touch({other: 4.0})
+    io.close()
+    assert tier.touches == [{str(other): 4.0}]
