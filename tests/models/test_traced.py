@@ -72,6 +72,7 @@ def test_rows_that_took_unequal_numbers(name: str) -> None:
     for i in range(6):
         ids = mx.array([[i, 2, 3, 4], [5, i, 7, 8], [9, 1, i, 2]])
         assert near(traced.logits(ids, layers, columns), model(ids, cache=built))
+        assert [c.lengths for c in layers] == [c.lengths for c in built]
         kept = [
             layers[0].lengths[0] - 4 + 1 + i % 4,
             layers[0].lengths[1] - 1,
