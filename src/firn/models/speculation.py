@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from firn.core.errors import may_be_device_fault
 from firn.core.values import Job
+from firn.models.draft_bounds import forced_next, is_bound, within
 from firn.models.drafters import NO_DRAFT, Draft, Drafter
 from firn.models.gate import (
     NO_TOKENS,
@@ -218,9 +219,9 @@ class Speculation:
             with self._draining():
                 read_all()
         for row, drafted in known:
-            if not drafted.next.tokens or _is_bound(row):  # it rests, or was told something since
+            if not drafted.next.tokens or is_bound(row):  # it rests, or was told something since
                 self._draft_for_free(row, drafted)
-            drafted.next = _within(row, drafted.next)
+            drafted.next = within(row, drafted.next)
         best = self._width(group)
         if best.width == 1:
             return None
@@ -299,7 +300,7 @@ class Speculation:
 
     def _draft_for_free(self, row: Row, drafted: RowDrafts) -> None:
         """Draft what comes next, with whatever costs nothing."""
-        sure: Sequence[int] = _forced(row)
+        sure: Sequence[int] = forced_next(row)
         source = SURE
         if not sure and row.picker is not None and row.picker.constraint is not None:
             sure, source = row.picker.constraint.forced(MAX_DRAFT), GRAMMAR
@@ -318,7 +319,7 @@ class Speculation:
 
     def _rest(self, row: Row, drafted: RowDrafts) -> int:
         """Drafting takes the host's time: a row whose drafts are weak is skipped for a few tokens."""
-        return N_REST if self._free and not _is_bound(row) and self._is_weak(drafted) else 0
+        return N_REST if self._free and not is_bound(row) and self._is_weak(drafted) else 0
 
     def _is_weak(self, drafted: RowDrafts) -> bool:
         kinds = drafted.next.kinds
@@ -337,7 +338,9 @@ class Speculation:
     def _ask(self, best: DraftPlan) -> None:
         """Ask the costly drafter for the rows that gain by it."""
         assert self._costly is not None
-        n, drafts, began = best.width - 1, list[Draft](), self._clock()
+        n = best.width - 1
+        drafts: Sequence[Draft] = ()
+        began = self._clock()
         with self._costly_work():
             drafts = self._drafters[self._costly].draft(best.asks, n)
         if not drafts:  # it failed
@@ -346,7 +349,7 @@ class Speculation:
         for row, draft in zip(best.asks, drafts, strict=True):
             drafted = self._rows[row]
             drafted.is_ready = bool(draft.tokens)
-            drafted.next, drafted.source = _within(row, draft), self._costly
+            drafted.next, drafted.source = within(row, draft), self._costly
         group = best.asks[0].group
         n_seats = len(group.seats) if group else 0
         if self._draft_times.saw(len(best.asks), took_s / max(n, 1)) and self.times.knows(n_seats):
@@ -461,39 +464,3 @@ class Speculation:
             self._odds.fade(kinds)
             for _, drafted in known:
                 drafted.odds.fade(kinds)
-
-
-def _is_bound(row: Row) -> bool:
-    """Whether something else than the model decides about its next tokens."""
-    return bool(row.forced) or (row.picker is not None and row.picker.constraint is not None)
-
-
-def _forced(row: Row) -> list[int]:
-    """The row's next tokens, as far as they are forced."""
-    if not row.forced:
-        return []
-    tokens, at = [], row.n_tokens + len(row.pending)
-    while at in row.forced:
-        tokens.append(row.forced[at])
-        at += 1
-    return tokens
-
-
-def _within(row: Row, draft: Draft) -> Draft:
-    """As much of it as the row can take: nothing past its end token, its limit or its grammar."""
-    if row.pending and row.pending[-1] in row.ends:  # or the end is not stored
-        return NO_DRAFT
-    n = min(len(draft.tokens), row.limit - row.n_tokens - len(row.pending) - 1)
-    n = max(min(n, MAX_FEED - len(row.pending)), 0)
-    n = next((i for i, t in enumerate(draft.tokens[:n]) if not _can_continue(row, t)), n)
-    constraint = row.picker.constraint if row.picker else None
-    if n and constraint is not None:
-        n = constraint.permitted(draft.tokens[:n])
-    return draft.cut(n)
-
-
-def _can_continue(row: Row, token: int) -> bool:
-    """Whether the row may go on after this token. Predictions and prompts may hold ids that the model
-    lacks, such as a picture's placeholder: MLX would read past the end of the embedding table."""
-    has_token = row.picker is None or 0 <= token < row.picker.vocab_size
-    return has_token and token not in row.ends

@@ -37,13 +37,15 @@ class SlowTier(DictTier):
 @pytest.mark.parametrize(("second", "third"), [(5.0, 7.0), (7.0, 5.0)])
 def test_the_highest_stamp_comes_last(second: float, third: float) -> None:
     name, other = (one.name for one in chain(2))
-    tier = SlowTier()
-    io = TierIo(tier, IoThreads(4))
+    tier, was_free = SlowTier(), threading.Event()
+    io = TierIo(tier, IoThreads(2))
     io.touch({name: 3.0})
     assert tier.begun.wait(WAIT_S)
     io.touch({name: second})
     io.touch({name: third, other: 1.0})
     io.touch({})
+    io.threads.upkeep(was_free.set)
+    assert was_free.wait(WAIT_S), "the other thread has done what it was given"
     tier.gate.set()
     io.close()
     assert tier.touches == [{str(name): 3.0}, {str(name): 7.0, str(other): 1.0}]

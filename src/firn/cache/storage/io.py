@@ -235,8 +235,8 @@ class TierIo:
             return
         with self._lock:
             for name, stamp in stamps.items():
-                before = self._to_touch.get(str(name), stamp)
-                self._to_touch[str(name)] = max(before, stamp)
+                text = str(name)
+                self._to_touch[text] = max(stamp, self._to_touch.get(text, stamp))
             is_idle, self._is_touching = not self._is_touching, True
         if is_idle:
             self.threads.upkeep(self._touch_all)

@@ -6,7 +6,7 @@ dispatched by cuDNN, which takes the host longer than the device. The kernel her
 launched like MLX's own and needs no plan for a new shape.
 
     block   16 queries (tokens and heads that share a key head), one row, one part of the columns
-    warp    every fourth 16 columns, the next ones loaded meanwhile; those that no query sees are not
+    warp    every fourth 16 columns, except those that no query sees; the next are loaded meanwhile
     parts   of the columns, where rows and heads are too few for the device; a second kernel joins them
 
 Products are of bfloat16 with float32 sums, the softmax is in float32. The order of sums depends on

@@ -1,0 +1,51 @@
+"""What may be drafted for a row: what is forced, and where a draft has to end. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from firn.models.drafters import NO_DRAFT, Draft
+from firn.models.ragged import MAX_FEED
+
+if TYPE_CHECKING:
+    from firn.models.batch import Row
+
+
+def is_bound(row: Row) -> bool:
+    """Whether something else than the model decides about its next tokens."""
+    return bool(row.forced) or (row.picker is not None and row.picker.constraint is not None)
+
+
+def forced_next(row: Row) -> list[int]:
+    """The row's next tokens, as far as they are forced."""
+    if not row.forced:
+        return []
+    tokens, at = [], row.n_tokens + len(row.pending)
+    while at in row.forced:
+        tokens.append(row.forced[at])
+        at += 1
+    return tokens
+
+
+def within(row: Row, draft: Draft) -> Draft:
+    """As much of it as the row can take: nothing past its end token, its limit or its grammar.
+
+    The end token may have been read a moment ago, before the engine sees it. What the row computed
+    after it would keep the end of the reply from being stored.
+    """
+    if row.pending and row.pending[-1] in row.ends:
+        return NO_DRAFT
+    n = min(len(draft.tokens), row.limit - row.n_tokens - len(row.pending) - 1)
+    n = max(min(n, MAX_FEED - len(row.pending)), 0)
+    n = next((i for i, t in enumerate(draft.tokens[:n]) if not _can_continue(row, t)), n)
+    constraint = row.picker.constraint if row.picker else None
+    if n and constraint is not None:
+        n = constraint.permitted(draft.tokens[:n])
+    return draft.cut(n)
+
+
+def _can_continue(row: Row, token: int) -> bool:
+    """Whether the row may go on after this token. Predictions and prompts may hold ids that the model
+    lacks, such as a picture's placeholder: MLX would read past the end of the embedding table."""
+    has_token = row.picker is None or 0 <= token < row.picker.vocab_size
+    return has_token and token not in row.ends
