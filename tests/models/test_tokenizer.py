@@ -289,3 +289,18 @@ def test_two_threads_make_one_copy(byte_level: HfTokenizer) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert len(set(pool.map(encode, range(8)))) == 1
+
+
+def test_truncation_and_padding_in_the_file_are_for_training(tmp_path: Path) -> None:
+    content = json.loads(zoo_folder.tokenizer_json())
+    content["truncation"] = {
+        "direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0,
+    }  # fmt: skip
+    content["padding"] = {
+        "strategy": {"Fixed": 20}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+        "pad_type_id": 0, "pad_token": "<|endoftext|>",
+    }  # fmt: skip
+    tokenizer = write_tokenizer(tmp_path, json.dumps(content), eos_token="<|im_end|>")
+    text = "The quick brown fox jumps over <|im_end|>"
+    for typed in ((), [(31, 41)]):
+        assert tokenizer.decode(tokenizer.encode(text, add_special=False, typed=typed)) == text

@@ -15,9 +15,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from firn.models.piecewise import PiecewiseEncoder
+
 
 class PlainText:
-    """Immutable. Thread-safe, as the Rust tokenizer is."""
+    """Thread-safe."""
 
     def __init__(self, definition: str, added: Mapping[str, int]) -> None:
         """`definition`: the original's tokenizer.json. Raises ValueError if it cannot be copied."""
@@ -26,10 +28,11 @@ class PlainText:
         names = sorted(filter(None, added), key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, names)) or "(?!)")
         try:
-            self._tokenizer = Tokenizer.from_str(_renamed(definition, self._secret))
+            copy = Tokenizer.from_str(_renamed(definition, self._secret))
         except Exception as e:  # tokenizers raises bare ones
             raise ValueError(str(e)) from e
-        ids = {self._tokenizer.token_to_id(self._secret[text]): id for text, id in added.items()}
+        self._encoder = PiecewiseEncoder(copy)
+        ids = {copy.token_to_id(self._secret[text]): id for text, id in added.items()}
         self._ids = {theirs: ours for theirs, ours in ids.items() if theirs != ours}
 
     def encode(self, text: str, typed: Sequence[tuple[int, int]]) -> list[int]:
@@ -38,8 +41,7 @@ class PlainText:
         for start, end in [*typed, (len(text), len(text))]:
             pieces += [self._added.sub(self._hide, text[at:start]), text[start:end]]
             at = end
-        (encoding,) = self._tokenizer.encode_batch_fast(["".join(pieces)], add_special_tokens=False)
-        ids = list(encoding.ids)
+        ids = self._encoder.encode("".join(pieces))
         return [self._ids.get(i, i) for i in ids] if self._ids else ids
 
     def _hide(self, name: re.Match[str]) -> str:

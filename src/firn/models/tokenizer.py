@@ -16,6 +16,7 @@ from typing import Any
 import jinja2
 
 from firn.core.errors import TemplateFailed
+from firn.models.piecewise import PiecewiseEncoder
 from firn.models.plain_text import PlainText
 from firn.models.template_guard import guard
 
@@ -40,6 +41,11 @@ class HfTokenizer:
         self._wrapper = wrapper
         self._hf = wrapper._tokenizer
         self._fast = getattr(self._hf, "backend_tokenizer", None)
+        if self._fast is not None:
+            # As it was when the model was trained; a file may have kept it.
+            self._fast.no_truncation()
+            self._fast.no_padding()
+        self._pieces = None if self._fast is None else PiecewiseEncoder(self._fast)
         self._copying = threading.Lock()
         self._plain: PlainText | None = None
         self._has_copy = self._fast is not None
@@ -101,13 +107,20 @@ class HfTokenizer:
     def encode(
         self, text: str, *, add_special: bool, typed: Sequence[tuple[int, int]] = ()
     ) -> list[int]:
+        if add_special:
+            if self._frame is None and not typed:
+                return self._whole(text, add_special=True)
+            before, after = self._frame or ([], [])
+            return [*before, *self.encode(text, add_special=False, typed=typed), *after]
         if typed:
-            ids = self._encode_typed(text, typed)
-            return [*self._frame[0], *ids, *self._frame[1]] if add_special else ids
+            return self._encode_typed(text, typed)
+        if self._pieces is not None:
+            return self._pieces.encode(text)
+        return self._whole(text, add_special=False)
+
+    def _whole(self, text: str, *, add_special: bool) -> list[int]:
         if self._fast is not None:
-            # Like `encode`, without the character offsets, which take as long as the tokens.
-            (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special)
-            return list(encoding.ids)
+            return list(self._fast.encode(text, add_special_tokens=add_special).ids)
         return list(self._hf.encode(text, add_special_tokens=add_special))
 
     def _encode_typed(self, text: str, typed: Sequence[tuple[int, int]]) -> list[int]:
@@ -136,14 +149,13 @@ class HfTokenizer:
             return self._plain
 
     @cached_property
-    def _frame(self) -> tuple[list[int], list[int]]:
-        """The tokens that `add_special` puts before and after a text."""
-        bare = self.encode("a", add_special=False)
-        whole = self.encode("a", add_special=True)
+    def _frame(self) -> tuple[list[int], list[int]] | None:
+        """The tokens that `add_special` puts before and after a text; None: it does something else."""
+        bare, whole = (self._whole("a", add_special=add) for add in (False, True))
         for at in range(len(whole) - len(bare) + 1):
             if whole[at : at + len(bare)] == bare:
                 return whole[:at], whole[at + len(bare) :]
-        return [], []
+        return None
 
     def decode(self, ids: Sequence[int]) -> str:
         if self._fast is not None:

@@ -1,0 +1,119 @@
+"""Tokenizes long texts in pieces, and remembers them: a chat's next turn repeats all of its text.
+
+    ...the quick brown| fox jumps...    a cut: between a letter and the space before the next word
+    ...is it?|<|im_end|>                a cut: before a control token
+
+Where a text is cut depends on the text alone, so what is remembered makes no difference to its tokens.
+The cuts make none either: no token of the vocabulary spans one. A tokenizer for which that cannot be
+shown, or that treats the beginning of a text differently, gets every text whole.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+MIN_CHARS = 2048
+"""Of a piece. It ends at the next cut after so many."""
+MAX_CHARS = 8 << 20
+"""Remembered, of all pieces together: some twenty chats of 100K tokens, in 16 to 32 MB."""
+
+_TWO_WORDS = re.compile(r"[A-Za-z][\u0120\u2581 ]")
+"""In a token, however the vocabulary spells a space."""
+_BETWEEN_WORDS = r"(?<=[A-Za-z])(?= [A-Za-z])"
+_PROBES = (
+    "The quick  brown fox\n\njumps over 13 lazy dogs, it's true: x = y",
+    "  def f(a, b):\n\treturn a or b  # caf\u00e9 na\u00efve \u4f60\u597d\u3002 ok then",
+    "I am A b C\r\nend of it ",
+)
+
+
+class PiecewiseEncoder:
+    """Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._cut = _cuts(tokenizer)
+        self._ids: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
+        self._n_chars = 0
+        self._lock = threading.Lock()
+
+    def encode(self, text: str) -> list[int]:
+        """The text's tokens, without any that the tokenizer would put around it."""
+        pieces = self._pieces(text)
+        known = self._recall(pieces[:-1])
+        new = [piece for piece in dict.fromkeys(pieces) if piece not in known]
+        made = dict(zip(new, _encoded(self._tokenizer, new), strict=True))
+        self._remember({piece: made[piece] for piece in new if piece != pieces[-1]})
+        ids: list[int] = []
+        for piece in pieces:
+            ids += made[piece] if piece in made else known[piece].tolist()
+        return ids
+
+    def _pieces(self, text: str) -> list[str]:
+        starts = [0]
+        if self._cut is not None:
+            while cut := self._cut.search(text, starts[-1] + MIN_CHARS):
+                starts.append(cut.start())
+        return [text[a:b] for a, b in pairwise([*starts, len(text)])]
+
+    def _recall(self, pieces: Sequence[str]) -> dict[str, NDArray[np.int32]]:
+        with self._lock:
+            known = {piece: self._ids[piece] for piece in pieces if piece in self._ids}
+            for piece in known:
+                self._ids.move_to_end(piece)
+        return known
+
+    def _remember(self, made: Mapping[str, Sequence[int]]) -> None:
+        with self._lock:
+            for piece, ids in made.items():
+                if piece not in self._ids:  # another thread may have been faster
+                    self._ids[piece] = np.array(ids, dtype=np.int32)
+                    self._n_chars += len(piece)
+            while self._n_chars > MAX_CHARS:
+                oldest, _ = self._ids.popitem(last=False)
+                self._n_chars -= len(oldest)
+
+
+def _encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    # Like `encode`, without the character offsets, which take as long as the tokens.
+    return [list(e.ids) for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def _cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """Where this tokenizer's texts can be cut; None: nowhere."""
+    added = list(tokenizer.get_added_tokens_decoder().values())
+    if any(t.lstrip or t.rstrip or t.single_word for t in added):
+        return None  # they take what is beside them
+    names = [t.content for t in added if t.content]
+    control = [
+        t.content
+        for t in added
+        if t.special and not t.normalized and not any(t.content[:1] in n[1:] for n in names)
+    ]
+    places = [f"(?=(?:{'|'.join(map(re.escape, control))}))"] if control else []
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    has_phrases = any(re.search(_BETWEEN_WORDS, name) for name in names)
+    if not has_phrases and not any(map(_TWO_WORDS.search, vocabulary)):
+        places.append(_BETWEEN_WORDS)
+    proven = [place for place in places if _is_cut(place, tokenizer, control)]
+    return re.compile("|".join(proven)) if proven else None
+
+
+def _is_cut(place: str, tokenizer: Tokenizer, control: list[str]) -> bool:
+    """Whether the probes give the same tokens, whole and cut."""
+    for probe in _PROBES:
+        text = probe.join(["", *control[:8], ""])
+        for cut in re.finditer(place, text):
+            at = cut.start()
+            whole, left, right = _encoded(tokenizer, [text, text[:at], text[at:]])
+            if whole != left + right:
+                return False
+    return True
