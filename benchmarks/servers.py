@@ -73,6 +73,7 @@ class Kind:
 
 
 _ADDRESS = ("--host", HOST, "--port", "{port}")
+_MLX_LM = ("python", str(Path(__file__).parent / "bounded.py"), "mlx_lm.server")
 KINDS: dict[str, Kind] = {
     "firn": Kind(
         venv="firn",
@@ -96,9 +97,7 @@ KINDS: dict[str, Kind] = {
     ),
     "firn-off": Kind(
         venv="firn",
-        command=(
-            *("firn", "serve", "{model}", *_ADDRESS, "--cache-memory-mb", "0", "--no-ssd-cache"),
-        ),
+        command=(*("firn", "serve", "{model}", *_ADDRESS, "--disable-prefix-cache"),),
         packages=("firn", "mlx", "mlx-lm"),
         env={},
         cache_folders=(),
@@ -106,7 +105,7 @@ KINDS: dict[str, Kind] = {
     "mlx-lm": Kind(
         venv="mlx",
         command=(
-            *("mlx_lm.server", "--model", "{model}", *_ADDRESS, "--log-level", "WARNING"),
+            *(*_MLX_LM, "--model", "{model}", *_ADDRESS, "--log-level", "WARNING"),
             *("--prompt-cache-bytes", "{memory_nbytes}"),
         ),
         packages=("mlx-lm", "mlx"),
@@ -116,7 +115,7 @@ KINDS: dict[str, Kind] = {
     "mlx-lm-draft": Kind(
         venv="mlx",
         command=(
-            *("mlx_lm.server", "--model", "{model}", *_ADDRESS, "--log-level", "WARNING"),
+            *(*_MLX_LM, "--model", "{model}", *_ADDRESS, "--log-level", "WARNING"),
             *("--prompt-cache-bytes", "{memory_nbytes}", "--draft-model", "{draft}"),
         ),
         packages=("mlx-lm", "mlx"),

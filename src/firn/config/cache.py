@@ -18,7 +18,8 @@ class CacheConfig:
     disable_prefix_cache: bool = option(False, "Compute every prompt anew and keep nothing.")
     cache_memory_mb: int = option(
         0,
-        "Memory for computed prefixes, in MiB; auto depends on what is free once the model is loaded.",
+        "Memory for computed prefixes, in MiB; auto (or 0) depends on what is free once the model is "
+        "loaded.",
         low=0,
         high=1 << 30,
         words={"auto": 0},
