@@ -168,7 +168,7 @@ class BenchEngine:
             layout = Layout.of(probe)
             cache = PrefixTree(
                 layout,
-                CacheSettings(memory_nbytes),
+                CacheSettings(memory_nbytes, weighs_hits=machine.kind == "cuda"),
                 fingerprint=info.fingerprint,
                 dtype=info.dtype,
             )

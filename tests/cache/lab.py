@@ -245,11 +245,17 @@ def tree(
     block: int = 8,
     limit_nbytes: int = 1 << 40,
     exact_chunk: int = 0,
+    weighs_hits: bool = False,
     clock: Callable[[], float] = lambda: 0.0,
     wall: Callable[[], float] = time.time,
     fingerprint: bytes = b"lab",
 ) -> PrefixTree:
-    settings = CacheSettings(limit_nbytes=limit_nbytes, block=block, exact_chunk=exact_chunk)
+    settings = CacheSettings(
+        limit_nbytes=limit_nbytes,
+        block=block,
+        exact_chunk=exact_chunk,
+        weighs_hits=weighs_hits,
+    )
     made = PrefixTree(
         shape.layout(), settings, fingerprint=fingerprint, dtype="tokens", clock=clock, wall=wall
     )

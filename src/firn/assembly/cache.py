@@ -77,6 +77,7 @@ def build_cache(
         limit_nbytes=limit,
         block=options.cache_block_tokens,
         exact_chunk=compute.exact_chunk,
+        weighs_hits=compute.device.kind == "cuda" and not compute.exact,
     )
     log.info("prefix cache: %d MiB of memory, blocks of %d tokens", limit // MIB, settings.block)
     make = PrefixTree if leader_parts is None else leader_parts.make_tree

@@ -24,7 +24,7 @@ from firn.cache.loading import Loader
 from firn.cache.memory.parking import Parking
 from firn.cache.off import BlankCursor
 from firn.cache.planning import checkpoints, estimates_file
-from firn.cache.planning.match import Match
+from firn.cache.planning.match import NOTHING, Match
 from firn.cache.planning.reasons import FAULT
 from firn.cache.records import Records
 from firn.cache.restore import NEIGHBOUR, Restorer
@@ -56,6 +56,9 @@ class CacheSettings:
     block: int = 256
     exact_chunk: int = 0
     """0: reuse to the token. Else: resume only at multiples of this prefill chunk."""
+    weighs_hits: bool = False
+    """Compute a prompt from its start if that is faster than filling a row: for a device that computes
+    a few tokens more in the same time."""
 
     def layout_text(self, layout: Layout, dtype: str) -> str:
         """All that decides a record's content besides the model's weights; a part of the root key."""
@@ -201,7 +204,8 @@ class PrefixTree:
 
     def _restore(self, cursor: CacheCursor) -> Restored | None:
         n_prompt = len(cursor.prompt)
-        match, n_shared = self._restorer.match(cursor), self._restorer.shared(cursor)
+        match = self._weighed(cursor, self._restorer.match(cursor))
+        n_shared = self._restorer.shared(cursor)
         tiers = self._restorer.origins(cursor, match)
         if self.records.needs.state and cursor.writes:
             cursor.due = checkpoints.due(
@@ -218,6 +222,15 @@ class PrefixTree:
         why = self._restorer.why_not_more(cursor, match.n_tokens)
         cursor.admission = Admitted(match.n_tokens, tuple(tiers.items()), why)
         return restored
+
+    def _weighed(self, cursor: CacheCursor, match: Match) -> Match:
+        """The match, or nothing where computing its tokens is faster than filling a row with them."""
+        if not match.n_tokens or not self.settings.weighs_hits:
+            return match
+        if self._restorer.saves_time(match, len(cursor.prompt)):
+            return match
+        cursor.is_slower = True
+        return NOTHING
 
     def advance(self, cursor: AnyCursor, n_tokens: int) -> Restored | None:
         if isinstance(cursor, BlankCursor) or not cursor.control.read:
@@ -441,7 +454,7 @@ class PrefixTree:
         self._parking.sweep()
         cursor = self._cursor(prompt, namespace, CacheControl(write=False))
         try:
-            match = self._loader.preview(cursor)
+            match = self._weighed(cursor, self._loader.preview(cursor))
             return Probe(
                 match,
                 self._restorer.shared(cursor),

@@ -66,8 +66,16 @@ class Restorer:
         estimates, block = self._records.estimates, self._records.identity.block
         if match.n_tokens < n_tokens + block:
             return False
-        fill_s = estimates.fill_s(sum(r.nbytes for r in match.records))
+        fill_s = estimates.fill_s(match.nbytes_of(match.records))
         return fill_s < estimates.prefill_s(n_tokens, match.n_tokens)
+
+    def saves_time(self, match: Match, n_prompt: int) -> bool:
+        """Whether a row that is filled to the match reads the prompt sooner than an empty one."""
+        estimates = self._records.estimates
+        if not estimates.knows_prefill or (self._needs.pages and self._parking.row_for(match)):
+            return True
+        saved_s = estimates.prefill_s(0, n_prompt) - estimates.prefill_s(match.n_tokens, n_prompt)
+        return estimates.fill_s(match.nbytes_of(match.records)) < saved_s
 
     # --- resuming --------------------------------------------------------------------------
 
@@ -91,7 +99,7 @@ class Restorer:
         return Restored(
             match.n_tokens,
             lambda layers: self._fill(layers, match, payloads, taken or pages),
-            nbytes=sum(r.nbytes for r in read),
+            nbytes=match.nbytes_of(read),
             filled=lambda row: self._filled(row, cursor, match, taken),
         )
 

@@ -60,6 +60,13 @@ class Match:
     def state(self) -> Record | None:
         return next((r for r in self.records if r.part is Part.STATE), None)
 
+    def nbytes_of(self, records: Iterable[Record]) -> int:
+        """How many bytes of these a row is filled with: only some of the last block may be shared."""
+        shares = {s.node: s.n_tokens / s.node.n_tokens for s in self.segments}
+        return int(
+            sum(r.nbytes * (1 if r.part is Part.STATE else shares.get(r.node, 1)) for r in records)
+        )
+
     def after(self, start: int) -> Match:
         """The tokens from `start` on; may begin inside a block."""
         segments, at = [], 0

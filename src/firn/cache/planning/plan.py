@@ -147,7 +147,7 @@ def _weigh(
 
 
 def _fill_s(match: Match, estimates: Estimates) -> float:
-    return estimates.fill_s(sum(r.nbytes for r in match.records))
+    return estimates.fill_s(match.nbytes_of(match.records))
 
 
 def _from_the_back(records: Iterable[Record]) -> tuple[Record, ...]:
