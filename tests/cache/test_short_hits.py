@@ -53,7 +53,7 @@ def ask(lab: LabEngine, ids: list[int], **options: object) -> Admitted:
 
 
 def branch(n_shared: int) -> list[int]:
-    return [*words(1, 100)[:n_shared], *words(2, 60)]
+    return [*words(1, 100)[:n_shared], *words(2, 300)]
 
 
 @SHAPES
@@ -82,11 +82,19 @@ def test_a_short_hit_is_used(weighs_hits: bool, estimates: type[Estimates]) -> N
         assert ask(lab, branch(7)).n_cached == 7
 
 
+def test_a_hit_of_much_of_the_prompt_is_used() -> None:
+    with engine(DENSE, estimates=SlowCopies) as lab:
+        ask(lab, words(1, 16))
+        assert ask(lab, words(1, 16)).n_cached == 15
+        assert ask(lab, [*words(1, 16), *words(2, 112)]).n_cached == 16
+        assert ask(lab, [*words(1, 16), *words(3, 120)]).n_cached == 0
+
+
 def test_a_parked_row_is_taken_over_whatever_a_copy_costs() -> None:
     with engine(IN_ROWS, estimates=SlowCopies) as lab:
-        first = lab.submit(words(1, 100), 4).wait()
-        assert ask(lab, branch(50)).n_cached == 0
-        assert ask(lab, [*words(1, 100), *first.tokens()[:3], *words(2, 5)]).n_cached == 103
+        lab.submit(words(1, 40), 4).wait()
+        assert ask(lab, [*words(1, 40)[:20], *words(2, 400)]).n_cached == 0
+        assert ask(lab, [*words(1, 40), *words(3, 400)]).n_cached == 40
 
 
 def test_a_probe_says_the_same() -> None:

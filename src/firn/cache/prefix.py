@@ -57,8 +57,8 @@ class CacheSettings:
     exact_chunk: int = 0
     """0: reuse to the token. Else: resume only at multiples of this prefill chunk."""
     weighs_hits: bool = False
-    """Compute a prompt from its start if that is faster than filling a row: for a device that computes
-    a few tokens more in the same time."""
+    """Leave a hit that is a small part of the prompt if computing its tokens is faster than filling a
+    row with them: for a device that computes a few tokens more in the same time."""
 
     def layout_text(self, layout: Layout, dtype: str) -> str:
         """All that decides a record's content besides the model's weights; a part of the root key."""

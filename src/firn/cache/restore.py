@@ -26,6 +26,8 @@ from firn.core.ports import LayerCache, LiveRow, Restored
 
 NEIGHBOUR = "neighbour"
 """Where tokens come from that another request computed at the same time."""
+SMALL_SHARE = 1 / 8
+"""Of a prompt. A longer hit is used wherever there is one."""
 Payloads = dict[tuple[Node, Part], Payload]
 Pieces = list[Payload | Views]
 
@@ -72,7 +74,9 @@ class Restorer:
     def saves_time(self, match: Match, n_prompt: int) -> bool:
         """Whether a row that is filled to the match reads the prompt sooner than an empty one."""
         estimates = self._records.estimates
-        if not estimates.knows_prefill or (self._needs.pages and self._parking.row_for(match)):
+        if match.n_tokens >= SMALL_SHARE * n_prompt or not estimates.knows_prefill:
+            return True
+        if self._needs.pages and self._parking.row_for(match) is not None:
             return True
         saved_s = estimates.prefill_s(0, n_prompt) - estimates.prefill_s(match.n_tokens, n_prompt)
         return estimates.fill_s(match.nbytes_of(match.records)) < saved_s
