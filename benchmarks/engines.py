@@ -132,12 +132,13 @@ class BenchEngine:
         scorer: Callable[[], Scorer[Any]] | None = None,
         chunk: int = 0,
         by_depth: bool = False,
+        uses_all_hits: bool = False,
     ) -> None:
         """disk: the SSD's system calls. memo: where estimates outlive the engine. model: one that was
         made before: the weights of a large one take time and memory. speculation: who drafts tokens,
         given the model and what makes its caches. has_head: it has a prediction head. scorer: who scores
         long prompts. chunk: of prefill; 0 for the device's. by_depth: it grows while nobody waits, as a
-        server's does."""
+        server's does. uses_all_hits: also those that a server on a GPU would not."""
         self.config = config
         self._answers: dict[RequestId, Answer] = {}
         self._ids = itertools.count()
@@ -166,9 +167,10 @@ class BenchEngine:
             mx.eval(logits)
             info = model_info(made, config, probe=probe, n_vocab=int(logits.shape[-1]))
             layout = Layout.of(probe)
+            weighs_hits = machine.kind == "cuda" and not uses_all_hits
             cache = PrefixTree(
                 layout,
-                CacheSettings(memory_nbytes, weighs_hits=machine.kind == "cuda"),
+                CacheSettings(memory_nbytes, weighs_hits=weighs_hits),
                 fingerprint=info.fingerprint,
                 dtype=info.dtype,
             )
