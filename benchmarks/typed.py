@@ -75,7 +75,8 @@ def fastest_ms(works: dict[str, Callable[[], object]], rounds: int) -> dict[str,
 
 
 def first_ms(tokenizer: HfTokenizer, text: str) -> float:
-    encoder = PiecewiseEncoder(Definition.from_str(tokenizer.definition or ""))
+    definition = Definition.from_str(tokenizer.definition or "")
+    encoder = PiecewiseEncoder(definition, definition.get_vocab())
     return fastest_ms({"first": lambda: encoder.encode(text)}, 1)["first"]
 
 

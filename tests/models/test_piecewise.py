@@ -148,13 +148,13 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @example(text="")
 def test_the_same_tokens_as_whole(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name]
-    assert PiecewiseEncoder(tokenizer).encode(text) == whole(tokenizer, text)
+    assert PiecewiseEncoder(tokenizer, tokenizer.get_vocab()).encode(text) == whole(tokenizer, text)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_where_texts_are_cut(name: str) -> None:
     counted = Counted(TOKENIZERS[name])
-    encoder = PiecewiseEncoder(counted.tokenizer)
+    encoder = PiecewiseEncoder(counted.tokenizer, counted.get_vocab())
     encoder.encode("the dog runs")
     assert len(counted.texts[-1]) == (1 if name in WHOLE_PHRASES else 3)
     encoder.encode("一<|im_end|>一")
@@ -182,7 +182,7 @@ class Counted:
 def test_only_what_is_new_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(piecewise, "MIN_CHARS", 100)
     counted = Counted(TOKENIZERS["qwen"])
-    encoder = PiecewiseEncoder(counted.tokenizer)
+    encoder = PiecewiseEncoder(counted.tokenizer, counted.get_vocab())
     chat = "".join(f"<|im_start|>user\n{i} the quick brown fox<|im_end|>\n" for i in range(100))
     encoder.encode(chat)
     counted.n_chars = 0
@@ -195,7 +195,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(piecewise, "MIN_CHARS", 10)
     monkeypatch.setattr(piecewise, "MAX_CHARS", 60)
     counted = Counted(TOKENIZERS["qwen"])
-    encoder = PiecewiseEncoder(counted.tokenizer)
+    encoder = PiecewiseEncoder(counted.tokenizer, counted.get_vocab())
 
     def n_new(text: str) -> int:
         counted.n_chars = 0
@@ -230,7 +230,7 @@ def with_added(*added: AddedToken) -> Tokenizer:
 )
 def test_added_tokens_that_reach_over_a_cut(added: AddedToken) -> None:
     tokenizer = with_added(added)
-    encoder = PiecewiseEncoder(tokenizer)
+    encoder = PiecewiseEncoder(tokenizer, tokenizer.get_vocab())
     for text in ("the dog the dogs", "a the b", "dog<|im_end|> the dog", "<|im_start|>dog x"):
         assert encoder.encode(text) == whole(tokenizer, text), text
 
@@ -242,4 +242,4 @@ def test_a_merge_of_two_words_prevents_cuts_between_words() -> None:
     content["model"]["merges"].insert(0, ["g", "\u2581"])
     tokenizer = trained_already(content)
     text = "dog dog the dog"
-    assert PiecewiseEncoder(tokenizer).encode(text) == whole(tokenizer, text)
+    assert PiecewiseEncoder(tokenizer, tokenizer.get_vocab()).encode(text) == whole(tokenizer, text)

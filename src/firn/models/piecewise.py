@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -35,12 +35,17 @@ _PROBES = (
 )
 
 
+N_CONTROL = 3
+"""Control tokens that are tried."""
+
+
 class PiecewiseEncoder:
     """Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocabulary: Collection[str]) -> None:
+        """vocabulary: its tokens as they are spelled there."""
         self._tokenizer = tokenizer
-        self._cut = _cuts(tokenizer)
+        self._cut = _cuts(tokenizer, vocabulary)
         self._ids: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
         self._n_chars = 0
         self._lock = threading.Lock()
@@ -87,7 +92,7 @@ def _encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     return [list(e.ids) for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-def _cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+def _cuts(tokenizer: Tokenizer, vocabulary: Collection[str]) -> re.Pattern[str] | None:
     """Where this tokenizer's texts can be cut; None: nowhere."""
     added = list(tokenizer.get_added_tokens_decoder().values())
     if any(t.lstrip or t.rstrip or t.single_word for t in added):
@@ -99,9 +104,9 @@ def _cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
         if t.special and not t.normalized and not any(t.content[:1] in n[1:] for n in names)
     ]
     places = [f"(?=(?:{'|'.join(map(re.escape, control))}))"] if control else []
-    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     has_phrases = any(re.search(_BETWEEN_WORDS, name) for name in names)
-    if not has_phrases and not any(map(_TWO_WORDS.search, vocabulary)):
+    merged = "\n".join(set(vocabulary).difference(names))
+    if not has_phrases and not _TWO_WORDS.search(merged):
         places.append(_BETWEEN_WORDS)
     proven = [place for place in places if _is_cut(place, tokenizer, control)]
     return re.compile("|".join(proven)) if proven else None
@@ -110,10 +115,11 @@ def _cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 def _is_cut(place: str, tokenizer: Tokenizer, control: list[str]) -> bool:
     """Whether the probes give the same tokens, whole and cut."""
     for probe in _PROBES:
-        text = probe.join(["", *control[:8], ""])
-        for cut in re.finditer(place, text):
-            at = cut.start()
-            whole, left, right = _encoded(tokenizer, [text, text[:at], text[at:]])
-            if whole != left + right:
-                return False
+        text = probe.join(["", *control[:N_CONTROL], ""])
+        cuts = [cut.start() for cut in re.finditer(place, text)]
+        parts = [part for at in cuts for part in (text[:at], text[at:])]
+        whole, *encoded = _encoded(tokenizer, [text, *parts])
+        halves = zip(encoded[::2], encoded[1::2], strict=True)
+        if any(left + right != whole for left, right in halves):
+            return False
     return True

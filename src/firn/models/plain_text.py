@@ -31,7 +31,7 @@ class PlainText:
             copy = Tokenizer.from_str(_renamed(definition, self._secret))
         except Exception as e:  # tokenizers raises bare ones
             raise ValueError(str(e)) from e
-        self._encoder = PiecewiseEncoder(copy)
+        self._encoder = PiecewiseEncoder(copy, copy.get_vocab())
         ids = {copy.token_to_id(self._secret[text]): id for text, id in added.items()}
         self._ids = {theirs: ours for theirs, ours in ids.items() if theirs != ours}
 

@@ -45,7 +45,7 @@ class HfTokenizer:
             # As it was when the model was trained; a file may have kept it.
             self._fast.no_truncation()
             self._fast.no_padding()
-        self._pieces = None if self._fast is None else PiecewiseEncoder(self._fast)
+        self._pieces = None if self._fast is None else PiecewiseEncoder(self._fast, self._vocab)
         self._copying = threading.Lock()
         self._plain: PlainText | None = None
         self._has_copy = self._fast is not None
