@@ -1,6 +1,6 @@
 """Where the prefix cache's cost goes: an engine in this process, the same work with more and more of it.
 
-    python benchmarks/cost_parts.py --shape 4b --streams 32       # two minutes on an H200
+    python benchmarks/cost_parts.py --shape 4b --streams 32
     python benchmarks/cost_parts.py --shape tiny --streams 8
 
 New prompts of 450 tokens, 128 tokens of reply each, and one long prompt. All begin with the same few
@@ -12,7 +12,7 @@ tokens, as chats do.
     ssd      both, and written to the SSD
 
 The table has tokens per second, the seconds to the long prompt's first token, and in which calls the
-engine spent most time meanwhile, in milliseconds of a round.
+engine spent most time meanwhile, in milliseconds of a round. Takes two minutes on an H200.
 """
 
 from __future__ import annotations
