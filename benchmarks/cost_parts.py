@@ -74,32 +74,31 @@ class Work:
 
 
 @contextlib.contextmanager
-def timed_calls() -> Iterator[Counter[str]]:
+def timed_calls() -> Iterator[dict[str, float]]:
     """Milliseconds that the engine spends in each method of the cache and of the runner."""
-    spent: Counter[str] = Counter()
+    spent: dict[str, float] = defaultdict(float)
 
-    def timed(name: str, method: Callable[..., Any], *args: Any, **more: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return method(*args, **more)
-        finally:
-            spent[name] += 1000 * (time.perf_counter() - began)  # type: ignore[assignment]
+    def timed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return method(*args, **more)
+            finally:
+                spent[name] += 1000 * (time.perf_counter() - began)
+
+        return call
 
     cache = [n for n, v in vars(PrefixTree).items() if callable(v) and not n.startswith("_")]
     places = [*((PrefixTree, n) for n in cache), *((Runner, n) for n in RUNNER)]
     kept = [(owner, name, getattr(owner, name)) for owner, name in places]
     for owner, name, method in kept:
         label = f"{'cache' if owner is PrefixTree else 'runner'}.{name}"
-        setattr(owner, name, _method(partial(timed, label, method)))
+        setattr(owner, name, timed(label, method))
     try:
         yield spent
     finally:
         for owner, name, method in kept:
             setattr(owner, name, method)
-
-
-def _method(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **more: function(*args, **more)
 
 
 def main() -> None:

@@ -4,8 +4,8 @@
     ...is it?|<|im_end|>                a cut: before a control token
 
 Where a text is cut depends on the text alone, so what is remembered makes no difference to its tokens.
-The cuts make none either: no token of the vocabulary spans one. A tokenizer for which that cannot be
-shown, or that treats the beginning of a text differently, gets every text whole.
+The cuts make none either: no token of the vocabulary spans one. Where that cannot be shown for a kind of
+cut, or the tokenizer treats the beginning of a text differently, texts are not cut in that way.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ _PROBES = (
     "  def f(a, b):\n\treturn a or b  # caf\u00e9 na\u00efve \u4f60\u597d\u3002 ok then",
     "I am A b C\r\nend of it ",
 )
-
-
 N_CONTROL = 3
 """Control tokens that are tried."""
 

@@ -42,7 +42,7 @@ class HfTokenizer:
         self._hf = wrapper._tokenizer
         self._fast = getattr(self._hf, "backend_tokenizer", None)
         if self._fast is not None:
-            # As it was when the model was trained; a file may have kept it.
+            # The file may have kept them from training; prompts must be neither cut nor filled up.
             self._fast.no_truncation()
             self._fast.no_padding()
         self._pieces = None if self._fast is None else PiecewiseEncoder(self._fast, self._vocab)

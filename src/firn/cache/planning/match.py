@@ -11,7 +11,7 @@ go on: pages cover [0, p), windows cover [p - reach, p), a state lies exactly at
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -60,12 +60,15 @@ class Match:
     def state(self) -> Record | None:
         return next((r for r in self.records if r.part is Part.STATE), None)
 
-    def nbytes_of(self, records: Iterable[Record]) -> int:
+    def nbytes_of(self, records: Collection[Record]) -> int:
         """How many bytes of these a row is filled with: only some of the last block may be shared."""
-        shares = {s.node: s.n_tokens / s.node.n_tokens for s in self.segments}
-        return int(
-            sum(r.nbytes * (1 if r.part is Part.STATE else shares.get(r.node, 1)) for r in records)
-        )
+        nbytes = sum(r.nbytes for r in records)
+        last = self.segments[-1] if self.segments else None
+        if last is None or last.n_tokens == last.node.n_tokens:
+            return nbytes
+        partial = [r for r in records if r.node is last.node and r.part is not Part.STATE]
+        left_out = 1 - last.n_tokens / last.node.n_tokens
+        return nbytes - int(left_out * sum(r.nbytes for r in partial))
 
     def after(self, start: int) -> Match:
         """The tokens from `start` on; may begin inside a block."""
