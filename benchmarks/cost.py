@@ -33,6 +33,8 @@ from models import SHAPES, write_model
 N_WORDS, N_REPLY = 95, 128
 WORD_TOKENS = 4.6
 MEMORY_MB, SSD_GB = 24 << 10, 32
+WRITTEN_S, STILL_S = 30.0, 1.0
+"""How long a server may write after a round; a folder that is the same after this time is written."""
 
 
 def folder_of(shape: str) -> Path:
@@ -154,7 +156,15 @@ def measured(server: Server, args: argparse.Namespace, *, turn: int) -> dict[str
         )
         if n_cached < 0.9 * args.tokens * 0.9:
             raise BenchError(f"only {n_cached} tokens were cached")
+        wait_until_written(server)
     return values
+
+
+def wait_until_written(server: Server) -> None:
+    """What it still writes would slow the next server down."""
+    until, before = time.monotonic() + WRITTEN_S, -1
+    while time.monotonic() < until and before != (before := server.disk_nbytes()):
+        time.sleep(STILL_S)
 
 
 def shown(medians: dict[str, dict[str, float]]) -> str:

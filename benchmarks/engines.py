@@ -167,6 +167,7 @@ class BenchEngine:
             mx.eval(logits)
             info = model_info(made, config, probe=probe, n_vocab=int(logits.shape[-1]))
             layout = Layout.of(probe)
+            layout.prepare(probe)
             weighs_hits = machine.kind == "cuda" and not uses_all_hits
             cache = PrefixTree(
                 layout,

@@ -74,12 +74,28 @@ def test_a_hit_that_saves_time_is_used(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weighs_hits", "estimates"), [(False, Gpu), (True, Untried)], ids=["elsewhere", "untried"]
+    ("weighs_hits", "estimates", "n_shared"),
+    [(False, Gpu, 7), (True, Untried, BLOCK)],
+    ids=["elsewhere", "untried"],
 )
-def test_a_short_hit_is_used(weighs_hits: bool, estimates: type[Estimates]) -> None:
+def test_a_short_hit_is_used(weighs_hits: bool, estimates: type[Estimates], n_shared: int) -> None:
     with engine(DENSE, weighs_hits=weighs_hits, estimates=estimates) as lab:
         ask(lab, words(1, 100))
-        assert ask(lab, branch(7)).n_cached == 7
+        assert ask(lab, branch(n_shared)).n_cached == n_shared
+
+
+class FreeCopies(Gpu):
+    """What it has seen were fills that nobody waited for."""
+
+    def fill_s(self, nbytes: int) -> float:
+        return 0.0
+
+
+def test_less_than_a_block_is_computed_with_the_rest_whatever_the_estimates_say() -> None:
+    with engine(DENSE, estimates=FreeCopies) as lab:
+        ask(lab, words(1, 100))
+        assert ask(lab, branch(BLOCK - 1)).n_cached == 0
+        assert ask(lab, branch(BLOCK)).n_cached == BLOCK
 
 
 def test_a_hit_of_much_of_the_prompt_is_used() -> None:

@@ -72,6 +72,7 @@ def build_cache(
     except UnknownCacheLayer as e:
         log.warning("%s is served without a prefix cache: %s", loaded.info.name, e)
         return CacheOff(str(e))
+    layout.prepare(loaded.probe)
     limit = cache_nbytes(config, capacity_nbytes)
     settings = CacheSettings(
         limit_nbytes=limit,

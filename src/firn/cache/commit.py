@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from firn.cache.arrays.payload import Payload, evaluate, joined
+from firn.cache.arrays.payload import Payload, evaluate, gathers, joined
 from firn.cache.codecs import At
 from firn.cache.cursor import CacheCursor, WindowPiece
 from firn.cache.layout import Layout
@@ -220,7 +220,8 @@ class Committer:
 
 
 class RowCutter:
-    """Cuts payloads out of a row. Several blocks are cut as one, then copied apart: fewer kernels."""
+    """Cuts payloads out of a row. Where a cut takes many kernels, several blocks are cut as one and then
+    copied apart."""
 
     def __init__(self, layout: Layout, row: LiveRow, start: int, end: int) -> None:
         """[start, end): the tokens that pages and windows may be cut from."""
@@ -232,7 +233,8 @@ class RowCutter:
         self._whole: dict[Part, Payload] = {}
 
     def cut(self, part: Part, start: int, end: int) -> Payload:
-        if part is Part.STATE or (start, end) == (self._start, self._end):
+        is_cheap = part is Part.STATE or (part is Part.PAGES and gathers())
+        if is_cheap or (start, end) == (self._start, self._end):
             return self._layout.cut(part, self._layers, self.at, start, end)
         if part not in self._whole:
             cut = self._layout.cut(part, self._layers, self.at, self._start, self._end)

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from firn.cache.arrays.payload import Payload, Views, by_layer, n_at_once, settle, stacked
+from firn.cache.arrays.host import to_host
+from firn.cache.arrays.payload import (
+    Cells,
+    Payload,
+    Views,
+    by_layer,
+    gathered,
+    gathers,
+    n_at_once,
+    settle,
+    stacked,
+)
 from firn.cache.codecs import Arrays, At, Buffers, LayerCodec, codec_for, leaves
 from firn.cache.codecs.pages import KVCodec, quantising
 from firn.cache.codecs.vlm import VlmKVCodec
@@ -55,7 +66,28 @@ class Layout:
         self, part: Part, layers: Sequence[LayerCache], at: At, start: int, end: int
     ) -> Payload:
         """One part of all layers, for tokens [start, end) of a row: lazy copies."""
-        return stacked(self.views(part, layers, at, start, end))
+        cells = self._cells(layers, at, start, end) if part is Part.PAGES else None
+        payload = gathered(cells) if cells is not None else None
+        return payload or stacked(self.views(part, layers, at, start, end))
+
+    def _cells(self, layers: Sequence[LayerCache], at: At, start: int, end: int) -> Cells | None:
+        """Where these tokens lie, if they lie in the same columns of all layers' buffers."""
+        if not gathers() or not self.lies_in_rows:
+            return None
+        pairs = list(self._buffers(layers))
+        first = {buffers.first_column(layer, at) for buffers, layer in pairs}
+        if len(first) != 1:
+            return None
+        column = first.pop()
+        taken = [buffers.take(layer) for buffers, layer in pairs]
+        return Cells(taken, at.index, column + start, column + end)
+
+    def prepare(self, layers: Sequence[LayerCache]) -> None:
+        """Compile what cutting and spilling need: on CUDA that takes seconds. The layers must hold a
+        token."""
+        if gathers():
+            for part in {c.part for c in self.codecs}:
+                to_host(self.cut(part, layers, At(0, 1), 0, 1)).fetch()
 
     def views(
         self, part: Part, layers: Sequence[LayerCache], at: At, start: int, end: int

@@ -74,9 +74,13 @@ class Restorer:
     def saves_time(self, match: Match, n_prompt: int) -> bool:
         """Whether a row that is filled to the match reads the prompt sooner than an empty one."""
         estimates = self._records.estimates
-        if match.n_tokens >= SMALL_SHARE * n_prompt or not estimates.knows_prefill:
+        if match.n_tokens >= SMALL_SHARE * n_prompt:
             return True
         if self._needs.pages and self._parking.row_for(match) is not None:
+            return True
+        if match.n_tokens < self._records.identity.block:  # a pass over the rest takes as long
+            return False
+        if not estimates.knows_prefill:
             return True
         saved_s = estimates.prefill_s(0, n_prompt) - estimates.prefill_s(match.n_tokens, n_prompt)
         return estimates.fill_s(match.nbytes_of(match.records)) < saved_s

@@ -99,13 +99,22 @@ class Decode:
         """
         for rows in self._groups():
             now = wait or any(not self._inflight.rows[row].tokens for row in rows)
-            try:
-                picked = self._runner.collect(rows, keep_in_flight=0 if now else 1)
-            except Exception as e:
-                self._recovery.rescue(rows, e)
-                continue
-            for token in picked:
-                self._take(token)
+            self._collect(rows, keep_in_flight=0 if now else 1)
+
+    def collect_all(self, choice: Choice) -> None:
+        """Read every token of this reply that has been dispatched, and those of its group."""
+        for rows in self._groups():
+            if choice.row in rows:
+                self._collect(rows, keep_in_flight=0)
+
+    def _collect(self, rows: list[LiveRow], *, keep_in_flight: int) -> None:
+        try:
+            picked = self._runner.collect(rows, keep_in_flight=keep_in_flight)
+        except Exception as e:
+            self._recovery.rescue(rows, e)
+            return
+        for token in picked:
+            self._take(token)
 
     def _take(self, picked: PickedToken[LiveRow]) -> None:
         choice = self._inflight.rows.get(picked.row)

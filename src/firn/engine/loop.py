@@ -198,7 +198,9 @@ class Loop:
 
     def force(self, request: RequestId, index: int, forced: ForcedTokens) -> None:
         for choice in self._open_choices(request, index):
-            if choice.force(forced) and choice.row is not None:
+            # How far a step with drafts takes the reply is known when it is read.
+            self._decode.collect_all(choice)
+            if not choice.done and choice.force(forced) and choice.row is not None:
                 self._decode.force(choice, choice.row)
 
     def _open_choices(self, request: RequestId, index: int) -> list[Choice]:

@@ -138,6 +138,7 @@ class Group:
     next_tokens: mx.array
     """The next token of every seat; may still be computing."""
     unread: list[PlainStep | Verification] = field(default_factory=list)
+    """Steps that the engine has not collected. Drafters and grammars may have read them before."""
     width: int = 0
     """How many tokens the caches of a seat hold, padding included."""
     is_ready: bool = False
@@ -218,6 +219,11 @@ class Group:
         self.seats += [row, *(_vacancy(row) for _ in range(n_seats - 1))]
         if n_seats > 1:
             self.patience = VACANT_STEPS
+
+    @property
+    def has_step_in_flight(self) -> bool:
+        """Whether a step was dispatched whose tokens nobody has read."""
+        return any(not step.is_counted for step in self.unread)
 
     def settle(self) -> None:
         """Finish a step with drafts before anything else happens to its rows.

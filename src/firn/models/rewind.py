@@ -40,6 +40,17 @@ def is_rewindable(layers: Sequence[Any]) -> bool:
     )
 
 
+def can_be_cut_meanwhile(layers: Sequence[Any]) -> bool:
+    """Whether records can be cut out of rows while a step with drafts runs.
+
+    What it writes lies after all of their tokens, and cuts go by position.
+    """
+    return all(
+        isinstance(c, RaggedCache) or kind(c) in ("KVCache", "QuantizedKVCache")
+        for c in leaves(layers)
+    )
+
+
 def ready(layers: Sequence[Any], columns: Columns = ALL_COLUMNS) -> list[Any]:
     """The same caches, of classes whose rows can be rewound one by one. Done once per group."""
     arrays = IndexArrays(columns)

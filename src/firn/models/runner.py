@@ -287,7 +287,9 @@ class Runner:
         """Dispatch one decode step of the group that holds these rows."""
         group = rows[0].group
         assert group is not None
-        group.tick()  # first: it may remove seats
+        # Drafts follow the tokens of the last step with drafts, and vacant seats may be removed.
+        self._read_wide(group)
+        group.tick()  # before drafts are made for each seat
         drafts = self._drafts(group)
         if drafts is None:
             self._launch_one(group)
@@ -304,7 +306,7 @@ class Runner:
         return drafts
 
     def _launch_one(self, group: Group) -> None:
-        is_pipelined = any(not step.is_counted for step in group.unread)
+        is_pipelined = group.has_step_in_flight
         self._prepare(len(group.seats))
         logits = self._next_logits(group)
         # The step consumes position n_tokens, so it picks the one after.
@@ -413,12 +415,13 @@ class Runner:
     def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[PickedToken]:
         """Read the tokens of this group's steps, except the newest `keep_in_flight`.
 
-        A step with drafts is never left in flight. Rows that have left are skipped.
+        Rows that have left are skipped.
         """
         group = rows[0].group
         if group is None:
             return []
-        if any(isinstance(step, Verification) for step in group.unread):
+        newest = group.unread[-1] if group.unread else None
+        if isinstance(newest, Verification) and not newest.may_stay_in_flight:
             keep_in_flight = 0
         out: list[PickedToken] = []
         while len(group.unread) > keep_in_flight:
@@ -438,6 +441,11 @@ class Runner:
         except RuntimeError:
             mx.clear_cache()  # most often memory ran out
             raise
+
+    def _read_wide(self, group: Group) -> None:
+        for step in group.unread:
+            if isinstance(step, Verification):
+                self._read(group, step)
 
     def _read_all(self, group: Group) -> None:
         """Bring every dispatched token to the host, where grammars and drafters see them."""

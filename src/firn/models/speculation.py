@@ -1,9 +1,10 @@
 """Several tokens a step: which drafter is asked, how many of its tokens are tried, what came of them.
 
 Free drafters draft after every token, and what is not tried is compared with what the row says anyway:
-the odds are known before the first draft is paid for, and until then a step stays in flight. Drafting
-needs the newest token on the host, so a group that drafts has no step in flight. It changes to such
-steps, for an episode, when its drafts promise more than the change costs.
+the odds are known before the first draft is paid for, and until then one step is launched while the
+other is computed. Drafting needs the newest token on the host, so a step with drafts is read before the
+next one is launched; the engine passes its tokens on while the next one is computed. A group changes to
+such steps, for an episode, when its drafts promise more than the change costs.
 
     plain  plain  plain | wide  wide  wide | plain  plain
                   ^ read early: nothing     ^ comes late: two steps are built before it is read
@@ -212,7 +213,7 @@ class Speculation:
         if not known or not all(row.n_tokens for row in group.seats):
             return None
         self._prepare(known)
-        if group.unread:
+        if group.has_step_in_flight:
             if self._width(group, step_in_flight=True).width == 1:
                 self._pass_over(group, known)
                 return None
@@ -405,7 +406,7 @@ class Speculation:
         for row in group.rows:
             drafted = self._rows.get(row)
             # With a step in flight, the first drafted token is about that step.
-            n_pending = 1 if group.unread else len(row.pending)
+            n_pending = 1 if step_in_flight else len(row.pending)
             expected = self._expected_of_free(drafted, n_pending)
             free.append(expected)
             costly = self._expected_of_costly(row, drafted, n_pending)

@@ -21,7 +21,7 @@ import mlx.core as mx
 from firn.core.errors import FirnError
 from firn.core.events import TokenLogprob
 from firn.models.carry import HiddenAt
-from firn.models.rewind import RaggedStep, is_rewindable
+from firn.models.rewind import RaggedStep, can_be_cut_meanwhile, is_rewindable
 from firn.models.sampling import Picker, Picks, read_logprobs, to_host
 
 if TYPE_CHECKING:
@@ -82,6 +82,11 @@ class Verification:
     """The speculation has learnt from it."""
     fault: Exception | None = None
     _taken: list[TakenTokens] = field(default_factory=list)
+
+    @property
+    def may_stay_in_flight(self) -> bool:
+        """Whether the engine may go on with its rows before this is read."""
+        return self.hidden is None and can_be_cut_meanwhile(self.group.layers)
 
     def read(self) -> list[TakenTokens]:
         """Wait for the tokens and take back what was drafted wrong. Idempotent: it raises again what it

@@ -55,7 +55,9 @@ specs = st.builds(
     st.sampled_from(sorted(ITEM_NBYTES)),
     st.lists(st.integers(0, 3), max_size=4).map(tuple),
 )
-stacks = st.lists(st.lists(st.none() | st.integers(0, 4), min_size=1, max_size=4), max_size=4)
+stacks = st.lists(
+    st.lists(st.none() | st.integers(0, 4), min_size=1, max_size=4).map(tuple), max_size=4
+).map(tuple)
 keys = st.binary(min_size=32, max_size=32).map(Key)
 headers = st.builds(
     Header,

@@ -62,9 +62,11 @@ def tensors_of(layers: Layers) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(spec.dtype, (1, *spec.shape)) for spec in present)
 
 
-def distinct(layers: Layers) -> list[list[int | None]]:
+def distinct(layers: Layers) -> tuple[tuple[int | None, ...], ...]:
     numbers = itertools.count()
-    return [[None if spec is None else next(numbers) for spec in slots] for slots in layers]
+    return tuple(
+        tuple(None if spec is None else next(numbers) for spec in slots) for slots in layers
+    )
 
 
 def header(

@@ -3,8 +3,10 @@
 MLX reads and writes a GPU's arrays through managed memory, page fault by page fault: 2 GB/s on an H200,
 where the bus moves 40. And an array that the host has read comes back to the GPU at the same speed.
 
-    out   the driver copies a packed array to pinned memory, on a stream of its own
+    out   the driver copies a record's arrays to pinned memory, on a stream of its own
     in    an I/O thread copies what it has read to pinned memory, and a kernel fetches it from there
+
+And within the GPU, the cells of many layers are copied to one array by one kernel.
 
 Where the driver is not as expected here, `device()` is None, and MLX's own copies are used.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import threading
 import weakref
 from collections import deque
@@ -30,29 +33,35 @@ PINNED_NBYTES = 1 << 30
 """The most pinned memory for what was read; beyond it the driver copies, which is slower."""
 ROUND_NBYTES = 1 << 20
 WORD_NBYTES, N_THREADS = 16, 1 << 16
-FETCH = """
-    const uint4* from = reinterpret_cast<const uint4*>(where[0]);
-    uint4* to = reinterpret_cast<uint4*>(out);
-    const unsigned long long step = (unsigned long long)gridDim.x * blockDim.x;
-    unsigned long long i = (unsigned long long)blockIdx.x * blockDim.x + threadIdx.x;
-    for (; i < where[1]; i += step) {
+COPY = """
+    const long long step = (long long)gridDim.x * blockDim.x;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < n_words[0]; i += step) {
         to[i] = from[i];
     }
 """
-
-
-class _Tensor(ctypes.Structure):
-    """The beginning of DLPack's DLManagedTensor."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device", ctypes.c_int32 * 2),
-        ("ndim", ctypes.c_int32),
-        ("dtype", ctypes.c_uint32),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("byte_offset", ctypes.c_uint64),
-    )
+FETCH = """
+    const uint4* from = reinterpret_cast<const uint4*>(address[0]);
+    uint4* to = reinterpret_cast<uint4*>(out);
+"""
+GATHER = """
+    from += first[0] + blockIdx.y * head[0];
+    uint4* to = reinterpret_cast<uint4*>(out) + (blockIdx.z * gridDim.y + blockIdx.y) * n_words[0];
+"""
+GATHER_CASE = "case {i}: from = reinterpret_cast<const uint4*>(a{i}); break;"
+GATHER_THREADS = 1 << 11
+"""For each head of each array."""
+MAX_GATHERED = 256
+"""Arrays of one kernel: each is a parameter, of which a kernel has 4 KiB."""
+LOCATE = """{{
+    long long n = 1;
+    bool is_whole = true;
+    for (int d = a{i}_ndim - 1; d >= 0; --d) {{
+        is_whole = is_whole && (a{i}_shape[d] <= 1 || a{i}_strides[d] == n);
+        n *= a{i}_shape[d];
+    }}
+    at{i}[0] = is_whole ? reinterpret_cast<unsigned long long>(a{i}) : 0;
+}}"""
+"""The address of an array; 0 where its bytes do not lie one after another."""
 
 
 class CudaError(RuntimeError):
@@ -72,32 +81,90 @@ class Cuda:
         self._pinned_at: list[tuple[int, int]] = []
         self._allocating = threading.Lock()
         self._fetch: Any = None
+        self._gathers: dict[int, Any] = {}
+        """By how many arrays they copy."""
+        self._locates: dict[int, Any] = {}
+        """By how many arrays they find."""
+        self.gathers = True
+        """Whether `gather` may be used."""
         device = ctypes.c_int()
         self._call("cuInit", ctypes.c_uint(0))
         self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(0))
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
-        self._capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-        self._capsule_pointer.restype = ctypes.c_void_p
-        self._capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
     def compile(self) -> None:
         """Make the kernel that fetches from pinned memory."""
         self._fetch = mx.fast.cuda_kernel(
-            name="firn_fetch", input_names=["where"], output_names=["out"], source=FETCH
+            name="firn_fetch",
+            input_names=["address", "n_words"],
+            output_names=["out"],
+            source=FETCH + COPY,
         )
 
     def forget_kernel(self) -> None:
         self._fetch = None
 
-    def to_host(self, array: mx.array) -> memoryview:
-        """The bytes of an evaluated, contiguous array; valid until this thread's next call."""
-        stream, nbytes = self._stream(), array.nbytes
-        buffer = self._pinned(nbytes)
-        address, _keep = self._address(array)
-        to, size = ctypes.c_void_p(buffer), ctypes.c_size_t(nbytes)
-        self._call("cuMemcpyDtoHAsync_v2", to, address, size, stream)
+    def gather(self, arrays: Sequence[mx.array], row: int, start: int, end: int) -> mx.array:
+        """Columns [start, end) of one row of these arrays, which are alike, as one new array."""
+        n, first = len(arrays), arrays[0]
+        _, n_heads, n_columns, width = first.shape
+        if n not in self._gathers:
+            cases = "\n".join(GATHER_CASE.format(i=i) for i in range(n))
+            choice = f"const uint4* from = nullptr;\nswitch (blockIdx.z) {{\n{cases}\n}}"
+            self._gathers[n] = mx.fast.cuda_kernel(
+                name=f"firn_gather_{n}",
+                input_names=[*(f"a{i}" for i in range(n)), "first", "head", "n_words"],
+                output_names=["out"],
+                source=choice + GATHER + COPY,
+            )
+        words = width * first.itemsize // WORD_NBYTES
+        at = (row * n_heads * n_columns + start) * words
+        # Each by itself: MLX makes numbers of eight bytes without asking the driver for memory.
+        numbers = [mx.array(x, mx.int64) for x in (at, n_columns * words, (end - start) * words)]
+        (out,) = self._gathers[n](
+            inputs=[*arrays, *numbers],
+            grid=(GATHER_THREADS, n_heads, n),
+            threadgroup=(256, 1, 1),
+            output_shapes=[(n, 1, n_heads, end - start, width)],
+            output_dtypes=[first.dtype],
+        )
+        return out  # type: ignore[no-any-return]
+
+    def locate(self, arrays: Sequence[mx.array]) -> list[mx.array]:
+        """The addresses of these arrays, lazily. A kernel finds them: if Python asks for an address, MLX
+        moves the array to managed memory, which takes milliseconds and holds the GIL meanwhile, and the
+        array and whatever gets its buffer later are slow to use."""
+        n = len(arrays)
+        if n not in self._locates:
+            self._locates[n] = mx.fast.cuda_kernel(
+                name=f"firn_locate_{n}",
+                input_names=[f"a{i}" for i in range(n)],
+                output_names=[f"at{i}" for i in range(n)],
+                source="\n".join(LOCATE.format(i=i) for i in range(n)),
+                ensure_row_contiguous=False,
+            )
+        return self._locates[n](  # type: ignore[no-any-return]
+            inputs=list(arrays),
+            grid=(1, 1, 1),
+            threadgroup=(1, 1, 1),
+            output_shapes=[(1,)] * n,
+            output_dtypes=[mx.uint64] * n,
+        )
+
+    def to_host(self, addresses: Sequence[mx.array], sizes: Sequence[int]) -> list[memoryview]:
+        """The bytes at these addresses, which `locate` has found; valid until this thread's next call.
+
+        Whoever calls keeps the arrays alive, and nobody may have asked for their addresses since.
+        """
+        stream, at = self._stream(), self._pinned(sum(sizes))
+        views = []
+        for address, nbytes in zip(addresses, sizes, strict=True):
+            to, source = ctypes.c_void_p(at), _checked(address)
+            self._call("cuMemcpyDtoHAsync_v2", to, source, ctypes.c_size_t(nbytes), stream)
+            views.append(memoryview((ctypes.c_uint8 * nbytes).from_address(at)).cast("B"))
+            at += nbytes
         self._call("cuStreamSynchronize", stream)
-        return memoryview((ctypes.c_uint8 * nbytes).from_address(buffer)).cast("B")
+        return views
 
     def stage(self, buffers: Sequence[memoryview]) -> list[memoryview]:
         """The same bytes in pinned memory, which is freed with them; or the buffers as they are."""
@@ -121,11 +188,11 @@ class Cuda:
         if self._fetch is not None and any(a <= at < a + n for a, n in self._pinned_at):
             return self._fetched(at, host.nbytes, shape, dtype)
         array = mx.zeros(shape, dtype)
-        mx.eval(array)
-        stream = self._stream()
-        address, _keep = self._address(array)
+        (address,) = self.locate([array])
+        mx.eval(array, address)
+        to, stream = _checked(address), self._stream()
         source, size = ctypes.c_void_p(host.ctypes.data), ctypes.c_size_t(array.nbytes)
-        self._call("cuMemcpyHtoDAsync_v2", address, source, size, stream)
+        self._call("cuMemcpyHtoDAsync_v2", to, source, size, stream)
         self._call("cuStreamSynchronize", stream)
         return array
 
@@ -134,7 +201,7 @@ class Cuda:
     ) -> mx.array:
         n_words = -(-nbytes // WORD_NBYTES)
         (out,) = self._fetch(
-            inputs=[mx.array([address, n_words], mx.uint64)],
+            inputs=[mx.array(address, mx.uint64), mx.array(n_words, mx.int64)],
             grid=(N_THREADS, 1, 1),
             threadgroup=(256, 1, 1),
             output_shapes=[(n_words * WORD_NBYTES,)],
@@ -169,13 +236,6 @@ class Cuda:
         weakref.finalize(array, self._free.append, (address, nbytes))
         return array
 
-    def _address(self, array: mx.array) -> tuple[ctypes.c_uint64, object]:
-        """The array's address, and an object that keeps it valid."""
-        capsule = array.__dlpack__()
-        pointer = self._capsule_pointer(capsule, b"dltensor")
-        tensor = ctypes.cast(pointer, ctypes.POINTER(_Tensor)).contents
-        return ctypes.c_uint64(tensor.data + tensor.byte_offset), capsule
-
     def _stream(self) -> ctypes.c_void_p:
         """This thread's stream. The thread uses MLX's context from then on."""
         if not hasattr(self._own, "stream"):
@@ -205,6 +265,20 @@ class Cuda:
             raise CudaError(f"{name}: CUDA error {status}")
 
 
+def _checked(address: mx.array) -> ctypes.c_uint64:
+    found = int(address.item())  # type: ignore[arg-type]
+    if not found:
+        raise CudaError("an array is not contiguous")
+    return ctypes.c_uint64(found)
+
+
+def are_alike(arrays: Sequence[mx.array]) -> bool:
+    """Whether `Cuda.gather` can copy cells of all of them at once."""
+    first = arrays[0]
+    is_whole = first.ndim == 4 and first.shape[-1] * first.itemsize % WORD_NBYTES == 0
+    return is_whole and len(arrays) <= MAX_GATHERED and all(a.shape == first.shape for a in arrays)
+
+
 @cache
 def device() -> Cuda | None:
     """None: arrays lie in the host's memory, or the driver is not as expected."""
@@ -229,8 +303,10 @@ def _check(cuda: Cuda) -> None:
         array = mx.concatenate(
             [cuda.to_device(data, want.shape, mx.uint16), mx.zeros(1, mx.uint16)]
         )
-        mx.eval(array)
-        return bytes(cuda.to_host(array))[: want.nbytes] == want.tobytes()
+        addresses = cuda.locate([array])
+        mx.eval(array, addresses)
+        (copy,) = cuda.to_host(addresses, [array.nbytes])
+        return bytes(copy)[: want.nbytes] == want.tobytes()
 
     if not is_same(want.view(np.uint8)):
         raise CudaError("a copy came back changed")
@@ -242,3 +318,18 @@ def _check(cuda: Cuda) -> None:
     except (RuntimeError, ValueError, AttributeError, TypeError) as e:
         cuda.forget_kernel()
         log.warning("the cache copies records to the GPU by the driver, which is slower: %s", e)
+    try:
+        _check_gather(cuda)
+    except (RuntimeError, ValueError, AttributeError, TypeError) as e:
+        cuda.gathers = False
+        log.warning("the cache cuts records layer by layer, which is slower: %s", e)
+
+
+def _check_gather(cuda: Cuda) -> None:
+    """Raises CudaError unless it gives what slices give."""
+    shape = (3, 2, 70, 24)
+    size = math.prod(shape)
+    arrays = [(mx.arange(size) + i * size).astype(mx.float32).reshape(shape) for i in range(3)]
+    want = mx.stack([a[1:2, :, 5:69] for a in arrays])
+    if not mx.array_equal(cuda.gather(arrays, 1, 5, 69), want):
+        raise CudaError("a kernel's cells came out different")

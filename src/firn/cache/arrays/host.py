@@ -1,8 +1,8 @@
 """Payloads to host bytes and back, bit for bit.
 
-Where the device uses the host's memory (CPU, Metal) nothing is copied on the way out: an array never
-changes once it is computed, and the bytes keep it alive. On CUDA the engine thread makes a packed copy
-on the device, and the thread that writes it fetches that.
+Nothing is copied on the engine thread on the way out: an array never changes once it is computed, and
+the bytes keep it alive. Where the device uses the host's memory (CPU, Metal) the writer reads the array
+itself; on CUDA it has the driver fetch it.
 
 NumPy has no bfloat16, so its bits travel as 16-bit integers and become bfloat16 again after loading.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -64,42 +63,31 @@ class PayloadBytes:
     tensors: tuple[TensorSpec, ...]
     places: Places
     _stacks: tuple[mx.array, ...]
-    """The payload's stacks, or one packed copy of all of them."""
+    _addresses: tuple[mx.array, ...] = ()
+    """Of the stacks, on CUDA."""
 
     def fetch(self) -> list[memoryview]:
         """The bytes of each tensor. Any thread; valid until its next fetch."""
         bus = cuda.device()
-        if bus is None or not self._stacks:
+        if bus is None or not self._addresses:
             return [_bytes(stack) for stack in self._stacks]
-        mx.eval(self._stacks)  # dispatched by the engine thread: this only waits
-        whole = bus.to_host(self._stacks[0])
-        ends = accumulate(spec.nbytes for spec in self.tensors)
-        return [whole[end - s.nbytes : end] for s, end in zip(self.tensors, ends, strict=True)]
+        mx.eval(
+            self._addresses
+        )  # dispatched by the engine thread, after the stacks: this only waits
+        return bus.to_host(self._addresses, [spec.nbytes for spec in self.tensors])
 
 
 def to_host(payload: Payload) -> PayloadBytes:
     """Engine thread. Computes the payload, if it is not computed yet; on CUDA without waiting for it."""
     tensors = tuple(TensorSpec(CODES[s.dtype], tuple(s.shape)) for s in payload.stacks)
-    pack = _plain if cuda.device() is None else _packed
-    return PayloadBytes(tensors, payload.places, pack(payload.stacks))
-
-
-def _plain(stacks: Sequence[mx.array]) -> tuple[mx.array, ...]:
-    plain = tuple(a.view(mx.uint16) if a.dtype == mx.bfloat16 else a for a in stacks)
+    bus = cuda.device()
+    if bus is not None and payload.stacks:
+        addresses = tuple(bus.locate(payload.stacks))
+        mx.async_eval(addresses)  # the writer waits: here the step in flight would be awaited, too
+        return PayloadBytes(tensors, payload.places, payload.stacks, addresses)
+    plain = tuple(a.view(mx.uint16) if a.dtype == mx.bfloat16 else a for a in payload.stacks)
     mx.eval(plain)
-    return plain
-
-
-def _packed(stacks: Sequence[mx.array]) -> tuple[mx.array, ...]:
-    """One copy on the device: an array that the host has read is slow for the device afterwards. The
-    thread that writes it waits for it: here the step in flight would be awaited as well."""
-    if not stacks:
-        return ()
-    flat = [s.reshape(-1).view(mx.uint8) for s in stacks]
-    # With a lone array concatenate would return the array itself, so a byte is added.
-    packed = mx.concatenate([*flat, mx.zeros((1,), mx.uint8)])
-    mx.async_eval(packed)
-    return (packed,)
+    return PayloadBytes(tensors, payload.places, plain)
 
 
 def _bytes(array: mx.array) -> memoryview:

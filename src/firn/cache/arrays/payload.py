@@ -12,7 +12,7 @@ filled many layers at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -77,20 +77,54 @@ class Views:
         return self.layers[i]
 
 
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """Columns [start, end) of one row, in the buffers of all layers: (rows, heads, columns, width)."""
+
+    layers: list[Arrays]
+    row: int
+    start: int
+    end: int
+
+
 def stacked(layers: Sequence[Arrays]) -> Payload:
     """A lazy copy of these arrays."""
+    places, members = _by_kind(layers, lambda a: (a.dtype, *a.shape))
+    stacks = (mx.stack(some) if len(some) > 1 else array_copy(some[0][None]) for some in members)
+    return Payload(tuple(stacks), places)
+
+
+def gathers() -> bool:
+    """Whether `gathered` can be used here."""
+    bus = cuda.device()
+    return bus is not None and bus.gathers
+
+
+def gathered(cells: Cells) -> Payload | None:
+    """A lazy copy of these cells, in one launch for each stack. MLX would copy what it stacks array by
+    array, in 72 launches for 36 layers. None: their buffers are not alike."""
+    bus = cuda.device()
+    assert bus is not None
+    places, members = _by_kind(cells.layers, lambda a: (a.dtype, a.shape[1], a.shape[3]))
+    if not all(map(cuda.are_alike, members)):
+        return None
+    stacks = (bus.gather(some, cells.row, cells.start, cells.end) for some in members)
+    return Payload(tuple(stacks), places)
+
+
+def _by_kind(
+    layers: Sequence[Arrays], kind: Callable[[mx.array], Hashable]
+) -> tuple[Places, list[list[mx.array]]]:
+    """Where each array goes, and the arrays of each stack: those of one kind."""
     places = places_of(
-        [[None if a is None else (a.dtype, *a.shape) for a in arrays] for arrays in layers]
+        tuple(tuple(None if a is None else kind(a) for a in arrays) for arrays in layers)
     )
     members: dict[int, list[mx.array]] = {}
     for slots, arrays in zip(places, layers, strict=True):
         for at, array in zip(slots, arrays, strict=True):
             if at is not None and array is not None:
                 members.setdefault(at[0], []).append(array)
-    stacks = (
-        mx.stack(some) if len(some) > 1 else array_copy(some[0][None]) for some in members.values()
-    )
-    return Payload(tuple(stacks), places)
+    return places, list(members.values())
 
 
 def array_copy(array: mx.array) -> mx.array:
@@ -145,10 +179,14 @@ def compute(layers: Iterable[Arrays]) -> None:
 
 
 def _evaluate(arrays: list[mx.array]) -> None:
-    """On CUDA they are not awaited: the decode step in flight would be awaited with them, and holds the
-    layer's buffers anyway. A fault shows when the engine confirms what was committed."""
     if arrays:
-        (mx.eval if cuda.device() is None else mx.async_eval)(arrays)
+        (mx.eval if copies_are_awaited() else mx.async_eval)(arrays)
+
+
+def copies_are_awaited() -> bool:
+    """Not on CUDA: the decode step in flight would be awaited with them, and holds the layer's buffers
+    anyway. A fault shows when the engine confirms what was committed."""
+    return cuda.device() is None
 
 
 def settle(layers: Sequence[LayerCache]) -> None:

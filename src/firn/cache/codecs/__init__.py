@@ -41,7 +41,8 @@ class At:
 
 
 class Buffers(Protocol):
-    """Takes a lone row's buffers without a copy, and gives them to another row. Stateless."""
+    """The arrays in which pages lie: (rows, heads, columns, width). Takes those of a lone row without a
+    copy, and gives them to another row. Stateless."""
 
     def is_lone(self, layer: LayerCache) -> bool:
         """Whether this is a lone row's cache, not a group's."""
@@ -49,6 +50,10 @@ class Buffers(Protocol):
 
     def take(self, layer: LayerCache) -> Arrays:
         """The layer's own buffers, with whatever room they have after its tokens."""
+        ...
+
+    def first_column(self, layer: LayerCache, at: At) -> int:
+        """The column of a row's first token, in a lone layer or in a group's."""
         ...
 
     def give(self, layer: LayerCache, arrays: Arrays, n_tokens: int) -> None:

@@ -25,6 +25,9 @@ class KVBuffers:
     def take(self, layer: LayerCache) -> Arrays:
         return layer.keys, layer.values
 
+    def first_column(self, layer: LayerCache, at: At) -> int:
+        return _padding(layer, at)
+
     def give(self, layer: LayerCache, arrays: Arrays, n_tokens: int) -> None:
         layer.keys, layer.values = arrays
         layer.offset = n_tokens
@@ -36,6 +39,9 @@ class QuantizedKVBuffers:
 
     def take(self, layer: LayerCache) -> Arrays:
         return (*layer.keys, *layer.values)
+
+    def first_column(self, layer: LayerCache, at: At) -> int:
+        return 0
 
     def give(self, layer: LayerCache, arrays: Arrays, n_tokens: int) -> None:
         layer.keys, layer.values = arrays[:3], arrays[3:]

@@ -18,7 +18,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from firn.cache.arrays.payload import Payload, Views, array_copy, compute, evaluate, stacked
+from firn.cache.arrays.payload import (
+    Cells,
+    Payload,
+    Views,
+    array_copy,
+    compute,
+    copies_are_awaited,
+    evaluate,
+    gathered,
+    gathers,
+    stacked,
+)
 from firn.cache.codecs import TOKEN_AXIS, Arrays, At, nbytes_of
 from firn.cache.layout import Layout
 from firn.cache.parts import Part
@@ -56,6 +67,11 @@ class Slab:
         return [
             tuple(None if x is None else x[..., a:b, :] for x in arrays) for arrays in self.layers
         ]
+
+    def cut(self, start: int, end: int) -> Payload:
+        """Lazy copies."""
+        cells = Cells(self.layers, 0, start - self.first, end - self.first)
+        return (gathered(cells) if gathers() else None) or stacked(self.views(start, end))
 
     def trim(self, first: int, end: int) -> None:
         """Keep only tokens [first, end). One layer at a time: there is no memory for a second slab."""
@@ -116,7 +132,11 @@ class RowPages(InRow):
 
     def cut(self, start: int, end: int) -> Payload:
         """Copies, made lazily: they must be computed before the row goes on."""
-        return stacked(self.views(start, end).layers)
+        if self.slab is not None:
+            return self.slab.cut(start, end)
+        assert self.row is not None, "the row is gone"
+        at = At(self.row.index, self.row.n_tokens)
+        return self._layout.cut(Part.PAGES, self.row.live_layers, at, start, end)
 
 
 def payload_of(record: Record) -> Payload:
@@ -128,10 +148,12 @@ def payload_of(record: Record) -> Payload:
 
 
 def wait_for_row(record: Record) -> None:
-    """Wait until the row's dispatched work is done.
+    """Wait until the row's dispatched work is done, where cutting the record would wait for it, too.
 
-    Cutting the record would wait for it, too, and that time would count as spilling.
+    That time would count as spilling.
     """
+    if not copies_are_awaited():
+        return
     pages = record.arrays
     if isinstance(pages, RowPages) and pages.row is not None and pages.row.is_live:
         compute(pages.views(record.node.start, record.node.end).layers)

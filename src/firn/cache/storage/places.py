@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
+from functools import lru_cache
 
 Places = tuple[tuple[tuple[int, int] | None, ...], ...]
 """For each layer and each of its slots: (stack, entry of the stack), or None for an empty slot."""
 
 
-def places_of(kinds: Sequence[Sequence[Hashable | None]]) -> Places:
+@lru_cache(maxsize=64)
+def places_of(kinds: tuple[tuple[Hashable | None, ...], ...]) -> Places:
     """The places of arrays of these kinds: those of one kind go into one stack, in their order."""
     numbers: dict[Hashable, int] = {}
     counts: list[int] = []
@@ -33,4 +35,6 @@ def to_text(places: Places) -> str:
 def from_text(text: str) -> Places:
     """Raises ValueError."""
     layers = text.split(";") if text else []
-    return places_of([[None if s == "-" else int(s) for s in slots.split()] for slots in layers])
+    return places_of(
+        tuple(tuple(None if s == "-" else int(s) for s in slots.split()) for slots in layers)
+    )
