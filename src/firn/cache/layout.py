@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from firn.cache.arrays.host import to_host
 from firn.cache.arrays.payload import (
     Cells,
     Payload,
@@ -16,6 +15,7 @@ from firn.cache.arrays.payload import (
     n_at_once,
     settle,
     stacked,
+    try_gathering,
 )
 from firn.cache.codecs import Arrays, At, Buffers, LayerCodec, codec_for, leaves
 from firn.cache.codecs.pages import KVCodec, quantising
@@ -83,11 +83,11 @@ class Layout:
         return Cells(taken, at.index, column + start, column + end)
 
     def prepare(self, layers: Sequence[LayerCache]) -> None:
-        """Compile what cutting and spilling need: on CUDA that takes seconds. The layers must hold a
-        token."""
-        if gathers():
-            for part in {c.part for c in self.codecs}:
-                to_host(self.cut(part, layers, At(0, 1), 0, 1)).fetch()
+        """Compile what cutting needs: on CUDA that takes seconds. The layers must hold a token."""
+        at = At(0, 1)
+        cells = self._cells(layers, at, 0, 1)
+        if cells is not None:
+            try_gathering(cells, self.views(Part.PAGES, layers, at, 0, 1))
 
     def views(
         self, part: Part, layers: Sequence[LayerCache], at: At, start: int, end: int

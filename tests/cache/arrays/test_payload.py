@@ -19,6 +19,7 @@ from firn.cache.commit import RowCutter
 from firn.cache.layout import Layout
 from firn.cache.parts import Part
 from firn.cache.storage import places
+from firn.models.rewind import ready
 
 QUICK = settings(max_examples=40, deadline=None)
 SHAPES = st.sampled_from([(1, 2, 6, 4), (1, 1, 6, 3), (1, 2, 6, 1)])
@@ -199,8 +200,19 @@ def test_places_that_are_none_are_refused(text: str) -> None:
 class Bus:
     """Stands for the driver: copies that are visible."""
 
+    gathers = True
+
     def __init__(self) -> None:
-        self.n_out = self.n_in = 0
+        self.n_out = self.n_in = self.n_gathered = 0
+        self.why_not = ""
+
+    def gather(self, arrays: Sequence[mx.array], row: int, start: int, end: int) -> mx.array:
+        assert cuda.are_alike(arrays)
+        self.n_gathered += 1
+        return mx.stack([a[row : row + 1, :, start:end] for a in arrays])
+
+    def stop_gathering(self, why: object) -> None:
+        self.gathers, self.why_not = False, str(why)
 
     def locate(self, arrays: Sequence[mx.array]) -> list[mx.array]:
         return [mx.flatten(a).view(mx.uint8) for a in arrays]
@@ -233,6 +245,104 @@ def test_over_a_bus_a_record_is_one_copy_for_each_stack(
         again = host.from_host(lent.tensors, lent.places, host.staged(lent.fetch()))
     assert all_same(again, layers)
     assert bus.n_out == bus.n_in == len(payload.stacks)
+
+
+# --- cells of all layers in one launch -----------------------------------------------------
+
+
+def kv_layers(n_tokens: int, *, n_layers: int = 3, width: int = 8, seed: int = 0) -> list[Any]:
+    rng = np.random.default_rng(seed)
+    layers: list[Any] = [KVCache() for _ in range(n_layers)]
+    for layer in layers:
+        keys, values = (mx.array(rng.normal(size=(1, 2, n_tokens, width))) for _ in range(2))
+        layer.update_and_fetch(keys, values)
+    return layers
+
+
+def grouped(lengths: Sequence[int]) -> list[Any]:
+    rows = [kv_layers(n, seed=n) for n in lengths]
+    return [KVCache.merge(list(same)) for same in zip(*rows, strict=True)]
+
+
+def ragged(lengths: Sequence[int]) -> list[Any]:
+    return list(ready(grouped(lengths)))
+
+
+def quantised(n_tokens: int) -> list[Any]:
+    return [layer.to_quantized(group_size=32, bits=8) for layer in kv_layers(n_tokens, width=128)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "at", "n_stacks"),
+    [
+        (kv_layers(40), At(0, 40), 1),
+        (grouped([40, 25, 33]), At(1, 25), 1),
+        (ragged([40, 25, 33]), At(2, 33), 1),
+        (quantised(40), At(0, 40), 2),
+    ],
+    ids=["lone", "grouped", "ragged", "quantised"],
+)
+def test_cells_of_all_layers_are_copied_at_once(
+    layers: list[Any], at: At, n_stacks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = Layout.of(kv_layers(1) if n_stacks == 1 else layers)
+    want = layout.cut(Part.PAGES, layers, at, 3, 21)
+    bus = Bus()
+    monkeypatch.setattr(cuda, "device", lambda: bus)
+    layout.prepare(layers if at.index == 0 else kv_layers(1))
+    assert not bus.why_not
+    bus.n_gathered = 0
+    got = layout.cut(Part.PAGES, layers, at, 3, 21)
+    assert all_same(got, [want.layer(i) for i in range(want.n_layers)])
+    assert got.places == want.places
+    assert bus.n_gathered == len(got.stacks) == n_stacks
+
+
+def test_buffers_that_differ_are_copied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer has more room than the others."""
+    layers = [*kv_layers(40, n_layers=2), *kv_layers(300, n_layers=1)]
+    layers[-1].trim(260)
+    layout = Layout.of(layers)
+    want = layout.cut(Part.PAGES, layers, At(0, 40), 3, 21)
+    bus = Bus()
+    monkeypatch.setattr(cuda, "device", lambda: bus)
+    got = layout.cut(Part.PAGES, layers, At(0, 40), 3, 21)
+    assert all_same(got, [want.layer(i) for i in range(want.n_layers)])
+    assert not bus.n_gathered
+
+
+@pytest.mark.parametrize("fault", ["wrong", "raises"])
+def test_a_kernel_that_is_wrong_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Bad(Bus):
+        def gather(self, arrays: Sequence[mx.array], row: int, start: int, end: int) -> mx.array:
+            if fault == "raises":
+                raise RuntimeError("it does not compile")
+            return super().gather(arrays, row, start, end) + 1
+
+    bus = Bad()
+    layers = kv_layers(1)
+    layout = Layout.of(layers)
+    want = layout.cut(Part.PAGES, layers, At(0, 1), 0, 1)
+    monkeypatch.setattr(cuda, "device", lambda: bus)
+    layout.prepare(layers)
+    assert bus.why_not
+    got = layout.cut(Part.PAGES, layers, At(0, 1), 0, 1)
+    assert all_same(got, [want.layer(i) for i in range(want.n_layers)])
+
+
+@pytest.mark.parametrize(
+    ("shapes", "alike"),
+    [
+        ([(2, 2, 64, 8)] * 3, True),
+        ([(2, 2, 64, 8), (2, 2, 128, 8)], False),
+        ([(2, 2, 64, 3)] * 2, False),
+        ([(2, 64, 8)] * 2, False),
+        ([(1, 1, 1, 8)] * (cuda.MAX_GATHERED + 1), False),
+    ],
+    ids=["alike", "more room", "odd width", "three axes", "too many"],
+)
+def test_which_buffers_a_kernel_can_read(shapes: list[tuple[int, ...]], alike: bool) -> None:
+    assert cuda.are_alike([mx.zeros(shape) for shape in shapes]) is alike
 
 
 def test_what_cannot_be_pinned_is_read_from_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:

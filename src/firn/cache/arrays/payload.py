@@ -112,6 +112,20 @@ def gathered(cells: Cells) -> Payload | None:
     return Payload(tuple(stacks), places)
 
 
+def try_gathering(cells: Cells, views: Sequence[Arrays]) -> None:
+    """Compile the kernel for buffers like these; do without it if it fails, or copies other cells than
+    the views are of."""
+    bus = cuda.device()
+    if bus is None or not bus.gathers:
+        return
+    try:
+        got, want = gathered(cells), stacked(views)
+        if got is not None and not all(map(mx.array_equal, got.stacks, want.stacks)):
+            bus.stop_gathering("a kernel's cells came out different")
+    except (RuntimeError, ValueError, TypeError) as e:
+        bus.stop_gathering(e)
+
+
 def _by_kind(
     layers: Sequence[Arrays], kind: Callable[[mx.array], Hashable]
 ) -> tuple[Places, list[list[mx.array]]]:

@@ -37,6 +37,7 @@ from firn.cache.storage.events import (
 )
 from firn.cache.storage.faults import TierError, TierFault, Unwanted
 from firn.cache.storage.io import Changes, Io, ReadOrder, TierEntry, Wanted, WriteOrder
+from firn.cache.storage.pace import WritePace
 from firn.cache.storage.store_io import Searchable
 from firn.cache.storage.store_search import StoreQuestion, search
 from firn.cache.storage.threads import Done
@@ -50,6 +51,8 @@ BUSY_SHARE = 0.02
 """The share of the engine's time that spilling may take while requests run."""
 MAX_CREDIT_S = 0.05
 """How much of that time may be saved up."""
+MAX_AT_ONCE = 2
+"""Records that are handed over while requests run: one is written, the next one is ready."""
 PATIENCE_S = 2.0
 """How long a record waits to be spilled while a request waits for its first token."""
 POLL_S = {
@@ -138,6 +141,7 @@ class TierClient:
         self._loading: dict[Record, list[Wanted]] = {}
         """Each record with those who want it."""
         self._credit_s = MAX_CREDIT_S
+        self._pace = WritePace()
         self._last_poll = clock()
         self.heard_until = clock()
         """Whatever was read by then, the engine has heard of."""
@@ -366,6 +370,10 @@ class TierClient:
         self._io.defer_writes(load.prefilling and not self._tree.leaving_nbytes)
         elapsed, self._last_poll = now - self._last_poll, now
         self._credit_s = min(self._credit_s + BUSY_SHARE * elapsed, MAX_CREDIT_S)
+        if load is EngineLoad.DECODING:
+            self._pace.tick(now, is_writing=bool(self._pending_writes))
+        else:
+            self._pace.disturbed()
         yield from self.take_results(now + POLL_S[load])
         if self._results.empty():
             self.heard_until = now
@@ -383,9 +391,10 @@ class TierClient:
             self.scan()
 
     def _may_spill(self, load: EngineLoad, now: float) -> bool:
-        if load.prefilling and now - self._to_spill[0][1] < PATIENCE_S:
+        waited_s = now - self._to_spill[0][1]
+        if len(self._pending_writes) >= MAX_AT_ONCE or self._credit_s <= 0:
             return False
-        return self._credit_s > 0
+        return waited_s >= PATIENCE_S if load.prefilling else self._pace.may_write(waited_s)
 
     def take_results(self, until: float, *, wait_s: float = 0.0) -> Iterator[TierEvent]:
         """What the I/O threads are done with. wait_s: how long to wait for the first result."""

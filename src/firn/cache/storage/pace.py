@@ -1,0 +1,67 @@
+"""When a tier writes while rows decode: so seldom that it slows them down by a fiftieth at most.
+
+A write takes processor time, memory bandwidth and the GIL from the engine. How much longer a decode step
+takes meanwhile depends on the device and the disk, so it is measured. Writes come in spells with pauses
+between them, and the steps of a spell are compared with those of the pause before it:
+
+    # | pause | spell |      pause      | spell |      extra time of a spell = cost * time of steps alone
+
+Owner: the engine thread, through a tier's client.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+
+from firn.cache.planning.estimates import Samples
+
+MAX_COST = 0.02
+"""By how much decoding may be slowed down."""
+MAX_WAIT_S = 10.0
+"""Where records have waited for longer, decoding may be slowed down by so much more: memory is bounded,
+and a crash should lose seconds."""
+LEAST_STEPS, SPELL_STEPS = 8, 32
+"""Steps of a pause, at least, and of a spell."""
+
+
+class WritePace:
+    def __init__(self) -> None:
+        self._in_spell = False
+        self._steps_s: list[float] = []
+        """Of the spell or the pause: how long each step took, those of a spell only if it wrote."""
+        self._pause_step_s = 0.0
+        self._spell_s = 0.0
+        self._slowdown = Samples(1.0)
+        self._last: float | None = None
+
+    @property
+    def slowdown(self) -> float:
+        """How much longer a step takes while something is written."""
+        return max(self._slowdown.value, 1.0)
+
+    def tick(self, now: float, *, is_writing: bool) -> None:
+        """A decode step has ended."""
+        if self._last is not None and (is_writing or not self._in_spell):
+            self._steps_s.append(now - self._last)
+        self._last = now
+
+    def disturbed(self) -> None:
+        """The engine does something else: the time until the next step says nothing."""
+        self._last = None
+
+    def may_write(self, waited_s: float) -> bool:
+        """waited_s: how long the next record has waited."""
+        if self._in_spell and len(self._steps_s) >= SPELL_STEPS:
+            self._slowdown.see(median(self._steps_s) / max(self._pause_step_s, 1e-9))
+            self._spell_s = sum(self._steps_s)
+            self._in_spell, self._steps_s = False, []
+        elif not self._in_spell and self._pause_is_over(waited_s):
+            self._pause_step_s = median(self._steps_s)
+            self._in_spell, self._steps_s = True, []
+        return self._in_spell
+
+    def _pause_is_over(self, waited_s: float) -> bool:
+        cost = MAX_COST * max(waited_s / MAX_WAIT_S, 1.0)
+        extra_s = self._spell_s * (1 - 1 / self.slowdown)
+        pause_s = extra_s * (1 + 1 / cost) - self._spell_s
+        return len(self._steps_s) >= LEAST_STEPS and sum(self._steps_s) >= pause_s

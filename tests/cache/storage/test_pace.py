@@ -1,0 +1,96 @@
+"""Writes while rows decode: the share of the time that they take follows from what they do to a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from firn.cache.storage.pace import LEAST_STEPS, MAX_COST, MAX_WAIT_S, SPELL_STEPS, WritePace
+
+STEP_S = 0.01
+
+
+@dataclass
+class Machine:
+    """Decodes step after step, and writes whenever it may."""
+
+    slowdown: float
+    waited_s: float = 0.0
+    pace: WritePace = field(default_factory=WritePace)
+    now: float = 0.0
+    is_writing: bool = False
+    n_steps: int = 0
+    n_writing: int = 0
+
+    def run(self, n_steps: int) -> Machine:
+        for _ in range(n_steps):
+            self.now += STEP_S * (self.slowdown if self.is_writing else 1.0)
+            self.pace.tick(self.now, is_writing=self.is_writing)
+            self.n_steps += 1
+            self.n_writing += self.is_writing
+            self.is_writing = self.pace.may_write(self.waited_s)
+        return self
+
+    @property
+    def cost(self) -> float:
+        """How much longer decoding has taken."""
+        return self.now / (self.n_steps * STEP_S) - 1
+
+
+@pytest.mark.parametrize("slowdown", [1.05, 1.3, 2.0])
+def test_decoding_is_hardly_slowed_down(slowdown: float) -> None:
+    machine = Machine(slowdown).run(20_000)
+    assert 0.7 * MAX_COST < machine.cost < 1.2 * MAX_COST
+    assert machine.pace.slowdown == pytest.approx(slowdown)
+
+
+def test_writes_that_disturb_nobody_have_most_of_the_time() -> None:
+    machine = Machine(1.0).run(4000)
+    assert machine.n_writing / machine.n_steps == pytest.approx(
+        SPELL_STEPS / (SPELL_STEPS + LEAST_STEPS), abs=0.05
+    )
+
+
+def test_what_has_waited_for_long_is_written_more_often() -> None:
+    machine = Machine(1.5, waited_s=4 * MAX_WAIT_S).run(20_000)
+    assert 0.7 * 4 * MAX_COST < machine.cost < 1.2 * 4 * MAX_COST
+
+
+def test_a_pause_ends_sooner_for_what_waits_in_it() -> None:
+    machine = Machine(2.0)
+    while not machine.n_writing:
+        machine.run(1)
+    while machine.is_writing:
+        machine.run(1)
+    machine.waited_s = 1000.0
+    machine.run(LEAST_STEPS + 1)
+    assert machine.is_writing
+
+
+def test_a_machine_that_changes_is_measured_anew() -> None:
+    machine = Machine(2.0).run(5000)
+    machine.slowdown = 1.0
+    machine.run(20_000)
+    before = machine.n_writing
+    machine.run(1000)
+    assert machine.n_writing - before > 500
+
+
+def test_what_else_the_engine_does_is_not_taken_for_a_step() -> None:
+    machine = Machine(1.0)
+    for _ in range(200):
+        machine.run(SPELL_STEPS // 4)
+        machine.now += 5.0  # a prompt is read
+        machine.pace.disturbed()
+    assert machine.pace.slowdown == pytest.approx(1.0, abs=0.01)
+
+
+def test_steps_of_a_spell_that_has_nothing_to_write_do_not_count() -> None:
+    machine = Machine(1.5).run(100)
+    slowdown = machine.pace.slowdown
+    for _ in range(500):
+        machine.now += STEP_S
+        machine.pace.tick(machine.now, is_writing=False)
+    machine.run(2000)
+    assert machine.pace.slowdown == pytest.approx(slowdown, rel=0.01)
