@@ -28,7 +28,7 @@ from firn.models.drafters import NO_DRAFT, Draft
 from firn.models.drafters.mtp import MtpDrafter
 from firn.models.gate import ExpectedTokens, Odds
 from firn.models.raggedcheck import traits_of
-from firn.models.speculation import MAX_COSTLY, MAX_DRAFT, N_REST, RowDrafts, Speculation
+from firn.models.speculation import MAX_COSTLY, MAX_DRAFT, RowDrafts, Speculation
 from firn.models.traits import Traits
 from firn.models.verify import TakenTokens, Verification
 
@@ -145,10 +145,11 @@ class OracleSpeculation(Speculation):
     def _draft_for_free(self, row: Row, drafted: RowDrafts) -> None:
         drafted.next, drafted.source = NO_DRAFT, 0
         if self.oracle.is_free:
+            self._tell(row, drafted)
             drafted.next = self.oracle.draft([row], MAX_DRAFT)[0]
 
     def _rest(self, row: Row, drafted: RowDrafts) -> int:
-        return N_REST if self.oracle.is_free and self._is_weak(drafted) else 0
+        return self._rest_of(row, drafted) if self.oracle.is_free else 0
 
     def _expected_of_costly(
         self, row: Row, drafted: RowDrafts | None, n_pending: int

@@ -1,8 +1,9 @@
 """How many tokens are worth drafting: what a step costs, by rows and width, against what it brings.
 
 Costs are measured while serving, in plain steps of the same rows: a plain step is one token a row with
-the next step in flight, as without speculation. A step of several tokens has none in flight, and
-changing to such steps and back leaves the device idle for a moment; its price includes both.
+the next step in flight, as without speculation. A step of several tokens is read before the next one
+is launched, and changing to such steps and back leaves the device idle for a moment; its price includes
+both.
 
     a step of width w pays where   tokens(w) / (price(w) + change / episode)  >  1
 
@@ -14,6 +15,7 @@ Owner: the engine thread, through the speculation.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -47,6 +49,10 @@ MAX_OFF = 4.0
 """A single measurement counts for at most this many times what was believed."""
 SLOWER_RATE, FASTER_RATE = 0.1, 0.3
 """How fast the believed drafting time follows a measurement that is slower, or faster."""
+MAX_GUESSING, MAX_REST = 0.01, 31
+"""The share of plain steps that drafts may take which are not tried, and the most steps between two."""
+GUESS_RATE = 0.1
+"""How fast the time that a draft takes follows a measurement."""
 MEMORY = 300.0
 """Effective number of drafted tokens of a kind that count."""
 PRIOR_WEIGHT = 8.0
@@ -271,6 +277,22 @@ class DraftTimes:
         """The drafter was not asked: believe it a little cheaper, so that it is tried again."""
         for n_rows in self._seconds:
             self._seconds[n_rows] *= FADING
+
+
+class GuessTimes:
+    """What it takes the host to draft for a row with a free drafter, tried or not."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def saw(self, seconds: float) -> None:
+        self._seconds += GUESS_RATE * (seconds - self._seconds)
+
+    def rest(self, n_rows: int, plain_s: float) -> int:
+        """How many steps to skip between two drafts of a row, so that all rows together take little of a
+        plain step."""
+        share = self._seconds * n_rows / plain_s
+        return min(max(math.ceil(share / MAX_GUESSING) - 1, 0), MAX_REST)
 
 
 @dataclass(eq=False, slots=True)

@@ -113,6 +113,10 @@ class RaggedCache:
         self.lengths = list(lengths)
         self.offset = self._arrays.offsets(self.lengths)
 
+    def keep_like(self, other: RaggedCache) -> None:
+        """Hold as many tokens as another layer of the same rows."""
+        self.lengths, self.offset = other.lengths, other.offset
+
     @property
     def state(self) -> tuple[mx.array, mx.array, mx.array]:
         return self.keys, self.values, self.offset

@@ -93,7 +93,7 @@ class RaggedStep:
         unequal = min(self.fed) < max(*self.fed, self.width)
         for layer in leaves(self.layers):
             if isinstance(layer, RaggedCache):
-                self._before.append((layer, list(layer.lengths)))
+                self._before.append((layer, layer.lengths))
             elif kind(layer) in TRIMMED:
                 self._before.append((layer, None))
             elif kind(layer) == "ArraysCache":
@@ -105,9 +105,14 @@ class RaggedStep:
 
     def settle(self, kept: Sequence[int]) -> None:
         """kept: how many of the tokens it was fed each row keeps, from the first on."""
+        same: tuple[Any, Any] = None, None
         for layer, before in self._before:
             if isinstance(layer, RaggedCache):
-                layer.keep([n + k for n, k in zip(before, kept, strict=True)])
+                if before == same[1]:  # as a rule, all layers hold the same tokens
+                    layer.keep_like(same[0])
+                else:
+                    layer.keep([n + k for n, k in zip(before, kept, strict=True)])
+                    same = layer, before
             elif kind(layer) in TRIMMED:
                 layer.trim(max(self.fed[0], self.width) - kept[0])
             elif kind(layer) == "ArraysCache":

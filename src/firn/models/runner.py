@@ -287,8 +287,7 @@ class Runner:
         """Dispatch one decode step of the group that holds these rows."""
         group = rows[0].group
         assert group is not None
-        # Drafts follow the tokens of the last step with drafts, and vacant seats may be removed.
-        self._read_wide(group)
+        self._read_all(group, Verification)  # drafts follow its tokens, and seats may be removed
         group.tick()  # before drafts are made for each seat
         drafts = self._drafts(group)
         if drafts is None:
@@ -442,15 +441,11 @@ class Runner:
             mx.clear_cache()  # most often memory ran out
             raise
 
-    def _read_wide(self, group: Group) -> None:
+    def _read_all(self, group: Group, kind: type = object) -> None:
+        """Bring all tokens of steps of this kind to the host, where grammars and drafters see them."""
         for step in group.unread:
-            if isinstance(step, Verification):
+            if isinstance(step, kind):
                 self._read(group, step)
-
-    def _read_all(self, group: Group) -> None:
-        """Bring every dispatched token to the host, where grammars and drafters see them."""
-        for step in group.unread:
-            self._read(group, step)
 
     def _read(self, group: Group, step: PlainStep | Verification) -> list[TakenTokens]:
         taken = step.read()

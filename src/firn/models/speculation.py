@@ -35,6 +35,7 @@ from firn.models.gate import (
     Allowance,
     DraftTimes,
     ExpectedTokens,
+    GuessTimes,
     Odds,
     StepTimes,
     best_width,
@@ -57,7 +58,9 @@ GRAMMAR, GRAMMAR_ODDS = -2, 0.95
 EXPLORE_EVERY = 16
 """Every 16th step with drafts tries a width that may have become cheaper than it was."""
 WEAK_ODDS, N_REST = 0.4, 3
-"""A row whose drafts have odds below WEAK_ODDS is skipped for N_REST tokens."""
+"""A row whose drafts have odds below WEAK_ODDS is skipped for N_REST tokens or more."""
+N_PASSED = 4
+"""A row whose drafts were passed over so often in a row is skipped as well, if drafting takes long."""
 MAX_CHARGE = 4.0
 """Plain steps that drafting for one step is charged with at most: more was the machine's doing."""
 MAX_COSTLY, COMPARED_WIDTH = 8, 5
@@ -72,8 +75,9 @@ device that does."""
 class RowDrafts:
     """What is drafted for one row. next: what follows its newest known token, by the drafter `source`.
 
-    has_costly: the costly drafter drafts for it, too. is_ready: it has read the row's text. rest: tokens
-    until the free drafters are asked again.
+    has_costly: the costly drafter drafts for it, too. is_ready: it has read the row's text. rest: steps
+    until the free drafters are asked again. untold: tokens that they have not heard of. n_passed: drafts
+    in a row that were not tried.
     """
 
     odds: Odds = field(default_factory=Odds)
@@ -82,6 +86,8 @@ class RowDrafts:
     has_costly: bool = False
     is_ready: bool = False
     rest: int = 0
+    untold: list[int] = field(default_factory=list)
+    n_passed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +156,7 @@ class Speculation:
         self._paces: dict[int, _Pace] = {}
         """By group. Missing where the device has computed something else since."""
         self._drains = False
+        self._guess_times = GuessTimes()
         self._costly_from = 0.0
         """When requests get the costly drafter again, after it failed."""
 
@@ -178,18 +185,30 @@ class Speculation:
                 drafted.odds.saw((source, kind), token == expected)
             if token != expected:
                 break
-        for drafter in self._drafters:
-            drafter.took(row, tokens)
+        if self._costly is not None:
+            self._drafters[self._costly].took(row, tokens)
+        drafted.untold += tokens
         drafted.next, drafted.source = NO_DRAFT, 0
         if drafted.rest:
             drafted.rest -= 1
         else:
+            began = self._clock()
             self._draft_for_free(row, drafted)
+            self._guess_times.saw(self._clock() - began)
             drafted.rest = self._rest(row, drafted)
 
+    def _tell(self, row: Row, drafted: RowDrafts) -> None:
+        """Tell the free drafters what the row has said while it rested."""
+        if drafted.untold:
+            for i in self._free:
+                self._drafters[i].took(row, drafted.untold)
+            drafted.untold = []
+
     def close(self, row: Row) -> None:
-        if self._rows.pop(row, None) is not None:
+        drafted = self._rows.pop(row, None)
+        if drafted is not None:
             self.disturbed()
+            self._tell(row, drafted)
             for drafter in self._drafters:
                 drafter.close(row)
 
@@ -208,9 +227,12 @@ class Speculation:
         """
         if len(group.seats) > 1 and not self.in_groups:
             return None
-        known = [(row, self._rows[row]) for row in group.rows if row in self._rows]
+        known = [(row, d) for row in group.rows if (d := self._rows.get(row)) is not None]
         # An empty cache cannot be rewound yet.
         if not known or not all(row.n_tokens for row in group.seats):
+            return None
+        has_drafts = self._costly is not None or any(d.next.tokens for _, d in known)
+        if group.has_step_in_flight and not has_drafts:
             return None
         self._prepare(known)
         if group.has_step_in_flight:
@@ -235,7 +257,7 @@ class Speculation:
                 drafts.append(())
                 continue
             n = max(best.width - len(row.pending), 0)
-            of_row.next = of_row.next.cut(n)
+            of_row.next, of_row.n_passed = of_row.next.cut(n), 0
             drafts.append(of_row.next.tokens)
         return drafts if any(drafts) else None
 
@@ -312,6 +334,7 @@ class Speculation:
         drafted.next, drafted.source = NO_DRAFT, 0
         if row.forced:  # further ahead: soon they are the draft
             return
+        self._tell(row, drafted)
         for i in self._free:
             draft = self._drafters[i].draft([row], self._max_draft)[0]
             if draft.tokens:
@@ -319,8 +342,16 @@ class Speculation:
                 return
 
     def _rest(self, row: Row, drafted: RowDrafts) -> int:
-        """Drafting takes the host's time: a row whose drafts are weak is skipped for a few tokens."""
-        return N_REST if self._free and not is_bound(row) and self._is_weak(drafted) else 0
+        """For how many steps to skip the row: drafting takes the host's time."""
+        return self._rest_of(row, drafted) if self._free and not is_bound(row) else 0
+
+    def _rest_of(self, row: Row, drafted: RowDrafts) -> int:
+        least = N_REST if self._is_weak(drafted) else 0
+        n_seats = len(row.group.seats) if row.group is not None else 0
+        if not (least or drafted.n_passed >= N_PASSED) or not self.times.knows(n_seats):
+            return least
+        plain_s = self.times.plain_s(n_seats)
+        return max(self._guess_times.rest(len(self._rows), plain_s), least)
 
     def _is_weak(self, drafted: RowDrafts) -> bool:
         kinds = drafted.next.kinds
@@ -457,6 +488,8 @@ class Speculation:
         return drafted.odds.of((source, kind), self._odds.of((source, kind), prior))
 
     def _pass_over(self, group: Group, known: Sequence[tuple[Row, RowDrafts]]) -> None:
+        for _, drafted in known:
+            drafted.n_passed += bool(drafted.next.tokens)
         if self._costly is not None or any(drafted.next.tokens for _, drafted in known):
             self.times.passed_over(len(group.seats))
         if self._costly is not None:

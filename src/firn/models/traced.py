@@ -101,10 +101,9 @@ class TracedSteps:
             log.warning("steps are not traced from here on: %s", first_line(e), exc_info=e)
             self._is_broken = True
             return None
-        offset = place.offset + width
         for layer, k, v in zip(layers, keys, values, strict=True):
             layer.keys, layer.values = k, v
-            _advance(layer, width, offset)
+        _advance(layers, width, place)
         return logits
 
     def _place(self, layers: Sequence[Any]) -> _Place | None:
@@ -182,14 +181,21 @@ class _TracedCache:
         return self.keys[..., : self._n_seen, :], self.values[..., : self._n_seen, :]
 
 
-def _advance(layer: Any, width: int, offset: mx.array) -> None:
-    if isinstance(layer, RaggedKVCache):
-        layer.keep([n + width for n in layer.lengths])
-    elif kind(layer) == "KVCache":
-        layer.offset += width
+def _advance(layers: Sequence[Any], width: int, place: _Place) -> None:
+    """All layers hold so many tokens more."""
+    first = layers[0]
+    if isinstance(first, RaggedKVCache):
+        first.keep([n + width for n in first.lengths])
+        for layer in layers[1:]:
+            layer.keep_like(first)
+    elif kind(first) == "KVCache":
+        for layer in layers:
+            layer.offset += width
     else:
-        layer._idx += width
-        layer.offset = offset
+        offset = place.offset + width
+        for layer in layers:
+            layer._idx += width
+            layer.offset = offset
 
 
 def traced_steps(model: Any, make_layers: MakeLayers) -> TracedSteps:
