@@ -39,7 +39,7 @@ def test_while_rows_decode_it_is_asked_now_and_then() -> None:
     """Commits follow each other at every step; each wait would leave a GPU idle."""
     lab = Lab()
     for i in range(1000):
-        lab.step(0.01 * i, commits=True)
+        lab.step(0.02 * CONFIRM_S * i, commits=True)
     gaps = [b - a for a, b in zip(lab.asked, lab.asked[1:], strict=False)]
     assert len(lab.asked) > 10, "what is not confirmed is not written"
     assert min(gaps) >= CONFIRM_S - 1e-9

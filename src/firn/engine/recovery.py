@@ -27,7 +27,7 @@ from firn.engine.sequence import Sequence as Request
 log = logging.getLogger("firn.engine")
 
 MAX_RESCUES = 1
-CONFIRM_S = 0.5
+CONFIRM_S = 2.0
 """While rows decode, the device is asked at most this often: asking waits for the step in flight, and
 leaves a GPU idle until the next one is built."""
 MAX_DEVICE_FAULTS = 3

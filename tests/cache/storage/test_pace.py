@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from firn.cache.storage.pace import LEAST_STEPS, MAX_COST, MAX_WAIT_S, SPELL_STEPS, WritePace
+from firn.cache.storage.pace import LEAST_STEPS, LONG_STEPS, MAX_COST, MAX_WAIT_S, WritePace
 
 STEP_S = 0.01
 
@@ -48,12 +48,21 @@ def test_decoding_is_hardly_slowed_down(slowdown: float) -> None:
 def test_writes_that_disturb_nobody_have_most_of_the_time() -> None:
     machine = Machine(1.0).run(4000)
     assert machine.n_writing / machine.n_steps == pytest.approx(
-        SPELL_STEPS / (SPELL_STEPS + LEAST_STEPS), abs=0.05
+        LONG_STEPS / (LONG_STEPS + LEAST_STEPS), abs=0.05
     )
 
 
+def test_no_reply_bears_the_cost_of_a_long_spell() -> None:
+    machine, n_longest, n = Machine(1.5), 0, 0
+    for _ in range(10_000):
+        machine.run(1)
+        n = n + 1 if machine.is_writing else 0
+        n_longest = max(n_longest, n)
+    assert n_longest <= LEAST_STEPS + 1
+
+
 def test_what_has_waited_for_long_is_written_more_often() -> None:
-    machine = Machine(1.5, waited_s=4 * MAX_WAIT_S).run(20_000)
+    machine = Machine(1.5, waited_s=2 * MAX_WAIT_S).run(20_000)
     assert 0.7 * 4 * MAX_COST < machine.cost < 1.2 * 4 * MAX_COST
 
 
@@ -80,7 +89,7 @@ def test_a_machine_that_changes_is_measured_anew() -> None:
 def test_what_else_the_engine_does_is_not_taken_for_a_step() -> None:
     machine = Machine(1.0)
     for _ in range(200):
-        machine.run(SPELL_STEPS // 4)
+        machine.run(LEAST_STEPS)
         machine.now += 5.0  # a prompt is read
         machine.pace.disturbed()
     assert machine.pace.slowdown == pytest.approx(1.0, abs=0.01)

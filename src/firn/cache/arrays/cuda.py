@@ -275,11 +275,11 @@ def _checked(address: mx.array) -> ctypes.c_uint64:
     return ctypes.c_uint64(found)
 
 
-def are_alike(arrays: Sequence[mx.array]) -> bool:
-    """Whether `Cuda.gather` can copy cells of all of them at once."""
+def can_gather(arrays: Sequence[mx.array]) -> bool:
+    """Whether `Cuda.gather` can copy cells of these arrays, which are of one shape and type."""
     first = arrays[0]
     is_whole = first.ndim == 4 and first.shape[-1] * first.itemsize % WORD_NBYTES == 0
-    return is_whole and len(arrays) <= MAX_GATHERED and all(a.shape == first.shape for a in arrays)
+    return is_whole and len(arrays) <= MAX_GATHERED
 
 
 @cache

@@ -105,8 +105,10 @@ def gathered(cells: Cells) -> Payload | None:
     array, in 72 launches for 36 layers. None: their buffers are not alike."""
     bus = cuda.device()
     assert bus is not None
-    places, members = _by_kind(cells.layers, lambda a: (a.dtype, a.shape[1], a.shape[3]))
-    if not all(map(cuda.are_alike, members)):
+    places, members = _by_kind(cells.layers, lambda a: (a.dtype, *a.shape))
+    # Buffers that differ in their room only would be one stack for `stacked`.
+    kinds = {(some[0].dtype, some[0].shape[1], some[0].shape[-1]) for some in members}
+    if len(kinds) != len(members) or not all(map(cuda.can_gather, members)):
         return None
     stacks = (bus.gather(some, cells.row, cells.start, cells.end) for some in members)
     return Payload(tuple(stacks), places)

@@ -1,4 +1,4 @@
-"""When a tier writes while rows decode: so seldom that it slows them down by a fiftieth at most.
+"""When a tier writes while rows decode: so seldom that it slows them down by a hundredth.
 
 A write takes processor time, memory bandwidth and the GIL from the engine. How much longer a decode step
 takes meanwhile depends on the device and the disk, so it is measured. Writes come in spells with pauses
@@ -15,13 +15,13 @@ from statistics import median
 
 from firn.cache.planning.estimates import Samples
 
-MAX_COST = 0.02
+MAX_COST = 0.01
 """By how much decoding may be slowed down."""
 MAX_WAIT_S = 10.0
-"""Where records have waited for longer, decoding may be slowed down by so much more: memory is bounded,
-and a crash should lose seconds."""
-LEAST_STEPS, SPELL_STEPS = 8, 32
-"""Steps of a pause, at least, and of a spell."""
+"""Where records have waited for longer, decoding may be slowed down by more: by four times as much where
+they have waited for twice as long. Memory is bounded, and a crash should lose seconds."""
+LEAST_STEPS, LONG_STEPS = 8, 64
+"""Steps of a pause, at least, and of a spell; the second for spells that disturb nobody."""
 
 
 class WritePace:
@@ -51,7 +51,7 @@ class WritePace:
 
     def may_write(self, waited_s: float) -> bool:
         """waited_s: how long the next record has waited."""
-        if self._in_spell and len(self._steps_s) >= SPELL_STEPS:
+        if self._in_spell and len(self._steps_s) >= self._n_spell:
             self._slowdown.see(median(self._steps_s) / max(self._pause_step_s, 1e-9))
             self._spell_s = sum(self._steps_s)
             self._in_spell, self._steps_s = False, []
@@ -60,8 +60,14 @@ class WritePace:
             self._in_spell, self._steps_s = True, []
         return self._in_spell
 
+    @property
+    def _n_spell(self) -> int:
+        """Steps of a spell. Short ones, as a rule, so that no reply bears the cost of a long one."""
+        is_harmless = self._slowdown.known and self.slowdown <= 1.0 + MAX_COST
+        return LONG_STEPS if is_harmless else LEAST_STEPS
+
     def _pause_is_over(self, waited_s: float) -> bool:
-        cost = MAX_COST * max(waited_s / MAX_WAIT_S, 1.0)
+        cost = MAX_COST * max(waited_s / MAX_WAIT_S, 1.0) ** 2
         extra_s = self._spell_s * (1 - 1 / self.slowdown)
         pause_s = extra_s * (1 + 1 / cost) - self._spell_s
         return len(self._steps_s) >= LEAST_STEPS and sum(self._steps_s) >= pause_s
