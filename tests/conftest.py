@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # macOS has no such thing, and a container may forbid it.
 with contextlib.suppress(AttributeError, OSError):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+# A shell that runs the tests in the background, or nohup, has these ignored, and so would every server
+# and chat that a test wants to interrupt.
+for _signal in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_signal) is signal.SIG_IGN:
+        signal.signal(_signal, signal.SIG_DFL)
 
 
 def _few_certificates() -> str:
