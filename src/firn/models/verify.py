@@ -86,7 +86,7 @@ class Verification:
     @property
     def may_stay_in_flight(self) -> bool:
         """Whether the engine may go on with its rows before this is read."""
-        return self.hidden is None and can_be_cut_meanwhile(self.group.layers)
+        return can_be_cut_meanwhile(self.group.layers)
 
     def read(self) -> list[TakenTokens]:
         """Wait for the tokens and take back what was drafted wrong. Idempotent: it raises again what it
