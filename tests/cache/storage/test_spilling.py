@@ -119,6 +119,16 @@ def test_writes_that_slow_decoding_down_are_rare() -> None:
     assert server.io.n_written < 40
 
 
+def test_what_waits_behind_a_long_prompt_is_written_meanwhile() -> None:
+    """Its chunks may take a second each, and what they computed is what a crash would cost most."""
+    server = Server(1.5)
+    server.now += client.PATIENCE_S
+    for _ in range(10):
+        server.now += 1.0
+        server.cache.tick(EngineLoad.PREFILLING)
+    assert len(server.io.orders) == N_BLOCKS
+
+
 def test_an_idle_server_writes_whatever_is_left() -> None:
     server = Server(1.5)
     server.decode(50)

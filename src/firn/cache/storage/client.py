@@ -52,7 +52,7 @@ BUSY_SHARE = 0.02
 MAX_CREDIT_S = 0.05
 """How much of that time may be saved up."""
 MAX_AT_ONCE = 2
-"""Records that are handed over while requests run: one is written, the next one is ready."""
+"""Records that are handed over while rows decode: one is written, the next one is ready."""
 PATIENCE_S = 2.0
 """How long a record waits to be spilled while a request waits for its first token."""
 POLL_S = {
@@ -392,9 +392,11 @@ class TierClient:
 
     def _may_spill(self, load: EngineLoad, now: float) -> bool:
         waited_s = now - self._to_spill[0][1]
-        if len(self._pending_writes) >= MAX_AT_ONCE or self._credit_s <= 0:
+        if self._credit_s <= 0:
             return False
-        return waited_s >= PATIENCE_S if load.prefilling else self._pace.may_write(waited_s)
+        if load.prefilling:
+            return waited_s >= PATIENCE_S
+        return len(self._pending_writes) < MAX_AT_ONCE and self._pace.may_write(waited_s)
 
     def take_results(self, until: float, *, wait_s: float = 0.0) -> Iterator[TierEvent]:
         """What the I/O threads are done with. wait_s: how long to wait for the first result."""
