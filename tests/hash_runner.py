@@ -100,6 +100,7 @@ class HashRow:
     choice: int = 0
     n_drawn: int = 0
     next: int = GARBAGE
+    before: tuple[int, ...] = ()
     alone: bool = False
     forced: dict[int, int] = field(default_factory=dict)
     scores: list[TokenLogprob] = field(default_factory=list)
@@ -169,6 +170,7 @@ class HashRunner:
         self.largest_group = 0
         self.n_launched = 0
         self.reads_together = True
+        self.rest_tokens = 0
         self.n_together = 0
         self.closed = False
         self.chunk_peak_nbytes = 0
@@ -231,10 +233,13 @@ class HashRunner:
             r.job, r.choice = job, choice
         return rows
 
-    def join(self, row: HashRow, token: int, *, n_coming: int = 0) -> None:
+    def join(
+        self, row: HashRow, token: int, *, before: Sequence[int] = (), n_coming: int = 0
+    ) -> None:
         self.faults.join(row)
+        assert len(before) <= self.rest_tokens
         tokens = row.tokens
-        row.next = token
+        row.next, row.before = token, tuple(before)
         row.group = self._room_for(row)
         row.group.rows.append(row)
         row.group.layer.rows.append(tokens)
@@ -278,8 +283,9 @@ class HashRunner:
         self.n_launched += 1
         step = []
         for row in rows:
-            row.tokens[:] = [*row.tokens[1:], row.next]
-            row.n_tokens += 1
+            row.tokens[:] = [*row.tokens[1:], *row.before, row.next]
+            row.n_tokens += len(row.before) + 1
+            row.before = ()
             picked = row.draw()
             row.next = row.forced.pop(row.n_tokens, picked)
             step.append(HashPicked(row, row.next))

@@ -27,7 +27,8 @@ class Decode:
     # --- joining ---------------------------------------------------------------------------
 
     def begin(self, task: PrefillTask) -> None:
-        """The prompt is read up to its last token: its choices join the decode batch."""
+        """The prompt is read up to its last token, or to a short rest that the first step reads: its
+        choices join the decode batch."""
         job = task.sequence.job
         self._inflight.end_scoring(task)
         self._inflight.announce(task.sequence, is_final=True)
@@ -43,7 +44,7 @@ class Decode:
             self._inflight.cache.close_cursor(task.cursor, None)
 
     def _join(self, task: PrefillTask) -> None:
-        last = int(task.prompt.ids[-1])
+        *rest, last = task.prompt.ids[task.row.n_tokens :].tolist()
         choices = [c for c in task.choices if not c.done]
         try:
             rows = self._runner.choices(task.row, task.sequence.job, [c.index for c in choices])
@@ -59,7 +60,7 @@ class Decode:
                 self._runner.resume(row, choice.tokens, alone=choice.n_rescues > 0)
             reply = ListTail(choice.tokens, len(task.prompt) - len(task.sequence.job.prompt))
             choice.cursor = self._inflight.cache.fork(task.cursor, reply)
-            self._runner.join(row, last, n_coming=n_coming)
+            self._runner.join(row, last, before=rest, n_coming=n_coming)
             self._inflight.rows[row] = choice
             if choice.forced.tokens:
                 self.force(choice, row)

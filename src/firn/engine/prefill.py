@@ -100,6 +100,9 @@ class Prefill:
         self.n_chunks += 1
         if not self.skip_ahead(task):
             return ()
+        if self._is_short_rest(task):
+            self._decode.begin(task)
+            return ()
         chunk = self._chunk(task)
         task.chunk_start, task.chunk_began = task.row.n_tokens, time.perf_counter()
         if task.scoring is not None:
@@ -123,6 +126,27 @@ class Prefill:
                 self._runner.prefill(task.row, task.prompt, end, top_logprobs=top)
             return [task, *task.others]
         return ()
+
+    def _is_short_rest(self, task: PrefillTask) -> bool:
+        """Whether the first decode step should read the rest of the prompt, too, which saves a pass.
+
+        Not in company: the steps of others would be wider for it. And not where the row has to stop
+        before the prompt's last token, or must be read in whole chunks.
+        """
+        inflight, n_done = self._inflight, task.row.n_tokens
+        is_plain = not (
+            inflight.limits.aligned
+            or task.wants_logprobs
+            or task.scoring is not None
+            or task.prompt.thinned is not None
+            or len(task.choices) > 1
+        )
+        return (
+            is_plain
+            and 0 < n_done < task.n_total <= n_done + self._runner.rest_tokens
+            and inflight.is_lone_prefill
+            and not any(stop > n_done for stop in self._cache.stops(task.cursor))
+        )
 
     def _score(self, task: PrefillTask, chunk: int) -> abc.Sequence[PrefillTask]:
         with self._recovery.guard(task.sequence):

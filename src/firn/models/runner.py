@@ -36,7 +36,7 @@ from firn.models.model_arguments import IdsOnly, ModelArguments
 from firn.models.mtp import MtpModel
 from firn.models.padding import in_blocks
 from firn.models.placing import at_positions, shifted
-from firn.models.ragged import ALL_COLUMNS, Columns
+from firn.models.ragged import ALL_COLUMNS, MAX_FEED, Columns
 from firn.models.rewind import RaggedStep, is_rewindable
 from firn.models.room import end_room, give_room
 from firn.models.sampling import Picker, Picks, pick, score
@@ -45,7 +45,7 @@ from firn.models.speculation import Speculation
 from firn.models.stretches import in_stretches
 from firn.models.together import BatchedPrefill, can_read_together, together_fault
 from firn.models.traced import PLAIN, TracedSteps
-from firn.models.verify import PickedToken, TakenTokens, Verification
+from firn.models.verify import Feed, PickedToken, TakenTokens, Verification
 
 SOON_NBYTES = 64 << 20
 """A restored past of up to so many bytes takes a GPU less time than a decode step."""
@@ -217,8 +217,14 @@ class Runner:
 
     # --- decode ----------------------------------------------------------------------------
 
-    def join(self, row: Row, token: int, *, n_coming: int = 0) -> None:
-        """Let the row take part in decode steps, starting by consuming `token`.
+    @property
+    def rest_tokens(self) -> int:
+        """The last tokens of a prompt, but the very last, that a step of several tokens can read."""
+        is_plain = isinstance(self._arguments, IdsOnly) and self._mtp is None
+        return MAX_FEED - 1 if self.speculation is not None and is_plain else 0
+
+    def join(self, row: Row, token: int, *, before: Sequence[int] = (), n_coming: int = 0) -> None:
+        """Let the row take part in decode steps, starting by consuming `token`, and others before it.
 
         n_coming: how many rows will follow soon; the group makes room for some of them at once.
         """
@@ -232,10 +238,12 @@ class Runner:
                     self._max_padding // max(group.width, row.n_tokens),
                 )
                 group.join(row, token, n_seats=1 + n_vacant)
+                row.pending = [*before, token]
                 return
         columns = self.speculation.traits.columns if self.speculation else ALL_COLUMNS
         backlog = HeadBacklog(self._mtp) if self._mtp is not None else None
         self._groups.append(Group.of_one(row, token, columns=columns, backlog=backlog))
+        row.pending = [*before, token]
 
     def _feed_pending(self, group: Group) -> None:
         """Let a lone row whose step was taken back consume all but its newest token.
@@ -348,37 +356,26 @@ class Runner:
         assert self.speculation is not None
         traits = self.speculation.traits
         group.make_ready()
-        seats = tuple(group.seats)
-        fed = [(*r.pending, *draft) for r, draft in zip(seats, drafts, strict=True)]
-        width = max(map(len, fed))
+        feed = Feed(tuple(group.seats), tuple(drafts))
+        width = max(feed.lengths)
         if is_rewindable(group.layers):  # other layers would have to be told about padding
             width = traits.shape(width)
-        self._prepare(len(seats) * width)
-        step = RaggedStep(group.layers, [len(f) for f in fed], width)
-        ids = mx.array([[*f, *[0] * (width - len(f))] for f in fed])
-        logits = self._wide_logits(group, ids)
-        pickers = tuple(
-            tuple(_picker(r).ahead(draft)) for r, draft in zip(seats, drafts, strict=True)
-        )
-        # Row r's next token is picked after its last pending one, and so on after each drafted one.
-        first = [i * width + len(r.pending) - 1 for i, r in enumerate(seats)]
-        places = [n + j for n, each in zip(first, pickers, strict=True) for j in range(len(each))]
-        logits = logits.reshape(-1, logits.shape[-1])[mx.array(places)]
-        forced = [
-            r.forced.get(r.n_tokens + len(r.pending) + j) if r.forced else None
-            for r, each in zip(seats, pickers, strict=True)
-            for j in range(len(each))
-        ]
+        self._prepare(len(feed.rows) * width)
+        step = RaggedStep(group.layers, feed.lengths, width)
+        logits = self._wide_logits(group, feed.ids(width))
+        pickers = feed.pickers()
+        logits = logits.reshape(-1, logits.shape[-1])[mx.array(feed.places(width))]
         allowed = None
-        if any(_picker(r).constraint for r in seats):
+        if any(_picker(r).constraint for r in feed.rows):
             mx.async_eval(group.layers[len(group.layers) // 2].state)
-            rows = [(_picker(r).constraint, d) for r, d in zip(seats, drafts, strict=True)]
+            rows = [(_picker(r).constraint, d) for r, d in zip(feed.rows, drafts, strict=True)]
             allowed = mx.array(self._masks.fill_ahead(rows))
-        picks = pick(logits, [p for each in pickers for p in each], forced, allowed=allowed)
+        flat = [p for each in pickers for p in each]
+        picks = pick(logits, flat, feed.forced(), allowed=allowed)
         mx.async_eval(picks.arrays)
         hidden = self._mtp.hidden if self._mtp else None
         group.unread.append(
-            Verification(group, seats, tuple(drafts), step, picks, pickers, width, hidden)
+            Verification(group, feed.rows, feed.drafts, step, picks, pickers, width, hidden)
         )
 
     def _wide_logits(self, group: Group, ids: mx.array) -> mx.array:

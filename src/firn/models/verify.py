@@ -63,6 +63,46 @@ class TakenTokens:
         return out
 
 
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """What a step with drafts feeds its rows, and where it picks. All of their tokens are known."""
+
+    rows: tuple[Row, ...]
+    drafts: tuple[tuple[int, ...], ...]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(r.pending) + len(d) for r, d in zip(self.rows, self.drafts, strict=True)]
+
+    def ids(self, width: int) -> mx.array:
+        """(rows, width): each row's pending tokens, its draft, and padding."""
+        fed = [(*r.pending, *draft) for r, draft in zip(self.rows, self.drafts, strict=True)]
+        return mx.array([[*f, *[0] * (width - len(f))] for f in fed])
+
+    def pickers(self) -> tuple[tuple[Picker, ...], ...]:
+        """By row: one for the token after its last pending one, and one after each drafted one."""
+        return tuple(
+            tuple(r.picker.ahead(draft)) if r.picker else ()
+            for r, draft in zip(self.rows, self.drafts, strict=True)
+        )
+
+    def places(self, width: int) -> list[int]:
+        """Where the pickers pick, in the step's flattened positions."""
+        return [
+            i * width + len(r.pending) - 1 + j
+            for i, (r, draft) in enumerate(zip(self.rows, self.drafts, strict=True))
+            for j in range(len(draft) + 1)
+        ]
+
+    def forced(self) -> list[int | None]:
+        """For each of those places: the token that is not picked, if it is forced."""
+        return [
+            r.forced.get(r.n_tokens + len(r.pending) + j) if r.forced else None
+            for r, draft in zip(self.rows, self.drafts, strict=True)
+            for j in range(len(draft) + 1)
+        ]
+
+
 @dataclass(eq=False, slots=True)
 class Verification:
     """A dispatched step with drafts, until it is collected. `read` settles it."""

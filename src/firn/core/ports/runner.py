@@ -120,6 +120,11 @@ class PrefillRunner(Protocol[R]):
         ...
 
     @property
+    def rest_tokens(self) -> int:
+        """How many tokens before a prompt's last one its first decode step can read as well."""
+        ...
+
+    @property
     def chunk_peak_nbytes(self) -> int:
         """Memory that the chunk settled last took while it ran, beyond what it left. 0: unknown,
         because an earlier peak was higher."""
@@ -133,8 +138,9 @@ class DecodeRunner(Protocol[R]):
         """One row for each choice, all with this row's prefix, each with its own sampler."""
         ...
 
-    def join(self, row: R, token: int, *, n_coming: int = 0) -> None:
-        """Take part in decode steps, starting by consuming `token`. `n_coming` more rows follow."""
+    def join(self, row: R, token: int, *, before: Sequence[int] = (), n_coming: int = 0) -> None:
+        """Take part in decode steps, starting by consuming `token`, and the tokens `before` it: at most
+        `rest_tokens`. `n_coming` more rows follow."""
         ...
 
     def resume(self, row: R, reply: Sequence[int], *, alone: bool = True) -> None:

@@ -96,7 +96,8 @@ class LeaderRunner(Runner):
 
     # --- decode ----------------------------------------------------------------------------
 
-    def join(self, row: Row, token: int, *, n_coming: int = 0) -> None:
+    def join(self, row: Row, token: int, *, before: Sequence[int] = (), n_coming: int = 0) -> None:
+        assert not before, "followers have no steps of several tokens"
         with self._together("join", self._numbers[row], token, n_coming, row.alone):
             super().join(row, token, n_coming=n_coming)
 
