@@ -59,6 +59,17 @@ def test_it_is_read_with_the_last_token(
         assert again.n_cached == len(turn), "it was stored like any other prompt"
 
 
+def test_a_prompt_that_is_only_to_be_stored_is_read_to_its_end() -> None:
+    with lab_of(DENSE) as lab:
+        first = words(1, 40)
+        ask(lab, first)
+        turn = [*first, *words(2, 4)]
+        before = len(lab.runner.prefills)
+        lab.submit(turn, 0).wait()
+        assert len(lab.runner.prefills) > before
+        assert lab.submit([*turn, 5], 4).wait().n_cached >= len(turn) - 1
+
+
 def test_a_prompt_that_begins_here_is_read_in_chunks() -> None:
     with lab_of(DENSE) as lab:
         assert ask(lab, words(1, 5))

@@ -140,6 +140,7 @@ class Prefill:
             or task.scoring is not None
             or task.prompt.thinned is not None
             or len(task.choices) > 1
+            or not task.sequence.job.max_tokens  # the prompt is read to be stored
         )
         return (
             is_plain

@@ -61,6 +61,15 @@ def test_no_reply_bears_the_cost_of_a_long_spell() -> None:
     assert n_longest <= LEAST_STEPS + 1
 
 
+def test_a_night_with_nothing_to_write_is_not_remembered_step_by_step() -> None:
+    machine = Machine(1.0)
+    for _ in range(10_000):
+        machine.now += STEP_S
+        machine.pace.tick(machine.now, is_writing=False)
+    assert len(machine.pace._steps_s) <= LONG_STEPS
+    assert machine.pace.may_write(0.0)
+
+
 def test_what_has_waited_for_long_is_written_more_often() -> None:
     machine = Machine(1.5, waited_s=2 * MAX_WAIT_S).run(20_000)
     assert 0.7 * 4 * MAX_COST < machine.cost < 1.2 * 4 * MAX_COST

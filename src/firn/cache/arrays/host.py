@@ -71,9 +71,8 @@ class PayloadBytes:
         bus = cuda.device()
         if bus is None or not self._addresses:
             return [_bytes(stack) for stack in self._stacks]
-        mx.eval(
-            self._addresses
-        )  # dispatched by the engine thread, after the stacks: this only waits
+        # The engine thread has dispatched them, after the stacks: this only waits.
+        mx.eval(self._addresses)
         return bus.to_host(self._addresses, [spec.nbytes for spec in self.tensors])
 
 

@@ -11,6 +11,7 @@ Owner: the engine thread, through a tier's client.
 
 from __future__ import annotations
 
+from collections import deque
 from statistics import median
 
 from firn.cache.planning.estimates import Samples
@@ -27,8 +28,10 @@ LEAST_STEPS, LONG_STEPS = 8, 64
 class WritePace:
     def __init__(self) -> None:
         self._in_spell = False
-        self._steps_s: list[float] = []
-        """Of the spell or the pause: how long each step took, those of a spell only if it wrote."""
+        self._steps_s: deque[float] = deque(maxlen=LONG_STEPS)
+        """Of the spell or the pause: how long the last steps took, those of a spell only if it wrote."""
+        self._total_s = 0.0
+        """All of its steps together: a pause with nothing to write may last for hours."""
         self._pause_step_s = 0.0
         self._spell_s = 0.0
         self._slowdown = Samples(1.0)
@@ -43,6 +46,7 @@ class WritePace:
         """A decode step has ended."""
         if self._last is not None and (is_writing or not self._in_spell):
             self._steps_s.append(now - self._last)
+            self._total_s += now - self._last
         self._last = now
 
     def disturbed(self) -> None:
@@ -53,12 +57,18 @@ class WritePace:
         """waited_s: how long the next record has waited."""
         if self._in_spell and len(self._steps_s) >= self._n_spell:
             self._slowdown.see(median(self._steps_s) / max(self._pause_step_s, 1e-9))
-            self._spell_s = sum(self._steps_s)
-            self._in_spell, self._steps_s = False, []
+            self._spell_s = self._total_s
+            self._change()
         elif not self._in_spell and self._pause_is_over(waited_s):
             self._pause_step_s = median(self._steps_s)
-            self._in_spell, self._steps_s = True, []
+            self._change()
         return self._in_spell
+
+    def _change(self) -> None:
+        """From a spell to a pause, or back."""
+        self._in_spell = not self._in_spell
+        self._steps_s.clear()
+        self._total_s = 0.0
 
     @property
     def _n_spell(self) -> int:
@@ -70,4 +80,4 @@ class WritePace:
         cost = MAX_COST * max(waited_s / MAX_WAIT_S, 1.0) ** 2
         extra_s = self._spell_s * (1 - 1 / self.slowdown)
         pause_s = extra_s * (1 + 1 / cost) - self._spell_s
-        return len(self._steps_s) >= LEAST_STEPS and sum(self._steps_s) >= pause_s
+        return len(self._steps_s) >= LEAST_STEPS and self._total_s >= pause_s
