@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -112,6 +113,9 @@ class DictCache:
                 self._in_doubt.append(key)
             self.store[key] = list(state[:n])
             cursor.n_stored = n
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def fork(
         self, cursor: DictCursor | BlankCursor, reply: Sequence[int]

@@ -49,6 +49,21 @@ def test_the_last_prompt_token_makes_the_first_logits() -> None:
         assert lab.runner.prefills == [(0, 8), (8, 19)]
 
 
+def test_replies_that_end_in_one_step_leave_together() -> None:
+    """A group that shrinks row by row is copied again and again."""
+    left: list[int] = []
+    faults = Faults(leave=lambda rows: left.append(len(rows)))
+    with HashEngine(faults, max_rows=8) as lab:
+        gate = lab.hold()
+        outcomes = [lab.submit(prompt_of(i, 6), 5, n=2) for i in range(3)]
+        gate.set()
+        for outcome in outcomes:
+            outcome.wait().check()
+        assert lab.leftovers() == {}
+    assert max(left) > 1
+    assert sum(left) >= 6
+
+
 def test_an_end_token_ends_the_reply() -> None:
     prompt = prompt_of(3, 12)
     reply = reply_to(prompt, 30)

@@ -58,8 +58,8 @@ def compute_settings(config: Config, architecture: str, name: str) -> ComputeSet
     device, options = devices.device(), config.engine
     exact = _is_exact(config, architecture, name)
     blas = _tune_cpu(config, exact=exact) if device.kind == "cpu" else None
-    if device.kind == "cuda" and not exact:
-        cuda.tune()
+    if device.kind == "cuda":
+        cuda.tune(kernels=not exact)
     limits = EngineLimits(
         max_rows=options.max_concurrency,
         max_queue=options.max_queue,

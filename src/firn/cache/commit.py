@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from firn.cache.arrays.payload import Payload, evaluate, gathers, joined
+from firn.cache.arrays.payload import Payload, copies_are_awaited, evaluate, gathers, joined
 from firn.cache.codecs import At
 from firn.cache.cursor import CacheCursor, WindowPiece
 from firn.cache.layout import Layout
@@ -37,6 +37,8 @@ class Committer:
         """Whether pages stay in the row. Not in exact mode: the row goes on with tokens that were not
         computed in whole chunks, and is not kept."""
         self._token_nbytes = 0
+        self._uncomputed: list[tuple[CacheCursor, list[Record]]] | None = None
+        """Commits whose copies are computed together; None: each computes its own."""
         # A ring smaller than a block overwrites tokens before the block is whole, so they are saved
         # in pieces. One more token may be in flight when a piece is cut.
         small = 0 < layout.smallest_window < self._block + 2
@@ -47,9 +49,31 @@ class Committer:
         """Tokens between two commits."""
         return self.piece_tokens or self._block
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is committed within is computed at the end, in one dispatch. Only where nobody waits for
+        the copies: elsewhere they would take the memory of all rows at once."""
+        if copies_are_awaited() or self._uncomputed is not None:
+            yield
+            return
+        self._uncomputed = []
+        try:
+            yield
+        finally:
+            commits, self._uncomputed = self._uncomputed, None
+            self._compute_all(commits)
+
+    def _compute_all(self, commits: Sequence[tuple[CacheCursor, list[Record]]]) -> None:
+        try:
+            self._compute([record for _, new in commits for record in new])
+        except Exception as e:
+            self._records.failed("commit", e)
+            for cursor, _ in commits:
+                cursor.writes = False
+
     def commit(self, cursor: CacheCursor, row: LiveRow) -> None:
         """Whole blocks, then a state if one is due here."""
-        with self._all_or_nothing() as new:
+        with self._all_or_nothing(cursor) as new:
             self._commit(cursor, row, new)
 
     def _commit(self, cursor: CacheCursor, row: LiveRow, new: list[Record]) -> None:
@@ -72,7 +96,7 @@ class Committer:
         """What the row holds beyond its last whole block, so that reuse is exact to the token."""
         if not cursor.writes or row.n_tokens > cursor.n_known:
             return
-        with self._all_or_nothing() as new:
+        with self._all_or_nothing(cursor) as new:
             self._commit_tail(cursor, row, new)
 
     def _commit_tail(self, cursor: CacheCursor, row: LiveRow, new: list[Record]) -> None:
@@ -92,11 +116,21 @@ class Committer:
                     self._supersede(tail)
 
     @contextmanager
-    def _all_or_nothing(self) -> Iterator[list[Record]]:
+    def _all_or_nothing(self, cursor: CacheCursor) -> Iterator[list[Record]]:
         """Collects new records and computes their arrays; after a fault none of them stays."""
         new: list[Record] = []
         try:
             yield new
+        except Exception:
+            self._records.take_back(new)
+            raise
+        if self._uncomputed is None:
+            self._compute(new)
+        else:
+            self._uncomputed.append((cursor, new))
+
+    def _compute(self, new: list[Record]) -> None:
+        try:
             evaluate(r.arrays for r in new if isinstance(r.arrays, Payload))
         except Exception:
             self._records.take_back(new)

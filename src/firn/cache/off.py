@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from firn.core.events import Admitted
@@ -48,6 +49,9 @@ class CacheOff:
 
     def commit(self, cursor: BlankCursor, row: LiveRow) -> None:
         pass
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def fork(self, cursor: BlankCursor, reply: Sequence[int]) -> BlankCursor:
         return cursor

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -275,6 +275,9 @@ class PrefixTree:
         except Exception as e:
             self.records.failed("commit", e)
             cursor.writes = False
+
+    def together(self) -> AbstractContextManager[None]:
+        return self._committer.together()
 
     def fork(self, cursor: AnyCursor, reply: Sequence[int]) -> AnyCursor:
         if isinstance(cursor, BlankCursor):

@@ -33,9 +33,10 @@ class Decode:
         self._inflight.end_scoring(task)
         self._inflight.announce(task.sequence, is_final=True)
         if not job.max_tokens:
-            for choice in [c for c in task.choices if not c.done]:
+            choices = [c for c in task.choices if not c.done]
+            for choice in choices:
                 self._inflight.emit(job.id, ChoiceDone(choice.index, "length"))
-                self._inflight.finish_choice(choice)
+            self._inflight.finish(choices)
             return
         del self._inflight.tasks[task.number]
         with self._recovery.guard(task.sequence):
@@ -114,12 +115,16 @@ class Decode:
         except Exception as e:
             self._recovery.rescue(rows, e)
             return
-        for token in picked:
-            self._take(token)
+        ended: list[Choice] = []
+        with self._inflight.cache.together():
+            for token in picked:
+                self._take(token, ended)
+            self._inflight.finish(ended)
 
-    def _take(self, picked: PickedToken[LiveRow]) -> None:
+    def _take(self, picked: PickedToken[LiveRow], ended: list[Choice]) -> None:
+        """ended: replies that end in this step; one that ends is added."""
         choice = self._inflight.rows.get(picked.row)
-        if choice is None or choice.done:
+        if choice is None or choice in ended:
             return
         if picked.fault is not None:
             self._recovery.fail(choice.sequence, picked.fault)
@@ -132,19 +137,23 @@ class Decode:
             n_drafted=picked.n_drafted,
             n_accepted=picked.n_accepted,
         )
-        self._take_token(choice, picked.row, token)
+        if self._pass_on(choice, token):
+            ended.append(choice)
+        elif choice.cursor is not None and choice.cursor.commit_due(picked.row.n_tokens):
+            self._inflight.commit(choice.cursor, picked.row)
 
-    def _take_token(self, choice: Choice, row: LiveRow, token: Token) -> None:
+    def _pass_on(self, choice: Choice, token: Token) -> bool:
+        """Returns whether it is the reply's last token."""
         job = choice.sequence.job
-        ended = token.id in job.eos
+        has_stopped = token.id in job.eos
         self._has_first_token |= not choice.tokens
         choice.tokens.append(token.id)
         self._inflight.emit(job.id, token)
-        if ended or len(choice.tokens) >= job.max_tokens:
-            self._inflight.emit(job.id, ChoiceDone(choice.index, "stop" if ended else "length"))
-            self._inflight.finish_choice(choice)
-        elif choice.cursor is not None and choice.cursor.commit_due(row.n_tokens):
-            self._inflight.commit(choice.cursor, row)
+        is_last = has_stopped or len(choice.tokens) >= job.max_tokens
+        if is_last:
+            reason = "stop" if has_stopped else "length"
+            self._inflight.emit(job.id, ChoiceDone(choice.index, reason))
+        return is_last
 
     def take_first_token_flag(self) -> bool:
         """Whether a reply got its first token since this was last asked."""

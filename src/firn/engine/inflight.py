@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import abc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -179,24 +180,32 @@ class InFlight:
             self.scorer.close_reading(task.scoring)
             task.scoring = None
 
-    def drop_row(self, choice: Choice, *, keep: bool = True) -> None:
-        """keep: store what it has generated."""
-        if choice.row is None:
-            return
-        if choice.cursor is not None:
-            self.close(choice.cursor, choice.row if keep else None)
-        self.rows.pop(choice.row, None)
-        self.runner.leave([choice.row])
-        choice.row = choice.cursor = None
+    def drop_rows(self, choices: abc.Sequence[Choice], *, keep: bool = True) -> None:
+        """All of them together, which is cheaper. keep: store what they have generated."""
+        rows = []
+        with self.cache.together():
+            for choice in choices:
+                if choice.row is None:
+                    continue
+                if choice.cursor is not None:
+                    self.close(choice.cursor, choice.row if keep else None)
+                self.rows.pop(choice.row, None)
+                rows.append(choice.row)
+                choice.row = choice.cursor = None
+        if rows:
+            self.runner.leave(rows)
 
-    def finish_choice(self, choice: Choice) -> None:
-        self.drop_row(choice)
-        choice.done = True
-        for task in [t for t in self.tasks.values() if all(c.done for c in t.choices)]:
-            self.drop_task(task)
-        if not choice.sequence.open_choices:
-            self.retire(choice.sequence)
-            self.emit(choice.sequence.job.id, JobDone())
+    def finish(self, choices: abc.Sequence[Choice]) -> None:
+        """End replies; not those of requests that have failed meanwhile."""
+        choices = [choice for choice in choices if not choice.done]
+        self.drop_rows(choices)
+        for choice in choices:
+            choice.done = True
+            for task in [t for t in self.tasks.values() if all(c.done for c in t.choices)]:
+                self.drop_task(task)
+            if not choice.sequence.open_choices:
+                self.retire(choice.sequence)
+                self.emit(choice.sequence.job.id, JobDone())
 
     def retire(self, sequence: Sequence) -> None:
         """Drop all rows of a request. What they have computed stays in the cache."""
@@ -205,8 +214,8 @@ class InFlight:
             self.leave_queue()
         for task in self.tasks_of(sequence):
             self.drop_task(task)
+        self.drop_rows(sequence.open_choices)
         for choice in sequence.open_choices:
-            self.drop_row(choice)
             choice.done = True
         self.cache.close_cursor(sequence.cursor, None)
         if sequence.admitted:

@@ -117,8 +117,9 @@ class Loop:
         inflight.flush()
         if self._decode.take_first_token_flag():
             time.sleep(YIELD_S)
-        for task in reading:
-            self._prefill.settle(task)
+        with inflight.cache.together():
+            for task in reading:
+                self._prefill.settle(task)
         if self._has_spare_work:
             self._read_deferred()
         self._recovery.confirm(in_flight=bool(inflight.rows) and not reading)
@@ -193,8 +194,7 @@ class Loop:
             self.inflight.retire(sequence)
 
     def stop_choice(self, request: RequestId, index: int) -> None:
-        for choice in self._open_choices(request, index):
-            self.inflight.finish_choice(choice)
+        self.inflight.finish(self._open_choices(request, index))
 
     def force(self, request: RequestId, index: int, forced: ForcedTokens) -> None:
         for choice in self._open_choices(request, index):

@@ -176,7 +176,7 @@ class Recovery:
         )
         for choice in sequence.open_choices:
             self._inflight.emit(sequence.job.id, ChoiceDone(choice.index, "length"))
-            self._inflight.finish_choice(choice)
+        self._inflight.finish(sequence.open_choices)
 
     # --- the device ------------------------------------------------------------------------
 
@@ -261,8 +261,7 @@ class Recovery:
         inflight.update_room()  # room for what dropping its rows stores
         for task in inflight.tasks_of(sequence):
             inflight.drop_task(task, keep=keep)
-        for choice in sequence.open_choices:
-            inflight.drop_row(choice, keep=keep)
+        inflight.drop_rows(sequence.open_choices, keep=keep)
         inflight.cache.close_cursor(sequence.cursor, None)
         sequence.admitted = False
         sequence.was_put_back = True

@@ -103,12 +103,12 @@ def test_few_records_are_handed_over_at_a_time() -> None:
     assert server.io.n_most <= client.MAX_AT_ONCE
 
 
-def test_a_first_spell_comes_after_a_few_steps() -> None:
-    server = Server(1.0)
-    server.decode(LEAST_STEPS - 2)
-    assert not server.io.orders
-    server.decode(4)
+def test_a_first_spell_comes_at_once_and_is_short() -> None:
+    server = Server(1.5)
+    server.decode(1)
     assert server.io.orders
+    server.decode(3 * LEAST_STEPS)
+    assert server.io.n_written <= LEAST_STEPS // 2 + client.MAX_AT_ONCE
 
 
 def test_writes_that_slow_decoding_down_are_rare() -> None:

@@ -2,17 +2,20 @@
 
 A write takes processor time, memory bandwidth and the GIL from the engine. How much longer a decode step
 takes meanwhile depends on the device and the disk, so it is measured. Writes come in spells with pauses
-between them, and the steps of a spell are compared with those of the pause before it:
+between them, and the steps of a spell are compared with those of the pause that follows:
 
-    # | pause | spell |      pause      | spell |      extra time of a spell = cost * time of steps alone
+    # | spell |.....|    pause    | spell |.....| pause     .. what was begun is still being written
+    #   writing          alone                              extra time of writing = cost * time alone
+
+Means are compared: a write that holds up one step in twenty shows in no median.
 
 Owner: the engine thread, through a tier's client.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from statistics import median
+from dataclasses import dataclass
+from statistics import fmean
 
 from firn.cache.planning.estimates import Samples
 
@@ -23,18 +26,33 @@ MAX_WAIT_S = 10.0
 they have waited for twice as long. Memory is bounded, and a crash should lose seconds."""
 LEAST_STEPS, LONG_STEPS = 8, 64
 """Steps of a pause, at least, and of a spell; the second for spells that disturb nobody."""
+MAX_SLOWDOWN = 4.0
+"""What one spell counts for at most: something else has held the engine up."""
+
+
+@dataclass(slots=True)
+class _Steps:
+    n: int = 0
+    total_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.n += 1
+        self.total_s += seconds
+
+    @property
+    def mean_s(self) -> float:
+        return self.total_s / max(self.n, 1)
 
 
 class WritePace:
     def __init__(self) -> None:
-        self._in_spell = False
-        self._steps_s: deque[float] = deque(maxlen=LONG_STEPS)
-        """Of the spell or the pause: how long the last steps took, those of a spell only if it wrote."""
-        self._total_s = 0.0
-        """All of its steps together: a pause with nothing to write may last for hours."""
-        self._pause_step_s = 0.0
-        self._spell_s = 0.0
-        self._slowdown = Samples(1.0)
+        self._in_spell = True
+        self._is_measured = False
+        """The slowdown by the last spell is known."""
+        self._writing, self._alone = _Steps(), _Steps()
+        """Steps since the spell began while something was written, and since it ended while nothing
+        was."""
+        self._slowdown = Samples(1.0, of=fmean)
         self._last: float | None = None
 
     @property
@@ -44,9 +62,8 @@ class WritePace:
 
     def tick(self, now: float, *, is_writing: bool) -> None:
         """A decode step has ended."""
-        if self._last is not None and (is_writing or not self._in_spell):
-            self._steps_s.append(now - self._last)
-            self._total_s += now - self._last
+        if self._last is not None:
+            (self._writing if is_writing else self._alone).add(now - self._last)
         self._last = now
 
     def disturbed(self) -> None:
@@ -55,20 +72,20 @@ class WritePace:
 
     def may_write(self, waited_s: float) -> bool:
         """waited_s: how long the next record has waited."""
-        if self._in_spell and len(self._steps_s) >= self._n_spell:
-            self._slowdown.see(median(self._steps_s) / max(self._pause_step_s, 1e-9))
-            self._spell_s = self._total_s
-            self._change()
-        elif not self._in_spell and self._pause_is_over(waited_s):
-            self._pause_step_s = median(self._steps_s)
-            self._change()
+        if self._in_spell:
+            if self._writing.n >= self._n_spell:
+                self._in_spell, self._alone = False, _Steps()
+        elif self._alone.n >= LEAST_STEPS:
+            self._measure()
+            if self._pause_is_over(waited_s):
+                self._in_spell, self._is_measured, self._writing = True, False, _Steps()
         return self._in_spell
 
-    def _change(self) -> None:
-        """From a spell to a pause, or back."""
-        self._in_spell = not self._in_spell
-        self._steps_s.clear()
-        self._total_s = 0.0
+    def _measure(self) -> None:
+        if not self._is_measured:
+            slowdown = self._writing.mean_s / max(self._alone.mean_s, 1e-9)
+            self._slowdown.see(min(slowdown, MAX_SLOWDOWN))
+            self._is_measured = True
 
     @property
     def _n_spell(self) -> int:
@@ -78,6 +95,6 @@ class WritePace:
 
     def _pause_is_over(self, waited_s: float) -> bool:
         cost = MAX_COST * max(waited_s / MAX_WAIT_S, 1.0) ** 2
-        extra_s = self._spell_s * (1 - 1 / self.slowdown)
-        pause_s = extra_s * (1 + 1 / cost) - self._spell_s
-        return len(self._steps_s) >= LEAST_STEPS and self._total_s >= pause_s
+        extra_s = self._writing.total_s * (1 - 1 / self.slowdown)
+        pause_s = extra_s * (1 + 1 / cost) - self._writing.total_s
+        return self._alone.total_s >= pause_s

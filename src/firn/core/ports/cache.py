@@ -8,6 +8,7 @@ the ports are generic in it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Protocol, TypeVar
 
@@ -98,7 +99,12 @@ class RequestCache(Protocol[C]):
 
 
 class CacheUpkeep(Protocol):
-    """What the engine's loop does for the cache between requests."""
+    """What the engine's loop does for the cache, whatever the request."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """What rows commit within is copied in one go, where the device is faster at that. May be
+        nested."""
+        ...
 
     def tick(self, load: EngineLoad) -> None:
         """Between two steps: take in what was read, spill records. Does less under load."""

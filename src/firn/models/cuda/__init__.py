@@ -3,21 +3,31 @@
     products    of a few tokens: a kernel of firn's instead of cuBLAS, whose calls take the host longer
     attention   of a few tokens: a kernel that takes masks, instead of many operations or cuDNN's plans
 
+And a server's many shapes are no mistake.
+
 `tune` is the switch.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 
 from firn.models.cuda import attention, products
 
 log = logging.getLogger("firn.models")
 
+CHECK = "MLX_ENABLE_CACHE_THRASHING_CHECK"
+"""MLX keeps 400 of the driver's graphs. Once it has made twice as many, which takes a server minutes, it
+sees a script's mistake in that, and every new graph fails."""
 
-def tune() -> None:
-    """Call it once in a process, before a model is loaded. A kernel that is wrong on this device is
-    not used."""
+
+def tune(*, kernels: bool = True) -> None:
+    """Call it once in a process, before anything is computed. kernels: replace those of MLX; one that is
+    wrong on this device is not used. Without them results are MLX's own, bit for bit."""
+    os.environ.setdefault(CHECK, "0")
+    if not kernels:
+        return
     attention.install()
     fault = products.fault()
     if fault is None:
