@@ -151,8 +151,8 @@ class Decode:
         self._inflight.emit(job.id, token)
         is_last = has_stopped or len(choice.tokens) >= job.max_tokens
         if is_last:
-            reason = "stop" if has_stopped else "length"
-            self._inflight.emit(job.id, ChoiceDone(choice.index, reason))
+            done = ChoiceDone(choice.index, "stop" if has_stopped else "length")
+            self._inflight.emit(job.id, done)
         return is_last
 
     def take_first_token_flag(self) -> bool:
