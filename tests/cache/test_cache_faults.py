@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from firn.cache import commit
+from firn.cache import commit, copies
 from firn.cache.admin import control as admin
 from firn.cache.arrays import payload
 from firn.cache.parts import Part
@@ -208,7 +208,8 @@ def test_records_that_could_not_be_computed_are_not_kept(
             raise RuntimeError("out of memory")
         payload.evaluate(payloads)
 
-    monkeypatch.setattr(commit, "evaluate", evaluate)
+    for module in (commit, copies):
+        monkeypatch.setattr(module, "evaluate", evaluate)
     cache = tree(shape, block=8)
     with LabEngine(shape, cache=cache, chunk=64) as lab:
         ids = prompt_of(1, 45)

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from firn.cache import commit
+from firn.cache import copies
 from firn.cache.arrays import payload
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
@@ -53,7 +53,7 @@ def spoil(
     if in_commit is None:
         runner.confirm = asked
     else:
-        in_commit.setattr(commit, "evaluate", evaluate)
+        in_commit.setattr(copies, "evaluate", evaluate)
     return told
 
 

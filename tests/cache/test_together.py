@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import mlx.core as mx
 import pytest
 
-from firn.cache import commit
+from firn.cache import copies
 from firn.cache.arrays import payload
 from firn.cache.arrays.payload import Payload
 from firn.cache.cursor import CacheCursor
@@ -29,8 +29,8 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.dispatched: list[int] = []
         self.fault: Exception | None = None
-        monkeypatch.setattr(commit, "copies_are_awaited", lambda: False)
-        monkeypatch.setattr(commit, "evaluate", self._evaluate)
+        monkeypatch.setattr(copies, "copies_are_awaited", lambda: False)
+        monkeypatch.setattr(copies, "evaluate", self._evaluate)
 
     def _evaluate(self, payloads: Iterable[Payload]) -> None:
         fault, self.fault = self.fault, None
@@ -93,7 +93,7 @@ def test_without_it_each_commit_is_dispatched_by_itself(device: Device) -> None:
 def test_where_copies_are_awaited_they_do_not_pile_up(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commit, "copies_are_awaited", lambda: True)
+    monkeypatch.setattr(copies, "copies_are_awaited", lambda: True)
     cache = tree(DENSE, block=BLOCK)
     with cache.together():
         cache.commit(*opened(cache, 1))
@@ -135,7 +135,7 @@ def test_chats_of_a_batch_are_stored_as_those_of_one(monkeypatch: pytest.MonkeyP
     prompts = [[t % 60 for t in words(seed, 70 + 5 * seed)] for seed in range(4)]
     with running(tiny("qwen3"), chunk=32, block=32) as harness:
         want = [harness.ask(ids, 20).reply for ids in prompts]
-    monkeypatch.setattr(commit, "copies_are_awaited", lambda: False)
+    monkeypatch.setattr(copies, "copies_are_awaited", lambda: False)
     monkeypatch.setattr(payload, "copies_are_awaited", lambda: False)
     with running(tiny("qwen3"), chunk=32, block=32) as harness:
         results = [harness.submit(ids, 20) for ids in prompts]

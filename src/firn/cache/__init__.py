@@ -19,7 +19,7 @@ Read in this order:
     prefix.py            what the engine calls: open, restore, advance, commit, fork, close_cursor, tick
     cursor.py            a request's place in the tree, and what it waits for
     planning/            decisions, pure: where to resume, what to load, which states to keep
-    commit.py            row -> records
+    commit.py, copies.py row -> records; their copies, computed for all rows of a step at once
     restore.py           records -> row
     loading.py           tiers -> memory, while the prompt is computed
     records.py           a record's life: kept, spilled, evicted, loaded again, forgotten

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from firn.cache.arrays.payload import Payload, copies_are_awaited, evaluate, gathers, joined
+from firn.cache.arrays.payload import Payload, evaluate, gathers, joined
 from firn.cache.codecs import At
+from firn.cache.copies import Copies
 from firn.cache.cursor import CacheCursor, WindowPiece
 from firn.cache.layout import Layout
 from firn.cache.memory.rows import LEAST_BLOCKS
@@ -26,8 +27,11 @@ ends."""
 
 
 class Committer:
-    def __init__(self, records: Records, layout: Layout, *, exact_chunk: int) -> None:
+    def __init__(
+        self, records: Records, layout: Layout, copies: Copies, *, exact_chunk: int
+    ) -> None:
         self._records = records
+        self._copies = copies
         self._tree = records.tree
         self._needs = records.needs
         self._layout = layout
@@ -37,8 +41,6 @@ class Committer:
         """Whether pages stay in the row. Not in exact mode: the row goes on with tokens that were not
         computed in whole chunks, and is not kept."""
         self._token_nbytes = 0
-        self._uncomputed: list[tuple[CacheCursor, list[Record]]] | None = None
-        """Commits whose copies are computed together; None: each computes its own."""
         # A ring smaller than a block overwrites tokens before the block is whole, so they are saved
         # in pieces. One more token may be in flight when a piece is cut.
         small = 0 < layout.smallest_window < self._block + 2
@@ -48,28 +50,6 @@ class Committer:
     def commit_every(self) -> int:
         """Tokens between two commits."""
         return self.piece_tokens or self._block
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """What is committed within is computed at the end, in one dispatch. Only where nobody waits for
-        the copies: elsewhere they would take the memory of all rows at once."""
-        if copies_are_awaited() or self._uncomputed is not None:
-            yield
-            return
-        self._uncomputed = []
-        try:
-            yield
-        finally:
-            commits, self._uncomputed = self._uncomputed, None
-            self._compute_all(commits)
-
-    def _compute_all(self, commits: Sequence[tuple[CacheCursor, list[Record]]]) -> None:
-        try:
-            self._compute([record for _, new in commits for record in new])
-        except Exception as e:
-            self._records.failed("commit", e)
-            for cursor, _ in commits:
-                cursor.writes = False
 
     def commit(self, cursor: CacheCursor, row: LiveRow) -> None:
         """Whole blocks, then a state if one is due here."""
@@ -124,18 +104,14 @@ class Committer:
         except Exception:
             self._records.take_back(new)
             raise
-        if self._uncomputed is None:
-            self._compute(new)
-        else:
-            self._uncomputed.append((cursor, new))
 
-    def _compute(self, new: list[Record]) -> None:
-        try:
-            evaluate(r.arrays for r in new if isinstance(r.arrays, Payload))
-        except Exception:
-            self._records.take_back(new)
-            raise
-        self._records.committed([r for r in new if r.alive])
+        def done() -> None:
+            self._records.committed([r for r in new if r.alive])
+
+        def failed() -> None:
+            cursor.writes = False  # its chain has a hole
+
+        self._copies.compute(new, done=done, failed=failed)
 
     @contextmanager
     def _leased(self, node: Node) -> Iterator[None]:
@@ -210,7 +186,9 @@ class Committer:
         return record is not None
 
     def _stays_in_row(self, cursor: CacheCursor) -> bool:
-        return self.in_rows and cursor.n_known >= LEAST_BLOCKS * self._block
+        """Not short rows, unless cutting all their pieces at the end is one launch."""
+        is_long = cursor.n_known >= LEAST_BLOCKS * self._block
+        return self.in_rows and (is_long or gathers())
 
     def _keep_in_row(self, node: Node, cutter: RowCutter, new: list[Record]) -> None:
         if not self._token_nbytes:
@@ -274,6 +252,12 @@ class RowCutter:
             cut = self._layout.cut(part, self._layers, self.at, self._start, self._end)
             self._whole[part] = cut
         return self._whole[part].tokens(start - self._start, end - self._start).copied()
+
+    def cut_pages(self, bounds: Sequence[tuple[int, int]]) -> list[Payload]:
+        """Several pieces [start, end) of the row's pages."""
+        if gathers():
+            return self._layout.cut_pieces(Part.PAGES, self._layers, self.at, bounds)
+        return [self.cut(Part.PAGES, start, end) for start, end in bounds]
 
 
 def _join_pieces(pieces: Sequence[WindowPiece], start: int, end: int) -> Payload:

@@ -66,11 +66,19 @@ class Layout:
         self, part: Part, layers: Sequence[LayerCache], at: At, start: int, end: int
     ) -> Payload:
         """One part of all layers, for tokens [start, end) of a row: lazy copies."""
-        cells = self._cells(layers, at, start, end) if part is Part.PAGES else None
-        payload = gathered(cells) if cells is not None else None
-        return payload or stacked(self.views(part, layers, at, start, end))
+        return self.cut_pieces(part, layers, at, [(start, end)])[0]
 
-    def _cells(self, layers: Sequence[LayerCache], at: At, start: int, end: int) -> Cells | None:
+    def cut_pieces(
+        self, part: Part, layers: Sequence[LayerCache], at: At, bounds: Sequence[tuple[int, int]]
+    ) -> list[Payload]:
+        """The same for several pieces."""
+        cells = self._cells(layers, at, bounds) if part is Part.PAGES else None
+        payloads = gathered(cells) if cells is not None else None
+        return payloads or [stacked(self.views(part, layers, at, *piece)) for piece in bounds]
+
+    def _cells(
+        self, layers: Sequence[LayerCache], at: At, bounds: Sequence[tuple[int, int]]
+    ) -> Cells | None:
         """Where these tokens lie, if they lie in the same columns of all layers' buffers."""
         if not gathers() or not self.lies_in_rows:
             return None
@@ -80,14 +88,13 @@ class Layout:
             return None
         column = first.pop()
         taken = [buffers.take(layer) for buffers, layer in pairs]
-        return Cells(taken, at.index, column + start, column + end)
+        return Cells(taken, at.index, [(column + start, column + end) for start, end in bounds])
 
     def prepare(self, layers: Sequence[LayerCache]) -> None:
         """Compile what cutting needs: on CUDA that takes seconds. The layers must hold a token."""
-        at = At(0, 1)
-        cells = self._cells(layers, at, 0, 1)
+        cells = self._cells(layers, At(0, 1), [(0, 1)])
         if cells is not None:
-            try_gathering(cells, self.views(Part.PAGES, layers, at, 0, 1))
+            try_gathering(cells.layers)
 
     def views(
         self, part: Part, layers: Sequence[LayerCache], at: At, start: int, end: int

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from firn.cache.commit import Committer
+from firn.cache.copies import Copies
 from firn.cache.cursor import CacheCursor
 from firn.cache.garbage import Garbage
 from firn.cache.layout import Layout
@@ -97,8 +98,11 @@ class PrefixTree:
             clock=clock,
             wall=wall,
         )
-        self._committer = Committer(self.records, layout, exact_chunk=settings.exact_chunk)
-        self._parking = Parking(self.records, layout, in_rows=self._committer.in_rows)
+        self._copies = Copies(self.records)
+        self._committer = Committer(
+            self.records, layout, self._copies, exact_chunk=settings.exact_chunk
+        )
+        self._parking = Parking(self.records, layout, self._copies, in_rows=self._committer.in_rows)
         self._loader = Loader(self.records)
         self._restorer = Restorer(
             self.records, layout, self._parking, saves_pieces=self._committer.piece_tokens > 0
@@ -277,7 +281,7 @@ class PrefixTree:
             cursor.writes = False
 
     def together(self) -> AbstractContextManager[None]:
-        return self._committer.together()
+        return self._copies.together()
 
     def fork(self, cursor: AnyCursor, reply: Sequence[int]) -> AnyCursor:
         if isinstance(cursor, BlankCursor):

@@ -20,6 +20,7 @@ from firn.cache.layout import Layout
 from firn.cache.parts import Part
 from firn.cache.storage import places
 from firn.models.rewind import ready
+from tests.cache.bus import Bus
 
 QUICK = settings(max_examples=40, deadline=None)
 SHAPES = st.sampled_from([(1, 2, 6, 4), (1, 1, 6, 3), (1, 2, 6, 1)])
@@ -197,40 +198,6 @@ def test_places_that_are_none_are_refused(text: str) -> None:
         places.from_text(text)
 
 
-class Bus:
-    """Stands for the driver: copies that are visible."""
-
-    gathers = True
-
-    def __init__(self) -> None:
-        self.n_out = self.n_in = self.n_gathered = 0
-        self.why_not = ""
-
-    def gather(self, arrays: Sequence[mx.array], row: int, start: int, end: int) -> mx.array:
-        assert cuda.can_gather(arrays)
-        assert len({(a.dtype, *a.shape) for a in arrays}) == 1
-        self.n_gathered += 1
-        return mx.stack([a[row : row + 1, :, start:end] for a in arrays])
-
-    def stop_gathering(self, why: object) -> None:
-        self.gathers, self.why_not = False, str(why)
-
-    def locate(self, arrays: Sequence[mx.array]) -> list[mx.array]:
-        return [mx.flatten(a).view(mx.uint8) for a in arrays]
-
-    def to_host(self, addresses: Sequence[mx.array], sizes: Sequence[int]) -> list[memoryview]:
-        self.n_out += len(sizes)
-        return [memoryview(np.array(a).tobytes()) for a in addresses]
-
-    def stage(self, buffers: Sequence[memoryview]) -> list[memoryview]:
-        return [memoryview(bytes(b)) for b in buffers]
-
-    def to_device(self, data: Any, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-        self.n_in += 1
-        flat = mx.array(np.array(data.view(np.uint8)))
-        return flat.view(dtype).reshape(shape)
-
-
 @QUICK
 @given(kinds=LAYERS)
 def test_over_a_bus_a_record_is_one_copy_for_each_stack(
@@ -299,6 +266,19 @@ def test_cells_of_all_layers_are_copied_at_once(
     assert bus.n_gathered == len(got.stacks) == n_stacks
 
 
+def test_pieces_of_a_row_are_copied_by_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, at = grouped([40, 25, 33]), At(1, 25)
+    layout = Layout.of(kv_layers(1))
+    bounds = [(0, 8), (8, 16), (16, 24), (24, 25), (3, 4), (7, 20)]
+    want = [layout.cut(Part.PAGES, layers, at, *piece) for piece in bounds]
+    bus = Bus()
+    monkeypatch.setattr(cuda, "device", lambda: bus)
+    got = layout.cut_pieces(Part.PAGES, layers, at, bounds)
+    assert bus.n_gathered == 2
+    for a, b in zip(got, want, strict=True):
+        assert all_same(a, [b.layer(i) for i in range(b.n_layers)])
+
+
 def test_buffers_that_differ_are_copied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """One layer has more room than the others."""
     layers = [*kv_layers(40, n_layers=2), *kv_layers(300, n_layers=1)]
@@ -312,13 +292,20 @@ def test_buffers_that_differ_are_copied_one_by_one(monkeypatch: pytest.MonkeyPat
     assert not bus.n_gathered
 
 
-@pytest.mark.parametrize("fault", ["wrong", "raises"])
+@pytest.mark.parametrize("fault", ["wrong", "other cells", "other row", "raises"])
 def test_a_kernel_that_is_wrong_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Bad(Bus):
-        def gather(self, arrays: Sequence[mx.array], row: int, start: int, end: int) -> mx.array:
+        def gather(
+            self, arrays: Sequence[mx.array], row: int, bounds: Sequence[tuple[int, int]]
+        ) -> list[mx.array]:
             if fault == "raises":
                 raise RuntimeError("it does not compile")
-            return super().gather(arrays, row, start, end) + 1
+            if fault == "other cells":
+                bounds = [*bounds[:-1], (bounds[-1][0] - 1, bounds[-1][1] - 1)]
+            if fault == "other row":
+                row = 0
+            pieces = super().gather(arrays, row, bounds)
+            return [*pieces[:-1], pieces[-1] + 1] if fault == "wrong" else pieces
 
     bus = Bad()
     layers = kv_layers(1)

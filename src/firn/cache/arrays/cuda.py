@@ -44,11 +44,14 @@ FETCH = """
 """
 GATHER = """
     from += first[0] + blockIdx.y * head[0];
-    uint4* to = reinterpret_cast<uint4*>(out) + (blockIdx.z * gridDim.y + blockIdx.y) * n_words[0];
+    uint4* to = reinterpret_cast<uint4*>(out) + (which * gridDim.y + blockIdx.y) * n_words[0];
 """
-GATHER_CASE = "case {i}: from = reinterpret_cast<const uint4*>(a{i}); break;"
+GATHER_ARRAY = "case {i}: from = reinterpret_cast<const uint4*>(a{i}); break;"
+GATHER_PIECE = "case {i}: first = first{i}; n_words = n_words{i}; out = out{i}; break;"
 GATHER_THREADS = 1 << 11
-"""For each head of each array."""
+"""For each head of each array of a piece."""
+MAX_PIECES = 4
+"""Of a row, that one kernel copies. A kernel for each number would be compiled for seconds."""
 MAX_GATHERED = 256
 """Arrays of one kernel: each is a parameter, of which a kernel has 4 KiB."""
 LOCATE = """{{
@@ -107,31 +110,32 @@ class Cuda:
         self.gathers = False
         log.warning("the cache cuts records layer by layer, which is slower: %s", why)
 
-    def gather(self, arrays: Sequence[mx.array], row: int, start: int, end: int) -> mx.array:
-        """Columns [start, end) of one row of these arrays, which are alike, as one new array."""
-        n, first = len(arrays), arrays[0]
+    def gather(
+        self, arrays: Sequence[mx.array], row: int, bounds: Sequence[tuple[int, int]]
+    ) -> list[mx.array]:
+        """Columns [start, end) of one row of these arrays, which are alike: one new array for each of at
+        most MAX_PIECES bounds."""
+        n, k, first = len(arrays), len(bounds), arrays[0]
         _, n_heads, n_columns, width = first.shape
-        if n not in self._gathers:
-            cases = "\n".join(GATHER_CASE.format(i=i) for i in range(n))
-            choice = f"const uint4* from = nullptr;\nswitch (blockIdx.z) {{\n{cases}\n}}"
-            self._gathers[n] = mx.fast.cuda_kernel(
-                name=f"firn_gather_{n}",
-                input_names=[*(f"a{i}" for i in range(n)), "first", "head", "n_words"],
-                output_names=["out"],
-                source=choice + GATHER + COPY,
-            )
         words = width * first.itemsize // WORD_NBYTES
-        at = (row * n_heads * n_columns + start) * words
+        begin, n_unused = row * n_heads * n_columns, MAX_PIECES - k
         # Each by itself: MLX makes numbers of eight bytes without asking the driver for memory.
-        numbers = [mx.array(x, mx.int64) for x in (at, n_columns * words, (end - start) * words)]
-        (out,) = self._gathers[n](
+        numbers = [mx.array(n_columns * words, mx.int64)]
+        numbers += [mx.array((begin + start) * words, mx.int64) for start, _ in bounds]
+        numbers += numbers[:1] * n_unused
+        numbers += [mx.array((end - start) * words, mx.int64) for start, end in bounds]
+        numbers += numbers[:1] * n_unused
+        if n not in self._gathers:
+            self._gathers[n] = _gather_kernel(n)
+        shapes = [(n, 1, n_heads, end - start, width) for start, end in bounds]
+        outs = self._gathers[n](
             inputs=[*arrays, *numbers],
-            grid=(GATHER_THREADS, n_heads, n),
+            grid=(GATHER_THREADS, n_heads, n * k),
             threadgroup=(256, 1, 1),
-            output_shapes=[(n, 1, n_heads, end - start, width)],
-            output_dtypes=[first.dtype],
+            output_shapes=[*shapes, *[(1,)] * n_unused],
+            output_dtypes=[first.dtype] * MAX_PIECES,
         )
-        return out  # type: ignore[no-any-return]
+        return outs[:k]  # type: ignore[no-any-return]
 
     def locate(self, arrays: Sequence[mx.array]) -> list[mx.array]:
         """The addresses of these arrays, lazily. A kernel finds them: if Python asks for an address, MLX
@@ -266,6 +270,25 @@ class Cuda:
         status = getattr(self._cu, name)(*args)
         if status != 0:
             raise CudaError(f"{name}: CUDA error {status}")
+
+
+def _gather_kernel(n_arrays: int) -> Any:
+    arrays = "\n".join(GATHER_ARRAY.format(i=i) for i in range(n_arrays))
+    pieces = "\n".join(GATHER_PIECE.format(i=i) for i in range(1, MAX_PIECES))
+    choice = f"""
+        const long long which = blockIdx.z % {n_arrays};
+        const uint4* from = nullptr;
+        switch (which) {{ {arrays} }}
+        auto first = first0; auto n_words = n_words0; auto out = out0;
+        switch (blockIdx.z / {n_arrays}) {{ {pieces} }}
+    """
+    numbers = [f"{name}{i}" for name in ("first", "n_words") for i in range(MAX_PIECES)]
+    return mx.fast.cuda_kernel(
+        name=f"firn_gather_{n_arrays}",
+        input_names=[*(f"a{i}" for i in range(n_arrays)), "head", *numbers],
+        output_names=[f"out{i}" for i in range(MAX_PIECES)],
+        source=choice + GATHER + COPY,
+    )
 
 
 def _checked(address: mx.array) -> ctypes.c_uint64:

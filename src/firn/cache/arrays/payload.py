@@ -26,6 +26,10 @@ FILL_NBYTES = 512 << 20
 """How many bytes of layers a GPU fills at once: twice the memory for a moment, far fewer copies."""
 
 
+TRIED_ROW, TRIED_COLUMNS, TRIED_BOUNDS = 1, 24, ((0, 5), (5, 6), (9, 21), (23, 24), (2, 4))
+"""Cells that the kernel which gathers them is tried with: more pieces than it copies at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Payload:
     stacks: tuple[mx.array, ...]
@@ -79,12 +83,12 @@ class Views:
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """Columns [start, end) of one row, in the buffers of all layers: (rows, heads, columns, width)."""
+    """Columns of one row, in the buffers of all layers: (rows, heads, columns, width)."""
 
     layers: list[Arrays]
     row: int
-    start: int
-    end: int
+    bounds: Sequence[tuple[int, int]]
+    """[start, end) of each piece."""
 
 
 def stacked(layers: Sequence[Arrays]) -> Payload:
@@ -100,9 +104,10 @@ def gathers() -> bool:
     return bus is not None and bus.gathers
 
 
-def gathered(cells: Cells) -> Payload | None:
-    """A lazy copy of these cells, in one launch for each stack. MLX would copy what it stacks array by
-    array, in 72 launches for 36 layers. None: their buffers are not alike."""
+def gathered(cells: Cells) -> list[Payload] | None:
+    """Lazy copies of these cells, one for each piece, in one launch for each stack and a few pieces. MLX
+    would copy what it stacks array by array, in 72 launches for 36 layers. None: their buffers are not
+    alike."""
     bus = cuda.device()
     assert bus is not None
     places, members = _by_kind(cells.layers, lambda a: (a.dtype, *a.shape))
@@ -110,22 +115,45 @@ def gathered(cells: Cells) -> Payload | None:
     kinds = {(some[0].dtype, some[0].shape[1], some[0].shape[-1]) for some in members}
     if len(kinds) != len(members) or not all(map(cuda.can_gather, members)):
         return None
-    stacks = (bus.gather(some, cells.row, cells.start, cells.end) for some in members)
-    return Payload(tuple(stacks), places)
+    payloads = []
+    for first in range(0, len(cells.bounds), cuda.MAX_PIECES):
+        some = cells.bounds[first : first + cuda.MAX_PIECES]
+        stacks = [bus.gather(arrays, cells.row, some) for arrays in members]
+        payloads += [Payload(pieces, places) for pieces in zip(*stacks, strict=True)]
+    return payloads
 
 
-def try_gathering(cells: Cells, views: Sequence[Arrays]) -> None:
-    """Compile the kernel for buffers like these; do without it if it fails, or copies other cells than
-    the views are of."""
+def try_gathering(layers: Sequence[Arrays]) -> None:
+    """Compile the kernel for buffers of these types; do without it if it fails or copies other cells."""
     bus = cuda.device()
     if bus is None or not bus.gathers:
         return
+    tried = [
+        tuple(None if a is None else _tried(a, seed=2 * i + j) for j, a in enumerate(arrays))
+        for i, arrays in enumerate(layers)
+    ]
     try:
-        got, want = gathered(cells), stacked(views)
-        if got is not None and not all(map(mx.array_equal, got.stacks, want.stacks)):
-            bus.stop_gathering("a kernel's cells came out different")
+        got = gathered(Cells(tried, TRIED_ROW, TRIED_BOUNDS))
+        want = [stacked(_piece(tried, TRIED_ROW, *bounds)) for bounds in TRIED_BOUNDS]
+        for a, b in zip(got or want, want, strict=True):
+            if not all(map(mx.array_equal, a.stacks, b.stacks)):
+                bus.stop_gathering("a kernel's cells came out different")
     except (RuntimeError, ValueError, TypeError) as e:
         bus.stop_gathering(e)
+
+
+def _tried(like: mx.array, *, seed: int) -> mx.array:
+    """A small buffer of random numbers."""
+    shape = (TRIED_ROW + 1, *like.shape[1:-2], TRIED_COLUMNS, like.shape[-1])
+    return mx.random.randint(0, 1 << 15, shape, key=mx.random.key(seed)).astype(like.dtype)
+
+
+def _piece(layers: Sequence[Arrays], row: int, start: int, end: int) -> list[Arrays]:
+    """Views of columns [start, end) of one row."""
+    return [
+        tuple(None if a is None else a[row : row + 1, :, start:end] for a in arrays)
+        for arrays in layers
+    ]
 
 
 def _by_kind(

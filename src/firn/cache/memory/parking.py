@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from firn.cache.arrays.payload import compute, evaluate
+from firn.cache.arrays.payload import compute
 from firn.cache.codecs import concat_tokens
 from firn.cache.commit import RowCutter
+from firn.cache.copies import Copies
 from firn.cache.cursor import CacheCursor
 from firn.cache.layout import Layout
 from firn.cache.memory.eviction import carries
@@ -33,9 +34,10 @@ ROOM_TOKENS = 256
 
 
 class Parking:
-    def __init__(self, records: Records, layout: Layout, *, in_rows: bool) -> None:
+    def __init__(self, records: Records, layout: Layout, copies: Copies, *, in_rows: bool) -> None:
         """in_rows: whether this cache leaves pages in rows."""
         self._records = records
+        self._copies = copies
         self._tree = records.tree
         self._rows = records.rows
         self._layout = layout
@@ -80,10 +82,10 @@ class Parking:
         """
         records = list(pages.records)
         cutter = RowCutter(self._layout, row, min(r.node.start for r in records), pages.end)
-        cut = [cutter.cut(Part.PAGES, r.node.start, r.node.end) for r in records]
-        evaluate(cut)
+        cut = cutter.cut_pages([(r.node.start, r.node.end) for r in records])
         for record, payload in zip(records, cut, strict=True):
             self._tree.move(record, payload)
+        self._copies.compute(records)
 
     def abandon(self, cursor: CacheCursor) -> None:
         """The cursor's row goes, and must not be kept."""

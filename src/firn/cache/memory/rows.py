@@ -70,8 +70,9 @@ class Slab:
 
     def cut(self, start: int, end: int) -> Payload:
         """Lazy copies."""
-        cells = Cells(self.layers, 0, start - self.first, end - self.first)
-        return (gathered(cells) if gathers() else None) or stacked(self.views(start, end))
+        cells = Cells(self.layers, 0, [(start - self.first, end - self.first)])
+        payloads = gathered(cells) if gathers() else None
+        return payloads[0] if payloads else stacked(self.views(start, end))
 
     def trim(self, first: int, end: int) -> None:
         """Keep only tokens [first, end). One layer at a time: there is no memory for a second slab."""
