@@ -117,6 +117,17 @@ def test_a_fault_costs_the_commits_of_that_step_and_no_more(device: Device) -> N
     assert n_cached(cache, 2) == 2 * BLOCK
 
 
+def test_all_of_a_step_is_in_doubt_until_the_device_confirms_it(device: Device) -> None:
+    cache = tree(DENSE, block=BLOCK)
+    cache.commit(*opened(cache, 1))
+    cache.confirm()
+    with cache.together():
+        for seed in (2, 3):
+            cache.commit(*opened(cache, seed))
+    cache.doubt()
+    assert [n_cached(cache, seed) for seed in (1, 2, 3)] == [2 * BLOCK, 0, 0]
+
+
 def test_what_the_engine_raises_meanwhile_is_not_hidden(device: Device) -> None:
     cache = tree(DENSE, block=BLOCK)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -270,3 +271,28 @@ def test_a_reply_whose_token_is_a_fault_is_not_stored() -> None:
         assert isinstance(lab.submit(prompt, 5).wait().error, StepFailed)
         assert lab.leftovers() == {}
     assert max(len(tokens) for _, tokens in cache.store) == len(prompt) - 1
+
+
+def test_a_reply_that_ends_beside_a_fault_of_its_request_ends_once() -> None:
+    """Two choices of a request: one has its last token in the step in which the other fails."""
+    with HashEngine(cache=DictCache(), chunk=8) as lab:
+        runner: Any = lab.runner
+        collect = runner.collect
+
+        n_picked: Counter[HashRow] = Counter()
+
+        def faulty(rows: Sequence[HashRow], **more: Any) -> list[Any]:
+            picked = collect(rows, **more)
+            n_picked.update(p.row for p in picked)
+            is_over = bool(picked) and n_picked[picked[-1].row] == 3
+            return (
+                [*picked[:-1], replace(picked[-1], fault=StepFailed("bad"))] if is_over else picked
+            )
+
+        runner.collect = faulty
+        failed = lab.submit(prompt_of(1, 20), 3, n=2)
+        assert isinstance(failed.wait().error, StepFailed)
+        runner.collect = collect
+        lab.submit(prompt_of(2, 20), 3).wait().check()
+        assert failed.n_ends == 1
+        assert lab.leftovers() == {}
