@@ -18,7 +18,7 @@ def test_batched_sessions_answer_for_themselves(model: str) -> None:
         assert oracle.wrong([oracle.exam(seed, n_facts=8) for seed in range(12)]) == []
 
 
-@pytest.mark.parametrize(("model", "n_room"), [("firn-demo", 6), ("firn-demo-hybrid", 4)])
+@pytest.mark.parametrize(("model", "n_room"), [("firn-demo", 4), ("firn-demo-hybrid", 3)])
 def test_five_times_as_many_sessions_as_memory_holds(model: str, n_room: int) -> None:
     with Oracle(model) as measured:
         one = measured.exam(0, n_facts=6)

@@ -144,7 +144,7 @@ SHAPES = {"dense": DENSE, "hybrid": HYBRID, "all kinds": ALL_KINDS, "no pages": 
 BOOKS = {"memory.added", "memory.let_go", "tree.hold", "tree.release", "tree.remove", "tree.prune"}
 BOOKS |= {"tree.use", "records.forget", "records.used", "index.forget", "index.lose"}
 """Halves of one entry in the books: if one of them fails the books are off, and only those."""
-N_OF_EACH = 5
+N_OF_EACH = 3
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -361,14 +361,14 @@ class Crowd:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_thousands_of_cancels_leave_no_lease_and_no_pin(shape: Shape) -> None:
+def test_a_thousand_cancels_leave_no_lease_and_no_pin(shape: Shape) -> None:
     crowd = Crowd(seed=3)
     rng = random.Random(1)
     cache = tree(shape, block=8, limit_nbytes=20_000)
     n_right = 0
     with LabEngine(shape, crowd.faults, cache=cache, max_rows=6, chunk=8) as lab:
         crowd.lab = lab
-        for wave in range(8):
+        for wave in range(4):
             gate = lab.hold()
             outcomes = []
             for i in range(70):
@@ -401,8 +401,8 @@ def test_thousands_of_cancels_leave_no_lease_and_no_pin(shape: Shape) -> None:
                 assert records_of(cache) == []
                 assert not any(len(r.children) for r in cache.records.tree.roots())
         assert not cache.stats.faults
-    assert len(crowd.cancelled) > 200
-    assert n_right > 1500
+    assert len(crowd.cancelled) > 100
+    assert n_right > 750
 
 
 def test_a_cancelled_request_leaves_blocks_that_can_be_used() -> None:

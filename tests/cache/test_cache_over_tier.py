@@ -299,7 +299,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 @MODE
 @EACH
 def test_random_use_over_a_tier(shape: Shape, exact: bool) -> None:
-    run(shape, exact, n_examples=15)
+    run(shape, exact, n_examples=10)
 
 
 @pytest.mark.soak

@@ -365,7 +365,7 @@ def run(shape: Shape, exact: bool, *, n_examples: int) -> None:
 @MODE
 @EACH
 def test_random_use(shape: Shape, exact: bool) -> None:
-    run(shape, exact, n_examples=20)
+    run(shape, exact, n_examples=14)
 
 
 @pytest.mark.soak

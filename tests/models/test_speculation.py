@@ -104,7 +104,7 @@ ONE_BY_ONE: dict[str, Any] = {"chunk": 32, "cache_nbytes": None, "max_rows": 4}
 
 @cache
 def one_by_one(name: str) -> tuple[Story, list[Result]]:
-    requests = story(1, samplings=list(SAMPLINGS.values()), n_requests=9)
+    requests = story(1, samplings=list(SAMPLINGS.values()), n_requests=7)
     with running(plain(name), **ONE_BY_ONE) as harness:
         return requests, tell(harness, requests)
 
@@ -131,7 +131,7 @@ def test_text_is_that_of_one_token_a_step(name: str, right: str) -> None:
 @every_kind
 def test_steps_of_few_shapes_say_the_same(name: str) -> None:
     """As on CUDA: widths and columns are padded, where the layers can take the padding back."""
-    requests = story(4, samplings=list(SAMPLINGS.values()), n_requests=6)
+    requests = story(4, samplings=list(SAMPLINGS.values()), n_requests=5)
     options: dict[str, Any] = {"chunk": 32, "cache_nbytes": None, "max_rows": 3}
     with running(plain(name), **options) as harness:
         want = tell(harness, requests)
@@ -173,7 +173,7 @@ def test_seats_that_stayed_vacant_are_removed_between_steps_with_drafts(
 @every_kind
 def test_what_is_stored_is_what_was_accepted(name: str) -> None:
     """A second turn resumes after the first reply, which was written with wrong drafts in between."""
-    requests = story(2, samplings=[GREEDY], n_requests=4)
+    requests = story(2, samplings=[GREEDY], n_requests=3)
     requests = [(p, n + 36, 1, s) for p, n, _, s in requests]  # more than a block
     options: dict[str, Any] = {"chunk": 32, "block": 32, "max_rows": 3}
     with running(plain(name), cache_nbytes=None, **options) as harness:

@@ -15,23 +15,18 @@ from tests.sweep.checks import MODES, QUICK, Verdict, check
 from tests.zoo import UNBUILDABLE, VOCAB_SIZE, ZOO
 
 FAST = (
-    "llama",  # full attention
     "qwen3_moe",  # experts
     "deepseek_v3",  # latent attention
-    "llama-sliding",  # window
     "gemma4_text",  # window, KV shared between layers
     "llama4",  # chunked attention
     "deepseek_v32",  # sparse index: two caches per layer
     "plamo3",  # reused on chunks only
     "gemma2",  # decoded row by row
-    "qwen3_5",  # gated delta
-    "mamba2",  # state space only
     "falcon_h1",  # attention and state space in one layer
     "baichuan_m1",  # convolution and window in one layer
     "gear",  # three kinds in one model
 )
-EXACT_ELSEWHERE = ("llama", "llama-sliding", "llama4", "qwen3_5", "mamba2")
-"""Whose exact mode tests/cache/test_cache_exact.py is about."""
+"""The plainest of each kind are what tests/cache is about."""
 GOOD = ("supported", "chunks only")
 
 # Quantised live, as mlx-lm's --kv-bits does: heads wide enough for a group, no sinks, no latents.
@@ -47,7 +42,7 @@ QUANTISED = (
 
 @pytest.mark.parametrize("name", FAST)
 def test_fast(name: str) -> None:
-    row = table.row_of(name, QUICK[1:] if name in EXACT_ELSEWHERE else QUICK)
+    row = table.row_of(name, QUICK)
     assert row.verdict.status in GOOD, row.verdict.detail
     assert table.written()[name] == str(row), (
         "docs/architectures.md is out of date: python -m tools.sweep"

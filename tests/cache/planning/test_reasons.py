@@ -281,7 +281,7 @@ def test_reasons_by_a_plain_model(shape: Shape, exact: bool) -> None:
     run_state_machine_as_test(
         type("M", (Reasons,), {"shape": shape, "exact": exact}),
         settings=settings(
-            max_examples=15,
+            max_examples=10,
             stateful_step_count=20,
             deadline=None,
             report_multiple_bugs=False,

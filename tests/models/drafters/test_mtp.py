@@ -73,7 +73,7 @@ def built(name: str, *, agrees: bool = False) -> tuple[Callable[[], Built], list
 
 @pytest.mark.parametrize("name", NAMES)
 def test_text_stays_the_same_whatever_the_head_says(name: str) -> None:
-    requests = story(5, samplings=[GREEDY, SAMPLINGS["penalised"]], n_requests=6)
+    requests = story(5, samplings=[GREEDY, SAMPLINGS["penalised"]], n_requests=4)
     with running(plain(name), chunk=32, max_rows=4) as harness:
         want = tell(harness, requests)
     make, made = built(name)
