@@ -36,7 +36,7 @@ def described(live: Live) -> Any:
 
 
 SEARCH = settings(
-    max_examples=10,
+    max_examples=7,
     derandomize=True,
     database=None,
     deadline=None,

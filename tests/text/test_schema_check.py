@@ -56,7 +56,7 @@ VALUES = st.recursive(
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda s: next(iter(s)))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(value=VALUES)
 def test_faults_agree_with_jsonschema(schema: dict[str, Any], value: Any) -> None:
     known = jsonschema.Draft202012Validator(schema)
