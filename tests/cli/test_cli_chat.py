@@ -220,6 +220,9 @@ def test_nothing_to_ask_is_wrong_usage() -> None:
 # --- Ctrl-C --------------------------------------------------------------------------------
 
 
+LOST_S = 15.0
+
+
 class Endless:
     """Says one word and goes on until the client is gone."""
 
@@ -234,6 +237,14 @@ class Endless:
         wire.wait_until_client_is_gone()
         self.client_is_gone.set()
 
+    def is_interrupted(self, terminal: Terminal) -> None:
+        """Ctrl-C, and once more if nothing happens: Python notices a signal that comes just before it
+        waits for a socket only when the wait is over."""
+        terminal.interrupt()
+        if not self.client_is_gone.wait(LOST_S):
+            terminal.interrupt()
+            assert self.client_is_gone.wait(60)
+
 
 def two(wire: Wire) -> None:
     wire.start()
@@ -247,8 +258,7 @@ def test_ctrl_c_stops_the_reply_and_the_conversation_goes_on() -> None:
         terminal.wait_for("> ")
         terminal.type("count\n")
         terminal.wait_for("one ")
-        terminal.interrupt()
-        assert endless.client_is_gone.wait(60)
+        endless.is_interrupted(terminal)
         terminal.wait_for("stopped")
         terminal.wait_for("> ")
         terminal.type("go on\n")
@@ -273,8 +283,7 @@ def test_ctrl_c_before_the_first_token_forgets_the_question() -> None:
         terminal.wait_for("> ")
         terminal.type("never mind\n")
         assert asked.wait(60)
-        terminal.interrupt()
-        assert endless.client_is_gone.wait(60)
+        endless.is_interrupted(terminal)
         terminal.wait_for("stopped")
         terminal.wait_for("> ")
         terminal.type("hi\n")
