@@ -111,8 +111,9 @@ def test_a_disk_that_is_full_and_one_that_is_empty_again(tmp_path: Path) -> None
         assert tier.usage().status.state == "paused"
         assert tier.usage().counts.get("writes", 0) == 0
         tier.disk.errors = {}
-        assert oracle.wrong(exams, first=1, rounds=2, at_once=2) == []
-        check(oracle)
+        for first in (1, 2):  # what the first round wrote, the second can load
+            assert oracle.wrong(exams, first=first, at_once=2) == []
+            check(oracle)
         assert tier.usage().status.state == "ok"
         assert oracle.cache.stats.tokens_by_tier["ssd"] > 0
 
