@@ -24,8 +24,6 @@ from firn.core.ports import LayerCache
 
 FILL_NBYTES = 512 << 20
 """How many bytes of layers a GPU fills at once: twice the memory for a moment, far fewer copies."""
-
-
 TRIED_ROW, TRIED_COLUMNS, TRIED_BOUNDS = 1, 24, ((0, 5), (5, 6), (9, 21), (23, 24), (2, 4))
 """Cells that the kernel which gathers them is tried with: more pieces than it copies at once."""
 

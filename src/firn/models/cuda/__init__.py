@@ -3,7 +3,7 @@
     products    of a few tokens: a kernel of firn's instead of cuBLAS, whose calls take the host longer
     attention   of a few tokens: a kernel that takes masks, instead of many operations or cuDNN's plans
 
-And a server's many shapes are no mistake.
+And a check of MLX's that is meant for scripts is switched off: see CHECK.
 
 `tune` is the switch.
 """
