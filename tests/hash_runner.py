@@ -169,6 +169,7 @@ class HashRunner:
         """Chunks [start, end) in the order they ran."""
         self.largest_group = 0
         self.n_launched = 0
+        self.n_freed = 0
         self.reads_together = True
         self.rest_tokens = 0
         self.n_together = 0
@@ -302,6 +303,9 @@ class HashRunner:
 
     def confirm(self) -> None:
         self.faults.confirm()
+
+    def free_memory(self) -> None:
+        self.n_freed += 1
 
     def live_nbytes(self) -> int:
         """One byte a token."""

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from firn.assembly.memory import MemoryWatch, Planned, beside_others, plan_server
+from firn.assembly.memory import (
+    MemoryWatch,
+    Planned,
+    beside_others,
+    plan_server,
+    watch_engine,
+)
 from firn.assembly.speculation import Drafting
 from firn.config import CacheConfig, Config, EngineConfig
-from firn.core.memory_plan import GIB, MIN_CAPACITY_NBYTES, MachineMemory, ModelMemory
-from firn.engine import RowCost
+from firn.core.memory_plan import (
+    GIB,
+    MIN_CAPACITY_NBYTES,
+    DeviceKind,
+    MachineMemory,
+    ModelMemory,
+)
+from firn.engine import Budget, RowCost
 from firn.host.reservations import Reservation, Reserved
+from firn.models import device as devices
 
 MAC = MachineMemory("metal", 48 * GIB, 64 * GIB, available_nbytes=50 * GIB)
 MODEL = ModelMemory(8 * GIB, 100 << 10, 0, context_length=100_000)
@@ -77,6 +93,44 @@ def test_capacity_follows_what_other_programs_leave(planned: Planned, tmp_path: 
     mac.watch.check()
     assert mac.capacity == full
     mac.watch.stop()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "metal", "cuda"])
+def test_a_running_servers_memory_is_watched_on_every_device(
+    kind: DeviceKind, planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = replace(MAC, kind=kind, available_nbytes=30 * GIB)
+    monkeypatch.setattr(devices, "device", lambda: devices.Device(kind, MAC.device_nbytes))
+    monkeypatch.setattr(devices, "machine_memory", lambda device: now)
+    monkeypatch.setattr("firn.assembly.memory.reservations_folder", lambda: tmp_path)
+    engine = FakeEngine(planned)
+    watch = watch_engine(cast("Any", engine), front=None, is_sharded=False)
+    assert watch is not None
+    watch.stop()
+    assert engine.parts.budget.capacity_nbytes < planned.plan.capacity_nbytes - 10 * GIB
+
+
+class FakeEngine:
+    """Does at once what it is asked to do."""
+
+    def __init__(self, planned: Planned) -> None:
+        self.parts = FakeParts(
+            planned, Budget(RowCost(1, 0), capacity_nbytes=planned.plan.capacity_nbytes)
+        )
+
+    def call(self, do: Callable[[FakeParts], object]) -> Future[object]:
+        done: Future[object] = Future()
+        done.set_result(do(self.parts))
+        return done
+
+
+@dataclass
+class FakeParts:
+    planned: Planned
+    budget: Budget
+
+    def set_capacity(self, nbytes: int) -> None:
+        self.budget.capacity_nbytes = nbytes
 
 
 def test_two_servers_share_a_machine(planned: Planned, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from firn.cache import copies
 from firn.cache.arrays import payload
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
+from tests.cache.pending import settle
 from tests.cache.tiny import tiny
 from tests.harness import Harness, Result, running
 from tests.hash_runner import prompt_of
@@ -85,3 +86,35 @@ def test_what_a_failed_command_left_is_neither_resumed_nor_written(
         again = harness.ask(ids)
         assert again.n_cached > 0
         assert said(again) == want, "and so is what the disk has of it"
+
+
+def test_a_prompt_that_memory_had_no_room_for_is_computed_once_records_gave_way(
+    tmp_path: Path,
+) -> None:
+    """Another program has taken memory. What the cache held of other prompts is on the disk."""
+    first, second = [t % 60 for t in prompt_of(4, 150)], [t % 60 for t in prompt_of(5, 150)]
+    with running(tiny("qwen3"), chunk=32, block=32) as plain:
+        want = [said(plain.ask(ids)) for ids in (first, second)]
+    with open_on(tmp_path) as harness:
+        assert said(harness.ask(first)) == want[0]
+        settle(harness)
+        before = harness.between_steps(lambda: harness.cache.records.memory.nbytes)
+        held: list[int] = []
+        runner: Any = harness.runner
+        prefill, free_memory = runner.prefill, runner.free_memory
+
+        def out_of_memory(*args: Any, **options: Any) -> None:
+            runner.prefill = prefill
+            raise RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory")
+
+        def freed() -> None:
+            held.append(harness.cache.records.memory.nbytes)
+            free_memory()
+
+        runner.prefill, runner.free_memory = out_of_memory, freed
+        assert said(harness.ask(second)) == want[1]
+        assert before > 0
+        assert held == [0], "before it was tried again"
+        again = harness.ask(first)
+        assert again.n_cached > 0
+        assert said(again) == want[0]

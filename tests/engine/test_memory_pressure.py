@@ -180,3 +180,57 @@ def test_short_rows_do_not_raise_the_estimate_of_long_prompts() -> None:
         both = [lab.submit(prompt_of(i, 3000), 4) for i in range(2)]
         for outcome in both:
             outcome.wait().check()
+
+
+class Rooms(DictCache):
+    """Keeps what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rooms: list[int] = []
+
+    def set_room(self, nbytes: int) -> None:
+        super().set_room(nbytes)
+        self.rooms.append(nbytes)
+
+
+@pytest.mark.parametrize("stage", ["prefill", "launch", "confirm"])
+@pytest.mark.parametrize(
+    ("message", "gives_way"),
+    [
+        ("cudaMallocAsync(&data, size, stream) failed: out of memory", True),
+        ("Command buffer execution failed: Insufficient Memory", True),
+        ("[malloc] Unable to allocate 4096 bytes.", True),
+        ("an illegal memory access was encountered", False),
+    ],
+)
+def test_records_give_way_when_memory_runs_out(stage: str, message: str, gives_way: bool) -> None:
+    """Another program has taken what the plan counted on."""
+    left = [message]
+
+    def fail(*_: Any) -> None:
+        if left:
+            raise RuntimeError(left.pop())
+
+    cache = Rooms()
+    with HashEngine(Faults(**{stage: fail}), cache=cache) as lab:
+        outcome = lab.submit(prompt_of(1, 20), 30).wait()
+        outcome.check()
+        assert not left
+        assert (0 in cache.rooms) is gives_way
+        assert (lab.runner.n_freed > 0) is gives_way
+        assert cache.rooms[-1] > 0, "as soon as there is memory, records may have it"
+        assert lab.leftovers() == {}
+
+
+def test_a_request_that_does_not_fit_even_so_fails_alone() -> None:
+    def fail(row: HashRow, chunk: Any) -> None:
+        if row.n_tokens > 50:
+            raise MemoryError
+
+    cache = Rooms()
+    with HashEngine(Faults(prefill=fail), cache=cache) as lab:
+        large = lab.submit(prompt_of(1, 200), 5)
+        assert isinstance(large.wait().error, StepFailed)
+        lab.submit(prompt_of(2, 20), 5).wait().check()
+        assert lab.runner.n_freed == 1, "it was tried once more"

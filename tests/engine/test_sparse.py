@@ -315,7 +315,7 @@ def test_a_request_put_back_while_it_is_scored_and_then_read_in_full_says_so() -
     def put_back() -> None:
         if not cache.store:
             cache.store["", tuple(prefix)] = list(prefix)
-            lab.engine._loop._recovery.put_all_back()
+            lab.engine._loop._recovery.put_all_back(RuntimeError("the device failed"))
 
     scorer.at["read"] = put_back
     with HashEngine(cache=cache, scorer=scorer) as lab:

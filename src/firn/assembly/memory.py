@@ -237,8 +237,6 @@ def watch_engine(
     def set_capacity(nbytes: int) -> None:
         engine.call(lambda parts: parts.set_capacity(nbytes))
 
-    # Whether a CUDA driver reports free memory anew is not known: the first reading stands.
-    is_fixed = is_sharded or front is not None or device.kind == "cuda"
     watch = MemoryWatch(
         planned,
         look=lambda: devices.machine_memory(device),
@@ -247,7 +245,7 @@ def watch_engine(
             ENGINE_S
         ),
         capacity_nbytes=lambda: engine.parts.budget.capacity_nbytes,
-        set_capacity=None if is_fixed else set_capacity,
+        set_capacity=None if is_sharded or front is not None else set_capacity,
         group=front,
     )
     watch.start()

@@ -312,3 +312,12 @@ def may_be_device_fault(error: Exception) -> bool:
     """MLX reports a device fault as a RuntimeError, sometimes late, to whatever uses the device next:
     once, so whoever absorbs it must pass it on."""
     return isinstance(error, RuntimeError | MemoryError)
+
+
+OUT_OF_MEMORY = ("out of memory", "outofmemory", "insufficient memory", "unable to allocate")
+"""As CUDA, Metal and MLX's allocator say it."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    message = str(error).lower()
+    return isinstance(error, MemoryError) or any(phrase in message for phrase in OUT_OF_MEMORY)

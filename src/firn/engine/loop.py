@@ -163,7 +163,7 @@ class Loop:
             log.warning(
                 "completing a sparsely read prompt failed, it is given up: %r", e, exc_info=e
             )
-            self._recovery.put_all_back()  # forgets deferred prompts, too
+            self._recovery.put_all_back(e)  # forgets deferred prompts, too
 
     # --- what other threads ask for, between two steps -------------------------------------
 

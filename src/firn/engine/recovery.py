@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from firn.core.errors import DeviceFailing, may_be_device_fault
+from firn.core.errors import DeviceFailing, is_out_of_memory, may_be_device_fault
 from firn.core.events import ChoiceDone, JobFailed
 from firn.core.ports import LiveRow
 from firn.engine.faults import client_error
@@ -75,7 +75,7 @@ class Recovery:
                     e,
                     exc_info=e,
                 )
-                self.put_all_back()
+                self.put_all_back(e)
             else:
                 self.fail(sequence, e)
 
@@ -115,7 +115,7 @@ class Recovery:
             choices = [choice for sequence in sequences for choice in sequence.open_choices]
         self._lose_rows(choices)
         if may_be_device_fault(error):
-            self.put_all_back(spared=sequences)
+            self.put_all_back(error, spared=sequences)
         for choice in choices:
             if choice.done or not choice.sequence.admitted:  # given up or put back just now
                 continue
@@ -213,7 +213,7 @@ class Recovery:
         log.warning(
             "the last fault may have been the device's, all requests are computed again: %r", error
         )
-        self.put_all_back()
+        self.put_all_back(error)
         return True
 
     def _device_failed(self, error: Exception) -> None:
@@ -225,14 +225,15 @@ class Recovery:
         now = self._clock()
         self._fault_times = [t for t in self._fault_times if now - t < DEVICE_FAULTS_S] + [now]
         self._on_device_fault()
-        self.put_all_back()
+        self.put_all_back(error)
         if len(self._fault_times) >= MAX_DEVICE_FAULTS:
             raise DeviceFailing(len(self._fault_times)) from error
 
-    def put_all_back(self, *, spared: Collection[Request] = ()) -> None:
+    def put_all_back(self, error: Exception, *, spared: Collection[Request] = ()) -> None:
         """Whatever ran may be wrong: forget the records made of it, and compute it again.
 
-        spared: requests that the caller recovers itself.
+        If memory ran out, all other records there give way. spared: requests that the caller recovers
+        itself.
         """
         inflight = self._inflight
         for sequence in reversed(inflight.admitted):
@@ -248,6 +249,10 @@ class Recovery:
         inflight.has_unconfirmed = False
         self._on_doubt()
         inflight.cache.doubt()
+        if is_out_of_memory(error):
+            log.warning("memory ran out: what the cache holds there gives way")
+            inflight.cache.set_room(0)
+            inflight.runner.free_memory()
         inflight.update_room()
 
     def _streams_prompt_logprobs(self, sequence: Request) -> bool:

@@ -17,6 +17,7 @@ needs that token on the device only, so half of the pass is dispatched before th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -431,12 +432,14 @@ class Runner:
 
         MLX raises a command's error at the next use of its stream: waiting alone would not raise it.
         """
-        try:
+        mx.synchronize()
+        mx.eval(mx.array(0) + 1)
+
+    def free_memory(self) -> None:
+        """Give the device back what MLX keeps for reuse, and the buffers of steps that have failed."""
+        with suppress(RuntimeError):  # the fault is known
             mx.synchronize()
-            mx.eval(mx.array(0) + 1)
-        except RuntimeError:
-            mx.clear_cache()  # most often memory ran out
-            raise
+        mx.clear_cache()
 
     def _read_all(self, group: Group, kind: type = object) -> None:
         """Bring all tokens of steps of this kind to the host, where grammars and drafters see them."""

@@ -189,6 +189,10 @@ class Runner(PrefillRunner[R], DecodeRunner[R], Protocol[R]):
         """Wait for everything dispatched so far; raises any error that the device has kept back."""
         ...
 
+    def free_memory(self) -> None:
+        """Give back what is kept for reuse: memory ran out."""
+        ...
+
     def close(self) -> None:
         """The thread ends: wait for the device and release what belongs to the thread."""
         ...
