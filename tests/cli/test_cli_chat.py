@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import shlex
@@ -10,10 +11,20 @@ import socket
 import subprocess
 import threading
 
+import httpx
 import pytest
 
 from firn.cli.chat import ChatReply, summary
-from firn.cli.client import ChatClient, RequestFailed, SseComment, SseData, SseDecoder
+from firn.cli.client import (
+    ChatClient,
+    ChatOptions,
+    ChatTurn,
+    ReplyText,
+    RequestFailed,
+    SseComment,
+    SseData,
+    SseDecoder,
+)
 from firn.core.values import Usage
 from tests.cli.chat_server import CHAT, CLEAN, Terminal, Wire, one_process, one_shot, serving
 
@@ -231,10 +242,11 @@ class Endless:
         self._text = text
 
     def __call__(self, wire: Wire) -> None:
-        wire.start()
-        if self._text:
-            wire.delta(content=self._text)
-        wire.wait_until_client_is_gone()
+        with contextlib.suppress(ConnectionError):  # it may be gone already
+            wire.start()
+            if self._text:
+                wire.delta(content=self._text)
+            wire.wait_until_client_is_gone()
         self.client_is_gone.set()
 
     def is_interrupted(self, terminal: Terminal) -> None:
@@ -292,6 +304,24 @@ def test_ctrl_c_before_the_first_token_forgets_the_question() -> None:
         terminal.type("/exit\n")
         assert terminal.exit_code() == 0
     assert server.messages == [("user", "hi")]
+
+
+def test_ctrl_c_just_after_the_request_was_sent_drops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a moment when httpx would leave the connection open."""
+    send, endless, options = httpx.Client._send_single_request, Endless(""), ChatOptions("tiny")
+
+    def interrupted(client: httpx.Client, request: httpx.Request) -> httpx.Response:
+        send(client, request)
+        raise KeyboardInterrupt
+
+    with serving(endless, two) as server, ChatClient(server.url) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(httpx.Client, "_send_single_request", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                next(client.ask([ChatTurn("user", "never mind")], options=options))
+        assert endless.client_is_gone.wait(60)
+        pieces = list(client.ask([ChatTurn("user", "hi")], options=options))
+        assert ReplyText("two\x1b[2J") in pieces
 
 
 def test_a_second_ctrl_c_leaves() -> None:

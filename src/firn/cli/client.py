@@ -151,18 +151,21 @@ class ChatClient:
         if "://" not in self.url:
             self.url = f"http://{self.url}"
         self._has_key = api_key is not None
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:
-            self._http = httpx.Client(
-                base_url=self.url,
-                headers=headers,
-                # A long prompt may take minutes before the first byte.
-                timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
-                # A proxy is not for a server on this machine.
-                trust_env=not is_loopback(httpx.URL(self.url).host),
-            )
+            self._http = self._connections()
         except (httpx.InvalidURL, UnicodeEncodeError) as error:
             raise RequestFailed(f"{url} or the API key cannot be used: {error}") from error
+
+    def _connections(self) -> httpx.Client:
+        return httpx.Client(
+            base_url=self.url,
+            headers=self._headers,
+            # A long prompt may take minutes before the first byte.
+            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+            # A proxy is not for a server on this machine.
+            trust_env=not is_loopback(httpx.URL(self.url).host),
+        )
 
     def __enter__(self) -> ChatClient:
         return self
@@ -232,6 +235,12 @@ class ChatClient:
             self._raise_failure(error)
         except UnicodeEncodeError as error:  # bytes of a file or an argument, as Python keeps them
             raise RequestFailed("The message is not UTF-8 text.") from error
+        except KeyboardInterrupt:
+            # If it comes just after the request was sent, httpx leaves the connection open, and the
+            # server goes on.
+            self._http.close()
+            self._http = self._connections()
+            raise
         if not finished:
             raise RequestFailed(f"{self.url} ended the reply before it was finished.")
 

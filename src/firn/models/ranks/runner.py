@@ -117,6 +117,10 @@ class LeaderRunner(Runner):
         with self._together("collect", self._numbers[rows[0]], keep_in_flight):
             return super().collect(rows, keep_in_flight=keep_in_flight)
 
+    def free_memory(self) -> None:
+        with self._together("free_memory"):
+            super().free_memory()
+
     def _pick(
         self,
         logits: mx.array,
@@ -192,6 +196,9 @@ class FollowerRunner(Runner):
 
     def on_collect(self, number: int, keep_in_flight: int) -> None:
         self.collect([self.by_number[number]], keep_in_flight=keep_in_flight)
+
+    def on_free_memory(self) -> None:
+        self.free_memory()
 
     def _pick(
         self,
