@@ -8,11 +8,12 @@ import socket
 import subprocess
 import sys
 import threading
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from firn import __version__
+from firn.assembly.follower import FollowerLoop
 from firn.core.ranks import RankCall
 from firn.ranks import joining
 from firn.ranks.leader import Leader
@@ -80,3 +81,31 @@ def test_a_stranger_that_connects_first_does_not_hold_the_ranks_up(
     assert RankLink(group.connections[-1]).receive().name == "end"
     for connection in group.connections:
         connection.close()
+
+
+class Calls:
+    """Has some methods, and notes what they were called with."""
+
+    def __init__(self, *names: str) -> None:
+        self.made: list[tuple[Any, ...]] = []
+        for name in names:
+            setattr(self, f"on_{name}", lambda *args, name=name: self.made.append((name, *args)))
+
+    def compute(self) -> None:
+        pass
+
+
+def test_each_call_reaches_the_one_who_has_it() -> None:
+    runner, slices = Calls("launch", "free_memory"), Calls("drop", "write")
+    loop = FollowerLoop(cast("Any", None), cast("Any", runner), cast("Any", slices))
+    for call in (
+        RankCall("launch", (3,)),
+        RankCall("drop", ([1],)),
+        RankCall("free_memory"),
+        RankCall("write", (7,), b"bytes"),
+    ):
+        loop._make(call)
+    assert runner.made == [("launch", 3), ("free_memory",)]
+    assert slices.made == [("drop", [1]), ("write", 7, b"bytes")]
+    with pytest.raises(AttributeError):
+        loop._make(RankCall("nobody's"))

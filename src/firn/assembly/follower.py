@@ -9,7 +9,6 @@ import logging
 import os
 import platform
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -212,15 +211,10 @@ class FollowerLoop:
             case "prefill":
                 self.runner.on_prefill(*call.args, chunk=call.blob)
             case "write" | "read":
-                self._of_slices(call.name)(*call.args, call.blob)
-            case "settle" | "choices" | "join" | "leave" | "launch" | "collect":
-                getattr(self.runner, f"on_{call.name}")(*call.args)
-            case _:
-                self._of_slices(call.name)(*call.args)
-
-    def _of_slices(self, name: str) -> Callable[..., None]:
-        method: Callable[..., None] = getattr(self.slices, f"on_{name}")
-        return method
+                getattr(own, f"on_{call.name}")(*call.args, call.blob)
+            case name:
+                method = getattr(self.runner, f"on_{name}", None) or getattr(own, f"on_{name}")
+                method(*call.args)
 
     def _start(self, number: int, n_tokens: int, fills: Any) -> None:
         own = self.slices
