@@ -26,6 +26,8 @@ STAMP := $(VENV)/.firn-$(MLX)
 # Many tests wait for a server or a disk: two cores are busy with three workers.
 WORKERS ?= 3
 JOBS ?= 2
+# The tests start firn dozens of times, and each worker imports all of them: compile only once.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo test check mutants real sweep soak wheel fmt clean venv
 
 help:
