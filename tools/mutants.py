@@ -114,6 +114,7 @@ def _pytest(tree: str, tests: Sequence[str], output: str) -> None:
     os.dup2(out, 2)
     os.chdir(tree)
     sys.dont_write_bytecode = True
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # for servers, too
     sys.path[:0] = paths = [f"{tree}/src", tree]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests])
