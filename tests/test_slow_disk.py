@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.cache.tiers.records import Folder, of_size
 from tests.slow_disk import SlowDisk
+from tests.waiting import wait_until
 
 MIB = 1 << 20
 
@@ -45,8 +46,7 @@ def test_a_stall_ends_when_it_is_told_to(tmp_path: Path) -> None:
     found: list[bool] = []
     reader = threading.Thread(target=lambda: found.append(tier.holds(one)))
     reader.start()
-    while not disk.n_waiting:
-        pass
+    wait_until(lambda: disk.n_waiting)
     assert found == []
     disk.resume()
     reader.join(20)

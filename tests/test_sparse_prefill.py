@@ -33,6 +33,7 @@ from tests.cache.pending import settle
 from tests.faulty_tier import Fault, FaultyTier, random_plan
 from tests.harness import Harness, Result, running
 from tests.oracle import MAX_REPLY, Oracle, _chat, folder_of
+from tests.waiting import wait_until
 from tests.zoo import VOCAB_SIZE, build
 
 MIB = 1 << 20
@@ -62,8 +63,7 @@ def asked(
 
 
 def wait_idle(harness: Harness) -> None:
-    while harness.between_steps(lambda: harness.engine._loop.busy):
-        pass
+    wait_until(lambda: not harness.between_steps(lambda: harness.engine._loop.busy))
 
 
 @pytest.mark.parametrize("draft", ["firn-demo", "firn-demo-hybrid"])

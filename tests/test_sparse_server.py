@@ -20,6 +20,7 @@ from firn.api import warm
 from firn.config import CacheConfig, Config, EngineConfig, ModelConfig, ServerConfig, SparseConfig
 from firn.core.errors import SetupError
 from tests.api.real import Real, serving
+from tests.waiting import wait_until
 from tests.zoo import write_folder
 
 HEADER = "x-firn-approximate"
@@ -64,8 +65,7 @@ def real(folders: dict[str, Path]) -> Iterator[Real]:
 
 def wait_idle(real: Real) -> None:
     engine = real.server.engine
-    while engine.call(lambda _: engine._loop.busy).result(60):
-        pass
+    wait_until(lambda: not engine.call(lambda _: engine._loop.busy).result(60))
 
 
 def long(seed: int, n: int = 150) -> str:
@@ -95,8 +95,7 @@ def test_openai_chat_says_that_it_is_approximate(
     create = real.openai().chat.completions.with_raw_response.create
     with caplog.at_level(logging.INFO, "firn"):
         raw = create(model="", messages=chat(2), max_tokens=4, extra_body=KEEP)  # type: ignore[arg-type]
-        while "finish=" not in caplog.text:  # the line comes when all is sent
-            wait_idle(real)
+        wait_until(lambda: "finish=" in caplog.text)  # the line comes when all is sent
     usage = raw.parse().usage
     assert usage is not None
     n = skipped(usage)
@@ -326,8 +325,7 @@ def test_clients_that_go_away_while_it_is_scored_leave_nothing(real: Real) -> No
     def is_left() -> bool:
         return bool(engine._loop.inflight.sequences or engine._loop.busy)
 
-    while engine.call(lambda _: is_left()).result(60):
-        pass
+    wait_until(lambda: not engine.call(lambda _: is_left()).result(60))
     assert engine.call(lambda parts: parts.budget.reserved_nbytes).result(60) == 0
 
 

@@ -32,6 +32,7 @@ from tests.api.real import Real, serving
 from tests.cache.lab import nodes_of
 from tests.harness import Eager
 from tests.soak.house import Answer, ask, sessions
+from tests.waiting import wait_until
 
 WAIT_S = 60.0
 QUICK = "deadline_s=0.6"
@@ -109,9 +110,7 @@ class Machine:
             writing = any(r.writing for n in nodes for r in n.records.values())
             return bool(below._to_spill or writing or below._results.qsize())
 
-        until = time.monotonic() + WAIT_S
-        while self.real.server.engine.call(is_busy).result(WAIT_S):
-            assert time.monotonic() < until
+        wait_until(lambda: not self.real.server.engine.call(is_busy).result(WAIT_S))
 
 
 @contextmanager

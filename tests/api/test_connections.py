@@ -19,6 +19,7 @@ from firn.api.auth import Keys
 from firn.api.connections import Connection, ConnectionLimits, Connections, http_config
 from firn.api.services import ApiLimits
 from tests.api.live import Live, serve
+from tests.waiting import wait_until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 BODY = json.dumps({"prompt": "hello", "max_tokens": 2}).encode()
@@ -136,8 +137,7 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
             sock.sendall(request * 20)  # one behind the other, and none of the answers is read
             assert connections.removed.wait(30)
         assert is_healthy(live)
-        while live.n_calls():
-            pass
+        wait_until(lambda: not live.n_calls())
 
 
 class Wire(asyncio.Transport):

@@ -19,6 +19,7 @@ from firn.config import CacheConfig, Config, EngineConfig, ModelConfig
 from firn.core.errors import QueueFull
 from tests.api import real
 from tests.api.live import Live, LogLines, serve
+from tests.waiting import wait_until
 
 HI: Any = [{"role": "user", "content": "hi"}]
 
@@ -233,8 +234,7 @@ def test_usage_counts_what_a_neighbour_computed_as_cached(
     waiting = server.server.engine.call(lambda parts: gate.wait(30))
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(counts, dialect, server, text) for _ in range(2)]
-        while server.server.engine.health().n_waiting < 2:
-            pass
+        wait_until(lambda: server.server.engine.health().n_waiting == 2)
         gate.set()
         (n_prompt, first), (_, second) = (each.result() for each in calls)
     waiting.result()

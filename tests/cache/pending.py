@@ -6,6 +6,7 @@ import time
 
 from tests.cache.lab import check_books, n_leases, nodes_of, records_of
 from tests.harness import Harness
+from tests.waiting import POLL_S
 
 DEADLINE_S = 60.0
 
@@ -37,5 +38,6 @@ def settle(harness: Harness) -> None:
     until = time.monotonic() + DEADLINE_S
     while left := harness.between_steps(lambda: on_its_way(harness)):
         assert time.monotonic() < until, left
+        time.sleep(POLL_S)
     harness.between_steps(lambda: check_books(harness.cache))
     assert harness.io_threads.faults == []

@@ -44,6 +44,7 @@ from tests.harness import Eager
 from tests.hash_engine import Outcome
 from tests.hash_runner import prompt_of as words
 from tests.slow_disk import SlowDisk
+from tests.waiting import wait_until
 
 BLOCK = 8
 GIB = 1 << 30
@@ -106,15 +107,13 @@ def server(
 
 def settle(lab: LabEngine) -> None:
     """All is written."""
-    until = time.monotonic() + WAIT_S
 
     def left() -> bool:
         (tier,) = lab.tree.records.tiers
         lab.tree.tick(EngineLoad.NONE)
         return not tier.idle or any(r.writing for r in records_of(lab.tree))
 
-    while lab.between_steps(left):
-        assert time.monotonic() < until
+    wait_until(lambda: not lab.between_steps(left))
 
 
 def ask(lab: LabEngine, ids: list[int], n_reply: int = 4, **options: object) -> Outcome:

@@ -17,6 +17,7 @@ from firn.engine.budget import Budget, RowCost
 from tests.dict_cache import DictCache
 from tests.hash_engine import HashEngine
 from tests.hash_runner import Faults, HashRow, prompt_of
+from tests.waiting import wait_until
 
 WARM = Sampling(temperature=1.0, seed=3)
 
@@ -98,9 +99,8 @@ def test_a_request_that_was_put_back_can_be_cancelled() -> None:
         first = lab.submit(prompt_of(1, 10), 180)
         second = lab.submit(prompt_of(2, 10), 180)
         gate.set()
-        while not lab.between_steps(lambda: lab.engine._loop.inflight.waiting):
-            if first.finished.is_set():
-                break
+        waiting = lab.engine._loop.inflight.waiting
+        wait_until(lambda: lab.between_steps(lambda: waiting) or first.finished.is_set())
         lab.cancel(second)
         first.wait().check()
         assert lab.leftovers() == {}

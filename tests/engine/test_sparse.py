@@ -23,6 +23,7 @@ from firn.engine.thinning import select
 from tests.dict_cache import DictCache
 from tests.hash_engine import HashEngine, Outcome
 from tests.hash_runner import Faults, HashRow, prompt_of, reply_to
+from tests.waiting import wait_until
 
 N_PROMPT = 640
 HALF = Sparse(0.5, 100)
@@ -112,8 +113,7 @@ def is_idle(lab: HashEngine) -> bool:
 
 
 def wait_idle(lab: HashEngine) -> None:
-    while not is_idle(lab):
-        pass
+    wait_until(lambda: is_idle(lab))
 
 
 def test_a_long_prompt_is_scored_and_thinned() -> None:

@@ -27,6 +27,7 @@ from firn.fleet.model import Model
 from firn.fleet.placement import NEVER, ModelState, PlacementRules
 from firn.fleet.relay import WaitLimits
 from tests.fleet.fronts import ECHO, NEED_GB, Running, config, fronting
+from tests.waiting import wait_until
 
 QUICK = PlacementRules(min_stay_s=0.0, turn_min_s=0.5, turn_max_s=0.5, hold_max_s=0.2)
 
@@ -280,8 +281,8 @@ def test_a_client_that_hangs_up_ends_its_reply_in_the_models_process(tmp_path: P
         body = {"model": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 100_000}
         with front.http().stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as s:
             next(s.iter_lines())
-        while front.http().get("/v1/cache/stats").json()["models"]["a"]["open"]:
-            pass
+        http = front.http()
+        wait_until(lambda: not http.get("/v1/cache/stats").json()["models"]["a"]["open"])
         assert front.model("a").n_active == 0
 
 

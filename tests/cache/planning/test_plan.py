@@ -13,6 +13,7 @@ from firn.core.values import CacheControl, Namespace, Prompt
 from tests.cache.lab import DENSE, LabEngine, records_of, tree
 from tests.cache.storage.test_client import SickIo
 from tests.hash_runner import prompt_of as words
+from tests.waiting import wait_until
 
 BLOCK = 8
 N_BLOCKS = 4 * MAX_TARGETS
@@ -66,8 +67,7 @@ def planned(
             cache.set_room(int(held * total))
             return any(r.arrays is not None for r in records_of(cache))
 
-        while lab.between_steps(shrink) != (held > 0):
-            pass
+        wait_until(lambda: lab.between_steps(shrink) == (held > 0))
         prompt = Prompt(np.array([*ids, *words(2, BLOCK)], dtype=np.int64))
 
         def look() -> tuple[ResumePlan, list[int]]:

@@ -20,6 +20,7 @@ from firn.cache.tiers import Buffer, Gone, TierOptions, WriteResult
 from tests.cache.tiers.records import Direct, Folder, chain, of_size
 from tests.dict_tier import DictTier
 from tests.faulty_tier import Fault, FaultyTier
+from tests.waiting import wait_until
 
 WAIT_S = 20.0
 
@@ -362,8 +363,7 @@ def test_a_stop_ends_a_scan(tmp_path: Path) -> None:
     assert gate.begun.wait(WAIT_S)
     closing = threading.Thread(target=io.close)
     closing.start()
-    while not io.threads.closing:
-        pass
+    wait_until(lambda: io.threads.closing)
     gate.open.set()
     closing.join(WAIT_S)
     assert not closing.is_alive()

@@ -26,6 +26,7 @@ from firn.core.values import Namespace
 from tests.cache.lab import ALL_KINDS, DENSE, HYBRID, SHAPES, LabEngine, Shape, nodes_of, tree
 from tests.dict_store import DictStore
 from tests.harness import Eager
+from tests.waiting import wait_until
 
 BLOCK = 8
 WAIT_S = 60.0
@@ -148,7 +149,6 @@ def server(
 def settle(lab: LabEngine) -> None:
     """Until everything that is to be read or written is."""
     (tier,) = lab.tree.records.tiers
-    until = time.monotonic() + WAIT_S
 
     def is_busy() -> bool:
         writing = any(
@@ -156,8 +156,7 @@ def settle(lab: LabEngine) -> None:
         )
         return bool(tier._to_spill or tier._loading or writing or tier._results.qsize())
 
-    while lab.between_steps(is_busy):
-        assert time.monotonic() < until
+    wait_until(lambda: not lab.between_steps(is_busy))
 
 
 def ask(lab: LabEngine, prompt: Sequence[int], **options: Any) -> Any:
