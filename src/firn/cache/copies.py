@@ -24,7 +24,9 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Order:
+class _CopyOrder:
+    """Records whose copies are to be computed, and whom to tell."""
+
     records: Sequence[Record]
     done: Callable[[], None]
     failed: Callable[[], None]
@@ -33,7 +35,7 @@ class _Order:
 class Copies:
     def __init__(self, records: Records) -> None:
         self._records = records
-        self._waiting: list[_Order] | None = None
+        self._waiting: list[_CopyOrder] | None = None
         """None: each order is computed at once."""
 
     @contextmanager
@@ -51,7 +53,7 @@ class Copies:
             if orders:
                 self._compute_late(orders)
 
-    def _compute_late(self, orders: Sequence[_Order]) -> None:
+    def _compute_late(self, orders: Sequence[_CopyOrder]) -> None:
         try:
             self._compute(orders)
         except Exception as e:
@@ -66,13 +68,13 @@ class Copies:
     ) -> None:
         """Compute what these records hold. If that fails they are taken back; it is raised, unless it
         happens later."""
-        order = _Order(records, done, failed)
+        order = _CopyOrder(records, done, failed)
         if self._waiting is None:
             self._compute([order])
         elif records:
             self._waiting.append(order)
 
-    def _compute(self, orders: Sequence[_Order]) -> None:
+    def _compute(self, orders: Sequence[_CopyOrder]) -> None:
         records = [record for order in orders for record in order.records]
         try:
             evaluate(r.arrays for r in records if isinstance(r.arrays, Payload))

@@ -57,7 +57,7 @@ def measure(model: Any, make_layers: MakeLayers, *, chunk: int) -> Timing:
     )
 
 
-def _split(model: Any, layers: list[Any], n: int, shapes: list[_Shape]) -> TimeSplit:
+def _split(model: Any, layers: list[Any], n: int, shapes: list[_AttentionShape]) -> TimeSplit:
     steps = [_feed(model, layers, n) for _ in range(N_TRIES)]
     return TimeSplit(
         n_tokens=n,
@@ -106,7 +106,7 @@ def _dtype(module: Any) -> mx.Dtype:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class _AttentionShape:
     """Of one attention layer."""
 
     n_heads: int
@@ -116,16 +116,18 @@ class _Shape:
     dtype: mx.Dtype
 
 
-def _shape(layer: Any, n_heads: int) -> _Shape | None:
+def _shape(layer: Any, n_heads: int) -> _AttentionShape | None:
     """None for a layer that does not attend."""
     keys = getattr(layer, "keys", None)
     if not isinstance(keys, mx.array) or keys.ndim != 4:
         return None
     _, n_kv, n_keys, width = keys.shape
-    return _Shape(max(n_heads, n_kv), n_kv, min(int(layer.offset), n_keys), width, keys.dtype)
+    return _AttentionShape(
+        max(n_heads, n_kv), n_kv, min(int(layer.offset), n_keys), width, keys.dtype
+    )
 
 
-def _attend(shape: _Shape, n: int) -> mx.array:
+def _attend(shape: _AttentionShape, n: int) -> mx.array:
     q = mx.ones((1, shape.n_heads, n, shape.width), dtype=shape.dtype)
     k = mx.ones((1, shape.n_kv_heads, max(shape.n_keys, n), shape.width), dtype=shape.dtype)
     mask = "causal" if n > 1 else None

@@ -62,7 +62,7 @@ class _Place:
 
 
 @dataclass(eq=False, slots=True)
-class _Shape:
+class _TracedShape:
     """n_steps: how many steps had it."""
 
     n_steps: int = 0
@@ -74,7 +74,7 @@ class TracedSteps:
         """n_built: steps of a new shape that are not traced."""
         self._model = model
         self._n_built = n_built
-        self._shapes: OrderedDict[tuple[Any, ...], _Shape] = OrderedDict()
+        self._shapes: OrderedDict[tuple[Any, ...], _TracedShape] = OrderedDict()
         self._is_broken = False
         self._zero = mx.array([0])
 
@@ -125,7 +125,7 @@ class TracedSteps:
     def _trace(self, shape: tuple[Any, ...]) -> Step | None:
         """None while the shape is too new. One function for each: MLX would search all shapes of a
         function, and keep them."""
-        known = self._shapes.setdefault(shape, _Shape())
+        known = self._shapes.setdefault(shape, _TracedShape())
         self._shapes.move_to_end(shape)
         if len(self._shapes) > MAX_SHAPES:
             self._shapes.popitem(last=False)
