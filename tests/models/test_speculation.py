@@ -206,7 +206,7 @@ def test_a_reply_is_stored_to_its_end_whatever_was_drafted_after_it(
 ) -> None:
     """Its end token may be read early, so that drafts can follow: they must not."""
     rng = random.Random(8)
-    prompts = [prompt_of(rng, rng.choice([20, 33, 47])) for _ in range(8)]
+    prompts = [prompt_of(rng, rng.choice([20, 33, 47])) for _ in range(12)]
     options: dict[str, Any] = {"chunk": 32, "block": 32, "max_rows": n_together}
     with running(plain(name), cache_nbytes=None, **options) as harness:
         whole = tell(harness, [(p, 30, 1, GREEDY) for p in prompts])
