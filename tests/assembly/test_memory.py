@@ -24,6 +24,7 @@ from firn.core.memory_plan import (
     MIN_CAPACITY_NBYTES,
     DeviceKind,
     MachineMemory,
+    MemoryPlan,
     ModelMemory,
 )
 from firn.engine import Budget, RowCost
@@ -61,7 +62,7 @@ class Machine:
 
     def __init__(self, planned: Planned, folder: Path) -> None:
         self.now = MAC
-        self.capacity = planned.plan.capacity_nbytes
+        self._adapt(planned.plan)
         self.folder = folder
         self.watch = MemoryWatch(
             planned,
@@ -69,29 +70,30 @@ class Machine:
             used_nbytes=lambda: 9 * GIB,
             held_nbytes=lambda: 0,
             capacity_nbytes=lambda: self.capacity,
-            set_capacity=self._set,
+            adapt=self._adapt,
             folder=folder,
             every_s=3600,
         )
 
-    def _set(self, nbytes: int) -> None:
-        self.capacity = nbytes
+    def _adapt(self, plan: MemoryPlan) -> None:
+        self.capacity, self.buffers = plan.capacity_nbytes, plan.buffer_cache_nbytes
 
 
 def test_capacity_follows_what_other_programs_leave(planned: Planned, tmp_path: Path) -> None:
     mac = Machine(planned, tmp_path)
-    full = mac.capacity
+    full, buffers = mac.capacity, mac.buffers
     mac.watch.check()
     assert mac.capacity == full, "nothing has changed"
     mac.now = replace(MAC, available_nbytes=30 * GIB)
     mac.watch.check()
     assert mac.capacity < full - 10 * GIB
+    assert mac.buffers < 0.8 * buffers, "what MLX keeps for reuse gives way, too"
     mac.now = replace(MAC, available_nbytes=1 * GIB)
     mac.watch.check()
     assert mac.capacity == MIN_CAPACITY_NBYTES
     mac.now = MAC
     mac.watch.check()
-    assert mac.capacity == full
+    assert (mac.capacity, mac.buffers) == (full, buffers)
     mac.watch.stop()
 
 
@@ -169,7 +171,7 @@ def test_where_a_front_decides_the_watch_only_tells(planned: Planned, tmp_path: 
         used_nbytes=lambda: 0,
         held_nbytes=lambda: 0,
         capacity_nbytes=lambda: 5 * GIB,
-        set_capacity=None,
+        adapt=None,
         group=77,
         folder=tmp_path,
         every_s=3600,

@@ -168,6 +168,9 @@ def test_the_youngest_request_is_put_back_when_the_capacity_shrinks() -> None:
         for outcome in outcomes:
             outcome.wait().check()
         assert lab.leftovers() == {}
+        assert lab.runner.n_freed == 1, "other programs can have what was freed"
+        lab.engine.call(lambda parts: parts.set_capacity(10_000)).result(60)
+        assert lab.runner.n_freed == 1
 
 
 def test_short_rows_do_not_raise_the_estimate_of_long_prompts() -> None:
@@ -220,6 +223,22 @@ def test_records_give_way_when_memory_runs_out(stage: str, message: str, gives_w
         assert (0 in cache.rooms) is gives_way
         assert (lab.runner.n_freed > 0) is gives_way
         assert lab.leftovers() == {}
+
+
+def test_what_was_dispatched_before_memory_ran_out_ends_before_records_give_way() -> None:
+    """Commands of the failed step may still write to its buffers, which others would get."""
+    left, cache = [1], Rooms()
+
+    def fail(*_: Any) -> None:
+        if left:
+            left.pop()
+            raise MemoryError
+
+    waited = -1
+    faults = Faults(prefill=fail, confirm=lambda: cache.rooms.append(waited))
+    with HashEngine(faults, cache=cache) as lab:
+        lab.submit(prompt_of(1, 20), 5).wait().check()
+        assert waited in cache.rooms[: cache.rooms.index(0)]
 
 
 def test_a_request_that_does_not_fit_even_so_fails_alone() -> None:

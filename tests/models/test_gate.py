@@ -167,6 +167,19 @@ def test_a_wider_step_is_tried_again_beside_a_narrower_one_that_is_cheap() -> No
     assert width(explores=True) == 32
 
 
+def test_a_narrower_step_is_tried_again_beside_a_wider_one_that_is_cheap() -> None:
+    """Its measurements are of a bad moment, and with a wider one in use nobody would see that."""
+    times = measured({4: 3.0, 16: 1.05}, traits=CUDA)
+    expected = ExpectedTokens.of([0.3] * 15)
+
+    def width(*, explores: bool) -> int:
+        best = gate.best_width(times, [expected], n_seats=1, widths=CUDA.widths, explores=explores)
+        return best.width
+
+    assert width(explores=False) == 16
+    assert width(explores=True) == 4
+
+
 def test_plain_steps_are_measured_again_now_and_then() -> None:
     times = measured(FLAT)
     for _ in range(N_UNSEEN):

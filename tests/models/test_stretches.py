@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache
 
-from firn.models.stretches import in_stretches
+from firn.models.stretches import dispatch, in_stretches
 
 
 @pytest.fixture
@@ -55,3 +55,19 @@ def test_afterwards_the_caches_are_as_before_even_if_the_model_fails(dispatched:
     assert not any("update_and_fetch" in vars(c) for c in layers)
     run(layers)
     assert len(dispatched) == 2
+
+
+@pytest.mark.parametrize(
+    ("n_layers", "ends"), [(0, []), (1, [0, 1, 2, 3, 4, 5]), (3, [2, 5]), (7, [])]
+)
+def test_a_step_that_is_built_is_dispatched_from_its_first_layers_on(
+    n_layers: int, ends: list[int], dispatched: list[Any]
+) -> None:
+    layers = [KVCache() for _ in range(7)]
+    logits = sum((keys.sum() for keys, _ in run(layers)), mx.array(0.0))
+    dispatch(logits, layers, n_layers=n_layers)
+    assert [arrays[0] is layers[i].keys for i, arrays in zip(ends, dispatched, strict=False)] == [
+        True
+    ] * len(ends)
+    assert len(dispatched) == len(ends) + 1, "the last layer is dispatched with the logits"
+    assert dispatched[-1][0] is logits

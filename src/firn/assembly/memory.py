@@ -80,11 +80,18 @@ class Planned:
         fixed = plan.total_nbytes - plan.capacity_nbytes
         return fixed + max(held_nbytes, min(model.row_nbytes(LEAST_TOKENS), plan.capacity_nbytes))
 
-    def capacity_nbytes(self, now: MachineMemory) -> int:
-        """What live requests and stored prefixes may take now; the rest stays as planned."""
-        again = plan_memory(now, self.model, self.options)
-        fixed = self.plan.total_nbytes - self.plan.capacity_nbytes
-        return max(again.limit_nbytes - fixed, MIN_CAPACITY_NBYTES)
+    def adapted(self, now: MachineMemory) -> MemoryPlan:
+        """The plan for what the machine has now: other buffers kept for reuse, and another capacity; the
+        rest stays as planned."""
+        plan, again = self.plan, plan_memory(now, self.model, self.options)
+        buffers = min(again.buffer_cache_nbytes, plan.buffer_cache_nbytes)
+        fixed = plan.total_nbytes - plan.capacity_nbytes - plan.buffer_cache_nbytes
+        return replace(
+            plan,
+            limit_nbytes=again.limit_nbytes,
+            buffer_cache_nbytes=buffers,
+            capacity_nbytes=max(again.limit_nbytes - fixed - buffers, MIN_CAPACITY_NBYTES),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,18 +174,19 @@ class MemoryWatch:
         used_nbytes: Callable[[], int],
         held_nbytes: Callable[[], int],
         capacity_nbytes: Callable[[], int],
-        set_capacity: Callable[[int], None] | None,
+        adapt: Callable[[MemoryPlan], None] | None,
         group: int | None = None,
         folder: Path | None = None,
         every_s: float = CHECK_EVERY_S,
     ) -> None:
-        """held_nbytes: by live requests. set_capacity: None: the capacity is decided elsewhere."""
+        """held_nbytes: by live requests. adapt: called with a plan whose capacity has changed; None: the
+        capacity is decided elsewhere."""
         self._planned = planned
         self._look = look
         self._used_nbytes = used_nbytes
         self._held_nbytes = held_nbytes
         self._capacity_nbytes = capacity_nbytes
-        self._set_capacity = set_capacity
+        self._adapt = adapt
         self._group = os.getpid() if group is None else group
         self._folder = folder or reservations_folder()
         self._every_s = every_s
@@ -199,18 +207,18 @@ class MemoryWatch:
         now = self._look()
         needs = self._planned.reserved_nbytes(self._held_nbytes())
         self._reservation.put(Reserved(now.kind, self._group, needs, self._used_nbytes()))
-        if self._set_capacity is None:
+        if self._adapt is None:
             return
         capacity = self._capacity_nbytes()
-        now = beside_others(now, folder=self._folder, group=self._group)
-        new_capacity = self._planned.capacity_nbytes(now)
+        plan = self._planned.adapted(beside_others(now, folder=self._folder, group=self._group))
+        new_capacity = plan.capacity_nbytes
         if abs(new_capacity - capacity) > WORTH_TELLING * capacity:
             if new_capacity < SHORT * capacity:
                 log.info(
                     "memory is short: requests and cache get %d MiB less, other programs use more",
                     (capacity - new_capacity) // MIB,
                 )
-            self._set_capacity(new_capacity)
+            self._adapt(plan)
 
     def _run(self) -> None:
         while not self._stopped.wait(self._every_s):
@@ -234,8 +242,9 @@ def watch_engine(
         return None
     device = devices.device()
 
-    def set_capacity(nbytes: int) -> None:
-        engine.call(lambda parts: parts.set_capacity(nbytes))
+    def adapt(plan: MemoryPlan) -> None:
+        devices.limit_buffer_cache(plan)
+        engine.call(lambda parts: parts.set_capacity(plan.capacity_nbytes))
 
     watch = MemoryWatch(
         planned,
@@ -245,7 +254,7 @@ def watch_engine(
             ENGINE_S
         ),
         capacity_nbytes=lambda: engine.parts.budget.capacity_nbytes,
-        set_capacity=None if is_sharded or front is not None else set_capacity,
+        adapt=None if is_sharded or front is not None else adapt,
         group=front,
     )
     watch.start()

@@ -39,5 +39,8 @@ class EngineParts:
 
     def set_capacity(self, nbytes: int) -> None:
         """Set how much memory live requests and stored records may take together."""
+        is_less = nbytes < self.budget.capacity_nbytes
         self.budget.capacity_nbytes = nbytes
         self.cache.set_room(self.budget.free_nbytes())
+        if is_less:  # other programs shall have what was freed
+            self.runner.free_memory()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from firn.core.errors import DeviceFailing, is_out_of_memory, may_be_device_fault
 from firn.core.events import ChoiceDone, JobFailed
@@ -235,7 +235,10 @@ class Recovery:
         If memory ran out, all other records there give way. spared: requests that the caller recovers
         itself.
         """
-        inflight = self._inflight
+        inflight, is_out = self._inflight, is_out_of_memory(error)
+        if is_out:  # commands of the failed step may still write to buffers that are freed below
+            with suppress(Exception):
+                inflight.runner.confirm()
         for sequence in reversed(inflight.admitted):
             if sequence in spared:
                 continue
@@ -249,7 +252,7 @@ class Recovery:
         inflight.has_unconfirmed = False
         self._on_doubt()
         inflight.cache.doubt()
-        if is_out_of_memory(error):
+        if is_out:
             log.warning("memory ran out: what the cache holds there gives way")
             inflight.cache.set_room(0)
             inflight.runner.free_memory()

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from firn.core.memory_plan import DeviceKind, MachineMemory, MemoryPlan
 from firn.host.machine import memory
+from firn.models.cuda import pool
 
 CHUNKS: dict[DeviceKind, int] = {"cpu": 256, "metal": 512, "cuda": 2048}
 """Prompt tokens read between two decode steps. In exact mode the answer's bits depend on them."""
@@ -44,12 +45,12 @@ def device() -> Device:
 
 
 def machine_memory(device: Device) -> MachineMemory:
-    """What the machine has now, for a plan. What MLX holds in this process counts as available."""
+    """What the machine has now, for a plan. What this process holds for MLX counts as available."""
     now = memory()
     available = now.available
     if device.kind == "cuda":
         free = mx.device_info().get("free_memory")
-        available = None if free is None else int(free)
+        available = None if free is None else int(free) + pool.unused_nbytes()
     if available is not None:
         available += used_nbytes()
     return MachineMemory(device.kind, device.memory_nbytes, now.total, available)
@@ -58,12 +59,17 @@ def machine_memory(device: Device) -> MachineMemory:
 def set_limits(kind: DeviceKind, plan: MemoryPlan) -> None:
     """Hold MLX to the plan. Call it once, when the weights are loaded."""
     mx.clear_cache()
-    mx.set_cache_limit(plan.buffer_cache_nbytes)
+    limit_buffer_cache(plan)
     if kind == "metal":
         mx.set_memory_limit(plan.limit_nbytes)
         if plan.wired_nbytes:
             mx.set_wired_limit(plan.wired_nbytes)
     mx.reset_peak_memory()  # the peak of loading says nothing about prefill
+
+
+def limit_buffer_cache(plan: MemoryPlan) -> None:
+    """Of MLX. From any thread."""
+    mx.set_cache_limit(plan.buffer_cache_nbytes)
 
 
 def active_nbytes() -> int:
@@ -74,6 +80,12 @@ def active_nbytes() -> int:
 def used_nbytes() -> int:
     """What MLX holds in this process, including buffers kept for reuse. From any thread."""
     return int(mx.get_active_memory() + mx.get_cache_memory())
+
+
+def free_unused() -> None:
+    """Give the device back what MLX and the driver keep for reuse. From any thread."""
+    mx.clear_cache()
+    pool.trim()
 
 
 def allocated_nbytes() -> dict[str, int]:

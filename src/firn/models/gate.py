@@ -214,9 +214,9 @@ class StepTimes:
         return low + (width - below) / (above - below) * (seen[above] - low)
 
     def lowest_price(self, n_rows: int, width: int) -> float:
-        """Its price if it costs only as much more than narrower steps as is usual on this device: its
-        own measurement may be out of date, or one slow step."""
-        shapes = sorted({self._traits.shape(w) for w in self._traits.widths if 1 < w < width})
+        """Its price if it differs from those of other widths only as much as is usual on this device:
+        its own measurements may be out of date, or of one bad moment."""
+        shapes = {self._traits.shape(w) for w in self._traits.widths if w > 1}
         own = self._prior(n_rows, self._traits.shape(width))
         best = self.price(n_rows, width)
         for shape in shapes:

@@ -31,6 +31,7 @@ from firn.models.backlog import HeadBacklog
 from firn.models.batch import MAX_PADDING_TOKENS, Group, PlainStep, Row, fork
 from firn.models.carry import HiddenAt, carry_of
 from firn.models.cpu.threads import Threads
+from firn.models.device import free_unused
 from firn.models.layers import MakeLayers
 from firn.models.masks import Masks
 from firn.models.model_arguments import IdsOnly, ModelArguments
@@ -43,7 +44,7 @@ from firn.models.room import end_room, give_room
 from firn.models.sampling import Picker, Picks, pick, score
 from firn.models.shapes import FewShapes
 from firn.models.speculation import Speculation
-from firn.models.stretches import in_stretches
+from firn.models.stretches import dispatch, in_stretches
 from firn.models.together import BatchedPrefill, can_read_together, together_fault
 from firn.models.traced import PLAIN, TracedSteps
 from firn.models.verify import Feed, PickedToken, TakenTokens, Verification
@@ -381,14 +382,15 @@ class Runner:
 
     def _wide_logits(self, group: Group, ids: mx.array) -> mx.array:
         """Logits (seats, tokens, vocabulary); the device has begun to compute them."""
+        assert self.speculation is not None
+        n_layers = self.speculation.traits.stretch
         traced = self._traced_logits(group, ids, group.columns)
         if traced is not None:
-            mx.async_eval(traced)
+            dispatch(traced, group.layers, n_layers=n_layers)
             return traced
-        assert self.speculation is not None
         arguments = self._arguments.step(group.seats, ids.shape[1]) | self._carry(group.seats)
         layers = _seen(group, group.columns)
-        with in_stretches(layers, n_layers=self.speculation.traits.stretch):
+        with in_stretches(layers, n_layers=n_layers):
             logits: mx.array = self._model(ids, cache=layers, **arguments)
         return logits
 
@@ -439,7 +441,7 @@ class Runner:
         """Give the device back what MLX keeps for reuse, and the buffers of steps that have failed."""
         with suppress(RuntimeError):  # the fault is known
             mx.synchronize()
-        mx.clear_cache()
+        free_unused()
 
     def _read_all(self, group: Group, kind: type = object) -> None:
         """Bring all tokens of steps of this kind to the host, where grammars and drafters see them."""

@@ -1,4 +1,5 @@
-"""Starting the device on a step's first layers while the host still builds the others.
+"""Starting the device on a step's first layers while the host still builds the others, or MLX still
+looks at them: it walks all of a graph before it launches any of it.
 
 A plain step is built while the device computes the one before it. A step with drafts has none before
 it: the drafts follow from its tokens. Built as a whole, it would leave the device idle that long.
@@ -27,6 +28,13 @@ def in_stretches(layers: Sequence[Any], *, n_layers: int) -> Iterator[None]:
     finally:
         for layer in last_ones:
             del layer.update_and_fetch
+
+
+def dispatch(logits: mx.array, layers: Sequence[Any], *, n_layers: int) -> None:
+    """Dispatch a step that is built, every `n_layers` of it at once; 0: as a whole."""
+    for layer in layers[n_layers - 1 : -1 : n_layers] if n_layers else ():
+        mx.async_eval(layer.keys)
+    mx.async_eval(logits)
 
 
 def _update_and_dispatch(update: Callable[..., Any], *arrays: Any, **more: Any) -> Any:

@@ -4,7 +4,7 @@ MLX multiplies a single token by a kernel of its own and calls cuBLAS for more. 
 host some 15 to 40 us (a heuristic, descriptors, a capture), whatever it computes, and a step has
 hundreds of them. The kernel here is launched like MLX's own.
 
-    block    16 columns of the result: 8 or 4 warps, each with a part of the inner dimension
+    block    16 or 32 columns of the result: 8 warps, each with a part of the inner dimension
     warp     chunks of 64 values of the inner dimension, 128 bytes of each row: every lane loads 16 bytes
              twice, of weight rows and of token rows, and the tensor cores multiply 16 tokens by 8
              columns. The next chunks are loaded meanwhile: the memory answers late
@@ -25,16 +25,17 @@ from mlx import nn
 
 from firn.models.faults import first_line
 
-MAX_TOKENS = 64
+MAX_TOKENS = 32
 """For more tokens, cuBLAS gains more on the device than this kernel saves on the host."""
-N_COLUMNS, N_INNER = 16, 64
-"""Of a block and of a chunk; a matrix must be a multiple of them."""
+N_WARPS = 8
+N_COLUMNS, N_INNER = 32, 64
+"""Of the widest block and of a chunk; a matrix must be a multiple of them."""
 DTYPE = mx.bfloat16
 """Only this type: another would need a second kernel, compiled at each start."""
 TOLERANCE = 2e-2
 
 SOURCE = """
-    constexpr int n_warps = N_WARPS, n_tiles = 2, n_halves = 2;
+    constexpr int n_warps = N_WARPS, n_tiles = N_TILES, n_halves = 2;
     __shared__ float part[n_warps][M_TILES * 16][n_tiles * 8 + 1];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int slot = (lane & 3) * 8, line = lane >> 2;
@@ -138,19 +139,28 @@ def _kernel() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Build:
-    """Of the kernel, for up to 16 tokens in each of n_tiles. n_ahead: chunks that a warp loads ahead; a
-    lane has registers for so many."""
+    """Of the kernel. A block multiplies up to 16 * m_tiles tokens by 8 * n_tiles columns; its warps load
+    n_ahead chunks ahead. All three take registers, and so from the warps that an SM can hold at once."""
 
+    m_tiles: int
     n_tiles: int
-    n_warps: int = 8
-    n_ahead: int = 2
+    n_ahead: int
+
+    @property
+    def n_columns(self) -> int:
+        return 8 * self.n_tiles
 
     @property
     def template(self) -> list[tuple[str, int]]:
-        return [("M_TILES", self.n_tiles), ("N_WARPS", self.n_warps), ("N_AHEAD", self.n_ahead)]
+        return [
+            ("M_TILES", self.m_tiles),
+            ("N_TILES", self.n_tiles),
+            ("N_WARPS", N_WARPS),
+            ("N_AHEAD", self.n_ahead),
+        ]
 
 
-BUILDS = {16: _Build(1), 32: _Build(2), MAX_TOKENS: _Build(4, n_warps=4, n_ahead=1)}
+BUILDS = {16: _Build(1, n_tiles=2, n_ahead=2), MAX_TOKENS: _Build(2, n_tiles=4, n_ahead=1)}
 """By the most tokens that each is for."""
 
 
@@ -170,11 +180,11 @@ def product(x: mx.array, weight: mx.array) -> mx.array:
     """x @ weight.T, where it `suits`."""
     n_out, n_inner = weight.shape
     build = next(b for most, b in BUILDS.items() if x.size <= most * n_inner)
-    n_threads = 32 * build.n_warps
+    n_threads = 32 * N_WARPS
     (out,) = _kernel()(
         inputs=[x, weight],
         template=build.template,
-        grid=(n_out // N_COLUMNS * n_threads, 1, 1),
+        grid=(n_out // build.n_columns * n_threads, 1, 1),
         threadgroup=(n_threads, 1, 1),
         output_shapes=[(*x.shape[:-1], n_out)],
         output_dtypes=[DTYPE],
@@ -185,8 +195,8 @@ def product(x: mx.array, weight: mx.array) -> mx.array:
 
 def fault() -> str | None:
     """Compile the kernel and try it on this device. Returns why it cannot be used; None if it can."""
-    weight = mx.random.normal((48, 1088), key=mx.random.key(1)).astype(DTYPE)
-    for n_tokens in (2, 9, 17, 33, MAX_TOKENS):
+    weight = mx.random.normal((96, 1088), key=mx.random.key(1)).astype(DTYPE)
+    for n_tokens in (2, 9, 17, MAX_TOKENS):
         x = mx.random.normal((1, n_tokens, 1088), key=mx.random.key(n_tokens)).astype(DTYPE)
         want = x.astype(mx.float32) @ weight.astype(mx.float32).T
         try:
