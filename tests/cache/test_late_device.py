@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from firn.cache import copies
 from firn.cache.arrays import payload
+from firn.cache.memory import rows
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
 from tests.cache.pending import settle
@@ -118,3 +120,45 @@ def test_a_prompt_that_memory_had_no_room_for_is_computed_once_records_gave_way(
         again = harness.ask(first)
         assert again.n_cached > 0
         assert said(again) == want[0]
+
+
+class StuckTier(SsdTier):
+    """Writes nothing until it is let go."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(TierOptions(str(folder), 1 << 30))
+        self.go = threading.Event()
+
+    def write(self, *args: Any, **options: Any) -> Any:
+        self.go.wait(60)
+        return super().write(*args, **options)
+
+
+def test_records_give_way_even_if_there_is_no_memory_to_copy_them_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They lie in a row, and none is written yet: they are lost, and their memory is free."""
+    ids, tier = [t % 60 for t in prompt_of(4, 600)], StuckTier(tmp_path)
+
+    def fail(payloads: Any) -> None:
+        raise RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory")
+
+    with running(tiny("qwen3"), chunk=32, block=32, tier=tier, fingerprint=b"late") as harness:
+        want = said(harness.ask(ids))
+        records = harness.cache.records
+
+        def give_way() -> list[int]:
+            before = records.memory.nbytes
+            with monkeypatch.context() as patch:
+                patch.setattr(rows, "evaluate", fail)
+                harness.cache.set_room(0)
+            return [before, records.memory.nbytes]
+
+        before, after = harness.between_steps(give_way)
+        tier.go.set()
+        assert before > 0
+        assert after == 0
+        assert records.stats.faults["room"] == 1
+        assert records.stats.dropped["no memory"] > 0
+        harness.between_steps(lambda: harness.cache.set_room(1 << 30))
+        assert said(harness.ask(ids)) == want

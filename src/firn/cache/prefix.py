@@ -415,9 +415,15 @@ class PrefixTree:
         return self.records.take_fault()
 
     def set_room(self, nbytes: int) -> None:
-        with self._counting_faults("room"):
+        limit = max(min(nbytes, self.settings.limit_nbytes), 0)
+        try:
             self._parking.sweep()
-            self.records.set_limit(max(min(nbytes, self.settings.limit_nbytes), 0))
+            self.records.set_limit(limit)
+        except Exception as e:  # most likely there is no memory to copy records out of rows
+            self.records.failed("room", e)
+            with self._counting_faults("room"):
+                self._parking.drop_all()
+                self.records.set_limit(limit)
 
     def saw_prefill(self, start: int, end: int, seconds: float) -> None:
         self.records.estimates.saw_prefill(start, end, seconds)

@@ -110,6 +110,11 @@ class Parking:
         for pages in [*self._rows.live.values(), *self._rows.moving, *self._rows.unconfirmed]:
             self._drop(pages, "in doubt")
 
+    def drop_all(self) -> None:
+        """Free the parked rows without a copy: what no tier has of them is lost."""
+        for pages in list(self._rows.parked):
+            self._drop(pages, "no memory")
+
     def _drop(self, pages: RowPages, why: str) -> None:
         """Forget the records that lie in it, the last first; not those that another row holds too."""
         if pages.records:
