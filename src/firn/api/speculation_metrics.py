@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 class SpeculationMetrics(Collector):
     def __init__(self, snapshot: Callable[[], Mapping[str, int]]) -> None:
-        """snapshot: see `Totals.view`; empty if nothing is ever drafted. Must not block."""
+        """snapshot: see `DraftTotals.view`; empty if nothing is ever drafted. Must not block."""
         self._snapshot = snapshot
 
     def collect(self) -> Iterable[Metric]:

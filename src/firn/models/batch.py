@@ -225,6 +225,12 @@ class Group:
         """Whether a step was dispatched whose tokens nobody has read."""
         return any(not step.is_counted for step in self.unread)
 
+    @property
+    def used_nbytes(self) -> int:
+        """Of its caches, without the share of vacant seats."""
+        nbytes = sum(int(layer.nbytes) for layer in self.layers)
+        return nbytes * len(self.rows) // len(self.seats)
+
     def settle(self) -> None:
         """Finish a step with drafts before anything else happens to its rows.
 

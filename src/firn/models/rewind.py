@@ -10,7 +10,7 @@ Owner: the engine thread, through a verification.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -81,19 +81,24 @@ def plain(layer: Any) -> Any:
 class RaggedStep:
     """One step in which rows consume unequal numbers of tokens; shorter ones are padded at their ends.
 
-    fed: how many tokens each row consumes. width: of the step, if it is wider than the longest.
+    fed: how many tokens each row consumes. width: of the step, if it is wider than the longest. follows:
+    the step before, if this one was dispatched before that was settled.
     """
 
     layers: Sequence[Any]
     fed: Sequence[int]
     width: int = 0
+    follows: InitVar[RaggedStep | None] = None
+    lengths: list[int] = field(default_factory=list)
+    """How many tokens each row holds after it."""
     _before: list[tuple[Any, Any]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, follows: RaggedStep | None) -> None:
         unequal = min(self.fed) < max(*self.fed, self.width)
         for layer in leaves(self.layers):
             if isinstance(layer, RaggedCache):
-                self._before.append((layer, layer.lengths))
+                before = layer.lengths if follows is None else follows.lengths
+                self._before.append((layer, before))
             elif kind(layer) in TRIMMED:
                 self._before.append((layer, None))
             elif kind(layer) == "ArraysCache":
@@ -111,7 +116,8 @@ class RaggedStep:
                 if before == same[1]:  # as a rule, all layers hold the same tokens
                     layer.keep_like(same[0])
                 else:
-                    layer.keep([n + k for n, k in zip(before, kept, strict=True)])
+                    self.lengths = [n + k for n, k in zip(before, kept, strict=True)]
+                    layer.keep(self.lengths)
                     same = layer, before
             elif kind(layer) in TRIMMED:
                 layer.trim(max(self.fed[0], self.width) - kept[0])

@@ -27,6 +27,7 @@ import numpy as np
 from firn.core.events import TokenLogprob
 from firn.core.ports import Restored
 from firn.core.values import Job, ModelInfo, Prompt
+from firn.models.ahead import device_feed, launch_ahead
 from firn.models.backlog import HeadBacklog
 from firn.models.batch import MAX_PADDING_TOKENS, Group, PlainStep, Row, fork
 from firn.models.carry import HiddenAt, carry_of
@@ -297,6 +298,8 @@ class Runner:
         """Dispatch one decode step of the group that holds these rows."""
         group = rows[0].group
         assert group is not None
+        if launch_ahead(group, self.speculation, self._traced):
+            return
         self._read_all(group, Verification)  # drafts follow its tokens, and seats may be removed
         group.tick()  # before drafts are made for each seat
         drafts = self._drafts(group)
@@ -364,20 +367,19 @@ class Runner:
             width = traits.shape(width)
         self._prepare(len(feed.rows) * width)
         step = RaggedStep(group.layers, feed.lengths, width)
-        logits = self._wide_logits(group, feed.ids(width))
-        pickers = feed.pickers()
-        logits = logits.reshape(-1, logits.shape[-1])[mx.array(feed.places(width))]
+        ids, pickers = feed.ids(width), feed.pickers()
+        fed = device_feed(feed.rows, feed.drafts, ids, group.layers) if self._traced else None
+        logits = self._wide_logits(group, ids)
         allowed = None
         if any(_picker(r).constraint for r in feed.rows):
             mx.async_eval(group.layers[len(group.layers) // 2].state)
             rows = [(_picker(r).constraint, d) for r, d in zip(feed.rows, drafts, strict=True)]
             allowed = mx.array(self._masks.fill_ahead(rows))
-        flat = [p for each in pickers for p in each]
-        picks = pick(logits, flat, feed.forced(), allowed=allowed)
+        picks = feed.pick(logits, pickers, allowed=allowed)
         mx.async_eval(picks.arrays)
         hidden = self._mtp.hidden if self._mtp else None
         group.unread.append(
-            Verification(group, feed.rows, feed.drafts, step, picks, pickers, width, hidden)
+            Verification(group, feed.rows, feed.drafts, step, picks, pickers, width, hidden, fed)
         )
 
     def _wide_logits(self, group: Group, ids: mx.array) -> mx.array:
@@ -483,10 +485,7 @@ class Runner:
     def live_nbytes(self) -> int:
         """Bytes of the decoding rows' caches. Vacant seats do not count: the rows that will take them
         are accounted for by themselves."""
-        return sum(
-            sum(layer.nbytes for layer in g.layers) * len(g.rows) // len(g.seats)
-            for g in self._groups
-        )
+        return sum(group.used_nbytes for group in self._groups)
 
 
 def _seen(group: Group, columns: Columns = ALL_COLUMNS) -> list[Any]:

@@ -162,22 +162,29 @@ class Picker:
         self.n_drawn += n_taken
         self._seen, self._counts = last._seen, last._counts
 
+    @property
+    def stream(self) -> tuple[int, int]:
+        """Its random numbers, and how many tokens were drawn with them."""
+        return self._stream, self.n_drawn
+
     def key(self) -> tuple[int, int]:
         """The random key of the next draw."""
         self.n_drawn += 1
-        return self._stream, self.n_drawn
+        return self.stream
 
 
 def pick(
     logits: mx.array,
     pickers: Sequence[Picker],
-    forced: Sequence[int | None] = (),
+    forced: Sequence[int | None] | mx.array | None = None,
     *,
     allowed: mx.array | None = None,
+    keys: mx.array | None = None,
 ) -> Picks:
     """Choose a token for every row of `logits` (rows, vocabulary), or take the row's forced one.
 
-    allowed: true for the tokens that the rows' grammars allow; nothing else is picked, or forced.
+    forced: in an array, -1 is none. allowed: true for the tokens that the rows' grammars allow; nothing
+    else is picked, or forced. keys: of the draws, if not the pickers' next ones.
     """
     logits = logits.astype(mx.float32)
     shaped = logits
@@ -191,19 +198,28 @@ def pick(
     if all(p.greedy for p in pickers):
         tokens = mx.argmax(shaped, axis=-1)
     else:
-        tokens = _draw(shaped, pickers)
-    if any(token is not None for token in forced):
-        given = mx.array([token or 0 for token in forced], dtype=tokens.dtype)
-        is_free = mx.array([token is None for token in forced])
+        tokens = _draw(shaped, pickers, keys)
+    given = _given(forced)
+    if given is not None:
+        is_free, token = given < 0, mx.maximum(given, 0)
         if allowed is not None:
-            is_free |= ~mx.take_along_axis(allowed, given[:, None], axis=-1)[:, 0]
-        tokens = mx.where(is_free, tokens, given)
+            is_free |= ~mx.take_along_axis(allowed, token[:, None], axis=-1)[:, 0]
+        tokens = mx.where(is_free, tokens, token.astype(tokens.dtype))
     kept: list[mx.array] = []
     for i, p in enumerate(pickers):
         if p.reshapes:
             kept += p.remember(tokens[i : i + 1])
     chosen, top_ids, top_logprobs = _logprobs(logits, tokens, pickers)
     return Picks(tokens, chosen, top_ids, top_logprobs, tuple(kept))
+
+
+def _given(forced: Sequence[int | None] | mx.array | None) -> mx.array | None:
+    """-1 where nothing is forced; None if that is everywhere."""
+    if forced is None or isinstance(forced, mx.array):
+        return forced
+    if all(token is None for token in forced):
+        return None
+    return mx.array([-1 if token is None else token for token in forced])
 
 
 def read_logprobs(picks: Picks, pickers: Sequence[Picker]) -> list[TokenLogprob | None]:
@@ -230,11 +246,12 @@ def to_host(array: mx.array) -> Any:
     return array.tolist()
 
 
-def _draw(logits: mx.array, pickers: Sequence[Picker]) -> mx.array:
+def _draw(logits: mx.array, pickers: Sequence[Picker], keys: mx.array | None) -> mx.array:
     """Gumbel-max sampling; greedy rows get no noise."""
     kept = _exclude(logits, [p.sampling for p in pickers])
     temperature = mx.array([[1.0 if p.greedy else p.sampling.temperature] for p in pickers])
-    keys = mx.array(np.array([p.key() for p in pickers], dtype=np.uint32))
+    if keys is None:
+        keys = mx.array(np.array([p.key() for p in pickers], dtype=np.uint32))
     shape = (logits.shape[-1],)
     uniform = mx.vmap(lambda key: mx.random.uniform(shape=shape, key=key))(keys)
     # 0 would make the noise -inf, and a token that is the only one allowed must stay in.

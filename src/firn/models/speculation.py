@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 from firn.core.errors import may_be_device_fault
 from firn.core.values import Job
 from firn.models.draft_bounds import forced_next, is_bound, within
+from firn.models.draft_totals import DraftTotals
 from firn.models.drafters import NO_DRAFT, Draft, Drafter
 from firn.models.gate import (
     NO_TOKENS,
@@ -108,28 +109,6 @@ class _Pace:
     drained_s: float | None = None
 
 
-@dataclass(slots=True)
-class Totals:
-    """Since the start. Other threads may read it."""
-
-    n_steps: int = 0
-    n_draft_steps: int = 0
-    n_row_steps: int = 0
-    n_taken: int = 0
-    n_drafted: int = 0
-    n_accepted: int = 0
-
-    def view(self) -> dict[str, int]:
-        return {
-            "steps": self.n_steps,
-            "draft_steps": self.n_draft_steps,
-            "row_steps": self.n_row_steps,
-            "taken": self.n_taken,
-            "drafted": self.n_drafted,
-            "accepted": self.n_accepted,
-        }
-
-
 class Speculation:
     def __init__(
         self,
@@ -140,7 +119,7 @@ class Speculation:
     ) -> None:
         """drafters: at most one that is not free. in_groups: whether rows that take unequal numbers of
         tokens can share a group. traits: of the device."""
-        self.totals = Totals()
+        self.totals = DraftTotals()
         self.traits = traits
         self.times = StepTimes(traits)
         self.allowance = Allowance()
@@ -256,25 +235,35 @@ class Speculation:
             if of_row is None:
                 drafts.append(())
                 continue
-            n = max(best.width - len(row.pending), 0)
-            of_row.next, of_row.n_passed = of_row.next.cut(n), 0
-            drafts.append(of_row.next.tokens)
+            of_row.n_passed = 0
+            drafts.append(of_row.next.cut(max(best.width - len(row.pending), 0)).tokens)
         return drafts if any(drafts) else None
+
+    def texts_ahead(self, group: Group, width: int) -> list[tuple[int, ...]] | None:
+        """What is drafted for each seat after the newest token that is known, for the step in flight and
+        another one as wide. None: most of them end too soon, or another width is better."""
+        known = [(row, d) for row in group.rows if (d := self._rows.get(row)) is not None]
+        if self._costly is not None or not known:
+            return None
+        for row, drafted in known:
+            if not drafted.next.tokens:
+                self._draft_for_free(row, drafted)
+        if self.traits.shape(self._width(group).width) != width:
+            return None
+        of = {row: within(row, drafted.next).tokens for row, drafted in known}
+        texts = [of.get(row, ()) for row in group.seats]
+        n_enough = sum(len(text) >= 2 * width - 1 for text in texts)
+        return texts if 2 * n_enough > sum(map(bool, texts)) else None
 
     def count(
         self, group: Group, taken: Sequence[TakenTokens], step: PlainStep | Verification
     ) -> None:
         """A step's tokens were read: learn what it cost and how good its drafts were."""
         self._time(group, taken, step)
-        totals = self.totals
-        totals.n_steps += 1
-        totals.n_draft_steps += any(t.n_drafted for t in taken)
+        self.totals.count_step(taken)
         for each in taken:
             if each.row.group is group:
-                totals.n_row_steps += 1
-                totals.n_taken += len(each.tokens)
-                totals.n_drafted += each.n_drafted
-                totals.n_accepted += each.n_right
+                self.totals.count_row(each)
                 self.took(each.row, each.tokens)
 
     def _time(

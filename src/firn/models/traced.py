@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -61,6 +61,15 @@ class _Place:
     first: mx.array
 
 
+@dataclass(frozen=True, slots=True)
+class Begins:
+    """How many tokens the rows hold. at: for each row, on the device. n_more: at most so many more than
+    the layers know of."""
+
+    at: mx.array
+    n_more: int
+
+
 @dataclass(eq=False, slots=True)
 class _TracedShape:
     """n_steps: how many steps had it."""
@@ -78,9 +87,21 @@ class TracedSteps:
         self._is_broken = False
         self._zero = mx.array([0])
 
-    def logits(self, ids: mx.array, layers: Sequence[Any], columns: Columns) -> mx.array | None:
-        """Feed each row its tokens (rows, width). None: nothing was done, the step must be built."""
+    def logits(
+        self,
+        ids: mx.array,
+        layers: Sequence[Any],
+        columns: Columns,
+        *,
+        begins: Begins | None = None,
+    ) -> mx.array | None:
+        """Feed each row its tokens (rows, width). None: nothing was done, the step must be built.
+
+        begins: how many tokens each row holds, where the layers do not know.
+        """
         place = None if self._is_broken else self._place(layers)
+        if place is not None and begins is not None:
+            place = replace(place, end=place.end + begins.n_more, at=begins.at, offset=begins.at)
         if place is None:
             return None
         width = ids.shape[1]

@@ -22,9 +22,10 @@ from firn.core.errors import FirnError
 from firn.core.events import TokenLogprob
 from firn.models.carry import HiddenAt
 from firn.models.rewind import RaggedStep, can_be_cut_meanwhile, is_rewindable
-from firn.models.sampling import Picker, Picks, read_logprobs, to_host
+from firn.models.sampling import Picker, Picks, pick, read_logprobs, to_host
 
 if TYPE_CHECKING:
+    from firn.models.ahead import DeviceFeed
     from firn.models.batch import Group, Row
 
 
@@ -94,6 +95,19 @@ class Feed:
             for j in range(len(draft) + 1)
         ]
 
+    def pick(
+        self,
+        logits: mx.array,
+        pickers: Sequence[Sequence[Picker]],
+        *,
+        allowed: mx.array | None = None,
+    ) -> Picks:
+        """logits: (rows, width, vocabulary)."""
+        width, n_vocab = logits.shape[1:]
+        logits = logits.reshape(-1, n_vocab)[mx.array(self.places(width))]
+        flat = [p for each in pickers for p in each]
+        return pick(logits, flat, self.forced(), allowed=allowed)
+
     def forced(self) -> list[int | None]:
         """For each of those places: the token that is not picked, if it is forced."""
         return [
@@ -110,13 +124,15 @@ class Verification:
     group: Group
     rows: tuple[Row, ...]
     drafts: tuple[tuple[int, ...], ...]
-    step: RaggedStep
+    step: RaggedStep | None
     picks: Picks
     pickers: tuple[tuple[Picker, ...], ...]
     """By row: the picker of each of its positions."""
     width: int
     hidden: mx.array | None = None
     """The model's hidden states, if it has a prediction head."""
+    fed: DeviceFeed | None = None
+    """For a step that is dispatched before this one is read; None: there may be none."""
     is_settled: bool = False
     is_counted: bool = False
     """The speculation has learnt from it."""
@@ -150,18 +166,23 @@ class Verification:
         for i, (row, draft) in enumerate(zip(self.rows, self.drafts, strict=True)):
             pickers = self.pickers[i]
             n = len(pickers)
-            taken = _taken(row, draft, picked[at : at + n], logprobs[at : at + n])
+            taken = taken_by(row, draft, picked[at : at + n], logprobs[at : at + n])
             at += n
-            kept.append(_advance(row, taken, pickers, all_or_none=all_or_none))
+            kept.append(advance(row, taken, pickers, all_or_none=all_or_none))
             if self.hidden is not None:
                 _note_hidden(row, self.hidden, i, n_kept=kept[-1])
             self._taken.append(taken)
+        self._end(kept)
+
+    def _end(self, kept: Sequence[int]) -> None:
+        """kept: how many of the tokens it was fed each row keeps."""
+        assert self.step is not None
         self.step.settle(kept)
         self.group.next_tokens = mx.array([row.pending[-1] for row in self.rows])
         self.group.width = max(row.n_tokens for row in self.rows)
 
 
-def _taken(
+def taken_by(
     row: Row, draft: Sequence[int], picked: Sequence[int], logprobs: Sequence[TokenLogprob | None]
 ) -> TakenTokens:
     n = 0
@@ -179,7 +200,7 @@ def _note_hidden(row: Row, states: mx.array, i: int, *, n_kept: int) -> None:
         row.hidden = [row.hidden[0], *fed]
 
 
-def _advance(row: Row, taken: TakenTokens, pickers: Sequence[Picker], *, all_or_none: bool) -> int:
+def advance(row: Row, taken: TakenTokens, pickers: Sequence[Picker], *, all_or_none: bool) -> int:
     """Advance a row by what it took. Returns how many of the tokens it was fed stay in its caches."""
     assert row.picker is not None
     row.picker.catch_up(pickers[taken.n_right], len(taken.tokens))

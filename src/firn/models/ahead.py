@@ -1,0 +1,215 @@
+"""Steps with drafts that are dispatched before the one before them is read.
+
+What a row is fed next depends on how many of its drafted tokens are right. The host learns that late:
+it would read the tokens, draft, build the step and dispatch it while the device has nothing to do. But
+the device can count the right ones itself, and a drafter's text goes on behind what the step tries:
+
+    text     t0 t1 t2 t3 t4 t5 ...     what the drafter says after the newest token that the host knows
+    step     .  t0 t1 t2               picked: t0 t1 x .     two are right, and x is the row's own
+    next     x  t3 t4 t5               the text goes on, one token replaced
+
+So the next step is the same for all outcomes but one number a row, an array like any other. When the
+first step is read, the second one is being computed; the host then knows what that was fed. A row that
+ends takes nothing of it.
+
+Only for steps that are traced, and rows whose picks depend on nothing but logits, seed and position: no
+grammar, no penalties.
+
+Owner: the engine thread, through the runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from firn.models.layers import kind
+from firn.models.ragged import RaggedKVCache
+from firn.models.rewind import RaggedStep
+from firn.models.sampling import Picker, pick, read_logprobs, to_host
+from firn.models.traced import Begins, TracedSteps
+from firn.models.verify import Verification, advance, taken_by
+
+if TYPE_CHECKING:
+    from firn.models.batch import Group, Row
+    from firn.models.speculation import Speculation
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFeed:
+    """What a step was fed, on the device.
+
+    ids: (rows, width), the newest token of each row and its draft. begins: how many tokens each row held
+    before. n_drafted: how many of its ids are drafted. places: (rows, width), where its picks lie among
+    those of the step.
+    """
+
+    ids: mx.array
+    begins: mx.array
+    n_drafted: mx.array
+    places: mx.array
+
+
+def device_feed(
+    rows: Sequence[Row], drafts: Sequence[Sequence[int]], ids: mx.array, layers: Sequence[Any]
+) -> DeviceFeed | None:
+    """Of a step that is about to be dispatched; None: no step can follow it unread."""
+    if any(len(row.pending) != 1 or not _is_free(row.picker) for row in rows):
+        return None
+    first = layers[0]
+    if isinstance(first, RaggedKVCache):
+        begins = first.offset
+    elif kind(first) == "KVCache":
+        begins = mx.array([first.offset])
+    else:
+        return None
+    places, at, width = [], 0, ids.shape[1]
+    for draft in drafts:
+        places.append([at + min(j, len(draft)) for j in range(width)])
+        at += len(draft) + 1
+    n_drafted = mx.array([len(draft) for draft in drafts])
+    return DeviceFeed(ids, begins, n_drafted, mx.array(places))
+
+
+def _is_free(picker: Picker | None) -> bool:
+    """Whether its picks depend on nothing but logits, seed and position."""
+    return picker is not None and picker.constraint is None and not picker.reshapes
+
+
+def launch_ahead(group: Group, speculation: Speculation | None, traced: TracedSteps | None) -> bool:
+    """Dispatch the step after the group's newest one, which nobody has read. False: nothing was done."""
+    if speculation is None or traced is None or not _can_be_followed(group):
+        return False
+    texts = speculation.texts_ahead(group, group.unread[-1].width)
+    follower = _follow(group, texts, traced) if texts is not None else None
+    if follower is None:
+        return False
+    mx.async_eval(follower.picks.arrays)
+    group.tick()
+    group.unread.append(follower)
+    return True
+
+
+def _can_be_followed(group: Group) -> bool:
+    """Whether the group's newest step may be followed by another before it is read."""
+    last = group.unread[-1] if group.unread else None
+    return (
+        isinstance(last, Verification)
+        and last.fed is not None
+        and not last.is_settled
+        and last.rows == tuple(group.seats)
+        and not any(_has_ended(row) for row in last.rows)
+        and all(step.is_counted for step in group.unread[:-1])
+        and group.patience != 1  # seats are about to be removed
+    )
+
+
+def _follow(group: Group, texts: Sequence[Sequence[int]], traced: TracedSteps) -> Follower | None:
+    """None: nothing was done, as the shape is new.
+
+    texts: for each seat, what a drafter says after the newest token that the host knows, or nothing.
+    """
+    last = group.unread[-1]
+    assert isinstance(last, Verification)
+    assert last.fed is not None
+    fed, n_right = _next_feed(last.picks.tokens, last.fed, texts)
+    # The layers do not know of what the last step wrote, if the one before it was read since.
+    begins = Begins(fed.begins, n_more=last.width if isinstance(last, Follower) else 0)
+    logits = traced.logits(fed.ids, group.layers, group.columns, begins=begins)
+    if logits is None:
+        return None
+    rows, width = last.rows, last.width
+    # Where the picks of this step lie, counted from the first one of the last step.
+    at = n_right[:, None] + 1 + mx.arange(width)
+    pickers = [row.picker for row in rows if row.picker for _ in range(width)]
+    logits = logits.reshape(-1, logits.shape[-1])
+    picks = pick(logits, pickers, _forced(rows, at), keys=_keys(rows, at))
+    return Follower(
+        group, rows, (), None, picks, (), width, fed=fed, follows=last, texts=tuple(texts)
+    )
+
+
+def _next_feed(
+    tokens: mx.array, fed: DeviceFeed, texts: Sequence[Sequence[int]]
+) -> tuple[DeviceFeed, mx.array]:
+    """What each row is fed after a step that picked these tokens, and how many of those that it was fed
+    were right."""
+    n_rows, width = fed.ids.shape
+    n_most = width - 1
+    each = mx.arange(n_most)
+    picked = tokens[fed.places].astype(fed.ids.dtype)
+    is_right = (picked[:, :-1] == fed.ids[:, 1:]) & (each < fed.n_drafted[:, None])
+    n_right = _n_first(is_right)
+    newest = mx.take_along_axis(picked, n_right[:, None], axis=1)
+    n_text = width + n_most
+    padded = [[*text[:n_text], *[-1] * (n_text - len(text))] for text in texts]
+    draft = mx.take_along_axis(mx.array(padded), n_right[:, None] + 1 + each, axis=1)
+    ids = mx.concatenate([newest, mx.maximum(draft, 0).astype(newest.dtype)], axis=1)
+    places = mx.arange(n_rows * width).reshape(n_rows, width)
+    return DeviceFeed(ids, fed.begins + 1 + n_right, _n_first(draft >= 0), places), n_right
+
+
+def _n_first(holds: mx.array) -> mx.array:
+    """How many of each row's first values are true."""
+    n = holds.shape[1]
+    return mx.min(mx.where(holds, n, mx.arange(n)), axis=1)
+
+
+def _forced(rows: Sequence[Row], at: mx.array) -> mx.array | None:
+    """For each pick of the step: the token that is not picked, or -1. None: all are picked."""
+    if not any(row.forced for row in rows):
+        return None
+    n_most = 2 * at.shape[1]
+    table = [[row.forced.get(row.n_tokens + 1 + j, -1) for j in range(n_most)] for row in rows]
+    return mx.take_along_axis(mx.array(table), at, axis=1).reshape(-1)
+
+
+def _keys(rows: Sequence[Row], at: mx.array) -> mx.array:
+    """The random key of each pick: as if the tokens before it were drawn one by one."""
+    streams, drawn = zip(*(row.picker.stream for row in rows if row.picker), strict=True)
+    n_drawn = mx.array(drawn, dtype=mx.uint32)[:, None] + 1 + at.astype(mx.uint32)
+    stream = mx.broadcast_to(mx.array(streams, dtype=mx.uint32)[:, None], n_drawn.shape)
+    return mx.stack([stream, n_drawn], axis=-1).reshape(-1, 2)
+
+
+@dataclass(eq=False, slots=True)
+class Follower(Verification):
+    """A step that was dispatched before `follows` was read; what it fed its rows is known after that.
+
+    follows: None once this one is read, or each would hold all that were before it.
+    """
+
+    follows: Verification | None = field(kw_only=True)
+    texts: tuple[Sequence[int], ...] = field(kw_only=True)
+
+    def _settle(self) -> None:
+        follows, self.follows = self.follows, None
+        assert follows is not None
+        taken_before = {taken.row: taken for taken in follows.read()}
+        picked, width = to_host(self.picks.tokens), self.width
+        fed = [width] * len(self.rows)
+        self.step = RaggedStep(self.group.layers, fed, width, follows=follows.step)
+        flat = [row.picker for row in self.rows if row.picker for _ in range(width)]
+        logprobs = read_logprobs(self.picks, flat)
+        kept = []
+        for i, (row, text) in enumerate(zip(self.rows, self.texts, strict=True)):
+            if _has_ended(row):
+                kept.append(0)
+                continue
+            n, at = len(taken_before[row].tokens), i * width
+            draft = tuple(text[n : n + width - 1])
+            assert row.picker is not None
+            mine = slice(at, at + len(draft) + 1)
+            taken = taken_by(row, draft, picked[mine], logprobs[mine])
+            kept.append(advance(row, taken, row.picker.ahead(draft), all_or_none=False))
+            self._taken.append(taken)
+        self._end(kept)
+
+
+def _has_ended(row: Row) -> bool:
+    """Whether the engine is about to drop it. A vacant seat's has neither an end nor a limit."""
+    n_tokens = row.n_tokens + len(row.pending)
+    return row.pending[-1] in row.ends or 0 < row.limit <= n_tokens

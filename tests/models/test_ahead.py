@@ -1,0 +1,278 @@
+"""Steps with drafts that are dispatched before the one before them is read: the same text."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from firn.core.values import RequestId, Sampling
+from firn.models import ahead
+from firn.models.batch import Group
+from firn.models.raggedcheck import traits_of
+from firn.models.speculation import DraftPlan
+from tests.harness import GREEDY, Harness, Result, running
+from tests.models.alone import assert_same, plain, prompt_of
+from tests.models.drafting import AnyWidth, KnownReplies
+from tests.models.test_drafts_in_flight import FORCED, at_token, request_of
+from tests.models.test_speculation import SAMPLINGS, assert_equal, known, story, tell
+from tests.models.test_traced import at_once
+from tests.zoo import VOCAB_SIZE, build
+
+WARM = Sampling(temperature=0.9, seed=5)
+
+
+class Steady(AnyWidth):
+    """Drafts as many tokens in every step."""
+
+    def __init__(self, *args: Any, width: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._width_now = width
+
+    def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
+        return DraftPlan(self._width_now)
+
+
+@pytest.fixture
+def followers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ahead.Follower]]:
+    """Those that were dispatched. When one is read, the device must have begun where the host thinks."""
+    made: list[ahead.Follower] = []
+    follow, settle = ahead._follow, ahead.Follower._settle
+
+    def counted(*args: Any) -> ahead.Follower | None:
+        follower = follow(*args)
+        if follower is not None:
+            made.append(follower)
+        return follower
+
+    def checked(self: ahead.Follower) -> None:
+        follows = self.follows
+        settle(self)
+        assert follows is not None
+        assert self.fed is not None
+        held = follows.step.lengths if follows.step else []
+        begins: Any = self.fed.begins.tolist()
+        each = zip(held, begins, self.rows, strict=bool(held))
+        faults.extend((a, b) for a, b, row in each if a != b and not ahead._has_ended(row))
+
+    faults: list[tuple[int, int]] = []
+    monkeypatch.setattr(ahead, "_follow", counted)
+    monkeypatch.setattr(ahead.Follower, "_settle", checked)
+    yield made
+    assert faults == []
+
+
+def traits(name: str) -> Any:
+    model = build(name)
+    own = traits_of(model, lambda: list(make_prompt_cache(model)), "cuda")
+    return dataclasses.replace(own, columns=dataclasses.replace(own.columns, block=64))
+
+
+def steady(replies: Any, *, width: int = 4, right: float = 0.7, name: str = "qwen3") -> Steady:
+    drafter = KnownReplies(replies, right=right, vocab_size=VOCAB_SIZE)
+    return Steady(drafter, width=width, traits=traits(name))
+
+
+def guessing(speculation: Steady, *, name: str = "qwen3", **options: Any) -> Any:
+    """An engine with steps that are traced at once, which alone can be followed unread."""
+    return running(plain(name), traced=at_once, speculation=lambda: speculation, **options)
+
+
+def replies_to(prompts: list[list[int]], n_reply: int, sampling: Sampling = GREEDY) -> list[Result]:
+    with running(plain("qwen3"), cache_nbytes=None) as harness:
+        return [harness.submit(p, n_reply, sampling=sampling).wait() for p in prompts]
+
+
+def by_prompt(prompts: list[list[int]], results: list[Result]) -> dict[Any, list[int]]:
+    return {(tuple(p), 0): r.reply for p, r in zip(prompts, results, strict=True)}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "deepseek_v3"])
+@pytest.mark.parametrize(("width", "right"), [(4, 0.5), (8, 0.9), (16, 0.97)])
+def test_an_engine_says_the_same(
+    name: str, width: int, right: float, followers: list[ahead.Follower]
+) -> None:
+    """Rows join and leave. Those with penalties draw from other logits after each token: no step may
+    follow theirs unread."""
+    greedy, seeded, penalised = SAMPLINGS.values()
+    samplings = [greedy, seeded, greedy, seeded, penalised]
+    requests = [(p, n + 60, c, s) for p, n, c, s in story(4, samplings=samplings, n_requests=10)]
+    options: dict[str, Any] = {"chunk": 32, "cache_nbytes": None, "max_rows": 3}
+    with running(plain(name), **options) as harness:
+        want = tell(harness, requests)
+    speculation = steady(known(requests, want), width=width, right=right, name=name)
+    with guessing(speculation, name=name, **options) as harness:
+        got = tell(harness, requests)
+    n_said = sum(len(reply) for result in want for reply in result.tokens.values())
+    assert sum(assert_equal(g, w) for g, w in zip(got, want, strict=True)) > 0.8 * n_said
+    assert len(followers) > 1
+    assert not any(row.picker.reshapes for f in followers for row in f.rows if row.picker)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("n_rows", [1, 3])
+@pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
+def test_most_steps_follow_one_that_is_not_read(
+    sampling: Sampling, n_rows: int, right: float, followers: list[ahead.Follower]
+) -> None:
+    rng = random.Random(3)
+    prompts = [prompt_of(rng, n) for n in (20, 35, 50)[:n_rows]]
+    want = replies_to(prompts, 60, sampling)
+    speculation = steady(by_prompt(prompts, want), right=right)
+    with guessing(speculation, cache_nbytes=None, max_rows=n_rows) as harness:
+        got = [harness.submit(p, 60, sampling=sampling) for p in prompts]
+        for g, w in zip(got, want, strict=True):
+            assert_equal(g.wait(), w)
+    taken = [t for f in followers for t in f._taken]
+    n_right, n_drafted = sum(t.n_right for t in taken), sum(t.n_drafted for t in taken)
+    assert len(followers) > 0.7 * speculation.totals.n_draft_steps
+    assert 0.9 * n_drafted < n_right if right == 1.0 else n_right < (right + 0.1) * n_drafted
+    assert n_drafted > 2.5 * len(taken), "their texts are long enough"
+
+
+@pytest.mark.parametrize("n_rows", [1, 3])
+def test_a_reply_is_stored_to_its_end_token(n_rows: int, followers: list[ahead.Follower]) -> None:
+    """The step after it is under way when it is read."""
+    rng = random.Random(8)
+    prompts = [prompt_of(rng, rng.choice([20, 33, 47])) for _ in range(8)]
+    whole = replies_to(prompts, 60)
+    speculation = steady(by_prompt(prompts, whole), right=0.4)
+    with guessing(speculation, block=16, max_rows=n_rows) as harness:
+        asked = [
+            harness.submit(p, 60, eos=frozenset(r.reply[30:33]))
+            for p, r in zip(prompts, whole, strict=True)
+        ]
+        for prompt, result, all_of_it in zip(prompts, asked, whole, strict=True):
+            reply = result.wait().reply
+            assert reply == all_of_it.reply[: len(reply)]
+            assert reply[-1] in all_of_it.reply[30:33]
+            again = harness.ask([*prompt, *reply, 50, 51, 52], 8)
+            assert len(prompt) + len(reply) - 1 <= again.n_cached <= len(prompt) + len(reply)
+            assert_same("qwen3", [*prompt, *reply, 50, 51, 52], again.reply)
+    ended = [f for f in followers if len(f._taken) < len(f.rows)]
+    assert ended, "a row has ended while the next step was under way"
+
+
+@pytest.mark.parametrize("n_reply", [21, 22, 23, 24])
+def test_a_reply_has_as_many_tokens_as_were_asked_for(
+    n_reply: int, followers: list[ahead.Follower]
+) -> None:
+    rng = random.Random(7)
+    prompts = [prompt_of(rng, n) for n in (20, 35, 50)]
+    whole = replies_to(prompts, 60)
+    speculation = steady(by_prompt(prompts, whole), right=0.8)
+    with guessing(speculation, block=16, max_rows=3) as harness:
+        asked = [harness.submit(p, n_reply) for p in prompts]
+        for result, all_of_it in zip(asked, whole, strict=True):
+            assert result.wait().reply == all_of_it.reply[:n_reply]
+            assert result.reasons == {0: "length"}
+    assert followers
+
+
+def test_tokens_that_are_forced_meanwhile_come_behind_it() -> None:
+    rng = random.Random(4)
+    for n in (5, 6, 9):
+        prompt = prompt_of(rng, 40)
+        speculation = steady(by_prompt([prompt], replies_to([prompt], 60)), right=0.9)
+
+        def force(harness: Harness, result: Result) -> None:
+            harness.engine.force(request_of(harness), 0, FORCED, at=0)
+
+        with guessing(speculation) as harness:
+            said = at_token(harness, prompt, 40, n, force).reply
+        at = next(i for i in range(n, 40) if said[i : i + len(FORCED)] == FORCED)
+        assert assert_same("qwen3", prompt, said[:at]) > 2
+        assert assert_same("qwen3", [*prompt, *said[: at + 4]], said[at + 4 :]) > 2
+
+
+def test_tokens_that_were_forced_before_are_said_in_their_place(
+    followers: list[ahead.Follower],
+) -> None:
+    rng = random.Random(5)
+    prompts = [prompt_of(rng, n) for n in (20, 50, 40)]
+    speculation = steady(by_prompt(prompts, replies_to(prompts, 60)), right=0.8)
+    with guessing(speculation, cache_nbytes=None, max_rows=3) as harness:
+        results = harness.between_steps(lambda: [harness.submit(p, 60) for p in prompts])
+        for i in range(len(prompts)):
+            harness.engine.force(RequestId(str(i)), 0, FORCED, at=20 + i)
+        for i, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
+            said = result.wait().reply
+            assert said[20 + i : 24 + i] == FORCED
+            assert_same("qwen3", prompt, said[: 20 + i])
+            assert_same("qwen3", [*prompt, *said[: 24 + i]], said[24 + i :])
+    assert followers
+
+
+def test_a_reply_that_is_stopped_meanwhile_is_stored_as_far_as_it_is_known() -> None:
+    rng = random.Random(5)
+    for n in (5, 8, 13):
+        prompt = prompt_of(rng, 40)
+        speculation = steady(by_prompt([prompt], replies_to([prompt], 90)), right=0.9)
+
+        def stop(harness: Harness, result: Result) -> None:
+            harness.engine.stop_choice(request_of(harness), 0)
+
+        with guessing(speculation, block=16) as harness:
+            result = at_token(harness, prompt, 60, n, stop)
+            said = [*prompt, *result.reply]
+            assert n <= len(result.reply) < 60
+            again = harness.ask([*said, 50, 51, 52], 8)
+            assert len(said) - 1 <= again.n_cached <= len(said)
+            assert_same("qwen3", [*said, 50, 51, 52], again.reply)
+
+
+def test_cancelled_rows_leave_the_others_undisturbed(followers: list[ahead.Follower]) -> None:
+    rng = random.Random(10)
+    prompts = [prompt_of(rng, n) for n in (20, 35, 50, 28)]
+    want = replies_to(prompts, 60)
+    speculation = steady(by_prompt(prompts, want), right=0.8)
+    with guessing(speculation) as harness:
+        for round_ in range(3):
+            got = [harness.submit(p, 60) for p in prompts]
+            gone = [harness.submit(prompt_of(rng, 30), 100_000) for _ in range(2)]
+            got[round_].wait()
+            for result in gone:
+                harness.engine.cancel(next(i for i, r in harness.results.items() if r is result))
+            for g, w in zip(got, want, strict=True):
+                assert_equal(g.wait(), w)
+    assert followers
+
+
+@pytest.mark.parametrize("n_before", [1, 4])
+def test_a_step_that_fails_takes_its_rows_back_to_their_tokens(
+    n_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so does the step that was dispatched after it."""
+    rng = random.Random(9)
+    prompts = [prompt_of(rng, n) for n in (20, 35, 50)]
+    want = replies_to(prompts, 60)
+    speculation = steady(by_prompt(prompts, want), right=0.8)
+    settle, n_settled = ahead.Follower._settle, []
+
+    def failing(self: ahead.Follower) -> None:
+        n_settled.append(self)
+        if len(n_settled) == n_before:
+            raise RuntimeError("the device failed")
+        settle(self)
+
+    monkeypatch.setattr(ahead.Follower, "_settle", failing)
+    with guessing(speculation, cache_nbytes=None, max_rows=3) as harness:
+        got = [harness.submit(p, 60) for p in prompts]
+        for g, w in zip(got, want, strict=True):
+            assert_equal(g.wait(), w)
+    assert len(n_settled) > n_before
+
+
+def test_a_step_that_was_read_holds_none_of_those_before_it(
+    followers: list[ahead.Follower],
+) -> None:
+    prompt = prompt_of(random.Random(2), 40)
+    speculation = steady(by_prompt([prompt], replies_to([prompt], 60)))
+    with guessing(speculation) as harness:
+        harness.ask(prompt, 60)
+    assert len(followers) > 5
+    assert all(follower.follows is None for follower in followers[:-1])
