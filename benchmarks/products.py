@@ -84,7 +84,9 @@ def run(args: argparse.Namespace) -> None:
         if is_tried:
             cells += timed(partial(chained, products.product, x, weights), args.steps)
             off = max(error(w, n) for w in weights[0])
-        rows.append([str(n), *(f"{ms:.1f}" for ms in cells), *(["", ""] * (not is_tried)), f"{off:.2g}"])
+        rows.append(
+            [str(n), *(f"{ms:.1f}" for ms in cells), *(["", ""] * (not is_tried)), f"{off:.2g}"]
+        )
         print(" ".join(rows[-1]), flush=True)
     print(grid(rows))
 

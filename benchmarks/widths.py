@@ -7,7 +7,8 @@
     plain     one token a row, the next step dispatched while the device computes; `alone` waits for each
     traced    the same steps, traced once for a shape instead of built each time, as on CUDA
     padded    several tokens; columns in blocks of 512 and a mask, as steps with drafts have them there.
-              `bias`: the mask is one of numbers. `wide traced`: such steps, traced
+              `bias`: the mask is one of numbers. `wide traced`: such steps, traced. `wide ahead`: each one
+              dispatched before the one before it is read
     new       several tokens, all accepted: attention sees another number of columns at each step
     again     the same lengths once more
 
@@ -80,10 +81,18 @@ class Bench:
         return times[self.n_steps :]
 
     def wide(
-        self, width: int, layers: list[Any], columns: Columns = ALL_COLUMNS, *, traced: bool = False
+        self,
+        width: int,
+        layers: list[Any],
+        columns: Columns = ALL_COLUMNS,
+        *,
+        traced: bool = False,
+        ahead: bool = False,
     ) -> list[tuple[float, float]]:
+        """ahead: the tokens of a step are read once the next one is dispatched."""
         times = []
         ids = [list(range(1, width + 1))] * self.n_rows
+        before, heard = mx.array(0), time.perf_counter()
         for _ in range(self.n_steps):
             began = time.perf_counter()
             step = RaggedStep(layers, [width] * self.n_rows, width)
@@ -92,9 +101,11 @@ class Bench:
             tokens = mx.argmax(logits, axis=-1)
             mx.async_eval(tokens)
             host = time.perf_counter() - began
-            tokens.tolist()
+            (before if ahead else tokens).tolist()
+            before = tokens
             step.settle([width] * self.n_rows)
-            times.append((host, time.perf_counter() - began))
+            times.append((host, time.perf_counter() - heard))
+            heard = time.perf_counter()
         return times
 
     def _logits(self, ids: mx.array, layers: list[Any], columns: Columns | None) -> mx.array:
@@ -189,8 +200,10 @@ def run(args: argparse.Namespace) -> None:
                     show(n, width, what, bench.wide(width, layers, columns))
             if "traced" in wanted:
                 columns = Columns(BLOCK)
-                steps = bench.wide(width, bench.caches(columns), columns, traced=True)
-                show(n, width, "wide traced", steps)
+                for what, ahead in (("wide traced", False), ("wide ahead", True)):
+                    layers = bench.caches(columns)
+                    steps = bench.wide(width, layers, columns, traced=True, ahead=ahead)
+                    show(n, width, what, steps)
             if n > 1 or "new" not in wanted:
                 continue
             layers = bench.caches()

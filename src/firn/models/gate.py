@@ -280,18 +280,23 @@ class DraftTimes:
 
 
 class GuessTimes:
-    """What it takes the host to draft for a row with a free drafter, tried or not."""
+    """What it takes the host to draft for a row with a free drafter, and not to try the draft."""
 
     def __init__(self) -> None:
-        self._seconds = 0.0
+        self._draft_s = self._decide_s = 0.0
 
     def saw(self, seconds: float) -> None:
-        self._seconds += GUESS_RATE * (seconds - self._seconds)
+        """To draft for one row."""
+        self._draft_s += GUESS_RATE * (seconds - self._draft_s)
+
+    def passed_over(self, seconds: float) -> None:
+        """To decide that no draft of any row is worth a try."""
+        self._decide_s += GUESS_RATE * (seconds - self._decide_s)
 
     def rest(self, n_rows: int, plain_s: float) -> int:
         """How many steps to skip between two drafts of a row, so that all rows together take little of a
         plain step."""
-        share = self._seconds * n_rows / plain_s
+        share = (self._draft_s + self._decide_s) * n_rows / plain_s
         return min(max(math.ceil(share / MAX_GUESSING) - 1, 0), MAX_REST)
 
 

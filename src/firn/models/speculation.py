@@ -215,8 +215,10 @@ class Speculation:
             return None
         self._prepare(known)
         if group.has_step_in_flight:
+            began = self._clock()
             if self._width(group, step_in_flight=True).width == 1:
                 self._pass_over(group, known)
+                self._guess_times.passed_over(self._clock() - began)
                 return None
             with self._draining():
                 read_all()
