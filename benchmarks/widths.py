@@ -7,8 +7,8 @@
     plain     one token a row, the next step dispatched while the device computes; `alone` waits for each
     traced    the same steps, traced once for a shape instead of built each time, as on CUDA
     padded    several tokens; columns in blocks of 512 and a mask, as steps with drafts have them there.
-              `bias`: the mask is one of numbers. `wide traced`: such steps, traced. `wide ahead`: each one
-              dispatched before the one before it is read
+              `bias`: the mask is one of numbers. `wide traced`: such steps, traced. `wide ahead`:
+              the next one is dispatched before each is read
     new       several tokens, all accepted: attention sees another number of columns at each step
     again     the same lengths once more
 

@@ -84,12 +84,12 @@ def launch_ahead(group: Group, speculation: Speculation | None, traced: TracedSt
     if speculation is None or traced is None or not _can_be_followed(group):
         return False
     texts = speculation.texts_ahead(group, group.unread[-1].width)
-    follower = _follow(group, texts, traced) if texts is not None else None
-    if follower is None:
+    step = _follow(group, texts, traced) if texts is not None else None
+    if step is None:
         return False
-    mx.async_eval(follower.picks.arrays)
+    mx.async_eval(step.picks.arrays)
     group.tick()
-    group.unread.append(follower)
+    group.unread.append(step)
     return True
 
 
@@ -107,7 +107,7 @@ def _can_be_followed(group: Group) -> bool:
     )
 
 
-def _follow(group: Group, texts: Sequence[Sequence[int]], traced: TracedSteps) -> Follower | None:
+def _follow(group: Group, texts: Sequence[Sequence[int]], traced: TracedSteps) -> StepAhead | None:
     """None: nothing was done, as the shape is new.
 
     texts: for each seat, what a drafter says after the newest token that the host knows, or nothing.
@@ -117,7 +117,7 @@ def _follow(group: Group, texts: Sequence[Sequence[int]], traced: TracedSteps) -
     assert last.fed is not None
     fed, n_right = _next_feed(last.picks.tokens, last.fed, texts)
     # The layers do not know of what the last step wrote, if the one before it was read since.
-    begins = Begins(fed.begins, n_more=last.width if isinstance(last, Follower) else 0)
+    begins = Begins(fed.begins, n_more=last.width if isinstance(last, StepAhead) else 0)
     logits = traced.logits(fed.ids, group.layers, group.columns, begins=begins)
     if logits is None:
         return None
@@ -127,7 +127,7 @@ def _follow(group: Group, texts: Sequence[Sequence[int]], traced: TracedSteps) -
     pickers = [row.picker for row in rows if row.picker for _ in range(width)]
     logits = logits.reshape(-1, logits.shape[-1])
     picks = pick(logits, pickers, _forced(rows, at), keys=_keys(rows, at))
-    return Follower(
+    return StepAhead(
         group, rows, (), None, picks, (), width, fed=fed, follows=last, texts=tuple(texts)
     )
 
@@ -176,7 +176,7 @@ def _keys(rows: Sequence[Row], at: mx.array) -> mx.array:
 
 
 @dataclass(eq=False, slots=True)
-class Follower(Verification):
+class StepAhead(Verification):
     """A step that was dispatched before `follows` was read; what it fed its rows is known after that.
 
     follows: None once this one is read, or each would hold all that were before it.
