@@ -7,12 +7,13 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from firn.core.values import RequestId, Sampling
 from firn.models import ahead
-from firn.models.batch import Group
+from firn.models.batch import VACANT_STEPS, Group
 from firn.models.raggedcheck import traits_of
 from firn.models.speculation import DraftPlan
 from tests.harness import GREEDY, Harness, Result, running
@@ -134,6 +135,42 @@ def test_most_steps_follow_one_that_is_not_read(
     assert len(followers) > 0.7 * speculation.totals.n_draft_steps
     assert 0.9 * n_drafted < n_right if right == 1.0 else n_right < (right + 0.1) * n_drafted
     assert n_drafted > 2.5 * len(taken), "their texts are long enough"
+
+
+def test_seats_that_stayed_vacant_are_removed_between_steps(
+    followers: list[ahead.StepAhead],
+) -> None:
+    """The two rows that are left take more steps than a vacant seat waits for."""
+    rng = random.Random(11)
+    prompts, lengths = [prompt_of(rng, n) for n in (20, 35, 50)], (15, 110, 120)
+    want = [r for p, n in zip(prompts, lengths, strict=True) for r in replies_to([p], n)]
+    speculation = steady(by_prompt(prompts, want), right=0.5)
+    with guessing(speculation, cache_nbytes=None, max_rows=3) as harness:
+        got = [harness.submit(p, n) for p, n in zip(prompts, lengths, strict=True)]
+        for g, w in zip(got, want, strict=True):
+            assert_equal(g.wait(), w)
+    n_seats = [len(step.rows) for step in followers]
+    assert n_seats.count(3) > VACANT_STEPS
+    assert n_seats.count(2) > 5
+
+
+def test_what_the_device_feeds_next() -> None:
+    """Each row is fed what it picked after its right tokens, and what its text has after that."""
+    fed = ahead.DeviceFeed(
+        ids=mx.array([[9, 11, 12, 13], [9, 21, 22, 23], [9, 31, 0, 0], [9, 0, 0, 0]]),
+        begins=mx.array([100, 200, 300, 400]),
+        n_drafted=mx.array([3, 3, 1, 0]),
+        places=mx.array([[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 9, 9], [10, 10, 10, 10]]),
+    )
+    picked = mx.array([11, 12, 13, 14, 21, 99, 98, 97, 31, 0, 0], dtype=mx.uint32)
+    texts = [range(11, 18), range(21, 28), range(31, 35), ()]
+    after, n_right = ahead._next_feed(picked, fed, [tuple(text) for text in texts])
+    assert n_right.tolist() == [3, 1, 1, 0], "padding that happens to be picked is not right"
+    assert after.ids.tolist() == [[14, 15, 16, 17], [99, 23, 24, 25], [0, 33, 34, 0], [0] * 4]
+    assert after.n_drafted.tolist() == [3, 3, 2, 0]
+    assert after.begins.tolist() == [104, 202, 302, 401]
+    assert after.ids.dtype == fed.ids.dtype, "or the step would be traced again"
+    assert after.begins.dtype == fed.begins.dtype
 
 
 @pytest.mark.parametrize("n_rows", [1, 3])
