@@ -306,6 +306,33 @@ def test_a_step_that_fails_takes_its_rows_back_to_their_tokens(
     assert len(n_settled) > n_before
 
 
+@pytest.mark.parametrize("what", ["ids", "begins"])
+def test_a_device_that_feeds_other_tokens_is_not_believed(
+    what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever went wrong: the rows are read again from their tokens."""
+    rng = random.Random(9)
+    prompts = [prompt_of(rng, n) for n in (20, 35, 50)]
+    want = replies_to(prompts, 60)
+    next_feed, n = ahead._next_feed, [0]
+
+    def wrong(*args: Any) -> tuple[ahead.DeviceFeed, mx.array]:
+        fed, n_right = next_feed(*args)
+        n[0] += 1
+        if n[0] == 3:
+            fed = dataclasses.replace(fed, **{what: mx.maximum(getattr(fed, what) - 1, 0)})
+        return fed, n_right
+
+    monkeypatch.setattr(ahead, "_next_feed", wrong)
+    with guessing(steady(by_prompt(prompts, want)), cache_nbytes=None, max_rows=3) as harness:
+        got = [harness.submit(p, 60) for p in prompts]
+        for g, w in zip(got, want, strict=True):
+            assert_equal(g.wait(), w)
+    assert n[0] >= 3
+    assert caplog.text.count("a decode step failed") == 1
+    assert "the device fed a row other tokens" in caplog.text
+
+
 def test_a_step_that_was_read_holds_none_of_those_before_it(
     followers: list[ahead.StepAhead],
 ) -> None:

@@ -9,8 +9,8 @@ the device can count the right ones itself, and a drafter's text goes on behind 
     next     x  t3 t4 t5               the text goes on, one token replaced
 
 So the next step is the same for all outcomes but one number a row, an array like any other. When the
-first step is read, the second one is being computed; the host then knows what that was fed. A row that
-ends takes nothing of it.
+first step is read, the second one is being computed; the host then knows what that must have been fed,
+and with its tokens it reads what it was. A row that ends takes nothing of it.
 
 Only for steps that are traced, and rows whose picks depend on nothing but logits, seed and position: no
 grammar, no penalties.
@@ -87,7 +87,7 @@ def launch_ahead(group: Group, speculation: Speculation | None, traced: TracedSt
     step = _follow(group, texts, traced) if texts is not None else None
     if step is None:
         return False
-    mx.async_eval(step.picks.arrays)
+    mx.async_eval(step.picks.arrays, step.told)
     group.tick()
     group.unread.append(step)
     return True
@@ -127,9 +127,10 @@ def _follow(group: Group, texts: Sequence[Sequence[int]], traced: TracedSteps) -
     pickers = [row.picker for row in rows if row.picker for _ in range(width)]
     logits = logits.reshape(-1, logits.shape[-1])
     picks = pick(logits, pickers, _forced(rows, at), keys=_keys(rows, at))
-    return StepAhead(
-        group, rows, (), None, picks, (), width, fed=fed, follows=last, texts=tuple(texts)
-    )
+    arrays = (picks.tokens, fed.ids, fed.begins)
+    told = mx.concatenate([a.reshape(-1).astype(mx.int32) for a in arrays])
+    more: dict[str, Any] = {"fed": fed, "follows": last, "texts": tuple(texts), "told": told}
+    return StepAhead(group, rows, (), None, picks, (), width, **more)
 
 
 def _next_feed(
@@ -179,19 +180,22 @@ def _keys(rows: Sequence[Row], at: mx.array) -> mx.array:
 class StepAhead(Verification):
     """A step that was dispatched before `follows` was read; what it fed its rows is known after that.
 
-    follows: None once this one is read, or each would hold all that were before it.
+    follows: None once this one is read, or each would hold all that were before it. told: the picks, and
+    what the device fed the rows and where it began, in one array to read.
     """
 
     follows: Verification | None = field(kw_only=True)
     texts: tuple[Sequence[int], ...] = field(kw_only=True)
+    told: mx.array = field(kw_only=True)
 
     def _settle(self) -> None:
         follows, self.follows = self.follows, None
         assert follows is not None
         taken_before = {taken.row: taken for taken in follows.read()}
-        picked, width = to_host(self.picks.tokens), self.width
-        fed = [width] * len(self.rows)
-        self.step = RaggedStep(self.group.layers, fed, width, follows=follows.step)
+        width, n_rows = self.width, len(self.rows)
+        told = to_host(self.told)
+        picked, ids, begins = (told[i * n_rows * width :][: n_rows * width] for i in range(3))
+        self.step = RaggedStep(self.group.layers, [width] * n_rows, width, follows=follows.step)
         flat = [row.picker for row in self.rows if row.picker for _ in range(width)]
         logprobs = read_logprobs(self.picks, flat)
         kept = []
@@ -203,6 +207,9 @@ class StepAhead(Verification):
             draft = tuple(text[n : n + width - 1])
             assert row.picker is not None
             mine = slice(at, at + len(draft) + 1)
+            is_so = ids[mine] == [row.pending[-1], *draft] and begins[i] == row.n_tokens
+            if row.group is self.group and not is_so:
+                raise RuntimeError("the device fed a row other tokens than its text has")
             taken = taken_by(row, draft, picked[mine], logprobs[mine])
             kept.append(advance(row, taken, row.picker.ahead(draft), all_or_none=False))
             self._taken.append(taken)
