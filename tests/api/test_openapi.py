@@ -72,6 +72,30 @@ def test_every_route_keeps_to_its_description(described: Any, mode: GenerationMo
     assert mode is GenerationMode.NEGATIVE or statuses[200] > 20
 
 
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": CHAT}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": CHAT, "max_tokens": 4}),
+        ("/api/chat", {"model": "fake", "messages": CHAT}),
+        ("/api/generate", {"model": "fake", "prompt": "hi"}),
+    ],
+)
+def test_streams_keep_to_their_description(path: str, body: Any, described: Any) -> None:
+    case = described[path]["POST"].Case(
+        body={"model": "fake", **body, "stream": True}, media_type="application/json"
+    )
+    answer = case.call(timeout=60)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"][0].startswith(("text/event", "application/x-ndjson"))
+    case.validate_response(answer, checks=CHECKS)
+
+
 def test_all_that_is_served_is_described(live: Live, described: Any) -> None:
     paths = set(described.raw_schema["paths"])
     assert {

@@ -50,6 +50,17 @@ def describe(app: FastAPI, dialects: Sequence[Dialect], *, with_keys: bool) -> N
     app.openapi = openapi  # type: ignore[method-assign]  # the way FastAPI documents
 
 
+STREAMED = {
+    "text/event-stream": {
+        "type": "object",
+        "description": "One event of the stream. Its data is JSON, or [DONE] at the end.",
+        "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+        "required": ["data"],
+    }
+}
+"""What a stream consists of, by its type; before OpenAPI 3.2 the schema is that of one event."""
+
+
 def error_responses() -> dict[int | str, dict[str, Any]]:
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     return {status: {"description": text, "content": content} for status, text in ERRORS.items()}
@@ -62,7 +73,7 @@ def _operation(dialect: Dialect) -> dict[str, Any]:
             "description": "The reply, whole or as a stream.",
             "content": {
                 "application/json": {"schema": {"type": "object"}},
-                stream: {"schema": {"type": "string"}},
+                stream: {"schema": STREAMED.get(stream, {"type": "string"})},
             },
         },
         **{str(status): response for status, response in error_responses().items()},
