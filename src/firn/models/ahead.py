@@ -20,6 +20,7 @@ Owner: the engine thread, through the runner.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,9 @@ from firn.models.verify import Verification, advance, taken_by
 if TYPE_CHECKING:
     from firn.models.batch import Group, Row
     from firn.models.speculation import Speculation
+
+
+log = logging.getLogger("firn.models")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +85,23 @@ def _is_free(picker: Picker | None) -> bool:
 
 def launch_ahead(group: Group, speculation: Speculation | None, traced: TracedSteps | None) -> bool:
     """Dispatch the step after the group's newest one, which nobody has read. False: nothing was done."""
-    if speculation is None or traced is None or not _can_be_followed(group):
+    if speculation is None or traced is None or not speculation.follows_unread:
         return False
-    texts = speculation.texts_ahead(group, group.unread[-1].width)
-    step = _follow(group, texts, traced) if texts is not None else None
-    if step is None:
+    texts = None
+    if _can_be_followed(group):
+        texts = speculation.texts_ahead(group, group.unread[-1].width)
+    if texts is None:
         return False
-    mx.async_eval(step.picks.arrays, step.told)
+    try:
+        step = _follow(group, texts, traced)
+        if step is None:
+            return False
+        mx.async_eval(step.picks.arrays, step.told)
+    except Exception:
+        speculation.follows_unread = False
+        log.warning("steps with drafts are read one by one from here on")
+        raise
+    step.speculation = speculation
     group.tick()
     group.unread.append(step)
     return True
@@ -187,6 +201,7 @@ class StepAhead(Verification):
     follows: Verification | None = field(kw_only=True)
     texts: tuple[Sequence[int], ...] = field(kw_only=True)
     told: mx.array = field(kw_only=True)
+    speculation: Speculation | None = None
 
     def _settle(self) -> None:
         follows, self.follows = self.follows, None
@@ -209,6 +224,8 @@ class StepAhead(Verification):
             mine = slice(at, at + len(draft) + 1)
             is_so = ids[mine] == [row.pending[-1], *draft] and begins[i] == row.n_tokens
             if row.group is self.group and not is_so:
+                if self.speculation is not None:
+                    self.speculation.follows_unread = False
                 raise RuntimeError("the device fed a row other tokens than its text has")
             taken = taken_by(row, draft, picked[mine], logprobs[mine])
             kept.append(advance(row, taken, row.picker.ahead(draft), all_or_none=False))

@@ -136,6 +136,8 @@ class Speculation:
         """By group. Missing where the device has computed something else since."""
         self._drains = False
         self._guess_times = GuessTimes()
+        self.follows_unread = True
+        """Whether steps may be dispatched before the one before them is read; not after that failed."""
         self._costly_from = 0.0
         """When requests get the costly drafter again, after it failed."""
 
