@@ -21,7 +21,14 @@ from tests.harness import GREEDY, Harness, Result, running
 from tests.models.alone import assert_same, plain, prompt_of
 from tests.models.drafting import AnyWidth, KnownReplies
 from tests.models.test_drafts_in_flight import FORCED, at_token, request_of
-from tests.models.test_speculation import SAMPLINGS, assert_equal, known, story, tell
+from tests.models.test_speculation import (
+    SAMPLINGS,
+    assert_equal,
+    cancel_others,
+    known,
+    story,
+    tell,
+)
 from tests.models.test_traced import at_once
 from tests.zoo import VOCAB_SIZE, build
 
@@ -271,14 +278,7 @@ def test_cancelled_rows_leave_the_others_undisturbed(followers: list[ahead.StepA
     want = replies_to(prompts, 60)
     speculation = steady(by_prompt(prompts, want), right=0.8)
     with guessing(speculation) as harness:
-        for round_ in range(3):
-            got = [harness.submit(p, 60) for p in prompts]
-            gone = [harness.submit(prompt_of(rng, 30), 100_000) for _ in range(2)]
-            got[round_].wait()
-            for result in gone:
-                harness.engine.cancel(next(i for i, r in harness.results.items() if r is result))
-            for g, w in zip(got, want, strict=True):
-                assert_equal(g.wait(), w)
+        cancel_others(harness, prompts, want)
     assert followers
 
 

@@ -332,6 +332,19 @@ def test_a_failed_verification_takes_its_rows_back_to_their_tokens() -> None:
     assert next(failures, None) is None, "a step failed"
 
 
+def cancel_others(harness: Harness, prompts: list[list[int]], want: Sequence[Result]) -> None:
+    """Ask these prompts beside others that are cancelled: they are answered as they were before."""
+    rng = random.Random(11)
+    for round_ in range(3):
+        got = [harness.submit(p, 60) for p in prompts]
+        gone = [harness.submit(prompt_of(rng, 30), 100_000) for _ in range(2)]
+        got[round_].wait()
+        for result in gone:
+            harness.engine.cancel(next(i for i, r in harness.results.items() if r is result))
+        for g, w in zip(got, want, strict=True):
+            assert_equal(g.wait(), w)
+
+
 def test_cancelled_rows_leave_the_others_undisturbed() -> None:
     rng = random.Random(10)
     prompts = [prompt_of(rng, n) for n in (20, 35, 50, 28)]
@@ -340,14 +353,7 @@ def test_cancelled_rows_leave_the_others_undisturbed() -> None:
     replies = {(tuple(p), 0): r.reply for p, r in zip(prompts, want, strict=True)}
     speculation = AnyWidth(KnownReplies(replies, right=0.8, vocab_size=VOCAB_SIZE))
     with running(plain("gemma3_text"), speculation=lambda: speculation) as harness:
-        for round_ in range(3):
-            got = [harness.submit(p, 60) for p in prompts]
-            gone = [harness.submit(prompt_of(rng, 30), 100_000) for _ in range(2)]
-            got[round_].wait()
-            for result in gone:
-                harness.engine.cancel(next(i for i, r in harness.results.items() if r is result))
-            for g, w in zip(got, want, strict=True):
-                assert_equal(g.wait(), w)
+        cancel_others(harness, prompts, want)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next", "llama4"])

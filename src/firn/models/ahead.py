@@ -182,8 +182,11 @@ def _forced(rows: Sequence[Row], at: mx.array) -> mx.array | None:
     return mx.take_along_axis(mx.array(table), at, axis=1).reshape(-1)
 
 
-def _keys(rows: Sequence[Row], at: mx.array) -> mx.array:
-    """The random key of each pick: as if the tokens before it were drawn one by one."""
+def _keys(rows: Sequence[Row], at: mx.array) -> mx.array | None:
+    """The random key of each pick: as if the tokens before it were drawn one by one. None: all are the
+    likeliest."""
+    if all(row.picker.greedy for row in rows if row.picker):
+        return None
     streams, drawn = zip(*(row.picker.stream for row in rows if row.picker), strict=True)
     n_drawn = mx.array(drawn, dtype=mx.uint32)[:, None] + 1 + at.astype(mx.uint32)
     stream = mx.broadcast_to(mx.array(streams, dtype=mx.uint32)[:, None], n_drawn.shape)
@@ -234,6 +237,6 @@ class StepAhead(Verification):
 
 
 def _has_ended(row: Row) -> bool:
-    """Whether the engine is about to drop it. A vacant seat's has neither an end nor a limit."""
+    """Whether the engine is about to drop it. A vacant seat's row has neither an end nor a limit."""
     n_tokens = row.n_tokens + len(row.pending)
     return row.pending[-1] in row.ends or 0 < row.limit <= n_tokens
