@@ -53,7 +53,8 @@ class Oracle:
         return 0.5
 
     def open(self, row: Hashable, job: Job) -> None:
-        self._rows[row] = self.replies.get(tuple(job.prompt.ids.tolist()), ()), 0
+        reply = self.replies.get(tuple(job.prompt.ids.tolist()), ())
+        self._rows[row] = [t if self._rng.random() < self.right else 1 for t in reply], 0
 
     def prepare(self, row: Hashable) -> bool:
         return True
@@ -70,7 +71,7 @@ class Oracle:
         if row not in self._rows:
             return NO_DRAFT
         reply, n = self._rows[row]
-        tokens = tuple(t if self._rng.random() < self.right else 1 for t in reply[n : n + n_most])
+        tokens = tuple(reply[n : n + n_most])
         return Draft(tokens, (int(10 * self.right),) * len(tokens)) if tokens else NO_DRAFT
 
     def close(self, row: Hashable) -> None:

@@ -48,13 +48,13 @@ class DeviceFeed:
 
     ids: (rows, width), the newest token of each row and its draft. begins: how many tokens each row held
     before. n_drafted: how many of its ids are drafted. places: (rows, width), where its picks lie among
-    those of the step.
+    those of the step; None: in order.
     """
 
     ids: mx.array
     begins: mx.array
     n_drafted: mx.array
-    places: mx.array
+    places: mx.array | None = None
 
 
 def device_feed(
@@ -155,7 +155,8 @@ def _next_feed(
     n_rows, width = fed.ids.shape
     n_most = width - 1
     each = mx.arange(n_most)
-    picked = tokens[fed.places].astype(fed.ids.dtype)
+    in_rows = tokens.reshape(n_rows, width) if fed.places is None else tokens[fed.places]
+    picked = in_rows.astype(fed.ids.dtype)
     is_right = (picked[:, :-1] == fed.ids[:, 1:]) & (each < fed.n_drafted[:, None])
     n_right = _n_first(is_right)
     newest = mx.take_along_axis(picked, n_right[:, None], axis=1)
@@ -163,8 +164,7 @@ def _next_feed(
     padded = [[*text[:n_text], *[-1] * (n_text - len(text))] for text in texts]
     draft = mx.take_along_axis(mx.array(padded), n_right[:, None] + 1 + each, axis=1)
     ids = mx.concatenate([newest, mx.maximum(draft, 0).astype(newest.dtype)], axis=1)
-    places = mx.arange(n_rows * width).reshape(n_rows, width)
-    return DeviceFeed(ids, fed.begins + 1 + n_right, _n_first(draft >= 0), places), n_right
+    return DeviceFeed(ids, fed.begins + 1 + n_right, _n_first(draft >= 0)), n_right
 
 
 def _n_first(holds: mx.array) -> mx.array:
@@ -231,7 +231,7 @@ class StepAhead(Verification):
                     self.speculation.follows_unread = False
                 raise RuntimeError("the device fed a row other tokens than its text has")
             taken = taken_by(row, draft, picked[mine], logprobs[mine])
-            kept.append(advance(row, taken, row.picker.ahead(draft), all_or_none=False))
+            kept.append(advance(row, taken, row.picker, all_or_none=False))
             self._taken.append(taken)
         self._end(kept)
 

@@ -334,7 +334,7 @@ class ExpectedTokens:
     gains: tuple[float, ...] = (1.0,)
 
     @classmethod
-    def of(cls, odds: Sequence[float], *, n_pending: int = 1) -> ExpectedTokens:
+    def of(cls, odds: Iterable[float], *, n_pending: int = 1) -> ExpectedTokens:
         """odds: that each drafted token is right, given that those before it are."""
         gains, chance = [1.0], 1.0
         for p in odds:

@@ -254,9 +254,10 @@ class Speculation:
                 self._draft_for_free(row, drafted)
         if self.traits.shape(self._width(group).width) != width:
             return None
-        of = {row: within(row, drafted.next).tokens for row, drafted in known}
+        n_most = 2 * width - 1
+        of = {row: within(row, drafted.next.cut(n_most)).tokens for row, drafted in known}
         texts = [of.get(row, ()) for row in group.seats]
-        n_enough = sum(len(text) >= 2 * width - 1 for text in texts)
+        n_enough = sum(len(text) == n_most for text in texts)
         return texts if 2 * n_enough > sum(map(bool, texts)) else None
 
     def count(
@@ -464,7 +465,7 @@ class Speculation:
             return ExpectedTokens.of([SURE_ODDS] * len(drafted.next.tokens), n_pending=n_pending)
         kinds = drafted.next.kinds
         odds = {kind: self._chance(drafted, drafted.source, kind) for kind in set(kinds)}
-        return ExpectedTokens.of([odds[kind] for kind in kinds], n_pending=n_pending)
+        return ExpectedTokens.of(map(odds.__getitem__, kinds), n_pending=n_pending)
 
     def _expected_of_costly(
         self, row: Row, drafted: RowDrafts | None, n_pending: int

@@ -168,7 +168,8 @@ class Verification:
             n = len(pickers)
             taken = taken_by(row, draft, picked[at : at + n], logprobs[at : at + n])
             at += n
-            kept.append(advance(row, taken, pickers, all_or_none=all_or_none))
+            newest = pickers[taken.n_right]
+            kept.append(advance(row, taken, newest, all_or_none=all_or_none))
             if self.hidden is not None:
                 _note_hidden(row, self.hidden, i, n_kept=kept[-1])
             self._taken.append(taken)
@@ -200,10 +201,13 @@ def _note_hidden(row: Row, states: mx.array, i: int, *, n_kept: int) -> None:
         row.hidden = [row.hidden[0], *fed]
 
 
-def advance(row: Row, taken: TakenTokens, pickers: Sequence[Picker], *, all_or_none: bool) -> int:
-    """Advance a row by what it took. Returns how many of the tokens it was fed stay in its caches."""
+def advance(row: Row, taken: TakenTokens, newest: Picker, *, all_or_none: bool) -> int:
+    """Advance a row by what it took. Returns how many of the tokens it was fed stay in its caches.
+
+    newest: the picker of the last token that it took.
+    """
     assert row.picker is not None
-    row.picker.catch_up(pickers[taken.n_right], len(taken.tokens))
+    row.picker.catch_up(newest, len(taken.tokens))
     if row.picker.constraint is not None:
         row.picker.constraint.take(taken.tokens)
     first = row.n_tokens + len(row.pending)
