@@ -1,6 +1,6 @@
 """Products of a few tokens on CUDA: firn's kernel beside what MLX does by itself.
 
-    PYTHONPATH=src python benchmarks/products.py [--shape 4b] [--tokens 1,2,8,16,32] [--steps 20]
+    PYTHONPATH=src python benchmarks/products.py [--shape 4b] [--tokens 1,2,8,16,32,64,128] [--steps 20]
 
 All matrix products of a model's layers, each with the result of another, as a step has them. host: until
 they are dispatched; all: until they are computed. Medians in ms. error: the largest difference to a
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="4b")
-    parser.add_argument("--tokens", default="1,2,8,16,32")
+    parser.add_argument("--tokens", default="1,2,8,16,32,64,128")
     parser.add_argument("--steps", type=int, default=20)
     run(parser.parse_args())
 

@@ -26,7 +26,7 @@ def x(n_tokens: int, n_inner: int = 64, dtype: mx.Dtype = mx.bfloat16) -> mx.arr
 
 def test_a_few_tokens_and_whole_blocks_of_bfloat16_are_for_the_kernel() -> None:
     weight = mx.zeros((32, 64), dtype=mx.bfloat16)
-    assert [n for n in range(1, 100) if suits(x(n), weight)] == list(range(2, MAX_TOKENS + 1))
+    assert [n for n in range(1, 200) if suits(x(n), weight)] == list(range(2, MAX_TOKENS + 1))
     for dtype in (mx.float16, mx.float32):
         assert not suits(x(8, dtype=dtype), weight.astype(dtype))
     assert not suits(x(8, dtype=mx.float32), weight), "of two kinds MLX makes a third"

@@ -24,7 +24,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from firn.models.cuda.products import DTYPE, MULTIPLY
+from firn.models.cuda.source import DTYPE, MULTIPLY, compact
 from firn.models.faults import first_line
 
 log = logging.getLogger("firn.models")
@@ -301,8 +301,8 @@ def _kernel() -> Any:
         name="firn_attention",
         input_names=["q", "k", "v", "mask", "scale"],
         output_names=["out", "part", "stats"],
-        source=SOURCE,
-        header=MULTIPLY + HEADER,
+        source=compact(SOURCE),
+        header=compact(MULTIPLY + HEADER),
         ensure_row_contiguous=False,
     )
 
@@ -313,8 +313,8 @@ def _joining() -> Any:
         name="firn_attention_join",
         input_names=["part", "stats"],
         output_names=["out"],
-        source=JOIN,
-        header=HEADER,
+        source=compact(JOIN),
+        header=compact(HEADER),
     )
 
 
