@@ -53,6 +53,7 @@ check: venv
 	@$(PY) -m ruff check $(SOURCES)
 	@$(PY) -m mypy
 	@$(PY) -m pytest tests/test_imports.py
+	@$(PY) tools/mutants.py --check
 
 mutants: venv
 	@$(PY) tools/mutants.py --jobs $(JOBS) $(ARGS)
