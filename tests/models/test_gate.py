@@ -207,6 +207,14 @@ def test_plain_steps_that_seem_dearer_than_wide_ones_are_measured_again_soon() -
     assert best_width(times, [weak]) == 1
 
 
+def test_drafts_that_are_never_right_are_not_tried_because_wide_steps_seem_cheap() -> None:
+    """The speed of a busy host changes from second to second."""
+    times = measured(dict.fromkeys(WIDTHS[1:], 0.7))
+    assert best_width(times, [ExpectedTokens.of([0.01] * 16)]) == 1
+    assert best_width(times, [KEEN]) > 1
+    assert times.saw_wide(1, 9, 0.35) == 1.0, "nothing is earned by it"
+
+
 def test_wide_steps_that_are_cheaper_are_believed_once_that_was_checked() -> None:
     """With many rows that can be true: plain ones must not be measured every few steps for ever."""
     times, n_measured = StepTimes(CPU), 0

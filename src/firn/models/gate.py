@@ -148,7 +148,7 @@ class StepTimes:
         known.saw(measured)
         rows.prices.clear()
         price = self.price(n_rows, width)
-        rows.n_doubtful = rows.n_doubtful + 1 if price < 1.0 else 0
+        rows.n_doubtful = rows.n_doubtful + 1 if known.median < 1.0 else 0
         if rows.n_since_plain >= N_UNSEEN or rows.n_doubtful >= rows.n_trusted:
             if rows.n_doubtful:
                 rows.n_trusted *= 2
@@ -193,12 +193,15 @@ class StepTimes:
         return bool(self._of(n_rows).wide.get(self._traits.shape(width)))
 
     def price(self, n_rows: int, width: int) -> float:
-        """What a wide step costs, in plain steps: measured, interpolated, or the device's prior."""
+        """What a wide step costs, in plain steps: measured, interpolated, or the device's prior.
+
+        Never less than one: where it seems so, the plain steps were of a slower moment.
+        """
         if width == 1:
             return 1.0
         prices = self._of(n_rows).prices
         if width not in prices:
-            prices[width] = self._price(n_rows, self._traits.shape(width))
+            prices[width] = max(self._price(n_rows, self._traits.shape(width)), 1.0)
         return prices[width]
 
     def _price(self, n_rows: int, width: int) -> float:
