@@ -43,7 +43,8 @@ def folder_of(name: str, rules: HubRules) -> Path:
             return Path(mlx_utils.hf_repo_to_path(name))
         return _download(name, rules.retries)
     except LocalEntryNotFoundError as e:
-        why = "--offline forbids fetching it" if rules.offline else "the hub cannot be reached"
+        by = "--offline" if rules.offline else "HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else ""
+        why = f"{by} forbids fetching it" if by else "the hub cannot be reached"
         raise SetupError(f"{name} is not on this machine and {why}.") from e
     except FileNotFoundError as e:
         raise SetupError(f"{name} is not complete on this machine: {first_line(e)}") from e
@@ -93,13 +94,17 @@ def _retried(name: str, fetch: Callable[[], Path], retries: int) -> Path:
 
 def _broke_off(error: Exception) -> bool:
     """Whether another attempt may succeed. It resumes: nothing is fetched twice."""
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+    )
 
     http = _http()
     reason: BaseException | None = error
     if isinstance(error, LocalEntryNotFoundError):  # it says what is missing; its cause says why
         reason = error.__cause__
-    if isinstance(reason, http.ConnectError):
+    if isinstance(reason, (http.ConnectError, OfflineModeIsEnabled)):
         return False  # the hub was not reached at all
     if isinstance(reason, HfHubHTTPError):
         status = int(reason.response.status_code)
