@@ -22,7 +22,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,8 @@ from firn.models.traced import PLAIN, TracedSteps
 from models import random_model
 
 BLOCK, CHUNK = 512, 2048
+Times = list[tuple[float, float]]
+"""Of each step: until it is dispatched, and until its tokens are read."""
 
 
 class Bench:
@@ -64,7 +66,7 @@ class Bench:
         layers = [KVCache.merge(list(same)) for same in zip(*rows, strict=True)]
         return ready(layers, columns) if columns else layers
 
-    def plain(self, what: str) -> list[tuple[float, float]]:
+    def plain(self, what: str) -> Times:
         """The times of steps of one token a row."""
         layers, tokens, times = self.caches(), mx.zeros((self.n_rows,), dtype=mx.int32), []
         before, heard = tokens, time.perf_counter()
@@ -88,7 +90,7 @@ class Bench:
         *,
         traced: bool = False,
         ahead: bool = False,
-    ) -> list[tuple[float, float]]:
+    ) -> Times:
         """ahead: the tokens of a step are read once the next one is dispatched."""
         times = []
         ids = [list(range(1, width + 1))] * self.n_rows
@@ -107,6 +109,28 @@ class Bench:
             times.append((host, time.perf_counter() - heard))
             heard = time.perf_counter()
         return times
+
+    def steps(self, widths: list[int], wanted: list[str]) -> Iterator[tuple[int, str, Times]]:
+        """Of each kind that is wanted: how wide, its name, and its times."""
+        for what in ("plain", "traced", "alone"):
+            if what in wanted:
+                yield 1, what, self.plain(what)
+        for width in widths:
+            if "padded" in wanted:
+                for what, columns in (("padded", Columns(BLOCK)), ("bias", Columns(BLOCK, True))):
+                    yield width, what, self.wide(width, self.caches(columns), columns)
+            if "traced" in wanted:
+                columns = Columns(BLOCK)
+                for what, ahead in (("wide traced", False), ("wide ahead", True)):
+                    layers = self.caches(columns)
+                    yield width, what, self.wide(width, layers, columns, traced=True, ahead=ahead)
+            if self.n_rows > 1 or "new" not in wanted:
+                continue
+            layers = self.caches()
+            yield width, "new", self.wide(width, layers)
+            for layer in layers:
+                layer.trim(width * self.n_steps)
+            yield width, "again", self.wide(width, layers)
 
     def _logits(self, ids: mx.array, layers: list[Any], columns: Columns | None) -> mx.array:
         """columns: of a step that is traced."""
@@ -176,41 +200,16 @@ def run(args: argparse.Namespace) -> None:
     if devices.device().kind == "cuda" and not args.mlx_products:
         cuda.tune()
     model = random_model(config, dtype=dtype)
-    rows = [["rows", "width", "", "host", "all", "longest", "first"]]
-
-    def show(n: int, width: int, what: str, steps: list[tuple[float, float]]) -> None:
-        hosts, alls = zip(*steps, strict=True)
-        ms = [1000 * statistics.median(x) for x in (hosts, alls)] + [
-            1000 * max(alls),
-            1000 * alls[0],
-        ]
-        rows.append([str(n), str(width), what, *(f"{x:.1f}" for x in ms)])
-        print(" ".join(rows[-1]), flush=True)
-
-    wanted = names(args.only)
-    for n in numbers(args.rows):
-        bench = Bench(model, n_rows=n, n_steps=args.steps, n_tokens=args.tokens)
-        for what in ("plain", "traced", "alone"):
-            if what in wanted:
-                show(n, 1, what, bench.plain(what))
-        for width in numbers(args.widths):
-            if "padded" in wanted:
-                for what, columns in (("padded", Columns(BLOCK)), ("bias", Columns(BLOCK, True))):
-                    layers = bench.caches(columns)
-                    show(n, width, what, bench.wide(width, layers, columns))
-            if "traced" in wanted:
-                columns = Columns(BLOCK)
-                for what, ahead in (("wide traced", False), ("wide ahead", True)):
-                    layers = bench.caches(columns)
-                    steps = bench.wide(width, layers, columns, traced=True, ahead=ahead)
-                    show(n, width, what, steps)
-            if n > 1 or "new" not in wanted:
-                continue
-            layers = bench.caches()
-            show(n, width, "new", bench.wide(width, layers))
-            for layer in layers:
-                layer.trim(width * args.steps)
-            show(n, width, "again", bench.wide(width, layers))
+    rows = [["tokens", "rows", "width", "", "host", "all", "longest", "first"]]
+    for n_tokens in numbers(args.tokens):
+        for n_rows in numbers(args.rows):
+            bench = Bench(model, n_rows=n_rows, n_steps=args.steps, n_tokens=n_tokens)
+            for width, what, steps in bench.steps(numbers(args.widths), names(args.only)):
+                hosts, alls = zip(*steps, strict=True)
+                times = [statistics.median(hosts), statistics.median(alls), max(alls), alls[0]]
+                cells = [str(n_tokens), str(n_rows), str(width), what]
+                rows.append([*cells, *(f"{1000 * seconds:.1f}" for seconds in times)])
+                print(" ".join(rows[-1]), flush=True)
     print(grid(rows))
 
 
@@ -220,7 +219,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8")
     parser.add_argument("--widths", default="2,5,9,17,32")
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--tokens", type=int, default=512, help="of each row's prompt")
+    parser.add_argument("--tokens", default="512", help="of each row's prompt")
     parser.add_argument(
         "--only", default="plain,traced,alone,padded,new", help="new: and the same again"
     )
