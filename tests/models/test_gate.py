@@ -213,6 +213,7 @@ def test_drafts_that_are_never_right_are_not_tried_because_wide_steps_seem_cheap
     assert best_width(times, [ExpectedTokens.of([0.01] * 16)]) == 1
     assert best_width(times, [KEEN]) > 1
     assert times.saw_wide(1, 9, 0.35) == 1.0, "nothing is earned by it"
+    assert [times.lowest_price(1, w) for w in WIDTHS[1:]] == [1.0] * len(WIDTHS[1:])
 
 
 def test_wide_steps_that_are_cheaper_are_believed_once_that_was_checked() -> None:

@@ -224,7 +224,7 @@ class StepTimes:
         best = self.price(n_rows, width)
         for shape in shapes:
             best = min(best, self.price(n_rows, shape) * own / self._prior(n_rows, shape))
-        return best
+        return max(best, 1.0)
 
     def _prior(self, n_rows: int, width: int) -> float:
         traits = self._traits
