@@ -184,15 +184,20 @@ def rate(engine: BenchEngine, *, n_streams: int, n_tokens: int, seed: int, guess
 def warm_up(engine: BenchEngine, oracle: Oracle, *, n_streams: int, n_tokens: int) -> None:
     """Every shape of a step is prepared, which takes longer than many steps."""
     for seed, oracle.right in enumerate(WARM_UP):
-        rate(engine, n_streams=n_streams, n_tokens=n_tokens, seed=1 + seed, guesses=True)
+        n = n_said(n_tokens, oracle)
+        rate(engine, n_streams=n_streams, n_tokens=n, seed=1 + seed, guesses=True)
+
+
+def n_said(n_tokens: int, oracle: Oracle) -> int:
+    """Replies that are always guessed right are longer: they end soon."""
+    return n_tokens * (MORE_IF_RIGHT if oracle.right == 1.0 else 1)
 
 
 def compare(
     engine: BenchEngine, oracle: Oracle, args: argparse.Namespace, n_streams: int
 ) -> Comparison:
-    """With guesses and without, in turns. Replies that are always guessed right are longer: they end
-    soon."""
-    n_tokens = args.tokens * (MORE_IF_RIGHT if oracle.right == 1.0 else 1)
+    """With guesses and without, in turns."""
+    n_tokens = n_said(args.tokens, oracle)
     totals = engine.engine.parts.runner.speculation.totals  # type: ignore[attr-defined]
     pairs, per_step = [], 0.0
     for turn in range(args.rounds + 1):
