@@ -216,8 +216,8 @@ def test_drafts_that_are_never_right_are_not_tried_because_wide_steps_seem_cheap
     assert [times.lowest_price(1, w) for w in WIDTHS[1:]] == [1.0] * len(WIDTHS[1:])
 
 
-def test_wide_steps_that_are_cheaper_are_believed_once_that_was_checked() -> None:
-    """With many rows that can be true: plain ones must not be measured every few steps for ever."""
+def test_wide_steps_that_stay_cheaper_are_not_checked_for_ever() -> None:
+    """That can be true, and then plain steps must not be measured every few steps."""
     times, n_measured = StepTimes(CPU), 0
     for _ in range(1000):
         if not times.knows(8):

@@ -1,5 +1,5 @@
 """Runs the text of the products kernel on a CPU: each of a block's threads is one of the machine's, and
-what the tensor cores and the copies do is written out. Needs g++."""
+what the tensor cores and the copies do is written out. Needs a compiler for C++20."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,10 @@ from numpy.typing import NDArray
 
 from firn.models.cuda.products import SOURCE
 
-HAS_COMPILER = shutil.which("g++") is not None
+COMPILER = ("g++", "-std=c++20", "-x", "c++", "-w", "-pthread")
 
 DEVICE = r"""
-#include <pthread.h>
+#include <barrier>
 #include <cstdint>
 #include <cstring>
 #include <deque>
@@ -44,9 +45,12 @@ static __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {narrow(x
 struct Index { int x; };
 static thread_local Index threadIdx, blockIdx;
 alignas(16) static uint4 room[N_BYTES / 16];
-static pthread_barrier_t block, warps[8];
-static void __syncthreads() { pthread_barrier_wait(&block); }
-static void sync_warp() { pthread_barrier_wait(&warps[threadIdx.x >> 5]); }
+using Barrier = std::barrier<>;
+static Barrier block(256);
+static Barrier warps[8] = {Barrier(32), Barrier(32), Barrier(32), Barrier(32),
+                           Barrier(32), Barrier(32), Barrier(32), Barrier(32)};
+static void __syncthreads() { block.arrive_and_wait(); }
+static void sync_warp() { warps[threadIdx.x >> 5].arrive_and_wait(); }
 
 using Copies = std::vector<std::function<void()>>;
 static bool is_outside;
@@ -102,8 +106,6 @@ extern "C" int run(const __nv_bfloat16* x, int n_tokens, const __nv_bfloat16* w,
                     __nv_bfloat16* out, int late) {
   const int x_shape[3] = {1, n_tokens, n_inner}, w_shape[2] = {n_out, n_inner};
   is_late = late;
-  pthread_barrier_init(&block, nullptr, 256);
-  for (auto& warp : warps) pthread_barrier_init(&warp, nullptr, 32);
   for (int b = 0; b < n_out / (16 * N_TILES); ++b) {
     memset(room, 0xff, sizeof room);
     std::vector<std::thread> threads;
@@ -135,6 +137,15 @@ def float32(bits: Bits) -> NDArray[np.float32]:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
+@cache
+def has_compiler() -> bool:
+    """Whether there is one, with the library of C++20."""
+    if shutil.which(COMPILER[0]) is None:
+        return False
+    trial = [*COMPILER, "-fsyntax-only", "-"]
+    return subprocess.run(trial, input=b"#include <barrier>", check=False).returncode == 0
+
+
 class KernelOnCpu:
     """One build of the kernel."""
 
@@ -146,8 +157,8 @@ class KernelOnCpu:
         text = "\n".join([*constants, DEVICE, SIGNATURE, "{", body, "}", MAIN])
         source, library = folder / "kernel.cpp", folder / "kernel.so"
         source.write_text(f"#define N_BYTES {shared_nbytes}\n{text}")
-        flags = ["-O1", "-std=c++17", "-w", "-shared", "-fPIC", "-pthread"]
-        subprocess.run(["g++", *flags, str(source), "-o", str(library)], check=True, timeout=120)
+        flags = ["-O1", "-shared", "-fPIC", str(source), "-o", str(library)]
+        subprocess.run([*COMPILER, *flags], check=True, timeout=120)
         self._run = ctypes.CDLL(str(library)).run
 
     def product(self, x: Bits, weight: Bits, *, late: bool) -> NDArray[np.float32]:
