@@ -195,8 +195,8 @@ class StepTimes:
     def price(self, n_rows: int, width: int) -> float:
         """What a wide step costs, in plain steps: measured, interpolated, or the device's prior.
 
-        Never less than one: where it seems so, the plain steps were of a slower moment, or a step without
-        drafts could be faster as well. Drafts that are wrong must not be tried for it.
+        Never less than one: where it seems so, the plain steps were of a slower moment, or could be as
+        fast. Drafts that are wrong must not be tried for it.
         """
         if width == 1:
             return 1.0
