@@ -224,6 +224,22 @@ def test_a_stalled_load_keeps_nobody_waiting(tmp_path: Path) -> None:
         disk.resume()
 
 
+@pytest.mark.parametrize("shape", [DENSE, HYBRID, WINDOWED], ids=["dense", "hybrid", "window"])
+def test_less_than_a_block_is_loaded_after_a_restart(tmp_path: Path, shape: Shape) -> None:
+    """What was waited for is used, also behind a few tokens that memory has."""
+    ids = words(1, BLOCK - 1)
+    with server(tmp_path, shape) as lab:
+        ask(lab, ids, boundaries=[3])
+    for before, n_computed in (([], 0), ([*ids[:3], *words(2, 3)], 3)):
+        with server(tmp_path, shape) as lab:
+            if before:
+                ask(lab, before, 1)
+            outcome = ask(lab, ids)
+            assert admission(outcome).n_cached == len(ids) - 1
+            assert lab.runner.n_prefilled <= n_computed
+            lab.check()
+
+
 def test_a_row_jumps_ahead_when_the_load_lands_first(tmp_path: Path) -> None:
     ids = words(1, 400)
     with server(tmp_path) as lab:

@@ -229,9 +229,8 @@ class PrefixTree:
 
     def _weighed(self, cursor: CacheCursor, match: Match) -> Match:
         """The match, or nothing where computing its tokens is faster than filling a row with them."""
-        if not match.n_tokens or not self.settings.weighs_hits:
-            return match
-        if self._restorer.saves_time(match, len(cursor.prompt)):
+        is_weighed = match.n_tokens and self.settings.weighs_hits
+        if not is_weighed or self._restorer.saves_time(match, len(cursor.prompt)):
             return match
         cursor.is_slower = True
         return NOTHING
@@ -252,7 +251,8 @@ class PrefixTree:
         if not self._restorer.may_have_more(cursor):
             return None
         match = self._restorer.match(cursor)
-        if not self._restorer.pays(match, n_tokens):
+        pays = self._restorer.pays(cursor, match, n_tokens)
+        if not pays or not self._weighed(cursor, match).n_tokens:
             return None
         restored = self._restorer.resume(cursor, match)
         cursor.hit_kind = _hit_kind(match, len(cursor.prompt))

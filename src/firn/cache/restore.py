@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import islice
 
 from firn.cache.arrays.payload import Payload, Views
 from firn.cache.cursor import CacheCursor, WindowPiece
@@ -26,6 +27,8 @@ from firn.core.ports import LayerCache, LiveRow, Restored
 
 NEIGHBOUR = "neighbour"
 """Where tokens come from that another request computed at the same time."""
+N_CLOSEST = 4
+"""Blocks in the same place that are looked at; those that share most with the prompt come first."""
 SMALL_SHARE = 1 / 8
 """Of a prompt. A longer hit is used wherever there is one."""
 Payloads = dict[tuple[Node, Part], Payload]
@@ -55,18 +58,25 @@ class Restorer:
         return cursor.walk(self._records.tree).n_shared if cursor.control.read else 0
 
     def may_have_more(self, cursor: CacheCursor) -> bool:
-        """Whether the block after the last committed one has come to memory: a cheap first look."""
+        """Whether the block after the last committed one has come to memory: a cheap first look.
+
+        Where a prompt ends within a block, there may be one that goes on with its reply, and a shorter
+        one with a state.
+        """
         node = cursor.node
-        ahead = next(node.children.closest(cursor.prompt, node.end), None)
-        if ahead is None or not self._needs.pages:  # of windows only the last are read
-            return ahead is not None
-        records = (ahead[0].records.get(part) for part in self._needs.by_block)
+        ahead = [n for n, _ in islice(node.children.closest(cursor.prompt, node.end), N_CLOSEST)]
+        if not self._needs.pages:  # of windows only the last are read
+            return bool(ahead)
+        records = (n.records.get(part) for n in ahead for part in self._needs.by_block)
         return any(r is not None and cursor.has(r) for r in records)
 
-    def pays(self, match: Match, n_tokens: int) -> bool:
-        """Whether to leave a row of this many tokens for a new one that is filled to the match."""
-        estimates, block = self._records.estimates, self._records.identity.block
-        if match.n_tokens < n_tokens + block:
+    def pays(self, cursor: CacheCursor, match: Match, n_tokens: int) -> bool:
+        """Whether to leave a row of this many tokens for a new one that is filled to the match.
+
+        A row that has computed something is left for a block or more: estimates are never that good.
+        """
+        estimates, has_computed = self._records.estimates, n_tokens > cursor.admission.n_cached
+        if match.n_tokens < n_tokens + (self._records.identity.block if has_computed else 1):
             return False
         fill_s = estimates.fill_s(match.nbytes_of(match.records))
         return fill_s < estimates.prefill_s(n_tokens, match.n_tokens)
