@@ -11,7 +11,7 @@ top is one prefill chunk: that is shown too.
 Histories: "restart": nothing, but what an earlier engine learned; "no memory of it": not even that;
 "tiny loads": five loads of a few tokens first; "slow spell": five loads while the disk was stuck.
 
-Takes about a quarter of an hour on two cores; `--lengths 300,2000 --repeats 2` takes five minutes.
+Takes about twenty minutes on two cores; `--lengths 200,2000 --repeats 2` takes five minutes.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("--shape", choices=list(SHAPES), default="tiny")
-    options.add_argument("--lengths", type=numbers, default=[300, 2000, 8000], metavar="N,M,..")
+    options.add_argument("--lengths", type=numbers, default=[200, 300, 2000, 8000], metavar="N,M,..")
     options.add_argument("--disks", type=names, default=["fast", "slow", "stuck"])
     options.add_argument("--repeats", type=int, default=3)
     options.add_argument("--chunk", type=int, default=512, help="tokens of a prefill chunk here")
