@@ -190,7 +190,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("--shape", choices=list(SHAPES), default="tiny")
-    options.add_argument("--lengths", type=numbers, default=[200, 300, 2000, 8000], metavar="N,M,..")
+    options.add_argument(
+        "--lengths", type=numbers, default=[200, 300, 2000, 8000], metavar="N,M,.."
+    )
     options.add_argument("--disks", type=names, default=["fast", "slow", "stuck"])
     options.add_argument("--repeats", type=int, default=3)
     options.add_argument("--chunk", type=int, default=512, help="tokens of a prefill chunk here")
