@@ -27,6 +27,7 @@ class Client:
         body = json.dumps({**BODIES[path], "stream": stream}).encode()
         self.n_jobs = len(BODIES[path].get("prompt", [None]))
         self._socket = socket.create_connection(("127.0.0.1", live.port), timeout=30)
+        self._unread = b""
         self.send(
             f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\n\r\n".encode()
@@ -37,11 +38,13 @@ class Client:
         self._socket.sendall(raw)
 
     def read_until(self, text: bytes) -> bytes:
-        seen = b""
-        while text not in seen:
+        """What came up to this text. The rest may have come with it, and is read next."""
+        while text not in self._unread:
             piece = self._socket.recv(65536)
-            assert piece, seen
-            seen += piece
+            assert piece, self._unread
+            self._unread += piece
+        end = self._unread.index(text) + len(text)
+        seen, self._unread = self._unread[:end], self._unread[end:]
         return seen
 
     def hang_up(self) -> None:
