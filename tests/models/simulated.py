@@ -8,6 +8,7 @@ machine shows in tokens a second, without that machine.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from firn.models.speculation import Speculation
 from firn.models.traits import TRAITS, Traits
 from firn.models.verify import TakenTokens, Verification
 
+N_FIRST = 5
 NO_PICKS = Picks(mx.array([0]), None, None, None)
 
 
@@ -39,6 +41,12 @@ class Machine:
     """What looking for drafts takes of the host, for each row and token."""
     noise: float = 0.0
     """One step in ten takes so many times longer."""
+    goes_ahead: bool = False
+    """Whether steps with drafts are dispatched before the one before them is read."""
+    first_s: float = 0.0
+    """What each of the first steps of a width takes longer: it is built, and nothing goes ahead."""
+    slowness: Callable[[float], float] = lambda now: 1.0
+    """How many times longer everything takes, by the time."""
 
     def device(self, width: int, rng: random.Random) -> float:
         price = (
@@ -89,6 +97,10 @@ def truth(n: int) -> int:
     return n % 1000 + 1
 
 
+class Ahead(Verification):
+    """Dispatched before the step before it was read. Its drafts begin where that one's do."""
+
+
 @dataclass
 class Simulation:
     machine: Machine
@@ -98,6 +110,9 @@ class Simulation:
     now: float = 0.0
     _free_at: float = 0.0
     _done_at: dict[int, float] = field(default_factory=dict)
+    _n_steps: Counter[int] = field(default_factory=Counter)
+    _n_taken: dict[Row, int] = field(default_factory=dict)
+    """By the newest step that was read."""
 
     def run(self, n_tokens: int) -> float:
         """Seconds until every row has so many tokens."""
@@ -117,25 +132,40 @@ class Simulation:
         return self.now - began
 
     def _step(self, group: Group, said: dict[Row, int]) -> None:
-        drafts = None
-        if self.speculation is not None:
-            self.now += self.machine.lookup_s * len(group.rows)
-            drafts = self.speculation.plan(group, lambda: self._read_all(group, said))
-        self.now += self.machine.host_s
-        seats = tuple(group.seats)
-        step: Any
-        if drafts is None:
-            step_in_flight = any(not s.is_counted for s in group.unread)
-            step = PlainStep(seats, NO_PICKS, step_in_flight)
-        else:
-            width = self.machine.traits.shape(1 + max(map(len, drafts)))
-            step = Verification(group, seats, tuple(drafts), None, NO_PICKS, (), width)  # type: ignore[arg-type]
+        step = self._next(group, said)
+        slowness = self.machine.slowness(self.now)
+        self._n_steps[step.width] += 1
+        first_s = self.machine.first_s if self._is_new(step.width) else 0.0
+        self.now += (self.machine.host_s + first_s) * slowness
         begun = max(self.now, self._free_at)
-        self._free_at = self._done_at[id(step)] = begun + self.machine.device(step.width, self.rng)
+        took_s = self.machine.device(step.width, self.rng) * slowness
+        self._free_at = self._done_at[id(step)] = begun + took_s
         group.unread.append(step)
-        while len(group.unread) > (0 if drafts else 1):
+        goes_ahead = self.machine.goes_ahead and not self._is_new(step.width)
+        waits = isinstance(step, Verification) and not goes_ahead
+        while len(group.unread) > (0 if waits else 1):
             self._read(group, group.unread[0], said)
             del self._done_at[id(group.unread.pop(0))]
+
+    def _is_new(self, width: int) -> bool:
+        return width > 1 and self._n_steps[width] <= N_FIRST
+
+    def _next(self, group: Group, said: dict[Row, int]) -> PlainStep | Verification:
+        seats, drafts = tuple(group.seats), None
+        if self.speculation is not None:
+            self.now += self.machine.lookup_s * len(group.rows)
+            last = group.unread[-1] if group.unread else None
+            if isinstance(last, Verification):
+                texts = self.speculation.texts_ahead(group, last.width)
+                if texts is not None:
+                    return Ahead(group, seats, tuple(texts), None, NO_PICKS, (), last.width)  # type: ignore[arg-type]
+                self._read(group, last, said)
+            drafts = self.speculation.plan(group, lambda: self._read_all(group, said))
+        if drafts is None:
+            step_in_flight = any(not s.is_counted for s in group.unread)
+            return PlainStep(seats, NO_PICKS, step_in_flight)
+        width = self.machine.traits.shape(1 + max(map(len, drafts)))
+        return Verification(group, seats, tuple(drafts), None, NO_PICKS, (), width)  # type: ignore[arg-type]
 
     def _read_all(self, group: Group, said: dict[Row, int]) -> None:
         for step in group.unread:
@@ -148,12 +178,15 @@ class Simulation:
         step.is_counted = True
         taken = []
         drafts = step.drafts if isinstance(step, Verification) else [()] * len(step.rows)
-        for row, draft in zip(step.rows, drafts, strict=True):
-            n = said[row]
+        for row, text in zip(step.rows, drafts, strict=True):
+            n, draft = said[row], text
+            if isinstance(step, Ahead):
+                draft = text[self._n_taken[row] :][: step.width - 1]
             right = 0
             while right < len(draft) and draft[right] == truth(n + right):
                 right += 1
             tokens = tuple(truth(n + i) for i in range(right + 1))
+            self._n_taken[row] = len(tokens)
             said[row] += len(tokens)
             row.n_tokens += len(tokens)
             row.pending = [tokens[-1]]

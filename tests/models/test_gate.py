@@ -10,15 +10,19 @@ import pytest
 
 from firn.models import gate
 from firn.models.gate import (
+    MAX_PREPARING,
     N_DOUBTFUL,
+    N_FRESH,
     N_PLAIN,
     N_STALE,
+    N_SURE,
     N_UNSEEN,
     Allowance,
     ExpectedTokens,
     Odds,
     StepTimes,
 )
+from firn.models.speculation import MAX_DRAFT
 from firn.models.traits import TRAITS, Traits
 from tests.models.simulated import Machine, gain
 
@@ -37,6 +41,12 @@ def measured(
         for width, price in prices.items():
             times.saw_wide(n_rows, width, 0.5 * price)
     return times
+
+
+def only(times: StepTimes, width: int, price: float) -> None:
+    """For a while, all steps are this wide."""
+    for _ in range(N_FRESH):
+        times.saw_wide(1, width, 0.5 * price)
 
 
 def best_width(
@@ -114,9 +124,9 @@ def test_prices_lie_between_those_that_were_measured() -> None:
 
 
 def test_steps_that_are_padded_cost_what_they_are_padded_to() -> None:
-    times = measured({16: 1.2}, traits=CUDA)
-    assert [times.price(1, w) for w in (2, 3, 9, 16)] == [pytest.approx(1.2)] * 4
-    assert best_width(times, [ExpectedTokens.of([0.5] * 16)]) >= 9
+    times = measured({4: 1.15, 16: 1.2}, traits=CUDA)
+    assert [times.price(1, w) for w in (2, 4, 9, 16)] == pytest.approx([1.15, 1.15, 1.2, 1.2])
+    assert best_width(times, [ExpectedTokens.of([0.6] * 16)]) >= 9
 
 
 def test_prices_follow_a_machine_that_becomes_slower() -> None:
@@ -157,6 +167,7 @@ def test_bad_measurements_are_forgotten_bit_by_bit() -> None:
 
 def test_a_wider_step_is_tried_again_beside_a_narrower_one_that_is_cheap() -> None:
     times = measured({16: 1.2, 32: 4.0}, traits=CUDA)
+    only(times, 16, 1.2)
     expected = ExpectedTokens.of([0.98] * 31)
 
     def width(*, explores: bool) -> int:
@@ -169,15 +180,32 @@ def test_a_wider_step_is_tried_again_beside_a_narrower_one_that_is_cheap() -> No
 
 def test_a_narrower_step_is_tried_again_beside_a_wider_one_that_is_cheap() -> None:
     """Its measurements are of a bad moment, and with a wider one in use nobody would see that."""
-    times = measured({4: 3.0, 16: 1.05}, traits=CUDA)
+    times = measured({4: 3.0, 8: 1.05}, traits=CUDA)
+    only(times, 8, 1.05)
     expected = ExpectedTokens.of([0.3] * 15)
 
     def width(*, explores: bool) -> int:
         best = gate.best_width(times, [expected], n_seats=1, widths=CUDA.widths, explores=explores)
         return best.width
 
-    assert width(explores=False) == 16
+    assert width(explores=False) == 8
     assert width(explores=True) == 4
+    for _ in range(N_SURE):
+        times.saw_wide(1, 4, 0.5 * 3.0)
+    assert width(explores=True) == 8, "now it is known"
+
+
+def test_a_width_that_was_dear_long_ago_is_believed_after_a_few_new_steps() -> None:
+    """The first of them waits for the step before it, where others are dispatched unread."""
+    times = measured({4: 3.0, 16: 1.05}, traits=CUDA)
+    only(times, 16, 1.05)
+    for price in (2.5, 1.0, 1.0):
+        times.saw_wide(1, 4, 0.5 * price)
+    assert times.price(1, 4) == pytest.approx(1.0)
+    times = measured({4: 3.0, 16: 1.05}, traits=CUDA)
+    for price in (2.5, 1.0, 1.0):
+        times.saw_wide(1, 4, 0.5 * price)
+    assert times.price(1, 4) == pytest.approx(3.0), "what was dear just now may be so"
 
 
 def test_plain_steps_are_measured_again_now_and_then() -> None:
@@ -238,8 +266,9 @@ def test_steps_that_compile_kernels_are_not_measured() -> None:
     times = StepTimes(CUDA)
     for _ in range(5):
         times.saw_plain(1, 0.01)
-    assert times.saw_wide(1, 16, 3.0) is None
-    assert times.saw_wide(1, 16, 1.0) is None
+    for _ in range(CUDA.n_preparing):
+        assert times.saw_wide(1, 16, 3.0) == MAX_PREPARING
+    assert not times.is_measured(1, 16)
     assert times.saw_wide(1, 16, 0.012) == pytest.approx(1.2)
 
 
@@ -316,6 +345,15 @@ MACHINES: dict[str, tuple[int, Machine]] = {
     "H200, 8 rows": (8, Machine(0.0005, 0.0165, {16: 1.1, 32: 1.5}, CUDA, 2e-5)),
     # A GPU of the same kind whose host is fast: the device is what a step waits for.
     "fast host, 1 row": (1, Machine(0.002, 0.0064, {16: 1.2, 32: 1.4}, CUDA, 2e-5)),
+    # Steps go ahead: the host builds the next one while the device computes.
+    "ahead, 1 row": (
+        1,
+        Machine(0.0042, 0.0043, {4: 1.1, 8: 1.15, 16: 1.4, 32: 2}, CUDA, 2e-5, goes_ahead=True),
+    ),
+    "ahead, 8 rows": (
+        8,
+        Machine(0.0048, 0.005, {4: 1.15, 8: 1.5, 16: 2, 32: 2.6}, CUDA, 2e-5, goes_ahead=True),
+    ),
     "CPU, 1 row": (1, Machine(0.0005, 0.03, {2: 1.1, 9: 1.7, 17: 2.6}, CPU, 4e-5)),
     "CPU, 4 rows": (4, Machine(0.0008, 0.05, {2: 1.6, 9: 6.0, 17: 11.0}, CPU, 4e-5)),
     "CPU, 8 rows": (8, Machine(0.001, 0.08, {2: 1.8, 9: 9.0, 17: 17.0}, CPU, 4e-5)),
@@ -330,9 +368,11 @@ every_machine = pytest.mark.parametrize("name", MACHINES)
 @every_machine
 @pytest.mark.parametrize("right", [0.0, 0.05, 0.15])
 def test_text_that_cannot_be_predicted_costs_nothing(name: str, right: float) -> None:
-    """The first 300 tokens of a server included: at most 2%."""
+    """The first 300 tokens of a server included: at most 2%, and a little more with bad luck."""
     n_rows, machine = MACHINES[name]
-    assert gain(machine, n_rows, right) > 0.98
+    gains = [gain(machine, n_rows, right, seed=seed) for seed in range(5)]
+    assert statistics.median(gains) > 0.98
+    assert min(gains) > 0.97
 
 
 @every_machine
@@ -354,7 +394,9 @@ def attainable(machine: Machine, right: float) -> float:
     gains = [1.0]
     for width in machine.traits.widths[1:]:
         tokens = sum(right**i for i in range(width))
-        step_s = machine.host_s + machine.device(machine.traits.shape(width), random.Random(0))
+        step_s = machine.device(machine.traits.shape(width), random.Random(0))
+        goes_ahead = machine.goes_ahead and 2 * width - 1 <= MAX_DRAFT  # else its text is too short
+        step_s = max(step_s, machine.host_s) if goes_ahead else step_s + machine.host_s
         gains.append(tokens * max(machine.host_s, machine.device_s) / step_s)
     return max(gains)
 
@@ -391,3 +433,14 @@ def test_slow_steps_now_and_then_shut_no_drafts_out(right: float, goal: float) -
     gains = [gain(machine, 1, right, n_before=1, n_replies=3, seed=s) for s in range(7)]
     assert statistics.median(gains) > goal
     assert min(gains) > 0.95
+
+
+@pytest.mark.parametrize("right", [0.5, 0.8])
+def test_widths_whose_first_steps_are_slow_are_found(right: float) -> None:
+    """They are built and traced, and read one by one: with a wider one in use, and fast, they would look
+    dear for ever."""
+    n_rows, machine = MACHINES["ahead, 8 rows"]
+    slow = dataclasses.replace(machine, first_s=0.008)
+    for seed in range(3):
+        of_first = gain(machine, n_rows, right, n_before=1, n_replies=3, seed=seed)
+        assert gain(slow, n_rows, right, n_before=4, n_replies=3, seed=seed) > 0.9 * of_first

@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from firn.models import runner
 from firn.models import traced as traced_module
 from firn.models.ragged import Columns, RaggedKVCache
 from firn.models.raggedcheck import traits_of
@@ -242,6 +243,28 @@ def test_an_engine_says_the_same(name: str) -> None:
         assert sum(assert_equal(g, w) for g, w in zip(got, want, strict=True)) > 0.8 * n_said
         widths = {shape[1] for shape, known in made[-1]._shapes.items() if known.step is not None}
         assert widths == {1} if speculation is None else max(widths) > 1
+
+
+@pytest.mark.parametrize(("n_columns", "n_traced"), [(0, 0), (60, 21), (1 << 20, 51)])
+def test_a_lone_row_is_traced_until_it_is_long(
+    n_columns: int, n_traced: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its attention is faster without a mask, which counts where there is much to attend to."""
+    monkeypatch.setattr(runner, "LONE_COLUMNS", n_columns)
+    requests = [(list(range(1, 40)), 50, 1, GREEDY)]
+    with running(plain("qwen3"), cache_nbytes=None) as harness:
+        want = tell(harness, requests)
+    made: list[TracedSteps] = []
+
+    def traced(model: Any, make_layers: Any) -> TracedSteps:
+        made.append(TracedSteps(model, n_built=0))
+        return made[-1]
+
+    with running(plain("qwen3"), cache_nbytes=None, traced=traced) as harness:
+        got = tell(harness, requests)
+    assert_equal(got[0], want[0])
+    # A step is in flight when the reply of 50 tokens ends.
+    assert sum(known.n_steps for known in made[0]._shapes.values()) == n_traced
 
 
 def test_turns_resume_from_what_traced_steps_wrote() -> None:

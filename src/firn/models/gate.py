@@ -33,6 +33,9 @@ The second where it has few measurements, which may all be of one bad moment."""
 N_UNSEEN, N_DOUBTFUL = 512, 16
 """Wide steps after which plain ones are measured again. The second, doubled each time, where plain
 steps seem dearer than wide ones: a few of them may have been slow by accident."""
+N_FRESH = 16
+"""A width that is not among so many newest measurements was measured in another moment, when the machine
+may have been slower or faster: all of that counts as one measurement once there are newer ones."""
 PRIOR_CHANGE = 0.3
 PRIOR_EPISODE = 2.0
 MAX_EPISODE = 16.0
@@ -47,6 +50,8 @@ N_SURE = 3
 """Measurements that outvote the prior."""
 MAX_OFF = 4.0
 """A single measurement counts for at most this many times what was believed."""
+MAX_PREPARING = 2.0
+"""Plain steps that a step is charged with at most which compiles kernels: it does so once."""
 SLOWER_RATE, FASTER_RATE = 0.1, 0.3
 """How fast the believed drafting time follows a measurement that is slower, or faster."""
 MAX_GUESSING, MAX_REST = 0.01, 31
@@ -77,6 +82,11 @@ class Recent:
         self._values.append(value)
         self._median = None
 
+    def sum_up(self) -> None:
+        """Keep the median alone."""
+        if self._values:
+            self._values = deque([self.median], maxlen=N_KEPT)
+
     def forget_worst(self) -> None:
         if self._values:
             self._values.remove(max(self._values))
@@ -103,6 +113,8 @@ class _Measured:
     plain: Recent = field(default_factory=Recent)
     wide: dict[int, Recent] = field(default_factory=dict)
     change: Recent = field(default_factory=Recent)
+    newest: deque[int] = field(default_factory=lambda: deque(maxlen=N_FRESH))
+    """Widths of the newest measurements."""
     n_seen: Counter[int] = field(default_factory=Counter)
     n_since_plain: int = 0
     n_doubtful: int = 0
@@ -132,7 +144,7 @@ class StepTimes:
         rows.n_since_plain = 0
 
     def saw_wide(self, n_rows: int, width: int, seconds: float) -> float | None:
-        """Returns what the step cost, in plain steps; None if it says nothing, as kernels were compiled.
+        """Returns what the step cost, in plain steps; None if those were not measured yet.
 
         With enough measurements that is the believed price of its width: a single slow step is the
         machine's doing, and happens to plain steps as well.
@@ -141,11 +153,16 @@ class StepTimes:
         rows.n_since_plain += 1
         rows.n_passed = 0
         rows.n_seen[width] += 1
-        if rows.n_seen[width] <= self._traits.n_preparing or not rows.plain:
+        if not rows.plain:
             return None
         measured, before = seconds / rows.plain.median, self.price(n_rows, width)
+        if rows.n_seen[width] <= self._traits.n_preparing:
+            return min(measured, MAX_PREPARING)
         known = rows.wide.setdefault(width, Recent())
+        if width not in rows.newest:
+            known.sum_up()
         known.saw(measured)
+        rows.newest.append(width)
         rows.prices.clear()
         price = self.price(n_rows, width)
         rows.n_doubtful = rows.n_doubtful + 1 if known.median < 1.0 else 0
@@ -219,7 +236,9 @@ class StepTimes:
 
     def lowest_price(self, n_rows: int, width: int) -> float:
         """Its price if it differs from those of other widths only as much as is usual on this device:
-        its own measurements may be out of date, or of one bad moment."""
+        its own measurements may be out of date, or of one bad moment. Its own price if they are new."""
+        if self._of(n_rows).newest.count(self._traits.shape(width)) >= N_SURE:
+            return self.price(n_rows, width)
         shapes = {self._traits.shape(w) for w in self._traits.widths if w > 1}
         own = self._prior(n_rows, self._traits.shape(width))
         best = self.price(n_rows, width)

@@ -47,7 +47,7 @@ from firn.models.shapes import FewShapes
 from firn.models.speculation import Speculation
 from firn.models.stretches import dispatch, in_stretches
 from firn.models.together import BatchedPrefill, can_read_together, together_fault
-from firn.models.traced import PLAIN, TracedSteps
+from firn.models.traced import LONE_COLUMNS, PLAIN, TracedSteps
 from firn.models.verify import Feed, PickedToken, TakenTokens, Verification
 
 SOON_NBYTES = 64 << 20
@@ -342,7 +342,7 @@ class Runner:
         """Logits (seats, vocabulary) of a step of one token a seat. A prediction head does not run."""
         ids, arguments = group.next_tokens, self._arguments.step(group.seats)
         logits: mx.array
-        if len(group.seats) > 1:  # a lone row's attention is faster without a mask
+        if len(group.seats) > 1 or group.width < LONE_COLUMNS:
             traced = self._traced_logits(group, ids[:, None], PLAIN)
             if traced is not None:
                 return traced[:, -1, :]

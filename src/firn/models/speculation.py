@@ -56,8 +56,9 @@ SURE, SURE_ODDS = -1, 0.999
 """Source and odds of drafted tokens that can hardly be wrong."""
 GRAMMAR, GRAMMAR_ODDS = -2, 0.95
 """Of text that a grammar leaves no choice about; the model may split it into other tokens."""
-EXPLORE_EVERY = 16
-"""Every 16th step with drafts tries a width that may have become cheaper than it was."""
+EXPLORE_EVERY, N_EXPLORED = 64, 8
+"""Of so many steps with drafts, the last may try a width that has become cheaper than it was. Several in
+a row: where steps are dispatched unread, the first of a width waits for the one before it."""
 WEAK_ODDS, N_REST = 0.4, 3
 """A row whose drafts have odds below WEAK_ODDS is skipped for N_REST tokens or more."""
 N_PASSED = 4
@@ -447,7 +448,7 @@ class Speculation:
             n_seats=n_seats,
             widths=self.traits.widths,
             step_in_flight=step_in_flight,
-            explores=self.totals.n_draft_steps % EXPLORE_EVERY == EXPLORE_EVERY - 1,
+            explores=self.totals.n_draft_steps % EXPLORE_EVERY >= EXPLORE_EVERY - N_EXPLORED,
             allowance=self.allowance,
         )
         best = choose(free)

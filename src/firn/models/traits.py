@@ -18,8 +18,9 @@ class Traits:
     """slope: what each further token of each row adds to a step, in plain steps. flat: what any step of
     several tokens adds. widths: to choose from, in tokens of a row. shapes: widths that are computed; a
     narrower step is padded to one of them where that does no harm. n_preparing: the first steps of a
-    shape, which may compile kernels and are not measured. stretch: layers that are dispatched while the
-    host builds the others; 0: a step is dispatched as a whole, for the host computes it itself."""
+    shape, which compile kernels or are traced, and are not measured. stretch: layers that are dispatched
+    while the host builds the others; 0: a step is dispatched as a whole, for the host computes it
+    itself."""
 
     slope: float
     flat: float = 0.0
@@ -38,12 +39,12 @@ TRAITS: dict[DeviceKind, Traits] = {
     "cpu": Traits(slope=0.12),
     "metal": Traits(slope=0.15),
     "cuda": Traits(
-        slope=0.003,
-        flat=0.25,
+        slope=0.008,
+        flat=0.1,
         widths=(1, 2, 4, 8, 16, 32),
         shapes=(4, 8, 16, 32),
         columns=Columns(block=512),
-        n_preparing=2,
+        n_preparing=5,
         stretch=6,
     ),
 }

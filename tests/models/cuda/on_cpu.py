@@ -42,11 +42,11 @@ static __nv_bfloat16 narrow(float f) {
 }
 static __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {narrow(x), narrow(y)}; }
 
-struct Index { int x; };
+struct Index { int x, y; };
 static thread_local Index threadIdx, blockIdx;
 alignas(16) static uint4 room[N_BYTES / 16];
 using Barrier = std::barrier<>;
-static Barrier block(256);
+static Barrier block(32 * N_SLICES);
 static Barrier warps[8] = {Barrier(32), Barrier(32), Barrier(32), Barrier(32),
                            Barrier(32), Barrier(32), Barrier(32), Barrier(32)};
 static void __syncthreads() { block.arrive_and_wait(); }
@@ -106,13 +106,14 @@ extern "C" int run(const __nv_bfloat16* x, int n_tokens, const __nv_bfloat16* w,
                     __nv_bfloat16* out, int late) {
   const int x_shape[3] = {1, n_tokens, n_inner}, w_shape[2] = {n_out, n_inner};
   is_late = late;
-  for (int b = 0; b < n_out / (16 * N_TILES); ++b) {
+  const int n_columns = n_out / 32, n_groups = (n_tokens + 16 * M_TILES - 1) / (16 * M_TILES);
+  for (int b = 0; b < n_columns * n_groups; ++b) {
     memset(room, 0xff, sizeof room);
     std::vector<std::thread> threads;
-    for (int i = 0; i < 256; ++i)
+    for (int i = 0; i < 32 * N_SLICES; ++i)
       threads.emplace_back([=] {
         threadIdx.x = i;
-        blockIdx.x = b;
+        blockIdx = {b % n_columns, b / n_columns};
         kernel(x, x_shape, 3, w, w_shape, out);
       });
     for (auto& thread : threads) thread.join();

@@ -7,29 +7,52 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from firn.models.cuda.products import MAX_TOKENS, NARROW, WIDE, Build
-from tests.models.cuda.on_cpu import KernelOnCpu, bfloat16, float32, has_compiler
+from firn.models.cuda.products import ALONE, N_COLUMNS, SHARED, Build
+from tests.models.cuda.on_cpu import Bits, KernelOnCpu, bfloat16, float32, has_compiler
 
-BUILDS = {(most, build) for builds in (NARROW, WIDE) for most, build in builds.items()}
+each_build = pytest.mark.parametrize("build", [*ALONE, *SHARED], ids=str)
 
 
-@pytest.mark.parametrize(("most", "build"), sorted(BUILDS, key=str))
-def test_every_build_multiplies(most: int, build: Build, tmp_path: Path) -> None:
+def kernel_of(build: Build, folder: Path) -> KernelOnCpu:
     if not has_compiler():
         pytest.skip("there is no compiler for C++20")
-    kernel = KernelOnCpu(tmp_path, build.template, shared_nbytes=build.shared_nbytes)
-    rng = np.random.default_rng(most)
-    # More chunks than are copied ahead, with as many tokens as fit; fewer of both.
-    for n_chunks, n_tokens in ((build.n_stages + 2, most), (1, most // 2 + 1)):
-        n_inner, n_out = 64 * n_chunks, 2 * build.n_columns
-        x = bfloat16(rng.standard_normal((n_tokens, n_inner), dtype=np.float32))
-        weight = bfloat16(rng.standard_normal((n_out, n_inner), dtype=np.float32))
+    return KernelOnCpu(folder, build.template, shared_nbytes=build.shared_nbytes)
+
+
+def some(rng: np.random.Generator, *shape: int) -> Bits:
+    return bfloat16(rng.standard_normal(shape, dtype=np.float32))
+
+
+@each_build
+def test_every_build_multiplies(build: Build, tmp_path: Path) -> None:
+    kernel, rng = kernel_of(build, tmp_path), np.random.default_rng(build.n_tokens)
+    # More chunks than are copied ahead, the last one not whole, for two blocks of tokens; less of both.
+    for n_inner, n_tokens in (
+        (build.chunk * (build.n_stages + 1) + 8, build.n_tokens + 3),
+        (build.chunk - 8, build.n_tokens // 2 + 1),
+    ):
+        x, weight = some(rng, n_tokens, n_inner), some(rng, 2 * N_COLUMNS, n_inner)
         want = float32(x) @ float32(weight).T
         for late in (False, True):
             got = kernel.product(x, weight, late=late)
-            assert np.abs(got - want).max() < 2**-8 * np.abs(want).max(), (n_chunks, late)
+            assert np.abs(got - want).max() < 2**-8 * np.abs(want).max(), (n_inner, late)
+
+
+@pytest.mark.parametrize("builds", [ALONE, SHARED], ids=["alone", "shared"])
+def test_a_token_s_result_does_not_depend_on_the_others(
+    builds: tuple[Build, ...], tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(1)
+    x, weight = some(rng, 50, 1000), some(rng, N_COLUMNS, 1000)
+    results = []
+    for build in builds:
+        folder = tmp_path / str(build.m_tiles)
+        folder.mkdir()
+        kernel = kernel_of(build, folder)
+        results.append(kernel.product(x[: build.n_tokens], weight, late=False)[:9])
+    for other in results[1:]:
+        np.testing.assert_array_equal(other, results[0])
 
 
 def test_blocks_fit_the_shared_memory_of_smaller_gpus() -> None:
-    assert max(build.shared_nbytes for _, build in BUILDS) <= 99 << 10
-    assert max(NARROW) == max(WIDE) == MAX_TOKENS
+    assert max(build.shared_nbytes for build in (*ALONE, *SHARED)) <= 99 << 10

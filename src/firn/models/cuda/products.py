@@ -4,14 +4,15 @@ MLX multiplies a single token by a kernel of its own and calls cuBLAS for more. 
 host some 15 to 40 us (a heuristic, descriptors, a capture), whatever it computes, and a step has
 hundreds of them. The kernel here is launched like MLX's own.
 
-    block    all tokens, and 32 or 64 columns of the result: 8 warps
-    chunk    64 values of the inner dimension, 128 bytes of each row of weights and tokens, copied to
-             shared memory some chunks ahead: the memory answers late. Its 16-byte parts are permuted
-             by row, so that the rows of a part lie in different banks
-    warp     a quarter of each chunk, and half of the columns. The tensor cores multiply 16 tokens by 8
-             columns; the four quarters are added at the end
+    block    64 tokens or fewer, and 32 columns of the result
+    chunk    128 or 256 values of each row of weights and tokens, copied to shared memory some chunks
+             ahead: the memory answers late. Its 16-byte parts are permuted by row, so that the rows of a
+             part lie in different banks
+    warp     a slice of each chunk: every fourth or eighth of its 16 values. The tensor cores multiply 16
+             tokens by 8 columns; the slices are added at the end
 
-Sums are in float32, as in cuBLAS, and their order depends on shapes alone.
+Sums are in float32, as in cuBLAS. Their order depends on the matrix alone, so a token's result is the
+same, whichever others are multiplied with it.
 """
 
 from __future__ import annotations
@@ -28,50 +29,53 @@ from firn.models.faults import first_line
 
 MAX_TOKENS = 128
 """For more tokens, a call of cuBLAS takes the device longer than the host."""
-N_THREADS, N_INNER = 256, 64
-"""Of a block and of a chunk; a matrix must be a multiple of the latter."""
-MIN_COLUMNS, MAX_COLUMNS = 32, 64
-"""Of a block. The more, the less often tokens are loaded, and the fewer blocks."""
-N_BLOCKS = 128
-"""As many keep an H200 busy."""
+N_COLUMNS, N_ALIGNED = 32, 8
+"""Columns of a block; values of the inner dimension that are copied at once."""
+N_BLOCKS = 132
+"""As many keep an H200 busy, one on each multiprocessor."""
 TOLERANCE = 2e-2
-TRIALS = ((96, 1088), (N_BLOCKS * MAX_COLUMNS, 192))
+TRIALS = ((96, 2632), ((N_BLOCKS + 1) * N_COLUMNS, 200))
 """Matrices (columns, inner dimension) that the kernel is tried with: of many chunks, and of few."""
+N_TRIED = (9, 25, 57, MAX_TOKENS - 7)
+"""Tokens of each trial."""
 
 SOURCE = """
-    constexpr int n_rows = M_TILES * 16, n_columns = N_TILES * 16, n_lines = n_columns + n_rows;
-    constexpr int n_slices = 4, n_threads = 256, n_loads = (n_lines + 31) / 32;
+    constexpr int n_rows = M_TILES * 16, n_columns = 32, n_lines = n_columns + n_rows;
+    constexpr int n_threads = 32 * N_SLICES, n_values = 16 * N_SLICES * N_TURNS, n_parts = n_values / 8;
+    constexpr int n_at_once = n_threads / n_parts, n_loads = (n_lines + n_at_once - 1) / n_at_once;
     extern __shared__ uint4 room[];
-    const int lane = threadIdx.x & 31, slice = threadIdx.x >> 6, half = (threadIdx.x >> 5) & 1;
-    const int n_inner = w_shape[1], n_out = w_shape[0], n_chunks = n_inner / 64;
+    const int lane = threadIdx.x & 31, slice = threadIdx.x >> 5;
+    const int n_inner = w_shape[1], n_out = w_shape[0], n_chunks = (n_inner + n_values - 1) / n_values;
     int n_tokens = 1;
     for (int i = 0; i + 1 < x_ndim; ++i) {
       n_tokens *= x_shape[i];
     }
-    const int first = blockIdx.x * n_columns, part = threadIdx.x & 7;
+    const int first_column = blockIdx.x * n_columns, first_token = blockIdx.y * n_rows;
+    const int part = threadIdx.x % n_parts, own_line = threadIdx.x / n_parts;
     const __nv_bfloat16* from[n_loads];
-    int n_bytes[n_loads];
     #pragma unroll
     for (int i = 0; i < n_loads; ++i) {
-      const int line = (threadIdx.x >> 3) + i * 32, token = line - n_columns;
-      n_bytes[i] = token < n_tokens ? 16 : 0;
-      from[i] = (token < 0 ? w + (int64_t)(first + line) * n_inner
-          : x + (int64_t)(token < n_tokens ? token : 0) * n_inner) + part * 8;
+      const int line = own_line + i * n_at_once, token = first_token + line - n_columns;
+      from[i] = line < n_columns ? w + (int64_t)(first_column + line) * n_inner
+          : token < n_tokens ? x + (int64_t)token * n_inner : nullptr;
     }
     auto fetch = [&](int chunk) {
       if (chunk < n_chunks) {
-        uint4* stage = room + chunk % N_STAGES * (n_lines * 8);
+        uint4* stage = room + chunk % N_STAGES * (n_lines * n_parts);
+        const int at = chunk * n_values + part * 8;
         #pragma unroll
         for (int i = 0; i < n_loads; ++i) {
-          const int line = (threadIdx.x >> 3) + i * 32;
-          if (n_lines % 32 == 0 || line < n_lines) {
-            copy_async(stage + line * 8 + (part ^ (line & 7)), from[i] + chunk * 64, n_bytes[i]);
+          const int line = own_line + i * n_at_once;
+          if (n_lines % n_at_once == 0 || line < n_lines) {
+            const bool is_there = from[i] != nullptr && at < n_inner;
+            uint4* to = stage + line * n_parts + (part ^ (line & 7));
+            copy_async(to, is_there ? from[i] + at : w, is_there ? 16 : 0);
           }
         }
       }
       end_copies();
     };
-    float sums[M_TILES][N_TILES][4] = {};
+    float sums[M_TILES][4][4] = {};
     #pragma unroll
     for (int i = 0; i < N_STAGES - 1; ++i) {
       fetch(i);
@@ -80,26 +84,31 @@ SOURCE = """
       await_copies<N_STAGES - 2>();
       __syncthreads();
       fetch(chunk + N_STAGES - 1);
-      const uint4* stage = room + chunk % N_STAGES * (n_lines * 8);
-      unsigned b[N_TILES][2];
+      const uint4* stage = room + chunk % N_STAGES * (n_lines * n_parts);
       #pragma unroll
-      for (int j = 0; j < N_TILES; j += 2) {
-        const int line = (half * N_TILES + j + (lane >> 4)) * 8 + (lane & 7);
-        const int at = line * 8 + ((2 * slice + (lane >> 3 & 1)) ^ (line & 7));
-        load_four(b[j][0], b[j][1], b[j + 1][0], b[j + 1][1], stage + at);
-      }
-      #pragma unroll
-      for (int i = 0; i < M_TILES; ++i) {
-        const int line = n_columns + i * 16 + (lane & 15);
-        unsigned a[4];
-        load_four(a[0], a[1], a[2], a[3], stage + line * 8 + ((2 * slice + (lane >> 4)) ^ (line & 7)));
+      for (int turn = 0; turn < N_TURNS; ++turn) {
+        const int k = 2 * (turn * N_SLICES + slice);
+        unsigned b[4][2];
         #pragma unroll
-        for (int j = 0; j < N_TILES; ++j) {
-          multiply(sums[i][j], a[0], a[1], a[2], a[3], b[j][0], b[j][1]);
+        for (int j = 0; j < 4; j += 2) {
+          const int line = (j + (lane >> 4)) * 8 + (lane & 7);
+          const int at = line * n_parts + ((k + (lane >> 3 & 1)) ^ (line & 7));
+          load_four(b[j][0], b[j][1], b[j + 1][0], b[j + 1][1], stage + at);
+        }
+        #pragma unroll
+        for (int i = 0; i < M_TILES; ++i) {
+          const int line = n_columns + i * 16 + (lane & 15);
+          const int at = line * n_parts + ((k + (lane >> 4)) ^ (line & 7));
+          unsigned a[4];
+          load_four(a[0], a[1], a[2], a[3], stage + at);
+          #pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            multiply(sums[i][j], a[0], a[1], a[2], a[3], b[j][0], b[j][1]);
+          }
         }
       }
     }
-    constexpr int m_pass = M_TILES < 4 ? M_TILES : 4, stride = n_columns + 8;
+    constexpr int m_pass = M_TILES < 2 ? M_TILES : 2, stride = n_columns + 8;
     float* parts = reinterpret_cast<float*>(room);
     #pragma unroll
     for (int pass = 0; pass < M_TILES; pass += m_pass) {
@@ -107,11 +116,10 @@ SOURCE = """
       #pragma unroll
       for (int i = 0; i < m_pass; ++i) {
         #pragma unroll
-        for (int j = 0; j < N_TILES; ++j) {
+        for (int j = 0; j < 4; ++j) {
           #pragma unroll
           for (int k = 0; k < 2; ++k) {
-            const int row = i * 16 + (lane >> 2) + k * 8;
-            const int column = (half * N_TILES + j) * 8 + (lane & 3) * 2;
+            const int row = i * 16 + (lane >> 2) + k * 8, column = j * 8 + (lane & 3) * 2;
             *reinterpret_cast<float2*>(parts + (slice * m_pass * 16 + row) * stride + column)
                 = float2{sums[pass + i][j][2 * k], sums[pass + i][j][2 * k + 1]};
           }
@@ -122,14 +130,15 @@ SOURCE = """
         const int row = e / (n_columns / 2), column = e % (n_columns / 2) * 2;
         float2 sum = {0, 0};
         #pragma unroll
-        for (int i = 0; i < n_slices; ++i) {
+        for (int i = 0; i < N_SLICES; ++i) {
           const float* at = parts + (i * m_pass * 16 + row) * stride + column;
           const float2 more = *reinterpret_cast<const float2*>(at);
           sum.x += more.x;
           sum.y += more.y;
         }
-        if (pass * 16 + row < n_tokens) {
-          *reinterpret_cast<__nv_bfloat162*>(out + (int64_t)(pass * 16 + row) * n_out + first + column)
+        const int64_t token = first_token + pass * 16 + row;
+        if (token < n_tokens) {
+          *reinterpret_cast<__nv_bfloat162*>(out + token * n_out + first_column + column)
               = __floats2bfloat162_rn(sum.x, sum.y);
         }
       }
@@ -156,41 +165,48 @@ __device__ inline void load_four(
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Of the kernel: a block multiplies up to 16 * m_tiles tokens by 16 * n_tiles columns, and copies
-    n_stages - 1 chunks ahead."""
+    """Of the kernel: a block multiplies up to 16 * m_tiles tokens by n_slices warps, each of which takes
+    n_turns times 16 values of a chunk; n_stages - 1 chunks are copied ahead."""
 
     m_tiles: int
-    n_tiles: int
     n_stages: int
+    n_slices: int
+    n_turns: int
 
     @property
-    def n_columns(self) -> int:
-        return 16 * self.n_tiles
+    def n_tokens(self) -> int:
+        return 16 * self.m_tiles
+
+    @property
+    def n_threads(self) -> int:
+        return 32 * self.n_slices
+
+    @property
+    def chunk(self) -> int:
+        """Values of a row."""
+        return 16 * self.n_slices * self.n_turns
 
     @property
     def shared_nbytes(self) -> int:
-        """Of the chunks, and after them of the sums of 64 tokens' quarters."""
-        chunks = self.n_stages * (16 * self.m_tiles + self.n_columns) * N_INNER * DTYPE.size
-        sums = 4 * 16 * min(self.m_tiles, 4) * (self.n_columns + 8) * mx.float32.size
+        """Of the chunks, and after them of the sums of 32 tokens' slices."""
+        chunks = self.n_stages * (self.n_tokens + N_COLUMNS) * self.chunk * DTYPE.size
+        sums = self.n_slices * min(self.n_tokens, 32) * (N_COLUMNS + 8) * mx.float32.size
         return max(chunks, sums)
 
     @property
     def template(self) -> list[tuple[str, int]]:
         return [
             ("M_TILES", self.m_tiles),
-            ("N_TILES", self.n_tiles),
             ("N_STAGES", self.n_stages),
+            ("N_SLICES", self.n_slices),
+            ("N_TURNS", self.n_turns),
         ]
 
 
-NARROW = {
-    16: Build(1, 2, 8),
-    32: Build(2, 2, 6),
-    64: Build(4, 2, 5),
-    MAX_TOKENS: Build(8, 2, 4),
-}
-WIDE = NARROW | {64: Build(4, 4, 5), MAX_TOKENS: Build(8, 4, 4)}
-"""By the most tokens that each is for."""
+ALONE = (Build(1, 4, 8, 2), Build(2, 3, 8, 2), Build(4, 4, 8, 1))
+"""Of matrices with a block for each multiprocessor at most: it has its memory to itself."""
+SHARED = (Build(1, 4, 4, 2), Build(2, 3, 4, 2), Build(4, 3, 4, 2))
+"""Of larger matrices: several small blocks share a multiprocessor, and wait in turns."""
 
 
 @cache
@@ -210,8 +226,8 @@ def suits(x: mx.array, weight: mx.array) -> bool:
     n_out, n_inner = weight.shape
     return (
         n_inner < x.size <= MAX_TOKENS * n_inner
-        and n_inner % N_INNER == 0
-        and n_out % MIN_COLUMNS == 0
+        and n_inner % N_ALIGNED == 0
+        and n_out % N_COLUMNS == 0
         and weight.dtype == DTYPE
         and x.dtype == DTYPE
     )
@@ -220,14 +236,15 @@ def suits(x: mx.array, weight: mx.array) -> bool:
 def product(x: mx.array, weight: mx.array) -> mx.array:
     """x @ weight.T, where it `suits`."""
     n_out, n_inner = weight.shape
-    is_wide = n_out % MAX_COLUMNS == 0 and n_out >= N_BLOCKS * MAX_COLUMNS
-    builds = WIDE if is_wide else NARROW
-    build = next(b for most, b in builds.items() if x.size <= most * n_inner)
+    n_tokens = x.size // n_inner
+    builds = ALONE if n_out <= N_BLOCKS * N_COLUMNS else SHARED
+    build = next((b for b in builds if n_tokens <= b.n_tokens), builds[-1])
+    n_groups = -(-n_tokens // build.n_tokens)
     (out,) = _kernel(build.shared_nbytes)(
         inputs=[x, weight],
         template=build.template,
-        grid=(n_out // build.n_columns * N_THREADS, 1, 1),
-        threadgroup=(N_THREADS, 1, 1),
+        grid=(n_out // N_COLUMNS * build.n_threads, n_groups, 1),
+        threadgroup=(build.n_threads, 1, 1),
         output_shapes=[(*x.shape[:-1], n_out)],
         output_dtypes=[DTYPE],
     )
@@ -239,9 +256,8 @@ def fault() -> str | None:
     """Compile the kernel and try it on this device. Returns why it cannot be used; None if it can."""
     for n_out, n_inner in TRIALS:
         weight = mx.random.normal((n_out, n_inner), key=mx.random.key(1)).astype(DTYPE)
-        for most in NARROW:
-            n_tokens = most - 7
-            x = mx.random.normal((1, n_tokens, n_inner), key=mx.random.key(most)).astype(DTYPE)
+        for n_tokens in N_TRIED:
+            x = mx.random.normal((1, n_tokens, n_inner), key=mx.random.key(n_tokens)).astype(DTYPE)
             want = x.astype(mx.float32) @ weight.astype(mx.float32).T
             try:
                 error = mx.abs(product(x, weight).astype(mx.float32) - want).max()
