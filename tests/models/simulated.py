@@ -156,9 +156,9 @@ class Simulation:
             self.now += self.machine.lookup_s * len(group.rows)
             last = group.unread[-1] if group.unread else None
             if isinstance(last, Verification):
-                texts = self.speculation.texts_ahead(group, last.width)
-                if texts is not None:
-                    return Ahead(group, seats, tuple(texts), None, NO_PICKS, (), last.width)  # type: ignore[arg-type]
+                ahead = self.speculation.texts_ahead(group, last.width)
+                if ahead is not None and self._n_steps[ahead.width] >= N_FIRST:
+                    return Ahead(group, seats, ahead.texts, None, NO_PICKS, (), ahead.width)  # type: ignore[arg-type]
                 self._read(group, last, said)
             drafts = self.speculation.plan(group, lambda: self._read_all(group, said))
         if drafts is None:

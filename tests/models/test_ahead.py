@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -33,17 +33,18 @@ from tests.models.test_traced import at_once
 from tests.zoo import VOCAB_SIZE, build
 
 WARM = Sampling(temperature=0.9, seed=5)
+CHANGING = (4, 8, 16)
 
 
 class Steady(AnyWidth):
-    """Drafts as many tokens in every step."""
+    """Drafts as many tokens in every step, or one of these numbers of tokens."""
 
-    def __init__(self, *args: Any, width: int, **options: Any) -> None:
+    def __init__(self, *args: Any, widths: Sequence[int], **options: Any) -> None:
         super().__init__(*args, **options)
-        self._width_now = width
+        self._widths, self._rng = widths, random.Random(5)
 
     def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
-        return DraftPlan(self._width_now)
+        return DraftPlan(self._rng.choice(self._widths))
 
 
 @pytest.fixture
@@ -81,9 +82,9 @@ def traits(name: str) -> Any:
     return dataclasses.replace(own, columns=dataclasses.replace(own.columns, block=64))
 
 
-def steady(replies: Any, *, width: int = 4, right: float = 0.7, name: str = "qwen3") -> Steady:
+def steady(replies: Any, *widths: int, right: float = 0.7, name: str = "qwen3") -> Steady:
     drafter = KnownReplies(replies, right=right, vocab_size=VOCAB_SIZE)
-    return Steady(drafter, width=width, traits=traits(name))
+    return Steady(drafter, widths=widths or (4,), traits=traits(name))
 
 
 def guessing(speculation: Steady, *, name: str = "qwen3", **options: Any) -> Any:
@@ -115,7 +116,7 @@ def test_an_engine_says_the_same(
     options: dict[str, Any] = {"chunk": 32, "cache_nbytes": None, "max_rows": 3}
     with running(plain(name), **options) as harness:
         want = tell(harness, requests)
-    speculation = steady(known(requests, want), width=width, right=right, name=name)
+    speculation = steady(known(requests, want), width, right=right, name=name)
     with guessing(speculation, name=name, **options) as harness:
         got = tell(harness, requests)
     n_said = sum(len(reply) for result in want for reply in result.tokens.values())
@@ -145,6 +146,23 @@ def test_most_steps_follow_one_that_is_not_read(
     assert n_drafted > 2.5 * len(taken), "their texts are long enough"
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("n_rows", [1, 3])
+def test_a_step_may_follow_one_of_another_width(
+    n_rows: int, sampling: Sampling, followers: list[ahead.StepAhead]
+) -> None:
+    rng = random.Random(4)
+    prompts = [prompt_of(rng, n) for n in (20, 35, 50)[:n_rows]]
+    want = replies_to(prompts, 90, sampling)
+    speculation = steady(by_prompt(prompts, want), *CHANGING, right=0.6)
+    with guessing(speculation, cache_nbytes=None, max_rows=n_rows) as harness:
+        got = [harness.submit(p, 90, sampling=sampling) for p in prompts]
+        for g, w in zip(got, want, strict=True):
+            assert_equal(g.wait(), w)
+    assert {f.width for f in followers} == set(CHANGING)
+    assert len(followers) > 0.7 * speculation.totals.n_draft_steps
+
+
 def test_seats_that_stayed_vacant_are_removed_between_steps(
     followers: list[ahead.StepAhead],
 ) -> None:
@@ -172,13 +190,19 @@ def test_what_the_device_feeds_next() -> None:
     )
     picked = mx.array([11, 12, 13, 14, 21, 99, 98, 97, 31, 0, 0], dtype=mx.uint32)
     texts = [range(11, 18), range(21, 28), range(31, 35), ()]
-    after, n_right = ahead._next_feed(picked, fed, [tuple(text) for text in texts])
+    after, n_right = ahead._next_feed(picked, fed, [tuple(text) for text in texts], 4)
     assert n_right.tolist() == [3, 1, 1, 0], "padding that happens to be picked is not right"
     assert after.ids.tolist() == [[14, 15, 16, 17], [99, 23, 24, 25], [0, 33, 34, 0], [0] * 4]
     assert after.n_drafted.tolist() == [3, 3, 2, 0]
     assert after.begins.tolist() == [104, 202, 302, 401]
     assert after.ids.dtype == fed.ids.dtype, "or the step would be traced again"
     assert after.begins.dtype == fed.begins.dtype
+    narrow, _ = ahead._next_feed(picked, fed, [tuple(text) for text in texts], 2)
+    assert narrow.ids.tolist() == [[14, 15], [99, 23], [0, 33], [0, 0]]
+    assert narrow.n_drafted.tolist() == [1, 1, 1, 0]
+    wide, _ = ahead._next_feed(picked, fed, [(*text, 50, 51) for text in texts[:2]] + [(), ()], 6)
+    assert wide.ids.tolist()[:2] == [[14, 15, 16, 17, 50, 51], [99, 23, 24, 25, 26, 27]]
+    assert wide.n_drafted.tolist() == [5, 5, 0, 0]
 
 
 @pytest.mark.parametrize("n_rows", [1, 3])
@@ -236,12 +260,13 @@ def test_tokens_that_are_forced_meanwhile_come_behind_it() -> None:
         assert assert_same("qwen3", [*prompt, *said[: at + 4]], said[at + 4 :]) > 2
 
 
+@pytest.mark.parametrize("widths", [(4,), CHANGING], ids=str)
 def test_tokens_that_were_forced_before_are_said_in_their_place(
-    followers: list[ahead.StepAhead],
+    widths: tuple[int, ...], followers: list[ahead.StepAhead]
 ) -> None:
     rng = random.Random(5)
     prompts = [prompt_of(rng, n) for n in (20, 50, 40)]
-    speculation = steady(by_prompt(prompts, replies_to(prompts, 60)), right=0.8)
+    speculation = steady(by_prompt(prompts, replies_to(prompts, 60)), *widths, right=0.8)
     with guessing(speculation, cache_nbytes=None, max_rows=3) as harness:
         results = harness.between_steps(lambda: [harness.submit(p, 60) for p in prompts])
         for i in range(len(prompts)):

@@ -8,7 +8,8 @@ the device can count the right ones itself, and a drafter's text goes on behind 
     step     .  t0 t1 t2               picked: t0 t1 x .     two are right, and x is the row's own
     next     x  t3 t4 t5               the text goes on, one token replaced
 
-So the next step is the same for all outcomes but one number a row, an array like any other. When the
+So the next step is the same for all outcomes but one number a row, an array like any other. It may be
+wider or narrower than the first. When the
 first step is read, the second one is being computed; the host then knows what that must have been fed,
 and with its tokens it reads what it was. A row that ends takes nothing of it.
 
@@ -57,6 +58,15 @@ class DeviceFeed:
     places: mx.array | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class TextsAhead:
+    """width: of the next step. texts: for each seat, what a drafter says after the newest token that the
+    host knows, long enough for the step in flight and the next one; or nothing."""
+
+    width: int
+    texts: tuple[tuple[int, ...], ...]
+
+
 def device_feed(
     rows: Sequence[Row], drafts: Sequence[Sequence[int]], ids: mx.array, layers: Sequence[Any]
 ) -> DeviceFeed | None:
@@ -87,13 +97,13 @@ def launch_ahead(group: Group, speculation: Speculation | None, traced: TracedSt
     """Dispatch the step after the group's newest one, which nobody has read. False: nothing was done."""
     if speculation is None or traced is None or not speculation.follows_unread:
         return False
-    texts = None
+    follow_up = None
     if _can_be_followed(group):
-        texts = speculation.texts_ahead(group, group.unread[-1].width)
-    if texts is None:
+        follow_up = speculation.texts_ahead(group, group.unread[-1].width)
+    if follow_up is None:
         return False
     try:
-        step = _follow(group, texts, traced)
+        step = _follow(group, follow_up, traced)
         if step is None:
             return False
         mx.async_eval(step.picks.arrays, step.told)
@@ -121,48 +131,48 @@ def _can_be_followed(group: Group) -> bool:
     )
 
 
-def _follow(group: Group, texts: Sequence[Sequence[int]], traced: TracedSteps) -> StepAhead | None:
-    """None: nothing was done, as the shape is new.
-
-    texts: for each seat, what a drafter says after the newest token that the host knows, or nothing.
-    """
-    last = group.unread[-1]
+def _follow(group: Group, follow_up: TextsAhead, traced: TracedSteps) -> StepAhead | None:
+    """None: nothing was done, as the shape is new."""
+    last, width, texts = group.unread[-1], follow_up.width, follow_up.texts
     assert isinstance(last, Verification)
     assert last.fed is not None
-    fed, n_right = _next_feed(last.picks.tokens, last.fed, texts)
+    fed, n_right = _next_feed(last.picks.tokens, last.fed, texts, width)
     # The layers do not know of what the last step wrote, if the one before it was read since.
     begins = Begins(fed.begins, n_more=last.width if isinstance(last, StepAhead) else 0)
     logits = traced.logits(fed.ids, group.layers, group.columns, begins=begins)
     if logits is None:
         return None
-    rows, width = last.rows, last.width
+    rows = last.rows
     # Where the picks of this step lie, counted from the first one of the last step.
     at = n_right[:, None] + 1 + mx.arange(width)
     pickers = [row.picker for row in rows if row.picker for _ in range(width)]
     logits = logits.reshape(-1, logits.shape[-1])
-    picks = pick(logits, pickers, _forced(rows, at), keys=_keys(rows, at))
+    forced = _forced(rows, at, n_most=last.width + width)
+    picks = pick(logits, pickers, forced, keys=_keys(rows, at))
     arrays = (picks.tokens, fed.ids, fed.begins)
     told = mx.concatenate([a.reshape(-1).astype(mx.int32) for a in arrays])
-    more: dict[str, Any] = {"fed": fed, "follows": last, "texts": tuple(texts), "told": told}
+    more: dict[str, Any] = {"fed": fed, "follows": last, "texts": texts, "told": told}
     return StepAhead(group, rows, (), None, picks, (), width, **more)
 
 
 def _next_feed(
-    tokens: mx.array, fed: DeviceFeed, texts: Sequence[Sequence[int]]
+    tokens: mx.array, fed: DeviceFeed, texts: Sequence[Sequence[int]], width: int
 ) -> tuple[DeviceFeed, mx.array]:
-    """What each row is fed after a step that picked these tokens, and how many of those that it was fed
-    were right."""
-    n_rows, width = fed.ids.shape
-    n_most = width - 1
-    each = mx.arange(n_most)
-    in_rows = tokens.reshape(n_rows, width) if fed.places is None else tokens[fed.places]
+    """What each row is fed, in a step of this width, after one that picked these tokens; and how many of
+    those that it was fed were right.
+
+    texts: for each row, what a drafter says after the newest token that the host knows, or nothing.
+    """
+    n_rows, last_width = fed.ids.shape
+    in_rows = tokens.reshape(n_rows, last_width) if fed.places is None else tokens[fed.places]
     picked = in_rows.astype(fed.ids.dtype)
-    is_right = (picked[:, :-1] == fed.ids[:, 1:]) & (each < fed.n_drafted[:, None])
-    n_right = _n_first(is_right)
+    is_drafted = mx.arange(last_width - 1) < fed.n_drafted[:, None]
+    n_right = _n_first((picked[:, :-1] == fed.ids[:, 1:]) & is_drafted)
     newest = mx.take_along_axis(picked, n_right[:, None], axis=1)
-    n_text = width + n_most
+    n_text = last_width + width - 1
     padded = [[*text[:n_text], *[-1] * (n_text - len(text))] for text in texts]
-    draft = mx.take_along_axis(mx.array(padded), n_right[:, None] + 1 + each, axis=1)
+    at = n_right[:, None] + 1 + mx.arange(width - 1)
+    draft = mx.take_along_axis(mx.array(padded), at, axis=1)
     ids = mx.concatenate([newest, mx.maximum(draft, 0).astype(newest.dtype)], axis=1)
     return DeviceFeed(ids, fed.begins + 1 + n_right, _n_first(draft >= 0)), n_right
 
@@ -173,11 +183,11 @@ def _n_first(holds: mx.array) -> mx.array:
     return mx.min(mx.where(holds, n, mx.arange(n)), axis=1)
 
 
-def _forced(rows: Sequence[Row], at: mx.array) -> mx.array | None:
-    """For each pick of the step: the token that is not picked, or -1. None: all are picked."""
+def _forced(rows: Sequence[Row], at: mx.array, *, n_most: int) -> mx.array | None:
+    """For each pick of the step: the token that is not picked, or -1. None: all are picked. n_most: all
+    picks of this step and the last are among so many."""
     if not any(row.forced for row in rows):
         return None
-    n_most = 2 * at.shape[1]
     table = [[row.forced.get(row.n_tokens + 1 + j, -1) for j in range(n_most)] for row in rows]
     return mx.take_along_axis(mx.array(table), at, axis=1).reshape(-1)
 

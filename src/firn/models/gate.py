@@ -50,7 +50,7 @@ N_SURE = 3
 """Measurements that outvote the prior."""
 MAX_OFF = 4.0
 """A single measurement counts for at most this many times what was believed."""
-MAX_PREPARING = 2.0
+MAX_PREPARING = 1.6
 """Plain steps that a step is charged with at most which compiles kernels: it does so once."""
 SLOWER_RATE, FASTER_RATE = 0.1, 0.3
 """How fast the believed drafting time follows a measurement that is slower, or faster."""
@@ -108,7 +108,8 @@ class Recent:
 
 @dataclass(eq=False, slots=True)
 class _Measured:
-    """For one number of rows: seconds of a plain step; wide steps and changes in units of that."""
+    """For one number of rows: seconds of plain steps and of wide ones, by width. A change to wide steps
+    and back in plain steps."""
 
     plain: Recent = field(default_factory=Recent)
     wide: dict[int, Recent] = field(default_factory=dict)
@@ -140,6 +141,7 @@ class StepTimes:
         """seconds: between the tokens of two plain steps, one of which was in flight."""
         rows = self._of(n_rows)
         rows.plain.saw(seconds)
+        rows.prices.clear()
         rows.n_wanted = max(rows.n_wanted - 1, 0)
         rows.n_since_plain = 0
 
@@ -161,11 +163,11 @@ class StepTimes:
         known = rows.wide.setdefault(width, Recent())
         if width not in rows.newest:
             known.sum_up()
-        known.saw(measured)
+        known.saw(seconds)
         rows.newest.append(width)
         rows.prices.clear()
         price = self.price(n_rows, width)
-        rows.n_doubtful = rows.n_doubtful + 1 if known.median < 1.0 else 0
+        rows.n_doubtful = rows.n_doubtful + 1 if known.median < rows.plain.median else 0
         if rows.n_since_plain >= N_UNSEEN or rows.n_doubtful >= rows.n_trusted:
             if rows.n_doubtful:
                 rows.n_trusted *= 2
@@ -223,8 +225,13 @@ class StepTimes:
         return prices[width]
 
     def _price(self, n_rows: int, width: int) -> float:
-        wide = self._of(n_rows).wide
-        seen = {w: r.believed(self._prior(n_rows, w)) for w, r in wide.items() if r}
+        rows = self._of(n_rows)
+        plain_s = rows.plain.median if rows.plain else 0.0
+        seen = {
+            w: times.believed(self._prior(n_rows, w) * plain_s) / plain_s
+            for w, times in rows.wide.items()
+            if times
+        }
         if width in seen:
             return seen[width]
         below = max((w for w in seen if w < width), default=1)

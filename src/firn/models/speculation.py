@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 from firn.core.errors import may_be_device_fault
 from firn.core.values import Job
+from firn.models.ahead import TextsAhead
 from firn.models.draft_bounds import forced_next, is_bound, within
 from firn.models.draft_totals import DraftTotals
 from firn.models.drafters import NO_DRAFT, Draft, Drafter
@@ -244,22 +245,24 @@ class Speculation:
             drafts.append(of_row.next.cut(max(best.width - len(row.pending), 0)).tokens)
         return drafts if any(drafts) else None
 
-    def texts_ahead(self, group: Group, width: int) -> list[tuple[int, ...]] | None:
-        """What is drafted for each seat after the newest token that is known, for the step in flight and
-        another one as wide. None: most of them end too soon, or another width is better."""
+    def texts_ahead(self, group: Group, width: int) -> TextsAhead | None:
+        """What to feed each seat after the step in flight, which has this width. None: no drafts pay, or
+        most of them end too soon."""
         known = [(row, d) for row in group.rows if (d := self._rows.get(row)) is not None]
         if self._costly is not None or not known:
             return None
         for row, drafted in known:
             if not drafted.next.tokens:
                 self._draft_for_free(row, drafted)
-        if self.traits.shape(self._width(group).width) != width:
+        best = self._width(group).width
+        if best == 1:
             return None
-        n_most = 2 * width - 1
+        next_width = self.traits.shape(best)
+        n_most = width + next_width - 1
         of = {row: within(row, drafted.next.cut(n_most)).tokens for row, drafted in known}
-        texts = [of.get(row, ()) for row in group.seats]
+        texts = tuple(of.get(row, ()) for row in group.seats)
         n_enough = sum(len(text) == n_most for text in texts)
-        return texts if 2 * n_enough > sum(map(bool, texts)) else None
+        return TextsAhead(next_width, texts) if 2 * n_enough > sum(map(bool, texts)) else None
 
     def count(
         self, group: Group, taken: Sequence[TakenTokens], step: PlainStep | Verification
