@@ -42,8 +42,12 @@ def test_every_build_multiplies(build: Build, tmp_path: Path) -> None:
 def test_a_token_s_result_does_not_depend_on_the_others(
     builds: tuple[Build, ...], tmp_path: Path
 ) -> None:
+    """The order of a sum shows in its last bits, and in all of them where large values cancel out."""
     rng = np.random.default_rng(1)
-    x, weight = some(rng, 50, 1000), some(rng, N_COLUMNS, 1000)
+    large, small = some(rng, 50, 500), some(rng, 50, 24)
+    x = np.concatenate([large, large ^ 0x8000, small], axis=1)  # the sign
+    half = some(rng, N_COLUMNS, 500)
+    weight = np.concatenate([half, half, some(rng, N_COLUMNS, 24) - (8 << 7)], axis=1)  # by 2 ** -8
     results = []
     for build in builds:
         folder = tmp_path / str(build.m_tiles)
