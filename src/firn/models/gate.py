@@ -1,9 +1,10 @@
 """How many tokens are worth drafting: what a step costs, by rows and width, against what it brings.
 
-Costs are measured while serving, in plain steps of the same rows: a plain step is one token a row with
-the next step in flight, as without speculation. A step of several tokens is read before the next one
-is launched, and changing to such steps and back leaves the device idle for a moment; its price includes
-both.
+Costs are measured while serving, and a price is in plain steps of the same rows: a plain step is one
+token a row with the next step in flight, as without speculation. A step of several tokens may have to be
+read before the next one is launched, and changing to such steps and back leaves the device idle for a
+moment; its price includes both. A host's speed can change from one second to the next, so seconds are
+kept, and a price follows the newest steps of both kinds.
 
     a step of width w pays where   tokens(w) / (price(w) + change / episode)  >  1
 
