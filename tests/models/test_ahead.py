@@ -102,11 +102,17 @@ def by_prompt(prompts: list[list[int]], results: list[Result]) -> dict[Any, list
 
 
 @pytest.mark.parametrize(
-    ("name", "width", "right"),
-    [("qwen3", 4, 0.5), ("qwen3", 16, 0.97), ("llama", 8, 0.9), ("deepseek_v3", 4, 0.8)],
+    ("name", "widths", "right"),
+    [
+        ("qwen3", (4,), 0.5),
+        ("qwen3", (16,), 0.97),
+        ("qwen3", CHANGING, 0.9),
+        ("llama", (8,), 0.9),
+        ("deepseek_v3", (4,), 0.8),
+    ],
 )
 def test_an_engine_says_the_same(
-    name: str, width: int, right: float, followers: list[ahead.StepAhead]
+    name: str, widths: tuple[int, ...], right: float, followers: list[ahead.StepAhead]
 ) -> None:
     """Rows join and leave. Those with penalties draw from other logits after each token: no step may
     follow theirs unread."""
@@ -116,7 +122,7 @@ def test_an_engine_says_the_same(
     options: dict[str, Any] = {"chunk": 32, "cache_nbytes": None, "max_rows": 3}
     with running(plain(name), **options) as harness:
         want = tell(harness, requests)
-    speculation = steady(known(requests, want), width, right=right, name=name)
+    speculation = steady(known(requests, want), *widths, right=right, name=name)
     with guessing(speculation, name=name, **options) as harness:
         got = tell(harness, requests)
     n_said = sum(len(reply) for result in want for reply in result.tokens.values())
