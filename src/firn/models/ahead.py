@@ -9,9 +9,9 @@ the device can count the right ones itself, and a drafter's text goes on behind 
     next     x  t3 t4 t5               the text goes on, one token replaced
 
 So the next step is the same for all outcomes but one number a row, an array like any other. It may be
-wider or narrower than the first. When the
-first step is read, the second one is being computed; the host then knows what that must have been fed,
-and with its tokens it reads what it was. A row that ends takes nothing of it.
+wider or narrower than the first. When the first step is read, the second one is being computed; the host
+then knows what that must have been fed, and with its tokens it reads what it was. A row that ends takes
+nothing of it.
 
 Only for steps that are traced, and rows whose picks depend on nothing but logits, seed and position: no
 grammar, no penalties.

@@ -227,20 +227,20 @@ class StepTimes:
 
     def _price(self, n_rows: int, width: int) -> float:
         rows = self._of(n_rows)
-        plain_s = rows.plain.median if rows.plain else 0.0
-        seen = {
-            w: times.believed(self._prior(n_rows, w) * plain_s) / plain_s
-            for w, times in rows.wide.items()
-            if times
-        }
-        if width in seen:
-            return seen[width]
+        if rows.wide.get(width):
+            return self._measured_price(n_rows, width)
+        seen = {w: self._measured_price(n_rows, w) for w, times in rows.wide.items() if times}
         below = max((w for w in seen if w < width), default=1)
         above = min((w for w in seen if w > width), default=None)
         if above is None:
             return seen.get(below, 1.0) * self._prior(n_rows, width) / self._prior(n_rows, below)
         low = seen[below] if below > 1 else min(1.0 + self._traits.flat, seen[above])
         return low + (width - below) / (above - below) * (seen[above] - low)
+
+    def _measured_price(self, n_rows: int, width: int) -> float:
+        rows = self._of(n_rows)
+        plain_s = rows.plain.median
+        return rows.wide[width].believed(self._prior(n_rows, width) * plain_s) / plain_s
 
     def lowest_price(self, n_rows: int, width: int) -> float:
         """Its price if it differs from those of other widths only as much as is usual on this device:

@@ -42,7 +42,7 @@ and go a shape may last for one step."""
 PLAIN = Columns(256)
 """What steps of one token see. As mlx-lm's caches grow: no step needs a larger buffer than theirs."""
 LONE_COLUMNS = 16_384
-"""With more than these, a lone row's next token is not traced: attention without a mask saves more than
+"""From so many on, a lone row's next token is not traced: attention without a mask saves more than
 building takes."""
 N_TRIED = 3
 """Tokens that a model is tried with."""
