@@ -29,6 +29,7 @@ from firn.models.drafters.mtp import MtpDrafter
 from firn.models.gate import ExpectedTokens, Odds
 from firn.models.raggedcheck import traits_of
 from firn.models.speculation import MAX_COSTLY, MAX_DRAFT, RowDrafts, Speculation
+from firn.models.step_clock import StepClock
 from firn.models.traits import Traits
 from firn.models.verify import TakenTokens, Verification
 
@@ -112,31 +113,40 @@ class OracleHead(Oracle):
             self.head.close(row)
 
 
+class ListingClock(StepClock):
+    """Also lists how long each step took, by its kind."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.step_ms: dict[str, list[float]] = {}
+
+    def read(
+        self, group: Group, taken: Sequence[TakenTokens], step: PlainStep | Verification
+    ) -> None:
+        pace = self.paces.get(id(group))
+        if pace is not None:
+            wide = f"x{step.width}" if isinstance(step, Verification) else ""
+            kind = wide or ("drained" if self.drains else "back" if pace.n_wide else "plain")
+            self.step_ms.setdefault(kind, []).append(1000 * (self._clock() - pace.read_at))
+        super().read(group, taken, step)
+
+
 class OracleSpeculation(Speculation):
     """The reply is forced here to make it known; the drafts are the oracle's all the same."""
 
     def __init__(self, oracle: Oracle, traits: Traits) -> None:
         super().__init__(oracle, traits=traits)
         self.oracle = oracle
-        self.step_ms: dict[str, list[float]] = {}
+        self.listing = ListingClock(self.times, self.allowance, time.perf_counter)
+        self.step_clock = self.listing
 
     def forget(self) -> None:
         """The oracle is another one from here on."""
         self._odds = Odds()
 
-    def _time(
-        self, group: Group, taken: Sequence[TakenTokens], step: PlainStep | Verification
-    ) -> None:
-        pace = self._paces.get(id(group))
-        if pace is not None:
-            wide = f"x{step.width}" if isinstance(step, Verification) else ""
-            kind = wide or ("drained" if self._drains else "back" if pace.n_wide else "plain")
-            self.step_ms.setdefault(kind, []).append(1000 * (self._clock() - pace.read_at))
-        super()._time(group, taken, step)
-
     def told(self) -> str:
         """How many steps of each kind there were since this was last asked, and how long they took."""
-        kinds, self.step_ms = self.step_ms, {}
+        kinds, self.listing.step_ms = self.listing.step_ms, {}
         each = [
             f"{kind}: {len(ms)} of {statistics.median(ms):.1f} ms, longest {max(ms):.0f}"
             for kind, ms in sorted(kinds.items())

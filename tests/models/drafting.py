@@ -74,11 +74,12 @@ class AnyWidth(Speculation):
         *,
         seed: int = 0,
         least: int = 1,
+        most: int = 12,
         traits: Traits = TRAITS["cpu"],
     ) -> None:
         super().__init__(drafter, traits=traits)
         self._rng = random.Random(seed)
-        self._least = least
+        self._least, self._most = least, most
 
     def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
-        return DraftPlan(self._rng.randint(self._least, 12))
+        return DraftPlan(self._rng.randint(self._least, self._most))

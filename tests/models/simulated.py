@@ -19,6 +19,7 @@ import numpy as np
 from firn.core.values import Job, Namespace, Prompt, RequestId, Sampling
 from firn.models.batch import Group, PlainStep, Row
 from firn.models.drafters import NO_DRAFT, Draft
+from firn.models.gate import ExpectedTokens
 from firn.models.sampling import Picks
 from firn.models.speculation import Speculation
 from firn.models.traits import TRAITS, Traits
@@ -47,6 +48,10 @@ class Machine:
     """What each of the first steps of a width takes longer: it is built, and nothing goes ahead."""
     slowness: Callable[[float], float] = lambda now: 1.0
     """How many times longer everything takes, by the time."""
+    draft_s: float = 0.0
+    """What a drafted token takes, for all rows together. 0: drafts are free."""
+    decide_s: float = 0.0
+    """What it takes the host to weigh the drafts that are not free, for each row."""
 
     def device(self, width: int, rng: random.Random) -> float:
         price = (
@@ -93,6 +98,32 @@ class Oracle:
         self._n.clear()
 
 
+class CostlyOracle(Oracle):
+    """The machine takes a while for its drafts."""
+
+    is_free = False
+
+    def __init__(
+        self, right: Callable[[int], float], rng: random.Random, simulation: Simulation
+    ) -> None:
+        super().__init__(right, rng)
+        self._simulation = simulation
+
+    def draft(self, rows: Sequence[Hashable], n_most: int) -> list[Draft]:
+        self._simulation.take(self._simulation.machine.draft_s * n_most)
+        return super().draft(rows, n_most)
+
+
+class SlowDecisions(Speculation):
+    """The host takes a while to weigh drafts that are not free."""
+
+    simulation: Simulation
+
+    def _expected_of_costly(self, *arguments: Any) -> ExpectedTokens | None:
+        self.simulation.take(self.simulation.machine.decide_s)
+        return super()._expected_of_costly(*arguments)
+
+
 def truth(n: int) -> int:
     return n % 1000 + 1
 
@@ -130,6 +161,10 @@ class Simulation:
             if self.speculation is not None:
                 self.speculation.close(row)
         return self.now - began
+
+    def take(self, seconds: float) -> None:
+        """The host is busy for so long."""
+        self.now += seconds * self.machine.slowness(self.now)
 
     def _step(self, group: Group, said: dict[Row, int]) -> None:
         step = self._next(group, said)
@@ -219,10 +254,11 @@ def gain(
     rng = random.Random(seed)
     chance = right if callable(right) else lambda n: right
     simulation = Simulation(machine, n_rows, rng)
-    oracle = Oracle(chance, rng)
-    simulation.speculation = Speculation(
+    oracle = CostlyOracle(chance, rng, simulation) if machine.draft_s else Oracle(chance, rng)
+    simulation.speculation = speculation = SlowDecisions(
         oracle, traits=machine.traits, clock=lambda: simulation.now
     )
+    speculation.simulation = simulation
     for _ in range(n_before):
         simulation.run(n_tokens)
     with_it = sum(simulation.run(n_tokens) for _ in range(n_replies))

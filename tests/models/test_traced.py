@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import time
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ from firn.models import traced as traced_module
 from firn.models.ragged import Columns, RaggedKVCache
 from firn.models.raggedcheck import traits_of
 from firn.models.rewind import ready
+from firn.models.step_clock import StepClock
 from firn.models.traced import PLAIN, TracedSteps, traced_steps
 from tests.harness import GREEDY, running
 from tests.models.alone import plain
@@ -129,8 +131,42 @@ def test_a_new_shape_is_built_for_a_while() -> None:
     ids = mx.array([[1], [2], [3]])
     is_traced = [traced.logits(ids, layers, Columns(64)) is not None for _ in range(4)]
     assert is_traced == [False, False, True, True]
+    assert not traced.had_new_shape()
     wide = mx.array([[1, 1], [2, 2], [3, 3]])
     assert traced.logits(wide, layers, Columns(64)) is None
+    assert traced.had_new_shape()
+    assert not traced.had_new_shape(), "the next step may be one that is never traced"
+
+
+@pytest.mark.parametrize("width", [1, 8])
+def test_a_row_that_grows_has_a_new_shape_now_and_then(width: int) -> None:
+    """Such steps take longer than those that follow, and say nothing about them."""
+    model, prompt, steps = build("qwen3"), list(range(1, 40)), []
+    own = traits_of(model, lambda: list(make_prompt_cache(model)), "cuda")
+    traits = dataclasses.replace(own, columns=dataclasses.replace(own.columns, block=64))
+
+    class Watching(StepClock):
+        def read(self, group: Any, taken: Any, step: Any) -> None:
+            steps.append(step)
+
+    def speculation() -> AnyWidth:
+        never_right = {(tuple(prompt), 0): [VOCAB_SIZE - 2] * 100}
+        drafter = KnownReplies(never_right, right=0.0, vocab_size=VOCAB_SIZE)
+        made = AnyWidth(drafter, traits=traits, least=width, most=width)
+        made.step_clock = Watching(made.times, made.allowance, time.perf_counter)
+        return made
+
+    def traced(model: Any, make_layers: Any) -> TracedSteps:
+        return TracedSteps(model, n_built=2)
+
+    options: dict[str, Any] = {"cache_nbytes": None, "speculation": speculation, "traced": traced}
+    with running(plain("qwen3"), **options) as harness:
+        harness.ask(prompt, 60)
+    new = [i for i, step in enumerate(steps) if step.width == width and step.is_new]
+    assert new[:3] == [0, 1, 2]
+    # 256 columns hold all steps of one token; wide ones see blocks of 64.
+    assert (len(new) > 3) == (width > 1)
+    assert len(new) < 10
 
 
 def test_old_shapes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,7 @@ def _follow(group: Group, follow_up: TextsAhead, traced: TracedSteps) -> StepAhe
     arrays = (picks.tokens, fed.ids, fed.begins)
     told = mx.concatenate([a.reshape(-1).astype(mx.int32) for a in arrays])
     more: dict[str, Any] = {"fed": fed, "follows": last, "texts": texts, "told": told}
+    more["is_new"] = traced.had_new_shape()
     return StepAhead(group, rows, (), None, picks, (), width, **more)
 
 

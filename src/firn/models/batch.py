@@ -108,6 +108,8 @@ class PlainStep:
     picks: Picks
     is_pipelined: bool = False
     """It was dispatched while the step before it was in flight."""
+    is_new: bool = False
+    """It took longer than others, as it had a new shape."""
     is_counted: bool = False
     """The speculation has learnt from it."""
     _taken: list[TakenTokens] | None = None

@@ -32,8 +32,11 @@ N_STALE, N_UNSURE = 128, 32
 """A width that was passed over so often forgets its dearest measurement: what made it dear may be over.
 The second where it has few measurements, which may all be of one bad moment."""
 N_UNSEEN, N_DOUBTFUL = 512, 16
-"""Wide steps after which plain ones are measured again. The second, doubled each time, where plain
-steps seem dearer than wide ones: a few of them may have been slow by accident."""
+"""Wide steps after which plain ones are measured again. The second where the gain may be an illusion:
+plain steps that were measured in a slow moment make drafts look good. It doubles each time that plain
+steps take as long as was believed."""
+CLEAR_GAIN, AS_BELIEVED = 1.6, 0.8
+"""A gain that is none in a slow moment only; how much less than believed plain steps may take."""
 N_FRESH = 16
 """A width that is not among so many newest measurements was measured in another moment, when the machine
 may have been slower or faster: all of that counts as one measurement once there are newer ones."""
@@ -118,11 +121,15 @@ class _Measured:
     newest: deque[int] = field(default_factory=lambda: deque(maxlen=N_FRESH))
     """Widths of the newest measurements."""
     n_seen: Counter[int] = field(default_factory=Counter)
-    n_since_plain: int = 0
-    n_doubtful: int = 0
-    n_trusted: int = N_DOUBTFUL
     n_wanted: int = N_PLAIN
     """Plain steps to measure before anything more is tried."""
+    n_since_plain: int = 0
+    n_trusted: int = N_DOUBTFUL
+    """Wide steps for which plain ones are believed unless the gain is clear."""
+    gain: float = 1.0
+    """That the newest drafts should bring."""
+    doubted_s: float = 0.0
+    """What plain steps were believed to take when they were last doubted."""
     n_passed: int = 0
     prices: dict[int, float] = field(default_factory=dict)
     """What `wide` says, by width; empty when it has changed. It is asked for at every step."""
@@ -141,14 +148,23 @@ class StepTimes:
     def saw_plain(self, n_rows: int, seconds: float) -> None:
         """seconds: between the tokens of two plain steps, one of which was in flight."""
         rows = self._of(n_rows)
+        if rows.n_since_plain >= N_FRESH:
+            rows.plain.sum_up()
         rows.plain.saw(seconds)
         rows.prices.clear()
         rows.n_wanted = max(rows.n_wanted - 1, 0)
         rows.n_since_plain = 0
+        if rows.doubted_s and not rows.n_wanted:
+            is_confirmed = rows.plain.median >= AS_BELIEVED * rows.doubted_s
+            rows.n_trusted = min(2 * rows.n_trusted, N_UNSEEN) if is_confirmed else N_DOUBTFUL
+            rows.doubted_s = 0.0
 
-    def saw_wide(self, n_rows: int, width: int, seconds: float) -> float | None:
+    def saw_wide(
+        self, n_rows: int, width: int, seconds: float, *, is_new: bool = False
+    ) -> float | None:
         """Returns what the step cost, in plain steps; None if those were not measured yet.
 
+        is_new: it took longer than such steps will, as it had a new shape.
         With enough measurements that is the believed price of its width: a single slow step is the
         machine's doing, and happens to plain steps as well.
         """
@@ -159,7 +175,7 @@ class StepTimes:
         if not rows.plain:
             return None
         measured, before = seconds / rows.plain.median, self.price(n_rows, width)
-        if rows.n_seen[width] <= self._traits.n_preparing:
+        if is_new or rows.n_seen[width] <= self._traits.n_preparing:
             return min(measured, MAX_PREPARING)
         known = rows.wide.setdefault(width, Recent())
         if width not in rows.newest:
@@ -167,13 +183,14 @@ class StepTimes:
         known.saw(seconds)
         rows.newest.append(width)
         rows.prices.clear()
+        if rows.n_since_plain >= (N_UNSEEN if rows.gain >= CLEAR_GAIN else rows.n_trusted):
+            rows.n_wanted, rows.doubted_s = N_PLAIN, rows.plain.median
         price = self.price(n_rows, width)
-        rows.n_doubtful = rows.n_doubtful + 1 if known.median < rows.plain.median else 0
-        if rows.n_since_plain >= N_UNSEEN or rows.n_doubtful >= rows.n_trusted:
-            if rows.n_doubtful:
-                rows.n_trusted *= 2
-            rows.n_wanted, rows.n_doubtful = N_PLAIN, 0
         return price if len(known) >= N_SURE else min(measured, MAX_OFF * before)
+
+    def expect(self, n_rows: int, gain: float) -> None:
+        """The drafts of the next step should bring so many tokens in the time of one."""
+        self._of(n_rows).gain = gain
 
     def saw_episode(self, n_rows: int, n_steps: int, extra_s: float) -> float:
         """`n_steps` steps in a row had drafts; changing to them and back took `extra_s`. Returns what

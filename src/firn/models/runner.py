@@ -307,6 +307,8 @@ class Runner:
             self._launch_one(group)
         else:
             self._launch_several(group, drafts)
+        if self._traced is not None:
+            group.unread[-1].is_new = self._traced.had_new_shape()
 
     def _drafts(self, group: Group) -> list[tuple[int, ...]] | None:
         """One draft per seat; None for a step of one token each."""

@@ -6,10 +6,6 @@ other is computed. Drafting needs the newest token on the host, so a step with d
 next one is launched; the engine passes its tokens on while the next one is computed. A group changes to
 such steps, for an episode, when its drafts promise more than the change costs.
 
-    plain  plain  plain | wide  wide  wide | plain  plain
-                  ^ read early: nothing     ^ comes late: two steps are built before it is read
-                    else is in flight
-
     sure drafts first      tokens that are forced (a thinking budget's end), or that a grammar leaves no
                            choice about; then the drafter's
 
@@ -43,12 +39,12 @@ from firn.models.gate import (
     best_width,
 )
 from firn.models.ragged import MAX_FEED
+from firn.models.step_clock import StepClock
 from firn.models.traits import TRAITS, Traits
-from firn.models.verify import Verification
 
 if TYPE_CHECKING:
     from firn.models.batch import Group, PlainStep, Row
-    from firn.models.verify import TakenTokens
+    from firn.models.verify import TakenTokens, Verification
 
 log = logging.getLogger("firn.models")
 
@@ -101,16 +97,6 @@ class DraftPlan:
     asks: tuple[Row, ...] = ()
 
 
-@dataclass(eq=False, slots=True)
-class _Pace:
-    """When a group's newest tokens were read. n_wide: steps of several tokens since the last plain one.
-    drained_s: how much longer that one took because it was read early, for drafts; None: it was not."""
-
-    read_at: float
-    n_wide: int = 0
-    drained_s: float | None = None
-
-
 class Speculation:
     def __init__(
         self,
@@ -131,13 +117,13 @@ class Speculation:
         self._max_draft = min(traits.widths[-1] - 1, MAX_DRAFT)
         self.in_groups = in_groups
         self._clock = clock
+        self.step_clock = StepClock(self.times, self.allowance, clock)
         self._odds = Odds()
         self._rows: dict[Row, RowDrafts] = {}
         self._draft_times = DraftTimes()
-        self._paces: dict[int, _Pace] = {}
-        """By group. Missing where the device has computed something else since."""
-        self._drains = False
         self._guess_times = GuessTimes()
+        self._costly_guess_times = GuessTimes()
+        self._costly_rest = 0
         self.follows_unread = True
         """Whether steps may be dispatched before the one before them is read; not after that failed."""
         self._costly_from = 0.0
@@ -214,17 +200,18 @@ class Speculation:
         # An empty cache cannot be rewound yet.
         if not known or not all(row.n_tokens for row in group.seats):
             return None
-        has_drafts = self._costly is not None or any(d.next.tokens for _, d in known)
-        if group.has_step_in_flight and not has_drafts:
-            return None
         self._prepare(known)
         if group.has_step_in_flight:
+            has_drafts = any(d.next.tokens for _, d in known)
+            if self._costly is None or self._costly_rest:
+                self._costly_rest = max(self._costly_rest - 1, 0)
+                if not has_drafts:
+                    return None
             began = self._clock()
             if self._width(group, step_in_flight=True).width == 1:
-                self._pass_over(group, known)
-                self._guess_times.passed_over(self._clock() - began)
+                self._pass_over(group, known, began)
                 return None
-            with self._draining():
+            with self.step_clock.draining():
                 read_all()
         for row, drafted in known:
             if not drafted.next.tokens or is_bound(row):  # it rests, or was told something since
@@ -268,54 +255,17 @@ class Speculation:
         self, group: Group, taken: Sequence[TakenTokens], step: PlainStep | Verification
     ) -> None:
         """A step's tokens were read: learn what it cost and how good its drafts were."""
-        self._time(group, taken, step)
+        self.step_clock.read(group, taken, step)
         self.totals.count_step(taken)
         for each in taken:
             if each.row.group is group:
                 self.totals.count_row(each)
                 self.took(each.row, each.tokens)
 
-    def _time(
-        self, group: Group, taken: Sequence[TakenTokens], step: PlainStep | Verification
-    ) -> None:
-        """Learn how long the step took, from the tokens before it to its own."""
-        now, n_rows = self._clock(), len(group.seats)
-        pace = self._paces.get(id(group))
-        if pace is None:
-            self._paces[id(group)] = _Pace(now)
-            return
-        seconds, pace.read_at = now - pace.read_at, now
-        if isinstance(step, Verification):
-            pace.n_wide += 1
-            price = self.times.saw_wide(n_rows, step.width, seconds)
-            if price is not None:
-                n_taken = sum(len(t.tokens) for t in taken if t.row.group is group)
-                self.allowance.settle(n_taken / max(len(group.rows), 1) - price)
-            return
-        self.allowance.earn()
-        has_changed = pace.n_wide or pace.drained_s is not None
-        if has_changed and self.times.knows(n_rows):
-            extra_s = (pace.drained_s or 0.0) + seconds - self.times.plain_s(n_rows)
-            self.allowance.settle(-self.times.saw_episode(n_rows, pace.n_wide, extra_s))
-        elif self._drains and self.times.knows(n_rows):
-            pace.drained_s = seconds - self.times.plain_s(n_rows)
-            return
-        elif step.is_pipelined:
-            self.times.saw_plain(n_rows, seconds)
-        pace.n_wide, pace.drained_s = 0, None
-
-    @contextmanager
-    def _draining(self) -> Iterator[None]:
-        """Steps read inside are read early, so that drafts can follow."""
-        self._drains = True
-        try:
-            yield
-        finally:
-            self._drains = False
-
     def disturbed(self) -> None:
-        """The device computes something else: the time until the next tokens says nothing."""
-        self._paces.clear()
+        """The device computes something else, or the rows change: what was decided may not hold."""
+        self.step_clock.disturbed()
+        self._costly_rest = 0
 
     # --- drafts ----------------------------------------------------------------------------
 
@@ -392,17 +342,13 @@ class Speculation:
         What may be the device's fault concerns all rows and is raised; they are computed again without
         the drafter.
         """
-        began = self._clock()
         try:
-            yield
+            with self.step_clock.paused():
+                yield
         except Exception as e:
             self._rest_costly(e)
             if may_be_device_fault(e):
                 raise
-        finally:
-            took_s = self._clock() - began
-            for pace in self._paces.values():
-                pace.read_at += took_s
 
     def _rest_costly(self, error: Exception) -> None:
         """Take the costly drafter from all rows: all that it has begun to compute may have failed."""
@@ -426,7 +372,8 @@ class Speculation:
 
         step_in_flight: nobody has read its tokens.
         """
-        if self._costly is None and not any(
+        considers_costly = self._costly is not None and not (step_in_flight and self._costly_rest)
+        if not considers_costly and not any(
             self._rows[r].next.tokens for r in group.rows if r in self._rows
         ):
             return DraftPlan(1)
@@ -438,7 +385,7 @@ class Speculation:
             n_pending = 1 if step_in_flight else len(row.pending)
             expected = self._expected_of_free(drafted, n_pending)
             free.append(expected)
-            costly = self._expected_of_costly(row, drafted, n_pending)
+            costly = self._expected_of_costly(row, drafted, n_pending) if considers_costly else None
             if costly is not None and costly.tokens(COMPARED_WIDTH) > expected.tokens(
                 COMPARED_WIDTH
             ):
@@ -459,7 +406,10 @@ class Speculation:
             per_token = self._draft_times.of(len(asks))
             with_costly = choose(mixed, draft_s=lambda width: per_token * (width - 1))
             if with_costly.width > 1 and with_costly.rate > best.rate:
+                self.times.expect(n_seats, with_costly.rate)
                 return DraftPlan(with_costly.width, tuple(asks))
+        if best.width > 1:
+            self.times.expect(n_seats, best.rate)
         return DraftPlan(best.width)
 
     def _expected_of_free(self, drafted: RowDrafts | None, n_pending: int) -> ExpectedTokens:
@@ -485,14 +435,23 @@ class Speculation:
         prior = GRAMMAR_ODDS if source == GRAMMAR else self._drafters[source].odds(kind)
         return drafted.odds.of((source, kind), self._odds.of((source, kind), prior))
 
-    def _pass_over(self, group: Group, known: Sequence[tuple[Row, RowDrafts]]) -> None:
+    def _pass_over(
+        self, group: Group, known: Sequence[tuple[Row, RowDrafts]], began: float
+    ) -> None:
+        """No draft of any row is worth a try; deciding that began at `began`."""
+        n_seats, considered = len(group.seats), self._costly is not None and not self._costly_rest
         for _, drafted in known:
             drafted.n_passed += bool(drafted.next.tokens)
-        if self._costly is not None or any(drafted.next.tokens for _, drafted in known):
-            self.times.passed_over(len(group.seats))
-        if self._costly is not None:
-            self._draft_times.forgive()
-            kinds = [(self._costly, i) for i in range(MAX_COSTLY)]
-            self._odds.fade(kinds)
-            for _, drafted in known:
-                drafted.odds.fade(kinds)
+        self.times.passed_over(n_seats)
+        if not considered:
+            self._guess_times.passed_over(self._clock() - began)
+            return
+        assert self._costly is not None
+        self._draft_times.forgive()
+        kinds = [(self._costly, i) for i in range(MAX_COSTLY)]
+        self._odds.fade(kinds)
+        for _, drafted in known:
+            drafted.odds.fade(kinds)
+        self._costly_guess_times.passed_over(self._clock() - began)
+        if self.times.knows(n_seats):
+            self._costly_rest = self._costly_guess_times.rest(1, self.times.plain_s(n_seats))

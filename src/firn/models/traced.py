@@ -88,6 +88,7 @@ class TracedSteps:
         self._n_built = n_built
         self._shapes: OrderedDict[tuple[Any, ...], _TracedShape] = OrderedDict()
         self._is_broken = False
+        self._is_new = False
         self._zero = mx.array([0])
 
     def logits(
@@ -130,6 +131,12 @@ class TracedSteps:
         _advance(layers, width, place)
         return logits
 
+    def had_new_shape(self) -> bool:
+        """Whether the newest step takes longer than others like it: its shape is built, or traced for
+        the first time. Forgotten once it is told."""
+        is_new, self._is_new = self._is_new, False
+        return is_new
+
     def _place(self, layers: Sequence[Any]) -> _Place | None:
         first = layers[0]
         if not all(type(layer) is type(first) for layer in layers) or any(
@@ -154,6 +161,7 @@ class TracedSteps:
         if len(self._shapes) > MAX_SHAPES:
             self._shapes.popitem(last=False)
         known.n_steps += 1
+        self._is_new = known.step is None
         if known.n_steps <= self._n_built:
             return None
         if known.step is None:

@@ -133,6 +133,8 @@ class Verification:
     """The model's hidden states, if it has a prediction head."""
     fed: DeviceFeed | None = None
     """For a step that is dispatched before this one is read; None: there may be none."""
+    is_new: bool = False
+    """It took longer than others of its width, as it had a new shape."""
     is_settled: bool = False
     is_counted: bool = False
     """The speculation has learnt from it."""
