@@ -24,9 +24,9 @@ from report import BenchError, grid, names, numbers, save
 from firn.core.values import Job
 from firn.models import device as devices
 from firn.models.batch import Group, PlainStep, Row
+from firn.models.draft_odds import ExpectedTokens, Odds
 from firn.models.drafters import NO_DRAFT, Draft
 from firn.models.drafters.mtp import MtpDrafter
-from firn.models.gate import ExpectedTokens, Odds
 from firn.models.raggedcheck import traits_of
 from firn.models.speculation import MAX_COSTLY, MAX_DRAFT, RowDrafts, Speculation
 from firn.models.step_clock import StepClock

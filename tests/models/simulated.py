@@ -18,8 +18,8 @@ import numpy as np
 
 from firn.core.values import Job, Namespace, Prompt, RequestId, Sampling
 from firn.models.batch import Group, PlainStep, Row
+from firn.models.draft_odds import ExpectedTokens
 from firn.models.drafters import NO_DRAFT, Draft
-from firn.models.gate import ExpectedTokens
 from firn.models.sampling import Picks
 from firn.models.speculation import Speculation
 from firn.models.traits import TRAITS, Traits

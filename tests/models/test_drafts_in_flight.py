@@ -12,7 +12,7 @@ from firn.core.values import RequestId
 from firn.models.batch import Group, PlainStep, Row
 from firn.models.drafters import NO_DRAFT
 from firn.models.drafters.lookup import Lookup
-from firn.models.gate import MAX_GUESSING, MAX_REST, GuessTimes
+from firn.models.gate import MAX_OVERHEAD, MAX_REST, OverheadTimes
 from firn.models.speculation import N_REST, Speculation
 from firn.models.traits import TRAITS
 from firn.models.verify import TakenTokens, Verification
@@ -175,12 +175,12 @@ def test_a_row_rests_longer_where_drafting_takes_a_larger_share_of_a_step() -> N
 @pytest.mark.parametrize("n_rows", [1, 8, 32])
 def test_drafts_of_all_rows_together_take_little_of_a_step(n_rows: int) -> None:
     """To make them, and to decide that they are not worth a try."""
-    times = GuessTimes()
+    times = OverheadTimes()
     for _ in range(100):
         times.saw(15e-6)
         times.passed_over(5e-6)
     rest = times.rest(n_rows, 5e-3)
-    assert rest == MAX_REST or n_rows * 20e-6 / (rest + 1) <= MAX_GUESSING * 5e-3 * 1.01
-    assert rest == MAX_REST or n_rows * 20e-6 / max(rest, 1) > MAX_GUESSING * 5e-3 or not rest
+    assert rest == MAX_REST or n_rows * 20e-6 / (rest + 1) <= MAX_OVERHEAD * 5e-3 * 1.01
+    assert rest == MAX_REST or n_rows * 20e-6 / max(rest, 1) > MAX_OVERHEAD * 5e-3 or not rest
     assert times.rest(n_rows, 10.0) == 0
     assert times.rest(n_rows, 1e-6) == MAX_REST

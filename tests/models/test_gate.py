@@ -6,7 +6,10 @@ import pytest
 
 from firn.models import gate
 from firn.models.batch import Group, PlainStep, Row
-from firn.models.gate import (
+from firn.models.draft_odds import ExpectedTokens, Odds
+from firn.models.gate import Allowance
+from firn.models.step_clock import StepClock
+from firn.models.step_times import (
     CLEAR_GAIN,
     MAX_PREPARING,
     N_DOUBTFUL,
@@ -15,12 +18,8 @@ from firn.models.gate import (
     N_STALE,
     N_SURE,
     N_UNSEEN,
-    Allowance,
-    ExpectedTokens,
-    Odds,
     StepTimes,
 )
-from firn.models.step_clock import StepClock
 from firn.models.traits import TRAITS, Traits
 from tests.models.simulated import NO_PICKS
 

@@ -1,13 +1,13 @@
-"""Several tokens a step: which drafter is asked, how many of its tokens are tried, what came of them.
+"""Several tokens a step: which drafter to ask, how many of its tokens to try, what came of them.
 
-Free drafters draft after every token, and what is not tried is compared with what the row says anyway:
-the odds are known before the first draft is paid for, and until then one step is launched while the
-other is computed. Drafting needs the newest token on the host, so a step with drafts is read before the
-next one is launched; the engine passes its tokens on while the next one is computed. A group changes to
-such steps, for an episode, when its drafts promise more than the change costs.
+Free drafters draft after every token. Drafts that are not tried are compared with what the row says
+anyway, so their odds are known before the first one costs anything. Until then plain steps are
+pipelined: one is launched while the one before it is computed. Drafting needs the newest token on the
+host, so a step with drafts is read before the next one is launched. A group changes to such steps, for
+an episode, when its drafts promise more than the change costs.
 
-    sure drafts first      tokens that are forced (a thinking budget's end), or that a grammar leaves no
-                           choice about; then the drafter's
+Tokens that cannot be wrong come first: those that are forced (the end of a thinking budget) or that a
+grammar leaves no choice about. Then the drafters are asked, the free ones first.
 
 Owner: the engine thread, through the runner.
 """
@@ -26,20 +26,13 @@ from firn.core.errors import may_be_device_fault
 from firn.core.values import Job
 from firn.models.ahead import TextsAhead
 from firn.models.draft_bounds import forced_next, is_bound, within
+from firn.models.draft_odds import NO_TOKENS, ExpectedTokens, Odds
 from firn.models.draft_totals import DraftTotals
 from firn.models.drafters import NO_DRAFT, Draft, Drafter
-from firn.models.gate import (
-    NO_TOKENS,
-    Allowance,
-    DraftTimes,
-    ExpectedTokens,
-    GuessTimes,
-    Odds,
-    StepTimes,
-    best_width,
-)
+from firn.models.gate import Allowance, DraftTimes, OverheadTimes, best_width
 from firn.models.ragged import MAX_FEED
 from firn.models.step_clock import StepClock
+from firn.models.step_times import StepTimes
 from firn.models.traits import TRAITS, Traits
 
 if TYPE_CHECKING:
@@ -50,33 +43,33 @@ log = logging.getLogger("firn.models")
 
 MAX_DRAFT = MAX_FEED - 1
 SURE, SURE_ODDS = -1, 0.999
-"""Source and odds of drafted tokens that can hardly be wrong."""
+"""Source and odds of drafted tokens that are forced."""
 GRAMMAR, GRAMMAR_ODDS = -2, 0.95
-"""Of text that a grammar leaves no choice about; the model may split it into other tokens."""
+"""The same for text that a grammar leaves no choice about. The model may split it into other tokens."""
 EXPLORE_EVERY, N_EXPLORED = 64, 8
-"""Of so many steps with drafts, the last may try a width that has become cheaper than it was. Several in
-a row: where steps are dispatched unread, the first of a width waits for the one before it."""
+"""The last N_EXPLORED of every EXPLORE_EVERY steps with drafts may try a width that has become cheaper.
+Several in a row: where steps are dispatched unread, the first of a width waits for the one before it."""
 WEAK_ODDS, N_REST = 0.4, 3
 """A row whose drafts have odds below WEAK_ODDS is skipped for N_REST tokens or more."""
 N_PASSED = 4
-"""A row whose drafts were passed over so often in a row is skipped as well, if drafting takes long."""
+"""A row whose last N_PASSED drafts were not worth trying is skipped as well, if drafting takes long."""
 MAX_CHARGE = 4.0
-"""Plain steps that drafting for one step is charged with at most: more was the machine's doing."""
+"""The most plain steps that drafting for one step is charged with: more is noise."""
 MAX_COSTLY, COMPARED_WIDTH = 8, 5
-"""Tokens that the costly drafter is asked for at most; the width at which its drafts are compared with
+"""The most tokens that the costly drafter is asked for; the width at which its drafts are compared with
 free ones."""
 FAULT_REST_S = 600.0
-"""How long no request gets a costly drafter that has failed: one that always fails must not look like a
-device that does."""
+"""How long a costly drafter that has failed is not used: one that always fails must not look like a
+failing device."""
 
 
 @dataclass(eq=False, slots=True)
 class RowDrafts:
-    """What is drafted for one row. next: what follows its newest known token, by the drafter `source`.
+    """What is drafted for one row. next: the draft after its newest known token, by drafter `source`.
 
-    has_costly: the costly drafter drafts for it, too. is_ready: it has read the row's text. rest: steps
-    until the free drafters are asked again. untold: tokens that they have not heard of. n_passed: drafts
-    in a row that were not tried.
+    has_costly: the costly drafter drafts for this row, too. is_ready: it has read the row's text. rest:
+    steps until the free drafters are asked again. untold: tokens they have not been told of. n_passed:
+    consecutive drafts that were not worth trying.
     """
 
     odds: Odds = field(default_factory=Odds)
@@ -121,13 +114,14 @@ class Speculation:
         self._odds = Odds()
         self._rows: dict[Row, RowDrafts] = {}
         self._draft_times = DraftTimes()
-        self._guess_times = GuessTimes()
-        self._costly_guess_times = GuessTimes()
+        self._overhead = OverheadTimes()
+        self._costly_overhead = OverheadTimes()
         self._costly_rest = 0
-        self.follows_unread = True
-        """Whether steps may be dispatched before the one before them is read; not after that failed."""
+        """Steps until the costly drafter is weighed again."""
         self._costly_from = 0.0
-        """When requests get the costly drafter again, after it failed."""
+        """When the costly drafter may be used again, after it failed."""
+        self.follows_unread = True
+        """Whether steps may be dispatched before the one before them is read; False once that failed."""
 
     # --- rows ------------------------------------------------------------------------------
 
@@ -163,7 +157,7 @@ class Speculation:
         else:
             began = self._clock()
             self._draft_for_free(row, drafted)
-            self._guess_times.saw(self._clock() - began)
+            self._overhead.saw(self._clock() - began)
             drafted.rest = self._rest(row, drafted)
 
     def _tell(self, row: Row, drafted: RowDrafts) -> None:
@@ -299,7 +293,7 @@ class Speculation:
         if not (least or drafted.n_passed >= N_PASSED) or not self.times.knows(n_seats):
             return least
         plain_s = self.times.plain_s(n_seats)
-        return max(self._guess_times.rest(len(self._rows), plain_s), least)
+        return max(self._overhead.rest(len(self._rows), plain_s), least)
 
     def _is_weak(self, drafted: RowDrafts) -> bool:
         kinds = drafted.next.kinds
@@ -444,7 +438,7 @@ class Speculation:
             drafted.n_passed += bool(drafted.next.tokens)
         self.times.passed_over(n_seats)
         if not considered:
-            self._guess_times.passed_over(self._clock() - began)
+            self._overhead.passed_over(self._clock() - began)
             return
         assert self._costly is not None
         self._draft_times.forgive()
@@ -452,6 +446,6 @@ class Speculation:
         self._odds.fade(kinds)
         for _, drafted in known:
             drafted.odds.fade(kinds)
-        self._costly_guess_times.passed_over(self._clock() - began)
+        self._costly_overhead.passed_over(self._clock() - began)
         if self.times.knows(n_seats):
-            self._costly_rest = self._costly_guess_times.rest(1, self.times.plain_s(n_seats))
+            self._costly_rest = self._costly_overhead.rest(1, self.times.plain_s(n_seats))

@@ -1,10 +1,10 @@
-"""How long steps take, from the tokens before them to their own: measured while serving.
+"""Measures how long each step takes: from reading the tokens before it to reading its own.
 
     plain  plain  plain | wide  wide  wide | plain  plain
                   ^ read early: nothing     ^ comes late: two steps are built before it is read
                     else is in flight
 
-What is late about the two steps at the edges of an episode is what changing to drafts and back costs.
+The delays at both ends of an episode of wide steps are the cost of changing to drafts and back.
 
 Owner: the engine thread, through the speculation.
 """
@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from firn.models.gate import Allowance, StepTimes
+from firn.models.gate import Allowance
+from firn.models.step_times import StepTimes
 from firn.models.verify import Verification
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Pace:
-    """When a group's newest tokens were read. n_wide: steps of several tokens since the last plain one.
-    drained_s: how much longer that one took because it was read early, for drafts; None: it was not."""
+    """When a group's newest tokens were read. n_wide: wide steps since the last plain one. drained_s:
+    how much longer that one took because it was read early, to draft; None if it was not."""
 
     read_at: float
     n_wide: int = 0
@@ -46,7 +47,7 @@ class StepClock:
     def read(
         self, group: Group, taken: Sequence[TakenTokens], step: PlainStep | Verification
     ) -> None:
-        """A step's tokens were read: learn how long it took, and settle what it gained or lost."""
+        """A step's tokens were read: record how long it took, and settle what it gained or lost."""
         now, n_rows = self._clock(), len(group.seats)
         pace = self.paces.get(id(group))
         if pace is None:
@@ -75,7 +76,7 @@ class StepClock:
 
     @contextmanager
     def draining(self) -> Iterator[None]:
-        """Steps read inside are read early, so that drafts can follow."""
+        """Steps are read early in here, so that drafts can follow them."""
         self.drains = True
         try:
             yield
@@ -84,7 +85,7 @@ class StepClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time spent inside does not count as a step's."""
+        """Time spent in here does not count as a step's."""
         began = self._clock()
         try:
             yield
@@ -94,5 +95,5 @@ class StepClock:
                 pace.read_at += took_s
 
     def disturbed(self) -> None:
-        """The device computes something else: the time until the next tokens says nothing."""
+        """The device computes something else, so the time until the next tokens is not a step's."""
         self.paces.clear()

@@ -1,0 +1,75 @@
+"""How likely drafted tokens are to be right, and so how many tokens a step with drafts should yield.
+
+Owner: the engine thread, through the speculation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+MEMORY = 300.0
+"""Effective number of drafted tokens that count, for each kind."""
+PRIOR_WEIGHT = 8.0
+FADING = 0.99
+"""What is known of a kind counts this much less after a step in which it was not tried."""
+HOPELESS = 1e-3
+"""Drafted tokens that are less likely than this to be accepted count for nothing."""
+Kind = tuple[int, int]
+"""Which drafter, and which of its kinds of drafted tokens."""
+
+
+@dataclass(eq=False, slots=True)
+class Odds:
+    """How often drafted tokens were right, by kind."""
+
+    _right: dict[Kind, float] = field(default_factory=dict)
+    _all: dict[Kind, float] = field(default_factory=dict)
+
+    def saw(self, kind: Kind, is_right: bool) -> None:
+        n = self._all.get(kind, 0.0)
+        fading = min(1.0, MEMORY / (n + 1.0))
+        self._all[kind] = n * fading + 1.0
+        self._right[kind] = self._right.get(kind, 0.0) * fading + is_right
+
+    def fade(self, kinds: Iterable[Kind]) -> None:
+        """These kinds were not tried."""
+        for kind in kinds:
+            if kind in self._all:
+                self._all[kind] *= FADING
+                self._right[kind] *= FADING
+
+    def of(self, kind: Kind, prior: float) -> float:
+        right, n = self._right.get(kind, 0.0), self._all.get(kind, 0.0)
+        return (right + PRIOR_WEIGHT * prior) / (n + PRIOR_WEIGHT)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedTokens:
+    """What one row is expected to take in one step.
+
+    n_pending: tokens that the row must be fed in any case. gains[k]: tokens it takes if k are drafted.
+    """
+
+    n_pending: int = 1
+    gains: tuple[float, ...] = (1.0,)
+
+    @classmethod
+    def of(cls, odds: Iterable[float], *, n_pending: int = 1) -> ExpectedTokens:
+        """odds: the probability that each drafted token is right, if those before it are."""
+        gains, chance = [1.0], 1.0
+        for p in odds:
+            chance *= p
+            gains.append(gains[-1] + chance)
+            if chance < HOPELESS:
+                break
+        return cls(n_pending, tuple(gains))
+
+    def tokens(self, width: int) -> float:
+        """Expected from a step of this width."""
+        n_drafted = min(max(width - self.n_pending, 0), len(self.gains) - 1)
+        return self.gains[n_drafted]
+
+
+NO_TOKENS = ExpectedTokens()
+"""For a row without drafts."""
