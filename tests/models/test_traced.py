@@ -281,6 +281,33 @@ def test_an_engine_says_the_same(name: str) -> None:
         assert widths == {1} if speculation is None else max(widths) > 1
 
 
+def test_tokens_are_fed_in_one_type() -> None:
+    """Rows join and leave, with drafts and without. Another type is another trace, and other kernels."""
+    requests = story(4, samplings=list(SAMPLINGS.values()), n_requests=8)
+    types: dict[bool, set[mx.Dtype]] = {False: set(), True: set()}
+
+    class Watching(TracedSteps):
+        def logits(self, ids: mx.array, *arguments: Any, **more: Any) -> mx.array | None:
+            types[ids.shape[1] > 1].add(ids.dtype)
+            return super().logits(ids, *arguments, **more)
+
+    model = build("qwen3")
+    traits = traits_of(model, lambda: list(make_prompt_cache(model)), "cuda")
+    never_right = {(tuple(prompt), 0): [1] * 100 for prompt, *_ in requests}
+    speculation = AnyWidth(
+        KnownReplies(never_right, right=0.5, vocab_size=VOCAB_SIZE), traits=traits, most=4
+    )
+    options: dict[str, Any] = {"chunk": 32, "cache_nbytes": None, "max_rows": 3}
+    with running(
+        plain("qwen3"),
+        traced=lambda model, make_layers: Watching(model, n_built=1),
+        speculation=lambda: speculation,
+        **options,
+    ) as harness:
+        tell(harness, requests)
+    assert types == {False: {mx.uint32}, True: {mx.int32}}
+
+
 @pytest.mark.parametrize(("n_columns", "n_traced"), [(0, 0), (60, 21), (1 << 20, 51)])
 def test_a_lone_row_is_traced_until_it_is_long(
     n_columns: int, n_traced: int, monkeypatch: pytest.MonkeyPatch

@@ -35,9 +35,11 @@ from firn.kv_events import EventPublisher
 from firn.models import device as devices
 from firn.models import embedder, loader
 from firn.models.cpu.threads import Threads
+from firn.models.rehearsal import rehearsal_of, rehearse
 from firn.models.runner import Runner
 from firn.models.shapes import FULL, FewShapes
 from firn.models.speculation import Speculation
+from firn.models.traced import TracedSteps
 from firn.models.transient import transient_of
 from firn.ranks.leader_parts import LeaderParts
 
@@ -151,16 +153,19 @@ def _decoder_parts(
         put_on_tiers(tree, info, IoThreads(max_write_nbytes=planned.plan.write_queue_nbytes))
     tree.set_room(budget.free_nbytes())
     shapes = padding(loaded)
-    runner = _runner(
+    make_runner = partial(
+        _runner,
         spec,
         loaded,
-        speculation=drafting.speculation,
         threads=threads,
         shapes=shapes,
+        traced=traced_of(loaded, shapes),
         max_padding=capacity_nbytes // PADDING_PARTS // max(cost.per_token_nbytes, 1),
     )
+    if device == "cuda" and spec.leader_parts is None:
+        rehearse(make_runner(speculation=rehearsal_of(loaded.model, drafting.speculation)))
     return ServerParts(
-        any_rows(runner),
+        any_rows(make_runner(speculation=drafting.speculation)),
         any_cursors(tree),
         budget,
         replace(compute.limits, common_chunk=FULL if shapes is not None else 0),
@@ -237,6 +242,7 @@ def _runner(
     speculation: Speculation | None,
     threads: Threads | None,
     shapes: FewShapes | None,
+    traced: TracedSteps | None,
     max_padding: int,
 ) -> Runner:
     options: dict[str, Any] = {
@@ -254,7 +260,7 @@ def _runner(
         loaded.info,
         **options,
         shapes=shapes,
-        traced=traced_of(loaded, shapes),
+        traced=traced,
         max_padding=max_padding,
     )
 

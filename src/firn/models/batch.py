@@ -30,7 +30,7 @@ from firn.core.values import Sampling
 from firn.models.carry import HiddenAt
 from firn.models.ragged import ALL_COLUMNS, Columns, RaggedCache
 from firn.models.rewind import plain, ready
-from firn.models.sampling import Picker, Picks, PromptScores, read_logprobs, to_host
+from firn.models.sampling import Picker, Picks, PromptScores, as_picked, read_logprobs, to_host
 from firn.models.verify import TakenTokens, Verification
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Group:
         columns: Columns = ALL_COLUMNS,
         backlog: HeadBacklog | None = None,
     ) -> Group:
-        group = cls([row], row.layers, mx.array([token]), columns=columns, backlog=backlog)
+        group = cls([row], row.layers, as_picked([token]), columns=columns, backlog=backlog)
         group.width = row.n_tokens
         row.layers, row.group, row.pending = [], group, [token]
         return group
@@ -205,7 +205,7 @@ class Group:
         for mine, other in zip(self.layers, row.layers, strict=True):
             place(mine, other, seat)
         before, after = self.next_tokens[:seat], self.next_tokens[seat + 1 :]
-        self.next_tokens = mx.concatenate([before, mx.array([token]), after])
+        self.next_tokens = mx.concatenate([before, as_picked([token]), after])
         self.seats[seat] = row
 
     def _append(self, row: Row, token: int, n_seats: int) -> None:
@@ -217,7 +217,7 @@ class Group:
         else:
             for mine, other in zip(self.layers, row.layers, strict=True):
                 mine.extend(type(other).merge([other] * n_seats))
-        self.next_tokens = mx.concatenate([self.next_tokens, mx.array([token] * n_seats)])
+        self.next_tokens = mx.concatenate([self.next_tokens, as_picked([token] * n_seats)])
         self.seats += [row, *(_vacancy(row) for _ in range(n_seats - 1))]
         if n_seats > 1:
             self.patience = VACANT_STEPS

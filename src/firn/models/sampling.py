@@ -241,6 +241,12 @@ def read_logprobs(picks: Picks, pickers: Sequence[Picker]) -> list[TokenLogprob 
     return out
 
 
+def as_picked(tokens: Sequence[int]) -> mx.array:
+    """Tokens in the type of picked ones. A mix of types would become int64, and on a GPU the next step
+    would need kernels and a trace of its own for each type."""
+    return mx.array(list(tokens), dtype=mx.uint32)
+
+
 def to_host(array: mx.array) -> Any:
     """Plain (nested) lists of an evaluated array."""
     return array.tolist()

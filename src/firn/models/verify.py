@@ -22,7 +22,7 @@ from firn.core.errors import FirnError
 from firn.core.events import TokenLogprob
 from firn.models.carry import HiddenAt
 from firn.models.rewind import RaggedStep, can_be_cut_meanwhile, is_rewindable
-from firn.models.sampling import Picker, Picks, pick, read_logprobs, to_host
+from firn.models.sampling import Picker, Picks, as_picked, pick, read_logprobs, to_host
 
 if TYPE_CHECKING:
     from firn.models.ahead import DeviceFeed
@@ -181,7 +181,7 @@ class Verification:
         """kept: how many of the tokens it was fed each row keeps."""
         assert self.step is not None
         self.step.settle(kept)
-        self.group.next_tokens = mx.array([row.pending[-1] for row in self.rows])
+        self.group.next_tokens = as_picked([row.pending[-1] for row in self.rows])
         self.group.width = max(row.n_tokens for row in self.rows)
 
 

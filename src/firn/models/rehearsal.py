@@ -1,0 +1,174 @@
+"""A few replies before the first request, so that MLX has compiled what requests will need.
+
+On CUDA, MLX compiles a kernel when something first uses it. For some that takes seconds, while all
+running requests wait: the first time that a row joins others, that drafts are tried, that somebody asks
+for top-p or logprobs. MLX keeps compiled kernels on disk, so a rehearsal takes long only once on a
+machine.
+
+Owner: the engine thread, before it serves.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from firn.core.values import Job, Prompt, RequestId, Sampling
+from firn.models.batch import Group, Row
+from firn.models.drafters import Draft
+from firn.models.drafters.mtp import MtpDrafter
+from firn.models.faults import first_line
+from firn.models.mtp import MtpModel
+from firn.models.runner import Runner
+from firn.models.speculation import DraftPlan, Speculation
+from firn.models.traits import Traits
+
+log = logging.getLogger("firn.models")
+
+N_PROMPT = 24
+N_CHOICES = 2
+N_PLAIN, N_WIDE = 3, 10
+"""Steps without and with drafts. The first few of a shape are built, then it is traced, and only then
+can steps be dispatched before the one before them is read."""
+WIDTH = 4
+LONG_S = 5.0
+"""A rehearsal that takes longer has compiled something."""
+REPLIES: tuple[tuple[Sampling, int | None], ...] = (
+    (Sampling(temperature=0.0), None),
+    (Sampling(temperature=0.7, top_p=0.9, top_k=20, min_p=0.01, seed=1), 3),
+    (
+        Sampling(
+            temperature=0.7,
+            seed=1,
+            repetition_penalty=1.1,
+            presence_penalty=0.1,
+            frequency_penalty=0.1,
+            logit_bias=((1, 1.0),),
+        ),
+        0,
+    ),
+)
+"""How each reply is sampled, and how many alternatives its logprobs have."""
+
+
+class Nonsense:
+    """A drafter that says the same token again and again."""
+
+    is_free = True
+
+    def odds(self, kind: int) -> float:
+        return 0.5
+
+    def open(self, row: Hashable, job: Job) -> None:
+        pass
+
+    def prepare(self, row: Hashable) -> bool:
+        return True
+
+    def took(self, row: Hashable, tokens: Sequence[int]) -> None:
+        pass
+
+    def draft(self, rows: Sequence[Hashable], n_most: int) -> list[Draft]:
+        return [Draft((1,) * n_most, (0,) * n_most) for _ in rows]
+
+    def close(self, row: Hashable) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+class RehearsalSpeculation(Speculation):
+    """Tries drafts when it is told to, whatever they cost."""
+
+    def __init__(self, model: Any, *, in_groups: bool, traits: Traits) -> None:
+        drafter = MtpDrafter(model) if isinstance(model, MtpModel) else Nonsense()
+        super().__init__(drafter, in_groups=in_groups, traits=traits)
+        self.width = 1
+
+    def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
+        asks = () if self._costly is None or self.width == 1 else tuple(group.rows)
+        return DraftPlan(self.width, asks)
+
+
+def rehearsal_of(model: Any, speculation: Speculation | None) -> RehearsalSpeculation | None:
+    """Drafts on the same terms as the server's own speculation; None where nothing is drafted."""
+    if speculation is None:
+        return None
+    return RehearsalSpeculation(model, in_groups=speculation.in_groups, traits=speculation.traits)
+
+
+def rehearse(runner: Runner) -> None:
+    """Use the runner, which serves nobody, as requests will. A fault here is only logged: the request
+    that meets it again is told."""
+    began = time.perf_counter()
+    try:
+        for sampling, top_logprobs in REPLIES:
+            _reply(runner, sampling, top_logprobs)
+        runner.free_memory()
+    except Exception as e:  # any model code runs here
+        log.warning("the rehearsal before the first request failed: %s", first_line(e), exc_info=e)
+    took_s = time.perf_counter() - began
+    if took_s > LONG_S:
+        log.info("GPU kernels compiled in %.0f s; the next start will not have to", took_s)
+
+
+def _reply(runner: Runner, sampling: Sampling, top_logprobs: int | None) -> None:
+    """Two prompts are read, each has several choices, and rows leave one after the other."""
+    n_reply = 2 * (N_PLAIN + N_WIDE) * WIDTH
+    ids = [1 + i % 16 for i in range(N_PROMPT)]
+    prompts = [Prompt(np.array(ids[:n])) for n in (N_PROMPT, N_PROMPT - 3)]
+    jobs = [
+        Job(RequestId(f"rehearsal-{i}"), prompt, n_reply, sampling, top_logprobs=top_logprobs)
+        for i, prompt in enumerate(prompts)
+    ]
+    rows = [
+        row
+        for job, read in zip(jobs, _read(runner, prompts), strict=True)
+        for row in runner.choices(read, job, range(N_CHOICES))
+    ]
+    for i, row in enumerate(rows):
+        runner.join(row, int(jobs[i // N_CHOICES].prompt.ids[-1]))
+    _decode(runner, width=1, n_steps=N_PLAIN)
+    _decode(runner, width=WIDTH, n_steps=N_WIDE)
+    runner.leave(rows[-1:])
+    _decode(runner, width=1, n_steps=N_PLAIN)
+    runner.leave(rows[1:])
+    _decode(runner, width=WIDTH, n_steps=N_WIDE)
+    _decode(runner, width=1, n_steps=N_PLAIN)
+    runner.leave(rows)
+
+
+def _read(runner: Runner, prompts: Sequence[Prompt]) -> list[Row]:
+    """A row for each prompt that has read all but its last token: the first part by itself, the rest
+    with the others where that is possible."""
+    rows = [runner.start(None) for _ in prompts]
+    for row, prompt in zip(rows, prompts, strict=True):
+        runner.prefill(row, prompt, len(prompt) // 2)
+    ends = [len(prompt) - 1 for prompt in prompts]
+    if runner.reads_together:
+        runner.prefill_together(rows, prompts, ends)
+    else:
+        for row, prompt, end in zip(rows, prompts, ends, strict=True):
+            runner.prefill(row, prompt, end)
+    for row in rows:
+        runner.settle(row)
+    return rows
+
+
+def _decode(runner: Runner, *, width: int, n_steps: int) -> None:
+    if width > 1 and not isinstance(runner.speculation, RehearsalSpeculation):
+        return
+    if isinstance(runner.speculation, RehearsalSpeculation):
+        runner.speculation.width = width
+    for _ in range(n_steps):
+        for rows in runner.groups():
+            runner.launch(rows)
+        for rows in runner.groups():
+            runner.collect(rows, keep_in_flight=1)
+    for rows in runner.groups():
+        runner.collect(rows, keep_in_flight=0)

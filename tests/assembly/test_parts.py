@@ -1,0 +1,37 @@
+"""What the engine thread is given, by the device that it computes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from firn.assembly import parts
+from firn.assembly.model import ServerSpec
+from firn.config import CacheConfig, Config
+from firn.core.memory_plan import DeviceKind
+from firn.models import cuda
+from firn.models import device as devices
+from firn.models.device import Device
+from firn.models.rehearsal import RehearsalSpeculation
+from firn.models.runner import Runner
+from tests.zoo import write_folder
+
+
+@pytest.mark.parametrize(("kind", "n_rehearsals"), [("cuda", 1), ("cpu", 0)])
+def test_a_gpu_rehearses_before_it_serves(
+    kind: DeviceKind, n_rehearsals: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a runner and a speculation that serve nobody."""
+    rehearsed: list[Runner] = []
+    monkeypatch.setattr(devices, "device", lambda: Device(kind, 1 << 34))
+    monkeypatch.setattr(cuda, "tune", lambda *, kernels=True: None)
+    monkeypatch.setattr(parts, "rehearse", rehearsed.append)
+    write_folder("qwen3", tmp_path)
+    config = Config(cache=CacheConfig(no_ssd_cache=True))
+    built = parts.build_parts(ServerSpec(config, tmp_path, "a-model", ()), lambda: None)
+    assert len(rehearsed) == n_rehearsals
+    for runner in rehearsed:
+        assert isinstance(runner.speculation, RehearsalSpeculation)
+        assert runner.speculation is not built.speculation
+    built.cache.close()

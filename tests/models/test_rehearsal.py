@@ -1,0 +1,109 @@
+"""A few replies before the first request: everything that requests use is used once."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from firn.models import ahead
+from firn.models.raggedcheck import traits_of
+from firn.models.rehearsal import REPLIES, RehearsalSpeculation, rehearsal_of, rehearse
+from firn.models.runner import Runner
+from firn.models.speculation import Speculation
+from firn.models.traced import TracedSteps
+from tests.harness import model_info
+from tests.models.alone import Built, plain
+from tests.models.drafters.test_mtp import built
+
+NAMES = ("qwen3", "gemma3_text", "qwen3_next", "falcon_h1", "deepseek_v3", "llama4")
+
+
+def runner_of(parts: Built, speculation: Any, *, traced: TracedSteps | None = None) -> Runner:
+    model, make_layers = parts
+    info = model_info(model, make_layers)
+    return Runner(
+        model, info, make_layers=make_layers, max_rows=8, speculation=speculation, traced=traced
+    )
+
+
+def rehearsal(parts: Built, **options: Any) -> RehearsalSpeculation:
+    own = Speculation(**options)
+    made = rehearsal_of(parts[0], own)
+    assert made is not None
+    assert (made.in_groups, made.traits) == (own.in_groups, own.traits)
+    return made
+
+
+@pytest.mark.parametrize("in_groups", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_read_decode_draft_and_leave(
+    name: str, in_groups: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = plain(name)()
+    speculation = rehearsal(parts, in_groups=in_groups)
+    runner = runner_of(parts, speculation)
+    rehearse(runner)
+    assert not caplog.records
+    assert runner.groups() == []
+    assert speculation._rows == {}
+    totals = speculation.totals
+    assert totals.n_draft_steps > 5 * len(REPLIES)
+    assert totals.n_steps > totals.n_draft_steps
+
+
+def test_prompts_are_read_and_decoded_without_drafts_where_nothing_is_drafted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert rehearsal_of(None, None) is None
+    runner = runner_of(plain("qwen3")(), None)
+    rehearse(runner)
+    assert not caplog.records
+    assert runner.groups() == []
+
+
+def test_a_prediction_head_drafts(caplog: pytest.LogCaptureFixture) -> None:
+    build, _ = built("qwen3_next")
+    parts = build()
+    speculation = rehearsal(parts)
+    rehearse(runner_of(parts, speculation))
+    assert not caplog.records
+    assert speculation.totals.n_drafted > 0
+
+
+def test_steps_are_traced_and_dispatched_unread(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    followed: list[int] = []
+    follow = ahead._follow
+
+    def watched(*arguments: Any) -> Any:
+        step = follow(*arguments)
+        followed.extend([step.width] if step is not None else [])
+        return step
+
+    monkeypatch.setattr(ahead, "_follow", watched)
+    parts = plain("qwen3")()
+    model = parts[0]
+    traits = traits_of(model, lambda: list(make_prompt_cache(model)), "cuda")
+    traced = TracedSteps(model)
+    rehearse(runner_of(parts, rehearsal(parts, traits=traits), traced=traced))
+    assert not caplog.records
+    assert followed
+    widths = {shape[1] for shape, known in traced._shapes.items() if known.step is not None}
+    assert widths == {1, traits.shape(2)}
+
+
+def test_a_fault_is_logged_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    model, make_layers = plain("qwen3")()
+
+    class Failing:
+        def __call__(self, *arguments: Any, **more: Any) -> Any:
+            raise RuntimeError("no such kernel")
+
+    info = model_info(model, make_layers)
+    with caplog.at_level(logging.WARNING):
+        rehearse(Runner(Failing(), info, make_layers=make_layers, max_rows=8))
+    assert "no such kernel" in caplog.text
