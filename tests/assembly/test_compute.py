@@ -19,7 +19,7 @@ def test_exact_mode_computes_with_the_devices_own_kernels(
 ) -> None:
     tuned: list[bool] = []
     monkeypatch.setattr(devices, "device", lambda: Device("cuda", 1 << 36))
-    monkeypatch.setattr(cuda, "tune", lambda *, kernels=True: tuned.append(kernels))
+    monkeypatch.setattr(cuda, "tune", lambda *, kernels, folder: tuned.append(kernels))
     settings = compute_settings(Config(cache=CacheConfig(reuse=reuse)), "qwen3", "a-model")
     assert tuned == [kernels]
     assert settings.exact is not kernels

@@ -25,7 +25,7 @@ def test_a_gpu_rehearses_before_it_serves(
     """With a runner and a speculation that serve nobody."""
     rehearsed: list[Runner] = []
     monkeypatch.setattr(devices, "device", lambda: Device(kind, 1 << 34))
-    monkeypatch.setattr(cuda, "tune", lambda *, kernels=True: None)
+    monkeypatch.setattr(cuda, "tune", lambda *, kernels, folder: None)
     monkeypatch.setattr(parts, "rehearse", rehearsed.append)
     write_folder("qwen3", tmp_path)
     config = Config(cache=CacheConfig(no_ssd_cache=True))

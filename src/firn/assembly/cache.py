@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import platform
 import re
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -34,6 +36,7 @@ FLUSH_S = 15.0
 """How long a stopping server writes records that are only in memory."""
 STORE_FLUSH_S = 5.0
 """Likewise, to a store."""
+SAY_EVERY_S = 1.0
 N_STORE_THREADS = 8
 """A store has its own threads, so that one that hangs does not block the disk; many wait at once."""
 
@@ -148,7 +151,11 @@ def add_tiers(
         folder = Path(options.location)
         exclude_from_backups(folder)
         own = TierIo(
-            kinds[name](options), threads, seal=seal, flush_timeout_s=FLUSH_S, progress=_flushing
+            kinds[name](options),
+            threads,
+            seal=seal,
+            flush_timeout_s=FLUSH_S,
+            progress=FlushProgress(),
         )
         io: Io = own if leader_parts is None else leader_parts.io_over(own, cache)
         where = re.sub(r"[^\w-]", "-", f"{device}-{platform.node()}")
@@ -172,5 +179,14 @@ def seal_of(config: Config) -> Seal | None:
     return load_seal(key_file) if key_file else None
 
 
-def _flushing(n_left: int, nbytes_left: int) -> None:
-    log.info("writing records before exit: %d left, %d MiB", n_left, nbytes_left // MIB)
+class FlushProgress:
+    """Says how much is still to be written before exit, once a second."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._next_at = -math.inf
+
+    def __call__(self, n_left: int, nbytes_left: int) -> None:
+        if self._clock() >= self._next_at:
+            self._next_at = self._clock() + SAY_EVERY_S
+            log.info("writing records before exit: %d left, %d MiB", n_left, nbytes_left // MIB)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from firn.config import Config, default_cache_dir
+from firn.config import Config, default_cache_dir, kernels_dir
 from firn.engine import EngineLimits
 from firn.models import cpu, cuda, loader
 from firn.models import device as devices
@@ -59,7 +59,7 @@ def compute_settings(config: Config, architecture: str, name: str) -> ComputeSet
     exact = _is_exact(config, architecture, name)
     blas = _tune_cpu(config, exact=exact) if device.kind == "cpu" else None
     if device.kind == "cuda":
-        cuda.tune(kernels=not exact)
+        cuda.tune(kernels=not exact, folder=kernels_dir())
     limits = EngineLimits(
         max_rows=options.max_concurrency,
         max_queue=options.max_queue,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from firn.cache.arrays.host import try_fetching
 from firn.cache.arrays.payload import (
     Cells,
     Payload,
@@ -91,10 +92,14 @@ class Layout:
         return Cells(taken, at.index, [(column + start, column + end) for start, end in bounds])
 
     def prepare(self, layers: Sequence[LayerCache]) -> None:
-        """Compile what cutting needs: on CUDA that takes seconds. The layers must hold a token."""
-        cells = self._cells(layers, At(0, 1), [(0, 1)])
+        """Compile what cutting and spilling need: on CUDA that takes seconds. The layers must hold a
+        token."""
+        at = At(0, 1)
+        cells = self._cells(layers, at, [(0, 1)])
         if cells is not None:
             try_gathering(cells.layers)
+        for part in {codec.part for codec in self.codecs}:
+            try_fetching(self.cut(part, layers, at, 0, 1))
 
     def views(
         self, part: Part, layers: Sequence[LayerCache], at: At, start: int, end: int

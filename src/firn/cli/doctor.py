@@ -21,7 +21,7 @@ from rich.text import Text
 from firn import __version__
 from firn.cli.doctor_budget import as_computed, budget_rows, machine_of, model_of, verdict
 from firn.cli.terminal import plain_console, size
-from firn.config import BUILTIN_MODEL, default_cache_dir
+from firn.config import BUILTIN_MODEL, default_cache_dir, kernels_dir
 from firn.core.errors import SetupError
 from firn.core.memory_plan import MemoryOptions
 from firn.host.machine import SystemMemory, disk_free, is_translated, memory
@@ -241,7 +241,7 @@ def time_model(name: str) -> Iterator[Finding]:
         blas = cpu.tune("auto", exact=False, memo=default_cache_dir() / "blas.json")
         cpu_dtype = "auto" if blas.library else "model"
     elif device.kind == "cuda":
-        cuda.tune()
+        cuda.tune(folder=kernels_dir())
     try:
         folder = model_names.resolve(name)
         loaded = loader.load(folder, served_name=name, cpu_dtype=cpu_dtype)

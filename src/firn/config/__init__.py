@@ -3,7 +3,7 @@
 Owner: the command that starts. Everything below it is handed values and reads no environment.
 """
 
-from firn.config.cache import CacheConfig, converted_dir, default_cache_dir
+from firn.config.cache import CacheConfig, converted_dir, default_cache_dir, kernels_dir
 from firn.config.engine import EngineConfig
 from firn.config.fleet import FleetConfig, ModelTable
 from firn.config.images import ImagesConfig
@@ -42,6 +42,7 @@ __all__ = [
     "UsageError",
     "converted_dir",
     "default_cache_dir",
+    "kernels_dir",
     "load",
     "of_model",
     "unknown_variables",

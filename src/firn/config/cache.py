@@ -111,6 +111,11 @@ def _home() -> Path:
         raise SetupError("This user has no home folder; set HOME or XDG_CACHE_HOME.") from e
 
 
+def kernels_dir() -> Path:
+    """Where compiled GPU kernels are kept."""
+    return default_cache_dir() / "kernels"
+
+
 def converted_dir() -> Path:
     """Where models are kept that were made from other formats: in the cache, beside the records."""
     return default_cache_dir() / "converted"

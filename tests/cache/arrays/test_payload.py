@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from firn.cache.arrays import cuda, host, payload
 from firn.cache.arrays.payload import Payload, by_layer, evaluate, joined, stacked
@@ -21,6 +21,7 @@ from firn.cache.parts import Part
 from firn.cache.storage import places
 from firn.models.rewind import ready
 from tests.cache.bus import Bus
+from tests.zoo import build
 
 QUICK = settings(max_examples=40, deadline=None)
 SHAPES = st.sampled_from([(1, 2, 6, 4), (1, 1, 6, 3), (1, 2, 6, 1)])
@@ -290,6 +291,34 @@ def test_buffers_that_differ_are_copied_one_by_one(monkeypatch: pytest.MonkeyPat
     got = layout.cut(Part.PAGES, layers, At(0, 40), 3, 21)
     assert all_same(got, [want.layer(i) for i in range(want.n_layers)])
     assert not bus.n_gathered
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_next", "gemma3_text", "falcon_h1", "deepseek_v3"])
+def test_what_spilling_needs_is_compiled_at_the_start(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each part of a record. On CUDA a kernel finds its arrays, one for each set of types."""
+
+    class Compiling(Bus):
+        types: ClassVar[set[tuple[mx.Dtype, ...]]] = set()
+
+        def locate(self, arrays: Sequence[mx.array]) -> list[mx.array]:
+            self.types.add(tuple(a.dtype for a in arrays))
+            return super().locate(arrays)
+
+    model = build(name)
+    layers: list[Any] = make_prompt_cache(model)
+    model(mx.array([[1]]), cache=layers)
+    layout = Layout.of(layers)
+    bus = Compiling()
+    monkeypatch.setattr(cuda, "device", lambda: bus)
+    layout.prepare(layers)
+    compiled = set(bus.types)
+    assert compiled
+    model(mx.array([[2, 3, 4, 5]]), cache=layers)
+    for part in {codec.part for codec in layout.codecs}:
+        host.to_host(layout.cut(part, layers, At(0, 5), 1, 5))
+    assert bus.types == compiled
 
 
 @pytest.mark.parametrize("fault", ["wrong", "other cells", "other row", "raises"])

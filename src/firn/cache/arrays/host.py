@@ -10,6 +10,7 @@ NumPy has no bfloat16, so its bits travel as 16-bit integers and become bfloat16
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +88,14 @@ def to_host(payload: Payload) -> PayloadBytes:
     plain = tuple(a.view(mx.uint16) if a.dtype == mx.bfloat16 else a for a in payload.stacks)
     mx.eval(plain)
     return PayloadBytes(tensors, payload.places, plain)
+
+
+def try_fetching(payload: Payload) -> None:
+    """On CUDA: compile what finds the arrays of payloads like this one. If it fails, so will writing,
+    which is told then."""
+    if cuda.device() is not None:
+        with suppress(RuntimeError, ValueError, TypeError):
+            to_host(payload).fetch()
 
 
 def _bytes(array: mx.array) -> memoryview:

@@ -2,6 +2,7 @@
 
     products    of a few tokens: a kernel of firn's instead of cuBLAS, whose calls take the host longer
     attention   of a few tokens: a kernel that takes masks, instead of many operations or cuDNN's plans
+    kernels     MLX's own: where they are kept, and which are compiled ahead
 
 And a check of MLX's that is meant for scripts is switched off: see CHECK.
 
@@ -12,8 +13,10 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 from firn.models.cuda import attention, products
+from firn.models.cuda import kernels as mlx_kernels
 
 log = logging.getLogger("firn.models")
 
@@ -22,10 +25,13 @@ CHECK = "MLX_ENABLE_CACHE_THRASHING_CHECK"
 sees a script's mistake in that, and every new graph fails."""
 
 
-def tune(*, kernels: bool = True) -> None:
+def tune(*, kernels: bool = True, folder: Path | None = None) -> None:
     """Call it once in a process, before anything is computed. kernels: replace those of MLX; one that is
-    wrong on this device is not used. Without them results are MLX's own, bit for bit."""
+    wrong on this device is not used. Without them results are MLX's own, bit for bit. folder: where
+    compiled kernels are kept; None: where MLX keeps them."""
     os.environ.setdefault(CHECK, "0")
+    if folder is not None:
+        mlx_kernels.keep(folder)
     if not kernels:
         return
     attention.install()

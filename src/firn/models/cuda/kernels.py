@@ -1,0 +1,155 @@
+"""Kernels that MLX compiles when they are first used: kept, and compiled ahead by several processes.
+
+Some of them take five seconds each, and MLX compiles one after the other. By default it keeps them in
+the system's temporary folder, where they are lost at the next boot and where other users can write.
+
+    <folder>/<MLX's version>-<the GPU>/    name.ptx, name.txt   written by MLX
+                                           compiled             all of OPERATIONS were compiled
+                                           .<process id>/       of a process that compiles ahead
+
+MLX writes its files in place, and another process could read half of one. So the processes that compile
+ahead write to folders of their own, and what is complete is moved.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+
+log = logging.getLogger("firn.models")
+
+FOLDER = "MLX_PTX_CACHE_DIR"
+DONE = "compiled"
+MAX_PROCESSES = 8
+TIMEOUT_S = 120.0
+FLOAT = mx.bfloat16
+"""What most models compute in. Kernels for other types are compiled when they are first used."""
+
+
+def _table(dtype: mx.Dtype) -> mx.array:
+    return mx.zeros((4, 4), dtype=dtype)
+
+
+def _rows(dtype: mx.Dtype, index: mx.Dtype) -> mx.array:
+    return _table(dtype)[mx.array([[0, 1]], dtype=index)]
+
+
+def _values(dtype: mx.Dtype, index: mx.Dtype) -> mx.array:
+    return _table(dtype)[0][mx.array([0, 1], dtype=index)]
+
+
+def _taken(dtype: mx.Dtype, index: mx.Dtype) -> mx.array:
+    return mx.take_along_axis(_table(dtype), mx.zeros((4, 1), dtype=index), axis=1)
+
+
+def _put(dtype: mx.Dtype, index: mx.Dtype) -> mx.array:
+    where, what = mx.zeros((4, 1), dtype=index), mx.ones((4, 1), dtype=dtype)
+    return mx.put_along_axis(_table(dtype), where, what, axis=1)
+
+
+def _added(index: mx.Dtype) -> mx.array:
+    return _table(mx.float32).at[:, mx.array([0, 1], dtype=index)].add(1.0)
+
+
+OPERATIONS: dict[str, Callable[[], mx.array]] = {
+    "embeddings of prompts": partial(_rows, FLOAT, mx.int32),
+    "embeddings of picked tokens": partial(_rows, FLOAT, mx.uint32),
+    "rows that leave": partial(_values, mx.uint32, mx.int32),
+    "columns": partial(_values, mx.int32, mx.int32),
+    "keys that move": partial(_taken, FLOAT, mx.int32),
+    "keys that are written": partial(_put, FLOAT, mx.int32),
+    "drafts": partial(_taken, mx.int32, mx.int32),
+    "top-p": partial(_taken, mx.float32, mx.int32),
+    "logprobs": partial(_taken, mx.float32, mx.uint32),
+    "logit bias": partial(_added, mx.int32),
+    "penalties": partial(_added, mx.uint32),
+    "tokens seen": partial(_put, mx.bool_, mx.uint32),
+    "drafted tokens seen": partial(_put, mx.bool_, mx.int32),
+}
+"""What rows, groups, drafts and sampling use, one kernel each."""
+
+
+def keep(folder: Path) -> None:
+    """Have MLX keep its kernels below this folder, and compile those that every server needs if they are
+    not there yet. Call it before anything is computed. A folder that the user has chosen is used."""
+    chosen = os.environ.get(FOLDER)
+    place = Path(chosen) if chosen else folder / _machine()
+    try:
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.environ[FOLDER] = str(place)
+        if not (place / DONE).exists() and _compile(place):
+            (place / DONE).touch()
+    except OSError as e:
+        log.warning("GPU kernels are compiled again at each start: %s", e)
+
+
+def _machine() -> str:
+    """Kernels are for one version of MLX and one kind of GPU."""
+    info = mx.device_info()
+    gpu = str(info.get("device_name") or info.get("architecture") or "gpu")
+    return re.sub(r"[^A-Za-z0-9.]+", "-", f"{version('mlx')}-{gpu}")
+
+
+def _compile(place: Path) -> bool:
+    """Whether all operations were compiled. What was not is compiled when it is first used."""
+    log.info("compiling GPU kernels: the first start on a machine takes longer")
+    began, names = time.perf_counter(), list(OPERATIONS)
+    n = max(min(MAX_PROCESSES, (os.cpu_count() or 2) // 2), 1)
+    processes = [_process(place, names[i::n]) for i in range(min(n, len(names)))]
+    until = began + TIMEOUT_S
+    codes = [_wait(process, until) for process in processes]
+    log.info("GPU kernels compiled in %.0f s", time.perf_counter() - began)
+    return not any(codes)
+
+
+def _process(place: Path, names: Sequence[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__, *names],
+        env={**os.environ, FOLDER: str(place)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def _wait(process: subprocess.Popen[bytes], until: float) -> int:
+    try:
+        return process.wait(max(until - time.perf_counter(), 0.0))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def main(names: Sequence[str]) -> None:
+    """In a process of its own: compile these operations, and move what MLX has written into place."""
+    place = Path(os.environ[FOLDER])
+    own = place / f".{os.getpid()}"
+    own.mkdir(mode=0o700)
+    os.environ[FOLDER] = str(own)
+    try:
+        for name in names:
+            mx.eval(OPERATIONS[name]())
+            move(own, place)
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+
+
+def move(own: Path, place: Path) -> None:
+    """The .ptx file comes last: MLX looks for it, and then reads the others."""
+    for path in sorted(own.iterdir(), key=lambda p: p.suffix == ".ptx"):
+        path.replace(place / path.name)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
