@@ -153,19 +153,17 @@ def _decoder_parts(
         put_on_tiers(tree, info, IoThreads(max_write_nbytes=planned.plan.write_queue_nbytes))
     tree.set_room(budget.free_nbytes())
     shapes = padding(loaded)
-    make_runner = partial(
-        _runner,
+    runner = _rehearsed_runner(
         spec,
         loaded,
+        drafting.speculation,
+        is_gpu=device == "cuda",
         threads=threads,
         shapes=shapes,
-        traced=traced_of(loaded, shapes),
         max_padding=capacity_nbytes // PADDING_PARTS // max(cost.per_token_nbytes, 1),
     )
-    if device == "cuda" and spec.leader_parts is None:
-        rehearse(make_runner(speculation=rehearsal_of(loaded.model, drafting.speculation)))
     return ServerParts(
-        any_rows(make_runner(speculation=drafting.speculation)),
+        any_rows(runner),
         any_cursors(tree),
         budget,
         replace(compute.limits, common_chunk=FULL if shapes is not None else 0),
@@ -233,6 +231,23 @@ def _shapes(
     spec: ServerSpec, compute: ComputeSettings, loaded: loader.LoadedModel
 ) -> FewShapes | None:
     return shapes_of(loaded, compute) if spec.leader_parts is None else None
+
+
+def _rehearsed_runner(
+    spec: ServerSpec,
+    loaded: loader.LoadedModel,
+    speculation: Speculation | None,
+    *,
+    is_gpu: bool,
+    shapes: FewShapes | None,
+    **options: Any,
+) -> Runner:
+    """The server's runner. Before, on a GPU, another one uses the model as requests will."""
+    traced = traced_of(loaded, shapes)
+    make = partial(_runner, spec, loaded, shapes=shapes, traced=traced, **options)
+    if is_gpu and spec.leader_parts is None:
+        rehearse(make(speculation=rehearsal_of(loaded.model, speculation)))
+    return make(speculation=speculation)
 
 
 def _runner(
