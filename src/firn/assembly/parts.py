@@ -153,17 +153,12 @@ def _decoder_parts(
         put_on_tiers(tree, info, IoThreads(max_write_nbytes=planned.plan.write_queue_nbytes))
     tree.set_room(budget.free_nbytes())
     shapes = padding(loaded)
-    runner = _rehearsed_runner(
-        spec,
-        loaded,
-        drafting.speculation,
-        is_gpu=device == "cuda",
-        threads=threads,
-        shapes=shapes,
-        max_padding=capacity_nbytes // PADDING_PARTS // max(cost.per_token_nbytes, 1),
+    make_runner = partial(
+        _rehearsed_runner, spec, loaded, drafting.speculation, is_gpu=device == "cuda"
     )
+    max_padding = capacity_nbytes // PADDING_PARTS // max(cost.per_token_nbytes, 1)
     return ServerParts(
-        any_rows(runner),
+        any_rows(make_runner(threads=threads, shapes=shapes, max_padding=max_padding)),
         any_cursors(tree),
         budget,
         replace(compute.limits, common_chunk=FULL if shapes is not None else 0),
