@@ -53,8 +53,10 @@ class Target:
         *,
         ignore_eos: bool = False,
         on_piece: Callable[[float], object] = lambda now: None,
+        **options: object,
     ) -> TimedReply:
-        """A greedy chat, streamed. Raises BenchError for anything but a whole answer."""
+        """A chat, streamed, and greedy unless the request's further `options` say something else. Raises
+        BenchError for anything but a whole answer."""
         body = {
             "model": self.model,
             "messages": messages,
@@ -63,6 +65,7 @@ class Target:
             "stream": True,
             "stream_options": {"include_usage": True},
             **({"ignore_eos": True} if ignore_eos else {}),
+            **options,
         }
         start = time.perf_counter()
         reader = _StreamReader(start, on_piece)

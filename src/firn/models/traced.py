@@ -247,7 +247,6 @@ def traced_steps(model: Any, make_layers: MakeLayers) -> TracedSteps:
                 raise ValueError("not all of its layers are plain attention")
             want = model(ids, cache=groups[1])
             far = max(far, *(apart(a, b) for a, b in zip(want[:, -1], got[:, -1], strict=True)))
-        _compile_leaving(groups[0])
     except ValueError:
         raise
     except Exception as e:  # any model code runs here
@@ -255,11 +254,3 @@ def traced_steps(model: Any, make_layers: MakeLayers) -> TracedSteps:
     if far > FAR:
         raise ValueError(f"tokens come out different in a traced step ({far:.1f})")
     return TracedSteps(model)
-
-
-def _compile_leaving(group: Sequence[Any]) -> None:
-    """Have MLX compile what it needs when rows leave a group: on CUDA that takes seconds, the first
-    time, and all the other rows would wait."""
-    for layer in group:
-        layer.filter([0, 1])
-    mx.eval([layer.state for layer in group])
