@@ -17,15 +17,21 @@ from firn.models.traced import TracedSteps
 from tests.harness import model_info
 from tests.models.alone import Built, plain
 from tests.models.drafters.test_mtp import built
+from tests.vision import gallery
 
 NAMES = ("qwen3", "gemma3_text", "qwen3_next", "falcon_h1", "deepseek_v3", "llama4")
 
 
 def runner_of(parts: Built, speculation: Any, *, traced: TracedSteps | None = None) -> Runner:
     model, make_layers = parts
-    info = model_info(model, make_layers)
     return Runner(
-        model, info, make_layers=make_layers, max_rows=8, speculation=speculation, traced=traced
+        model,
+        model_info(model, make_layers),
+        make_layers=make_layers,
+        max_rows=8,
+        arguments=model if hasattr(model, "chunk") else None,  # a vision model
+        speculation=speculation,
+        traced=traced,
     )
 
 
@@ -62,6 +68,15 @@ def test_prompts_are_read_and_decoded_without_drafts_where_nothing_is_drafted(
     rehearse(runner)
     assert not caplog.records
     assert runner.groups() == []
+
+
+@pytest.mark.parametrize("name", gallery.FAMILIES[:2])
+def test_a_vision_model_reads_text(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    parts = gallery.build(name)()
+    speculation = rehearsal(parts)
+    rehearse(runner_of(parts, speculation))
+    assert not caplog.records
+    assert speculation.totals.n_draft_steps
 
 
 def test_a_prediction_head_drafts(caplog: pytest.LogCaptureFixture) -> None:

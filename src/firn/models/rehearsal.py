@@ -161,10 +161,11 @@ def _read(runner: Runner, prompts: Sequence[Prompt]) -> list[Row]:
 
 
 def _decode(runner: Runner, *, width: int, n_steps: int) -> None:
-    if width > 1 and not isinstance(runner.speculation, RehearsalSpeculation):
+    speculation = runner.speculation
+    if isinstance(speculation, RehearsalSpeculation):
+        speculation.width = width
+    elif width > 1:
         return
-    if isinstance(runner.speculation, RehearsalSpeculation):
-        runner.speculation.width = width
     for _ in range(n_steps):
         for rows in runner.groups():
             runner.launch(rows)
