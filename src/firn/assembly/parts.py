@@ -27,7 +27,7 @@ from firn.assembly.model import ServerSpec, load_model, row_cost
 from firn.cache.off import CacheOff
 from firn.cache.prefix import PrefixTree
 from firn.cache.storage.threads import IoThreads
-from firn.config import Config
+from firn.config import Config, kernels_dir
 from firn.core.memory_plan import MIN_CAPACITY_NBYTES
 from firn.core.values import ModelInfo
 from firn.engine import Budget, EngineParts, RowCost, recipes_of
@@ -35,6 +35,7 @@ from firn.kv_events import EventPublisher
 from firn.models import device as devices
 from firn.models import embedder, loader
 from firn.models.cpu.threads import Threads
+from firn.models.cuda import kernels
 from firn.models.rehearsal import rehearsal_of, rehearse
 from firn.models.runner import Runner
 from firn.models.shapes import FULL, FewShapes
@@ -242,6 +243,7 @@ def _rehearsed_runner(
     make = partial(_runner, spec, loaded, shapes=shapes, traced=traced, **options)
     if is_gpu and spec.leader_parts is None:
         rehearse(make(speculation=rehearsal_of(loaded.model, speculation)))
+        kernels.note(kernels_dir())
     return make(speculation=speculation)
 
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 
 from firn.models.cuda import kernels
-from firn.models.cuda.kernels import DONE, FOLDER, OPERATIONS, keep, main, move
+from firn.models.cuda.kernels import FOLDER, KNOWN, OPERATIONS, keep, main, move, note
 
 
 @pytest.fixture(autouse=True)
@@ -25,13 +25,17 @@ def test_each_operation_can_be_computed(name: str) -> None:
     mx.eval(OPERATIONS[name]())
 
 
+def visible(place: Path) -> list[str]:
+    return sorted(path.name for path in place.iterdir() if path.name != ".lock")
+
+
 def test_processes_compile_ahead_once(tmp_path: Path) -> None:
     keep(tmp_path)
     (place,) = tmp_path.iterdir()
     assert place.name == f"{version('mlx')}-NVIDIA-H200-X"
     assert os.environ[FOLDER] == str(place)
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
-    assert [path.name for path in place.iterdir()] == [DONE], "and nobody's own folder"
+    assert visible(place) == [KNOWN], "and nobody's own folder"
 
 
 def test_nothing_is_compiled_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,19 +52,56 @@ def test_nothing_is_compiled_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(compiled) == 2, "the first time something failed"
 
 
+def test_a_start_keeps_what_was_used_and_drops_what_a_crash_may_have_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_compile", lambda place: True)
+    keep(tmp_path)
+    place = Path(os.environ[FOLDER])
+    for name in ("used.ptx", "used.txt", "changed.ptx", "changed.txt", "torn.ptx"):
+        (place / name).write_text("whole")
+    note(tmp_path)
+    (place / "changed.ptx").write_text("wh")
+    for name in ("late.ptx", "late.txt"):
+        (place / name).write_text("who knows")
+    monkeypatch.setenv(FOLDER, "")
+    keep(tmp_path)
+    assert visible(place) == ["changed.txt", KNOWN, "used.ptx", "used.txt"]
+
+
+@pytest.mark.parametrize("content", ["", "no json", "[1]"])
+def test_a_note_that_cannot_be_read_is_no_note(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[Path] = []
+    monkeypatch.setattr(kernels, "_compile", lambda place: bool(compiled.append(place)) or True)
+    keep(tmp_path)
+    place = Path(os.environ[FOLDER])
+    (place / "a.ptx").write_text("who knows")
+    (place / KNOWN).write_text(content)
+    monkeypatch.setenv(FOLDER, "")
+    keep(tmp_path)
+    assert len(compiled) == 2
+    assert visible(place) == [KNOWN]
+
+
 def test_a_process_that_fails_is_noticed(tmp_path: Path) -> None:
     process = kernels._process(tmp_path, ["no such operation"])
     assert process.wait() != 0
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_the_user_has_chosen_is_used(
+def test_a_folder_that_the_user_has_chosen_stays_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(FOLDER, str(tmp_path / "own"))
-    monkeypatch.setattr(kernels, "_compile", lambda place: True)
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "a.ptx").write_text("theirs")
+    monkeypatch.setenv(FOLDER, str(own))
     keep(tmp_path / "firn")
-    assert os.environ[FOLDER] == str(tmp_path / "own")
+    note(tmp_path / "firn")
+    assert os.environ[FOLDER] == str(own)
+    assert visible(own) == ["a.ptx"]
     assert not (tmp_path / "firn").exists()
 
 
@@ -69,7 +110,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_nothing_else(
 ) -> None:
     (tmp_path / "file").touch()
     keep(tmp_path / "file" / "below")
-    assert "compiled again at each start" in caplog.text
+    assert "temporary folder" in caplog.text
     assert os.environ[FOLDER] == ""
 
 

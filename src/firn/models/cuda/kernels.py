@@ -4,15 +4,17 @@ Some of them take five seconds each, and MLX compiles one after the other. By de
 the system's temporary folder, where they are lost at the next boot and where other users can write.
 
     <folder>/<MLX's version>-<the GPU>/    name.ptx, name.txt   written by MLX
-                                           compiled             all of OPERATIONS were compiled
+                                           known.json           their sizes, once they were used
                                            .<process id>/       of a process that compiles ahead
 
-MLX writes its files in place, and another process could read half of one. So the processes that compile
-ahead write to folders of their own, and what is complete is moved.
+MLX writes its files in place. So the processes that compile ahead write to folders of their own, and
+what is complete is moved; and a start removes what it does not know, for a crash may have cut it off.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import logging
 import os
 import re
@@ -30,7 +32,7 @@ import mlx.core as mx
 log = logging.getLogger("firn.models")
 
 FOLDER = "MLX_PTX_CACHE_DIR"
-DONE = "compiled"
+KNOWN = "known.json"
 MAX_PROCESSES = 8
 TIMEOUT_S = 120.0
 FLOAT = mx.bfloat16
@@ -82,16 +84,50 @@ OPERATIONS: dict[str, Callable[[], mx.array]] = {
 
 def keep(folder: Path) -> None:
     """Have MLX keep its kernels below this folder, and compile those that every server needs if they are
-    not there yet. Call it before anything is computed. A folder that the user has chosen is used."""
-    chosen = os.environ.get(FOLDER)
-    place = Path(chosen) if chosen else folder / _machine()
+    not there yet. Call it before anything is computed. A folder that the user has chosen stays as is."""
+    if os.environ.get(FOLDER):
+        return
+    place = folder / _machine()
     try:
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
-        os.environ[FOLDER] = str(place)
-        if not (place / DONE).exists() and _compile(place):
-            (place / DONE).touch()
+        with (place / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # servers that start at the same time compile once
+            os.environ[FOLDER] = str(place)
+            _drop_unknown(place)
+            if not (place / KNOWN).exists() and _compile(place):
+                note(folder)
     except OSError as e:
-        log.warning("GPU kernels are compiled again at each start: %s", e)
+        log.warning("compiled GPU kernels stay in the system's temporary folder: %s", e)
+
+
+def note(folder: Path) -> None:
+    """All kernels that lie below this folder were used."""
+    place = folder / _machine()
+    if os.environ.get(FOLDER) != str(place):
+        return
+    sizes = {path.name: path.stat().st_size for path in _files(place)}
+    whole = {name: n for name, n in sizes.items() if Path(name).with_suffix(".txt").name in sizes}
+    temp = place / f".{KNOWN}-{os.getpid()}"
+    try:
+        temp.write_text(json.dumps(whole))
+        temp.replace(place / KNOWN)
+    except OSError as e:
+        log.warning("compiled GPU kernels are compiled again at the next start: %s", e)
+
+
+def _drop_unknown(place: Path) -> None:
+    try:
+        known = dict(json.loads((place / KNOWN).read_text()))
+    except (OSError, ValueError, TypeError):
+        known = {}
+        (place / KNOWN).unlink(missing_ok=True)
+    for path in _files(place):
+        if known.get(path.name) != path.stat().st_size:
+            path.unlink(missing_ok=True)
+
+
+def _files(place: Path) -> list[Path]:
+    return [path for path in place.iterdir() if path.suffix in (".ptx", ".txt")]
 
 
 def _machine() -> str:
