@@ -65,6 +65,13 @@ class KnownReplies:
         self._known.clear()
 
 
+class NeverRests(Speculation):
+    """Weighs a costly drafter at every step, however long that takes."""
+
+    def _rest_of_costly(self, n_seats: int) -> int:
+        return 0
+
+
 class AnyWidth(Speculation):
     """Tries drafts of any length, at random, whatever comes of them."""
 

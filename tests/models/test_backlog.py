@@ -17,17 +17,18 @@ from firn.models.batch import Group
 from firn.models.drafters import Draft
 from firn.models.drafters.mtp import MtpDrafter
 from firn.models.mtp import split
-from firn.models.speculation import DraftPlan, Speculation
+from firn.models.speculation import DraftPlan
 from tests.cache.pending import settle
 from tests.harness import Harness, running
 from tests.models.alone import prompt_of
 from tests.models.drafters.test_mtp import NAMES, built
+from tests.models.drafting import NeverRests
 
 BLOCK = 32
 N_DRAFTED = 4
 
 
-class DraftsAt(Speculation):
+class DraftsAt(NeverRests):
     """Asks the head where `drafts_at` says so; in between it skips steps."""
 
     def __init__(self, drafter: Any, *, drafts_at: Callable[[int], bool]) -> None:

@@ -94,6 +94,9 @@ class RehearsalSpeculation(Speculation):
         asks = () if self._costly is None or self.width == 1 else tuple(group.rows)
         return DraftPlan(self.width, asks)
 
+    def _rest_of_costly(self, n_seats: int) -> int:
+        return 0
+
 
 def rehearsal_of(model: Any, speculation: Speculation | None) -> RehearsalSpeculation | None:
     """Drafts on the same terms as the server's own speculation; None where nothing is drafted."""

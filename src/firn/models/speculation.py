@@ -340,11 +340,11 @@ class Speculation:
             with self.step_clock.paused():
                 yield
         except Exception as e:
-            self._rest_costly(e)
+            self._drop_costly(e)
             if may_be_device_fault(e):
                 raise
 
-    def _rest_costly(self, error: Exception) -> None:
+    def _drop_costly(self, error: Exception) -> None:
         """Take the costly drafter from all rows: all that it has begun to compute may have failed."""
         assert self._costly is not None
         drafter = self._drafters[self._costly]
@@ -447,5 +447,10 @@ class Speculation:
         for _, drafted in known:
             drafted.odds.fade(kinds)
         self._costly_overhead.passed_over(self._clock() - began)
-        if self.times.knows(n_seats):
-            self._costly_rest = self._costly_overhead.rest(1, self.times.plain_s(n_seats))
+        self._costly_rest = self._rest_of_costly(n_seats)
+
+    def _rest_of_costly(self, n_seats: int) -> int:
+        """For how many steps the costly drafter is not weighed: that takes the host's time, too."""
+        if not self.times.knows(n_seats):
+            return 0
+        return self._costly_overhead.rest(1, self.times.plain_s(n_seats))

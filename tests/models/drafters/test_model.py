@@ -23,11 +23,12 @@ from firn.models.speculation import FAULT_REST_S, DraftPlan, Speculation
 from firn.models.traits import TRAITS, Traits
 from tests.harness import GREEDY, Result, running
 from tests.models.alone import plain, prompt_of
+from tests.models.drafting import NeverRests
 from tests.models.test_speculation import SAMPLINGS, assert_equal, story, tell
 from tests.zoo import build
 
 
-class AsksWhenReady(Speculation):
+class AsksWhenReady(NeverRests):
     """Asks the costly drafter whenever it is ready, for any number of tokens."""
 
     def __init__(self, *drafters: Any, seed: int = 0, **more: Any) -> None:

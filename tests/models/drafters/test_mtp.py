@@ -17,10 +17,11 @@ from firn.models.drafters import Draft
 from firn.models.drafters.mtp import MtpDrafter
 from firn.models.mtp import MtpModel, PredictionHead, with_head_layer
 from firn.models.mtp_load import FAMILIES, has_head, read_head
-from firn.models.speculation import DraftPlan, Speculation
+from firn.models.speculation import DraftPlan
 from tests.harness import GREEDY, running
 from tests.models.alone import Built, plain, prompt_of
 from tests.models.drafters.test_model import AsksWhenReady, assert_all_equal
+from tests.models.drafting import NeverRests
 from tests.models.test_speculation import SAMPLINGS, story, tell
 from tests.zoo import ZOO, build, weights
 
@@ -109,7 +110,7 @@ def test_all_drafts_of_a_head_that_agrees_are_accepted(name: str) -> None:
     assert totals.n_accepted == totals.n_drafted
 
 
-class NotesDrafts(Speculation):
+class NotesDrafts(NeverRests):
     """Asks for four tokens after every step, and notes them."""
 
     def __init__(self, drafter: Any) -> None:
