@@ -26,16 +26,17 @@ def some(rng: np.random.Generator, *shape: int) -> Bits:
 @each_build
 def test_every_build_multiplies(build: Build, tmp_path: Path) -> None:
     kernel, rng = kernel_of(build, tmp_path), np.random.default_rng(build.n_tokens)
-    # More chunks than are copied ahead, the last one not whole, for two blocks of tokens; less of both.
-    for n_inner, n_tokens in (
-        (build.chunk * (build.n_stages + 1) + 8, build.n_tokens + 3),
-        (build.chunk - 8, build.n_tokens // 2 + 1),
+    # More chunks than are copied ahead, the last one not whole, for two blocks of tokens; less of both,
+    # for two blocks of columns. Copies come early and late.
+    for n_inner, n_tokens, n_blocks, late in (
+        (build.chunk * (build.n_stages + 1) + 8, build.n_tokens + 3, 1, True),
+        (build.chunk * (build.n_stages + 1) + 8, build.n_tokens // 2, 1, False),
+        (build.chunk - 8, build.n_tokens // 2 + 1, 2, True),
     ):
-        x, weight = some(rng, n_tokens, n_inner), some(rng, 2 * N_COLUMNS, n_inner)
+        x, weight = some(rng, n_tokens, n_inner), some(rng, n_blocks * N_COLUMNS, n_inner)
         want = float32(x) @ float32(weight).T
-        for late in (False, True):
-            got = kernel.product(x, weight, late=late)
-            assert np.abs(got - want).max() < 2**-8 * np.abs(want).max(), (n_inner, late)
+        got = kernel.product(x, weight, late=late)
+        assert np.abs(got - want).max() < 2**-8 * np.abs(want).max(), (n_inner, late)
 
 
 @pytest.mark.parametrize("builds", [ALONE, SHARED], ids=["alone", "shared"])
