@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from importlib.metadata import version
 from pathlib import Path
@@ -64,9 +65,20 @@ def test_a_start_keeps_what_was_used_and_drops_what_a_crash_may_have_cut_off(
     (place / "changed.ptx").write_text("wh")
     for name in ("late.ptx", "late.txt"):
         (place / name).write_text("who knows")
+    (place / ".123").mkdir()  # of a process that was killed
     monkeypatch.setenv(FOLDER, "")
     keep(tmp_path)
     assert visible(place) == ["changed.txt", KNOWN, "used.ptx", "used.txt"]
+
+
+def test_a_folder_that_has_gone_meanwhile_is_said_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kernels, "_compile", lambda place: True)
+    keep(tmp_path)
+    shutil.rmtree(os.environ[FOLDER])
+    note(tmp_path)
+    assert "compiled again" in caplog.text
 
 
 @pytest.mark.parametrize("content", ["", "no json", "[1]"])

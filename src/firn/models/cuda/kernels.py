@@ -105,10 +105,10 @@ def note(folder: Path) -> None:
     place = folder / _machine()
     if os.environ.get(FOLDER) != str(place):
         return
-    sizes = {path.name: path.stat().st_size for path in _files(place)}
-    whole = {name: n for name, n in sizes.items() if Path(name).with_suffix(".txt").name in sizes}
     temp = place / f".{KNOWN}-{os.getpid()}"
     try:
+        sizes = {path.name: path.stat().st_size for path in _files(place)}
+        whole = {name: n for name, n in sizes.items() if f"{name[:-4]}.txt" in sizes}
         temp.write_text(json.dumps(whole))
         temp.replace(place / KNOWN)
     except OSError as e:
@@ -116,6 +116,9 @@ def note(folder: Path) -> None:
 
 
 def _drop_unknown(place: Path) -> None:
+    """Also the folders of processes that were killed: with the lock held, nobody compiles ahead."""
+    for left in place.glob(".[0-9]*"):
+        shutil.rmtree(left, ignore_errors=True)
     try:
         known = dict(json.loads((place / KNOWN).read_text()))
     except (OSError, ValueError, TypeError):
