@@ -32,12 +32,15 @@ MIN_FILL = 0.6
 """The least share of a pass that is not padding: each row is padded to the longest."""
 N_SHARED = 16
 """Of two prompts whose next tokens to read agree for this long, one waits for the other's records."""
-MIN_SAMPLES, MAX_SAMPLES = 4, 9
-"""Timings of each kind before the faster one is chosen, and how many are kept."""
+MIN_SAMPLES, MAX_SAMPLES = 4, 5
+"""Timings of each kind before the faster one is chosen, and how many are kept.
+
+A device takes longer for the first passes of a shape: three later ones outvote them.
+"""
 MAX_TIME_RATIO = 0.95
 """Time per token together over time per token alone: above this, reading together does not pay."""
-TRY_EVERY = 64
-"""Every so many decisions the slower kind is tried again."""
+TRY_FIRST, TRY_EVERY = 8, 64
+"""The slower kind is tried again after so many decisions; each time twice as many, up to the second."""
 
 
 @dataclass(eq=False)
@@ -47,16 +50,20 @@ class BatchTrial:
     alone_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     together_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     """Seconds per token of passes of each kind."""
+    _n_spaced: int = TRY_FIRST
     _n_decisions: int = 0
+    """Since the slower kind was tried."""
 
     def should_batch(self) -> bool:
         """Whether to read the next prompts together."""
-        self._n_decisions += 1
         if len(self.together_s) < MIN_SAMPLES or len(self.alone_s) < MIN_SAMPLES:
             return len(self.together_s) <= len(self.alone_s)
         pays = median(self.together_s) < MAX_TIME_RATIO * median(self.alone_s)
-        is_trial = self._n_decisions % TRY_EVERY == 0
-        return pays is not is_trial
+        self._n_decisions += 1
+        if self._n_decisions < self._n_spaced:
+            return pays
+        self._n_decisions, self._n_spaced = 0, min(2 * self._n_spaced, TRY_EVERY)
+        return not pays
 
     def saw(self, seconds: float, *, n_tokens: int, n_prompts: int) -> None:
         samples = self.together_s if n_prompts > 1 else self.alone_s
