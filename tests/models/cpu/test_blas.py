@@ -69,6 +69,36 @@ def test_the_fastest_is_taken(
     assert library is None or library.attached
 
 
+@pytest.mark.parametrize(
+    ("environ", "n"),
+    [
+        ({}, 8),
+        ({"OPENBLAS_NUM_THREADS": "3"}, 3),
+        ({"OMP_NUM_THREADS": "2"}, 2),
+        ({"OPENBLAS_NUM_THREADS": "3", "OMP_NUM_THREADS": "2"}, 3),
+        ({"OMP_NUM_THREADS": "64"}, 8),
+        ({"OMP_NUM_THREADS": "0"}, 8),
+        ({"OMP_NUM_THREADS": "4,2"}, 8),
+    ],
+)
+def test_it_has_a_thread_for_each_core_or_as_many_as_the_user_allows(
+    machine: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    environ: dict[str, str],
+    n: int,
+) -> None:
+    machine["trials"] = {"bundled": trial_of(100), "system": trial_of(90)}
+    monkeypatch.setattr(blas, "usable_cores", lambda: 8)
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    library = attach("auto", memo=tmp_path / "blas.json").library
+    assert library is not None
+    assert library.n_threads == n
+
+
 def test_a_trial_is_remembered(machine: dict[str, Any], tmp_path: Path) -> None:
     machine["trials"] = {"bundled": trial_of(100), "system": trial_of(90)}
     memo = tmp_path / "deep" / "blas.json"

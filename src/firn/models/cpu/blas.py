@@ -77,15 +77,25 @@ def attach(choice: Choice, *, memo: Path, again: bool = False) -> Blas:
     if choice == "auto" and result.gflops < WORTH * result.own_gflops:
         return Blas(f"MLX's own BLAS, {result.own_gflops:.0f} GFLOP/s", gflops=result.own_gflops)
     try:
-        library = OpenBlas(best, n_threads=usable_cores())
+        library = OpenBlas(best, n_threads=n_threads())
         library.attach()
     except (OSError, AttributeError, NoSlot) as e:
         return _go_without(choice, str(e))
+    threads = "1 thread" if library.n_threads == 1 else f"{library.n_threads} threads"
     text = (
-        f"{result.label}, {best.kind}, {library.n_threads} threads: {result.gflops:.0f} GFLOP/s "
+        f"{result.label}, {best.kind}, {threads}: {result.gflops:.0f} GFLOP/s "
         f"(MLX's own: {result.own_gflops:.1f})"
     )
     return Blas(text, library, result.gflops)
+
+
+def n_threads() -> int:
+    """One for each core that this process may use, or as many as the user allows every OpenBLAS."""
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        with contextlib.suppress(ValueError):
+            if (allowed := int(os.environ.get(name, ""))) > 0:
+                return min(allowed, usable_cores())
+    return usable_cores()
 
 
 def _why_not_here() -> str:
@@ -113,7 +123,7 @@ def _trials(wanted: list[Library], memo: Path, known: dict[str, Trial]) -> dict[
         name = _name(library)
         if name not in known:
             log.info("trying %s OpenBLAS (once)", library.kind)
-            known[name] = trial.run(library, n_threads=usable_cores())
+            known[name] = trial.run(library, n_threads=n_threads())
             n_new += 1
         out[library.kind] = known[name]
     if n_new:
@@ -129,7 +139,7 @@ def _name(library: Library) -> str:
     except OSError:
         file = library.path
     return (
-        f"{file}, mlx {metadata.version('mlx')}, {_processor()}, {usable_cores()} cores, "
+        f"{file}, mlx {metadata.version('mlx')}, {_processor()}, {n_threads()} threads, "
         f"trial {trial.FORMAT}"
     )
 
