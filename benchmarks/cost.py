@@ -68,10 +68,10 @@ def first_s(server: Server, n_tokens: int, *, turn: object, question: str) -> tu
 def restarted(model: Path, n_tokens: int, *, turns: int) -> dict[str, float]:
     """First tokens out of the files of the last server."""
     by_name: dict[str, list[float]] = {"disk": [], "disk GB/s": [], "of the disk": []}
-    files = list((lab() / "run" / "firn" / "ssd").rglob("*"))
+    folder = lab() / "run" / "firn" / "ssd"
     with Server.start("firn", model, memory_mb=MEMORY_MB, ssd_gb=SSD_GB, fresh=False) as server:
         for turn in range(turns):
-            drop([f for f in files if f.is_file()])
+            drop([f for f in folder.rglob("*") if f.is_file()])
             before = _bytes_read(server)
             seconds, n_cached = first_s(server, n_tokens, turn=turn, question="After a restart?")
             nbytes = _bytes_read(server) - before

@@ -58,7 +58,10 @@ def drop(paths: Iterable[Path]) -> Temperature:
 
 
 def _drop_one(path: Path) -> Temperature:
-    fd = os.open(path, os.O_RDONLY)
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:  # a running server has removed or replaced it
+        return "cold"
     try:
         os.fsync(fd)  # pages that are not on the disk yet would stay
         for _ in range(MAX_DROPS):
