@@ -44,6 +44,11 @@ os.environ.setdefault("MLX_ENABLE_TF32", "0")
 # One text needs no threads of the tokenizer's own: waking and stopping them is a tenth of its work.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+# Other workers have the other cores: threads of a BLAS wait for each other in loops, for longer than the
+# products take. For servers that tests start, too.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+
 # MLX hands each operation to a thread of its own, and Linux would let that thread interrupt the one that
 # is about to hand over the next: half of a tiny model's step is switching between the two. As a batch
 # job a thread that wakes up waits for a free core instead. Servers that tests start inherit it.
@@ -91,11 +96,6 @@ def _one_mlx_for_all() -> Iterator[Blas]:
         patch.setattr(softmax, "install_if_faster", lambda: False)
         patch.setattr(rope, "install", lambda: None)
         yield blas
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_of_blas(_one_mlx_for_all: Blas) -> None:
-    one_blas.keep_to_one_thread(_one_mlx_for_all)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

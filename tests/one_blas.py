@@ -18,16 +18,7 @@ MEMO = Path(tempfile.gettempdir()) / f"firn-tests-{os.getuid()}" / "blas.json"
 def attach() -> Blas:
     if devices.device().kind != "cpu":
         return Blas("a GPU's own")
-    blas = cpu.attach("auto", memo=MEMO)
-    keep_to_one_thread(blas)
-    return blas
-
-
-def keep_to_one_thread(blas: Blas) -> None:
-    """Beside other workers, which have the other cores: threads of a BLAS wait for each other in loops,
-    for longer than the products take. A server that an earlier test built may have set more."""
-    if blas.library and "PYTEST_XDIST_WORKER" in os.environ:
-        blas.library.set_threads(1)
+    return cpu.attach("auto", memo=MEMO)
 
 
 def remember(home: Path) -> None:

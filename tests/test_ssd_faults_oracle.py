@@ -31,7 +31,7 @@ from tests.faulty_tier import (
 from tests.oracle import Exam, Oracle
 
 MODELS = ("firn-demo", "firn-demo-hybrid")
-ROOM_NBYTES = {"firn-demo": 500_000, "firn-demo-hybrid": 1_000_000}
+ROOM_NBYTES = {"firn-demo": 1_000_000, "firn-demo-hybrid": 1_150_000}
 """About three sessions: a state weighs more than the pages of a whole session."""
 MIB = 1 << 20
 

@@ -96,7 +96,7 @@ class Machine:
         until = time.monotonic() + WAIT_S
         while not what(found := self.store()):
             assert time.monotonic() < until, found
-            time.sleep(0.01)
+            time.sleep(0.05)
         return found
 
     def settle(self) -> None:

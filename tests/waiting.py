@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-POLL_S = 0.001
+POLL_S, MAX_POLL_S = 0.001, 0.02
+"""How long to sleep at first, and where nothing has happened for long: some questions are requests."""
 WAIT_S = 60.0
 
 
 def wait_until(is_so: Callable[[], object]) -> None:
-    until = time.monotonic() + WAIT_S
+    until, poll_s = time.monotonic() + WAIT_S, POLL_S
     while not is_so():
         assert time.monotonic() < until, "it took too long"
-        time.sleep(POLL_S)
+        time.sleep(poll_s)
+        poll_s = min(1.5 * poll_s, MAX_POLL_S)

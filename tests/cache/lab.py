@@ -131,7 +131,7 @@ class LabCodec:
         assert len(tokens) >= at.n_tokens, "the row holds less than it says"
         if self.part is Part.STATE:
             assert end == len(tokens) == at.n_tokens, "a state is where the row is"
-            padding = mx.zeros((self.shape.state_nbytes,), dtype=mx.uint8)
+            padding = mx.array(np.zeros(self.shape.state_nbytes, dtype=np.uint8))
             return mx.array([tokens], dtype=mx.int32), padding, None
         if (
             self.part is Part.WINDOW
@@ -139,8 +139,10 @@ class LabCodec:
             and at.n_tokens - start > self.shape.window
         ):
             raise AssertionError("the ring has overwritten these tokens")
-        array = mx.array(tokens[start:end], dtype=mx.int32).reshape(1, 1, -1, 1)
-        return (array, array + 1) if self.part is Part.PAGES else (array,)
+        # Made by numpy: what MLX computes, it hands to another thread, which takes far longer.
+        array = np.array(tokens[start:end], dtype=np.int32).reshape(1, 1, -1, 1)
+        both = (array, array + 1) if self.part is Part.PAGES else (array,)
+        return tuple(map(mx.array, both))
 
     def fill(self, view: View, pieces: Sequence[Arrays], n_tokens: int) -> None:
         self.shape.fault("fill")
@@ -167,8 +169,8 @@ class LabBuffers:
 
     def take(self, view: View) -> Arrays:
         tokens = [*view.layer.rows[0], GARBAGE, GARBAGE]
-        array = mx.array(tokens, dtype=mx.int32).reshape(1, 1, -1, 1)
-        return array, array + 1
+        array = np.array(tokens, dtype=np.int32).reshape(1, 1, -1, 1)
+        return mx.array(array), mx.array(array + 1)
 
     def first_column(self, view: View, at: At) -> int:
         return 0

@@ -49,15 +49,20 @@ def spare_slot(build: Build) -> Build:
     return make
 
 
+TWO: dict[str, Any] = {"num_hidden_layers": 2}
+"""Layers: one of each kind, or two that are alike and lie in one stack."""
+LARGE = {"v_proj": 1e6}
+"""Past float16's range."""
+SLIDING = {**TWO, "layer_types": ["sliding_attention", "full_attention"]}
 KINDS: dict[str, Build] = {
-    "float32": tiny("llama"),
-    "float16": tiny("llama", dtype=mx.float16),
-    "bfloat16": tiny("llama", dtype=mx.bfloat16, gains={"v_proj": 1e6}),  # past float16's range
-    "8 bits": tiny("llama", bits=8, head_dim=32),
-    "4 bits of bfloat16": tiny("llama", bits=4, head_dim=32, dtype=mx.bfloat16),
-    "window": tiny("llama-sliding"),
-    "4 bits and window": tiny("llama-sliding", bits=4, head_dim=32),
-    "state alone": tiny("mamba2"),
+    "float32": tiny("llama", **TWO),
+    "float16": tiny("llama", dtype=mx.float16, **TWO),
+    "bfloat16": tiny("llama", dtype=mx.bfloat16, gains=LARGE, **TWO),
+    "8 bits": tiny("llama", bits=8, head_dim=32, **TWO),
+    "4 bits of bfloat16": tiny("llama", bits=4, head_dim=32, dtype=mx.bfloat16, **TWO),
+    "window": tiny("llama-sliding", **SLIDING),
+    "4 bits and window": tiny("llama-sliding", bits=4, head_dim=32, **SLIDING),
+    "state alone": tiny("mamba2", **TWO),
     "state with an empty slot": spare_slot(tiny("qwen3_5")),
     "nested pages": tiny("deepseek_v32"),
     "nested state and pages": tiny("falcon_h1", dtype=mx.bfloat16),

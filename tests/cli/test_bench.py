@@ -55,23 +55,39 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             yield Place(real.url, tmp / "trace.jsonl")
 
 
-def test_chats_reuse_what_they_share(place: Place, tmp_path: Path) -> None:
-    out, picture = tmp_path / "out.json", tmp_path / "out.svg"
+@dataclass(frozen=True)
+class Chats:
+    """What a benchmark of chats has printed, written and drawn."""
+
+    stdout: str
+    out: Path
+    picture: Path
+
+
+@pytest.fixture(scope="module")
+def chats(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Chats:
+    """Its requests are in the server's trace."""
+    tmp = tmp_path_factory.mktemp("chats")
+    out, picture = tmp / "out.json", tmp / "out.svg"
     run = firn(
         *("bench", "chats", "--url", place.url, "--rounds", "1", "--sessions", "2", "--turns", "2"),
         *("--json", str(out), "--plot", str(picture)),
     )
     assert run.exit_code == 0, run.output
-    title, heads, row = run.stdout.splitlines()[:3]
+    return Chats(run.stdout, out, picture)
+
+
+def test_chats_reuse_what_they_share(chats: Chats) -> None:
+    title, heads, row = chats.stdout.splitlines()[:3]
     assert title == "2 chats of 2 turns, medians of rounds: 1"
     assert heads.split() == ["cold", "s", "shared", "s", "later", "s", "new/turn"]
     assert row.startswith(MODEL)
-    (found,) = json.loads(out.read_text())["result"]["rounds"][MODEL]
+    (found,) = json.loads(chats.out.read_text())["result"]["rounds"][MODEL]
     (cold, shared), later = found["cached_tokens"]
     assert cold < 64, "the salt makes every round new"
     assert shared > 500, "the system prompt was known"
     assert all(n > m for n, m in zip(later, found["prompt_tokens"][0], strict=True)), "all before"
-    assert ET.fromstring(picture.read_text()).tag.endswith("svg")
+    assert ET.fromstring(chats.picture.read_text()).tag.endswith("svg")
 
 
 def test_a_server_beside_itself(place: Place) -> None:
@@ -87,9 +103,9 @@ def test_a_server_beside_itself(place: Place) -> None:
     assert "from - to" in run.stderr
 
 
+@pytest.mark.usefixtures("chats")
 def test_what_was_served_can_be_played_again(place: Place, tmp_path: Path) -> None:
     """The trace of a bench is a trace for a bench."""
-    firn("bench", "chats", "--url", place.url, "--rounds", "1", "--sessions", "2", "--turns", "2")
     entries = list(read(place.trace).entries)
     assert read(place.trace).block == 64
     assert all(e.model == MODEL and e.token_nbytes > 0 for e in entries)
@@ -98,18 +114,18 @@ def test_what_was_served_can_be_played_again(place: Place, tmp_path: Path) -> No
     assert "amber" not in place.trace.read_text()
     out = tmp_path / "replay.json"
     run = firn(
-        *("bench", "replay", str(place.trace), "--url", place.url, "--requests", "12"),
+        *("bench", "replay", str(place.trace), "--url", place.url, "--requests", "4"),
         *("--streams", "1", "--max-reply", "2", "--json", str(out)),
     )
     assert run.exit_code == 0, run.output
     (found,) = json.loads(out.read_text())["result"]["rounds"][MODEL]
     assert found["failed"] == 0
-    assert found["requests"] == 12
+    assert found["requests"] == 4
     assert found["reused"] > 0.8 * found["possible"] > 0.1, found
 
 
+@pytest.mark.usefixtures("chats")
 def test_advice_on_what_was_served(place: Place) -> None:
-    firn("bench", "chats", "--url", place.url, "--rounds", "1", "--sessions", "2", "--turns", "2")
     run = firn("cache", "advise", str(place.trace), "--json")
     assert run.exit_code == 0, run.output
     found = json.loads(run.stdout)

@@ -131,7 +131,7 @@ def test_arguments_come_while_they_are_written(format: ToolFormat) -> None:
 
 
 @EACH
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_mixture_of_its_parts_at_any_split(format: ToolFormat, data: st.DataObject) -> None:
     """No text whatever raises, and none depends on how it is cut."""
@@ -151,7 +151,7 @@ def test_any_mixture_of_its_parts_at_any_split(format: ToolFormat, data: st.Data
 
 
 @EACH
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(value=st.text(max_size=30))
 def test_any_string_in_the_json_formats(format: ToolFormat, value: str) -> None:
     if '"Paris"' not in format.example or format.name.startswith("pythonic"):

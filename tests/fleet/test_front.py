@@ -33,7 +33,7 @@ def messages(n: int = 0) -> list[Any]:
 
 
 def ask(front: Running, model: str, n: int = 0, **more: Any) -> Any:
-    create = front.openai().chat.completions.create
+    create = front.client.chat.completions.create
     return create(model=model, messages=messages(n), temperature=0, max_tokens=64, **more)
 
 
@@ -64,7 +64,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, trace: Path) -> Iterator[Runn
 
 def test_models_are_loaded_when_a_request_needs_them(pair: Running) -> None:
     assert pair.states() == {DENSE: "unloaded", HYBRID: "unloaded"}
-    listed = {model["id"]: model for model in pair.http().get("/v1/models").json()["data"]}
+    listed = {model["id"]: model for model in pair.plain.get("/v1/models").json()["data"]}
     assert listed[DENSE]["context_length"] == 16384
     assert listed[DENSE]["capabilities"] == ["completion", "chat", "tools"]
     assert listed[DENSE]["default"]
@@ -73,7 +73,7 @@ def test_models_are_loaded_when_a_request_needs_them(pair: Running) -> None:
     assert right(reply)
     assert reply.model == HYBRID
     assert pair.states() == {DENSE: "unloaded", HYBRID: "loaded"}
-    shown = pair.http().get("/v1/models/fast").json()
+    shown = pair.plain.get("/v1/models/fast").json()
     assert shown["id"] == HYBRID
     assert shown["state"] == "loaded"
     assert shown["expires_at"]
@@ -155,7 +155,7 @@ def test_ollamas_client_lists_asks_and_shows_models(pair: Running) -> None:
 
 
 def test_errors_have_the_dialects_shape(pair: Running) -> None:
-    http = pair.http()
+    http = pair.plain
     bad = {"model": DENSE, "messages": [{"role": "nobody"}], "max_tokens": 1}
     assert http.post("/v1/chat/completions", json=bad).json()["error"]["code"] == "invalid_value"
     assert http.post("/v1/messages", json=bad).json()["type"] == "error"
@@ -169,7 +169,7 @@ def test_errors_have_the_dialects_shape(pair: Running) -> None:
 
 
 def test_counters_and_statistics_have_the_models_name(pair: Running) -> None:
-    http = pair.http()
+    http = pair.plain
     for name in (DENSE, HYBRID):
         body = {"model": name, "messages": messages(), "max_tokens": 1}
         assert http.post("/v1/chat/completions", json=body).status_code == 200
@@ -217,7 +217,7 @@ def test_every_model_writes_to_the_trace(pair: Running, trace: Path) -> None:
 def test_activity_shows_every_model_and_loads_none(pair: Running) -> None:
     assert right(ask(pair, DENSE))
     seen: dict[str, Any] = {}
-    with pair.http().stream("GET", "/v1/activity") as response:
+    with pair.plain.stream("GET", "/v1/activity") as response:
         assert response.status_code == 200
         event = ""
         for line in response.iter_lines():
@@ -239,7 +239,7 @@ def _written(trace: Path) -> list[TraceEntry]:
 
 
 def test_stored_responses_are_found_again(pair: Running) -> None:
-    client = pair.openai()
+    client = pair.client
     first = client.responses.create(model=HYBRID, input="Hello", max_output_tokens=4)
     assert client.responses.retrieve(first.id).id == first.id
     again = client.responses.create(
@@ -275,7 +275,7 @@ def test_the_front_refuses_foreign_host_names(pair: Running) -> None:
 def test_a_process_that_dies_is_started_again(pair: Running) -> None:
     """Its clients get an error at once; those of the other model notice nothing."""
     ask(pair, HYBRID)
-    with pair.http().stream(
+    with pair.plain.stream(
         "POST",
         "/v1/chat/completions",
         json={"model": DENSE, "messages": messages(), "stream": True, "ignore_eos": True},
@@ -296,11 +296,11 @@ def test_a_model_that_is_loaded_again_finds_its_records(pair: Running) -> None:
     before = ask(pair, DENSE, 1)
     cached = before.usage.prompt_tokens_details.cached_tokens
     assert cached
-    gone = pair.http().post(f"/v1/models/{DENSE}/unload").json()
+    gone = pair.plain.post(f"/v1/models/{DENSE}/unload").json()
     assert gone["state"] == "unloaded"
     assert gone["expires_at"] is None
     body = {"keep_alive": -1}
-    back = pair.http().post(f"/v1/models/{DENSE}/load", json=body).json()
+    back = pair.plain.post(f"/v1/models/{DENSE}/load", json=body).json()
     assert back["state"] == "loaded"
     assert back["expires_at"] is None
     after = ask(pair, DENSE, 1)

@@ -89,12 +89,12 @@ def test_pinned_models_are_loaded_at_start_and_stay(tmp_path: Path) -> None:
     made = config(tmp=tmp_path, file=file, **flags)
     with fronting(made, rules=QUICK, command=ECHO) as front:
         front.until("a", ModelState.LOADED)
-        assert front.http().get("/ready").json() == {"ready": True, "why": None}
+        assert front.plain.get("/ready").json() == {"ready": True, "why": None}
         for name in ("main", "b", "c", "b"):
             chat(front, name)
         assert front.model("a").n_loads == 1
         assert front.states()["a"] == "loaded"
-        shown = front.http().get("/v1/models/main").json()
+        shown = front.plain.get("/v1/models/main").json()
         assert (shown["pinned"], shown["expires_at"]) == (True, None)
 
 
@@ -105,7 +105,7 @@ def test_a_pinned_model_that_is_unloaded_while_it_loads_waits_for_a_request(tmp_
     with fronting(made, rules=QUICK, command=ECHO) as front:
         model = front.model("a")
         front.run(lambda: _has_process(model))
-        shown = front.http().post("/v1/models/a/unload").json()
+        shown = front.plain.post("/v1/models/a/unload").json()
         assert (shown["state"], shown["error"]) == ("unloaded", None)
         assert model.wanted_since == NEVER
         gate.touch()
@@ -154,9 +154,9 @@ def test_two_models_that_do_not_fit_take_turns(
 
 
 def test_four_models_with_room_for_two_answer_every_request(tmp_path: Path) -> None:
-    """200 requests: every reply is whole, and of the right model."""
+    """100 requests: every reply is whole, and of the right model."""
     names, rng = ("a", "b", "c", "d"), random.Random(7)
-    orders = [(rng.choice(names), rng.randint(1, 40), rng.random() < 0.5) for _ in range(200)]
+    orders = [(rng.choice(names), rng.randint(1, 20), rng.random() < 0.5) for _ in range(100)]
 
     def one(order: tuple[str, int, bool]) -> None:
         name, n, streams = order
@@ -170,7 +170,7 @@ def test_four_models_with_room_for_two_answer_every_request(tmp_path: Path) -> N
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(one, orders))
         models = front.parts.fleet.models.values()
-        assert sum(m.n_loads for m in models) < 100
+        assert 4 < sum(m.n_loads for m in models) < 50
         assert not any(m.n_active or m.waiters for m in models)
         assert sum(m.state is ModelState.LOADED for m in models) <= 2
 
@@ -181,7 +181,7 @@ def test_loading_takes_a_keep_alive(tmp_path: Path, chunked: bool) -> None:
     with serving(tmp_path, "a", "b", room=2) as front:
         body = iter([raw]) if chunked else raw
         headers = {"content-type": "application/json"}
-        front.http().post("/v1/models/a/load", content=body, headers=headers).raise_for_status()
+        front.plain.post("/v1/models/a/load", content=body, headers=headers).raise_for_status()
         assert front.model("a").keep_alive_s == duration.FOREVER
 
 
@@ -195,11 +195,11 @@ def test_a_stream_that_waits_is_kept_alive(tmp_path: Path) -> None:
     waits = WaitLimits(wait_s=30, silence_s=0.05)
     body: dict[str, Any] = {"model": "slow", "messages": [{"role": "user", "content": "a"}]}
     with fronting(made, command=ECHO, waits=waits) as front:
-        stream = front.http().stream("POST", "/v1/chat/completions", json=body | {"stream": True})
+        stream = front.plain.stream("POST", "/v1/chat/completions", json=body | {"stream": True})
         with stream as response:
             lines = response.iter_lines()
             assert next(lines).startswith(": 'slow' is loading")
-            assert front.http().get("/v1/models/slow").json()["state"] == "loading"
+            assert front.plain.get("/v1/models/slow").json()["state"] == "loading"
             assert chat(front, "other") == "other"
             gate.touch()
             rest = [line for line in lines if line.startswith("data: ")]
@@ -212,20 +212,20 @@ def test_waiting_is_bounded_in_number_and_time(tmp_path: Path) -> None:
     waits = WaitLimits(wait_s=0.5, silence_s=0.1)
     body: dict[str, Any] = {"model": "slow", "messages": [{"role": "user", "content": "a"}]}
     with fronting(made, command=ECHO, waits=waits) as front, ThreadPoolExecutor(1) as pool:
-        first = pool.submit(front.http().post, "/v1/chat/completions", json=body)
+        first = pool.submit(front.plain.post, "/v1/chat/completions", json=body)
         front.run(lambda: _waiting(front, "slow"))
-        second = front.http().post("/v1/messages", json=body | {"max_tokens": 1})
+        second = front.plain.post("/v1/messages", json=body | {"max_tokens": 1})
         assert (second.status_code, second.json()["type"]) == (503, "error")
         assert int(second.headers["retry-after"]) >= 1
         assert first.result().status_code == 503
         assert first.result().json()["error"]["code"] == "model_not_ready"
         assert int(first.result().headers["retry-after"]) >= 1
-        late = front.http().post("/v1/chat/completions", json=body | {"stream": True})
+        late = front.plain.post("/v1/chat/completions", json=body | {"stream": True})
         assert late.status_code == 200  # it had begun to wait
         assert '"code":"model_not_ready"' in late.text.splitlines()[-2]
-        wrong = front.http().post("/v1/chat/completions", json=body | {"n": 0})
+        wrong = front.plain.post("/v1/chat/completions", json=body | {"n": 0})
         assert wrong.status_code == 400  # nobody waits with a request that is wrong
-        assert front.http().post("/v1/models/slow/unload").json()["state"] == "unloaded"
+        assert front.plain.post("/v1/models/slow/unload").json()["state"] == "unloaded"
 
 
 class ThreadNames(OpenAIChat):
@@ -245,7 +245,7 @@ def test_a_large_body_is_checked_in_the_pool_before_its_model_is_loaded(tmp_path
     body = {"model": "a", "messages": [{"role": "user", "content": "a" * INLINE_NBYTES}]}
     with serving(tmp_path, "a", "b", room=2) as front:
         front.parts.relay._dialects[dialect.path] = dialect
-        front.http().post("/v1/chat/completions", json=body).raise_for_status()
+        front.plain.post("/v1/chat/completions", json=body).raise_for_status()
     (name,) = dialect.names
     assert name.startswith("firn-decode")
 
@@ -262,7 +262,7 @@ def test_a_model_that_cannot_be_loaded_fails_its_requests_at_once(tmp_path: Path
             with pytest.raises(openai.InternalServerError, match="it is broken"):
                 chat(front, "bad")
         assert chat(front, "good") == "good"
-        shown = front.http().get("/v1/models/bad").json()
+        shown = front.plain.get("/v1/models/bad").json()
         assert shown["state"] == "unloaded"
         assert "it is broken" in shown["error"]
 
@@ -270,7 +270,7 @@ def test_a_model_that_cannot_be_loaded_fails_its_requests_at_once(tmp_path: Path
 def test_a_model_that_can_never_fit_is_refused_at_once(tmp_path: Path) -> None:
     flags = {"fleet.model_memory_gb": "0.1"}
     with fronting(config("a", "b", tmp=tmp_path, **flags), command=ECHO) as front:
-        refused = front.http().post("/v1/chat/completions", json={"model": "a", "messages": [
+        refused = front.plain.post("/v1/chat/completions", json={"model": "a", "messages": [
             {"role": "user", "content": "a"}]})  # fmt: skip
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "insufficient_memory"
@@ -279,9 +279,9 @@ def test_a_model_that_can_never_fit_is_refused_at_once(tmp_path: Path) -> None:
 def test_a_client_that_hangs_up_ends_its_reply_in_the_models_process(tmp_path: Path) -> None:
     with serving(tmp_path, "a", "b", room=2) as front:
         body = {"model": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 100_000}
-        with front.http().stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as s:
+        with front.plain.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as s:
             next(s.iter_lines())
-        http = front.http()
+        http = front.plain
         wait_until(lambda: not http.get("/v1/cache/stats").json()["models"]["a"]["open"])
         assert front.model("a").n_active == 0
 
@@ -296,14 +296,14 @@ def test_new_folders_in_models_dir_are_found(tmp_path: Path) -> None:
         (folder / "owner" / "two").mkdir(parents=True)
         (folder / "owner" / "two" / "config.json").write_text("{}")
         assert chat(front, "owner/two") == "owner/two"
-        listed = front.http().get("/v1/models").json()["data"]
+        listed = front.plain.get("/v1/models").json()["data"]
         assert [model["id"] for model in listed] == ["one", "owner/two"]
         folder.rename(tmp_path / "elsewhere")  # as when a disk is taken out
-        assert front.http().get("/v1/models").json()["data"] == []
-        assert front.http().get("/health").json()["model"] is None
+        assert front.plain.get("/v1/models").json()["data"] == []
+        assert front.plain.get("/health").json()["model"] is None
         body = {"messages": [{"role": "user", "content": "a"}]}
         for name in ("", "claude-x", "one"):
-            gone = front.http().post("/v1/chat/completions", json={"model": name, **body})
+            gone = front.plain.post("/v1/chat/completions", json={"model": name, **body})
             assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
         (tmp_path / "elsewhere").rename(folder)
         assert chat(front, "") == "one"
@@ -348,7 +348,7 @@ def test_keys_are_checked_at_the_front(tmp_path: Path) -> None:
     flags = {"server.api_keys": ["k1", "k2"], "server.admin_keys": ["boss"]}
     flags |= {"server.rate_limit": "6"}  # type: ignore[dict-item]
     with serving(tmp_path, "a", "b", room=2, **flags) as front:
-        http = front.http()
+        http = front.plain
         assert http.get("/v1/models").status_code == 401
         assert http.get("/health").status_code == 200
         key = {"authorization": "Bearer k1"}
@@ -368,7 +368,7 @@ def test_keys_are_checked_at_the_front(tmp_path: Path) -> None:
 def test_only_the_operator_unloads_a_model_whatever_the_api(tmp_path: Path) -> None:
     keys = {"server.api_keys": ["k1"], "server.admin_keys": ["boss"]}
     with serving(tmp_path, "a", "b", room=2, **keys) as front:
-        http, boss = front.http(), {"x-api-key": "boss"}
+        http, boss = front.plain, {"x-api-key": "boss"}
         assert http.post("/v1/models/a/load", headers=boss).json()["state"] == "loaded"
         leave = {"model": "a", "keep_alive": 0, "stream": False}
         for path in ("/api/chat", "/api/generate"):
@@ -386,7 +386,7 @@ def test_a_picture_or_a_suffix_without_a_prompt_is_read(
 ) -> None:
     with serving(tmp_path, "a", "b", room=2) as front:
         body = {"model": "a", "keep_alive": 0, "stream": False, **read}
-        assert "choices" in front.http().post("/api/generate", json=body).json()
+        assert "choices" in front.plain.post("/api/generate", json=body).json()
 
 
 def test_clearing_one_namespace_leaves_the_others(tmp_path: Path) -> None:

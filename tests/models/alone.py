@@ -10,6 +10,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from firn.core.values import Sampling
+from tests.harness import GREEDY, Result, running
 from tests.zoo import VOCAB_SIZE, build
 
 TIE = 1e-3
@@ -34,6 +36,32 @@ def with_caches(model: Any) -> Built:
 @cache
 def reference_model(name: str) -> Any:
     return build(name)
+
+
+_said: dict[tuple[str, tuple[int, ...], Sampling], Result] = {}
+
+
+def said_alone(
+    name: str, prompts: Sequence[Sequence[int]], n_reply: int, sampling: Sampling = GREEDY
+) -> list[Result]:
+    """What an engine says to each prompt by itself, a token a step: each is computed once."""
+    keys = [(name, tuple(prompt), sampling) for prompt in prompts]
+    new = [k for k in keys if k not in _said or len(_said[k].reply) < n_reply]
+    if new:
+        with running(plain(name), cache_nbytes=None) as harness:
+            for key in new:
+                _said[key] = harness.ask(key[1], n_reply, sampling=sampling)
+    return [beginning(_said[key], n_reply) for key in keys]
+
+
+def beginning(result: Result, n_reply: int, reason: str = "length") -> Result:
+    """As if it had ended there."""
+    return Result(
+        tokens={0: result.reply[:n_reply]},
+        logprobs={0: result.logprobs[0][:n_reply]},
+        margins={0: result.margins[0][:n_reply]},
+        reasons={0: reason},
+    )
 
 
 def steps(name: str, prompt: Sequence[int], replies: Sequence[int] = ()) -> mx.array:

@@ -87,8 +87,9 @@ class Oracle:
         drafts = []
         for row in rows:
             n = self._n[row]
-            tokens = [truth(n + i) * (self._rng.random() < self._right(n)) for i in range(n_most)]
-            drafts.append(Draft(tuple(tokens), (0,) * n_most) if self._right(n) >= 0 else NO_DRAFT)
+            right, draw = self._right(n), self._rng.random
+            tokens = [token if draw() < right else 0 for token in truth(n, n_most)]
+            drafts.append(Draft(tuple(tokens), (0,) * n_most) if right >= 0 else NO_DRAFT)
         return drafts
 
     def close(self, row: Hashable) -> None:
@@ -124,8 +125,12 @@ class SlowDecisions(Speculation):
         return super()._expected_of_costly(*arguments)
 
 
-def truth(n: int) -> int:
-    return n % 1000 + 1
+TEXT = (*range(1, 1001), *range(1, 1001))
+
+
+def truth(at: int, n: int) -> tuple[int, ...]:
+    """What a row says from this token on."""
+    return TEXT[at % 1000 : at % 1000 + n]
 
 
 class Ahead(Verification):
@@ -147,7 +152,7 @@ class Simulation:
 
     def run(self, n_tokens: int) -> float:
         """Seconds until every row has so many tokens."""
-        rows = [Row([], 100, limit=1 << 30, pending=[truth(0)]) for _ in range(self.n_rows)]
+        rows = [Row([], 100, limit=1 << 30, pending=[TEXT[0]]) for _ in range(self.n_rows)]
         group = Group(rows, [], mx.array([0]))
         for row in rows:
             row.group = group
@@ -217,10 +222,10 @@ class Simulation:
             n, draft = said[row], text
             if isinstance(step, Ahead):
                 draft = text[self._n_taken[row] :][: step.width - 1]
-            right = 0
-            while right < len(draft) and draft[right] == truth(n + right):
+            tokens, right = truth(n, len(draft) + 1), 0
+            while right < len(draft) and draft[right] == tokens[right]:
                 right += 1
-            tokens = tuple(truth(n + i) for i in range(right + 1))
+            tokens = tokens[: right + 1]
             self._n_taken[row] = len(tokens)
             said[row] += len(tokens)
             row.n_tokens += len(tokens)
@@ -262,6 +267,6 @@ def gain(
     for _ in range(n_before):
         simulation.run(n_tokens)
     with_it = sum(simulation.run(n_tokens) for _ in range(n_replies))
-    plain = Simulation(machine, n_rows, random.Random(seed))
+    plain = Simulation(machine, 1, random.Random(seed))  # rows without drafts go at one pace
     without = sum(plain.run(n_tokens) for _ in range(n_replies))
     return without / with_it

@@ -6,6 +6,7 @@ import dataclasses
 import random
 import types
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -18,11 +19,12 @@ from firn.models.batch import VACANT_STEPS, Group
 from firn.models.raggedcheck import traits_of
 from firn.models.speculation import DraftPlan
 from tests.harness import GREEDY, Harness, Result, running
-from tests.models.alone import assert_same, plain, prompt_of
+from tests.models.alone import assert_same, beginning, plain, prompt_of, said_alone
 from tests.models.drafting import AnyWidth, KnownReplies
 from tests.models.test_drafts_in_flight import FORCED, at_token, request_of
 from tests.models.test_speculation import (
     SAMPLINGS,
+    Story,
     assert_equal,
     cancel_others,
     known,
@@ -34,6 +36,9 @@ from tests.zoo import VOCAB_SIZE, build
 
 WARM = Sampling(temperature=0.9, seed=5)
 CHANGING = (4, 8, 16)
+PROMPTS = [prompt_of(random.Random(n), n) for n in (20, 35, 50, 28, 33, 47)]
+"""Of nearly all tests, so that what is said to them is computed once."""
+LONGEST = 90
 
 
 class Steady(AnyWidth):
@@ -76,6 +81,7 @@ def followers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ahead.StepAhead]
     assert faults == []
 
 
+@cache
 def traits(name: str) -> Any:
     model = build(name)
     own = traits_of(model, lambda: list(make_prompt_cache(model)), "cuda")
@@ -93,12 +99,32 @@ def guessing(speculation: Steady, *, name: str = "qwen3", **options: Any) -> Any
 
 
 def replies_to(prompts: list[list[int]], n_reply: int, sampling: Sampling = GREEDY) -> list[Result]:
-    with running(plain("qwen3"), cache_nbytes=None) as harness:
-        return [harness.submit(p, n_reply, sampling=sampling).wait() for p in prompts]
+    return [beginning(r, n_reply) for r in said_alone("qwen3", prompts, LONGEST, sampling)]
+
+
+def together(
+    harness: Harness, prompts: list[list[int]], n_reply: int, sampling: Sampling
+) -> list[Result]:
+    """All of them begin with the same step."""
+    return harness.between_steps(
+        lambda: [harness.submit(p, n_reply, sampling=sampling) for p in prompts]
+    )
 
 
 def by_prompt(prompts: list[list[int]], results: list[Result]) -> dict[Any, list[int]]:
     return {(tuple(p), 0): r.reply for p, r in zip(prompts, results, strict=True)}
+
+
+TOGETHER: dict[str, Any] = {"chunk": 32, "cache_nbytes": None, "max_rows": 3}
+
+
+@cache
+def told(name: str) -> tuple[Story, list[Result]]:
+    greedy, seeded, penalised = SAMPLINGS.values()
+    samplings = [greedy, seeded, greedy, seeded, penalised]
+    requests = [(p, n + 50, c, s) for p, n, c, s in story(4, samplings=samplings, n_requests=6)]
+    with running(plain(name), **TOGETHER) as harness:
+        return requests, tell(harness, requests)
 
 
 @pytest.mark.parametrize(
@@ -116,14 +142,9 @@ def test_an_engine_says_the_same(
 ) -> None:
     """Rows join and leave. Those with penalties draw from other logits after each token: no step may
     follow theirs unread."""
-    greedy, seeded, penalised = SAMPLINGS.values()
-    samplings = [greedy, seeded, greedy, seeded, penalised]
-    requests = [(p, n + 60, c, s) for p, n, c, s in story(4, samplings=samplings, n_requests=10)]
-    options: dict[str, Any] = {"chunk": 32, "cache_nbytes": None, "max_rows": 3}
-    with running(plain(name), **options) as harness:
-        want = tell(harness, requests)
+    requests, want = told(name)
     speculation = steady(known(requests, want), *widths, right=right, name=name)
-    with guessing(speculation, name=name, **options) as harness:
+    with guessing(speculation, name=name, **TOGETHER) as harness:
         got = tell(harness, requests)
     n_said = sum(len(reply) for result in want for reply in result.tokens.values())
     assert sum(assert_equal(g, w) for g, w in zip(got, want, strict=True)) > 0.8 * n_said
@@ -137,12 +158,11 @@ def test_an_engine_says_the_same(
 def test_most_steps_follow_one_that_is_not_read(
     sampling: Sampling, n_rows: int, right: float, followers: list[ahead.StepAhead]
 ) -> None:
-    rng = random.Random(3)
-    prompts = [prompt_of(rng, n) for n in (20, 35, 50)[:n_rows]]
+    prompts = PROMPTS[:n_rows]
     want = replies_to(prompts, 60, sampling)
     speculation = steady(by_prompt(prompts, want), right=right)
     with guessing(speculation, cache_nbytes=None, max_rows=n_rows) as harness:
-        got = [harness.submit(p, 60, sampling=sampling) for p in prompts]
+        got = together(harness, prompts, 60, sampling)
         for g, w in zip(got, want, strict=True):
             assert_equal(g.wait(), w)
     taken = [t for f in followers for t in f._taken]
@@ -157,12 +177,11 @@ def test_most_steps_follow_one_that_is_not_read(
 def test_a_step_may_follow_one_of_another_width(
     n_rows: int, sampling: Sampling, followers: list[ahead.StepAhead]
 ) -> None:
-    rng = random.Random(4)
-    prompts = [prompt_of(rng, n) for n in (20, 35, 50)[:n_rows]]
+    prompts = PROMPTS[:n_rows]
     want = replies_to(prompts, 90, sampling)
     speculation = steady(by_prompt(prompts, want), *CHANGING, right=0.6)
     with guessing(speculation, cache_nbytes=None, max_rows=n_rows) as harness:
-        got = [harness.submit(p, 90, sampling=sampling) for p in prompts]
+        got = together(harness, prompts, 90, sampling)
         for g, w in zip(got, want, strict=True):
             assert_equal(g.wait(), w)
     assert {f.width for f in followers} == set(CHANGING)
@@ -173,9 +192,8 @@ def test_seats_that_stayed_vacant_are_removed_between_steps(
     followers: list[ahead.StepAhead],
 ) -> None:
     """The two rows that are left take more steps than a vacant seat waits for."""
-    rng = random.Random(11)
-    prompts, lengths = [prompt_of(rng, n) for n in (20, 35, 50)], (15, 110, 120)
-    want = [r for p, n in zip(prompts, lengths, strict=True) for r in replies_to([p], n)]
+    prompts, lengths = PROMPTS[:3], (15, 80, 90)
+    want = [replies_to([p], n)[0] for p, n in zip(prompts, lengths, strict=True)]
     speculation = steady(by_prompt(prompts, want), right=0.5)
     with guessing(speculation, cache_nbytes=None, max_rows=3) as harness:
         got = [harness.submit(p, n) for p, n in zip(prompts, lengths, strict=True)]
@@ -214,8 +232,7 @@ def test_what_the_device_feeds_next() -> None:
 @pytest.mark.parametrize("n_rows", [1, 3])
 def test_a_reply_is_stored_to_its_end_token(n_rows: int, followers: list[ahead.StepAhead]) -> None:
     """The step after it is under way when it is read."""
-    rng = random.Random(8)
-    prompts = [prompt_of(rng, rng.choice([20, 33, 47])) for _ in range(8)]
+    prompts = PROMPTS
     whole = replies_to(prompts, 60)
     speculation = steady(by_prompt(prompts, whole), right=0.4)
     with guessing(speculation, block=16, max_rows=n_rows) as harness:
@@ -238,8 +255,7 @@ def test_a_reply_is_stored_to_its_end_token(n_rows: int, followers: list[ahead.S
 def test_a_reply_has_as_many_tokens_as_were_asked_for(
     n_reply: int, followers: list[ahead.StepAhead]
 ) -> None:
-    rng = random.Random(7)
-    prompts = [prompt_of(rng, n) for n in (20, 35, 50)]
+    prompts = PROMPTS[:3]
     whole = replies_to(prompts, 60)
     speculation = steady(by_prompt(prompts, whole), right=0.8)
     with guessing(speculation, block=16, max_rows=3) as harness:
@@ -251,9 +267,7 @@ def test_a_reply_has_as_many_tokens_as_were_asked_for(
 
 
 def test_tokens_that_are_forced_meanwhile_come_behind_it() -> None:
-    rng = random.Random(4)
-    for n in (5, 6, 9):
-        prompt = prompt_of(rng, 40)
+    for n, prompt in zip((5, 6, 9), PROMPTS[:3], strict=True):
         speculation = steady(by_prompt([prompt], replies_to([prompt], 60)), right=0.9)
 
         def force(harness: Harness, result: Result) -> None:
@@ -270,8 +284,7 @@ def test_tokens_that_are_forced_meanwhile_come_behind_it() -> None:
 def test_tokens_that_were_forced_before_are_said_in_their_place(
     widths: tuple[int, ...], followers: list[ahead.StepAhead]
 ) -> None:
-    rng = random.Random(5)
-    prompts = [prompt_of(rng, n) for n in (20, 50, 40)]
+    prompts = PROMPTS[:3]
     speculation = steady(by_prompt(prompts, replies_to(prompts, 60)), *widths, right=0.8)
     with guessing(speculation, cache_nbytes=None, max_rows=3) as harness:
         results = harness.between_steps(lambda: [harness.submit(p, 60) for p in prompts])
@@ -286,9 +299,7 @@ def test_tokens_that_were_forced_before_are_said_in_their_place(
 
 
 def test_a_reply_that_is_stopped_meanwhile_is_stored_as_far_as_it_is_known() -> None:
-    rng = random.Random(5)
-    for n in (5, 8, 13):
-        prompt = prompt_of(rng, 40)
+    for n, prompt in zip((5, 8, 13), PROMPTS[:3], strict=True):
         speculation = steady(by_prompt([prompt], replies_to([prompt], 90)), right=0.9)
 
         def stop(harness: Harness, result: Result) -> None:
@@ -304,8 +315,7 @@ def test_a_reply_that_is_stopped_meanwhile_is_stored_as_far_as_it_is_known() -> 
 
 
 def test_cancelled_rows_leave_the_others_undisturbed(followers: list[ahead.StepAhead]) -> None:
-    rng = random.Random(10)
-    prompts = [prompt_of(rng, n) for n in (20, 35, 50, 28)]
+    prompts = PROMPTS[:4]
     want = replies_to(prompts, 60)
     speculation = steady(by_prompt(prompts, want), right=0.8)
     with guessing(speculation) as harness:
@@ -318,8 +328,7 @@ def test_a_step_that_fails_takes_its_rows_back_to_their_tokens(
     n_before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And so does the step that was dispatched after it."""
-    rng = random.Random(9)
-    prompts = [prompt_of(rng, n) for n in (20, 35, 50)]
+    prompts = PROMPTS[:3]
     want = replies_to(prompts, 60)
     speculation = steady(by_prompt(prompts, want), right=0.8)
     settle, n_settled = ahead.StepAhead._settle, []
@@ -343,8 +352,7 @@ def test_a_device_that_feeds_other_tokens_is_not_believed(
     what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever went wrong: the rows are read again from their tokens."""
-    rng = random.Random(9)
-    prompts = [prompt_of(rng, n) for n in (20, 35, 50)]
+    prompts = PROMPTS[:3]
     want = replies_to(prompts, 60)
     next_feed, n = ahead._next_feed, [0]
 
@@ -373,8 +381,7 @@ def test_a_device_that_cannot_do_it_is_asked_once(
     when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No request fails of it."""
-    rng = random.Random(9)
-    prompts = [prompt_of(rng, n) for n in (20, 35, 50)]
+    prompts = PROMPTS[:3]
     want = replies_to(prompts, 60)
     speculation = steady(by_prompt(prompts, want))
     n = []
@@ -400,7 +407,7 @@ def test_a_device_that_cannot_do_it_is_asked_once(
 def test_a_step_that_was_read_holds_none_of_those_before_it(
     followers: list[ahead.StepAhead],
 ) -> None:
-    prompt = prompt_of(random.Random(2), 40)
+    prompt = PROMPTS[0]
     speculation = steady(by_prompt([prompt], replies_to([prompt], 60)))
     with guessing(speculation) as harness:
         harness.ask(prompt, 60)

@@ -89,23 +89,23 @@ def test_after_skipped_steps_the_head_drafts_as_if_it_had_read_along(
 def test_rows_that_come_and_go_do_not_disturb_the_backlog(name: str) -> None:
     rng = random.Random(2)
     prompts = [prompt_of(rng, n) for n in (33, 50, 61)]
-    engine, speculation = drafting_at(name, lambda n: n == 90, max_rows=4)
+    engine, speculation = drafting_at(name, lambda n: n == 70, max_rows=4)
     with engine as harness:
-        late = harness.submit(prompts[0], 70)
+        late = harness.submit(prompts[0], 45)
         others = [harness.submit(p, n) for p, n in zip(prompts[1:], (9, 17), strict=True)]
         replies = [r.wait().reply for r in (late, *others)]
-    assert [len(r) for r in replies] == [70, 9, 17]
+    assert [len(r) for r in replies] == [45, 9, 17]
     text = [*prompts[0], *replies[0]]
-    assert speculation[0].told[91] == first_draft(name, text[:91])
+    assert speculation[0].told[71] == first_draft(name, text[:71])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_records_of_a_row_include_what_its_head_had_skipped(name: str) -> None:
     """The next turn follows a reply of which the head has read nothing by itself."""
     prompt = prompt_of(random.Random(3), 40)
-    engine, speculation = drafting_at(name, lambda n: n > 150)
+    engine, speculation = drafting_at(name, lambda n: n > 110)
     with engine as harness:
-        text = prompt + harness.ask(prompt, 100).reply
+        text = prompt + harness.ask(prompt, MAX_STEPS + 6).reply
         more = text + prompt_of(random.Random(4), 30)
         assert harness.ask(more, 8).n_cached > len(prompt) + BLOCK
     assert speculation[0].told[len(more)] == first_draft(name, more)
@@ -122,7 +122,7 @@ def test_the_heads_memory_survives_a_restart(name: str, tmp_path: Path) -> None:
 
     engine, _ = on_disk()
     with engine as harness:
-        text = prompt + harness.ask(prompt, 75).reply
+        text = prompt + harness.ask(prompt, MAX_STEPS + 6).reply
         settle(harness)
     more = [*text, 17]
     engine, speculation = on_disk(lambda n: True)

@@ -75,7 +75,7 @@ def test_a_batch_says_what_each_row_says_alone(name: str) -> None:
     prompts = [prompt_of(rng, n) for n in lengths]
     with running(plain(name), chunk=32, cache_nbytes=None, max_rows=5) as h:
         gone = h.submit(prompts[0], 100_000)
-        results = [h.submit(p, rng.randint(1, 40)) for p in prompts]
+        results = [h.submit(p, rng.randint(1, 24)) for p in prompts]
         results[3].wait()
         h.engine.cancel(id_of(h, gone))
         for result in results:
@@ -95,7 +95,7 @@ def test_rows_that_leave_do_not_disturb_the_rest(name: str) -> None:
     rng = random.Random(8)
     long = prompt_of(rng, 40)
     with running(plain(name), chunk=16, cache_nbytes=None, max_rows=4) as h:
-        stay = h.submit(long, 90)
+        stay = h.submit(long, 60)
         for wave in range(3):
             prompts = [prompt_of(rng, rng.randint(1, 50)) for _ in range(3)]
             results = [h.submit(p, 3 + 5 * wave) for p in prompts]
@@ -108,9 +108,9 @@ def test_rows_that_leave_do_not_disturb_the_rest(name: str) -> None:
 def test_a_vacant_seat_is_taken_by_the_next_row(name: str) -> None:
     """Eight rows, one leaves and one comes again and again, longer and shorter than the others."""
     rng = random.Random(11)
-    prompts = [prompt_of(rng, rng.choice([5, 30, 60, 100])) for _ in range(24)]
+    prompts = [prompt_of(rng, rng.choice([5, 30, 60, 100])) for _ in range(18)]
     with running(plain(name), chunk=128, cache_nbytes=None, max_rows=8) as h:
-        results = [h.submit(p, 6 + 3 * (i % 8)) for i, p in enumerate(prompts)]
+        results = [h.submit(p, 4 + 2 * (i % 8)) for i, p in enumerate(prompts)]
         for result in results:
             result.wait()
     for prompt, result in zip(prompts, results, strict=True):
@@ -291,7 +291,7 @@ def test_rows_of_very_different_lengths_step_in_groups_of_their_own() -> None:
         return counted[0].built()
 
     with running(make, chunk=512, cache_nbytes=None) as h:
-        results = [h.submit(p, 40) for p in prompts]
+        results = [h.submit(p, 16) for p in prompts]
         for prompt, result in zip(prompts, results, strict=True):
             assert_same("qwen3", prompt, result.wait().reply)
     rows = {n_rows for n_rows, n_tokens in counted[0].calls if n_tokens == 1}
@@ -337,11 +337,11 @@ def test_replies_go_on_after_a_failed_decode_step(name: str) -> None:
     def fail_at(n_rows: int, n_tokens: int) -> bool:
         if n_tokens == 1:
             steps.append(n_rows)
-        return n_tokens == 1 and len(steps) == 25
+        return n_tokens == 1 and len(steps) == 15
 
     def replies(make: Callable[[], Built]) -> list[list[int]]:
         with running(make, chunk=32) as h:
-            results = [h.submit(p, 30, sampling=s) for p, s in zip(prompts, samplings, strict=True)]
+            results = [h.submit(p, 20, sampling=s) for p, s in zip(prompts, samplings, strict=True)]
             said = [r.wait().reply for r in results]
             assert all(r.error is None for r in results)
             assert leases(h) == 0
@@ -349,8 +349,8 @@ def test_replies_go_on_after_a_failed_decode_step(name: str) -> None:
 
     undisturbed = replies(plain(name))
     assert replies(lambda: CountedModel(name, fail_at=fail_at).built()) == undisturbed
-    assert (steps[24] > 1) == (name != "llama4")
-    assert set(steps[25:]) == {1}, "each goes on alone, or the one at fault would not be said"
+    assert (steps[14] > 1) == (name != "llama4")
+    assert set(steps[15:]) == {1}, "each goes on alone, or the one at fault would not be said"
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next", "falcon_h1"])

@@ -17,7 +17,7 @@ from firn.models.speculation import N_REST, Speculation
 from firn.models.traits import TRAITS
 from firn.models.verify import TakenTokens, Verification
 from tests.harness import GREEDY, Harness, Result, running
-from tests.models.alone import assert_same, plain, prompt_of
+from tests.models.alone import assert_same, plain, prompt_of, said_alone
 from tests.models.drafting import AnyWidth, KnownReplies
 from tests.models.simulated import NO_PICKS, a_job
 from tests.zoo import VOCAB_SIZE
@@ -25,14 +25,16 @@ from tests.zoo import VOCAB_SIZE
 IN_FLIGHT = {"qwen3": True, "gemma3_text": True, "qwen3_next": False, "falcon_h1": False}
 """Recurrent layers can only be cut where they are, so their steps are read at once."""
 FORCED = [20, 21, 22, 23]
+PROMPTS = [prompt_of(random.Random(n), 40) for n in range(3)]
+"""Of all tests, so that what is said to them is computed once."""
+N_REPLY = 48
 Moment = Callable[[Harness, Result], None]
 
 
-def drafted(name: str, prompts: Sequence[list[int]], n_reply: int) -> AnyWidth:
+def drafted(name: str) -> AnyWidth:
     """Drafts that are right, of any length but one."""
-    with running(plain(name), cache_nbytes=None) as harness:
-        said = [harness.ask(p, n_reply).reply for p in prompts]
-    replies = {(tuple(p), 0): reply for p, reply in zip(prompts, said, strict=True)}
+    said = said_alone(name, PROMPTS, N_REPLY)
+    replies = {(tuple(p), 0): r.reply for p, r in zip(PROMPTS, said, strict=True)}
     return AnyWidth(KnownReplies(replies, right=0.9, vocab_size=VOCAB_SIZE), least=3)
 
 
@@ -51,9 +53,7 @@ def request_of(harness: Harness) -> RequestId:
 
 @pytest.mark.parametrize("name", IN_FLIGHT)
 def test_a_step_with_drafts_stays_in_flight_where_rows_can_be_cut_meanwhile(name: str) -> None:
-    rng = random.Random(3)
-    prompts = [prompt_of(rng, 40) for _ in range(3)]
-    speculation = drafted(name, prompts, 40)
+    speculation = drafted(name)
     seen: list[bool] = []
 
     def look() -> None:
@@ -62,7 +62,7 @@ def test_a_step_with_drafts_stays_in_flight_where_rows_can_be_cut_meanwhile(name
             seen.extend(not step.is_settled for step in wide)
 
     with running(plain(name), speculation=lambda: speculation) as harness:
-        results = harness.between_steps(lambda: [harness.submit(p, 40) for p in prompts])
+        results = harness.between_steps(lambda: [harness.submit(p, 40) for p in PROMPTS])
         while not all(result.finished.is_set() for result in results):
             harness.between_steps(look)
     assert any(seen) == IN_FLIGHT[name]
@@ -71,10 +71,8 @@ def test_a_step_with_drafts_stays_in_flight_where_rows_can_be_cut_meanwhile(name
 
 @pytest.mark.parametrize("name", IN_FLIGHT)
 def test_tokens_that_are_forced_meanwhile_come_behind_it(name: str) -> None:
-    rng = random.Random(4)
-    for n in (5, 6, 9):
-        prompt = prompt_of(rng, 40)
-        speculation = drafted(name, [prompt], 40)
+    for n, prompt in zip((5, 6, 9), PROMPTS, strict=True):
+        speculation = drafted(name)
 
         def force(harness: Harness, result: Result) -> None:
             harness.engine.force(request_of(harness), 0, FORCED, at=0)
@@ -88,18 +86,16 @@ def test_tokens_that_are_forced_meanwhile_come_behind_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, stays in IN_FLIGHT.items() if stays])
 def test_a_reply_that_is_stopped_meanwhile_is_stored_as_far_as_it_is_known(name: str) -> None:
-    rng = random.Random(5)
-    for n in (5, 8, 13):
-        prompt = prompt_of(rng, 40)
-        speculation = drafted(name, [prompt], 60)
+    for n, prompt in zip((5, 8, 13), PROMPTS, strict=True):
+        speculation = drafted(name)
 
         def stop(harness: Harness, result: Result) -> None:
             harness.engine.stop_choice(request_of(harness), 0)
 
         with running(plain(name), speculation=lambda s=speculation: s, block=16) as harness:
-            result = at_token(harness, prompt, 60, n, stop)
+            result = at_token(harness, prompt, N_REPLY, n, stop)
             said = [*prompt, *result.reply]
-            assert n <= len(result.reply) < 60
+            assert n <= len(result.reply) < N_REPLY
             again = harness.ask([*said, 50, 51, 52], 8, sampling=GREEDY)
             assert len(said) - 1 <= again.n_cached <= len(said)
             assert_same(name, [*said, 50, 51, 52], again.reply)

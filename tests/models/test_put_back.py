@@ -10,7 +10,7 @@ from firn.core.values import Sampling
 from firn.engine.budget import Budget, RowCost
 from tests.cache.lab import n_leases
 from tests.harness import Harness, running
-from tests.models.alone import assert_same, plain, prompt_of
+from tests.models.alone import assert_same, plain, prompt_of, said_alone
 
 N_REPLY = 36
 
@@ -29,8 +29,7 @@ def test_a_reply_that_had_to_wait_goes_on_as_it_would_have(
     rng = random.Random(6)
     prompts = [prompt_of(rng, n) for n in (40, 30, 50, 20, 45, 35)]
     warm = Sampling(temperature=0.8, seed=3)
-    with running(plain(name), chunk=32, cache_nbytes=1 << 30 if cached else None) as h:
-        alone = [h.ask(p, N_REPLY, sampling=warm).reply for p in prompts[:2]]
+    alone = [r.reply for r in said_alone(name, prompts[:2], N_REPLY, warm)]
     with (
         caplog.at_level("INFO", "firn.engine"),
         running(plain(name), chunk=32, cache_nbytes=1 << 30 if cached else None) as h,

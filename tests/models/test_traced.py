@@ -256,7 +256,7 @@ def test_a_model_that_comes_out_different_is_refused() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_an_engine_says_the_same(name: str) -> None:
     """Rows join and leave, with drafts and without."""
-    requests = story(4, samplings=list(SAMPLINGS.values()), n_requests=8)
+    requests = story(4, samplings=list(SAMPLINGS.values()), n_requests=5, longest=30)
     options: dict[str, Any] = {"chunk": 32, "cache_nbytes": None, "max_rows": 3}
     with running(plain(name), **options) as harness:
         want = tell(harness, requests)
@@ -283,7 +283,7 @@ def test_an_engine_says_the_same(name: str) -> None:
 
 def test_tokens_are_fed_in_one_type() -> None:
     """Rows join and leave, with drafts and without. Another type is another trace, and other kernels."""
-    requests = story(4, samplings=list(SAMPLINGS.values()), n_requests=8)
+    requests = story(4, samplings=list(SAMPLINGS.values()), n_requests=5)
     types: dict[bool, set[mx.Dtype]] = {False: set(), True: set()}
 
     class Watching(TracedSteps):

@@ -10,7 +10,7 @@ import signal
 
 import httpx
 
-from tests.ranks.processes import STOP_S, Ranks
+from tests.ranks.processes import STOP_S, Ranks, client
 
 BODY = {"prompt": "hello", "max_tokens": 3000, "stream": True, "ignore_eos": True}
 
@@ -24,7 +24,7 @@ def idle_follower(ranks: Ranks) -> None:
 def busy_follower(ranks: Ranks) -> None:
     """It dies during a step: rank 0's engine hangs in the step, or gets a fault from it."""
     lines = []
-    with httpx.stream("POST", f"{ranks.url}/v1/completions", json=BODY, timeout=60) as told:
+    with client().stream("POST", f"{ranks.url}/v1/completions", json=BODY) as told:
         for line in told.iter_lines():
             if not lines:
                 ranks.processes[1].kill()
@@ -36,7 +36,7 @@ def busy_follower(ranks: Ranks) -> None:
 def frozen_follower(ranks: Ranks) -> None:
     """It keeps its connections and never finishes its part of the step: only its silence shows it."""
     lines = []
-    with httpx.stream("POST", f"{ranks.url}/v1/completions", json=BODY, timeout=60) as told:
+    with client().stream("POST", f"{ranks.url}/v1/completions", json=BODY) as told:
         for line in told.iter_lines():
             if not lines:
                 ranks.processes[1].send_signal(signal.SIGSTOP)
@@ -51,7 +51,7 @@ def frozen_follower(ranks: Ranks) -> None:
 def busy_leader(ranks: Ranks) -> None:
     with (
         contextlib.suppress(httpx.TransportError),
-        httpx.stream("POST", f"{ranks.url}/v1/completions", json=BODY, timeout=60) as told,
+        client().stream("POST", f"{ranks.url}/v1/completions", json=BODY) as told,
     ):
         for _ in told.iter_lines():
             ranks.processes[0].kill()

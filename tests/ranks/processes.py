@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -52,7 +53,7 @@ class Ranks:
 FIRN = ("-m", "firn")
 
 
-def impatient(*, beat_s: float = heartbeat.BEAT_S, end_s: float = 2.0) -> tuple[str, str]:
+def impatient(*, beat_s: float = heartbeat.BEAT_S, end_s: float = 1.0) -> tuple[str, str]:
     """Gives up a rank that is lost sooner than users want it: until then the other keeps a core busy."""
     script = (
         f"from firn.ranks import heartbeat; heartbeat.BEAT_S = {beat_s}; "
@@ -109,13 +110,19 @@ def _await(ranks: Ranks) -> None:
         if any(p.poll() is not None for p in ranks.processes):
             break
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{ranks.url}/ready").status_code == 200:
+            if client().get(f"{ranks.url}/ready").status_code == 200:
                 return
         time.sleep(0.05)
     raise AssertionError("\n".join(ranks.log(rank)[-3000:] for rank in range(N_RANKS)))
 
 
 # --- asking --------------------------------------------------------------------------------
+
+
+@functools.cache
+def client() -> httpx.Client:
+    """One for all requests: to make one takes longer than to send most of them."""
+    return httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 
 
 @dataclass(frozen=True)
@@ -126,8 +133,8 @@ class Answer:
 
 
 def ask(url: str, prompt: str, **more: Any) -> Answer:
-    body = {"prompt": prompt, "max_tokens": 6, "temperature": 0} | more
-    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0} | more
+    reply = client().post(f"{url}/v1/completions", json=body).json()
     usage = reply["usage"]
     return Answer(
         reply["choices"][0]["text"],

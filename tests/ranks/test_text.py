@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from firn.cache.storage.container import unpack
@@ -19,12 +18,14 @@ from firn.config import CacheConfig, Config, EngineConfig, ModelConfig
 from tests import zoo
 from tests.api import real
 from tests.ranks import deaths, processes
-from tests.ranks.processes import Answer, Ranks, ask, serving
+from tests.ranks.processes import Answer, Ranks, ask, client, serving
 
 STORY = "Snow that outlives its season becomes firn. " * 12
 FLAGS = ("--cache-block-tokens", "32", "--prefill-chunk", "64")
 N_GOOD = 128
 """Tokens whose records the test leaves intact."""
+WIDE = {"qwen3": {"head_dim": 64}}
+"""So that a MiB of memory is full after a few hundred tokens."""
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
@@ -43,7 +44,7 @@ QUESTIONS = (
     Question("long", STORY, {}),
     Question("seeded", STORY + "It is old.", {"temperature": 0.9, "seed": 7}),
     Question("penalised", STORY, {"frequency_penalty": 0.5, "temperature": 0.7, "seed": 3}),
-    Question("other", "Each winter lays a new sheet over the last." * 8, {"max_tokens": 12}),
+    Question("other", "Each winter lays a new sheet over the last." * 8, {"max_tokens": 9}),
 )
 
 
@@ -51,7 +52,9 @@ QUESTIONS = (
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     path = tmp_path / "model"
     path.mkdir()
-    zoo.write_folder(request.param, path)
+    entry = zoo.ZOO[request.param]
+    config = {**entry.config, **WIDE.get(request.param, {})}
+    zoo.folder.write(zoo.build_entry(replace(entry, config=config)), config, path)
     return path
 
 
@@ -92,7 +95,7 @@ def talk(ranks: Ranks, expected: dict[str, str]) -> None:
 
 def leave_early(ranks: Ranks, number: int) -> None:
     body = {"prompt": STORY * 2 + str(number), "max_tokens": 100, "stream": True}
-    with httpx.stream("POST", f"{ranks.url}/v1/completions", json=body, timeout=60) as reply:
+    with client().stream("POST", f"{ranks.url}/v1/completions", json=body) as reply:
         for i, _ in enumerate(reply.iter_lines()):
             if i > 2 * number:
                 return
@@ -105,8 +108,8 @@ def test_a_model_of_attention_answers_and_restarts_on_two_ranks(
     with serving(model, *flags, "--cache-memory-mb", "1", folder=tmp_path / "first") as ranks:
         talk(ranks, expected)
         what_only_rank_0_knows_of(ranks)
-        for i in range(3):  # more than memory holds
-            ask(ranks.url, f"{i} {STORY * 6}", max_tokens=1)
+        for i in range(2):  # more than memory holds
+            ask(ranks.url, f"{i} {STORY * 2}", max_tokens=1)
         assert ask(ranks.url, STORY).text == expected["long"]
         assert "(ssd" in ranks.log(0)
         ranks.processes[1].send_signal(signal.SIGTERM)  # a follower passes that on
@@ -127,10 +130,10 @@ def test_a_model_of_attention_answers_and_restarts_on_two_ranks(
 def what_only_rank_0_knows_of(ranks: Ranks) -> None:
     """Logprobs, grammars, several replies to one prompt."""
     body = {"prompt": STORY, "max_tokens": 6, "n": 3, "temperature": 1.0, "logprobs": 2}
-    reply = httpx.post(f"{ranks.url}/v1/completions", json=body, timeout=60).json()
+    reply = client().post(f"{ranks.url}/v1/completions", json=body).json()
     assert len(reply["choices"]) == 3
     scored = {"prompt": "hello there", "max_tokens": 1, "echo": True, "logprobs": 1}
-    reply = httpx.post(f"{ranks.url}/v1/completions", json=scored, timeout=60).json()
+    reply = client().post(f"{ranks.url}/v1/completions", json=scored).json()
     assert reply["choices"][0]["logprobs"]["token_logprobs"][1] < 0
     chat = {
         "messages": [{"role": "user", "content": "a number"}],
@@ -138,7 +141,7 @@ def what_only_rank_0_knows_of(ranks: Ranks) -> None:
         "temperature": 0,  # drawn at random, it may think first
         "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
     }
-    reply = httpx.post(f"{ranks.url}/v1/chat/completions", json=chat, timeout=60).json()
+    reply = client().post(f"{ranks.url}/v1/chat/completions", json=chat).json()
     assert reply["choices"][0]["message"]["content"].startswith("{")
 
 
@@ -171,7 +174,7 @@ def test_a_model_of_experts_answers_on_two_ranks(
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
 def test_a_frozen_rank_ends_the_group(model: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     with serving(
-        model, *flags, folder=tmp_path / "ranks", program=processes.impatient(beat_s=0.4)
+        model, *flags, folder=tmp_path / "ranks", program=processes.impatient(beat_s=0.2)
     ) as ranks:
         deaths.frozen_follower(ranks)
 

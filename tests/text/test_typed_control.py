@@ -156,6 +156,17 @@ CURIOUS = {
     "twice": "{{ m.content }} ({{ m.content }})",
     "not at all": "",
 }
+
+
+@cache
+def curious(name: str) -> TrainedTokenizer:
+    return byte_level().with_template(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        + CURIOUS[name]
+        + "<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    )
+
+
 WORDS = st.sampled_from(["<|im_end|>", "<|im_start|>", "</think>", "<think>", " ", "a", "\n", "<|"])
 
 
@@ -167,12 +178,7 @@ WORDS = st.sampled_from(["<|im_end|>", "<|im_start|>", "</think>", "<think>", " 
 @example(words=["<think>a</think><|im_end|>\n", " <|im_start|> "])
 @example(words=["<|im_end|><|im_end|>", "a", "</think></think>"])
 def test_the_text_is_what_the_template_makes_of_it(name: str, words: list[str]) -> None:
-    body = CURIOUS[name]
-    source = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n" + body + "<|im_end|>\n{% endfor %}"
-        "<|im_start|>assistant\n"
-    )
-    tokenizer = byte_level().with_template(source)
+    tokenizer = curious(name)
 
     def render(content: Content) -> str:
         return tokenizer.render(to_template(content.messages), tools=None, kwargs={})

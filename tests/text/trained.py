@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import jinja2
@@ -108,6 +108,15 @@ class TrainedTokenizer:
     def chat_template(self) -> str | None:
         return self._chat_template
 
+    @cached_property
+    def _plain(self) -> PlainText:
+        return PlainText(self._tokenizer.to_str(), self.added_tokens)
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        assert self._chat_template is not None
+        return jinja2.Environment().from_string(self._chat_template)
+
     def with_template(self, source: str | None) -> TrainedTokenizer:
         return TrainedTokenizer(self._tokenizer, byte_level=self._byte_level, chat_template=source)
 
@@ -115,8 +124,7 @@ class TrainedTokenizer:
         self, text: str, *, add_special: bool, typed: Sequence[tuple[int, int]] = ()
     ) -> list[int]:
         if typed:
-            plain = PlainText(self._tokenizer.to_str(), self.added_tokens)
-            return plain.encode(text, typed)
+            return self._plain.encode(text, typed)
         return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -144,10 +152,8 @@ class TrainedTokenizer:
         tools: Sequence[Mapping[str, Any]] | None,
         kwargs: Mapping[str, Any],
     ) -> str:
-        assert self._chat_template is not None
-        template = jinja2.Environment().from_string(self._chat_template)
         options = {"add_generation_prompt": True, "tools": tools, **kwargs}
-        return template.render(messages=messages, **options)
+        return self._compiled.render(messages=messages, **options)
 
 
 @cache

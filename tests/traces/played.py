@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,8 @@ class RecordIo:
     def try_write(self, order: WriteOrder, done: Done[WriteResult[Name]]) -> bool:
         name, evicted = order.header.name, ()
         if len(self._held) >= self._n_records:
-            oldest = min(self._stamps, key=self._stamps.__getitem__)
-            if self._stamps[oldest] > order.used_at:
+            oldest, stamp = min(self._stamps.items(), key=itemgetter(1))
+            if stamp > order.used_at:
                 done(TierFull())
                 return True
             del self._held[oldest], self._stamps[oldest]

@@ -16,7 +16,7 @@ from tests.sweep.checks import same_tokens
 from tests.vision import gallery
 from tests.vision.gallery import every_family, picture, said, user
 
-CHUNK, BLOCK = 16, 16
+CHUNK, BLOCK = 32, 32
 SYSTEM = Message(
     "system", (TextPart("You read layers of snow, older than this winter, and say so."),)
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from . import folder, weights
 from .base import VOCAB_SIZE, Entry
@@ -48,9 +49,25 @@ def build_entry(entry: Entry, *, dtype: mx.Dtype = mx.float32, seed: int = 0) ->
     # Some ModelArgs write into the dictionaries they are given.
     args = module.ModelArgs.from_dict(copy.deepcopy(entry.config))
     model: nn.Module = module.Model(args)
-    weights.fill(model, seed=seed, dtype=dtype, gains=entry.gains)
+    key = repr((entry, dtype, seed))
+    if key in _drawn:
+        model.load_weights(_own(_drawn[key]))
+    else:
+        weights.fill(model, seed=seed, dtype=dtype, gains=entry.gains)
+        _drawn[key] = _own(tree_flatten(model.parameters()))
     model.eval()
     return model
+
+
+_drawn: dict[str, list[tuple[str, mx.array]]] = {}
+"""Of the models built so far. To draw them again takes most of the time of building one."""
+
+
+def _own(values: list[tuple[str, mx.array]]) -> list[tuple[str, mx.array]]:
+    """Other arrays of the same values, for a test to write into; of no stream of this thread."""
+    own = [(path, mx.array(value)) for path, value in values]
+    mx.eval([value for _, value in own])
+    return own
 
 
 def write_folder(name: str, path: Path) -> None:

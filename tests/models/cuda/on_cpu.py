@@ -1,30 +1,99 @@
-"""Runs the text of the products kernel on a CPU: each of a block's threads is one of the machine's, and
-what the tensor cores and the copies do is written out. Needs a compiler for C++20."""
+"""Runs the text of the products kernel on a CPU: a block's threads take turns, each until it has to wait
+for others, and what the tensor cores and the copies do is written out. Needs a compiler for C++.
+
+One that runs ahead of the others meets what they have not written yet, and overwrites what they have not
+read: so a missing barrier shows, and always in the same way.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from firn.models.cuda.products import SOURCE
 
-COMPILER = ("g++", "-std=c++20", "-x", "c++", "-w", "-pthread")
+COMPILER = ("g++", "-std=c++17", "-x", "c++", "-w")
 
-DEVICE = r"""
-#include <barrier>
+HOST = r"""
+#define _XOPEN_SOURCE 700  // macOS has the contexts only so
 #include <cstdint>
 #include <cstring>
 #include <deque>
-#include <functional>
-#include <thread>
 #include <vector>
+#include <ucontext.h>
+struct Index { int x, y; };
+struct Copy { void* to; const void* from; int n_bytes; };
+using Copies = std::vector<Copy>;
+struct Thread {
+  ucontext_t context;
+  Index index, block;
+  std::deque<Copies> groups;
+  Copies newest;
+  bool is_done;
+};
+static const int MAX_THREADS = 256, STACK_NBYTES = 64 << 10;
+alignas(64) static char stacks[MAX_THREADS][STACK_NBYTES];
+static Thread threads[MAX_THREADS];
+static Thread* self;
+static ucontext_t scheduler;
+static bool moved;  // since the round began: some thread need not wait any more
+static void (*body)();
+static void begin() {
+  body();
+  self->is_done = moved = true;
+}
+static void take_turns(int n_threads, bool backwards) {
+  for (moved = true; moved;) {
+    moved = false;
+    for (int i = 0; i < n_threads; ++i) {
+      self = &threads[backwards ? n_threads - 1 - i : i];
+      if (!self->is_done) swapcontext(&scheduler, &self->context);
+    }
+  }
+}
+static bool run_block(int n_threads, Index block, bool backwards) {
+  for (int i = 0; i < n_threads; ++i) {
+    Thread& thread = threads[i];
+    thread.index = {i, 0};
+    thread.block = block;
+    thread.groups.clear();
+    thread.newest.clear();
+    thread.is_done = false;
+    getcontext(&thread.context);
+    thread.context.uc_stack.ss_sp = stacks[i];
+    thread.context.uc_stack.ss_size = STACK_NBYTES;
+    thread.context.uc_link = &scheduler;
+    makecontext(&thread.context, begin, 0);
+  }
+  take_turns(n_threads, backwards);
+  for (int i = 0; i < n_threads; ++i)
+    if (!threads[i].is_done) return false;
+  return true;
+}
+struct Barrier {
+  int n_threads, n_waiting = 0, phase = 0;
+  Barrier(int n) : n_threads(n) {}
+  void arrive_and_wait() {
+    const int mine = phase;
+    if (++n_waiting == n_threads) {
+      n_waiting = 0;
+      ++phase;
+      moved = true;
+    }
+    while (phase == mine) swapcontext(&self->context, &scheduler);
+  }
+};
+#define threadIdx (self->index)
+#define blockIdx (self->block)
+
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
 struct __nv_bfloat16 { uint16_t bits; };
@@ -42,33 +111,15 @@ static __nv_bfloat16 narrow(float f) {
 }
 static __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {narrow(x), narrow(y)}; }
 
-struct Index { int x, y; };
-static thread_local Index threadIdx, blockIdx;
-alignas(16) static uint4 room[N_BYTES / 16];
-using Barrier = std::barrier<>;
-static Barrier block(32 * N_SLICES);
-static Barrier warps[8] = {Barrier(32), Barrier(32), Barrier(32), Barrier(32),
-                           Barrier(32), Barrier(32), Barrier(32), Barrier(32)};
-static void __syncthreads() { block.arrive_and_wait(); }
+static Barrier warps[8] = {32, 32, 32, 32, 32, 32, 32, 32};
 static void sync_warp() { warps[threadIdx.x >> 5].arrive_and_wait(); }
 
-using Copies = std::vector<std::function<void()>>;
-static bool is_outside;
 static bool is_late;  // copies are made when they are awaited, or at once
-static thread_local std::deque<Copies> groups;
-static thread_local Copies newest;
-static void copy_async(uint4* to, const void* from, int n_bytes) {
-  if (to < room || to + 1 > room + N_BYTES / 16) {
-    is_outside = true;
-    return;
-  }
-  auto copy = [=] { memset(to, 0, 16); memcpy(to, from, n_bytes); };
-  if (is_late) newest.push_back(copy); else copy();
-}
-static void end_copies() { groups.push_back(newest); newest.clear(); }
+static void make(const Copy& copy) { memset(copy.to, 0, 16); memcpy(copy.to, copy.from, copy.n_bytes); }
+static void end_copies() { self->groups.push_back(self->newest); self->newest.clear(); }
 template <int n> static void await_copies() {
-  for (; (int)groups.size() > n; groups.pop_front())
-    for (auto& copy : groups.front()) copy();
+  for (; (int)self->groups.size() > n; self->groups.pop_front())
+    for (auto& copy : self->groups.front()) make(copy);
 }
 
 static const char* addresses[8][32];
@@ -101,22 +152,34 @@ static void multiply(
   sync_warp();
 }
 """
+DEVICE = r"""
+alignas(16) static uint4 room[N_BYTES / 16];
+static Barrier block(32 * N_SLICES);
+static void __syncthreads() { block.arrive_and_wait(); }
+static bool is_outside;
+static void copy_async(uint4* to, const void* from, int n_bytes) {
+  const Copy copy = {to, from, n_bytes};
+  if (to < room || to + 1 > room + N_BYTES / 16) is_outside = true;
+  else if (is_late) self->newest.push_back(copy);
+  else make(copy);
+}
+"""
 MAIN = r"""
-extern "C" int run(const __nv_bfloat16* x, int n_tokens, const __nv_bfloat16* w, int n_out, int n_inner,
-                    __nv_bfloat16* out, int late) {
-  const int x_shape[3] = {1, n_tokens, n_inner}, w_shape[2] = {n_out, n_inner};
+static const __nv_bfloat16 *x_, *w_;
+static __nv_bfloat16* out_;
+static int x_shape[3], w_shape[2];
+static void thread() { kernel(x_, x_shape, 3, w_, w_shape, out_); }
+static int run(const __nv_bfloat16* x, int n_tokens, const __nv_bfloat16* w, int n_out, int n_inner,
+               __nv_bfloat16* out, int late) {
+  x_ = x; w_ = w; out_ = out;
+  x_shape[0] = 1; x_shape[1] = n_tokens; x_shape[2] = n_inner;
+  w_shape[0] = n_out; w_shape[1] = n_inner;
   is_late = late;
+  body = thread;
   const int n_columns = n_out / 32, n_groups = (n_tokens + 16 * M_TILES - 1) / (16 * M_TILES);
   for (int b = 0; b < n_columns * n_groups; ++b) {
     memset(room, 0xff, sizeof room);
-    std::vector<std::thread> threads;
-    for (int i = 0; i < 32 * N_SLICES; ++i)
-      threads.emplace_back([=] {
-        threadIdx.x = i;
-        blockIdx = {b % n_columns, b / n_columns};
-        kernel(x, x_shape, 3, w, w_shape, out);
-      });
-    for (auto& thread : threads) thread.join();
+    if (!run_block(32 * N_SLICES, {b % n_columns, b / n_columns}, b % 2)) return 2;
   }
   return is_outside;
 }
@@ -140,34 +203,61 @@ def float32(bits: Bits) -> NDArray[np.float32]:
 
 @cache
 def has_compiler() -> bool:
-    """Whether there is one, with the library of C++20."""
+    """Whether there is one, with what threads that take turns need."""
     if shutil.which(COMPILER[0]) is None:
         return False
     trial = [*COMPILER, "-fsyntax-only", "-"]
-    return subprocess.run(trial, input=b"#include <barrier>", check=False).returncode == 0
+    return subprocess.run(trial, input=HOST.encode(), check=False).returncode == 0
+
+
+class Built(Protocol):
+    """What is built of the kernel: constants for its text, and how much memory its threads share."""
+
+    @property
+    def template(self) -> Sequence[tuple[str, int]]: ...
+
+    @property
+    def shared_nbytes(self) -> int: ...
+
+
+def _text(build: Built, name: str) -> str:
+    """The kernel with these constants, in a namespace of its own, as a function of this name."""
+    constants = [f"constexpr int {constant} = {value};" for constant, value in build.template]
+    body = SOURCE.replace("extern __shared__ uint4 room[];", "")
+    inside = "\n".join([*constants, DEVICE, SIGNATURE, "{", body, "}", MAIN])
+    sizes = f"#undef N_BYTES\n#define N_BYTES {build.shared_nbytes}\n"
+    arguments = "const __nv_bfloat16* x, int a, const __nv_bfloat16* w, int b, int c, "
+    arguments += "__nv_bfloat16* out, int late"
+    call = (
+        f'extern "C" int {name}({arguments}) {{ return in_{name}::run(x, a, w, b, c, out, late); }}'
+    )
+    return f"{sizes}namespace in_{name} {{\n{inside}\n}}\n{call}\n"
 
 
 class KernelOnCpu:
     """One build of the kernel."""
 
-    def __init__(
-        self, folder: Path, template: Sequence[tuple[str, int]], *, shared_nbytes: int
-    ) -> None:
-        constants = [f"constexpr int {name} = {value};" for name, value in template]
-        body = SOURCE.replace("extern __shared__ uint4 room[];", "")
-        text = "\n".join([*constants, DEVICE, SIGNATURE, "{", body, "}", MAIN])
+    def __init__(self, run: Callable[..., int]) -> None:
+        self._run = run
+
+    @classmethod
+    def compiled(cls, builds: Sequence[Built], folder: Path) -> list[KernelOnCpu]:
+        """All of them at once: most of the compiler's time is for the headers."""
         source, library = folder / "kernel.cpp", folder / "kernel.so"
-        source.write_text(f"#define N_BYTES {shared_nbytes}\n{text}")
+        texts = [_text(build, f"run_{i}") for i, build in enumerate(builds)]
+        source.write_text("\n".join([HOST, *texts]))
         flags = ["-O1", "-shared", "-fPIC", str(source), "-o", str(library)]
         subprocess.run([*COMPILER, *flags], check=True, timeout=120)
-        self._run = ctypes.CDLL(str(library)).run
+        functions = ctypes.CDLL(str(library))
+        return [cls(getattr(functions, f"run_{i}")) for i in range(len(builds))]
 
     def product(self, x: Bits, weight: Bits, *, late: bool) -> NDArray[np.float32]:
         """late: copies are made only when they are awaited."""
         (n_tokens, n_inner), n_out = x.shape, weight.shape[0]
         out = np.full((n_tokens + 1, n_out), 0x7FC0, dtype=np.uint16)
         at = [array.ctypes.data_as(ctypes.c_void_p) for array in (x, weight, out)]
-        is_outside = self._run(at[0], n_tokens, at[1], n_out, n_inner, at[2], int(late))
-        assert not is_outside, "it copied past its shared memory"
+        fault = self._run(at[0], n_tokens, at[1], n_out, n_inner, at[2], int(late))
+        assert fault != 1, "it copied past its shared memory"
+        assert fault != 2, "its threads wait for each other for ever"
         assert (out[n_tokens] == 0x7FC0).all(), "it wrote past the last token"
         return float32(out[:n_tokens])

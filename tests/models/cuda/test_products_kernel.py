@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from firn.models.cuda.products import ALONE, N_COLUMNS, SHARED, Build
 from tests.models.cuda.on_cpu import Bits, KernelOnCpu, bfloat16, float32, has_compiler
 
-each_build = pytest.mark.parametrize("build", [*ALONE, *SHARED], ids=str)
+BUILDS = [*ALONE, *SHARED]
+Kernels = dict[Build, KernelOnCpu]
 
 
-def kernel_of(build: Build, folder: Path) -> KernelOnCpu:
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     if not has_compiler():
-        pytest.skip("there is no compiler for C++20")
-    return KernelOnCpu(folder, build.template, shared_nbytes=build.shared_nbytes)
+        pytest.skip("there is no compiler for C++")
+    made = KernelOnCpu.compiled(BUILDS, tmp_path_factory.mktemp("kernels"))
+    return dict(zip(BUILDS, made, strict=True))
 
 
 def some(rng: np.random.Generator, *shape: int) -> Bits:
     return bfloat16(rng.standard_normal(shape, dtype=np.float32))
 
 
-@each_build
-def test_every_build_multiplies(build: Build, tmp_path: Path) -> None:
-    kernel, rng = kernel_of(build, tmp_path), np.random.default_rng(build.n_tokens)
+@pytest.mark.parametrize("build", BUILDS, ids=str)
+def test_every_build_multiplies(build: Build, kernels: Kernels) -> None:
+    kernel, rng = kernels[build], np.random.default_rng(build.n_tokens)
     # More chunks than are copied ahead, the last one not whole, for two blocks of tokens; less of both,
     # for two blocks of columns. Copies come early and late.
     for n_inner, n_tokens, n_blocks, late in (
@@ -41,7 +42,7 @@ def test_every_build_multiplies(build: Build, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("builds", [ALONE, SHARED], ids=["alone", "shared"])
 def test_a_token_s_result_does_not_depend_on_the_others(
-    builds: tuple[Build, ...], tmp_path: Path
+    builds: tuple[Build, ...], kernels: Kernels
 ) -> None:
     """The order of a sum shows in its last bits, and in all of them where large values cancel out."""
     rng = np.random.default_rng(1)
@@ -51,10 +52,7 @@ def test_a_token_s_result_does_not_depend_on_the_others(
     weight = np.concatenate([half, half, some(rng, N_COLUMNS, 24) - (8 << 7)], axis=1)  # by 2 ** -8
     results = []
     for build in builds:
-        folder = tmp_path / str(build.m_tiles)
-        folder.mkdir()
-        kernel = kernel_of(build, folder)
-        results.append(kernel.product(x[: build.n_tokens], weight, late=False)[:9])
+        results.append(kernels[build].product(x[: build.n_tokens], weight, late=False)[:9])
     for other in results[1:]:
         np.testing.assert_array_equal(other, results[0])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from firn.models.traits import TRAITS, Traits
 from tests.harness import GREEDY, Result, running
 from tests.models.alone import plain, prompt_of
 from tests.models.drafting import NeverRests
-from tests.models.test_speculation import SAMPLINGS, assert_equal, story, tell
+from tests.models.test_speculation import SAMPLINGS, Story, assert_equal, story, tell
 from tests.zoo import build
 
 
@@ -62,6 +63,13 @@ def told(requests: Any, speculation: Any = None, *, name: str = "qwen3") -> list
         return tell(harness, requests)
 
 
+@cache
+def told_greedily() -> tuple[Story, list[Result]]:
+    """By a model without drafts."""
+    requests = story(3, samplings=[GREEDY], n_requests=5, longest=24)
+    return requests, told(requests)
+
+
 def assert_all_equal(got: Sequence[Result], want: Sequence[Result]) -> None:
     n = sum(assert_equal(g, w) for g, w in zip(got, want, strict=True))
     assert n > 0.8 * sum(len(reply) for w in want for reply in w.tokens.values())
@@ -72,7 +80,7 @@ def assert_all_equal(got: Sequence[Result], want: Sequence[Result]) -> None:
 def test_text_stays_the_same_whatever_it_drafts(name: str, seed: int) -> None:
     """Seed 0 is the large model itself: nearly all of its drafts are right."""
     samplings = [GREEDY, SAMPLINGS["penalised"]] if seed else [GREEDY]
-    requests = story(3, samplings=samplings, n_requests=5)
+    requests = story(3, samplings=samplings, n_requests=5, longest=20)
     want = told(requests, name=name)
     made: list[AsksWhenReady] = []
 
@@ -91,8 +99,7 @@ def test_text_stays_the_same_whatever_it_drafts(name: str, seed: int) -> None:
 def test_in_few_shapes_it_drafts_the_same(has_bias: bool) -> None:
     """As on CUDA: padded to few widths, in blocks of columns."""
     shapes = Traits(0.1, shapes=(4, 16, 32), columns=Columns(64, has_bias))
-    requests = story(3, samplings=[GREEDY])
-    want = told(requests)
+    requests, want = told_greedily()
     made: list[AsksWhenReady] = []
 
     def speculation() -> AsksWhenReady:
@@ -136,7 +143,7 @@ def test_a_long_prompt_is_read_between_steps_and_what_was_missed_is_caught_up() 
     rng = random.Random(6)
     prompt = prompt_of(rng, 500)
     with running(plain("qwen3"), chunk=512) as harness:
-        want = harness.ask(prompt, 120)
+        want = harness.ask(prompt, 90)
     made: list[AsksWhenReady] = []
 
     def speculation() -> AsksWhenReady:
@@ -144,7 +151,7 @@ def test_a_long_prompt_is_read_between_steps_and_what_was_missed_is_caught_up() 
         return made[0]
 
     with running(plain("qwen3"), chunk=512, speculation=speculation) as harness:
-        assert_equal(harness.ask(prompt, 120), want)
+        assert_equal(harness.ask(prompt, 90), want)
     assert made[0].totals.n_accepted > 40
 
 
@@ -191,8 +198,7 @@ class Failing:
 @pytest.mark.parametrize("error", [ValueError("no such tensor"), RuntimeError("out of memory")])
 @pytest.mark.parametrize("where", ["open", "prepare", "draft"])
 def test_a_drafter_that_fails_costs_drafts_and_no_request(where: str, error: Exception) -> None:
-    requests = story(4, samplings=[GREEDY], n_requests=4)
-    want = told(requests)
+    requests, want = told_greedily()
     failing = Failing(where, error)
     got = told(requests, lambda: AsksWhenReady(failing))
     assert failing.n_failed == 1  # later requests go without it

@@ -74,7 +74,7 @@ def built(name: str, *, agrees: bool = False) -> tuple[Callable[[], Built], list
 
 @pytest.mark.parametrize("name", NAMES)
 def test_text_stays_the_same_whatever_the_head_says(name: str) -> None:
-    requests = story(5, samplings=[GREEDY, SAMPLINGS["penalised"]], n_requests=4)
+    requests = story(5, samplings=[GREEDY, SAMPLINGS["penalised"]], n_requests=4, longest=24)
     with running(plain(name), chunk=32, max_rows=4) as harness:
         want = tell(harness, requests)
     make, made = built(name)
@@ -101,7 +101,7 @@ def test_all_drafts_of_a_head_that_agrees_are_accepted(name: str) -> None:
         speculation.append(AsksWhenReady(MtpDrafter(made[0])))
         return speculation[0]
 
-    requests = story(6, samplings=[GREEDY], n_requests=5)
+    requests = story(6, samplings=[GREEDY], n_requests=5, longest=24)
     with running(make, chunk=32, max_rows=3, speculation=speculate) as harness:
         for result in tell(harness, requests):
             assert result.error is None
