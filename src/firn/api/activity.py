@@ -1,11 +1,12 @@
 """/v1/activity: what the server is doing, as a stream of events for the dashboard.
 
     event: hello     once: the server's version and clock
-    event: calls     those that have changed since the last event; at first all that are known
+    event: calls     calls that have changed since the last event; the first has all known calls
     event: state     engine, cache and memory, when they have changed
 
-Calls are looked at while somebody watches, and once at their end, so that serving pays nothing. The
-operator sees all calls, a key its own; text of prompts only with --show-text.
+Calls are inspected only while somebody watches, and once at their end, so that serving pays
+nothing. The operator sees all calls, a key only its own. Text of prompts is shown only with
+--show-text.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from firn.core.errors import FirnError, TryLater
 from firn.core.values import Namespace
 
 N_ENDED = 256
-"""How many calls that have ended are still shown."""
+"""Ended calls that are still shown."""
 TICK_S = 0.25
-"""How often a watcher gets what has changed."""
+"""Seconds between two updates to a watcher."""
 STATE_TICKS = 4
-"""Every so many ticks it gets the state."""
+"""Ticks between two checks of the state."""
 QUIET_TICKS = 40
-"""After so many ticks without news a comment line keeps the connection alive."""
+"""Ticks without news after which a comment line keeps the connection alive."""
 MAX_WATCHERS = 16
 MAX_ERROR_CHARS = 300
 
@@ -61,11 +62,11 @@ class CallView:
     lookup_s: float | None
     """When the lookup in the cache began."""
     looked_up_s: float | None
-    """When it ended."""
+    """When that lookup ended."""
     row_s: float | None
     """When it left the queue."""
     loads: bool
-    """Between lookup and admission, records were read from a tier below memory."""
+    """Whether records were read from a tier below memory between lookup and admission."""
     admitted_s: float | None
     """When it was known what the cache had for it."""
     first_token_s: float | None
@@ -78,10 +79,11 @@ class CallView:
     reason: str
     """Why no more was reused."""
     approximate: bool
-    """Some of the prompt is skipped (sparse prefill)."""
+    """Whether part of the prompt is skipped (sparse prefill)."""
     skipped_tokens: int
     differs: str | None
-    """The prompt's text from where it differs from everything stored; None: it must not be shown."""
+    """The prompt's text from where it differs from everything stored; None: it does not differ, or
+    must not be shown."""
     reply_tokens: int
     drafted_tokens: int
     accepted_tokens: int
@@ -96,7 +98,7 @@ class _OpenCall:
     differs: Callable[[Session], str | None]
     reason: str = ""
     excerpt: str | None = None
-    """Made again when the reason changes."""
+    """Recomputed when the reason changes."""
 
     def view(self, *, ended: bool = False) -> CallView:
         session, began, fault = self.session, self.exchange.began_at, self.exchange.fault
@@ -150,10 +152,10 @@ def _since(began: float, then: float | None) -> float | None:
 
 
 class Activity:
-    """Running calls, and the last that ended. Owner: the app, on the asyncio thread."""
+    """Running calls, and the last ones that ended. Owner: the app, on the asyncio thread."""
 
     def __init__(self, model: str, differs: Callable[[Session], str | None]) -> None:
-        """differs: makes `CallView.differs`."""
+        """differs: computes `CallView.differs`."""
         self._model = model
         self._differs = differs
         self._open: dict[str, tuple[Namespace, _OpenCall]] = {}
@@ -179,7 +181,7 @@ class Activity:
             self._ended.append((self._n_ended, exchange.caller.key_id, view))
 
     def news(self, watcher: _Watcher, caller: Caller) -> list[CallView]:
-        """The calls that have changed since this watcher last asked."""
+        """The calls visible to the caller that have changed since this watcher's last update."""
         views = [
             view
             for n, key_id, view in self._ended
@@ -257,7 +259,7 @@ async def _frames(services: Services, activity: Activity, caller: Caller) -> Asy
 
 
 def hello() -> str:
-    """The server's clock and version: a page loaded from another version tells its user."""
+    """The server's clock and version, so that a page from another version can tell its user."""
     return _frame("hello", {"version": __version__, "now": round(time.time(), 3)})
 
 
@@ -266,7 +268,7 @@ def _frame(event: str, value: object) -> str:
 
 
 async def _state(services: Services, caller: Caller) -> dict[str, Any]:
-    """What this caller may see: a key must not learn from it what others do."""
+    """The state that this caller may see: a key must not learn what others do."""
     model = services.engine.model
     state: dict[str, Any] = {
         "model": model.name,

@@ -1,8 +1,8 @@
 """The header x-session: which conversation a call belongs to, for routers that keep it on one server.
 
-A client may name its conversation. If it does not, the name is derived from how the conversation begins,
-so that all turns have the same one. The response carries it either way, and the next request can send
-it. firn itself ignores it: the cache compares tokens, not names.
+A client may name its conversation. If it does not, the name is derived from the beginning of the
+conversation, so that every turn has the same name. The response carries it either way, and the next
+request can send it. firn itself ignores it: the cache compares tokens, not names.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from firn.core.values import Chat, GenerateRequest, Namespace
 
 HEADER = b"x-session"
 N_CHARS = 2000
-"""How much of each message goes into the name."""
+"""Characters of each message that go into a derived name."""
 _is_name = re.compile(rb"[\x21-\x7e]{1,128}").fullmatch
 
 
 def conversation_of(
     headers: Iterable[tuple[bytes, bytes]], request: GenerateRequest, owner: Namespace
 ) -> str:
-    """Empty if the request is not a chat, or has no user message."""
+    """The name that the client sends, or a derived one.
+
+    Empty if the client sends none and the request is not a chat, or has no user message.
+    """
     for name, value in headers:
         if name == HEADER and _is_name(value):
             return value.decode("ascii")

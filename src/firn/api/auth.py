@@ -1,4 +1,4 @@
-"""Who calls: API keys, the cache namespace of each, and who is the operator."""
+"""Identifies callers: API keys, the cache namespace of each, and the operator."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def namespace_of(key: str) -> Namespace:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """key_id: a digest of its key, under which its responses, quotas and counters are kept, so that no
-    other key shares them. namespace: where its prefixes are cached, which keys may share. operator: may
-    see every caller's numbers and clear every caller's cache."""
+    """key_id: a digest of its key, under which its responses, quotas and counters are kept, so that
+    no other key shares them. namespace: where its prefixes are cached; keys may share one.
+    operator: may see every caller's numbers and clear every caller's cache."""
 
     key_id: Namespace
     namespace: Namespace
@@ -83,11 +83,14 @@ class Keys:
         return tuple(namespaces) if self._required else (SHARED,)
 
     def admit(self, headers: RawHeaders, *, local: bool = False) -> Caller:
-        """Raises Unauthorized. local: the caller is a program on this machine."""
+        """The caller that sent these headers. Raises Unauthorized.
+
+        local: the caller is a program on this machine.
+        """
         presented = list(_presented(headers)) if self._entries else []
         admitted: Caller | None = None
         for candidate in map(_digest, presented):
-            # Compare every key, so that the time taken does not tell which one was close.
+            # Compare every key, so that the time taken does not reveal which one was close.
             for digest, caller in self._entries:
                 if hmac.compare_digest(candidate, digest):
                     admitted = caller
@@ -104,7 +107,7 @@ class Keys:
 
 
 def _digest(key: bytes) -> bytes:
-    # compare_digest returns early if lengths differ, so compare digests, which all have one length.
+    # compare_digest returns early if lengths differ, so compare digests, whose lengths are equal.
     return hashlib.sha256(key).digest()
 
 

@@ -37,7 +37,7 @@ async def read_body(
     take: called with the size of every piece before it is stored; may raise.
     """
     for name, value in headers:
-        # The HTTP parser lets only numbers pass.
+        # The HTTP parser accepts only numbers.
         if name == b"content-length" and int(value) > limit_nbytes:
             raise BodyTooLarge(limit_nbytes)
     pieces: list[bytes] = []
@@ -59,8 +59,8 @@ async def read_body(
 def check_content_type(headers: Iterable[tuple[bytes, bytes]]) -> None:
     """Raises BadRequest for anything that is not declared as JSON, or is compressed.
 
-    A web page may post other types to a server on the user's own machine without asking. For JSON the
-    browser asks first, and the answer is no (see --allow-origin).
+    A web page may post other types to a server on the user's own machine without a CORS preflight.
+    For JSON the browser sends one, which is refused unless --allow-origin permits the page.
     """
     by_name = dict(headers)
     media_type = by_name.get(b"content-type", b"").partition(b";")[0].strip().lower()
@@ -78,10 +78,10 @@ async def decoded(
     *,
     inline_nbytes: int = INLINE_NBYTES,
 ) -> T:
-    """What `decode` makes of the body's object. Raises BadRequest, and what `decode` raises.
+    """The result of `decode` for the body's object. Raises BadRequest, and what `decode` raises.
 
-    A body of more than `inline_nbytes` is decoded in the pool: it may take seconds, and streams must not
-    wait.
+    A body of more than `inline_nbytes` is decoded in the pool: it may take seconds, and streams
+    must not wait.
     """
 
     def work() -> T:
@@ -120,11 +120,11 @@ def parse(text: str) -> object:
         raise
     except RecursionError:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
-    except ValueError:  # Python's limit of digits; its own message is about Python
+    except ValueError:  # Python's limit on digits; its own message is about Python
         raise ValueError("a number with too many digits") from None
     if text.count("[") + text.count("{") > MAX_DEPTH and _deeper_than(value, MAX_DEPTH):
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
-    if "\\ud" in text or "\\uD" in text:  # escapes can spell half a character
+    if "\\ud" in text or "\\uD" in text:  # an escape can encode half a character
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:

@@ -17,7 +17,7 @@ class BodyReader:
     """
 
     def __init__(self, *, limit_nbytes: int, total_nbytes: int) -> None:
-        """limit_nbytes: of one body."""
+        """limit_nbytes: for one body. total_nbytes: for all together."""
         self._limit_nbytes = limit_nbytes
         self._total_nbytes = total_nbytes
         self.used_nbytes = 0

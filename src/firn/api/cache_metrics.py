@@ -23,7 +23,7 @@ COUNTED = {
 
 
 def own_snapshot(stats: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Counters from what /v1/cache/stats says about one namespace."""
+    """The counters of one namespace, from its /v1/cache/stats."""
     if not stats.get("enabled"):
         return {}
     parts = {name: part["bytes"] for name, part in stats["memory"]["parts"].items()}

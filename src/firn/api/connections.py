@@ -1,8 +1,9 @@
 """Connections with deadlines: a client that stops in the middle of a request or a reply is cut off.
 
-uvicorn waits for the rest of a request for ever, and a process has few descriptors. Here the head of a
-request must arrive within seconds, and its body at a minimum speed. If too many connections have sent no
-head yet, the oldest are closed first. A few places are reserved for health checks.
+uvicorn waits indefinitely for the rest of a request, and a process has few descriptors. Here the
+head of a request must arrive within seconds, and its body at a minimum speed. If too many
+connections have sent no head yet, the oldest are closed first. A few connections are reserved for
+health checks.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ SWEEP_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """max_open: connections at a time; n_spare: so many more for health checks alone. max_heads: those
-    whose head has not arrived yet. head_s: time for a head. A body has body_s, and a second more for
-    every body_nbytes_per_s. drain_s: for the rest of a body whose request was answered already.
-    stall_s: for a client that does not read."""
+    """max_open: connections at a time. n_spare: further ones, for health checks only. max_heads:
+    connections whose head has not arrived yet. head_s: time limit for a head; head_nbytes: its
+    maximum size. body_s: time limit for a body, plus one second for every body_nbytes_per_s that
+    have arrived. drain_s: time limit for the rest of a body whose request has already been
+    answered. stall_s: time limit for a client that does not read."""
 
     max_open: int = 1024
     n_spare: int = 16
@@ -74,7 +76,7 @@ class Connections:
         return self.n_open > self.limits.max_open
 
     def add(self, connection: Connection) -> bool:
-        """False: there is no place for it."""
+        """Register a new connection; False: there is no room for it."""
         limits = self.limits
         if self.n_open >= limits.max_open + limits.n_spare and not self._cut_oldest():
             return False
@@ -148,7 +150,7 @@ class Connection(HttpToolsProtocol):
         if self._phase is Phase.HEAD:
             return not self.is_answering and now - self._since > limits.head_s
         if self._phase is Phase.NOTHING:
-            return False  # uvicorn's own timer ends those that stay idle
+            return False  # uvicorn's own timer closes idle connections
         if self._answered_at is not None:
             return now - self._answered_at > limits.drain_s
         if self.flow.read_paused:  # the server has stopped reading: not the client's fault
@@ -247,7 +249,7 @@ class Connection(HttpToolsProtocol):
 
 
 def http_config(app: ASGIApp, connections: Connections, **options: Any) -> uvicorn.Config:
-    """uvicorn's settings: no websockets, and what a proxy says about the caller is not trusted."""
+    """uvicorn's settings: no websockets, and a proxy's headers about the caller are not trusted."""
     protocol: Any = functools.partial(Connection, connections=connections)
     return uvicorn.Config(
         app,

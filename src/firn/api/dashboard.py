@@ -58,7 +58,7 @@ class PageFile:
 
 
 def read_files() -> Mapping[str, PageFile]:
-    """The files of the page, by their path below the folder."""
+    """The files of the page, by path relative to its folder."""
     files: dict[str, PageFile] = {}
     folders = [("", resources.files("firn") / "dashboard")]
     while folders:
@@ -75,7 +75,7 @@ def read_files() -> Mapping[str, PageFile]:
 
 
 def add_page(app: FastAPI, *, shown: bool) -> None:
-    """Add /, and the files of the page below /page/. shown: False: / gives only name and version."""
+    """Add /, and the page's files below /page/. If not `shown`, / returns only name and version."""
     files = read_files() if shown else {}
 
     async def root(request: Request) -> Response:
@@ -99,7 +99,7 @@ def add_page(app: FastAPI, *, shown: bool) -> None:
             "content": {"text/html": {"schema": {"type": "string"}}},
         }
     }
-    for method in ("GET", "HEAD"):  # agents and load balancers check by HEAD
+    for method in ("GET", "HEAD"):  # agents and load balancers probe with HEAD
         add = partial(app.add_api_route, methods=[method])
         add(
             "/",
@@ -112,7 +112,7 @@ def add_page(app: FastAPI, *, shown: bool) -> None:
 
 
 def wants_page(accept: str) -> bool:
-    """Browsers ask for text/html first; programs for JSON, or for anything."""
+    """Whether a browser asks: it wants text/html first, while programs want JSON or anything."""
     kinds = [kind.partition(";")[0].strip().lower() for kind in accept.split(",")]
     html, json = (kinds.index(k) if k in kinds else None for k in ("text/html", "application/json"))
     return html is not None and (json is None or html < json)

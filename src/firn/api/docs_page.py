@@ -1,7 +1,7 @@
 """/docs: the routes of /openapi.json as one plain page.
 
-FastAPI's own page loads scripts from the internet, and stays empty on a machine without it. This one is
-rendered on the server and has no scripts at all.
+FastAPI's own page loads scripts from the internet, and stays empty on a machine that is offline.
+This one is rendered on the server and has no scripts at all.
 """
 
 from __future__ import annotations

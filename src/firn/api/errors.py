@@ -59,7 +59,7 @@ class HasErrors(Protocol):
 
 
 class ErrorShapes:
-    """Which shape errors have, by path: that of the dialect above it, else OpenAI's. Immutable."""
+    """The shape of errors by path: that of the dialect it belongs to, else OpenAI's. Immutable."""
 
     def __init__(self, dialects: Iterable[HasErrors]) -> None:
         self._by_path: Mapping[str, RenderError] = {

@@ -1,6 +1,6 @@
 """Carries events from the engine thread to the asyncio thread.
 
-The engine publishes once a step; the router hands each event to the session that waits for it.
+The engine publishes once per step; the router hands each event to the session waiting for it.
 Everything but `publish` happens on the asyncio thread.
 """
 
@@ -18,8 +18,8 @@ from firn.core.values import RequestId
 class EventQueue:
     """The deliveries of one call, in order. Owner: its session, on the asyncio thread.
 
-    `take` returns all that has arrived, or an empty list after `silence_s` without a delivery. The
-    queue has one periodic timer, so that waiting for a token does not need one each time.
+    `take` returns everything that has arrived, or an empty list if nothing arrives for `silence_s`
+    (up to twice that: the queue has one periodic timer instead of a new one for each token).
     """
 
     def __init__(self, *, silence_s: float) -> None:
@@ -60,7 +60,7 @@ class EventQueue:
 
 
 class EventRouter:
-    """Owner of the queues: where the events of each request go, and how many calls are open.
+    """Owner of the queues; knows where the events of each request go, and how many calls are open.
 
     One per app, for as long as it lives.
     """
@@ -74,7 +74,7 @@ class EventRouter:
     # --- engine thread -------------------------------------------------------------------
 
     def publish(self, batch: Sequence[Delivery]) -> None:
-        """Called once a step. Any thread. Wakes the event loop once, however large the batch."""
+        """Called once per step. Any thread. Wakes the event loop once, however large the batch."""
         loop = self._loop
         if loop is None:
             return  # no call has been accepted yet
@@ -83,7 +83,7 @@ class EventRouter:
         except RuntimeError:
             if not loop.is_closed():
                 raise
-            # The HTTP server has ended, and its clients are gone: there is nobody to tell.
+            # The HTTP server has stopped and its clients are gone: nobody waits for these events.
 
     # --- asyncio thread ------------------------------------------------------------------
 

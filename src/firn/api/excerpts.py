@@ -14,8 +14,8 @@ _DIVERGED = re.compile(r"diverged at token (\d+)")
 
 
 def first_difference(services: Services, session: Session) -> str | None:
-    """The text of the first prompt that diverged from everything stored, from there on; None: none did,
-    or its text must not be shown."""
+    """The text of the first prompt that diverged from everything stored, from that token on; None:
+    no prompt did, or text must not be shown."""
     if not services.show_text:
         return None
     for prompt, admitted in session.prompts:
@@ -27,7 +27,7 @@ def first_difference(services: Services, session: Session) -> str | None:
 
 
 def excerpt(services: Services, ids: Iterable[int]) -> str:
-    """The beginning of these tokens' text, on one line. Ids that are not the model's tokens, such as the
-    digest in place of a picture, are left out."""
+    """The beginning of these tokens' text, on one line. Ids that are not tokens of the model, such
+    as the digest that stands for a picture, are left out."""
     known = [id for id in ids if 0 <= id < services.engine.model.n_ids]
     return " ".join(services.tokenizer.decode(known).split())[:MAX_CHARS]

@@ -21,30 +21,30 @@ SCOPE_KEY = "firn.exchange"
 
 @dataclass(slots=True)
 class Exchange:
-    """Owner: `RequestLog`, the outermost layer. Whoever answers notes here what the log line says."""
+    """Owner: `RequestLog`, the outermost layer. Inner layers note here what its log line shows."""
 
     id: str = field(default_factory=lambda: f"req_{uuid.uuid4().hex}")
     began_at: float = field(default_factory=time.perf_counter)
     caller: Caller = ANYONE
     status: int = 0
     gone: bool = False
-    """The client hung up."""
+    """Whether the client hung up."""
     summary: str = ""
     """Tokens and seconds, for the log line."""
     body_nbytes: int = 0
-    """What its body takes of the memory for bodies, see `BodyReader`."""
+    """Bytes its body takes from the memory budget for bodies, see `BodyReader`."""
     fault: FirnError | None = None
-    """Why it was refused, or ended badly."""
+    """Why it was refused, or failed."""
     conversation: str = ""
     """The conversation it belongs to, see `affinity`."""
     own_page: bool | None = None
-    """A browser sends it for a page that this server itself has served. None: not checked yet."""
+    """Whether a browser sent it for a page of this server itself. None: not checked yet."""
     passed_on: bool = False
-    """Another process has answered it, and logs it."""
+    """Whether another process has answered it, and logs it."""
 
     @property
     def namespace(self) -> Namespace:
-        """The caller's part of the cache."""
+        """The caller's namespace of the cache."""
         return self.caller.namespace
 
     @property

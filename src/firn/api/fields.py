@@ -1,4 +1,4 @@
-"""Small decoders for JSON from anyone. Pure.
+"""Small decoders for untrusted JSON. Pure.
 
 Each takes a value and its name, and returns the checked value or raises InvalidValue with that name.
 Nothing is coerced: a boolean is not a number; "5" and 5.0 are not integers.
@@ -87,14 +87,14 @@ def one_of(value: object, param: str, choices: Sequence[str]) -> str:
 def page_limit(query: Mapping[str, str], *, default: int, high: int) -> int:
     """`limit` of a query string: how many entries a page may have."""
     limit = query.get("limit", str(default))
-    is_number = limit.isascii() and limit.isdigit() and len(limit) < 10  # int() refuses thousands
+    is_number = limit.isascii() and limit.isdigit() and len(limit) < 10  # int() has a digit limit
     if not is_number or not 1 <= int(limit) <= high:
         raise InvalidValue("limit", f"must be between 1 and {high}")
     return int(limit)
 
 
 def kind(value: object) -> str:
-    """What JSON calls this value, with an article."""
+    """JSON's name for the type of this value, with an article."""
     match value:
         case None:
             return "null"
@@ -111,7 +111,7 @@ def kind(value: object) -> str:
 
 
 class Fields:
-    """The members of one JSON object, read one by one. Null and absent are the same.
+    """The members of one JSON object, read one by one. Null counts as absent.
 
     Remembers which were read, see `unread`. Owner: the decoder that made it.
     """
@@ -135,7 +135,7 @@ class Fields:
         return value
 
     def skip(self, *members: str) -> None:
-        """Count these as read: firn knows them, and they change nothing."""
+        """Count these as read: firn knows them, but they have no effect."""
         self._read.update(members)
 
     def integer(self, member: str, *, low: int, high: int = INT_MAX) -> int | None:

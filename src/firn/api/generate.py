@@ -47,8 +47,8 @@ MAX_HEADER_NBYTES = 1000
 
 
 class Generate:
-    """One per dialect and app. Owner of the tasks in the background; the rest of a call belongs to its
-    session."""
+    """One per dialect and app. Owner of the background tasks; everything else about a call belongs
+    to its session."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Generate:
     async def _stream(
         self, call: ApiCall, head: ReplyHead, session: Session, send: Send, tally: _Tally
     ) -> None:
-        """One write for each batch. From here on a fault is the stream's last event."""
+        """One write per batch. From here on, a fault becomes the stream's last event."""
         encoder = call.encoder(head)
         has_ended = False
         try:
@@ -205,7 +205,7 @@ async def _with_early(early: list[Event], session: Session) -> AsyncIterator[lis
 
 
 async def _send_empty(call: ApiCall, head: ReplyHead, send: Send, own_headers: Headers) -> None:
-    """The reply to a call without requests, which only asks whether the model is there."""
+    """The reply to a call without requests, which only asks to load or unload the model."""
     events: list[Event] = [Started(0), Ended(Usage(0, 0))]
     if not call.stream:
         await send_json(send, call.fold(head, events))
@@ -232,7 +232,7 @@ async def _run_in_background(
 
 
 def _n_logprobs(events: Sequence[Event]) -> int:
-    """About how many logprobs these events have: the last token of each stands for the others."""
+    """Roughly how many logprobs these events have, judging by the last token of each."""
     texts = [event.logprobs for event in events if type(event) is TextDelta and event.logprobs]
     return sum(len(logprobs) * (1 + len(logprobs[-1].top)) for logprobs in texts)
 
@@ -248,7 +248,7 @@ def _early_headers(session: Session) -> Headers:
 async def _until_admitted(session: Session) -> list[Event]:
     """If sparse prefill is possible, the events until it is known whether the prompt is thinned.
 
-    But no longer than until the first silence: the client must learn that its request is being answered.
+    Stops at the first silence: the client must learn that its request is being answered.
     """
     events: list[Event] = []
     while session.may_skip and session.n_waiting and not session.ended:
@@ -260,7 +260,7 @@ async def _until_admitted(session: Session) -> list[Event]:
 
 
 async def while_connected(receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
-    """Do the work. If the client hangs up, cancel it at once and raise ClientGone."""
+    """Do the work. If the client hangs up, cancel it immediately and raise ClientGone."""
 
     async def hung_up() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -280,7 +280,7 @@ async def while_connected(receive: Receive, work: Callable[[], Awaitable[T]]) ->
 
 
 class _Tally:
-    """What the log line, counters and trace say about one call. Owner: the task that answers it."""
+    """What log line, counters and trace report about one call. Owner: the task that answers it."""
 
     def __init__(
         self, exchange: Exchange, session: Session, metrics: Metrics, recorder: Recorder | None
@@ -311,7 +311,7 @@ class _Tally:
         if usage.n_drafted:
             text += f" drafted={usage.n_drafted} accepted={usage.n_accepted}"
         if first_at is not None and first_s is not None:
-            # Not with the first token, whose time is that of the prefill.
+            # Without the first token, whose time is that of the prefill.
             rate = (usage.n_completion - 1) / max(now - first_at, 1e-9)
             text += f" first={first_s:.3f}s rate={rate:.1f}/s"
         if self._reasons:
@@ -325,7 +325,7 @@ class _Tally:
 
 
 def _origins(admitted: Sequence[Admitted]) -> str:
-    """How many cached tokens came from each tier, and why there were no more."""
+    """How many cached tokens came from each tier, and why not more."""
     tiers: Counter[str] = Counter()
     for admission in admitted:
         tiers.update(dict(admission.tiers))

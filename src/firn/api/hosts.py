@@ -1,8 +1,9 @@
-"""Which host names are ours, and who calls from this machine.
+"""Which host names are this server's own, and which callers are on this machine.
 
-A web page can make its own name point to 127.0.0.1 and then talk to this server as if it were the page's
-own (DNS rebinding). The browser still sends the page's name as Host, so the server answers only to names
-that nobody else can own. It also answers to addresses: a page loaded from one came from here.
+A web page can make its own name point to 127.0.0.1 and then talk to this server as if it were the
+page's own (DNS rebinding). The browser still sends the page's name as Host, so the server answers
+only to names that nobody else can own. It also answers to IP addresses: a page loaded from one of
+those came from this server.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"
 
 
 def machine_names(bound: str) -> tuple[str, ...]:
-    """The names of the address that the server listens on."""
+    """This machine's names at the address that the server listens on."""
     address = _address(bound)
     if address is None:
         return (bound,)
@@ -45,14 +46,14 @@ class Hosts:
         self._suffixes = (".localhost", *(name[1:] for name in names if name.startswith("*.")))
 
     def allow(self, host: str) -> bool:
-        """`host`: as in the header, with or without a port."""
+        """Whether the server answers to `host`, given as in the header, with or without a port."""
         return self._every or self._is_ours(_normal(_without_port(host)))
 
     def is_own_page(self, headers: RawHeaders) -> bool:
-        """Whether a browser sends this for a page of ours: Origin and Host agree.
+        """Whether a browser sent this for one of our own pages: Origin and Host agree.
 
-        The name must be one that nobody else can own, even if the server answers to every name: for a
-        page that made its own name point here they agree as well.
+        The name must be one that nobody else can own, even if the server answers to every name: the
+        two also agree for a page that made its own name point here.
         """
         values: dict[bytes, list[str]] = {b"host": [], b"origin": [], b"sec-fetch-site": []}
         for header, value in headers:
@@ -70,7 +71,7 @@ class Hosts:
         return is_listed or _address(name) is not None
 
     def check(self, headers: RawHeaders) -> None:
-        """Raises HostNotAllowed. A request without the header is not from a browser, and passes."""
+        """Raises HostNotAllowed. A request without the header passes: it is not from a browser."""
         for header, value in headers:
             if header == b"host" and not self.allow(shown := value.decode("latin-1")):
                 raise HostNotAllowed(_without_port(shown)[:100])
@@ -90,7 +91,7 @@ def is_local(scope: Scope) -> bool:
 
 
 def is_from_browser(headers: RawHeaders) -> bool:
-    """Whether a web page sends this: browsers add these headers, and pages cannot prevent it."""
+    """Whether a web page sent this: browsers add these headers, and pages cannot prevent it."""
     return any(name == b"origin" or name.startswith(b"sec-fetch-") for name, _ in headers)
 
 

@@ -1,4 +1,4 @@
-"""Makes the engine's job of a request: checks, renders, tokenizes, and prepares to read the reply."""
+"""Turns a request into a job: checks, renders, tokenizes, and prepares to read the reply."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logger = logging.getLogger("firn.api")
 
 
 class JobMaker:
-    """Makes the jobs of one call. Owner: its session; `make` works in the tokenize pool."""
+    """Makes the jobs of one call, in the tokenize pool. Owner: its session."""
 
     def __init__(
         self, services: Services, namespace: Namespace, new_tool_id: Callable[[], str]
@@ -46,7 +46,7 @@ class JobMaker:
         self._new_tool_id = new_tool_id
 
     def check(self, request: GenerateRequest) -> None:
-        """Raises BadRequest or ModelNotFound for faults that show before there is a prompt."""
+        """Raises BadRequest or ModelNotFound for faults that can be found without the prompt."""
         model = self._services.engine.model
         self._services.check_model(request.model)
         limit = self._services.limits.max_request_tokens
@@ -65,7 +65,7 @@ class JobMaker:
         refuse_sparse(request, self._services.sparse)
 
     async def make(self, run: RunningRequest) -> Job:
-        """The job of a request. Also fills in the run, which nobody else reads meanwhile."""
+        """The job of a request. Also fills in the run, which nothing else reads meanwhile."""
         run.request = await gathered(self._services, run.request, self._namespace)
         return await self._services.in_pool(lambda: self._job(run))
 
@@ -117,7 +117,7 @@ class JobMaker:
             run.echoed_ids = prompt.ids
 
     def _grammar(self, run: RunningRequest, prompt_tail: str) -> object:
-        """The compiled constraint of the request's replies; None: they are free."""
+        """The compiled constraint on the request's replies; None: there is none."""
         services, source = self._services, run.request.source
         if services.compile_grammar is None:
             return None
@@ -162,7 +162,7 @@ class JobMaker:
 
     def _eos(self, request: GenerateRequest, grammar: object) -> frozenset[int]:
         """The tokens that end its replies."""
-        # A satisfied grammar allows no token but the end.
+        # A satisfied grammar allows no token but the end of the reply.
         if request.ignore_eos and grammar is None:
             return frozenset()
         return self._services.tokenizer.eos | self._services.prompts.ends(request.source)
@@ -203,5 +203,5 @@ def reply_length(
 
 
 def sampling_for(model: ModelInfo, sampling: Sampling) -> Sampling:
-    """A top_k that leaves every token in is dropped."""
+    """The sampling without a top_k that would keep every token."""
     return sampling if sampling.top_k < model.vocab_size else replace(sampling, top_k=0)

@@ -1,8 +1,8 @@
 """Counts the values of a JSON text without parsing it: in linear time, with NumPy.
 
-The parser holds the GIL from the first byte to the last, at 60 to 650 ns a value: a few megabytes of
-brackets would stop every stream of the server for seconds. So too many are refused before they are
-parsed. Brackets inside strings do not count.
+The parser holds the GIL from the first byte to the last, at 60 to 650 ns per value: a few megabytes
+of brackets would stop every stream of the server for seconds. So a text with too many values is
+refused before it is parsed. Brackets inside strings do not count.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ QUOTE, BACKSLASH = ord('"'), ord("\\")
 
 
 class TooMuch(ValueError):
-    """More than the server parses; the message says of what."""
+    """Too many containers, values or members to parse; the message says which."""
 
 
 def check(raw: bytes) -> None:
-    """Raises TooMuch. A text that is not JSON may pass: the parser will say what is wrong with it."""
+    """Raises TooMuch. A text that is not JSON may pass: the parser will report what is wrong."""
     n_containers = raw.count(b"[") + raw.count(b"{")
     n_values, n_names = n_containers + raw.count(b","), raw.count(b":")
     if n_containers > MAX_CONTAINERS or n_values > MAX_VALUES or n_names > MAX_NAMES:
-        _check_outside_strings(raw)  # they may be inside strings, and count for nothing
+        _check_outside_strings(raw)  # those inside strings do not count
 
 
 def _check_outside_strings(raw: bytes) -> None:
@@ -58,7 +58,7 @@ def _count(piece: Bytes, outside: npt.NDArray[np.bool_], characters: str) -> int
 
 
 def _piece_end(data: Bytes, start: int) -> int:
-    """Never right after a backslash: what it escapes belongs to the same piece."""
+    """The end of the piece: never right after a backslash, which must stay with what it escapes."""
     end = min(start + PIECE_NBYTES, len(data))
     while end < len(data) and data[end - 1] == BACKSLASH:
         end += 1

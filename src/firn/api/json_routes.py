@@ -21,8 +21,8 @@ from firn.api.quotas import FixedMeter
 from firn.api.services import Services
 
 PIECE_ITEMS = 16
-"""An answer with a longer array is encoded in the pool, so many items at a time: each may be a vector of
-thousands of numbers."""
+"""An answer with a longer array is encoded in the pool, this many items at a time, since each may
+be a vector of thousands of numbers."""
 
 
 def add_json_route(app: FastAPI, route: JsonRoute, services: Services, bodies: BodyReader) -> None:
@@ -60,7 +60,7 @@ def add_json_route(app: FastAPI, route: JsonRoute, services: Services, bodies: B
 
 
 def _n_computed(answer: Mapping[str, Any]) -> int:
-    """The tokens that an answer names, in OpenAI's usage or in Ollama's counts, less cached ones."""
+    """The tokens an answer reports, in OpenAI's usage or Ollama's counts, minus cached ones."""
     usage = answer.get("usage")
     if usage is None:
         return int(answer.get("prompt_eval_count", 0))

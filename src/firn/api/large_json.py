@@ -1,6 +1,6 @@
 """Encodes large replies as JSON, in the pool. Pure.
 
-Python's encoder holds the GIL until it is done, so long arrays go through it in pieces.
+Python's encoder holds the GIL until it is done, so it is given long arrays in pieces.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 def dumps(
     value: object, encoder: json.JSONEncoder = DEFAULT, *, piece_items: int = PIECE_ITEMS
 ) -> bytes:
-    """The encoder's output, as bytes. piece_items: longer arrays are encoded so many items at a time."""
+    """The encoder's output, as bytes. Arrays longer than `piece_items` are encoded in pieces."""
     return "".join(_pieces(value, encoder, piece_items)).encode()
 
 

@@ -31,10 +31,10 @@ logger = logging.getLogger("firn.api")
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 """For supervisors and browsers: they need no key, and are logged at DEBUG."""
 POLLED_PATHS = frozenset({"/metrics", "/v1/loads"})
-"""Programs ask for these every few seconds, so they are logged at DEBUG, too."""
+"""Polled by programs every few seconds, so they are logged at DEBUG, too."""
 PAGE_FILES = "/page/"
-"""The dashboard's files are below it. They are the same for everybody and need no key; the page asks for
-its data with one."""
+"""Prefix of the dashboard's files. They are the same for everybody and need no key; the page asks
+for its data with one."""
 OVER_LIMIT_KEY = "firn.over_limit"
 """Set in the scope of a connection over the limit: only the open paths are answered on it."""
 EXPOSED_HEADERS = (
@@ -45,7 +45,7 @@ EXPOSED_HEADERS = (
     "x-firn-approximate",
     "x-session",
 )
-"""The headers of a response that a page of an allowed origin may read."""
+"""Response headers that a page from an allowed origin may read."""
 MAX_WHY_CHARS = 300
 
 
@@ -110,7 +110,7 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # The front of several models has made it already, and vouches for the caller.
+        # The front of several models has already made one, and vouches for the caller.
         exchange = scope.setdefault(SCOPE_KEY, Exchange())
         # OpenAI's clients read the first, Anthropic's the second.
         tags = [(name, exchange.id.encode()) for name in (b"x-request-id", b"request-id")]

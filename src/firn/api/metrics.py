@@ -78,7 +78,7 @@ class Metrics:
         n_calls: Callable[[Namespace], int] = lambda key_id: 0,
         extra: Iterable[Collector] = (),
     ) -> None:
-        """n_calls: how many calls of a key are open."""
+        """n_calls: how many calls a key has open."""
         self._everything = Counters(_EngineGauges(engine, event_router), *extra)
         self._n_calls = n_calls
         self._by_key: dict[Namespace, Counters] = {}
@@ -108,7 +108,7 @@ class Metrics:
         return generate_latest(self._of(key_id).registry) + generate_latest(registry)
 
     def _of(self, key_id: Namespace) -> Counters:
-        """No more than there are keys: unknown callers are refused before they get here."""
+        """One per key, and one for all callers without a known key: a bounded number."""
         if key_id not in self._by_key:
             self._by_key[key_id] = Counters(_CallGauge(lambda: self._n_calls(key_id)))
         return self._by_key[key_id]
@@ -129,14 +129,14 @@ class _CallGauge(Collector):
 
 
 class _EngineGauges(Collector):
-    """Gauges that are read when they are shown, so that nobody has to keep them up to date."""
+    """Gauges read on demand, so that nothing has to keep them up to date."""
 
     def __init__(self, engine: Engine, event_router: EventRouter) -> None:
         self._engine = engine
         self._event_router = event_router
 
     def describe(self) -> Iterable[Metric]:
-        return ()  # else registering would read an engine that has not started
+        return ()  # otherwise registering would read an engine that has not started
 
     def collect(self) -> Iterator[Metric]:
         health = self._engine.health()

@@ -11,11 +11,11 @@ from firn.core.errors import InvalidValue
 TAG = ":latest"
 """Clients append it to a name without a tag."""
 RENAMED = {"repetition_penalty": "repeat_penalty"}
-"""Ollama's names of options that OpenAI's clients call otherwise."""
+"""Ollama's names for options that have other names in OpenAI's API."""
 
 
 def model_name(body: Fields) -> str:
-    """Empty if the body names none."""
+    """The body's model, without the tag; empty if it names none."""
     return (body.string("model") or "").removesuffix(TAG)
 
 
@@ -34,8 +34,8 @@ def keep_alive_s(body: Fields) -> float | None:
 
 
 def durations(began_ns: int, first_token_at: float | None) -> dict[str, int]:
-    """In nanoseconds. first_token_at: by `time.perf_counter`; None: there was no token, so all of the
-    time counts as decoding."""
+    """Durations in nanoseconds. first_token_at: by `time.perf_counter`; None: there was no token,
+    so all of the time counts as decoding."""
     now_ns = time.perf_counter_ns()
     first_ns = began_ns if first_token_at is None else int(first_token_at * 1e9)
     return {

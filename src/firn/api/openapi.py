@@ -47,7 +47,7 @@ def describe(app: FastAPI, dialects: Sequence[Dialect], *, with_keys: bool) -> N
             app.openapi_schema = spec
         return app.openapi_schema
 
-    app.openapi = openapi  # type: ignore[method-assign]  # the way FastAPI documents
+    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI documents it
 
 
 STREAMED = {
@@ -58,7 +58,7 @@ STREAMED = {
         "required": ["data"],
     }
 }
-"""What a stream consists of, by its type; before OpenAPI 3.2 the schema is that of one event."""
+"""Schemas of streams by media type; before OpenAPI 3.2, the schema is that of a single event."""
 
 
 def error_responses() -> dict[int | str, dict[str, Any]]:

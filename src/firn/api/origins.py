@@ -1,4 +1,4 @@
-"""Who may change what is stored: callers with a key, programs on this machine, and of all web pages only
+"""Who may change what is stored: callers with a key, programs on this machine, and no web pages but
 this server's own.
 
 A web page knows no key, but it can reach every server that its visitor can.
@@ -18,7 +18,7 @@ from firn.core.errors import Forbidden
 def refuse_pages(scope: Scope, allowed: Sequence[str]) -> None:
     """Raises Forbidden for a page without a key, unless the operator allows its origin.
 
-    For routes without a body. If there is one, the browser asks first (see `check_content_type`).
+    For routes without a body. With one, the browser sends a preflight (see `check_content_type`).
     """
     origins = [v.decode("latin-1") for name, v in scope["headers"] if name == b"origin"]
     is_allowed = bool(origins) and all("*" in allowed or origin in allowed for origin in origins)
@@ -29,10 +29,10 @@ def refuse_pages(scope: Scope, allowed: Sequence[str]) -> None:
 
 
 def check_may_change_cache(scope: Scope) -> None:
-    """Raises Forbidden if this caller may not."""
+    """Raises Forbidden if this caller may not change the cache."""
     caller = exchange_of(scope).caller
     if caller.has_key:
-        return  # it can change only what is its own
+        return  # it can change only its own records
     if not caller.operator:
         raise Forbidden(
             "The cache can be changed only from the server's own machine, or with a key."

@@ -48,7 +48,7 @@ def _owned(source: Source, owner: Namespace) -> Source:
 async def gathered(
     services: Services, request: GenerateRequest, owner: Namespace
 ) -> GenerateRequest:
-    """The request with what it refers to: pictures from their addresses, texts of documents."""
+    """The request with all it refers to: pictures from their addresses, texts of documents."""
     for gather in (services.fetch_pictures, services.read_documents):
         if gather is not None:
             request = await gather(request, owner)
@@ -58,7 +58,7 @@ async def gathered(
 async def decoded_request(
     services: Services, dialect: Dialect, route_request: RouteRequest
 ) -> GenerateRequest:
-    """The one request of a body. Decoded in the pool: a long conversation takes its time."""
+    """The only request of a body. Decoded in the pool, since a long conversation takes a while."""
     body, namespace = route_request.body, route_request.namespace
     call = await services.in_pool(lambda: dialect.decode(body, namespace=namespace))
     (request,) = call.requests

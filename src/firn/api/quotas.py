@@ -1,7 +1,8 @@
-"""Limits of each key: calls at a time, places in the queue, tokens per minute. Off unless set.
+"""Limits per key: calls at a time, places in the queue, tokens per minute. Off unless set.
 
-Tokens of prompt and reply count when they are computed; cached ones are free. A key's bucket holds a
-minute's worth of tokens; a key that has used more must wait until the bucket has filled up again.
+Tokens of prompts and replies count if they are computed; cached ones are free. A key's bucket holds
+a minute's worth of tokens; a key that has used them up must wait until the bucket is above zero
+again.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from firn.core.errors import InvalidValue, KeyLimit
 from firn.core.values import Namespace
 
 RETRY_S = 1
-"""A guess: when one of the key's calls will end is unknown."""
+"""A guess: nobody knows when one of the key's calls will end."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """0: no such limit. queue_share: of the places in the queue, in (0, 1]."""
+    """0: no such limit. queue_share: a key's share of the places in the queue, in (0, 1]."""
 
     concurrency: int = 0
     queue_share: float = 0.0
@@ -45,7 +46,7 @@ class MeteredCall(Protocol):
 
 @dataclass(slots=True, eq=False)
 class FixedMeter:
-    """For calls that never queue: the caller sets the tokens, or leaves them to another process."""
+    """For calls that never queue. Its owner sets n_computed, or another process charges the key."""
 
     n_waiting: int = 0
     n_computed: int = 0
@@ -59,13 +60,13 @@ class _RunningCall:
 
 @dataclass(slots=True)
 class _Account:
-    """One key's account. tokens: what its bucket held at `as_of`; negative: it has overdrawn."""
+    """One key's account. tokens: what its bucket held at `as_of`; negative: it is overdrawn."""
 
     tokens: float
     as_of: float
     calls: list[_RunningCall] = field(default_factory=list)
     n_computed: int = 0
-    """Tokens, since the server started."""
+    """Tokens computed for it since the server started."""
 
 
 class Quotas:

@@ -15,11 +15,14 @@ from firn.core.errors import TooManyRequests
 
 WINDOW_S = 60.0
 MAX_CLIENTS = 10_000
-"""How many clients are remembered; beyond that, the least recent one is forgotten."""
+"""Clients that are remembered; beyond that, the least recent one is forgotten."""
 
 
 class RequestRate:
-    """When each client's requests of the last minute came. Owner: its layer, on the asyncio thread."""
+    """When each client's requests of the last minute arrived.
+
+    Owner: its layer, on the asyncio thread.
+    """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_minute = per_minute
@@ -42,8 +45,8 @@ class RequestRate:
 
 
 class RateLimit:
-    """A layer around the routes, inside Authentication, which knows the caller. Only POSTs count, not
-    looks at models and health."""
+    """A layer around the routes, inside Authentication, which identifies the caller. Only POSTs
+    count, not queries for models and health."""
 
     def __init__(self, app: ASGIApp, *, per_minute: int, shapes: ErrorShapes) -> None:
         self._app = app

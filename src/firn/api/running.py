@@ -1,4 +1,4 @@
-"""What a session remembers about one request of its call while that is in the engine."""
+"""What a session remembers about one request of its call while the request is in the engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RunningRequest:
     echoed_ids: TokenArray | None = None
     """The prompt's tokens, if the reply shows their logprobs."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of all but the first of `echoed_ids`, as far as they have arrived."""
+    """Those of `echoed_ids`, except the first, as far as they have arrived."""
     admitted: Admitted = NOT_ADMITTED
     n_drafted: int = 0
     n_accepted: int = 0
@@ -49,13 +49,13 @@ class RunningRequest:
     reply: list[int] = field(default_factory=list)
     """Tokens of its first choice. Like `prompt`, kept only for a trace or for the dashboard."""
     n_dropped: Counter[int] = field(default_factory=Counter)
-    """By choice: tokens that arrived after its end."""
+    """Tokens that arrived after the end of their choice, by choice."""
     submitted: bool = False
     done: bool = False
 
     def drop(self, token: Token) -> None:
-        """Count a token that was computed before the engine knew of the stop. What its step drafted
-        rightly after the stop is not in the reply."""
+        """Count a token that was computed before the engine learned of the stop. Drafts accepted
+        after the stop are not in the reply, and do not count as accepted."""
         self.n_dropped[token.choice] += 1
         self.n_drafted += token.n_drafted
         # The last token of a step follows its draft, and is not one of the accepted tokens.
@@ -63,7 +63,7 @@ class RunningRequest:
 
     @property
     def is_admitted(self) -> bool:
-        """It has left the engine's queue."""
+        """Whether it has left the engine's queue."""
         return self.admitted is not NOT_ADMITTED
 
     @property
@@ -72,7 +72,8 @@ class RunningRequest:
 
     @property
     def n_computed(self) -> int:
-        """Tokens computed so far: its reply, and the prompt less what was cached or skipped."""
+        """Tokens computed so far: its reply, and, once admitted, the prompt minus what was cached
+        or skipped."""
         if not self.is_admitted:
             return self.n_completion
         n_not_computed = self.admitted.n_cached + self.admitted.n_skipped
@@ -88,7 +89,7 @@ class RunningRequest:
 
     @property
     def awaits_prompt_logprobs(self) -> bool:
-        """The echo has to wait: not all logprobs that it shows have arrived."""
+        """Whether the echo has to wait because not all logprobs that it shows have arrived."""
         ids = self.echoed_ids
         return ids is not None and len(self.prompt_logprobs) < len(ids) - 1
 

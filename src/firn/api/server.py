@@ -1,4 +1,4 @@
-"""Builds the HTTP app of routes, layers and error shapes. No logic of its own."""
+"""Builds the HTTP app from routes, layers and error shapes. No logic of its own."""
 
 from __future__ import annotations
 

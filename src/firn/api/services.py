@@ -1,4 +1,4 @@
-"""What the HTTP side needs of the rest of the server. Built by `assembly`, never changed."""
+"""What the HTTP side needs from the rest of the server. Built by `assembly`, never changed."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from firn.text.rerank import Reranker
 T = TypeVar("T")
 
 STAND_INS = ("claude", "gpt-")
-"""The served model answers to ids that begin like this, whatever it is."""
+"""Prefixes of model ids that the served model answers to, whatever it is."""
 
 Gather = Callable[[GenerateRequest, Namespace], Awaitable[GenerateRequest]]
-"""Adds what a request refers to, on the asyncio thread. What is cached of it belongs to the owner."""
+"""Adds what a request refers to, on the asyncio thread. Anything it caches belongs to the owner."""
 
 
 class Prompts(Protocol):
@@ -53,11 +53,12 @@ class Prompts(Protocol):
 class ApiLimits:
     """None: no limit.
 
-    max_tokens: of a reply whose request sets no max_tokens. max_request_tokens: the most that a request
-    may set. timeout_s: of one request. requests_per_minute: of one client. max_calls: open at a time,
-    in any stage. max_rows: requests that generate at a time. max_requests: of one call. body_nbytes: of
-    one request; bodies_nbytes: of all together. keep_alive_s: how long a stream may be silent before it
-    gets a comment line. stale_after_s: an engine that has taken no step for this long is not ready.
+    max_tokens: for a reply whose request sets no max_tokens. max_request_tokens: the most that a
+    request may set. timeout_s: for one call. requests_per_minute: per client. max_calls: calls open
+    at a time, in any stage. max_rows: requests that generate at a time. max_requests: per call.
+    body_nbytes: size of one body; bodies_nbytes: of all bodies together. keep_alive_s: silence on a
+    stream after which something is sent to keep it alive. stale_after_s: time without a step after
+    which the engine counts as not ready.
     """
 
     max_tokens: int = 4096
@@ -75,8 +76,9 @@ class ApiLimits:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """pool: the tokenize pool. What is None is not available, and requests for it are refused.
-    compile_grammar: for constrained output. fetch_pictures: for pictures given by their address."""
+    """pool: the tokenize pool. A service that is None is not available, and requests for it are
+    refused. compile_grammar: for constrained output. fetch_pictures: for pictures given by their
+    address."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -93,7 +95,7 @@ class Services:
     allow_origins: tuple[str, ...] = ()
     model_aliases: frozenset[str] = frozenset()
     any_name: bool = False
-    """Answer to every model name: the front of several models has chosen this one already."""
+    """Answer to every model name: the front of several models has already chosen this one."""
     compile_grammar: Callable[[Grammar, Namespace], object] | None = None
     softener: Callable[[Namespace], Callable[[Mapping[str, Any]], SoftenedSchema]] = lambda owner: (
         SoftenedSchema
@@ -124,16 +126,16 @@ class Services:
         return await asyncio.get_running_loop().run_in_executor(self.pool, work)
 
     async def offload(self, work: Callable[[], T], *, when: bool) -> T:
-        """Do the work in the pool if there is much of it, else at once: the pool costs time, too."""
+        """Do the work in the pool if it is large, else right here: the pool costs time, too."""
         return await self.in_pool(work) if when else work()
 
     def serves(self, name: str) -> bool:
-        """Whether a request for this model is answered. Agents ask for models of OpenAI or Anthropic by
-        name; the served model answers to all of them."""
+        """Whether a request for this model is answered. Agents ask for OpenAI's or Anthropic's
+        models by name; the served model answers to all of those."""
         known = {self.engine.model.name, *self.model_aliases}
         return self.any_name or name in known or name.startswith(STAND_INS)
 
     def check_model(self, name: str) -> None:
-        """Raises ModelNotFound. An empty name is the served model."""
+        """Raises ModelNotFound. An empty name means the served model."""
         if name and not self.serves(name):
             raise ModelNotFound(name, self.engine.model.name)

@@ -1,4 +1,4 @@
-"""One call's way through the engine: submits its jobs, and makes the dialect's events of its tokens."""
+"""One call's path through the engine: submits its jobs, turns tokens into the dialect's events."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from firn.text.unread_calls import UnreadCalls
 logger = logging.getLogger("firn.api")
 
 MAX_LOGPROBS = 1 << 18
-"""In one reply, for the tokens of its prompts and their likeliest alternatives."""
+"""Most logprobs in one reply, for the tokens of its prompts and their likeliest alternatives."""
 MANY_LOGPROBS = 1 << 12
-"""More than this are made into text in the pool, not on the asyncio thread."""
+"""More logprobs than this are rendered in the pool, not on the asyncio thread."""
 LONG_REPLY = 4096
 """In characters: a longer reply is searched for unread calls in the pool."""
 
@@ -51,9 +51,9 @@ class Session:
     """Owner: the task that answers the call, on the asyncio thread.
 
     `start` checks, tokenizes and submits; it raises faults. Then iterate: each batch holds what has
-    happened since the last one, and an empty batch says that nothing has for a while. The last batch
-    ends with Ended or Failed. `close` may be called at any time, and cancels what is still in the
-    engine.
+    happened since the last one, and an empty batch means that nothing has happened for a while. The
+    last batch ends with Ended or Failed. `close` may be called at any time, and cancels what is
+    still in the engine.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class Session:
             self._runs[run_id] = RunningRequest(run_id, request, first_choice=n_choices)
             n_choices += request.n
         self.ended = False
-        """The last event has arrived."""
+        """Whether the last event has arrived."""
         self.admitted_at: float | None = None
         self.waits: AdmissionTimes | None = None
-        """Those of its first request that left the queue."""
+        """Those of the first of its requests to leave the queue."""
         self.first_token_at: float | None = None
         self._on: dict[type[EngineEvent], Callable[[RunningRequest, Any, list[Event]], None]] = {
             Token: self._on_token,
@@ -162,7 +162,7 @@ class Session:
         return events
 
     def close(self) -> None:
-        """Cancel whatever still runs. Idempotent."""
+        """Cancel whatever is still running. Idempotent."""
         if self._queue is None:
             return
         for run in self._runs.values():
@@ -237,7 +237,7 @@ class Session:
 
     def _on_prefilled(self, run: RunningRequest, event: Prefilled, out: list[Event]) -> None:
         run.n_read = event.n_done
-        if event.n_done < event.n_total:  # the end of the prompt shows by the first token
+        if event.n_done < event.n_total:  # the first token shows that the prompt is done
             out.append(Progress(event.n_done, event.n_total))
 
     def _on_prompt_logprobs(
@@ -263,12 +263,12 @@ class Session:
 
     @property
     def n_waiting(self) -> int:
-        """Requests that still wait for a row."""
+        """Requests that are still waiting for a row."""
         return sum(not run.is_admitted and not run.done for run in self._runs.values())
 
     @property
     def n_computed(self) -> int:
-        """Tokens computed so far: replies, and the uncached parts of admitted prompts."""
+        """Tokens computed so far: see `RunningRequest.n_computed`."""
         return sum(run.n_computed for run in self._runs.values())
 
     @property
@@ -283,13 +283,13 @@ class Session:
 
     @property
     def may_skip(self) -> bool:
-        """Whether sparse prefill may skip a part of a prompt."""
+        """Whether sparse prefill may skip part of a prompt."""
         rules = self._services.sparse
         return any(rules.of(run.request.sparse_keep) for run in self._runs.values())
 
     @property
     def unenforced(self) -> Sequence[str]:
-        """Parts of the requests that are asked for but not enforced in the replies."""
+        """Parts of the requests that no grammar enforces in the replies."""
         return [place for run in self._runs.values() for place in run.unenforced]
 
     @property

@@ -29,7 +29,7 @@ def refuse_sparse(request: GenerateRequest, rules: SparseRules) -> None:
 
 
 def header_of(admitted: Sequence[Admitted]) -> list[tuple[bytes, bytes]]:
-    """The header of an approximate reply; the usage at its end has the final numbers."""
+    """The header of an approximate reply; the usage at its end has the final count."""
     shares = sorted({a.keep for a in admitted if a.keep is not None})
     if not shares:
         return []

@@ -1,6 +1,6 @@
 """Server-sent events: frames, comment lines and headers. Pure.
 
-Frames are ASCII: text goes through JSON with escapes, because some clients split lines at U+2028.
+Frames are ASCII: text is JSON with escapes, because some clients split lines at U+2028.
 """
 
 from __future__ import annotations
@@ -29,5 +29,5 @@ def named(event: str, text: str) -> str:
 
 
 def progress(event: Progress) -> str:
-    """A comment line that says how much of the prompt is read; clients skip it."""
+    """A comment line that reports how much of the prompt has been read; clients skip it."""
     return f": prefill {event.n_done}/{event.n_total}\n\n"

@@ -1,4 +1,4 @@
-"""A reply's thinking budget: when it is used up, the engine is told to force the end of thinking."""
+"""A reply's thinking budget: when it is used up, the engine forces the end of thinking."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from firn.core.events import Token
 from firn.text.reply import ReplyReader
 
 LOOKAHEAD_TOKENS = 128
-"""The engine is told this early, because it runs ahead of what has been read, by several tokens a step,
-and the thinking of two equal requests should end at the same token."""
+"""Tokens left in the budget when the engine is told to force the end. It runs ahead of what has
+been read here, by several tokens per step, and two equal requests should stop thinking at the same
+token."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingEnd:
-    """Arguments of `Engine.force`: tokens, and their position in the reply. No tokens: withdraw those
-    forced before."""
+    """Arguments of `Engine.force`: tokens, and their position in the reply. No tokens: withdraw the
+    previous ones."""
 
     at: int
     tokens: tuple[int, ...]
@@ -31,10 +32,10 @@ class ThinkBudget:
         self._n_arrived = 0
         """How many of the forced closing tokens have arrived."""
         self._is_late = False
-        """They arrive after the model has ended its thinking by itself."""
+        """Whether they arrive after the model has ended its thinking by itself."""
 
     def check(self, reader: ReplyReader) -> ThinkingEnd | None:
-        """What to tell the engine, before the first token and after each; None: nothing."""
+        """What to tell the engine before the first token, and after each token; None: nothing."""
         left = max(self._n_tokens - reader.n_reasoning, 0)
         if not self._forced and reader.in_reasoning and left <= LOOKAHEAD_TOKENS:
             self._forced = True
@@ -45,8 +46,8 @@ class ThinkBudget:
         return None
 
     def skips(self, token: Token, reader: ReplyReader) -> bool:
-        """Whether to hide this token: it closes thinking that had ended already, and was withdrawn too
-        late. The model has seen it, but the user need not.
+        """Whether to hide this token: it closes thinking that had already ended, and was withdrawn
+        too late. The model has seen it, but the user need not.
         """
         if not token.forced:
             return False

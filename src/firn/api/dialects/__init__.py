@@ -1,8 +1,8 @@
-"""API dialects: one file each, found because it is in this folder.
+"""API dialects: one file each, discovered by being in this folder.
 
 A module of this package whose name has no leading underscore defines a class with the methods of
-`Dialect` and names it in `DIALECT`. It is created with the `Defaults` for what a body does not say.
-The contract tests find it by themselves.
+`Dialect` and names it in `DIALECT`. It is created with the `Defaults` for whatever a body leaves
+out. The contract tests discover it, too.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Encoder(Protocol):
     def feed(self, events: Sequence[Event]) -> bytes:
         """The frames for these events.
 
-        No events at all means silence: render something harmless that keeps the connection alive. Ended
-        or Failed is the last event, and ends the stream as the dialect does. A stream whose client is
-        gone gets a Failed too, though nobody reads its frames.
+        No events at all means silence: render something harmless that keeps the connection alive.
+        Ended or Failed is the last event, and ends the stream in the dialect's way. A stream whose
+        client is gone receives a Failed, too, though nobody reads its frames.
         """
         ...
 
@@ -52,8 +52,8 @@ class ApiCall(Protocol):
 
     @property
     def requests(self) -> tuple[GenerateRequest, ...]:
-        """They run side by side; choices are numbered through all of them. Empty: the reply only says
-        that the model is there."""
+        """They run side by side; choices are numbered across all of them. Empty: the reply only
+        confirms that the model is there."""
         ...
 
     @property
@@ -61,7 +61,8 @@ class ApiCall(Protocol):
 
     @property
     def background(self) -> bool:
-        """Answer at once with the fold of no events, and fold the whole reply when it is done."""
+        """Whether to answer immediately with the fold of no events, and fold the whole reply when
+        it is done."""
         ...
 
     @property
@@ -74,7 +75,7 @@ class ApiCall(Protocol):
     def fold(self, head: ReplyHead, events: Iterable[Event]) -> dict[str, Any]:
         """The whole reply as one body, from the events of a stream up to Ended.
 
-        For a call in the background also from no events, or from those of a stream that Failed.
+        For a background call, also from no events, or from those of a stream that Failed.
         """
         ...
 
@@ -95,7 +96,7 @@ class JsonRoute:
     """A route that does not generate: JSON in, JSON out. path: may contain {parameters}.
 
     schema: JSON schema of the body, with an example; None: there is no body. computes: the model has to
-    compute, and the answer's usage says how much.
+    compute, and the answer's usage reports how much.
     """
 
     method: Literal["GET", "POST", "DELETE"]
@@ -110,7 +111,7 @@ class Dialect(Protocol):
     """The wire format of one API. One instance per app."""
 
     path: str
-    """POST here."""
+    """The path that clients POST to."""
     summary: str
     tool_id_prefix: str
     stream_headers: tuple[tuple[bytes, bytes], ...]

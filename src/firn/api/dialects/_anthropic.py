@@ -1,8 +1,8 @@
 """Decoding of Anthropic's body: messages and their blocks, tools, thinking. Pure.
 
-A user message with tool results becomes one tool message for each result, before the rest of it:
-templates want results right after the calls. Reminders that an agent adds to results become asides.
-What cache_control marks becomes a checkpoint.
+A user message with tool results becomes one tool message per result, followed by the rest of it:
+templates expect results right after the calls. Reminders that an agent adds to results become
+asides. A message that cache_control marks becomes a checkpoint.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from firn.core.values import (
 from firn.text.joined_parts import JoinedParts
 
 REMINDER = "<system-reminder>"
-"""Begins a text that Claude Code has added to what the user or a tool said."""
+"""Begins a text that Claude Code has added to the words of the user or a tool."""
 PARAGRAPH = "\n\n"
-"""Between two text blocks of a message: a program has joined them."""
+"""Separates two text blocks of a message: a program has joined them."""
 ROLES = ("user", "assistant", "system")
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
@@ -56,7 +56,7 @@ def messages(body: Fields) -> tuple[Message, ...]:
 
 
 def _system(body: Fields) -> list[Message]:
-    """One message per block, so that those that change with every request can be left out."""
+    """One message per block, so that blocks that change with every request can be left out."""
     given = body.get("system")
     if given is None:
         return []
@@ -117,7 +117,7 @@ def _assistant(blocks: Sequence[Fields]) -> Message:
     thoughts, calls = "", []
     for block in blocks:
         match _kind(block):
-            case "text":  # text blocks are one text, without paragraphs
+            case "text":  # adjacent text blocks are one text, without paragraphs
                 if (text := _text(block)).text:
                     parts.add(text)
             case "thinking":
@@ -156,7 +156,7 @@ def _tool_result(block: Fields) -> Message:
 
 
 def _marked_as_error(parts: tuple[MessagePart, ...]) -> tuple[MessagePart, ...]:
-    """Templates have no place for failure: the text has to say it."""
+    """Templates cannot mark a failure, so the text has to."""
     text = "".join(part.text for part in parts if isinstance(part, TextPart))
     if text.lstrip().lower().startswith("error"):
         return parts
@@ -273,7 +273,7 @@ def _check_cache_control(owner: Fields) -> None:
 
 
 def tools(body: Fields) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
-    """The tools, and the names of those left out: Anthropic's servers would run them."""
+    """The tools, and the names of those left out because Anthropic's servers would run them."""
     decoded: list[Tool] = []
     left_out: list[str] = []
     for tool in body.objects("tools", high=MAX_TOOLS):

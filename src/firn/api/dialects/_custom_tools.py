@@ -1,7 +1,7 @@
 """Custom tools, which take one text instead of arguments. Pure.
 
-A model that calls functions gives that text as one argument. Here it is taken out of the JSON around it,
-even while it arrives, and even if a limit has cut it off.
+A model that calls functions passes that text as one argument. Here it is extracted from the JSON
+around it, even while it arrives, and even if a limit has cut it off.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _MAY_BE_HEAD = re.compile(r'\s*(?:\{\s*(?:"(?:i(?:n(?:p(?:u(?:t(?:"\s*(?::\s*)?)?)?)?)?)?)?)?)?')
 _WHOLE = re.compile(r'(?:[^"\\]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*')
 _HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
-"""A character beyond 16 bits is written as two escapes; this is the first."""
+"""The first of the two escapes that encode a character beyond 16 bits."""
 
 
 def custom_tool(tool: Fields, *, wrapped: bool) -> Tool:
@@ -53,7 +53,7 @@ def custom_tool(tool: Fields, *, wrapped: bool) -> Tool:
 
 
 def custom_input(arguments: str) -> str:
-    """The text that a call gives its tool, from the whole of its arguments."""
+    """The text that a call passes to its tool, from its complete arguments."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -67,14 +67,14 @@ def custom_input(arguments: str) -> str:
 class CustomInput:
     """The text of a call while its arguments arrive. Owner: one call of a stream.
 
-    feed() each piece, then flush() once: what arguments of another form mean is known only at their end.
+    feed() each piece, then flush() once: arguments of another form can be read only when complete.
     """
 
     def __init__(self) -> None:
         self._before: list[str] = []
-        """The arguments, as long as their text has not begun."""
+        """The arguments so far, until their text begins."""
         self._is_other = False
-        """They have another form."""
+        """Whether they have another form."""
         self._in_text = False
         self._pending = ""
         self._has_ended = False

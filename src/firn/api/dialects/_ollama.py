@@ -53,7 +53,7 @@ SAMPLING = (
     "frequency_penalty",
 )  # fmt: skip
 ANY_SEED = -1
-"""What clients send that send every option, and want none."""
+"""The seed from clients that send every option, and want no seed."""
 MAX_PICTURES = 64
 
 ShowPiece = Callable[[str, str, Sequence[Mapping[str, Any]]], Mapping[str, Any]]
@@ -95,7 +95,7 @@ def sampling(options: Fields, default: Sampling) -> Sampling:
 
 
 def max_tokens(options: Fields) -> int | None:
-    """Below zero: until the model ends its reply."""
+    """num_predict; None: absent or below zero, so that the server's default applies."""
     n = options.integer("num_predict", low=-2)
     return None if n is None or n < 0 else n
 
@@ -140,7 +140,7 @@ def pictures(owner: Fields) -> tuple[PicturePart, ...]:
 
 @dataclass(frozen=True, slots=True)
 class OllamaCall:
-    """done_reason: what the reply gives as its reason if there are no requests."""
+    """done_reason: the reply's done_reason if there are no requests."""
 
     requests: tuple[GenerateRequest, ...]
     stream: bool
@@ -158,7 +158,7 @@ class OllamaCall:
 
 
 class ToolCallBuffer:
-    """Tool calls while they arrive: this API shows them whole."""
+    """Collects tool calls as they arrive: this API shows them whole."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[str, list[str]]] = []
@@ -177,10 +177,10 @@ class ToolCallBuffer:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """The arguments as an object; empty if the call was cut off."""
+    """The arguments as an object; empty if they are not one, or were cut off."""
     try:
         value = json.loads(text or "{}")
-    except (ValueError, RecursionError):  # brackets without end
+    except (ValueError, RecursionError):  # endless brackets
         return {}
     return value if isinstance(value, dict) else {}
 

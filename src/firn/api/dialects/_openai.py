@@ -25,13 +25,13 @@ MAX_TTL_S = 10 * 365 * 86400
 SPECULATION = ("auto", "off")
 
 quote = encode_basestring_ascii
-"""Makes a JSON string, with quotes, in ASCII."""
+"""Encodes text as a JSON string, with quotes, in ASCII."""
 
 # --- decoding ------------------------------------------------------------------------------
 
 
 def sampling(body: Fields, default: Sampling) -> Sampling:
-    """default: for what the body does not say."""
+    """default: for whatever the body leaves out."""
 
     def number(name: str) -> float:
         bound = SAMPLING[name]
@@ -65,7 +65,7 @@ def _logit_bias(body: Fields) -> tuple[tuple[int, float], ...]:
         return ()
     biases: list[tuple[int, float]] = []
     for key, value in fields.mapping(given, "logit_bias").items():
-        # Not int() alone: it takes " 5", "+5", "1_000" and digits of other scripts.
+        # Not int() alone: it accepts " 5", "+5", "1_000" and digits of other scripts.
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key):
             raise InvalidValue("logit_bias", f"{key[:32]!r} is not a token id")
         bias = fields.number(value, f"logit_bias.{key}", low=-100, high=100)
@@ -74,7 +74,7 @@ def _logit_bias(body: Fields) -> tuple[tuple[int, float], ...]:
 
 
 def max_tokens(body: Fields, *, low: int = 1) -> int | None:
-    """max_completion_tokens is the newer name and has precedence."""
+    """max_completion_tokens is the newer name and takes precedence."""
     older = body.integer("max_tokens", low=low)
     newer = body.integer("max_completion_tokens", low=low)
     return older if newer is None else newer
@@ -96,7 +96,7 @@ def stop_strings(body: Fields) -> tuple[str, ...]:
 
 
 def stop_array(given: object, param: str) -> tuple[str, ...]:
-    """Without repetitions."""
+    """The strings of an array, without duplicates."""
     strings = (
         fields.string(text, f"{param}[{i}]", max_chars=MAX_STOP_CHARS, empty=False)
         for i, text in enumerate(fields.array(given, param, high=MAX_STOPS))
@@ -157,7 +157,7 @@ def include_usage(body: Fields) -> bool:
 
 
 def skip_inert(body: Fields) -> None:
-    """Fields of OpenAI's own service that change nothing here."""
+    """Skip fields of OpenAI's own service that have no effect here."""
     body.skip("user", "metadata", "store", "service_tier", "safety_identifier")
     body.skip("prompt_cache_key", "prompt_cache_retention", "verbosity")
 
@@ -210,9 +210,9 @@ def dumps(value: Mapping[str, Any] | list[Any]) -> str:
 class StreamEncoder:
     """What the streams of chats and completions have in common. Owner: the task that writes it.
 
-    A chunk is a fixed string around what changes: this runs for every token, on the thread that serves
-    all calls, and building and dumping a dict would cost several times as much. render: a function for
-    every type of event.
+    A chunk is a fixed string around the part that changes: this runs for every token, on the thread
+    that serves all calls, and building and dumping a dict would cost several times as much. render:
+    a function for every type of event.
     """
 
     render: Mapping[type[Event], Callable[[Any], str]]

@@ -52,7 +52,7 @@ def messages(body: Fields) -> tuple[Message, ...]:
 
 
 def _last_call(messages: Sequence[Message]) -> str | None:
-    """The id of the last call: the result of a `function`, the older form, has none of its own."""
+    """The id of the last call, for the result of a `function`, the older form, which has no id."""
     calls = messages[-1].tool_calls if messages else ()
     return calls[-1].id if calls else None
 
@@ -107,7 +107,7 @@ def _part(value: object, param: str) -> MessagePart:
 
 
 def _file(file: Fields, param: str) -> MessagePart:
-    """A file by its content. One that is stored elsewhere cannot be read here."""
+    """A file given by its content. One that is stored elsewhere cannot be read here."""
     name, data = file.string("filename") or "", file.string("file_data")
     if not data:
         return OtherPart("file", param)
@@ -168,7 +168,7 @@ def grammar(body: Fields) -> Grammar | None:
 
 
 def reasoning(body: Fields) -> Reasoning:
-    """reasoning_effort or reasoning.effort; enable_thinking and thinking_budget, as Qwen has them."""
+    """reasoning_effort or reasoning.effort; Qwen's enable_thinking and thinking_budget."""
     effort, param = body.get("reasoning_effort"), "reasoning_effort"
     nested = body.object("reasoning")
     if effort is None:

@@ -1,6 +1,7 @@
-"""The form that a reply must have: the same forms in every dialect, under the field each has for them.
+"""The form that a reply must have.
 
-JSON is asked for as in OpenAI's and Anthropic's APIs; regex, choice and lark are extensions. Pure.
+All dialects but Ollama's accept the same forms, each in a field of its own. JSON is requested as in
+OpenAI's and Anthropic's APIs; regex, choice and lark are extensions. Pure.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ MAX_CHOICES = 16_384
 """The time to compile them grows with the square of their number."""
 MARKS = ":([{"
 MAX_MARKS = 2000
-"""The compiler follows rules and brackets on its stack, and an overflow would end the whole server: it
-happens at 3500 rules, each of which leads to the next."""
+"""The compiler recurses into rules and brackets, and a stack overflow would kill the whole server.
+It happens at a chain of 3500 rules, each of which leads to the next."""
 KINDS = ("text", "json_object", "json_schema", "regex", "choice", "lark")
 
 
 def output_format(owner: Fields, member: str, *, schema_in: str = "") -> Grammar | None:
-    """None: any text. schema_in: the member that wraps a schema and its name, if any."""
+    """The form in this member; None: any text. schema_in: the member that wraps a schema and its
+    name, if any."""
     given = owner.get(member)
     if given is None:
         return None

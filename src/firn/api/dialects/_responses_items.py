@@ -1,6 +1,6 @@
 """Decoding of the Responses API's items, tools and options. Pure.
 
-Items are smaller than messages: reasoning, texts and calls of one turn are items of their own. They are
+Items are smaller than messages: reasoning, texts and calls of one turn are separate items. They are
 joined into messages, since templates render whole turns.
 """
 
@@ -41,7 +41,7 @@ from firn.text.joined_parts import JoinedParts
 
 PARAGRAPH = "\n\n"
 SEALED = "firn1:"
-"""Begins reasoning that a client keeps for the server without reading it (encrypted_content)."""
+"""Prefix of reasoning that a client keeps for the server without reading it (encrypted_content)."""
 HOSTED = frozenset(
     {"web_search_call", "file_search_call", "computer_call", "computer_call_output",
      "code_interpreter_call", "image_generation_call", "local_shell_call", "local_shell_call_output",
@@ -51,7 +51,7 @@ HOSTED = frozenset(
 """Items of tools that OpenAI's servers run: a conversation that began there may have some."""
 
 JOINT = "__"
-"""Between a namespace and a name, as agents write it for APIs without namespaces."""
+"""Joins a namespace and a name, as agents do for APIs without namespaces."""
 
 Item = Mapping[str, Any]
 FindItem = Callable[[str], Item | None]
@@ -75,7 +75,7 @@ def input_items(body: Fields) -> list[Item]:
 
 
 def messages(items: Iterable[tuple[str, Item]], find_item: FindItem) -> list[Message]:
-    """items: each with its name in errors."""
+    """The items as messages. items: each with its name in errors."""
     builder = _MessageBuilder()
     for param, value in items:
         item = Fields(value, param)
@@ -91,7 +91,7 @@ def messages(items: Iterable[tuple[str, Item]], find_item: FindItem) -> list[Mes
 
 @dataclass(slots=True)
 class _MessageBuilder:
-    """Joins the items of a turn. Only a turn of the assistant can be open."""
+    """Joins the items of a turn. Only an assistant's turn can be open."""
 
     messages: list[Message] = field(default_factory=list)
     parts: JoinedParts = field(default_factory=JoinedParts)
@@ -164,7 +164,7 @@ def _message(item: Fields, builder: _MessageBuilder) -> None:
 
 
 def _joined_texts(parts: Iterable[MessagePart]) -> Iterator[MessagePart]:
-    """Adjacent texts are one text."""
+    """The parts, with adjacent texts joined."""
     for is_text, run in groupby(parts, key=lambda part: isinstance(part, TextPart)):
         if is_text:
             yield TextPart("".join(part.text for part in run if isinstance(part, TextPart)))
@@ -198,7 +198,7 @@ def seal(text: str) -> str:
 
 
 def unseal(sealed: str) -> str:
-    """The text that `seal` was given; empty if somebody has changed it."""
+    """The text that was sealed; empty if somebody has changed it."""
     try:
         return base64.b64decode(sealed.removeprefix(SEALED), validate=True).decode()
     except ValueError:
@@ -233,8 +233,8 @@ def _flat(tool: NamespacedTool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ResponseTools:
-    """custom: names of those that take a text. namespaced: those in namespaces, by the name that the
-    model knows. left_out: those that OpenAI's servers would run."""
+    """custom: names of the tools that take a text. namespaced: the tools in namespaces, by the name
+    that the model knows. left_out: the tools that OpenAI's servers would run."""
 
     all: tuple[Tool, ...] = ()
     custom: frozenset[str] = frozenset()
@@ -322,7 +322,7 @@ def grammar(body: Fields) -> Grammar | None:
 
 
 def wants_summary(body: Fields) -> bool:
-    """A client that asks for a summary gets the reasoning itself: nothing here writes summaries."""
+    """Whether the client wants a summary. It gets the reasoning itself: firn has no summaries."""
     reasoning = body.object("reasoning")
     for member in ("summary", "generate_summary"):
         given = reasoning.get(member)

@@ -31,10 +31,10 @@ Keep = Callable[["ResponseBuilder"], None]
 class ResponseOptions:
     """How a response is shown.
 
-    echo: what it repeats of its request. summarises: reasoning is shown as its own summary. seals: it is
-    also sent as encrypted_content, for clients that send nothing else back. customs: names of the tools
-    whose calls have a text. namespaced: tools that the caller keeps in namespaces, by the name that the
-    model knows. writes: the prompt was stored.
+    echo: what it repeats of its request. summarises: reasoning is shown as its own summary. seals:
+    it is also sent as encrypted_content, for clients that send nothing else back. customs: names of
+    the tools that take a text. namespaced: tools that the caller keeps in namespaces, by the name
+    that the model knows. writes: the prompt is stored.
     """
 
     echo: Mapping[str, Any]
@@ -121,7 +121,7 @@ class ResponseBuilder:
         return f"{prefix}_{self.head.id}_{block.index}"
 
     def item(self, block: ContentBlock, status: str) -> dict[str, Any]:
-        """The item of a block, as far as it is written."""
+        """The item of a block, as far as it has been written."""
         begun: dict[str, Any] = {"id": self.item_id(block), "status": status}
         match block.kind:
             case "text":
@@ -194,9 +194,9 @@ class ResponseEncoder:
         self._keep = keep
         self._n_events = 0
         self._current = ("", "")
-        """Of the open block: what its frames refer to, and the name of their events (see `_place`)."""
+        """What the open block's frames refer to, and the name of their events (see `_place`)."""
         self._input = CustomInput()
-        """Of the open call, if its tool takes a text."""
+        """The input of the open call, if its tool takes a text."""
 
     def feed(self, events: Sequence[Event]) -> bytes:
         if not events:
@@ -249,14 +249,14 @@ class ResponseEncoder:
                 return self._closed(block, custom=custom)
 
     def _input_delta(self, text: str) -> str:
-        """The frame of a piece of the text that a call gives its tool."""
+        """The frame of a piece of the text that a call passes to its tool."""
         if not text:
             return ""
         where, part = self._current
         return self._frame(f"{part}.delta", f'{where},"delta":{quote(text)}')
 
     def _opened(self, block: ContentBlock) -> str:
-        """The block as it begins: what it contains already comes as its first delta."""
+        """Frames for an empty block: what it already contains follows as its first delta."""
         self._input = CustomInput()
         block = ContentBlock(block.index, block.kind, block.id, block.name)
         item = dumps(self._response.item(block, "in_progress"))

@@ -1,4 +1,4 @@
-"""Keeps responses for previous_response_id, for GET, and for calls in the background."""
+"""Keeps responses for previous_response_id, for GET, and for background calls."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from firn.core.values import Namespace, RequestId
 MAX_COUNT = 1000
 MAX_NBYTES = 64 * 2**20
 MAX_LINKS = 1000
-"""Of a conversation, followed from a response to the one before it."""
+"""Responses of one conversation that are followed, each to the one before it."""
 OVERHEAD_NBYTES = 512
-"""What an entry takes besides items and response."""
+"""Memory of an entry in addition to its items and response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,8 @@ class _NamespaceResponses:
 class ResponseStore:
     """Owner: the dialect, so one per app. Thread-safe, since large bodies are decoded in the pool.
 
-    Each namespace has limits of its own. The least recently used response is evicted first, and one that
-    continues another before that other: a conversation loses its end, never its beginning.
+    Each namespace has its own limits. The least recently used response is evicted first, and one
+    that continues another before that other: a conversation loses its end, never its beginning.
     """
 
     def __init__(self, *, max_count: int = MAX_COUNT, max_nbytes: int = MAX_NBYTES) -> None:
@@ -84,7 +84,7 @@ class ResponseStore:
         self._lock = threading.RLock()
 
     def put(self, namespace: Namespace, stored: StoredResponse) -> None:
-        """Keep it, and evict others for it. One that is too large by itself is not kept."""
+        """Keep it, evicting others if necessary. One that is too large by itself is not kept."""
         with self._lock:
             responses = self._by_namespace.setdefault(namespace, _NamespaceResponses())
             if stored.nbytes > self._max_nbytes or self._max_count < 1:
@@ -96,13 +96,13 @@ class ResponseStore:
                 responses.take(next(iter(responses.entries)))
 
     def update(self, namespace: Namespace, stored: StoredResponse) -> None:
-        """Replace it, unless it was deleted meanwhile."""
+        """Replace it, unless it has been deleted in the meantime."""
         with self._lock:
             if stored.id in self._of(namespace).entries:
                 self.put(namespace, stored)
 
     def get(self, namespace: Namespace, id: str) -> StoredResponse:
-        """Raises NotFound, also for a response of another namespace."""
+        """Raises NotFound, even if another namespace has this response."""
         with self._lock:
             stored = self._of(namespace).entries.get(id)
             if stored is None:
@@ -116,7 +116,7 @@ class ResponseStore:
             return stored
 
     def conversation(self, namespace: Namespace, id: str) -> Sequence[StoredResponse]:
-        """This response and all that it continues, the oldest first. Raises InvalidValue."""
+        """This response and all those it continues, oldest first. Raises InvalidValue."""
         with self._lock:
             responses = self._of(namespace)
             chain = list(self._chain(responses, id))

@@ -28,16 +28,16 @@ RESERVED = frozenset({
 MAX_NAMES = 32
 MAX_DEPTH = 8
 MAX_SIZE = 64 * 1024
-"""In characters; every value counts VALUE_SIZE more."""
+"""In characters, plus VALUE_SIZE for every value."""
 MAX_DOCUMENTS_SIZE = 4 * 1024 * 1024
-"""Documents are part of the prompt's text, and may be as long as that."""
+"""Documents are part of the prompt's text, and may be just as long."""
 MAX_INTEGER = 2**53
 VALUE_SIZE = 8
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 
 
 def template_kwargs(body: Fields) -> Mapping[str, Any]:
-    """Raises InvalidValue."""
+    """The variables that a body sets. Raises InvalidValue."""
     for name in TEMPLATES:
         if body.get(name) is not None:
             raise InvalidValue(name, "the chat template is the server's and cannot be sent")
@@ -62,7 +62,7 @@ def _checked_size(name: str, value: object) -> int:
     param = f"{PARAM}.{name[:64]}"
     if name in TEMPLATES:
         raise InvalidValue(param, "the chat template is the server's and cannot be sent")
-    # Templates write the tokenizer's control tokens under such names.
+    # Templates refer to the tokenizer's control tokens by such names.
     if name in RESERVED or name.endswith("_token") or not _NAME.fullmatch(name):
         raise InvalidValue(param, "cannot be set by a request")
     return len(name) + _size(value, param, depth=MAX_DEPTH)

@@ -2,8 +2,8 @@
 
 Each token of a prompt is counted once: read from the cache, written to it, or neither:
     # [0, n_cached) cache_read   [n_cached, n_prompt - 1) cache_creation   the last one: input
-Whatever is computed is also stored, but only a client that marks something with cache_control sees it
-as cache_creation; for others it is input.
+Tokens that sparse prefill skips are input. Whatever is computed is also stored, but only a client
+that marks something with cache_control sees it as cache_creation; for others it is input.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ DIALECT = AnthropicMessages
 
 
 def _continues_last_message(messages: Sequence[Message]) -> bool:
-    """Whether the last message is the assistant's: the reply continues it, as in Anthropic's API."""
+    """Whether the last message is text of the assistant, which the reply continues."""
     last = messages[-1] if messages else None
     if last is None or last.role != "assistant" or last.tool_calls:
         return False
@@ -310,8 +310,8 @@ def _whole(block: ContentBlock, options: MessageOptions) -> dict[str, Any]:
 
 
 def _input(text: str) -> dict[str, Any]:
-    """The arguments as an object; empty if they are not one, cut off by max_tokens or nested too
-    deeply: this API has no place for such a text."""
+    """The arguments as an object; empty if they are not one, because max_tokens cut them off or
+    they are nested too deeply: this API has no field for such a text."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -320,7 +320,7 @@ def _input(text: str) -> dict[str, Any]:
 
 
 def _signature(block: ContentBlock) -> str:
-    """Clients drop thinking without a signature. It is not checked when it comes back."""
+    """Clients drop thinking without a signature. It is not checked when they send it back."""
     digest = hashlib.blake2b(block.text.encode("utf-8", "surrogatepass"), digest_size=32)
     return base64.b64encode(digest.digest()).decode()
 

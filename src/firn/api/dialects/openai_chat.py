@@ -101,7 +101,7 @@ def _top_logprobs(body: fields.Fields) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallShape:
-    """How calls are shown. custom: tools whose calls are texts. are_functions: as one function_call."""
+    """How calls are shown. custom: tools that take a text. are_functions: as one function_call."""
 
     custom: frozenset[str] = frozenset()
     are_functions: bool = False
@@ -141,7 +141,7 @@ class ChatEncoder(_openai.StreamEncoder):
         self._shape = shape
         self._begun: set[int] = set()
         self._custom: dict[int, tuple[int, CustomInput]] = {}
-        """By choice: the index and the input of the custom tool's call that is being written."""
+        """The custom tool's call that is being written, as its index and its input, by choice."""
         self.render = {
             Started: lambda _: "",
             Resumed: lambda _: "",
@@ -233,7 +233,7 @@ class _ChatChoice:
     reasoning: list[str] = field(default_factory=list)
     calls: list[ToolCallStarted] = field(default_factory=list)
     arguments: list[list[str]] = field(default_factory=list)
-    """Of each call, in pieces."""
+    """The pieces of each call's arguments."""
     logprobs: list[TextLogprob] = field(default_factory=list)
     reason: FinishReason | None = None
 

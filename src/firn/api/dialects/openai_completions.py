@@ -114,17 +114,17 @@ DIALECT = OpenAICompletions
 
 def _error_object(error: FirnError) -> dict[str, Any]:
     shown = openai_error(error)
-    if error.param == "messages":  # the prompt's name in errors of other layers
+    if error.param == "messages":  # what other layers call the prompt in errors
         shown["error"]["param"] = "prompt"
     return shown
 
 
 def _sources(body: fields.Fields) -> tuple[Source, ...]:
-    """A string, strings, token ids, or lists of token ids; with a suffix, the text between."""
+    """A string, strings, token ids, or lists of token ids; a suffix is the text after the reply."""
     prompt, suffix = body.require("prompt"), body.string("suffix")
-    # Control tokens in a raw prompt count as such; with a suffix the prompt is the text of a file.
+    # Control tokens in a raw prompt are parsed; with a suffix, the prompt is the text of a file.
     add, parse = body.boolean("add_special", True), body.boolean("parse_special", not suffix)
-    add = body.boolean("add_special_tokens", add)  # vLLM's name of it
+    add = body.boolean("add_special_tokens", add)  # vLLM's name for it
 
     def raw(text: str) -> Source:
         if suffix:
@@ -309,7 +309,7 @@ def _logprobs(tokens: Sequence[TextLogprob], offsets: TextOffsets) -> dict[str, 
 
 
 def _alternatives(token: TextLogprob) -> dict[str, float | None]:
-    """By their texts. Parts of characters all look alike: the likeliest of them is shown."""
+    """Logprobs by text. Parts of characters all have the same text: only the likeliest is shown."""
     shown: dict[str, float | None] = {}
     for text, _, logprob in token.top:
         shown.setdefault(text, _openai.logarithm(logprob))

@@ -49,7 +49,7 @@ class OpenAIResponses:
     tool_id_prefix = "call_"
     stream_headers = sse.HEADERS
     inline_nbytes = 0
-    """A small body may continue a long conversation that is stored."""
+    """A small body may continue a long stored conversation."""
 
     def __init__(self, defaults: Defaults = PLAIN_DEFAULTS) -> None:
         self._defaults = defaults
@@ -107,7 +107,7 @@ class OpenAIResponses:
         previous: str | None,
         namespace: Namespace,
     ) -> tuple[Message, ...]:
-        """Instructions count for one response only; the items of earlier responses stay."""
+        """Instructions apply to one response only; the items of earlier responses remain."""
         before: list[tuple[str, items.Item]] = []
         if previous is not None:
             for stored in self._store.conversation(namespace, previous):
@@ -153,7 +153,7 @@ class OpenAIResponses:
 
     def render_error(self, error: FirnError) -> dict[str, Any]:
         shown = openai_error(error)
-        if error.param == "messages":  # the prompt's name in errors of other layers
+        if error.param == "messages":  # what other layers call the prompt in errors
             shown["error"]["param"] = "input"
         return shown
 
@@ -213,7 +213,7 @@ DIALECT = OpenAIResponses
 
 
 def _json_bytes(value: object) -> bytes:
-    """As JSON. Raises BadRequest if there is a NaN in the body, which a reply could not repeat."""
+    """The value as JSON. Raises BadRequest for NaN and infinity, which a reply could not repeat."""
     try:
         return json.dumps(value, allow_nan=False).encode()
     except ValueError:
@@ -238,7 +238,7 @@ def _top_logprobs(body: fields.Fields, include: frozenset[str]) -> int | None:
 
 
 def _refuse(body: fields.Fields) -> None:
-    """Refuse fields that would change the answer, and skip those that change nothing here."""
+    """Refuse fields that would change the answer, and skip those that have no effect here."""
     for name in ("conversation", "prompt"):
         if body.get(name) is not None:
             raise InvalidValue(name, "is not supported; send the items, or previous_response_id")
@@ -251,7 +251,7 @@ def _refuse(body: fields.Fields) -> None:
 def _echo(
     body: fields.Fields, request: GenerateRequest, previous: str | None, *, stored: bool
 ) -> dict[str, Any]:
-    """What a response repeats of its request, with defaults for what that did not say."""
+    """What a response repeats of its request, with defaults for whatever the request leaves out."""
     metadata = body.get("metadata")
     return {
         "instructions": body.get("instructions"),

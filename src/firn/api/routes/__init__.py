@@ -1,1 +1,1 @@
-"""The routes beside the dialects' own, one file for each subject."""
+"""The routes other than the dialects' own, one file per subject."""

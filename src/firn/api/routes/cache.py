@@ -29,7 +29,7 @@ from firn.core.sparse import IN_FULL
 from firn.core.values import GenerateRequest, Namespace
 
 OWN_ADMISSION = frozenset({"bytes_per_token", "bytes_per_row"})
-"""These depend on the model alone, and say nothing about other callers."""
+"""These depend only on the model, and reveal nothing about other callers."""
 
 
 class CacheRoutes:
@@ -54,7 +54,7 @@ class CacheRoutes:
     async def stats(self, request: Request) -> dict[str, Any]:
         stats = await asyncio.wrap_future(self._admin.stats(exchange_of(request.scope).visible))
         caller = exchange_of(request.scope).caller
-        if not caller.operator:  # how full the machine is would tell it about other callers
+        if not caller.operator:  # how full the machine is would reveal other callers
             admission = {k: v for k, v in stats.get("admission", {}).items() if k in OWN_ADMISSION}
             admission["calls"] = self._services.quotas.n_calls(caller.key_id)
             stats["admission"] = admission
@@ -110,7 +110,7 @@ class CacheRoutes:
 
     async def _compute(self, generate: GenerateRequest, request: Request) -> None:
         exchange = exchange_of(request.scope)
-        # In full, because nothing of a thinned prompt could be pinned.
+        # In full, because no part of a thinned prompt could be pinned.
         short = replace(
             generate, max_tokens=1, n=1, top_logprobs=None, grammar=None, sparse_keep=IN_FULL
         )

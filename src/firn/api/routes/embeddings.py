@@ -1,7 +1,7 @@
 """/v1/embeddings, in OpenAI's dialect.
 
-Texts are computed between the engine's steps, in batches of bounded size, so that running replies are
-hardly delayed.
+Embeddings are computed between the engine's steps, in batches of bounded size, so that running
+replies are hardly delayed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from firn.core.ports import Embedder
 
 MAX_TEXTS = 2048
 MAX_CHARS = 8 * 2**20
-"""Of all texts of a request together: all are tokenized before the first is computed."""
+"""In all texts of a request together: all are tokenized before the first is computed."""
 BATCH_TOKENS = 4096
 """Padding included; a longer text is computed alone."""
 
@@ -82,7 +82,7 @@ async def embed(
 
 
 def _texts_or_ids(given: object) -> list[str | list[int]]:
-    """A string, strings, token ids, or lists of token ids."""
+    """The texts of `input`: a string, strings, token ids, or lists of token ids."""
     if isinstance(given, str):
         return [fields.string(given, "input", max_chars=MAX_CHARS, empty=False)]
     if not isinstance(given, list):

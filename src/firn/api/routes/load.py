@@ -23,7 +23,7 @@ from firn.api.services import Services
 from firn.core.errors import Forbidden
 
 MIN_SPAN_S = 0.5
-"""The shortest time over which tokens per second are counted."""
+"""The shortest time over which tokens per second are measured."""
 
 
 class LoadRoutes:
@@ -139,7 +139,7 @@ def _memory_tokens(stats: Mapping[str, Any]) -> tuple[int, int]:
     if not per_token:
         return 0, 0
     used, capacity = admission.get("held_bytes", 0), admission.get("capacity_bytes", 0)
-    # Routers read these as 32 bits; a tiny model in a large memory has room for more.
+    # Routers read these as 32-bit integers; a tiny model on a large machine has room for more.
     limit = 2**31 - 1
     return min(int(used // per_token), limit), min(int(capacity // per_token), limit)
 

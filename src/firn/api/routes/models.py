@@ -34,7 +34,7 @@ def add_models(app: FastAPI, services: Services) -> None:
 
 
 def add_routes(app: FastAPI, models: Route, model: Route) -> None:
-    """models: answers with all of them, in pages. model: with the one of an id."""
+    """models: returns all of them, in pages. model: returns the one with a given id."""
     for method in ("GET", "HEAD"):
         app.add_api_route(
             "/v1/models",
@@ -94,7 +94,7 @@ def _index(
 
 
 def model_object(services: Services) -> dict[str, Any]:
-    """The model with the members that OpenAI's and Anthropic's clients read, and some of firn's own."""
+    """The model, with the members that OpenAI's and Anthropic's clients read, and firn's own."""
     model, defaults, limits = services.engine.model, services.defaults, services.limits
     born = datetime.fromtimestamp(model.created, tz=UTC)
     sampling = asdict(defaults.sampling)

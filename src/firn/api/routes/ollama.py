@@ -31,7 +31,7 @@ CAPABILITIES = {
     "vision": "vision",
     "embeddings": "embedding",
 }
-"""Ollama's names of the capabilities in /v1/models."""
+"""Ollama's names for the capabilities in /v1/models."""
 
 ModelObject = Mapping[str, Any]
 

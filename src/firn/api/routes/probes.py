@@ -41,7 +41,7 @@ def add_probes(app: FastAPI, services: Services, metrics: Metrics) -> None:
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     not_now: dict[int | str, dict[str, Any]] = {503: {"description": "Not now"}}
-    for method in ("GET", "HEAD"):  # agents and load balancers check by HEAD
+    for method in ("GET", "HEAD"):  # agents and load balancers probe with HEAD
         add = partial(app.add_api_route, methods=[method], include_in_schema=method == "GET")
         add("/health", health, summary="The process is alive")
         add("/ready", ready, summary="The engine answers", responses=not_now)
@@ -80,7 +80,7 @@ def _health(services: Services, caller: Caller) -> dict[str, Any]:
 
 
 def _for_anyone(details: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether it works: no counts of what others do, no folder, bucket or host that a fault names."""
+    """Only what works: no counts of what others do, no folder, bucket or host named by a fault."""
     cache = {
         name: {"state": part["state"]} if isinstance(part, Mapping) else part
         for name, part in details.get("cache", {}).items()
@@ -89,7 +89,7 @@ def _for_anyone(details: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _why_not_ready(services: Services) -> str | None:
-    """None: it is ready."""
+    """Why the server is not ready; None: it is."""
     engine = services.engine.health()
     if services.event_router.draining:
         return "shutting down"
@@ -101,7 +101,7 @@ def _why_not_ready(services: Services) -> str | None:
 
 
 async def _own_cache(services: Services, caller: Caller) -> tuple[Collector, ...]:
-    """The cache's counters of one caller's namespace."""
+    """The cache's counters for one caller's namespace."""
     if services.cache_admin is None:
         return ()
     stats = await asyncio.wrap_future(services.cache_admin.stats(caller.namespace))

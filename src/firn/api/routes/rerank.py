@@ -1,8 +1,8 @@
 """/v1/rerank, in Cohere's and Jina's shape: documents sorted by how well they answer a query.
 
-Each document is a prompt of its own, and the model's next token decides: "yes" or "no". They run side by
-side in the engine's batch. Instruction and query, which they share, are computed once and cached like
-any prefix.
+Each document becomes a prompt of its own, and the model's next token decides: "yes" or "no". The
+prompts run side by side in the engine's batch. Instruction and query, which they share, are
+computed once and cached like any prefix.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_DOCUMENTS = 1000
 WAVE_DOCUMENTS = 32
 """Documents in the engine at a time: a long list must not fill its queue."""
 N_LIKELIEST = 64
-"""How many of the likeliest tokens are asked for: the other answer is nearly always among them."""
+"""Likeliest tokens to request: the other answer is nearly always among them."""
 FORCED = 1e4
 """A bias that no logit outweighs. Logprobs do not include it."""
 
@@ -148,7 +148,7 @@ class _Reranking:
         """Ask each prompt for "yes"; if "no" is not among its likeliest tokens, for "no" too."""
         yes, no = self._reranker.yes, self._reranker.no
         first, n_cached = await self._logprobs(prompts, yes)
-        self.n_cached += n_cached  # not of the second: it reads the same prompts again
+        self.n_cached += n_cached  # not from the second pass, which reads the same prompts again
         no_bytes = self._services.tokenizer.token_bytes(no)
         others: list[float | None] = [
             next((logprob for _, raw, logprob in token.top if raw == no_bytes), None)
@@ -167,7 +167,7 @@ class _Reranking:
     async def _logprobs(
         self, prompts: Sequence[tuple[int, ...]], token: int
     ) -> tuple[list[TextLogprob], int]:
-        """How likely this token is as the next one of each prompt, and how many tokens were cached."""
+        """The logprob of this token after each prompt, and how many tokens were cached."""
         requests = [
             GenerateRequest(
                 "",
@@ -176,7 +176,7 @@ class _Reranking:
                 max_tokens=1,
                 top_logprobs=N_LIKELIEST,
                 ignore_eos=True,
-                sparse_keep=IN_FULL,  # the answer could not say that it is approximate
+                sparse_keep=IN_FULL,  # the answer has no way to say that it is approximate
             )
             for ids in prompts
         ]

@@ -1,7 +1,7 @@
 """/v1/cache/tree: the stored prefixes as a tree. Each can be pinned, unpinned or forgotten.
 
 A caller sees and changes its own namespace only; the operator sees everything. However large the tree
-is, an answer is bounded, and the engine reads it in slices that delay no step.
+is, answers are bounded, and the engine reads it in slices short enough to delay no step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from firn.core.values import Namespace
 
 DEFAULT_RUNS, MAX_RUNS = 500, 5000
 FRESH_S = 1.0
-"""Dashboards that show the same tree share an answer up to this age."""
+"""Dashboards that show the same tree share an answer of up to this age."""
 MAX_ANSWERS = 16
 PATH = "/v1/cache/tree"
 PARAMETERS = [
