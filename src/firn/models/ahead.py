@@ -1,20 +1,20 @@
-"""Steps with drafts that are dispatched before the one before them is read.
+"""Steps with drafts that are dispatched before the previous step is read.
 
-What a row is fed next depends on how many of its drafted tokens are right. The host learns that late:
-it would read the tokens, draft, build the step and dispatch it while the device has nothing to do. But
-the device can count the right ones itself, and a drafter's text goes on behind what the step tries:
+A row's next input depends on how many of its drafted tokens are right. The host learns that late:
+it would read the tokens, draft, build the step and dispatch it while the device idles. But the
+device can count the right tokens itself, and a drafter's text continues past what a step tries:
 
-    text     t0 t1 t2 t3 t4 t5 ...     what the drafter says after the newest token that the host knows
+    text     t0 t1 t2 t3 t4 t5 ...     the draft after the newest token that the host knows
     step     .  t0 t1 t2               picked: t0 t1 x .     two are right, and x is the row's own
-    next     x  t3 t4 t5               the text goes on, one token replaced
+    next     x  t3 t4 t5               the text continues, with one token replaced
 
-So the next step is the same for all outcomes but one number a row, an array like any other. It may be
-wider or narrower than the first. When the first step is read, the second one is being computed; the host
-then knows what that must have been fed, and with its tokens it reads what it was. A row that ends takes
-nothing of it.
+So the next step is the same for all outcomes except for one number per row, an array like any
+other. It may be wider or narrower than the first. By the time the first step is read, the second is
+being computed. The host then knows what the second must have been fed, and compares that with what
+it was fed when it reads its tokens. A row that ends takes nothing from the second step.
 
-Only for steps that are traced, and rows whose picks depend on nothing but logits, seed and position: no
-grammar, no penalties.
+Only for traced steps, and rows whose picks depend on nothing but logits, seed and position: no
+grammar, no penalties, no logit bias.
 
 Owner: the engine thread, through the runner.
 """
@@ -47,9 +47,9 @@ log = logging.getLogger("firn.models")
 class DeviceFeed:
     """What a step was fed, on the device.
 
-    ids: (rows, width), the newest token of each row and its draft. begins: how many tokens each row held
-    before. n_drafted: how many of its ids are drafted. places: (rows, width), where its picks lie among
-    those of the step; None: in order.
+    ids: (rows, width), each row's newest token and its draft. begins: how many tokens each row held
+    before. n_drafted: how many of each row's ids are drafted. places: (rows, width), the index of
+    each position's pick among the step's picks; None: in order.
     """
 
     ids: mx.array
@@ -60,8 +60,11 @@ class DeviceFeed:
 
 @dataclass(frozen=True, slots=True)
 class TextsAhead:
-    """width: of the next step. texts: for each seat, what a drafter says after the newest token that the
-    host knows, long enough for the step in flight and the next one; or nothing."""
+    """Drafts for a step that follows an unread one.
+
+    width: of the next step. texts: for each seat, the draft after the newest token that the host
+    knows, of at most the length that the step in flight and the next one need; it may be empty.
+    """
 
     width: int
     texts: tuple[tuple[int, ...], ...]
@@ -70,7 +73,7 @@ class TextsAhead:
 def device_feed(
     rows: Sequence[Row], drafts: Sequence[Sequence[int]], ids: mx.array, layers: Sequence[Any]
 ) -> DeviceFeed | None:
-    """Of a step that is about to be dispatched; None: no step can follow it unread."""
+    """What a step about to be dispatched is fed; None: no step can follow it before it is read."""
     if any(len(row.pending) != 1 or not _is_free(row.picker) for row in rows):
         return None
     first = layers[0]
@@ -94,7 +97,7 @@ def _is_free(picker: Picker | None) -> bool:
 
 
 def launch_ahead(group: Group, speculation: Speculation | None, traced: TracedSteps | None) -> bool:
-    """Dispatch the step after the group's newest one, which nobody has read. False: nothing was done."""
+    """Dispatch the step after the group's newest one, which is unread. False: nothing was done."""
     if speculation is None or traced is None or not speculation.follows_unread:
         return False
     follow_up = None
@@ -132,18 +135,18 @@ def _can_be_followed(group: Group) -> bool:
 
 
 def _follow(group: Group, follow_up: TextsAhead, traced: TracedSteps) -> StepAhead | None:
-    """None: nothing was done, as the shape is new."""
+    """Build the step after the newest one. None: nothing was done, as its shape has no trace."""
     last, width, texts = group.unread[-1], follow_up.width, follow_up.texts
     assert isinstance(last, Verification)
     assert last.fed is not None
     fed, n_right = _next_feed(last.picks.tokens, last.fed, texts, width)
-    # The layers do not know of what the last step wrote, if the one before it was read since.
+    # If the step before the last was read since, the layers do not count what the last one wrote.
     begins = Begins(fed.begins, n_more=last.width if isinstance(last, StepAhead) else 0)
     logits = traced.logits(fed.ids, group.layers, group.columns, begins=begins)
     if logits is None:
         return None
     rows = last.rows
-    # Where the picks of this step lie, counted from the first one of the last step.
+    # The positions of this step's picks, counted from the first pick of the last step.
     at = n_right[:, None] + 1 + mx.arange(width)
     pickers = [row.picker for row in rows if row.picker for _ in range(width)]
     logits = logits.reshape(-1, logits.shape[-1])
@@ -159,10 +162,10 @@ def _follow(group: Group, follow_up: TextsAhead, traced: TracedSteps) -> StepAhe
 def _next_feed(
     tokens: mx.array, fed: DeviceFeed, texts: Sequence[Sequence[int]], width: int
 ) -> tuple[DeviceFeed, mx.array]:
-    """What each row is fed, in a step of this width, after one that picked these tokens; and how many of
-    those that it was fed were right.
+    """What each row is fed in a step of this width, after one that picked these tokens; and how
+    many of that one's drafted tokens were right.
 
-    texts: for each row, what a drafter says after the newest token that the host knows, or nothing.
+    texts: for each row, the draft after the newest token that the host knows; it may be empty.
     """
     n_rows, last_width = fed.ids.shape
     in_rows = tokens.reshape(n_rows, last_width) if fed.places is None else tokens[fed.places]
@@ -179,14 +182,16 @@ def _next_feed(
 
 
 def _n_first(holds: mx.array) -> mx.array:
-    """How many of each row's first values are true."""
+    """How many leading values of each row are true."""
     n = holds.shape[1]
     return mx.min(mx.where(holds, n, mx.arange(n)), axis=1)
 
 
 def _forced(rows: Sequence[Row], at: mx.array, *, n_most: int) -> mx.array | None:
-    """For each pick of the step: the token that is not picked, or -1. None: all are picked. n_most: all
-    picks of this step and the last are among so many."""
+    """The forced token of each pick of the step, or -1. None: nothing is forced.
+
+    n_most: how many picks this step and the last one have together, at most.
+    """
     if not any(row.forced for row in rows):
         return None
     table = [[row.forced.get(row.n_tokens + 1 + j, -1) for j in range(n_most)] for row in rows]
@@ -194,8 +199,8 @@ def _forced(rows: Sequence[Row], at: mx.array, *, n_most: int) -> mx.array | Non
 
 
 def _keys(rows: Sequence[Row], at: mx.array) -> mx.array | None:
-    """The random key of each pick: as if the tokens before it were drawn one by one. None: all are the
-    likeliest."""
+    """The random key of each pick, as if the tokens before it were drawn one by one. None: all
+    picks are greedy."""
     if all(row.picker.greedy for row in rows if row.picker):
         return None
     streams, drawn = zip(*(row.picker.stream for row in rows if row.picker), strict=True)
@@ -206,10 +211,10 @@ def _keys(rows: Sequence[Row], at: mx.array) -> mx.array | None:
 
 @dataclass(eq=False, slots=True)
 class StepAhead(Verification):
-    """A step that was dispatched before `follows` was read; what it fed its rows is known after that.
+    """A step dispatched before `follows` was read; until that is read, the host lacks its input.
 
-    follows: None once this one is read, or each would hold all that were before it. told: the picks, and
-    what the device fed the rows and where it began, in one array to read.
+    follows: None once this step is read, or each step would keep all earlier ones alive. told: the
+    picks, what the device fed the rows and where it began, in one array to read.
     """
 
     follows: Verification | None = field(kw_only=True)
@@ -248,6 +253,6 @@ class StepAhead(Verification):
 
 
 def _has_ended(row: Row) -> bool:
-    """Whether the engine is about to drop it. A vacant seat's row has neither an end nor a limit."""
+    """Whether the engine is about to drop it. A vacant seat's row has no end token and no limit."""
     n_tokens = row.n_tokens + len(row.pending)
     return row.pending[-1] in row.ends or 0 < row.limit <= n_tokens

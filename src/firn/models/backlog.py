@@ -1,4 +1,4 @@
-"""What a group has consumed and its prediction head has not read yet.
+"""Tokens that a group has consumed and its prediction head has not read yet.
 
 Only the head's own drafts and the records need its keys. So the head skips steps without drafts: their
 tokens are kept, with the hidden states before them, and read in one pass when the keys are needed.
@@ -18,7 +18,7 @@ import mlx.core as mx
 from firn.models.mtp import MtpModel, split
 
 MAX_STEPS = 64
-"""Kept at most. Each step keeps a hidden state per row."""
+"""Steps kept at most. Each keeps a hidden state per row."""
 
 
 class HeadBacklog:
@@ -36,7 +36,7 @@ class HeadBacklog:
 
     def read(self, layers: list[Any]) -> None:
         """Let the head's KV, one of the group's layers, catch up with the others. No row has a gap:
-        prompts are thinned beside a draft model only, and then there is no head."""
+        prompts are thinned only when there is a draft model, and then there is no head."""
         if not self._steps:
             return
         ids, before = (mx.stack(list(x), axis=1) for x in zip(*self._steps, strict=True))

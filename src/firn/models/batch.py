@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from firn.models.backlog import HeadBacklog
 
 BUFFER_TOKENS = 256
-"""By how many tokens mlx-lm's caches grow."""
+"""How many tokens mlx-lm's caches grow by."""
 MAX_WASTE = 2.0
 """A group is padded to its longest row: it holds at most this many cells for each one in use."""
 SLACK_TOKENS = 2048
@@ -60,13 +60,13 @@ class Row:
     n_tokens: how many tokens the caches have consumed (decode steps in flight included).
     alone: it must not share a group.
     forced: tokens that the sampler does not choose, by position.
-    pending: tokens that are picked and not consumed. One, the newest, unless a step was taken back;
-    stale while steps without drafts are in flight.
-    hidden: the states before each pending token, where the model has a prediction head.
-    ends: tokens that end it. limit: how many tokens it may have in all, the prompt's included.
+    pending: tokens that are known but not consumed. Only the newest, unless a step was taken back
+    or the row has just joined; stale while steps without drafts are in flight.
+    hidden: the states before each pending token, if the model has a prediction head.
+    ends: tokens that end it. limit: how many tokens it may have in all, including the prompt's.
     shift: how far rotary positions are ahead of token counts, after the prompt's pictures.
-    gap: the same where part of the prompt was skipped: n_tokens counts what was read.
-    prompt_scores: of the chunk that was dispatched last, if they were asked for.
+    gap: the same for skipped parts of the prompt, which n_tokens does not count.
+    prompt_scores: those of the chunk dispatched last, if requested.
     """
 
     layers: list[Any]
@@ -109,7 +109,7 @@ class PlainStep:
     is_pipelined: bool = False
     """It was dispatched while the step before it was in flight."""
     is_new: bool = False
-    """It took longer than others, as it had a new shape."""
+    """It took longer than others because its shape was new."""
     is_counted: bool = False
     """The speculation has learnt from it."""
     _taken: list[TakenTokens] | None = None
@@ -119,7 +119,7 @@ class PlainStep:
         return 1
 
     def read(self) -> list[TakenTokens]:
-        """Its tokens, one a row. The first call waits for them and advances the rows' grammars."""
+        """One token per row. The first call waits for them and advances the rows' grammars."""
         if self._taken is None:
             tokens = to_host(self.picks.tokens)
             logprobs = read_logprobs(self.picks, [r.picker for r in self.rows if r.picker])
@@ -135,22 +135,22 @@ class PlainStep:
 @dataclass(eq=False)
 class Group:
     seats: list[Row]
-    """The row in each place of the batch; a vacant place holds a row of no request."""
+    """The row in each place of the batch; a vacant place holds a row that belongs to no request."""
     layers: list[Any]
     next_tokens: mx.array
     """The next token of every seat; may still be computing."""
     unread: list[PlainStep | Verification] = field(default_factory=list)
-    """Steps that the engine has not collected. Drafters and grammars may have read them before."""
+    """Steps that the engine has not collected. Drafters and grammars may already have read them."""
     width: int = 0
     """How many tokens the caches of a seat hold, padding included."""
     is_ready: bool = False
-    """The caches are of classes whose rows can be set back one by one: see `rewind`."""
+    """Whether the caches are of classes whose rows can be rewound one by one: see `rewind`."""
     patience: int = 0
     """Steps until vacant seats are removed."""
     columns: Columns = ALL_COLUMNS
     """The cache columns that its steps of several tokens see."""
     backlog: HeadBacklog | None = None
-    """What the model's prediction head has not read yet, if it has one."""
+    """Tokens that the model's prediction head has not read yet, if it has one."""
 
     @classmethod
     def of_one(
@@ -184,7 +184,7 @@ class Group:
         return padded <= MAX_WASTE * used
 
     def join(self, row: Row, token: int, *, n_seats: int = 1) -> None:
-        """n_seats: how many seats to add at most, for this row and those that will follow."""
+        """Give the row a seat. n_seats: how many to add at most, for this row and later ones."""
         self.settle()
         self.catch_up()
         seat = next((i for i, r in enumerate(self.seats) if r.group is not self), None)
@@ -209,7 +209,7 @@ class Group:
         self.seats[seat] = row
 
     def _append(self, row: Row, token: int, n_seats: int) -> None:
-        """Add seats for this row and the next ones; until those come, their seats hold its past."""
+        """Add seats for this row and the next ones; until those join, their seats hold its past."""
         if len(self.seats) == 1:
             pairs = zip(map(plain, self.layers), row.layers, strict=True)
             self.layers = [type(a).merge([a, *[b] * n_seats]) for a, b in pairs]
@@ -224,19 +224,19 @@ class Group:
 
     @property
     def has_step_in_flight(self) -> bool:
-        """Whether a step was dispatched whose tokens nobody has read."""
+        """Whether a step was dispatched whose tokens have not been read."""
         return any(not step.is_counted for step in self.unread)
 
     @property
     def used_nbytes(self) -> int:
-        """Of its caches, without the share of vacant seats."""
+        """Bytes of its caches, without the share of vacant seats."""
         nbytes = sum(int(layer.nbytes) for layer in self.layers)
         return nbytes * len(self.rows) // len(self.seats)
 
     def settle(self) -> None:
         """Finish a step with drafts before anything else happens to its rows.
 
-        If it failed, that is raised where the step is collected, not for the row that comes or goes.
+        A fault of the step is raised when it is collected, not for the row that joins or leaves.
         """
         for step in self.unread:
             if isinstance(step, Verification):
@@ -295,14 +295,14 @@ class Group:
 def _margin(n_longest: int) -> int:
     """How many columns may be padding in every row, once the longest row has left.
 
-    Such padding grows by a column a step, and every step reads it; removing it copies the whole width.
-    The two together cost least when it is removed at sqrt(2 * width * copy / read).
+    Such padding grows by a column per step, and every step reads it; removing it copies the whole
+    width. The total cost is lowest if it is removed at sqrt(2 * width * copy / read) columns.
     """
     return math.isqrt(MARGIN_FACTOR * n_longest)
 
 
 def _vacancy(row: Row) -> Row:
-    """Fills a vacant seat: it decodes along, greedily, and nobody collects its tokens."""
+    """A row for a vacant seat: it decodes greedily like the others; its tokens are discarded."""
     greedy = Picker(
         Sampling(temperature=0.0),
         choice=0,

@@ -1,7 +1,7 @@
-"""The hidden states that a prediction head continues from: where they lie, and as one array.
+"""The hidden states that a prediction head continues from: where they are, and as one array.
 
-A row remembers places in the outputs of earlier steps, not copies. While a group does not change, its
-rows' states are then one array, which is passed on without a copy.
+A row remembers places in the outputs of earlier steps, not copies. As long as a group does not
+change, its rows' states are one array, which is passed on without a copy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class HiddenAt:
 
 
 def carry_of(rows: Sequence[Row]) -> mx.array | None:
-    """(rows, width): the state before each row's first pending token; None where no row has one."""
+    """(rows, width): the state before each row's first pending token; None if no row has one."""
     places = [row.hidden[0] if row.hidden else None for row in rows]
     first = places[0]
     if first is not None and len(rows) == first.states.shape[0]:

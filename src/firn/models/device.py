@@ -1,4 +1,4 @@
-"""What this machine computes on, how much memory that has, and MLX's own limits on it."""
+"""The device that this machine computes on, its memory, and MLX's own limits on that memory."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from firn.host.machine import memory
 from firn.models.cuda import pool
 
 CHUNKS: dict[DeviceKind, int] = {"cpu": 256, "metal": 512, "cuda": 2048}
-"""Prompt tokens read between two decode steps. In exact mode the answer's bits depend on them."""
+"""Prompt tokens read between two decode steps. The answer's bits depend on it in exact mode."""
 LARGEST_CHUNKS: dict[DeviceKind, int] = {"cpu": 256, "metal": 2048, "cuda": 8192}
-"""While no row decodes and the context is short."""
+"""The same while no row decodes and the context is short."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
     kind: DeviceKind
     memory_nbytes: int
-    """What models and caches may use."""
+    """Memory that models and caches may use."""
 
     @property
     def prefill_chunk(self) -> int:
@@ -45,7 +45,7 @@ def device() -> Device:
 
 
 def machine_memory(device: Device) -> MachineMemory:
-    """What the machine has now, for a plan. What this process holds for MLX counts as available."""
+    """The machine's memory now, for a plan. What MLX holds in this process counts as available."""
     now = memory()
     available = now.available
     if device.kind == "cuda":
@@ -57,37 +57,37 @@ def machine_memory(device: Device) -> MachineMemory:
 
 
 def set_limits(kind: DeviceKind, plan: MemoryPlan) -> None:
-    """Hold MLX to the plan. Call it once, when the weights are loaded."""
+    """Hold MLX to the plan. Call this once, after the weights are loaded."""
     mx.clear_cache()
     limit_buffer_cache(plan)
     if kind == "metal":
         mx.set_memory_limit(plan.limit_nbytes)
         if plan.wired_nbytes:
             mx.set_wired_limit(plan.wired_nbytes)
-    mx.reset_peak_memory()  # the peak of loading says nothing about prefill
+    mx.reset_peak_memory()  # the peak while loading says nothing about prefill
 
 
 def limit_buffer_cache(plan: MemoryPlan) -> None:
-    """Of MLX. From any thread."""
+    """Limit MLX's buffer cache. From any thread."""
     mx.set_cache_limit(plan.buffer_cache_nbytes)
 
 
 def active_nbytes() -> int:
-    """What arrays take right now. From any thread."""
+    """Bytes of all arrays right now. From any thread."""
     return int(mx.get_active_memory())
 
 
 def used_nbytes() -> int:
-    """What MLX holds in this process, including buffers kept for reuse. From any thread."""
+    """Bytes that MLX holds in this process, including buffers kept for reuse. From any thread."""
     return int(mx.get_active_memory() + mx.get_cache_memory())
 
 
 def free_unused() -> None:
-    """Give the device back what MLX and the driver keep for reuse. From any thread."""
+    """Release the memory that MLX and the driver keep for reuse. From any thread."""
     mx.clear_cache()
     pool.trim()
 
 
 def allocated_nbytes() -> dict[str, int]:
-    """What MLX's allocator holds: in use, and freed but kept for reuse. From any thread."""
+    """Bytes of MLX's allocator: in use, and freed but kept for reuse. From any thread."""
     return {"active": active_nbytes(), "cached": mx.get_cache_memory()}

@@ -1,4 +1,4 @@
-"""What may be drafted for a row: what is forced, and where a draft has to end. Pure."""
+"""What may be drafted for a row: tokens that are forced, and where a draft must end. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def is_bound(row: Row) -> bool:
-    """Whether something else than the model decides about its next tokens."""
+    """Whether something other than the model decides its next tokens."""
     return bool(row.forced) or (row.picker is not None and row.picker.constraint is not None)
 
 
@@ -28,10 +28,10 @@ def forced_next(row: Row) -> list[int]:
 
 
 def within(row: Row, draft: Draft) -> Draft:
-    """As much of it as the row can take: nothing past its end token, its limit or its grammar.
+    """The draft, cut before an end token and to the row's limit and grammar.
 
-    The end token may have been read a moment ago, before the engine sees it. What the row computed
-    after it would keep the end of the reply from being stored.
+    The row may just have picked its end token, before the engine sees it. Anything it computed
+    after that would keep the end of the reply from being stored.
     """
     if row.pending and row.pending[-1] in row.ends:
         return NO_DRAFT
@@ -45,7 +45,8 @@ def within(row: Row, draft: Draft) -> Draft:
 
 
 def _can_continue(row: Row, token: int) -> bool:
-    """Whether the row may go on after this token. Predictions and prompts may hold ids that the model
-    lacks, such as a picture's placeholder: MLX would read past the end of the embedding table."""
+    """Whether the row may continue after this token. Predictions and prompts may hold ids that the
+    model lacks, such as a picture's placeholder: MLX would read past the end of the embedding
+    table."""
     has_token = row.picker is None or 0 <= token < row.picker.vocab_size
     return has_token and token not in row.ends

@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 MEMORY = 300.0
-"""Effective number of drafted tokens that count, for each kind."""
+"""Effective number of drafted tokens remembered, for each kind."""
 PRIOR_WEIGHT = 8.0
 FADING = 0.99
-"""What is known of a kind counts this much less after a step in which it was not tried."""
+"""Factor applied to what is known of a kind after each step that decided not to try it."""
 HOPELESS = 1e-3
-"""Drafted tokens that are less likely than this to be accepted count for nothing."""
+"""After a drafted token less likely than this to be accepted, further ones count for nothing."""
 Kind = tuple[int, int]
 """Which drafter, and which of its kinds of drafted tokens."""
 
@@ -46,7 +46,7 @@ class Odds:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTokens:
-    """What one row is expected to take in one step.
+    """How many tokens one row is expected to take in one step.
 
     n_pending: tokens that the row must be fed in any case. gains[k]: tokens it takes if k are drafted.
     """
@@ -66,7 +66,7 @@ class ExpectedTokens:
         return cls(n_pending, tuple(gains))
 
     def tokens(self, width: int) -> float:
-        """Expected from a step of this width."""
+        """Expected tokens from a step of this width."""
         n_drafted = min(max(width - self.n_pending, 0), len(self.gains) - 1)
         return self.gains[n_drafted]
 

@@ -26,7 +26,7 @@ class DraftTotals:
         self.n_draft_steps += any(each.n_drafted for each in taken)
 
     def count_row(self, taken: TakenTokens) -> None:
-        """For a row that has not left meanwhile."""
+        """For a row that has not left in the meantime."""
         self.n_row_steps += 1
         self.n_taken += len(taken.tokens)
         self.n_drafted += taken.n_drafted

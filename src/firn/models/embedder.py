@@ -1,9 +1,9 @@
-"""Texts as vectors, for models with sentence-transformers' files beside the weights.
+"""Texts as vectors, for models with sentence-transformers' files next to the weights.
 
     tokens -> hidden states -> pooling (mean, last token, ...) -> dense layers -> unit length
 
 A decoder that mlx-lm has loaded to generate also serves embeddings, from the same weights. Encoders, and
-decoders with bidirectional attention, are loaded by mlx-vlm: such a model makes embeddings only.
+decoders with bidirectional attention, are loaded by mlx-vlm: such a model only makes embeddings.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ ACTIVATIONS: Mapping[str, Callable[[mx.array], mx.array]] = {
 }
 ONLY_EMBEDS = "This model makes embeddings; it does not generate."
 BODIES = ("model", "language_model.model", "transformer", "backbone")
-"""Where mlx-lm's models keep what comes before the logits."""
+"""Where mlx-lm's models keep the layers below the logits."""
 
-# --- what the folder says ------------------------------------------------------------------
+# --- the folder's files --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """max_tokens None: the model's whole context."""
+    """How a model's embeddings are made. max_tokens: None for the model's whole context."""
 
     pooling: Pooling
     dense: tuple[Path, ...] = ()
@@ -57,7 +57,7 @@ class Recipe:
 
 
 def read_recipe(folder: Path) -> Recipe | None:
-    """None where the folder does not mention pooling. Raises SetupError for what firn cannot do."""
+    """None if the folder does not mention pooling. Raises SetupError for what firn cannot do."""
     try:
         return _recipe(folder)
     except (KeyError, TypeError, ValueError, AttributeError) as e:
@@ -102,7 +102,8 @@ def _pooling_mode(config: Mapping[str, Any], folder: Path) -> Pooling:
 
 
 def needs_encoder(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Whether mlx-lm lacks this model, or would run it with a mask that it was trained without."""
+    """Whether mlx-lm lacks this model, would run it with a mask that it was trained without, or
+    does not know its tensors' names."""
     kind = str(config["model_type"])
     try:
         if find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}") is None:
@@ -145,7 +146,7 @@ class TextEmbedder:
     def embed(
         self, texts: Sequence[Sequence[int]], *, n_dims: int | None = None
     ) -> list[list[float]]:
-        """Texts are padded at their ends: causal attention cannot see that, a mask excludes it."""
+        """Texts are padded at the end: causal attention cannot see that, and a mask excludes it."""
         longest = max(map(len, texts))
         ids = np.zeros((len(texts), longest), dtype=np.int32)
         mask = np.zeros((len(texts), longest), dtype=np.int32)
@@ -160,7 +161,7 @@ class TextEmbedder:
 
 
 def from_decoder(model: Any, recipe: Recipe, *, context_length: int) -> TextEmbedder:
-    """Over a model that mlx-lm has loaded. Raises SetupError."""
+    """An embedder on a model that mlx-lm has loaded. Raises SetupError."""
     body = _body_of(model)
     dense = [_dense(path) for path in recipe.dense]
 
@@ -221,7 +222,7 @@ def pool(hidden: mx.array, mask: mx.array, mode: Pooling) -> mx.array:
             return mx.take_along_axis(hidden, last, axis=1)[:, 0]
 
 
-# --- models that do nothing else -----------------------------------------------------------
+# --- models that only embed ----------------------------------------------------------------
 
 
 def load_encoder(
@@ -232,7 +233,7 @@ def load_encoder(
     served_name: str,
     cpu_dtype: dtype.Choice = "model",
 ) -> tuple[TextEmbedder, ModelInfo]:
-    """By mlx-vlm's loader; its models pool and project by themselves. Raises SetupError."""
+    """Load a model with mlx-vlm, whose models pool and project themselves. Raises SetupError."""
     kind = str(config["model_type"])
     try:
         from mlx_vlm.embedding_loader import load_embedding_model
@@ -285,7 +286,7 @@ def refuse_to_generate() -> list[Any]:
 
 
 class EngineEmbedder:
-    """Implements core.ports.Embedder: `run` lets the engine thread call a function."""
+    """Implements core.ports.Embedder: `run` has the engine thread call a function."""
 
     def __init__(
         self,

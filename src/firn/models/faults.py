@@ -1,10 +1,10 @@
-"""Libraries' exceptions: which are caught when a model is loaded, and their message in one line."""
+"""Exceptions from libraries: those caught when a model is loaded, and their message as one line."""
 
 from __future__ import annotations
 
 LOAD_FAULTS = (Exception, SystemExit)
-"""A bad model folder raises anything: it may bring code of its own, tokenizers raises bare Exceptions,
-and one module of mlx-lm ends the process (SystemExit)."""
+"""A bad model folder can raise anything: it may have its own code, tokenizers raises bare
+Exceptions, and one module of mlx-lm exits the process (SystemExit)."""
 MAX_CHARS = 300
 
 

@@ -1,8 +1,8 @@
-"""Which model this is: its configuration, every byte of its weights, and the code that runs it.
+"""The identity of a model: its configuration, every byte of its weights, and the code that runs it.
 
-Neither the folder's name nor its path counts, nor how the tensors are spread over files: the same
-weights elsewhere are the same model, other weights under the same name are another one. Separate threads
-hash the weights while the loader reads them. The digest is remembered by the files' identities
+The folder's name and path do not count, nor how the tensors are spread over files: the same weights
+elsewhere are the same model, other weights under the same name are another one. Separate threads
+hash the weights while the loader reads them. The digest is remembered under the files' identities
 (`weight_memory`), so that only the first start pays for it.
 """
 
@@ -34,14 +34,14 @@ IGNORED_CONFIG = frozenset({"_name_or_path", "transformers_version", "mlx_lm_ver
 SIDE_CONFIG = "hf_quant_config.json"
 """Where some exporters keep the quantisation; both loaders read it."""
 REWRITTEN_DTYPES = frozenset({"F8_E8M0"})
-"""MLX does not read them: mlx-vlm changes the header of such a file, loads it, and changes it back."""
+"""MLX cannot read these: mlx-vlm changes such a file's header, loads it, and changes it back."""
 LOGGED_NBYTES = 1 << 30
 
 
 class Fingerprint:
-    """Being computed from the moment it is made; `result` waits for its threads. Owner: its maker.
+    """Computed in threads from the moment it is made; `result` waits for them. Owner: its maker.
 
-    vision: mlx-vlm loads the model, by its own rules of which files are weights.
+    vision: mlx-vlm loads the model, with its own rules for which files are weights.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Fingerprint:
         vision: bool = False,
         memory: WeightMemory | None = None,
     ) -> None:
-        """Raises SetupError for what shows at once: a bad configuration, a bad header."""
+        """Raises SetupError for what shows immediately: a bad configuration, a bad header."""
         self._memory = memory
         self._began = time.perf_counter()
         self._code = _Code(vision=vision)
@@ -65,7 +65,7 @@ class Fingerprint:
     def result(self) -> bytes:
         """32 bytes. Call it after the weights are loaded: what was hashed must be what was loaded.
 
-        Raises SetupError when a file cannot be read, or has changed meanwhile.
+        Raises SetupError if a file cannot be read, or has changed in the meantime.
         """
         digest = hashlib.blake2b(digest_size=32, person=b"firn-model")
         for entry in (self._code.result(), *self._config):
@@ -104,8 +104,8 @@ class _Weights:
             if self._hash is not None and self._memory is not None:
                 self._memory.remember(now, digest)
         elif self._known is None or WeightHash(self._paths).result() != digest:
-            # A digest known before loading that still holds afterwards held meanwhile, too. One that was
-            # computed during loading may be of files that changed after they were loaded.
+            # A digest known before loading that still holds afterwards was right throughout. One
+            # that was computed during loading may be of files that changed after they were loaded.
             raise self._changed()
         return digest
 
@@ -134,7 +134,7 @@ def _identities(paths: list[Path]) -> tuple[FileIdentity, ...]:
 
 
 def weight_files(folder: Path, *, vision: bool) -> list[Path]:
-    """What the loader reads, in its order: where two files name a tensor, the last one counts."""
+    """The files that the loader reads, in its order: if two have a tensor, the last one counts."""
     if not vision:
         return [Path(p) for p in glob.glob(str(folder / "model*.safetensors"))]
     named = [folder / shard for shard in sorted(set(_weight_map(folder).values()))]
@@ -156,7 +156,7 @@ def _weight_map(folder: Path) -> Mapping[str, str]:
 
 
 def adapter_files(folder: Path) -> list[Path]:
-    """mlx-lm reads the first, mlx-vlm the second where there is no first."""
+    """mlx-lm reads the first name; mlx-vlm reads the second if the first does not exist."""
     for name in ("adapters.safetensors", "weights.safetensors"):
         if (folder / name).exists():
             return [folder / name]
@@ -190,7 +190,8 @@ def _config_entries(path: Path, *, vision: bool) -> Iterator[bytes]:
 
 
 def _reads_elsewhere(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Whether mlx-vlm maps further files while it runs. Their bytes are not hashed: that is a doubt."""
+    """Whether mlx-vlm maps further files while it runs. Their bytes are not hashed, so records
+    cannot be trusted after a restart."""
     text = config.get("text_config") or {}
     return bool(text.get("ple_storage")) or (folder / "offload_index.json").exists()
 
@@ -198,8 +199,8 @@ def _reads_elsewhere(folder: Path, config: Mapping[str, Any]) -> bool:
 class _Code:
     """A digest, being computed, of the libraries that run the model: versions and sources.
 
-    Versions alone would not do: people patch installed packages. The device counts, too, since devices
-    round differently.
+    Versions alone are not enough: people patch installed packages. The device counts, too, since
+    devices round differently.
     """
 
     def __init__(self, *, vision: bool) -> None:

@@ -2,9 +2,9 @@
 
     a step of width w pays if   tokens(w) / (price(w) + change / episode)  >  1
 
-`step_times` knows prices, `draft_odds` expected tokens. Whatever they say, losses are bounded: drafts
-may lose a two-hundredth of the time of plain steps. Once they have lost more, nothing is drafted until
-plain steps have earned it back.
+`step_times` supplies the prices, `draft_odds` the expected tokens. However wrong these are, losses
+are bounded: drafts may lose 0.5% of the time of plain steps. Once they have lost more, nothing is
+drafted until plain steps have earned it back.
 
 Owner: the engine thread, through the speculation.
 """
@@ -19,18 +19,18 @@ from firn.models.draft_odds import FADING, ExpectedTokens
 from firn.models.step_times import MAX_OFF, StepTimes
 
 MIN_GAIN = 1.05
-"""What drafts must gain before a step in flight is given up for them."""
+"""Gain that drafts must promise to be worth draining a step in flight."""
 MIN_MORE = 1.02
-"""What they must gain when no step is in flight."""
+"""The same when no step is in flight."""
 EARNED, START, MOST, LEAST = 0.005, 2.0, 10.0, -0.5
 """Plain steps that drafts may lose: earned by each plain step, at the start, and at most. Debts beyond
-the least are forgiven."""
+LEAST are forgiven."""
 SLOWER_RATE, FASTER_RATE = 0.1, 0.3
-"""How fast the believed drafting time follows slower and faster measurements."""
+"""Smoothing factors of the drafting-time estimates, for slower and faster measurements."""
 MAX_OVERHEAD, MAX_REST = 0.01, 31
-"""The share of plain steps that drafts may take which are never tried; the longest rest, in steps."""
+"""Share of a plain step that drafts which are not tried may take; the longest rest, in steps."""
 OVERHEAD_RATE = 0.1
-"""How fast the believed overhead follows measurements."""
+"""Smoothing factor of the overhead estimates."""
 
 
 @dataclass(eq=False, slots=True)
@@ -68,12 +68,12 @@ class DraftTimes:
         return True
 
     def of(self, n_rows: int) -> float:
-        """For a number of rows that was never measured: the least of the others."""
+        """The estimate; for a number of rows that was never measured, the lowest of the others."""
         least = min(self._seconds.values(), default=0.0)
         return self._seconds.get(n_rows, least)
 
     def forgive(self) -> None:
-        """The drafter was not asked: believe it a little faster, so that it is asked again some day."""
+        """The drafter was skipped: lower its estimates, so that it is tried again eventually."""
         for n_rows in self._seconds:
             self._seconds[n_rows] *= FADING
 
@@ -93,8 +93,7 @@ class OverheadTimes:
         self._decide_s += OVERHEAD_RATE * (seconds - self._decide_s)
 
     def rest(self, n_rows: int, plain_s: float) -> int:
-        """How many steps a row skips between two drafts, so that all rows together stay below
-        MAX_OVERHEAD."""
+        """Steps that a row skips between drafts, to keep all rows together below MAX_OVERHEAD."""
         share = (self._draft_s + self._decide_s) * n_rows / plain_s
         return min(max(math.ceil(share / MAX_OVERHEAD) - 1, 0), MAX_REST)
 
@@ -120,9 +119,9 @@ def best_width(
 ) -> BestWidth:
     """The width that yields the most tokens per second; 1 if no drafts pay.
 
-    A row drafts what the width leaves beside the tokens it must be fed. step_in_flight: drafts would
-    give it up. explores: also consider widths that may have become cheaper. draft_s: how long drafting
-    takes for a step of a given width.
+    A row drafts as many tokens as the width leaves after those it must be fed. step_in_flight: one
+    would have to be drained first. explores: also consider widths that may have become cheaper.
+    draft_s: how long drafting takes for a step of a given width.
     """
     least = max(row.n_pending for row in rows)
     best = BestWidth(1, (MIN_GAIN if step_in_flight else MIN_MORE) / times.price(n_seats, least))

@@ -1,4 +1,4 @@
-"""Grammars to constraints: llguidance over the model's vocabulary. Its only importer, with `masks`.
+"""Grammars to constraints: llguidance over the model's vocabulary. Only `masks` also imports it.
 
 A `Compiler` lives as long as the model and is used from the tokenize pool. A `CompiledGrammar` is shared
 and never advanced; each choice starts a `Constraint` from it, which the engine thread owns.
@@ -30,24 +30,24 @@ log = logging.getLogger("firn.grammar")
 MAX_KEPT = 64
 """Compiled grammars kept: an agent sends the same ones with each turn."""
 MAX_KEPT_CHARS = 8 * 2**20
-"""Of their texts together; the compiled forms are several times larger."""
+"""Total size of their texts; the compiled forms are several times larger."""
 MAX_SOFTENED = 1024
-"""Tool schemas kept in the form that can be enforced."""
+"""Tool schemas kept in their enforceable form."""
 MAX_SOFTENED_CHARS = 8 * 2**20
-"""Of their texts together."""
+"""Total size of their texts."""
 MAX_SCHEMA_CHARS = 2**18
-"""Of one tool's schema; nothing of a longer one is enforced."""
+"""Size of one tool's schema; a longer one is not enforced at all."""
 SOFTEN_S = 2.0
-"""Time to find out what can be enforced of all tools of one request."""
+"""Time to find out what can be enforced for all tools of one request."""
 LOCATE_S = 1.0
 """Time to find which part of a refused schema is at fault; the error names the part found by then."""
 MAX_TEXT_CHARS = 4 * 2**20
 MAX_MESSAGE_CHARS = 400
 FORCED_SHARE = 64
-"""Finding the text that must come next takes as long as that text. After one of n tokens, another is
-looked for n / FORCED_SHARE tokens later at the earliest, so that each token pays for a few."""
+"""Computing forced text takes time in proportion to its length. After n forced tokens, the next are
+computed n / FORCED_SHARE tokens later at the earliest, which bounds the cost per token."""
 WHITESPACE = r" {1,2}|\n {0,64}|\n\t{0,16}"
-"""Between the tokens of JSON. Bounded, or a confused model might write spaces for ever."""
+"""Whitespace between JSON tokens. Bounded, or a confused model might write spaces forever."""
 UNFORCED = '%llguidance {"no_forcing": true}\nstart: @main'
 LIMITS = LLParserLimits(verbose_errors=False)
 _NO_WORD = re.compile(r"\W+")
@@ -65,15 +65,15 @@ class Constraint:
         self.n_tokens = n_tokens
         """How many tokens its masks cover: at least the model's vocabulary."""
         self.fault: FirnError | None = None
-        """Set once, for good: this choice cannot be held to its grammar any more."""
+        """Set once and never cleared: this choice can no longer be held to its grammar."""
         self._forced: Sequence[int] = ()
         self._n_followed = 0
-        """How many of these were taken since they were computed."""
+        """How many of the forced tokens were taken since they were computed."""
         self._n_rest = 0
-        """Tokens until they may be computed again."""
+        """Tokens to take before they may be computed again."""
 
     def take(self, tokens: Sequence[int]) -> None:
-        """These tokens were picked. Tokens after the grammar's end are ignored."""
+        """Advance by the tokens that were picked. Tokens after the grammar's end are ignored."""
         for token in tokens:
             if self.matcher.is_stopped() or not self.matcher.consume_token(token):
                 self.check()
@@ -173,13 +173,13 @@ class Compiler:
         self._control_words: set[str] = set()
 
     def prepare(self) -> None:
-        """Read the vocabulary now, not at the first need: a large one takes a second."""
+        """Read the vocabulary now, not when it is first needed: a large one takes a second."""
         self._vocabulary()
 
     def compile(self, grammar: Grammar, owner: str = "") -> CompiledGrammar:
         """Raises BadRequest, naming the parameter and the place in it.
 
-        Grammars are kept per owner, so that timing tells nobody what others have sent.
+        Grammars are kept per owner, so that timing does not reveal what others have sent.
         """
         key = (owner, grammar)
         compiled = self._compiled.get(key)
@@ -253,7 +253,7 @@ class Compiler:
             return True
         if grammar.kind not in ("regex", "lark"):
             return False
-        # Expressions can write all but letters and digits in many ways, so only those are compared.
+        # Expressions can write anything but letters and digits in many ways: compare only those.
         words = _NO_WORD.sub("", text)
         return any(len(core) > 2 and core in words for core in self._control_words)
 
@@ -330,7 +330,7 @@ class Compiler:
         return LLTokenizer(_TokenTable(self._hf), n_vocab=n_vocab, eos_token=eos)  # type: ignore[arg-type]
 
     def _agrees(self, tokenizer: LLTokenizer) -> bool:
-        """Whether it gives tokens the same bytes that a reply's text has."""
+        """Whether it gives tokens the same bytes as they have in a reply's text."""
         for token in range(self._hf.n_ids):
             theirs = tokenizer.decode_bytes([token])
             if theirs and not tokenizer.is_special_token(token):
@@ -360,7 +360,7 @@ class _TokenTable:
 
 
 def _unpadded(definition: str) -> str:
-    """Without the padding and truncation that transformers may have set in it."""
+    """The definition without the padding and truncation that transformers may have set in it."""
     parsed = json.loads(definition)
     return json.dumps({**parsed, "padding": None, "truncation": None})
 
@@ -394,7 +394,7 @@ def _source(grammar: Grammar) -> dict[str, Any]:
 
 
 def _spaced(schema: Any) -> Any:
-    """With firn's whitespace, unless the schema has options of its own."""
+    """The schema with firn's whitespace pattern, unless it has its own."""
     if not isinstance(schema, dict):
         return schema
     options = schema.get("x-guidance")
@@ -403,7 +403,7 @@ def _spaced(schema: Any) -> Any:
 
 
 def _one_line(text: str) -> str:
-    """A message in one line; of a regular expression's, the line that says what is wrong."""
+    """A message as one line; for a regular expression's, the line that says what is wrong."""
     for line in text.splitlines():
         if line.startswith("error: "):
             text = line.removeprefix("error: ")

@@ -18,13 +18,13 @@ from firn.models.faults import first_line
 log = logging.getLogger("firn.models")
 
 FIRST_PAUSE_S = 1.0
-"""Before a broken download is resumed; doubled each time."""
+"""Pause before a broken download is resumed; doubled each time."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubRules:
-    """offline: nothing is downloaded. timeout_s: without data; None for the hub library's own limit.
-    retries: how often a broken download is resumed."""
+    """offline: nothing is downloaded. timeout_s: how long to wait for data; None for the hub
+    library's own limit. retries: how often a broken download is resumed."""
 
     offline: bool = False
     timeout_s: int | None = None
@@ -32,7 +32,7 @@ class HubRules:
 
 
 def folder_of(name: str, rules: HubRules) -> Path:
-    """The model with this id; downloads what is missing (progress bars on stderr)."""
+    """The folder of the model with this id; downloads what is missing (progress bars on stderr)."""
     from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -93,7 +93,7 @@ def _retried(name: str, fetch: Callable[[], Path], retries: int) -> Path:
 
 
 def _broke_off(error: Exception) -> bool:
-    """Whether another attempt may succeed. It resumes: nothing is fetched twice."""
+    """Whether another attempt may succeed. It resumes, so nothing is fetched twice."""
     from huggingface_hub.errors import (
         HfHubHTTPError,
         LocalEntryNotFoundError,

@@ -1,7 +1,7 @@
 """What a model folder holds and needs, without reading its weights; and the device.
 
-`firn doctor` prints these reports. A folder's faults are collected, not raised: a person who mends one
-wants to know of the others, too.
+`firn doctor` prints these reports. A folder's faults are collected, not raised: someone who fixes
+one wants to know about the others, too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LFS_POINTER = b"version https://git-lfs"
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
-    """`working_set_nbytes` is what the driver lets a process use; None where it does not say."""
+    """`working_set_nbytes` is what the driver lets a process use; None if it does not say."""
 
     kind: Literal["Metal", "CUDA", "CPU"]
     name: str
@@ -73,7 +73,7 @@ def inspect_device() -> DeviceReport:
 
 @dataclass(frozen=True, slots=True)
 class CacheCost:
-    """What the context costs in memory. fixed_nbytes: of full windows and recurrent states."""
+    """Memory that the context takes. fixed_nbytes: for full windows and recurrent states."""
 
     per_token_nbytes: int
     fixed_nbytes: int
@@ -87,20 +87,20 @@ class CacheCost:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """None stands for what the folder does not tell."""
+    """What a model folder holds. None: it does not say."""
 
     folder: Path
     architecture: str | None = None
     library: Literal["mlx-lm", "mlx-vlm"] | None = None
     weights_nbytes: int = 0
     float32_nbytes: int = 0
-    """What the weights take in memory if they are widened to float32."""
+    """Memory that the weights take if they are widened to float32."""
     n_files: int = 0
     dtype: str | None = None
     context_length: int | None = None
     cache: CacheCost | None = None
     transient: Transient | None = None
-    """What a prefill chunk takes while it runs."""
+    """Memory that a prefill chunk takes while it runs."""
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -335,12 +335,12 @@ def _library(config: Mapping[str, Any], findings: _Findings) -> Literal["mlx-lm"
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # a parent is missing, or this is no module name
+    except (ImportError, ValueError):  # a parent is missing, or this is not a module name
         return False
 
 
 def _cache_cost(folder: Path, findings: _Findings) -> CacheCost | None:
-    """Builds the model on lazy weights and traces two prompts, without reading a weight.
+    """Build the model on lazy weights and trace two prompts, without reading a weight.
 
     This also finds tensors that are missing or have the wrong shape.
     """
@@ -368,7 +368,7 @@ def _cache_cost(folder: Path, findings: _Findings) -> CacheCost | None:
 
 
 def _traced(model: Any, n_tokens: int) -> list[Any]:
-    """The layers' caches after a prompt. Nothing is computed: their shapes are known without that."""
+    """The layers' caches after a prompt. Nothing is computed: their shapes are known without it."""
     layers = make_prompt_cache(model)
     model(mx.zeros((1, n_tokens), mx.int32), cache=layers)
     return [layer for layer in leaves(layers) if layer is not None]

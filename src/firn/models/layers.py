@@ -11,7 +11,7 @@ from typing import Any
 MakeLayers = Callable[[], list[Any]]
 """Makes the empty caches of a new row."""
 HOMES = frozenset({"mlx_lm.models.cache", "mlx_vlm.models.cache"})
-"""Both have cache classes of the names that firn knows, with the same fields."""
+"""Both define the cache classes that firn knows, by the same names and with the same fields."""
 
 
 def kind(layer: Any) -> str:

@@ -1,7 +1,7 @@
 """From a model's name to a model that answers: resolve, check, load, describe.
 
-Whatever is wrong with a folder is one line in a SetupError. Runs on the engine thread, which owns the
-arrays it creates.
+Anything wrong with a folder becomes one line in a SetupError. Runs on the engine thread, which owns
+the arrays it creates.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
-"""For each of these there are families whose tokenizer it is."""
+"""Each of these is the tokenizer of some model families."""
 EMBEDDINGS = frozenset(
     {"embed_tokens", "wte", "word_embeddings", "tok_embeddings", "token_embeddings", "embeddings",
      "embedding", "embed_in", "embed"}
@@ -137,9 +137,9 @@ def load(
     """Read the weights and describe the model. The caller's thread owns the arrays from then on.
 
     picture: an example from the model's processor; with it the vision tower is loaded, too. memory:
-    remembers the weights' digests from one start to the next. cpu_dtype: whether weights become float32;
-    auto: if there is memory for it. max_context: an upper limit of the context. shard: reduces a model
-    to this rank's part before its weights are read.
+    remembers the weights' digests from one start to the next. cpu_dtype: whether weights become
+    float32; auto: if there is memory for it. max_context: an upper limit on the context. shard:
+    reduces a model to this rank's part before its weights are read.
     """
     config = read_config(folder)
     vision, kind = picture is not None, str(config["model_type"])
@@ -194,7 +194,7 @@ def _first_token(model: Any, name: str) -> tuple[mx.array, list[Any]]:
     """Run one token to prove that the model works; returns logits and layers. Raises SetupError.
 
     MLX's CPU backend lacks 16-bit forms of some operations, one of which mixtures of experts need. A
-    model that fails for that runs in 32 bits.
+    model that fails because of this runs in 32 bits.
     """
 
     def run() -> tuple[mx.array, list[Any]]:
@@ -233,7 +233,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> HfTokeni
 
 
 def tokenizer_fault(folder: Path) -> str | None:
-    """Which tokenizer files a folder lacks; None: none."""
+    """Which tokenizer files a folder lacks; None if it is complete."""
     present = [name for name in TOKENIZER_FILES if (folder / name).exists()]
     if present == ["vocab.json"] and not (folder / "merges.txt").exists():
         return "The tokenizer is not complete: vocab.json is there, merges.txt is missing."
@@ -256,7 +256,7 @@ def load_processor(
 
 
 def _template_of_processor(folder: Path) -> dict[str, Any]:
-    """Older vision checkpoints keep the chat template beside the processor, not the tokenizer."""
+    """Older vision checkpoints keep the chat template with the processor, not the tokenizer."""
     if (folder / "chat_template.jinja").exists():
         return {}
     path = folder / "chat_template.json"
@@ -318,7 +318,7 @@ def _load_weights(
 
 
 def _n_embeddings(model: Any, default: int) -> int:
-    """Rows of the embedding table: no larger id may be fed, for MLX would read past the table's end."""
+    """Rows of the embedding table. Ids beyond them must not be fed: MLX would read past its end."""
     n_rows = {
         path: module.weight.shape[0]
         for path, module in model.named_modules()

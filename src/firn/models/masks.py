@@ -26,7 +26,7 @@ MANY_ROWS = 8
 
 
 class Masks:
-    """Owner: the runner. Its threads, for many rows, touch constraints and bits, never arrays."""
+    """Owner: the runner. Its threads, for many rows, touch constraints and bits but no arrays."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -34,7 +34,7 @@ class Masks:
     def fill(self, constraints: Sequence[Constraint | None]) -> Allowed:
         """(rows, vocabulary), true where a token may be picked; all true for a row without a constraint.
 
-        A constraint that fails gets its fault set; its row's mask then means nothing.
+        If a constraint fails, its fault is set and its row's mask means nothing.
         """
         constrained = [(i, c) for i, c in enumerate(constraints) if c is not None]
         bits = self._compute(constrained, len(constraints)).view(np.uint8)

@@ -1,4 +1,4 @@
-"""What a model is called with besides token ids. A text model: nothing."""
+"""What a model is called with besides token ids: for a text model, nothing."""
 
 from __future__ import annotations
 

@@ -2,14 +2,14 @@
 
     hidden state after token t-1, embedding of token t  ->  head  ->  prediction of token t+1
 
-The head's KV is one more cache of plain attention, the last one. It is batched, rewound, stored and
-restored like the others, and written with them or a little later (`models.backlog`). In models with
-recurrent layers, the hidden state that the head continues from is a layer, too:
+The head's KV is one more cache of plain attention, after the model's own. It is batched, rewound,
+stored and restored like them, and written with them or a little later (`models.backlog`). In models
+with recurrent layers, the hidden state that the head continues from is a layer, too:
 
     layers   [the model's ...][the head's KV][the hidden state after the newest token]
 
-Models of plain attention are stored by block, and a hidden state per block would be several times its
-size: after a restored prefix the newest token is read once more instead (`look_back`).
+Models of plain attention alone are stored by block, and every block would need a hidden state of
+its own: after a restored prefix the newest token is read once more instead (`look_back`).
 
 Owner: the engine thread.
 """
@@ -31,7 +31,7 @@ STATE = "ArraysCache"
 
 
 class PredictionHead(nn.Module):  # type: ignore[misc]
-    """What DeepSeek's and Qwen's models have in common, whatever they call it."""
+    """The head that DeepSeek's and Qwen's models have in common, under different names."""
 
     def __init__(self, layer: nn.Module, *, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class PredictionHead(nn.Module):  # type: ignore[misc]
         self.norm = nn.RMSNorm(hidden_size, eps=eps)
 
     def __call__(self, hidden: mx.array, embeds: mx.array, cache: Any) -> mx.array:
-        """The hidden states that predictions are made of: (rows, tokens, width)."""
+        """The hidden states that predictions are made from: (rows, tokens, width)."""
         both = [self.embed_norm(embeds), self.hidden_norm(hidden)]
         x = self.join(mx.concatenate(both, axis=-1))
         mask = create_attention_mask(x, cache, return_array=True)
@@ -78,22 +78,22 @@ class MtpModel(nn.Module):  # type: ignore[misc]
 
     @property
     def hidden(self) -> mx.array:
-        """Of the last call: (rows, tokens, width)."""
+        """The hidden states of the last call: (rows, tokens, width)."""
         assert self._hidden is not None
         return self._hidden
 
     def __call__(
         self, ids: mx.array, cache: list[Any], *, carry: mx.array | None = None, **arguments: Any
     ) -> mx.array:
-        """Model and head. carry: (rows, width), the hidden states after the tokens before these, where
-        no layer keeps them. arguments: what a vision model takes besides ids."""
+        """Model and head. carry: (rows, width), the hidden states before these tokens, if no layer
+        keeps them. arguments: what a vision model takes besides ids."""
         head_kv, first = split(cache)[1], self.before(cache, carry)
         hidden, embeds = self._read(ids, cache, arguments)
         if first is None:
             first = mx.zeros_like(hidden[:, 0])
         before = mx.concatenate([first[:, None].astype(hidden.dtype), hidden[:, :-1]], axis=1)
         self.head(before, embeds, head_kv)
-        # Nothing else needs the head's keys: they would not be computed, and the graph would grow.
+        # Nothing else depends on the head's keys; left uncomputed, they would make the graph grow.
         logits: mx.array = mx.depends(self._logits(hidden), [head_kv.keys, head_kv.values])
         return logits
 
@@ -135,7 +135,7 @@ class MtpModel(nn.Module):  # type: ignore[misc]
     def _read(
         self, ids: mx.array, cache: list[Any], arguments: dict[str, Any]
     ) -> tuple[mx.array, mx.array]:
-        """Hidden states and embeddings. The newest state goes into its layer, where there is one."""
+        """Hidden states and embeddings. Writes the newest state to its layer, if there is one."""
         own, _, state = split(cache)
         embeds = arguments.get("inputs_embeds") if self._pictures else None
         hidden: mx.array

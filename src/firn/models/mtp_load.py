@@ -1,4 +1,4 @@
-"""Reading a prediction head from a model's weight files: mlx-lm ignores it.
+"""Reads a prediction head from a model's weight files: mlx-lm ignores it.
 
 The head's layer has the architecture of the model's own layers: a model with this one layer is built,
 and its `sanitize` converts the tensors' names and shapes.
@@ -35,7 +35,7 @@ class Family:
     layer: str
     parts: Mapping[str, str]
     centred: bool = False
-    """Files that were not made for MLX store norms less one."""
+    """Files that were not made for MLX store norm weights minus one."""
 
 
 QWEN = Family(

@@ -1,7 +1,7 @@
 """Models whose weights come in a Python package as a GGUF file, converted to an MLX folder once.
 
-The folder appears under its name when it is complete: one process at a time makes it in a temporary
-folder beside it, and renames that. The package's code is never imported.
+The folder appears under its name once it is complete: one process at a time makes it in a temporary
+folder in the same place, and renames that. The package's code is never imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from firn.models.gguf import UnreadableGguf, convert
 log = logging.getLogger("firn.models")
 
 FORMAT = 1
-"""Of the folders made here: raise it when `convert` writes something else for the same file."""
+"""Version of the folders made here: raise it when `convert` changes its output for a file."""
 MANIFEST = "made.json"
 MB = 1_000_000
 
@@ -114,9 +114,9 @@ def folder_of(model: PackagedModel, root: Path) -> Path:
 
 @contextlib.contextmanager
 def _exclusive(lock: Path, name: str) -> Iterator[bool]:
-    """While no other process makes this model; False where the file system has no locks.
+    """Keeps other processes from making this model; False if the file system has no locks.
 
-    Then two processes may do the same work, and the first to finish names the folder.
+    In that case two processes may do the same work, and the first to finish names the folder.
     """
     fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -138,7 +138,7 @@ def _locked(fd: int, name: str) -> bool:
 
 def _make(model: PackagedModel, root: Path, *, sweep: bool) -> Path:
     prefix = f".{model.folder_name}."
-    if sweep:  # a living process that made these would hold the lock
+    if sweep:  # a live process that made these would hold the lock
         for abandoned in root.glob(f"{prefix}*"):
             shutil.rmtree(abandoned, ignore_errors=True)
     began = time.monotonic()
@@ -190,7 +190,7 @@ def _quarters(name: str) -> Callable[[int, int], None]:
 
 
 def _take_name(made: Path, folder: Path) -> None:
-    """Rename. A folder of that name is another process's, or the rest of a damaged one."""
+    """Rename. An existing folder of that name is another process's, or damaged."""
     try:
         made.rename(folder)
     except OSError:

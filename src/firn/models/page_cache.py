@@ -1,4 +1,4 @@
-"""A file, and which parts of it are in the system's page cache. Asking reads nothing."""
+"""A file, and which parts of it are in the system's page cache. Checking reads nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CachedFile:
             self._map.close()
 
     def holds(self, start: int, nbytes: int) -> bool:
-        """Whether these bytes are in memory; True where the system does not tell."""
+        """Whether these bytes are in memory; True if the system cannot tell."""
         if self._map is None or self._mincore is None:
             return True
         first = start - start % mmap.PAGESIZE

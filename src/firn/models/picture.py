@@ -20,7 +20,7 @@ class Picture:
 
     # ids:  markup | the picture's own tokens [first, last) | markup
 
-    image_token: the id that stands for a feature; its other tokens are row breaks and the like.
+    image_token: the id that stands for a feature; the others in [first, last) are row breaks etc.
     tensors: pixel values and whatever else the vision tower needs.
     """
 

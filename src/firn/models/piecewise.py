@@ -3,9 +3,9 @@
     ...the quick brown| fox jumps...    a cut: between a letter and the space before the next word
     ...is it?|<|im_end|>                a cut: before a control token
 
-Where a text is cut depends on the text alone, so what is remembered makes no difference to its tokens.
-The cuts make none either: no token of the vocabulary spans one. Where that cannot be shown for a kind of
-cut, or the tokenizer treats the beginning of a text differently, texts are not cut in that way.
+Where a text is cut depends on the text alone, so what is remembered does not affect its tokens. Nor
+do the cuts: no token of the vocabulary spans one. If that cannot be shown for a kind of cut, or the
+tokenizer treats the beginning of a text differently, texts are not cut that way.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 MIN_CHARS = 2048
-"""Of a piece. It ends at the next cut after so many."""
+"""Minimum length of a piece: it ends at the first cut from there on."""
 MAX_CHARS = 8 << 20
-"""Remembered, of all pieces together: some twenty chats of 100K tokens, in 16 to 32 MB."""
+"""Remembered in all pieces together: about twenty chats of 100K tokens, in 16 to 32 MB."""
 
 _TWO_WORDS = re.compile(r"[A-Za-z][\u0120\u2581 ]")
-"""In a token, however the vocabulary spells a space."""
+"""Two words in one token, however the vocabulary spells a space."""
 _BETWEEN_WORDS = r"(?<=[A-Za-z])(?= [A-Za-z])"
 _PROBES = (
     "The quick  brown fox\n\njumps over 13 lazy dogs, it's true: x = y",
@@ -34,14 +34,14 @@ _PROBES = (
     "I am A b C\r\nend of it ",
 )
 N_CONTROL = 3
-"""Control tokens that are tried."""
+"""Control tokens that each probe tries."""
 
 
 class PiecewiseEncoder:
     """Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: Collection[str]) -> None:
-        """vocabulary: its tokens as they are spelled there."""
+        """vocabulary: the tokenizer's tokens, as they are spelled there."""
         self._tokenizer = tokenizer
         self._cut = _cuts(tokenizer, vocabulary)
         self._ids: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
@@ -94,7 +94,7 @@ def _cuts(tokenizer: Tokenizer, vocabulary: Collection[str]) -> re.Pattern[str] 
     """Where this tokenizer's texts can be cut; None: nowhere."""
     added = list(tokenizer.get_added_tokens_decoder().values())
     if any(t.lstrip or t.rstrip or t.single_word for t in added):
-        return None  # they take what is beside them
+        return None  # they absorb the text next to them
     names = [t.content for t in added if t.content]
     control = [
         t.content

@@ -30,7 +30,7 @@ PLAIN = frozenset({"KVCache", "QuantizedKVCache"})
 STATES = frozenset({"ArraysCache", "MambaCache"})
 WINDOWS = frozenset({"RotatingKVCache", "ChunkedKVCache"})
 TOLERANCE = 0.05
-"""Of the logits' range: how far two ways to read the same tokens may differ in 16 bits."""
+"""Share of the logits' range by which two ways to read the same tokens may differ in 16 bits."""
 
 
 class Positions:
@@ -82,7 +82,7 @@ def at_positions(
 ) -> Iterator[list[Any]]:
     """A lone row's caches for its prompt's tokens [start, end); call the model inside.
 
-    n_padding: tokens after them whose results nobody uses."""
+    n_padding: tokens after them whose results are not used."""
     if prompt.thinned is None or prompt.position(end) == end:
         yield layers
         return
@@ -116,7 +116,7 @@ def _rope_by_position(plain: Callable[..., mx.array]) -> Callable[..., mx.array]
 
 
 def why_not_sparse(model: Any, make_layers: MakeLayers) -> str | None:
-    """Why prompts of this model cannot be thinned; None if they can. The model reads a few tokens."""
+    """Why prompts of this model cannot be thinned; None if they can. Runs it on a few tokens."""
     kinds = {kind(layer) or type(layer).__name__ for layer in leaves(make_layers())}
     if kinds & STATES:
         return "its recurrent layers carry every token on, and have no positions to skip"
@@ -131,8 +131,8 @@ def why_not_sparse(model: Any, make_layers: MakeLayers) -> str | None:
 
 
 def _agree(model: Any, make_layers: MakeLayers) -> bool:
-    """Whether tokens on both sides of a gap come out the same in one pass as in two, and differently
-    from tokens without a gap."""
+    """Whether tokens on both sides of a gap give the same logits in one pass as in two, and
+    different ones from tokens without a gap."""
     ids = np.arange(1, 13, dtype=np.int64)
     positions = np.concatenate([np.arange(6), np.arange(1000, 1006)]).astype(np.int64)
     thin = Prompt(ids, thinned=Thinned(positions, Prompt(ids), ""))

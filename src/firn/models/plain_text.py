@@ -1,8 +1,8 @@
 """A copy of a tokenizer that treats the names of added tokens as plain text.
 
-In the copy each added token has a secret name. Where a text means the token, its secret name is written
-instead; a name that a user has typed is no longer special. Everything else of the tokenizer is as in the
-original, so the surrounding tokens are the same, also where text and token meet.
+In the copy each added token has a secret name. Where a text means the token, its secret name is
+written instead; a name that a user has typed is no longer special. The rest of the tokenizer is
+unchanged, so the surrounding tokens are the same, even where text and token meet.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The model's own picture processor, called with one picture at a time.
 
-mlx-vlm and transformers process the whole prompt with all of its pictures. A picture by itself, in the
-markup that the chat template puts around it, gives the same tokens and the same pixel values. And they
-do not depend on the pictures before and after it, so a longer chat keeps its prefix.
+mlx-vlm and transformers process the whole prompt with all of its pictures. A picture by itself, in
+the markup that the chat template puts around it, gives the same tokens and the same pixel values.
+These do not depend on the pictures before and after it, so a longer chat keeps its prefix.
 
 Used from the tokenize pool.
 """
@@ -36,7 +36,7 @@ PROCESS_FAULTS = (
     ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OSError,
     ArithmeticError, AssertionError, MemoryError,
 )  # fmt: skip
-"""What processors raise for pictures they cannot take."""
+"""What processors raise for pictures they cannot process."""
 TOKEN_NAMES = ("image_token", "boi_token", "image_placeholder", "img_context_token")
 KNOWN_PLACEHOLDERS = (
     "<|image_pad|>", "<image>", "<start_of_image>", "<image_soft_token>", "<|image|>", "[IMG]",
@@ -48,7 +48,7 @@ ID_NAMES = (
     "image_patch_id", "im_patch_id",
 )  # fmt: skip
 LIBRARIES = ("mlx-vlm", "transformers", "pillow", "numpy", "torch", "torchvision")
-"""Those that decide how pixels become tensors; not all of them need be installed."""
+"""Those that decide how pixels become tensors; not all of them need to be installed."""
 MAX_SETTINGS_DEPTH = 4
 NOT_TENSORS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 
@@ -71,7 +71,7 @@ class ProcessedPicture:
 
 
 class _Listener:
-    """The processor's tokenizer; remembers the text that it was given last.
+    """The processor's tokenizer; remembers the text that it was last given.
 
     This class's name is part of the digest of a processor's settings, and so of every picture's records.
     """
@@ -186,7 +186,7 @@ def _render_pair(tokenizer: Tokenizer) -> tuple[str, str] | None:
 
 
 def _inserted(without: str, with_picture: str, placeholder: str) -> str:
-    """What the picture added to the text; the placeholder alone where that is not clear."""
+    """What the picture added to the text; the placeholder alone if that is not clear."""
     n_more = len(with_picture) - len(without)
     n_before = 0
     while n_before < len(without) and without[n_before] == with_picture[n_before]:
@@ -208,7 +208,7 @@ def _settings(processor: Any) -> bytes:
 
 
 def _plain(value: Any, *, depth: int) -> Any:
-    """As JSON can hold it. An object is its class and its fields; one too deep inside, its class."""
+    """The value in JSON types. An object becomes its class and fields; below `depth`, its class."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, enum.Enum):
@@ -234,7 +234,7 @@ def _fields(value: object) -> Iterator[tuple[str, Any]]:
 
 
 def _source_digest(cls: type) -> str:
-    """Of the file that defines the class: a checkpoint may bring its own."""
+    """Digest of the file that defines the class: a checkpoint may bring its own."""
     path = getattr(sys.modules.get(cls.__module__), "__file__", None)
     try:
         return hashlib.blake2b(Path(path or "").read_bytes(), digest_size=16).hexdigest()

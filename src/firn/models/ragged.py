@@ -1,11 +1,11 @@
-"""Batched attention caches whose rows end at columns of their own, for steps of several tokens.
+"""Batched attention caches whose rows each have their own end, for steps of several tokens.
 
-mlx-lm's batched caches are right-justified: all rows take the same number of tokens a step. Here a row's
-tokens begin at column 0 (pages) or lie at their position modulo the length (a ring). Each row has its
-own end, and taking back rejected tokens moves that end:
+mlx-lm's batched caches are right-justified: all rows take the same number of tokens per step. Here
+a row's tokens begin at column 0 (pages) or are stored at their position modulo the length (a ring).
+Taking back rejected tokens moves the row's end:
 
     pages   # [0, lengths[i]) row i's tokens   [lengths[i], width) rejected or never written: masked
-    ring    # token t lies in column t % length; the last max_size of [0, lengths[i]) are in use
+    ring    # token t is in column t % length; the last max_size of [0, lengths[i]) are in use
 
 A group changes to these classes at its first verification and keeps them. They have what models use of
 mlx-lm's classes (`update_and_fetch`, `keys_and_values`, `make_mask`, `offset`), and what groups use
@@ -33,8 +33,8 @@ STEP = 256
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Which columns of its caches a step of several tokens sees. block: a multiple of it, the last ones
-    masked. has_bias: masks are numbers to add instead of booleans."""
+    """Which columns of its caches a step sees. block: their number is rounded up to a multiple of
+    it, the last ones masked. has_bias: masks are numbers to add instead of booleans."""
 
     block: int = 1
     has_bias: bool = False
@@ -73,7 +73,7 @@ class IndexArrays:
         return offsets
 
     def write_columns(self, lengths: Sequence[int], n_new: int, ring: int = 1 << 30) -> mx.array:
-        """Where the next tokens of each row go: (rows, 1, new tokens, 1)."""
+        """The columns of each row's next tokens: (rows, 1, new tokens, 1)."""
         key = (tuple(lengths), n_new, ring)
         columns = self._columns.get(key)
         if columns is None:
@@ -158,7 +158,7 @@ class RaggedKVCache(RaggedCache):
 
     @classmethod
     def of(cls, layer: Any, arrays: IndexArrays | None = None) -> RaggedKVCache:
-        """From a right-justified BatchKVCache: one copy of it."""
+        """From a right-justified BatchKVCache, which is copied."""
         padding = [int(p) for p in layer.left_padding.tolist()]
         lengths = [layer._idx - p for p in padding]
         width = max(lengths)
@@ -266,7 +266,7 @@ class RaggedRing(RaggedCache):
         return cls(keys, values, lengths, lone=type(lone[0]), max_size=max_size, arrays=arrays)
 
     def column_of(self, token: int) -> int:
-        """Where a row's token lies, if it has not been overwritten."""
+        """The column of a row's token, if it has not been overwritten."""
         return int(token % self.keys.shape[2])
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

@@ -1,8 +1,8 @@
-"""Can this model take tokens back, and unequal numbers of them in one step? Tried at load.
+"""Can this model take tokens back, and read unequal numbers of tokens in one step? Tried at load.
 
 A model whose caches cannot be rewound drafts nothing. In groups, recurrent layers must honour the
-lengths that they are told, and attention the masks and offsets of ragged caches. If a model does not,
-its rows draft only while they are alone.
+lengths that they are given, and attention the masks and offsets of ragged caches. If a model does
+not, its rows draft only while they are alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from firn.models.selfcheck import FAR, LENGTHS, apart, prefilled
 from firn.models.traits import TRAITS, Traits
 
 FED = (3, 1, 2)
-"""Tokens fed to each row. The last row takes some back, or all if it cannot take back a part."""
+"""Tokens fed to each row. The last row takes back some, or all if it cannot take back a part."""
 TRIED_BLOCK = 8
 
 
@@ -52,7 +52,7 @@ def ragged_fault(model: Any, make_layers: MakeLayers) -> str | None:
 
 
 def traits_of(model: Any, make_layers: MakeLayers, kind: DeviceKind) -> Traits:
-    """The device's, adapted to this model."""
+    """The device's traits, adapted to this model."""
     traits = TRAITS[kind]
     if not is_rewindable(make_layers()):  # its steps are not padded: see `Runner._launch_several`
         traits = replace(traits, shapes=())
@@ -62,8 +62,8 @@ def traits_of(model: Any, make_layers: MakeLayers, kind: DeviceKind) -> Traits:
 
 
 def _gains_by_bias(model: Any, make_layers: MakeLayers) -> bool:
-    """Whether attention is MLX's and takes masks of numbers. Models that apply masks by hand may need
-    booleans."""
+    """Whether attention is MLX's and accepts masks of numbers. Models that apply masks by hand may
+    need booleans."""
     n, text = LENGTHS[0], [3 * j % 50 + 1 for j in range(LENGTHS[0] + 4)]
     cache = prefilled(model, make_layers(), text[:n])
     group = [1, 2] if why_not_batchable(cache) is None else [1]
@@ -137,7 +137,7 @@ def _difference(model: Any, make_layers: MakeLayers, *, seed: int) -> float:
 
 
 def _alone(model: Any, layers: list[Any], ids: Sequence[int]) -> mx.array:
-    """Logits after each of these tokens, read in one pass: single steps of a large model take long."""
+    """Logits after each token, read in one pass: single steps of a large model are slow."""
     logits: mx.array = model(mx.array([list(ids)]), cache=layers)[0]
     return logits
 

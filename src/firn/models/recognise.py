@@ -1,4 +1,4 @@
-"""What a model folder's configuration tells without weights and MLX: pictures, context, scoring."""
+"""What a model folder's configuration shows without weights or MLX: pictures, context, scoring."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_le
 
 
 def is_vision(config: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint takes pictures."""
+    """Whether the checkpoint accepts pictures."""
     if config.get("skip_vision"):
         return False
     inner = config.get("thinker_config")
@@ -45,7 +45,7 @@ def context_length(config: Mapping[str, Any]) -> int:
 
 
 def stated_context_length(config: Mapping[str, Any]) -> int | None:
-    """None where the configuration does not say."""
+    """The context length in the configuration; None if it does not say."""
     for tree in (config, config.get("text_config") or {}):
         for key in CONTEXT_KEYS:
             value = tree.get(key)
@@ -55,7 +55,7 @@ def stated_context_length(config: Mapping[str, Any]) -> int | None:
 
 
 def score_of(folder: Path) -> Mapping[str, Any] | None:
-    """How a reranker's folder says to score: which two tokens are compared. None: it does not say."""
+    """A reranker folder's scoring settings: which two tokens are compared. None: there are none."""
     for path in sorted(folder.glob("*LogitScore/config.json")):
         try:
             settings = json.loads(path.read_text(encoding="utf-8"))

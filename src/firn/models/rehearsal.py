@@ -1,9 +1,9 @@
 """A few replies before the first request, so that MLX has compiled what requests will need.
 
-On CUDA, MLX compiles a kernel when something first uses it. For some that takes seconds, while all
-running requests wait: the first time that a row joins others, that drafts are tried, that somebody asks
-for top-p or logprobs. MLX keeps compiled kernels on disk, so a rehearsal takes long only once on a
-machine.
+On CUDA, MLX compiles a kernel when it is first used. For some kernels that takes seconds, while all
+running requests wait: the first time that a row joins others, that drafts are tried, that a request
+asks for top-p or logprobs. MLX keeps compiled kernels on disk, so only the first rehearsal on a
+machine takes long.
 
 Owner: the engine thread, before it serves.
 """
@@ -33,7 +33,7 @@ N_PROMPT = 24
 N_CHOICES = 2
 N_PLAIN, N_WIDE = 3, 10
 """Steps without and with drafts. The first few of a shape are built, then it is traced, and only then
-can steps be dispatched before the one before them is read."""
+can steps be dispatched before the previous one is read."""
 WIDTH = 4
 LONG_S = 5.0
 """A rehearsal that takes longer has compiled something."""
@@ -56,7 +56,7 @@ REPLIES: tuple[tuple[Sampling, int | None], ...] = (
 
 
 class Nonsense:
-    """A drafter that says the same token again and again."""
+    """A drafter that always drafts the same token."""
 
     is_free = True
 
@@ -83,7 +83,7 @@ class Nonsense:
 
 
 class RehearsalSpeculation(Speculation):
-    """Tries drafts when it is told to, whatever they cost."""
+    """Tries drafts of the `width` that it is given, whatever they cost."""
 
     def __init__(self, model: Any, *, in_groups: bool, traits: Traits) -> None:
         drafter = MtpDrafter(model) if isinstance(model, MtpModel) else Nonsense()
@@ -106,8 +106,8 @@ def rehearsal_of(model: Any, speculation: Speculation | None) -> RehearsalSpecul
 
 
 def rehearse(runner: Runner) -> None:
-    """Use the runner, which serves nobody, as requests will. A fault here is only logged: the request
-    that meets it again is told."""
+    """Use the runner, which serves nobody, as requests will. A fault here is only logged: a request
+    that meets it again will fail with it."""
     began = time.perf_counter()
     try:
         for sampling, top_logprobs in REPLIES:
@@ -121,7 +121,7 @@ def rehearse(runner: Runner) -> None:
 
 
 def _reply(runner: Runner, sampling: Sampling, top_logprobs: int | None) -> None:
-    """Two prompts are read, each has several choices, and rows leave one after the other."""
+    """Read two prompts, decode several choices of each, and let the rows leave in turn."""
     n_reply = 2 * (N_PLAIN + N_WIDE) * WIDTH
     ids = [1 + i % 16 for i in range(N_PROMPT)]
     prompts = [Prompt(np.array(ids[:n])) for n in (N_PROMPT, N_PROMPT - 3)]
@@ -147,8 +147,8 @@ def _reply(runner: Runner, sampling: Sampling, top_logprobs: int | None) -> None
 
 
 def _read(runner: Runner, prompts: Sequence[Prompt]) -> list[Row]:
-    """A row for each prompt that has read all but its last token: the first part by itself, the rest
-    with the others where that is possible."""
+    """A row for each prompt, with all but the last token read: the first half alone, the rest
+    together if possible."""
     rows = [runner.start(None) for _ in prompts]
     for row, prompt in zip(rows, prompts, strict=True):
         runner.prefill(row, prompt, len(prompt) // 2)

@@ -1,8 +1,8 @@
-"""Feeding a group several tokens a row, and taking back those that were wrong.
+"""Feeds a group several tokens per row, and takes back those that were wrong.
 
     attention     moves the end of each row back; nothing is computed again
-    other layers  (recurrent states, whatever cannot be cut) get back their arrays from before the step;
-                  the row's accepted tokens are fed once more, together with its next draft
+    other layers  (recurrent states, whatever cannot be cut) return to their arrays from before the
+                  step; the row's accepted tokens are fed once more, together with its next draft
 
 Owner: the engine thread, through a verification.
 """
@@ -43,7 +43,7 @@ def is_rewindable(layers: Sequence[Any]) -> bool:
 def can_be_cut_meanwhile(layers: Sequence[Any]) -> bool:
     """Whether records can be cut out of rows while a step with drafts runs.
 
-    What it writes lies after all of their tokens, and cuts go by position.
+    The step writes only after all of their tokens, and records are cut by position.
     """
     return all(
         isinstance(c, RaggedCache) or kind(c) in ("KVCache", "QuantizedKVCache")
@@ -70,7 +70,7 @@ def _ready(layer: Any, arrays: IndexArrays) -> Any:
 
 
 def plain(layer: Any) -> Any:
-    """mlx-lm's own cache again, of a lone row that was made ready."""
+    """A lone row's cache as mlx-lm's own class again: undoes `ready`."""
     if hasattr(layer, "caches"):
         layer.caches = tuple(plain(c) for c in layer.caches)
         return layer
@@ -81,8 +81,8 @@ def plain(layer: Any) -> Any:
 class RaggedStep:
     """One step in which rows consume unequal numbers of tokens; shorter ones are padded at their ends.
 
-    fed: how many tokens each row consumes. width: of the step, if it is wider than the longest. follows:
-    the step before, if this one was dispatched before that was settled.
+    fed: how many tokens each row consumes. width: of the step, if it is wider than the longest row.
+    follows: the previous step, if this one was dispatched before that was settled.
     """
 
     layers: Sequence[Any]
@@ -90,7 +90,7 @@ class RaggedStep:
     width: int = 0
     follows: InitVar[RaggedStep | None] = None
     lengths: list[int] = field(default_factory=list)
-    """How many tokens each row holds after it."""
+    """How many tokens each row holds after the step."""
     _before: list[tuple[Any, Any]] = field(default_factory=list)
 
     def __post_init__(self, follows: RaggedStep | None) -> None:
@@ -113,7 +113,7 @@ class RaggedStep:
         same: tuple[Any, Any] = None, None
         for layer, before in self._before:
             if isinstance(layer, RaggedCache):
-                if before == same[1]:  # as a rule, all layers hold the same tokens
+                if before == same[1]:  # usually, all layers hold the same tokens
                     layer.keep_like(same[0])
                 else:
                     self.lengths = [n + k for n, k in zip(before, kept, strict=True)]

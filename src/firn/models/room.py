@@ -1,9 +1,10 @@
 """Room for a whole prompt in a row's caches, before its first chunk.
 
-mlx-lm's caches grow by 256 tokens, and each time copy everything they hold: nearly once a chunk, into a
-buffer of a size that MLX's buffer cache never has. A prompt's length is known, so it becomes the caches'
-step for one allocation; then they get their usual step back. Large caches that already hold tokens grow
-here, one after the other: a chunk is dispatched as a whole, and would hold all of them twice.
+mlx-lm's caches grow by 256 tokens, and each time copy everything they hold: nearly once per chunk,
+into a buffer of a size that MLX's buffer cache never has. A prompt's length is known, so it becomes
+the caches' step for one allocation; then their usual step is restored. Large caches that already
+hold tokens grow here, one after the other: a chunk is dispatched as a whole, and would hold all of
+them twice.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from firn.models.layers import leaves
 from firn.models.shapes import growth, rounded
 
 MORE_SHARE, MAX_MORE_TOKENS = 8, 1024
-"""Room after a prompt: one part in MORE_SHARE of it, up to a maximum. Growing copies everything, and
-most turns add little."""
+"""Room after a prompt: 1 / MORE_SHARE of its length, up to a maximum. Growing copies everything,
+and most turns add little."""
 LATER_NBYTES = 8 << 20
-"""Layers of up to this size are copied with the next pass: waiting for each takes longer than that."""
+"""Layers of up to this size are copied with the next pass: waiting for each would take longer."""
 GROWING = (KVCache, QuantizedKVCache)
-"""These classes exactly: others use their step for windows and rings."""
+"""Exactly these classes: others use their step for windows and rings."""
 
 
 def give_room(layers: Sequence[Any], n_tokens: int, *, few_shapes: bool = False) -> None:
-    """Make these caches grow next to `n_tokens`, and some more for the reply and the next turn.
+    """Make these caches next grow to `n_tokens`, and some more for the reply and the next turn.
 
-    few_shapes: to one of the few buffer sizes of this device, with room for padding."""
+    few_shapes: to one of the few buffer sizes that this device uses, with room for padding."""
     for layer in _growing(layers):
         step = type(layer).step
         wanted = n_tokens + max(step, min(n_tokens // MORE_SHARE, MAX_MORE_TOKENS))

@@ -1,4 +1,4 @@
-"""Runs the model: prefill of one row, or of several short prompts at once; decode of all rows together.
+"""Runs the model: prefill of one row, or of several short prompts in one pass; decode of all rows.
 
 Owner: the engine thread. Every mx.array of a live sequence is created and freed here.
 
@@ -7,8 +7,9 @@ were dispatched before. With nothing else to do, one step stays in flight, so th
 next step while the device computes this one. A row that ends has therefore consumed its last token
 already, and the next turn of the conversation can start from its state.
 
-The next mask of a row with a grammar needs the row's last token on the host. The group's forward pass
-needs that token on the device only, so half of the pass is dispatched before the masks are computed:
+The next mask of a row with a grammar needs the row's last token on the host. The group's forward
+pass only needs that token on the device, so half of the pass is dispatched before the masks are
+computed:
 
     device   pick n | first half of forward n+1     | second half  | pick n+1 | first half ...
     host              read n -> masks -> dispatch the second half and pick n+1 -> first half of n+2 ...
@@ -51,7 +52,7 @@ from firn.models.traced import LONE_COLUMNS, PLAIN, TracedSteps
 from firn.models.verify import Feed, PickedToken, TakenTokens, Verification
 
 SOON_NBYTES = 64 << 20
-"""A restored past of up to so many bytes takes a GPU less time than a decode step."""
+"""A GPU computes a restored past of up to this size in less time than a decode step."""
 
 
 class Runner:
@@ -73,9 +74,10 @@ class Runner:
     ) -> None:
         """arguments: what the model takes besides token ids; None for a text model.
 
-        threads: of the BLAS, where firn chooses them. speculation: drafts tokens; None for one token a
-        step. shapes: for a device that prefers few of them. traced: for one that computes a step sooner
-        than the host builds it. max_padding: how many unused cells a group may hold, counted in tokens.
+        threads: of the BLAS, if firn chooses them. speculation: drafts tokens; None for one token
+        per step. shapes: for a device that prefers few of them. traced: for one that computes a
+        step faster than the host builds it. max_padding: how many unused cells a group may hold,
+        counted in tokens.
         """
         self.info = info
         self._model = model
@@ -95,18 +97,19 @@ class Runner:
         """Memory in use, and the peak so far, when the last chunk was dispatched."""
         self.chunk_peak_nbytes = 0
         self._padding_is_checked = False
-        """The model was seen to compute padded passes correctly."""
+        """Whether the model is known to compute padded passes correctly."""
 
     # --- prefill ---------------------------------------------------------------------------
 
     def start(self, restored: Restored | None) -> Row:
-        """A new row, empty or with a restored past. The past is computed now, so that the first chunk's
-        time is its own."""
+        """A new row, empty or with a restored past. The past is computed now, so that it does not
+        count as the first chunk's time."""
         layers = self._make_layers()
         if restored is None:
             return Row(layers)
         restored.fill(layers)
-        # Where a step in flight would be awaited as well, a small past is computed with the first chunk.
+        # Where shapes are few (on CUDA), waiting would include the step in flight: a small past is
+        # computed with the first chunk.
         is_soon = self._shapes is not None and restored.nbytes < SOON_NBYTES
         (mx.async_eval if is_soon else mx.eval)([layer.state for layer in layers])
         row = Row(layers, restored.n_tokens)
@@ -180,7 +183,7 @@ class Runner:
         mx.async_eval([layer.state for row in rows for layer in row.layers])
 
     def settle(self, row: Row) -> list[TokenLogprob]:
-        """Wait until the row's caches are computed. Returns the prompt logprobs its chunk asked for."""
+        """Wait until the row's caches are computed. Returns the chunk's prompt logprobs, if any."""
         mx.eval([layer.state for layer in row.live_layers])
         (active, peak_before), peak = self._memory_before, mx.get_peak_memory()
         lasting = max(active, mx.get_active_memory())
@@ -222,14 +225,14 @@ class Runner:
 
     @property
     def rest_tokens(self) -> int:
-        """The last tokens of a prompt, but the very last, that a step of several tokens can read."""
+        """How many tokens before a prompt's last one a step of several tokens can read as well."""
         is_plain = isinstance(self._arguments, IdsOnly) and self._mtp is None
         return MAX_FEED - 1 if self.speculation is not None and is_plain else 0
 
     def join(self, row: Row, token: int, *, before: Sequence[int] = (), n_coming: int = 0) -> None:
-        """Let the row take part in decode steps, starting by consuming `token`, and others before it.
+        """Let the row take part in decode steps. It first consumes `before`, then `token`.
 
-        n_coming: how many rows will follow soon; the group makes room for some of them at once.
+        n_coming: how many rows will follow soon; the group makes room for some of them now.
         """
         for group in self._groups:
             if group.has_room_for(row, self._max_rows, max_padding=self._max_padding):
@@ -251,7 +254,7 @@ class Runner:
     def _feed_pending(self, group: Group) -> None:
         """Let a lone row whose step was taken back consume all but its newest token.
 
-        For models that can only group rows whose steps are equally wide.
+        For models whose rows can share a group only if all take equally many tokens per step.
         """
         group.settle()
         row, rest = group.seats[0], group.seats[0].pending[:-1]
@@ -266,7 +269,7 @@ class Runner:
             row.hidden = [HiddenAt(self._mtp.hidden, 0, len(rest) - 1)]
 
     def resume(self, row: Row, reply: Sequence[int], *, alone: bool = True) -> None:
-        """Go on after this reply, in a row whose prompt was read again after a fault.
+        """Continue after this reply, in a row whose prompt was read again after a fault.
 
         alone: in a group of its own.
         """
@@ -280,7 +283,7 @@ class Runner:
         row.forced = dict(enumerate(tokens, start=at))
 
     def leave(self, rows: Sequence[Row]) -> None:
-        """Drop rows; the others are not disturbed. Rows that never joined are fine."""
+        """Drop rows; the others are not disturbed. Rows that never joined are accepted."""
         if self.speculation is not None:
             for row in rows:
                 self.speculation.close(row)
@@ -291,7 +294,7 @@ class Runner:
             row.layers, row.group = [], None
 
     def groups(self) -> list[list[Row]]:
-        """The rows by group: what fails together when a step fails."""
+        """The rows by group: when a step fails, all rows of its group fail."""
         return [g.rows for g in self._groups]
 
     def launch(self, rows: Sequence[Row]) -> None:
@@ -341,7 +344,7 @@ class Runner:
                 row.hidden = [HiddenAt(self._mtp.hidden, i, 0)]
 
     def _next_logits(self, group: Group) -> mx.array:
-        """Logits (seats, vocabulary) of a step of one token a seat. A prediction head does not run."""
+        """Logits (seats, vocabulary) of a step of one token per seat. Runs no prediction head."""
         ids, arguments = group.next_tokens, self._arguments.step(group.seats)
         logits: mx.array
         if len(group.seats) > 1 or group.width < LONE_COLUMNS:
@@ -365,7 +368,7 @@ class Runner:
         group.make_ready()
         feed = Feed(tuple(group.seats), tuple(drafts))
         width = max(feed.lengths)
-        if is_rewindable(group.layers):  # other layers would have to be told about padding
+        if is_rewindable(group.layers):  # other layers would have to know about padding
             width = traits.shape(width)
         self._prepare(len(feed.rows) * width)
         step = RaggedStep(group.layers, feed.lengths, width)
@@ -399,7 +402,7 @@ class Runner:
         return logits
 
     def _traced_logits(self, group: Group, ids: mx.array, columns: Columns) -> mx.array | None:
-        """None where the step must be built in Python."""
+        """None if the step must be built in Python."""
         if self._traced is None or any(row.gap for row in group.seats):
             return None
         return self._traced.logits(ids, group.layers, columns)
@@ -442,7 +445,7 @@ class Runner:
         mx.eval(mx.array(0) + 1)
 
     def free_memory(self) -> None:
-        """Give the device back what MLX keeps for reuse, and the buffers of steps that have failed."""
+        """Release the memory that MLX keeps for reuse, and the buffers of failed steps."""
         with suppress(RuntimeError):  # the fault is known
             mx.synchronize()
         free_unused()
@@ -486,7 +489,7 @@ class Runner:
 
     def live_nbytes(self) -> int:
         """Bytes of the decoding rows' caches. Vacant seats do not count: the rows that will take them
-        are accounted for by themselves."""
+        are accounted for separately."""
         return sum(group.used_nbytes for group in self._groups)
 
 
