@@ -1,6 +1,6 @@
-"""Decodes a picture file to RGB pixels, or says why it cannot. Pure.
+"""Decodes a picture file to RGB pixels, or reports why it cannot. Pure.
 
-The pixels are what a viewer would show: turned upright, transparency over white, 16-bit values scaled.
+The pixels are what a viewer would show: upright, transparency over white, 16-bit values scaled.
 Structure and size are checked before any pixel is decoded.
 """
 
@@ -26,7 +26,7 @@ DAMAGE = (
     OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError,
     ZeroDivisionError, NotImplementedError, MemoryError, struct.error, zlib.error,
 )  # fmt: skip
-"""What Pillow's decoders raise for damaged files."""
+"""The exceptions that Pillow's decoders raise for damaged files."""
 WHITE = (255, 255, 255, 255)
 PLAIN_MODES = frozenset({"1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "LAB", "HSV"})
 ALPHA_MODES = frozenset({"RGBA", "RGBa", "LA", "La", "PA"})
@@ -57,8 +57,8 @@ def _check(image: Image.Image, max_pixels: int) -> None:
         raise Undecodable(
             f"has {width} x {height} pixels; the limit is {max_pixels / 1e6:g} million"
         )
-    # An MPO from a camera has several views of one scene; the first is the picture. GIF and TIFF were
-    # checked by their structure already: a decoder takes longer to count their frames.
+    # A camera's MPO file has several views of one scene; the first is the picture. The structure
+    # check has already counted the frames of GIF and TIFF files: a decoder would take longer.
     if image.format in ("PNG", "WEBP") and getattr(image, "is_animated", False):
         raise Undecodable(SEVERAL_PICTURES)
 

@@ -1,6 +1,7 @@
 """Documents of messages, read as text: PDF and everything that is plain text.
 
-Owner: the asyncio thread. Files are decoded on threads of their own, PDF in a process (see `pdf_text`).
+Owner: the asyncio thread. Files are decoded on separate threads, PDFs in a separate process
+(see `pdf_text`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from firn.media import pdf_text
 MIB = 1 << 20
 PDF = "application/pdf"
 PDF_HEAD, PDF_HEAD_NBYTES = b"%PDF-", 1024
-"""Some programs write a byte order mark or a header of their own before it; readers allow for that."""
+"""Some programs write a byte order mark or their own header before it; PDF readers accept that."""
 TEXT_TYPES = ("text/", "application/json", "application/xml", "application/x-yaml")
 N_THREADS = 2
 MAX_KEPT_CHARS = 16 * MIB
@@ -30,7 +31,7 @@ MAX_KEPT_CHARS = 16 * MIB
 
 @dataclass(frozen=True, slots=True)
 class DocumentLimits:
-    """Per document. count, total_s: for all documents of one request."""
+    """Limits per document; count and total_s apply to all documents of one request together."""
 
     nbytes: int = 32 * MIB
     pages: int = 1000
@@ -45,7 +46,7 @@ class UnreadableDocument(Exception):
 
 
 class Documents:
-    """Fills in the text of a request's documents. Keeps the newest: later turns send them again."""
+    """Fills in the text of a request's documents. Caches recent ones: later turns resend them."""
 
     def __init__(self, limits: DocumentLimits | None = None) -> None:
         self._limits = limits or DocumentLimits()
@@ -57,7 +58,7 @@ class Documents:
     ) -> GenerateRequest:
         """The request with the text of each document, or with the reason why there is none.
 
-        Texts are kept per owner: the time that reading takes tells nobody what others have sent.
+        Texts are cached per owner, so that response times do not reveal what others have sent.
         """
         source = request.source
         if not isinstance(source, Chat) or not any(map(_is_unread, _parts(source))):

@@ -1,4 +1,4 @@
-"""What is wrong with a picture, in words for whoever sent it."""
+"""What is wrong with a picture, worded for its sender."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ class Undecodable(Exception):
 
 
 def one_line(error: BaseException) -> str:
-    """A library's message on one line; the error's class where it has no message."""
+    """The error's message on one line; the name of its class if it has no message."""
     return " ".join(str(error).split())[:MAX_CHARS] or type(error).__name__

@@ -1,8 +1,8 @@
 """Pictures by URL: fetched only where the operator allows it, and only from the public internet.
 
-A host name is resolved once, all its addresses must be public, and the connection goes to one of them:
-what was checked is what is used, even if the name resolves to something else a moment later. Each
-redirect is checked like the first URL. Proxies and .netrc of the environment are ignored.
+A host name is resolved once, all its addresses must be public, and the connection is made to one of
+them: the address that was checked is the one used, even if the name resolves differently a moment
+later. Each redirect is checked like the first URL. Proxy settings and .netrc are ignored.
 
 Owner: the asyncio thread.
 """
@@ -30,16 +30,16 @@ MAX_REDIRECTS = 3
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MAX_AT_ONCE = 8
 MAX_URLS = 256
-"""Different URLs in one request; a prompt may have as many pictures."""
+"""Distinct URLs in one request. A prompt may have the same number of pictures."""
 TOTAL_FACTOR = 8
-"""All pictures of a request together may be this many times as large as one."""
+"""Size limit for all pictures of a request together, as a multiple of the limit for one."""
 TOO_MANY = f"more than {MAX_URLS} images to fetch; send fewer."
 HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "firn"}
 
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
-    """Per picture. plain_http: http:// is allowed as well as https://."""
+    """Limits per picture. plain_http: http:// is allowed as well as https://."""
 
     nbytes: int
     timeout_s: float = 10.0
@@ -66,8 +66,8 @@ class Fetcher:
     ) -> GenerateRequest:
         """The request with the bytes of each picture, or with the reason why there are none.
 
-        Nothing is kept. Raises BadPicture if a picture of the newest message fails; without an older one
-        the conversation goes on.
+        Nothing is cached. Raises BadPicture if a picture of the newest message fails; if an older
+        one fails, the conversation continues without it.
         """
         source = request.source
         if not isinstance(source, Chat) or not any(map(_is_remote, _parts(source))):
@@ -144,7 +144,7 @@ class Fetcher:
     async def _get(
         self, client: httpx.AsyncClient, url: httpx.URL, part: PicturePart
     ) -> bytes | httpx.URL:
-        """The body, or where the redirect leads."""
+        """The body, or the URL that the server redirects to."""
         address = await self._checked(url, part)
         pinned = url.copy_with(host=str(address), userinfo=b"")
         async with client.stream(
@@ -172,7 +172,7 @@ class Fetcher:
             return bytes(body)
 
     async def _checked(self, url: httpx.URL, part: PicturePart) -> Address:
-        """An address to connect to, if the URL is one that may be fetched."""
+        """An address to connect to, if the URL may be fetched. Raises BadPicture."""
         schemes = ("https", "http") if self._limits.plain_http else ("https",)
         if url.scheme not in schemes:
             raise BadPicture(
@@ -196,8 +196,8 @@ async def system_resolver(host: str, port: int) -> list[str]:
 
 
 def is_public(address: Address) -> bool:
-    """Not private, loopback, link-local, shared (CGNAT), multicast or reserved, nor an IPv6 form of such
-    an IPv4 address."""
+    """Whether the address is not private, loopback, link-local, shared (CGNAT), multicast or
+    reserved, nor an IPv6 form of such an IPv4 address."""
     if isinstance(address, ipaddress.IPv6Address):
         inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
         if any(a is not None and not is_public(a) for a in inner):

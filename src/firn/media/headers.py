@@ -1,8 +1,9 @@
-"""Checks a picture file's structure before anything decodes it: linear time, with limits. Pure.
+"""Checks a picture file's structure before it is decoded: in linear time, with limits. Pure.
 
-A file of a few megabytes can have a million pages, tags that each claim the whole file, or a thousand
-passes over every pixel, and a decoder would go through all of it. What no camera or program writes is
-refused here. A damaged file is left to the decoder, whose message says more.
+A file of a few megabytes can have a million pages, tags that each claim the whole file, or a
+thousand passes over every pixel, and a decoder would process all of it. Files that no camera or
+program would write are refused here. Damaged files are left to the decoder, whose message is more
+specific.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ EXIF = b"Exif\0\0"
 
 
 def check(data: bytes) -> None:
-    """Raises Undecodable for what must not reach a decoder."""
-    with contextlib.suppress(struct.error, IndexError):  # cut off: the decoder will say so
+    """Raises Undecodable for a file that must not reach a decoder."""
+    with contextlib.suppress(struct.error, IndexError):  # truncated: the decoder will report it
         if data[:4] in TIFF_HEADS:
             if _check_tags(data):
                 raise Undecodable(SEVERAL_PICTURES)
@@ -51,7 +52,7 @@ def check(data: bytes) -> None:
 
 
 def _check_tags(data: bytes) -> int:
-    """Checks a TIFF's first directory, which is also the form of Exif. Returns where the next one is."""
+    """Checks the first directory of a TIFF file or Exif data. Returns the next one's offset."""
     order = "<" if data[:2] == b"II" else ">"
     big = 43 in (data[2], data[3])
     if big:
@@ -78,7 +79,7 @@ def _check_tags(data: bytes) -> int:
 
 def _check_exif(blob: bytes) -> None:
     blob = blob.removeprefix(EXIF)
-    with contextlib.suppress(struct.error, IndexError):  # cut off: nobody reads it
+    with contextlib.suppress(struct.error, IndexError):  # truncated: it is never read
         if blob[:4] in TIFF_HEADS:
             _check_tags(blob)
 
@@ -95,7 +96,7 @@ def _check_jpeg(data: bytes) -> None:
         if marker == 0xDA:
             _check_scans(data, at, n_pixels)
             return
-        if marker == 0x01 or 0xD0 <= marker <= 0xD9:  # these stand alone
+        if marker == 0x01 or 0xD0 <= marker <= 0xD9:  # markers without a length
             at += 2
             continue
         (n,) = struct.unpack_from(">H", data, at + 2)
@@ -112,7 +113,7 @@ def _check_jpeg(data: bytes) -> None:
 
 
 def _check_scans(data: bytes, first: int, n_pixels: int) -> None:
-    """Each scan of a progressive picture is a pass over all of its pixels."""
+    """Limits the scans of a progressive picture: each is a pass over all of its pixels."""
     end = data.find(b"\xff\xd9", first)
     n_scans = data.count(b"\xff\xda", first, end if end >= 0 else len(data))
     if n_scans > MIN_SCANS and n_scans * n_pixels > MAX_SCANNED_PIXELS:
@@ -147,7 +148,7 @@ def _check_gif(data: bytes) -> None:
 
 
 def _check_bmp(data: bytes) -> None:
-    """Pillow decodes runs of pixels one by one, in Python."""
+    """Limits run-length encoding: Pillow decodes the runs one by one, in Python."""
     (n_head,) = struct.unpack_from("<I", data, 14)
     (compression,) = struct.unpack_from("<I", data, 30)
     if n_head >= 40 and compression in (1, 2) and len(data) > MAX_RUNS_NBYTES:

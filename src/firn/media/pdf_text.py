@@ -1,7 +1,8 @@
-"""A program: reads a PDF file on stdin and prints its text as JSON.
+"""A program that reads a PDF file on stdin and prints its text as JSON.
 
-A small PDF can ask for endless work, so each is read in a process that has little memory, writes no
-files and is killed when its time is up. It is run by its path and imports nothing of firn.
+A small PDF can demand endless work, so each is read in a process that has limited memory (where the
+system supports that), writes no files and is killed when its time is up. It is run by its path and
+imports nothing from firn.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def main(max_pages: int, max_chars: int, max_seconds: int) -> None:
         answer = {"text": _text(sys.stdin.buffer.read(), max_pages, max_chars)}
     except MemoryError:
         answer = {"fault": "needs too much memory"}
-    except Exception as e:  # any file may come, and pypdf raises all kinds of errors
+    except Exception as e:  # the file may be anything, and pypdf raises all kinds of errors
         answer = {"fault": " ".join(str(e).split())[:200] or type(e).__name__}
     json.dump(answer, sys.stdout)
 
@@ -35,7 +36,7 @@ def _limit(max_seconds: int) -> None:
         resource.RLIMIT_FSIZE: 0,
     }
     for which, limit in limits.items():
-        with contextlib.suppress(ValueError, OSError):  # not every system knows each of them
+        with contextlib.suppress(ValueError, OSError):  # not every system supports all of them
             resource.setrlimit(which, (limit, limit))
 
 

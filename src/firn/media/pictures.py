@@ -1,9 +1,9 @@
-"""A picture of a message, ready for the prompt: read, decoded, digested, preprocessed.
+"""Prepares a message's picture for the prompt: reads, decodes, digests and preprocesses it.
 
 The digest covers the decoded pixels with their size, the processor's settings and the owner: what the
 model sees and who sent it, not the file format.
 
-Called by several threads of the tokenize pool.
+Called on several threads of the tokenize pool.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Processed(Protocol):
 
 
 class Processor(Protocol):
-    """The model's side; `firn.models.processor.VisionProcessor` implements it."""
+    """The model's part of the work; `firn.models.processor.VisionProcessor` implements it."""
 
     placeholder: str
     inline: bool
     settings: bytes
 
     def process(self, pixels: Pixels) -> Processed:
-        """Raises any exception for a picture that it cannot take."""
+        """May raise any exception for a picture that it cannot process."""
         ...
 
 
@@ -60,7 +60,7 @@ class PictureLimits:
 
 
 class Pictures:
-    """Implements core.ports.Pictures. Keeps the newest pictures: later turns send them again."""
+    """Implements core.ports.Pictures. Caches recent pictures: later turns send them again."""
 
     def __init__(
         self,
@@ -113,9 +113,10 @@ class Pictures:
 
 
 def digest_of(pixels: Pixels, settings: bytes, *, owner: str = "") -> bytes:
-    """The picture's name. Fields are framed by their lengths, so that none can pass for another.
+    """The picture's identity. Each field is preceded by its length: fields cannot run together.
 
-    The vision tower's features are kept by this digest: owners share none, even of the same picture.
+    The vision tower's features are cached by this digest: owners share none, even for the same
+    picture.
     """
     height, width, _ = pixels.shape
     digest = hashlib.blake2b(digest_size=32, person=b"firn-image")

@@ -1,8 +1,8 @@
 """Arranges messages so that a model's template can render them. Pure.
 
-A message stays where it was sent and changes nothing before it: a prompt that grows by a message keeps
-its prefix. Only leading system messages are merged. What a template cannot render in its place becomes a
-part of the message next to it (see `TurnRules`).
+A message stays where it was sent and changes nothing before it: a prompt that grows by a message
+keeps its prefix. Only leading system messages are merged. A message that the template cannot render
+in its place becomes part of the message next to it (see `TurnRules`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ LATE_SYSTEM = "<system-message>\n{}\n</system-message>"
 """How a user turn carries a later system message that the template cannot render."""
 
 EARLIER = "(The conversation began earlier.)"
-"""The first user turn of a chat that begins with the assistant, where the template wants one."""
+"""The first user turn of a chat that begins with the assistant, if the template requires one."""
 NO_RESULT = "(There is no result.)"
-"""The result of an abandoned call, where the template wants one."""
+"""The result of an abandoned call, if the template requires one."""
 
 _CHANGING_LINE = re.compile(
     r"^[ \t]{0,16}x-[a-z0-9-]{0,64}(?:billing|attribution)[a-z0-9-]{0,64}[ \t]{0,16}:.*(?:\r?\n|\Z)",
     re.IGNORECASE | re.MULTILINE,
 )
-"""Repetitions are bounded: with open ones, a name of a megabyte takes quadratic time."""
+"""Repetitions are bounded: with unbounded ones, a name of a megabyte takes quadratic time."""
 
 
 def arrange(messages: Sequence[Message], rules: TurnRules) -> tuple[Message, ...]:
@@ -64,7 +64,7 @@ def _merged_system(messages: Sequence[Message]) -> list[Message]:
     kept = []
     for message in messages:
         stripped = _map_texts(message, strip_changing_lines)
-        # An empty system message is meant (no default prompt); one that stripping empties is not.
+        # An empty system message is deliberate (no default prompt); one emptied by stripping isn't.
         if stripped.parts or not message.parts:
             kept.append(stripped)
     return [_joined(kept)] if kept else []
@@ -146,7 +146,7 @@ def _abandoned(messages: Sequence[Message], at: int) -> list[ToolCall]:
     ids = [m.tool_call_id for m in turn if m.role == "tool"]
     answered = set(ids)
     missing = [call for call in calls if call.id not in answered]
-    # A result without a known id answers one of the calls, too.
+    # A result with an unknown id also answers one of the calls.
     n_strange = max(len(ids) - (len(calls) - len(missing)), 0)
     return missing[n_strange:]
 
@@ -156,7 +156,7 @@ def _no_result(call: ToolCall) -> Message:
 
 
 def _one_call_each(messages: Sequence[Message]) -> list[Message]:
-    """Splits calls made at once into one call after another, each followed by its result."""
+    """Splits parallel calls into single ones, each followed by its result."""
     arranged: list[Message] = []
     at = 0
     while at < len(messages):

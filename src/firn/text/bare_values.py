@@ -24,7 +24,7 @@ def as_root(schema: Any) -> Mapping[str, Any]:
 
 
 def allowed_values(schema: Any) -> Sequence[Any] | None:
-    """The values that the schema allows one by one; None where it lists none."""
+    """The values that the schema lists, by const or enum; None if it lists none."""
     target = resolved(schema, as_root(schema))
     if not isinstance(target, Mapping):
         return None
@@ -33,7 +33,7 @@ def allowed_values(schema: Any) -> Sequence[Any] | None:
 
 
 def string_terminals(schema: Any) -> Iterator[str]:
-    """Terminals of a grammar for the length and pattern that the schema asks of a string."""
+    """Grammar terminals for the length and pattern that the schema requires of a string."""
     target = resolved(schema, as_root(schema))
     if not isinstance(target, Mapping):
         return
@@ -46,7 +46,7 @@ def string_terminals(schema: Any) -> Iterator[str]:
 
 
 def unenforced_members(schema: Mapping[str, Any]) -> Iterator[str]:
-    """Keywords about an object that bare formats cannot enforce: they know its declared members only."""
+    """Object keywords that bare formats cannot enforce: they only handle declared members."""
     if "properties" not in schema and isinstance(schema.get("additionalProperties"), Mapping):
         yield "additionalProperties"
     known = OBJECT_KEYWORDS | ANNOTATIONS
@@ -54,12 +54,12 @@ def unenforced_members(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def unenforced_items(schema: Mapping[str, Any]) -> Iterator[str]:
-    """Keywords about a list that bare formats cannot enforce: they know its length and one schema."""
+    """List keywords that bare formats cannot enforce: they handle only length and one schema."""
     return (key for key in LIST_KEYWORDS if key in schema)
 
 
 def unenforced_text(schema: Any) -> Iterator[str]:
-    """Keywords about a text that `string_terminals` does not turn into terminals."""
+    """String keywords that `string_terminals` does not turn into terminals."""
     target = resolved(schema, as_root(schema))
     if not isinstance(target, Mapping) or allowed_values(schema) is not None:
         return
@@ -91,7 +91,7 @@ def _as_full_match(pattern: str) -> str:
 
 
 def _has_open_bar(pattern: str) -> bool:
-    """Whether there are alternatives outside of any group: an anchor then belongs to only one."""
+    """Whether there are alternatives outside any group: an anchor then belongs to one of them."""
     depth, i, in_class = 0, 0, False
     while i < len(pattern):
         char = pattern[i]

@@ -18,7 +18,7 @@ HEADER_TOKENS = 16
 
 PIECE_WITHIN = 512
 _PIECE = re.compile(r"[\w .,:;-]{16,64}")
-"""Long enough to be found nowhere else, and without characters that templates escape."""
+"""Long enough to occur nowhere else, and without characters that templates escape."""
 
 
 class Boundaries:
@@ -33,12 +33,12 @@ class Boundaries:
     def marked(
         self, prompt: Prompt, rendered: Rendered, messages: Sequence[Message], *, keeps_header: bool
     ) -> Prompt:
-        """The prompt with the positions where messages end; the next turn shares it up to the last."""
+        """The prompt with the ends of its messages; the next turn shares it up to the last one."""
         ids = prompt.ids
         starts = self._message_starts(ids)
         points = {int(p) for p in starts}
         if points and keeps_header:
-            # All but the last token, which the tokenizer may join with the reply's first.
+            # All but the last token, which the tokenizer may merge with the reply's first.
             header, end = max(points), len(ids) - 1
             points = (points - {header} if end - header < HEADER_TOKENS else points) | {end}
         points.update(self._end_of_system(rendered.text, ids, messages))
@@ -70,8 +70,8 @@ class Boundaries:
     ) -> tuple[int, ...]:
         """The ends of the messages that the caller has marked.
 
-        Each message is searched for in the rendered text, after the one before it. The openers up to its
-        end tell how many messages have begun; the message ends at the next opener.
+        Each message is searched for in the rendered text, after the previous one. The number of
+        openers up to its end is the number of messages begun; the message ends at the next opener.
         """
         if not self._openers or not any(m.checkpoint for m in messages):
             return ()
@@ -95,8 +95,9 @@ class Boundaries:
     ) -> Sequence[int]:
         """Where the system prompt ends, in a template that puts it inside the first user message.
 
-        Other chats share the prompt up to there, but no token marks the place: counting the
-        bytes of the tokens finds it. With a tokenizer that changes the text there is no boundary.
+        Other chats share the prompt up to there, but no token marks the place: it is found by
+        counting the bytes of the tokens. With a tokenizer that changes the text, there is no
+        boundary.
         """
         if len(messages) < 2 or messages[0].role != "system" or messages[1].role != "user":
             return ()
@@ -122,10 +123,10 @@ class Boundaries:
 
 
 def _end_of(words: str, text: str, at: int) -> int:
-    """Where a message's words end in the text after `at`; -1: they are not there.
+    """Where a message's words end in the text after `at`; -1 if they are not there.
 
-    Of words that the template has escaped, the end of a piece that looks the same: without it, a search
-    for each of many escaped messages would read all of the text.
+    If the template has escaped the words, the end of a piece that it left unchanged: otherwise, the
+    search for each of many escaped messages would read the whole text.
     """
     piece = _PIECE.search(words, 0, PIECE_WITHIN)
     if piece is None:

@@ -21,10 +21,10 @@ class CallCheck:
         self._tools = {tool.name: tool for tool in tools}
         self._calls: dict[int, tuple[str, list[str]]] = {}
         self._left_s = TIME_S
-        """For all calls of the choice together."""
+        """Time left for all calls of the choice together."""
 
     def see(self, events: Iterable[Event]) -> list[str]:
-        """What is wrong with the calls, one line for each, once the reply has ended."""
+        """Once the reply has ended, what is wrong with its calls: one line for each faulty call."""
         lines: list[str] = []
         for event in events:
             if isinstance(event, ToolCallStarted):
@@ -42,7 +42,7 @@ class CallCheck:
         try:
             value = json.loads("".join(pieces))
         except (ValueError, RecursionError):
-            return ""  # cut short, as the finish reason tells, or raw text that is not JSON
+            return ""  # cut short, as the finish reason shows, or raw text that is not JSON
         began = time.thread_time()
         places = faults(value, tool.parameters, time_s=self._left_s)[:MAX_FAULTS]
         self._left_s -= time.thread_time() - began

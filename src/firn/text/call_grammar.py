@@ -1,4 +1,4 @@
-"""What tool formats build their grammars from: the tools that may be called, JSON for arguments."""
+"""Building blocks for the grammars of tool formats: the callable tools, and JSON for arguments."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ COMBINED = ("anyOf", "oneOf", "allOf", "$ref", "patternProperties", "unevaluated
 DEFINITIONS = ("$defs", "definitions")
 QUOTE = '"'
 FREE_FORM = "input"
-"""The only argument of a free-form tool: a text."""
+"""The only argument of a free-form tool: a string."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallGrammar:
-    """The calls of one request. template: the chat template, which tells the variant of a format that
-    the model was trained with. before: text that may precede the first call; None: no text may.
+    """The calls of one request. template: the chat template, which shows the variant of a format
+    that the model was trained with. before: text that may precede the first call; None: none may.
     """
 
     lark: Lark
@@ -66,7 +66,7 @@ class CallGrammar:
         return self.lark.json(arguments_schema(tool), param=tool.param)
 
     def json_value(self, tool: Tool, parameter: Parameter) -> str:
-        """One argument by itself."""
+        """The value of one argument, as JSON."""
         grammar = lark_grammar(tool)
         if grammar is not None:
             try:
@@ -97,13 +97,13 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
 
 
 def lark_grammar(tool: Tool) -> Grammar | None:
-    """The Lark grammar of the one text that a free-form tool takes; None for other tools."""
+    """The Lark grammar of the string that a free-form tool accepts; None for other tools."""
     grammar = tool.grammar
     return grammar if grammar is not None and grammar.kind == "lark" else None
 
 
 def free_form(tool: Tool) -> Tool:
-    """A free-form tool's regular expression becomes its text's pattern; other tools are unchanged."""
+    """Turns a free-form tool's regular expression into a schema pattern; other tools stay as is."""
     if tool.grammar is None or tool.grammar.kind != "regex":
         return tool
     pattern = {"type": "string", "pattern": f"^(?:{tool.grammar.text})$"}
@@ -118,7 +118,7 @@ class Parameter:
 
 
 def parameters(tool: Tool) -> Sequence[Parameter] | None:
-    """The declared ones, in their order; None where the schema declares none and allows any.
+    """The declared parameters, in order; None if the schema declares none and allows any.
 
     Each schema can be used alone: it carries the definitions that it may refer to.
     """
@@ -139,7 +139,7 @@ def parameters(tool: Tool) -> Sequence[Parameter] | None:
 def with_definitions(schema: Any, root: Mapping[str, Any]) -> Any:
     """A schema from inside `root` with the definitions that it may refer to, so it can be used alone."""
     if not isinstance(schema, Mapping):
-        return schema if isinstance(schema, bool) else {}  # what is no schema asks for nothing
+        return schema if isinstance(schema, bool) else {}  # not a schema: it requires nothing
     return {**{key: root[key] for key in DEFINITIONS if key in root}, **schema}
 
 

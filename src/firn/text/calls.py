@@ -1,8 +1,9 @@
-"""How a tool-call parser is written: as a generator that reads its text and waits for more of it.
+"""The basis of tool-call parsers: generators that read their text and wait for more of it.
 
-A parser's `script` reads from a `Tape` as if the whole call were there. Each `yield` inside the tape's
-methods waits for more text, so the parser works however the stream is cut. It reports what it reads with
-`start` and `arguments`, and raises NotACall if the text turns out to be something else.
+A parser's `script` reads from a `Tape` as if the whole call were there. Each `yield` inside the
+tape's methods waits for more text, so the parser works however the stream is split. It reports what
+it reads with `start` and `arguments`, and raises NotACall if the text turns out to be something
+else.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ class Tape:
         self.pos = position - self._n_dropped
 
     def keep(self) -> None:
-        """What was read so far belongs to a call, and will not come back as text."""
+        """Marks everything read so far as part of a call: `rest` will not return it."""
         self._kept = self.pos
 
     def rewind(self) -> None:
-        """Back to the end of what was kept, to read on in another way."""
+        """Goes back to the end of what was kept, to read on in another way."""
         self.pos = self._kept
 
     def rest(self) -> str:
@@ -151,8 +152,8 @@ class Tape:
     def flow(self, *markers: str) -> Script[tuple[str, str]]:
         """The next piece of the text before the first marker, as soon as there is one.
 
-        (piece, ""), or (piece, marker) once the marker has come and was stepped over. Raises TextEnded
-        at the end of the reply, after all the text was handed out.
+        (piece, ""), or (piece, marker) once the marker has arrived and was stepped over. Raises
+        TextEnded at the end of the reply, after all the text was returned.
         """
         while True:
             text = self.text[self.pos :]
@@ -170,7 +171,7 @@ class Tape:
 
 
 def _overlap(text: str, markers: tuple[str, ...]) -> int:
-    """The length of the longest end of `text` that begins a marker."""
+    """The length of the longest suffix of `text` that begins a marker."""
     longest = min(len(text), max(map(len, markers), default=1) - 1)
     for n in range(longest, 0, -1):
         if any(m.startswith(text[-n:]) for m in markers):
@@ -181,8 +182,8 @@ def _overlap(text: str, markers: tuple[str, ...]) -> int:
 class CallParser(ABC):
     """Reads the calls of one format: text in, calls out; `rest` is the text that belongs to no call.
 
-    Made at an opening marker and fed the text after it. When `done`, `rest` is the text after the last
-    call; if there was no call, all text from the marker on. Owner: a splitter.
+    Created at an opening marker and fed the text after it. When `done`, `rest` is the text after
+    the last call; if there was no call, all text from the marker on. Owner: a splitter.
     """
 
     def __init__(self, marker: str, schemas: ToolSchemas, *, known_only: bool = False) -> None:
@@ -233,7 +234,7 @@ class CallParser(ABC):
         return name
 
     def arguments(self, text: str) -> None:
-        """A piece of the JSON text of the call's arguments."""
+        """Reports a piece of the JSON text of the call's arguments."""
         if text:
             self._out.append(CallArguments(well_formed(text)))
         self.tape.keep()
@@ -266,7 +267,7 @@ class CallParser(ABC):
                 self.done = True
             except TextEnded:
                 self.done = True
-                if self.n_calls:  # what began another marker or call is not text
+                if self.n_calls:  # the beginning of another marker or call is not text
                     self.tape.pos = len(self.tape.text)
                     self.tape.keep()
             except NotACall:

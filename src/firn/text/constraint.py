@@ -1,7 +1,8 @@
 """What a reply must look like: the answer's format, a tool call, either, or text without calls. Pure.
 
-Reasoning may come before all of it. Where the model may answer or call as it likes, there is a grammar
-only if a tool needs one: it is strict, it takes a text of a certain form, or it may not be called.
+Reasoning may come before any of these. Where the model is free to answer or to call, there is a
+grammar only if a tool needs one: because it is strict, accepts a text of a certain form, or may not
+be called.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ class _ConstraintWriter:
         return ReplyConstraint(lark.grammar(f"{lead} ({either})", param=param), left_out)
 
     def _reasoning(self, text: TextSymbol | None) -> str:
-        """What may come before the constrained part: nothing, reasoning, or the rest of it."""
+        """What may precede the constrained part: nothing, reasoning, or the rest of reasoning."""
         think, lark = self._format.think, self._lark
         where = [text.symbol] if text and text.is_terminal else []
         if think is None or self._tail.rstrip().endswith(think.close):

@@ -1,7 +1,7 @@
 """Token ids to text, one at a time, over a short sliding window.
 
 Invariant: the pieces together are the tokenizer's own decoding of all ids, without an incomplete
-character at the end. A piece never ends inside a character: what is incomplete waits.
+character at the end. A piece never ends inside a character: an incomplete one waits.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _Utf8 = codecs.getincrementaldecoder("utf-8")
 MAX_WINDOW = 8
 """A longer window is cut down to its last piece, so that decoding stays cheap."""
 MAX_PENDING = 24
-"""Broken bytes may never become a character: after so many tokens they are passed on as broken."""
+"""Tokens after which incomplete bytes are passed on as broken: they may never form a character."""
 
 
 class Detokenizer:
     """Owner: one choice of one reply.
 
     # _ids:   [0, _start) context, whole characters   [_start, ...) since the last clean point
-    # _emitted: how the decoded window began when text was last passed on
+    # _emitted: the part of the decoded window that was passed on
     """
 
     def __init__(self, tokenizer: Tokenizer, *, visible: frozenset[int] = frozenset()) -> None:
@@ -43,7 +43,7 @@ class Detokenizer:
         return self._emit(text)
 
     def flush(self) -> str:
-        """The rest, without a character that was cut off."""
+        """The rest of the text, without an incomplete last character."""
         text = self._decode(self._ids)
         if text.endswith(BROKEN):
             text = self._without_begun(text)
@@ -52,7 +52,7 @@ class Detokenizer:
         return piece
 
     def _without_begun(self, text: str) -> str:
-        """Drops the tokens of the unfinished character only: it may be what breaks a run of bytes."""
+        """Drops only the tokens of the unfinished character, which may break a run of bytes."""
         n_begun = self._n_begun()
         if not n_begun:
             return text
@@ -72,10 +72,11 @@ class Detokenizer:
         return piece
 
     def _emit_whole_characters(self, text: str) -> str:
-        """The whole characters in front of the unfinished one.
+        """The whole characters before the unfinished one.
 
         A byte-fallback decoder shows a whole run of bytes as broken while its last character is
-        unfinished: with more than one U+FFFD in the new text it is unclear which, so all of it waits.
+        unfinished: if the new text has more than one U+FFFD, it is unclear which characters are
+        whole, so all of it waits.
         """
         stable = text[:-1]
         is_full = len(self._ids) - self._start > MAX_PENDING
@@ -96,7 +97,7 @@ class Detokenizer:
         return self._decode(self._ids[self._start :])
 
     def _n_begun(self) -> int:
-        """How many bytes at the end are the beginning of a character."""
+        """How many bytes at the end begin an unfinished character."""
         decoder = _Utf8("replace")
         decoder.decode(b"".join(map(self._token_bytes, self._ids[-4:])))
         pending, _ = decoder.getstate()

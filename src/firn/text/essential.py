@@ -1,11 +1,11 @@
-"""What sparse prefill never skips of a prompt: system prompt, tools, the newest message. Pure.
+"""What sparse prefill never skips in a prompt: system prompt, tools, the newest message. Pure.
 
-Messages begin at openers, and templates differ in what else they put between them: tools in a message of
-their own, before the first user's words or before the last one's. Where that is unclear, more is
-essential rather than less.
+Messages begin at openers, and templates differ in what else they put between them: tools may be in
+a message of their own, before the first user's words or before the last user's. Where that is
+unclear, more is essential rather than less.
 
-A newest message that is long (a pasted file with a question) would leave nothing to skip. Of such a
-message only the beginning and the end are essential: that is where people put their question.
+A long newest message (a pasted file with a question) would leave nothing to skip. Only its
+beginning and its end are essential: that is where people put their question.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from firn.core.values import Message
 
 LONG_CHARS = 64
-"""More than this between a message's opener and its words is not just a header."""
+"""A longer text between a message's opener and its words is not just a header."""
 SHORT_CHARS = 8
-"""A message this short may occur anywhere by chance."""
+"""A message this short may occur elsewhere by chance."""
 LONG_MESSAGE = 2048
 """In tokens. A newest message up to this length is read whole."""
 BEGINNING, ENDING = 256, 768
-"""In tokens. What is read of a longer one: from its first word on, and up to its last."""
+"""In tokens. How much of a longer one is read, at its beginning and at its end."""
 
 Ranges = tuple[tuple[int, int], ...]
-"""Of tokens, half-open, in order."""
+"""Half-open ranges of tokens, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Opener:
 class NewestMessage:
     """Where the newest message is, in tokens.
 
-    # start: with tools that only the newest turn has   [words, end): what its author wrote
+    # start: including tools that only the newest turn has   [words, end): what its author wrote
     """
 
     start: int

@@ -33,7 +33,7 @@ THINK_TAGS: Mapping[str, ThinkTags] = MappingProxyType(
         "kimi_k3": ThinkTags("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
     }
 )
-"""Reasoning formats by name, the commonest first."""
+"""Reasoning formats by name, the most common first."""
 
 _DROP = {
     THINK_TAGS["kimi_k3"]: (
@@ -63,9 +63,10 @@ _REASONING_ALIASES = {
 class ReplyFormat:
     """How to read a reply.
 
-    tool: the name of a tool-call format, or None where the model cannot call. think: its reasoning tags.
-    visible: control tokens that are markup, which the splitter must see as text. drop: markup around the
-    text, which nobody must see. native: the tokenizer's own parser, for `whole_call`.
+    tool: the name of a tool-call format, or None if the model cannot call tools. think: its
+    reasoning tags. visible: control tokens that are markup, which the splitter must see as text.
+    drop: markup around the text, which is never shown. native: the tokenizer's own parser, for
+    `whole_call`.
     """
 
     tool: str | None = None
@@ -91,7 +92,7 @@ PLAIN = ReplyFormat()
 
 
 def markup_tokens() -> frozenset[str]:
-    """Every token that any model writes reasoning or calls with."""
+    """Every token that any model uses to mark up reasoning or calls."""
     calls = {token for form in formats().values() for token in form.tokens}
     return frozenset(calls.union(*map(tokens_of, THINK_TAGS.values())))
 
@@ -118,11 +119,11 @@ def detect_format(
     native: NativeParser | None = None,
     takes_tools: bool = True,
 ) -> ReplyFormat:
-    """The model's format. Raises SetupError for an override that is not a name of the lists above.
+    """The model's format. Raises SetupError for an override that is not in the lists above.
 
-    native: the parser that the tokenizer itself names. It reads formats that no file here knows, or any
-    format when the override is "whole_call". takes_tools: whether the chat template does; else the
-    model is told in words which tools there are, and how to call them.
+    native: the parser that the tokenizer itself names. It reads formats that no file here supports,
+    or any format if the override is "whole_call". takes_tools: whether the chat template does; if
+    not, the system prompt describes the tools and how to call them.
     """
     template = tokenizer.chat_template or ""
     clues = Clues(template, lambda text: tokenizer.token_id(text) is not None)
@@ -180,7 +181,7 @@ def _think_tags(clues: Clues, override: str | None, tool: ToolFormat | None) -> 
 
 
 def tokens_of(tags: ThinkTags) -> list[str]:
-    """The control tokens that a pair of tags is made of."""
+    """The control tokens that a pair of tags consists of."""
     pieces = {"<|channel>thought": ["<|channel>"]}
     if "<|sep|>" in tags.open:
         return ["<|open|>", "<|close|>", "<|sep|>"]

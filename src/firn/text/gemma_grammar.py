@@ -37,7 +37,7 @@ def gemma_calls(g: CallGrammar, opening: str, quote: str, closer: str) -> str:
 
 
 class _GemmaWriter:
-    """Writes the grammar of one tool's calls. `param`: where the request has the tool."""
+    """Writes the grammar of one tool's calls. `param`: the tool's place in the request."""
 
     def __init__(self, g: CallGrammar, quote: str, param: str) -> None:
         self._lark = g.lark
@@ -120,7 +120,7 @@ class _GemmaWriter:
 
 
 def _items(item: str, schema: Mapping[str, Any]) -> str:
-    """Items with commas between them, as many as the schema says."""
+    """Items with commas between them, as many as the schema allows."""
     least, most = schema.get("minItems"), schema.get("maxItems")
     low = least if isinstance(least, int) else 0
     if most == 0:

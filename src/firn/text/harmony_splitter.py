@@ -94,7 +94,7 @@ class HarmonySplitter:
         if n_header > _MAX_HEADER or not _may_be_header(self._header):
             body, self._header = self._header, ""
             self._kind = "text"
-            if body.startswith((START, CHANNEL)):  # would begin the same header again, for ever
+            if body.startswith((START, CHANNEL)):  # else the same header would begin again, forever
                 self._emit(body[:1], self._n_fed - len(body))
                 body = body[1:]
             return body

@@ -14,8 +14,8 @@ from firn.text.rendering import Span
 
 @dataclass(frozen=True, slots=True)
 class _InfillTokens:
-    """order: tokens, the text before the gap ("P") and the text after it ("S"). ends: more tokens that
-    end what is filled in."""
+    """order: tokens, the text before the gap ("P") and the text after it ("S"). ends: further
+    tokens that end the filled-in text."""
 
     order: tuple[str, ...]
     ends: tuple[str, ...] = ()
@@ -43,13 +43,13 @@ _FAMILIES = (
     _InfillTokens(("<[fim-suffix]>", "S", "<[fim-prefix]>", "P", "<[fim-middle]>")),
     # Codestral
     _InfillTokens(("[SUFFIX]", "S", "[PREFIX]", "P")),
-    # CodeLlama: its tokens begin with a blank, as SentencePiece writes one or as it is
+    # CodeLlama: its tokens begin with a space, or with SentencePiece's symbol for one
     _InfillTokens((" <PRE>", "P", " <SUF>", "S", " <MID>"), (" <EOT>",)),
 )
 
 
 TypedSpans = Callable[[str], Sequence[Span]]
-"""Where a text spells control tokens that are plain text."""
+"""The spans of a text that spell a control token but are plain text."""
 
 
 def _nowhere(text: str) -> Sequence[Span]:
@@ -114,6 +114,6 @@ def _encode_inside(tokenizer: Tokenizer, text: str, typed: Sequence[Span]) -> Se
 def _opening(tokenizer: Tokenizer) -> list[int]:
     """The tokens that the tokenizer puts in front of every text."""
     ids: Sequence[int] = tokenizer.encode("", add_special=True)
-    while ids and ids[-1] in tokenizer.eos and len(ids) > 1:  # some append one, too
+    while ids and ids[-1] in tokenizer.eos and len(ids) > 1:  # some append one as well
         ids = ids[:-1]
     return list(ids)

@@ -6,9 +6,9 @@ from firn.core.values import MessagePart, TextPart
 
 
 class JoinedParts:
-    """The parts of a message in the making. Owner: the call that makes it.
+    """The parts of a message under construction. Owner: the call that builds it.
 
-    Texts are joined once, at the end: anybody may send a message of a hundred thousand texts.
+    Texts are joined once, at the end: a client may send a message of a hundred thousand texts.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class JoinedParts:
         """The last part is a text, made of `_texts`."""
 
     def add(self, part: MessagePart, *, between: str = "") -> None:
-        """A text continues the text before it, with `between` unless one of the two is empty."""
+        """Adds a part. A text extends the previous one, with `between` unless either is empty."""
         if not isinstance(part, TextPart):
             self.end_text()
             self._parts.append(part)

@@ -1,8 +1,8 @@
-"""Reads calls written as JSON, while they arrive.
+"""Reads calls written as JSON, as they arrive.
 
-The text of the arguments is passed on as it comes, and what models get wrong in JSON is corrected on the
-way: raw line breaks, stray backslashes and halves of characters in strings, Python's True and None, and
-top-level scalars of another type than the schema's.
+The text of the arguments is passed on as it arrives, and common mistakes of models are corrected on
+the way: raw line breaks, stray backslashes and lone surrogates in strings, Python's True and None,
+and top-level scalars of another type than the schema's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ESCAPES = '"\\/bfnrt'
 _UNICODE = re.compile(r"\\u[0-9a-fA-F]{4}")
 _FIRST_HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _SECOND_HALF = re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
-"""A character beyond 16 bits is written as two escapes."""
+"""A character beyond 16 bits is written as two escapes, its surrogates."""
 _BROKEN = "\\ufffd"
 _CLOSER = {"{": "}", "[": "]"}
 
@@ -38,7 +38,7 @@ TypesOf = Callable[[str], frozenset[str]]
 
 
 class JsonTape:
-    """JSON values from a tape. `copy_*` hand a value's text to a sink as it arrives."""
+    """Reads JSON values from a tape. `copy_*` pass a value's text to a sink as it arrives."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
@@ -64,7 +64,7 @@ class JsonTape:
         return "".join(parts)
 
     def copy_object(self, sink: Sink, types_of: TypesOf) -> Script[None]:
-        """An object; its top-level scalars get the types that `types_of` says for their keys."""
+        """Copies an object; converts top-level scalars to the types that `types_of` returns."""
         yield from self._copy_char("{", sink)
         if (yield from self._closes("}", sink)):
             return
@@ -134,8 +134,8 @@ class JsonTape:
         return "\\\\"
 
     def _character(self, escape: str) -> Script[str]:
-        """The escapes of one character. Half of one is broken: clients refuse it, or cannot send it
-        back."""
+        """The escapes of one character. A lone surrogate becomes U+FFFD: clients refuse it, or
+        cannot send it back."""
         if _FIRST_HALF.fullmatch(escape) and (yield from self._tape.starts_with("\\u")):
             second = yield from self._tape.peek(6)
             if _SECOND_HALF.fullmatch(second):
@@ -218,7 +218,7 @@ class JsonTape:
 class JsonCallParser(CallParser):
     """A parser whose calls are JSON: one object, or a list of them.
 
-    any_key: a call object may have other keys than those of a call.
+    any_key: a call object may have keys other than those of a call.
     """
 
     any_key = True
@@ -246,7 +246,7 @@ class JsonCallParser(CallParser):
         self.tape.keep()
 
     def stream_arguments(self) -> Script[None]:
-        """Passes on the object of arguments of the call that has started."""
+        """Passes on the arguments of the call that has started, a JSON object."""
         name = self.name
         yield from JsonTape(self.tape).copy_object(
             self.arguments, lambda key: self.schemas.types(name, key)
@@ -254,8 +254,8 @@ class JsonCallParser(CallParser):
         self.end()
 
     def guarded(self, script: Script[None], *closers: str) -> Script[None]:
-        """Runs a script. The client may have seen the beginning of a call that turns out not to be JSON:
-        then the rest is passed on as it is, up to a closer, which is left to be read."""
+        """Runs a script. If a call turns out not to be JSON after the client has seen its
+        beginning, the rest is passed on unchanged, up to a closer, which is left unread."""
         try:
             yield from script
         except NotACall:
@@ -276,7 +276,7 @@ class JsonCallParser(CallParser):
 class SectionCallParser(JsonCallParser):
     """Calls in a section: each has a header and JSON arguments, between tags of its own.
 
-    The section's opening tag may be missing, and so may any closing one.
+    The section's opening tag may be missing, and so may any closing tag.
     """
 
     section: ClassVar[str]
@@ -284,7 +284,7 @@ class SectionCallParser(JsonCallParser):
     call_open: ClassVar[str]
     call_end: ClassVar[str]
     fence: ClassVar[str] = ""
-    """What may close a block of code around the arguments."""
+    """The marker that may close a code block around the arguments."""
 
     @abstractmethod
     def read_call(self) -> Script[None]:
@@ -387,7 +387,7 @@ def write_json(before: str, between: str, after: str) -> Callable[[str, Mapping[
 
 
 def _object_of(text: str | None) -> Mapping[str, Any]:
-    """The arguments that came before the name, as a JSON string, as null or not at all."""
+    """Arguments that arrived before the name, as a JSON string, as null, or not at all."""
     value: Any = None
     try:
         value = json.loads(text or "null")

@@ -1,9 +1,10 @@
 """Rewrites a Lark grammar for texts inside a JSON string, where characters are escaped. Pure.
 
-Where the grammar of a free-form tool has a line break, a model that writes its calls as JSON writes a
-backslash and an n. Literals and regular expressions are rewritten one by one; the rules around them
-stay. A repetition of escaped characters becomes a rule: llguidance takes the longest match of a terminal
-and never backtracks, so a terminal that may end before a backslash must not try to match it.
+Where the grammar of a free-form tool has a line break, a model that writes its calls as JSON writes
+a backslash and an n. Literals and regular expressions are rewritten one by one; the rules around
+them are kept. A repetition of escaped characters becomes a rule: llguidance takes the longest match
+of a terminal and never backtracks, so a terminal that may end before a backslash must not try to
+match it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from firn.text.regex_tree import (
 )
 
 SPECIAL = {c: json.dumps(c)[1:-1] for c in ('"', "\\", *map(chr, range(32)))}
-"""Characters that JSON escapes, and how."""
+"""Characters that JSON escapes, with their escapes."""
 _PLAIN = r'[^"\\\x00-\x1f]'
 _TOKEN = re.compile(
     r"""(?P<comment>(?:\#|//)[^\n]*)
@@ -46,9 +47,9 @@ _COMMON = {
     "WS_INLINE": r"[ \t]+",
     "ESCAPED_STRING": r'"(?:[^"\\\n]|\\[^\n])*"',
 }
-"""Terminals of Lark's library with characters that JSON escapes."""
+"""Terminals of Lark's library that contain characters that JSON escapes."""
 MAX_CHARS = 2**16
-"""Of a user's grammar: compiling takes quadratic time in its alternatives."""
+"""Length limit of a user's grammar: compile time is quadratic in its alternatives."""
 
 
 class Unquotable(ValueError):
@@ -69,11 +70,11 @@ def quoted(definition: str) -> str:
 
 @dataclass(slots=True)
 class _Statement:
-    """A definition, or anything else, which has no name."""
+    """A definition, or any other statement, which has no name."""
 
     name: str = ""
     pieces: list[tuple[str, str]] = field(default_factory=list)
-    """(kind, text): names as they were, the rest rewritten."""
+    """(kind, text): names unchanged, the rest rewritten."""
     needs_rule: bool = False
 
 
@@ -175,7 +176,7 @@ class _Quoting:
     # --- regular expressions -----------------------------------------------------------------
 
     def _regex(self, token: str) -> tuple[str, bool]:
-        """The Lark expression for it, and whether only a rule may contain that."""
+        """The Lark expression for a regular expression, and whether only a rule may contain it."""
         body, _, flags = token[1:].rpartition("/")
         if set(flags) - set("is"):
             raise Unquotable(f"the flags {flags!r} of a regular expression are not supported")
@@ -301,7 +302,7 @@ def _has_special(atom: RegexChar | RegexClass | RegexGroup) -> bool:
 
 
 def _repeats_special(group: RegexGroup) -> bool:
-    """Whether it must be a rule, as a class of escaped characters must, and a repetition of them."""
+    """Whether it must be a rule: it has a class of escaped characters, or a repetition of them."""
     for items in group.options:
         for item in items:
             atom = item.atom

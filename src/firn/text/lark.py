@@ -1,7 +1,7 @@
 """Writes Lark grammars of markup, literal text, free text and JSON, as llguidance reads them.
 
-Markup is written as the model writes it: what is a control token of its vocabulary is that token, and
-the rest is text.
+Markup is written as the model writes it: control tokens of its vocabulary as tokens, the rest as
+text.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class TextSymbol:
 
 
 class Lark:
-    """A grammar in the making. Owner: the call that writes it.
+    """A grammar under construction. Owner: the call that writes it.
 
-    Methods return expressions; `rule` and `json` also keep what those refer to. `control` are the
-    tokens that markup may consist of.
+    Methods return expressions; some also store the rules, terminals and grammars that those refer
+    to. `control`: the tokens that markup may consist of.
     """
 
     def __init__(self, tokenizer: Tokenizer, control: Iterable[str]) -> None:
@@ -43,13 +43,13 @@ class Lark:
         self._lines: list[str] = []
         self._parts: list[tuple[str, Grammar]] = []
         self.left_out: list[tuple[str, str]] = []
-        """(request parameter, place in it) of what was asked for and is not enforced."""
+        """(request parameter, place in it) of each requirement that is not enforced."""
 
     def is_token(self, text: str) -> bool:
         return text in self._ids
 
     def ends_reply(self, text: str) -> bool:
-        """Whether this token ends a reply, so that a grammar need not have it."""
+        """Whether this token ends a reply, so that a grammar need not include it."""
         return self._ids.get(text) in self._eos
 
     def mark(self, text: str) -> str:
@@ -75,9 +75,9 @@ class Lark:
         return self.rule(" | ".join(options))
 
     def sequence(self, items: Sequence[tuple[str, bool]], between: str) -> str:
-        """(item, whether it must be there) in this order, `between` those that are there."""
+        """(item, whether it is required) in this order, with `between` as the separator."""
         separator = literal(between)
-        first, rest = '""', '""'  # of what follows: as the first item, or as a later one
+        first, rest = '""', '""'  # what follows, as the first item or as a later one
         for item, required in reversed(items):
             begins, goes_on = f"{item} {rest}", f"{separator} {item} {rest}"
             if not required:
@@ -107,18 +107,18 @@ class Lark:
         return f"{text.symbol} {self.mark(marker)}"
 
     def text_before(self, end: str, *, where: Iterable[str] = ()) -> str:
-        """Any text without `end`, then `end`. `where`: terminals that the text must match, too."""
+        """Any text without `end`, then `end`. `where`: terminals that the text must also match."""
         without = f"~/(?s:.*){escaped(end)}(?s:.*)/"
         text = self.terminal(" & ".join([ANY_TEXT, without, *where]))
         first, *rest = [p for p in self._control.split(end) if p]
         if first in self._ids:
             return " ".join([text, *map(self._symbol, (first, *rest))])
-        # Both in one lexeme: on its own, the text would swallow an end that is text itself.
+        # Both in one lexeme: on its own, the text would consume an end that is itself text.
         whole = self.rule(self.terminal(f"{text} {literal(first)}"), options="[lazy]")
         return " ".join([whole, *map(self._symbol, rest)])
 
     def leave_out(self, param: str, place: str) -> None:
-        """Notes what the grammar does not enforce."""
+        """Records a requirement that the grammar does not enforce."""
         self.left_out.append((param, place))
 
     def part(self, grammar: Grammar) -> str:

@@ -6,15 +6,15 @@ from firn.core.errors import ContextTooLong
 from firn.core.ports import Tokenizer
 
 SUSPICIOUS_CHARS = 8
-"""Per token of the context: a longer text is tokenized in slices first. Prose and code have three to
-five; a text with more is tokenized twice if it fits after all."""
+"""Per token of the context: a longer text is first tokenized in slices. Prose and code have three
+to five characters per token; a text that has more, but fits, is tokenized twice."""
 SLICE_CHARS = 1 << 18
 SLACK_TOKENS = 64
 """Per slice: the most tokens that cutting the text may add."""
 
 
 def refuse_too_long(text: str, tokenizer: Tokenizer, *, limit: int) -> None:
-    """Raises ContextTooLong, with an estimate of the text's tokens; a text that may fit passes."""
+    """Raises ContextTooLong, with an estimate of the token count; a text that may fit passes."""
     n_chars = len(text)
     if n_chars <= max(limit * SUSPICIOUS_CHARS, SLICE_CHARS):
         return

@@ -1,4 +1,4 @@
-"""Which log-probabilities belong to which piece of text."""
+"""Assigns log-probabilities to the pieces of text that they belong to."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class _Entry(NamedTuple):
 class LogprobBuffer:
     """Tokens wait here until some of their text is delivered. Owner: one choice of a reply.
 
-    A token is shown with the delta that has its first character; tokens of a split character with that
-    character. Tokens of reasoning, calls and markup are never shown: the bytes of the tokens that are
-    shown add up to the choice's text.
+    A token is shown with the delta that has its first character; the tokens of a split character,
+    with that character. Tokens of reasoning, calls and markup are never shown: the bytes of the
+    tokens that are shown add up to the choice's text.
     """
 
     def __init__(self, tokenizer: Tokenizer, visible: frozenset[int]) -> None:

@@ -14,7 +14,7 @@ from firn.text.splitter import CallMarkers, ReplySplitter, TagSplitter
 def make_splitter(
     format: ReplyFormat, tools: tuple[Tool, ...], prompt_tail: str
 ) -> ReplySplitter | None:
-    """None where the whole reply is text. Without tools, call markup is text, too."""
+    """None if the whole reply is text. Without tools, call markup is text as well."""
     tool_format = formats()[format.tool] if format.tool else None
     schemas = ToolSchemas(tools)
     if tool_format and tool_format.splitter:

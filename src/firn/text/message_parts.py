@@ -29,7 +29,7 @@ class ReadableMessages:
 
 
 class PartReader:
-    """Immutable. pictures: None for a model that takes none.
+    """Immutable. pictures: None for a model that accepts none.
 
     in_results: the template has a place for pictures in a tool's result.
     """
@@ -119,9 +119,9 @@ def _stand_in(part: MessagePart, *, sees_pictures: bool) -> str:
 def _join_texts(
     sent: Sequence[MessagePart], parts: Sequence[MessagePart]
 ) -> tuple[MessagePart, ...]:
-    """Joins texts: that of a document, or one that replaces a part, becomes its own paragraph."""
+    """Joins texts; that of a document, or one that replaces a part, is its own paragraph."""
     joined = JoinedParts()
-    was_new, is_blank = False, True  # is_blank: the text so far, if a text comes last
+    was_new, is_blank = False, True  # is_blank: the text being joined has no words yet
     for before, part in zip(sent, parts, strict=True):
         is_new = not isinstance(before, TextPart)
         if not (is_new or was_new):

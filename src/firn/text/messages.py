@@ -18,11 +18,11 @@ from firn.core.values import Message, PicturePart, TextPart, Tool, ToolCall
 class TemplateStyle:
     """How templates differ in what they expect of a message.
 
-    none_content: a message that only calls tools has None. short_ids: call ids are nine letters and
-    digits. text_arguments: arguments are JSON text. names_results: a tool's result has the tool's name.
-    reasoning_key: the field for reasoning. either_reasoning: a message with calls has reasoning or
-    content, not both. lists: content is always a list of parts. object_arguments: arguments are always
-    an object, even those that are not valid JSON.
+    none_content: a message that only calls tools has None as content. short_ids: call ids are nine
+    letters and digits. text_arguments: arguments are JSON text. names_results: a tool's result has
+    the tool's name. reasoning_key: the field for reasoning. either_reasoning: a message with calls
+    has reasoning or content, not both. lists: content is always a list of parts. object_arguments:
+    arguments are always an object, even those that are not valid JSON.
     """
 
     none_content: bool = False

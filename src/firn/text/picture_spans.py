@@ -34,7 +34,7 @@ def pictures_of(messages: Sequence[Message]) -> list[ReadyPicture]:
 
 
 class PromptPictures:
-    """The pictures of one prompt. Owner: whoever makes the prompt."""
+    """The pictures of one prompt. Owner: the call that makes the prompt."""
 
     def __init__(self, messages: Sequence[Message], pictures: Pictures) -> None:
         self._parts = pictures_of(messages)
@@ -48,13 +48,13 @@ class PromptPictures:
         return {self._placeholder, *firsts} - {""}
 
     def written_out(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Writes placeholders into the text, for a template that takes no pictures."""
+        """Writes placeholders into the text, for a template that does not support pictures."""
         return (
             [_written_out(m, self._placeholder) for m in messages] if self._inline else [*messages]
         )
 
     def expand(self, rendered: Rendered) -> Rendered:
-        """Replaces each placeholder that the template wrote by its picture's text. Raises BadPicture."""
+        """Replaces the template's placeholders with the pictures' texts. Raises BadPicture."""
         places = list(self._placeholders(rendered))
         if len(places) != len(self._parts):
             param = self._parts[0].param

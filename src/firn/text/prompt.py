@@ -44,14 +44,14 @@ from firn.text.well_formed import well_formed
 
 TAIL_TOKENS = 64
 N_KWARGS = 64
-"""For how many sets of template variables it is remembered whether the reply's header stays."""
+"""How many results of `_probe_header` are cached, one for each set of template variables."""
 TEMPLATE_DEFAULT = Reasoning()
 """The template decides whether the model reasons."""
 CONTINUE = {"add_generation_prompt": False, "continue_final_message": True}
 
 
 class PromptMaker:
-    """Thread-safe: nothing that matters changes after construction."""
+    """Thread-safe: nothing but a cache changes after construction."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class PromptMaker:
         tool_format: str | None = None,
         template: Template | None = None,
     ) -> None:
-        """n_ids: how many tokens the model has embeddings for; None: all. pictures: None for a model
-        that takes none. tool_format: how calls are written where the template takes no tools; None:
-        tools are refused there. template: None: it is read from the tokenizer."""
+        """n_ids: how many tokens the model has embeddings for; None: all. pictures: None for a
+        model that accepts none. tool_format: how calls are written if the template does not support
+        tools; None: tools are then refused. template: None: it is read from the tokenizer."""
         self._tokenizer = tokenizer
         self._infill = detect_infill(tokenizer)
         self._context_length = context_length
@@ -102,13 +102,13 @@ class PromptMaker:
                 return Prompt(ids, essential=((0, len(ids)),))  # the gap may be anywhere in it
 
     def ends(self, source: Source) -> frozenset[int]:
-        """The tokens that end a reply to this source, besides those that end every reply."""
+        """The tokens that end a reply to this source, in addition to those that end every reply."""
         if isinstance(source, FillInMiddle) and self._infill is not None:
             return self._infill.ends
         return frozenset()
 
     def tail(self, prompt: Prompt) -> str:
-        """The end of the prompt's text, which tells whether the template has begun reasoning."""
+        """The end of the prompt's text, which shows whether the template has begun reasoning."""
         return self._tokenizer.decode([int(t) for t in prompt.ids[-TAIL_TOKENS:]])
 
     def _chat(self, chat: Chat, reasoning: Reasoning) -> Prompt:
@@ -134,13 +134,13 @@ class PromptMaker:
         self._checked_ids(prompt.ids, param="messages", prompt=prompt)
         messages = self._arranged(content, template)
         prompt = self._boundaries.marked(prompt, rendered, messages, keeps_header=keeps)
-        # By the messages as they were sent: arranging them may turn the system prompt into user text.
+        # From the messages as sent: arranging them may turn the system prompt into user text.
         return replace(
             prompt, essential=self._boundaries.essential(prompt, rendered, content.messages)
         )
 
     def _checked(self, chat: Chat) -> Template:
-        """The template, for a chat that this model can take."""
+        """The template, if this model can render the chat. Raises BadRequest."""
         if self._template is None:
             raise BadRequest(
                 "This model has no chat template; use the completions API.", param="messages"

@@ -17,7 +17,7 @@ _BACKSLASH = re.compile(
          | U00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4})?""",
     re.VERBOSE,
 )
-"""An escape of a string, or a stray backslash."""
+"""An escape sequence in a string, or a stray backslash."""
 
 
 class PythonCall(NamedTuple):
@@ -26,13 +26,13 @@ class PythonCall(NamedTuple):
 
 
 def write_call(name: str, arguments: Mapping[str, Any]) -> str:
-    """A call with named arguments; values are written as JSON, whose words `python_calls` knows."""
+    """A call with named arguments; values are JSON, whose literals `python_calls` accepts."""
     pairs = (f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in arguments.items())
     return f"{name}({', '.join(pairs)})"
 
 
 def python_calls(text: str) -> list[PythonCall]:
-    """The calls in one expression, in a list, or one a line; empty for any other text."""
+    """The calls in one expression, in a list, or one per line; empty for any other text."""
     if not _BEGINS_CALL.match(text):
         return []  # parsing would take a thousand times as long
     try:
@@ -49,7 +49,7 @@ def python_calls(text: str) -> list[PythonCall]:
 
 
 def _statements(text: str) -> list[ast.stmt]:
-    # As in a pattern or a path: Python would warn of "\d" on stderr, and refuse "\users".
+    # Backslashes of a pattern or path: Python would warn of "\d" on stderr, and reject "\users".
     text = _BACKSLASH.sub(lambda match: match[0] if len(match[0]) > 1 else "\\\\", text)
     try:
         return ast.parse(text).body
@@ -82,9 +82,9 @@ def _requoted(text: str) -> str:
 
 
 class Brackets:
-    """Whether the brackets of a growing text are closed. Those in strings do not count.
+    """Tracks whether the brackets of a growing text are closed. Those in strings do not count.
 
-    lenient: a quote closes its string only where one may end, as `python_calls` reads it in the end.
+    lenient: a quote closes its string only where a string may end (see `_requoted`).
     """
 
     def __init__(self, *, lenient: bool) -> None:
@@ -129,7 +129,7 @@ def _dotted(node: ast.expr) -> str:
 
 
 class _JsonWords(ast.NodeTransformer):
-    """true, false and null, which templates write inside nested values."""
+    """Replaces true, false and null, which templates write inside nested values."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id not in _JSON_WORDS:

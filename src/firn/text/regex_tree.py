@@ -41,7 +41,7 @@ class RegexGroup:
 
 @dataclass(frozen=True, slots=True)
 class RegexItem:
-    """`repeat` is "", or how often: * + ? {2,5}."""
+    """`repeat` is "", or a quantifier: * + ? {2,5}."""
 
     atom: RegexChar | RegexClass | RegexGroup
     repeat: str = ""

@@ -1,4 +1,4 @@
-"""What goes into a chat template, and what comes out of it. Pure."""
+"""The input and the output of a chat template. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Everything that a caller brings into a template."""
+    """Everything that a caller passes to a template."""
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()

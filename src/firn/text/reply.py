@@ -1,7 +1,7 @@
 """One choice of a reply, from tokens to events: detokenize, split, stop.
 
-Runs on the asyncio thread, once a token, so plain text with nothing to look for takes a short path. Stop
-strings are looked for in what the user reads, not in reasoning, calls or their markup.
+Runs on the asyncio thread, once per token, so plain text with nothing to look for takes a short
+path. Stop strings are searched for in what the user reads, not in reasoning, calls or their markup.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from firn.text.stops import StopMatcher
 
 
 class ReplyReader:
-    """Owner: the session of the request, one reader a choice.
+    """Owner: the session of the request, one reader per choice.
 
-    feed() each token, then finish() once. When `stopped`, the last list from feed() has ended in
+    feed() each token, then finish() once. When `stopped`, the last list from feed() has ended with
     ChoiceFinished, and neither is called again.
     """
 
@@ -81,7 +81,7 @@ class ReplyReader:
         return self._events(self._split(text)) if text else []
 
     def finish(self, reason: Literal["stop", "length"]) -> list[Event]:
-        """What was held back, and ChoiceFinished."""
+        """The events for what was held back, and ChoiceFinished."""
         pieces = self._split(self._detokenizer.flush())
         if self._splitter:
             pieces = [*pieces, *self._splitter.finish()]

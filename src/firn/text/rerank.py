@@ -1,7 +1,7 @@
-"""Models that rate how well a document answers a query, by how likely "yes" is against "no". Pure.
+"""Models that rate how well a document answers a query, by the odds of "yes" against "no". Pure.
 
-Qwen3-Reranker and its like are chat models trained on one question. Instruction and query come before
-the document, so all documents of a query share them as a prefix.
+Qwen3-Reranker and similar models are chat models trained on one question. Instruction and query
+come before the document, so all documents of a query share them as a prefix.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Reranker:
 def detect_reranker(
     name: str, tokenizer: Tokenizer, score: Mapping[str, Any] | None
 ) -> Reranker | None:
-    """By the two token ids in the model folder's score settings, or by the model's name."""
+    """Recognises a reranker by the token ids in its folder's score settings, or by its name."""
     if score is not None:
         yes, no = score.get("true_token_id"), score.get("false_token_id")
         if type(yes) is int and type(no) is int:
@@ -55,6 +55,6 @@ def question(query: str, document: str, instruction: str = INSTRUCTION) -> Chat:
 
 
 def relevance(yes_logprob: float, no_logprob: float) -> float:
-    """The share of "yes" among the two."""
+    """The probability of "yes", given that the answer is "yes" or "no"."""
     difference = max(min(no_logprob - yes_logprob, 700.0), -700.0)
     return 1.0 / (1.0 + math.exp(difference))

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from firn.core.values import Tool
 
 ANY: frozenset[str] = frozenset()
-"""The schema does not say."""
+"""The schema does not specify a type."""
 
 _INTEGER = re.compile(r"[+-]?\d+")
 _LITERAL_FAULTS = (ValueError, SyntaxError, MemoryError, RecursionError, TypeError)
@@ -30,7 +30,7 @@ class ToolSchemas:
         return name in self._parameters
 
     def types(self, tool: str, key: str) -> frozenset[str]:
-        """The JSON types that an argument may have; ANY where the schema does not say."""
+        """The JSON types that an argument may have; ANY if the schema does not specify any."""
         schema = self._parameters.get(tool)
         if not isinstance(schema, Mapping):
             return ANY
@@ -83,7 +83,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def coerce(value: Any, types: frozenset[str]) -> Any:
-    """A parsed value in the schema's type, if that loses nothing."""
+    """A parsed value, converted to the schema's type if that loses nothing."""
     if not types:
         return value
     if isinstance(value, str):
@@ -188,7 +188,7 @@ def _fits(value: Any, types: frozenset[str]) -> bool:
 
 
 def type_of(value: Any) -> str:
-    """What a JSON schema calls this value."""
+    """The name of this value's type in a JSON schema."""
     if value is None:
         return "null"
     for kind, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string")):

@@ -1,7 +1,7 @@
-"""Does a value follow its JSON schema? Checked after a reply where no grammar could enforce it.
+"""Checks a value against its JSON schema, after a reply where no grammar could enforce it.
 
-Bounded, because anybody may send a schema and this runs on the thread that passes on all tokens: time is
-limited, references lead only into the schema itself, and unknown keywords are ignored.
+Bounded, because clients send the schemas and this runs on the thread that passes on all tokens:
+time is limited, references lead only into the schema itself, and unknown keywords are ignored.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import regex
 from firn.text.schema import resolve_reference, type_of
 
 TIME_S = 0.1
-"""Of the thread's own time, for one value."""
+"""CPU time of the thread, for one value."""
 MAX_PATTERN_CHARS = 1000
-"""Compiling has no time limit."""
+"""A longer pattern is not checked: compiling it has no time limit."""
 MAX_STEPS = 20_000
-"""Parts of schemas looked at for one value."""
+"""Subschemas checked for one value."""
 
 
 class _Keyword(NamedTuple):
@@ -71,13 +71,13 @@ class _Checker:
             try:
                 yield from check(self, _Keyword(value, given, schema, f"{at}/{keyword}"))
             except TypeError:
-                continue  # a malformed keyword: it asks for nothing
+                continue  # a malformed keyword requires nothing
 
     def follows(self, value: Any, schema: Any) -> bool:
         return next(self.faults(value, schema, ""), None) is None
 
     def matches(self, text: str, pattern: Any) -> bool:
-        """Also true for a pattern that is malformed, too long or too slow."""
+        """Whether the pattern matches; true if the pattern is malformed, too long or too slow."""
         left_s = self._left_s()
         if left_s < 0:
             raise _OutOfTime
@@ -96,7 +96,7 @@ class _Checker:
 
 
 def _when(holds: Callable[[Any, Any], bool], *kinds: str) -> Check:
-    """A check of values of these kinds (none named: of any kind) against the keyword's argument."""
+    """A check of values of these kinds (by default, any kind) against the keyword's argument."""
 
     def check(c: _Checker, k: _Keyword) -> Iterator[str]:
         if kinds and type_of(k.value) not in kinds:
@@ -104,7 +104,7 @@ def _when(holds: Callable[[Any, Any], bool], *kinds: str) -> Check:
         try:
             is_fault = not holds(k.value, k.given)
         except (TypeError, ValueError, ArithmeticError):
-            return  # a malformed keyword: it asks for nothing
+            return  # a malformed keyword requires nothing
         if is_fault:
             yield k.at
 
@@ -121,7 +121,7 @@ def _is_type(value: Any, given: Any) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """As JSON has it: true is not 1, but 1.0 is."""
+    """Whether two values are equal in JSON, where true is not 1, but 1.0 is."""
     if isinstance(a, bool) or isinstance(b, bool):
         return a is b
     if isinstance(a, list) and isinstance(b, list):
@@ -192,7 +192,7 @@ def _dependent(c: _Checker, k: _Keyword) -> Iterator[str]:
 def _items(c: _Checker, k: _Keyword) -> Iterator[str]:
     if not isinstance(k.value, list):
         return
-    if isinstance(k.given, list):  # as older drafts have it
+    if isinstance(k.given, list):  # as in older drafts
         for item, inner in zip(k.value, k.given, strict=False):
             yield from c.faults(item, inner, k.at)
         return

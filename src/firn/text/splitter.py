@@ -14,7 +14,7 @@ from firn.text.pieces import Piece, ReasoningPiece, TextPiece
 from firn.text.stream_finder import StreamFinder
 
 QUOTES = ("`", '"', "'")
-"""After one of these, the tag that opens reasoning is text about it: code, or a quotation."""
+"""After one of these, the tag that opens reasoning is only mentioned: in code or a quotation."""
 
 
 class ReplySplitter(Protocol):
@@ -70,11 +70,11 @@ class TagSplitter:
         self._parser: CallParser | None = None
         self._n_fed = 0
         self._at_start = True
-        """Neither text nor a call has come yet."""
+        """Neither text nor a call has arrived yet."""
         self._is_fresh = True
         """The next text may begin with a call that has no marker."""
         self._is_quoting = False
-        """The last character was a quotation mark of text."""
+        """The last character of the text was a quotation mark."""
         self._skip = "\n" if in_reasoning else ""
         """Characters to drop before the next text: they belong to the markup before it."""
         self._space = TextPiece("", 0)
@@ -218,7 +218,7 @@ class TagSplitter:
         return self._leave_parser() if parser.done else ""
 
     def _leave_parser(self) -> str:
-        """The text after the call; without a call, the marker's first character is text for good."""
+        """The text after the call; without a call, the marker's first character becomes text."""
         parser, self._parser = self._parser, None
         if parser is None:
             return ""

@@ -8,12 +8,12 @@ from firn.text.stream_finder import StreamFinder
 
 
 class StopMatcher:
-    """The stop that ends first wins, as it would if the text came one character at a time."""
+    """The stop that ends first wins, as it would if the text arrived one character at a time."""
 
     def __init__(self, stops: Iterable[str]) -> None:
         self._finder = StreamFinder(stops)
         self.n_after = 0
-        """How many characters came in after the stop that matched."""
+        """How many characters of the last text follow the stop that matched."""
 
     def feed(self, text: str) -> tuple[str, str | None]:
         """(text to pass on, the stop that matched or None). Feed no more after a match."""

@@ -1,8 +1,8 @@
 """Finds fixed strings in a stream, however the stream is cut.
 
-Text that may be the beginning of a needle is held back; everything else passes at once. Linear in the
-text: one Knuth-Morris-Pratt automaton per needle, and a shortcut for text without any needle's first
-character.
+Text that may be the beginning of a needle is held back; everything else passes immediately. Linear
+in the text: one Knuth-Morris-Pratt automaton per needle, and a shortcut for text without any
+needle's first character.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class ScanResult(NamedTuple):
-    """`before` is free to pass on; `needle` is what ended it ("": nothing did); `after` follows."""
+    """`before` can be passed on; `needle` is what ended it ("" if nothing did); `after` follows."""
 
     before: str
     needle: str
@@ -22,7 +22,7 @@ class ScanResult(NamedTuple):
 class StreamFinder:
     """Finds the needle that ends first; of those that end together, the longest.
 
-    Owner: whoever feeds it. `pending` is the text that came in and has not gone out.
+    Owner: the caller that feeds it. `pending` is the text that is held back.
     """
 
     def __init__(self, needles: Iterable[str]) -> None:

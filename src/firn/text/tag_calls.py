@@ -31,8 +31,8 @@ class CallTags:
     and value. section_end: closes several calls; empty: nothing does. trims: a line break at each end
     of a value is layout. cdata: a value may be in a CDATA section.
 
-    For writing calls: line: what goes between two tags. shares_section: several calls share a section.
-    says_string: a parameter's tag tells whether its value is a string.
+    For writing calls: line: what is written between two tags. shares_section: several calls share a
+    section. says_string: a parameter's tag states whether its value is a string.
     """
 
     call: str

@@ -95,7 +95,7 @@ def _wants_lists(tokenizer: Tokenizer) -> bool:
 
 
 def _wants_objects(tokenizer: Tokenizer, style: TemplateStyle) -> bool:
-    """Whether the template fails or drops the arguments of a call that are a text."""
+    """Whether the template fails on call arguments that are a string, or drops them."""
 
     def shows(arguments: Mapping[str, Any] | str) -> bool:
         call = Message("assistant", tool_calls=(ToolCall("call00001", _ALPHA, arguments),))

@@ -8,9 +8,9 @@ from itertools import groupby
 
 
 class TextScanner:
-    """Of texts that begin at the same place, finds the longest. Immutable.
+    """Finds the longest of the texts that begin at the same place. Immutable.
 
-    One expression for each first character: `re` searches for that at the speed of memory.
+    One expression for each first character: `re` searches for a fixed character at memory speed.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -27,7 +27,7 @@ class TextScanner:
 
 
 def _trie(texts: Sequence[str]) -> str:
-    """One expression in which texts share their beginnings: `re` tries alternatives one by one."""
+    """One expression in which texts share their prefixes: `re` tries alternatives one by one."""
     rest: dict[str, list[str]] = {}
     for text in texts:
         if text:

@@ -1,4 +1,4 @@
-"""Tools for a model whose template takes none: described in the system prompt, called in text. Pure.
+"""Tools for a template that supports none: described in the system prompt, called in text. Pure.
 
 Earlier calls and results become text, in the format that the model is asked to write and that its reply
 is read with.

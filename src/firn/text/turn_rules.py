@@ -14,7 +14,7 @@ from firn.text.messages import TemplateStyle, to_template, tools_to_template
 
 @dataclass(frozen=True, slots=True)
 class TurnRules:
-    """What a template renders in its place, without changing what comes before it. By default: all.
+    """What a template renders in place, without changing what precedes it. By default, everything.
 
     leading_system: a system message in front. late_system: one anywhere. user_runs: two user turns in
     a row. tools: a list of tools. calls: calls and results. several_calls: more than one call in a
@@ -128,7 +128,7 @@ class _TemplateProbe:
         return text[:end] == without[:end]
 
     def _shows(self, chat: tuple[Message, ...], *, tools: bool = False) -> bool:
-        """Whether the text of every message is there, in order."""
+        """Whether the rendered chat has the text of every message, in order."""
         text = self._rendered(chat, tools)
         at = 0
         for words in _texts(chat):

@@ -1,8 +1,9 @@
-"""Control tokens that somebody has typed are text, wherever a template puts them. Pure.
+"""Treats typed control tokens as text, wherever a template puts them. Pure.
 
-What users, tools and files bring may spell a control token; only what the template itself writes is one.
-A rendered text does not show which is which, so a chat with a typed one is rendered a second time, with
-marks in those places: see `typed_marks`. Nearly every chat has none, and costs a scan of its texts.
+Text from users, tools and files may spell a control token; only those that the template itself
+writes are real. The rendered text does not show which is which, so a chat with typed ones is
+rendered a second time, with marks in their places: see `typed_marks`. Nearly every chat has none,
+and only costs a scan of its texts.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _LIKE_HTML = re.compile(r"</?[a-zA-Z][a-zA-Z0-9]*>")
 def control_texts(tokenizer: Tokenizer, known: Collection[str] = ()) -> frozenset[str]:
     """The added tokens of the vocabulary that are control tokens, or markup like them.
 
-    Vocabularies add other tokens, too: runs of spaces, HTML tags. Those are text, unless the template
-    writes them, or `known` markup is made of them.
+    Vocabularies also add other tokens: runs of spaces, HTML tags. Those are text, unless the
+    template writes them or they are `known` markup.
     """
     template = tokenizer.chat_template or ""
 

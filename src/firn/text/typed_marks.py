@@ -3,8 +3,9 @@
     content    read <|im_end|> aloud
     marked     user: read MARK aloud<|im_end|>        typed: the mark's place; control: the other one
 
-The result is always the text of the rendering without marks. A template that looks for a token in its
-messages behaves differently if the token is marked; then points beside the token, or its context, tell.
+The result is the text rendered without marks, unless the template refuses the content without them.
+A template that looks for a token in its messages behaves differently if the token is marked; then
+points next to the token, or its context, show where it is.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from firn.core.errors import TemplateFailed
 from firn.text.rendering import Content, Render, Rendered, Span, with_texts
 
 MAX_RENDERINGS = 24
-"""To find out, by halving, which tokens a template inspects (usually one or two), and as many again to
-find out where it puts them."""
+"""Renderings to find out, by bisection, which tokens a template inspects (usually one or two), and
+as many again to find out where it puts them."""
 RENDERINGS_S = 2.0
-"""Of this thread's own time, after which no more renderings begin: users decide how many are needed."""
+"""CPU time of this thread after which no rendering begins: users control how many are needed."""
 CONTEXT = 16
 MIN_MARK, LONG_MARK, N_MARK_START, MARK_END = 10, 24, 6, "q"
 BETWEEN = "\0"
@@ -38,7 +39,7 @@ FindTyped = Callable[[str, bool], Iterator[re.Match[str]]]
 
 @dataclass(frozen=True, slots=True)
 class _TypedPlace:
-    """Characters [start, end) of one text of the chat: a typed token, or a point between two."""
+    """Characters [start, end) of one text of the chat: a typed token, or a point (empty)."""
 
     leaf: int
     start: int
@@ -70,9 +71,9 @@ class TypedMarks:
     def _new_marks(self, kinds: Iterable[str]) -> dict[str, str]:
         """For each token, and for a point, a mark that occurs in no text.
 
-        Lowercase letters survive JSON, trimming and whatever else templates do; the mark of a long token
-        has the token's length. All marks begin alike: one search tells that no text has any of them, and
-        `re` finds them as fast as one.
+        Lowercase letters survive JSON, trimming and whatever else templates do; the mark of a long
+        token has the token's length. All marks share a prefix: one search shows that no text has
+        any of them, and `re` finds them as fast as a single one.
         """
         texts = BETWEEN.join(self._leaves)
         start = _letters(N_MARK_START)
@@ -93,7 +94,7 @@ class TypedMarks:
         try:
             plain = self._render(self._content)
         except TemplateFailed:
-            # It may have refused the content for a token that is nothing but text.
+            # It may have refused the content because of a token that is only text.
             return self._unmarked(self._render(self._marked(self._places)))
         spans = self._aligned(plain, self._places)
         if spans is None:
@@ -120,7 +121,7 @@ class TypedMarks:
         return with_texts(self._content, mark)
 
     def _aligned(self, plain: str, places: Sequence[_TypedPlace]) -> list[Span] | None:
-        """Where these places are in the plain text; None where marks change the rest of it."""
+        """Where these places are in the plain text; None if marks change the rest of it."""
         self._n_renderings += 1
         try:
             marked = self._render(self._marked(places))
@@ -157,9 +158,9 @@ class TypedMarks:
     # --- templates that look for tokens in their messages -----------------------------------
 
     def _without_inspected(self, plain: str) -> list[Span]:
-        """The spans for a template that behaves differently where some token is marked.
+        """The spans for a template that behaves differently if some token is marked.
 
-        Such tokens stay as they are, and points beside them tell where they have gone.
+        Such tokens stay unmarked, and points next to them show where they are in the plain text.
         """
         kept = self._uninspected(plain)
         known = set(kept)
@@ -195,7 +196,7 @@ class TypedMarks:
         return kept
 
     def _beside(self, plain: str, places: Sequence[_TypedPlace]) -> list[Span] | None:
-        """The spans by a point of the same text that can be marked; None if there is no such point."""
+        """The spans, found by a point of the same text that can be marked; None without one."""
         leaf, text = places[0].leaf, self._leaves[places[0].leaf]
         points = (
             len(text.rstrip()),

@@ -1,4 +1,4 @@
-"""Notices a call in a reply that the parser did not read, because it is in another format. Pure.
+"""Detects a call in a reply that the parser missed because it is in another format. Pure.
 
 Only a whole call of a tool that was offered counts: not one that was cut short, nor text about calls.
 """
@@ -18,7 +18,7 @@ from firn.text.parsers import ToolFormat, formats
 from firn.text.pieces import CallArguments, CallStart
 
 MAX_OBJECTS = 32
-"""JSON objects that are looked at in one text."""
+"""JSON objects examined in one text."""
 
 
 class UnreadCalls:
@@ -49,7 +49,7 @@ class UnreadCalls:
 
 
 def mark_of_call(text: str, tools: Sequence[Tool]) -> str | None:
-    """The marker, or the name, of a call of one of the tools, in any format; None: no such call."""
+    """The marker, or the name, of a call of one of the tools in any format; None without one."""
     if not any(tool.name in text for tool in tools):
         return None
     for form in formats().values():

@@ -1,1 +1,1 @@
-"""Traces: which requests came when, and which prefixes they shared. No text."""
+"""Traces: which requests arrived when, and which prefixes they shared. No text."""

@@ -1,7 +1,7 @@
 """How large a cache should be: a trace played against tables of sizes, in several processes.
 
-A tier is played by itself; of two tiers together a prompt gets what the better one has of it, because
-each holds chains from their beginnings.
+Each tier is played by itself. Two tiers together reuse as much of a prompt as the better one does,
+because each holds chains from their beginnings.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from firn.traces.stack import play_all
 from firn.traces.trace import Ints, Trace
 
 ENOUGH = 0.01
-"""A doubling that reuses fewer of the prompt tokens is not worth it."""
+"""The share of the prompt tokens that a doubling must add to the reuse to be worth it."""
 SERIAL_BELOW = 400_000
-"""Requests over all runs, below which starting processes costs more than it saves."""
+"""Requests in all runs together, below which starting processes costs more than it saves."""
 ENOUGH_MEMORY, ENOUGH_SSD = 0.99, 0.999
-"""Of what a cache without limits reuses: larger sizes are not worth a column."""
+"""Shares of what an unlimited cache reuses: once reached, larger sizes are not worth a column."""
 N_BEFORE = 4
 
 Progress = Callable[[int, int], None]
-"""Called with the number of finished runs and of all runs."""
+"""Called with the number of finished runs and the total."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class Advice:
     ssd: tuple[int, ...]
     unlimited: float
     alone: Mapping[int, float]
-    """By memory: what it reuses without an SSD."""
+    """By memory size: the rate without an SSD."""
     together: Mapping[tuple[int, int], float]
-    """By memory and SSD."""
+    """By memory size and SSD size."""
     lru: Mapping[int, float]
-    """By size: one tier that goes by the last use to the second, and touches every block."""
+    """By size: one tier with an exact LRU order, in which every use touches every block."""
 
     @property
     def memory_knee(self) -> int:
@@ -53,7 +53,7 @@ class Advice:
 
     @property
     def ssd_knee(self) -> int:
-        """Beside the smallest memory."""
+        """With the smallest memory."""
         first = self.memory[0]
         return knee({size: self.together[first, size] for size in self.ssd})
 
@@ -67,7 +67,7 @@ def advise(
     progress: Progress = lambda n, total: None,
     workers: int | None = None,
 ) -> Advice:
-    """Sizes in blocks; where none are given, powers of two of the unit between which something happens.
+    """Sizes in blocks; if none are given, the unit times powers of two, in the range that matters.
 
     unit: in blocks. workers: processes; None: one for each core.
     """
@@ -95,20 +95,20 @@ def advise(
 
 
 def _powers(trace: Trace, unit: float) -> list[int]:
-    """Up to twice all that is ever stored."""
+    """The unit times powers of two, up to twice as many blocks as are ever stored."""
     powers = [round(unit * 2.0**k) for k in range(-40, 60)]
     return sorted({p for p in powers if 1 <= p <= 2 * max(trace.n_nodes, 1)} or {1})
 
 
 def _around(curve: Mapping[int, float], enough: float) -> list[int]:
-    """The sizes before the first that is enough, that one, and one more."""
+    """The first size that is enough, up to N_BEFORE sizes before it, and one after it."""
     sizes = sorted(curve)
     last = next((i for i, size in enumerate(sizes) if curve[size] >= enough), len(sizes) - 1)
     return sizes[max(last - N_BEFORE, 0) : last + 2]
 
 
 def knee(rates: Mapping[int, float]) -> int:
-    """The smallest size from which on no doubling is worth it."""
+    """The smallest size beyond which no doubling is worth it."""
     sizes = sorted(rates)
     best = sizes[-1]
     for small, large in reversed(list(pairwise(sizes))):
@@ -130,7 +130,7 @@ def _play_ssds(
         return done
     with tempfile.TemporaryDirectory(prefix="firn-advise-") as folder:
         trace.save(Path(folder))
-        # Started afresh: a copy of this process would carry its threads' locks along.
+        # Spawned: a fork of this process would inherit locks that its threads hold.
         with ProcessPoolExecutor(min(workers, len(sizes)), get_context("spawn")) as pool:
             waiting = {pool.submit(_play_saved, folder, size): size for size in sizes}
             for future in as_completed(waiting):

@@ -1,12 +1,12 @@
-"""Traffic as coding agents make it, invented from a seed: for benchmarks and tests.
+"""Synthetic traffic of coding agents, generated from a seed: for benchmarks and tests.
 
     python -m firn.traces.agents 20000 > trace.jsonl
 
-People work by day on projects of their own, with a few kinds of agents. A session grows turn by turn
-from a shared prompt of tools and system text. Some turns start sub-agents, which run side by side for a
-while and end. A session that has become too long is compacted to a summary and goes on from there; at
-times somebody goes back to an earlier turn; sessions of earlier days are resumed. Pauses between turns
-last from seconds to a weekend.
+People work by day on projects of their own, with a few kinds of agents. A session grows turn by
+turn from a shared prompt of tools and system text. Some turns start sub-agents, which run in
+parallel for a while and end. A session that has become too long is compacted to a summary and
+continues from there; now and then, somebody goes back to an earlier turn; sessions of earlier days
+are resumed. Pauses between turns last from seconds to a weekend.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from firn.traces.trace import TraceEntry
 DAY_S = 86_400.0
 WORK_BEGINS_S, WORK_S = 8 * 3600.0, 10 * 3600.0
 N_WORK_DAYS = 5
-"""Of a week: the others are idle."""
+"""Days of a week on which sessions begin."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficShape:
-    """Lengths are in tokens; probabilities are per turn unless a comment says otherwise."""
+    """Lengths are in tokens; probabilities are per turn unless noted otherwise."""
 
     n_people: int = 6
     n_projects: int = 3
-    """Of each."""
+    """Per person."""
     n_kinds: int = 3
     sessions_per_day: float = 6.0
-    """That one person begins."""
+    """Sessions that one person begins."""
     tools: tuple[int, int] = (9_000, 18_000)
     sub_tools: tuple[int, int] = (3_000, 7_000)
     project: tuple[int, int] = (800, 4_000)
     turns: float = 24.0
-    """Mean of a session. Each is a request: agents ask once for each call of a tool."""
+    """Mean number per session. Each is a request: agents send one after each tool call."""
     step: float = 900.0
-    """Mean of what a turn adds: results of tools, files, questions."""
+    """Mean length that a turn adds: tool results, files, questions."""
     reply: float = 220.0
     context: int = 100_000
     summary: tuple[int, int] = (1_500, 5_000)
@@ -51,9 +51,9 @@ class TrafficShape:
     sub_turns: float = 7.0
     branch: float = 0.03
     task: tuple[int, int] = (100, 900)
-    """What a sub-agent is told."""
+    """Length of a sub-agent's instructions."""
     once: float = 0.06
-    """A short request beside the session, such as one for a title."""
+    """A short request outside the session, such as one for a title."""
     short: tuple[int, int] = (300, 2_000)
     pause: float = 0.06
     """Somebody thinks, or eats, before the next turn."""
@@ -63,19 +63,19 @@ class TrafficShape:
 
 @dataclass(eq=False)
 class Conversation:
-    """One conversation: its tokens so far, as whole blocks and a rest."""
+    """One conversation: its tokens so far, and their whole blocks."""
 
     n_tokens: int
     blocks: list[int]
     turns: list[int] = field(default_factory=list)
-    """Tokens at the end of each."""
+    """Number of tokens at the end of each turn."""
 
 
 USUAL = TrafficShape()
 
 
 class AgentTraffic:
-    """Requests without end, in the order of their arrival. Owner: whoever iterates."""
+    """Endless requests, in order of arrival. Owner: the code that iterates."""
 
     def __init__(self, shape: TrafficShape = USUAL, *, seed: int = 0, block: int = 256) -> None:
         self._shape = shape
@@ -99,7 +99,7 @@ class AgentTraffic:
         ]
 
     def __iter__(self) -> Iterator[TraceEntry]:
-        """Days after days; sessions are laid out when their day begins."""
+        """Day after day; sessions are created when their day begins."""
         waiting: list[tuple[float, int, Iterator[TraceEntry], TraceEntry]] = []
 
         def push(session: Iterator[TraceEntry]) -> None:
@@ -145,7 +145,7 @@ class AgentTraffic:
     def _work(
         self, conversation: Conversation, project: Conversation, at: float
     ) -> Iterator[TraceEntry]:
-        """Turns until the person is done; what goes on beside them comes in between."""
+        """Turns until the person is done, interleaved with the requests that run alongside them."""
         rng, s = self._rng, self._shape
         beside: list[TraceEntry] = []
         for _ in range(1 + int(rng.expovariate(1 / s.turns))):
@@ -153,9 +153,8 @@ class AgentTraffic:
                 short = self._grown(Conversation(0, []), rng.randint(*s.short))
                 beside.append(self._ask(short, at + rng.random()))
             if conversation.n_tokens > s.context:
-                yield self._ask(
-                    self._grown(self._copy(conversation), 300), at
-                )  # asks for the summary
+                # The request for the summary.
+                yield self._ask(self._grown(self._copy(conversation), 300), at)
                 at += 20 + rng.expovariate(1 / 20)
                 summary = rng.randint(*s.summary)
                 fresh = self._grown(self._copy(project), summary)
@@ -182,7 +181,7 @@ class AgentTraffic:
         yield from sorted(beside, key=lambda e: e.at_s)
 
     def _sub_agents(self, at: float) -> tuple[list[TraceEntry], float]:
-        """One to four at once; the session waits for the last of them."""
+        """Requests of one to four in parallel, and when the last ends: the session waits for it."""
         rng, s = self._rng, self._shape
         tools, requests, end = rng.choice(self._sub_tools), list[TraceEntry](), at
         for _ in range(rng.randint(1, 4)):
@@ -198,7 +197,7 @@ class AgentTraffic:
         return requests, end
 
     def _ask(self, conversation: Conversation, at: float) -> TraceEntry:
-        """One request: the conversation so far, then the reply, which becomes a part of it."""
+        """One request: the conversation so far; the reply becomes a part of it."""
         blocks, n_prompt = tuple(conversation.blocks), conversation.n_tokens
         n_reply = 10 + int(self._rng.expovariate(1 / self._shape.reply))
         self._grown(conversation, n_reply)

@@ -1,9 +1,10 @@
-"""A trace played against several servers behind a router, with a store that they share or without.
+"""A trace played against several servers behind a router, with or without a shared store.
 
-Each server keeps an SSD's worth of blocks of its own, in the cache's own order (simulate.py). The store
-takes what was used a second time and keeps it for `ttl_s` after its last use; what a server reads there
-it keeps as well. The router takes turns, or prefers the server that was sent most of the prompt before,
-unless that one is overloaded. One process, request by request.
+Each server has an SSD of its own, with the cache's eviction order (simulate.py). The store takes
+blocks that are used a second time and keeps them for `ttl_s` after their last use; a server also
+keeps what it reads from the store. The router takes turns, or prefers the server that was last sent
+the longest known prefix of the prompt, unless that one is overloaded. One process, request by
+request.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from firn.traces.trace import Ints, Trace
 Routing = Literal["round robin", "cache-aware"]
 ROUTINGS: tuple[Routing, ...] = ("round robin", "cache-aware")
 MATCH_SHARE = 0.3
-"""A prompt of which less is known goes to the server with the least load."""
+"""A prompt with a smaller share of known blocks goes to the server with the least load."""
 MAX_LOAD = 1.5
 """A server is passed over while its load is more than this many times the mean ..."""
 MIN_LOAD_BLOCKS = 200
@@ -32,16 +33,16 @@ LOAD_FADES_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class FleetResult:
-    """Of one trace. Rates are shares of the prompt tokens; counts are in blocks."""
+    """The result of one trace. Rates are shares of the prompt tokens; counts are in blocks."""
 
     local: float
     """Reused from the server's own tiers."""
     from_store: float
-    """Reused besides, from the store."""
+    """Additionally reused from the store."""
     n_read: int
     n_written: int
     n_kept: int
-    """In the store, at most."""
+    """Most blocks in the store at any time."""
     busiest: float
     """What the busiest server computed, as a multiple of the mean."""
 
@@ -59,7 +60,7 @@ def play_fleet(
     ttl_s: float | None = None,
     progress: Progress = lambda n: None,
 ) -> FleetResult:
-    """n_blocks: of each server. ttl_s: how long the store keeps what nobody uses; None: no store."""
+    """n_blocks: of each server. ttl_s: how long the store keeps unused blocks; None: no store."""
     servers = [SimulatedSsd(trace, n_blocks=n_blocks) for _ in range(n_servers)]
     store = SimulatedStore(trace, ttl_s) if ttl_s is not None else None
     router = _Router(trace, n_servers)
@@ -92,7 +93,7 @@ def play_fleet(
 
 
 class SimulatedStore:
-    """Blocks that were used again, each kept for `ttl_s` after its last use. Owner: one `play_fleet`."""
+    """Reused blocks, each kept for `ttl_s` after its last use. Owner: one `play_fleet`."""
 
     def __init__(self, trace: Trace, ttl_s: float) -> None:
         self._trace = trace
@@ -103,7 +104,7 @@ class SimulatedStore:
         self._counted_at = -math.inf
 
     def take(self, i: int, n_local: int) -> int:
-        """How many blocks it adds to the n_local that the server has itself; stores what was used."""
+        """How many blocks it adds to the server's own `n_local`; stores the used blocks."""
         trace, now = self._trace, float(self._trace.at[i])
         prompt = trace.path(i)[: trace.n_asked[i]]
         there = now - self._used_at[prompt] <= self._ttl_s
@@ -117,14 +118,14 @@ class SimulatedStore:
         return max(n_there - n_local, 0)
 
     def count(self, now: float) -> None:
-        """Update `n_most`. Called now and then: it goes through all blocks."""
+        """Updates `n_most`. Called only now and then, because it goes through all blocks."""
         self._counted_at = now
         n_stored = int(np.count_nonzero(now - self._used_at <= self._ttl_s))
         self.n_most = max(self.n_most, n_stored)
 
 
 class _Router:
-    """Knows where it has sent each block last, and every server's load. Owner: one `play_fleet`."""
+    """Knows where each block was last sent, and every server's load. Owner: one `play_fleet`."""
 
     def __init__(self, trace: Trace, n_servers: int) -> None:
         self._trace = trace

@@ -5,8 +5,8 @@ A line of a Mooncake trace has `timestamp` (milliseconds), `input_length`, `outp
 `block_tokens` among them.
 
 A session is a list of messages, or an object that has one. Every message of the assistant is one
-request, whose prompt is all that came before it. Tokens are estimated from the text, and so are times
-where none are given.
+request, whose prompt is everything before it. Token counts are estimated from the text, and so are
+times where none are given.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOONCAKE_BLOCK = 512
 SESSION_BLOCK = 256
 CHARS_PER_TOKEN = 4
 TURN_S, SESSION_S = 15.0, 60.0
-"""Between turns, and between the beginnings of sessions, where nothing says it."""
+"""Between turns, and between the beginnings of sessions, if the file has no times."""
 MESSAGES = ("messages", "conversations", "conversation", "turns", "trajectory", "history")
 ASSISTANTS = frozenset({"assistant", "gpt", "ai", "model", "agent"})
 TIMES = ("timestamp", "created_at", "time", "start_time")
@@ -37,14 +37,14 @@ TIMES = ("timestamp", "created_at", "time", "start_time")
 
 @dataclass(frozen=True)
 class TraceSource:
-    """A trace as it is read: requests in the order of the file."""
+    """A trace while it is read: requests in the order of the file."""
 
     block: int
     entries: Iterator[TraceEntry]
 
 
 def read(path: Path, *, model: str | None = None) -> TraceSource:
-    """model: only its requests, of a trace with several. Raises TraceError, OSError.
+    """model: selects its requests from a trace of several models. Raises TraceError, OSError.
 
     The file is opened once: it may be a pipe.
     """
@@ -79,7 +79,8 @@ def read(path: Path, *, model: str | None = None) -> TraceSource:
 
 
 def _list(raw: bytes) -> list[Any] | None:
-    """A file that is one list: of sessions, or of one session's messages. None: it is not one."""
+    """The sessions of a file that is one list, either of sessions or of one session's messages;
+    None for any other file."""
     try:
         items = json.loads(raw)
     except ValueError:
@@ -89,7 +90,7 @@ def _list(raw: bytes) -> list[Any] | None:
 
 
 def _objects(text: IO[bytes], path: Path) -> Iterator[tuple[int, Any]]:
-    """Of each line; closes the text at its end."""
+    """The number and JSON value of each line; closes the text at its end."""
     with text:
         for number, line in enumerate(text, 1):
             if not line.strip():
@@ -98,7 +99,7 @@ def _objects(text: IO[bytes], path: Path) -> Iterator[tuple[int, Any]]:
                 value = json.loads(line)
             except ValueError as e:
                 if number > 1 and not line.endswith(b"\n"):
-                    return  # its writer was stopped in mid-line
+                    return  # its writer was stopped in the middle of the line
                 raise TraceError(f"{path}, line {number} is not JSON: {e}") from e
             if not isinstance(value, dict | list):
                 raise TraceError(f"{path}, line {number} is neither an object nor a list.")
@@ -241,7 +242,7 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def _time(entry: Mapping[str, Any]) -> float | None:
-    """In seconds; None: the entry names no time. Numbers past the year 5138 are milliseconds."""
+    """In seconds; None: the entry has no time. Numbers above 1e11 (year 5138) are milliseconds."""
     time = next((entry[name] for name in TIMES if entry.get(name) is not None), None)
     if isinstance(time, str):
         return datetime.fromisoformat(time).timestamp()

@@ -1,8 +1,8 @@
-"""`--record-trace`: one line of JSON a request, in Mooncake's form with more fields (see read.py).
+"""`--record-trace`: one JSON line per request, in Mooncake's form with more fields (see read.py).
 
-No text and no token is written: blocks are named by hashes under a salt that lies in the user's cache
-folder and never in the trace, so that nobody who has the trace can try whether it holds a prompt.
-Requests with the same model and namespace share names; others never do.
+No text and no token is written: blocks are named by hashes with a salt that is stored in the user's
+cache folder and never in the trace, so that nobody who has only the trace can test whether it
+contains a prompt. Requests with the same model and namespace share names; others never do.
 
 `record` only queues; hashing and writing happen on a thread. Requests that do not fit in the queue are
 dropped and counted. Several processes may append to one file: a line is one write.
@@ -30,16 +30,16 @@ from firn.traces.trace import TraceEntry
 log = logging.getLogger("firn.traces")
 
 MAX_QUEUED_TOKENS = 4 << 20
-"""Of requests that wait to be written: 32 MiB."""
+"""Limit for the requests that wait to be written: 32 MiB."""
 MAX_FILE_NBYTES = 1 << 30
 END_S = 2.0
 SALT_NBYTES = 32
 ID_BITS = 52
-"""Numbers that every reader of JSON keeps exact."""
+"""Numbers of this size stay exact in every JSON reader."""
 
 
 def open_trace(path: Path) -> int:
-    """A descriptor to append to. A new file is readable for this user only. Raises SetupError."""
+    """A descriptor to append to. A new file is readable only by this user. Raises SetupError."""
     try:
         # O_NONBLOCK: opening a pipe must not wait for its reader.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
@@ -62,7 +62,7 @@ class Recorder:
         max_file_nbytes: int = MAX_FILE_NBYTES,
         max_queued_tokens: int = MAX_QUEUED_TOKENS,
     ) -> None:
-        """Takes the descriptor over."""
+        """Takes ownership of the descriptor."""
         self._fd = fd
         self._model = model
         self._block = block
@@ -72,7 +72,7 @@ class Recorder:
         self._max_queued_tokens = max_queued_tokens
         self._queue: deque[ServedRequest] = deque()
         self._n_queued = 0
-        """Tokens."""
+        """In tokens."""
         self._changed = threading.Condition()
         self._closing = False
         self._why_not = ""
@@ -93,7 +93,7 @@ class Recorder:
             self._changed.notify()
 
     def close(self) -> None:
-        """Write what is queued, for a bounded time."""
+        """Writes the queued requests, for a bounded time."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -192,9 +192,9 @@ def _number(digest: bytes) -> int:
 
 
 def user_salt(folder: Path) -> bytes:
-    """The user's own, made on first use, so that traces of several processes and days can be joined.
+    """The user's salt, made on first use, to join traces of several processes and days.
 
-    One for this process alone where the folder cannot be used.
+    If the folder cannot be used, a salt for this process alone.
     """
     path = folder / "trace.salt"
     fresh = secrets.token_bytes(SALT_NBYTES)
@@ -206,7 +206,7 @@ def user_salt(folder: Path) -> bytes:
             with os.fdopen(fd, "wb") as file:
                 file.write(fresh)
             with contextlib.suppress(FileExistsError):
-                os.link(temp, path)  # whoever is first: all others take that one
+                os.link(temp, path)  # the first process wins; all others use its salt
         finally:
             temp.unlink(missing_ok=True)
         kept = path.read_bytes()

@@ -1,13 +1,13 @@
 """A trace played against one tier: the cache's own eviction order, without a model, arrays or files.
 
-The cache's tree is one object a block, and takes 100 times as long. Here blocks are numbers: what a
-request does to its whole path is one operation on arrays. What one request stored at once is a run of
-blocks, and of a run only the deepest can be the next to go, so that the heap holds runs. Tests play the
+The cache's tree has one object per block, and takes 100 times as long. Here blocks are numbers:
+what a request does to its whole path is one operation on arrays. The blocks that one request stored
+form a run, of which only the deepest can be evicted next, so the heap holds runs. Tests play the
 same traces against the cache itself, request by request.
 
-Requests come one after the other, and what they compute is stored when they end. Only pages are
-modelled: the states of recurrent models lie at few places, which a trace does not tell. What an SSD has
-counts even where it is so little of a prompt that the cache would not load it.
+Requests arrive one after the other, and what they compute is stored when they end. Only pages are
+modelled: the states of recurrent models are at few places, which a trace does not record. Blocks on
+an SSD count even if a prompt has so few of them that the cache would not load them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TELL_EVERY = 4096
 
 
 def play(tier: SimulatedTier, *, progress: Progress = lambda n: None) -> Ints:
-    """How many blocks of each prompt the tier had when the request came."""
+    """How many blocks of each prompt the tier had when the request arrived."""
     n = len(tier.trace)
     depths = np.zeros(n, dtype=np.int32)
     for i in range(n):
@@ -39,8 +39,9 @@ def play(tier: SimulatedTier, *, progress: Progress = lambda n: None) -> Ints:
 
 
 class SimulatedTier:
-    """The blocks of one tier. A run is the list of blocks that one request added, the deepest
-    last; its place in the heap is that of its deepest block, or a lower one: places only rise."""
+    """The blocks of one tier. A run is the list of blocks that one request added, the deepest last.
+    Its key in the heap is the rank of its deepest block, or an older, lower one: ranks only
+    rise."""
 
     def __init__(self, trace: Trace, *, n_blocks: int) -> None:
         self.trace = trace
@@ -53,13 +54,13 @@ class SimulatedTier:
         """(rank, -depth of the deepest, number of the request, run)."""
 
     def take(self, i: int) -> int:
-        """Request i uses the stored blocks of its prompt and stores the rest; how many it used."""
+        """Plays request i: uses its stored blocks and stores the rest; how many its prompt used."""
         start, end = self._cuts[i]
         if start == end:
             return 0
         path = self.trace.nodes[start:end]
         there = self._stored[path]
-        n_there = int(there.argmin())  # the first that is not, or the first of all
+        n_there = int(there.argmin())  # the first that is not stored, or 0 if all are
         if there[n_there]:
             n_there = end - start
         n_hit = min(n_there, self._n_asked[i])
@@ -78,7 +79,7 @@ class SimulatedTier:
         raise NotImplementedError
 
     def _add(self, i: int, new: Ints, start: int) -> None:
-        """A run of blocks that begins at this depth."""
+        """Adds a run of blocks that begins at this depth."""
         if len(new):
             self._stored[new] = True
             self._n_stored += len(new)
@@ -87,7 +88,7 @@ class SimulatedTier:
             heapq.heappush(self._heap, entry)
 
     def _lowest(self) -> float:
-        """The rank of the next to go, which is then at the top of the heap."""
+        """The rank of the next block to evict, whose run is then at the top of the heap."""
         while True:
             rank, depth, i, run = self._heap[0]
             current = self._rank(run[-1])
@@ -106,7 +107,7 @@ class SimulatedTier:
 
 
 class SimulatedMemory(SimulatedTier):
-    """Evicts in the tree's order; what the running request has used or added may not go."""
+    """Evicts in the tree's order, but nothing that the running request has used or added."""
 
     def __init__(self, trace: Trace, *, n_blocks: int) -> None:
         super().__init__(trace, n_blocks=n_blocks)
@@ -122,7 +123,7 @@ class SimulatedMemory(SimulatedTier):
         self._last[path] = i
 
     def _store(self, i: int, path: Ints, start: int) -> None:
-        new = path[start : max(self._n_blocks, start)]  # all but its own path can go
+        new = path[start : max(self._n_blocks, start)]  # everything but its own path can be evicted
         leased = []
         while self._n_stored + len(new) > self._n_blocks:
             self._lowest()
@@ -136,8 +137,8 @@ class SimulatedMemory(SimulatedTier):
 
 
 class SimulatedSsd(SimulatedTier):
-    """Evicts by stamps, which hold the rank of the last time that a chain was touched. Nothing is
-    evicted for a block that ranks lower."""
+    """Evicts by stamps, which hold the rank as of the last time that a chain was touched. Nothing
+    is evicted to store a block that ranks lower."""
 
     def __init__(self, trace: Trace, *, n_blocks: int) -> None:
         super().__init__(trace, n_blocks=n_blocks)
@@ -153,7 +154,7 @@ class SimulatedSsd(SimulatedTier):
         now = float(self.trace.at[i])
         late_s = now - self._lower[:n_there] - self._stamps[path[:n_there]]
         late = np.flatnonzero(late_s >= TOUCH_EVERY_S)
-        if len(late):  # what it depends on stays above it
+        if len(late):  # and all blocks before them, which must not rank lower
             self._touch(path[: late[-1] + 1], now)
 
     def _touch(self, path: Ints, now: float) -> None:

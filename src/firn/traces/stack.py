@@ -1,13 +1,14 @@
 """Memory of every size in one pass over a trace.
 
-By the last use, the end of a chain first: a memory of n blocks holds the n that come first in one list,
-whatever n is, because a block only moves back in that list until it is used again. So it is enough to
-know each block's place. Blocks that the same request used last lie together, from where later requests
-have left its path to its end: a block's place is the number of blocks that were used after that request,
-and of those before it on the path. Sums over requests are kept in a binary indexed tree.
+Eviction is by last use, and takes a chain from its end. A memory of n blocks holds the first n of
+one list, whatever n is, because a block only moves back in that list until it is used again. So
+it is enough to know each block's place. Blocks that the same request used last are adjacent: they
+are the end of its path, which no later request shares. A block's place is the number of blocks that
+were used after that request, plus the number of adjacent blocks before it on the path. Sums over
+requests are kept in a binary indexed tree.
 
-SimulatedMemory does the same for one size at a time; tests compare the two. Requests of the very same
-moment count as one after the other here.
+SimulatedMemory does the same for one size at a time; tests compare the two. Here, requests with the
+same arrival time count as consecutive.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _NONE: Longs = np.zeros(0, dtype=np.int64)
 def play_all(
     trace: Trace, sizes: Sequence[int], *, progress: Progress = lambda n: None
 ) -> dict[int, Ints]:
-    """For each size, in blocks: how many blocks of each prompt were there."""
+    """For each size, in blocks: how many blocks of each prompt were in memory."""
     ordered = np.array(sorted(set(sizes)), dtype=np.int64)
     depths = np.zeros((len(trace), len(ordered)), dtype=np.int32)
     stack = Stack(trace)
@@ -52,7 +53,7 @@ class Stack:
         self._n_blocks = 0
 
     def take(self, i: int) -> Longs:
-        """The places of the prompt's blocks, as far as they are known, ascending; then it is used."""
+        """The places of the prompt's known blocks, ascending. Then marks its whole path as used."""
         path = self._trace.path(i)
         if not len(path):
             return _NONE
@@ -76,7 +77,7 @@ class Stack:
         return places[: min(n_known, int(self._trace.n_asked[i]))]
 
     def _up_to(self, request: int) -> int:
-        """Blocks that this request, or one before it, used last."""
+        """How many blocks were last used by this request or an earlier one."""
         total, at, sums = 0, request + 1, self._sums
         while at:
             total += sums[at]

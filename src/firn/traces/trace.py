@@ -1,7 +1,7 @@
-"""A trace: requests in the order of their arrival, each a chain of blocks that says what it shares.
+"""A trace: requests in order of arrival, each a chain of blocks that shows what it shares.
 
-Two requests share a prefix as far as their chains begin with the same blocks. Only whole blocks count:
-a trace does not say what a shorter rest shares. Chains are kept as numbers of blocks in one
+Two requests share a prefix as far as their chains begin with the same blocks. Only whole blocks
+count: a trace does not record what a shorter rest shares. Chains are stored as block numbers in one
 array, so that a million requests fit in memory and other processes can map them.
 """
 
@@ -26,7 +26,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class TraceError(FirnError):
-    """A trace that cannot be read, with the place."""
+    """A trace cannot be read; the message names the place."""
 
     code = "bad_trace"
 
@@ -35,8 +35,9 @@ class TraceError(FirnError):
 class TraceEntry:
     """One request. blocks: hashes of its prompt's whole blocks, each of all tokens up to its end.
 
-    reply_blocks: likewise of the blocks that its reply has filled. first_s: until the first token.
-    cached: tokens that were reused, by tier. token_nbytes: what a token takes up, 0 if unknown.
+    reply_blocks: likewise for the blocks that its reply has filled. first_s: seconds until the
+    first token. cached: reused tokens by tier. token_nbytes: a token's size in the cache, 0 if
+    unknown.
     """
 
     at_s: float
@@ -52,8 +53,8 @@ class TraceEntry:
 
 @dataclass(frozen=True)
 class Trace:
-    """Sorted by arrival. Request i has the blocks nodes[starts[i]:ends[i]], the first n_asked[i] of
-    them its prompt's, the others its reply's."""
+    """Sorted by arrival. Request i has the blocks nodes[starts[i]:ends[i]]: the first n_asked[i]
+    are its prompt's, the others its reply's."""
 
     block: int
     at: Floats
@@ -77,12 +78,12 @@ class Trace:
 
     @property
     def working_set_tokens(self) -> int:
-        """All blocks that are ever stored."""
+        """Tokens in all blocks that are ever stored."""
         return self.n_nodes * self.block
 
     @cached_property
     def known(self) -> Ints:
-        """How many blocks of each prompt an earlier request had: what a cache without limits reuses."""
+        """How many blocks of each prompt earlier requests had: what an unlimited cache reuses."""
         seen = np.zeros(self.n_nodes, dtype=bool)
         n_known = np.zeros(len(self), dtype=np.int32)
         for i in range(len(self)):
@@ -100,8 +101,8 @@ class Trace:
 
     @classmethod
     def load(cls, folder: Path) -> Trace:
-        """Mapped, not read: processes that load the same folder share its memory."""
-        # As plain arrays over the mapped memory: cutting a memmap takes ten times as long.
+        """Maps the arrays, without reading them: processes that load one folder share memory."""
+        # As plain arrays over the mapped memory: slicing a memmap takes ten times as long.
         arrays: dict[str, Any] = {
             n: np.asarray(np.load(folder / f"{n}.npy", mmap_mode="r")) for n in _ARRAYS
         }
@@ -110,7 +111,7 @@ class Trace:
 
     @classmethod
     def of(cls, entries: Iterable[TraceEntry], *, block: int) -> Trace:
-        """Raises TraceError when there is nothing in it."""
+        """Raises TraceError if there is no request."""
         chains, ends, at = _Chains(), array("q"), array("d")
         n_prompt, n_asked = array("q"), array("i")
         token_nbytes = 0
@@ -148,14 +149,14 @@ class _Chains:
 
     def __init__(self) -> None:
         self.nodes = array("i")
-        """All chains, one behind the other."""
+        """All chains, one after the other."""
         self._numbers: dict[int, int] = {}
-        """By hash: the first block that has it."""
+        """By hash: the first block with this hash."""
         self._others: dict[tuple[int, int], int] = {}
-        """By parent and hash: those that have the same one elsewhere."""
+        """By parent and hash: blocks whose hash another block had before."""
         self._names, self._parents = array("Q"), array("i")
         self._depths, self._born = array("i"), array("q")
-        """Of each block; where the chain begins that it was first in."""
+        """By block. `_born`: the start in `nodes` of the chain in which it first occurred."""
 
     @property
     def n_nodes(self) -> int:
@@ -210,7 +211,7 @@ _ARRAYS = ("at", "n_prompt", "starts", "ends", "n_asked", "nodes")
 
 
 def coarser(entries: Iterable[TraceEntry], factor: int) -> Iterator[TraceEntry]:
-    """The same requests in blocks that are so many times as long: a block's hash covers all before."""
+    """The same requests in blocks `factor` times as long: a block's hash covers all before it."""
     for e in entries:
         chain = (*e.blocks, *e.reply_blocks)
         kept = chain[factor - 1 :: factor]

@@ -37,7 +37,7 @@ class ToolFormat:
     splitter: for a format that shapes the whole reply, not only its calls; `reply` then writes the
     grammar of a reply around calls, an answer, or either.
     grammar: writes the grammar of calls, to enforce them. write: writes a call as text.
-    bare: where calls have no marker, a regular expression of the replies that call one of these tools.
+    bare: where calls have no marker, a regular expression for replies that call one of these tools.
     example: a reply that calls get_weather with city "Paris" and days 3, and nothing else.
     rank: of several formats that match, the highest wins.
     """

@@ -40,7 +40,7 @@ class BareJson(JsonCallParser):
 
 
 def _matches(clues: Clues) -> bool:
-    """The template asks for JSON with a name and parameters, and shows no tags to put it in."""
+    """Whether the template asks for JSON with a name and parameters, without tags around it."""
     source = clues.template
     asks = re.search(r'\{\\?"name\\?":', source) is not None
     return asks and "parameters" in source and "tool_call>" not in source
@@ -51,7 +51,7 @@ def bare_calls(g: CallGrammar) -> str:
 
 
 def bare_call(names: Sequence[str]) -> str:
-    """A regular expression of an object, or a list, that names one of the tools."""
+    """A regular expression for an object, or a list, that names one of the tools."""
     keys, tools = "|".join(NAME_KEYS), "|".join(map(escaped, names))
     return rf'\s*[\[{{](?s:.*)"({keys})"\s*:\s*"({tools})"(?s:.*)'
 

@@ -21,7 +21,7 @@ SECTION, SECTION_END = _tag("tool calls begin"), _tag("tool calls end")
 CALL, CALL_END, SEP = _tag("tool call begin"), _tag("tool call end"), _tag("tool sep")
 FENCE = "```"
 KIND = "function"
-"""V3 writes of each call what kind of thing is called."""
+"""V3 states for each call what kind of thing is called."""
 
 
 class DeepSeek(SectionCallParser):

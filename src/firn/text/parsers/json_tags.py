@@ -42,7 +42,7 @@ class JsonTags(JsonCallParser):
     def script(self) -> Script[None]:
         closer = CLOSERS[self.marker]
         yield from self.guarded(self._calls(), closer)
-        # Models often write a bracket too many; it is harmless.
+        # Models often write an extra bracket; it is harmless.
         yield from self.tape.close(closer, stray="}]")
 
     def _calls(self) -> Script[None]:

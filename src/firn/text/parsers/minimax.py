@@ -67,7 +67,7 @@ FORMATS = (
         f'<{_DSML}parameter name="city" string="true">Paris</{_DSML}parameter>\n'
         f'<{_DSML}parameter name="days" string="false">3</{_DSML}parameter>\n'
         f"</{_DSML}invoke>\n</{_DSML}function_calls>",
-        # Its template is code, without a source to read: the vocabulary tells.
+        # Its template is code, with no source to inspect: only the vocabulary shows the format.
         matches=lambda clues: _DSML in clues.template or clues.has_token(_DSML),
         grammar=_grammar,
         write=write_tags(Dsml.tags_by_marker),

@@ -33,7 +33,7 @@ class PythonTag(BareJson):
         self.tape.pos = len(self.tape.text)
         for end in ENDS:
             text = text.removesuffix(end)
-        # A model may repeat the tag: parsing from each one takes quadratic time.
+        # A model may repeat the tag: parsing from each one would take quadratic time.
         calls = [] if TAG in text else python_calls(text)
         names = [c.name.removesuffix(".call") for c in calls]
         if calls and all(name in self.schemas for name in names):

@@ -16,7 +16,7 @@ from firn.text.python_calls import Brackets, PythonCall, python_calls, write_cal
 from firn.text.schema import ToolSchemas
 
 MAX_TRIES = 8
-"""How often a text is parsed whose brackets are closed."""
+"""Attempts to parse a text whose brackets are closed."""
 
 CLOSERS = {
     "<|tool_call_start|>": "<|tool_call_end|>",
@@ -30,9 +30,8 @@ class Pythonic(CallParser):
             body, _ = yield from self.tape.until(CLOSERS[self.marker])
         except TextEnded:
             body, self.tape.pos = self.tape.text[self.tape.pos :], len(self.tape.text)
-            if (
-                self.marker in body
-            ):  # a model that repeats it: parsing from each takes quadratic time
+            # Parsing from each of many repeated markers would take quadratic time.
+            if self.marker in body:
                 raise NotACall from None
         calls = python_calls(body)
         if not calls:
@@ -66,7 +65,7 @@ class BarePythonic(Pythonic):
         raise NotACall
 
     def _closed(self) -> Script[None]:
-        """Reads to a bracket that may close the list: parsing at every one takes quadratic time."""
+        """Reads to a bracket that may close the list: trying every one would be quadratic."""
         while True:
             start = self._n_scanned
             yield from self.tape.until("]")
@@ -77,7 +76,7 @@ class BarePythonic(Pythonic):
                 return
 
     def _could_be_a_call(self) -> Script[None]:
-        """[name( with the name of a tool; anything else is text at once."""
+        """Reads [name( with the name of a tool; raises NotACall as soon as it is anything else."""
         name, _ = yield from self.tape.until("(", limit=128)
         self.checked(name)
 
@@ -114,7 +113,7 @@ def _bare_grammar(g: CallGrammar) -> str:
 
 
 def _keywords(g: CallGrammar, declared: Sequence[Parameter], tool: Tool) -> str:
-    """name=value pairs; values are JSON, whose words the parser knows."""
+    """name=value pairs; values are JSON, whose true, false and null the parser accepts."""
     pairs = [(f"{g.lark.mark(p.name + '=')} {g.json_value(tool, p)}", p.required) for p in declared]
     return g.lark.sequence(pairs, ", ")
 

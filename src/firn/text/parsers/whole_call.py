@@ -29,7 +29,7 @@ class WholeCall(CallParser):
             try:
                 body, _ = yield from self.tape.until(self._native.closes)
             except TextEnded:  # a whole call may lack its closing marker
-                if self.marker in self.tape.text[self.tape.pos :]:  # but not one marker of many
+                if self.marker in self.tape.text[self.tape.pos :]:  # but not if its opener recurs
                     raise NotACall from None
             else:
                 return body
@@ -42,7 +42,7 @@ class WholeCall(CallParser):
         try:
             return self._native.parse(body, tools_to_template(self.schemas.tools))
         except Exception as e:
-            # Foreign code: by the port's contract any exception says "not a call".
+            # Foreign code: by the port's contract any exception means "not a call".
             raise NotACall from e
 
     def _emit(self, call: object) -> None:
