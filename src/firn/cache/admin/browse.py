@@ -1,8 +1,8 @@
 """The tree as people browse it: read in slices, shown in runs.
 
-A run is a sequence of blocks without a branch. Nodes are read on the engine thread a slice at a time, so
-that no step waits for a large tree; a node that changes meanwhile is shown as it was or as it is. The
-runs are made on another thread, from what was read.
+A run is a sequence of blocks without a branch. Nodes are read on the engine thread a slice at a
+time, so that no step waits for a large tree; a node that changes meanwhile is shown in its old or
+its new state. The runs are made on another thread, from what was read.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from firn.core.keys import Key
 from firn.core.values import Namespace
 
 SLICE_S = 0.001
-"""How long a slice may keep the engine."""
+"""How long a slice may occupy the engine."""
 N_UNCLOCKED = 16
-"""Nodes that are read before the clock is asked again."""
+"""Nodes read before the clock is checked again."""
 MAX_NODES = 1 << 16
-"""The most that are read; the answer says that the rest was cut off."""
+"""Cap on the nodes read; the answer reports whether others were cut off."""
 N_SHOWN_TOKENS = 48
-"""Tokens at the beginning of a run, where its text may be shown."""
+"""Tokens shown from the beginning of a run, if its text may be shown."""
 N_FORGOTTEN = 64
-"""Nodes that are forgotten in one slice: each may delete files."""
+"""Nodes forgotten in one slice: each may delete files."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class NodeView:
     end: int
     nbytes: int
     places: tuple[int, ...]
-    """The bytes that memory has, then each tier. A record may lie in several places."""
+    """The bytes in memory, then in each tier. A record may be in several places."""
     used_at: float
     n_pins: int
     n_leases: int
@@ -51,7 +51,7 @@ class NodeView:
     """A root's; None for other nodes."""
     head: tuple[int, ...]
     """Its first tokens."""
-    # Sums over the subtree, made when all is read.
+    # Sums over the subtree, computed once everything has been read.
     n_ends: int = 0
     n_nodes: int = 0
     total: int = 0
@@ -60,7 +60,7 @@ class NodeView:
 
 
 class TreeReader:
-    """Implements TreeQuery. Owner: whoever asks; `step` on the engine thread, then `answer` anywhere."""
+    """Implements TreeQuery. Owner: the caller; `step` on the engine thread, `answer` on any."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class TreeReader:
     ) -> None:
         """namespace: the only one to show; None: all. node: begin with the run that contains it.
 
-        limit: the most runs to show, those that hold most first.
+        limit: the most runs to show, the largest first.
         """
         self._namespace = namespace
         self._node = node
@@ -118,7 +118,7 @@ class TreeReader:
     def _read(self, node: Node, parent: int, todo: deque[tuple[Node, int]]) -> None:
         is_root = isinstance(node, Root)
         if node.parent is None and not is_root:
-            return  # it has gone since
+            return  # removed since it was listed
         nbytes, places = 0, [0] * len(self._head["places"])
         for record in node.records.values():
             nbytes += record.nbytes
@@ -139,7 +139,7 @@ class TreeReader:
         todo.extend((child, number) for child in node.children)
 
     def answer(self) -> dict[str, Any]:
-        """Of each run, `more` says how much below it is left out."""
+        """In each run, `more` reports how much below it is left out."""
         nodes = self._nodes
         _sum(nodes)
         runs = _largest(nodes, self._limit)
@@ -152,7 +152,7 @@ class TreeReader:
 
 
 def _sum(nodes: Sequence[NodeView]) -> None:
-    """Children come after their parents in the list, so sums are made from its end."""
+    """Children follow their parents in the list, so sums are computed from its end."""
     for each in nodes:
         each.n_ends, each.n_nodes, each.total = 0, int(each.namespace is None), each.nbytes
         each.totals, each.children = list(each.places), []
@@ -232,7 +232,7 @@ def _view(nodes: Sequence[NodeView], run: _Run, with_tokens: bool) -> dict[str, 
 
 
 def find(cache: PrefixTree, key: Key, namespace: Namespace | None) -> Node | None:
-    """The node, if it is this namespace's. Others' nodes look as if they did not exist."""
+    """The node, if it belongs to this namespace. Nodes of others seem not to exist."""
     records = cache.records
     node = records.tree.find(key)
     if node is None or not records.tree.is_attached(node.root):
@@ -248,7 +248,7 @@ def run_start(node: Node) -> Node:
 
 
 def details(cache: PrefixTree, node: Node) -> dict[str, Any]:
-    """The size of the prefix that ends here, and how much time it saves when it is asked for again."""
+    """The size of the prefix that ends here, and how much time it saves when it is used again."""
     records = cache.records
     missing: dict[str, int] = {}
     nbytes = 0
@@ -285,9 +285,9 @@ def unpin_below(cache: PrefixTree, node: Node) -> int:
 
 
 class SubtreeRemoval:
-    """Implements TreeQuery: forgets a run and all below it. What is pinned or in use stays.
+    """Implements TreeQuery: forgets a run and all below it. What is pinned or in use is kept.
 
-    Owner: whoever asks; `step` on the engine thread.
+    Owner: the caller; `step` on the engine thread.
     """
 
     def __init__(
@@ -306,7 +306,7 @@ class SubtreeRemoval:
         self.is_known = True
 
     def step(self, cache: PrefixTree) -> bool:
-        """First all nodes are listed, because leaves go before their parents."""
+        """All nodes are listed first, because leaves are removed before their parents."""
         if self._unlisted is None:
             top = find(cache, self._node, self._namespace)
             self.is_known = top is not None

@@ -21,7 +21,7 @@ from firn.core.keys import Key, child_key, key_tokens
 from firn.core.values import Namespace, Prompt
 
 PIN_SHARE = 0.5
-"""The share of memory that may be pinned in all."""
+"""The share of memory that may be pinned in total."""
 Json = dict[str, Any]
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 class RunOnEngine(Protocol):
     """Runs a function on the engine thread.
 
-    The function gets the cache, and the state of admission by memory.
+    The function receives the cache and the state of memory admission.
     """
 
     def __call__(self, function: Callable[[PrefixTree | CacheOff, Json], T], /) -> Future[T]: ...
@@ -118,7 +118,7 @@ class TreeQuery(Protocol):
     """Reads or changes the tree a slice at a time."""
 
     is_known: bool
-    """There is the node that it is about, and the caller may see it."""
+    """Whether the node in question exists and the caller may see it."""
 
     def step(self, cache: PrefixTree) -> bool:
         """Do a slice; True when there is no more to do."""
@@ -154,7 +154,7 @@ class SlicedTreeQuery:
 
 
 def key_of(node: str) -> Key:
-    """Raises NotFound: what is not a key is not a node's."""
+    """Raises NotFound if the text is not a key."""
     try:
         return Key(bytes.fromhex(node))
     except ValueError:
@@ -169,9 +169,9 @@ def no_such_node() -> NotFound:
 
 
 def stats(cache: PrefixTree, namespace: Namespace | None) -> Json:
-    """What was counted, for everybody, or for one namespace without a trace of the others.
+    """Statistics of all namespaces, or of one without revealing anything about the others.
 
-    Reads totals that are kept up to date: costs the same however much is stored.
+    Reads totals that are kept up to date: the cost does not depend on how much is stored.
     """
     everything = namespace is None
     counted = cache.stats if namespace is None else cache.stats_of(namespace)
@@ -250,7 +250,7 @@ def snapshot(cache: object) -> Json:
 
 
 def health(cache: object) -> Json:
-    """Whether reuse is on, and which tiers take writes. From any thread."""
+    """Whether reuse is on, and which tiers accept writes. From any thread."""
     if isinstance(cache, CacheOff):
         return {"reuse": False, "why": cache.why}
     view: Json = {"reuse": True}
@@ -295,7 +295,7 @@ def probe(cache: PrefixTree, prompt: Prompt, namespace: Namespace) -> Json:
 
 
 def pin(cache: PrefixTree, prompt: Prompt, namespace: Namespace, *, cap_nbytes: int) -> Json:
-    """Keep what is stored of this prompt until it is unpinned."""
+    """Keep whatever is stored of this prompt until it is unpinned."""
     match = cache.probe(prompt, namespace).match
     if match.segments:
         end = match.segments[-1].node
@@ -305,7 +305,7 @@ def pin(cache: PrefixTree, prompt: Prompt, namespace: Namespace, *, cap_nbytes: 
 
 
 def pin_end(cache: PrefixTree, end: Node, *, cap_nbytes: int) -> None:
-    """Keep the prefix that ends here. Raises BadRequest where that is more than may be pinned."""
+    """Keep the prefix that ends here. Raises BadRequest if that is more than may be pinned."""
     allowed = _may_pin_nbytes(cache, end.root, cap_nbytes)
     was_pinned = end in end.root.pinned
     cache.records.pin(end)
@@ -319,7 +319,7 @@ def pin_end(cache: PrefixTree, end: Node, *, cap_nbytes: int) -> None:
 
 
 def _may_pin_nbytes(cache: PrefixTree, root: Root, cap_nbytes: int) -> int:
-    """What this key may pin: a share of memory, less what others have pinned."""
+    """Bytes that may be pinned under this root: a share of memory, less other roots' pins."""
     size = cache.records.memory.limit_nbytes
     all_keys = min(cap_nbytes, int(PIN_SHARE * size))
     others = sum(r.pinned_nbytes for r in cache.records.tree.roots() if r is not root)
@@ -327,9 +327,9 @@ def _may_pin_nbytes(cache: PrefixTree, root: Root, cap_nbytes: int) -> int:
 
 
 def unpin(cache: PrefixTree, prompt: Prompt, namespace: Namespace) -> Json:
-    """Unpin what was pinned of this prompt, but for what a longer pinned prompt shares.
+    """Unpin what was pinned of this prompt, except what a longer pinned prompt shares.
 
-    The prompt may match another node by now than the one that was pinned for it.
+    By now the prompt may match a different node than the one pinned for it.
     """
     n_tokens = {s.node: s.n_tokens for s in cache.probe(prompt, namespace).match.segments}
     key = _key(prompt)
@@ -346,15 +346,15 @@ def unpin(cache: PrefixTree, prompt: Prompt, namespace: Namespace) -> Json:
 
 
 def _key(prompt: Prompt) -> Key:
-    """Tells prompts apart."""
+    """Identifies a prompt."""
     return child_key(Key(b""), key_tokens(prompt.ids, prompt.picture_spans))
 
 
 def pinned_nbytes(cache: PrefixTree, namespace: Namespace | None = None) -> int:
-    """Of everybody, or of one namespace."""
+    """Bytes pinned in all namespaces, or in one."""
     return sum(root.pinned_nbytes for root in _roots(cache, namespace))
 
 
 def clear(cache: PrefixTree, namespace: Namespace | None = None) -> Json:
-    """Forget every record, or one namespace's. Running requests end well, and store nothing more."""
+    """Forget every record, or one namespace's. Running requests finish, but store nothing more."""
     return {"freed_bytes": cache.records.clear(namespace)}

@@ -1,6 +1,6 @@
 """What a cache folder contains, for people. It is read without its lock, and not changed.
 
-An inventory is a value: a folder in use may have changed since.
+An inventory is a snapshot: a folder in use may have changed since.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NotStored(FirnError):
 
 @dataclass(frozen=True, slots=True)
 class ModelNote:
-    """The name and folder by which servers know a model; empty where none has left a note."""
+    """The name and folder by which servers know a model; empty if none has left a note."""
 
     name: str = ""
     path: str = ""
@@ -116,7 +116,7 @@ class Prefix:
 
     blocks: tuple[BlockFiles, ...]
     nbytes: int
-    """Everything below it included."""
+    """Including everything below it."""
     last_use: float
     branches: tuple[Prefix, ...]
 
@@ -165,7 +165,7 @@ class Inventory:
         return self.models.get(fingerprint, ModelNote())
 
     def find(self, text: str) -> BlockFiles:
-        """The block whose key begins with this text. Raises NotStored, also when there are several."""
+        """The block whose key begins with this text. Raises NotStored if none or several do."""
         text = text.lower().strip()
         matches = [b for key, b in self.blocks.items() if key.hex().startswith(text)]
         if len(matches) == 1:
@@ -189,7 +189,7 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class FolderUsage:
-    """What a folder holds besides records, and what its servers have noted."""
+    """What a folder holds other than records, and what its servers have noted."""
 
     n_quarantined: int
     quarantined_nbytes: int
@@ -215,7 +215,7 @@ def folder_usage(folder: Path) -> FolderUsage:
 
 
 def quarantine_of(folder: Path) -> Path:
-    """Where its damaged records are moved."""
+    """The folder to which damaged records are moved."""
     return folder / QUARANTINE
 
 
@@ -249,7 +249,7 @@ def _block(files: Mapping[Part, RecordFile]) -> BlockFiles:
 
 
 def note_model(folder: Path, fingerprint: bytes, note: ModelNote) -> None:
-    """Note what people call a model. Nothing depends on it: a folder that takes no notes has none."""
+    """Note what people call a model. Nothing depends on it, so a failure to write it is ignored."""
     path = folder / MODELS / f"{fingerprint.hex()}.json"
     text = json.dumps({"name": note.name, "path": note.path})
     with contextlib.suppress(OSError):
@@ -270,12 +270,12 @@ def _models(folder: Path) -> dict[bytes, ModelNote]:
 
 
 def prefixes(blocks: Iterable[BlockFiles], *, top: int) -> list[Prefix]:
-    """The largest prefixes, blocks without a branch between them drawn together."""
+    """The largest prefixes, with blocks merged where there is no branch."""
     by_key = {b.tag.key: b for b in blocks}
     children: dict[Key, list[BlockFiles]] = {}
     nbytes = {key: b.nbytes for key, b in by_key.items()}
     last_use = {key: b.last_use for key, b in by_key.items()}
-    # Children begin where their parent ends or later: from the back, sums are complete.
+    # Children begin at or after their parent's end: going backwards, each sum is already complete.
     for block in sorted(by_key.values(), key=lambda b: (-b.tag.start, -b.end)):
         if block.parent in by_key and block.parent is not None:
             children.setdefault(block.parent, []).append(block)
@@ -302,6 +302,6 @@ def records_of(chain: Sequence[BlockFiles]) -> list[Name]:
     last_state = max((i for i, b in enumerate(chain) if Part.STATE in b.files), default=-1)
     for i, block in enumerate(chain):
         wanted = [p for p in Part if p in block.files and (p is not Part.STATE or i == last_state)]
-        # A block of which only an older state is stored needs a record that names it.
+        # A block with nothing but an older state still needs a record that names it.
         names += [Name(block.tag.key, p) for p in wanted or [next(iter(block.files))]]
     return names

@@ -1,6 +1,6 @@
 """A prefix as one file: a tar archive of its records, parents first. Each is verified on import.
 
-An exported file is never encrypted, even if the folder is: the other machine has another key.
+An exported file is never encrypted, even if the folder is: the other machine has a different key.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from firn.core.values import Namespace
 SUFFIX = ".safetensors"
 SECTOR_NBYTES = 512
 Progress = Callable[[int], None]
-"""Called with the number of bytes of each record."""
+"""Called with the size of each record in bytes."""
 
 
 @dataclass(frozen=True, slots=True)

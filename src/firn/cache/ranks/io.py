@@ -1,10 +1,11 @@
 """A tier of a sharded model, as rank 0's tree sees it: what all ranks have, and nothing else.
 
-Every rank keeps its slice of a record in a tier of its own, under the same name. A record is stored when
-all have written it, read when all have read and verified it, and there after a start if all have found
-it. What one of them lacks, has lost or cannot read is a miss, and what one evicts is deleted everywhere.
+Every rank keeps its slice of a record in its own tier, under the same name. A record is stored when
+all have written it, read when all have read and verified it, and present after a start if all have
+found it. What one of them lacks, has lost or cannot read is a miss, and what one evicts is deleted
+everywhere.
 
-Owner: rank 0's engine thread. Answers come on the threads of the connections and of the tier.
+Owner: rank 0's engine thread. Answers arrive on the threads of the connections and of the tier.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ REFUSED = "refused"
 
 @dataclass(eq=False)
 class _Order(Generic[T]):
-    """A read or a write, until every rank has said how it went."""
+    """A read or a write, until every rank has reported its outcome."""
 
     name: Name
     done: Done[T]
     waiting: set[int]
-    """Ranks besides 0 that have not answered yet."""
+    """Ranks other than 0 that have not answered yet."""
     result: T | TierError | None = None
-    """Of rank 0's own tier; None until it is there."""
+    """The outcome in rank 0's own tier; None until it is known."""
     faults: list[TierError] = field(default_factory=list)
-    """Of the other ranks."""
+    """Faults of the other ranks."""
 
     @property
     def is_over(self) -> bool:
@@ -54,7 +55,7 @@ class RankIo:
     def __init__(
         self, own: Io, followers: Followers, mirror: Mirror, *, layout: str, number_of: NumberOf
     ) -> None:
-        """layout: of this rank's records; those of other ranks are not read."""
+        """layout: that of this rank's records; records of other ranks are not read."""
         self._own = own
         self._followers = followers
         self._mirror = mirror
@@ -66,7 +67,7 @@ class RankIo:
         self._reads: dict[int, _Order[Loaded]] = {}
         self._writes: dict[int, _Order[WriteResult[Name]]] = {}
         self._was_read: dict[Name, int] = {}
-        """Reads that all ranks have made, and that the tree has not taken yet."""
+        """Reads that all ranks have completed and the tree has not taken yet."""
         self._have: dict[int, set[Name]] = {rank: set() for rank in self._ranks}
         """The records that each other rank has reported."""
         self._incomplete: dict[Name, TierEntry] = {}
@@ -123,7 +124,7 @@ class RankIo:
         order.done(order.faults[0] if isinstance(result, WriteResult) else result)
 
     def _evicted(self, names: Sequence[Name], *, by: int) -> None:
-        """One rank has evicted its slices, so those of the others are of no use."""
+        """One rank has evicted its slices, so those of the others are useless."""
         with self._lock:
             self._have[by].difference_update(names)
         self.delete(names)
@@ -222,7 +223,7 @@ class RankIo:
             self._batch(passed)
 
     def _complete(self, names: Iterable[Name]) -> list[TierEntry]:
-        """Those of these records that all ranks are known to have by now."""
+        """The entries of the named records that all ranks are now known to have."""
         everywhere = [n for n in names if n in self._incomplete and self._all_have(n)]
         return [self._incomplete.pop(name) for name in everywhere]
 

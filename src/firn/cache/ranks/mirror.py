@@ -1,9 +1,9 @@
 """Rank 0's payloads, and the slices that the other ranks hold of them.
 
-The tree is rank 0's alone: it decides what is kept, resumed and evicted. Each payload that it makes gets
-a number, and the others are told how it was made, so that they make their slices in the same way; when
-it is dropped, they drop theirs. So memory holds the same on all ranks, and all of them can resume from
-it.
+Only rank 0 has a tree: it decides what is kept, resumed and evicted. Each payload that it makes is
+numbered, and the others are told how it was made, so that they make their slices in the same way;
+when it is dropped, they drop theirs. So memory holds the same records on all ranks, and all of them
+can resume from it.
 
 Owner: the engine thread. Payloads may be dropped on any thread.
 """
@@ -24,9 +24,9 @@ from firn.core.ports import LayerCache
 from firn.core.ranks import Followers
 
 Fill = tuple[str, list[int], int]
-"""A part, the numbers of the payloads that filled it, and how many tokens the row has then."""
+"""A part, the numbers of the payloads that filled it, and the row's tokens after that."""
 N_DROPPED = 512
-"""Numbers in one call."""
+"""The most numbers in one call."""
 
 
 class Mirror:
@@ -45,7 +45,7 @@ class Mirror:
         return MirroredPayload(payload.stacks, payload.places, self, number)
 
     def arrived(self, payload: Payload, read: int) -> MirroredPayload:
-        """It was read from a tier, by that read on all ranks."""
+        """Number a payload that all ranks read from their tiers. read: the number of that read."""
         return self.made(payload, "arrive", read)
 
     def filled(self, part: Part, payloads: Sequence[Payload], n_tokens: int) -> None:
@@ -56,7 +56,7 @@ class Mirror:
         return fills
 
     def drop(self, number: int) -> None:
-        """Any thread, even in the middle of another call."""
+        """Called on any thread, even in the middle of another call."""
         self._dropped.append(number)
 
     @property
@@ -99,7 +99,7 @@ def number_of(payload: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MirroredLayout(Layout):
-    """Tells the other ranks of each cut and fill."""
+    """A layout that tells the other ranks of each cut and fill."""
 
     mirror: Mirror
 
@@ -109,7 +109,7 @@ class MirroredLayout(Layout):
 
     @property
     def lies_in_rows(self) -> bool:
-        """Records are cut at once: pages that lie in rows have no numbers."""
+        """False: records are cut immediately, because pages left in rows have no numbers."""
         return False
 
     def cut(

@@ -1,9 +1,9 @@
 """A follower's slices of rank 0's records: payloads by number in memory, files by name in its tier.
 
-It decides nothing. It answers what it has written, read, seen and evicted, from which rank 0 knows which
-records all ranks have. `on_x` makes rank 0's call `x`.
+A follower decides nothing. It reports what it has written, read, seen and evicted, from which rank
+0 knows which records all ranks have. `on_x` handles rank 0's call `x`.
 
-Owner: the follower's main thread, which makes and drops every array here.
+Owner: the follower's main thread, which makes and frees every array here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Answer = Callable[..., None]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What this rank's records say of themselves."""
+    """The identity that this rank's records carry in their headers."""
 
     fingerprint: bytes
     layout: str
@@ -48,7 +48,7 @@ class Slices:
         answer: Answer,
         to_self: Callable[[RankCall], None],
     ) -> None:
-        """answer: sends rank 0 an answer, from any thread. to_self: has this thread make a call."""
+        """answer: sends rank 0 an answer, from any thread. to_self: queues a call for the owner."""
         self._layout = layout
         self._identity = identity
         self._answer = answer
@@ -56,7 +56,7 @@ class Slices:
         self._io: Io | None = None
         self._payloads: dict[int, Payload] = {}
         self._fresh: dict[int, Payload] = {}
-        """Not computed yet."""
+        """Payloads that are not computed yet."""
         self._lent: dict[int, PayloadBytes] = {}
         """Arrays that are being written, by the write's number."""
         self._loaded: dict[int, Loaded] = {}
@@ -94,7 +94,10 @@ class Slices:
         self._payloads[number] = self._fresh[number] = payload
 
     def compute(self) -> None:
-        """Before a row goes on: a pending copy would make the row's next write copy its whole buffer."""
+        """Called before a row continues.
+
+        A copy still pending would make the row's next write copy its whole buffer.
+        """
         if self._fresh:
             evaluate(self._fresh.values())
             self._fresh.clear()
@@ -121,7 +124,7 @@ class Slices:
             self._written(serial, Refused("write queue full"))
 
     def _written(self, serial: int, result: WriteResult[Name] | TierError) -> None:
-        """On an I/O thread, where no array may be dropped."""
+        """On an I/O thread, where no array may be freed."""
         self._to_self(RankCall("unlend", (serial,)))
         if isinstance(result, WriteResult):
             self._answer("written", serial, None, [str(name) for name in result.evicted])

@@ -1,4 +1,4 @@
-"""Rank 0's tree: that of one process, but the other ranks hold their slices of its payloads and tiers.
+"""Rank 0's tree: like a single process's, but other ranks hold slices of its payloads and tiers.
 
 Owner: the engine thread.
 """
@@ -23,7 +23,7 @@ class MirroredTree(PrefixTree):
         dtype: str,
         flush: Callable[[], None],
     ) -> None:
-        """flush: sends the calls that wait to be told."""
+        """flush: sends the calls that are still queued for the other ranks."""
         super().__init__(layout, settings, fingerprint=fingerprint, dtype=dtype)
         self._mirror = layout.mirror
         self._flush = flush

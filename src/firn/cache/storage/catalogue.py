@@ -32,7 +32,7 @@ class CacheIdentity:
     block: int
 
     def root(self, namespace: Namespace, recipe: str = "") -> Key:
-        """recipe: how prompts were thinned, where they were."""
+        """recipe: how prompts were thinned; empty if they were not."""
         layout = self.layout_of(recipe)
         return root_key(fingerprint=self.fingerprint, layout=layout, namespace=namespace)
 
@@ -42,7 +42,7 @@ class CacheIdentity:
 
 @dataclass(frozen=True, slots=True)
 class RootInfo:
-    """What a root key was made of, besides the model."""
+    """What a root key was made from, other than the model."""
 
     namespace: Namespace
     layout: str
@@ -71,7 +71,7 @@ class RecordCatalogue:
                 self._roots[self._identity.root(namespace, recipe)] = info
 
     def expect_recipes(self, recipes: Iterable[str]) -> None:
-        """Prompts may be thinned in these ways: their records have roots of their own."""
+        """Prompts may be thinned in these ways: their records have separate roots."""
         self._recipes = tuple(dict.fromkeys([*self._recipes, *recipes]))
         self.expect_namespaces(self.namespaces)
 
@@ -91,7 +91,7 @@ class RecordCatalogue:
         return [self.root(namespace, recipe) for recipe in self._recipes]
 
     def root_of(self, label: Label) -> Root | None:
-        """None: the record is another model's, another layout's, or of an unknown namespace."""
+        """None: the record belongs to another model, another layout or an unknown namespace."""
         info = self._roots.get(label.root)
         if info is None or label.layout != info.layout:
             return None
@@ -139,7 +139,7 @@ class RecordCatalogue:
         return self._tree.child(parent, tokens, 0, len(tokens), key=label.key)
 
     def _path(self, root: Root, tokens: PackedTokens, key: Key) -> Node | None:
-        """The node at the end of tokens that begin at 0, through whole blocks."""
+        """The node at the end of tokens that begin at 0, reached through whole blocks."""
         node: Node = root
         block = self._identity.block
         for start in range(0, len(tokens), block):

@@ -1,6 +1,6 @@
 """One tier as the engine thread uses it: orders go out, events come back.
 
-The engine thread makes and drops arrays; I/O threads fetch their bytes, hash them and write them.
+The engine thread makes and frees arrays; I/O threads fetch their bytes, hash them and write them.
 Results wait in a queue until `poll` takes them between two steps, a few at a time while rows decode.
 
 Owner: the engine thread, through `TierSet`.
@@ -48,11 +48,11 @@ from firn.core.ports import EngineLoad
 log = logging.getLogger("firn.cache")
 
 BUSY_SHARE = 0.02
-"""The share of the engine's time that spilling may take while requests run."""
+"""Share of the engine's time that spilling may take while requests run."""
 MAX_CREDIT_S = 0.05
-"""How much of that time may be saved up."""
+"""Cap on how much unused spilling time may be saved up."""
 MAX_AT_ONCE = 2
-"""Records that are handed over while rows decode: one is written, the next one is ready."""
+"""Pending writes while rows decode: one is being written, the next one is ready."""
 PATIENCE_S = 2.0
 """How long a record waits to be spilled while a request waits for its first token."""
 POLL_S = {
@@ -61,12 +61,12 @@ POLL_S = {
     EngineLoad.PREFILLING: 0.25,
     EngineLoad.BOTH: 0.03,
 }
-"""How long results are taken between two steps. Long during prefill: the prompt that is read waits for
-them too, and a chunk takes longer than that."""
+"""Time limit for taking results between two steps. Long during prefill: the prompt being prefilled
+waits for them too, and a chunk takes longer than that."""
 RESCAN_S = 10.0
-"""How often a tier is asked what other processes changed."""
+"""Interval between scans for what other processes changed."""
 MAX_BATCHES = 64
-"""Batches of a scan that may wait for the engine."""
+"""Batches of a scan that may be queued for the engine."""
 SCAN_CHECK_S = 0.2
 """How often a scan that waits for the engine checks whether the tier is being closed."""
 
@@ -76,7 +76,7 @@ TakeResult = Callable[[], TierEvent | None]
 
 
 class _PendingWrite(NamedTuple):
-    """A write that is under way. Its arrays must be dropped on the engine thread."""
+    """A write that is under way. Its arrays must be freed on the engine thread."""
 
     payload: PayloadBytes
     stamp: float
@@ -84,10 +84,10 @@ class _PendingWrite(NamedTuple):
 
 @runtime_checkable
 class Receiving(Protocol):
-    """What `Io` has besides, if others must hear of each payload that memory takes from the tier."""
+    """An `Io` that must be told of each payload that memory takes from the tier."""
 
     def received(self, name: Name, arrays: Payload) -> Payload:
-        """Called on the engine thread with what was read; returns what memory is to hold."""
+        """Called on the engine thread with the payload read; returns the one that memory keeps."""
         ...
 
 
@@ -108,10 +108,10 @@ class TierClient:
         takes: Callable[[Record], bool] = takes_all,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """stamp: gives the stamp that a record is written with.
+        """stamp: returns the stamp to write a record with.
 
         wake: called on an I/O thread when there is something to poll.
-        takes: which records belong in this tier.
+        takes: whether a record belongs in this tier.
         """
         self.name = name
         self.number = tree.add_tier()
@@ -127,24 +127,24 @@ class TierClient:
         self._ask_s = Samples(FIRST_LATENCY_S)
         self._asked_at = -math.inf
         self._results: queue.PriorityQueue[tuple[int, int, TakeResult]] = queue.PriorityQueue()
-        """Reads first, because a request waits for them. All else in the order in which it happened:
-        what a scan saw before a write is no longer true after it."""
+        """Reads and store answers first, because requests wait for them. Everything else in order
+        of arrival: what a scan saw before a write is outdated after it."""
         self._serial = count()
         self._scan_room = threading.Semaphore(MAX_BATCHES)
-        """Slows a scan down to what the engine has time for."""
+        """Throttles a scan to the pace at which the engine takes its batches."""
         self._closing = False
         self._to_spill: deque[tuple[Record, float]] = deque()
-        """Each record with the time since which it waits."""
+        """Each record with the time from which its wait is counted."""
         self._unwritten: dict[Record, None] = {}
-        """Records that a fault of the tier kept from being written, in their order."""
+        """An ordered set of the records that a fault of the tier kept from being written."""
         self._pending_writes: dict[Record, _PendingWrite] = {}
         self._loading: dict[Record, list[Wanted]] = {}
-        """Each record with those who want it."""
+        """Each record being read, with the `wanted` of every caller."""
         self._credit_s = MAX_CREDIT_S
         self._pace = WritePace()
         self._last_poll = clock()
         self.heard_until = clock()
-        """Whatever was read by then, the engine has heard of."""
+        """The engine has processed everything that was read before this time."""
         self._last_scan = clock()
         self.scanning = False
 
@@ -204,7 +204,7 @@ class TierClient:
         return WriteFailed(record, result)
 
     def _retry(self) -> None:
-        """Spill again what a fault kept back; while the fault lasts only one record, as a trial."""
+        """Spill again what a fault held back: while the fault lasts, one record, as a trial."""
         records = [r for r in self._unwritten if r.alive and r.arrays is not None]
         records.sort(key=lambda r: r.node.start)
         n = len(records) if self.writes else 1
@@ -214,18 +214,18 @@ class TierClient:
 
     @property
     def writes(self) -> bool:
-        """Whether the tier takes writes at present."""
+        """Whether the tier currently accepts writes."""
         return self._io.usage().status.state == "ok"
 
     @property
     def idle(self) -> bool:
-        """Nothing can be spilled now: none is left, or the queue is full and a write will wake us."""
+        """Whether nothing can be spilled: none left, or the queue is full and a write wakes us."""
         return not self._to_spill or not self._io.has_room(self._to_spill[0][0].nbytes)
 
     # --- reading ---------------------------------------------------------------------------
 
     def load(self, record: Record, wanted: Wanted) -> None:
-        """Read the record, if it is still wanted when its turn comes; once for all who want it."""
+        """Read the record if still wanted when its turn comes. One read serves all callers."""
         wanters = self._loading.setdefault(record, [])
         wanters.append(wanted)
         if len(wanters) == 1:
@@ -250,13 +250,13 @@ class TierClient:
             began = self._clock()
             try:
                 arrays = self._arrays(record, result)
-            except Exception as e:  # whatever it is, those who wait for the record must hear of it
+            except Exception as e:  # whatever it is, everyone waiting for the record must be told
                 log.warning("no arrays of a record, which costs a miss: %r", e, exc_info=e)
                 result = TierError("no arrays", repr(e))
             else:
                 return RecordRead(record, arrays, at, self._clock() - began)
         if isinstance(result, Unwanted):
-            if any(wanted() for wanted in wanters):  # somebody asked for it meanwhile
+            if any(wanted() for wanted in wanters):  # another caller wants it by now
                 self._loading[record] = wanters
                 self._read(record)
             return None
@@ -274,22 +274,22 @@ class TierClient:
 
     @property
     def is_store(self) -> bool:
-        """Whether records here are found by asking for them, not by a scan."""
+        """Whether records here are found by looking up names, not by a scan."""
         return self._store is not None
 
     @property
     def deadline_s(self) -> float:
-        """How long a request waits for this tier in all."""
+        """How long a request waits for this tier in total."""
         return math.inf if self._store is None else self._store.deadline_s
 
     @property
     def ask_s(self) -> float | None:
-        """How long a store takes to say what it has of a prompt; None while that is not known."""
+        """How long the store takes to look up a prompt; None if unknown or out of date."""
         is_stale = self._clock() - self._asked_at > STALE_S
         return None if is_stale or not self._ask_s.known else self._ask_s.value
 
     def ask(self, question: StoreQuestion) -> None:
-        """Find out what a store has of a prompt."""
+        """Find out which records of a prompt the store has."""
         assert self._store is not None
         take = partial(self._was_asked, question, self._clock())
         self._store.ask(partial(search, question), self._done(take, is_urgent=True))
@@ -344,7 +344,7 @@ class TierClient:
         return ScanEnded()
 
     def flush(self, timeout_s: float) -> Iterator[TierEvent]:
-        """Spill all that waits for it, as the queue gets room; yields what becomes of the writes."""
+        """Spill all waiting records as the queue gets room; yields events that arrive meanwhile."""
         self._retry()
         until = time.monotonic() + timeout_s
         while self._to_spill:
@@ -365,7 +365,7 @@ class TierClient:
     # --- results ---------------------------------------------------------------------------
 
     def poll(self, load: EngineLoad) -> Iterator[TierEvent]:
-        """What happened in the tier; and spill for as long as the engine's load allows."""
+        """Yield what happened in the tier, then spill as far as the engine's load allows."""
         now, busy = self._clock(), load is not EngineLoad.NONE
         self._io.defer_writes(load.prefilling and not self._tree.leaving_nbytes)
         elapsed, self._last_poll = now - self._last_poll, now
@@ -385,7 +385,7 @@ class TierClient:
                 break
             self._credit_s -= self._clock() - began
             if not busy and not self._results.empty():
-                break  # a request waits for them: the rest is spilled with the next poll
+                break  # a request may be waiting for them: spill the rest at the next poll
         if not self.scanning and now - self._last_scan > RESCAN_S:
             self._retry()
             self.scan()
@@ -399,7 +399,10 @@ class TierClient:
         return len(self._pending_writes) < MAX_AT_ONCE and self._pace.may_write(waited_s)
 
     def take_results(self, until: float, *, wait_s: float = 0.0) -> Iterator[TierEvent]:
-        """What the I/O threads are done with. wait_s: how long to wait for the first result."""
+        """Yield the results of the I/O threads that can be taken before `until`.
+
+        wait_s: how long to wait for the first one.
+        """
         while True:
             try:
                 *_, take = self._results.get(wait_s > 0, wait_s or None)
@@ -415,7 +418,7 @@ class TierClient:
                 return
 
     def take_outdated_writes(self, timeout_s: float) -> Iterator[TierEvent]:
-        """What becomes of writes that nobody wants any more, within this time."""
+        """Yield events until no pending write is outdated, for at most `timeout_s`."""
         until = time.monotonic() + timeout_s
         while any(not self._tree.is_current(r) for r in self._pending_writes):
             left = until - time.monotonic()
@@ -443,7 +446,7 @@ class TierClient:
 
 
 def _staged(result: Loaded | TierError) -> Loaded | TierError:
-    """Move what was read to where the device reads it fastest. I/O threads do, to spare the engine."""
+    """Move bytes to where the device reads them fastest; on I/O threads, to spare the engine."""
     if isinstance(result, TierError):
         return result
     return Loaded(result.header, list(staged(result.buffers)))

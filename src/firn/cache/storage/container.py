@@ -1,16 +1,16 @@
-"""One record as bytes: a self-describing safetensors file, every byte of it under a checksum.
+"""One record as bytes: a self-describing safetensors file in which a checksum covers every byte.
 
     0        u64 little-endian n: the length of the JSON
     8        {"__metadata__":{"firn":"2","meta":N,...,"sum":S},"0":{"dtype":..},"1":..}   padded
-    8 + n    the tensors, one after another; `places` says which entry of which tensor is which layer's
+    8 + n    the tensors, one after another; `places` maps each layer's slots to entries of tensors
 
 `meta` is the length of the metadata object and `sum` its checksum, so a scan reads and parses a few
-hundred bytes and no tensor entries. The metadata has the checksums of everything else: `entries` of the
-JSON after it, `sums` of the tensors; and `nbytes`, the length of the data. The `safetensors` library can
-read such a file.
+hundred bytes and no tensor entries. The metadata holds the checksums of everything else: `entries`
+for the JSON after it, `sums` for the tensors; and `nbytes`, the length of the data. The
+`safetensors` library can read such a file.
 
-An encrypted record is a safetensors file, too: its metadata lack tokens and layout, `head` is the whole
-JSON above, sealed, and one tensor, `body`, consists of sealed pieces.
+An encrypted record is a safetensors file, too: its metadata lacks tokens and layout, `head` is the
+whole JSON above, sealed, and its only tensor, `body`, consists of sealed pieces.
 
 Pure functions over bytes. They hash, so they belong on I/O threads.
 """
@@ -113,14 +113,14 @@ class Label(Tag):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header(Label):
-    """Everything about a record but its bytes. Its tokens are [start, start + len(tokens))."""
+    """Everything about a record except its bytes. Its tokens are [start, start + len(tokens))."""
 
     tensors: tuple[TensorSpec, ...]
     places: Places
 
 
 class Packed(NamedTuple):
-    """A record's bytes, in pieces that are written one after another."""
+    """A record's bytes, in pieces to be written one after another."""
 
     pieces: list[Buffer]
     nbytes: int
@@ -138,7 +138,7 @@ _BLOCK = re.compile(r"\bblock(\d+)\b")
 
 
 def derived_key(label: Label, parent: Key) -> Key:
-    """The key that follows from the tokens. A record that begins at 0 may span many blocks."""
+    """The key derived from the tokens. A record that begins at 0 may span many blocks."""
     step = max(len(label.tokens), 1)
     if label.parent == label.root and (match := _BLOCK.search(label.layout)):
         step = int(match[1])
@@ -152,7 +152,7 @@ def derived_key(label: Label, parent: Key) -> Key:
 
 
 def pack(header: Header, buffers: Sequence[Buffer], *, seal: Seal | None = None) -> Packed:
-    """The record's bytes in pieces, to be written one after another. Tensors are not copied."""
+    """The record's bytes, in pieces. Tensors are not copied unless they are encrypted."""
     views = [flat(b) for b in buffers]
     sizes = [spec.nbytes for spec in header.tensors]
     if [len(v) for v in views] != sizes:
@@ -173,7 +173,7 @@ def pack(header: Header, buffers: Sequence[Buffer], *, seal: Seal | None = None)
 
 
 def flat(buffer: Buffer) -> memoryview:
-    """Its bytes, one after another."""
+    """The buffer as a flat view of bytes."""
     view = memoryview(buffer)
     return view.cast("B") if view.nbytes else memoryview(b"")
 
@@ -201,7 +201,7 @@ def _tag_fields(tag: Tag) -> dict[str, str]:
 
 
 def _token_fields(tokens: KeyTokens) -> dict[str, str]:
-    """Token ids fit 32 bits; only the digests that stand for pictures need 64."""
+    """Token ids fit in 32 bits; only the digests that stand for pictures need 64."""
     narrow = not len(tokens) or int(tokens.max()) < 1 << 32
     raw = tokens.astype("<u4" if narrow else "<u8").tobytes()
     return {
@@ -260,7 +260,7 @@ def _sealed(tag: Tag, text: bytes, views: Sequence[memoryview], seal: Seal) -> P
 
 
 def _pieces(views: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
-    """Each tensor in pieces of bounded size, counted from 1."""
+    """Each tensor in pieces of bounded size, numbered from 1."""
     index = 0
     for view in views:
         for at in range(0, len(view), PIECE_NBYTES):
@@ -281,8 +281,8 @@ def read_header(
 ) -> Tag:
     """What a scan needs, from the first bytes of a record of `nbytes`. Tensors are not read.
 
-    `more(n)` gives the first n bytes if `head` is too short. Returns a Label, or only a Tag if the
-    record is encrypted with another key. Raises Damaged or Foreign.
+    `more(n)` returns the first n bytes if `head` is too short. Returns a Label, or only a Tag if
+    the record is encrypted with another key. Raises Damaged or Foreign.
     """
     first = bytes(head)
     n_text = _text_nbytes(first, nbytes)
@@ -304,9 +304,9 @@ def read_header(
 
 
 def unpack(buffer: Buffer, *, seal: Seal | None = None) -> Loaded:
-    """The record in these bytes, with every checksum and length verified. Nothing is copied.
+    """The record in these bytes, with every checksum and length verified.
 
-    Raises Damaged, Foreign, Locked.
+    Tensors are not copied unless they are encrypted. Raises Damaged, Foreign, Locked.
     """
     view = flat(buffer)
     n_text = _text_nbytes(view, len(view))
@@ -438,7 +438,7 @@ def _tokens(fields: dict[str, str]) -> KeyTokens:
 
 
 def _header(fields: dict[str, str], rest: bytes) -> Header:
-    """The header with its tensors, whose entries are read only here."""
+    """The full header. The tensors' entries are parsed only here."""
     rest = rest.rstrip(b" ")
     if xxhash.xxh3_128_hexdigest(rest) != fields["entries"]:
         raise Damaged("bad checksum", "entries")

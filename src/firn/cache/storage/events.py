@@ -22,7 +22,7 @@ class RecordRead:
     at: float
     """When the last byte was read, by the cache's clock."""
     array_s: float
-    """What making the arrays took."""
+    """Seconds spent on making the arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class ScanEnded:
 
 @dataclass(frozen=True, slots=True)
 class StoreAnswered:
-    """The records of a prompt that a store has; none if it could not say."""
+    """The records of a prompt that a store has; none if the lookup failed."""
 
     question: StoreQuestion
     entries: Sequence[TierEntry]

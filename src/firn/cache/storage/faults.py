@@ -1,4 +1,4 @@
-"""What can go wrong with stored records. For the engine it is a miss, never a wrong answer."""
+"""What can go wrong with stored records. To the engine it is a miss, never a wrong answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from firn.core.errors import FirnError
 
 
 class TierError(FirnError):
-    """Any fault of a tier. `reason` is a short fixed phrase, by which faults are counted."""
+    """Any fault of a tier. `reason` is a short fixed phrase under which faults are counted."""
 
     code = "cache_tier_error"
 
@@ -19,25 +19,25 @@ class TierError(FirnError):
 
 
 class Missing(TierError):
-    """The tier does not have the record, or not any more."""
+    """The tier does not have the record, or no longer has it."""
 
     def __init__(self, reason: str = "not stored") -> None:
         super().__init__(reason)
 
 
 class Unusable(Missing):
-    """It is there, but may not be read, is of another version of firn, or sealed with another key."""
+    """The record exists but cannot be used: no permission, another version of firn, another key."""
 
 
 class Unwanted(TierError):
-    """Nobody wants the record any more, so it was not read or written."""
+    """Nobody wants the record any more, so it was neither read nor written."""
 
     def __init__(self) -> None:
         super().__init__("unwanted")
 
 
 class Damaged(TierError):
-    """The bytes are not those that were written, or belong to another record."""
+    """The bytes are not the ones written, or belong to another record."""
 
 
 class Foreign(TierError):
@@ -52,7 +52,7 @@ class Locked(Foreign):
 
 
 class NotEncrypted(Foreign):
-    """Who has a key takes no other record: anybody who may write to the tier could have made it up."""
+    """With a key, plain records are not accepted: anyone with write access could forge one."""
 
     def __init__(self) -> None:
         super().__init__("not encrypted", "with a key, only what it has sealed is read")
@@ -62,7 +62,7 @@ class NotEncrypted(Foreign):
 
 
 class Refused(TierError):
-    """The tier works but will not take this record: write budget spent, or nothing older to evict."""
+    """The tier works but does not accept this record: budget spent, or nothing older to evict."""
 
 
 class TierFull(Refused):
@@ -73,8 +73,8 @@ class TierFull(Refused):
 
 
 class TierFault(TierError):
-    """The tier itself fails: disk full, read-only, gone. Writing pauses and is tried again later."""
+    """The tier itself fails: disk full, read-only, gone. Writing pauses and is retried later."""
 
 
 class PermanentFault(TierFault):
-    """A fault that a second attempt cannot mend: wrong credentials, no such bucket."""
+    """A fault that an immediate retry cannot fix: wrong credentials, no such bucket."""

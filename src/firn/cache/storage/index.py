@@ -1,7 +1,8 @@
-"""Keeps the tree in agreement with what tiers have: stored records take their place, lost ones leave.
+"""Keeps the tree consistent with what tiers have: stored records are added, lost ones removed.
 
-A stored record names its parent by key, so it takes its place once the parent has one. Until then it is
-a stray: a scan need not report parents first, and a parent that is gone may be computed again some day.
+A stored record names its parent by key, so it is added once the parent is in the tree. Until then
+it is a stray: a scan need not report parents first, and a parent that is gone may be computed again
+later.
 
 Owner: the engine thread, through `Records`.
 """
@@ -22,9 +23,9 @@ from firn.cache.tree import Mark, Node, Record, Root, Tree
 from firn.core.keys import Key
 
 N_STRAYS, N_ORPHANS = 1 << 17, 1 << 12
-"""Strays that are remembered during a scan, and after it, when their parents are known to be gone."""
+"""Caps on the strays remembered: during a scan, and after it, when most parents must be gone."""
 N_ONLY_IN_STORES = 1 << 16
-"""Records that only stores have and that the tree remembers: a store can be asked again."""
+"""Cap on the records in the tree that only stores have: a store can be asked again."""
 
 
 class Stray(NamedTuple):
@@ -51,7 +52,7 @@ class TierIndex:
     # --- a tier has a record ---------------------------------------------------------------
 
     def learn(self, tier: TierClient, changes: Iterable[TierEntry | Gone[Name]]) -> None:
-        """Take in what a tier reports of its records."""
+        """Apply what a tier reports about its records."""
         raised: dict[Record, float] = {}
         for change in changes:
             if isinstance(change, Gone):
@@ -61,13 +62,13 @@ class TierIndex:
         self._tiers.touch(raised)
 
     def learn_strays(self, parent: Node) -> None:
-        """A node is new in the tree: strays that waited for it take their places."""
+        """A node is new in the tree: add the strays that waited for it."""
         raised: dict[Record, float] = {}
         self._learn(self._take_strays(parent.key), raised)
         self._tiers.touch(raised)
 
     def _learn(self, todo: list[Stray], raised: dict[Record, float]) -> None:
-        """Give each its place, and then the strays that waited for it. `raised` collects stamps."""
+        """Add each record, then the strays that waited for it. `raised` collects raised stamps."""
         while todo:
             number, entry = todo.pop()
             tier, label = self._tiers[number], entry.label
@@ -93,7 +94,7 @@ class TierIndex:
             todo += self._take_strays(node.key)
 
     def extend_life(self, node: Node, ttl_s: float | None) -> None:
-        """Let the node and all above it live at least this long. What does not expire is spilled."""
+        """Let the node and all above live at least `ttl_s`. What no longer expires is spilled."""
         for freed in self._tree.lifetimes.extend(node, ttl_s):
             self._tiers.spill(freed.records.values())
 
@@ -117,7 +118,7 @@ class TierIndex:
                     self._tiers[stray.tier].delete([stray.entry.name])
 
     def drop_most_strays(self) -> None:
-        """A scan has ended: the parents of most strays will not come."""
+        """A scan has ended: the parents of most strays will not appear."""
         for parent in list(self._strays):
             if self._n_strays <= N_ORPHANS:
                 return
@@ -126,7 +127,7 @@ class TierIndex:
     # --- nobody has a record ---------------------------------------------------------------
 
     def gone(self, tier: TierClient, name: Name) -> None:
-        """A tier does not have this record any more."""
+        """A tier no longer has this record."""
         node = self._tree.find(name.key)
         record = node.records.get(name.part) if node is not None else None
         if record is not None:
@@ -134,13 +135,13 @@ class TierIndex:
             self.lose_evicted(record)
 
     def lose_evicted(self, record: Record) -> None:
-        """If nobody has the record now, remember that it was evicted, and lose it."""
+        """If nobody has the record any more, remember that it was evicted, and remove it."""
         if record.alive and not record.obtainable and not record.writing:
             self._tree.evicted.add(record.node)
             self.lose(record)
 
     def lose(self, record: Record) -> None:
-        """Nobody has it any more. Without its pages a leaf's other records are of no use."""
+        """Remove a record that nobody has. Without pages a leaf's other records are useless."""
         if not record.alive:
             return
         node = record.node
@@ -157,12 +158,12 @@ class TierIndex:
     # --- what only stores have -------------------------------------------------------------
 
     def left_memory(self, record: Record) -> None:
-        """Perhaps only a store has it now."""
+        """A record has left memory: perhaps only a store has it now."""
         if any(tier.is_store for tier in self._tiers):
             self._only_in_stores[record] = None
 
     def drop_oldest_of_stores(self) -> None:
-        """Lose the oldest records that only stores have, beyond the number that is remembered."""
+        """Remove the oldest records that only stores have, beyond N_ONLY_IN_STORES."""
         while len(self._only_in_stores) > N_ONLY_IN_STORES:
             record = next(iter(self._only_in_stores))
             del self._only_in_stores[record]

@@ -1,7 +1,7 @@
 """From records to bytes and back: a tier behind I/O threads.
 
 Orders come from the engine thread and never wait for a disk; results go to callbacks, on an I/O thread.
-On the way records are packed, sealed, and checked against their names.
+In between, records are packed, sealed, and checked against their names.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ T = TypeVar("T")
 BATCH = 64
 """Records in one order or report: few enough for other orders to get their turn."""
 Wanted = Callable[[], bool]
-"""Whether somebody still wants an order; asked on an I/O thread just before it is carried out."""
+"""Whether an order is still wanted. Called on an I/O thread just before it is carried out."""
 Fetch = Callable[[], Sequence[Buffer]]
-"""Gives a record's bytes, a buffer for each tensor. Called on an I/O thread."""
+"""Returns a record's bytes, one buffer for each tensor. Called on an I/O thread."""
 
 
 def always() -> bool:
@@ -71,7 +71,7 @@ class WriteOrder:
 class ReadOrder:
     name: Name
     tokens: KeyTokens
-    """The tokens that the record must name; another's bytes are damage."""
+    """The tokens that the record must name; if it names others, it counts as damaged."""
     wanted: Wanted = always
 
 
@@ -95,7 +95,7 @@ Changes = Sequence[TierEntry | Gone[Name]]
 
 
 class WriteQueue(Protocol):
-    """Writes that wait for an I/O thread. Bounded, so it may be full."""
+    """Writes that wait for an I/O thread. Bounded, so it can be full."""
 
     def try_write(self, order: WriteOrder, done: Done[WriteResult[Name]]) -> bool:
         """False: the queue is full."""
@@ -106,12 +106,12 @@ class WriteQueue(Protocol):
         ...
 
     def defer_writes(self, defer: bool) -> None:
-        """Begin no writes for now, except those that have waited for long; or begin them again."""
+        """Start or stop deferring writes. Writes that have waited long begin nevertheless."""
         ...
 
 
 class StoredRecords(Protocol):
-    """What a tier has: orders that are always accepted."""
+    """The records in a tier. Orders for them are always accepted."""
 
     def read(self, order: ReadOrder, done: Done[Loaded]) -> None:
         """Every byte is verified; a damaged record is set aside."""
@@ -120,7 +120,7 @@ class StoredRecords(Protocol):
     def delete(self, names: Iterable[Name]) -> None: ...
 
     def touch(self, stamps: Mapping[Name, float]) -> None:
-        """Raise each stamp to at least this."""
+        """Raise each record's stamp to at least the given one."""
         ...
 
     def scan(self, batch: Callable[[Changes], None], done: Done[None]) -> None:
@@ -134,7 +134,7 @@ class StoredRecords(Protocol):
 class Io(WriteQueue, StoredRecords, Protocol):
     """One tier, as the engine thread uses it. Only close() waits.
 
-    `done` hears how an order ended. One that nobody wants any more ends with Unwanted.
+    `done` receives the outcome of an order: Unwanted if nobody wants it any more.
     """
 
     def usage(self) -> TierUsage: ...
@@ -158,7 +158,7 @@ def load(tier: Tier, name: Name, *, seal: Seal | None = None) -> Loaded:
 def label_of(
     seen: ScannedRecord, *, more: Callable[[int], Buffer], seal: Seal | None = None
 ) -> Tag:
-    """What a record's header says: a Label, or only a Tag without the key. Raises Damaged, Foreign."""
+    """A record's header: a Label, or only a Tag without the key. Raises Damaged, Foreign."""
     name = Name.parse(seen.name)
     if name is None:
         raise Foreign("a name of another format")
@@ -185,7 +185,7 @@ class TierIo:
         flush_timeout_s: float = 10.0,
         progress: Callable[[int, int], None] = lambda n_left, nbytes_left: None,
     ) -> None:
-        """seal: encrypts what is written. What another key has encrypted is a miss."""
+        """seal: encrypts what is written. Records encrypted with another key are misses."""
         self.threads = threads
         self._tier = tier
         self._seal = seal
@@ -222,7 +222,7 @@ class TierIo:
         self.threads.read(lambda: self._read(order), done)
 
     def delete(self, names: Iterable[Name]) -> None:
-        """One thread deletes at a time: there may be 100,000 names, and other orders wait."""
+        """Only one thread deletes at a time: there may be 100,000 names, and other orders wait."""
         with self._lock:
             self._to_delete |= dict.fromkeys(map(str, names))
             is_idle, self._is_deleting = not self._is_deleting, True
@@ -230,7 +230,7 @@ class TierIo:
             self.threads.upkeep(self._delete_some)
 
     def touch(self, stamps: Mapping[Name, float]) -> None:
-        """One thread touches at a time: of two, the one with the lower stamp could come last."""
+        """Only one thread touches at a time: of two, the one with the lower stamp could be last."""
         if not stamps:
             return
         with self._lock:
@@ -269,7 +269,7 @@ class TierIo:
         return WriteResult(stored.nbytes, stored.new, tuple(_parsed(stored.evicted)))
 
     def _make_way(self, name: str) -> None:
-        """Delete what has this name, if it is foreign or was to be deleted before this write."""
+        """Delete the stored record of this name if it is foreign or queued for deletion."""
         with self._deleting:
             with self._lock:
                 is_to_go = name in self._foreign or name in self._to_delete
@@ -305,7 +305,7 @@ class TierIo:
                         return
                     name = next(iter(self._to_delete))
                     del self._to_delete[name]
-                with suppress(TierFault):  # the tier has counted it; the others may go
+                with suppress(TierFault):  # go on with the others
                     self._tier.delete(name)
             n_done += 1
         self.threads.upkeep(self._delete_some)
@@ -348,7 +348,7 @@ class TierIo:
                 yield entry
 
     def _entry(self, seen: ScannedRecord) -> TierEntry | None:
-        """None: no record that can be used here."""
+        """None: not a record that can be used here."""
         try:
             tag = label_of(seen, more=lambda n: self._tier.read(seen.name, n), seal=self._seal)
             if not isinstance(tag, Label):
@@ -358,7 +358,7 @@ class TierIo:
             self._foreign.add(seen.name)
         except Damaged as e:
             self._set_aside(seen.name, e)
-        except Missing:  # since it was seen
+        except Missing:  # removed since it was seen
             pass
         return None
 

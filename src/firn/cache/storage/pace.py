@@ -1,13 +1,13 @@
-"""When a tier writes while rows decode: so seldom that it slows them down by a hundredth.
+"""Paces a tier's writes while rows decode, so that they slow decoding by at most 1%.
 
 A write takes processor time, memory bandwidth and the GIL from the engine. How much longer a decode step
 takes meanwhile depends on the device and the disk, so it is measured. Writes come in spells with pauses
 between them, and the steps of a spell are compared with those of the pause that follows:
 
-    # | spell |.....|    pause    | spell |.....| pause     .. what was begun is still being written
+    # | spell |.....|    pause    | spell |.....| pause     .. writes begun before are finishing
     #   writing          alone                              extra time of writing = cost * time alone
 
-Means are compared: a write that holds up one step in twenty shows in no median.
+Means are compared: a write that holds up one step in twenty does not show in a median.
 
 Owner: the engine thread, through a tier's client.
 """
@@ -20,14 +20,14 @@ from statistics import fmean
 from firn.cache.planning.estimates import Samples
 
 MAX_COST = 0.01
-"""By how much decoding may be slowed down."""
+"""Largest share by which writes may slow decoding."""
 MAX_WAIT_S = 10.0
-"""Where records have waited for longer, decoding may be slowed down by more: by four times as much where
-they have waited for twice as long. Memory is bounded, and a crash should lose seconds."""
+"""Once records have waited longer than this, writes may slow decoding more: four times as much at
+twice the wait. Memory is bounded, and a crash should lose no more than seconds."""
 LEAST_STEPS, LONG_STEPS = 8, 64
-"""Steps of a pause, at least, and of a spell; the second for spells that disturb nobody."""
+"""Minimum steps of a pause, and steps of a spell: LONG_STEPS if spells do not slow decoding."""
 MAX_SLOWDOWN = 4.0
-"""What one spell counts for at most: something else has held the engine up."""
+"""Cap on the slowdown measured in one spell: beyond this, something else held up the engine."""
 
 
 @dataclass(slots=True)
@@ -48,16 +48,15 @@ class WritePace:
     def __init__(self) -> None:
         self._in_spell = True
         self._is_measured = False
-        """The slowdown by the last spell is known."""
+        """Whether the slowdown of the last spell has been measured."""
         self._writing, self._alone = _Steps(), _Steps()
-        """Steps since the spell began while something was written, and since it ended while nothing
-        was."""
+        """Steps with a write under way since the spell began, and without one since it ended."""
         self._slowdown = Samples(1.0, of=fmean)
         self._last: float | None = None
 
     @property
     def slowdown(self) -> float:
-        """How much longer a step takes while something is written."""
+        """The time of a step with a write under way, relative to one without."""
         return max(self._slowdown.value, 1.0)
 
     def tick(self, now: float, *, is_writing: bool) -> None:
@@ -67,11 +66,11 @@ class WritePace:
         self._last = now
 
     def disturbed(self) -> None:
-        """The engine does something else: the time until the next step says nothing."""
+        """The engine is doing something else: the time until the next step must not be counted."""
         self._last = None
 
     def may_write(self, waited_s: float) -> bool:
-        """waited_s: how long the next record has waited."""
+        """Whether to write the next record now. waited_s: how long it has waited."""
         if self._in_spell:
             if self._writing.n >= self._n_spell:
                 self._in_spell, self._alone = False, _Steps()
@@ -89,7 +88,7 @@ class WritePace:
 
     @property
     def _n_spell(self) -> int:
-        """Steps of a spell. Short ones, as a rule, so that no reply bears the cost of a long one."""
+        """Steps of a spell: normally few, so that no one reply bears the cost of a long spell."""
         is_harmless = self._slowdown.known and self.slowdown <= 1.0 + MAX_COST
         return LONG_STEPS if is_harmless else LEAST_STEPS
 

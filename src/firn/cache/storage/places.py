@@ -1,4 +1,4 @@
-"""Where each layer's arrays lie in a record, which stacks arrays of one dtype and shape. Pure."""
+"""Where each layer's arrays are in a record, which stacks those of one dtype and shape. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Places = tuple[tuple[tuple[int, int] | None, ...], ...]
 
 @lru_cache(maxsize=64)
 def places_of(kinds: tuple[tuple[Hashable | None, ...], ...]) -> Places:
-    """The places of arrays of these kinds: those of one kind go into one stack, in their order."""
+    """The places of arrays of these kinds: those of one kind form one stack, in order."""
     numbers: dict[Hashable, int] = {}
     counts: list[int] = []
 
@@ -28,7 +28,7 @@ def places_of(kinds: tuple[tuple[Hashable | None, ...], ...]) -> Places:
 
 
 def to_text(places: Places) -> str:
-    """The stack of each slot, layer by layer; entries count up.  # "0 0;0 0;1 -" """
+    """The stack of each slot, layer by layer; entries follow from order.  # "0 0;0 0;1 -" """
     return ";".join(" ".join("-" if at is None else str(at[0]) for at in slots) for slots in places)
 
 

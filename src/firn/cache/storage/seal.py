@@ -1,11 +1,11 @@
-"""Encryption at rest: AES-256-GCM with a key of its own for each record.
+"""Encryption at rest: AES-256-GCM with a separate key for each record.
 
     record key = HMAC-SHA256(key file's key, "firn record" + the record's random salt)
     nonce      = a counter: 0 for the head, 1.. for the pieces of the body
 
-No salt is used twice, so no (key, nonce) pair is either. Every piece carries a tag of 16 bytes. File
-names and links between records stay readable. They are hashes: whoever guesses a whole prompt can tell
-that it is stored, and learns nothing else.
+No salt is used twice, so no (key, nonce) pair is either. Every piece carries a 16-byte tag. File
+names and links between records stay readable. They are hashes: anyone who guesses a whole prompt
+can tell that it is stored, and learns nothing else.
 
 The key file contains 32 raw bytes, or 64 hex digits, or a passphrase of at least 12 characters. A
 passphrase is stretched with scrypt under a fixed salt, so that a file gives the same key everywhere;
@@ -32,13 +32,13 @@ log = logging.getLogger("firn.cache")
 SALT_NBYTES = 16
 TAG_NBYTES = 16
 PIECE_NBYTES = 64 << 20
-"""One call of AES-GCM takes at most 2 GiB; smaller pieces also mean smaller copies."""
+"""One call of AES-GCM accepts at most 2 GiB; smaller pieces also mean smaller copies."""
 MIN_PASSPHRASE = 12
 _HEX = re.compile(rb"\s*([0-9a-fA-F]{64})\s*")
 
 
 class RecordCipher:
-    """Seals and opens the pieces of one record. Owner: whoever packs or unpacks it."""
+    """Seals and opens the pieces of one record. Owner: the caller that packs or unpacks it."""
 
     def __init__(self, aead: Any, tag_error: type[Exception]) -> None:
         self._aead = aead

@@ -1,8 +1,9 @@
 """Which records are written to a shared store. Pure.
 
-Most prompts are never continued, and a store is paid for by the byte. So a record is written when a
-request has resumed from it (a later turn, another chat with the same beginning) and another server can
-find it by name: a whole block, or a place where a message ends.
+Most prompts are never continued, and a store is paid for by the byte. So by default a record is
+written only once a request has resumed from it (a later turn, another chat with the same
+beginning), and only if another server can find it by name: a whole block, or a position where a
+message ends.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ SpillPolicy = Callable[[Record], bool]
 
 
 def spill_policy(name: str, block: int) -> SpillPolicy:
-    """proved: records that were used again. all: all that another server can find. Raises SetupError."""
+    """proved: records that were reused. all: all that other servers can find. Raises SetupError."""
     if name == "all":
         return lambda record: is_findable(record, block)
     if name == "proved":

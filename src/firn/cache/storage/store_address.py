@@ -1,4 +1,4 @@
-"""What `--tier` says: which kind of store, where, and its settings. Read before the store is opened."""
+"""Parses the address given to `--tier`: a store's kind, location and settings. Opens nothing."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class StoreAddress:
     kind: str
     options: TierOptions
     shown: str
-    """For people: without password and settings."""
+    """The address to show to people, without credentials and settings."""
     spill: str
-    """Which records go there: the name of a policy in spill_policy.py."""
+    """Which records are written there: the name of a policy in spill_policy.py."""
 
 
 def parse_address(text: str) -> StoreAddress:

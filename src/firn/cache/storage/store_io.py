@@ -1,4 +1,4 @@
-"""A shared store behind I/O threads: a tier that can also be asked which records it has."""
+"""A shared store behind I/O threads: a tier in which records can be looked up by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Find = Callable[[Sequence[Name]], Mapping[Name, FoundRecord]]
 
 @runtime_checkable
 class Searchable(Protocol):
-    """What `Io` has besides, if its records are found by asking for their names."""
+    """An `Io` whose records are found by looking up their names."""
 
     @property
     def deadline_s(self) -> float:

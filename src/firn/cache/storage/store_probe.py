@@ -1,6 +1,7 @@
-"""Tries out a shared store: one small record is written, read and deleted.
+"""Tests a shared store: one small record is written, read and deleted.
 
-For people who set one up (`firn doctor`). The server does not need this: a store that fails costs hits.
+For people who set one up (`firn doctor`). The server does not need this: a store that fails only
+costs hits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from firn.cache.tiers import Store
 
 PROBE_NBYTES = 1 << 20
 N_QUESTIONS = 5
-"""The time of an answer is the median of this many."""
+"""Lookups made; the reported time is their median."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,21 +26,21 @@ class StoreReport:
     """What the probe saw, or which step failed."""
 
     failed: str = ""
-    """The step: ask, write, read or delete; '': none."""
+    """The step that failed: ask, write, read or delete; '': none."""
     error: TierError | None = None
     answer_s: float = 0.0
-    """How long the store takes to say that a record is not there."""
+    """How long the store takes to report that a record is missing."""
     write_s: float = 0.0
     read_s: float = 0.0
-    """Of PROBE_NBYTES."""
+    """Both times are for PROBE_NBYTES."""
     same_bytes: bool = False
-    """The bytes that were read are those that were written."""
+    """Whether the bytes read are those that were written."""
     writes_once: bool = False
-    """It kept the first record of a name, and refused the second."""
+    """Whether the store kept the first record of a name and refused the second."""
 
 
 def probe(store: Store, *, clock: Callable[[], float] = time.perf_counter) -> StoreReport:
-    """Each call takes the store's deadline at most. Leaves nothing behind if it may delete."""
+    """Each call takes at most the store's deadline. Leaves nothing behind if it may delete."""
     name = f"{os.urandom(32).hex()}.probe"
     data, other = os.urandom(PROBE_NBYTES), os.urandom(PROBE_NBYTES)
     answers: list[float] = []

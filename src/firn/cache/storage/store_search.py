@@ -1,15 +1,16 @@
-"""Which records of a prompt a shared store has: it is asked for names, and never listed.
+"""Finds which records of a prompt a shared store has, by looking up names: a store is never listed.
 
 A record's name follows from the tokens up to its end, so all names of a prompt are known. Its blocks
-are written from the front and lost from the end, so a search finds how far they go:
+are written from the front and lost from the end, so a search finds how far they reach:
 
     blocks   0 1 2 . 4 . . . 8 . . . . . . . 16    first 0, 1, 2, 4, 8, ... and the last,
                                ? ? ? ? ? ? ?      then up to 16 between the last hit and the first miss
 
-For a prompt of 100,000 tokens that takes a few dozen names, in three rounds. Blocks between two hits are
-taken to be there: if one is not, its read is a miss, and the request resumes from a shorter prefix.
+For a prompt of 100,000 tokens that takes a few dozen names, in three rounds. Blocks between two
+hits are assumed to be there: if one is not, its read is a miss, and the request resumes from a
+shorter prefix.
 
-Pure but for `find`; runs on an I/O thread.
+Pure except for `find`; runs on an I/O thread.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from firn.core.keys import Key, block_keys, child_key
 from firn.core.values import Namespace
 
 N_ROUND = 16
-"""Names in one round: as many as one S3 client asks for at once."""
+"""Names looked up in one round: as many as an S3 client looks up concurrently."""
 N_STATES = 16
-"""States that are asked for: those at the last positions where one may lie."""
+"""States looked up: those at the last positions where one may be stored."""
 N_RESUMES = 4
-"""Windows are asked for before this many of them, the last."""
+"""States for which windows are looked up: the last ones found."""
 N_WINDOWS = 64
-"""The most blocks that a window is taken to span."""
+"""Cap on the blocks looked up for one window."""
 
 
 @dataclass(frozen=True)
 class StoreQuestion:
     """What a prompt could use that is not in the tree. Made on the engine thread, then only read.
 
-    # blocks [0, n_known) are in the tree   [n_known, limit // block) are asked for
+    # blocks [0, n_known) are in the tree   [n_known, limit // block) are looked up
     """
 
     root: Key
@@ -52,11 +53,11 @@ class StoreQuestion:
     needs: Needs
     prompt: PackedTokens
     known: Sequence[Key]
-    """The keys of the whole blocks that the tree knows."""
+    """The keys of the whole blocks in the tree."""
     limit: int
     """The last position where the prompt could resume."""
     states: Sequence[int]
-    """Where a state may lie, ascending; beyond what can be resumed at now."""
+    """Positions where a state may be stored, ascending, beyond the current resume point."""
     now: float
 
     @property
@@ -65,7 +66,7 @@ class StoreQuestion:
 
     @cached_property
     def keys(self) -> list[Key]:
-        """The keys of the whole blocks that are asked for."""
+        """The keys of the whole blocks to look up."""
         parent = self.known[-1] if self.known else self.root
         unknown = self.prompt.tokens[self.n_known * self.block : self.limit]
         return block_keys(parent, unknown, self.block)
@@ -97,7 +98,7 @@ class StoreQuestion:
 
 
 def search(question: StoreQuestion, find: Find) -> list[TierEntry]:
-    """What the store has of it, parents before their children. Raises TierFault."""
+    """The records that the store has, parents before their children. Raises TierFault."""
     carrier = question.carrier
     if carrier is None:
         return _lone_states(question, find)
@@ -119,7 +120,7 @@ def search(question: StoreQuestion, find: Find) -> list[TierEntry]:
 
 
 def _chain(names: Sequence[Name], find: Find) -> dict[int, FoundRecord]:
-    """The hits before the first miss, by index: the others before it were not asked for."""
+    """The hits before the first miss, by index. Other names before it were not looked up."""
     hits: dict[int, FoundRecord] = {}
     first_miss, asked = len(names), _powers(len(names))
     while asked:
@@ -142,7 +143,7 @@ def _powers(n: int) -> list[int]:
 
 
 def _between(low: int, high: int) -> list[int]:
-    """Indices after low and before high, evenly spread."""
+    """At most N_ROUND indices between low and high, exclusive and evenly spread."""
     n = high - low - 1
     if n <= N_ROUND:
         return list(range(low + 1, high))
@@ -150,7 +151,7 @@ def _between(low: int, high: int) -> list[int]:
 
 
 def _near(hits: Mapping[int, FoundRecord], i: int) -> FoundRecord:
-    """The hit at this index, or the next one after it: all whole blocks have the same size."""
+    """The hit at index i, or else the next one: all whole blocks have the same size."""
     return hits[min(j for j in hits if j >= i)]
 
 
@@ -158,7 +159,7 @@ def _near(hits: Mapping[int, FoundRecord], i: int) -> FoundRecord:
 
 
 def _windows(question: StoreQuestion, ends: Sequence[int], find: Find) -> Iterator[TierEntry]:
-    """The windows that a resume after this many whole blocks needs, for each of `ends`."""
+    """The windows needed to resume after each of `ends`, which are numbers of whole blocks."""
     n_blocks = min(-(-question.needs.window // question.block) + 1, N_WINDOWS)
     blocks = sorted({i for end in ends for i in range(max(end - n_blocks, 0), end)})
     names = {Name(question.key_after(i + 1), Part.WINDOW): i for i in blocks}
@@ -170,7 +171,7 @@ def _windows(question: StoreQuestion, ends: Sequence[int], find: Find) -> Iterat
 
 
 def _states(question: StoreQuestion, n_found: int, find: Find) -> dict[int, list[TierEntry]]:
-    """States on the chain by position; those inside a block with the other parts of their tail."""
+    """States on the chain by position, with the other parts of the tail if inside a block."""
     end = (question.n_known + n_found + 1) * question.block
     states = _find_states(question, [p for p in question.states if p < end], find)
     tails = {
@@ -192,7 +193,7 @@ def _states(question: StoreQuestion, n_found: int, find: Find) -> dict[int, list
 
 
 def _lone_states(question: StoreQuestion, find: Find) -> list[TierEntry]:
-    """States of a model that has nothing else: each record names all tokens before it."""
+    """States of a model that stores nothing else: each record names all tokens before it."""
     states = _find_states(question, question.states, find)
     return [
         _entry(question, Name(question.key_at(p), Part.STATE), 0, p, state)
@@ -210,7 +211,7 @@ def _find_states(
 
 
 def _block(question: StoreQuestion, i: int, part: Part, stored: FoundRecord) -> TierEntry:
-    """The i-th of the blocks that were asked for."""
+    """The i-th of the blocks that were looked up."""
     start = (question.n_known + i) * question.block
     return _entry(question, Name(question.keys[i], part), start, start + question.block, stored)
 
@@ -218,7 +219,7 @@ def _block(question: StoreQuestion, i: int, part: Part, stored: FoundRecord) -> 
 def _entry(
     question: StoreQuestion, name: Name, start: int, end: int, stored: FoundRecord
 ) -> TierEntry:
-    """What a scan would report of the record. Reading it compares this with its header."""
+    """The entry that a scan would report. Reading the record checks it against the header."""
     tokens = question.prompt.tokens[start:end]
     depth = start // question.block
     label = Label(

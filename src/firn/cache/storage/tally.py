@@ -1,4 +1,4 @@
-"""Counts that several threads keep: what a tier did, and what it did not take."""
+"""Counts shared by threads: what a tier did, and which records it dropped."""
 
 from __future__ import annotations
 

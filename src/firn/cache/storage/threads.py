@@ -1,4 +1,4 @@
-"""The I/O threads: orders of all tiers in one queue, results by callbacks.
+"""The I/O threads: one queue for the orders of all tiers, callbacks for the results.
 
 Callers never wait for a disk. Writes are refused when too many bytes are queued.
 """
@@ -19,15 +19,16 @@ from firn.cache.storage.faults import TierError
 log = logging.getLogger("firn.cache")
 
 MAX_DEFER_S = 2.0
-"""A write that has waited for so long is not deferred any more."""
+"""Longest time that a write is deferred."""
 N_THREADS = 4
 T = TypeVar("T")
 Done = Callable[[T | TierError], None]
-"""Gets what the work returned, or the TierError that it raised. Called on an I/O thread."""
+"""Called on an I/O thread with what the work returned, or the TierError that it raised; with
+IoClosed, on the thread that submits the order or closes the threads."""
 
 
 class JobKind(Enum):
-    """In the order in which they are served; jobs of one kind in the order of their arrival."""
+    """In order of priority. Jobs of one kind are served in order of arrival."""
 
     READ = "read"
     UPKEEP = "scan, touch or delete"
@@ -45,22 +46,22 @@ class IoJob:
 
 
 class IoClosed(TierError):
-    """The threads were closed before they came to the order."""
+    """The threads were closed before they reached the order."""
 
     def __init__(self) -> None:
         super().__init__("closed")
 
 
 def _nothing() -> None:
-    """Replaces a job's work when it is done."""
+    """Replaces a job's work once it is done."""
 
 
 class IoThreads:
-    """One queue for all tiers. Any thread may call; only close() waits. Owner: whoever built it.
+    """One queue for all tiers. Any thread may call; only close() waits. Owner: its creator.
 
-    Only one thread at a time writes to a tier, in the order in which writes were ordered: two are no
-    faster, and after a crash no record is there without its parent. The other threads are free for
-    reads. Writes can be deferred for a bounded time, because they take processor time from prefill.
+    Only one thread at a time writes to a tier, in order of submission: two would be no faster, and
+    a crash must not leave a record without its parent. The other threads are free for reads. Writes
+    can be deferred for a bounded time, because they take processor time from prefill.
     """
 
     def __init__(
@@ -74,18 +75,18 @@ class IoThreads:
         self._clock = clock
         lock = threading.RLock()
         self._work = threading.Condition(lock)
-        """Notified when a thread may find something to do..."""
+        """Notified when a thread may find something to do."""
         self._changed = threading.Condition(lock)
-        """... and when a job is done."""
+        """Notified when a job is done."""
         self._deferred = False
         self._queues: dict[JobKind, deque[IoJob]] = {kind: deque() for kind in JobKind}
         self._n_running = 0
         self._written_to: set[object] = set()
-        """Tiers that a thread is writing to at present."""
+        """Tiers that a thread is currently writing to."""
         self._stopped = False
         self.closing = False
         self.write_nbytes = 0
-        """Queued or being written."""
+        """Bytes queued or being written."""
         self._threads = [
             threading.Thread(target=self._run, name=f"firn-io-{i}", daemon=True)
             for i in range(n_threads)
@@ -105,7 +106,7 @@ class IoThreads:
     def try_write(
         self, work: Callable[[], T], done: Done[T], *, nbytes: int, tier: object = None
     ) -> bool:
-        """False, and nothing happens, when too many bytes are queued. A lone record always fits."""
+        """False: too many bytes are queued, or it is closing. A lone record always fits."""
         job = IoJob(JobKind.WRITE, work, done, nbytes, tier, self._clock())
         with self._work:
             if not self.has_room(nbytes):
@@ -129,7 +130,7 @@ class IoThreads:
 
     @property
     def n_pending(self) -> int:
-        """Jobs that wait or run."""
+        """Jobs queued or running."""
         with self._work:
             return sum(len(q) for q in self._queues.values()) + self._n_running
 
@@ -141,8 +142,8 @@ class IoThreads:
     ) -> None:
         """Accept no more orders; write what is queued, within `timeout_s`, and stop the threads.
 
-        Queued reads, and whatever is not done in time, end with IoClosed, so that nobody waits for
-        them for ever. `progress(n_left, nbytes_left)` is called whenever a job is done.
+        Queued reads, and orders still queued when the time is up, end with IoClosed, so that nobody
+        waits for them forever. `progress(n_left, nbytes_left)` is called as jobs finish.
         """
         until = self._clock() + timeout_s
         with self._changed:

@@ -1,4 +1,4 @@
-"""All tiers below memory together: which record goes where, and what they report.
+"""All tiers below memory: which record is written to which tier, and what the tiers report.
 
 Owner: the engine thread, through `Records`.
 """
@@ -23,12 +23,12 @@ from firn.core.ports import EngineLoad
 log = logging.getLogger("firn.cache")
 
 FIRST_SCAN_S = 1.0
-"""How long start-up waits for a tier's first scan. Most take milliseconds, so that even the first
-request hits; a longer scan goes on while the server runs."""
+"""How long start-up waits for a tier's first scan. Most take milliseconds, so even the first
+request can hit; a longer scan continues while the server runs."""
 SPILL_S = 5.0
 """How long closing waits for room in the write queue."""
 CLOSE_S = 2.0
-"""How long closing waits for writes of records that were cleared meanwhile, to delete them again."""
+"""How long closing waits for pending writes of cleared records, in order to delete them again."""
 
 Reported = tuple[TierClient, TierEvent]
 
@@ -42,7 +42,7 @@ class TierSet:
         self._clock = clock
         self._clients: list[TierClient] = []
         self._postponed: defaultdict[int, list[TierEvent]] = defaultdict(list)
-        """By tier: events that came while the engine waited for a write."""
+        """By tier: events that arrived while the engine waited for a write."""
 
     def __iter__(self) -> Iterator[TierClient]:
         return iter(self._clients)
@@ -61,7 +61,7 @@ class TierSet:
         wake: Callable[[], None],
         takes: Callable[[Record], bool] = takes_all,
     ) -> Iterator[Reported]:
-        """Put a tier below those that are there; yields what its first scan reports in time."""
+        """Add a tier below the existing ones; yields what its first scan reports in time."""
         tier = TierClient(
             name,
             io,
@@ -84,7 +84,7 @@ class TierSet:
     # --- writing ---------------------------------------------------------------------------
 
     def spill(self, records: Iterable[Record]) -> None:
-        """Write these records soon, in every tier that should have them."""
+        """Write these records soon, to every tier that should have them."""
         for record in records:
             if record.arrays is not None:
                 for tier in self.lacking(record):
@@ -92,13 +92,16 @@ class TierSet:
                         tier.spill(record)
 
     def lacking(self, record: Record) -> list[TierClient]:
-        """The tiers that should have the record and do not."""
+        """The tiers that should have the record but do not."""
         if not self._clients or not self._outlives_memory(record):
             return []
         return [tier for tier in self._clients if not tier.has(record) and tier.takes(record)]
 
     def _outlives_memory(self, record: Record) -> bool:
-        """Not what expires. A state at a prompt's end is written only if no other comes before it."""
+        """Whether the record is worth writing to a tier.
+
+        One that expires is not. A state at a prompt's end is only if no other state precedes it.
+        """
         if record.node.expires_at != math.inf:
             return False
         if record.part is not Part.STATE or record.mark is not Mark.PROMPT_END:
@@ -107,7 +110,7 @@ class TierSet:
         return above is None or not any(Part.STATE in n.records for n in above.path())
 
     def _stamp(self, record: Record) -> float:
-        """The stamp to write a record with. What it depends on is stamped above it first."""
+        """The stamp to write a record with. Records it depends on are first given higher stamps."""
         stamp = self._tree.order.stamp(record)
         raised = self._tree.order.note(record, stamp)
         stamp = raised.pop(record, stamp)
@@ -119,7 +122,7 @@ class TierSet:
             tier.touch(stamps)
 
     def wait_for_writes(self, is_done: Callable[[], bool], timeout_s: float) -> Iterator[Reported]:
-        """Yield ends of writes until it is done or the time is up. Other events come with `poll`."""
+        """Yield ends of writes until `is_done` or time is up. Other events are left for `poll`."""
         until = time.monotonic() + timeout_s
         for tier in self._clients:
             while not is_done() and (left := until - time.monotonic()) > 0:
@@ -133,7 +136,7 @@ class TierSet:
 
     @property
     def deadline_s(self) -> float:
-        """How long a request waits for tiers in all."""
+        """How long a request waits for tiers in total."""
         return min((tier.deadline_s for tier in self._clients), default=math.inf)
 
     def fastest_with(self, record: Record) -> TierClient:
@@ -150,7 +153,7 @@ class TierSet:
             tier.delete(names)
 
     def _is_back(self, record: Record, tier: TierClient) -> bool:
-        """Whether it was cleared and computed again, and the tier has or gets the newer record."""
+        """Whether it was cleared and computed again, and the tier has or is writing the new one."""
         node = self._tree.find(record.node.key)
         newer = node.records.get(record.part) if node is not None else None
         if newer is None or newer is record or not self._tree.is_current(newer):
@@ -164,13 +167,13 @@ class TierSet:
 
     @property
     def idle(self) -> bool:
-        """Nothing can be spilled at present."""
+        """Whether nothing can be spilled at present."""
         return all(tier.idle for tier in self._clients)
 
     def close(self) -> Iterator[Reported]:
-        """Write what is to stay; yields what becomes of writes meanwhile."""
+        """Write what should be kept and close the tiers; yields events that arrive meanwhile."""
         for tier in self._clients:
-            if not tier.is_store:  # other servers have more of a store than of the last few seconds
+            if not tier.is_store:  # other servers hardly need the records of the last few seconds
                 for event in tier.flush(SPILL_S):
                     yield tier, event
             for event in tier.take_outdated_writes(CLOSE_S):

@@ -1,15 +1,16 @@
-"""Storage tiers: places where records live as bytes. One file each, found by its name.
+"""Storage tiers: places where records are kept as bytes. Each is a module, found by its name.
 
-A module here whose name has no leading underscore defines `open_tier(options)`, which returns a `Tier`.
-The module of a store also defines SCHEMES: the URL schemes that `--tier` takes for it. The contract
-tests find it by themselves.
+A module here whose name has no leading underscore defines `open_tier(options)`, which returns a
+`Tier`. The module of a store also defines SCHEMES: the URL schemes that `--tier` accepts for it.
+The contract tests find new modules automatically.
 
     ssd.py           a folder: _folder.py is its layout and lock, _known.py what a process knows of it
     s3.py, redis.py  shared stores; _store.py is what they have in common: retries (_calls.py), a circuit
-                     breaker (_backoff.py), a bandwidth (_bandwidth.py)
+                     breaker (_backoff.py), a bandwidth limit (_bandwidth.py)
 
 A tier knows names and bytes: no chains, no arrays, no namespaces. Checksums, encryption and headers
-belong to cache/storage/io.py, which calls tiers on I/O threads. `firn cache` opens folders by itself.
+belong to cache/storage/io.py, which calls tiers on I/O threads. `firn cache` opens folders
+directly.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ __all__ = [
 
 Buffer = bytes | bytearray | memoryview
 PEEK_NBYTES = 4096
-"""What a scan reads of a record: the whole metadata of most records."""
+"""How much of a record a scan reads: enough for the whole metadata of most records."""
 AHEAD_S = 7 * 86_400
 """A stamp further in the future than this comes from a wrong clock."""
 N = TypeVar("N")
@@ -56,7 +57,7 @@ N = TypeVar("N")
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """What a tier is opened with."""
+    """The settings with which a tier is opened."""
 
     location: str
     """A folder, or a store's address."""
@@ -65,7 +66,7 @@ class TierOptions:
     write_budget_nbytes: int | None = None
     """Bytes that all processes together may write in 24 hours."""
     extra: Mapping[str, str] = field(default_factory=dict)
-    """Settings of one kind of tier alone."""
+    """Settings specific to one kind of tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class ScannedRecord:
 
     name: str
     head: Buffer
-    """Its first PEEK_NBYTES, fewer where it ends; `read(name, n)` gives more."""
+    """Its first PEEK_NBYTES, or all of a shorter record; `read(name, n)` returns more."""
     nbytes: int
     """The record's length."""
     used_at: float
@@ -83,7 +84,7 @@ class ScannedRecord:
 
 @dataclass(frozen=True, slots=True)
 class FoundRecord:
-    """A record that a store has, of those it was asked for."""
+    """A record that was looked up in a store and found."""
 
     name: str
     nbytes: int
@@ -101,10 +102,10 @@ class Gone(Generic[N]):
 
 @dataclass(frozen=True, slots=True)
 class WriteResult(Generic[N]):
-    """What became of a write that did not fail."""
+    """The outcome of a write that did not fail."""
 
     nbytes: int
-    """What the record takes up; 0 when nothing was written."""
+    """Bytes that the record takes up; 0 when nothing was written."""
     new: bool
     """False: it was there already, or is being written by someone else."""
     evicted: tuple[N, ...] = ()
@@ -113,42 +114,43 @@ class WriteResult(Generic[N]):
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """Whether the tier takes writes. Reads go on as far as they can in any state."""
+    """Whether the tier accepts writes. Reads continue in any state, as far as they can."""
 
     state: Literal["ok", "paused"] = "ok"
     reason: str = ""
     since: float = 0.0
-    """Unix time of the first failure since the tier last worked."""
+    """Unix time when the tier was paused."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """All numbers of a tier at one moment. Counts are since the tier was opened."""
+    """A snapshot of a tier's numbers. Counts start when the tier is opened."""
 
     nbytes: int
     """Bytes on disk, including what is being written and what is in quarantine."""
     limit_nbytes: int
     status: TierStatus = TierStatus()
     n_files: Mapping[str, int] = field(default_factory=dict)
-    """By part, which follows the dot in their names; as far as has been scanned."""
+    """Files by part, which follows the dot in their names; only those scanned so far."""
     part_nbytes: Mapping[str, int] = field(default_factory=dict)
     n_foreign: int = 0
-    """Files that no record's name fits, or that may not be opened."""
+    """Files that are not used: no record's name, no permission, another version, another key."""
     n_quarantined: int = 0
-    """In quarantine now; `counts` has how many ever were."""
+    """Now in quarantine; `counts` has how many were put there."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """writes, bytes_written, reads, bytes_read, deletes, evictions, bytes_evicted, missing,
-    quarantined, read_faults, touches, stale_temps; those that are 0 may not be there."""
+    damaged, quarantined, read_faults, touches, stale_temps, and for stores finds, names_asked,
+    names_found; those that are 0 may be absent."""
     drops: Mapping[str, int] = field(default_factory=dict)
     """Records not written, by reason."""
     day_nbytes: int | None = None
-    """Written in the last 24 hours, by all who share the tier; None: not counted."""
+    """Written in the last 24 hours by all processes that share the tier; None: not counted."""
     day_limit_nbytes: int | None = None
     """The most that may be written in 24 hours; None: no limit."""
 
 
 class Tier(Protocol):
-    """Blocking; called on I/O threads only, by several of them at once.
+    """Blocking; called only on I/O threads, on several of them concurrently.
 
     A name is 64 hexadecimal digits, a dot, and lower-case letters; the same name always means the same
     record. Every record has a stamp, the time of its last use, and the lowest stamps are evicted first.
@@ -156,11 +158,11 @@ class Tier(Protocol):
     """
 
     def scan(self) -> Iterator[ScannedRecord | Gone[str]]:
-        """The first time everything that is stored, later what others added or removed since.
+        """Yield everything stored the first time, then what others added or removed since.
 
-        Yields while it searches, the highest stamps first, and may take minutes. What the caller itself
-        wrote or deleted, or was told by a `WriteResult`, is not reported. Raises TierFault if the tier
-        cannot be listed.
+        Yields while it searches, the highest stamps first, and may take minutes. What the caller
+        itself wrote or deleted, or learned from a `WriteResult`, is not reported. Raises TierFault
+        if the tier cannot be listed.
         """
         ...
 
@@ -169,7 +171,7 @@ class Tier(Protocol):
         ...
 
     def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> WriteResult[str]:
-        """Store a record. Room is made first: the tier never exceeds its limit, not for a moment.
+        """Store a record. Room is made first: the tier never exceeds its limit, not even briefly.
 
         Only records with a stamp of at most `used_at` are evicted for it. Raises Refused, TierFull,
         TierFault.
@@ -177,11 +179,11 @@ class Tier(Protocol):
         ...
 
     def touch(self, stamps: Mapping[str, float]) -> None:
-        """Raise each stamp to at least this; never lower one. Records that are not there are ignored."""
+        """Raise each stamp to at least the given one; never lower it. Ignores missing records."""
         ...
 
     def delete(self, name: str, *, keep: bool = False) -> None:
-        """Forget a record; one that is not there is no fault. Raises TierFault.
+        """Delete a record; a missing one is no fault. Raises TierFault.
 
         keep: move it to quarantine, for people. It is never found or read again, even if that fails.
         """
@@ -194,7 +196,7 @@ class Tier(Protocol):
 
 @runtime_checkable
 class Store(Tier, Protocol):
-    """A tier that many servers share: too large to be scanned, so it is asked for names.
+    """A tier that many servers share: too large to be scanned, so names are looked up in it.
 
     Its `scan` yields nothing. It has no limit and evicts nothing for a write: the store itself decides
     what to delete, and when.
@@ -202,11 +204,11 @@ class Store(Tier, Protocol):
 
     @property
     def deadline_s(self) -> float:
-        """The longest that a call may take, and that a request waits for the store."""
+        """The longest time that a call may take, and that a request waits for the store."""
         ...
 
     def find(self, names: Sequence[str]) -> Sequence[FoundRecord]:
-        """Which of these are there. Raises TierFault."""
+        """The records among these that are stored. Raises TierFault."""
         ...
 
 

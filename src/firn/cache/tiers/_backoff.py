@@ -1,8 +1,8 @@
-"""When a tier that failed is used again. Thread-safe.
+"""Decides when a tier that failed is used again. Thread-safe.
 
-A disk that fails gets no writes for 1, 2, 4, ... seconds (`Backoff`). A store fails more often, for a
-moment, and many threads call it: a few failures in a row open its circuit, and then one call at a time
-tries whether it is back (`CircuitBreaker`).
+A disk that fails receives no writes for 1, 2, 4, ... seconds (`Backoff`). A store fails more often,
+but briefly, and many threads call it: a few failures in a row open its circuit, and then one call
+at a time checks whether it is back (`CircuitBreaker`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ log = logging.getLogger("firn.cache")
 
 FIRST_S, MAX_S = 1.0, 60.0
 N_FAILURES = 3
-"""This many in a row open a circuit."""
+"""Failures in a row that open a circuit."""
 JITTER = 0.25
-"""A store's pause is longer or shorter by at most this share: a fleet must not come back all at once."""
+"""A store's pause varies by up to this share, so that a fleet does not return all together."""
 
 
 class Backoff:
-    """Pauses that double. A warning is logged for the first of them, and one when they are over."""
+    """Pauses that double. A warning is logged at the first one, and another when they are over."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Backoff:
         wall: Callable[[], float] = time.time,
         uniform: Callable[[], float] = random.random,
     ) -> None:
-        """paused, resumed: what the log says, before the reason. uniform: a number between 0 and 1."""
+        """paused, resumed: log messages, followed by the reason. uniform: returns 0 to 1."""
         self._paused = paused
         self._resumed = resumed
         self._first_s = first_s
@@ -56,7 +56,7 @@ class Backoff:
 
     @property
     def is_paused(self) -> bool:
-        """It has failed, and not worked since. The pause itself may be over."""
+        """Whether it has failed and not worked since. The pause itself may be over."""
         return self._n_pauses > 0
 
     def check(self, reason: str = "paused") -> None:
@@ -85,7 +85,7 @@ class Backoff:
 
 
 class CircuitBreaker:
-    """Decides whether a store is called. A `check` that passes is followed by one of the other three."""
+    """Decides whether to call a store. After `check` passes, call `failed`, `worked` or `ended`."""
 
     def __init__(
         self,
@@ -106,14 +106,14 @@ class CircuitBreaker:
         self._lock = threading.Lock()
         self._n_failures = 0
         self._is_probing = False
-        """The circuit is open, and a call is trying whether the store is back."""
+        """The circuit is open, and a call is checking whether the store is back."""
 
     @property
     def status(self) -> TierStatus:
         return self._backoff.status
 
     def check(self) -> None:
-        """Before a call. Raises TierFault while the store is left alone."""
+        """Called before a call to the store. Raises TierFault while the store is left alone."""
         with self._lock:
             if not self._backoff.is_paused:
                 return
@@ -123,7 +123,7 @@ class CircuitBreaker:
             self._is_probing = True
 
     def failed(self, fault: TierFault, *, for_good: bool = False) -> None:
-        """for_good: trying again will not help, as with wrong credentials."""
+        """for_good: retrying will not help, as with wrong credentials."""
         with self._lock:
             self._n_failures += 1
             if self._n_failures < N_FAILURES and not for_good and not self._backoff.is_paused:

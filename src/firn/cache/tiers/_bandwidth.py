@@ -1,4 +1,4 @@
-"""A limit on the bytes that are sent to a store in a second. Thread-safe."""
+"""A limit on the bytes per second sent to a store. Thread-safe."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 BURST_S = 1.0
-"""The most that may be saved up: what this many seconds allow."""
+"""Cap on unused bandwidth that is saved up, in seconds' worth."""
 
 
 class Bandwidth:
@@ -18,16 +18,16 @@ class Bandwidth:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """0: no limit."""
+        """bytes_per_s: 0 for no limit."""
         self._bytes_per_s = bytes_per_s
         self._clock = clock
         self._sleep = sleep
         self._lock = threading.Lock()
         self._free_at = clock() - BURST_S
-        """When everything that was taken so far will have been sent, at this rate."""
+        """When everything taken so far will have been sent, at this rate."""
 
     def take(self, nbytes: int) -> None:
-        """Wait until what was taken before is sent. A large piece goes at once: the next one waits."""
+        """Wait until everything taken before is sent. A large piece delays only the next one."""
         if not self._bytes_per_s:
             return
         with self._lock:

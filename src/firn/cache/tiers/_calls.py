@@ -1,7 +1,7 @@
-"""Calls to a store over a network: within a deadline, tried again with jitter, behind a circuit breaker.
+"""Calls to a network store: within a deadline, retried with jitter, behind a circuit breaker.
 
 An attempt may take half the deadline, and none begins in its second half. So two slow attempts use up
-the deadline, and failures that come at once are retried more often. Thread-safe.
+the deadline, and calls that fail immediately are retried more often. Thread-safe.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class RetriedCalls:
     ) -> None:
         self.breaker = breaker
         self.attempt_s = deadline_s / 2
-        """What one attempt may take. The client keeps to it."""
+        """Time limit of one attempt. The client enforces it."""
         self._clock = clock
         self._sleep = sleep
         self._jitter = jitter
 
     def run(self, attempt: Callable[[], T]) -> T:
-        """Raises what the attempt raises; a TierFault only if it may not be tried again."""
+        """Raises what the attempt raises; a TierFault only if it may not be retried."""
         self.breaker.check()
         began = self._clock()
         n_tries = 0
@@ -46,7 +46,7 @@ class RetriedCalls:
                 result = attempt()
             except TierFault as fault:
                 n_tries += 1
-                # Full jitter: servers that failed together do not come back together.
+                # Full jitter: servers that failed together must not retry together.
                 pause_s = FIRST_PAUSE_S * 2**n_tries * self._jitter()
                 is_late = self._clock() - began + pause_s > self.attempt_s
                 if n_tries >= N_TRIES or is_late or isinstance(fault, PermanentFault):

@@ -1,12 +1,12 @@
 """The SSD tier's folder: its layout, every system call, and the numbers that its processes share.
 
-    <2 hex>/<name>.safetensors            records, whole from the moment they have this name
-    tmp/<name>.<pid>.<n>.<nbytes>.tmp     being written; the name says how much is reserved for it
+    <2 hex>/<name>.safetensors            records, complete from the moment they have this name
+    tmp/<name>.<pid>.<n>.<nbytes>.tmp     being written; the name contains the reserved size
     quarantine/<name>.<time>              damaged records, kept for people to look at
     firn.lock                             the lock, and the page: numbers that only its holder changes
     models/, CACHEDIR.TAG                 for people, and for backup programs
 
-The folder is the truth: the page may be lost at any time. Holds no state but an open lock.
+The folder is the truth: the page may be lost at any time. Holds no state except an open lock.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ DEFAULT_LIMIT_NBYTES = 10 << 30
 WORTH_RAISING = 1.1
 BLOCK_NBYTES = 4096
 LARGE_NBYTES = 4 << 20
-"""From this size on, a file may take one block more, where the file system maps its blocks."""
+"""From this size on, a file may take up one more block, for the file system's map of its blocks."""
 MARGIN_NBYTES = 4 * BLOCK_NBYTES
-"""Reserved for notes on models, which are written without asking the tier."""
+"""Reserved for notes on models, which are written without going through the tier."""
 QUARANTINE_FILES, QUARANTINE_SHARE = 32, 16
-"""At most so many files, and at most this fraction (1/16) of the limit."""
+"""Caps on the quarantine: the number of files, and the fraction (1/16) of the limit."""
 ABANDONED_S = 3600.0
 """Where files cannot be locked, a temp file of this age counts as abandoned."""
 N_HOURS = 24
@@ -70,7 +70,7 @@ _set_aside = re.compile(r"[0-9a-f]{64}\.[a-z]+\.\d+").fullmatch
 
 
 def path_of(key: str) -> str:
-    """Where the file of a key lies."""
+    """The path of a key's file."""
     return f"{key}{SUFFIX}" if "/" in key else f"{key[:2]}/{key}{SUFFIX}"
 
 
@@ -81,7 +81,7 @@ def key_of(sub: str, file: str) -> str:
 
 
 def reserved_nbytes(temp: str) -> int:
-    """What the name of a temp file reserves; 0 when it is no such name."""
+    """The size that a temp file's name reserves; 0 if it is not such a name."""
     match = _temp(temp)
     return int(match[1]) if match else 0
 
@@ -98,7 +98,7 @@ class FileStat(NamedTuple):
     name: str
     size: int
     nbytes: int
-    """What it takes up on disk, or will once the system has written all of it."""
+    """Bytes that it takes up on disk, or will once the system has written all of it."""
     mtime: float
 
     @classmethod
@@ -108,13 +108,13 @@ class FileStat(NamedTuple):
 
 
 def allocated(size: int) -> int:
-    """What a file of this size takes up on disk."""
+    """Bytes that a file of this size takes up on disk."""
     whole = -(-size // BLOCK_NBYTES) * BLOCK_NBYTES
     return whole + (BLOCK_NBYTES if size >= LARGE_NBYTES else 0)
 
 
 def quarantine_surplus(files: Sequence[FileStat], *, limit_nbytes: int) -> int:
-    """How many of these files, from the first on, must go from a folder of this limit."""
+    """How many of these files, counted from the first, exceed what a folder of this limit keeps."""
     n = max(len(files) - QUARANTINE_FILES, 0)
     while sum(file.nbytes for file in files[n:]) > limit_nbytes // QUARANTINE_SHARE:
         n += 1
@@ -125,7 +125,7 @@ class Disk:
     """Every system call of the tier; paths are relative to the folder. Tests replace it."""
 
     max_call_nbytes = 256 << 20
-    """One call reads or writes at most this: some systems refuse 2 GiB and more."""
+    """The most bytes that one call reads or writes: some systems refuse 2 GiB and more."""
     max_pieces = 512
 
     def __init__(self, folder: Path) -> None:
@@ -133,7 +133,7 @@ class Disk:
         self.has_locks = True
 
     def files(self, sub: str) -> list[FileStat]:
-        """The plain files of a subfolder; one that is not there has none."""
+        """The plain files of a subfolder; none if it does not exist."""
         files: list[FileStat] = []
         try:
             entries = os.scandir(f"{self.folder}/{sub}")
@@ -147,7 +147,7 @@ class Disk:
         return files
 
     def subfolder(self, sub: str) -> tuple[int, int]:
-        """Its own bytes, and when names in it last changed; (0, 0) when it is not there."""
+        """Its own bytes, and when names in it last changed; (0, 0) if it does not exist."""
         try:
             stat = os.stat(f"{self.folder}/{sub}")
         except (FileNotFoundError, NotADirectoryError):
@@ -165,7 +165,7 @@ class Disk:
         return sorted(files, key=lambda file: file.name.rpartition(".")[2])
 
     def other_nbytes(self) -> int:
-        """All but records and quarantine: temp files at their reserved size, the lock, notes."""
+        """All except records and quarantine: temp files at their reserved size, the lock, notes."""
         temps = sum(max(reserved_nbytes(temp.name), temp.nbytes) for temp in self.temps())
         fixed = [self.stat(LOCK), self.stat(TAG_FILE), *self.files(MODELS)]
         folders = sum(self.subfolder(sub)[0] for sub in (".", TMP, MODELS))
@@ -185,7 +185,7 @@ class Disk:
         return FileStat.of("", os.fstat(fd))
 
     def read(self, fd: int, buffer: memoryview) -> int:
-        """The next bytes of a file, as many as one call reads."""
+        """Read the next bytes of a file, as many as one call returns."""
         return os.readv(fd, [buffer[: self.max_call_nbytes]])
 
     def read_first(self, fd: int, nbytes: int) -> memoryview:
@@ -204,7 +204,7 @@ class Disk:
         os.close(fd)
 
     def make_folder(self) -> None:
-        """Make the folder and what is always in it. One that is new or ours is closed to other users."""
+        """Make the folder and its fixed contents. If new or ours, it is closed to other users."""
         is_new = not self.folder.exists()
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         is_ours = is_new or (self.folder / LOCK).exists() or not any(self.folder.iterdir())
@@ -277,7 +277,7 @@ class Disk:
             os.close(fd)
 
     def write(self, fd: int, pieces: Sequence[Buffer]) -> None:
-        """Write all of it, most records in one call."""
+        """Write all pieces; most records take one call."""
         left = [memoryview(p) for p in pieces if len(p)]
         at = 0
         while at < len(left):
@@ -305,7 +305,7 @@ class Disk:
             os.rename(f"{self.folder}/{path}", f"{self.folder}/{to}")
 
     def unlink(self, path: str) -> None:
-        """A file that is gone already is no fault."""
+        """Remove a file; one that is already gone is no fault."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.unlink(f"{self.folder}/{path}")
 
@@ -332,9 +332,10 @@ class Page:
 
         magic | limit | 24 x (hour, bytes written in it) | 257 x counter | 257 x bytes on disk
 
-    Each subfolder has a counter, which is raised before anything in it changes, and again afterwards.
-    Whoever sees a counter that has moved lists the subfolder again. An odd one means that a process died
-    or failed in between: the subfolder's bytes must be measured. A new page begins with odd counters.
+    Each subfolder has a counter, which is raised before anything in it changes, and again
+    afterwards. A process that sees a counter changed lists the subfolder again. An odd one means
+    that a process died or failed in between: the subfolder's bytes must be measured. A new page
+    begins with odd counters.
     """
 
     def __init__(self, words: Words, save: Callable[[bytes], None]) -> None:
@@ -348,7 +349,7 @@ class Page:
 
     @property
     def limit_nbytes(self) -> int:
-        """The limit of the process that opened the folder last; 0 for none yet."""
+        """The limit of the process that opened the folder last; 0: none yet."""
         return int(self._words[_LIMIT])
 
     @limit_nbytes.setter
@@ -361,7 +362,7 @@ class Page:
         return sum(int(n) for h, n in hours if hour - N_HOURS < int(h) <= hour)
 
     def check_budget(self, budget_nbytes: int | None, hour: int, nbytes: int) -> None:
-        """Raises Refused if so many bytes more are beyond what a day may have."""
+        """Raises Refused if writing `nbytes` more would exceed the day's budget."""
         if budget_nbytes is not None and self.day_nbytes(hour) + nbytes > budget_nbytes:
             raise Refused("write budget")
 
@@ -371,7 +372,7 @@ class Page:
 
 
 class FolderLock:
-    """Owner: the tier, which lets one thread at a time in here."""
+    """Owner: the tier, which admits one thread at a time."""
 
     def __init__(
         self, disk: Disk, *, timeout_s: float, clock: Callable[[], float] = time.monotonic
@@ -383,7 +384,7 @@ class FolderLock:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[Page]:
-        """Raises TierFault when others hold it too long, OSError when the folder cannot be used."""
+        """Raises TierFault if others hold it too long, OSError if the folder cannot be used."""
         fd = self._acquire()
         try:
             words = _parse(self._disk.read_page(fd, 8 * _N_WORDS))
@@ -422,7 +423,7 @@ class FolderLock:
 
 
 def peek(disk: Disk) -> Page | None:
-    """The numbers as they are now, read without the lock: not to be changed. None: there are none."""
+    """The current numbers, read without the lock and not to be changed; None if there are none."""
     try:
         fd = disk.open(LOCK)
         try:
@@ -463,11 +464,11 @@ def read_heads(folder: Path) -> Iterator[ScannedRecord]:
 
 
 def default_limit(free_nbytes: int, used_nbytes: int = 0) -> int:
-    """10 GiB, but never more than a quarter of what is free or used by the cache already."""
+    """10 GiB, but at most a quarter of the space that is free or already used by the cache."""
     return max(min(DEFAULT_LIMIT_NBYTES, (free_nbytes + used_nbytes) // 4), 0)
 
 
 def raised_limit(limit_nbytes: int, *, free_nbytes: int, used_nbytes: int) -> int:
-    """The default limit after a full disk was emptied; a little more room changes nothing."""
+    """The default limit once a full disk has room again; a little more room changes nothing."""
     limit = default_limit(free_nbytes, used_nbytes)
     return limit if limit > WORTH_RAISING * limit_nbytes else limit_nbytes

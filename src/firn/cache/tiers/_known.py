@@ -1,8 +1,8 @@
 """What this process knows of the folder's record files: their stamps, and what the next scan reports.
 
-Small, because there may be 100,000 files: each has its stamp in its subfolder's dict, and an entry in a
-heap. A stamp here may be lower than the file's, never higher: other processes use files without telling
-this one.
+Compact, because there may be 100,000 files: each has its stamp in its subfolder's dict, and an
+entry in a heap. A stamp here may be lower than the file's, never higher: other processes use files
+without telling this one.
 
 A key is a record's name, or the path of a foreign file (see `key_of`).
 
@@ -37,7 +37,7 @@ FIRST = -inf
 """The stamp of files that are evicted before all others: foreign ones, and those that cannot be read."""
 UNLISTED = -1
 HEAP_SLACK = 1024
-"""How many entries of deleted files the heap may have before it is tidied."""
+"""The heap is tidied when it has this many entries more than twice the number of files."""
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +49,7 @@ class Subfolder:
     stamps: dict[str, float] = field(default_factory=dict)
     """By key."""
     parts: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Files and bytes by part, which follows the dot in their names; '' for foreign files."""
+    """Numbers of files and bytes by part, which follows the dot in names; '': foreign files."""
 
     def count(self, key: str, nbytes: int, *, n: int = 1) -> None:
         part = "" if is_foreign(key) else key[65:]
@@ -68,9 +68,9 @@ class KnownFiles:
         self._subfolders = {sub: Subfolder() for sub in SUBFOLDERS}
         self._heap: list[tuple[float, str]] = []
         self._unreported: dict[str, bool] = {}
-        """Records of which the caller believes the opposite: whether each is there."""
+        """Records about which the caller is wrong: whether each is actually there."""
         self.unreadable: dict[str, float] = {}
-        """Files that are not to be read, with their mtime: a new file may take the name."""
+        """Files that must not be read, with their mtime: a new file may take over the name."""
         self.listed_at: npt.NDArray[np.int64] = np.full(len(COUNTED), UNLISTED, dtype=np.int64)
         """The page's counters when the subfolders were last listed."""
         self.n_quarantined = 0
@@ -80,15 +80,15 @@ class KnownFiles:
     def is_changed(self, sub: str, counter: int) -> bool:
         """Whether to list a subfolder again.
 
-        The page's counter says so if a process has changed it, its mtime if a user has, with `rm`.
+        The page's counter shows a change by a firn process, the mtime one by a user, as with `rm`.
         """
         if sub == QUARANTINE or counter == UNLISTED or self.listed_at[INDEX[sub]] != counter:
             return True
         return self._disk.subfolder(sub)[1] != self._subfolders[sub].changed_ns
 
     def relist(self, sub: str, counter: int) -> int:
-        """List a subfolder; returns the bytes it takes up. Files that came or went will be reported."""
-        total, changed_ns = self._disk.subfolder(sub)  # first: what changes meanwhile is seen later
+        """List a subfolder; returns the bytes it takes up. The next scan reports what changed."""
+        total, changed_ns = self._disk.subfolder(sub)  # first: changes made meanwhile show later
         files = self._disk.quarantined() if sub == QUARANTINE else self._disk.files(sub)
         self.listed_at[INDEX[sub]] = counter
         if sub == QUARANTINE:
@@ -120,7 +120,7 @@ class KnownFiles:
             self.report(key, is_there=True)
 
     def _stamp(self, mtime: float) -> float:
-        """An mtime that no clock can have set counts as ages ago; such files keep their order."""
+        """An mtime far in the future is moved far into the past; such files keep their order."""
         return mtime if mtime <= self._wall() + AHEAD_S else mtime - 1e11
 
     def add(self, name: str, file: FileStat) -> None:
@@ -159,9 +159,9 @@ class KnownFiles:
         return not self._subfolders[sub].stamps
 
     def report(self, key: str, *, is_there: bool) -> None:
-        """Have the next scan say that a record came or went.
+        """Have the next scan report that a record appeared or disappeared.
 
-        One that does both between two scans is not mentioned: the caller's belief is right again.
+        One that does both between two scans is not reported: the caller is right again.
         """
         if self._unreported.get(key) == (not is_there):
             del self._unreported[key]
@@ -169,7 +169,7 @@ class KnownFiles:
             self._unreported[key] = is_there
 
     def set_reported(self, names: Iterable[str]) -> None:
-        """The caller knows of these by other means."""
+        """The caller has learned of these by other means."""
         for name in names:
             self._unreported.pop(name, None)
 
@@ -180,7 +180,7 @@ class KnownFiles:
             self.add(name, file)
 
     def take_reports(self) -> tuple[list[str], list[str]]:
-        """Records that are gone, and those that are new, the highest stamps first."""
+        """Names of records that are gone, and of those that are new, the highest stamps first."""
         reports, self._unreported = self._unreported, {}
         gone = [name for name, is_there in reports.items() if not is_there]
         new = [name for name, is_there in reports.items() if is_there]
@@ -190,7 +190,7 @@ class KnownFiles:
         return gone, [new[i] for i in np.argsort(-stamps, kind="stable")]
 
     def by_part(self) -> dict[str, tuple[int, int]]:
-        """Files and bytes by part. Any thread."""
+        """Numbers of files and bytes by part. Any thread."""
         n_files: Counter[str] = Counter()
         nbytes: Counter[str] = Counter()
         for subfolder in self._subfolders.values():
@@ -202,10 +202,10 @@ class KnownFiles:
     # --- the order of eviction ---------------------------------------------------------------
 
     def oldest(self, *, used_at: float, victims: Collection[str]) -> FileStat | None:
-        """The next file to evict besides the victims, with its key as its name.
+        """The next file to evict other than the victims, with its key as its name.
 
-        None: all others were used later than `used_at`. The file leaves the heap; `put_back` those
-        that stay after all.
+        None: all others were used later than `used_at`. The file is removed from the heap;
+        `put_back` those that are kept after all.
         """
         while self._heap:
             stamp, key = self._heap[0]
@@ -238,7 +238,7 @@ class KnownFiles:
         self._heap = [(live[i][1], live[i][0]) for i in order]
 
     def put_back(self, keys: Iterable[str]) -> None:
-        """Those that are still there go on the heap again."""
+        """Put those that are still there back on the heap."""
         for key in keys:
             stamp = self._subfolders[key[:2]].stamps.get(key)
             if stamp is not None:

@@ -1,9 +1,10 @@
 """A tier in a store that many servers share, over a network: what S3 and Redis have in common.
 
-An `ObjectClient` makes the store's five calls, one attempt each. Here they get a deadline, retries, a
-circuit breaker and a bandwidth, and are counted. A store is never listed: it is asked for names, which
-follow from a prompt's tokens (`find`). The store itself decides what to delete, and when: by a lifecycle
-rule, a time to live, maxmemory. So it has no limit here, and evicts nothing.
+An `ObjectClient` makes the store's five calls, one attempt each. `StoreTier` adds a deadline,
+retries, a circuit breaker, a bandwidth limit and counters. A store is never listed: names, which
+follow from a prompt's tokens, are looked up in it (`find`). The store itself decides what to
+delete, and when: by a lifecycle rule, a time to live, maxmemory. So it has no limit here, and
+evicts nothing.
 """
 
 from __future__ import annotations
@@ -32,32 +33,35 @@ from firn.core.errors import SetupError
 MIB = 1 << 20
 DEADLINE_S, WRITE_MB_PER_S = 5.0, 64.0
 N_BAD = 1 << 12
-"""How many names of damaged records are remembered."""
+"""Cap on the names of damaged records that are remembered."""
 
 
 class ObjectClient(Protocol):
-    """Each call is one attempt, of bounded time. Raises Missing, Refused, TierFault, PermanentFault."""
+    """Each call is one attempt in bounded time.
+
+    Raises Missing, Damaged, Refused, TierFault, PermanentFault.
+    """
 
     def get(self, name: str, n: int | None) -> memoryview: ...
 
     def find(self, names: Sequence[str]) -> Iterable[FoundRecord]:
-        """Those that are there, in any order."""
+        """The records that are there, in any order."""
         ...
 
     def put(self, name: str, pieces: Sequence[Buffer], *, replace: bool) -> bool:
-        """False: it is there already, and nothing was written."""
+        """False: the record is there already, and nothing was written."""
         ...
 
     def touch(self, names: Sequence[str]) -> None: ...
 
     def delete(self, name: str) -> bool:
-        """Whether it was there, as far as the store says."""
+        """Whether the record was there, as far as the store can tell."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """The settings of any store, which follow the question mark in its address."""
+    """The settings that every store has, from the query string of its address."""
 
     deadline_s: float = DEADLINE_S
     write_mb_per_s: float = WRITE_MB_PER_S
@@ -77,7 +81,7 @@ class StoreSettings:
 
 
 def first_line(error: Exception) -> str:
-    """What a library says of a fault, shortened: some messages fill a page."""
+    """The first line of a library's error message, shortened: some messages fill a page."""
     text = str(error).partition("\n")[0]
     return text if len(text) <= 160 else f"{text[:160]}..."
 
@@ -114,11 +118,11 @@ class StoreTier:
         self._tally = Tally()
         self._lock = threading.Lock()
         self._bad: dict[str, None] = {}
-        """Damaged, and perhaps still there: not read until they are written again."""
+        """Names of damaged records that may still be there: not read until written again."""
         self._nbytes = 0
 
     def scan(self) -> Iterator[ScannedRecord | Gone[str]]:
-        """Nothing: there may be a million records, of other models and other tenants."""
+        """Yields nothing: there may be a million records, of other models and other tenants."""
         return iter(())
 
     def find(self, names: Sequence[str]) -> list[FoundRecord]:
@@ -169,7 +173,7 @@ class StoreTier:
         self._tally.add(touches=len(stamps))
 
     def delete(self, name: str, *, keep: bool = False) -> None:
-        """keep: deleted all the same, because a store has no place for quarantined records."""
+        """keep: the record is deleted all the same, because a store has no quarantine."""
         if keep:
             with self._lock:
                 self._bad[name] = None
@@ -180,7 +184,7 @@ class StoreTier:
             self._tally.add(deletes=1)
 
     def usage(self) -> TierUsage:
-        """nbytes: what this process has written. How full the store is, is not known here."""
+        """nbytes: what this process has written. How full the store is remains unknown here."""
         return TierUsage(
             self._nbytes,
             0,

@@ -5,9 +5,10 @@
     <prefix>:<name>                 head: magic, record's length, time, writer; then the record, if small
     <prefix>:<name>:<writer>:<i>    a large record's pieces, of 8 MiB each, written before the head
 
-The head is set only if there is none, so a record is written once. Pieces carry their writer's number,
-so those of two writers are never mixed. Every key has a time to live, which each use renews. What the
-server evicts at its maxmemory is a miss, and what it does not take is refused.
+The head is set only if there is none, so a record is written once. The keys of pieces contain their
+writer's number, so those of two writers are never mixed. Every key has a time to live, which each
+use renews. Records that the server evicts at its maxmemory are misses; writes that it rejects are
+refused.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from firn.core.errors import SetupError
 T = TypeVar("T")
 SCHEMES = ("redis", "rediss")
 PIECE_NBYTES = 8 << 20
-"""Redis answers nobody else while it copies a value: pieces keep that short."""
+"""Redis serves no other client while it copies a value: pieces keep that time short."""
 READ_NBYTES = 1 << 20
 TTL_S = 7 * 86_400
 CONNECT_S = 2.0
@@ -39,12 +40,12 @@ _MAGIC = b"firn1\r\n\0"
 
 
 class RecordHead(NamedTuple):
-    """What the value of a record's own key begins with."""
+    """The beginning of the value under a record's own key."""
 
     nbytes: int
     written_at: float
     writer: int
-    """Of the pieces; 0: the record follows the head."""
+    """The writer of the pieces; 0: the record follows the head."""
 
 
 class RedisClient:
@@ -136,7 +137,7 @@ class RedisClient:
         return is_new
 
     def touch(self, names: Sequence[str]) -> None:
-        """Renew the time to live, of a large record's pieces too: their keys follow from its head.
+        """Renew the time to live, also of a large record's pieces, whose keys follow from its head.
 
         The server's own eviction counts this as a use.
         """
@@ -177,7 +178,7 @@ class RedisClient:
             yield from (f"{self._key(name)}:{head.writer:x}:{i}" for i in range(n))
 
     def _tagged(self, writer: int) -> int:
-        """The writer's number, ending in the size of its pieces in KiB: other servers may differ."""
+        """The writer's number, with its piece size in KiB in the low bits: servers may differ."""
         return (writer >> 24 << 24) | (self._piece_nbytes >> 10) if writer else 0
 
     @staticmethod
@@ -185,7 +186,7 @@ class RedisClient:
         return max((head.writer & 0xFFFFFF) << 10, 1024)
 
     def _drop(self, keys: Sequence[str]) -> None:
-        """Delete pieces without a head; if that fails too, their time to live ends them."""
+        """Delete pieces without a head; if that fails too, they expire."""
         try:
             if keys:
                 self._client.unlink(*keys)
@@ -193,7 +194,7 @@ class RedisClient:
             return
 
     def _translated(self, call: Callable[[], T]) -> T:
-        """Run the call, and translate what it raises."""
+        """Run the call and translate what it raises."""
         errors = self._errors
         try:
             return call()

@@ -7,7 +7,7 @@
 A record is written once, by a put that fails if the name is taken; a store that ignores the condition
 overwrites it with the same content. Objects are read whole. Stamps are not kept: let a lifecycle rule of
 the bucket delete what is old. Credentials come from the environment or, if boto3 is installed, from
-where the AWS tools take them.
+wherever the AWS tools find them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from firn.core.errors import SetupError
 T = TypeVar("T")
 SCHEMES = ("s3",)
 N_QUESTIONS_AT_ONCE = 16
-"""Requests that ask for names at the same time: each request asks for one."""
+"""Concurrent lookups: each request looks up one name."""
 CONNECT_S = 2.0
 LATE_SHARE = 0.9
-"""A call that fails after this share of its time was too slow: obstore raises the same class for all
-faults."""
+"""A call that fails after this share of its time limit counts as too slow: obstore raises the same
+class for all faults."""
 OWN_SETTINGS = ("endpoint", "region", "anonymous")
 
 
@@ -104,7 +104,7 @@ class S3Client:
         return True
 
     def touch(self, names: Sequence[str]) -> None:
-        """S3 keeps no time of use."""
+        """Does nothing: S3 keeps no time of last use."""
 
     def delete(self, name: str) -> bool:
         was_there = self._head(name) is not None
@@ -113,7 +113,7 @@ class S3Client:
         return was_there
 
     def _translated(self, call: Callable[[], T]) -> T:
-        """Run the call, and translate what it raises."""
+        """Run the call and translate what it raises."""
         errors, began = self._library.exceptions, time.monotonic()
         try:
             return call()
@@ -186,7 +186,7 @@ def _endpoint_of_environment() -> str | None:
 
 
 def _credentials() -> dict[str, Any]:
-    """obstore itself reads static credentials of the environment; boto3 finds all others."""
+    """obstore itself reads static credentials from the environment; boto3 finds all others."""
     if os.environ.get("AWS_ACCESS_KEY_ID"):
         return {}
     try:

@@ -1,9 +1,9 @@
 """The SSD tier: a folder of record files under one limit, shared by any number of processes.
 
-A file's mtime is its stamp: foreign files are evicted first, then the lowest stamp. Nothing is fsynced:
-the page cache outlives a killed process, and checksums find what a power cut tears. Reads take no lock.
-The folder is changed under its lock (see _folder.py), except that bytes are written without it, to a
-temp file whose size was reserved before. So at every moment
+A file's mtime is its stamp: foreign files are evicted first, then the lowest stamp. Nothing is
+fsynced: the page cache outlives a killed process, and checksums detect what a power failure tears.
+Reads take no lock. The folder is changed under its lock (see _folder.py), except that bytes are
+written without it, to a temp file whose size was reserved before. So at every moment
 
     records + folders + temp files at their reserved size + quarantine <= limit
 """
@@ -56,12 +56,12 @@ from firn.cache.tiers._folder import (
 from firn.cache.tiers._known import UNLISTED, KnownFiles, is_foreign
 
 SLACK_NBYTES = 2 * BLOCK_NBYTES
-"""What a new name may add to the size of folders."""
+"""How much a new name may add to the size of folders."""
 HOUR_S = 3600
 SCAN_BATCH = 128
 SCAN_THREADS = 4
 SLOW_S = 3e-4
-"""A file that makes a scan wait longer than this comes from the disk, not from the page cache."""
+"""A file for which a scan waits longer than this comes from the disk, not from the page cache."""
 
 
 class SsdTier:
@@ -122,7 +122,7 @@ class SsdTier:
         try:
             if counters is not None:
                 with self._locked() as page:
-                    for i, nbytes in measured.items():  # not only firn moves files
+                    for i, nbytes in measured.items():  # users may have moved files, too
                         if page.counters[i] == counters[i]:
                             page.nbytes[i] = nbytes
                     page.save()
@@ -175,7 +175,7 @@ class SsdTier:
         return stored
 
     def touch(self, stamps: Mapping[str, float]) -> None:
-        """The highest first, so that the order is right for other processes at every moment."""
+        """The highest stamps first, so that other processes always see the right order."""
         latest = self._wall() + AHEAD_S
         for name, stamp in sorted(stamps.items(), key=lambda item: -item[1]):
             # Reads and scans notice files that are read-only or deleted.
@@ -196,7 +196,7 @@ class SsdTier:
                 else:
                     self._remove(page, name, file.nbytes)
                     self._tally.add(deletes=1)
-                    self._nbytes -= file.nbytes  # counting anew would take longer than deleting
+                    self._nbytes -= file.nbytes  # recounting would take longer than deleting
                 self._known.set_reported([name])
         except (OSError, TierFault) as e:
             if keep:
@@ -238,7 +238,7 @@ class SsdTier:
     # --- reading -----------------------------------------------------------------------------
 
     def _list_changed(self, counters: npt.NDArray[np.int64] | None) -> dict[int, int]:
-        """List what others changed, a subfolder at a time; returns the bytes of each that was listed."""
+        """List what others changed, a subfolder at a time; returns the bytes of each one listed."""
         measured: dict[int, int] = {}
         for i, sub in enumerate(COUNTED):
             counter = UNLISTED if counters is None else int(counters[i])
@@ -251,7 +251,7 @@ class SsdTier:
         return measured
 
     def _heads(self, names: Sequence[str]) -> Iterator[ScannedRecord]:
-        """One thread is fastest for what lies in the page cache, several for what does not."""
+        """One thread is fastest for files in the page cache, several for all others."""
         is_slow = False
         with ThreadPoolExecutor(SCAN_THREADS, thread_name_prefix="firn-scan") as pool:
             for at in range(0, len(names), SCAN_BATCH):
@@ -263,7 +263,7 @@ class SsdTier:
                 yield from (head for head in heads if head is not None)
 
     def _head(self, name: str) -> ScannedRecord | None:
-        """None: it is gone, or may not be read, or is tried again with the next scan."""
+        """None: it is gone, or may not be read, or is tried again in the next scan."""
         try:
             fd = self._disk.open(path_of(name))
         except (FileNotFoundError, NotADirectoryError):
@@ -322,7 +322,7 @@ class SsdTier:
         return WriteResult(taken, new=True, evicted=tuple(evicted))
 
     def _is_stored(self, name: str) -> bool:
-        """It is there, or being written."""
+        """Whether the record is there or being written."""
         if name not in self._known.unreadable and self._disk.stat(path_of(name)) is not None:
             return True
         return any(
@@ -360,12 +360,12 @@ class SsdTier:
     # --- making room -------------------------------------------------------------------------
 
     def _make_room(self, page: Page, nbytes: int, used_at: float) -> list[str]:
-        """Evict until `nbytes` more fit; returns the names. Raises TierFull, and evicts nothing."""
+        """Evict until `nbytes` more fit; returns the names. Raises TierFull before evicting any."""
         over = self._count(page) + nbytes - self._limit_nbytes
         return self._evict(page, over, used_at=used_at, must=True)
 
     def _shrink(self, page: Page, to_nbytes: int) -> None:
-        """Evict until that much is left, or nothing. The next scan reports what went."""
+        """Evict down to `to_nbytes`, or as far as possible. The next scan reports the evictions."""
         self._evict(page, self._count(page) - to_nbytes, used_at=inf, must=False)
         self._count(page)
 
@@ -431,7 +431,7 @@ class SsdTier:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Alone among this process's threads."""
+        """Keep out all other threads of this process."""
         if not self._mutex.acquire(timeout=self._lock_timeout_s):
             raise TierFault("locked", "another thread has held the folder for long")
         try:
@@ -441,7 +441,7 @@ class SsdTier:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[Page]:
-        """Alone among all processes, with a page whose numbers are right."""
+        """Keep out all other threads and processes; yields a page whose numbers are right."""
         with self._alone(), self._lock.hold() as page:
             doubtful = np.flatnonzero(page.counters & 1)
             for i in doubtful:
@@ -466,7 +466,7 @@ class SsdTier:
 
     @contextlib.contextmanager
     def _change(self, page: Page, sub: str) -> Iterator[None]:
-        """Around a change of a subfolder: who dies or fails inside leaves an odd counter."""
+        """Wraps a change to a subfolder: dying or failing inside leaves its counter odd."""
         i = INDEX[sub]
         is_known = self._known.listed_at[i] == page.counters[i]
         before, _ = self._disk.subfolder(sub)
@@ -481,7 +481,7 @@ class SsdTier:
             self._known.set_changed(sub, int(page.counters[i]), changed_ns)
 
     def _count(self, page: Page) -> int:
-        """All bytes of the folder."""
+        """Count all bytes of the folder."""
         self._nbytes = int(page.nbytes.sum()) + self._disk.other_nbytes()
         return self._nbytes
 
