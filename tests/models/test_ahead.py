@@ -22,6 +22,7 @@ from tests.harness import GREEDY, Harness, Result, running
 from tests.models.alone import assert_same, beginning, plain, prompt_of, said_alone
 from tests.models.drafting import AnyWidth, KnownReplies
 from tests.models.test_drafts_in_flight import FORCED, at_token, request_of
+from tests.models.test_placing import thin_of
 from tests.models.test_speculation import (
     SAMPLINGS,
     Story,
@@ -170,6 +171,18 @@ def test_most_steps_follow_one_that_is_not_read(
     assert len(followers) > 0.7 * speculation.totals.n_draft_steps
     assert 0.9 * n_drafted < n_right if right == 1.0 else n_right < (right + 0.1) * n_drafted
     assert n_drafted > 2.5 * len(taken), "their texts are long enough"
+
+
+def test_the_reply_to_a_thinned_prompt_keeps_its_positions() -> None:
+    """Its tokens are further on than the cells that they are in, and a trace counts cells."""
+    thin = thin_of()
+    with running(plain("qwen3"), cache_nbytes=None) as harness:
+        want = harness.ask(thin, 60)
+    speculation = steady({(tuple(thin.whole.ids.tolist()), 0): want.reply}, right=0.9)
+    with guessing(speculation, cache_nbytes=None) as harness:
+        got = harness.ask(thin, 40)
+    assert assert_equal(got, beginning(want, 40)) > 30
+    assert speculation.totals.n_draft_steps > 5
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "seeded"])
