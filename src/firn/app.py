@@ -53,9 +53,9 @@ log = logging.getLogger("firn")
 
 N_TOKENIZER_THREADS = 2
 SWITCH_S = 0.001
-"""How long a thread that runs Python code keeps others waiting (Python's default is 5 ms)."""
+"""How long a thread that runs Python code may keep others waiting (Python's default is 5 ms)."""
 DRAIN_S = 20.0
-"""How long running requests may go on when the server stops, before they are cut."""
+"""How long running requests may continue when the server stops, before they are cut off."""
 STOP_S = 10.0
 LEAVE_S = DRAIN_S + FLUSH_S + STOP_S + 5.0
 """A process that was told to stop is killed after this time."""
@@ -94,7 +94,7 @@ def warm_prompts(config: Config) -> list[GenerateRequest]:
 
 @dataclass(eq=False)
 class Server:
-    """Everything that runs. Owner: `serve`, for as long as the process lives."""
+    """Everything that runs. Owner: `serve`, for as long as the process runs."""
 
     services: Services
     engine: Engine[ServerParts]
@@ -108,12 +108,12 @@ class Server:
     """The other ranks, if the model is sharded."""
 
     def own_process(self) -> None:
-        """The process runs this server alone: its engine must not wait for other threads."""
+        """The process runs only this server: its engine must not wait long for other threads."""
         sys.setswitchinterval(SWITCH_S)
         self.engine.call(lambda parts: parts.own_process())
 
     def lose_rank(self) -> None:
-        """The engine may hang in a collective that the lost rank left, so clients are told here."""
+        """Fail all requests: the engine may hang in a collective that the lost rank has left."""
         self.event_router.drain()
         self.event_router.fail_all(EngineDead())
         self.died.append("rank")
@@ -133,8 +133,8 @@ class Server:
 def build(config: Config, *, front: int | None = None, member: RankMember | None = None) -> Server:
     """Load the model and wire everything to it. Raises SetupError.
 
-    front: the process that shares memory out among its models, if there is one. member: this process
-    among the ranks that serve the model together; it speaks for all.
+    front: the id of the process that divides memory among its models, if there is one. member: this
+    process among the ranks that serve the model together; it is the one that clients talk to.
     """
     check_settings(config.cache)
     speculation.check_settings(config)
@@ -207,7 +207,7 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
-    if not outlives_terminal():  # a closed terminal tells twice: by the system and by the shell
+    if not outlives_terminal():  # closing a terminal sends it twice: from the system and the shell
         loop.add_signal_handler(signal.SIGHUP, stop_once)
     if server.ranks is not None:
         server.ranks.watch(
@@ -226,7 +226,7 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
 
 async def watch(server: Server, web: uvicorn.Server) -> None:
     """If the engine dies, end the process, so that a supervisor starts a new one. Until then, keep the
-    machine awake while there are requests."""
+    machine awake while requests are running."""
     while not server.died:
         await asyncio.sleep(0.2)
         server.awake.note(busy=server.event_router.n_calls > 0)

@@ -1,15 +1,16 @@
 """KV events for routers, in the form that vLLM publishes: ZeroMQ and msgpack.
 
     PUB     topic, sequence number (8 bytes, big-endian), [time, [event, ...], 0]
-    ROUTER  a sequence number asks for what was published since; the answer ends with number -1
+    ROUTER  a sequence number requests what was published since; the answer ends with number -1
 
     ["BlockStored", [hash], parent hash or None, [token, ...], block size, None, "GPU"]
     ["BlockRemoved", [hash], "GPU"]    ["AllBlocksCleared"]
 
-Whole blocks that can be resumed from here, in memory or below it. Events hold the prompts' tokens: who
-may read them may read the prompts, so the address should be one that only routers reach.
+Events cover whole blocks that a prompt can resume from on this server, in memory or in tiers below
+it. They contain the prompts' tokens: anyone who can read them can read the prompts, so only routers
+should be able to reach the address.
 
-Owner: the server. The engine thread leaves events in a queue; a thread of its own sends them.
+Owner: the server. The engine thread queues events; a separate thread sends them.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ log = logging.getLogger("firn")
 TOPIC = b"kv-events"
 MEDIUM = "GPU"
 MAX_QUEUE = 100_000
-"""Events that wait to be sent. With one more all of them are dropped, and subscribers are told to forget
-everything: of an event that is lost nobody knows which of the others it revokes."""
+"""Events waiting to be sent. If one more arrives, all are dropped and subscribers are told to
+forget everything: a lost event may have revoked any of the others."""
 MAX_BATCH = 256
 N_REPLAYED = 10_000
-"""Batches that can be asked for again."""
+"""Batches that can be requested again."""
 REPLAY_S, SEND_MS = 10.0, 1000
-"""A replay is broken off after so long, or if its reader takes nothing for so long: new events wait."""
+"""A replay delays new events: it is aborted after REPLAY_S, or if its reader stalls for SEND_MS."""
 BATCH_S, POLL_MS = 0.02, 50
 END_SEQ = (-1).to_bytes(8, "big", signed=True)
 
@@ -57,7 +58,7 @@ class EventPublisher:
         self._pub = self._context.socket(zmq.PUB)
         self._replay = self._context.socket(zmq.ROUTER)
         self._replay.router_mandatory = (
-            True  # otherwise what a slow reader has no room for is dropped
+            True  # otherwise messages that a slow reader has no room for are dropped
         )
         self._replay.sndtimeo = SEND_MS
         self._send_failed = zmq.ZMQError
@@ -90,14 +91,14 @@ class EventPublisher:
                 events = self._take()
                 if events:
                     self._send(events)
-                if self._replay.poll(0 if events else POLL_MS):  # one: others wait for what is new
+                if self._replay.poll(0 if events else POLL_MS):  # only one: new events wait
                     self._answer()
             except Exception as e:  # the thread's outermost frame
                 if not self._stop.is_set():
                     log.warning("KV events failed: %r", e, exc_info=e)
 
     def _take(self) -> list[Announcement]:
-        """What is there; some more come together."""
+        """The next batch: the queued events, and those that follow within BATCH_S of each other."""
         events: list[Announcement] = []
         if self._n_lost:
             n_lost, self._n_lost = self._n_lost + self._queue.qsize(), 0
@@ -130,11 +131,11 @@ class EventPublisher:
                     self._replay.send_multipart([client, b"", seq.to_bytes(8, "big"), payload])
             self._replay.send_multipart([client, b"", END_SEQ, b""])
         except self._send_failed as e:
-            log.debug("a replay of KV events was broken off: %s", e)  # its reader is gone, or hangs
+            log.debug("a replay of KV events was broken off: %s", e)  # its reader is gone or hangs
 
 
 def _libraries() -> tuple[Any, Any]:
-    """ZeroMQ, and msgpack's way to write. Raises SetupError."""
+    """ZeroMQ, and msgpack's packing function. Raises SetupError."""
     try:
         import msgpack
         import zmq
@@ -158,7 +159,7 @@ def _wire(event: Announcement) -> list[Any]:
 
 
 def _hash(key: bytes) -> int:
-    """Routers take 64 bits."""
+    """Routers expect 64 bits."""
     return int.from_bytes(key[:8], "big")
 
 

@@ -1,4 +1,4 @@
-"""How a server listens: its address, uvicorn without its signal handlers, a limit of connections."""
+"""How a server listens: its address, uvicorn without its signal handlers, a connection limit."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ RESERVED_FILES = 64
 """Descriptors that are never connections: records being read and written, logs, the model."""
 
 BACKLOG = 2048
-"""Connections that the system holds until they are accepted; uvicorn's own number."""
+"""Connections that the system queues until they are accepted; uvicorn's own default."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Before the model is loaded, so that an address in use is reported at once. Raises SetupError."""
+    """Before the model is loaded, so that a used address is reported early. Raises SetupError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -35,8 +35,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def listen(sock: socket.socket) -> None:
-    """Take connections from now on. Raises SetupError: of two servers that were bound before either
-    listened, which Linux allows, only one can."""
+    """Accept connections from now on. Raises SetupError.
+
+    Linux lets two servers bind the same address before either listens; then only one of them can.
+    """
     try:
         sock.listen(BACKLOG)
     except OSError as e:
@@ -58,7 +60,7 @@ class Uvicorn(uvicorn.Server):
 
 
 def connections() -> Connections:
-    """As many as there are descriptors, less those for the cache and the model's files."""
+    """Limited by the number of descriptors, less those for the cache and the model's files."""
     limits = ConnectionLimits()
     n_files = raise_descriptor_limit()
     n_open = n_files - max(RESERVED_FILES, n_files // 4) - limits.n_spare

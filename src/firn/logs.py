@@ -1,7 +1,7 @@
-"""How firn logs: one line a record on stderr, with time, level and the logger's short name.
+"""How firn logs: one line per record on stderr, with time, level and the logger's short name.
 
-Set up once by the composition root, before anything is logged. Other libraries log from WARNING on;
-uvicorn's access log is off, because firn writes one line a request itself.
+Set up once by the composition root, before anything is logged. Other libraries log at WARNING and
+above; uvicorn's access log is off, because firn itself writes one line per request.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _NO_NEW_LINES = str.maketrans({"\n": "\\n", "\r": "\\r"})
 class LineFormatter(logging.Formatter):
     """`2025-03-01 12:00:00 INFO    engine.loop: text`; a text never spans two lines.
 
-    Texts may contain what a client sent, and a client must not be able to forge a line. With a tag, of a
-    process that is one of several: `engine.loop[tag]: text`.
+    Texts may contain what a client sent, and a client must not be able to forge a line. With a tag,
+    for one of several processes: `engine.loop[tag]: text`.
     """
 
     def __init__(self, tag: str | None = None) -> None:
@@ -34,11 +34,11 @@ class LineFormatter(logging.Formatter):
 
 
 def configure(level: LogLevel, *, stream: TextIO | None = None, tag: str | None = None) -> None:
-    """Send the process's logs to `stream` (stderr). Hand uvicorn `log_config=None`."""
+    """Send the process's logs to `stream` (stderr). uvicorn needs `log_config=None`."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(LineFormatter(tag))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("firn").setLevel(level.upper())
-    for name in ("uvicorn", "uvicorn.error"):  # whatever was set before: warnings and worse
+    for name in ("uvicorn", "uvicorn.error"):  # whatever was set before: only warnings and above
         logging.getLogger(name).setLevel(logging.NOTSET)
     logging.getLogger("uvicorn.access").disabled = True

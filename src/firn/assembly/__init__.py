@@ -1,4 +1,4 @@
-"""Builds what a server consists of: model and runner, prefix cache and tiers, the memory plan.
+"""Builds the parts of a server: model and runner, prefix cache and tiers, the memory plan.
 
-The rules of what goes with what live here; `firn.app` only joins the parts.
+The rules for combining them are here; `firn.app` only connects the parts.
 """

@@ -33,16 +33,16 @@ from firn.ranks.leader_parts import LeaderParts
 log = logging.getLogger("firn")
 
 FLUSH_S = 15.0
-"""How long a stopping server writes records that are only in memory."""
+"""How long a stopping server may take to write records that are only in memory."""
 STORE_FLUSH_S = 5.0
-"""Likewise, to a store."""
+"""The same, for a store."""
 SAY_EVERY_S = 1.0
 N_STORE_THREADS = 8
-"""A store has its own threads, so that one that hangs does not block the disk; many wait at once."""
+"""Each store has its own, so that a hanging store does not block the disk. They mostly wait."""
 
 
 def check_settings(config: CacheConfig) -> None:
-    """What can be said before a model is loaded, which may take minutes. Raises SetupError."""
+    """What can be checked before a model is loaded, which may take minutes. Raises SetupError."""
     if config.disable_prefix_cache:
         return
     if config.kv_cache_quantization and config.reuse == "exact":
@@ -65,7 +65,7 @@ def build_cache(
     compute: ComputeSettings,
     leader_parts: LeaderParts | None = None,
 ) -> PrefixTree | CacheOff:
-    """leader_parts: the ranks that each hold a slice of every record, if there are several."""
+    """leader_parts: set if the model is sharded: each rank then holds a slice of every record."""
     options = config.cache
     if options.disable_prefix_cache:
         log.info("prefix cache: off (--disable-prefix-cache)")
@@ -94,7 +94,7 @@ def build_cache(
 
 
 def layout_of(config: Config, loaded: LoadedModel) -> Layout:
-    """How records are cut. Raises UnknownCacheLayer."""
+    """How a row's state is cut into records. Raises UnknownCacheLayer."""
     options = config.cache
     bits = options.kv_cache_quantization_bits if options.kv_cache_quantization else 0
     return Layout.of(
@@ -103,7 +103,7 @@ def layout_of(config: Config, loaded: LoadedModel) -> Layout:
 
 
 def computed_in(loaded: LoadedModel, *more: str) -> str:
-    """A part of every root: the number type, and what else the bits depend on."""
+    """A part of every root: the dtype, and what else the bits depend on."""
     return " ".join((loaded.info.dtype, *filter(None, more)))
 
 
@@ -140,7 +140,7 @@ def add_tiers(
     wake: Callable[[], None],
     leader_parts: LeaderParts | None = None,
 ) -> None:
-    """Put a cache on the tiers below memory. namespaces: whose records to look for there."""
+    """Add the tiers below memory to a cache. namespaces: whose records to look for there."""
     seal = seal_of(config)
     kinds, tiers = discover(), tiers_of(config.cache)
     if not tiers:
@@ -180,7 +180,7 @@ def seal_of(config: Config) -> Seal | None:
 
 
 class FlushProgress:
-    """Says how much is still to be written before exit, once a second."""
+    """Logs how much remains to be written before exit, once a second."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

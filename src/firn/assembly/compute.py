@@ -35,7 +35,7 @@ class ComputeSettings:
 
     @property
     def exact(self) -> bool:
-        """Prompts are cut and reused on prefill chunks only."""
+        """Whether prompts are cut and reused only at the ends of prefill chunks."""
         return self.limits.aligned
 
     @property
@@ -45,12 +45,12 @@ class ComputeSettings:
 
     @property
     def exact_chunk(self) -> int:
-        """0: prompts are reused to the token."""
+        """Prompts are cut and reused at multiples of this; 0: they are reused to the token."""
         return self.limits.prefill_chunk if self.exact else 0
 
     @property
     def arithmetic(self) -> str:
-        """What the bits of a result depend on besides the model, if bits count."""
+        """What the bits of a result depend on other than the model; empty unless reuse is exact."""
         return self.blas.identity if self.blas and self.exact else ""
 
 
@@ -83,7 +83,7 @@ def _tune_cpu(config: Config, *, exact: bool) -> Blas:
 
 
 def _largest_chunk(config: Config, device: devices.Device) -> int:
-    """0: all chunks have the usual size. On a CPU, timings are too noisy to size chunks by."""
+    """0: all chunks have the usual size. On a CPU, timings are too noisy for choosing sizes."""
     options = config.engine
     if device.kind == "cpu" and not options.max_step_ms:
         return 0
@@ -91,7 +91,7 @@ def _largest_chunk(config: Config, device: devices.Device) -> int:
 
 
 def _cpu_dtype(config: Config, blas: Blas | None) -> CpuDtype:
-    """Without a fast BLAS, float32 is as slow as the rest and twice as large."""
+    """Without a fast BLAS, float32 is as slow as other dtypes and twice as large."""
     option = config.engine.cpu_dtype
     if blas is None or (option == "auto" and blas.library is None):
         return "model"
@@ -99,14 +99,17 @@ def _cpu_dtype(config: Config, blas: Blas | None) -> CpuDtype:
 
 
 def threads_of(loaded: loader.LoadedModel, compute: ComputeSettings) -> Threads | None:
-    """Chooses the BLAS library's threads for each pass. Not in exact mode: other sums, other bits."""
+    """Chooses the number of BLAS threads for each pass. None in exact mode, where the order of
+    sums, and so the bits, must not change."""
     library = compute.blas.library if compute.blas and not compute.exact else None
     return Threads(library, loaded.model) if library else None
 
 
 def shapes_of(loaded: loader.LoadedModel, compute: ComputeSettings) -> FewShapes | None:
     """How prompts are padded for a device that prefers few shapes. None: not at all, as in exact mode.
-    Ranks must not use it: they would end up reading different shapes."""
+
+    Not for ranks: they would end up reading different shapes.
+    """
     if compute.device.kind != "cuda" or compute.exact:
         return None
     if not isinstance(loaded.arguments, IdsOnly) or isinstance(loaded.model, MtpModel):
@@ -117,7 +120,7 @@ def shapes_of(loaded: loader.LoadedModel, compute: ComputeSettings) -> FewShapes
 
 
 def traced_of(loaded: loader.LoadedModel, shapes: FewShapes | None) -> TracedSteps | None:
-    """How decode steps are traced, where prompts are read in few `shapes`. None: not at all."""
+    """How decode steps are traced if prompts are read in few shapes. None: not at all."""
     if shapes is None:
         return None
     return _unless_refused(
@@ -126,7 +129,7 @@ def traced_of(loaded: loader.LoadedModel, shapes: FewShapes | None) -> TracedSte
 
 
 def _unless_refused(make: Callable[[], T], otherwise: str) -> T | None:
-    """None if the model was tried and did not fit, which is logged with what happens instead."""
+    """None if the model was tried and is not suitable; logs why, and what happens instead."""
     try:
         return make()
     except ValueError as e:

@@ -1,4 +1,4 @@
-"""The embedder of a server: a decoder that embeds texts too, or a model that does nothing else."""
+"""A server's embedder: a decoder that can also embed texts, or a model that does nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger("firn")
 
 
 def read_recipe(folder: Path) -> embedder.Recipe | None:
-    """How the model makes vectors of texts; None: it does not."""
+    """How the model turns texts into vectors; None: it does not."""
     try:
         return embedder.read_recipe(folder)
     except SetupError as e:

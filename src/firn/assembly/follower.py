@@ -1,6 +1,6 @@
 """A process that computes its slice of a sharded model on rank 0's orders. It has no clients.
 
-Its main thread owns every array: it loads the model, and then makes one call after the other.
+Its main thread owns every array: it loads the model, then executes one call after another.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from firn.ranks.joining import RankMember, check_options, form, options_digest
 log = logging.getLogger("firn.ranks")
 
 END_S = FLUSH_S + 10.0
-"""How long it has to end once it is told to."""
+"""How long it may take to end once it is told to."""
 PAYLOADS = frozenset({"cut", "tokens", "copied", "joined", "drop", "arrive", "touch", "defer"})
-"""Calls after which lazily cut payloads need not be evaluated yet."""
+"""Calls before which lazily cut payloads need not be evaluated."""
 
 
 def join_ranks(config: Config) -> tuple[Config, RankMember]:
-    """Join the processes that serve one model; the settings that hold there. Raises SetupError."""
+    """Join the processes that serve one model. Returns the settings to use. Raises SetupError."""
     check_options(config)
     log.info("waiting for the other ranks")
     off = replace(config.engine, speculation="off")
@@ -63,7 +63,7 @@ def follow(config: Config, member: RankMember) -> int:
         loop = _build(config, member, follower)
     except SetupError as e:
         follower.answer("failed", str(e))
-        threading.Event().wait()  # rank 0 reports it, and ends this process
+        threading.Event().wait()  # rank 0 reports it and ends this process
     log.info("%s follows", member.text)
     follower.begin()
     try:
@@ -115,7 +115,10 @@ def _build(config: Config, member: RankMember, follower: Follower) -> FollowerLo
 
 
 def _checked(config: Config, member: RankMember, follower: Follower) -> tuple[dict[str, Any], Path]:
-    """Whether the model is here and can be sharded; if not, rank 0 reports why."""
+    """The model's config and folder, after telling rank 0 whether the model can be sharded here.
+
+    Does not return if it cannot: rank 0 reports why and ends all ranks.
+    """
     answer: dict[str, Any] = {"error": "", "node": platform.node()}
     settings: dict[str, Any] = {}
     folder = Path()
@@ -127,7 +130,7 @@ def _checked(config: Config, member: RankMember, follower: Follower) -> tuple[di
         answer["error"] = str(e)
     follower.answer("checked", answer | {"options": options_digest(config)})
     if answer["error"]:
-        threading.Event().wait()  # rank 0 reports it, and ends all ranks
+        threading.Event().wait()  # until rank 0 ends all ranks
     return settings, folder
 
 
@@ -182,7 +185,7 @@ def _tier(
 
 @dataclass(eq=False)
 class FollowerLoop:
-    """Makes the calls that rank 0 sends, in their order. Owner: the main thread."""
+    """Executes the calls that rank 0 sends, in order. Owner: the main thread."""
 
     follower: Follower
     runner: FollowerRunner

@@ -1,7 +1,8 @@
 """Where rows, cursors and scorings lose their own types.
 
-Each runner has its own class of rows, each cache of cursors, each scorer of scorings. The engine hands
-them back only to the part that made them, so it need not know the classes. These casts say so.
+Each runner has its own class of rows, each cache of cursors, each scorer of scorings. The engine
+passes them back only to the part that made them, so it need not know the classes. These casts
+express that.
 """
 
 from __future__ import annotations

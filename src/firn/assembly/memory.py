@@ -1,7 +1,7 @@
 """The memory of a server with one model: planned when the model is loaded, watched while it serves.
 
-The watch checks every few seconds what the machine has left and what other firn servers have reserved,
-and tells the engine how much it may take now. Owner: `app.Server`.
+Every few seconds, the watch checks what the machine has left and what other firn servers have
+reserved, and tells the engine how much it may use now. Owner: `app.Server`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ CHECK_EVERY_S = 10.0
 ENGINE_S = 60.0
 """How long a check waits for the engine."""
 WORTH_TELLING = 0.02
-"""Share of the capacity: smaller changes are noise."""
+"""Share of the capacity. Smaller changes are noise."""
 SHORT = 0.75
-"""A capacity that falls below this share of what it was is worth a line in the log."""
+"""The capacity's fall below this share of its former value is logged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What a plan was made from, so that it can be made again when the machine has changed."""
+    """A plan and its inputs, so that it can be made again when the machine's memory changes."""
 
     plan: MemoryPlan
     model: ModelMemory
@@ -56,7 +56,7 @@ class Planned:
     """The capacity if nothing else ran on the machine."""
 
     def log_plan(self) -> None:
-        """Write it to the log, with a warning if the model is too large."""
+        """Log the plan, with a warning if the model is too large."""
         plan = self.plan
         parts = (
             f"weights {plan.weights_nbytes // MIB}, requests and cache {plan.capacity_nbytes // MIB}, "
@@ -75,14 +75,17 @@ class Planned:
             )
 
     def reserved_nbytes(self, held_nbytes: int) -> int:
-        """What this server needs at least: everything except stored prefixes, which give way."""
+        """The least that this server needs: everything except stored prefixes, which give way.
+
+        held_nbytes: memory that live requests hold.
+        """
         plan, model = self.plan, self.model
         fixed = plan.total_nbytes - plan.capacity_nbytes
         return fixed + max(held_nbytes, min(model.row_nbytes(LEAST_TOKENS), plan.capacity_nbytes))
 
     def adapted(self, now: MachineMemory) -> MemoryPlan:
-        """The plan for what the machine has now: other buffers kept for reuse, and another capacity; the
-        rest stays as planned."""
+        """The plan for what the machine has now. Only the limit, the buffer cache and the capacity
+        change."""
         plan, again = self.plan, plan_memory(now, self.model, self.options)
         buffers = min(again.buffer_cache_nbytes, plan.buffer_cache_nbytes)
         fixed = plan.total_nbytes - plan.capacity_nbytes - plan.buffer_cache_nbytes
@@ -119,7 +122,7 @@ class MemoryPlanner:
 def plan_server(
     config: Config, machine: MachineMemory, model: ModelMemory, *, chunk: int, exact: bool
 ) -> Planned:
-    """The plan that a server starts with."""
+    """The plan at a server's start."""
     options = options_of(config, chunk=chunk, exact=exact)
     plan = plan_memory(machine, model, options)
     alone = replace(machine, available_nbytes=None, reserved_nbytes=0, unclaimed_nbytes=0)
@@ -146,9 +149,9 @@ def reservations_folder() -> Path:
 def beside_others(
     now: MachineMemory, *, group: int | None = None, folder: Path | None = None
 ) -> MachineMemory:
-    """The machine's memory, and what other servers of this user have reserved of it.
+    """The machine's memory, with what other servers of this user have reserved.
 
-    group: servers of this group share one budget and do not count; None: this server alone.
+    group: servers of this group share one budget and are not counted; None: only this server.
     """
     servers = others(
         folder or reservations_folder(),
@@ -163,7 +166,7 @@ def beside_others(
 
 
 class MemoryWatch:
-    """Keeps a server's capacity at what the machine can give. It has its own thread, which `stop`
+    """Adapts a server's capacity to what the machine has left. It has its own thread, which `stop`
     ends."""
 
     def __init__(
@@ -179,8 +182,8 @@ class MemoryWatch:
         folder: Path | None = None,
         every_s: float = CHECK_EVERY_S,
     ) -> None:
-        """held_nbytes: by live requests. adapt: called with a plan whose capacity has changed; None: the
-        capacity is decided elsewhere."""
+        """held_nbytes: memory that live requests hold. adapt: called with a plan whose capacity has
+        changed; None: the capacity is decided elsewhere."""
         self._planned = planned
         self._look = look
         self._used_nbytes = used_nbytes
@@ -224,7 +227,7 @@ class MemoryWatch:
         while not self._stopped.wait(self._every_s):
             try:
                 self.check()
-            except Exception as e:  # the machine does not report, or the engine is gone
+            except Exception as e:  # the machine's memory is unknown, or the engine is gone
                 log.debug("checking memory failed: %r", e)
 
 
@@ -233,7 +236,7 @@ def watch_engine(
 ) -> MemoryWatch | None:
     """Watch a running engine's memory; None: it has none to plan.
 
-    Somebody else decides about the capacity where a front shares memory out, or ranks have agreed on it.
+    The capacity is decided elsewhere if a front divides the memory or the model is sharded.
     """
     from firn.models import device as devices
 

@@ -1,4 +1,4 @@
-"""The model that a server loads, and what one of its rows takes."""
+"""The model that a server loads, and the memory that one of its rows takes."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ log = logging.getLogger("firn")
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """What a server is to load, and for whom."""
+    """What a server should load, and for whom."""
 
     config: Config
     folder: Path
     name: str
     namespaces: Sequence[Namespace]
-    """Whose records are looked for in the tiers."""
+    """Whose records to look for in the tiers."""
     processor: VisionProcessor | None = None
     front: int | None = None
-    """The process that shares memory out among its models, if there is one."""
+    """The id of the process that divides memory among its models, if there is one."""
     leader_parts: LeaderParts | None = None
-    """The ranks that the model is sharded over, if it is."""
+    """Set if the model is sharded over ranks."""
 
 
 def served_name(config: Config) -> str:
@@ -47,7 +47,7 @@ def served_name(config: Config) -> str:
 
 
 def with_model_defaults(config: Config, folder: Path) -> Config:
-    """The settings, with what the model's folder says where the user says nothing."""
+    """The settings, with defaults from the model's folder for what the user has not set."""
     defaults = of_model(folder)
     for line in defaults.warnings:
         log.warning("%s", line)

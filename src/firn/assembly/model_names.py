@@ -1,6 +1,6 @@
-"""Which folder a model's name stands for: a built-in one, a packaged one, any other.
+"""Which folder a model's name stands for: a built-in model's, a packaged one's, or any other.
 
-A name of firn's own wins over a folder of the same name; that folder is served as ./NAME.
+firn's own names take precedence over folders of the same name, which are served as ./NAME.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the engine thread owns: the loaded model, its runner, its cache, its budget.
 
-Built on that thread, because MLX ties arrays to the thread that made them.
+Built on that thread, because MLX ties arrays to the thread that created them.
 """
 
 from __future__ import annotations
@@ -52,23 +52,23 @@ PADDING_PARTS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerParts(EngineParts):
-    """The engine's parts, and what the server asks of the engine thread besides."""
+    """The engine's parts, and what else the server uses on the engine thread."""
 
     tree: PrefixTree | CacheOff
-    """What `cache` is."""
+    """The same object as `cache`, with its own type."""
     embedder: embedder.TextEmbedder | None = None
     speculation: Speculation | None = None
     planned: Planned | None = None
     """None: the model has no rows to plan memory for."""
 
     def own_process(self) -> None:
-        """The process serves this model and nothing else."""
+        """The process serves only this model: let the cache control garbage collection."""
         if isinstance(self.tree, PrefixTree):
             self.tree.own_process()
 
 
 def build_parts(spec: ServerSpec, wake: Callable[[], None]) -> ServerParts:
-    """On the engine thread. wake: gets the engine to tick. Raises SetupError."""
+    """On the engine thread. wake: makes the engine tick. Raises SetupError."""
     config, folder, leader_parts = spec.config, spec.folder, spec.leader_parts
     machine = beside_others(devices.machine_memory(devices.device()), group=spec.front)
     settings, recipe = loader.read_config(folder), embeddings.read_recipe(folder)
@@ -101,7 +101,7 @@ def _prepare_ranks(
     settings: Mapping[str, Any],
     compute: ComputeSettings,
 ) -> ComputeSettings:
-    """All ranks are about to load the model in this way. Raises SetupError."""
+    """Tell all ranks to load the model; returns the settings that they share. Raises SetupError."""
     compute = replace(compute, cpu_dtype=leader_parts.dtype_for(compute.cpu_dtype))
     leader_parts.prepare(
         settings,
@@ -173,7 +173,7 @@ def _decoder_parts(
 def _plan(
     planner: MemoryPlanner, cost: RowCost, info: ModelInfo, drafting: speculation.Drafting
 ) -> Planned:
-    """The plan that the server starts with. A draft model's cache is held to its part."""
+    """The plan that the server starts with. Limits a draft model's cache to its part of it."""
     draft = drafting.draft
     planned = planner.plan(
         cost,
@@ -193,7 +193,7 @@ def _draft_io() -> IoThreads:
 def _tiers(
     spec: ServerSpec, *, device: str, wake: Callable[[], None]
 ) -> Callable[[PrefixTree, ModelInfo, IoThreads], None]:
-    """Puts a cache on the tiers below memory."""
+    """Adds the tiers below memory to a cache."""
     return partial(
         add_tiers,
         spec.config,
@@ -205,7 +205,7 @@ def _tiers(
 
 
 def _prepare_tree(config: Config, tree: PrefixTree, *, recipe: str | None) -> None:
-    """recipe: of the scorer by which prompts may be thinned; their roots are looked for in the tiers."""
+    """recipe: the scorer's, if prompts may be thinned: their roots are expected in the tiers."""
     if config.cache.kv_events is not None:
         tree.records.tree.announcer = EventPublisher(config.cache.kv_events)
     if recipe is not None:
@@ -215,7 +215,8 @@ def _prepare_tree(config: Config, tree: PrefixTree, *, recipe: str | None) -> No
 def _capacity(
     spec: ServerSpec, loaded: loader.LoadedModel, planned: Planned, *, device: str
 ) -> tuple[int, int]:
-    """For live requests and stored prefixes; and what it would be were this server alone here."""
+    """The capacity for live requests and stored prefixes, and what it would be if nothing else ran
+    on the machine."""
     capacity_nbytes, alone_nbytes = planned.plan.capacity_nbytes, planned.alone_nbytes
     if spec.leader_parts is not None:
         capacity_nbytes = spec.leader_parts.begin(loaded.info, capacity_nbytes, device=device)
@@ -238,7 +239,7 @@ def _rehearsed_runner(
     shapes: FewShapes | None,
     **options: Any,
 ) -> Runner:
-    """The server's runner. Before, on a GPU, another one uses the model as requests will."""
+    """The server's runner. On a GPU, another runner first uses the model the way requests will."""
     traced = traced_of(loaded, shapes)
     make = partial(_runner, spec, loaded, shapes=shapes, traced=traced, **options)
     if is_gpu and spec.leader_parts is None:
@@ -265,7 +266,7 @@ def _runner(
         "speculation": speculation,
     }
     if spec.leader_parts is not None:
-        # All ranks must read and group rows alike, whatever memory each has.
+        # All ranks must read and group rows in the same way, however much memory each has.
         return spec.leader_parts.make_runner(loaded.model, loaded.info, **options)
     return Runner(
         loaded.model,
@@ -280,7 +281,7 @@ def _runner(
 def _encoder_parts(
     spec: ServerSpec, recipe: embedder.Recipe, compute: ComputeSettings
 ) -> ServerParts:
-    """Of a model that makes embeddings and nothing else."""
+    """The parts for a model that only makes embeddings."""
     encoder, info = embeddings.load_encoder(spec.folder, recipe, spec.name, compute)
     runner = Runner(None, info, make_layers=embedder.refuse_to_generate, max_rows=1)
     budget = Budget(RowCost(1, 1), capacity_nbytes=MIN_CAPACITY_NBYTES)

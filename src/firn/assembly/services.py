@@ -1,4 +1,4 @@
-"""What the HTTP side of a server is given, as configured."""
+"""The services that the HTTP side of a server uses, as configured."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def build_services(
     recorder: Recorder | None,
     n_ranks: int,
 ) -> Services:
-    """The engine runs: its model is known."""
+    """engine: must be running, so that its model is known."""
     config, model, parts = spec.config, engine.model, engine.parts
     grammars = Compiler(text.tokenizer, vocab_size=model.vocab_size)
     pool.submit(grammars.prepare)
@@ -118,7 +118,7 @@ def _quotas(config: Config) -> Quotas:
 
 
 def _fetcher(config: Config) -> Gather | None:
-    """None: pictures by address are refused."""
+    """None: pictures given by URL are refused."""
     options = config.images
     if not options.allow_image_urls:
         return None
@@ -133,7 +133,7 @@ def _fetcher(config: Config) -> Gather | None:
 
 
 def _reranker(spec: ServerSpec, tokenizer: Tokenizer) -> rerank.Reranker | None:
-    """None: the model does not judge documents."""
+    """None: the model is not a reranker."""
     folder = spec.folder
     reranker = rerank.detect_reranker(f"{spec.name} {folder.name}", tokenizer, score_of(folder))
     if reranker is not None:
@@ -143,8 +143,8 @@ def _reranker(spec: ServerSpec, tokenizer: Tokenizer) -> rerank.Reranker | None:
 
 @dataclass(frozen=True, slots=True)
 class TraceFile:
-    """A file that a trace is appended to; opened before the model is loaded, so that a bad path is
-    reported at once."""
+    """The file that a trace is appended to. Opened before the model is loaded, so that a bad path
+    is reported immediately."""
 
     path: Path
     fd: int

@@ -1,4 +1,4 @@
-"""The scorer of a server, if it may thin prompts (sparse prefill)."""
+"""A server's scorer, if it may thin prompts (sparse prefill)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOT_EXACT = "--sparse-prefill is approximate: it cannot be used where reuse is e
 
 
 def check_settings(config: Config) -> None:
-    """What can be said before a model is loaded. Raises SetupError."""
+    """What can be checked before a model is loaded. Raises SetupError."""
     options = config.sparse
     if options.sparse_prefill_over and not options.sparse_prefill:
         raise SetupError("--sparse-prefill-over needs --sparse-prefill")
@@ -50,12 +50,15 @@ def build(
     threads: Threads | None,
     shapes_of: Callable[[loader.LoadedModel], FewShapes | None],
 ) -> tuple[AttentionScorer | None, Drafting]:
-    """The scorer, if prompts may be thinned, and the drafting with the draft model's memory added: that
-    model is loaded once, whether it drafts, scores or both. On the engine thread. Raises SetupError."""
+    """The scorer, if prompts may be thinned, and the drafting with the draft model's memory added.
+
+    That model is loaded only once, whether it drafts, scores or both. On the engine thread. Raises
+    SetupError.
+    """
     small = config.engine.draft_model
     if not rules(config).allowed:
         return None, drafting
-    if setup.exact:  # as this model's layers need it
+    if setup.exact:  # required by this model's layers
         raise SetupError(NOT_EXACT)
     why = _why_not(loaded)
     if why:

@@ -1,4 +1,4 @@
-"""The drafters of a server: which ones it has, and the draft model they share with sparse prefill."""
+"""A server's drafters, and the draft model that they share with sparse prefill."""
 
 from __future__ import annotations
 
@@ -32,53 +32,53 @@ from firn.models.speculation import Speculation
 log = logging.getLogger("firn")
 
 DRAFT_CACHE_SHARE = 8
-"""The draft model's prefixes get at most this fraction (1 / N) of what the model's get."""
+"""The draft model's prefixes get at most this fraction (1 / N) of the memory for the model's."""
 DRAFT_QUEUE_NBYTES = 64 << 20
-"""For those that are still to be written: they are small."""
+"""For the draft model's records waiting to be written, which are small."""
 
 HEAD_FAULTS = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError)
-"""Of a head that cannot be read or run: mlx-lm ignores it, and any file of the folder may hold it."""
+"""Raised by a head that cannot be read or run. It may be in any file, since mlx-lm ignores it."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """A draft model, which has the same tokens, and its prefix cache."""
+    """A draft model, which has the model's tokens, and its prefix cache."""
 
     model: loader.LoadedModel
     cache: PrefixTree | CacheOff
     row_cost: RowCost
     is_drafter: bool = False
-    """A drafter uses it, and closes its cache."""
+    """Whether a drafter uses it and closes its cache."""
 
     @property
     def cache_nbytes(self) -> int:
-        """What its prefixes may take, with those that wait to be written."""
+        """Limit for its prefixes, including those waiting to be written."""
         if isinstance(self.cache, CacheOff):
             return 0
         return self.cache.settings.limit_nbytes + DRAFT_QUEUE_NBYTES
 
     def fit(self, cache_nbytes: int) -> None:
-        """Keep its prefixes within this."""
+        """Keep its prefixes within this limit, including those waiting to be written."""
         self.cache.set_room(max(cache_nbytes - DRAFT_QUEUE_NBYTES, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSetup:
-    """How a draft model is loaded and cached: as the model that it serves."""
+    """How a draft model is loaded and cached: like the model that it serves."""
 
     exact: bool
     cpu_dtype: CpuDtype
     cache_nbytes: int
     """Memory for the prefixes of the model that it serves."""
     add_tiers: Callable[[PrefixTree, ModelInfo], None]
-    """Puts a cache on the tiers below memory."""
+    """Adds the tiers below memory to a cache."""
     folder: Path | None = None
-    """The draft model's, as `find_draft` has found it."""
+    """The draft model's, as found by `find_draft`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """The drafters, and what they take of the device's memory."""
+    """The drafters, and the device memory that they use."""
 
     speculation: Speculation | None = None
     weights_nbytes: int = 0
@@ -87,7 +87,7 @@ class Drafting:
     """The draft model, if one is loaded."""
 
     def with_rows(self, cost: RowCost) -> RowCost:
-        """What a row takes, including its counterpart in the draft model."""
+        """The cost of a row, including its counterpart in the draft model."""
         own = self.row_cost
         return replace(
             cost,
@@ -97,7 +97,7 @@ class Drafting:
 
 
 def check_settings(config: Config) -> None:
-    """What can be said before a model is loaded. Raises SetupError."""
+    """What can be checked before a model is loaded. Raises SetupError."""
     option, small = config.engine.speculation, config.engine.draft_model
     if small and option not in ("auto", "model") and not config.sparse.sparse_prefill:
         raise SetupError(f"--draft-model has no use with --speculation {option}")
@@ -108,7 +108,7 @@ def check_settings(config: Config) -> None:
 def with_head(
     config: Config, loaded: loader.LoadedModel, *, exact: bool, cpu_dtype: CpuDtype
 ) -> loader.LoadedModel:
-    """The model with its prediction head, if it has one that is to draft. Raises SetupError."""
+    """The model with its prediction head, if it has one that should draft. Raises SetupError."""
     option = config.engine.speculation
     if exact or option not in ("auto", "mtp") or config.engine.draft_model:
         return loaded
@@ -145,11 +145,11 @@ def _add_head(
 
 
 def find_draft(config: Config, folder: Path, *, exact: bool) -> Path | None:
-    """The folder of --draft-model, which must have the tokens of the model in `folder`; None where it
-    would have no use.
+    """The folder of --draft-model, which must have the tokens of the model in `folder`; None if it
+    would not be used.
 
-    Called before the model is loaded, which may take minutes: a fault is told at once. May download.
-    Raises SetupError.
+    Called before the model is loaded, which may take minutes, so that a fault is reported early.
+    May download. Raises SetupError.
     """
     options, small = config.model, config.engine.draft_model
     drafts = config.engine.speculation in ("auto", "model")
@@ -170,7 +170,7 @@ def build(config: Config, loaded: loader.LoadedModel, setup: DraftSetup) -> Draf
     option, small = config.engine.speculation, config.engine.draft_model
     if option == "off":
         return Drafting()
-    if setup.exact:  # a step of several tokens does not give the bits of several steps
+    if setup.exact:  # a step of several tokens does not yield the same bits as several steps
         log.warning("no tokens are drafted (--speculation): reuse is exact")
         return Drafting()
     why = rewind_fault(loaded.model, loaded.make_layers)
@@ -247,5 +247,5 @@ def _drafter(draft: loader.LoadedModel, cache: PrefixTree | CacheOff, name: str)
 
 
 def view(speculation: Speculation | None) -> dict[str, int]:
-    """Counters, readable from any thread; empty where no tokens are drafted."""
+    """Counters, readable from any thread; empty if no tokens are drafted."""
     return speculation.totals.view() if speculation else {}

@@ -39,7 +39,7 @@ class TextParts:
     def _pictures(self, config: Config, model: ModelInfo) -> Pictures | None:
         if self.processor is None or not model.vision:
             return None
-        from firn.media import pictures  # decoders, which a text model has no use for
+        from firn.media import pictures  # imports decoders that a text model does not need
 
         options = config.images
         limits = pictures.PictureLimits(
@@ -49,7 +49,7 @@ class TextParts:
 
 
 def load_text(config: Config, folder: Path, *, with_pictures: bool) -> TextParts:
-    """Before the model is loaded: an unknown parser costs a second, not a minute. Raises SetupError."""
+    """Before the model is loaded, so that a wrong parser is reported early. Raises SetupError."""
     options = config.model
     trust = options.trust_remote_code
     tokenizer = loader.load_tokenizer(folder, trust_remote_code=trust)

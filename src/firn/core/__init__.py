@@ -1,13 +1,13 @@
-"""What every other package speaks.
+"""The vocabulary that all other packages share.
 
     values/         frozen values: messages, requests, prompts, jobs, models
     ports/          the seams between packages
     events.py       what happens to a request: tokens from the engine, text to a dialect
     errors.py       every fault that firn names, with its HTTP status
     keys.py         the chained hash that names a block in every tier
-    memory_plan.py  how a machine's memory is shared out
+    memory_plan.py  how a machine's memory is divided
     ranks.py        calls between the processes of one sharded model
     bounds.py, duration.py, sparse.py, common_chunks.py   small rules that several packages share
 
-No mlx, and nothing of ours is imported.
+Imports neither mlx nor any other package of firn.
 """

@@ -12,7 +12,7 @@ INT_MAX = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """[low, high], or (low, high] where `above_low`. whole: integers only."""
+    """[low, high], or (low, high] if `above_low`. whole: integers only."""
 
     low: float
     high: float
@@ -20,9 +20,9 @@ class Bound:
     whole: bool = False
 
     def fault(self, value: object) -> str | None:
-        """What is wrong with the value; None: nothing."""
+        """What is wrong with the value; None: it is valid."""
         kinds = (int,) if self.whole else (int, float)
-        if type(value) not in kinds:  # a boolean is no number
+        if type(value) not in kinds:  # a boolean is not a number
             return "must be an integer" if self.whole else "must be a number"
         assert isinstance(value, int | float)
         inside = self.low < value if self.above_low else self.low <= value
@@ -43,7 +43,7 @@ SAMPLING: Mapping[str, Bound] = MappingProxyType(
         "frequency_penalty": Bound(-2, 2),
     }
 )
-"""By the names of `core.values.Sampling`. A top_k of -1 is off, as vLLM's clients send it."""
+"""Keyed by the fields of `core.values.Sampling`. vLLM's clients send a top_k of -1 for off."""
 
 GREEDY_BELOW = 1e-5
-"""Dividing logits by less only overflows, and would pick the likeliest token anyway."""
+"""Dividing logits by a smaller temperature would overflow, and pick the likeliest token anyway."""

@@ -1,4 +1,4 @@
-"""How long something is kept: "30m", "1h30m", "90", 90; 0: not at all; negative: for ever."""
+"""How long something is kept: "30m", "1h30m", "90", 90; 0: not at all; negative: forever."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NUMBER = re.compile(r"[+-]?\d+(?:\.\d+)?")
 
 
 def seconds(value: object) -> float:
-    """Seconds, FOREVER for what is negative. Raises ValueError; a boolean is no number."""
+    """The duration in seconds; FOREVER if negative or over MAX_S. Raises ValueError."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return _bounded(value)
     if type(value) is not str:
@@ -29,7 +29,7 @@ def seconds(value: object) -> float:
 
 
 def _bounded(given_s: float) -> float:
-    """An integer may be too large for a float, but not for being compared with one."""
+    """Compares before converting: an integer may be too large to become a float."""
     if isinstance(given_s, float) and math.isnan(given_s):
         raise ValueError("must be a number of seconds or a text like '30m'")
     return FOREVER if given_s < 0 or given_s > MAX_S else float(given_s)

@@ -56,7 +56,7 @@ class BadDocument(BadPart):
 
 
 class ContextTooLong(BadRequest):
-    """`estimated`: by the prompt's length in bytes, so that it need not be tokenized."""
+    """estimated: from the prompt's length in bytes, without tokenizing it."""
 
     code = "context_length_exceeded"
 
@@ -168,7 +168,7 @@ class QueueFull(TryLater):
     code = "queue_full"
 
     def __init__(self, *, retry_after_s: int = 1) -> None:
-        # The message does not say how many wait: that would tell a caller about others.
+        # The message omits how many are waiting: that would tell a caller about others.
         super().__init__(
             "Too many requests are waiting; try again shortly.", retry_after_s=retry_after_s
         )
@@ -181,7 +181,7 @@ class KeyLimit(TryLater):
 
 
 class Overloaded(TryLater):
-    """Connections, or memory for request bodies, run short."""
+    """The server is short of connections, or of memory for request bodies."""
 
     status = 503
     code = "overloaded"
@@ -189,7 +189,7 @@ class Overloaded(TryLater):
 
 
 class TooManyRequests(TryLater):
-    """A client has sent its requests of this minute."""
+    """A client has used up its requests for this minute."""
 
     code = "rate_limit_exceeded"
 
@@ -235,7 +235,7 @@ class DeviceFailing(FirnError):
 
 
 class StepFailed(FirnError):
-    """An exception inside the model ended this request; others go on."""
+    """An exception inside the model ended this request; others continue."""
 
     code = "generation_failed"
 
@@ -244,7 +244,7 @@ class StepFailed(FirnError):
 
 
 class ModelNotReady(TryLater):
-    """The model is not loaded, and waiting took too long or too many requests wait."""
+    """The model is not loaded, and the wait was too long or too many requests are waiting."""
 
     status = 503
     code = "model_not_ready"
@@ -252,7 +252,7 @@ class ModelNotReady(TryLater):
 
 
 class ModelFailed(TryLater):
-    """The model could not be loaded; it is tried again after `retry_after_s`."""
+    """The model could not be loaded; the next attempt is due in `retry_after_s`."""
 
     status = 503
     code = "model_failed"
@@ -277,7 +277,7 @@ class ModelDied(TryLater):
 
 
 class ModelTooLarge(FirnError):
-    """The model needs more memory than all models together may take."""
+    """The model alone needs more memory than all models together may use."""
 
     status = 503
     code = "insufficient_memory"
@@ -309,13 +309,16 @@ class UnknownCacheLayer(FirnError):
 
 
 def may_be_device_fault(error: Exception) -> bool:
-    """MLX reports a device fault as a RuntimeError, sometimes late, to whatever uses the device next:
-    once, so whoever absorbs it must pass it on."""
+    """Whether the error may be a fault of the device.
+
+    MLX raises those as RuntimeErrors, sometimes late, in whatever uses the device next. Each is
+    raised only once, so code that catches one must pass it on.
+    """
     return isinstance(error, RuntimeError | MemoryError)
 
 
 OUT_OF_MEMORY = ("out of memory", "outofmemory", "insufficient memory", "unable to allocate")
-"""As CUDA, Metal and MLX's allocator say it."""
+"""As worded by CUDA, Metal and MLX's allocator."""
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -27,10 +27,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionTimes:
-    """What a request waited for before its prompt was read; times are those of `time.perf_counter`.
+    """What a request waited for before its prompt was read. Times are from `time.perf_counter`.
 
-    lookup_at, looked_up_at: start and end of the cache's lookup. row_at: it left the queue. loads:
-    records were being loaded from below memory.
+    lookup_at, looked_up_at: start and end of the cache's lookup. row_at: when it left the queue.
+    loads: whether records were being loaded from tiers below memory.
     """
 
     lookup_at: float
@@ -43,9 +43,9 @@ class AdmissionTimes:
 class Admitted:
     """The request left the queue; `n_cached` tokens of its prompt need no computing.
 
-    tiers: how many of them came from which tier. reason: why not more; '': nothing was left to gain.
-    keep: which share of the rest sparse prefill reads; n_skipped: how many tokens it skips, once known.
-    waits: for the dashboard and the log.
+    tiers: how many of them came from each tier. reason: why there were not more; '': no more could
+    be reused. keep: the share of the rest that sparse prefill reads; n_skipped: how many tokens it
+    skips, once known. waits: for the dashboard and the log.
     """
 
     n_cached: int
@@ -58,7 +58,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Advanced:
-    """More of the prompt came from the cache while it was read: replaces what Admitted said."""
+    """More of the prompt came from the cache while it was being read. Replaces Admitted."""
 
     admission: Admitted
 
@@ -73,7 +73,7 @@ class Prefilled:
 class PromptLogprobs:
     """Logprobs of the prompt's tokens from `start` on.
 
-    They come in order, from the second token on: the first has nothing before it.
+    They arrive in order, starting at the second token: nothing precedes the first.
     """
 
     start: int
@@ -84,7 +84,7 @@ class PromptLogprobs:
 class Token:
     """`forced`: the model did not pick it; see `Engine.force`.
 
-    n_drafted, n_accepted: of the step that this token ends, how many tokens were drafted and accepted.
+    n_drafted, n_accepted: tokens drafted and accepted in the decode step that ends with this token.
     """
 
     choice: int
@@ -127,7 +127,7 @@ class TextLogprob:
     """A token's text and logprob, as the OpenAI API shows them.
 
     raw: its bytes in the text; empty: the text does not show it. logprob None: it is the prompt's first
-    token, which has nothing before it.
+    token, which nothing precedes.
     """
 
     text: str
@@ -152,7 +152,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Prefill goes on; streams show it as a comment line, which keeps the connection alive."""
+    """Prefill is under way; streams send it as a comment line, which keeps the connection alive."""
 
     n_done: int
     n_total: int
@@ -198,13 +198,15 @@ class ChoiceFinished:
     choice: int
     reason: FinishReason
     stop_string: str | None = None
-    """The stop string that ended it, where one did."""
+    """The stop string that ended it, if one did."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The last event of a stream that ran to its end. first_token_at: by `time.perf_counter`; None: it
-    has no token."""
+    """The last event of a stream that ran to its end.
+
+    first_token_at: from `time.perf_counter`; None: there was no token.
+    """
 
     usage: Usage
     first_token_at: float | None = None

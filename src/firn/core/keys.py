@@ -3,10 +3,10 @@
     root  = H(format, model fingerprint, layout, namespace)
     key_i = H(key_{i-1}, the block's key tokens)
 
-Key tokens have 64 bits: a text position is its token id, a picture position a hash of the picture's
-content digest and of the position inside it, with the top bit set. In a thinned prompt, a token's
-position is in the upper half. Fields are framed with their lengths, so no two different lists of
-fields hash alike. Keys are the same in every process.
+Key tokens have 64 bits: for text, the token id; for a position inside a picture, a hash of the
+picture's content digest and of that position, with the top bit set. In a thinned prompt, the upper
+half holds the token's position. Each field is prefixed with its length, so that different lists of
+fields never hash the same bytes. Keys are the same in every process.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def key_tokens(ids: TokenArray, picture_spans: Sequence[PictureSpan] = ()) -> Ke
 
 
 def placed_tokens(ids: TokenArray, positions: TokenArray) -> KeyTokens:
-    """Key tokens of a thinned prompt: a token's id and its position.
+    """Key tokens of a thinned prompt: each holds a token's id and its position.
 
-    A layer's state depends on the tokens that were read before, and on their positions.
+    A layer's state depends on the tokens that were read and on their positions.
     """
     return ids.astype(np.uint64) | (positions.astype(np.uint64) << np.uint64(32))
 
@@ -54,7 +54,7 @@ def child_key(parent: Key, values: KeyTokens) -> Key:
 
 
 def block_keys(parent: Key, values: KeyTokens, block: int) -> list[Key]:
-    """The keys of a chain: all whole blocks of these tokens, the first one below `parent`."""
+    """The keys of a chain: one for each whole block of these tokens, starting below `parent`."""
     keys: list[Key] = []
     for start in range(0, len(values) - block + 1, block):
         parent = child_key(parent, values[start : start + block])

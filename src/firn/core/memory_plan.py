@@ -1,7 +1,7 @@
-"""How a machine's memory is shared out before anything is allocated. Pure: values in, a plan out.
+"""How a machine's memory is divided before anything is allocated. Pure: values in, a plan out.
 
-    limit      the lesser of what the device may use, less headroom and what other firn servers have
-               reserved, and what the machine has available
+    limit      the device's memory, less headroom and what other firn servers have reserved; or what
+               the machine has available, if that is less
     - weights - one prefill chunk - MLX's buffer cache - the write queues - a draft model's prefixes
     = capacity, which live requests and stored prefixes share
 
@@ -16,33 +16,33 @@ from typing import Literal
 
 MIB, GIB = 1 << 20, 1 << 30
 LEAST_TOKENS = 8192
-"""The least context that is worth serving."""
+"""The shortest context that is worth serving."""
 DEEP_TOKENS = 32768
-"""Up to this depth chunks keep their full size, where memory allows it."""
+"""Chunks keep their full size up to this depth, if memory allows."""
 MIN_CHUNK = 64
 """Smaller chunks cost more time than the memory they save is worth."""
 REST = 1.5
 """A prompt's last chunk may be longer than the others by this factor."""
 CHUNK_SHARE = 0.25
-"""Share of what weights leave: the most for a prefill chunk."""
+"""Upper limit for a prefill chunk, as a share of what the weights leave."""
 BUFFER_CACHE_SHARE = 0.05
 """MLX keeps freed buffers for reuse; this share of the limit is enough for that."""
 MIN_BUFFER_CACHE_NBYTES = 32 * MIB
 MAX_WRITE_QUEUE_NBYTES, MIN_WRITE_QUEUE_NBYTES = 1 * GIB, 32 * MIB
 WRITE_QUEUE_SHARE = 0.05
-"""Share of what weights leave: for evicted records that are still to be written."""
+"""Evicted records waiting to be written, as a share of what the weights leave."""
 STORE_QUEUE_NBYTES = 64 * MIB
-"""For records that wait to be sent to one shared store: more would only wait longer."""
+"""Records waiting to be sent to one shared store. A longer queue would only mean a longer wait."""
 DRAFT_PARTS = 9
 """A draft model's prefixes get at most this fraction (1 / N) of what is left for rows and prefixes."""
 SYSTEM_SHARE = 0.125
 MIN_SYSTEM_NBYTES, MAX_SYSTEM_NBYTES = 1 * GIB, 8 * GIB
-"""Share of physical memory that is left to the system and to other programs."""
+"""Share of physical memory left to the system and other programs, and its bounds."""
 AVAILABLE_SLACK = 0.25
-"""Share of the system's part that stays available beside a server that takes all the rest."""
+"""Share of the system's part that stays available while a server uses everything else."""
 CUDA_HEADROOM_NBYTES = 2 * GIB
 MIN_CAPACITY_NBYTES = 256 * MIB
-"""The capacity of a model that does not fit, and is served all the same."""
+"""The capacity of a model that does not fit but is served anyway."""
 
 DeviceKind = Literal["cpu", "metal", "cuda"]
 
@@ -58,9 +58,9 @@ class MachineMemory:
     available_nbytes: int | None = None
     """What could be allocated without swapping; None: unknown."""
     reserved_nbytes: int = 0
-    """By other firn servers of this user on this device."""
+    """Reserved by other firn servers of this user on this device."""
     unclaimed_nbytes: int = 0
-    """The part of it that they have not allocated yet, so that it still looks available."""
+    """The part of that which they have not allocated yet, so it still looks available."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +69,10 @@ class Transient:
 
     per_token_nbytes: int
     per_score_nbytes: int = 0
-    """For each pair of a query and a key that it sees."""
+    """For each pair of a query and a key that it attends to."""
 
     def of(self, n_tokens: int, depth: int) -> int:
-        """Of a chunk of so many tokens behind `depth` others."""
+        """Bytes that a chunk of `n_tokens` takes after `depth` earlier tokens."""
         scores = self.per_score_nbytes * (depth + n_tokens)
         return n_tokens * (self.per_token_nbytes + scores)
 
@@ -84,7 +84,7 @@ class Transient:
         return chunk
 
     def deepest(self, n_tokens: int, nbytes: int) -> int | None:
-        """How deep a chunk of so many tokens may run within `nbytes`; None: at any depth."""
+        """How deep a chunk of `n_tokens` may run within `nbytes`; None: at any depth."""
         if not self.per_score_nbytes:
             return None
         return max((nbytes // n_tokens - self.per_token_nbytes) // self.per_score_nbytes, 0)
@@ -94,12 +94,12 @@ class Transient:
 class ModelMemory:
     weights_nbytes: int
     per_token_nbytes: int
-    """Of a live row."""
+    """In a live row."""
     fixed_nbytes: int
     transient: Transient = Transient(0)
     context_length: int | None = None
     draft_cache_nbytes: int = 0
-    """What a draft model's prefixes may take, with those that wait to be written."""
+    """Limit for a draft model's prefixes, including those waiting to be written."""
 
     def row_nbytes(self, n_tokens: int) -> int:
         return self.fixed_nbytes + n_tokens * self.per_token_nbytes
@@ -111,10 +111,10 @@ class MemoryOptions:
 
     chunk: int
     fixed_chunk: bool = False
-    """Chunks do not shrink: their size changes the bits of a result (exact reuse)."""
+    """Chunks must not shrink, because their size changes the bits of a result (exact reuse)."""
     headroom_nbytes: int | None = None
     device_share: float | None = None
-    """Share of the device's memory to use, in place of a headroom."""
+    """Share of the device's memory to use, instead of a headroom."""
     wired_nbytes: int = 0
     n_store_queues: int = 0
     """Caches times shared stores: each pair has a write queue of its own."""
@@ -136,22 +136,22 @@ class MemoryPlan:
     chunk_nbytes: int
     buffer_cache_nbytes: int
     write_queue_nbytes: int
-    """Of the SSD."""
+    """For the SSD."""
     store_queues_nbytes: int
-    """Of all shared stores."""
+    """For all shared stores."""
     draft_cache_nbytes: int
-    """Of a draft model's prefixes, with those that wait to be written."""
+    """For a draft model's prefixes, including those waiting to be written."""
     capacity_nbytes: int
     wired_nbytes: int
     context_tokens: int
-    """The longest prompt and reply of a lone request."""
+    """The most tokens, prompt and reply together, of a request that runs alone."""
     fits: bool
     limited_by: str
-    """What the limit comes from."""
+    """What determines the limit."""
 
     @property
     def total_nbytes(self) -> int:
-        """All that the process will take, without Python itself."""
+        """Everything that the process will use, except for Python itself."""
         return (
             self.weights_nbytes
             + self.chunk_nbytes
@@ -203,7 +203,7 @@ def _headroom(machine: MachineMemory, options: MemoryOptions) -> int:
         return options.headroom_nbytes
     if machine.kind == "cuda":
         return min(CUDA_HEADROOM_NBYTES, machine.device_nbytes // 8)
-    # Metal's recommendation leaves memory to the system, unless the user has raised it.
+    # Metal's recommendation already leaves memory to the system, unless the user has raised it.
     left_already = machine.physical_nbytes - machine.device_nbytes
     return max(_system_nbytes(machine) - left_already, 0)
 
@@ -242,12 +242,12 @@ def _tightest(model: ModelMemory, options: MemoryOptions, n_least: int) -> tuple
 
 
 def _context(model: ModelMemory, options: MemoryOptions, capacity: int, chunk_nbytes: int) -> int:
-    """Limited by what a row may take, and by how deep the smallest chunk may run."""
+    """The longest context, limited by a row's memory and by how deep the smallest chunk may run."""
     bounds = [model.context_length] if model.context_length else []
     if model.per_token_nbytes:
         bounds.append(max((capacity - model.fixed_nbytes) // model.per_token_nbytes, 0))
     chunk = options.shortest_chunk
     deepest = model.transient.deepest(chunk, chunk_nbytes)
-    if deepest is not None:  # behind so many tokens a last chunk can still be read
+    if deepest is not None:  # a last chunk can still be read after that many tokens
         bounds.append(deepest + chunk)
     return min(bounds) if bounds else 1 << 31

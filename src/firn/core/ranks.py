@@ -1,7 +1,7 @@
-"""What crosses between the processes that serve one sharded model: calls, as values.
+"""What the processes of one sharded model send each other: calls, as values.
 
-Rank 0 decides and sends calls; the followers make them in the same order. A call is a name, a few JSON
-values and bytes. A follower's answer is a call too.
+Rank 0 decides and sends calls; the followers execute them in the same order. A call is a name, a
+few JSON values and bytes. A follower's answer is a call too.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class RankCall:
 
 
 OnAnswer = Callable[[int, RankCall], None]
-"""Gets a follower's rank and its answer, on the connection's thread."""
+"""Called with a follower's rank and its answer."""
 
 
 class RankLost(BaseException):
     """The ranks are no longer in step: this process must end.
 
-    Not an Exception: no code between the device and the engine's end may take it for the fault of one
-    request and go on.
+    Not an Exception, so that no handler on the way up can mistake it for the fault of one request
+    and continue.
     """
 
 
@@ -39,21 +39,21 @@ class Followers(Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """One of them is gone, and this process is about to end."""
+        """Whether one of them is gone, in which case this process is about to end."""
         ...
 
     def tell(self, name: str, *args: Any, blob: bytes = b"") -> None:
-        """Send a call to all, after those that wait (`tell_later`). Any thread. Raises RankLost."""
+        """Send a call to all, after those of `tell_later`. Any thread. Raises RankLost."""
         ...
 
     def tell_later(self, name: str, *args: Any) -> None:
-        """Keep a call until the next one is sent."""
+        """Hold a call back until the next one is sent."""
         ...
 
     def on_answer(self, name: str, take: OnAnswer) -> None:
-        """Set what is called with answers of this name."""
+        """Set the handler of answers with this name."""
         ...
 
     def end_group(self, why: str) -> RankLost:
-        """Something happened that the followers do not know of: end the group. Returns what to raise."""
+        """End the group: something happened that followers cannot know. Returns what to raise."""
         ...

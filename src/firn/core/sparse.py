@@ -1,19 +1,18 @@
-"""What requests may ask of sparse prefill, and what a server allows. All of it is frozen."""
+"""What requests may ask of sparse prefill, and what a server allows. All frozen."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 ASKED_OVER = 1024
-"""Shorter prompts are read in full even if a request asks for less: it does not take long."""
+"""Shorter prompts are read in full even if a request asks for less: that does not take long."""
 IN_FULL = 1.0
-"""The share that a request asks for whose prompt must be read as a whole."""
+"""The share that a request asks for if its prompt must be read in full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """If more than `over` tokens of a prompt are not cached, it may be thinned to the share `keep` of
-    them."""
+    """A prompt with more than `over` uncached tokens may be thinned to the share `keep` of them."""
 
     keep: float
     over: int
@@ -21,8 +20,11 @@ class Sparse:
 
 @dataclass(frozen=True, slots=True)
 class SparseRules:
-    """A server's settings for sparse prefill. keep: if a request does not say. over: prompts with
-    more cold tokens are thinned unasked; 0: none are."""
+    """A server's settings for sparse prefill.
+
+    keep: the share, unless a request gives one. over: prompts with more uncached tokens are thinned
+    even if the request does not ask for it; 0: none are.
+    """
 
     allowed: bool = False
     keep: float = 0.3

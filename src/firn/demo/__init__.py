@@ -1,1 +1,1 @@
-"""The built-in models, the sessions they were made for, and the demo that shows them."""
+"""The built-in models, the sessions they were trained for, and a demo of both."""

@@ -1,8 +1,8 @@
 """`make demo`: what firn is for, in about a minute, on the built-in models and without any download.
 
-A long document is read once. Then it is asked about in several turns, evicted from memory by other
-documents, and asked about after the server was killed; it is never computed again. Every answer is
-checked.
+A long document is read once. Then come questions about it: in several turns, after other documents
+have evicted it from memory, and after the server was killed. It is never computed again. Every
+answer is checked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from firn.demo.server import ServerProcess
 
 DOCUMENT_TOKENS = 1500
 MEMORY_MB = {"firn-demo": 3, "firn-demo-hybrid": 2}
-"""Room for about two of the documents, so that a third one pushes the first out."""
+"""Room for about two of the documents, so that a third one evicts the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class DemoTurn:
 
 
 class DemoClient:
-    """Asks through the official client and keeps the results. One per model."""
+    """Asks questions through the official client and keeps the results. One per model."""
 
     def __init__(self, model: str, console: Console) -> None:
         self._model = model
@@ -47,7 +47,7 @@ class DemoClient:
         self.rows: list[DemoTurn] = []
 
     def ask(self, server: ServerProcess, session: FactSession, what: str) -> None:
-        """The session's next question, streamed to the screen and checked."""
+        """Ask the session's next question, stream the answer to the screen and check it."""
         n = self._asked.get(id(session), 0)
         self._asked[id(session)] = n + 1
         question = session.questions[n]
@@ -98,7 +98,7 @@ def main() -> int:
 
 
 def show(model: str, folder: Path, console: Console) -> list[DemoTurn]:
-    """One model: read, reuse, evict, restore, kill the server, restore again."""
+    """With one model: read, reuse, evict, restore, kill the server, restore again."""
     kind = "plain attention" if model == "firn-demo" else "recurrent layers with some attention"
     console.rule(f"{model} ({kind})")
     sessions = [_session(seed) for seed in (11, 12, 13)]
@@ -132,7 +132,7 @@ def _session(seed: int) -> FactSession:
 
 
 def _settle(server: ServerProcess) -> None:
-    """Wait until all that was committed is on the SSD: a kill loses at most the last seconds."""
+    """Wait until everything committed is on the SSD: a kill loses at most the last seconds."""
     written = -1
     for _ in range(40):
         seen = server.get("/v1/cache/stats")["ssd"]["records"]

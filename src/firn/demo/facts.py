@@ -1,9 +1,9 @@
 """Sessions with known answers: documents of invented facts, and questions about them.
 
 Pure functions of their seeds; no state, no dependencies. The built-in models were trained on the
-"train" half of this world and are measured on the "held-out" half: every invented name and every
-value belongs to exactly one half, by a hash of its text, so a held-out session contains no name
-and no value that training ever showed.
+"train" split of this world and are measured on the "held-out" split: every invented name and every
+value belongs to exactly one split, by a hash of its text, so a held-out session contains no name
+and no value that occurred in training.
 
     session = make_session(7, n_facts=40, n_questions=6)
     for n, question in enumerate(session.questions):
@@ -26,8 +26,8 @@ Placement = Literal["system", "message", "question"]
 Kind = Literal["fact", "absent", "note", "noted", "name", "repeat", "asked", "greeting"]
 
 KINDS: tuple[Kind, ...] = (
-    "fact",  # stands in the document
-    "absent",  # stands nowhere: the entity is new, or known without this attribute
+    "fact",  # in the document
+    "absent",  # nowhere: the entity is new, or known without this attribute
     "note",  # the user adds a fact
     "noted",  # asks for a fact the user added in an earlier turn
     "name",  # the user's own name: given, asked for, or asked for without having been given
@@ -36,10 +36,10 @@ KINDS: tuple[Kind, ...] = (
     "greeting",
 )
 ACKNOWLEDGED: frozenset[Kind] = frozenset({"note", "greeting"})
-"""Kinds whose right answer needs no look into the context."""
+"""Kinds whose right answer does not depend on the context."""
 
 TOKENS_PER_FACT = 15.2
-"""What a fact costs in a document, in tokens of the built-in models (measured, mean)."""
+"""Tokens of the built-in models that a fact takes in a document (measured mean)."""
 
 _KIND_WEIGHTS: dict[Kind, float] = {
     "fact": 0.60,
@@ -89,8 +89,8 @@ class FactSession:
     def messages(self, n: int, *, replies: Sequence[str] | None = None) -> list[dict[str, str]]:
         """The chat that ends with question `n`.
 
-        Earlier turns carry the right answers, or `replies` (one per earlier question) when a
-        client wants its own transcript.
+        replies: one per earlier question, if a client wants its own transcript; otherwise earlier
+        turns contain the right answers.
         """
         answers = [q.answer for q in self.questions[:n]] if replies is None else list(replies)
         if len(answers) != n:
@@ -124,13 +124,13 @@ def make_session(
     placement: Placement | None = None,
     split: Split = "held-out",
 ) -> FactSession:
-    """The session of these seeds: the same arguments give the same session, always.
+    """The session for these seeds: the same arguments always give the same session.
 
-    `keys_seed` (default: `seed`) fixes everything but the values, so two sessions that share it
-    ask the same questions about the same entities and have different answers: whoever mixes them
-    up is caught. (Notes and the user's own name are values too, told in a question.) `kinds`
-    limits the turns that may occur; a kind that needs an earlier turn (noted, repeat, asked)
-    appears once there is one.
+    keys_seed: fixes everything but the values (default: `seed`). Two sessions that share it ask the
+    same questions about the same entities but have different answers, which exposes a server that
+    mixes them up. (Notes and the user's own name are values too, given in a question.) kinds: the
+    turns that may occur; a kind that needs an earlier turn (noted, repeat, asked) appears once
+    there is one.
     """
     keys = Random(f"firn keys {seed if keys_seed is None else keys_seed}")
     writer = _Writer(keys, Random(f"firn values {seed}"), split)
@@ -143,17 +143,17 @@ def make_session(
 
 
 def n_facts_for(n_tokens: int) -> int:
-    """How many facts make a document of about `n_tokens` tokens."""
+    """How many facts a document of about `n_tokens` tokens needs."""
     return max(1, round(n_tokens / TOKENS_PER_FACT))
 
 
 def is_held_out(text: str) -> bool:
-    """Which half of the world a name or a value belongs to."""
+    """Whether a name or a value belongs to the held-out split."""
     return zlib.crc32(text.encode()) % _HELD_OUT_SHARE == 0
 
 
 class _Writer:
-    """Invents facts; owned by one `make_session` call. Keys and values have their own dice."""
+    """Invents facts; owned by one `make_session` call. Keys and values are drawn independently."""
 
     def __init__(self, keys: Random, values: Random, split: Split) -> None:
         self._keys = keys
@@ -169,7 +169,7 @@ class _Writer:
         return Fact(attribute, entity, self._value(attribute))
 
     def absent_fact(self) -> Fact:
-        """A key that no fact has and none will get; half of them name a known entity."""
+        """A key that no fact has or will have; half of them name a known entity."""
         if self._keys.random() < 0.5:
             attribute, entity = self._old_entity_key() or self._new_entity_key()
         else:
@@ -222,7 +222,7 @@ class _Writer:
         return f"{category} {self._word(self._keys, words.STARTS, words.BRAND_ENDS)}"
 
     def _reused(self, part: str, ends: Sequence[str]) -> str:
-        """A name part; now and then one that another entity bears, so that keys are confusable."""
+        """A part of a name; sometimes another entity's, so that keys are easy to confuse."""
         seen = self._names.setdefault(part, [])
         if seen and self._keys.random() < 0.3:
             return self._keys.choice(seen)
@@ -242,7 +242,7 @@ class _Writer:
             return self.person(dice)
         if form in words.WORD_ENDS:
             return self._word(dice, words.STARTS, words.WORD_ENDS[form])
-        # The unit stays out of the hash: no number may change halves by changing its unit.
+        # The unit is not hashed: a number must not change its split with its unit.
         pattern, space, unit = form.partition(" ")
         return self._of_this_split(lambda: words.fill(pattern, dice)) + space + unit
 
@@ -253,7 +253,7 @@ class _Writer:
 
 
 def _document(keys: Random, facts: Sequence[Fact]) -> str:
-    """Prose in paragraphs, or now and then a list of records."""
+    """Prose in paragraphs, or sometimes a list of records."""
     if keys.random() < 0.2:
         return "\n".join(_say(words.RECORD, fact) for fact in facts)
     paragraphs: list[str] = []
@@ -317,7 +317,7 @@ class _Script:
             turn = Question(*self._keys.choice(words.GREETINGS), "greeting")
         else:
             turn = self._ask(self._next_fact(), "fact")
-        # Only a plain question is repeated or quoted: a quote of a quote reads like nonsense.
+        # Only a plain question is repeated or quoted: a quote of a quote would be nonsense.
         self._last = turn if turn.kind in ("fact", "absent", "noted") else None
         return turn
 

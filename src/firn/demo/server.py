@@ -18,7 +18,7 @@ START_S, STOP_S = 60.0, 30.0
 
 
 class ServerProcess:
-    """One server process. Owner: whoever started it, and must end it."""
+    """One server process. Owner: its creator, which must end it."""
 
     def __init__(self, model: str, *flags: str, log: Path, start_s: float = START_S) -> None:
         self.port = _free_port()

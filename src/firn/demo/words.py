@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from random import Random
 
-# --- names: start + sometimes a middle + an end of the right sort ------------------------------
+# --- names: start + sometimes a middle + an end of the right kind ------------------------------
 
 STARTS = tuple(
     "Bal Ber Bran Cal Cas Cor Dal Del Dor El Fal Fen Fer Gal Gar Hal Har Hol Is Jas Jor Kal Kel "
@@ -83,8 +83,8 @@ _FORMS_BY_CATEGORY: dict[str, dict[str, str]] = {
 }
 ATTRIBUTES = {category: tuple(forms) for category, forms in _FORMS_BY_CATEGORY.items()}
 FORMS = {a: form for forms in _FORMS_BY_CATEGORY.values() for a, form in forms.items()}
-"""What a value of the attribute looks like: a sort of name, "date", or a pattern with a unit.
-In patterns # is a digit (the first is not zero) and @ a capital letter."""
+"""What a value of the attribute looks like: a kind of name, "date", or a pattern with a unit.
+In patterns, # is a digit (the first is not zero) and @ a capital letter."""
 
 _MONTHS = (
     "January February March April May June July August September October November December"

@@ -1,10 +1,10 @@
-"""/v1/activity with several models: one stream made of those of all loaded models.
+"""/v1/activity with several models: the streams of all loaded models, merged into one.
 
     event: hello     once: the server's version and clock
     event: models    all models and their states, when they have changed
     event: calls, event: state     from the models' own processes; each names its model
 
-Watching keeps no model loaded, and loads none.
+Watching loads no model, and keeps none loaded.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from firn.fleet.relay import Relay
 from firn.fleet.vouching import vouch
 
 MAX_WAITING = 256
-"""Frames that may wait for one watcher; beyond that the models' processes wait."""
+"""Frames that may be queued for one watcher; beyond that, the models' processes wait."""
 
 
 class Watchers:
-    """How many watch. Owner: the front, on the asyncio thread."""
+    """The number of watchers. Owner: the front, on the asyncio thread."""
 
     def __init__(self) -> None:
         self.n = 0
@@ -105,7 +105,7 @@ class _ActivityStream:
         return models
 
     def _attach(self) -> None:
-        """Start to listen to models that have been loaded since."""
+        """Start to listen to models that have been loaded since the last call."""
         self._tasks = {name: task for name, task in self._tasks.items() if not task.done()}
         for name, model in self._fleet.models.items():
             if name not in self._tasks and self._fleet.peek(model) is not None:

@@ -1,4 +1,4 @@
-"""Which models there are, and every name they have. Nothing here is loaded or running."""
+"""Which models there are, and all their names. Nothing here is loaded or running."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from firn.core import duration
 from firn.core.errors import SetupError
 
 EVERY = "*"
-"""At the end of an alias: it stands for every name that begins with the rest."""
+"""At the end of an alias: matches every name that begins with the rest."""
 TAG = ":latest"
 """Ollama's clients append this to names."""
 
@@ -61,7 +61,7 @@ class ModelCatalogue:
         return {**self._fixed, **self._in_folder}
 
     def rescan(self) -> None:
-        """Look into --models-dir again."""
+        """Scan --models-dir again."""
         in_folder: dict[str, ModelSpec] = {}
         for name, folder in folders(self._folder):
             known = self._in_folder.get(name)
@@ -86,8 +86,8 @@ class ModelCatalogue:
 
     @property
     def default(self) -> ModelSpec | None:
-        """For requests that name no model, or one of OpenAI's or Anthropic's: the first model. None: all
-        folders of --models-dir are gone."""
+        """The first model, for requests that name none, or one of OpenAI's or Anthropic's. None:
+        all folders of --models-dir are gone."""
         return next(iter(self._specs.values()), None)
 
     def find(self, name: str) -> ModelSpec | None:
@@ -115,7 +115,7 @@ class ModelCatalogue:
 
 
 def _named_models(config: Config) -> Iterator[ModelSpec]:
-    """Models of the command line first, then those of the configuration file's tables."""
+    """Models from the command line first, then those from the configuration file's tables."""
     tables = {table.name: table for table in config.tables}
     listed = list(config.fleet.models)
     if config.origin("model.path").kind != "default":
@@ -190,7 +190,7 @@ def folders(root: Path | None) -> Iterator[tuple[str, Path]]:
 
 
 def _holds_model(folder: Path) -> bool:
-    """No, if it may not be looked into; `Path.exists` would raise."""
+    """Whether it contains a model. False if it cannot be read, where `Path.exists` would raise."""
     return os.path.exists(folder / "config.json")
 
 
@@ -207,9 +207,10 @@ def _subfolders(folder: Path) -> list[Path]:
 def child_config(
     config: Config, name: str, path: str, values: Mapping[str, Any] | None = None
 ) -> Config:
-    """The settings of one model's process. values: of its table; flags and environment win.
+    """The settings of one model's process.
 
-    The process does not enforce again what the front enforces (rates, calls of a key).
+    values: from its table; flags and environment variables take precedence. What the front enforces
+    (rates, a key's concurrency) is not enforced again.
     """
     own: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for key, value in (values or {}).items():
@@ -230,7 +231,7 @@ def child_config(
 
 
 def to_json(config: Config) -> str:
-    """All settings that are not defaults, on one line. With API keys: never for argv or logs."""
+    """All settings that are not defaults, on one line. Contains API keys: not for argv or logs."""
     shown: dict[str, Any] = {}
     for item in OPTIONS:
         value = config.get(item.key)

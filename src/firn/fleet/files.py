@@ -1,4 +1,4 @@
-"""What a model's folder says about it before it is loaded. Reads small files only, without MLX."""
+"""What a model's folder reveals before the model is loaded. Reads only small files, without MLX."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ THINKING = ("<think>", "<|channel|>", "enable_thinking", "reasoning_effort")
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a folder says about its model. None or empty: it does not say, or is not on this machine."""
+    """What a folder reveals about its model. None or empty: unknown, or not on this machine."""
 
     architecture: str | None = None
     context_length: int | None = None
@@ -44,7 +44,7 @@ def folder_of(spec: ModelSpec) -> Path | None:
 
 
 def check(spec: ModelSpec) -> None:
-    """Raises SetupError if there is no such model, and no download could bring it."""
+    """Raises SetupError if there is no such model and none could be downloaded."""
     name = spec.path
     if not (name in PACKAGED or builtin_folder(name) or _is_hub_id(name) or find(name)):
         path = Path(os.path.expanduser(name))
@@ -65,7 +65,7 @@ def _in_hub_cache(name: str) -> Path | None:
 
     try:
         return Path(snapshot_download(name, local_files_only=True))
-    except Exception:  # whatever is wrong, the model's process will report it
+    except Exception:  # the model's process will report it
         return None
 
 

@@ -1,6 +1,6 @@
 """Owns the state and the process of every model: loads them, unloads them, holds waiting requests.
 
-placement.py makes the plans; they are carried out here.
+placement.py makes the plans; this module carries them out.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ log = logging.getLogger("firn.fleet")
 
 BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
 STEADY_S = 60.0
-"""After a process has lived this long, the next failure counts as the first."""
+"""A failure of a process that has lived longer than this counts as the first."""
 MAX_RESTARTS = 5
-"""How often in a row a model that no request waits for is restarted after its process died."""
+"""Consecutive restarts of a model whose process died, while no request waits for it."""
 END_S = 35.0
-"""How long a process has to write its records and end."""
+"""How long a process may take to write its records and end."""
 KILL_S = 5.0
 """How long the system may take to end a process that was killed."""
 
 
 class Fleet:
-    """Owner of all models and their processes, on the asyncio thread. `run` is its one task."""
+    """Owner of all models and their processes, on the asyncio thread. `run` is its main task."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class Fleet:
         folder_of: Callable[[ModelSpec], Path | None] = lambda spec: None,
         charge: Callable[[Namespace, int], None] = lambda key_id, n_tokens: None,
     ) -> None:
-        """folder: for the sockets. memory_nbytes: for all models together; 0: by the machine's memory.
-        charge: called with the number of tokens that were computed for a caller."""
+        """folder: for the sockets. memory_nbytes: for all models together; 0: derived from the
+        machine's memory. charge: called with the number of tokens computed for a caller."""
         self.catalogue = catalogue
         self._launch = launch
         self._folder = folder
@@ -78,13 +78,13 @@ class Fleet:
         self._contests: set[frozenset[str]] = set()
         self._n_sockets = 0
         self._device_nbytes: float = math.inf
-        """What the GPU's driver lets models use, once a process has reported it."""
+        """The GPU memory that the driver allows, once a process has reported it."""
         self.room = measure(memory_nbytes)
         for spec in catalogue:
             self.model(spec)
 
     def model(self, spec: ModelSpec) -> Model:
-        """The state of this model, created if it is new."""
+        """This model's state, created if it is new."""
         model = self.models.get(spec.name)
         if model is None:
             footprint = memory.estimate(self._folder_of(spec))
@@ -97,7 +97,7 @@ class Fleet:
     # --- for requests ----------------------------------------------------------------------
 
     def try_enter(self, model: Model) -> ModelLease | None:
-        """A lease, if the model can take a request now; None: wait for it."""
+        """A lease, if the model can accept a request now; None: wait for it."""
         if model.state is ModelState.LOADED and not (model.closed or model.unloading):
             return model.enter()
         return None
@@ -141,8 +141,10 @@ class Fleet:
         )
 
     async def unload(self, model: Model) -> None:
-        """Unload it once its replies have ended; returns when its memory is free. A pinned model is not
-        loaded again until a request needs it."""
+        """Unload it once its replies have ended; returns when its memory is free.
+
+        A pinned model is not loaded again until a request needs it.
+        """
         model.wanted_since = NEVER
         model.unloading = model.state in (ModelState.LOADING, ModelState.LOADED)
         if model.state is ModelState.LOADING and model.child is not None:
@@ -155,7 +157,7 @@ class Fleet:
     # --- planning --------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until `close`: make a plan and carry it out, whenever something has changed."""
+        """Until `close`, make and carry out a new plan whenever something has changed."""
         while not self._closing:
             self._wake.clear()
             if any(m.waiters or m.wanted_since < NEVER for m in self.models.values()):
@@ -168,7 +170,7 @@ class Fleet:
                 await asyncio.wait_for(self._wake.wait(), delay)
 
     def _plan(self) -> FleetPlan:
-        # Models that are being loaded will allocate this, and have not yet.
+        # Models that are being loaded have not allocated this yet.
         loading_nbytes = sum(
             m.footprint.nbytes for m in self.models.values() if m.state is ModelState.LOADING
         )
@@ -212,7 +214,7 @@ class Fleet:
     # --- loading ---------------------------------------------------------------------------
 
     def _start_loading(self, model: Model) -> None:
-        """Sets its state at once, so that the next plan knows."""
+        """Sets the state immediately, so that the next plan sees it."""
         model.state, model.load_began, model.progress = ModelState.LOADING, time.monotonic(), ""
         model.wanted_since = NEVER
         model.unloaded.clear()
@@ -343,7 +345,7 @@ class Fleet:
     # --- unloading -------------------------------------------------------------------------
 
     def _start_unloading(self, model: Model, reason: Reason | str) -> None:
-        """It has no replies left: tell its process to write its records and end."""
+        """Tell the process to write its records and end. The model has no replies left."""
         assert model.child is not None
         log.info("unloading %s: %s", model.spec.name, _REASONS.get(reason, reason))
         model.state, model.closed = ModelState.DRAINING, False
@@ -354,7 +356,7 @@ class Fleet:
         self._spawn(self._await_exit(model, model.child))
 
     async def _await_exit(self, model: Model, child: ModelProcess) -> None:
-        """Wait for replies in the background, however long they take; then for the process to exit."""
+        """Wait for background replies, however long they take, and then for the process to exit."""
         ending = asyncio.ensure_future(model.ending.wait())
         either: set[asyncio.Future[Any]] = {ending, child.exited}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -363,7 +365,7 @@ class Fleet:
         child.kill()
 
     def _ended(self, model: Model, code: int) -> None:
-        """The process of a loaded model has ended, on request or not."""
+        """Called when the process of a loaded model has ended, on request or not."""
         was_told = model.state is ModelState.DRAINING
         lived_s = time.monotonic() - model.loaded_at
         self._has_no_process(model)
@@ -385,7 +387,7 @@ class Fleet:
         self._share_memory()
 
     def drain(self) -> None:
-        """Load nothing more. Waiting requests fail; running replies go on."""
+        """Load nothing more. Waiting requests fail; running replies continue."""
         self._closing = True
         self._wake.set()
         for model in self.models.values():

@@ -1,7 +1,8 @@
-"""What a model needs while it is loaded, and what all models together may take.
+"""What a model needs while it is loaded, and what all models together may use.
 
-Until a model has been loaded once, the sizes of its files say. Then its process reports: weights, the
-most that live requests have taken, the least for stored prefixes, and what the process itself takes.
+Until a model has been loaded once, its need is estimated from the sizes of its files. Then its
+process reports the weights and the most that live requests have used. Stored prefixes and the
+process itself count with fixed amounts.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ MIB, GIB = 1 << 20, 1 << 30
 PROCESS_NBYTES = 256 * MIB
 """Python, MLX and their libraries."""
 RECORDS_FLOOR_NBYTES = 64 * MIB
-"""The least for stored prefixes; any beyond that give way to other models."""
+"""The least for stored prefixes; what exceeds it gives way to other models."""
 LIVE_FLOOR_NBYTES = 64 * MIB
 LIVE_SHARE = 0.1
-"""What requests may take, as a share of the weights, before anything was measured."""
+"""Estimate of what requests use, as a share of the weights, before anything was measured."""
 CONVERSATION_TOKENS = 4096
 """A model should have room for at least one conversation of this length."""
 HEADROOM_SHARE = 0.1
-"""The share of the machine's memory for everything else on it."""
+"""The share of the machine's memory that is left to everything else."""
 SMALL_MAC_NBYTES = 36 * GIB
 
 
@@ -48,18 +49,18 @@ class Footprint:
 
 
 def estimate(folder: Path | None) -> Footprint:
-    """By the files of its folder. folder: None: the model is not on this machine yet."""
+    """From the files in its folder. folder None: the model is not on this machine yet."""
     weights = 0
     if folder is not None:
         files = filter(
             os.path.isfile, folder.glob("*.safetensors")
-        )  # the hub's links may lead nowhere
+        )  # the hub's links may be dangling
         weights = sum(path.stat().st_size for path in files)
     return Footprint(weights, live_nbytes=max(LIVE_FLOOR_NBYTES, int(LIVE_SHARE * weights)))
 
 
 def measured(report: Mapping[str, Any], before: Footprint) -> Footprint:
-    """By what its process reports. Live requests may take again what they have taken once."""
+    """From its process's report. Live requests may use again what they have used once."""
     row = report["bytes_per_row"] + CONVERSATION_TOKENS * report["bytes_per_token"]
     peak = max(report["live_peak"], row)
     earlier = before.live_nbytes if before.weights_nbytes == report["weights"] else 0
@@ -68,15 +69,17 @@ def measured(report: Mapping[str, Any], before: Footprint) -> Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """For all models. free_nbytes: what the machine has left; infinite: unknown."""
+    """Memory for all models. free_nbytes: what the machine has left; infinite: unknown."""
 
     budget_nbytes: int
     free_nbytes: float
 
 
 def room(limit_nbytes: int) -> Room:
-    """May start a program (macOS, NVIDIA), so not for the asyncio thread. limit_nbytes: set by the user;
-    0: by the device's memory."""
+    """May start a program (macOS, NVIDIA), so not for the asyncio thread.
+
+    limit_nbytes: set by the user; 0: derived from the device's memory.
+    """
     now = gpu_memory() or machine.memory()
     budget = limit_nbytes or int(now.total * usable_share(now.total))
     free = math.inf if now.available is None else float(now.available)
@@ -84,15 +87,15 @@ def room(limit_nbytes: int) -> Room:
 
 
 def usable_share(total_nbytes: int, *, platform: str = sys.platform) -> float:
-    """The share of a machine's memory for models. A Mac's GPU may use less of it; a process reports
-    how much."""
+    """The share of a machine's memory for models. A Mac's GPU may be allowed less; a process
+    reports how much."""
     if platform == "darwin":
         return 2 / 3 if total_nbytes <= SMALL_MAC_NBYTES else 3 / 4
     return 1 - HEADROOM_SHARE
 
 
 def gpu_memory() -> machine.SystemMemory | None:
-    """Of the first NVIDIA GPU; None: MLX does not use it, or nvidia-smi does not say."""
+    """Memory of the first NVIDIA GPU; None: MLX does not use it, or nvidia-smi failed."""
     if not _mlx_uses_cuda():
         return None
     command = [
@@ -109,7 +112,7 @@ def gpu_memory() -> machine.SystemMemory | None:
 
 @functools.cache
 def _mlx_uses_cuda() -> bool:
-    """Judged by what is installed: the front must not import MLX."""
+    """Whether MLX runs on CUDA, judged by the installed packages: the front must not import MLX."""
     for package in ("mlx-cuda-13", "mlx-cuda-12", "mlx-cuda"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             metadata.distribution(package)
@@ -118,7 +121,7 @@ def _mlx_uses_cuda() -> bool:
 
 
 def parse_gpus(text: str) -> machine.SystemMemory | None:
-    """nvidia-smi's lines "total, free" in MiB; MLX uses the first GPU."""
+    """Parses nvidia-smi's lines "total, free" in MiB; MLX uses the first GPU."""
     total, _, free = text.strip().partition("\n")[0].partition(",")
     if not (total.strip().isdigit() and free.strip().isdigit()):
         return None

@@ -1,4 +1,4 @@
-"""Asks every loaded model the same question, and merges the answers."""
+"""Sends the same request to every loaded model, and merges the answers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ModelAnswer:
 async def ask_loaded(
     fleet: Fleet, scope: Scope, target: bytes, models: Iterable[Model] | None = None
 ) -> list[ModelAnswer]:
-    """Send the same request to each loaded model; one that does not answer is left out."""
+    """Send the same request to each loaded model; those that do not answer are left out."""
     models = fleet.models.values() if models is None else models
     answers = await asyncio.gather(*(_ask(fleet, model, scope, target) for model in models))
     return [answer for answer in answers if answer is not None]
@@ -68,7 +68,7 @@ class _MetricFamily:
 
 
 def merge_metrics(texts: Mapping[str, str]) -> str:
-    """Texts in Prometheus's format, by model, as one: each sample gets a label with the model's name."""
+    """Merges texts in Prometheus's format, by model: each sample is labelled with its model."""
     families: dict[str, _MetricFamily] = {}
     for model, text in texts.items():
         label = f'model="{_escaped(model)}"'

@@ -47,20 +47,20 @@ class Model:
     child: ModelProcess | None = None
     n_active: int = 0
     n_background: int = 0
-    """Replies that run without a connected client."""
+    """Replies without a connected client."""
     waiters: list[LoadWaiter] = field(default_factory=list)
     closed: bool = False
     """Its turn is over: new requests wait. See placement.py."""
     unloading: bool = False
-    """Somebody asked to unload it: new requests wait, and it goes when running replies have ended."""
+    """An unload was requested: new requests wait, and it is unloaded after its running replies."""
     ending: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when its process has no more replies to send."""
     computed: dict[str, int] = field(default_factory=dict)
-    """Tokens by caller, as its process has reported them."""
+    """Tokens computed for each caller, as reported by its process."""
     unloaded: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while it has no process."""
     wanted_since: float = NEVER
-    """When it became due for loading though no request waits: it is pinned, or its process died."""
+    """When it became due for loading without a request: it is pinned, or its process died."""
     keep_alive_s: float = duration.FOREVER
     load_began: float = 0.0
     load_s: float = 5.0

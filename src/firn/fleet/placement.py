@@ -1,10 +1,10 @@
 """Which models to load, unload or close next: a pure function of all models' states.
 
-To make room, idle models that are not pinned are unloaded, least recently used first, after a minimum
-stay. If requests alternate between models that do not fit together, an idle model stays a while longer:
-at most as long as loading it again would take, so that waiting costs at most twice the optimum. A model
-that is never idle stays for a turn. Then it is closed: new requests for it wait, running replies end,
-and the other model is loaded. A reply is never cut off.
+To make room, idle models that are not pinned are unloaded, least recently used first, after a
+minimum stay. If requests alternate between models that do not fit together, an idle model stays a
+while longer: at most as long as loading it again would take, so that waiting costs at most twice
+the optimum. A model that is never idle stays for a turn. Then it is closed: new requests for it
+wait, running replies finish, and the other model is loaded. A reply is never cut off.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class ModelState(Enum):
     LOADING = "loading"
     LOADED = "loaded"
     DRAINING = "draining"
-    """Told to end; its memory is not free yet."""
+    """Told to end, but its memory is not free yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """One model now. All times are of one clock; NEVER: there is no such time.
+    """One model's present state. All times are from the same clock; NEVER: there is no such time.
 
     need_nbytes: its memory while it is loaded. n_active: running replies. waiting_since: when the
-    oldest waiting request came, or when a pinned model was last unloaded. load_s: how long loading
-    took, or may take. not_before: the earliest next start after a failure. displaced_at: when it last
-    made room for another model.
+    oldest waiting request arrived, or when the model became due for loading without one (it is
+    pinned, or its process died). load_s: how long loading took, or may take. not_before: the
+    earliest next start after a failure. displaced_at: when it last made room for another model.
     """
 
     name: str
@@ -64,8 +64,8 @@ class ModelView:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRules:
-    """min_stay_s: how long a model stays loaded at least. A turn lasts `turn_loads` times as long as
-    loading takes, within bounds. contest_s: a model that made room and gets a request again within
+    """min_stay_s: the least time that a model stays loaded. A turn lasts `turn_loads` times as long
+    as loading takes, within bounds. contest_s: a model that made room and receives a request within
     this time is contested. hold_max_s: how long an idle model may keep a contested place."""
 
     min_stay_s: float = 2.0
@@ -84,8 +84,8 @@ Reason = Literal["idle", "room"]
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """close: models that take no new requests for now. contested: pairs (waiting, loaded) that take
-    turns. replan_at: when to plan again if nothing happens before."""
+    """close: models that accept no new requests for now. contested: pairs (waiting, loaded) that
+    take turns. replan_at: when to plan again if nothing happens earlier."""
 
     load: tuple[str, ...] = ()
     unload: tuple[tuple[str, Reason], ...] = ()
@@ -138,7 +138,7 @@ class _Planner:
         )
 
     def replan(self, *, at: float) -> None:
-        """Ask for another plan at this time, at the latest."""
+        """Request another plan at this time or earlier."""
         if at > self._now:
             self._next_at = min(self._next_at, at)
 
@@ -151,7 +151,7 @@ class _Planner:
                     self.replan(at=v.expires_at)
 
     def unload_excess(self) -> None:
-        """Models use more memory than expected: unload idle ones until the rest fits."""
+        """If models use more memory than expected, unload idle ones until the rest fits."""
         over = self._used_nbytes - self._freed_nbytes() - self._room.budget_nbytes
         for v in self._idle():
             if over <= 0:
@@ -163,7 +163,7 @@ class _Planner:
     def place(self, wanted: ModelView) -> bool:
         """Load it, or make room for it. False: room is being made, and what is free now is part of it.
 
-        While nothing can be unloaded yet, models that fit beside the loaded ones need not wait.
+        While nothing can be unloaded yet, models that fit next to the loaded ones need not wait.
         """
         missing_nbytes = wanted.need_nbytes - min(
             self._room.budget_nbytes - self._used_nbytes, self._free_nbytes
@@ -184,7 +184,7 @@ class _Planner:
             for v in chosen:
                 self._unload_model(v, "room")
             return True
-        # Idle models are not enough: close those whose turn is over, if that will be.
+        # Idle models are not enough: also close those whose turn is over, if that will be enough.
         others = [v for v in self._models if self._is_unloadable(v) and v not in ready]
         over = [v for v in others if self._turn_ends_at(v, wanted) <= self._now]
         over.sort(key=lambda v: v.last_used)
@@ -219,7 +219,7 @@ class _Planner:
         return max(v.loaded_at + self._rules.min_stay_s, v.last_used + hold_s)
 
     def _is_contested(self, wanted: ModelView) -> bool:
-        """It made room a short while ago and has requests again."""
+        """Whether it recently made room for another model and has requests again."""
         return wanted.waiting_since - wanted.displaced_at < self._rules.contest_s
 
     def _turn_ends_at(self, v: ModelView, wanted: ModelView) -> float:
@@ -234,12 +234,12 @@ class _Planner:
         self._leaving.add(v.name)
 
     def _freed_nbytes(self) -> int:
-        """Memory of models that are on their way out."""
+        """Memory of models that are being unloaded."""
         return sum(v.need_nbytes for v in self._models if v.name in self._leaving)
 
 
 def _first_that_free(models: Sequence[ModelView], missing_nbytes: float) -> list[ModelView] | None:
-    """The first models that together free this much; None: not even all of them do."""
+    """The first models that together free this much; None: all of them are not enough."""
     chosen: list[ModelView] = []
     for v in models:
         if missing_nbytes <= 0:

@@ -1,8 +1,8 @@
-"""A model's process as the front sees it: starts it, sends it orders, hears its reports, ends it.
+"""A model's process as the front sees it: starts it, sends it orders, reads its reports, ends it.
 
-Orders are lines of JSON on its standard input; reports are lines on another pipe. When its input ends,
-the front is gone, for whatever reason, and the process ends by itself. It has a session of its own, so
-that Ctrl-C at the terminal reaches the front alone.
+Orders are lines of JSON on its standard input; reports are lines on another pipe. End of input
+means that the front is gone, for whatever reason, and the process ends by itself. It has its own
+session, so that Ctrl-C at the terminal reaches only the front.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Message = Mapping[str, Any]
 
 
 class ModelProcess(Protocol):
-    """A model's process. `exited` gets its exit code."""
+    """A model's process. exited: resolves to its exit code."""
 
     socket: Path
     exited: asyncio.Future[int]
@@ -41,11 +41,11 @@ class ModelProcess(Protocol):
 
 OnMessage = Callable[[Message], None]
 Launch = Callable[[ModelSpec, Path, OnMessage], Awaitable[ModelProcess]]
-"""Starts a process. `OnMessage` gets each of its messages, on the asyncio thread."""
+"""Starts a process. `OnMessage` is called with each of its messages, on the asyncio thread."""
 
 
 class SpawnedProcess:
-    """A real process of the operating system. Owner: the fleet."""
+    """A process of the operating system. Owner: the fleet."""
 
     def __init__(self, process: asyncio.subprocess.Process, socket: Path) -> None:
         self.socket = socket
@@ -89,7 +89,7 @@ class SpawnedProcess:
             stdin.write(json.dumps(message).encode() + b"\n")
 
     def kill(self) -> None:
-        """Kill it at once, with everything in its session."""
+        """Kill it and everything else in its process group."""
         if not self.exited.done():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""HTTP to a model's process on its socket: one request per connection, and its reply as it arrives.
+"""HTTP to a model's process over its socket: one request per connection, replies as they arrive.
 
 Bytes are forwarded in the pieces in which they arrive, with one wake-up for each. Closing a connection
-before the reply has ended tells the process that its client is gone.
+before the end of the reply tells the process that its client is gone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import httptools
 Headers = Sequence[tuple[bytes, bytes]]
 
 HIGH_NBYTES = 256 * 1024
-"""How much of a reply is buffered for a client that does not keep up."""
+"""Reading pauses when more than this is buffered for a client that does not keep up."""
 HOP_BY_HOP = frozenset(
     {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection",
      b"te", b"trailer", b"transfer-encoding", b"upgrade"}
@@ -95,7 +95,7 @@ class ForwardedReply(asyncio.Protocol):
 
     @property
     def client_headers(self) -> list[tuple[bytes, bytes]]:
-        """Its headers that the client gets."""
+        """The headers that are forwarded to the client."""
         return [(name, value) for name, value in self.headers if name not in NOT_RETURNED]
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class ForwardedReply(asyncio.Protocol):
 async def send(
     path: Path, request: ForwardedRequest, extra: Iterable[tuple[bytes, bytes]] = ()
 ) -> ForwardedReply:
-    """Send a request. The caller waits for the reply's head, and closes it. Raises ProcessLost."""
+    """Send a request. The caller waits for the head and closes the reply. Raises ProcessLost."""
     loop = asyncio.get_running_loop()
     try:
         transport, reply = await loop.create_unix_connection(ForwardedReply, str(path))

@@ -47,12 +47,12 @@ log = logging.getLogger("firn.fleet")
 
 RESPONSES = "/v1/responses"
 MAX_REMEMBERED = 20_000
-"""Stored responses whose model is remembered."""
+"""How many stored responses the front remembers the model of."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitLimits:
-    """wait_s: for a model to be loaded. silence_s: a waiting stream gets a comment line this often."""
+    """wait_s: for a model to be loaded. silence_s: between comment lines on a waiting stream."""
 
     wait_s: float = 300.0
     silence_s: float = 5.0
@@ -64,13 +64,13 @@ class ModelRequest:
 
     model: str
     stream: object
-    """As it was sent, unchecked; None: it was not sent."""
+    """As sent, unchecked; None: not sent."""
     keep_alive_s: float | None
     body: Mapping[str, Any]
 
 
 class RemoteFault(FirnError):
-    """An error that the model's process has rendered, for a stream that has begun."""
+    """An error rendered by the model's process, to be sent in a stream that has already begun."""
 
     def __init__(self, status: int, raw: bytes) -> None:
         self.status = status
@@ -84,7 +84,7 @@ class RemoteFault(FirnError):
             elif isinstance(error, str):  # Ollama's shape
                 message = error
         except (ValueError, KeyError, TypeError):
-            pass  # not an error of firn's: the status is all there is to say
+            pass  # not one of firn's errors: only the status is known
         super().__init__(str(message))
 
 
@@ -141,7 +141,7 @@ class Relay:
                 await self._fleet.unload(model)
                 await call.answer_unloaded(send)
                 return
-            # The model's process counts the tokens, and reports them.
+            # The model's process counts the tokens and reports them.
             with self._quotas.call(exchange.caller.key_id, FixedMeter()):
                 await while_connected(receive, lambda: call.answer(send))
         except FirnError as error:
@@ -154,7 +154,7 @@ class Relay:
         try:
             id = str(scope["path_params"]["response_id"])
             name = self._responses.get(id.rpartition("_")[2])
-            # Responses are lost with the model's process, so there is nothing to load a model for.
+            # Responses are lost with the model's process, so loading the model would not help.
             if name is None or self._fleet.peek(self.find(name)) is None:
                 raise NotFound(f"You have no response {id[:64]!r}.", param="response_id")
             request = ModelRequest(name, None, None, {})
@@ -165,7 +165,7 @@ class Relay:
             await send_error(send, error, self._shapes.of(scope["path"]))
 
     def _remember(self, request: str, model: Model) -> None:
-        """Keep which model made the response, whose id contains the request's."""
+        """Remember which model makes the response. The response's id contains the request's."""
         self._responses[request.removeprefix("req_")] = model.spec.name
         while len(self._responses) > MAX_REMEMBERED:
             self._responses.popitem(last=False)
@@ -181,7 +181,7 @@ class Relay:
         return self._limits
 
     async def offload(self, work: Callable[[], T], *, when: bool) -> T:
-        """Do the work in the pool if there is much of it, else at once."""
+        """Do the work in the pool if `when` is set, else on this thread."""
         if not when:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
@@ -191,7 +191,7 @@ class Relay:
 
 
 def check_may_load(caller: Caller, keys: Keys) -> None:
-    """For loading and unloading on demand, not for a request that needs the model. Raises Forbidden."""
+    """For explicit loading and unloading, not for requests that use a model. Raises Forbidden."""
     if not (caller.operator or (caller.has_key and not keys.has_admin)):
         raise Forbidden(
             "Only the operator of this server may load and unload models (--admin-key)."
@@ -206,7 +206,7 @@ def _parse(body: dict[str, Any]) -> ModelRequest:
 
 
 class _RelayedCall:
-    """One request on its way to a model's process and back. Owned by its task."""
+    """One request to a model's process, and its reply. Owned by its task."""
 
     def __init__(
         self, relay: Relay, model: Model, scope: Scope, raw: bytes, request: ModelRequest
@@ -219,21 +219,21 @@ class _RelayedCall:
         self._exchange: Exchange = exchange_of(scope)
         self._dialect = relay.dialect(scope["path"])
         self._begun = False
-        """Status and headers have been sent to the client."""
+        """Whether status and headers have been sent to the client."""
         self._is_stream = False
-        """What is sent to the client is a stream."""
+        """Whether the reply to the client is a stream."""
         self._wants_stream = False
-        """The client asked for a stream."""
+        """Whether the client asked for a stream."""
 
     @property
     def asks_to_unload(self) -> bool:
-        """Ollama's clients unload a model by a request without a prompt and with keep_alive 0."""
+        """Whether to unload the model: Ollama's clients then send keep_alive 0 and no prompt."""
         prompt_field = {"/api/chat": "messages", "/api/generate": "prompt"}.get(self._scope["path"])
         if prompt_field is None or self._request.body.get(prompt_field):
             return False
         if self._request.keep_alive_s != 0:
             return False
-        return not self._decode().requests  # a picture or a suffix counts as a prompt, too
+        return not self._decode().requests  # a picture or a suffix counts as a prompt too
 
     async def answer_unloaded(self, send: Send) -> None:
         call = self._decode()
@@ -245,7 +245,7 @@ class _RelayedCall:
         return self._dialect.decode(self._request.body, namespace=self._exchange.caller.key_id)
 
     async def answer(self, send: Send) -> None:
-        """Raises FirnError while nothing has been sent; later, an error is the stream's last event."""
+        """Raises FirnError if nothing was sent yet; later, an error is the stream's last event."""
         fleet = self._relay.fleet
         self._relay.n_calls += 1
         lease: ModelLease | None = None
@@ -286,8 +286,11 @@ class _RelayedCall:
             raise
 
     async def _check(self) -> None:
-        """Check the body before a model is loaded for it. Bodies of the Responses API refer to what only
-        the model's process has, and are checked there."""
+        """Check the body before a model is loaded for it.
+
+        Bodies of the Responses API refer to what only the model's process has, and are checked
+        there.
+        """
         self._wants_stream = self._request.stream is True
         if self._dialect is not None and self._scope["path"] != RESPONSES:
             call = await self._relay.offload(self._decode, when=len(self._raw) > INLINE_NBYTES)
@@ -360,7 +363,7 @@ _STREAMS = (b"text/event-stream", b"application/x-ndjson")
 
 
 def _fresh_encoder(dialect: Dialect, exchange: Exchange, model: str) -> Encoder:
-    """An encoder for what the front itself adds to a stream: keep-alives, and an error at its end."""
+    """An encoder for what the front itself adds to a stream: keep-alives, and a final error."""
     example = {**dialect.schema()["example"], "stream": True}
     call = dialect.decode(example, namespace=exchange.caller.key_id)
     return call.encoder(_head_of(exchange, model))

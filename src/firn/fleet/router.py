@@ -1,4 +1,4 @@
-"""For routers in front of a server of several models: how busy they are, and what each one is.
+"""For routers in front of a server with several models: how busy they are, and what each one is.
 
 These requests load no model.
 """
@@ -47,7 +47,7 @@ def add_router(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
 
 
 def merged(answers: Sequence[merging.ModelAnswer]) -> dict[str, Any]:
-    """Each loaded model counts as a rank, with its name; means are over loaded models."""
+    """Each loaded model counts as a rank and is named; means are over loaded models."""
     reports = [(answer.model, answer.json()) for answer in answers]
     totals = [report["aggregate"] for _, report in reports]
     loads = [load | {"model": name} for name, report in reports for load in report["loads"]]

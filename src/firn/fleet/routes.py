@@ -51,7 +51,7 @@ class ModelListing:
         return [self.shown(self._fleet.model(spec)) for spec in self._fleet.catalogue]
 
     def shown(self, model: Model) -> dict[str, Any]:
-        """What the model's own process shows, with what only the front knows."""
+        """What the model's own process reports, with what only the front knows."""
         spec, catalogue = model.spec, self._fleet.catalogue
         born = datetime.fromtimestamp(self._began, tz=UTC)
         facts = ModelFacts() if model.details else self._read(model)
@@ -82,7 +82,7 @@ class ModelListing:
 
     def _read(self, model: Model) -> ModelFacts:
         name = model.spec.name
-        if self._facts.get(name, ModelFacts()) == ModelFacts():  # it may have been fetched since
+        if self._facts.get(name, ModelFacts()) == ModelFacts():  # it may have been downloaded since
             self._facts[name] = read_facts(folder_of(model.spec))
         return self._facts[name]
 
@@ -93,7 +93,7 @@ def _state(model: Model) -> str:
 
 
 def _expires_at(model: Model) -> str | None:
-    """When it will be unloaded unless it is used before."""
+    """When it will be unloaded, unless it is used earlier."""
     if model.expires_at == NEVER:
         return None
     at = time.time() + model.expires_at - time.monotonic()
@@ -125,7 +125,7 @@ def add_loading(
     keys: Keys,
     allow_origins: tuple[str, ...],
 ) -> None:
-    """POST /v1/models/{id}/load and /unload; they answer when it is done."""
+    """POST /v1/models/{id}/load and /unload, which answer when the model is loaded or unloaded."""
 
     def check(request: Request) -> None:
         refuse_pages(request.scope, allow_origins)
@@ -161,7 +161,7 @@ def add_loading(
 
 
 async def _keep_alive_s(request: Request, bodies: BodyReader) -> float | None:
-    """keep_alive of the body, in seconds; None: not given."""
+    """The body's keep_alive in seconds; None: not given."""
     headers = request.headers
     if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
         return None
@@ -169,7 +169,7 @@ async def _keep_alive_s(request: Request, bodies: BodyReader) -> float | None:
 
 
 def add_ollama(app: FastAPI, listing: ModelListing, relay: Relay, bodies: BodyReader) -> None:
-    """What Ollama's clients ask about models. These requests load no model."""
+    """Requests of Ollama's clients about models. They load no model."""
     for route in model_routes(listing.listed, lambda name: listing.shown(relay.find(name))):
 
         async def endpoint(request: Request, route: JsonRoute = route) -> JSONResponse:
@@ -194,7 +194,7 @@ def add_probes(app: FastAPI, fleet: Fleet, relay: Relay, keys: Keys) -> None:
             "model": default.name if default else None,
             "draining": relay.draining,
         }
-        # A key must not learn from this how busy other keys keep the server.
+        # A key must not learn how busy other keys keep the server.
         if exchange_of(request.scope).caller.operator or not keys.required:
             shown["models"] = {m.spec.name: _state(m) for m in fleet.models.values()}
             shown["calls"] = relay.n_calls

@@ -55,9 +55,9 @@ log = logging.getLogger("firn.fleet")
 
 GIB = 1 << 30
 DRAIN_S = 20.0
-"""How long running requests may go on when the server stops, before they are cut off."""
+"""How long running requests may continue when the server stops, before they are cut off."""
 LEAVE_S = 75.0
-"""The front is killed if it has not ended by then; models' processes have ended before."""
+"""The front is killed if it has not ended by then; models' processes end earlier."""
 SOCKET_PATH_NBYTES = 103
 """The longest path of a Unix socket on macOS; on Linux it is 107."""
 SOCKET_NAME_NBYTES = len("/firn-12345678/99999.sock")
@@ -67,7 +67,7 @@ BY_BODY = (
     "/v1/detokenize", "/v1/cache/probe", "/v1/cache/pin", "/v1/cache/unpin", "/api/embed",
     "/api/embeddings", *RERANK_PATHS,
 )  # fmt: skip
-"""POSTs whose body names the model, besides those of the dialects."""
+"""POSTs whose body names the model, other than those of the dialects."""
 BY_ID = (
     ("/v1/responses/{response_id}", ("GET", "DELETE")),
     ("/v1/responses/{response_id}/input_items", ("GET",)),
@@ -90,7 +90,7 @@ def serve(config: Config) -> int:
 
 @contextlib.contextmanager
 def _private_folder() -> Iterator[Path]:
-    """A folder for the sockets, which nobody else may open (0700)."""
+    """A folder for the sockets that only this user can open (0700)."""
     folder = Path(tempfile.mkdtemp(prefix="firn-", dir=socket_base(os.environ)))
     try:
         yield folder
@@ -99,7 +99,7 @@ def _private_folder() -> Iterator[Path]:
 
 
 def socket_base(environ: Mapping[str, str]) -> str:
-    """A writable folder in which the paths of sockets stay below the system's limit."""
+    """A writable folder in which the paths of sockets stay within the system's limit."""
     places = (environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp")
     for place in places:
         fits = len(os.fsencode(place)) + SOCKET_NAME_NBYTES <= SOCKET_PATH_NBYTES
@@ -113,7 +113,7 @@ def socket_base(environ: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FrontParts:
-    """What the front consists of. pool: decodes large bodies."""
+    """The parts of the front. pool: decodes large bodies."""
 
     fleet: Fleet
     relay: Relay
@@ -209,8 +209,11 @@ def _check_pinned(fleet: Fleet) -> None:
 
 
 class _RelayRoute(Route):
-    """A route to an ASGI app. It has the methods of the model's own route: Starlette would add HEAD, and
-    the relay would wait for the body that a reply to HEAD only announces."""
+    """A route to an ASGI app, with exactly these methods.
+
+    Starlette would add HEAD, and the relay would wait for the body that a reply to HEAD only
+    announces.
+    """
 
     def __init__(
         self,
@@ -223,7 +226,7 @@ class _RelayRoute(Route):
 
 
 class _AsgiEndpoint:
-    """An endpoint that is an ASGI app: Starlette would take a plain function for a request handler."""
+    """An ASGI app as an endpoint: Starlette would treat a plain function as a request handler."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._app = app
@@ -244,7 +247,7 @@ async def _run(config: Config, catalogue: ModelCatalogue, folder: Path, sock: so
 
     def stop() -> None:
         if web.should_exit:
-            os._exit(ASKED_TWICE)  # models' processes notice and end
+            os._exit(ASKED_TWICE)  # the models' processes notice it and end
         log.info("stopping; running requests have %.0f s to end", DRAIN_S)
         no_later_than(LEAVE_S)
         parts.relay.draining = True
@@ -258,7 +261,7 @@ async def _run(config: Config, catalogue: ModelCatalogue, folder: Path, sock: so
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
-    if not outlives_terminal():  # a closed terminal sends it twice: the system does, and the shell
+    if not outlives_terminal():  # closing a terminal sends it twice: from the system and the shell
         loop.add_signal_handler(signal.SIGHUP, stop_once)
     running = asyncio.create_task(parts.fleet.run())
     names = ", ".join(spec.name for spec in catalogue)

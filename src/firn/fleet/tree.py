@@ -1,4 +1,4 @@
-"""/v1/cache/tree with several models: forwarded to the model that is meant, if it is loaded.
+"""/v1/cache/tree with several models: forwarded to the chosen model, if it is loaded.
 
 These requests load no model.
 """
@@ -58,7 +58,7 @@ def add_tree(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
 
 
 def choose_model(fleet: Fleet, relay: Relay, name: str | None) -> Model:
-    """The model of this name; without a name, the default, or else the first that is loaded."""
+    """The named model; without a name, the default or, if it is not loaded, the first that is."""
     if name:
         return relay.find(name)
     default = relay.find("")
@@ -67,7 +67,7 @@ def choose_model(fleet: Fleet, relay: Relay, name: str | None) -> Model:
 
 
 async def ask_model(fleet: Fleet, model: Model, scope: Scope, why: str) -> Response:
-    """The model's own answer to the same request. why: it must be loaded, for the error if it is not."""
+    """The model's own answer to the same request. why: the error's text if it is not loaded."""
     query = scope["query_string"]
     target = scope["raw_path"] + (b"?" + query if query else b"")
     answers = await merging.ask_loaded(fleet, scope, target, [model])

@@ -1,8 +1,7 @@
 """What the front tells a model's process about a caller: its identity, and the request's id.
 
 The front has checked keys, hosts and rates; models' processes do not check them again. Clients cannot
-forge these headers: the front drops any of theirs with these names, and only the front can reach the
-processes.
+forge these headers: the front drops any that they send, and only the front can reach the processes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ RawHeaders = Iterable[tuple[bytes, bytes]]
 
 
 def vouch(exchange: Exchange) -> list[tuple[bytes, bytes]]:
-    """Headers that name the caller and the request, and say whether the dashboard sent it."""
+    """Headers that identify the caller and the request, and mark those sent by the dashboard."""
     caller = exchange.caller
     text = f"{caller.key_id} {caller.namespace} {int(caller.operator)}"
     headers = [(CALLER, text.encode("ascii")), (REQUEST, exchange.id.encode("ascii"))]
@@ -30,7 +29,7 @@ def vouch(exchange: Exchange) -> list[tuple[bytes, bytes]]:
 
 
 class VouchedKeys(Keys):
-    """Believes the front about who calls. The keys only say which namespaces exist."""
+    """Trusts the front about who the caller is. The keys only determine which namespaces exist."""
 
     def admit(self, headers: RawHeaders, *, local: bool = False) -> Caller:
         for name, value in headers:
@@ -41,7 +40,7 @@ class VouchedKeys(Keys):
 
 
 def vouched(app: ASGIApp) -> ASGIApp:
-    """Wraps the app so that it uses the front's request ids: both logs show the same ones."""
+    """Wraps the app so that it uses the front's request ids, which both logs then show."""
 
     async def inner(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":

@@ -1,7 +1,8 @@
-"""A model's process: serves one model on a private socket, for the front alone.
+"""A model's process: serves one model on a private socket, for the front only.
 
-Run as `python -m firn.fleet.worker FD`. Settings, with API keys, come on standard input; reports go
-out on FD. When its input ends, the front is gone: this process writes its records and ends too.
+Run as `python -m firn.fleet.worker FD`. Settings, including API keys, arrive on standard input;
+reports are written to FD. End of input means that the front is gone: this process writes its
+records and ends.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ log = logging.getLogger("firn.fleet")
 
 REPORT_S = PROGRESS_S = 0.5
 DRAIN_POLL_S = 0.02
-"""How often to look whether the last reply has ended: nothing signals that."""
+"""How often to check whether the last reply has ended: nothing signals that."""
 STARTUP_POLL_S = 0.005
-"""How often to look whether the socket listens: uvicorn does not signal it, and a client waits."""
+"""How often to check whether the socket listens: uvicorn does not signal it, and a client waits."""
 LEAVE_S = FLUSH_S + app.STOP_S + 5.0
 LIMITS = ConnectionLimits(max_open=1 << 20, max_heads=1 << 20)
 """The front limits connections; a second limit here would only refuse what it let in."""
 
 
 class FrontLink:
-    """The two pipes to the front. `tell` from any thread; orders arrive on a thread of its own."""
+    """The two pipes to the front. `tell`: any thread. Orders arrive on a thread of their own."""
 
     def __init__(self, fd: int) -> None:
         self.orphaned = False
@@ -69,7 +70,7 @@ class FrontLink:
         self._orders = _orders(sys.stdin.fileno())
 
     def first_order(self) -> Mapping[str, Any]:
-        """Settings and socket. Exits if the front is gone already."""
+        """Settings and socket. Exits if the front is already gone."""
         order = next(self._orders, None)
         if order is None:
             raise SystemExit(1)
@@ -95,8 +96,11 @@ class FrontLink:
 
 
 def _orders(fd: int) -> Iterator[Mapping[str, Any]]:
-    """Lines of JSON until the end. Reads the descriptor directly: a thread that waits in Python's
-    buffered reader holds its lock, and the interpreter could not exit."""
+    """Lines of JSON until the end of input.
+
+    Reads the descriptor directly: a thread waiting in Python's buffered reader would hold its lock,
+    and the interpreter could not exit.
+    """
     rest = b""
     while piece := os.read(fd, 1 << 16):
         *lines, rest = (rest + piece).split(b"\n")
@@ -104,7 +108,7 @@ def _orders(fd: int) -> Iterator[Mapping[str, Any]]:
 
 
 def _end_at_once(order: Mapping[str, Any] | None) -> None:
-    """While the model is being loaded there is nothing to save, whatever the order is."""
+    """The handler while the model is being loaded: there is nothing to save, whatever the order."""
     os._exit(1)
 
 
@@ -139,7 +143,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def _progress(link: FrontLink, spec: ModelSpec) -> Iterator[None]:
-    """While the model is being loaded, report how much of its weights is in memory."""
+    """Report how much of the weights is in memory while the model is being loaded."""
     n_weights = max(estimate(folder_of(spec)).weights_nbytes, 1)
     done = threading.Event()
 
@@ -170,7 +174,7 @@ def _services(server: app.Server, config: Config) -> Services:
 
 
 class _SocketServer(Uvicorn):
-    """Listens on one Unix socket, which only this user can open."""
+    """Listens on one Unix socket that only this user can open."""
 
     def __init__(self, *args: Any, path: Path) -> None:
         super().__init__(*args)
@@ -178,7 +182,7 @@ class _SocketServer(Uvicorn):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         config = self.config
-        # A umask, not chmod: the file has this mode from the moment it exists.
+        # With a umask instead of chmod, the file has this mode from the moment it exists.
         mask = os.umask(0o177)
         try:
             server = await asyncio.get_running_loop().create_unix_server(
@@ -214,7 +218,7 @@ async def _run(
     stopping = asyncio.Event()
 
     def stop(drain_s: float | None) -> None:
-        """Let replies end, and cut them off after `drain_s`; None: however long they take."""
+        """Let replies end, but cut them off after `drain_s`; None: wait however long they take."""
         server.event_router.drain()
         stopping.set()
         if drain_s is not None:
@@ -250,7 +254,7 @@ async def _end_when_idle(
     server: app.Server, web: Uvicorn, stopping: asyncio.Event, link: FrontLink
 ) -> None:
     await stopping.wait()
-    while server.event_router.n_calls:  # replies in the background included
+    while server.event_router.n_calls:  # including background replies
         await asyncio.sleep(DRAIN_POLL_S)
     no_later_than(LEAVE_S)
     link.tell("ending")
@@ -261,7 +265,7 @@ async def _end_when_idle(
 
 
 async def _report(server: app.Server, services: Services, web: Uvicorn, link: FrontLink) -> None:
-    """Report `ready` once the socket listens, and then whatever has changed."""
+    """Report `ready` once the socket listens, and then every change."""
     while not web.started:
         await asyncio.sleep(STARTUP_POLL_S)
     peak, last, device = 0, None, devices.device()

@@ -1,4 +1,4 @@
-"""The machine that firn runs on: its memory, other firn servers on it, macOS's and systemd's services.
+"""The machine that firn runs on: its memory, other firn servers, launchd and systemd services.
 
-Each module hides one thing behind a few calls, and imports nothing of ours but errors.
+Each module hides one thing behind a few calls, and imports nothing of firn but errors.
 """

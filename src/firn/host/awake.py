@@ -1,8 +1,8 @@
 """Keeps a Mac from falling asleep while requests run, and only then.
 
-`caffeinate -i` holds off idle sleep for as long as it lives, and `-w` ends it with this process however
-that ends. The display may sleep, and a closed lid still means sleep. Elsewhere there is nothing to do.
-Owner: the event loop of a server.
+`caffeinate -i` prevents idle sleep while it runs, and `-w` ends it with this process, however that
+ends. The display may still sleep, and closing the lid still puts the Mac to sleep. On other systems
+there is nothing to do. Owner: the event loop of a server.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 log = logging.getLogger("firn")
 
 LINGER_S = 5.0
-"""How long to stay awake after the last request: an agent's next turn comes within seconds."""
+"""How long to stay awake after the last request: an agent's next turn follows within seconds."""
 
 
 def command(platform: str = sys.platform) -> tuple[str, ...]:
-    """The command that holds off sleep; empty: none is needed."""
+    """The command that prevents sleep; empty: none is needed."""
     if platform != "darwin":
         return ()
     return ("/usr/bin/caffeinate", "-i", "-w", str(os.getpid()))
@@ -46,7 +46,7 @@ class Awake:
         return self._process is not None
 
     def note(self, *, busy: bool) -> None:
-        """Called now and then with whether requests run. Does not block."""
+        """Called regularly. busy: whether requests are running. Does not block."""
         if not self._holder:
             return
         if busy:

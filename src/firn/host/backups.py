@@ -1,7 +1,7 @@
-"""Keeps the cache folder out of Time Machine's backups: what is in it can be computed again.
+"""Keeps the cache folder out of Time Machine's backups: its contents can be computed again.
 
 macOS excludes ~/Library/Caches by itself; a folder that the user has chosen is marked here, once. Other
-backup programs read the folder's CACHEDIR.TAG.
+backup programs look for the folder's CACHEDIR.TAG.
 """
 
 from __future__ import annotations

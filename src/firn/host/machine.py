@@ -16,14 +16,14 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class SystemMemory:
-    """In bytes. `available` is what a new process could have without swapping; None: unknown."""
+    """In bytes. available: what a new process could allocate without swapping; None: unknown."""
 
     total: int
     available: int | None
 
 
 def memory(root: Path = Path("/")) -> SystemMemory:
-    """`root` is where /proc and /sys are."""
+    """root: where /proc and /sys are."""
     if sys.platform == "darwin":
         return SystemMemory(_physical_nbytes(), _mac_available())
     info = _meminfo(root / "proc/meminfo")
@@ -66,7 +66,7 @@ def _mac_available() -> int | None:
 
 
 def vm_stat_available(text: str, *, page_nbytes: int) -> int | None:
-    """What macOS's vm_stat reports as available: free pages and those it would give up at once."""
+    """Available bytes from macOS's vm_stat: free pages and those it would give up immediately."""
     wanted = ("Pages free", "Pages inactive", "Pages speculative", "Pages purgeable")
     rows = (line.partition(":") for line in text.splitlines())
     pages = [int(value.strip(" .")) for name, _, value in rows if name in wanted]
@@ -74,7 +74,7 @@ def vm_stat_available(text: str, *, page_nbytes: int) -> int | None:
 
 
 def is_translated(platform: str = sys.platform, read: Callable[[], str] | None = None) -> bool:
-    """Whether this is an x86-64 Python that Rosetta translates on an Apple processor."""
+    """Whether this is an x86-64 Python, translated by Rosetta on an Apple processor."""
     if platform != "darwin":
         return False
     try:
@@ -119,19 +119,19 @@ def is_loopback(host: str) -> bool:
 
 
 def most_descriptors() -> int:
-    """How many files a process of this user may open at most."""
+    """The most files that a process of this user may open."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
 def raise_descriptor_limit(*, wanted: int = 65536) -> int:
-    """Let this process open as many files as it may; returns the limit.
+    """Let this process open `wanted` files, or as many as allowed; returns the limit.
 
-    A connection is one, a record being read another. macOS starts processes with 256.
+    Each connection and each record being read takes one. macOS starts processes with 256.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    for limit in (most, 24576, 10240, 4096, 1024):  # macOS refuses more than its kernel gives
+    for limit in (most, 24576, 10240, 4096, 1024):  # macOS refuses more than its kernel's limit
         if soft != resource.RLIM_INFINITY and soft < limit <= most:
             try:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -1,8 +1,8 @@
 """How much of the machine's memory each firn server of this user has reserved.
 
-Each has a small file that it keeps locked while it lives. The kernel releases the lock of one that died,
-however it died; whoever looks next removes its file. A file is removed only by a process that holds its
-lock and finds it still at its path. A fault here never prevents a start.
+Each has a small file that it keeps locked while it runs. When it dies, in whatever way, the kernel
+releases the lock, and the next server that looks removes the file. A file is removed only by a
+process that holds its lock and finds it still at its path. A fault here never prevents a start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger("firn")
 
 TEXT_NBYTES = 256
 N_TRIES, RETRY_S = 10, 0.01
-"""How often to try to lock an own file that another process looks at, which takes it microseconds."""
+"""Attempts to lock this process's own file: others that look at it lock it for microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +51,19 @@ class Reservation:
         """Write what this process has reserved and uses now."""
         try:
             file = self._file or self._open()
-            # In one write of fixed length: a reader sees the old text or the new.
+            # One write of fixed length: a reader sees either the old text or the new one.
             os.pwrite(file.fileno(), json.dumps(asdict(reserved)).ljust(TEXT_NBYTES).encode(), 0)
         except OSError as e:
-            level = logging.DEBUG if self._has_failed else logging.WARNING  # it is tried often
+            level = logging.DEBUG if self._has_failed else logging.WARNING  # put is called often
             self._has_failed = True
             log.log(level, "other firn servers will not know how much memory this one needs: %s", e)
 
     def _open(self) -> IO[bytes]:
-        """Another process may look between opening and locking: it takes the file for one of the dead,
-        locks it for a moment and removes it."""
+        """Retries, because another process may look between opening and locking. It would take this
+        for a dead server's file, lock it for a moment and remove it."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         for _ in range(N_TRIES):
-            # Not in append mode: on Linux that would turn every write at 0 into one at the end.
+            # Not in append mode: on Linux, pwrite would then ignore its offset and append.
             file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
             if _lock(file) and _is_at(self._path, file):
                 self._file = file
@@ -81,7 +81,7 @@ class Reservation:
 
 
 def others(folder: Path, *, device: str, group: int, pid: int | None = None) -> list[Reserved]:
-    """What other living servers have reserved on this device, without those of the same group."""
+    """What other running servers have reserved on this device, except those of the same group."""
     living = []
     for path in _files(folder):
         if path.stem == str(pid or os.getpid()):
@@ -93,7 +93,7 @@ def others(folder: Path, *, device: str, group: int, pid: int | None = None) -> 
 
 
 def _files(folder: Path) -> list[Path]:
-    """None where the folder may not be looked into."""
+    """Empty if the folder cannot be read."""
     try:
         return sorted(folder.glob("*.json"))
     except OSError:
@@ -104,7 +104,7 @@ def _read(path: Path) -> Reserved | None:
     """None: its server is gone, or the file cannot be read."""
     try:
         with path.open("r+b", buffering=0) as file:
-            if not _lock(file):  # it lives
+            if not _lock(file):  # its server is running
                 return Reserved(**json.load(file))
             if _is_at(path, file):
                 path.unlink(missing_ok=True)
@@ -123,7 +123,7 @@ def _lock(file: IO[bytes]) -> bool:
 
 
 def _is_at(path: Path, file: IO[bytes]) -> bool:
-    """Whether this path still leads to this file: it may be removed, and made anew."""
+    """Whether this path still leads to this file, which may have been removed or replaced."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """Ends the process in bounded time, whatever its threads are doing.
 
-Python waits for every thread that is no daemon, and no thread can be stopped from outside: one that
-tokenizes a book, or hangs in a library, would keep a server alive that was told to stop.
+Python waits for every non-daemon thread, and no thread can be stopped from outside. A thread that
+tokenizes a book or hangs in a library would keep a server alive that was told to stop.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ ASKED_TWICE = 130
 
 
 def outlives_terminal() -> bool:
-    """Whether the process was told to go on when its terminal is closed: by nohup, say."""
+    """Whether the process should continue when its terminal is closed, as under nohup."""
     return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def end_at_next_signal() -> None:
-    """From now on a signal to stop ends the process at once; a closed terminal changes nothing.
+    """From now on a signal to stop ends the process immediately; a closed terminal has no effect.
 
-    For what is done once the event loop is closed: uvloop leaves handlers behind that ignore signals.
+    Called once the event loop is closed: uvloop leaves handlers behind that ignore signals.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: os._exit(ASKED_TWICE))
@@ -40,14 +40,14 @@ def end_at_next_signal() -> None:
 
 
 def no_later_than(seconds: float) -> None:
-    """End the process after so long, with the stacks of all threads on stderr. Works without the GIL."""
+    """End the process after this time, printing all threads' stacks. Works without the GIL."""
     faulthandler.dump_traceback_later(seconds, exit=True)
 
 
 def end(code: object) -> NoReturn:
-    """End the process as SystemExit(code) would, but without taking Python and its libraries apart.
+    """End the process as SystemExit(code) would, but without finalizing Python and its libraries.
 
-    A thread that is in MLX's code at that moment, or was a moment ago, would abort the process.
+    There, a thread that is in MLX's code, or was a moment ago, would abort the process.
     """
     if isinstance(code, str):
         print(code, file=sys.stderr)

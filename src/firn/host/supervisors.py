@@ -1,6 +1,6 @@
 """A server that starts with the user's session: a launchd agent on macOS, a systemd user unit on Linux.
 
-`Service` is what is to run; `Launchd` and `Systemd` write its file and speak to the supervisor, each
+`Service` is what to run; `Launchd` and `Systemd` write its file and control the supervisor, each
 through one `run`, which tests replace.
 """
 
@@ -21,8 +21,7 @@ from firn.core.errors import SetupError
 LABEL = "local.firn.server"
 UNIT = "firn.service"
 STOP_S = 90
-"""Running replies may end and records are written: that takes longer than supervisors wait by
-default."""
+"""Enough for running replies to end and records to be written; launchd waits 20 s by default."""
 RESTART_S = 10
 N_FILES = 65536
 
@@ -46,7 +45,7 @@ def run(command: Sequence[str]) -> CommandResult:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """arguments: of `firn serve`."""
+    """arguments: those of `firn serve`."""
 
     arguments: tuple[str, ...]
     python: str = sys.executable
@@ -64,7 +63,7 @@ class ServiceStatus:
 
 
 class Supervisor(Protocol):
-    """What starts services of this user."""
+    """Manages services of this user."""
 
     @property
     def path(self) -> Path:
@@ -72,22 +71,22 @@ class Supervisor(Protocol):
         ...
 
     def install(self, service: Service) -> None:
-        """Write it and start it, in place of an older one. Raises SetupError."""
+        """Write the file and start the service, replacing an older one. Raises SetupError."""
         ...
 
     def uninstall(self) -> bool:
-        """Stop it and remove it; False: there was none."""
+        """Stop and remove the service; False: there was none."""
         ...
 
     def status(self) -> ServiceStatus: ...
 
     def logs(self, n_lines: int, *, follow: bool) -> tuple[str, ...]:
-        """The command that shows them."""
+        """The command that shows the service's logs."""
         ...
 
 
 def supervisor(platform: str = sys.platform, home: Path | None = None) -> Supervisor:
-    """Raises SetupError where there is none that firn knows."""
+    """This system's supervisor. Raises SetupError if there is none that firn supports."""
     home = home or Path.home()
     if platform == "darwin":
         return Launchd(home)
@@ -112,9 +111,7 @@ class Launchd:
     def install(self, service: Service) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         _write_private(self.path, plistlib.dumps(self._plist(service)))
-        self._run(
-            ("launchctl", "bootout", f"{self._domain}/{LABEL}")
-        )  # an older one, if there is one
+        self._run(("launchctl", "bootout", f"{self._domain}/{LABEL}"))  # an older one, if any
         done = self._run(("launchctl", "bootstrap", self._domain, str(self.path)))
         if done.code:
             raise SetupError(f"launchd does not take {self.path}: {done.text}")
@@ -126,7 +123,7 @@ class Launchd:
             "RunAtLoad": True,
             "KeepAlive": {"SuccessfulExit": False},
             "ThrottleInterval": RESTART_S,
-            # launchd kills after 20 s by default, while records are still written.
+            # By default, launchd kills after 20 s, while records are still being written.
             "ExitTimeOut": STOP_S,
             # macOS slows down other process types while the user works elsewhere.
             "ProcessType": "Interactive",
@@ -192,7 +189,7 @@ class Systemd:
             "Restart=on-failure\n"
             f"RestartSec={RESTART_S}\n"
             f"TimeoutStopSec={STOP_S}\n"
-            # The front of several models stops their processes itself.
+            # A front stops the processes of its models itself.
             "KillMode=mixed\n"
             f"LimitNOFILE={N_FILES}\n"
             "\n"
@@ -226,7 +223,7 @@ class Systemd:
 
 
 def _quoted(word: str) -> str:
-    """As systemd reads it: nothing in it is a specifier, a variable or a second word."""
+    """Quoted for systemd: nothing in it is read as a specifier, a variable or a second word."""
     if "\n" in word:
         raise SetupError("A service's arguments may hold no line break.")
     word = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
@@ -234,7 +231,7 @@ def _quoted(word: str) -> str:
 
 
 def _write_private(path: Path, data: bytes) -> None:
-    """Readable by this user alone: arguments may contain keys."""
+    """Readable only by this user: arguments may contain keys."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = path.with_name(f".{path.name}.tmp")
     temp.unlink(missing_ok=True)

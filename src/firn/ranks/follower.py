@@ -1,7 +1,7 @@
 """A follower's end of its connection to rank 0.
 
-If the connection closes without the call `end`, or rank 0 falls silent, the thread that notices ends
-the process: the main thread may hang in a collective that no other rank will join.
+If the connection closes before the call `end`, or rank 0 falls silent, the thread that notices it
+ends the process: the main thread may hang in a collective that no other rank will join.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Follower:
     def _gone(self) -> None:
         if self._is_ending:
             return
-        if self._is_following:  # before, rank 0 itself says why the start failed
+        if self._is_following:  # before that, rank 0 itself reports why the start failed
             log.critical("rank 0 is gone, its connection is closed: rank %d ends", self.rank)
         os._exit(1)
 
@@ -72,7 +72,7 @@ class Follower:
         return call
 
     def put(self, call: RankCall) -> None:
-        """Queue a call of this process's own among those of rank 0. Any thread."""
+        """Queue one of this process's own calls among those of rank 0. Any thread."""
         self._calls.put(call)
 
     def answer(self, name: str, *args: Any) -> None:
@@ -83,9 +83,10 @@ class Follower:
             self._gone()
 
     def heed_signals(self, *, outlives_terminal: bool) -> None:
-        """Pass a signal on to rank 0, which decides when to stop; a second signal exits at once.
+        """Forward a signal to rank 0, which decides when to stop; exit on a second signal.
 
-        outlives_terminal: a closed terminal is no reason to stop. If it is one, it may signal twice.
+        outlives_terminal: keep running when the terminal is closed. Otherwise closing it stops the
+        process, and may send its signal twice.
         """
         n_signals = 0
 
@@ -94,7 +95,7 @@ class Follower:
             n_signals += 1
             if n_signals > 1 and number != signal.SIGHUP:
                 os._exit(130)
-            # On a thread of its own: this one may be sending an answer, and holds the lock then.
+            # On another thread: this one may be sending an answer and hold the lock.
             threading.Thread(target=self.answer, args=("stop",), daemon=True).start()
 
         for number in (signal.SIGINT, signal.SIGTERM):

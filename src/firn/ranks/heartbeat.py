@@ -1,8 +1,9 @@
-"""Finds out whether the process at the other end of a connection still runs.
+"""Finds out whether the process at the other end of a connection is still running.
 
-A process that is killed closes its connections. One that is frozen (SIGSTOP, a debugger, a machine that
-swaps) does not, and the other ranks wait for it in a collective for ever. So each end sends a call every
-second, on a thread that does nothing else, and an end that receives nothing for ten seconds gives up.
+A process that is killed closes its connections. One that is frozen (SIGSTOP, a debugger, a machine
+that swaps) does not, and the other ranks would wait for it in a collective forever. So each end
+sends a call every second, on a thread that does nothing else, and an end that receives nothing for
+ten seconds gives up.
 
 Silence is counted in beats, not by the clock, so that a group that was frozen as a whole continues.
 """
@@ -17,26 +18,26 @@ from firn.ranks.wire import ALIVE, LinkClosed, RankLink, encode
 
 BEAT_S = 1.0
 N_SILENT = 10
-"""After so many beats without a byte from the other end it counts as frozen."""
+"""Beats without a byte from the other end after which it counts as frozen."""
 
 
 class Heartbeat:
-    """Owner: the end of the connection that made it. Its threads end with the connection."""
+    """Owner: the end of the connection that created it. Its threads end with the connection."""
 
     def __init__(
         self, link: RankLink, *, silent: Callable[[], object], name: str, beat_s: float = BEAT_S
     ) -> None:
-        """silent: called once, on a thread of its own, when the other end counts as frozen."""
+        """silent: called once, on the watching thread, when the other end counts as frozen."""
         self._link = link
         self._silent = silent
         self._name = name
         self._beat_s = beat_s
         self._wait = threading.Event().wait
-        # Two threads: a send blocks while the other end reads nothing, which is when we must watch.
+        # Two threads: a send blocks while the other end does not read, which is when we must watch.
         threading.Thread(target=self._send, name=f"firn-beat-{name}", daemon=True).start()
 
     def watch(self) -> None:
-        """From now on silence counts. Before, a rank that loads its model may be silent."""
+        """From now on silence counts. Until then, a rank that loads its model may be silent."""
         threading.Thread(target=self._watch, name=f"firn-watch-{self._name}", daemon=True).start()
 
     def _send(self) -> None:
@@ -45,7 +46,7 @@ class Heartbeat:
             while not self._wait(self._beat_s):
                 self._link.send(beat)
         except LinkClosed:
-            return  # the thread that receives has noticed as well
+            return  # the receiving thread notices it too
 
     def _watch(self) -> None:
         n_silent, n_heard = 0, self._link.n_received

@@ -1,7 +1,7 @@
 """How the ranks of one model find each other, and what they must agree on before they load it.
 
-MLX connects them first (`mlx.launch` says where). Then rank 0 opens a port for calls and sends its
-number to the others through MLX, together with a secret, so that nobody else can connect.
+MLX connects them first (`mlx.launch` tells it where). Then rank 0 opens a port for calls and sends
+its number to the others through MLX, together with a secret, so that nobody else can connect.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ JOIN_S = 600.0
 """How long ranks wait for each other: one may still be copying a model."""
 CONNECT_S = 30.0
 GREET_S = 5.0
-"""How long a connection may take to say which rank it is from: it may be a stranger's."""
+"""How long a new connection may be silent before it is dropped: it may be a stranger's."""
 RETRY_S = 0.1
-"""Between two attempts to connect: rank 0's network may not be up yet."""
+"""Pause between two attempts to connect: rank 0's network may not be up yet."""
 REFUSED = {
     "--adapter": ("model", "adapter"),
     "--draft-model": ("engine", "draft_model"),
     "--sparse-prefill": ("sparse", "sparse_prefill"),
     "--tier": ("cache", "tiers"),
 }
-"""Options that would make rank 0 do what it does not tell the others, with section and field."""
+"""Options that would make rank 0 do things the others are not told of, with section and field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def form() -> RankMember:
 
 
 def _give_up(joined: threading.Event) -> None:
-    """MLX would wait for ever for a rank that never comes."""
+    """Exits if not all ranks join in time: MLX would wait forever."""
     if not joined.wait(JOIN_S):
         log.critical(
             "the ranks did not find each other within %.0f s: was firn started on every host?",
@@ -126,7 +126,7 @@ def _open(group: RankGroup) -> Leader:
 
 
 def _greeted(link: RankLink, secret: str) -> int | None:
-    """The rank at the other end; None: it is not one of ours."""
+    """The rank at the other end; None: it is not one of this group."""
     try:
         call = link.receive_within(GREET_S)
         rank, their_secret, version = call.args
@@ -156,7 +156,7 @@ def _connect(group: RankGroup) -> Follower:
 
 
 def host_of_first(environ: Mapping[str, str]) -> str:
-    """Rank 0's address as the other ranks know it: the launcher has told MLX."""
+    """Rank 0's address as the other ranks know it, from the launcher's variables for MLX."""
     if address := environ.get("MLX_JACCL_COORDINATOR"):
         return _without_port(address)
     if host := environ.get("NCCL_HOST_IP"):
@@ -186,7 +186,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def end_start(error: SetupError) -> NoReturn:
-    """Print why, and exit at once: a normal exit may abort while MLX waits for ranks that are gone."""
+    """Print the error and exit: a normal exit may abort while MLX waits for ranks that are gone."""
     print(f"firn: {error}", file=sys.stderr, flush=True)
     os._exit(1)
 
@@ -201,7 +201,7 @@ def options_digest(config: Config) -> str:
 
 
 def agree(own: Mapping[str, object], others: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raises SetupError that names the first rank with other values than rank 0."""
+    """Raises a SetupError naming the first rank whose values differ from rank 0's."""
     for rank, theirs in sorted(others.items()):
         if theirs.get("error"):
             raise SetupError(f"rank {rank}: {theirs['error']}")

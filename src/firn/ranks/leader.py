@@ -1,9 +1,10 @@
 """Rank 0's end of the connections to the others.
 
-Calls are sent in the order of `tell`. One thread for each follower receives answers, and one more passes
-them to their handlers: while a handler blocks, a follower that dies or freezes is still noticed.
+Calls are sent in the order of `tell`. One thread per follower receives answers, and another one
+passes them to their handlers: even while a handler blocks, a follower that dies or freezes is
+noticed.
 
-Owner: the process, for as long as it lives.
+Owner: the process, for as long as it runs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ log = logging.getLogger("firn.ranks")
 END_S = 5.0
 """How long the process may take to tell its clients that a rank is lost, before it exits."""
 MAX_PENDING_NBYTES = 1 << 16
-"""Calls of `tell_later` wait for the next `tell` up to this size."""
+"""Size up to which calls of `tell_later` wait for the next `tell`."""
 
 
 class Leader:
@@ -138,10 +139,11 @@ class Leader:
     # --- the end ---------------------------------------------------------------------------
 
     def watch(self, *, lost: Callable[[], object], asked: Callable[[], object]) -> None:
-        """From now on there are clients. Before, the loss of a rank ends the start, and a rank may be
-        silent for as long as loading takes.
+        """From now on there are clients. Until then, losing a rank aborts the start, and a rank may
+        be silent while it loads.
 
-        lost: tells the clients that a rank is lost. asked: called when a follower gets a signal to stop.
+        lost: tells the clients that a rank is lost. asked: called when a follower receives a signal
+        to stop.
         """
         self._on_lost = lost
         for beat in self._beats:
@@ -172,7 +174,7 @@ class Leader:
         self.end_group(f"rank {rank} is gone, its connection is closed")
 
     def _failed(self, rank: int, call: RankCall) -> None:
-        """A follower says why it exits. Before there are clients, print it: the start has failed."""
+        """A follower reports why it exits. Without clients yet, the start has failed: print it."""
         why = f"rank {rank}: {call.args[0]}"
         if self._on_lost is None:
             self.is_lost = True
@@ -181,7 +183,7 @@ class Leader:
         self.end_group(why)
 
     def _leave(self) -> None:
-        """Exit even if another thread hangs in a collective."""
+        """Tell clients and exit, even if another thread hangs in a collective."""
         if self._on_lost is None:
             os._exit(1)
         self._on_lost()

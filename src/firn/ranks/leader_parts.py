@@ -1,4 +1,4 @@
-"""The parts of rank 0: those of a server in one process, which also tell the other ranks what they do.
+"""Rank 0's parts: those of a server with one process, which also tell the other ranks what they do.
 
 Owner: the engine thread, once it runs.
 """
@@ -29,7 +29,7 @@ from firn.ranks.leader import Leader
 log = logging.getLogger("firn.ranks")
 
 CHECK_S = 600.0
-"""How long the others may take to find the model, which may mean a download."""
+"""How long the others may take to find the model, which may include a download."""
 LOAD_S = 7200.0
 """How long they may take to load it."""
 
@@ -65,7 +65,7 @@ class LeaderParts:
         self.leader.tell("load", cpu_dtype)
 
     def dtype_for(self, wanted: CpuDtype) -> CpuDtype:
-        """`auto` would depend on each rank's free memory, and all must compute the same numbers."""
+        """Not `auto`: it depends on each rank's free memory, and all must compute the same."""
         return "float32" if wanted == "auto" else wanted
 
     def begin(self, info: ModelInfo, capacity_nbytes: int, *, device: str) -> int:
@@ -82,12 +82,12 @@ class LeaderParts:
         return least
 
     def _gather(self, name: str, *, timeout_s: float) -> dict[int, Mapping[str, Any]]:
-        """What each follower sends under this name: one mapping."""
+        """The mapping that each follower sends under this name."""
         answers = self.leader.gather(name, timeout_s=timeout_s)
         return {rank: call.args[0] for rank, call in answers.items()}
 
     def _n_sharing(self, node: str, device: str) -> int:
-        """How many ranks share the memory of a machine. With CUDA each rank has a GPU to itself."""
+        """How many ranks share a machine's memory. With CUDA, each rank has its own GPU."""
         return 1 if device == "cuda" else self._nodes[node]
 
     # --- the parts -------------------------------------------------------------------------

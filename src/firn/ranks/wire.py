@@ -2,8 +2,9 @@
 
     u32 n   u32 m   n bytes: ["name", args...] as JSON   m bytes: the blob
 
-Both ends run the same version of firn, started by one command; the first call checks it. Only JSON and
-bytes are decoded, never pickle. The call `alive` is a heartbeat (heartbeat.py); `receive` drops it.
+Both ends run the same version of firn, started by one command; the first call checks that. Only
+JSON and bytes are decoded, never pickle. The call `alive` is a heartbeat (heartbeat.py); `receive`
+drops it.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ class RankLink:
         self._lock = threading.Lock()
         self._buffer = bytearray()
         self.n_received = 0
-        """Bytes so far."""
+        """Bytes received so far."""
         self.is_closed = False
-        """The other end is gone."""
+        """Whether the other end is gone."""
 
     def send(self, data: bytes) -> None:
         """Raises LinkClosed."""
@@ -60,7 +61,7 @@ class RankLink:
                 raise LinkClosed from e
 
     def receive(self) -> RankCall:
-        """The next call; waits for it. Raises LinkClosed."""
+        """Wait for the next call. Raises LinkClosed."""
         while True:
             n_text, n_blob = _HEAD.unpack(self._take(_HEAD.size))
             if n_text + n_blob > MAX_NBYTES:
@@ -71,7 +72,7 @@ class RankLink:
                 return RankCall(str(name), tuple(args), body[n_text:])
 
     def receive_within(self, timeout_s: float) -> RankCall:
-        """The next call. Raises LinkClosed, also where the other end pauses for this long."""
+        """Wait for the next call. Raises LinkClosed, also if nothing arrives for `timeout_s`."""
         self._sock.settimeout(timeout_s)
         try:
             return self.receive()

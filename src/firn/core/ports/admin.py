@@ -1,4 +1,4 @@
-"""Questions about the prefix cache, from any thread. Each future holds a plain JSON object."""
+"""Queries and commands for the prefix cache, from any thread. Each future holds a JSON object."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from firn.core.values import Namespace, Prompt
 
 
 class SlicedQuery(Protocol):
-    """A question that is answered in slices, so that no step of the engine waits for it."""
+    """A query that is answered in slices, so that no step of the engine waits for it."""
 
     def step(self) -> Future[bool]:
-        """The next slice; True: it was the last. Raises NotFound."""
+        """Compute the next slice; True: it was the last. Raises NotFound."""
         ...
 
     def answer(self) -> dict[str, Any]:
-        """After the last slice. Takes a while: not for the asyncio thread."""
+        """The answer, after the last slice. Takes a while: not for the asyncio thread."""
         ...
 
 
@@ -24,7 +24,7 @@ class PrefixAdmin(Protocol):
     """The cache as a whole, and the prefix of one prompt."""
 
     def stats(self, namespace: Namespace | None) -> Future[dict[str, Any]]:
-        """Of everything, or of one namespace alone."""
+        """Statistics of the whole cache, or of one namespace."""
         ...
 
     def probe(self, prompt: Prompt, namespace: Namespace) -> Future[dict[str, Any]]:
@@ -41,18 +41,18 @@ class PrefixAdmin(Protocol):
 class TreeAdmin(Protocol):
     """The tree of stored prefixes, node by node.
 
-    `node`: a block's key in hexadecimal digits, as `browse` reports it. With a namespace, the nodes of
-    others are not found: a caller cannot tell whether they exist.
+    node: a block's key in hexadecimal digits, as `browse` reports it. namespace: if given, the
+    nodes of others are not found, so a caller cannot tell whether they exist.
     """
 
     def browse(
         self, namespace: Namespace | None, node: str | None, *, limit: int, with_tokens: bool
     ) -> SlicedQuery:
-        """The tree, in at most `limit` runs of blocks, from the top or from a node on."""
+        """The tree in at most `limit` runs of blocks, starting at the top or at a node."""
         ...
 
     def node(self, namespace: Namespace | None, node: str) -> Future[dict[str, Any]]:
-        """What the prefix that ends there takes and saves."""
+        """The cost and the savings of the prefix that ends at this node."""
         ...
 
     def pin_node(self, namespace: Namespace | None, node: str) -> Future[dict[str, Any]]: ...
@@ -62,7 +62,7 @@ class TreeAdmin(Protocol):
         ...
 
     def forget_node(self, namespace: Namespace | None, node: str) -> SlicedQuery:
-        """Deletes the run with this node and everything below, except what is pinned or leased."""
+        """Deletes this node's run and everything below, except what is pinned or leased."""
         ...
 
 

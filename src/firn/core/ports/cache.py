@@ -18,7 +18,7 @@ from firn.core.values import CacheControl, Namespace, Prompt
 
 
 class Cursor(Protocol):
-    """One request's place in the tree of known prefixes."""
+    """One request's position in the tree of known prefixes."""
 
     @property
     def admission(self) -> Admitted:
@@ -33,11 +33,14 @@ class Cursor(Protocol):
 
     @property
     def racing(self) -> bool:
-        """A load is under way that would let it skip a part of its prompt."""
+        """Whether a load is under way that would let it skip a part of its prompt."""
         ...
 
     def should_wait(self, *, busy: bool) -> bool:
-        """The load will end so soon that no chunk should be started. busy: other requests decode."""
+        """Whether the load will end so soon that no chunk should be started.
+
+        busy: other requests are decoding.
+        """
         ...
 
     def commit_due(self, n_tokens: int) -> bool:
@@ -54,7 +57,7 @@ class EngineLoad(Enum):
     NONE = 0
     DECODING = 1
     PREFILLING = 2
-    """A request waits for its first token, and none for its next."""
+    """A request is waiting for its first token, and none for its next."""
     BOTH = 3
 
     @property
@@ -66,11 +69,11 @@ class RequestCache(Protocol[C]):
     """What the cache does for one request, from its arrival to its end."""
 
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> C:
-        """Find what is stored of the prompt and start to load it. No I/O on this thread."""
+        """Find which part of the prompt is stored and start to load it. No I/O on this thread."""
         ...
 
     def restore(self, cursor: C) -> Restored | None:
-        """What can be copied into a new row at once; None: nothing."""
+        """What can be copied into a new row right now; None: nothing."""
         ...
 
     def advance(self, cursor: C, n_tokens: int) -> Restored | None:
@@ -86,11 +89,11 @@ class RequestCache(Protocol[C]):
         ...
 
     def fork(self, cursor: C, reply: Sequence[int]) -> C:
-        """A choice's own cursor from here on; `reply` is its token list, which will grow."""
+        """A choice's own cursor from here on. reply: its token list, which will grow."""
         ...
 
     def close_cursor(self, cursor: C, row: LiveRow | None) -> None:
-        """The request ends: store its tail if the row is given, release its leases. Idempotent."""
+        """End the request: store its tail if a row is given, release its leases. Idempotent."""
         ...
 
     def blank(self) -> C:
@@ -99,30 +102,30 @@ class RequestCache(Protocol[C]):
 
 
 class CacheUpkeep(Protocol):
-    """What the engine's loop does for the cache, whatever the request."""
+    """What the engine's loop does for the cache, independently of any request."""
 
     def together(self) -> AbstractContextManager[None]:
-        """What rows commit within is copied in one go, where the device is faster at that. May be
+        """Copies everything committed inside in one go, if that is faster on the device. May be
         nested."""
         ...
 
     def tick(self, load: EngineLoad) -> None:
-        """Between two steps: take in what was read, spill records. Does less under load."""
+        """Between two steps: process what was read, spill records. Does less under load."""
         ...
 
     @property
     def settled(self) -> bool:
-        """A tick without requests has nothing more to do."""
+        """Whether a tick without requests has nothing left to do."""
         ...
 
     def set_room(self, nbytes: int) -> None:
-        """Live requests leave this much device memory for records: stay below it."""
+        """Keep records within this much device memory: live requests need the rest."""
         ...
 
     def confirm(self) -> None:
         """The device reported no fault in what was committed so far: it may be spilled.
 
-        From the first call on, nothing is spilled before the next.
+        Once this has been called, every later commit must be confirmed before it is spilled.
         """
         ...
 
@@ -131,21 +134,21 @@ class CacheUpkeep(Protocol):
         ...
 
     def take_fault(self) -> Exception | None:
-        """The last fault that counted as a miss, and may be the device's, since this was last asked."""
+        """The last fault since the previous call that counted as a miss and may be the device's."""
         ...
 
     def close(self) -> None: ...
 
 
 class CacheTimings(Protocol):
-    """What the engine has measured, by which the cache decides whether loading beats computing."""
+    """The engine's measurements, from which the cache decides whether loading beats computing."""
 
     def saw_prefill(self, start: int, end: int, seconds: float) -> None:
         """Computing prompt tokens [start, end) took this long."""
         ...
 
     def saw_restore(self, restored: Restored, seconds: float) -> None:
-        """Filling a row took this long; loading is not included."""
+        """Filling a row took this long, not counting the load."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The engine as the API sees it, and what else the API hands work to. Every method returns at once."""
+"""The engine as the API sees it, and what else the API gives work to. No method blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from firn.core.values import Job, ModelInfo, RequestId, ServedRequest
 
 Delivery = tuple[RequestId, EngineEvent]
 Publish = Callable[[Sequence[Delivery]], None]
-"""The engine thread calls it once a step with all that happened in the step, in order."""
+"""Called by the engine thread once a step, with everything that happened in the step, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Engine(Protocol):
     def model(self) -> ModelInfo: ...
 
     def submit(self, job: Job) -> None:
-        """Queue a job; its events come through Publish. Raises QueueFull, NeverFits, ShuttingDown,
-        EngineDead."""
+        """Queue a job; its events arrive through Publish. Raises QueueFull, NeverFits,
+        ShuttingDown, EngineDead."""
         ...
 
     def cancel(self, request: RequestId) -> None:
@@ -42,17 +42,17 @@ class Engine(Protocol):
         ...
 
     def stop_choice(self, request: RequestId, choice: int) -> None:
-        """Generate no more for this choice (a stop string matched); the others go on.
+        """Generate no more for this choice (a stop string matched); the others continue.
 
-        No ChoiceDone follows for it; JobDone comes when all choices are done or stopped.
+        No ChoiceDone follows for it; JobDone is sent when all choices are done or stopped.
         """
         ...
 
     def force(self, request: RequestId, choice: int, tokens: Sequence[int], *, at: int) -> None:
         """Continue the reply with these tokens from position `at` on, as if the model had picked them.
 
-        Tokens that are picked already stay: the forced ones then start at the next position. A later
-        call replaces an earlier one that has not begun; an empty sequence withdraws it.
+        Tokens that have already been picked stay: the forced ones then start at the next position.
+        A later call replaces an earlier one that has not begun; an empty sequence withdraws it.
         """
         ...
 
@@ -68,18 +68,21 @@ class Recorder(Protocol):
 
 
 class Embedder(Protocol):
-    """Texts as vectors, from any thread; computed between the engine's steps."""
+    """Turns texts into vectors, from any thread; they are computed between the engine's steps."""
 
     @property
     def n_dims(self) -> int: ...
 
     @property
     def max_tokens(self) -> int:
-        """Of one text."""
+        """The longest text."""
         ...
 
     def embed(
         self, texts: Sequence[Sequence[int]], *, n_dims: int | None = None
     ) -> Future[list[list[float]]]:
-        """One vector for each list of tokens, none of which is empty; cut to its first `n_dims`."""
+        """One vector for each list of tokens. n_dims: the length to cut vectors to.
+
+        texts: none of the lists is empty.
+        """
         ...

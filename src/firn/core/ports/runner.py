@@ -38,7 +38,7 @@ class LiveRow(Protocol):
 
     @property
     def is_live(self) -> bool:
-        """It has not left, so its layers can be read."""
+        """Whether it has not left yet, so that its layers can be read."""
         ...
 
 
@@ -55,7 +55,7 @@ class Restored:
     nbytes: int = 0
     """Bytes of the records that are copied."""
     filled: Callable[[LiveRow], None] = lambda row: None
-    """Called with the row that was made of these layers."""
+    """Called with the row that was made from these layers."""
 
 
 class PickedToken(Protocol[R_co]):
@@ -72,12 +72,12 @@ class PickedToken(Protocol[R_co]):
 
     @property
     def fault(self) -> FirnError | None:
-        """Why this row cannot go on, if it cannot; the others of its group can."""
+        """Why this row cannot continue, if it cannot; the others of its group can."""
         ...
 
     @property
     def n_drafted(self) -> int:
-        """Drafted tokens of the step that this token ends."""
+        """Tokens drafted in the decode step that ends with this token."""
         ...
 
     @property
@@ -94,10 +94,10 @@ class PrefillRunner(Protocol[R]):
         ...
 
     def prefill(self, row: R, prompt: Prompt, end: int, *, top_logprobs: int | None = None) -> None:
-        """Dispatch prompt tokens [row.n_tokens, end); `settle` awaits them.
+        """Dispatch prompt tokens [row.n_tokens, end); `settle` waits for them.
 
-        top_logprobs: also compute the logprobs of tokens [row.n_tokens + 1, end + 1), each with so many
-        of the likeliest alternatives.
+        top_logprobs: also compute the logprobs of tokens [row.n_tokens + 1, end + 1), each with
+        this many of the likeliest alternatives.
         """
         ...
 
@@ -116,18 +116,18 @@ class PrefillRunner(Protocol[R]):
         ...
 
     def settle(self, row: R) -> Sequence[TokenLogprob]:
-        """Wait for what was dispatched; returns the logprobs that were asked for."""
+        """Wait for what was dispatched; returns the requested logprobs."""
         ...
 
     @property
     def rest_tokens(self) -> int:
-        """How many tokens before a prompt's last one its first decode step can read as well."""
+        """How many tokens before a prompt's last one can be left to its first decode step."""
         ...
 
     @property
     def chunk_peak_nbytes(self) -> int:
-        """Memory that the chunk settled last took while it ran, beyond what it left. 0: unknown,
-        because an earlier peak was higher."""
+        """Peak memory of the last settled chunk, beyond what it left allocated. 0: unknown, because
+        an earlier peak was higher."""
         ...
 
 
@@ -139,24 +139,30 @@ class DecodeRunner(Protocol[R]):
         ...
 
     def join(self, row: R, token: int, *, before: Sequence[int] = (), n_coming: int = 0) -> None:
-        """Take part in decode steps, starting by consuming `token`, and the tokens `before` it: at most
-        `rest_tokens`. `n_coming` more rows follow."""
+        """Take part in decode steps. The first one consumes `token`.
+
+        before: tokens before it that the step consumes too, at most `rest_tokens`. n_coming: how
+        many more rows will join soon.
+        """
         ...
 
     def resume(self, row: R, reply: Sequence[int], *, alone: bool = True) -> None:
-        """The row has read this reply again and goes on behind it. alone: in a group of its own,
-        because a step of its last group failed and the row at fault must be told from the others."""
+        """Continue decoding after this reply, which the row has read again.
+
+        alone: in a group of its own, because a step of its last group failed and it must be found
+        out which row was at fault.
+        """
         ...
 
     def force(self, row: R, tokens: Sequence[int], *, at: int) -> None:
-        """The row's tokens from position `at` on are these, whatever the model would pick.
+        """Make these the row's tokens from position `at` on, whatever the model would pick.
 
         # [0, n_tokens) consumed   [n_tokens] picked   at > n_tokens
         """
         ...
 
     def groups(self) -> list[list[R]]:
-        """The decoding rows, by the groups that step and fail together."""
+        """The decoding rows, in the groups that step and fail together."""
         ...
 
     def launch(self, rows: Sequence[R]) -> None:
@@ -171,7 +177,7 @@ class DecodeRunner(Protocol[R]):
         ...
 
     def live_nbytes(self) -> int:
-        """Device memory that the decoding rows' caches take."""
+        """Device memory used by the caches of the decoding rows."""
         ...
 
 
@@ -182,17 +188,17 @@ class Runner(PrefillRunner[R], DecodeRunner[R], Protocol[R]):
     def info(self) -> ModelInfo: ...
 
     def leave(self, rows: Sequence[R]) -> None:
-        """Drop rows, whatever they are doing; the others are not disturbed."""
+        """Drop rows, whatever they are doing; the others are not affected."""
         ...
 
     def confirm(self) -> None:
-        """Wait for everything dispatched so far; raises any error that the device has kept back."""
+        """Wait for everything dispatched so far; raises any device error not reported yet."""
         ...
 
     def free_memory(self) -> None:
-        """Give back what is kept for reuse: memory ran out."""
+        """Memory ran out: release what is kept for reuse."""
         ...
 
     def close(self) -> None:
-        """The thread ends: wait for the device and release what belongs to the thread."""
+        """Called as the thread ends: wait for the device and release what belongs to the thread."""
         ...

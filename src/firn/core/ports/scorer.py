@@ -1,4 +1,4 @@
-"""What sparse prefill asks: which tokens of a prompt matter."""
+"""The scorer of sparse prefill: decides which tokens of a prompt matter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ S = TypeVar("S")
 class ScorerTraits(Protocol):
     @property
     def recipe(self) -> str:
-        """Who scores, and how: a part of the root of whatever is read by it."""
+        """Which model scores, and how: a part of the root of every prompt that it has thinned."""
         ...
 
     @property
@@ -22,33 +22,33 @@ class ScorerTraits(Protocol):
 
 
 class Scorer(ScorerTraits, Protocol[S]):
-    """Scores prompts in slices. Engine thread only. `S` is a prompt's scoring, a handle."""
+    """Scores prompts in slices. Engine thread only. `S` is a handle: one prompt's scoring."""
 
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> S:
-        """Begin to score a prompt."""
+        """Start to score a prompt."""
         ...
 
     def read(self, reading: S, n_tokens: int, *, alone: bool = False) -> None:
-        """Dispatch the next slice, in chunks of so many tokens; `settle` awaits it.
+        """Dispatch the next slice, in chunks of `n_tokens`; `settle` waits for it.
 
-        alone: no other request waits, so the slice may be longer.
+        alone: no other request is waiting, so the slice may be longer.
         """
         ...
 
     def settle(self, reading: S) -> bool:
-        """Wait for what was dispatched; True: that was all."""
+        """Wait for what was dispatched; True: it was the last slice."""
         ...
 
     def n_left(self, reading: S) -> int:
-        """Tokens that are not scored yet."""
+        """Tokens that have not been scored yet."""
         ...
 
     def scores(self, reading: S) -> Scores:
-        """One for each token of the prompt, once all is read."""
+        """One score for each token of the prompt, after the last slice."""
         ...
 
     def close_reading(self, reading: S) -> None:
-        """The scoring is over, or given up. Idempotent."""
+        """End the scoring, finished or not. Idempotent."""
         ...
 
     def close(self) -> None: ...

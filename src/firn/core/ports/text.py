@@ -18,12 +18,12 @@ class Vocabulary(Protocol):
 
     @property
     def special(self) -> frozenset[int]:
-        """Ids of control tokens, which no user reads."""
+        """Ids of control tokens, which users never see."""
         ...
 
     @property
     def added_tokens(self) -> Mapping[str, int]:
-        """Texts that are one token wherever they stand, with their ids: control tokens and others."""
+        """Texts that are always one token, with their ids: control tokens and others."""
         ...
 
     @property
@@ -32,7 +32,7 @@ class Vocabulary(Protocol):
         ...
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes one token stands for, even if they are no whole character."""
+        """The bytes that one token stands for, which need not be whole characters."""
         ...
 
     def token_id(self, text: str) -> int | None:
@@ -41,7 +41,7 @@ class Vocabulary(Protocol):
 
 
 class ChatTemplate(Protocol):
-    """The model's own way to write a conversation."""
+    """The model's own format for conversations."""
 
     @property
     def chat_template(self) -> str | None:
@@ -57,7 +57,7 @@ class ChatTemplate(Protocol):
     ) -> str:
         """The conversation's text with the generation prompt. Raises TemplateFailed.
 
-        `kwargs` may override add_generation_prompt.
+        kwargs: may override add_generation_prompt.
         """
         ...
 
@@ -68,7 +68,7 @@ class Tokenizer(Vocabulary, ChatTemplate, Protocol):
     def encode(
         self, text: str, *, add_special: bool, typed: Sequence[tuple[int, int]] = ()
     ) -> list[int]:
-        """`typed`: ascending ranges of characters that spell an added token but are plain text."""
+        """typed: ascending ranges of characters that spell an added token but are plain text."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -81,17 +81,18 @@ class Pictures(Protocol):
 
     @property
     def placeholder(self) -> str:
-        """What stands for a picture in the text that the chat template makes."""
+        """What stands for a picture in the chat template's output."""
         ...
 
     @property
     def inline(self) -> bool:
-        """The chat template knows no pictures: the placeholder is written into the message's text."""
+        """Whether the placeholder goes into the message's text, because the chat template has no
+        notion of pictures."""
         ...
 
     @property
     def whole(self) -> bool:
-        """A picture's tokens attend to each other, so they are read in one chunk."""
+        """Whether a picture's tokens attend to each other and so must be read in one chunk."""
         ...
 
     def prepare(self, part: PicturePart) -> PreparedPicture:

@@ -1,7 +1,7 @@
-"""The normal form: what every API dialect decodes to, and what the engine is handed.
+"""The normal form: what every API dialect decodes to, and what the engine is given.
 
-All of it is frozen. A dialect builds a `GenerateRequest`; `text.prompt` turns its messages into a
-`Prompt`; the session hands a `Job` to the engine.
+All frozen. A dialect builds a `GenerateRequest`; `text.prompt` turns its messages into a `Prompt`;
+the session passes a `Job` to the engine.
 """
 
 from firn.core.values.job import Job, Namespace, RequestId, ServedRequest, Usage

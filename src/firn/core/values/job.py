@@ -1,4 +1,4 @@
-"""What the engine is handed, and what is known of it when it is over. All of it is frozen."""
+"""What the engine is given, and what is known about it in the end. All frozen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from firn.core.values.request import CacheControl, Sampling
 
 RequestId = NewType("RequestId", str)
 Namespace = NewType("Namespace", str)
-"""Whose records these are: derived by the server from the API key, never taken from a request."""
+"""Who owns a record: derived by the server from the API key, never taken from a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,13 @@ class Job:
     eos: frozenset[int] = frozenset()
     top_logprobs: int | None = None
     prompt_logprobs: bool = False
-    """Logprobs of the prompt's tokens too. They are all computed then: nothing is reused."""
+    """Whether to return logprobs of the prompt too. All of it is then computed, nothing reused."""
     namespace: Namespace = Namespace("")
     cache: CacheControl = CacheControl()
     grammar: Any = None
     """A compiled constraint (see `models.grammar`); opaque to the engine."""
     speculates: bool = True
-    """Tokens may be drafted ahead of the model, which then verifies them."""
+    """Whether tokens may be drafted ahead of the model, which then verifies them."""
     prediction: tuple[int, ...] = ()
     """What the caller expects the reply to contain: a source of drafts."""
     sparse: Sparse | None = None
@@ -49,7 +49,7 @@ class Usage:
     n_cached: int = 0
     n_reasoning: int = 0
     n_drafted: int = 0
-    """Tokens that were drafted; n_accepted of them were accepted, and are a part of n_completion."""
+    """Tokens that were drafted; `n_accepted` of them were accepted, as a part of `n_completion`."""
     n_accepted: int = 0
     n_skipped: int = 0
     """Tokens of the prompt that sparse prefill skipped: the reply is approximate."""
@@ -68,9 +68,12 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """A request that has ended, for a trace. at_s: its arrival, as a Unix time. reply: the tokens
-    of its first choice; n_reply: of all choices. tiers: reused tokens by the tier they came from.
-    first_s: seconds until its first token; None: it had none."""
+    """A request that has ended, for a trace.
+
+    at_s: its arrival, as a Unix time. reply: the tokens of its first choice; n_reply: the number of
+    tokens in all choices. tiers: reused tokens by the tier they came from. first_s: seconds until
+    its first token; None: it had none.
+    """
 
     at_s: float
     prompt: Prompt

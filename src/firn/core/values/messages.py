@@ -1,4 +1,4 @@
-"""A conversation, in the one form that every API dialect decodes to. All of it is frozen."""
+"""A conversation, in the one form that every API dialect decodes to. All frozen."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class PicturePart:
-    """A picture by reference. `data`: what was fetched from its address; `fault`: why nothing was.
-    `owner`: whose cached features it may use, since a fast answer tells that the picture was here
-    before; "": everybody's."""
+    """A picture by reference.
+
+    data: what was fetched from its address; fault: why nothing was. owner: whose cached features it
+    may use, since a fast answer reveals that the picture was seen before; "": everybody's.
+    """
 
     url: str
     param: str = "messages"
@@ -30,8 +32,11 @@ class PicturePart:
 
 @dataclass(frozen=True, slots=True)
 class DocumentPart:
-    """A file that may hold text. `data`: its base64; `lead`: text that introduces it; `text`: what
-    was read from it, or `fault`: why nothing was."""
+    """A file that may contain text.
+
+    data: the file in base64; lead: text that introduces it; text: what was read from it; fault: why
+    nothing was.
+    """
 
     data: str
     media_type: str
@@ -43,7 +48,7 @@ class DocumentPart:
 
 @dataclass(frozen=True, slots=True)
 class OtherPart:
-    """Content that no model here takes: audio, a file on another server, a hosted tool's output."""
+    """Content that no model accepts: audio, a file on another server, a hosted tool's output."""
 
     kind: str
     param: str = "messages"
@@ -54,7 +59,7 @@ MessagePart = TextPart | PicturePart | DocumentPart | OtherPart
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """`arguments` is the parsed object; text that is no JSON object stays a string."""
+    """arguments: the parsed object; text that is not a JSON object stays a string."""
 
     id: str
     name: str
@@ -64,7 +69,7 @@ class ToolCall:
 @dataclass(frozen=True, slots=True)
 class Message:
     """checkpoint: the caller expects to send everything up to the end of this message again. aside: a
-    program's note that came with tool results; it does not begin a turn."""
+    program's note that accompanied tool results; it does not begin a turn."""
 
     role: Role
     parts: tuple[MessagePart, ...] = ()
@@ -95,7 +100,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SoftenedSchema:
-    """A JSON schema, reduced to what can be enforced. left_out: pointers to what was removed."""
+    """A JSON schema reduced to what can be enforced. left_out: pointers to what was removed."""
 
     schema: Mapping[str, Any]
     left_out: tuple[str, ...] = ()
@@ -103,7 +108,7 @@ class SoftenedSchema:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """param: where the request has it. grammar: constrains the one text that a free-form tool takes."""
+    """param: its place in the request. grammar: constrains a free-form tool's input text."""
 
     name: str
     description: str = ""
@@ -122,7 +127,7 @@ class ToolMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """allowed: names of the tools that may be called, of those in the prompt; None: all."""
+    """allowed: names of those tools in the prompt that may be called; None: all."""
 
     mode: ToolMode = ToolMode.AUTO
     name: str | None = None
@@ -147,11 +152,11 @@ class Chat:
     tool_choice: ToolChoice = ToolChoice()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     continues: bool = False
-    """The last message is the assistant's, and the reply continues it."""
+    """Whether the reply continues the last message, which is the assistant's."""
 
     @property
     def newest(self) -> int:
-        """Index of the message that a user has just written; -1: a tool or the assistant spoke last."""
+        """Index of the user's newest message; -1: a tool or the assistant was last."""
         for i in reversed(range(len(self.messages))):
             message = self.messages[i]
             if message.role == "system" or message.aside:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the rest of firn knows about the loaded model. Built complete, never changed."""
+    """A loaded model's properties. Complete when built, never changed."""
 
     name: str
     path: str
@@ -22,13 +22,13 @@ class ModelInfo:
     unbatchable_why: str | None
     vision: bool = False
     whole_pictures: bool = False
-    """A picture's tokens attend to each other: see Prompt."""
+    """Whether a picture's tokens attend to each other: see Prompt."""
     generates: bool = True
     """False: it only makes embeddings."""
     created: int = 0
     n_embeddings: int = 0
-    """Rows of the embedding table: ids from here on must not be read. 0: as many as the vocabulary
-    has."""
+    """Rows of the embedding table: ids at or above this must not be read. 0: the same as the
+    vocabulary's size."""
 
     @property
     def n_ids(self) -> int:

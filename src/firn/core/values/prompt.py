@@ -1,4 +1,4 @@
-"""A rendered prompt: tokens, and what is known of them. All of it is frozen."""
+"""A rendered prompt: tokens, and what is known about them. All frozen."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PictureSpan:
 class PreparedPicture:
     """A picture that is ready to go into a prompt.
 
-    text: replaces the placeholder that the chat template has written; ids: the tokens that it becomes.
+    text: replaces the placeholder in the chat template's output; ids: the tokens of that text.
     inputs: what the model is given; opaque outside `models`.
     """
 
@@ -39,11 +39,11 @@ class PreparedPicture:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A rendered prompt. `ids` is int64, one entry a token; it is never written to.
+    """A rendered prompt.
 
-    `boundaries` are ascending positions where a message (or the tool list) ends: points that a
-    later prompt is likely to share. A recurrent model's state is kept there. `hints` are those of
-    them that the caller asked for.
+    ids: int64, one entry per token; never written to. boundaries: ascending positions where a
+    message (or the tool list) ends. A later prompt is likely to share them, so a recurrent model's
+    state is kept there. hints: the boundaries that the caller asked for.
     """
 
     ids: TokenArray
@@ -53,10 +53,10 @@ class Prompt:
     picture_inputs: tuple[Any, ...] = ()
     """Preprocessed pictures for the model, one for each span; opaque outside `models`."""
     whole_pictures: bool = False
-    """A picture's tokens attend to each other: no chunk ends inside a picture, and nothing resumes
-    there."""
+    """Whether a picture's tokens attend to each other: then no chunk ends inside a picture, and
+    nothing resumes there."""
     notes: tuple[str, ...] = ()
-    """Where it differs from what was sent, for the log."""
+    """How it differs from what was sent, for the log."""
     essential: tuple[tuple[int, int], ...] = ()
     """Ranges that sparse prefill never skips: system prompt, tools, the newest message."""
     thinned: Thinned | None = None
@@ -77,7 +77,7 @@ class Prompt:
 
     @property
     def gap(self) -> int:
-        """How far positions after it are ahead of its token count."""
+        """How far positions after the prompt are ahead of its token count."""
         return 0 if self.thinned is None else int(self.thinned.positions[-1]) + 1 - len(self)
 
     def position(self, n_tokens: int) -> int:
@@ -87,7 +87,7 @@ class Prompt:
         return int(self.thinned.positions[n_tokens - 1]) + 1
 
     def grown(self, reply: Sequence[int]) -> Prompt:
-        """With these tokens appended."""
+        """The prompt with these tokens appended."""
         ids = np.concatenate([self.ids, np.array(reply, dtype=np.int64)])
         if self.thinned is None:
             return replace(self, ids=ids)
@@ -101,7 +101,7 @@ class Prompt:
 class Thinned:
     """Which tokens of the whole prompt a thinned one keeps: their positions, ascending.
 
-    recipe: how they were chosen; a part of the root, so that no whole prompt finds what is stored.
+    recipe: how they were chosen; a part of the root, so that whole prompts never match its records.
     """
 
     positions: TokenArray

@@ -11,7 +11,7 @@ from firn.core.values.messages import Chat, Grammar
 
 @dataclass(frozen=True, slots=True)
 class RawText:
-    """add_special: begin with the tokens that start a text of this model. parse_special: text that
+    """add_special: prepend the tokens that begin a text of this model. parse_special: text that
     spells a control token becomes that token."""
 
     text: str
@@ -26,8 +26,8 @@ class RawTokens:
 
 @dataclass(frozen=True, slots=True)
 class FillInMiddle:
-    """Write what goes between two texts. The server adds the control tokens: what the texts spell
-    is plain text, unless parse_special says otherwise."""
+    """Write what belongs between two texts. The server adds the control tokens; any that the texts
+    spell are plain text, unless `parse_special` is set."""
 
     prefix: str
     suffix: str
@@ -55,7 +55,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class CacheControl:
-    """What a request says about the prefix cache. ttl_s None: kept as long as there is room."""
+    """How a request uses the prefix cache. ttl_s None: keep records as long as there is room."""
 
     read: bool = True
     write: bool = True
@@ -73,8 +73,8 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What applies where a request says nothing: the model's defaults, overridden by the server's
-    flags. stores: what is computed is stored, unless a request does not want that."""
+    """What applies unless a request says otherwise: the model's defaults, overridden by the
+    server's flags. stores: whether what is computed is stored."""
 
     sampling: Sampling = Sampling()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -87,8 +87,8 @@ class Defaults:
         return replace(given, budget_tokens=self.thinking_budget)
 
     def kwargs(self, given: Mapping[str, Any], reasoning: Reasoning) -> Mapping[str, Any]:
-        """A request's template variables over the defaults, except those that `reasoning` sets
-        already."""
+        """A request's template variables, and the defaults of all others except those that
+        `reasoning` sets."""
         said: set[str] = set()
         if reasoning.enabled is not None:
             said |= {"enable_thinking", "thinking"}
@@ -99,12 +99,12 @@ class Defaults:
 
 
 PLAIN_DEFAULTS = Defaults()
-"""Of a server without any."""
+"""For a server that sets none."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One prompt, `n` replies: the one form behind every API."""
+    """One prompt, `n` replies: the common form of every API's requests."""
 
     model: str
     source: Source
@@ -113,7 +113,7 @@ class GenerateRequest:
     stop: tuple[str, ...] = ()
     n: int = 1
     top_logprobs: int | None = None
-    """None: no logprobs; 0: of the picked token alone; k: of the k likeliest tokens too."""
+    """None: no logprobs; 0: only the picked token's; k: also those of the k likeliest tokens."""
     ignore_eos: bool = False
     echo: bool = False
     grammar: Grammar | None = None
@@ -123,4 +123,4 @@ class GenerateRequest:
     prediction: str = ""
     """What the caller expects the reply to be, or parts of it: a source of drafts."""
     sparse_keep: float | None = None
-    """Read only this share of a long cold prompt; None: as the server is set."""
+    """Read only this share of a long uncached prompt; None: use the server's setting."""
