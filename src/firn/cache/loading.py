@@ -1,7 +1,7 @@
 """Loading stored records for a prompt, while the prompt is computed from its front.
 
-A load and the computing race (see planning/plan.py). Whatever goes wrong with a load, the request goes
-on: with what is left, or by computing.
+Loading and computing race (see planning/plan.py). Whatever goes wrong with a load, the request
+continues with what is left, or by computing.
 
 Owner: the engine thread, through the prefix cache.
 """
@@ -26,11 +26,11 @@ from firn.cache.storage.store_search import StoreQuestion
 from firn.cache.tree import Node, Record
 
 MAX_PLANS = 3
-"""How often a prompt's loads are planned, the first time included, while loads fail."""
+"""How many times a prompt's loads are planned, including the first, if loads fail."""
 ASK_PATIENCE_S = 0.25
 """Computing waits no longer than this for a store's answer."""
 MIN_DEADLINE_S, DEADLINE_FACTOR = 5.0, 10.0
-"""A load is given up after this many times the time that it should take, or the minimum."""
+"""A load is given up after its expected time times the factor, but not before the minimum."""
 
 
 class Loader:
@@ -41,7 +41,7 @@ class Loader:
     # --- beginning -------------------------------------------------------------------------
 
     def plan(self, cursor: CacheCursor, *, start: int = 0) -> ResumePlan:
-        """start: this many tokens of the prompt are computed already."""
+        """start: tokens of the prompt that are already computed."""
         return make_plan(
             cursor.walk(self._records.tree),
             self._needs,
@@ -52,7 +52,7 @@ class Loader:
         )
 
     def begin(self, cursor: CacheCursor, *, start: int = 0) -> None:
-        """Lease what the prompt can resume from now, and load what is worth it."""
+        """Lease what the prompt can resume from now, and load what is worth loading."""
         if not cursor.control.read:
             return
         plan = self.plan(cursor, start=start)
@@ -141,7 +141,7 @@ class Loader:
             cursor.admission = replace(cursor.admission, reason=why)
 
     def computed(self, cursor: CacheCursor, n_tokens: int) -> None:
-        """This many tokens of the prompt are computed: loads for those are not needed any more."""
+        """`n_tokens` tokens of the prompt are computed: their loads are no longer needed."""
         loading = cursor.loading
         if loading is None:
             return
@@ -151,12 +151,12 @@ class Loader:
             self.end(cursor)
 
     def stop(self, cursor: CacheCursor) -> None:
-        """Nothing that may still arrive is of use to it."""
+        """Stop waiting: nothing that may still arrive is of use to the cursor."""
         self.end(cursor)
         cursor.asking = None
 
     def end(self, cursor: CacheCursor) -> None:
-        """The load is over, well or not: learn from what has arrived, and from what has not."""
+        """The load is over, complete or not: learn from what has arrived and what has not."""
         loading, cursor.loading = cursor.loading, None
         if loading is None:
             return
@@ -190,7 +190,7 @@ class Loader:
             tier.ask(question)
 
     def store_answered(self, cursor: CacheCursor, tier: TierClient, event: StoreAnswered) -> None:
-        """The tree knows by now what the store has: plan again with that."""
+        """The tree now knows what the store has: plan again."""
         asking = cursor.asking
         if asking is None or asking.question is not event.question:
             return
@@ -203,7 +203,7 @@ class Loader:
             self._correct_reason(cursor)
 
     def _correct_reason(self, cursor: CacheCursor) -> None:
-        """What it was told before the store had answered is not true any more: more is stored."""
+        """The reason given before the store answered is no longer true: more is stored."""
         if cursor.admission.reason and (cursor.loading is not None or cursor.is_slower):
             why = NOT_YET if cursor.loading is not None else SLOWER
             cursor.admission = replace(cursor.admission, reason=why)
@@ -217,7 +217,7 @@ class Loader:
         question = StoreQuestion(
             root=cursor.root.key,
             fingerprint=identity.fingerprint,
-            layout=identity.layout,
+            layout=self._records.catalogue.layout_of(cursor.root),
             namespace=cursor.root.namespace,
             block=identity.block,
             needs=self._needs,
@@ -230,7 +230,7 @@ class Loader:
         return question, n_now
 
     def _state_positions(self, cursor: CacheCursor, n_now: int, limit: int) -> Sequence[int]:
-        """Where another server may have kept a state, beyond what can be resumed at now."""
+        """Where another server may have kept a state, beyond `n_now`."""
         if not self._needs.state:
             return ()
         grid, ends = self._needs.grid, {*cursor.boundaries, *cursor.hints}
@@ -246,7 +246,7 @@ class Loader:
 
 
 def _obtainable_blocks(walk: Walk, needs: Needs) -> list[Node]:
-    """The path up to the first block whose carrier nobody here has: a store is asked from there."""
+    """The path up to the first block whose carrier is not here: stores are asked from there on."""
     carrier = needs.by_block[:1]
     return list(takewhile(lambda node: has_parts(node, carrier, is_obtainable), walk.path))
 

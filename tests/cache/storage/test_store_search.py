@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,11 @@ from firn.cache.tiers import FoundRecord
 from firn.cache.tree import PackedTokens
 from firn.core.errors import SetupError
 from firn.core.keys import Key, block_keys
-from firn.core.values import Namespace
+from firn.core.values import Namespace, Prompt, Thinned
 from tests.cache.lab import ALL_KINDS, DENSE, HYBRID, SHAPES, LabEngine, Shape, nodes_of, tree
 from tests.dict_store import DictStore
 from tests.harness import Eager
+from tests.hash_engine import Outcome
 from tests.waiting import wait_until
 
 BLOCK = 8
@@ -185,6 +187,27 @@ def test_what_one_server_computed_another_resumes(kind: str) -> None:
             "by then it is in memory"
         )
     assert sum(map(len, store.rounds)) <= 64
+
+
+def test_what_one_server_computed_of_a_thinned_prompt_another_resumes() -> None:
+    shared = dict[str, bytes]()
+    whole = Prompt(np.array(PROMPT * 2))
+    kept = np.concatenate([np.arange(60), np.arange(100, 140)])
+    thin = Prompt(whole.ids[kept], thinned=Thinned(kept, whole, "every other page"))
+
+    def read(lab: LabEngine) -> int:
+        outcome = Outcome(replace(lab.job([1], 4), prompt=thin))
+        lab.outcomes[outcome.job.id] = outcome
+        lab.engine.submit(outcome.job)
+        assert outcome.wait().error is None
+        return outcome.n_cached
+
+    with server(DENSE, DictStore(shared)) as first:
+        assert read(first) == 0
+        settle(first)
+    with server(DENSE, DictStore(shared)) as second:
+        assert read(second) >= len(thin) - 1 - BLOCK
+        assert ask(second, PROMPT).n_cached == 0, "no exact request finds it"
 
 
 def test_what_another_key_has_sealed_was_not_evicted() -> None:

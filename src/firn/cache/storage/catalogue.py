@@ -90,6 +90,10 @@ class RecordCatalogue:
         """All roots of a namespace, those of thinned prompts included."""
         return [self.root(namespace, recipe) for recipe in self._recipes]
 
+    def layout_of(self, root: Root) -> str:
+        """As the labels of its records name it."""
+        return self._roots[root.key].layout
+
     def root_of(self, label: Label) -> Root | None:
         """None: the record belongs to another model, another layout or an unknown namespace."""
         info = self._roots.get(label.root)
