@@ -1,10 +1,10 @@
 """Picking tokens: one batched pass in which every row keeps its own settings.
 
-mlx-lm's samplers take one set of parameters for the whole batch and draw from a global random state;
-here each row has its own temperature, top-k, top-p, min-p, penalties, bias and seed, and a row's noise
-depends on nothing but its seed and the number of tokens it has drawn.
+mlx-lm's samplers apply one set of parameters to the whole batch and draw from a global random
+state; here each row has its own temperature, top-k, top-p, min-p, penalties, bias and seed, and a
+row's noise depends on nothing but its seed and the number of tokens it has drawn.
 
-    raw logits -> bias, penalties -> [logprobs are of the raw ones]
+    raw logits -> penalties, bias  [logprobs are those of the raw logits]
                -> drop what the row's grammar forbids
                -> drop what top-k, top-p, min-p exclude -> / temperature -> + Gumbel noise -> argmax
 """
@@ -35,14 +35,14 @@ COLDEST = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Picks:
-    """One step's tokens, still on the device; `arrays` is what must be evaluated."""
+    """One step's tokens, still on the device; `arrays` are those that must be evaluated."""
 
     tokens: mx.array
     chosen: mx.array | None
     top_ids: mx.array | None
     top_logprobs: mx.array | None
     kept: tuple[mx.array, ...] = ()
-    """Token counts of penalised rows: evaluated each step, or their graph would grow."""
+    """Token counts of penalised rows: evaluated in each step, or their graph would keep growing."""
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -51,7 +51,7 @@ class Picks:
 
 
 class Picker:
-    """One row's settings and what it remembers: its draws so far and, if penalised, its counts."""
+    """One row's settings and state: its draws so far and, if penalised, its token counts."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Picker:
 
     @property
     def fault(self) -> FirnError | None:
-        """Why the row cannot go on, if its grammar has failed."""
+        """Why the row cannot continue, if its grammar has failed."""
         return self.constraint.fault if self.constraint else None
 
     @property
@@ -102,7 +102,7 @@ class Picker:
         return self._bias is not None or self._seen is not None or self._counts is not None
 
     def reshape(self, logits: mx.array) -> mx.array:
-        """Bias and penalties on one row's logits, shape (1, vocabulary), float32."""
+        """Apply bias and penalties to one row's logits, shape (1, vocabulary), float32."""
         s = self.sampling
         if self._seen is not None:
             penalised = mx.where(
@@ -126,7 +126,7 @@ class Picker:
         return [a for a in (self._seen, self._counts) if a is not None]
 
     def replay(self, reply: Sequence[int]) -> None:
-        """Come to the state after picking these tokens."""
+        """Move to the state after picking these tokens."""
         self.n_drawn = len(reply)
         if self.constraint is not None:
             self.constraint.take(reply)
@@ -140,11 +140,12 @@ class Picker:
             self._counts = mx.array(counts[None].astype(np.float32))
 
     def ahead(self, draft: Sequence[int]) -> list[Picker]:
-        """A picker for the next token and one for after each drafted one, as if all were right.
+        """A picker for the next token and one for the token after each drafted one, as if all
+        drafted tokens were right.
 
         They have no grammar: the caller masks each position itself.
         """
-        if self.greedy and not self.reshapes:  # they are all alike
+        if self.greedy and not self.reshapes:  # they would all be the same
             alike = copy.copy(self)
             alike.constraint = None
             return [alike] * (len(draft) + 1)
@@ -158,13 +159,13 @@ class Picker:
         return pickers
 
     def catch_up(self, last: Picker, n_taken: int) -> None:
-        """`n_taken` tokens were taken; of the pickers ahead, `last` picked the newest."""
+        """`n_taken` tokens were taken; `last` is the picker from `ahead` that picked the newest."""
         self.n_drawn += n_taken
         self._seen, self._counts = last._seen, last._counts
 
     @property
     def stream(self) -> tuple[int, int]:
-        """Its random numbers, and how many tokens were drawn with them."""
+        """The id of its random stream, and how many tokens were drawn from it."""
         return self._stream, self.n_drawn
 
     def key(self) -> tuple[int, int]:
@@ -183,8 +184,9 @@ def pick(
 ) -> Picks:
     """Choose a token for every row of `logits` (rows, vocabulary), or take the row's forced one.
 
-    forced: in an array, -1 is none. allowed: true for the tokens that the rows' grammars allow; nothing
-    else is picked, or forced. keys: of the draws, if not the pickers' next ones.
+    forced: in an array, -1 means none. allowed: true for the tokens that the rows' grammars allow;
+    no other token is picked, even if it is forced. keys: random keys of the draws; None: the
+    pickers' next ones.
     """
     logits = logits.astype(mx.float32)
     shaped = logits
@@ -214,7 +216,7 @@ def pick(
 
 
 def _given(forced: Sequence[int | None] | mx.array | None) -> mx.array | None:
-    """-1 where nothing is forced; None if that is everywhere."""
+    """The forced tokens, -1 where there is none; None if no row has one."""
     if forced is None or isinstance(forced, mx.array):
         return forced
     if all(token is None for token in forced):
@@ -242,13 +244,13 @@ def read_logprobs(picks: Picks, pickers: Sequence[Picker]) -> list[TokenLogprob 
 
 
 def as_picked(tokens: Sequence[int]) -> mx.array:
-    """Tokens in the type of picked ones. A mix of types would become int64, and on a GPU the next step
-    would need kernels and a trace of its own for each type."""
+    """Tokens in the dtype of picked ones. A mix of dtypes would become int64, and on a GPU the next
+    step would need its own kernels and its own trace for each dtype."""
     return mx.array(list(tokens), dtype=mx.uint32)
 
 
 def to_host(array: mx.array) -> Any:
-    """Plain (nested) lists of an evaluated array."""
+    """An array's values as plain (nested) lists."""
     return array.tolist()
 
 
@@ -260,7 +262,7 @@ def _draw(logits: mx.array, pickers: Sequence[Picker], keys: mx.array | None) ->
         keys = mx.array(np.array([p.key() for p in pickers], dtype=np.uint32))
     shape = (logits.shape[-1],)
     uniform = mx.vmap(lambda key: mx.random.uniform(shape=shape, key=key))(keys)
-    # 0 would make the noise -inf, and a token that is the only one allowed must stay in.
+    # A uniform 0 would make the noise -inf, but the only allowed token must stay possible.
     noise = -mx.log(-mx.log(mx.maximum(uniform, TINY)))
     if any(p.greedy for p in pickers):
         noisy = mx.array([[0.0 if p.greedy else 1.0] for p in pickers])
@@ -269,7 +271,7 @@ def _draw(logits: mx.array, pickers: Sequence[Picker], keys: mx.array | None) ->
 
 
 def _exclude(logits: mx.array, settings: Sequence[Sampling]) -> mx.array:
-    """-inf where top-k, top-p or min-p exclude a token. The likeliest token always stays."""
+    """Exclude tokens (-inf) by top-k, top-p and min-p. The likeliest token always stays."""
     needs_sort = any(s.top_k or s.top_p < 1.0 for s in settings)
     needs_min = any(s.min_p for s in settings)
     if not needs_sort and not needs_min:
@@ -303,7 +305,7 @@ def _logprobs(
 def _likelihoods(
     logits: mx.array, tokens: mx.array, top: int
 ) -> tuple[mx.array, mx.array | None, mx.array | None]:
-    """Logprobs of each row's token; ids and logprobs of the `top` likeliest, in no order. float32."""
+    """Logprobs of each row's token; ids and logprobs of the `top` likeliest, unordered. float32."""
     normal = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(normal, tokens[:, None], axis=-1)[:, 0]
     k = min(top, logits.shape[-1] - 1)
@@ -318,7 +320,7 @@ def _likelihoods(
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """How likely a prompt's tokens were; on the device until they are read."""
+    """Logprobs of a prompt's tokens; on the device until they are read."""
 
     tokens: TokenArray
     parts: tuple[tuple[mx.array, mx.array | None, mx.array | None], ...]
@@ -341,9 +343,9 @@ class PromptScores:
 
 
 def score(logits: mx.array, tokens: TokenArray, *, top: int) -> PromptScores:
-    """Logits (n, vocabulary) and the n tokens that came next.
+    """Score the n tokens that followed, by the logits (n, vocabulary).
 
-    Scored a few rows at a time: the intermediate arrays are several times their size.
+    A few rows at a time: the intermediate arrays are several times the size of the logits.
     """
     parts = []
     for start in range(0, len(tokens), SCORED_ROWS):
@@ -354,7 +356,7 @@ def score(logits: mx.array, tokens: TokenArray, *, top: int) -> PromptScores:
 
 
 def _stream_of(seed: int | None, choice: int) -> int:
-    """32 bits that tell this row's random numbers from every other row's."""
+    """32 bits that distinguish this row's random stream from every other row's."""
     if seed is None:
         return secrets.randbits(32)
     digest = hashlib.blake2b(f"{seed}:{choice}".encode(), digest_size=4).digest()

@@ -1,4 +1,4 @@
-"""How deep the compiler may recurse into a JSON schema: if its stack overflows, the whole server dies.
+"""How deep the compiler would recurse into a JSON schema: a stack overflow kills the whole server.
 
 Pure. An upper bound, in linear time.
 """
@@ -11,7 +11,7 @@ from typing import Any
 from firn.models.schema_faults import resolve
 
 MAX_DEPTH = 800
-"""Levels. A stack of 8 MiB holds about 1700 of the costliest kind."""
+"""In levels. A stack of 8 MiB holds about 1700 of the costliest kind."""
 TOO_DEEP = f"its references lead more than {MAX_DEPTH} levels deep"
 
 _ROOT = "#"
@@ -36,7 +36,7 @@ class _Depth:
             target = resolve(ref, root) if is_pointer else None
             if isinstance(target, dict | list):
                 self._places[ref] = target
-            # A reference by anchor or id, or in a schema with ids of its own, may lead anywhere.
+            # A reference by anchor or id, or in a schema whose parts have ids, may lead anywhere.
             if n_bases or not isinstance(target, dict | list):
                 self._n_unknown += 1
 
@@ -51,7 +51,7 @@ class _Depth:
         return self._longest(alike[_ROOT])
 
     def _measure(self, start: str, by_id: dict[int, str], alike: dict[str, str]) -> None:
-        """Note how many levels the place has before other places begin, and which those are."""
+        """Record how many levels the place has before other places begin, and which those are."""
         leads: set[str] = set()
         height, left = 1, [(self._places[start], 1)]
         while left:
@@ -72,7 +72,7 @@ class _Depth:
         self._height[start], self._leads[start] = height, leads
 
     def _longest(self, root: str) -> int:
-        """The longest path from the root; a path through a cycle may pass all of its places."""
+        """The longest path from the root, in levels; one through a cycle may pass all of it."""
         longest: dict[str, int] = {}
         for cycle in self._cycles(root):
             exits = {lead for place in cycle for lead in self._leads[place]} - set(cycle)
@@ -82,7 +82,7 @@ class _Depth:
         return longest[root]
 
     def _cycles(self, root: str) -> Iterator[list[str]]:
-        """Tarjan's strongly connected components, those first that lead to no others."""
+        """Tarjan's strongly connected components; each comes after those that it leads to."""
         index: dict[str, int] = {root: 0}
         low = {root: 0}
         stack, on_stack = [root], {root}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 MAX_CHECKS = 400
-"""Parts that are checked before the search ends."""
+"""The most parts that a search checks."""
 UNSATISFIABLE = "Unsatisfiable"
 
 _SINGLE = ("items", "additionalProperties", "additionalItems", "contains", "propertyNames")
@@ -18,10 +18,10 @@ FaultOf = Callable[[Any], str]
 
 
 def locate(schema: Any, fault: str, fault_of: FaultOf) -> tuple[str, str]:
-    """(JSON pointer, what is wrong there). `fault_of` says what is wrong with a schema, "" if nothing.
+    """(JSON pointer, what is wrong there). `fault_of` returns a schema's fault, "" if it has none.
 
-    Descends as long as a part has the same fault by itself, and follows references. Each part is checked
-    with the definitions of the whole schema.
+    Descends as long as a part has the same fault on its own, and follows references. Each part is
+    checked with the definitions of the whole schema.
     """
     root = schema if isinstance(schema, dict) else {}
     shared = {k: root[k] for k in _SHARED if k in root}
@@ -44,7 +44,7 @@ def locate(schema: Any, fault: str, fault_of: FaultOf) -> tuple[str, str]:
 
 
 def is_endless(schema: Any) -> bool:
-    """Whether every value would have to contain itself, so that no finite text is one."""
+    """Whether every value would have to contain itself, so that no finite text matches."""
     root = schema if isinstance(schema, dict) else {}
     try:
         return not _Finite(root).has_value(schema, frozenset())
@@ -53,14 +53,14 @@ def is_endless(schema: Any) -> bool:
 
 
 class _Finite:
-    """Whether a schema has a finite value. One that is not understood is assumed to have one."""
+    """Whether a schema has a finite value; assumed for schemas that are not understood."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
         self._n_checks = 0
 
     def has_value(self, schema: Any, inside: frozenset[str]) -> bool:
-        """inside: the references that lead here."""
+        """inside: the references followed to get here."""
         self._n_checks += 1
         if not isinstance(schema, dict) or self._n_checks > MAX_CHECKS:
             return True
@@ -97,7 +97,7 @@ def _required_parts(schema: dict[str, Any]) -> Iterator[Any]:
 
 
 def resolve(ref: str, root: dict[str, Any]) -> Any:
-    """What a reference within the schema points at; None for any other."""
+    """What a reference within the schema points to; None for any other reference."""
     if not ref.startswith("#"):
         return None
     node: Any = root
@@ -111,7 +111,7 @@ def resolve(ref: str, root: dict[str, Any]) -> Any:
 
 
 def _is_index(step: str) -> bool:
-    """Python reads other digits too, and refuses thousands of them."""
+    """Whether it is an array index. int() also accepts other digits, and rejects thousands."""
     return step.isascii() and step.isdecimal() and len(step) < 10
 
 
@@ -141,13 +141,14 @@ def _parts(
 
 
 def _matters(name: str, schema: dict[str, Any], fault: str) -> bool:
-    """An optional property that cannot be satisfied is no fault: values just lack it."""
+    """Whether a property can cause the fault. One that is optional and unsatisfiable cannot: values
+    just lack it."""
     required = schema.get("required")
     return not fault.startswith(UNSATISFIABLE) or (isinstance(required, list) and name in required)
 
 
 def _is_same(a: str, b: str) -> bool:
-    """An unsatisfiable schema is reported in other words on each level; other faults are not."""
+    """Whether two faults are the same. Only "unsatisfiable" is worded differently on each level."""
     return a == b or (a.startswith(UNSATISFIABLE) and b.startswith(UNSATISFIABLE))
 
 

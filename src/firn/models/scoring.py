@@ -3,12 +3,12 @@
 The small model reads the prompt (resuming from the prefixes in its own cache) and generates a few tokens
 of a reply, the lookahead. At the end the lookahead's queries are compared with the prompt's keys:
 
-    score of a token = mean over the lookahead, of the largest weight that any head of any layer gives it
+    score of a token = mean over the lookahead of its largest weight in any head of any layer
 
-The work comes in slices: a chunk of the prompt, one lookahead token (all of them while nobody waits),
-the comparison. `read` dispatches a slice, `settle` waits for it. A slice waits for the one before it:
-MLX cannot write in place into a buffer that a kernel in flight still reads, and would copy the row's
-keys and values.
+The work is done in slices: a chunk of the prompt, one lookahead token (all of them if nothing else
+is waiting), the comparison. `read` dispatches a slice, `settle` waits for it. A slice waits for the
+one before it: MLX cannot write in place into a buffer that a kernel in flight still reads, and
+would copy the row's keys and values.
 
 Owner: the engine thread.
 """
@@ -38,9 +38,9 @@ from firn.models.shapes import FewShapes
 log = logging.getLogger("firn.models")
 
 VERSION = 3
-"""Of how tokens are scored and chosen. Part of the root: records of other versions are not found."""
+"""Version of the scoring and selection. Part of the root: other versions' records are not found."""
 N_LOOKAHEAD = 12
-"""A reply often repeats the question first, and looks for the answer after that."""
+"""Long enough for a reply that first repeats the question, and only then attends to the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class LayerAttention:
 
 @dataclass(eq=False)
 class Reading:
-    """A prompt on its way through the small model.
+    """A prompt that the small model is reading.
 
     # [0, row.n_tokens) read   [row.n_tokens, n_prompt - 1) to read   then the lookahead
     """
@@ -63,7 +63,7 @@ class Reading:
     cursor: Cursor
     row: Row
     token: mx.array
-    """The model's next token once the prompt is read: the prompt's last one, then its own."""
+    """What the model is fed next once the prompt is read: the prompt's last token, then its own."""
     queries: list[dict[int, mx.array]] = field(default_factory=list)
     """For each lookahead token: the queries of the layers that attend to the whole prompt, by layer."""
     attended: dict[int, LayerAttention] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class AttentionScorer:
         threads: Threads | None = None,
         shapes: FewShapes | None = None,
     ) -> None:
-        """owns_cache: closes it at the end. threads, shapes: the runner's.
+        """owns_cache: whether `close` closes the cache. threads, shapes: the runner's.
 
         Raises ValueError for a model none of whose layers attends to the whole prompt.
         """
@@ -110,7 +110,7 @@ class AttentionScorer:
         self._shapes = shapes
         self._last_id = info.n_ids - 1
         self.max_tokens = info.context_length - N_LOOKAHEAD
-        # The lookahead can be rewound.
+        # Whether the lookahead can be taken back.
         self._is_rewindable = all(kind(layer) in PLAIN for layer in leaves(make_layers()))
         self.recipe = f"sparse{VERSION};draft {info.fingerprint.hex()}"
         with _watching_attention(2) as attended:
@@ -139,7 +139,7 @@ class AttentionScorer:
             self._compare(reading)
 
     def _jump(self, reading: Reading) -> None:
-        """Go on from a longer prefix, if one has been loaded meanwhile."""
+        """Continue from a longer prefix, if one has been loaded in the meantime."""
         ahead = self._cache.advance(reading.cursor, reading.row.n_tokens)
         if ahead is not None:
             reading.row = restored_row(self._make_layers(), ahead)
@@ -165,8 +165,8 @@ class AttentionScorer:
 
     def _generate(self, reading: Reading) -> None:
         if not reading.n_generated and not self._is_rewindable:
-            # The lookahead is no prompt's prefix, and this model's state cannot be rewound: the row is
-            # stored first. From then on the cache may give its buffers to another row.
+            # The lookahead is not part of any prompt, and this model's state cannot be rewound:
+            # store the row first. From then on the cache may give its buffers to another row.
             self._cache.close_cursor(reading.cursor, reading.row)
             for layer in leaves(reading.row.layers):
                 if kind(layer) in PLAIN:
@@ -178,19 +178,19 @@ class AttentionScorer:
         reading.row.n_tokens = n_keys
         reading.queries.append({i: layer.queries for i, layer in attended.items()})
         if reading.n_generated == N_LOOKAHEAD:
-            # Not before: while the keys are referenced, the next token cannot be written in place.
+            # Not earlier: while the keys are referenced, the next token cannot be written in place.
             reading.attended = attended
         reading.token = mx.argmax(logits[:, -1], axis=-1)
         reading.pending = [reading.token]
         mx.async_eval(reading.pending)
 
     def _compare(self, reading: Reading) -> None:
-        """Raises ValueError for a prompt that is longer than any layer sees."""
+        """Raises ValueError for a prompt that no layer sees as a whole."""
         self._prepare(N_LOOKAHEAD)
         largest: mx.array | None = None
         for i, layer in reading.attended.items():
             queries = [by_layer[i] for by_layer in reading.queries if i in by_layer]
-            if len(queries) < N_LOOKAHEAD:  # a full window that had as many keys by chance
+            if len(queries) < N_LOOKAHEAD:  # a full window that happened to have as many keys
                 continue
             of_layer = _weights_of_any_head(replace(layer, queries=mx.concatenate(queries, axis=2)))
             largest = of_layer if largest is None else mx.maximum(largest, of_layer)
@@ -229,7 +229,7 @@ class AttentionScorer:
             row.n_tokens -= n_generated
         pending, reading.pending, reading.row = reading.pending, [], Row([])
         try:
-            mx.eval(pending)  # with a step in flight the next write would copy
+            mx.eval(pending)  # while a step is in flight, the next write would copy
         except (RuntimeError, ValueError, MemoryError) as e:
             log.warning("what a draft model has read of a prompt is dropped: %s", first_line(e))
             self._cache.close_cursor(reading.cursor, None)
@@ -243,9 +243,9 @@ class AttentionScorer:
 
 @contextmanager
 def _watching_attention(n_keys: int) -> Iterator[dict[int, LayerAttention]]:
-    """While the model is called with one token: the layers that attend to `n_keys` keys, by number.
+    """Collect the layers that attend to `n_keys` keys, by number, when the model is fed one token.
 
-    Replaces MLX's attention meanwhile: models do not hand out their queries.
+    Replaces MLX's attention inside the block, because models do not expose their queries.
     """
     attended: dict[int, LayerAttention] = {}
     numbers = itertools.count()
@@ -267,7 +267,7 @@ def _watching_attention(n_keys: int) -> Iterator[dict[int, LayerAttention]]:
 def _weights_of_any_head(layer: LayerAttention) -> mx.array:
     """(tokens, keys): the largest weight that any head gives each key.
 
-    # the last token sees all keys, the one before it all but one, and so on
+    # the last token sees all keys, the token before it all but one, and so on
     """
     n_heads, n_tokens, width = layer.queries.shape[1:]
     n_kv, n_keys = layer.keys.shape[1:3]

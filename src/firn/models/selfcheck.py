@@ -1,8 +1,8 @@
 """Does this model give the same answer in a batch as alone? Tried at load.
 
-Some architectures of mlx-lm cannot be batched and do not say so: padded rows come out wrong, or the step
-raises. Three short rows of unequal length are decoded alone and together; if they differ by far more
-than rounding, the model is served row by row.
+Some architectures of mlx-lm cannot be batched, without saying so: padded rows come out wrong, or
+the step raises. Three short rows of unequal length are decoded alone and together; if they differ
+by far more than rounding, the model is served row by row.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from firn.models.sampling import to_host
 
 LENGTHS = (13, 4, 9)
 FAR = 0.3
-"""In units of the logits' spread. Rounding stays far below; wrong rows are off by 0.9 and more."""
+"""In standard deviations of the logits. Rounding is far less; wrong rows are off by 0.9 or more."""
 N_TRIALS = 2
 
 WRONG_WHEN_LONG = {
     "minimax_m3_vl": "key blocks are cut over padding, which short rows do not show",
 }
-"""Architectures whose batched form goes wrong only at lengths that are too long to try at load."""
+"""Architectures whose batches go wrong only at lengths that are too long to try at load."""
 CHUNKS_MATTER = {
     "plamo3": "its prefill mask is one token wider than the window it keeps",
     "phi3small": "its sparse layers look to the end of their block",
 }
-"""Architectures whose result depends on where prefill is cut: records are reused at chunk ends only."""
+"""Architectures whose results depend on chunk boundaries: records are reused only at chunk ends."""
 
 
 def batch_fault(model: Any, make_layers: MakeLayers, architecture: str) -> str | None:
@@ -51,7 +51,7 @@ def batch_fault(model: Any, make_layers: MakeLayers, architecture: str) -> str |
 
 
 def _difference(model: Any, make_layers: MakeLayers, *, seed: int) -> float:
-    """The largest difference between a row's logits alone and in a batch."""
+    """The largest difference between the logits of a row alone and in a batch."""
     rows = [[(7 * i + 3 * j + seed) % 50 + 1 for j in range(n)] for i, n in enumerate(LENGTHS)]
     caches = [prefilled(model, make_layers(), ids[:-1]) for ids in rows]
     alone = [
@@ -64,13 +64,13 @@ def _difference(model: Any, make_layers: MakeLayers, *, seed: int) -> float:
 
 
 def apart(alone: mx.array, together: mx.array) -> float:
-    """How far two rows of logits are apart. Infinite if they rule out (-inf) different tokens."""
+    """The distance between rows of logits. Infinite if they rule out (-inf) different tokens."""
     a, b = alone.astype(mx.float32), together.astype(mx.float32)
     possible = mx.isfinite(a)
     a = mx.where(possible, a, 0.0)
     far = mx.max(mx.abs(a - mx.where(possible, b, 0.0))) / (mx.std(a) + 1e-6)
     same_places = mx.all(possible == mx.isfinite(b))
-    # A NaN in one of them makes the finite places differ: infinitely far.
+    # A NaN in one of them makes the finite places differ, so the distance is infinite.
     return float(to_host(far)) if to_host(same_places) else math.inf
 
 

@@ -1,17 +1,17 @@
 """Prompts read in passes of few shapes, for a device that plans attention anew for each shape.
 
-On CUDA, MLX attends to several tokens through cuDNN, which makes a plan for each combination of new
-tokens, columns and buffer size: 70 ms on an H200, where the pass itself takes 20. Every prompt would
-bring shapes of its own. So buffers grow to few sizes (`rounded`), and a chunk that is not FULL tokens at
-a multiple of FULL is padded to one of WIDTHS. It sees columns up to a common end, with those after each
-token masked:
+On CUDA, MLX computes attention of several tokens through cuDNN, which makes a plan for each
+combination of new tokens, columns and buffer size: 70 ms on an H200, where the pass itself takes
+20. Every prompt would have shapes of its own. So buffers grow to few sizes (`rounded`), and a chunk
+that is not FULL tokens at a multiple of FULL is padded to one of WIDTHS. It sees columns up to a
+common end, with those after each token masked:
 
     cells       # [0, offset) read before  # [offset, offset + n_new) new  . padding  . room
     passed to the model                                          width |            | columns
 
-The padding is written after the row's end, where nothing is read and the next tokens will be written. A
-wide chunk that begins at a multiple of FULL needs no mask: a token sees only those before it, and
-padding comes last. Such a chunk sees columns up to its own padded end.
+The padding is written after the row's end, where nothing is read and the next tokens will be
+written. A wide chunk that begins at a multiple of FULL needs no mask, because a token sees only
+those before it and padding comes last. Such a chunk sees columns up to its own padded end.
 
 Owner: the engine thread, through a runner.
 """
@@ -34,13 +34,13 @@ from firn.models.selfcheck import FAR, apart, prefilled
 
 WIDTHS = (16, 64, *range(256, 2049, 256))
 FULL = WIDTHS[-1]
-"""Chunks whose length and end are multiples of this have a common shape without padding. Longer ones at
-other places are not padded, either: a plan is a small part of their time."""
+"""Chunks whose length and end are multiples of this have a common shape without padding. Other
+chunks that are longer are not padded either: a plan is a small part of their time."""
 NARROW = 512
 """Chunks up to this width see the whole buffer: columns are cheap, plans are not."""
 MIN_ROOM = 256
 PARTS = 8
-"""Buffer sizes between two powers of two: at most an eighth of a buffer is unused."""
+"""Buffer sizes between two powers of two: at most an eighth of a buffer, or MIN_ROOM, is unused."""
 N_PAST, N_NEW = 13, 11
 """Tokens that a model is tried with."""
 
@@ -52,18 +52,18 @@ def rounded(n_tokens: int) -> int:
 
 
 def width_for(n_new: int) -> int:
-    """Of a pass that reads this many tokens; 0 where it is not padded."""
+    """The width of a pass that reads this many tokens; 0 if it is not padded."""
     return next((w for w in WIDTHS if w >= n_new), 0)
 
 
 def growth(n_tokens: int) -> int:
-    """How much a full buffer of this many tokens grows."""
+    """By how many tokens a full buffer of this size grows."""
     return rounded(n_tokens + 1) - n_tokens if n_tokens == rounded(n_tokens) else MIN_ROOM
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedPass:
-    """width: tokens that the model is given. layers: a row's caches as it sees them."""
+    """width: tokens that the model is given. layers: a row's caches as the model sees them."""
 
     width: int
     layers: list[Any]
@@ -74,7 +74,7 @@ class PaddedPass:
 
 class FewShapes:
     def __init__(self, dtype: mx.Dtype) -> None:
-        """dtype: of the model's keys and values."""
+        """dtype: that of the model's keys and values."""
         self._dtype = dtype
 
     def end(self, start: int, end: int) -> int:
@@ -82,9 +82,9 @@ class FewShapes:
         return common_end(start, end, multiple=FULL)
 
     def fit(self, layers: Sequence[Any], n_new: int) -> PaddedPass | None:
-        """How to read a row's next tokens; None: without padding. Its caches have room for them."""
+        """How to read a row's next tokens; None: without padding. Its caches must have room."""
         if not all(type(layer) is KVCache for layer in layers):
-            return None  # padding would change a recurrent state, or take a place in a window
+            return None  # padding would change a recurrent state, or take up space in a window
         first = layers[0]
         offset, n_room = first.offset, first.step if first.keys is None else first.keys.shape[-2]
         width = width_for(n_new)
@@ -100,8 +100,8 @@ class FewShapes:
 
 
 class _Masks:
-    """Computed once for all layers of a pass. They are added to the scores: MLX would expand a mask of
-    booleans in every layer, for all heads."""
+    """The masks of a pass, computed once for all layers. They are added to the scores: MLX would
+    expand a boolean mask in every layer, for all heads."""
 
     def __init__(self, offset: int, width: int, n_columns: int, dtype: mx.Dtype) -> None:
         self.n_columns = n_columns
@@ -138,7 +138,7 @@ class _ShortenedCache:
 
 
 class _PaddedCache(_ShortenedCache):
-    """The same, with further columns after them, which are masked."""
+    """The same, with more columns after the padding, all of them masked."""
 
     def __init__(self, cache: KVCache, n_new: int, masks: _Masks) -> None:
         super().__init__(cache, n_new)
@@ -156,7 +156,7 @@ class _PaddedCache(_ShortenedCache):
 
 
 def few_shapes(model: Any, make_layers: MakeLayers) -> FewShapes:
-    """For this model, tried once. Raises ValueError with what was seen if padding changes results."""
+    """Tries the model once. Raises ValueError, with the reason, if padding changes results."""
     ids = np.arange(N_PAST + N_NEW + 1) % 50 + 1
     plain = prefilled(model, make_layers(), ids[:N_PAST].tolist())
     padded = prefilled(model, make_layers(), ids[:N_PAST].tolist())

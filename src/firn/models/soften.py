@@ -1,6 +1,6 @@
-"""A JSON schema without what cannot be enforced: as little as possible is left out, and named.
+"""A JSON schema without what cannot be enforced: leaves out as little as possible, and names it.
 
-Each cut calls the compiler many times, so the search is bounded: anybody may send a schema.
+Each cut calls the compiler many times, and anyone may send a schema, so the search is bounded.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from firn.models.schema_faults import FaultOf, is_endless, locate, resolve
 MAX_CUTS = 64
 ANYTHING: Mapping[str, Any] = {"type": "object"}
 SHAPE = ("type", "properties", "items", "required", "enum", "const", "$ref", "anyOf", "allOf")
-"""Keywords that say most about a value; they are left out last."""
+"""Keywords that constrain a value the most; they are left out last."""
 SILENT = frozenset({"format"})
-"""Left out without a word: JSON Schema lets a validator ignore formats that it does not know."""
+"""Left out without being named: a JSON Schema validator may ignore formats it does not know."""
 _SHARED = ("$defs", "definitions")
 
 
@@ -32,7 +32,7 @@ def soften(
     time_s: float,
     clock: Callable[[], float] = time.thread_time,
 ) -> SoftenedSchema:
-    """`fault_of` says what is wrong with a schema, "" if nothing. Raises OutOfTime."""
+    """`fault_of` returns what is wrong with a schema, "" if nothing. Raises OutOfTime."""
     until = clock() + time_s
 
     def timed_fault_of(part: Any) -> str:
@@ -56,8 +56,8 @@ def soften(
 
 
 def _without_fault(root: Any, pointer: str, fault: str, fault_of: FaultOf) -> tuple[Any, str]:
-    """The schema without one keyword of the part at `pointer`, and that keyword; or without the whole
-    part, and ""."""
+    """The schema without one keyword of the part at `pointer`, and that keyword; or, if no keyword
+    helps, without the whole part, and ""."""
     part = resolve(f"#{pointer}", root)
     if not isinstance(part, dict):
         return ANYTHING, ""

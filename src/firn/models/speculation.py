@@ -1,13 +1,13 @@
-"""Several tokens a step: which drafter to ask, how many of its tokens to try, what came of them.
+"""Several tokens per step: which drafter to ask, how many tokens to try, how they turned out.
 
-Free drafters draft after every token. Drafts that are not tried are compared with what the row says
-anyway, so their odds are known before the first one costs anything. Until then plain steps are
-pipelined: one is launched while the one before it is computed. Drafting needs the newest token on the
-host, so a step with drafts is read before the next one is launched. A group changes to such steps, for
-an episode, when its drafts promise more than the change costs.
+Free drafters draft after every token. Drafts that are not tried are still compared with the tokens
+the row takes, so their odds are known before the first one costs anything. Until then plain steps
+are pipelined: one is launched while the one before it is computed. Drafting needs the newest token
+on the host, so a step with drafts is read before the next one is launched. A group changes to such
+steps, for an episode, when the expected gain of its drafts exceeds the cost of the change.
 
-Tokens that cannot be wrong come first: those that are forced (the end of a thinking budget) or that a
-grammar leaves no choice about. Then the drafters are asked, the free ones first.
+Tokens that can hardly be wrong come first: those that are forced (the end of a thinking budget) or
+that a grammar leaves no choice about. Then the drafters are asked, the free ones first.
 
 Owner: the engine thread, through the runner.
 """
@@ -47,29 +47,30 @@ SURE, SURE_ODDS = -1, 0.999
 GRAMMAR, GRAMMAR_ODDS = -2, 0.95
 """The same for text that a grammar leaves no choice about. The model may split it into other tokens."""
 EXPLORE_EVERY, N_EXPLORED = 64, 8
-"""The last N_EXPLORED of every EXPLORE_EVERY steps with drafts may try a width that has become cheaper.
-Several in a row: where steps are dispatched unread, the first of a width waits for the one before it."""
+"""The last N_EXPLORED of every EXPLORE_EVERY steps with drafts may try a width that may have become
+cheaper. Several in a row: where steps are dispatched before the last one is read, the first of a
+width waits for the step before it."""
 WEAK_ODDS, N_REST = 0.4, 3
 """A row whose drafts have odds below WEAK_ODDS is skipped for N_REST tokens or more."""
 N_PASSED = 4
 """A row whose last N_PASSED drafts were not worth trying is skipped as well, if drafting takes long."""
 MAX_CHARGE = 4.0
-"""The most plain steps that drafting for one step is charged with: more is noise."""
+"""The most that drafting for one step is charged, in plain steps: anything above is noise."""
 MAX_COSTLY, COMPARED_WIDTH = 8, 5
 """The most tokens that the costly drafter is asked for; the width at which its drafts are compared with
 free ones."""
 FAULT_REST_S = 600.0
-"""How long a costly drafter that has failed is not used: one that always fails must not look like a
-failing device."""
+"""How long a costly drafter stays out of use after a failure: one that always fails must not look
+like a failing device."""
 
 
 @dataclass(eq=False, slots=True)
 class RowDrafts:
-    """What is drafted for one row. next: the draft after its newest known token, by drafter `source`.
+    """The drafts of one row. next: the draft after its newest known token, by drafter `source`.
 
-    has_costly: the costly drafter drafts for this row, too. is_ready: it has read the row's text. rest:
-    steps until the free drafters are asked again. untold: tokens they have not been told of. n_passed:
-    consecutive drafts that were not worth trying.
+    has_costly: the costly drafter drafts for this row, too. is_ready: it has read the row's text.
+    rest: steps until the free drafters are asked again. untold: tokens not yet passed on to them.
+    n_passed: consecutive drafts that were not worth trying.
     """
 
     odds: Odds = field(default_factory=Odds)
@@ -84,7 +85,7 @@ class RowDrafts:
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """width: tokens of a row in the next step. asks: rows that the costly drafter is asked for."""
+    """width: tokens of a row in the next step. asks: rows for which the costly drafter is asked."""
 
     width: int
     asks: tuple[Row, ...] = ()
@@ -98,8 +99,8 @@ class Speculation:
         traits: Traits = TRAITS["cpu"],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """drafters: at most one that is not free. in_groups: whether rows that take unequal numbers of
-        tokens can share a group. traits: of the device."""
+        """drafters: at most one may be costly (not free). in_groups: whether rows that take unequal
+        numbers of tokens can share a group. traits: the device's."""
         self.totals = DraftTotals()
         self.traits = traits
         self.times = StepTimes(traits)
@@ -117,11 +118,11 @@ class Speculation:
         self._overhead = OverheadTimes()
         self._costly_overhead = OverheadTimes()
         self._costly_rest = 0
-        """Steps until the costly drafter is weighed again."""
+        """Steps until the costly drafter is considered again."""
         self._costly_from = 0.0
-        """When the costly drafter may be used again, after it failed."""
+        """When the costly drafter may be used again after a failure."""
         self.follows_unread = True
-        """Whether steps may be dispatched before the one before them is read; False once that failed."""
+        """Whether a step may be dispatched before the last one is read; False once that failed."""
 
     # --- rows ------------------------------------------------------------------------------
 
@@ -137,7 +138,7 @@ class Speculation:
                     drafted.has_costly = True
 
     def took(self, row: Row, tokens: Sequence[int]) -> None:
-        """The row's reply goes on with these tokens: judge its draft by them, and make a new one."""
+        """The row's reply continues with these tokens: score its draft by them, and draft again."""
         drafted = self._rows.get(row)
         if drafted is None:
             return
@@ -161,7 +162,7 @@ class Speculation:
             drafted.rest = self._rest(row, drafted)
 
     def _tell(self, row: Row, drafted: RowDrafts) -> None:
-        """Tell the free drafters what the row has said while it rested."""
+        """Pass on to the free drafters the tokens that the row took while it rested."""
         if drafted.untold:
             for i in self._free:
                 self._drafters[i].took(row, drafted.untold)
@@ -176,7 +177,7 @@ class Speculation:
                 drafter.close(row)
 
     def end(self) -> None:
-        """The engine stops."""
+        """The engine is stopping."""
         self._rows.clear()
         for drafter in self._drafters:
             drafter.end()
@@ -191,7 +192,7 @@ class Speculation:
         if len(group.seats) > 1 and not self.in_groups:
             return None
         known = [(row, d) for row in group.rows if (d := self._rows.get(row)) is not None]
-        # An empty cache cannot be rewound yet.
+        # A row whose cache is still empty cannot be rewound.
         if not known or not all(row.n_tokens for row in group.seats):
             return None
         self._prepare(known)
@@ -208,7 +209,7 @@ class Speculation:
             with self.step_clock.draining():
                 read_all()
         for row, drafted in known:
-            if not drafted.next.tokens or is_bound(row):  # it rests, or was told something since
+            if not drafted.next.tokens or is_bound(row):  # it rested, or tokens may be forced now
                 self._draft_for_free(row, drafted)
             drafted.next = within(row, drafted.next)
         best = self._width(group)
@@ -227,8 +228,8 @@ class Speculation:
         return drafts if any(drafts) else None
 
     def texts_ahead(self, group: Group, width: int) -> TextsAhead | None:
-        """What to feed each seat after the step in flight, which has this width. None: no drafts pay, or
-        most of them end too soon."""
+        """What to feed each seat after the step in flight, which has this width. None: no drafts
+        pay off, or most of them are too short."""
         known = [(row, d) for row in group.rows if (d := self._rows.get(row)) is not None]
         if self._costly is not None or not known:
             return None
@@ -257,14 +258,14 @@ class Speculation:
                 self.took(each.row, each.tokens)
 
     def disturbed(self) -> None:
-        """The device computes something else, or the rows change: what was decided may not hold."""
+        """The device computes something else, or the rows change: past decisions may not hold."""
         self.step_clock.disturbed()
         self._costly_rest = 0
 
     # --- drafts ----------------------------------------------------------------------------
 
     def _draft_for_free(self, row: Row, drafted: RowDrafts) -> None:
-        """Draft what comes next, with whatever costs nothing."""
+        """Draft what comes next from free sources: forced tokens, the grammar, free drafters."""
         sure: Sequence[int] = forced_next(row)
         source = SURE
         if not sure and row.picker is not None and row.picker.constraint is not None:
@@ -274,7 +275,7 @@ class Speculation:
             drafted.next, drafted.source = Draft(tokens, (0,) * len(tokens)), source
             return
         drafted.next, drafted.source = NO_DRAFT, 0
-        if row.forced:  # further ahead: soon they are the draft
+        if row.forced:  # further ahead: they will be the draft soon
             return
         self._tell(row, drafted)
         for i in self._free:
@@ -284,7 +285,7 @@ class Speculation:
                 return
 
     def _rest(self, row: Row, drafted: RowDrafts) -> int:
-        """For how many steps to skip the row: drafting takes the host's time."""
+        """For how many steps to skip the row, because drafting takes host time."""
         return self._rest_of(row, drafted) if self._free and not is_bound(row) else 0
 
     def _rest_of(self, row: Row, drafted: RowDrafts) -> int:
@@ -300,7 +301,7 @@ class Speculation:
         return not kinds or self._chance(drafted, drafted.source, kinds[0]) < WEAK_ODDS
 
     def _prepare(self, known: Sequence[tuple[Row, RowDrafts]]) -> None:
-        """Let the costly drafter read on for one row that is not ready. Only one: all wait for it."""
+        """Let the costly drafter read on for one row that is not ready. Only one: all rows wait."""
         if self._costly is None:
             return
         late = [(row, d) for row, d in known if d.has_costly and not d.is_ready]
@@ -310,7 +311,7 @@ class Speculation:
                 drafted.is_ready = self._drafters[self._costly].prepare(row)
 
     def _ask(self, best: DraftPlan) -> None:
-        """Ask the costly drafter for the rows that gain by it."""
+        """Ask the costly drafter for drafts of the rows that gain by them."""
         assert self._costly is not None
         n = best.width - 1
         drafts: Sequence[Draft] = ()
@@ -333,8 +334,8 @@ class Speculation:
     def _costly_work(self) -> Iterator[None]:
         """Time spent inside does not count as a step's, and a fault costs drafts, not the request.
 
-        What may be the device's fault concerns all rows and is raised; they are computed again without
-        the drafter.
+        A fault that may be the device's concerns all rows and is raised; they are computed again
+        without the drafter.
         """
         try:
             with self.step_clock.paused():
@@ -345,7 +346,7 @@ class Speculation:
                 raise
 
     def _drop_costly(self, error: Exception) -> None:
-        """Take the costly drafter from all rows: all that it has begun to compute may have failed."""
+        """Detach the costly drafter from all rows: everything it was computing may have failed."""
         assert self._costly is not None
         drafter = self._drafters[self._costly]
         log.warning(
@@ -364,7 +365,7 @@ class Speculation:
     def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
         """The best width of the next step, with free drafts alone or with the costly drafter's.
 
-        step_in_flight: nobody has read its tokens.
+        step_in_flight: a step has been launched whose tokens have not been read.
         """
         considers_costly = self._costly is not None and not (step_in_flight and self._costly_rest)
         if not considers_costly and not any(
@@ -375,7 +376,7 @@ class Speculation:
         mixed: list[ExpectedTokens] = []
         for row in group.rows:
             drafted = self._rows.get(row)
-            # With a step in flight, the first drafted token is about that step.
+            # With a step in flight, the first drafted token predicts the result of that step.
             n_pending = 1 if step_in_flight else len(row.pending)
             expected = self._expected_of_free(drafted, n_pending)
             free.append(expected)
@@ -432,7 +433,7 @@ class Speculation:
     def _pass_over(
         self, group: Group, known: Sequence[tuple[Row, RowDrafts]], began: float
     ) -> None:
-        """No draft of any row is worth a try; deciding that began at `began`."""
+        """No draft of any row is worth trying; that decision began at `began`."""
         n_seats, considered = len(group.seats), self._costly is not None and not self._costly_rest
         for _, drafted in known:
             drafted.n_passed += bool(drafted.next.tokens)
@@ -450,7 +451,7 @@ class Speculation:
         self._costly_rest = self._rest_of_costly(n_seats)
 
     def _rest_of_costly(self, n_seats: int) -> int:
-        """For how many steps the costly drafter is not weighed: that takes the host's time, too."""
+        """For how many steps not to consider the costly drafter: that takes host time, too."""
         if not self.times.knows(n_seats):
             return 0
         return self._costly_overhead.rest(1, self.times.plain_s(n_seats))

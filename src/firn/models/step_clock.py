@@ -1,7 +1,7 @@
 """Measures how long each step takes: from reading the tokens before it to reading its own.
 
     plain  plain  plain | wide  wide  wide | plain  plain
-                  ^ read early: nothing     ^ comes late: two steps are built before it is read
+                  ^ read early: nothing     ^ late: two steps are built before it is read
                     else is in flight
 
 The delays at both ends of an episode of wide steps are the cost of changing to drafts and back.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @dataclass(eq=False, slots=True)
 class Pace:
     """When a group's newest tokens were read. n_wide: wide steps since the last plain one. drained_s:
-    how much longer that one took because it was read early, to draft; None if it was not."""
+    how much longer that plain step took because it was read early, to draft; None if it was not."""
 
     read_at: float
     n_wide: int = 0
@@ -41,13 +41,13 @@ class StepClock:
         self._allowance = allowance
         self._clock = clock
         self.paces: dict[int, Pace] = {}
-        """By group. Missing where the device has computed something else since."""
+        """By the id() of the group. Missing where the device has computed something else since."""
         self.drains = False
 
     def read(
         self, group: Group, taken: Sequence[TakenTokens], step: PlainStep | Verification
     ) -> None:
-        """A step's tokens were read: record how long it took, and settle what it gained or lost."""
+        """A step's tokens were read: record how long it took, and settle its gain or loss."""
         now, n_rows = self._clock(), len(group.seats)
         pace = self.paces.get(id(group))
         if pace is None:
@@ -76,7 +76,7 @@ class StepClock:
 
     @contextmanager
     def draining(self) -> Iterator[None]:
-        """Steps are read early in here, so that drafts can follow them."""
+        """Inside the block, steps are read early, so that drafts can follow them."""
         self.drains = True
         try:
             yield
@@ -85,7 +85,7 @@ class StepClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time spent in here does not count as a step's."""
+        """Time spent inside the block does not count as a step's."""
         began = self._clock()
         try:
             yield

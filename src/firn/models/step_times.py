@@ -1,8 +1,8 @@
 """What a step costs, for each number of rows and each width, measured while serving.
 
-A price is relative to plain steps of the same rows. A plain step computes one token per row while the
-next step is already in flight, as without speculation. The price of a wide step includes what such a
-step may lose: it may have to be read before the next one is launched.
+A price is relative to plain steps with the same number of rows. A plain step computes one token per
+row while the next step is already in flight, as without speculation. The price of a wide step
+includes the loss of that overlap: it may have to be read before the next one is launched.
 
 The speed of a host can change from one second to the next. So seconds are kept, not ratios, and a price
 follows the newest steps of both kinds.
@@ -19,30 +19,30 @@ from dataclasses import dataclass, field
 from firn.models.traits import Traits
 
 N_KEPT = 9
-"""Measurements kept of each kind. Their median counts, so a single slow step does not."""
+"""Measurements kept of each kind. Their median is used, so a single slow step has no effect."""
 N_PLAIN = 3
 """Plain steps to measure before any draft is tried."""
 N_SURE = 3
-"""Measurements that outvote the prior."""
+"""With this many measurements, the prior is ignored."""
 N_STALE, N_UNSURE = 128, 32
-"""After so many steps in which drafts were not tried, each width forgets its most expensive measurement:
-whatever slowed it down may be over. The second number is for widths with few measurements, which may all
-come from one bad moment."""
+"""After this many steps whose drafts were all passed over, each width, and the change to wide
+steps, forgets its most expensive measurement: whatever slowed it down may be over. N_UNSURE is for
+those with few measurements, which may all come from one bad moment."""
 N_UNSEEN, N_DOUBTFUL = 512, 16
-"""Wide steps after which plain ones are measured again: the second number while the gain may be an
-illusion, because plain steps that were measured in a slow moment make drafts look good. It doubles each
-time the plain steps turn out as believed."""
+"""Wide steps after which plain ones are measured again: N_UNSEEN if the gain is clear. Otherwise it
+may be an illusion, because plain steps that were measured in a slow moment make drafts look good:
+then N_DOUBTFUL, doubled up to N_UNSEEN each time the plain steps confirm their estimate."""
 CLEAR_GAIN, AS_BELIEVED = 1.6, 0.8
-"""A gain too large to be an illusion; plain steps count as believed down to this share of the belief."""
+"""A gain too large to be an illusion; the share of an estimate down to which it is confirmed."""
 N_FRESH = 16
 """A width that is not among this many newest measurements was measured under other conditions. All its
 old measurements together then count as one."""
 PRIOR_CHANGE = 0.3
 PRIOR_EPISODE, EPISODE_RATE, MAX_EPISODE = 2.0, 0.2, 16.0
 MAX_OFF = 4.0
-"""A single measurement counts for at most this many times what was believed."""
+"""A single measurement counts as at most this many times the estimate before it."""
 MAX_PREPARING = 1.6
-"""The most plain steps that a step with a new shape is charged with: it compiles kernels only once."""
+"""The most that a step of a new shape is charged, in plain steps: it compiles kernels once."""
 
 
 class Recent:
@@ -60,7 +60,7 @@ class Recent:
         self._median = None
 
     def sum_up(self) -> None:
-        """Keep the median alone."""
+        """Keep only the median."""
         if self._values:
             self._values = deque([self.median], maxlen=N_KEPT)
 
@@ -70,14 +70,14 @@ class Recent:
             self._median = None
 
     def believed(self, prior: float) -> float:
-        """The median, filled up with the prior while there are few measurements."""
+        """The estimate: the median, padded with the prior while there are few measurements."""
         if len(self._values) >= N_SURE:
             return self.median
         return statistics.median([*self._values, *[prior] * (N_SURE - len(self._values))])
 
     @property
     def median(self) -> float:
-        """The lower of two middle values: a machine may be slow by accident, but not fast."""
+        """The lower of two middle values: a machine can be slow by accident, but not fast."""
         if self._median is None:
             self._median = statistics.median_low(self._values)
         return self._median
@@ -100,18 +100,18 @@ class _Measured:
     """Plain steps to measure before drafts are tried again."""
     n_since_plain: int = 0
     n_trusted: int = N_DOUBTFUL
-    """Wide steps after which plain ones are doubted, unless the gain is clear."""
+    """Wide steps after which the plain estimate is doubted, unless the gain is clear."""
     gain: float = 1.0
-    """What the newest drafts are expected to bring: tokens in the time of one."""
+    """Tokens per row expected from the newest drafts in the time of a plain step."""
     doubted_s: float = 0.0
-    """What plain steps were believed to take when they were last doubted; 0: they are not."""
+    """The estimate of plain steps that is in doubt until they are measured again; 0: none is."""
     n_passed: int = 0
     prices: dict[int, float] = field(default_factory=dict)
     """By width. Derived from the measurements, and cleared when one is added."""
 
 
 class StepTimes:
-    """What steps take, for each number of rows."""
+    """How long steps take, for each number of rows."""
 
     def __init__(self, traits: Traits) -> None:
         self._traits = traits
@@ -121,7 +121,7 @@ class StepTimes:
     # --- learning --------------------------------------------------------------------------
 
     def saw_plain(self, n_rows: int, seconds: float) -> None:
-        """seconds: from the tokens of one plain step to those of the next, which was in flight."""
+        """seconds: from reading a plain step's tokens to the next one's, which was in flight."""
         rows = self._of(n_rows)
         if rows.n_since_plain >= N_FRESH:
             rows.plain.sum_up()
@@ -137,10 +137,10 @@ class StepTimes:
     def saw_wide(
         self, n_rows: int, width: int, seconds: float, *, is_new: bool = False
     ) -> float | None:
-        """Returns what the step cost, in plain steps; None if those were not measured yet. With enough
-        measurements that is the price of its width: single slow steps happen to plain ones as well.
+        """Returns what the step cost, in plain steps; None if those have not been measured yet.
+        With enough measurements that is the price of its width: plain steps can be slow, too.
 
-        is_new: it had a new shape, and took longer than such steps will.
+        is_new: it had a new shape, and took longer than later steps of that shape will.
         """
         rows = self._of(n_rows)
         rows.n_since_plain += 1
@@ -163,7 +163,7 @@ class StepTimes:
         return price if len(known) >= N_SURE else min(measured, MAX_OFF * before)
 
     def expect(self, n_rows: int, gain: float) -> None:
-        """The drafts of the next step are expected to bring this many tokens in the time of one."""
+        """The next drafts are expected to yield this many tokens in the time of a plain step."""
         self._of(n_rows).gain = gain
 
     def saw_episode(self, n_rows: int, n_steps: int, extra_s: float) -> float:
@@ -234,8 +234,9 @@ class StepTimes:
         return rows.wide[width].believed(self._prior(n_rows, width) * plain_s) / plain_s
 
     def lowest_price(self, n_rows: int, width: int) -> float:
-        """What the width would cost if it related to the other widths as it usually does on this device:
-        its own measurements may be old, or come from one bad moment. If they are new, its own price."""
+        """What the width would cost if its ratio to the other widths were as usual on this device:
+        its own measurements may be old, or come from one bad moment. If they are new, its own
+        price."""
         if self._of(n_rows).newest.count(self._traits.shape(width)) >= N_SURE:
             return self.price(n_rows, width)
         shapes = {self._traits.shape(w) for w in self._traits.widths if w > 1}

@@ -1,8 +1,11 @@
-"""Starting the device on a step's first layers while the host still builds the others, or MLX still
-looks at them: it walks all of a graph before it launches any of it.
+"""Starts the device on a step's first layers before the rest of the step is ready.
 
-A plain step is built while the device computes the one before it. A step with drafts has none before
-it: the drafts follow from its tokens. Built as a whole, it would leave the device idle that long.
+The host may still be building the other layers, or MLX may still be traversing them: it walks all
+of a graph before it launches any of it.
+
+A plain step is built while the device computes the one before it. A step with drafts cannot overlap
+like that, because its drafts follow from the tokens of the step before. Built as a whole, it would
+leave the device idle meanwhile.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ import mlx.core as mx
 
 @contextmanager
 def in_stretches(layers: Sequence[Any], *, n_layers: int) -> Iterator[None]:
-    """While the model is called with these caches, dispatch every `n_layers` of them as they are built;
-    0: none."""
+    """Inside the block, a call of the model with these caches dispatches each run of `n_layers`
+    layers as soon as it is built; 0: none."""
     attending = [layer for layer in layers if hasattr(layer, "update_and_fetch")]
     last_ones = attending[n_layers - 1 :: n_layers] if n_layers else []
     for layer in last_ones:
@@ -31,7 +34,7 @@ def in_stretches(layers: Sequence[Any], *, n_layers: int) -> Iterator[None]:
 
 
 def dispatch(logits: mx.array, layers: Sequence[Any], *, n_layers: int) -> None:
-    """Dispatch a step that is built, every `n_layers` of it at once; 0: as a whole."""
+    """Dispatch a step that has been built, `n_layers` layers at a time; 0: as a whole."""
     for layer in layers[n_layers - 1 : -1 : n_layers] if n_layers else ():
         mx.async_eval(layer.keys)
     mx.async_eval(logits)

@@ -1,9 +1,10 @@
 """A bound on the time that a chat template may take.
 
-The template is the model's, but what it loops over is the user's: a schema nested forty deep can make a
-recursive macro run for years, and no thread can be stopped from outside. So the compiled template counts
-a tick at every turn of a loop and every call of a macro, and looks at the clock now and then. The guard
-goes into the compiled templates that transformers caches; the rest of rendering stays transformers' own.
+The template is the model's, but the data it loops over is the user's: a schema nested forty deep
+can make a recursive macro run for years, and a thread cannot be stopped from outside. So the
+compiled template counts a tick at every iteration of a loop and every call of a macro, and checks
+the clock now and then. The guard is put into the compiled templates that transformers caches; the
+rest of rendering is transformers' own.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from jinja2.runtime import Context
 from transformers.utils import chat_template_utils
 
 RENDER_LIMIT_S = 2.0
-"""Of this thread's CPU time: a template is not to blame while its thread waits."""
+"""In CPU time of the rendering thread: a template is not to blame while its thread waits."""
 CHECK_EVERY = 256
-"""Ticks between two looks at the clock, which costs more than a tick."""
+"""Ticks between two readings of the clock, which cost more than a tick."""
 MAX_REPEATED = 1 << 20
 """Items or characters that `*` may produce."""
 MAX_POWER_BITS = 1 << 12
@@ -31,11 +32,11 @@ _arming = threading.Lock()
 
 
 class RenderTooSlow(jinja2.TemplateError):
-    """The template took too long, or would make too large a value."""
+    """The template took too long, or would create a value that is too large."""
 
 
 def guard(source: str) -> None:
-    """Put the bound into the compiled form of this template. Raises jinja2.TemplateError."""
+    """Add the bound to the compiled form of this template. Raises jinja2.TemplateError."""
     template = chat_template_utils._compile_jinja_template(source)
     environment = template.environment
     if environment.context_class is GuardedContext:
@@ -52,7 +53,7 @@ def guard(source: str) -> None:
 
 
 class GuardedContext(Context):
-    """One rendering's variables, and the time it must end by. Owner: the thread that renders."""
+    """One rendering's variables, and its deadline. Owner: the thread that renders."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -66,7 +67,7 @@ class GuardedContext(Context):
 
 
 class _TickingGenerator(CodeGenerator):
-    """Compiles a tick into the start of every loop's and every macro's body."""
+    """Compiles a tick into the start of the body of every loop, macro and call block."""
 
     def visit_Template(self, node: nodes.Template, frame: Any = None) -> None:
         for inner in list(node.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):

@@ -24,7 +24,8 @@ DEPTH = 1024
 
 @dataclass(frozen=True, slots=True)
 class TimeSplit:
-    """Of one chunk or step, in seconds. Parts are measured separately, so `rest_s` is a difference."""
+    """How one chunk or step spends its time, in seconds. The parts are measured separately, so
+    `rest_s` is a difference."""
 
     n_tokens: int
     total_s: float
@@ -45,7 +46,7 @@ class Timing:
 
 
 def measure(model: Any, make_layers: MakeLayers, *, chunk: int) -> Timing:
-    """Call it on the thread that owns the model. Takes the time of a few chunks."""
+    """Call it on the thread that owns the model. Takes as long as a few chunks."""
     layers = make_layers()
     for start in range(0, DEPTH, chunk):
         _feed(model, layers, min(chunk, DEPTH - start))
@@ -69,12 +70,12 @@ def _split(model: Any, layers: list[Any], n: int, shapes: list[_AttentionShape])
 
 
 def _feed(model: Any, layers: list[Any], n: int) -> tuple[float, float]:
-    """(seconds, of which Python)."""
+    """Total seconds, and those of them spent in Python."""
     ids = mx.ones((1, n), dtype=mx.int32)
     began = time.perf_counter()
     logits = model(ids, cache=layers)
     built = time.perf_counter()
-    # Evaluates a chunk's logits at its last token only, as prefill does.
+    # One token's logits are read, but MLX computes the whole chunk's; prefill computes none.
     mx.eval(logits[:, -1], [layer.state for layer in layers])
     return time.perf_counter() - began, built - began
 
@@ -84,7 +85,7 @@ def _products(model: Any, n: int) -> list[mx.array]:
     out = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.QuantizedLinear):
-            # The head sees the last token alone.
+            # The head is counted for one token.
             rows = 1 if "lm_head" in name else n
             out.append(module(mx.ones((1, rows, _width(module)), dtype=_dtype(module))))
         elif isinstance(module, nn.Embedding | nn.QuantizedEmbedding) and not hasattr(
@@ -107,7 +108,7 @@ def _dtype(module: Any) -> mx.Dtype:
 
 @dataclass(frozen=True, slots=True)
 class _AttentionShape:
-    """Of one attention layer."""
+    """The shape of one attention layer."""
 
     n_heads: int
     n_kv_heads: int

@@ -1,8 +1,8 @@
 """Several rows' prompts read in one pass.
 
-mlx-lm's batched cache holds the rows' pasts side by side, right-justified. Their new tokens all begin at
-the next column, and shorter ones are padded at their ends. So each row's tokens are contiguous, and the
-row's own caches become views of them: nothing is copied.
+mlx-lm's batched cache holds the rows' pasts right-justified. The new tokens of all rows begin at
+the next column, and shorter ones are padded at the end. So each row's tokens are contiguous, and
+the row's own caches become views of them, without a copy.
 
     row 0   . . p p p | n n n n n        row 0 holds columns [2, 10)
     row 1   p p p p p | n n . . .        row 1 holds columns [0, 7)
@@ -25,18 +25,19 @@ from firn.models.selfcheck import FAR, LENGTHS, apart, prefilled
 from firn.models.shapes import width_for
 
 PASTS = (5, 0, 3)
-"""Tokens already read by each row that a model is tried with."""
+"""Tokens already read by each of the rows that a model is tried with."""
 
 
 def can_read_together(layers: Sequence[Any]) -> bool:
-    """Plain attention only: padding would change a recurrent state, or take a place in a window."""
+    """Whether all layers are plain attention: padding would change a recurrent state, or take up
+    space in a window."""
     return bool(layers) and all(type(layer) is KVCache for layer in layers)
 
 
 def together_fault(model: Any, make_layers: MakeLayers) -> str | None:
-    """Why rows do not come out of a padded pass as they do alone; None if they do.
+    """Why rows come out of a padded pass differently than alone; None if they do not.
 
-    Batched decode does not prove this: its mask has one token a row.
+    Batched decode does not prove this, because its mask has one token per row.
     """
     worst = min(_difference(model, make_layers, seed=seed) for seed in range(2))
     return f"rows come out different of a padded pass ({worst:.1f})" if worst > FAR else None
@@ -70,7 +71,8 @@ class BatchedPrefill:
         *,
         few_shapes: bool = False,
     ) -> None:
-        """tokens: what each row consumes. few_shapes: for a device that prefers few of them."""
+        """tokens: what each row consumes. few_shapes: pad to a common width, for a device that
+        prefers few shapes."""
         self._rows = rows
         self._n_new = [len(t) for t in tokens]
         self._n_past = max(row.n_tokens for row in rows)

@@ -1,7 +1,7 @@
 """The tokenizer port over mlx-lm's wrapper of a Hugging Face tokenizer. Thread-safe.
 
-Encoding and decoding go to the Rust tokenizer where there is one: the Python layer above it sets
-truncation and padding on each call, which two threads must not do at once.
+Encoding and decoding call the Rust tokenizer directly where there is one: the Python layer above it
+sets truncation and padding on each call, which two threads must not do at the same time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HfTokenizer:
         self._hf = wrapper._tokenizer
         self._fast = getattr(self._hf, "backend_tokenizer", None)
         if self._fast is not None:
-            # The file may have kept them from training; prompts must be neither cut nor filled up.
+            # The file may have settings from training; prompts must not be truncated or padded.
             self._fast.no_truncation()
             self._fast.no_padding()
         self._pieces = None if self._fast is None else PiecewiseEncoder(self._fast, self._vocab)
@@ -127,7 +127,8 @@ class HfTokenizer:
         plain = self._plain_text()
         if plain is not None:
             return plain.encode(text, typed)
-        # Cut after its first character, no name is recognised: it is text, if not in its usual tokens.
+        # A name that is cut after its first character is not recognised: it is encoded as text,
+        # though not in its usual tokens.
         ids: list[int] = []
         at = 0
         for start, _ in typed:
@@ -136,7 +137,7 @@ class HfTokenizer:
         return ids + self.encode(text[at:], add_special=False)
 
     def _plain_text(self) -> PlainText | None:
-        """Made when first needed: it takes as much time and memory as the tokenizer itself."""
+        """Created on first use: it takes as much time and memory as the tokenizer itself."""
         with self._copying:
             if self._plain is None and self._has_copy:
                 try:
@@ -150,7 +151,7 @@ class HfTokenizer:
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int]] | None:
-        """The tokens that `add_special` puts before and after a text; None: it does something else."""
+        """Tokens that `add_special` puts before and after a text; None: it does something else."""
         bare, whole = (self._whole("a", add_special=add) for add in (False, True))
         for at in range(len(whole) - len(bare) + 1):
             if whole[at : at + len(bare)] == bare:
@@ -186,7 +187,7 @@ class HfTokenizer:
             spelled = text.replace(" ", "\u2581")
         for form in (text, spelled):
             token = self._vocab.get(form)
-            # The vocabulary's spelling of this text may be the plain text of another token.
+            # The entry found under this spelling may be a token for another text.
             if token is not None and self.token_bytes(token) == text.encode():
                 return int(token)
         return None
@@ -202,7 +203,7 @@ class HfTokenizer:
         if tools:
             options["tools"] = list(tools)
         try:
-            if self._wrapper._chat_template is None:  # otherwise it is a function of mlx-lm's
+            if self._wrapper._chat_template is None:  # otherwise it is one of mlx-lm's functions
                 guard(self._hf.get_chat_template(None, options.get("tools")))
             return str(self._wrapper.apply_chat_template(list(messages), tokenize=False, **options))
         except TEMPLATE_FAULTS as e:
@@ -218,7 +219,7 @@ class HfTokenizer:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes: printable Latin-1 as it is, the rest from U+0100 on."""
+    """GPT-2's printable stand-ins for bytes: printable Latin-1 as is, the others from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

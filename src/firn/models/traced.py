@@ -1,17 +1,17 @@
 """Decode steps whose graph is traced once for each shape, instead of being built in Python every time.
 
-A step of a 4B model is a graph of a thousand operations. Built in Python it takes the host 2 to 5 ms; a
-traced one is copied by MLX in less than one. On a GPU that computes a step in 5 ms, that is a large part
-of every step of a group, and of every step with drafts, which cannot be built ahead.
+A step of a 4B model is a graph of a thousand operations. Building it in Python takes the host 2 to
+5 ms; MLX copies a traced one in less than one. On a GPU that computes a step in 5 ms, that is a
+large part of every step of a group, and of every step with drafts, which cannot be built ahead.
 
-A trace knows shapes and nothing else. So what changes from step to step is an array: where new cells
-are written, at which position, and which columns are seen. Attention sees whole blocks of columns,
-those after a row's end masked:
+A trace knows shapes and nothing else. So everything that changes from step to step is an array:
+where new cells are written, at which position, and which columns are seen. Attention sees whole
+blocks of columns, with those after a row's end masked:
 
     # [0, first) padding, masked   [first, at) the row's tokens   [at, at + width) new   [.., n) masked
 
-What comes before the model is not traced: MLX joins the simple operations of a trace to kernels of their
-own, and compiling one takes seconds.
+The operations before the model are not traced: MLX fuses the simple operations of a trace into new
+kernels, and compiling one takes seconds.
 
 Owner: the engine thread, through a runner.
 """
@@ -35,15 +35,16 @@ from firn.models.selfcheck import FAR, LENGTHS, apart, prefilled
 log = logging.getLogger("firn.models")
 
 MAX_SHAPES = 64
-"""Newest shapes whose traces are kept. One of 36 layers takes about a megabyte."""
+"""Most recently used shapes whose traces are kept. A trace of 36 layers takes about a megabyte."""
 N_BUILT = 4
-"""Steps of a new shape that are built: tracing takes as long as building several, and while rows come
-and go a shape may last for one step."""
+"""Steps of a new shape that are built before it is traced: tracing takes as long as building
+several, and while rows come and go a shape may last for a single step."""
 PLAIN = Columns(256)
-"""What steps of one token see. As mlx-lm's caches grow: no step needs a larger buffer than theirs."""
+"""Columns that steps of one token see. mlx-lm's caches grow by the same number, so no step needs a
+larger buffer than theirs."""
 LONE_COLUMNS = 16_384
-"""From so many on, a lone row's next token is not traced: attention without a mask saves more than
-building takes."""
+"""From this many columns on, a lone row's next token is not traced: attention without a mask saves
+more time than building takes."""
 N_TRIED = 3
 """Tokens that a model is tried with."""
 
@@ -52,10 +53,10 @@ Step = Callable[..., tuple[mx.array, list[mx.array], list[mx.array]]]
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a step of a group begins, for all of its layers alike.
+    """Where a step of a group begins; the same for all of its layers.
 
-    end: of the longest row, on the host. at: the column of each row's first new cell. offset: its
-    position. first: the first column that each row sees.
+    end: the end of the longest row, on the host. at: the column of each row's first new cell.
+    offset: that cell's position. first: the first column that each row sees.
     """
 
     end: int
@@ -66,8 +67,8 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class Begins:
-    """How many tokens the rows hold. at: for each row, on the device. n_more: at most so many more than
-    the layers know of."""
+    """How many tokens the rows hold. at: for each row, on the device. n_more: the most tokens of a
+    row that the layers do not know of."""
 
     at: mx.array
     n_more: int
@@ -75,7 +76,7 @@ class Begins:
 
 @dataclass(eq=False, slots=True)
 class _TracedShape:
-    """n_steps: how many steps had it."""
+    """n_steps: how many steps had this shape."""
 
     n_steps: int = 0
     step: Step | None = None
@@ -99,7 +100,7 @@ class TracedSteps:
         *,
         begins: Begins | None = None,
     ) -> mx.array | None:
-        """Feed each row its tokens (rows, width). None: nothing was done, the step must be built.
+        """Feed each row its tokens (rows, width). None: nothing was done; the step must be built.
 
         begins: how many tokens each row holds, where the layers do not know.
         """
@@ -132,8 +133,8 @@ class TracedSteps:
         return logits
 
     def had_new_shape(self) -> bool:
-        """Whether the newest step takes longer than others like it: its shape is built, or traced for
-        the first time. Forgotten once it is told."""
+        """Whether the newest step takes longer than others of its shape, because it was built, or
+        traced for the first time. Resets the flag."""
         is_new, self._is_new = self._is_new, False
         return is_new
 
@@ -154,8 +155,8 @@ class TracedSteps:
         return None
 
     def _trace(self, shape: tuple[Any, ...]) -> Step | None:
-        """None while the shape is too new. One function for each: MLX would search all shapes of a
-        function, and keep them."""
+        """The traced step of this shape; None while the shape is too new. Each shape has a function
+        of its own: MLX would search all shapes of a common function, and keep them all."""
         known = self._shapes.setdefault(shape, _TracedShape())
         self._shapes.move_to_end(shape)
         if len(self._shapes) > MAX_SHAPES:
@@ -185,7 +186,7 @@ def _step(
 
 
 class _TracedCache:
-    """What models use of mlx-lm's caches, while a step is traced."""
+    """The part of mlx-lm's cache interface that models use, while a step is traced."""
 
     def __init__(
         self, keys: mx.array, values: mx.array, offset: mx.array, new: mx.array, mask: mx.array
@@ -214,7 +215,7 @@ class _TracedCache:
 
 
 def _advance(layers: Sequence[Any], width: int, place: _Place) -> None:
-    """All layers hold so many tokens more."""
+    """Record that all layers hold `width` more tokens."""
     first = layers[0]
     if isinstance(first, RaggedKVCache):
         first.keep([n + width for n in first.lengths])
@@ -231,7 +232,7 @@ def _advance(layers: Sequence[Any], width: int, place: _Place) -> None:
 
 
 def traced_steps(model: Any, make_layers: MakeLayers) -> TracedSteps:
-    """For this model, tried once. Raises ValueError with what was seen if steps cannot be traced."""
+    """Tries the model once. Raises ValueError, with the reason, if steps cannot be traced."""
     texts = [[(7 * i + 3 * j) % 50 + 1 for j in range(n + N_TRIED)] for i, n in enumerate(LENGTHS)]
     rows = [prefilled(model, make_layers(), text[:-N_TRIED]) for text in texts]
     traced = TracedSteps(model, n_built=0)

@@ -1,8 +1,8 @@
 """What steps of several tokens cost on each kind of device, before anything is measured.
 
-CUDA: a step takes about as long as its launches, however many tokens it has; but attention to several
-tokens is planned anew for each shape, which takes longer than many steps. So steps come in few widths
-there, and see whole blocks of columns, the last ones masked.
+CUDA: a step takes about as long as its kernel launches, however many tokens it has; but attention
+of several tokens is planned anew for each shape, which takes longer than many steps. So steps have
+few widths there, and see whole blocks of columns, the last ones masked.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from firn.models.ragged import ALL_COLUMNS, Columns
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """slope: what each further token of each row adds to a step, in plain steps. flat: what any step of
-    several tokens adds. widths: to choose from, in tokens of a row. shapes: widths that are computed; a
-    narrower step is padded to one of them where that does no harm. n_preparing: the first steps of a
-    shape, which compile kernels or are traced, and are not measured. stretch: layers that are dispatched
-    while the host builds the others; 0: a step is dispatched as a whole, for the host computes it
-    itself."""
+    """slope: what each additional token of each row adds to a step, in plain steps. flat: what any
+    step of several tokens adds. widths: to choose from, in tokens of a row. shapes: widths that are
+    computed; a narrower step is padded to one of them where that does no harm. n_preparing: the
+    first steps of a shape, which compile kernels or are traced, and are not measured. stretch:
+    layers that are dispatched together while the host builds the next ones; 0: a step is dispatched
+    as a whole, as on a CPU, where the host computes it itself."""
 
     slope: float
     flat: float = 0.0

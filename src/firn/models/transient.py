@@ -1,8 +1,8 @@
 """Memory that a prefill chunk takes while it runs, estimated from the model's configuration.
 
-Metal computes attention of more than 8 queries in one kernel for a few head sizes only (see
+Metal computes attention of more than 8 queries in one kernel only for a few head sizes (see
 `ScaledDotProductAttention::use_fallback` in MLX); for all others the scores of a chunk against its whole
-past are held in memory. MLX's CPU backend always does that. These are first estimates: the engine
+past are held in memory. MLX's CPU backend always does that. These are initial estimates: the engine
 corrects them by the peaks it measures.
 """
 
@@ -15,11 +15,11 @@ from firn.core.memory_plan import Transient
 
 FUSED_HEAD_DIMS = {"metal": frozenset({64, 80, 128}), "cuda": frozenset({64, 80, 96, 128})}
 N_HIDDEN, N_INNER, N_ATTENTION = 8, 3, 4
-"""How many arrays of a token's hidden, feed-forward and attention width live at the same time."""
+"""Arrays of a token's hidden, feed-forward and attention width that are alive at the same time."""
 
 
 def transient_of(config: Mapping[str, Any], *, device: str, dtype: str) -> Transient:
-    """config: of a model folder; of a vision model, its text part counts. dtype: of its computations."""
+    """config: a model folder's; a vision model's text part counts. dtype: what it computes in."""
     item_nbytes = 4 if dtype == "float32" else 2
     text = config.get("text_config")
     tree: Mapping[str, Any] = {**config, **text} if isinstance(text, Mapping) else config
@@ -53,7 +53,8 @@ def _head_dims(tree: Mapping[str, Any], hidden: int, n_heads: int) -> Iterator[i
 
 
 def _first(tree: Mapping[str, Any], *names: str) -> int:
-    """The first of these that is a number. A list (one width per layer) counts with its largest."""
+    """The first of these that is a number; 0 if none is. A list (one width per layer) counts as its
+    largest."""
     for name in names:
         value = tree.get(name)
         if isinstance(value, list):

@@ -4,8 +4,8 @@
     picked              p0   p1 ...  pk       each with the row's own noise for its draw
     taken       p0 ... pa, where draft[:a] == picked[:a]: the drafted tokens that were right and one more
 
-What a row takes is what it would have picked one by one, so speculation never changes a text. A row
-ends at its end token, whatever was drafted after it.
+A row takes the tokens that it would have picked one by one, so speculation never changes a text. A
+row ends at its end token, whatever was drafted after it.
 
 Owner: the engine thread, through a group.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PickedToken:
-    """A row's newest token. fault: why the row cannot go on, if its grammar has failed."""
+    """A row's newest token. fault: why the row cannot continue, if its grammar has failed."""
 
     row: Row
     token: int
@@ -44,7 +44,8 @@ class PickedToken:
 
 @dataclass(frozen=True, slots=True)
 class TakenTokens:
-    """What one row took in a step. n_drafted: how many tokens of it were drafted; n_right: and right."""
+    """What one row took in a step. n_drafted: how many tokens were drafted for it. n_right: how
+    many of those were right."""
 
     row: Row
     tokens: tuple[int, ...]
@@ -53,7 +54,7 @@ class TakenTokens:
     n_right: int = 0
 
     def picked(self) -> list[PickedToken]:
-        """One by one, for the engine."""
+        """The tokens one by one, for the engine."""
         assert self.row.picker is not None
         row, fault, last = self.row, self.row.picker.fault, len(self.tokens) - 1
         out = [
@@ -66,7 +67,7 @@ class TakenTokens:
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """What a step with drafts feeds its rows, and where it picks. All of their tokens are known."""
+    """What a step with drafts feeds its rows, and where it picks. The host knows all tokens."""
 
     rows: tuple[Row, ...]
     drafts: tuple[tuple[int, ...], ...]
@@ -109,7 +110,7 @@ class Feed:
         return pick(logits, flat, self.forced(), allowed=allowed)
 
     def forced(self) -> list[int | None]:
-        """For each of those places: the token that is not picked, if it is forced."""
+        """For each of those places: the forced token, if there is one."""
         return [
             r.forced.get(r.n_tokens + len(r.pending) + j) if r.forced else None
             for r, draft in zip(self.rows, self.drafts, strict=True)
@@ -132,23 +133,23 @@ class Verification:
     hidden: mx.array | None = None
     """The model's hidden states, if it has a prediction head."""
     fed: DeviceFeed | None = None
-    """For a step that is dispatched before this one is read; None: there may be none."""
+    """For a step that is dispatched before this one is read; None: no such step is possible."""
     is_new: bool = False
-    """It took longer than others of its width, as it had a new shape."""
+    """It takes longer than others of its width, because it has a new shape."""
     is_settled: bool = False
     is_counted: bool = False
-    """The speculation has learnt from it."""
+    """The speculation has counted it."""
     fault: Exception | None = None
     _taken: list[TakenTokens] = field(default_factory=list)
 
     @property
     def may_stay_in_flight(self) -> bool:
-        """Whether the engine may go on with its rows before this is read."""
+        """Whether the engine may continue with its rows before this is read."""
         return can_be_cut_meanwhile(self.group.layers)
 
     def read(self) -> list[TakenTokens]:
-        """Wait for the tokens and take back what was drafted wrong. Idempotent: it raises again what it
-        raised once."""
+        """Wait for the tokens and take back wrong drafts. Idempotent: a fault is raised again by
+        every call."""
         if not self.is_settled:
             self.is_settled = True
             try:
@@ -178,7 +179,7 @@ class Verification:
         self._end(kept)
 
     def _end(self, kept: Sequence[int]) -> None:
-        """kept: how many of the tokens it was fed each row keeps."""
+        """kept: for each row, how many of the tokens it was fed it keeps."""
         assert self.step is not None
         self.step.settle(kept)
         self.group.next_tokens = as_picked([row.pending[-1] for row in self.rows])
@@ -195,7 +196,7 @@ def taken_by(
 
 
 def _note_hidden(row: Row, states: mx.array, i: int, *, n_kept: int) -> None:
-    """Note where the states before the row's pending tokens lie, once it has advanced."""
+    """Record where the states before the row's pending tokens are, once it has advanced."""
     if n_kept:
         row.hidden = [HiddenAt(states, i, n_kept - 1)]
     elif row.hidden:  # taken back: each pending token but the newest was fed
@@ -206,7 +207,8 @@ def _note_hidden(row: Row, states: mx.array, i: int, *, n_kept: int) -> None:
 def advance(row: Row, taken: TakenTokens, newest: Picker, *, all_or_none: bool) -> int:
     """Advance a row by what it took. Returns how many of the tokens it was fed stay in its caches.
 
-    newest: the picker of the last token that it took.
+    newest: the picker of the last token that it took. all_or_none: its caches cannot be rewound, so
+    one wrong token takes back the whole step.
     """
     assert row.picker is not None
     row.picker.catch_up(newest, len(taken.tokens))

@@ -1,9 +1,9 @@
 """A vision model on the engine of the text models: pictures are embeddings, the rest is tokens.
 
 What mlx-vlm calls the language model reads prompts in chunks, like any text model. A chunk without
-pictures takes ids alone. In a chunk with pictures, the embeddings of the text are joined with the
-pictures' features. The vision tower computes those once per picture, for the whole of it, so the result
-does not depend on where a chunk cuts a picture. The model keeps nothing of a request.
+pictures is passed as ids alone. In a chunk with pictures, the embeddings of the text are joined
+with the pictures' features. The vision tower computes those once per picture, as a whole, so the
+result does not depend on where a chunk cuts a picture. The model keeps no state of a request.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class VisionModel:
         return self.model.parameters()
 
     def named_modules(self) -> list[tuple[str, Any]]:
-        """The language model's."""
+        """Those of the language model."""
         return list(self._language.named_modules())
 
     def __call__(self, ids: mx.array, *, cache: list[Any], **arguments: Any) -> mx.array:
@@ -102,7 +102,7 @@ class VisionModel:
             low, high = max(span.start, start), min(span.end, end)
             mask = picture.visual
             visual[low - start : high - start] = mask[low - span.start : high - span.start]
-            ids[low - start : high - start] = 0  # a placeholder's id may lie outside the vocabulary
+            ids[low - start : high - start] = 0  # a placeholder's id may be outside the vocabulary
             cuts.append((low - start, high - start, features, low - span.start))
             first = int(mask[: low - span.start].sum())
             last = int(mask[: high - span.start].sum())

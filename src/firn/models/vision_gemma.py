@@ -1,7 +1,8 @@
 """Pictures whose tokens see each other.
 
-In Gemma 4 all tokens of a picture can see each other, later ones included. mlx-vlm's mask allows that
-only if the whole prompt is read at once; here a chunk may follow others, as long as no picture is cut.
+In Gemma 4 all tokens of a picture can see each other, later ones included. mlx-vlm's mask allows
+that only if the whole prompt is read in one pass; here a chunk may follow others, as long as no
+picture is cut.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def has_whole_pictures(model: Any) -> bool:
 
 
 def attend_to_whole_pictures(model: Any) -> None:
-    """Replace this model's mask overlay by one that also fits a chunk with a past."""
+    """Replace this model's mask overlay by one that also works for a chunk with a past."""
     inner = model.language_model.model
 
     def overlay(base: mx.array, kinds: mx.array | None) -> mx.array:

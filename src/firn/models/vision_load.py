@@ -27,11 +27,11 @@ from firn.models.vision import VisionModel, to_mlx
 log = logging.getLogger("firn.models")
 
 FAR = 0.05
-"""In units of the logits' spread. Rounding stays far below it, in bfloat16 too."""
+"""In standard deviations of the logits. Rounding stays far below it, in bfloat16 too."""
 
 
 def require_extra(name: str) -> None:
-    """Raises SetupError where the vision packages are not installed."""
+    """Raises SetupError if the vision packages are not installed."""
     missing = [m for m in ("mlx_vlm", "PIL") if importlib.util.find_spec(m) is None]
     if missing:
         raise SetupError(
@@ -115,7 +115,7 @@ def check_pictures(model: VisionModel, picture: Picture, architecture: str) -> N
 def _fault(model: VisionModel, picture: Picture) -> str | None:
     text = mx.array(
         [list(range(70, 133, 7))]
-    )  # no control tokens: those are at a vocabulary's ends
+    )  # no control tokens: those are at the ends of a vocabulary
     by_ids = model(text, cache=model.make_cache())[0, -1]
     features = model.text_features(text)
     more = {} if features.per_layer is None else {"per_layer_inputs": features.per_layer}
@@ -128,7 +128,7 @@ def _fault(model: VisionModel, picture: Picture) -> str | None:
 
 
 def _logits_by_mlx_vlm(model: VisionModel, picture: Picture) -> mx.array:
-    """One call with all that mlx-vlm's generator would pass."""
+    """One call with everything that mlx-vlm's generator would pass."""
     ids = mx.array(picture.ids.astype(np.int32))[None]
     tensors = to_mlx(picture)
     out = model.model.get_input_embeddings(input_ids=ids, mask=mx.ones_like(ids), **tensors)

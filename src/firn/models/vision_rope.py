@@ -1,6 +1,6 @@
 """Positions for models whose rotary embedding has three axes: time, height, width.
 
-A picture takes fewer positions than it has tokens, so after it positions and token counts differ. The
+A picture takes up fewer positions than tokens, so after it positions and token counts differ. The
 difference depends on all of the prompt's pictures, restored or not. Positions are passed with each call;
 mlx-vlm keeps those of one request on the model, which does not work for a batch.
 """
@@ -48,7 +48,7 @@ class RotaryPositions:
         self._extents: OrderedDict[bytes, Extent] = OrderedDict()
 
     def chunk(self, prompt: Prompt, start: int, end: int) -> mx.array:
-        """Of prompt tokens [start, end): (axes, 1, n)."""
+        """Positions of prompt tokens [start, end): (axes, 1, n)."""
         positions = np.tile(np.arange(start, end, dtype=np.int64), (N_AXES, 1))
         shift = 0
         for span, picture in zip(prompt.picture_spans, prompt.picture_inputs, strict=True):
@@ -64,7 +64,7 @@ class RotaryPositions:
         return mx.array(positions.astype(np.int32))[:, None]
 
     def step(self, rows: Sequence[Row], width: int = 1) -> mx.array:
-        """Of each row's next tokens: (axes, rows, width)."""
+        """Positions of each row's next tokens: (axes, rows, width)."""
         first = mx.array([[row.n_tokens + row.shift] for row in rows], dtype=mx.int32)
         return mx.broadcast_to(first + mx.arange(width), (N_AXES, len(rows), width))
 
@@ -73,7 +73,7 @@ class RotaryPositions:
         return sum(self._extent(span.digest, picture).shift for span, picture in pairs)
 
     def of_text(self, layers: Sequence[Any], n_tokens: int) -> mx.array:
-        """Of text that follows what these caches hold, without pictures: (axes, rows, n)."""
+        """Positions of text without pictures after what these caches hold: (axes, rows, n)."""
         offset = next(layer.offset for layer in layers if hasattr(layer, "offset"))
         begin = mx.array(offset).reshape(-1, 1)
         one_axis = begin + mx.arange(n_tokens)[None]
@@ -88,7 +88,7 @@ class RotaryPositions:
         return extent
 
     def _compute(self, picture: Picture) -> Extent:
-        """By the model's own function, which needs the markup around the picture."""
+        """Computed by the model's own function, which needs the markup around the picture."""
         n = picture.last - picture.first
         grid = picture.tensors.get("image_grid_thw")
         if grid is None:  # such a picture has positions like text

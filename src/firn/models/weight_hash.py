@@ -1,8 +1,8 @@
 """A digest of every byte of every tensor in some safetensors files, at memory speed.
 
-Tensors are cut into pieces. Several threads compute a 128-bit xxh3 of each piece, in any order (xxhash
-and the reads release Python's lock), and blake2b joins them with the tensors' names, types and shapes.
-The order of files and of tensors does not count.
+Tensors are cut into pieces. Several threads compute a 128-bit xxh3 of each piece, in any order
+(xxhash and the reads release the GIL), and blake2b joins them with the tensors' names, types and
+shapes. The order of files and of tensors does not matter, unless two tensors have the same name.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from firn.models.page_cache import CachedFile
 PIECE_NBYTES = 4 << 20
 MAX_THREADS = 8
 POLL_S = 0.05
-"""How long to wait for the loader while nothing new of the files is in the page cache."""
+"""How long to wait for the loader while the page cache holds nothing that is still to be hashed."""
 MAX_HEADER_NBYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """What changes when a file's bytes do. Nobody can set `ctime_ns` back."""
+    """Values that change when a file's bytes do. `ctime_ns` cannot be set back."""
 
     path: str
     size: int
@@ -44,7 +44,7 @@ class FileIdentity:
 
 
 def identities(paths: Sequence[Path]) -> tuple[FileIdentity, ...]:
-    """Of the files that links lead to. Raises OSError."""
+    """The identities of the files, with links resolved. Raises OSError."""
     return tuple(_identity(os.path.realpath(path)) for path in paths)
 
 
@@ -58,7 +58,7 @@ class _HashedTensor:
     label: bytes
     dtype: str
     start: int
-    """In the file."""
+    """Offset in the file."""
     nbytes: int
     pieces: list[bytes] = field(default_factory=list)
 
@@ -76,14 +76,16 @@ class _Read:
     start: int
     nbytes: int
     pieces: tuple[tuple[_HashedTensor, int, int, int], ...]
-    """Tensor, number of its piece, and the piece's bytes [low, high) within the read."""
+    """Tensor, number of the piece, and the piece's bytes [low, high) within the read."""
 
 
 class WeightHash:
-    """Being computed from the moment it is made. Its threads are daemons: nobody need wait for them.
+    """Computed in the background as soon as it is created. Its threads are daemons: nothing has to
+    wait for them.
 
-    Until `result` is called, the loader is reading the same files. So that the disk is read only once,
-    what the loader has brought into the page cache is hashed first, before it is evicted.
+    Until `result` is called, the loader is reading the same files. So that the disk is read only
+    once, pieces that the loader has brought into the page cache are hashed first, before they are
+    evicted.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -118,7 +120,7 @@ class WeightHash:
         return digest.digest()
 
     def _work(self) -> None:
-        """A thread's outermost frame."""
+        """The main function of a thread."""
         buffer = memoryview(bytearray(PIECE_NBYTES))
         with ExitStack() as opened:
             files: dict[int, CachedFile] = {}
@@ -150,7 +152,7 @@ class WeightHash:
 
 
 def _planned(tensors: Sequence[tuple[int, _HashedTensor]]) -> Iterator[_Read]:
-    """Reads of at most one piece's size: part of a large tensor, or adjacent small ones together."""
+    """Reads no larger than a piece: part of a large tensor, or several adjacent small ones."""
     for tensor in (t for _, t in tensors):
         tensor.pieces = [b""] * -(-tensor.nbytes // PIECE_NBYTES)
     ordered = sorted(tensors, key=lambda item: (item[0], item[1].start))
@@ -185,12 +187,12 @@ def _reads(ordered: Sequence[tuple[int, _HashedTensor]]) -> Iterator[_Read]:
 
 
 def _tensors(paths: Sequence[Path]) -> Iterator[tuple[int, _HashedTensor]]:
-    """Number of the file, and tensor. Raises SetupError."""
+    """The number of the file and the tensor, for each. Raises SetupError."""
     n_seen: Counter[str] = Counter()
     for i, path in enumerate(paths):
         try:
             for name, tensor in _header(path):
-                # Where two files have a tensor of one name, the loader keeps the last one.
+                # If two files have a tensor of the same name, the loader keeps the last one.
                 tensor.label += f"\0{n_seen[name]}".encode() if n_seen[name] else b""
                 n_seen[name] += 1
                 yield i, tensor

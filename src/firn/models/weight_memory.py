@@ -1,8 +1,8 @@
 """Digests of weights, remembered by the identity of their files: one small file in firn's cache folder.
 
-In any doubt the weights are hashed again: if this file cannot be read or understood, if somebody else
-could have written it, or if the weights were touched so recently that another change might leave the
-same time stamps. Nothing that goes wrong here stops a start.
+In case of doubt the weights are hashed again: if this file cannot be read or understood, if another
+user could have written it, or if the weights were touched so recently that another change might
+leave the same timestamps. No failure here prevents a start.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ FORMAT = 1
 MAX_ENTRIES = 64
 MAX_NBYTES = 4 << 20
 MIN_WEIGHTS_NBYTES = 256 << 20
-"""Smaller weights are hashed in a moment, and are not worth a file."""
+"""Smaller weights are hashed quickly and not worth remembering."""
 SETTLED_S = 3.0
-"""Some file systems have time stamps in steps of two seconds."""
+"""Some file systems have timestamps with a resolution of two seconds."""
 
 
 class WeightMemory:
@@ -73,7 +73,7 @@ class WeightMemory:
         return sum(f.size for f in files) >= self._min_nbytes
 
     def _entries(self) -> list[dict[str, Any]]:
-        """The file's entries, newest first; none at all if anything about it is odd."""
+        """The file's entries, newest first; none at all if anything about the file is wrong."""
         try:
             with self._path.open("rb") as f:
                 s = os.fstat(f.fileno())
@@ -90,7 +90,7 @@ class WeightMemory:
             return []
 
     def _write(self, entries: list[dict[str, Any]]) -> None:
-        """Temp file, then rename. Its mode is 0600, as of all temp files."""
+        """Temp file, then rename. mkstemp gives it the mode 0600."""
         text = json.dumps({"format": FORMAT, "check": _check(entries), "entries": entries})
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd, temp = tempfile.mkstemp(dir=self._path.parent, prefix=f".{NAME}.")

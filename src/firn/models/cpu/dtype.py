@@ -1,8 +1,9 @@
 """Weights in float32, which a CPU multiplies fastest.
 
-BLAS has no 16-bit and no quantised numbers; MLX has loops of its own for those, at a fortieth of the
-speed. Widening hardly changes a weight: every 16-bit number is a float32 number, and a quantised one is
-a scale times an integer plus an offset, which float32 holds to the last bit but one.
+BLAS supports neither 16-bit nor quantised numbers; MLX has loops of its own for those, at 1/40 of
+the speed. Widening hardly changes a weight: every 16-bit number is a float32 number, and a
+quantised one is a scale times an integer plus an offset, which float32 holds to the last bit but
+one.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ log = logging.getLogger("firn.models")
 GIB = 1 << 30
 Choice = Literal["auto", "model", "float32"]
 SHARE = 0.6
-"""Of the available memory, for widened weights; caches need the rest."""
+"""Share of the available memory that widened weights may take; caches need the rest."""
 
 
 def apply(model: Any, choice: Choice) -> bool:
-    """Widen the weights; returns whether that was done. auto: if there is memory for it."""
+    """Widen the weights; returns whether that was done. auto: only if there is enough memory."""
     if choice == "model" or not is_narrow(model):
         return False
     need, free = widened_nbytes(model), memory().available
@@ -50,7 +51,7 @@ def widen_as(part: Any, choice: Choice, *, like: Any) -> None:
 
 
 def widened_nbytes(model: Any) -> int:
-    """What the weights take in float32."""
+    """The size of the weights in float32."""
     n = sum(int(w.size) for _, w in tree_flatten(model.parameters()) if _is_float(w))
     n += sum(_n_packed(module) for _, module in model.named_modules() if _is_quantised(module))
     return 4 * n
@@ -65,7 +66,7 @@ def is_narrow(model: Any) -> bool:
 
 
 def widen(model: Any) -> None:
-    """Module by module, so that only one is in memory twice."""
+    """Widen module by module, so that only one is in memory twice."""
     for name, module in list(model.named_modules()):
         if _is_quantised(module) and (plain := _plain(module)) is not None:
             _replace(model, name, plain)
@@ -74,7 +75,7 @@ def widen(model: Any) -> None:
             if not key.startswith("_") and _is_float(value):
                 module[key] = value.astype(mx.float32)
                 mx.eval(module[key])
-    model.set_dtype(mx.float32)  # what lies in lists
+    model.set_dtype(mx.float32)  # arrays in lists
     mx.eval(model.parameters())
 
 

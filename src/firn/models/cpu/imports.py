@@ -1,8 +1,9 @@
 """The functions that a loaded shared library imports, as slots that can be set.
 
-An ELF library calls an imported function through a slot in its global offset table, which the dynamic
-linker fills. The file says where the slots lie; this process's memory holds them. Setting a slot
-redirects the library's calls to another function of the same signature, for this process only.
+An ELF library calls an imported function through a slot in its global offset table, which the
+dynamic linker fills in. The file lists where the slots are; this process's memory holds them.
+Setting a slot redirects the library's calls to another function of the same signature, for this
+process only.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ class Slot:
         return int(ctypes.c_uint64.from_address(self.address).value)
 
     def set(self, function: int) -> None:
-        """Eight aligned bytes: a thread that calls meanwhile gets the old or the new function."""
+        """Eight aligned bytes: a concurrent call reaches the old or the new function."""
         with _writable(self.address):
             ctypes.c_uint64.from_address(self.address).value = function
 
 
 def find_slots(library: str, names: tuple[str, ...]) -> dict[str, Slot]:
-    """The slots of these functions in a library that is loaded. Raises NoSlot.
+    """The slots of these functions in a loaded library. Raises NoSlot.
 
-    library: its file's name, without the folder.
+    library: the name of its file, without the folder.
     """
     types = SLOT_TYPES.get(platform.machine())
     if types is None:
@@ -82,7 +83,7 @@ class _Elf:
         self._dynamic = dict(entries)
 
     def slots(self, types: tuple[int, ...]) -> dict[str, int]:
-        """By name of the imported function: its slot's offset from the library's base."""
+        """Offsets of the slots from the library's base, by the name of the imported function."""
         symbols, names = self._at(self._dynamic[DT_SYMTAB]), self._at(self._dynamic[DT_STRTAB])
         slots = {}
         for offset, info, addend in self._relocations():
@@ -103,7 +104,7 @@ class _Elf:
                 )
 
     def _at(self, address: int) -> int:
-        """The offset in the file of the bytes at this address."""
+        """The offset in the file of the byte at this address."""
         for offset, start, size in self._loads:
             if start <= address < start + size:
                 return int(offset + address - start)
@@ -121,7 +122,7 @@ class _Region(NamedTuple):
 
 
 def _maps() -> Iterator[_Region]:
-    """In the order of addresses: a library's first region starts at its base."""
+    """In address order: a library's first region starts at its base."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as e:
@@ -135,7 +136,7 @@ def _maps() -> Iterator[_Region]:
 
 @contextlib.contextmanager
 def _writable(address: int) -> Iterator[None]:
-    """Make the address's page writable inside the block: the linker may have made it read-only."""
+    """Make this address writable inside the block: the linker may have made it read-only."""
     region = next((r for r in _maps() if r.start <= address < r.end), None)
     if region is None or "x" in region.rights:
         raise NoSlot("the slot is not in the library's data")

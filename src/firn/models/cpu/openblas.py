@@ -1,8 +1,8 @@
 """OpenBLAS libraries that may be on a machine, and the replacement of MLX's own BLAS by one of them.
 
-MLX's Linux wheel multiplies with a reference BLAS, at a fortieth of the processor's speed. The wheel
+MLX's Linux wheel multiplies with a reference BLAS, at 1/40 of the processor's speed. The wheel
 scipy-openblas32 has OpenBLAS's functions under prefixed names, which MLX does not call; so MLX's calls
-are redirected (see `imports`). Nothing is preloaded, copied or written.
+are redirected (see `imports`). Nothing is preloaded, and no file is copied or written.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from firn.models.cpu.imports import MLX, find_slots
 
 Kind = Literal["system", "bundled"]
 PRODUCTS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
-"""All that MLX's matrix products call, for float32, float64 and complex64."""
+"""The functions that MLX's matrix products call, for float32, float64 and complex64."""
 SPIN = "23"
-"""Idle threads spin for 2**23 cycles, some 3 ms, before they sleep.
+"""Idle threads spin for 2**23 cycles, about 3 ms, before they sleep.
 
 OpenBLAS's default of 2**28 keeps a core from Python, MLX and the clients long after a step. If threads
-slept sooner than a layer of attention takes, every product would wait for them to be woken.
+went to sleep in less time than a layer of attention takes, every product would have to wake them.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A library on this machine. prefix: of its functions' names."""
+    """A library on this machine. prefix: what the names of its functions begin with."""
 
     kind: Kind
     path: str
@@ -41,12 +41,13 @@ class Library:
 
 
 def libraries() -> list[Library]:
-    """Candidates; whether they load and are any good is for a trial to say."""
+    """Candidates; a trial shows whether they load and how fast they are."""
     return [lib for lib in (_bundled(), _of_the_system()) if lib is not None]
 
 
 def _bundled() -> Library | None:
-    """The wheel's. The package is not imported: that would load the library with its default threads."""
+    """The wheel's library. Importing the package would load it with its default threads, so it is
+    only located."""
     spec = importlib.util.find_spec("scipy_openblas32")
     folders = (spec.submodule_search_locations if spec else None) or []
     files = [
@@ -80,7 +81,7 @@ class OpenBlas:
 
     @property
     def version(self) -> str:
-        """In the library's own words: "OpenBLAS 0.3.34"."""
+        """As the library reports it: "OpenBLAS 0.3.34"."""
         config = self._function("openblas_get_config")
         config.restype = ctypes.c_char_p
         words = (config() or b"").decode("ascii", "replace").split()
@@ -98,7 +99,7 @@ class OpenBlas:
 
     def attach(self) -> None:
         """Make MLX multiply with this library from now on, in this process. Raises NoSlot."""
-        import mlx.core  # noqa: F401 - a library that is not loaded has no slots
+        import mlx.core  # noqa: F401 - only a loaded library has slots
 
         slots = find_slots(MLX, PRODUCTS)
         addresses = {name: self._address(name) for name in PRODUCTS}
@@ -121,7 +122,8 @@ class OpenBlas:
 
 @contextlib.contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """Set variables inside the block: OpenBLAS reads them while it loads; child processes must not."""
+    """Set variables inside the block: OpenBLAS reads them as it loads; child processes must not
+    inherit them."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -1,8 +1,8 @@
 """Rotary positions of a decode step, for MLX's CPU backend.
 
-There mx.fast.rope consists of thirty small operations, and a model calls it twice per layer: a third of
-a small model's decode step. Here rows at the same position are multiplied by one matrix, which all
-layers share; rows at different positions are rotated by
+On that backend mx.fast.rope consists of thirty small operations, and a model calls it twice per
+layer: a third of a small model's decode step. Here rows at the same position are multiplied by one
+matrix, which all layers share; rows at different positions are rotated by
 
     x * cos(angles) + (x @ quarter turn) * sin(angles)
 
@@ -24,7 +24,7 @@ _plain_rope = mx.fast.rope
 
 
 class RopeKind(NamedTuple):
-    """What does not change from step to step. freqs: the array's id()."""
+    """The arguments that do not change from step to step. freqs: the array's id()."""
 
     dims: int
     width: int
@@ -38,7 +38,7 @@ class Rotation:
     """The arrays for one kind: those that never change, and the matrix of the newest position."""
 
     def __init__(self, kind: RopeKind, freqs: mx.array | None, *, turn: mx.array) -> None:
-        self._freqs = freqs  # a reference, so that its id() stays its own
+        self._freqs = freqs  # a reference, so that no other array gets its id()
         self._scale = kind.scale
         self.turn = turn
         speeds = _speeds(kind, freqs)
@@ -48,7 +48,7 @@ class Rotation:
         self._matrix = turn
 
     def matrix(self, position: int) -> mx.array:
-        """Rotates a row to this position."""
+        """The matrix that rotates a row to this position."""
         if self._at != position:
             angles = self._speeds * (position * self._scale)
             self._matrix = mx.diag(mx.cos(angles)) + self.turn * mx.sin(angles)
@@ -56,14 +56,14 @@ class Rotation:
         return self._matrix
 
     def waves(self, positions: mx.array) -> tuple[mx.array, mx.array]:
-        """Cosine and sine, (rows, 1, 1, width). Never kept: an array can be changed in place."""
+        """Cosine and sine, (rows, 1, 1, width). Not cached: the array may be changed in place."""
         places = positions.astype(mx.float32).reshape(-1, 1, 1, 1)
         angles = (places * self._scale if self._scale != 1 else places) * self._speeds
         return mx.cos(angles), mx.sin(angles)
 
 
 class _Rotations(threading.local):
-    """Per thread: an array that is not computed yet belongs to its thread's stream."""
+    """Per thread: an array that has not been computed yet belongs to its thread's stream."""
 
     def __init__(self) -> None:
         self._by_kind: dict[RopeKind, Rotation] = {}
@@ -94,7 +94,7 @@ _rotations = _Rotations()
 
 
 def install() -> None:
-    """Replace MLX's own function by `rope`, for this process."""
+    """Replace MLX's own function with `rope`, for this process."""
     mx.fast.rope = rope
 
 

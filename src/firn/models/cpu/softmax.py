@@ -2,8 +2,8 @@
 
 MLX's exp is slow on x86-64, and so is everything built on it; its power function is not, least of all
 for powers of two (see `stubs`). So attention and sigmoid are computed by powers of two: the same results
-to the last bit or two, in a third of the time. Which is faster on this machine is measured once. Small
-attention is left to MLX: there the number of operations counts.
+to the last bit or two, in a third of the time. Which is faster on this machine is measured at each
+start. Small attention is left to MLX: there the number of operations dominates.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from firn.models.cpu import imports, stubs
 
 MIN_SCORES = 1 << 13
-"""Below this, more operations cost more than they save."""
+"""Below this, the additional operations cost more than they save."""
 LOG2_E = math.log2(math.e)
 LEAST = float(np.finfo(np.float32).min)
 TINY = 1e-30
@@ -32,7 +32,7 @@ _plain_sigmoid = mx.sigmoid
 
 
 def install_if_faster() -> bool:
-    """Replace MLX's own functions by these, for this process, if that is faster on this machine."""
+    """Replace MLX's own functions with these, for this process, if they are faster here."""
     _hasten_powers_of_two()
     faster = _seconds(attention) < _seconds(_plain_attention)
     mx.fast.scaled_dot_product_attention = attention if faster else _plain_attention
@@ -68,9 +68,9 @@ def attention(
     sinks: mx.array | None = None,
     **more: Any,
 ) -> mx.array:
-    """What mx.fast.scaled_dot_product_attention computes: (batch, heads, tokens, width) each.
+    """What MLX's attention computes, from arrays (batch, heads, tokens, width).
 
-    Except that a token which may attend to nothing gets zeros.
+    Unlike MLX's result, it is zero for a token that may attend to nothing.
     """
     n_scores = math.prod(q.shape[:-1]) * k.shape[-2]
     known = mask.ndim in (2, 4) if isinstance(mask, mx.array) else mask in (None, "causal")
@@ -78,7 +78,7 @@ def attention(
         return _plain_attention(q, k, v, scale=scale, mask=mask, sinks=sinks, **more)
     batch, heads, n_tokens, width = q.shape
     kv_heads, n_keys = k.shape[1:3]
-    # The tokens of all heads that share keys are one matrix.
+    # The tokens of all heads that share keys form one matrix.
     shared = (q * (scale * LOG2_E)).reshape(batch, kv_heads, -1, width)
     scores = (shared @ k.swapaxes(-1, -2)).astype(mx.float32)
     if mask is not None:
@@ -92,7 +92,7 @@ def attention(
 
 
 def _added(mask: mx.array | str, n_tokens: int, n_keys: int) -> mx.array:
-    """The mask as numbers to add. Masked scores are minus infinity, the cheapest power to compute."""
+    """The mask as numbers to add. Masked scores are -inf, whose power is cheapest to compute."""
     if isinstance(mask, str):
         ends = mx.arange(n_keys - n_tokens, n_keys)
         mask = mx.arange(n_keys)[None] <= ends[:, None]

@@ -1,4 +1,4 @@
-"""Two functions for x86-64 that stand between MLX and a library, and pass some calls to a faster one.
+"""Two x86-64 functions between MLX and a library, which pass some calls on to a faster function.
 
 Single rows: a decode step multiplies one row by weight matrices. OpenBLAS's sgemm packs the whole matrix
 before it multiplies, three times the memory traffic of sgemv, which reads it once. (On ARM, OpenBLAS
@@ -6,8 +6,8 @@ itself calls sgemv for them.)
 
 Powers of two: MLX computes them with powf, which takes twice as long as exp2f for the same bits.
 
-MLX calls sgemm and powf, so the choice is made before those, by a few instructions in a page of their
-own: nobody should need a compiler to run firn.
+MLX calls sgemm and powf, so the choice is made in front of those, by a few instructions in a page
+of their own: running firn should not require a compiler.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ def can_run() -> bool:
 
 
 def sgemm_by_rows(*, sgemm: int, sgemv: int) -> int:
-    """The address of a cblas_sgemm that hands products of one row to cblas_sgemv. Raises OSError."""
+    """The address of a cblas_sgemm that passes single rows to cblas_sgemv. Raises OSError."""
     return _executable(_assemble(_ONE_ROW, {"@sgemm": sgemm, "@sgemv": sgemv}))
 
 
 def powf_of_two(*, powf: int, exp2f: int) -> int:
-    """The address of a powf that hands powers of two to exp2f. Raises OSError."""
+    """The address of a powf that passes powers of two to exp2f. Raises OSError."""
     return _executable(_assemble(_POWER_OF_TWO, {"@powf": powf, "@exp2f": exp2f}))
 
 

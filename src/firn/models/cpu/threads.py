@@ -1,8 +1,8 @@
 """How many threads OpenBLAS uses for a product.
 
-A second thread must be woken and waited for. A decode step of a small model is a hundred tiny products
-with pauses between them: there a second thread saves nothing, and takes a core from Python, MLX and the
-clients.
+A second thread has to be woken up and waited for. A decode step of a small model is a hundred tiny
+products with pauses between them: there a second thread saves nothing, and takes a core from
+Python, MLX and the clients.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 WORTHWHILE = 1 << 18
-"""Multiplications from which on a product is worth more than one thread."""
+"""From this many multiplications on, a product is worth more than one thread."""
 
 
 class HasThreads(Protocol):
@@ -23,7 +23,7 @@ class HasThreads(Protocol):
 
 
 class Threads:
-    """One thread where products are small, all where they are not. Owner: the engine thread."""
+    """One thread for small products, all for larger ones. Owner: the engine thread."""
 
     def __init__(self, library: HasThreads, model: Any) -> None:
         self._library = library
@@ -31,7 +31,7 @@ class Threads:
         self._weights = weights_a_product(model)
 
     def prepare(self, n_tokens: int) -> None:
-        """Call it before products of `n_tokens` tokens each."""
+        """Call it before computing products of `n_tokens` tokens each."""
         n = self._library.n_threads if self._weights * n_tokens >= WORTHWHILE else 1
         if n != self._now:
             self._library.set_threads(n)

@@ -1,7 +1,7 @@
 """How fast an OpenBLAS library multiplies for MLX, tried in a process of its own.
 
 A library that does not fit the processor may kill the process that loads it. So a child process loads it
-first, and what that prints, or that it died, is remembered (see `blas`).
+first, and what the child prints, or that it died, is remembered (see `blas`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from firn.models.cpu.openblas import Library, OpenBlas
 from firn.models.faults import first_line
 
 FORMAT = 3
-"""Of remembered trials: raise it when a trial measures something else."""
+"""Version of remembered trials: increment it when a trial measures something else."""
 TIMEOUT_S = 60.0
 N_TRIES, MIN_S = 4, 0.2
-"""At least this many products, for at least this long: at some moment other processes pause."""
+"""At least this many products, for at least this many seconds, so that some run while other
+processes pause."""
 SIZE = (96, 512, 512)
 
 
@@ -31,12 +32,12 @@ class Trial:
     label: str = ""
     gflops: float = 0.0
     own_gflops: float = 0.0
-    """Of MLX's own BLAS, measured just before."""
+    """Those of MLX's own BLAS, measured just before."""
     fault: str = ""
 
 
 def run(library: Library, *, n_threads: int) -> Trial:
-    """Try it in a child process, which may die: this one goes on."""
+    """Try it in a child process, which may die without affecting this one."""
     code = [sys.executable, "-m", __name__, library.kind, library.path, library.prefix]
     try:
         done = subprocess.run(
@@ -61,8 +62,8 @@ def main(kind: str, path: str, prefix: str, n_threads: str) -> None:
         blas.attach()
         _check()
         speed = gflops()
-        # On a busy machine threads wait for each other, and two take forty times as long as one: what
-        # one achieves alone is the least that this library can do.
+        # On a busy machine threads wait for each other, and two take forty times as long as one:
+        # the speed of one thread is a lower bound of what this library can do.
         blas.set_threads(1)
         trial = Trial(f"{blas.version} for {blas.core}", max(speed, gflops()), own)
     except Exception as e:  # whatever happens, a trial ends with a result
@@ -71,7 +72,7 @@ def main(kind: str, path: str, prefix: str, n_threads: str) -> None:
 
 
 def gflops() -> float:
-    """Of float32 products of a short chunk's size, the best of a few."""
+    """The speed of float32 products of a short chunk's size, best of a few."""
     import mlx.core as mx
 
     m, k, n = SIZE

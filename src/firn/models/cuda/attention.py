@@ -1,17 +1,17 @@
-"""Attention of a few tokens a row under a mask, on CUDA.
+"""Attention of a few tokens per row under a mask, on CUDA.
 
-MLX has fast kernels for one row's next token and for long prompts. With a mask of columns, as a batch
-has it, a step of one token is composed of a dozen operations, and one of several tokens is planned and
-dispatched by cuDNN, which takes the host longer than the device. The kernel here takes any mask, is
-launched like MLX's own and needs no plan for a new shape.
+MLX has fast kernels for one row's next token and for long prompts. With a mask of columns, as a
+batch has, a step of one token is composed of a dozen operations, and one of several tokens is
+planned and dispatched by cuDNN, which takes more time on the host than on the device. The kernel
+here accepts any mask, is launched like MLX's own and needs no plan for a new shape.
 
     block   16 queries (tokens and heads that share a key head), one row, one part of the columns
-    warp    every fourth 16 columns, except those that no query sees; the next are loaded meanwhile
-    parts   of the columns, where rows and heads are too few for the device; a second kernel joins them
+    warp    every fourth 16 columns, except those that no query sees; loads the next meanwhile
+    part    of the columns, if rows and heads are too few for the device; a second kernel joins them
 
 Products are of bfloat16 with float32 sums, the softmax is in float32. The order of sums depends on
-shapes alone: the same step gives the same bits. Arrays that the kernel cannot read as they lie give NaN,
-which the checks at load find; none of mlx-lm's caches lies like that.
+shapes alone: the same step gives the same bits. Arrays whose strides or alignment the kernel does
+not support give NaN, which the checks at load detect; none of mlx-lm's caches has such arrays.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from firn.models.faults import first_line
 log = logging.getLogger("firn.models")
 
 MAX_TOKENS = 32
-"""Of a row. For more, cuDNN's time on the host does not matter."""
+"""The most tokens of a row. With more, cuDNN's time on the host does not matter."""
 WIDTHS = (64, 96, 128)
-"""Of a head; wider ones do not fit a thread's registers."""
+"""Widths of a head; wider heads do not fit into a thread's registers."""
 N_QUERIES, N_THREADS = 16, 128
 N_BLOCKS = 264
-"""As many keep an H200 busy: two for each of its processors."""
+"""Blocks that keep an H200 busy: two for each of its multiprocessors."""
 MIN_PART = 512
-"""Columns that are worth a block of their own."""
+"""The fewest columns that are worth a block of their own."""
 TOLERANCE, TRIAL_SCALE = 2e-2, 0.1
 
 HEADER = """
@@ -324,7 +324,7 @@ def _number(value: float) -> mx.array:
 
 
 def suits(q: mx.array, k: mx.array, v: mx.array, mask: mx.array) -> bool:
-    """Whether this attention is for the kernel."""
+    """Whether to compute this attention with the kernel."""
     n_tokens, width = q.shape[2:]
     return (
         mask.dtype == mx.bool_
@@ -339,7 +339,7 @@ def suits(q: mx.array, k: mx.array, v: mx.array, mask: mx.array) -> bool:
 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: mx.array) -> mx.array:
-    """softmax(scale * q @ k.T) @ v of what the mask shows, where it `suits`.
+    """softmax(scale * q @ k.T) @ v over the columns that the mask shows, where it `suits`.
 
     Arrays are (rows, heads, tokens, width).
     """
@@ -369,14 +369,14 @@ def attention(q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: mx.a
             output_shapes=[shape],
             output_dtypes=[DTYPE],
         )
-    # As models want it next: tokens before heads.
+    # In memory tokens come before heads, as models need it next.
     result: mx.array = out.transpose(0, 2, 1, 3)
     return result
 
 
 @cache
 def _is_right(width: int) -> bool:
-    """Compile the kernels for heads of this width and try them on this device, once in a process."""
+    """Compile the kernels for heads of this width and try them on this device, once per process."""
     fault = _fault(width)
     if fault is not None:
         log.warning("attention of a few tokens is left to MLX: %s", fault)
@@ -399,8 +399,8 @@ def _fault(width: int) -> str | None:
 
 
 def _trial(n_rows: int, n_tokens: int, n_columns: int, width: int) -> list[mx.array]:
-    """Queries whose heads lie behind tokens, keys and values in a longer buffer, and a mask: rows begin
-    at columns of their own."""
+    """Queries stored with tokens before heads, keys and values in a longer buffer, and a mask in
+    which each row begins at a column of its own."""
     shapes = [(n_rows, n_tokens, 8, width)] + 2 * [(n_rows, 2, n_columns + 9, width)]
     q, k, v = (
         mx.random.normal(s, key=mx.random.key(i)).astype(DTYPE) for i, s in enumerate(shapes)
@@ -412,7 +412,7 @@ def _trial(n_rows: int, n_tokens: int, n_columns: int, width: int) -> list[mx.ar
 
 
 def in_float32(q: mx.array, k: mx.array, v: mx.array, mask: mx.array, *, scale: float) -> mx.array:
-    """The same, operation by operation, to compare with."""
+    """The same attention operation by operation, for comparison."""
     q, k, v = (x.astype(mx.float32) for x in (q, k, v))
     k, v = (mx.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
     scores = mx.where(mask, scale * q @ k.swapaxes(-1, -2), -mx.inf)
@@ -425,7 +425,7 @@ plain_attention = mx.fast.scaled_dot_product_attention
 
 @dataclass(slots=True)
 class Calls:
-    """How many calls of a few tokens with a mask there were, and how many of them the kernel took."""
+    """Calls with a few tokens and a mask: how many there were, and how many the kernel computed."""
 
     n_masked: int = 0
     n_taken: int = 0
@@ -435,7 +435,7 @@ _calls = Calls()
 
 
 def install() -> None:
-    """For every model that calls MLX's attention."""
+    """Replace MLX's attention, for every model that calls it."""
     mx.fast.scaled_dot_product_attention = _attention
 
 
@@ -451,7 +451,7 @@ def _attention(q: mx.array, k: mx.array, v: mx.array, *, scale: float, **more: A
 
 
 def takes_all(run: Callable[[], object]) -> bool:
-    """Whether the kernel takes all masked attention of a few tokens in this run of a model."""
+    """Whether the kernel computes all masked attention of a few tokens in this run of a model."""
     before = replace(_calls)
     run()
     n_masked = _calls.n_masked - before.n_masked

@@ -1,4 +1,4 @@
-"""Kernels that MLX compiles when they are first used: kept, and compiled ahead by several processes.
+"""Kernels that MLX compiles on first use: kept, and compiled ahead by several processes.
 
 Some of them take five seconds each, and MLX compiles one after the other. By default it keeps them in
 the system's temporary folder, where they are lost at the next boot and where other users can write.
@@ -7,8 +7,9 @@ the system's temporary folder, where they are lost at the next boot and where ot
                                            known.json           their sizes, once they were used
                                            .<process id>/       of a process that compiles ahead
 
-MLX writes its files in place. So the processes that compile ahead write to folders of their own, and
-what is complete is moved; and a start removes what it does not know, for a crash may have cut it off.
+MLX writes its files in place. So the processes that compile ahead write to folders of their own and
+move files that are complete. At each start, files that known.json does not list are removed: a
+crash may have truncated them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ KNOWN = "known.json"
 MAX_PROCESSES = 8
 TIMEOUT_S = 120.0
 FLOAT = mx.bfloat16
-"""What most models compute in. Kernels for other types are compiled when they are first used."""
+"""The type that most models compute in. Kernels for other types are compiled on first use."""
 
 
 def _table(dtype: mx.Dtype) -> mx.array:
@@ -79,12 +80,12 @@ OPERATIONS: dict[str, Callable[[], mx.array]] = {
     "tokens seen": partial(_put, mx.bool_, mx.uint32),
     "drafted tokens seen": partial(_put, mx.bool_, mx.int32),
 }
-"""What rows, groups, drafts and sampling use, one kernel each."""
+"""Operations that rows, groups, drafts and sampling use, one kernel each."""
 
 
 def keep(folder: Path) -> None:
-    """Have MLX keep its kernels below this folder, and compile those that every server needs if they are
-    not there yet. Call it before anything is computed. A folder that the user has chosen stays as is."""
+    """Have MLX keep its kernels below this folder, and compile those that every server needs if
+    they are not there yet. Call it before anything is computed. A folder set by the user stays."""
     if os.environ.get(FOLDER):
         return
     place = folder / _machine()
@@ -101,7 +102,7 @@ def keep(folder: Path) -> None:
 
 
 def note(folder: Path) -> None:
-    """All kernels that lie below this folder were used."""
+    """Record that all kernels below this folder have been used, and so are complete."""
     place = folder / _machine()
     if os.environ.get(FOLDER) != str(place):
         return
@@ -116,7 +117,8 @@ def note(folder: Path) -> None:
 
 
 def _drop_unknown(place: Path) -> None:
-    """Also the folders of processes that were killed: with the lock held, nobody compiles ahead."""
+    """Remove files that are not known, and folders of processes that were killed: while the lock is
+    held, no other process compiles ahead."""
     for left in place.glob(".[0-9]*"):
         shutil.rmtree(left, ignore_errors=True)
     try:
@@ -134,14 +136,14 @@ def _files(place: Path) -> list[Path]:
 
 
 def _machine() -> str:
-    """Kernels are for one version of MLX and one kind of GPU."""
+    """The folder's name: kernels are specific to a version of MLX and a kind of GPU."""
     info = mx.device_info()
     gpu = str(info.get("device_name") or info.get("architecture") or "gpu")
     return re.sub(r"[^A-Za-z0-9.]+", "-", f"{version('mlx')}-{gpu}")
 
 
 def _compile(place: Path) -> bool:
-    """Whether all operations were compiled. What was not is compiled when it is first used."""
+    """Returns whether all operations were compiled. The others are compiled on first use."""
     log.info("compiling GPU kernels: the first start on a machine takes longer")
     began, names = time.perf_counter(), list(OPERATIONS)
     n = max(min(MAX_PROCESSES, (os.cpu_count() or 2) // 2), 1)
@@ -171,7 +173,7 @@ def _wait(process: subprocess.Popen[bytes], until: float) -> int:
 
 
 def main(names: Sequence[str]) -> None:
-    """In a process of its own: compile these operations, and move what MLX has written into place."""
+    """In a process of its own: compile these operations, and move what MLX has written."""
     place = Path(os.environ[FOLDER])
     own = place / f".{os.getpid()}"
     own.mkdir(mode=0o700)
@@ -185,7 +187,7 @@ def main(names: Sequence[str]) -> None:
 
 
 def move(own: Path, place: Path) -> None:
-    """The .ptx file comes last: MLX looks for it, and then reads the others."""
+    """Move files into place, the .ptx file last: MLX looks for it, and then reads the others."""
     for path in sorted(own.iterdir(), key=lambda p: p.suffix == ".ptx"):
         path.replace(place / path.name)
 

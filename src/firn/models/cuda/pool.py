@@ -1,7 +1,8 @@
-"""What the CUDA driver keeps for this process after MLX has freed it.
+"""Memory that the CUDA driver keeps for this process after MLX has freed it.
 
-MLX allocates from a memory pool of the driver's. What it frees stays there until the driver is asked to
-give it back, which may be never: meanwhile other programs cannot have it, and to NVML it looks used.
+MLX allocates from one of the driver's memory pools. Freed memory stays there until the driver is
+asked to return it, which may be never: until then other programs cannot have it, and NVML counts it
+as used.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import ctypes
 from functools import cache
 
 RESERVED, USED = 5, 7
-"""Attributes of a pool: bytes that it has from the device, and bytes of them that are allocated."""
+"""Attributes of a pool: bytes reserved from the device, and bytes of them that are allocated."""
 
 
 def unused_nbytes() -> int:
-    """What the pool holds and MLX does not; 0 where the driver cannot tell. From any thread."""
+    """Bytes that the pool holds and MLX does not use; 0 if the driver cannot tell. Thread-safe."""
     driver = _driver()
     if driver is None:
         return 0
@@ -28,7 +29,7 @@ def unused_nbytes() -> int:
 
 
 def trim() -> None:
-    """Give it back to the device. From any thread."""
+    """Return unused memory to the device. Thread-safe."""
     driver = _driver()
     if driver is not None:
         driver.cuMemPoolTrimTo(_pool(), ctypes.c_size_t(0))
@@ -36,7 +37,7 @@ def trim() -> None:
 
 @cache
 def _driver() -> ctypes.CDLL | None:
-    """None where there is none, or none with pools."""
+    """The CUDA driver; None if there is none, or one without pools."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         has_pools = driver.cuMemPoolGetAttribute and driver.cuMemPoolTrimTo

@@ -1,18 +1,18 @@
 """Products of a few tokens with a weight matrix, on CUDA.
 
-MLX multiplies a single token by a kernel of its own and calls cuBLAS for more. Each such call takes the
-host some 15 to 40 us (a heuristic, descriptors, a capture), whatever it computes, and a step has
-hundreds of them. The kernel here is launched like MLX's own.
+MLX multiplies a single token with a kernel of its own and calls cuBLAS for more. Each such call
+takes the host about 15 to 40 us (a heuristic, descriptors, a capture), whatever it computes, and a
+step has hundreds of them. The kernel here is launched like MLX's own.
 
     block    64 tokens or fewer, and 32 columns of the result
-    chunk    128 or 256 values of each row of weights and tokens, copied to shared memory some chunks
-             ahead: the memory answers late. Its 16-byte parts are permuted by row, so that the rows of a
-             part lie in different banks
-    warp     a slice of each chunk: every fourth or eighth of its 16 values. The tensor cores multiply 16
-             tokens by 8 columns; the slices are added at the end
+    chunk    128 or 256 values of each row of weights and tokens, copied to shared memory a few
+             chunks ahead to hide memory latency. Its 16-byte parts are permuted by row, so that the
+             rows of a part are in different banks
+    warp     a slice of each chunk: every fourth or eighth group of 16 values. The tensor cores
+             multiply 16 tokens by 8 columns; the slices are added at the end
 
-Sums are in float32, as in cuBLAS. Their order depends on the matrix alone, so a token's result is the
-same, whichever others are multiplied with it.
+Sums are in float32, as in cuBLAS. Their order depends on the matrix alone, so a token's result does
+not depend on the tokens that are multiplied with it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from firn.models.cuda.source import DTYPE, MULTIPLY, compact
 from firn.models.faults import first_line
 
 MAX_TOKENS = 128
-"""For more tokens, a call of cuBLAS takes the device longer than the host."""
+"""With more tokens, a call of cuBLAS takes more time on the device than on the host."""
 N_COLUMNS, N_ALIGNED = 32, 8
-"""Columns of a block; values of the inner dimension that are copied at once."""
+"""Columns of a block; values of the inner dimension that are copied together."""
 N_BLOCKS = 132
-"""As many keep an H200 busy, one on each multiprocessor."""
+"""Blocks that keep an H200 busy, one on each multiprocessor."""
 TOLERANCE = 2e-2
 TRIALS = ((96, 2632), ((N_BLOCKS + 1) * N_COLUMNS, 200))
 """Matrices (columns, inner dimension) that the kernel is tried with: of many chunks, and of few."""
@@ -165,8 +165,9 @@ __device__ inline void load_four(
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Of the kernel: a block multiplies up to 16 * m_tiles tokens by n_slices warps, each of which takes
-    n_turns times 16 values of a chunk; n_stages - 1 chunks are copied ahead."""
+    """A variant of the kernel: a block multiplies up to 16 * m_tiles tokens with n_slices warps,
+    each of which processes n_turns times 16 values of a chunk; n_stages - 1 chunks are copied
+    ahead."""
 
     m_tiles: int
     n_stages: int
@@ -183,12 +184,12 @@ class Build:
 
     @property
     def chunk(self) -> int:
-        """Values of a row."""
+        """Values of a row in a chunk."""
         return 16 * self.n_slices * self.n_turns
 
     @property
     def shared_nbytes(self) -> int:
-        """Of the chunks, and after them of the sums of 32 tokens' slices."""
+        """Room for the chunks, reused after them for the slices' sums of up to 32 tokens."""
         chunks = self.n_stages * (self.n_tokens + N_COLUMNS) * self.chunk * DTYPE.size
         sums = self.n_slices * min(self.n_tokens, 32) * (N_COLUMNS + 8) * mx.float32.size
         return max(chunks, sums)
@@ -204,9 +205,9 @@ class Build:
 
 
 ALONE = (Build(1, 4, 8, 2), Build(2, 3, 8, 2), Build(4, 4, 8, 1))
-"""Of matrices with a block for each multiprocessor at most: it has its memory to itself."""
+"""For matrices with at most one block per multiprocessor, which has the shared memory to itself."""
 SHARED = (Build(1, 4, 4, 2), Build(2, 3, 4, 2), Build(4, 3, 4, 2))
-"""Of larger matrices: several small blocks share a multiprocessor, and wait in turns."""
+"""For larger matrices: several small blocks share a multiprocessor, and wait in turns."""
 
 
 @cache
@@ -222,7 +223,7 @@ def _kernel(shared_nbytes: int) -> Any:
 
 
 def suits(x: mx.array, weight: mx.array) -> bool:
-    """Whether x @ weight.T is for this kernel."""
+    """Whether to compute x @ weight.T with this kernel."""
     n_out, n_inner = weight.shape
     return (
         n_inner < x.size <= MAX_TOKENS * n_inner
@@ -270,7 +271,7 @@ def fault() -> str | None:
 
 
 def install() -> None:
-    """For every linear layer without a bias, and for embeddings used as one."""
+    """Use the kernel in every linear layer without a bias, and in embeddings used as one."""
     nn.Linear.__call__ = _linear
     nn.Embedding.as_linear = _as_linear
 

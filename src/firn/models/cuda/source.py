@@ -1,11 +1,11 @@
-"""What the CUDA kernels share: the type that they compute with, and the tensor cores' multiplication."""
+"""What the CUDA kernels share: their number type, and the tensor cores' multiplication."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 
 DTYPE = mx.bfloat16
-"""Only this type: another would need a second kernel, compiled at each start."""
+"""The only supported type: another would need a second kernel, compiled at each start."""
 MULTIPLY = """
 __device__ inline void multiply(
     float (&s)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
@@ -19,5 +19,5 @@ __device__ inline void multiply(
 
 
 def compact(source: str) -> str:
-    """Without indentation: MLX hashes the whole text of a kernel each time it is dispatched."""
+    """The source without indentation: MLX hashes all of it each time the kernel is dispatched."""
     return "\n".join(line.strip() for line in source.splitlines())

@@ -1,8 +1,9 @@
-"""Drafters: each predicts what a row will say next.
+"""Drafters: each predicts the next tokens of a row.
 
-An extension folder: a drafter is a class in a module here, named by the module's DRAFTER and chosen by
-the module's name (`--speculation`). It is told of every row and of every token that the row takes, and
-is asked for drafts when they may pay. A wrong draft costs time and never changes a text.
+An extension folder: a drafter is a class in a module here, named by the module's DRAFTER and chosen
+by the module's name (`--speculation`). It is notified of every row and of every token that the row
+takes, and asked for drafts when they may pay off. A wrong draft costs time and never changes a
+text.
 
 Engine thread only.
 """
@@ -18,13 +19,14 @@ from typing import Protocol
 from firn.core.values import Job
 
 ON_A_MODEL = frozenset({"model", "mtp"})
-"""Drafters that need a loaded model: `assembly` makes those."""
+"""Drafters that need a loaded model: `assembly` creates those."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What may come next. `kinds`: one small number per token, by which the drafter tells sure tokens
-    from bold ones; how often each kind is right is learnt, and decides how many are tried."""
+    """Tokens that may come next. `kinds`: one small number per token, by which the drafter
+    distinguishes safe tokens from bold ones; how often each kind is right is learnt, and decides
+    how many are tried."""
 
     tokens: tuple[int, ...] = ()
     kinds: tuple[int, ...] = ()
@@ -40,10 +42,11 @@ class Drafter(Protocol):
     """Drafts for any number of rows; a row is identified by any hashable object."""
 
     is_free: bool
-    """Drafting takes next to no time. It is then done after each token, whether tried or not."""
+    """Whether drafting takes next to no time. It is then done after each token, whether or not the
+    draft is tried."""
 
     def odds(self, kind: int) -> float:
-        """How likely a token of this kind is to be right, before anything is learnt."""
+        """The prior probability that a token of this kind is right, before anything is learnt."""
         ...
 
     def open(self, row: Hashable, job: Job) -> None:
@@ -51,7 +54,7 @@ class Drafter(Protocol):
         ...
 
     def prepare(self, row: Hashable) -> bool:
-        """Get ready to draft for this row, a little at a time; True once it can."""
+        """Get ready to draft for this row, a little per call; True once it can."""
         ...
 
     def took(self, row: Hashable, tokens: Sequence[int]) -> None:
@@ -60,7 +63,7 @@ class Drafter(Protocol):
 
     def draft(self, rows: Sequence[Hashable], n_most: int) -> list[Draft]:
         """For each row, up to `n_most` tokens after all that it took; NO_DRAFT for unknown rows, or if
-        it has no idea."""
+        there is nothing to suggest."""
         ...
 
     def close(self, row: Hashable) -> None:
@@ -68,12 +71,12 @@ class Drafter(Protocol):
         ...
 
     def end(self) -> None:
-        """The engine stops: keep what is worth keeping, free the rest."""
+        """The engine is stopping: keep what is worth keeping, free the rest."""
         ...
 
 
 def discover() -> dict[str, Callable[[], Drafter]]:
-    """How to make each drafter that needs no model, by its name."""
+    """The constructors of the drafters that need no model, by name."""
     return {
         module.name: importlib.import_module(f"{__name__}.{module.name}").DRAFTER
         for module in pkgutil.iter_modules(__path__)

@@ -1,9 +1,9 @@
 """Drafts by lookup: where the end of the row's text occurred before, what followed it may follow again.
 
-Where it looks: the request's own prediction of its reply; the prompt and the reply so far; earlier
-replies in the same namespace, up to a bounded number of tokens. The longest match is
-followed for as long as it holds. The longer the match, the better the draft: a drafted token's kind is
-the length of the match before it.
+It searches the request's own prediction of its reply, the prompt, the reply so far, and earlier
+replies in the same namespace, up to a bounded number of tokens. The longest match is followed for
+as long as it holds. The longer the match, the better the draft: the kind of a drafted token depends
+on the length of the match before it (KINDS).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from firn.core.values import Job, Namespace, TokenArray
 from firn.models.drafters import NO_DRAFT, Draft
 
 SHORT, LONG = 2, 6
-"""Tokens of the keys that are looked up, the longer first. The shorter is the shortest match."""
+"""Lengths of the keys that are looked up, in tokens. SHORT is also the shortest match."""
 MAX_CANDIDATES = 16
 MAX_COMPARED = 18
 """Tokens compared: longer matches are no better."""
 FACTOR = 1_000_003
 KEPT_TOKENS = 1 << 16
-"""Of earlier replies, in each namespace."""
+"""Tokens of earlier replies kept in each namespace."""
 KEPT_NBYTES, TOKEN_NBYTES = 64 << 20, 256
-"""Of earlier replies, in all namespaces; what a kept token takes, with its key."""
+"""Memory for earlier replies in all namespaces, and for each kept token with its key."""
 KEPT_NAMESPACES = 64
 MIN_REPLY, MAX_REPLY = 16, 1 << 13
-"""Shorter replies are not kept; of longer ones the first tokens are."""
+"""Shorter replies are not kept; of longer ones, the first tokens are."""
 KINDS = (2, 3, 4, 6, 9, 17, 33)
 """The shortest match of each kind."""
 KIND_OF = tuple(sum(n >= k for k in KINDS[1:]) for n in range(KINDS[-1] + 1))
@@ -47,9 +47,9 @@ class Lookup:
     def __init__(self) -> None:
         self._texts: dict[Hashable, _RowText] = {}
         self._past: OrderedDict[Namespace, _Replies] = OrderedDict()
-        """The one that was used least recently comes first."""
+        """Least recently used first."""
         self._prompts: WeakValueDictionary[int, _FixedText] = WeakValueDictionary()
-        """By the id of their tokens: the choices of a request share its prompt."""
+        """By the id() of their token arrays: the choices of a request share its prompt."""
 
     def odds(self, kind: int) -> float:
         return ODDS[kind]
@@ -60,7 +60,8 @@ class Lookup:
         self._texts[row] = _RowText(job, prompt, past)
 
     def _use(self, namespace: Namespace, past: _Replies) -> _Replies:
-        """The namespace's replies, or else these. Others give way to them."""
+        """The namespace's replies, or `past` if it has none. Evicts those of others if there are
+        too many."""
         past = self._past.setdefault(namespace, past)
         self._past.move_to_end(namespace)
         nbytes = TOKEN_NBYTES * sum(replies.n_tokens for replies in self._past.values())
@@ -104,7 +105,7 @@ class _GrowingText:
         all_tokens, last = self.tokens, self._last
         for token in tokens:
             n = len(all_tokens)
-            # A key ends before the newest token: what follows it is then known.
+            # A key ends before the newest token, so that the token after it is known.
             if n >= SHORT:
                 last[tuple(all_tokens[n - SHORT : n])] = n
             if n >= LONG:
@@ -122,7 +123,8 @@ class _GrowingText:
 
 
 class _FixedText:
-    """A prompt's tokens to search: too many for a dict, so their hashes are sorted when first needed."""
+    """A prompt's or a prediction's tokens to search: too many for a dict, so their hashes are
+    sorted on first use."""
 
     def __init__(self, ids: TokenArray) -> None:
         self.ids = ids
@@ -198,7 +200,7 @@ class _Replies:
 
 
 class _RowText:
-    """One row's text, and the match that it follows at present."""
+    """One row's text, and the match that it currently follows."""
 
     def __init__(self, job: Job, prompt: _FixedText, past: _Replies) -> None:
         self.namespace, self.past = job.namespace, past
@@ -207,7 +209,7 @@ class _RowText:
         self._prediction = _FixedText(np.array(job.prediction, dtype=np.int64))
         self._own = _GrowingText()
         self._reads, self._writes = job.cache.read, job.cache.write
-        # A prediction is of the whole reply, so it is followed from the start.
+        # A prediction covers the whole reply, so it is followed from the start.
         self._follows: Sequence[int] | TokenArray = self._prediction.ids
         self._at = 0
         self._length = KINDS[-3] if len(job.prediction) else 0
@@ -272,7 +274,7 @@ def _keys(tokens: Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
 
 
 def _hashes(ids: TokenArray, n: int) -> TokenArray:
-    """A hash of every n tokens in a row. Equal hashes are compared token by token."""
+    """A hash of every n consecutive tokens. Tokens with equal hashes are compared one by one."""
     n_places = len(ids) - n + 1
     total = np.zeros(max(n_places, 0), dtype=np.int64)
     for i in range(n):

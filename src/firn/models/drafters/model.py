@@ -1,11 +1,11 @@
-"""Drafts by a small model with the same tokens: what it would say itself.
+"""Drafts by a small model with the same tokens: what it would generate itself.
 
-Its rows and groups are its own, and the rows resume from a prefix cache under the small model's root. A
-prompt is read a chunk at a time, between the steps of the large model, which does not wait for it: until
-the prompt is read there are no drafts. All tokens of a draft are one chain on the device, for all rows
-together:
+It has rows and groups of its own, and the rows resume from a prefix cache under the small model's
+root. A prompt is read a chunk at a time, between the steps of the large model, which does not wait
+for it: until the prompt is read there are no drafts. All tokens of a draft are computed in one
+chain on the device, for all rows together:
 
-    # [0, row.n_tokens) consumed and true   then what came since   then its own draft, but the last token
+    # [0, row.n_tokens) consumed and true   then what came since   then its draft but the last token
 
 Wrong tokens that it consumed are cut off before it is fed again. It drafts greedily: the likeliest token
 is the most likely to be right, however the row samples.
@@ -45,7 +45,7 @@ class _DraftRow:
     cursor: Cursor
     reply: list[int] = field(default_factory=list)
     draft: list[int] = field(default_factory=list)
-    """What follows the reply; all of it consumed but the last token."""
+    """Drafted tokens after the reply; all consumed but the last."""
 
     @property
     def n_text(self) -> int:
@@ -73,7 +73,7 @@ class ModelDrafter:
         chunk: int = CHUNK,
         traits: Traits = TRAITS["cpu"],
     ) -> None:
-        """n_ids: ids from here on are unknown to it. traits: of the device, for this model.
+        """n_ids: it does not know this id and those above. traits: the device's, for this model.
 
         Raises ValueError for a model whose tokens cannot be taken back one by one.
         """
@@ -95,7 +95,7 @@ class ModelDrafter:
     # --- rows ------------------------------------------------------------------------------
 
     def open(self, row: Hashable, job: Job) -> None:
-        if job.prompt.picture_spans:  # it sees no pictures
+        if job.prompt.picture_spans:  # it cannot see pictures
             return
         cursor = self._cache.open(job.prompt, job.namespace, job.cache)
         own = restored_row(self._make_layers(), self._cache.restore(cursor))
@@ -127,7 +127,7 @@ class ModelDrafter:
             self._groups = [g for g in self._groups if g.seats]
 
     def end(self) -> None:
-        """The engine stops."""
+        """The engine is stopping."""
         for row in list(self._readers):
             self.close(row)
         self._cache.close()
@@ -135,7 +135,7 @@ class ModelDrafter:
     # --- reading ---------------------------------------------------------------------------
 
     def prepare(self, row: Hashable) -> bool:
-        """Read on, a chunk at most; True once all but the last tokens are read."""
+        """Read at most another chunk; True once all but the last tokens are read."""
         self._cache.tick(EngineLoad.DECODING)
         reader = self._readers.get(row)
         if reader is None:
@@ -156,7 +156,7 @@ class ModelDrafter:
             ahead.fill(layers)
             own.layers, own.n_tokens = layers, ahead.n_tokens
             ahead.filled(own)
-        elif reader.cursor.racing:  # nobody waits for a draft, so wait for what is being loaded
+        elif reader.cursor.racing:  # nothing waits for a draft, so wait for what is being loaded
             return False
         end = min(own.n_tokens + self._chunk, n_prompt - 1)
         if end > own.n_tokens:

@@ -1,7 +1,7 @@
-"""From a GGUF file to an MLX model folder, for dense llama models with a byte-level vocabulary.
+"""Converts a GGUF file to an MLX model folder, for dense llama models with a byte-level vocabulary.
 
-Everything is read and checked before the first file is written. What cannot be converted without loss is
-refused with one line.
+Everything is read and checked before the first file is written. A file that cannot be converted
+without loss is rejected with a one-line error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from firn.models.gguf.file import GgufFile, UnreadableGguf, parse
 __all__ = ["UnreadableGguf", "convert"]
 
 Progress = Callable[[int, int], None]
-"""Bytes done, bytes in all."""
+"""Bytes done, total bytes."""
 DTYPES = {"float32": "F32", "uint32": "U32"}
 
 
@@ -32,10 +32,10 @@ def convert(
     progress: Progress,
     sampling: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
-    """Write the model whose GGUF file these bytes are into an empty folder.
+    """Convert a GGUF file, given as its bytes, into an empty folder.
 
-    `sampling` is what its makers recommend, for generation_config.json: GGUF has no place for it.
-    Raises UnreadableGguf for the file, OSError for the folder.
+    `sampling` is what the model's makers recommend, for generation_config.json: GGUF has no field
+    for it. Raises UnreadableGguf for the file, OSError for the folder.
     """
     file = parse(data)
     shape = _shape(file)
@@ -105,7 +105,7 @@ def _special(file: GgufFile) -> dict[str, int]:
 
 
 def _safetensors(plan: weights.ConversionPlan, progress: Progress) -> Iterator[bytes | memoryview]:
-    """The file in pieces: length of the header, header, arrays one after the other."""
+    """The file in pieces: the length of the header, the header, then the arrays in turn."""
     arrays: list[weights.Array] = []
     header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
     n_done = at = 0
@@ -125,7 +125,7 @@ def _safetensors(plan: weights.ConversionPlan, progress: Progress) -> Iterator[b
 
 
 def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """On the disk when this returns: a folder counts as complete once it has its name."""
+    """Synced to disk when this returns: a folder counts as complete once it has its final name."""
     with path.open("wb") as out:
         for piece in pieces:
             out.write(piece)

@@ -1,7 +1,7 @@
-"""A GGUF file: what its metadata says and where its tensors lie. Pure; the weights are not copied.
+"""Reads a GGUF file: its metadata, and where its tensors are. Pure; the weights are not copied.
 
-Not the `gguf` package: its reader makes an array of every word of the vocabulary, which takes 5 s
-against 0.15 s for 49,152 words. The tests compare this reader with that package's.
+Replaces the reader of the `gguf` package, which makes an array of every token of the vocabulary:
+for 49,152 tokens that takes 5 s instead of 0.15 s. The tests compare the two.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
 MAX_DEPTH = 4
-"""Of arrays in arrays; real files have one level."""
+"""Levels of nested arrays; real files have one."""
 
-# GGUF's number of a value type -> struct's code.
+# GGUF's number of a value type -> its code in struct.
 SCALARS = {
     0: "B",
     1: "b",
@@ -57,7 +57,7 @@ class UnreadableGguf(SetupError):
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """`shape` has rows first, as NumPy writes it; `blocks` are the bytes, one block a line."""
+    """`shape` has rows first, as in NumPy; `blocks` are the bytes, one block per row."""
 
     name: str
     kind: str
@@ -71,14 +71,14 @@ class GgufFile:
     tensors: Mapping[str, GgufTensor]
 
     def integer(self, key: str) -> int:
-        """A count or an id. Raises UnreadableGguf if it is missing or something else."""
+        """A count or an id. Raises UnreadableGguf if it is missing or not an integer."""
         value = self.metadata.get(key)
         if not isinstance(value, int) or isinstance(value, bool):
             raise UnreadableGguf(f"its metadata has no number {key}")
         return value
 
     def number(self, key: str) -> float:
-        """The shortest decimal of a 32-bit float: 1e-05, not 9.999999747378752e-06."""
+        """A 32-bit float as its shortest decimal: 1e-05, not 9.999999747378752e-06."""
         value = self.metadata.get(key)
         if not isinstance(value, float) or not math.isfinite(value):
             raise UnreadableGguf(f"its metadata has no number {key}")
@@ -104,7 +104,7 @@ class GgufFile:
 
 
 def parse(data: bytes | memoryview) -> GgufFile:
-    """The file whose bytes these are, which must outlive the result. Raises UnreadableGguf."""
+    """The file with these bytes, which must outlive the result. Raises UnreadableGguf."""
     reader = _Reader(memoryview(data))
     if bytes(reader.take(4)) != MAGIC:
         raise UnreadableGguf("it is not a GGUF file")
@@ -127,7 +127,7 @@ def parse(data: bytes | memoryview) -> GgufFile:
 
 @dataclass(frozen=True, slots=True)
 class _TensorEntry:
-    """A line of the table of tensors; `offset` counts from where the tensors begin."""
+    """An entry of the tensor table; `offset` is relative to the start of the tensor data."""
 
     name: str
     shape: tuple[int, ...]
@@ -140,7 +140,7 @@ def _entry(reader: _Reader) -> _TensorEntry:
     n_dims = reader.scalar("I")
     if not 1 <= n_dims <= MAX_DIMS:
         raise UnreadableGguf(f"{name} has {n_dims} dimensions")
-    shape = tuple(reader.scalar("Q") for _ in range(n_dims))[::-1]  # GGUF: the fastest one first
+    shape = tuple(reader.scalar("Q") for _ in range(n_dims))[::-1]  # GGUF: fastest dimension first
     return _TensorEntry(name, shape, reader.scalar("I"), reader.scalar("Q"))
 
 
@@ -163,7 +163,7 @@ def _tensor(data: memoryview, start: int, entry: _TensorEntry) -> GgufTensor:
 
 
 class _Reader:
-    """Reads a file's values one after the other. Lives as long as one parse."""
+    """Reads a file's values one after the other. Owner: one call of `parse`."""
 
     def __init__(self, data: memoryview) -> None:
         self.data = data

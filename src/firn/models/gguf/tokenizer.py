@@ -12,13 +12,13 @@ from firn.models.gguf.file import GgufFile, UnreadableGguf
 
 BYTE_LEVEL_BPE = "gpt2"
 CONTROL, USER_DEFINED = 3, 4
-"""GGUF's types of tokens that are recognised before a text is split into words."""
+"""GGUF's token types that are recognised before a text is split into words."""
 ROLES = {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}
 """GGUF's names of special tokens -> those of transformers."""
 
 
 def files(gguf: GgufFile) -> dict[str, str]:
-    """Contents by name. Raises UnreadableGguf if the vocabulary is of another kind."""
+    """Contents by file name. Raises UnreadableGguf if the vocabulary is of another kind."""
     tokens = gguf.texts("tokenizer.ggml.tokens")
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -37,7 +37,7 @@ def files(gguf: GgufFile) -> dict[str, str]:
 
 
 def special_ids(gguf: GgufFile) -> Mapping[str, int]:
-    """The ids that the file names, by transformers' name of the role."""
+    """The ids of special tokens in the file, by transformers' name of the role."""
     n_tokens = len(gguf.texts("tokenizer.ggml.tokens"))
     ids = {}
     for theirs, ours in ROLES.items():

@@ -1,8 +1,8 @@
 """The tensors of a dense llama GGUF file as those of an MLX folder: names, order of rows, packing. Pure.
 
-Nothing is rounded. GGUF's Q4_1 is MLX's affine quantisation to 4 bits in groups of 32 (a scale and a
-bias for 32 values), its Q8_0 that to 8 bits; only the order of the bits differs. Scales, biases and
-norms are float32, which makes MLX compute in float32: docs/decisions.md says why.
+Nothing is rounded. GGUF's Q4_1 is MLX's affine quantisation to 4 bits in groups of 32 (a scale and
+a bias for 32 values), its Q8_0 the same with 8 bits; only the order of the bits differs. Scales,
+biases and norms are float32, which makes MLX compute in float32: docs/decisions.md explains why.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BITS = {"Q4_1": 4, "Q8_0": 8}
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """What the metadata says of a dense llama model."""
+    """The dimensions of a dense llama model, from the metadata."""
 
     n_layers: int
     width: int
@@ -35,7 +35,7 @@ class LlamaShape:
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """A tensor's names in GGUF and in MLX. n_heads: its rows are reordered, head by head."""
+    """A tensor's names in GGUF and MLX. n_heads: if not 0, its rows are reordered head by head."""
 
     gguf: str
     mlx: str
@@ -44,7 +44,7 @@ class TensorNames:
 
 
 def tensor_names(shape: LlamaShape, *, tied: bool) -> Iterator[TensorNames]:
-    """Of all tensors that the model has. tied: the output layer is the embedding."""
+    """The names of all tensors of the model. tied: the output layer is the embedding."""
     h, f, vocab = shape.width, shape.n_inner, shape.n_vocab
     q, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     yield TensorNames("token_embd", "model.embed_tokens", (vocab, h))
@@ -75,7 +75,7 @@ class ConversionPlan:
         return sum(tensor.blocks.nbytes for _, tensor in self.pairs)
 
     def quantization(self) -> dict[str, object]:
-        """As config.json names it; empty where nothing is quantised."""
+        """As in config.json; empty if nothing is quantised."""
         bits = {names.mlx: BITS[tensor.kind] for names, tensor in self.pairs if tensor.kind in BITS}
         if not bits:
             return {}
@@ -85,7 +85,7 @@ class ConversionPlan:
 
 
 def plan(file: GgufFile, shape: LlamaShape, *, tied: bool) -> ConversionPlan:
-    """Raises UnreadableGguf where a tensor is missing, of another shape, or not one of these."""
+    """Raises UnreadableGguf if a tensor is missing, misshapen, unknown or a quantised norm."""
     left = dict(file.tensors)
     pairs = []
     for names in tensor_names(shape, tied=tied):
@@ -115,11 +115,11 @@ def arrays(names: TensorNames, tensor: GgufTensor) -> Iterator[tuple[str, Array]
 
 
 def _reordered(rows: Array, *, n_heads: int) -> Array:
-    """The rows of q and k in MLX's order; others have no heads, and stay.
+    """The rows of q and k in MLX's order; other tensors have no heads and stay as they are.
 
-    Rotary positions turn pairs of values of a head. llama.cpp pairs neighbours (0, 1), (2, 3); the model
-    was trained with halves (0, d/2), (1, d/2+1), which MLX pairs, too. So llama.cpp's converter
-    interleaves the halves of each head's rows, (2, d/2) -> (d/2, 2). This undoes it.
+    Rotary positions rotate pairs of values of a head. llama.cpp pairs neighbours (0, 1), (2, 3);
+    the model was trained with halves (0, d/2), (1, d/2+1), which MLX pairs, too. So llama.cpp's
+    converter interleaves the halves of each head's rows, (2, d/2) -> (d/2, 2). This undoes it.
     """
     if not n_heads:
         return rows
@@ -137,7 +137,7 @@ def _q4_1(tensor: GgufTensor) -> tuple[Array, Array, Array]:
 
 
 def _q8_0(tensor: GgufTensor) -> tuple[Array, Array, Array]:
-    """A block: scale, 32 signed bytes. MLX's are unsigned: 128 more, and a bias that subtracts it."""
+    """A block: scale, 32 signed bytes. MLX's are unsigned: 128 more, which the bias subtracts."""
     scales = _floats(tensor.blocks, 0)
     return (tensor.blocks[:, 2:] ^ 128).view("<u4"), scales, -128 * scales
 

@@ -30,12 +30,12 @@ HEADS = {
 """Keys of configurations, and their names in errors."""
 KV_HEADS = ("num_key_value_heads", "num_attention_groups")
 REPEATS_KV = ("qwen3_5",)
-"""Modules of mlx-lm that give several ranks the same key-value head, where there are too few."""
+"""Modules of mlx-lm that give several ranks the same key-value head if there are too few."""
 NOT_TEXT = ("vision_config", "audio_config", "mtp_config")
 
 
 class RankGroup:
-    """MLX's group. Owner: the process."""
+    """Wraps MLX's group. Owner: the process."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -68,7 +68,7 @@ class RankGroup:
         return mx.distributed.all_sum(array, group=self._group)
 
     def from_first(self, message: bytes) -> bytes:
-        """Broadcast a message of rank 0, of at most MESSAGE_NBYTES."""
+        """Broadcast a message of at most MESSAGE_NBYTES from rank 0."""
         own = message.ljust(MESSAGE_NBYTES, b"\0") if self.rank == 0 else bytes(MESSAGE_NBYTES)
         total = self.add(mx.array(list(own), dtype=mx.int32))
         mx.eval(total)

@@ -6,7 +6,7 @@ order. Rank 0 sends a call before it makes it. A call that computes nothing and 
 
 Only rank 0 samples. Its tokens reach the others inside the computation (`RankGroup.share`), so decode
 steps stay pipelined. A row's group, index and padding follow from the calls alone; a follower checks
-that it has come to the same.
+that it has arrived at the same state.
 
 Owner: the engine thread; on a follower, its main thread.
 """
@@ -39,7 +39,7 @@ EMPTY_PROMPT = Prompt(np.zeros(0, dtype=np.int64))
 
 
 class LeaderRunner(Runner):
-    """Rank 0's."""
+    """The runner of rank 0."""
 
     group: RankGroup
     followers: Followers
@@ -48,14 +48,14 @@ class LeaderRunner(Runner):
     def lead(
         self, group: RankGroup, followers: Followers, take_fills: Callable[[], Fills]
     ) -> LeaderRunner:
-        """take_fills: what was filled since the last call, by the numbers of payloads."""
+        """take_fills: returns what was filled since its last call, by the numbers of payloads."""
         self.group, self.followers, self.take_fills = group, followers, take_fills
         self._numbers: WeakKeyDictionary[Row, int] = WeakKeyDictionary()
         self._serial = count(1)
         return self
 
     def number_of(self, layers: Sequence[Any], index: int) -> int:
-        """The row at this place of these layers."""
+        """The number of the row at this index of these layers."""
         for row, number in self._numbers.items():
             if row.live_layers is layers and row.index == index:
                 return number
@@ -63,7 +63,7 @@ class LeaderRunner(Runner):
 
     @property
     def reads_together(self) -> bool:
-        """Prompts are read one by one: followers have no padded pass of several."""
+        """Whether one pass can read several prompts. It cannot: followers have no such pass."""
         return False
 
     # --- prefill ---------------------------------------------------------------------------
@@ -141,8 +141,8 @@ class LeaderRunner(Runner):
 
     @contextmanager
     def _together(self, name: str, *args: Any, blob: bytes = b"") -> Iterator[None]:
-        """Send the call, then make it. If it fails on this rank, the ranks' states differ: the group
-        ends."""
+        """Send the call, then make it in the block. If it fails on this rank, the ranks' states
+        differ and the group ends."""
         self.followers.tell(name, *args, blob=blob)
         try:
             yield
@@ -151,7 +151,7 @@ class LeaderRunner(Runner):
 
 
 class FollowerRunner(Runner):
-    """A follower's. It has a method `on_NAME` for each call that rank 0 sends."""
+    """The runner of a follower. It has a method `on_NAME` for each call that rank 0 sends."""
 
     group: RankGroup
 
