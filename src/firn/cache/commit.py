@@ -1,4 +1,4 @@
-"""From a row to records: whole blocks, tails and states. Costs time in proportion to the new tokens.
+"""Cuts records out of a row: blocks, tails and states. Takes time in proportion to the new tokens.
 
 Owner: the engine thread, through the prefix cache.
 """
@@ -22,7 +22,7 @@ from firn.cache.tree import Mark, Node, PackedTokens, Record
 from firn.core.ports import LiveRow
 
 USED_EVERY_S = 60.0
-"""How often a chain that is being computed counts as used again: its records may be written before it
+"""How often a chain that is being computed is marked as used: its records may be written before it
 ends."""
 
 
@@ -38,10 +38,10 @@ class Committer:
         self._block = records.identity.block
         self._exact_chunk = exact_chunk
         self.in_rows = layout.lies_in_rows and not exact_chunk
-        """Whether pages stay in the row. Not in exact mode: the row goes on with tokens that were not
-        computed in whole chunks, and is not kept."""
+        """Whether pages stay in the row. Not in exact mode: there the row continues with tokens
+        that were not computed in whole chunks, and is not kept."""
         self._token_nbytes = 0
-        # A ring smaller than a block overwrites tokens before the block is whole, so they are saved
+        # A ring smaller than a block overwrites tokens before the block is full, so they are saved
         # in pieces. One more token may be in flight when a piece is cut.
         small = 0 < layout.smallest_window < self._block + 2
         self.piece_tokens = max(layout.smallest_window - 2, 1) if small else 0
@@ -52,7 +52,7 @@ class Committer:
         return self.piece_tokens or self._block
 
     def commit(self, cursor: CacheCursor, row: LiveRow) -> None:
-        """Whole blocks, then a state if one is due here."""
+        """Commit whole blocks, then a state if one is due at this position."""
         with self._all_or_nothing(cursor) as new:
             self._commit(cursor, row, new)
 
@@ -73,7 +73,7 @@ class Committer:
             self._commit_state(cursor, row, mark, new)
 
     def commit_tail(self, cursor: CacheCursor, row: LiveRow) -> None:
-        """What the row holds beyond its last whole block, so that reuse is exact to the token."""
+        """Commit the tokens after the last whole block, so that reuse is exact to the token."""
         if not cursor.writes or row.n_tokens > cursor.n_known:
             return
         with self._all_or_nothing(cursor) as new:
@@ -97,7 +97,7 @@ class Committer:
 
     @contextmanager
     def _all_or_nothing(self, cursor: CacheCursor) -> Iterator[list[Record]]:
-        """Collects new records and computes their arrays; after a fault none of them stays."""
+        """Collect new records and compute their arrays; after a fault none of them is kept."""
         new: list[Record] = []
         try:
             yield new
@@ -115,7 +115,7 @@ class Committer:
 
     @contextmanager
     def _leased(self, node: Node) -> Iterator[None]:
-        """Keep a node while it gets its records."""
+        """Keep a node while its records are added."""
         self._tree.lease(node)
         try:
             yield
@@ -155,7 +155,7 @@ class Committer:
             self._keep(node, Part.STATE, partial(cutter.cut, Part.STATE, 0, n), mark, new)
 
     def _store(self, cursor: CacheCursor, node: Node, cutter: RowCutter, new: list[Record]) -> bool:
-        """Give the node its pages and window, unless memory has them. False: there is no room."""
+        """Store the node's pages and window, unless memory has them. False: there is no room."""
         self._tree.use(node, every_s=USED_EVERY_S)
         for part in self._needs.by_block:
             if part is Part.PAGES and self._stays_in_row(cursor):
@@ -186,7 +186,7 @@ class Committer:
         return record is not None
 
     def _stays_in_row(self, cursor: CacheCursor) -> bool:
-        """Not short rows, unless cutting all their pieces at the end is one launch."""
+        """Whether pages stay in the row: only if it is long, or one launch can cut all of them."""
         is_long = cursor.n_known >= LEAST_BLOCKS * self._block
         return self.in_rows and (is_long or gathers())
 
@@ -213,9 +213,9 @@ class Committer:
         cursor.n_saved = row.n_tokens
 
     def _covers(self, node: Node, n_tokens: int) -> bool:
-        """Whether a prompt could resume inside this node as well as in a tail of so many tokens.
+        """Whether a prompt could resume inside this node as well as in a tail of `n_tokens` tokens.
 
-        If it is that very tail, memory must have it: it was just computed, though a tier has it too.
+        If the node is that tail, memory must have it, even if a tier has it: it was just computed.
         """
         available = _stays_in_memory if node.n_tokens == n_tokens else is_obtainable
         return has_parts(node, self._needs.by_block, available)
@@ -232,8 +232,8 @@ class Committer:
 
 
 class RowCutter:
-    """Cuts payloads out of a row. Where a cut takes many kernels, several blocks are cut as one and then
-    copied apart."""
+    """Cuts payloads out of a row. Where a cut takes many kernels, several blocks are cut as one
+    piece, which is then split by copying."""
 
     def __init__(self, layout: Layout, row: LiveRow, start: int, end: int) -> None:
         """[start, end): the tokens that pages and windows may be cut from."""

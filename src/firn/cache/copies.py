@@ -1,7 +1,7 @@
-"""Copies out of rows: what records hold from then on.
+"""Copies out of rows, which records hold from then on.
 
-They are lazy until somebody computes them, and have to be computed before the row goes on. Where nobody
-waits for them, those of all rows of a step are computed in one dispatch:
+A copy is lazy until it is computed, and must be computed before the row continues. Where the engine
+does not wait for them, the copies of all rows of a step are computed in one dispatch:
 
     with together:  commit, commit, end of a row   ->   one dispatch
 
@@ -25,7 +25,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _CopyOrder:
-    """Records whose copies are to be computed, and whom to tell."""
+    """Records whose copies must be computed, and callbacks for the outcome."""
 
     records: Sequence[Record]
     done: Callable[[], None]
@@ -36,12 +36,12 @@ class Copies:
     def __init__(self, records: Records) -> None:
         self._records = records
         self._waiting: list[_CopyOrder] | None = None
-        """None: each order is computed at once."""
+        """None: each order is computed immediately."""
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What is ordered within is computed at its end. Not where copies are awaited: there they would
-        only take the memory of all rows at once."""
+        """Compute what is ordered in this context when it ends. Not where copies are awaited: there
+        it would only keep the copies of all rows in memory at the same time."""
         if copies_are_awaited() or self._waiting is not None:
             yield
             return
@@ -66,8 +66,8 @@ class Copies:
         done: Callable[[], None] = _nothing,
         failed: Callable[[], None] = _nothing,
     ) -> None:
-        """Compute what these records hold. If that fails they are taken back; it is raised, unless it
-        happens later."""
+        """Compute what these records hold. If that fails they are taken back, and the error is
+        raised unless the computation was deferred (see `together`)."""
         order = _CopyOrder(records, done, failed)
         if self._waiting is None:
             self._compute([order])

@@ -1,7 +1,7 @@
-"""A request's place in the tree: how far it is committed, what is being loaded for it, what it got.
+"""A request's place in the tree: how far it is committed, what is being loaded, what it reused.
 
 Owner: the engine thread, through the prefix cache. A cursor decides nothing; each group of its fields is
-written by one part of the cache, and is headed by its name.
+written by one part of the cache, which its heading names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from firn.core.keys import KeyTokens
 from firn.core.values import CacheControl
 
 MAX_LATE = 4
-"""A record may be late by the time that this many take: several threads read, so they come in bursts."""
+"""A record may be this many average read times late: several threads read, so records arrive in
+bursts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,35 +43,35 @@ class Loading:
     missing: set[Record]
     began: float
     patience_until: float
-    """Until then an idle engine waits for the load instead of computing..."""
+    """Until this time an idle engine waits for the load instead of computing..."""
     busy_patience_until: float
-    """... and until then while other rows decode."""
+    """... and until this time while other rows decode."""
     deadline: float
     compute_s: float = 0.0
-    """What computing tokens [start, n_tokens) instead would take."""
+    """How long computing tokens [start, n_tokens) instead would take."""
     start: int = 0
     front: int = 0
-    """How far the prompt is computed and committed meanwhile. I/O threads read this and `over`."""
+    """How far the prompt is computed and committed by now. I/O threads read this and `over`."""
     over: bool = False
     nbytes: dict[str, int] = field(default_factory=dict)
-    """What has arrived, by tier."""
+    """Bytes that have arrived, by tier."""
     n_arrived: int = 0
     last_at: float = 0.0
     """When the last record was read."""
     taken_at: float = 0.0
-    """When the engine took it..."""
+    """When the engine received it..."""
     engine_s: float = 0.0
-    """... and what taking all of them cost the engine."""
+    """... and how much engine time receiving all of them took."""
 
     def wants(self, record: Record) -> bool:
-        """Records before the front have been computed meanwhile. Any thread may ask."""
+        """Whether it is still needed: what is before the front has been computed. Any thread."""
         return not self.over and record.node.end > self.front
 
     def wins(self, now: float) -> bool:
-        """Whether the rest arrives, at the pace so far, in half the time of computing it.
+        """Whether the rest will arrive, at the pace so far, in half the time of computing it.
 
-        Then a chunk that is begun now would only take processor time from the load, and end after
-        it. No longer true once records fail to arrive at that pace.
+        If so, a chunk started now would only take processor time from the load, and end after it.
+        False once records stop arriving at that pace.
         """
         if not self.n_arrived:
             return False
@@ -84,12 +85,12 @@ class Loading:
 
 @dataclass(eq=False)
 class PendingQuestion:
-    """Stores that have not answered yet what they have of the prompt. Written by `Loader`."""
+    """Stores that have yet to answer what they have of the prompt. Written by `Loader`."""
 
     question: StoreQuestion
     tiers: set[int]
     until: float
-    """How long an answer is worth waiting for."""
+    """Until when an answer is worth waiting for."""
 
 
 @dataclass(eq=False)
@@ -106,26 +107,26 @@ class CacheCursor:
     control: CacheControl
     # --- position: written by Committer, and by Restorer when the row jumps
     node: Node
-    """The deepest committed block; leased, so that what follows always has its parent."""
+    """The deepest committed block; leased, so that the next block always has its parent."""
     writes: bool
-    """False: nothing more is committed for this request. The prefix cache says so after a fault."""
+    """Whether more is committed for this request. The prefix cache clears it after a fault."""
     commit_every: int
     """Tokens between two commits."""
     clock: Callable[[], float]
     patient_until: float = math.inf
-    """The end of all waiting, except for a load that arrives faster than it could be computed."""
+    """The end of all waiting, except for a load that is faster than computing."""
     unbroken: Sequence[tuple[int, int]] = ()
     """Ranges of the prompt inside which it cannot resume."""
     reply: Sequence[int] = ()
     reply_at: int | None = None
-    """The first position of a thinned prompt's reply; its key tokens carry positions, too."""
+    """The first position of a thinned prompt's reply, whose key tokens carry positions, too."""
     due: dict[int, Mark] = field(default_factory=dict)
-    """Positions where a state is to be kept."""
+    """Positions where a state will be kept."""
     pieces: list[WindowPiece] = field(default_factory=list)
     n_saved: int = 0
     """The window layers' tokens before this are in records or pieces."""
     pages: InRow | None = None
-    """The records that lie in its row. Also written by Parking."""
+    """The records that are in its row. Also written by Parking."""
     # --- loading: written by Loader
     leased: list[Record] = field(default_factory=list)
     """Records that it is about to resume from."""
@@ -133,9 +134,9 @@ class CacheCursor:
     asking: PendingQuestion | None = None
     loaded: dict[Record, tuple[str, Payload]] = field(default_factory=dict)
     """What was loaded for it, and from which tier. Held here so that nothing evicts it before use;
-    Parking takes out what lies in its row from then on."""
+    Parking removes what has moved into its row."""
     in_memory_before: frozenset[Record] = frozenset()
-    """The records of its target that memory had when the loads were ordered."""
+    """The records of its target that were in memory when the loads were ordered."""
     n_plans: int = 0
     n_target: int = 0
     """Where it would resume if no load failed."""
@@ -145,7 +146,7 @@ class CacheCursor:
     """Some of what is stored is not loaded, because computing it is faster."""
     # --- outcome: written by the prefix cache; Loader corrects the reason in `admission`
     unfilled: Admitted | None = None
-    """What it has got if the row that it resumes in cannot be filled; None once that row is made.
+    """Its admission if the row that it resumes in cannot be filled; None once that row exists.
     Written by Restorer."""
     hit_kind: str = ""
     """whole, growing or branching (see Stats.hits); '' before the lookup."""
@@ -153,7 +154,7 @@ class CacheCursor:
     counted: bool = False
     closed: bool = False
 
-    # --- what the engine asks: core.ports.Cursor -------------------------------------------
+    # --- for the engine: core.ports.Cursor -------------------------------------------------
 
     @property
     def n_expected(self) -> int:
@@ -178,15 +179,15 @@ class CacheCursor:
     def _awaits_answer(self) -> bool:
         return self.asking is not None and self.clock() < min(self.asking.until, self.patient_until)
 
-    # --- what the cache asks ---------------------------------------------------------------
+    # --- for the cache ---------------------------------------------------------------------
 
     @property
     def pending(self) -> bool:
-        """Something may still arrive for it, even if nobody waits for it any more."""
+        """Whether something may still arrive for it, even if nothing waits for it any more."""
         return self.loading is not None or self.asking is not None
 
     def has(self, record: Record) -> bool:
-        """Whether it could resume from the record at once."""
+        """Whether it could resume from the record immediately."""
         return record.arrays is not None or record in self.loaded
 
     def walk(self, tree: Tree) -> Walk:

@@ -1,17 +1,18 @@
-"""Python's garbage collector beside a tree of half a million objects that live for hours.
+"""Garbage collection for a tree of half a million objects that live for hours.
 
-A full collection visits every object while all threads wait: a tenth of a second with 100,000 stored
-records. So it runs when the engine has nothing to do, and objects that will live long are frozen, which
-hides them from the collector. Reference counts still free them: only cycles need the collector, and the
-tree breaks its own. What belongs to a running request may become a cycle later, so nothing is frozen
-while requests run, except the thousands of records that a scan brings.
+A full collection visits every object while all threads wait: 0.1 s with 100,000 stored records. So
+it runs mostly while the engine is idle, and long-lived objects are frozen, which hides them from
+the collector. Reference counts still free them: only cycles need the collector, and the tree breaks
+its own. Objects of a running request may become part of a cycle later, so nothing is frozen while
+requests run, except the thousands of records that a scan finds.
 
-glibc keeps freed memory for the thread that had it, and a server has many threads: buffers of changing
-sizes can hold several times what MLX has in use. So free memory goes back to the system when there is
-no work, and under load whenever the process has grown by GROWN_BUSY_BYTES. (A low M_MMAP_THRESHOLD would
-return each buffer at once, and costs prefill on a CPU a third of its speed in page faults.)
+glibc keeps freed memory for the thread that used it, and a server has many threads: with buffers of
+varying sizes that can be several times what MLX has in use. So free memory is returned to the
+system when there is no work, and under load whenever the process has grown by GROWN_BUSY_BYTES. (A
+low M_MMAP_THRESHOLD would return each buffer immediately, but its page faults cost prefill on a CPU
+a third of its speed.)
 
-Owner: the engine thread. For a whole process: a server has one, tests have none.
+Owner: the engine thread. Acts on the whole process: a server has one, tests have none.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ IDLE_EVERY_S, BUSY_EVERY_S = 60.0, 600.0
 """The time between two full collections."""
 NEVER = 1 << 30
 MANY = 64
-"""A batch of fewer records is not frozen: freezing takes in everything else, too."""
+"""Smaller batches of records are not frozen: freezing affects every other object, too."""
 GROWN_BUSY_BYTES, GROWN_IDLE_BYTES = 256 << 20, 64 << 20
 LOOK_EVERY_S = 0.25
 """How often the size of the process is read."""
@@ -43,14 +44,14 @@ class Garbage:
         gc.freeze()
 
     def keep(self, *, n_new: int) -> None:
-        """This many records were just made, and will live long: freeze them."""
+        """Freeze `n_new` records that were just created and will live long."""
         if n_new < MANY:
             return
         gc.collect(1)
         gc.freeze()
 
     def tick(self, *, idle: bool) -> None:
-        """A full collection now and then, of what is not frozen."""
+        """Trim the heap if it has grown; now and then, collect all that is not frozen."""
         self._heap.tick(idle=idle)
         if self._clock() - self._collected_at < (IDLE_EVERY_S if idle else BUSY_EVERY_S):
             return
@@ -62,7 +63,7 @@ class Garbage:
 
 
 class Heap:
-    """The C library's heap. A thread of its own trims it, because that may take 100 ms."""
+    """The C library's heap. A separate thread trims it, because that may take 100 ms."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -80,7 +81,7 @@ class Heap:
             self.trim()
 
     def trim(self) -> None:
-        """Returns at once. Does nothing without glibc, or while the last trim still runs."""
+        """Returns immediately. Does nothing without glibc, or while the last trim still runs."""
         if self._malloc_trim and self._trimming.acquire(blocking=False):
             threading.Thread(target=self._run, name="firn-trim", daemon=True).start()
 

@@ -43,7 +43,7 @@ class Layout:
     ) -> Layout:
         """Raises UnknownCacheLayer when a layer cannot be restored.
 
-        kv_bits: quantise the records of plain attention to so many bits; 0: keep them as they are.
+        kv_bits: quantise records of plain attention to this many bits; 0: keep them as they are.
         """
         flat = leaves(layers)
         codecs = tuple(codec_for(layer) for layer in flat)
@@ -72,7 +72,7 @@ class Layout:
     def cut_pieces(
         self, part: Part, layers: Sequence[LayerCache], at: At, bounds: Sequence[tuple[int, int]]
     ) -> list[Payload]:
-        """The same for several pieces."""
+        """Like `cut`, for several pieces."""
         cells = self._cells(layers, at, bounds) if part is Part.PAGES else None
         payloads = gathered(cells) if cells is not None else None
         return payloads or [stacked(self.views(part, layers, at, *piece)) for piece in bounds]
@@ -80,7 +80,7 @@ class Layout:
     def _cells(
         self, layers: Sequence[LayerCache], at: At, bounds: Sequence[tuple[int, int]]
     ) -> Cells | None:
-        """Where these tokens lie, if they lie in the same columns of all layers' buffers."""
+        """The cells of these tokens, if they are in the same columns of all layers' buffers."""
         if not gathers() or not self.lies_in_rows:
             return None
         pairs = list(self._buffers(layers))
@@ -92,8 +92,8 @@ class Layout:
         return Cells(taken, at.index, [(column + start, column + end) for start, end in bounds])
 
     def prepare(self, layers: Sequence[LayerCache]) -> None:
-        """Compile what cutting and spilling need: on CUDA that takes seconds. The layers must hold a
-        token."""
+        """Compile the kernels for cutting and spilling, which takes seconds on CUDA. The layers
+        must hold a token."""
         at = At(0, 1)
         cells = self._cells(layers, at, [(0, 1)])
         if cells is not None:
@@ -104,7 +104,7 @@ class Layout:
     def views(
         self, part: Part, layers: Sequence[LayerCache], at: At, start: int, end: int
     ) -> list[Arrays]:
-        """The same by layer, as views where the codec can make them."""
+        """Like `cut`, but by layer, and as views where the codec can make them."""
         pairs = zip(self.codecs, leaves(layers), strict=True)
         return [c.cut(layer, at, start, end) for c, layer in pairs if c.part is part]
 

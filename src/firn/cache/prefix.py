@@ -3,7 +3,7 @@
 For a request the engine calls open and restore; advance before a chunk and commit after it; fork for
 each choice, whose reply is committed as it grows; close_cursor at the end. Between two steps: tick.
 
-Nothing raises out of these methods: a fault is logged, counted, and becomes a miss.
+No exception leaves these methods: a fault is logged, counted, and becomes a miss.
 
 Owner: the engine thread.
 """
@@ -58,11 +58,11 @@ class CacheSettings:
     exact_chunk: int = 0
     """0: reuse to the token. Else: resume only at multiples of this prefill chunk."""
     weighs_hits: bool = False
-    """Leave a hit that is a small part of the prompt if computing its tokens is faster than filling a
-    row with them: for a device that computes a few tokens more in the same time."""
+    """Ignore a hit on a small part of the prompt if computing its tokens is faster than filling a
+    row with them: for a device that computes a few more tokens in the same time."""
 
     def layout_text(self, layout: Layout, dtype: str) -> str:
-        """All that decides a record's content besides the model's weights; a part of the root key."""
+        """What determines a record's content apart from the weights; a part of the root key."""
         mode = f"exact{self.exact_chunk}" if self.exact_chunk else "full"
         return f"{layout.text};{dtype};block{self.block};{mode}"
 
@@ -122,7 +122,7 @@ class PrefixTree:
     # --- before the first request ----------------------------------------------------------
 
     def expect_recipes(self, recipes: Sequence[str]) -> None:
-        """Prompts may be thinned in these ways. Call it before tiers are added and scanned."""
+        """Set the ways prompts may be thinned. Call it before tiers are added and scanned."""
         self.records.catalogue.expect_recipes(recipes)
 
     def add_tier(
@@ -134,7 +134,7 @@ class PrefixTree:
         wake: Callable[[], None],
         takes: Callable[[Record], bool] = takes_all,
     ) -> None:
-        """Put a tier below memory and below the tiers that are there.
+        """Add a tier below memory and the existing tiers.
 
         namespaces: whose records are recognised in it. wake: makes the engine tick, from any thread.
         takes: which records are written there.
@@ -143,7 +143,7 @@ class PrefixTree:
         self.records.add_tier(name, io, wake=wake, takes=takes)
 
     def keep_estimates(self, path: Path) -> None:
-        """Start with the estimates that an earlier process saved here, and save them here."""
+        """Start with the estimates that an earlier process saved at `path`, and save them there."""
         self._estimates_path = path
         estimates_file.load(path, self.records.estimates)
 
@@ -166,7 +166,7 @@ class PrefixTree:
             self._loader.ask(cursor)
             if cursor.pending:
                 self._racing.add(cursor)
-        except Exception as e:  # what memory has can be restored all the same
+        except Exception as e:  # what memory has can still be restored
             self.records.failed("open", e)
             self._stop_racing(cursor)
             self._loader.unlease(cursor)
@@ -190,7 +190,7 @@ class PrefixTree:
             patient_until=self._clock() + self.records.tiers.deadline_s,
             unbroken=prompt.unbroken,
             reply_at=None if thinned is None else prompt.position(len(prompt)),
-            counted=thinned is not None,  # its whole prompt was looked up, and counted, before
+            counted=thinned is not None,  # its whole prompt was looked up and counted before
         )
 
     def restore(self, cursor: AnyCursor) -> Restored | None:
@@ -299,7 +299,7 @@ class PrefixTree:
 
     def _fork(self, cursor: CacheCursor, reply: Sequence[int]) -> CacheCursor:
         self.records.tree.lease(cursor.node)
-        cursor.pages = None  # the row is the choice's now
+        cursor.pages = None  # the row now belongs to the choice
         return CacheCursor(
             root=cursor.root,
             prompt=cursor.prompt,
@@ -344,7 +344,7 @@ class PrefixTree:
         return BlankCursor()
 
     def _may_write(self, cursor: CacheCursor) -> bool:
-        """What was cleared since the request began must not come back."""
+        """Whether it may write: what was cleared since the request began must not come back."""
         return cursor.writes and self.records.tree.is_attached(cursor.root)
 
     def _stop_racing(self, cursor: CacheCursor) -> None:
@@ -387,7 +387,7 @@ class PrefixTree:
                 self._racing.discard(cursor)
 
     def _pass_on(self, tier: TierClient, event: TierEvent) -> None:
-        """The tree knows of the event; tell the cursors that wait for something."""
+        """Pass an event that the tree has processed to the cursors that wait for something."""
         match event:
             case RecordRead():
                 for cursor in list(self._racing):
@@ -433,7 +433,7 @@ class PrefixTree:
 
     @property
     def settled(self) -> bool:
-        """Nothing is left to spill."""
+        """Whether nothing is left to forget or to spill."""
         return self.records.settled
 
     def close(self) -> None:
@@ -459,7 +459,7 @@ class PrefixTree:
     # --- for people ------------------------------------------------------------------------
 
     def stats_of(self, namespace: Namespace) -> Stats:
-        """One namespace's own lookups and commits."""
+        """The lookups of one namespace; nothing else is counted by namespace."""
         return self._stats_by_root.get(self.records.identity.root(namespace), Stats())
 
     def probe(self, prompt: Prompt, namespace: Namespace) -> Probe:
@@ -491,7 +491,7 @@ def _hit_kind(match: Match, n_prompt: int) -> str:
 
 
 def _used_all(match: Match) -> bool:
-    """Whether nothing stored goes on from here: the prompt has used all there was."""
+    """Whether nothing stored continues from here: the prompt has used all there was."""
     last = match.segments[-1]
     node = last.node
     if len(node.children) or node.parent is None or last.n_tokens < node.n_tokens:

@@ -1,11 +1,11 @@
 """Every step of a record's life: held in memory, spilled, evicted, loaded again, forgotten.
 
-    tree     which records there are, and where each of them lies
+    tree     which records there are, and where each of them is stored
     memory   which of them are held as arrays, under a limit
     tiers    which of them are stored as bytes
     index    keeps the tree in agreement with the tiers
 
-Here these four act together. Owner: the engine thread, through the prefix cache.
+This module makes the four act together. Owner: the engine thread, through the prefix cache.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from firn.core.values import Namespace
 log = logging.getLogger("firn.cache")
 
 LEAVING_SHARE = 0.25
-"""The share of memory's limit that evicted records may take until they are written."""
+"""Share of memory's limit that evicted records may occupy until they are written."""
 OWN_LEASES = 2
-"""On a prompt's chain while a block of it is stored: the request's own, and the block's."""
+"""Leases on a prompt's chain while one of its blocks is stored: the request's, and the block's."""
 WRITE_WAIT_S = 0.05
 """How long the engine waits for a tier that cannot keep up, before a record is lost."""
 TOUCH_EVERY_S = 60.0
-"""Stamps in tiers that are less out of date stay as they are."""
+"""Stamps in tiers are not updated until they are this far out of date."""
 N_EXPIRED = 64
-"""Expired nodes that are forgotten between two steps."""
+"""The most expired nodes that are forgotten between two steps."""
 N_CLEARED = 256
-"""Nodes of a cleared namespace that are forgotten between two steps."""
+"""The most nodes of cleared namespaces that are forgotten between two steps."""
 
 
 class Records:
@@ -85,7 +85,8 @@ class Records:
         self.estimates = Estimates(clock)
         self._cleared: list[Iterator[Node]] = []
         self._unconfirmed: list[tuple[Record, int]] | None = None
-        """Committed since the last confirmation, with the tiers that had it; None: nobody confirms."""
+        """Records committed since the last confirmation, each with the tiers that had it; None:
+        commits need no confirmation."""
         self._fault: Exception | None = None
         self._wait_until = math.inf
         """No eviction waits for tiers beyond this time."""
@@ -98,7 +99,7 @@ class Records:
         wake: Callable[[], None],
         takes: Callable[[Record], bool] = takes_all,
     ) -> None:
-        """Put a tier below those that are there, and learn what it has."""
+        """Add a tier below the existing ones, and learn what it has."""
         for tier, event in self.tiers.add(name, io, wake=wake, takes=takes):
             self.apply(tier, event)
 
@@ -113,9 +114,9 @@ class Records:
         *,
         but: Collection[Record] = (),
     ) -> Record | None:
-        """Hold what was computed in memory, whether or not a tier has it; None: there is no room.
+        """Hold in memory what was computed, whether or not a tier has it; None: there is no room.
 
-        but: records of the node's chain that may not leave memory for it.
+        but: records of the node's chain that must not be evicted for it.
         """
         record = node.records.get(part)
         if record is not None:
@@ -137,7 +138,7 @@ class Records:
         return record
 
     def keep_in_row(self, node: Node, pages: RowPages, nbytes: int) -> Record:
-        """The node's pages lie in a row, unless memory has them already. They need no room."""
+        """Leave the node's pages in a row, unless memory has them already. They need no room."""
         record = node.records.get(Part.PAGES)
         if record is None:
             record = self.tree.add(node, Part.PAGES, nbytes=nbytes, mark=Mark.TURN)
@@ -150,13 +151,13 @@ class Records:
         return record
 
     def hold(self, record: Record, arrays: Payload | RowPages, *, nbytes: int) -> None:
-        """Memory has the record from now on. The caller has made room for it."""
+        """Hold the record in memory from now on. The caller has made room for it."""
         self.tree.hold(record, arrays, nbytes=nbytes)
         self.memory.added(record)
 
     def _hold_if_room(self, record: Record, arrays: Payload) -> None:
         has_room = self.memory.make_room(arrays.nbytes, part=record.part)
-        if has_room and record.alive:  # it may have gone with its block's pages, to make room
+        if has_room and record.alive:  # else making room removed it, with its block's pages
             self.hold(record, arrays, nbytes=arrays.nbytes)
 
     def _stay(self, record: Record) -> None:
@@ -167,8 +168,9 @@ class Records:
     def _chain_gives_way(
         self, node: Node, nbytes: int, part: Part, but: Collection[Record]
     ) -> bool:
-        """Make room for a block of a prompt that is longer than memory: what tiers have of it goes, from
-        its end. The request computes in its row; only what others lead to stays in memory for them."""
+        """Make room for a block of a prompt that is longer than memory: evict the blocks before it,
+        from the end, once tiers have them. The request itself computes in its row. What other
+        leases or pins keep stays in memory."""
         for n in node.path_to_root() if self.memory.fits_alone(nbytes, part=part) else ():
             if n.n_leases > OWN_LEASES or n.n_pins:
                 return False
@@ -203,7 +205,7 @@ class Records:
             self._unconfirmed += [(record, record.stored) for record in records]
 
     def confirm(self) -> None:
-        """What was committed so far is good. From the first call on, commits wait for this."""
+        """What was committed so far is sound. From the first call on, spilling waits for this."""
         waiting, self._unconfirmed = self._unconfirmed or [], []
         self.tiers.spill(record for record, _ in waiting if record.alive)
 
@@ -222,7 +224,7 @@ class Records:
                 self.index.lose(record)
 
     def take_back(self, records: Sequence[Record]) -> None:
-        """Drop what a failed commit has just added; the newest, so the deepest, first."""
+        """Drop what a failed commit has just added, the newest (and so the deepest) first."""
         for record in reversed(records):
             self.tree.release(record)
             if not record.stored:
@@ -231,19 +233,19 @@ class Records:
     # --- used ------------------------------------------------------------------------------
 
     def used(self, node: Node) -> None:
-        """The chain that ends here was just used: it is the last to go, in memory and in tiers."""
+        """Mark the chain that ends here as just used: memory and tiers evict it last."""
         self.tree.use(node)
         if len(self.tiers):
             self.tiers.touch(self.tree.order.outdated(node, TOUCH_EVERY_S))
 
     def reused(self, node: Node) -> None:
-        """Somebody resumed from the chain that ends here; some stores take only such records."""
+        """A request resumed from the chain that ends here; some stores accept only such records."""
         for n in self.tree.set_reused(node):
             self.tiers.spill(n.records.values())
 
     def unlease(self, node: Node) -> None:
         self.tree.unlease(node)
-        if not node.n_leases:  # else nor is any node above it free
+        if not node.n_leases:  # otherwise no node above it is free either
             self.memory.let_go()
 
     def pin(self, node: Node) -> None:
@@ -260,7 +262,8 @@ class Records:
     # --- evicted ---------------------------------------------------------------------------
 
     def set_limit(self, nbytes: int) -> None:
-        """Memory may hold so much from now on. What leaves waits while tiers write, or once."""
+        """Set memory's limit. Evictions wait while tiers keep writing; if none does, WRITE_WAIT_S
+        in all."""
         self.memory.limit_nbytes = nbytes
         self._wait_until = self.clock() + WRITE_WAIT_S
         try:
@@ -269,7 +272,7 @@ class Records:
             self._wait_until = math.inf
 
     def _evict(self, record: Record) -> None:
-        """Take it out of memory. What a tier should have keeps its arrays until it is written."""
+        """Evict it from memory. If a tier should have it, its arrays stay until it is written."""
         self.stats.evictions[record.part.value] += 1
         lacking = self.tiers.lacking(record)
         if lacking and not record.stored and self._leave(record, lacking):
@@ -279,7 +282,7 @@ class Records:
         self.index.lose_evicted(record)
 
     def _leave(self, record: Record, tiers: Sequence[TierClient]) -> bool:
-        """Have it written first. False: no tier takes it, or too much is waiting to be written."""
+        """Have it written first. False: no tier accepts it, or too much waits to be written."""
         taking = [tier for tier in tiers if record.is_being_written(tier.number) or tier.writes]
         if not taking:
             self.stats.dropped["tier paused"] += 1
@@ -297,12 +300,12 @@ class Records:
                 self._wait_until = max(self._wait_until, self.clock() + WRITE_WAIT_S)
         if self.tree.leaving_nbytes <= allowed or not record.leaving:
             return True
-        if not record.writing:  # else a tier has accepted it, and writes it all the same
+        if not record.writing:  # otherwise a tier has accepted it, and will still write it
             self.stats.dropped["write queue full"] += 1
         return False
 
     def drop(self, records: Iterable[Record]) -> None:
-        """Take these out of memory at once, the deepest first; what no tier has is lost."""
+        """Drop these, deepest first, from memory without writing them; what no tier has is lost."""
         for record in records:
             self.tree.release(record)
             if not record.obtainable and not record.writing:
@@ -325,8 +328,8 @@ class Records:
     def clear(self, namespace: Namespace | None) -> int:
         """Forget one namespace, or all; returns the bytes that this frees in memory.
 
-        Lookups miss at once. The records go a few at a time, and those that a scan has yet to find
-        are deleted then.
+        Lookups miss immediately. The records are removed a few at a time, and those that a scan has
+        yet to find are deleted when it finds them.
         """
         nbytes = 0
         if namespace is None and self.tree.announcer is not None:
@@ -370,7 +373,7 @@ class Records:
                 if not record.obtainable:
                     self.index.lose(record)
                 elif record.arrays is not None:
-                    self.tiers.spill([record])  # computed meanwhile, and the tier does not have it
+                    self.tiers.spill([record])  # computed by now, and the tier does not have it
             case RecordWritten(record, evicted):
                 self._was_written(tier, record, evicted)
             case WriteFailed(record, error):
@@ -390,7 +393,7 @@ class Records:
             self.index.gone(tier, name)
 
     def _write_ended(self, tier: TierClient, record: Record) -> None:
-        """What waited for this write may leave memory. What is outdated by now leaves the tier."""
+        """Release it if it waited for this write; delete it from the tier if it is outdated."""
         if not self.tree.is_current(record):
             self.tree.set_gone(record, tier.number)
             self.tiers.delete_from(tier, [record])
@@ -402,18 +405,18 @@ class Records:
 
     @property
     def settled(self) -> bool:
-        """Nothing is left to forget or to spill."""
+        """Whether nothing is left to forget or to spill."""
         return not self._cleared and self.tiers.idle
 
     def close(self) -> None:
-        """Write what is to stay, and delete what was cleared."""
+        """Write what should be kept, and delete what was cleared."""
         while self._cleared:
             self._forget_cleared()
         for tier, event in self.tiers.close():
             self.apply(tier, event)
 
     def failed(self, where: str, error: Exception) -> None:
-        """Fail closed: a fault in the cache is a counted miss."""
+        """Log and count a fault in the cache, which costs a miss."""
         reason = f"{where}: {error.reason}" if isinstance(error, TierError) else where
         self.stats.faults[reason] += 1
         log.warning("the cache failed in %s, which costs a miss: %r", where, error, exc_info=error)

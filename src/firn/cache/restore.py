@@ -1,7 +1,7 @@
-"""Bringing a prompt's stored prefix back into a row.
+"""Restores a prompt's stored prefix into a row.
 
 Records that memory has, or that were loaded for the request, are copied into the layers of a new row; or
-the row of the conversation's last turn, which was parked, is taken over as it is.
+the parked row of the conversation's last turn is taken over as it is.
 
 Owner: the engine thread, through the prefix cache.
 """
@@ -26,11 +26,11 @@ from firn.core.events import Admitted
 from firn.core.ports import LayerCache, LiveRow, Restored
 
 NEIGHBOUR = "neighbour"
-"""Where tokens come from that another request computed at the same time."""
+"""The origin of tokens that another request computed at the same time."""
 N_CLOSEST = 4
-"""Blocks in the same place that are looked at; those that share most with the prompt come first."""
+"""Sibling blocks that are checked, those that share most with the prompt first."""
 SMALL_SHARE = 1 / 8
-"""Of a prompt. A longer hit is used wherever there is one."""
+"""A hit on at least this share of the prompt is always used."""
 Payloads = dict[tuple[Node, Part], Payload]
 Pieces = list[Payload | Views]
 
@@ -58,22 +58,23 @@ class Restorer:
         return cursor.walk(self._records.tree).n_shared if cursor.control.read else 0
 
     def may_have_more(self, cursor: CacheCursor) -> bool:
-        """Whether the block after the last committed one has come to memory: a cheap first look.
+        """Whether the block after the last committed one may be in memory by now: a cheap check.
 
-        Where a prompt ends within a block, there may be one that goes on with its reply, and a shorter
-        one with a state.
+        Where a prompt ends within a block, there may be a block that continues with its reply, and
+        a shorter one with a state.
         """
         node = cursor.node
         ahead = [n for n, _ in islice(node.children.closest(cursor.prompt, node.end), N_CLOSEST)]
-        if not self._needs.pages:  # of windows only the last are read
+        if not self._needs.pages:  # only the last windows are read
             return bool(ahead)
         records = (n.records.get(part) for n in ahead for part in self._needs.by_block)
         return any(r is not None and cursor.has(r) for r in records)
 
     def pays(self, cursor: CacheCursor, match: Match, n_tokens: int) -> bool:
-        """Whether to leave a row of this many tokens for a new one that is filled to the match.
+        """Whether to abandon a row of `n_tokens` tokens for a new one that is filled to the match.
 
-        A row that has computed something is left for a block or more: estimates are never that good.
+        A row that has computed something is abandoned only to gain a block or more: estimates are
+        not precise enough for less.
         """
         estimates, has_computed = self._records.estimates, n_tokens > cursor.admission.n_cached
         if match.n_tokens < n_tokens + (self._records.identity.block if has_computed else 1):
@@ -82,13 +83,13 @@ class Restorer:
         return fill_s < estimates.prefill_s(n_tokens, match.n_tokens)
 
     def saves_time(self, match: Match, n_prompt: int) -> bool:
-        """Whether a row that is filled to the match reads the prompt sooner than an empty one."""
+        """Whether a row filled to the match finishes the prompt sooner than an empty one."""
         estimates = self._records.estimates
         if match.n_tokens >= SMALL_SHARE * n_prompt:
             return True
         if self._needs.pages and self._parking.row_for(match) is not None:
             return True
-        if match.n_tokens < self._records.identity.block:  # a pass over the rest takes as long
+        if match.n_tokens < self._records.identity.block:  # a pass without it takes as long
             return False
         if not estimates.knows_prefill:
             return True
@@ -98,9 +99,9 @@ class Restorer:
     # --- resuming --------------------------------------------------------------------------
 
     def resume(self, cursor: CacheCursor, match: Match) -> Restored:
-        """Move the cursor to the match. The layers are filled when the row is made.
+        """Move the cursor to the match. The layers are filled when the row is created.
 
-        The cursor moves last: if something fails, the request goes on where it was.
+        The cursor moves last: if something fails, the request continues where it was.
         """
         end = match.segments[-1].node
         taken = self._parking.row_for(match) if self._needs.pages else None
@@ -175,19 +176,19 @@ class Restorer:
         except Exception as e:  # its records stay where they are
             self._records.failed("filled", e)
 
-    # --- what people are told --------------------------------------------------------------
+    # --- what is reported ------------------------------------------------------------------
 
     def stored_in(self, match: Match) -> Counter[str]:
-        """How many of the match's tokens lie in which tier."""
+        """How many of the match's tokens are stored in which tier."""
         tiers = self._records.tiers
         return match.origins(
             lambda r: MEMORY if r.arrays is not None else tiers.fastest_with(r).name
         )
 
     def origins(self, cursor: CacheCursor, match: Match, *, jumps: bool = False) -> Counter[str]:
-        """How many of the match's tokens came from where. What was loaded counts for its tier.
+        """The match's tokens by origin. What was loaded counts for its tier.
 
-        jumps: the request has begun to compute; what came to memory since is a neighbour's work.
+        jumps: the request has begun to compute; what entered memory since is a neighbour's work.
         """
 
         def origin(record: Record) -> str:
@@ -204,7 +205,7 @@ class Restorer:
         tiers = Counter(dict(cursor.admission.tiers)) + self.origins(cursor, tail, jumps=True)
         n_cached = cursor.admission.n_cached + n_skipped
         why = self.why_not_more(cursor, match.n_tokens)
-        if not why and n_cached < len(cursor.prompt) - 1:  # some of it was computed meanwhile
+        if not why and n_cached < len(cursor.prompt) - 1:  # some of it was computed
             why = cursor.load_fault or cursor.admission.reason
         return Admitted(n_cached, tuple(tiers.items()), why)
 
@@ -225,7 +226,7 @@ class Restorer:
 
 
 def _pages(cursor: CacheCursor, match: Match) -> Pieces:
-    """The pages of a match in their order. Those that lie in one row are one piece."""
+    """The pages of a match in order. Consecutive ones in the same row are one piece."""
     pieces: Pieces = []
     start, end = 0, 0
     row: RowPages | None = None
@@ -258,7 +259,7 @@ def _arrays(cursor: CacheCursor, record: Record) -> Payload | RowPages:
 
 
 def _payload(cursor: CacheCursor, record: Record) -> Payload:
-    """Of a record that lies in no row: a window or a state."""
+    """The payload of a record that is never in a row: a window or a state."""
     arrays = _arrays(cursor, record)
     assert isinstance(arrays, Payload)
     return arrays

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ONE_TOKEN = "one token"
-"""Why a prompt reused nothing if nothing was to be gained: its only token makes the logits."""
+"""The reason for a miss with nothing to gain: the prompt's only token makes the logits."""
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""The engine thread: scheduler, prefill, decode, recovery, memory budget. Knows no mlx."""
+"""The engine thread: scheduler, prefill, decode, recovery, memory budget. Does not use MLX."""
 
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine

@@ -3,7 +3,7 @@
 Live rows and stored records share the capacity (core.memory_plan). Records give way first: the engine
 tells the cache what is left for it. Then new requests wait, and when replies outgrow the capacity the
 youngest request is put back into the queue. A request's need is estimated from the shapes of the
-layers, times a factor learned from what rows really used.
+layers, times a factor learned from what rows actually used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIN_FACTOR, MAX_FACTOR = 0.5, 4.0
 CHUNK_LEARNING_RATE = 0.25
 MIN_CHUNK_FACTOR, MAX_CHUNK_FACTOR = 0.25, 4.0
 TEACHING_CHUNK_NBYTES = 16 << 20
-"""The memory of a smaller chunk cannot be told from other allocations of that moment."""
+"""The memory of a smaller chunk cannot be told apart from other allocations at that moment."""
 
 NO_TRANSIENT = Transient(0)
 
@@ -60,9 +60,9 @@ class Budget:
         self.cost = cost
         self.capacity_nbytes = capacity_nbytes
         self._first_capacity_nbytes = capacity_nbytes
-        """At the start. What other programs have taken of it since, they may give back."""
+        """The capacity at the start. Other programs may give back what they took of it since."""
         self.factor = 1.0
-        """Bytes really used for each byte estimated."""
+        """Bytes actually used for each estimated byte."""
         self.chunk_factor = 1.0
         """The same for the memory that prefill chunks take while they run."""
         self._transient = transient
@@ -129,7 +129,7 @@ class Budget:
         }
 
     def learn(self, lengths: Sequence[int], used_nbytes: int) -> None:
-        """Compare the estimate for rows of these lengths with what they really take."""
+        """Compare the estimate for rows of these lengths with what they actually take."""
         if not lengths or sum(lengths) < LEARN_FROM_TOKENS * len(lengths):
             return
         estimated = sum(map(self.cost.of, lengths))
@@ -147,7 +147,7 @@ class Budget:
         return self._transient.largest_chunk(depth, allowed, most=most)
 
     def learn_chunk(self, n_tokens: int, depth: int, used_nbytes: int) -> None:
-        """A chunk took this much memory. A higher factor counts at once, a lower one gradually."""
+        """Learn a chunk's memory. A higher factor applies immediately, a lower one gradually."""
         estimated = self._transient.of(n_tokens, depth)
         if used_nbytes <= 0 or estimated < TEACHING_CHUNK_NBYTES:
             return

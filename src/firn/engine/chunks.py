@@ -1,10 +1,10 @@
 """How many prompt tokens the next chunk reads: by depth, by load, by how long earlier chunks took.
 
 A large chunk uses the device better, but it holds up other requests: those that decode wait for
-their next token, new ones for their first. While nobody waits, a chunk may take a second; otherwise
-little more than a usual chunk takes at the start of a prompt, or what the user has set. Every chunk
-teaches the time per token, as a line over depth. Sizes are halves of the largest, so that chunks
-still end at common positions.
+their next token, new ones for their first. While no request waits, a chunk may take a second;
+otherwise little more than a usual chunk takes at the start of a prompt, or what the user has set.
+The time per token is learned from every chunk, as a line over depth. Sizes are the largest one
+halved repeatedly, so that chunks still end at common positions.
 
 Owner: the engine thread.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from firn.core.memory_plan import MIN_CHUNK
 
 ALONE_S = 1.0
-"""The longest chunk while no other request waits. Metal's watchdog kills commands after seconds."""
+"""The longest a chunk may take while no request waits: Metal kills commands after seconds."""
 MAX_SLOWDOWN = 1.25
 """While others wait, a chunk may take this many times what one takes at the start of a prompt."""
 DECAY = 0.95
@@ -56,7 +56,7 @@ class TimeByDepth:
 
 class ChunkSizes:
     def __init__(self, usual: int, *, largest: int = 0, max_step_s: float = 0.0) -> None:
-        """largest: 0: every chunk has the usual size. max_step_s: 0: no bound set by the user."""
+        """largest: 0 if all have the usual size. max_step_s: 0 if the user has set no bound."""
         self._usual = usual
         self._largest = max(largest, usual) if largest else 0
         self._max_step_s = max_step_s
@@ -84,6 +84,6 @@ class ChunkSizes:
         return chunk
 
     def saw(self, start: int, end: int, seconds: float) -> None:
-        """Reading [start, end) took this long."""
+        """Reading [start, end) took `seconds`."""
         if end - start >= MIN_TEACHING_TOKENS:
             self._line.add((start + end) / 2, seconds / (end - start))

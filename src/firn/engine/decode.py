@@ -1,4 +1,4 @@
-"""Generates replies: a prompt that is read joins the decode batch, and each step gives it a token.
+"""Generates replies: once read, a prompt joins the decode batch, and each step extends its reply.
 
 Owner: the engine thread.
 """
@@ -143,7 +143,7 @@ class Decode:
             self._inflight.commit(choice.cursor, picked.row)
 
     def _pass_on(self, choice: Choice, token: Token) -> bool:
-        """Returns whether it is the reply's last token."""
+        """Send a token to the client; returns whether it is the reply's last."""
         job = choice.sequence.job
         has_stopped = token.id in job.eos
         self._has_first_token |= not choice.tokens
@@ -156,6 +156,6 @@ class Decode:
         return is_last
 
     def take_first_token_flag(self) -> bool:
-        """Whether a reply got its first token since this was last asked."""
+        """Whether a reply got its first token since the last call."""
         flag, self._has_first_token = self._has_first_token, False
         return flag

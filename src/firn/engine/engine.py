@@ -1,7 +1,7 @@
 """The engine as other threads see it: an inbox, and a thread that owns everything else.
 
-Other threads put what they want into the inbox, and the engine thread does it between two steps. If that
-thread dies, every waiting client is told at once and `on_death` is called.
+Other threads put calls into the inbox, and the engine thread runs them between two steps. If that
+thread dies, every waiting client is told immediately and `on_death` is called.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ P = TypeVar("P", bound=EngineParts)
 IDLE_TICK_S = 0.5
 """How often an idle engine ticks the cache."""
 LOAD_TICK_S = 0.005
-"""How often it does while requests wait for a load."""
+"""How often it does so while requests wait for a load."""
 START_FAILED_S = 10.0
 """How long a thread whose parts could not be built may take to end."""
 TASKS = Path("/proc/self/task")
 """Linux lists the threads of a process here."""
 UNSEEN_END_S = 0.05
-"""Elsewhere its end cannot be seen: how long a thread that has left Python may take to end."""
+"""Elsewhere, a thread's end cannot be seen: how long one that has left Python may take to end."""
 END_POLL_S = 0.001
-"""How often to look whether it has: nothing signals it, and an exit waits."""
+"""How often to check whether it has ended: nothing signals it, and the exit waits."""
 
 
 class Engine(Generic[P]):
@@ -61,7 +61,7 @@ class Engine(Generic[P]):
         self._stopping = False
         self._alive = False
         self._last_step = time.monotonic()
-        # From here on: the engine thread's alone.
+        # From here on: owned by the engine thread.
         self._parts: P
         self._loop: Loop
 
@@ -73,9 +73,7 @@ class Engine(Generic[P]):
         try:
             return self._ready.result()
         except BaseException:
-            if (
-                self._ready.done()
-            ):  # otherwise a signal has ended the wait, and the thread still loads
+            if self._ready.done():  # else a signal ended the wait, and the thread is still loading
                 _await_end(self._thread, START_FAILED_S)
             raise
 
@@ -89,7 +87,7 @@ class Engine(Generic[P]):
                 raise ShuttingDown
             if not self._alive:
                 raise EngineDead
-            # Here already: the refusal of a stream that has begun has no status any more.
+            # Checked here: once a stream has begun, a refusal can no longer set the status.
             self._parts.budget.need_nbytes(job)
             if self._n_queued >= self._queue_room():
                 raise QueueFull
@@ -113,7 +111,7 @@ class Engine(Generic[P]):
         self._inbox.put(lambda: self._loop.force(request, choice, forced))
 
     def wake(self) -> None:
-        """There is something for the cache's next tick."""
+        """Make the engine tick the cache, which has something to do."""
         self._inbox.put(lambda: None)
 
     def call(self, function: Callable[[P], T]) -> Future[T]:
@@ -230,7 +228,7 @@ class Engine(Generic[P]):
 
 
 def _await_end(thread: threading.Thread, timeout_s: float) -> None:
-    """Wait until the system, too, has ended the thread.
+    """Wait until the operating system has ended the thread, too.
 
     MLX frees what it keeps for a thread after the thread's last line of Python, and takes the GIL for
     that: a process that exits at that moment is aborted.

@@ -51,7 +51,7 @@ class InFlight:
         self.tasks: dict[int, PrefillTask] = {}
         self.rows: dict[LiveRow, Choice] = {}
         self.has_unconfirmed = False
-        """Something was committed since the device last confirmed that it had no fault."""
+        """Whether something was committed since the device last confirmed that it had no fault."""
         self._absorbed: Exception | None = None
         self._n_tasks = 0
         self._events: list[Delivery] = []
@@ -70,7 +70,7 @@ class InFlight:
 
     @property
     def is_lone_prefill(self) -> bool:
-        """One prompt is being read, and no other request waits for anything."""
+        """Whether one prompt is being read, and no other request waits for anything."""
         return not self.rows and not self.waiting and len(self.tasks) == 1
 
     @property
@@ -89,7 +89,7 @@ class InFlight:
         self._events.append((request, event))
 
     def announce(self, sequence: Sequence, *, is_final: bool = False) -> None:
-        """Tell the client, once, what the cache did for its prompt. is_final: no load changes it now."""
+        """Tell the client, once, what the cache did for its prompt. is_final: loads are over."""
         if not sequence.announced and (is_final or not sequence.cursor.racing):
             sequence.announced = True
             self.emit(sequence.job.id, sequence.admission)
@@ -138,18 +138,18 @@ class InFlight:
         self.has_unconfirmed = True
 
     def close(self, cursor: Cursor, row: LiveRow | None) -> None:
-        """row: what it has computed is stored; None: nothing more is stored."""
+        """row: what it has computed is stored; None: store nothing more."""
         self.cache.close_cursor(cursor, row)
         if row is not None:
             self.has_unconfirmed = True
 
     def absorbed(self, error: Exception) -> None:
-        """A fault ends here, and no request fails of it. It may have been another's: see `Recovery`."""
+        """A fault was handled and fails no request. It may be the device's: see `Recovery`."""
         if may_be_device_fault(error):
             self._absorbed = error
 
     def take_absorbed(self) -> Exception | None:
-        """The last absorbed fault that may be the device's, here or in the cache, since it was asked."""
+        """The last absorbed fault, here or in the cache, that may be the device's; forgets it."""
         error, self._absorbed = self._absorbed, None
         return self.cache.take_fault() or error
 
@@ -181,7 +181,7 @@ class InFlight:
             task.scoring = None
 
     def drop_rows(self, choices: abc.Sequence[Choice], *, keep: bool = True) -> None:
-        """All of them together, which is cheaper. keep: store what they have generated."""
+        """Drop all of them together, which is cheaper. keep: store what they have generated."""
         rows = []
         with self.cache.together():
             for choice in choices:
@@ -196,7 +196,7 @@ class InFlight:
             self.runner.leave(rows)
 
     def finish(self, choices: abc.Sequence[Choice]) -> None:
-        """End replies; not those of requests that have failed meanwhile."""
+        """End these replies, except those of requests that have failed in the meantime."""
         choices = [choice for choice in choices if not choice.done]
         self.drop_rows(choices)
         for choice in choices:

@@ -34,13 +34,13 @@ from firn.engine.sparse import DeferredPrefill
 log = logging.getLogger("firn.engine")
 
 YIELD_S = 1e-4
-"""Yield the GIL after a first token so that asyncio can send it: the next launch holds the GIL long."""
+"""Pause after a first token to let asyncio send it: the next launch holds the GIL for a while."""
 CALIBRATE_EVERY = 64
-"""Steps between two measurements of the memory that decoding rows really take."""
+"""Steps between two measurements of the memory that decoding rows actually take."""
 GROW_EVERY = 16
-"""Steps between two counts of how far replies have grown."""
+"""Steps between two checks of how far replies have grown."""
 SCORER_SCALE = 2
-"""The largest chunk of a scorer, in those of the model: it is smaller."""
+"""A scorer's largest chunk relative to the model's: the scorer is smaller."""
 
 
 class Loop:
@@ -88,7 +88,7 @@ class Loop:
 
     @property
     def busy(self) -> bool:
-        """There is something to compute, or a request to admit."""
+        """Whether there is something to compute, or a request to admit."""
         inflight = self.inflight
         if inflight.rows or (inflight.waiting and not inflight.tasks):
             return True
@@ -198,7 +198,7 @@ class Loop:
 
     def force(self, request: RequestId, index: int, forced: ForcedTokens) -> None:
         for choice in self._open_choices(request, index):
-            # How far a step with drafts takes the reply is known when it is read.
+            # How far a step with drafts takes the reply is known only once it is read.
             self._decode.collect_all(choice)
             if not choice.done and choice.force(forced) and choice.row is not None:
                 self._decode.force(choice, choice.row)

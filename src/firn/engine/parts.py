@@ -1,4 +1,4 @@
-"""What the engine thread works with, and the limits it keeps. It builds them itself when it starts."""
+"""What the engine thread works with, and its limits. The thread builds them when it starts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class EngineLimits:
     aligned: bool = False
     """Every chunk ends at a multiple of prefill_chunk: exact reuse needs it."""
     largest_chunk: int = 0
-    """Chunks grow up to this, and shrink, with depth and load; 0: all have prefill_chunk tokens."""
+    """Chunks vary with depth and load, up to this size; 0: all have prefill_chunk tokens."""
     max_step_s: float = 0.0
     """How long a chunk may hold up decoding requests; 0: little longer than a usual chunk takes."""
     common_chunk: int = 0
     """Longer chunks begin and end at multiples of this, and the runner pads shorter ones, for a device
     that prefers few shapes. 0: chunks end anywhere."""
     logprobs_chunk_nbytes: int = 128 << 20
-    """For the logits of a chunk whose logprobs are wanted: a large vocabulary shortens the chunk."""
+    """Limit for the logits of a chunk whose logprobs are wanted: a large vocabulary shortens it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class EngineParts:
     budget: Budget
     limits: EngineLimits
     scorer: Scorer[object] | None = None
-    """Says which tokens of a long prompt matter; None: every prompt is read in full."""
+    """Finds which tokens of a long prompt matter; None: every prompt is read in full."""
 
     def set_capacity(self, nbytes: int) -> None:
         """Set how much memory live requests and stored records may take together."""

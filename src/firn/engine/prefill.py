@@ -41,7 +41,7 @@ class Prefill:
         self._sparse = SparsePrefill(inflight, inflight.scorer, sizes=scorer_sizes)
         self._batches = PromptBatches(inflight, self.skip_ahead)
         self.n_chunks = 0
-        """Its parity says whose turn it is."""
+        """Its parity decides whose turn it is."""
 
     # --- opening ---------------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ class Prefill:
                 self.begin(sequence)
                 return
             for choice in sequence.open_choices:
-                if choice.done or not sequence.admitted:  # the choice before has failed
+                if choice.done or not sequence.admitted:  # the previous choice has failed
                     return
                 prompt = job.prompt.grown(choice.tokens)
                 cursor = self._cache.open(prompt, job.namespace, job.cache)
@@ -117,7 +117,7 @@ class Prefill:
             common=self._inflight.limits.common_chunk,
         )
         others = self._batches.find(task, max_tokens=chunk) if end == task.n_total else []
-        if task.number not in self._inflight.tasks:  # a fault of another has put all back
+        if task.number not in self._inflight.tasks:  # another request's fault has put all back
             return ()
         task.chunk_began = time.perf_counter()
         with self._recovery.guard(task.sequence):
@@ -130,8 +130,8 @@ class Prefill:
     def _is_short_rest(self, task: PrefillTask) -> bool:
         """Whether the first decode step should read the rest of the prompt, too, which saves a pass.
 
-        Not in company: the steps of others would be wider for it. And not where the row has to stop
-        before the prompt's last token, or must be read in whole chunks.
+        Not next to other requests, whose steps it would widen. Nor where the row has to stop before
+        the prompt's last token, or must be read in whole chunks.
         """
         inflight, n_done = self._inflight, task.row.n_tokens
         is_plain = not (

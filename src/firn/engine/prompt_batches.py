@@ -1,9 +1,10 @@
-"""Reads short prompts that wait at the same time in one pass, if measurements say that it pays.
+"""Reads short prompts that wait at the same time in one pass, if measurements show that it pays.
 
 A pass of few tokens leaves a device partly idle; how much depends on the device and the model. So
 prompts are read alone and together, both are timed per token, the faster is used, and the slower is
-tried again now and then. Prompts that begin alike in what is left to read are not read together: the
-second gets it from the first. Nor are any in exact mode: other shapes give other bits.
+tried again now and then. Prompts whose unread parts begin with the same tokens are not read
+together: the second reuses what the first computes. Nor are any in exact mode: other shapes give
+other bits.
 
 Owner: the engine thread.
 """
@@ -29,18 +30,18 @@ MAX_TOKENS = 1024
 MAX_NEW_TOKENS = 512
 MIN_NEW_TOKENS = 8
 MIN_FILL = 0.6
-"""The least share of a pass that is not padding: each row is padded to the longest."""
+"""Minimum share of a pass that is not padding: each row is padded to the longest."""
 N_SHARED = 16
-"""Of two prompts whose next tokens to read agree for this long, one waits for the other's records."""
+"""Of two prompts whose next N_SHARED tokens agree, one waits for the other's records."""
 MIN_SAMPLES, MAX_SAMPLES = 4, 5
-"""Timings of each kind before the faster one is chosen, and how many are kept.
+"""Timings of each kind that are needed to choose the faster one, and how many are kept.
 
-A device takes longer for the first passes of a shape: three later ones outvote them.
+The first passes of a shape take longer: three later ones outvote them.
 """
 MAX_TIME_RATIO = 0.95
 """Time per token together over time per token alone: above this, reading together does not pay."""
 TRY_FIRST, TRY_EVERY = 8, 64
-"""The slower kind is tried again after so many decisions; each time twice as many, up to the second."""
+"""Decisions between two trials of the slower kind: TRY_FIRST, doubled each time up to TRY_EVERY."""
 
 
 @dataclass(eq=False)
@@ -52,7 +53,7 @@ class BatchTrial:
     """Seconds per token of passes of each kind."""
     _n_spaced: int = TRY_FIRST
     _n_decisions: int = 0
-    """Since the slower kind was tried."""
+    """Decisions since the slower kind was tried."""
 
     def should_batch(self) -> bool:
         """Whether to read the next prompts together."""
@@ -132,7 +133,7 @@ class PromptBatches:
         return True
 
     def settled(self, task: PrefillTask, seconds: float) -> None:
-        """The pass that this task led took this long."""
+        """The pass that this task led took `seconds`."""
         if task.could_batch or task.others:
             n_tokens = task.row.n_tokens - task.chunk_start
             self._trial.saw(

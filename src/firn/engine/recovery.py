@@ -1,10 +1,11 @@
 """Requests that fail, and requests that lose their rows and are computed again from their tokens.
 
-A request that fails ends alone. If a decode step fails, each of its rows is read again from its tokens,
-by itself, and only a request that fails alone is given up. When memory runs out, or the device fails,
-requests are put back: they lose their rows and are first in the queue again, and once admitted each
-reply is read up to where it was, mostly from the cache. After a device fault nothing is trusted that
-was computed since the device last confirmed: neither rows nor the records made of them.
+A request that fails ends alone. If a decode step fails, each of its rows is read again from its
+tokens, by itself, and only a request that fails alone is given up. When memory runs out, or the
+device fails, requests are put back: they lose their rows and return to the front of the queue, and
+once admitted each reply is read up to where it was, mostly from the cache. After a device fault,
+nothing that was computed since the device's last confirmation is trusted: neither rows nor the
+records made from them.
 
 Owner: the engine thread.
 """
@@ -28,13 +29,13 @@ log = logging.getLogger("firn.engine")
 
 MAX_RESCUES = 1
 CONFIRM_S = 2.0
-"""While rows decode, the device is asked at most this often: asking waits for the step in flight, and
-leaves a GPU idle until the next one is built."""
+"""While rows decode, the device is asked to confirm at most this often: that waits for the step in
+flight, and leaves a GPU idle until the next one is built."""
 MAX_DEVICE_FAULTS = 3
 DEVICE_FAULTS_S = 600.0
-"""After so many device faults within this time the process ends, for its supervisor to restart."""
+"""After MAX_DEVICE_FAULTS within this time the process ends, and its supervisor restarts it."""
 ABSORBED_EVERY_S = 60.0
-"""Absorbed faults are taken for the device's at most this often: a bad record fails again and again."""
+"""Absorbed faults count as the device's at most this often: a bad record fails again and again."""
 
 
 class Recovery:
@@ -130,7 +131,7 @@ class Recovery:
         inflight = self._inflight
         for task in [t for t in inflight.tasks.values() if any(c in choices for c in t.choices)]:
             inflight.drop_task(task, keep=False)
-        # All rows of a group leave at once: its arrays may be what failed.
+        # All rows of a group leave together: its arrays may be what failed.
         rows = [choice.row for choice in choices if choice.row is not None]
         inflight.runner.leave(rows)
         for choice in choices:
@@ -169,7 +170,7 @@ class Recovery:
             self._end_early(oldest)
 
     def _end_early(self, sequence: Request) -> None:
-        """It alone has outgrown all memory: its replies end, as they do at the end of the context."""
+        """It alone has outgrown all memory: end its replies, as at the end of the context."""
         log.warning(
             "request %s ends early: its reply needs more memory than the server may use",
             sequence.job.id,
@@ -181,7 +182,7 @@ class Recovery:
     # --- the device ------------------------------------------------------------------------
 
     def confirm(self, *, in_flight: bool) -> None:
-        """Ask the device whether what was committed is sound; at once if no step is in flight.
+        """Ask the device whether what was committed is sound; right away if no step is in flight.
 
         MLX may finish an evaluation and report the fault of one of its commands later, to whatever uses
         the device next.
@@ -230,10 +231,10 @@ class Recovery:
             raise DeviceFailing(len(self._fault_times)) from error
 
     def put_all_back(self, error: Exception, *, spared: Collection[Request] = ()) -> None:
-        """Whatever ran may be wrong: forget the records made of it, and compute it again.
+        """Whatever ran may be wrong: forget the records made from it, and compute it again.
 
-        If memory ran out, all other records there give way. spared: requests that the caller recovers
-        itself.
+        If memory ran out, all other records in memory are evicted. spared: requests that the caller
+        recovers itself.
         """
         inflight, is_out = self._inflight, is_out_of_memory(error)
         if is_out:  # commands of the failed step may still write to buffers that are freed below
@@ -259,7 +260,7 @@ class Recovery:
         inflight.update_room()
 
     def _streams_prompt_logprobs(self, sequence: Request) -> bool:
-        """The logprobs of its prompt are sent as they are computed, and must not be sent twice."""
+        """Whether its prompt's logprobs are being sent: they must not be sent twice."""
         return any(task.wants_logprobs for task in self._inflight.tasks_of(sequence))
 
     def _put_back(self, sequence: Request, *, keep: bool) -> None:

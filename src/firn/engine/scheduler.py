@@ -1,9 +1,9 @@
-"""Plans the next step: a pure function of the work there is.
+"""Plans the next step: a pure function of the pending work.
 
 Fairness, in four rules:
 - A decode step of all replies runs between any two prefill chunks, so a long prompt never stops them.
-- Requests are admitted in the order they came.
-- Chunks go in turn to the oldest prompt and to the prompt with the least left to read. Short prompts
+- Requests are admitted in order of arrival.
+- Chunks alternate between the oldest prompt and the one with the least left to read. Short prompts
   overtake one of 100K tokens within a few chunks, and the long one still gets half of all chunks: it
   takes at most twice as long, whatever arrives after it.
 - A prompt that is also being loaded gets a chunk only if no other prompt needs one.
@@ -51,7 +51,7 @@ class PendingWork:
     n_decoding: int
     free_nbytes: int
     turn: int
-    """Counts prefill chunks; its parity says whose turn it is."""
+    """Counts prefill chunks; its parity decides whose turn it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def chunk_end(
 
     Chunks are aligned to absolute positions, so that a prompt is always cut in the same places,
     whatever part of it was restored. A stop (they ascend) ends a chunk early. If results need not be
-    equal bit for bit (`aligned` is False), the last chunk and a half is read at once: two chunks cost
+    equal bit for bit (`aligned` is False), the last chunk and a half is read as one chunk: two cost
     more.
 
         0        chunk      2*chunk     n_total

@@ -1,4 +1,4 @@
-"""The mutable records of a request in flight. Owner: the engine thread."""
+"""The mutable state of a request in flight. Owner: the engine thread."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Sequence:
     was_put_back: bool = False
     """Its rows were dropped, and it waits in the queue again."""
     was_at_fault: bool = False
-    """A fault in its work may have been another request's, so it was tried again: once only."""
+    """A fault in its work may have been another request's, so it was tried again, but only once."""
     keep: float | None = None
     """The share of its uncached prompt that sparse prefill reads; None: all of it."""
     n_skipped: int = 0
@@ -140,7 +140,7 @@ class Sequence:
 
     @property
     def has_begun(self) -> bool:
-        """Its replies have tokens, so they can no longer be read as one prompt."""
+        """Whether its replies have tokens: then they can no longer be read as one prompt."""
         return any(c.tokens or c.done for c in self.choices)
 
 
@@ -164,7 +164,7 @@ class PrefillTask:
     chunk_start: int = 0
     chunk_began: float = 0.0
     share: float = 1.0
-    """Its part of the tokens of its last pass."""
+    """Its share of the tokens of its last pass."""
     others: list[PrefillTask] = field(default_factory=list)
     """Tasks read in the same pass; this one leads it."""
     could_batch: bool = False
@@ -172,7 +172,7 @@ class PrefillTask:
 
     @property
     def is_prompt(self) -> bool:
-        """It reads the request's prompt, not the tokens of an interrupted reply."""
+        """Whether it reads the request's prompt, not the tokens of an interrupted reply."""
         return self.cursor is self.sequence.cursor
 
     @property
@@ -185,5 +185,5 @@ class PrefillTask:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Positions done, with those that are skipped, and all positions."""
+        """Positions done, including skipped ones, and all positions."""
         return self.prompt.position(self.row.n_tokens), self.prompt.position(len(self.prompt))

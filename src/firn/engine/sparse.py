@@ -1,4 +1,4 @@
-"""Sparse prefill: long uncached prompts of which only a part is read, and the rest when there is time.
+"""Sparse prefill: reads only a part of a long uncached prompt, and the rest when there is time.
 
     admitted -> scored in slices, between decode steps -> thinned -> read like any shorter prompt
 
@@ -31,7 +31,7 @@ from firn.engine.thinning import recipe_of, select, thinned, why_not
 log = logging.getLogger("firn.engine")
 
 MAX_DEFERRED = 8
-"""Prompts that wait to be read in full; the oldest beyond that are forgotten."""
+"""How many prompts may wait to be read in full; beyond that, the oldest are forgotten."""
 
 
 class SparsePrefill:
@@ -76,7 +76,7 @@ class SparsePrefill:
                 raise
 
     def _keep_all(self, sequence: Sequence) -> None:
-        """Its prompt is not thinned after all: tell a client that has heard otherwise."""
+        """Its prompt is not thinned after all: tell a client that was told otherwise."""
         if sequence.keep is not None:
             sequence.keep = None
             if sequence.announced:
@@ -101,7 +101,7 @@ class SparsePrefill:
             self._scorer.read(task.scoring, n_tokens, alone=alone)
 
     def _n_scored(self, task: PrefillTask) -> int:
-        """Tokens of the prompt that the small model has read; those it looks ahead count as unread."""
+        """Prompt tokens that the small model has read; the lookahead to come counts as unread."""
         assert self._scorer is not None
         return max(len(task.prompt) - self._scorer.n_left(task.scoring), 0)
 
@@ -139,7 +139,7 @@ class SparsePrefill:
         return thinned(task.prompt, positions, start=start, recipe=recipe)
 
     def _thin(self, task: PrefillTask, prompt: Prompt) -> None:
-        """Replace the request's prompt by the thinned one."""
+        """Replace the request's prompt with the thinned one."""
         inflight, sequence = self._inflight, task.sequence
         n_skipped = len(task.prompt) - len(prompt)
         log.info(
@@ -230,7 +230,7 @@ class DeferredPrefill:
         return True
 
     def _read(self, deferred: _DeferredPrompt) -> bool:
-        """Read a chunk. True: all is read but the last token, as with any prompt."""
+        """Read a chunk. True: all but the last token is read, as with any prompt."""
         inflight, prompt = self._inflight, deferred.job.prompt
         row, cursor = deferred.row, deferred.cursor
         assert row is not None

@@ -5,7 +5,7 @@
      resumed  essential  skipped  best scores         newest message
 
 Chunks of 32 tokens at absolute positions are chosen, not tokens: a fact is longer than its best token,
-and prompts that differ a little choose alike.
+and prompts that differ a little yield similar choices.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_SHARE = 0.9
 """If more than this share of the uncached tokens would be read, all of them are."""
 KEEP_STEP = 0.01
 NEIGHBOUR_SHARE = 0.5
-"""A chunk scores at least this share of what its neighbours do: facts cross the borders of chunks."""
+"""A chunk scores at least this share of what its neighbours do: facts cross chunk borders."""
 
 
 def why_not(job: Job, *, n_expected: int, max_tokens: int) -> str:
@@ -50,8 +50,8 @@ def why_not(job: Job, *, n_expected: int, max_tokens: int) -> str:
 
 
 def _n_read(prompt: Prompt, n_cached: int, keep: float) -> float:
-    """About how many uncached tokens will be read. Essential ranges do not overlap; they count as they
-    are, not in whole chunks."""
+    """Roughly how many uncached tokens will be read. Essential ranges do not overlap; they count as
+    they are, not in whole chunks."""
     n_essential = sum(max(end - max(start, n_cached), 0) for start, end in prompt.essential)
     return n_essential + keep * (len(prompt) - n_cached - n_essential)
 
@@ -92,7 +92,7 @@ def select(
 
 
 def thinned(prompt: Prompt, positions: TokenArray, *, start: int, recipe: str) -> Prompt | None:
-    """What to read of the prompt; None: so much of it that all is read."""
+    """What to read of the prompt; None: all of it, because too little would be skipped."""
     n_cold = len(prompt) - start
     if len(positions) - start > MAX_SHARE * n_cold:
         return None
@@ -104,5 +104,5 @@ def recipe_of(scorer: str, keep: float) -> str:
 
 
 def recipes_of(scorer: str) -> list[str]:
-    """Every recipe of this scorer: shares are whole percents."""
+    """Every recipe of this scorer: shares are whole percentages."""
     return [recipe_of(scorer, i * KEEP_STEP) for i in range(1, 101)]

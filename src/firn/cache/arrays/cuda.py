@@ -1,14 +1,14 @@
 """Copies between the host and an NVIDIA GPU at the speed of the bus.
 
 MLX reads and writes a GPU's arrays through managed memory, page fault by page fault: 2 GB/s on an H200,
-where the bus moves 40. And an array that the host has read comes back to the GPU at the same speed.
+whose bus moves 40 GB/s. An array that the host has read also returns to the GPU at that speed.
 
     out   the driver copies a record's arrays to pinned memory, on a stream of its own
     in    an I/O thread copies what it has read to pinned memory, and a kernel fetches it from there
 
-And within the GPU, the cells of many layers are copied to one array by one kernel.
+Within the GPU, one kernel copies the cells of many layers to one array.
 
-Where the driver is not as expected here, `device()` is None, and MLX's own copies are used.
+If the driver is not as expected, `device()` is None, and MLX's own copies are used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger("firn.cache")
 
 NON_BLOCKING = 1
 PINNED_NBYTES = 1 << 30
-"""The most pinned memory for what was read; beyond it the driver copies, which is slower."""
+"""Limit of pinned memory for what was read; beyond it the driver copies, which is slower."""
 ROUND_NBYTES = 1 << 20
 WORD_NBYTES, N_THREADS = 16, 1 << 16
 COPY = """
@@ -49,11 +49,11 @@ GATHER = """
 GATHER_ARRAY = "case {i}: from = reinterpret_cast<const uint4*>(a{i}); break;"
 GATHER_PIECE = "case {i}: first = first{i}; n_words = n_words{i}; out = out{i}; break;"
 GATHER_THREADS = 1 << 11
-"""For each head of each array of a piece."""
+"""Threads for each head of each array of a piece."""
 MAX_PIECES = 4
-"""Of a row, that one kernel copies. A kernel for each number would be compiled for seconds."""
+"""Pieces of a row that one kernel copies. Compiling a kernel for every count would take seconds."""
 MAX_GATHERED = 256
-"""Arrays of one kernel: each is a parameter, of which a kernel has 4 KiB."""
+"""Arrays that one kernel copies: each is a parameter, and a kernel has 4 KiB of parameters."""
 LOCATE = """{{
     long long n = 1;
     bool is_whole = true;
@@ -63,7 +63,7 @@ LOCATE = """{{
     }}
     at{i}[0] = is_whole ? reinterpret_cast<unsigned long long>(a{i}) : 0;
 }}"""
-"""The address of an array; 0 where its bytes do not lie one after another."""
+"""The address of an array; 0 if its bytes are not contiguous."""
 
 
 class CudaError(RuntimeError):
@@ -84,9 +84,9 @@ class Cuda:
         self._allocating = threading.Lock()
         self._fetch: Any = None
         self._gathers: dict[int, Any] = {}
-        """By how many arrays they copy."""
+        """Kernels by the number of arrays they copy."""
         self._locates: dict[int, Any] = {}
-        """By how many arrays they find."""
+        """Kernels by the number of arrays they locate."""
         self.gathers = True
         """Whether `gather` may be used."""
         device = ctypes.c_int()
@@ -95,7 +95,7 @@ class Cuda:
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
 
     def compile(self) -> None:
-        """Make the kernel that fetches from pinned memory."""
+        """Build the kernel that fetches from pinned memory."""
         self._fetch = mx.fast.cuda_kernel(
             name="firn_fetch",
             input_names=["address", "n_words"],
@@ -113,13 +113,13 @@ class Cuda:
     def gather(
         self, arrays: Sequence[mx.array], row: int, bounds: Sequence[tuple[int, int]]
     ) -> list[mx.array]:
-        """Columns [start, end) of one row of these arrays, which are alike: one new array for each of at
-        most MAX_PIECES bounds."""
+        """Columns [start, end) of one row of these arrays, which are of one shape and type: one new
+        array for each of at most MAX_PIECES bounds."""
         n, k, first = len(arrays), len(bounds), arrays[0]
         _, n_heads, n_columns, width = first.shape
         words = width * first.itemsize // WORD_NBYTES
         begin, n_unused = row * n_heads * n_columns, MAX_PIECES - k
-        # Each by itself: MLX makes numbers of eight bytes without asking the driver for memory.
+        # An array per number: MLX creates eight bytes without asking the driver for memory.
         numbers = [mx.array(n_columns * words, mx.int64)]
         numbers += [mx.array((begin + start) * words, mx.int64) for start, _ in bounds]
         numbers += numbers[:1] * n_unused
@@ -138,9 +138,9 @@ class Cuda:
         return outs[:k]  # type: ignore[no-any-return]
 
     def locate(self, arrays: Sequence[mx.array]) -> list[mx.array]:
-        """The addresses of these arrays, lazily. A kernel finds them: if Python asks for an address, MLX
-        moves the array to managed memory, which takes milliseconds and holds the GIL meanwhile, and the
-        array and whatever gets its buffer later are slow to use."""
+        """The addresses of these arrays, lazily. A kernel finds them: if Python asks for an
+        address, MLX moves the array to managed memory, which takes milliseconds with the GIL held,
+        and makes the array and whatever reuses its buffer later slow to use."""
         n = len(arrays)
         if n not in self._locates:
             self._locates[n] = mx.fast.cuda_kernel(
@@ -161,7 +161,7 @@ class Cuda:
     def to_host(self, addresses: Sequence[mx.array], sizes: Sequence[int]) -> list[memoryview]:
         """The bytes at these addresses, which `locate` has found; valid until this thread's next call.
 
-        Whoever calls keeps the arrays alive, and nobody may have asked for their addresses since.
+        The caller keeps the arrays alive. Python must not have asked for their addresses since.
         """
         stream, at = self._stream(), self._pinned(sum(sizes))
         views = []
@@ -174,7 +174,7 @@ class Cuda:
         return views
 
     def stage(self, buffers: Sequence[memoryview]) -> list[memoryview]:
-        """The same bytes in pinned memory, which is freed with them; or the buffers as they are."""
+        """A copy in pinned memory, which is freed with the copy; or the buffers as they are."""
         sizes = [-(-len(b) // WORD_NBYTES) * WORD_NBYTES for b in buffers]
         pinned = self._take(sum(sizes)) if self._fetch is not None else None
         if pinned is None:
@@ -190,7 +190,7 @@ class Cuda:
     def to_device(
         self, host: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: mx.Dtype
     ) -> mx.array:
-        """A new array with these bytes, which are needed until it is evaluated."""
+        """A new array with these bytes, which must stay alive until it is evaluated."""
         at = host.ctypes.data
         if self._fetch is not None and any(a <= at < a + n for a, n in self._pinned_at):
             return self._fetched(at, host.nbytes, shape, dtype)
@@ -217,7 +217,7 @@ class Cuda:
         return out[:nbytes].view(dtype).reshape(shape)  # type: ignore[no-any-return]
 
     def _take(self, nbytes: int) -> np.ndarray[Any, Any] | None:
-        """Pinned memory; None when as much is in use as may be."""
+        """Pinned memory; None if that would exceed PINNED_NBYTES."""
         nbytes = -(-nbytes // ROUND_NBYTES) * ROUND_NBYTES
         for _ in range(len(self._free)):
             try:
@@ -255,7 +255,7 @@ class Cuda:
         return own
 
     def _pinned(self, nbytes: int) -> int:
-        """A pinned buffer. Each thread keeps its own, because allocating one takes long."""
+        """A pinned buffer. Each thread keeps its own, because allocating one is slow."""
         own = self._own
         if own.nbytes < nbytes:
             if own.buffer:
@@ -307,7 +307,7 @@ def can_gather(arrays: Sequence[mx.array]) -> bool:
 
 @cache
 def device() -> Cuda | None:
-    """None: arrays lie in the host's memory, or the driver is not as expected."""
+    """None: arrays are in host memory, or the driver is not as expected."""
     if mx.default_device() == mx.Device(mx.cpu) or mx.metal.is_available():
         return None
     try:
@@ -322,7 +322,7 @@ def device() -> Cuda | None:
 
 
 def _check(cuda: Cuda) -> None:
-    """Raises CudaError unless bytes come back unchanged."""
+    """Raises CudaError if the driver's copies change bytes; if the kernel's do, disables it."""
     want = np.arange(50_001, dtype=np.uint16)
 
     def is_same(data: np.ndarray[Any, Any]) -> bool:

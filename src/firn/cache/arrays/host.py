@@ -59,16 +59,16 @@ _DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 @dataclass(frozen=True, slots=True)
 class PayloadBytes:
-    """The bytes of a payload, for a writer. To be dropped on the engine thread, as all arrays are."""
+    """The bytes of a payload, for a writer. Must be freed on the engine thread, like any array."""
 
     tensors: tuple[TensorSpec, ...]
     places: Places
     _stacks: tuple[mx.array, ...]
     _addresses: tuple[mx.array, ...] = ()
-    """Of the stacks, on CUDA."""
+    """Addresses of the stacks, on CUDA."""
 
     def fetch(self) -> list[memoryview]:
-        """The bytes of each tensor. Any thread; valid until its next fetch."""
+        """The bytes of each tensor. Any thread; valid until that thread's next fetch."""
         bus = cuda.device()
         if bus is None or not self._addresses:
             return [_bytes(stack) for stack in self._stacks]
@@ -78,12 +78,12 @@ class PayloadBytes:
 
 
 def to_host(payload: Payload) -> PayloadBytes:
-    """Engine thread. Computes the payload, if it is not computed yet; on CUDA without waiting for it."""
+    """Engine thread. Computes the payload if necessary; on CUDA without waiting for it."""
     tensors = tuple(TensorSpec(CODES[s.dtype], tuple(s.shape)) for s in payload.stacks)
     bus = cuda.device()
     if bus is not None and payload.stacks:
         addresses = tuple(bus.locate(payload.stacks))
-        mx.async_eval(addresses)  # the writer waits: here the step in flight would be awaited, too
+        mx.async_eval(addresses)  # the writer waits: here it would wait for the step in flight, too
         return PayloadBytes(tensors, payload.places, payload.stacks, addresses)
     plain = tuple(a.view(mx.uint16) if a.dtype == mx.bfloat16 else a for a in payload.stacks)
     mx.eval(plain)
@@ -91,8 +91,8 @@ def to_host(payload: Payload) -> PayloadBytes:
 
 
 def try_fetching(payload: Payload) -> None:
-    """On CUDA: compile what finds the arrays of payloads like this one. If it fails, so will writing,
-    which is told then."""
+    """On CUDA: compile the kernel that locates the arrays of payloads like this one. If that fails,
+    so will writing, and it is reported then."""
     if cuda.device() is not None:
         with suppress(RuntimeError, ValueError, TypeError):
             to_host(payload).fetch()

@@ -1,8 +1,8 @@
 """What a record holds of a row: one part of every layer, arrays of one dtype and shape in one stack.
 
-What slows a device down is the number of a record's arrays, not their bytes. With stacks, a block of 36
-layers is one copy instead of 72; several blocks are cut as one and then copied apart, and a row is
-filled many layers at a time.
+The number of a record's arrays slows a device down, not their size. With stacks, a block of 36
+layers is one copy instead of 72; several blocks are cut as one piece, which is then split by
+copying, and a row is filled many layers at a time.
 
     places of 3 layers with two slots      stacks
     (0, 0) (0, 1)                          0: keys, values, keys, values   [4, 1, heads, tokens, width]
@@ -23,9 +23,9 @@ from firn.cache.storage.places import Places, places_of
 from firn.core.ports import LayerCache
 
 FILL_NBYTES = 512 << 20
-"""How many bytes of layers a GPU fills at once: twice the memory for a moment, far fewer copies."""
+"""Bytes of layers that a GPU fills together: twice the memory for a moment, far fewer copies."""
 TRIED_ROW, TRIED_COLUMNS, TRIED_BOUNDS = 1, 24, ((0, 5), (5, 6), (9, 21), (23, 24), (2, 4))
-"""Cells that the kernel which gathers them is tried with: more pieces than it copies at once."""
+"""Cells to test the gather kernel with: more pieces than one launch copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Payload:
         return Payload(tuple(array_copy(s) for s in self.stacks), self.places)
 
     def joined(self, others: Sequence[Payload]) -> Payload:
-        """A lazy copy of its tokens, then theirs. The layers must be alike."""
+        """A lazy copy of its tokens, then theirs. The layers must match."""
         stacks = zip(self.stacks, *(p.stacks for p in others), strict=True)
         return Payload(
             tuple(mx.concatenate(list(some), TOKEN_AXIS) for some in stacks), self.places
@@ -63,7 +63,7 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """The same content as it lies in a row: views of its buffers, which must not outlive a call."""
+    """The same content in place: views of a row's buffers, which must not outlive a call."""
 
     layers: list[Arrays]
 
@@ -103,13 +103,13 @@ def gathers() -> bool:
 
 
 def gathered(cells: Cells) -> list[Payload] | None:
-    """Lazy copies of these cells, one for each piece, in one launch for each stack and a few pieces. MLX
-    would copy what it stacks array by array, in 72 launches for 36 layers. None: their buffers are not
-    alike."""
+    """Lazy copies of these cells, one for each piece; one launch copies a few pieces of a whole
+    stack. MLX would copy array by array, in 72 launches for 36 layers. None: the kernel cannot copy
+    these buffers."""
     bus = cuda.device()
     assert bus is not None
     places, members = _by_kind(cells.layers, lambda a: (a.dtype, *a.shape))
-    # Buffers that differ in their room only would be one stack for `stacked`.
+    # `stacked` would put buffers that differ only in their room into one stack.
     kinds = {(some[0].dtype, some[0].shape[1], some[0].shape[-1]) for some in members}
     if len(kinds) != len(members) or not all(map(cuda.can_gather, members)):
         return None
@@ -122,7 +122,7 @@ def gathered(cells: Cells) -> list[Payload] | None:
 
 
 def try_gathering(layers: Sequence[Arrays]) -> None:
-    """Compile the kernel for buffers of these types; do without it if it fails or copies other cells."""
+    """Compile the kernel for buffers like these; disable it if it fails or copies other cells."""
     bus = cuda.device()
     if bus is None or not bus.gathers:
         return
@@ -157,7 +157,7 @@ def _piece(layers: Sequence[Arrays], row: int, start: int, end: int) -> list[Arr
 def _by_kind(
     layers: Sequence[Arrays], kind: Callable[[mx.array], Hashable]
 ) -> tuple[Places, list[list[mx.array]]]:
-    """Where each array goes, and the arrays of each stack: those of one kind."""
+    """The place of each array, and the arrays of each stack: those of one kind."""
     places = places_of(
         tuple(tuple(None if a is None else kind(a) for a in arrays) for arrays in layers)
     )
@@ -175,7 +175,7 @@ def array_copy(array: mx.array) -> mx.array:
 
 
 def joined(payloads: Sequence[Payload]) -> Payload:
-    """A lazy copy of their tokens, one after another. The layers must be alike."""
+    """A lazy copy of their tokens, one after another. The layers must match."""
     return payloads[0].joined(payloads[1:])
 
 
@@ -196,7 +196,7 @@ def by_layer(payloads: Sequence[Payload | Views], *, at_once: int) -> Iterator[l
 
 
 def _some(places: Places, start: int, end: int) -> tuple[Places, list[tuple[int, int, int]]]:
-    """Layers [start, end) alone: their places, and (stack, first, last) of the entries they take."""
+    """Layers [start, end): their places, and (stack, a, b) for the entries [a, b) they take."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for stack, entry in (at for slots in places[start:end] for at in slots if at is not None):
@@ -226,8 +226,9 @@ def _evaluate(arrays: list[mx.array]) -> None:
 
 
 def copies_are_awaited() -> bool:
-    """Not on CUDA: the decode step in flight would be awaited with them, and holds the layer's buffers
-    anyway. A fault shows when the engine confirms what was committed."""
+    """Whether the engine waits for copies. Not on CUDA: it would also wait for the decode step in
+    flight, which holds the layer's buffers anyway. A fault shows when the engine confirms what was
+    committed."""
     return cuda.device() is None
 
 
@@ -237,7 +238,7 @@ def settle(layers: Sequence[LayerCache]) -> None:
 
 
 def n_at_once(payloads: Sequence[Payload | Views]) -> int:
-    """How many layers to fill together. One on a CPU, where only the bytes of a copy count."""
+    """How many layers to fill together. One on a CPU, where only the size of a copy matters."""
     if _on_cpu():
         return 1
     nbytes = max(sum(p.nbytes for p in payloads), 1)

@@ -9,7 +9,7 @@ An extension folder: a codec is a class in a module here, listed in the module's
 the qualified name of the cache class that it serves, so mlx-lm's and mlx-vlm's classes of the same name
 are distinct, and neither package is imported. `Layout` picks one for each layer of the model.
 
-Arrays of pages and windows have their tokens on the last axis but one.
+Arrays of pages and windows have their tokens on the second-to-last axis.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ Arrays = tuple[mx.array | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """Where a row lies: its index in the (maybe batched) layer, and how many tokens it holds."""
+    """Where a row is: its index in the (possibly batched) layer, and how many tokens it holds."""
 
     index: int
     n_tokens: int
 
 
 class Buffers(Protocol):
-    """The arrays in which pages lie: (rows, heads, columns, width). Takes those of a lone row without a
-    copy, and gives them to another row. Stateless."""
+    """The arrays that hold pages: (rows, heads, columns, width). Takes those of a lone row without
+    a copy, and gives them to another row. Stateless."""
 
     def is_lone(self, layer: LayerCache) -> bool:
         """Whether this is a lone row's cache, not a group's."""
@@ -59,17 +59,17 @@ class Buffers(Protocol):
     def give(self, layer: LayerCache, arrays: Arrays, n_tokens: int) -> None:
         """Make an empty lone layer hold the first `n_tokens` tokens of buffers that were taken.
 
-        It will write to them in place: nobody else may have a reference to them.
+        It will write to them in place: nothing else may hold a reference to them.
         """
         ...
 
 
 class LayerCodec(Protocol):
-    """One cache class and its batched form. Stateless."""
+    """Serves one cache class and its batched form. Stateless."""
 
     part: Part
     buffers: Buffers | None
-    """For pages that may stay in a row; None: they are cut out at once."""
+    """For pages that may stay in a row; None: they are cut out immediately."""
     single: str
     """Qualified name of the cache class of a lone row."""
 
@@ -145,7 +145,7 @@ def codec_for(layer: LayerCache) -> LayerCodec:
 def concat_tokens(pieces: Sequence[Arrays], *, pad: int = 0) -> Arrays:
     """The pieces one after another, then `pad` zero tokens, with one copy per array.
 
-    A lone piece is not copied, but gets a handle of its own: writing to it does not change the record.
+    A single piece is not copied, but gets its own handle: writing to it does not change the record.
     """
     out: list[mx.array | None] = []
     for slot in zip(*pieces, strict=True):

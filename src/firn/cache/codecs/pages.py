@@ -1,7 +1,7 @@
 """Plain attention: keys and values that grow by one entry per token, quantised or not.
 
-MLA and other latent caches are plain attention to mlx-lm, with a latent in place of the keys, and so
-they are here.
+mlx-lm treats MLA and other latent caches as plain attention, with a latent in place of the keys,
+and so does this module.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Recurrent state: all of it at one position, whatever the model keeps in it.
 
-Convolution and SSM states, gated-delta matrices, token shifts, n-gram contexts; and caches of single
-models that are neither pages nor a window, but can be restored from their fields.
+Convolution and SSM states, gated-delta matrices, token shifts, n-gram contexts; and caches that
+only one model has, neither pages nor a window, which can be restored from their fields.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """mlx-vlm's cache classes: mlx-lm's names and fields, in another module and with another `state`.
 
 Records are cut from the fields, never from `state`, so the codecs are the same; only a class that keeps
-more than its namesake needs code of its own.
+more than its namesake needs its own code.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class VlmChunkedKVCodec(ChunkedKVCodec):
 
 
 class VlmArraysCodec(ArraysCodec):
-    """It can also hold a speculative block, which is not part of the state."""
+    """The cache can also hold a speculative block, which is not part of the state."""
 
     single = f"{HOME}.ArraysCache"
 

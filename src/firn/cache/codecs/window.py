@@ -1,9 +1,9 @@
 """Sliding-window and chunked attention: only the last tokens matter.
 
-A record holds the window layer's tokens of its block in temporal order, whatever their order in the live
-ring buffer. If nothing is kept from the front of the sequence, token t of a row of n tokens lies at
-(write position - (n - t)) modulo the buffer's length: in a buffer that still grows, in one that a
-prefill chunk has just extended, and in a ring that has wrapped, batched or not.
+A record holds the window layer's tokens of its block in temporal order, whatever their order in the
+live ring buffer. If nothing is kept from the front of the sequence, token t of a row of n tokens is
+at (write position - (n - t)) modulo the buffer's length: in a buffer that is still growing, in one
+that a prefill chunk has just extended, and in a ring that has wrapped, batched or not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class WindowCodec:
     part = Part.WINDOW
     buffers = None
     size: str
-    """The field of a layer that says how many tokens its window has."""
+    """Name of the layer's field that holds its window size in tokens."""
 
     def reach(self, layer: LayerCache) -> int:
         return int(getattr(layer, self.size))
@@ -44,7 +44,7 @@ class RotatingKVCodec(WindowCodec):
 
     def cut(self, layer: LayerCache, at: At, start: int, end: int) -> Arrays:
         length = layer.keys.shape[2]
-        if type(layer).__name__ == "RaggedRing":  # of a group that drafts: by position
+        if type(layer).__name__ == "RaggedRing":  # a drafting group's: indexed by position
             first = layer.column_of(start)
         else:
             first = (layer._idx - (at.n_tokens - start)) % length

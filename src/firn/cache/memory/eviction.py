@@ -1,10 +1,10 @@
 """The memory tier: which records are held as arrays, under a limit in bytes.
 
-The least recently used record is evicted first (see tree/order.py). The last use of a leaf only moves
-forward, so a heap holds times as they were, and a record that was used since is put back. Records that
-are leased or pinned are set aside until a lease or a pin ends.
+The least recently used record is evicted first (see tree/order.py). The last use of a leaf only
+moves forward, so the heap may hold outdated times, and a record that was used since is put back.
+Records that are leased or pinned are set aside until a lease or a pin ends.
 
-States have a share of memory: beyond it, states are evicted for a new state, and no pages.
+States have a share of memory: beyond it, a new state evicts other states, not pages.
 
 Owner: the engine thread, through `Records`.
 """
@@ -22,7 +22,7 @@ from firn.cache.tree import Record, Tree
 STATE_SHARE = 0.5
 """The share of memory that states may take."""
 ALONG_S = 60.0
-"""When a parked row gives memory back, blocks go together that were used this close to each other."""
+"""When a parked row gives memory back, blocks last used within this time are evicted together."""
 
 
 class MemoryTier:
@@ -50,7 +50,7 @@ class MemoryTier:
         return self._tree.memory.total_nbytes + self._rows.extra_nbytes
 
     def added(self, record: Record) -> None:
-        """Memory has the record from now on; room was made before."""
+        """Memory now holds the record; room was made before."""
         self._all.push(record)
         if record.part is Part.STATE:
             self._states.push(record)
@@ -69,7 +69,7 @@ class MemoryTier:
         return self.shrink_to(self.limit_nbytes - nbytes)
 
     def fits_alone(self, nbytes: int, *, part: Part) -> bool:
-        """Whether so many bytes would fit if memory held nothing else."""
+        """Whether `nbytes` would fit if memory held nothing else."""
         limit = self._state_limit_nbytes if part is Part.STATE else self.limit_nbytes
         return nbytes <= limit
 
@@ -78,7 +78,7 @@ class MemoryTier:
         return int(self.limit_nbytes * STATE_SHARE)
 
     def shrink_to(self, nbytes: int) -> bool:
-        """Evict until at most `nbytes` are held. What parked rows hold twice goes first."""
+        """Evict until at most `nbytes` are held. What parked rows hold twice is freed first."""
         fits = self.nbytes <= nbytes
         if fits:
             return True
@@ -120,7 +120,7 @@ class MemoryTier:
         return self._tree.may_evict(record) and self._rows.may_evict(record)
 
     def _evict_along(self, pages: RowPages, last_use: float) -> None:
-        """Evict more of a parked row: what stays of it is copied, which should not happen often."""
+        """Evict more of a parked row: trimming copies what stays of it, and should be rare."""
         n_to_give = self._rows.n_to_give(pages)
         end = pages.end - n_to_give
         for record in sorted(pages.records, key=lambda r: -r.node.end):
@@ -140,7 +140,7 @@ def carries(record: Record) -> bool:
 
 
 class EvictionQueue:
-    """Records by last use; of those used at the same time the deepest first. May contain one twice."""
+    """Records by last use, the deepest first at equal times. May contain a record twice."""
 
     def __init__(self, last_use: Callable[[Record], float]) -> None:
         self._last_use = last_use

@@ -1,12 +1,12 @@
-"""Rows that end are parked, and the next turn of their conversation goes on in their buffers.
+"""Parks rows that end; the next turn of their conversation continues in their buffers.
 
     a row ends            alone: its buffers stay as they are; in a group: they are copied out once;
                           a row of a few blocks is cut into records instead
     the next turn         takes the buffers over, cut back to where the two prompts agree: no copy
     another conversation  copies what it shares; the row stays parked
-    after a copy          the records lie in the new row, and no longer where they were copied from
+    after a copy          the records are in the new row, and no longer where they were copied from
 
-A row that goes without being parked is not trusted: the records that lay in it are forgotten.
+A row that leaves without being parked is not trusted: the records in it are forgotten.
 
 Owner: the engine thread, through the prefix cache.
 """
@@ -30,7 +30,7 @@ from firn.cache.tree import Record
 from firn.core.ports import LayerCache, LiveRow
 
 ROOM_TOKENS = 256
-"""Room behind what is copied out of a group, so that the next turn need not copy it again."""
+"""Room after what is copied out of a group, so that the next turn need not copy it again."""
 
 
 class Parking:
@@ -47,7 +47,7 @@ class Parking:
     # --- a row ends ------------------------------------------------------------------------
 
     def end(self, row: LiveRow) -> None:
-        """Keep the records that lie in the row, which is about to leave."""
+        """Keep the records in the row, which is about to leave."""
         pages = self._rows.live.pop(row, None)
         if pages is None:
             return
@@ -75,10 +75,10 @@ class Parking:
         self._rows.trim()
 
     def _cut(self, pages: RowPages, row: LiveRow) -> None:
-        """Give its records arrays of their own.
+        """Give its records their own arrays.
 
-        No room is made first: the row's own memory is free in a moment, and if there is too little
-        even so, the next records that come evict others.
+        No room is made first: the row's own memory is about to be freed, and if that is not enough,
+        the next new records evict others.
         """
         records = list(pages.records)
         cutter = RowCutter(self._layout, row, min(r.node.start for r in records), pages.end)
@@ -88,7 +88,7 @@ class Parking:
         self._copies.compute(records)
 
     def abandon(self, cursor: CacheCursor) -> None:
-        """The cursor's row goes, and must not be kept."""
+        """The cursor's row leaves, and must not be kept."""
         if isinstance(cursor.pages, RowPages) and cursor.pages.row is not None:
             self._drop(cursor.pages, "in doubt")
         cursor.pages = None
@@ -116,7 +116,7 @@ class Parking:
             self._drop(pages, "no memory")
 
     def _drop(self, pages: RowPages, why: str) -> None:
-        """Forget the records that lie in it, the last first; not those that another row holds too."""
+        """Forget the records in it, the last first, except those that another row holds, too."""
         if pages.records:
             self._move_to_others(pages)
             self._records.stats.dropped[why] += len(pages.records)
@@ -160,7 +160,7 @@ class Parking:
         self._layout.give(layers, slab.layers, n_tokens)
 
     def _save(self, record: Record) -> None:
-        """It is about to be overwritten. What others need gets arrays of its own in any case."""
+        """Save a record from being overwritten. What others need always gets its own arrays."""
         may_go = self._tree.may_evict(record) and not carries(record)
         if record.stored and may_go:
             self._tree.release(record)
@@ -170,7 +170,7 @@ class Parking:
             self._records.drop([record])
 
     def was_taken(self, cursor: CacheCursor, pages: RowPages, row: LiveRow) -> None:
-        """The new row was made, and holds the buffers now."""
+        """The new row exists, and holds the buffers now."""
         self._rows.moving.pop(pages, None)
         self._rows.unconfirmed.pop(pages, None)
         pages.row, pages.chain = row, cursor.node
@@ -180,7 +180,7 @@ class Parking:
     # --- after a copy ----------------------------------------------------------------------
 
     def move_in(self, cursor: CacheCursor, match: Match, row: LiveRow) -> None:
-        """The records that the row was filled from lie in the row from now on."""
+        """Move the records that the row was filled from into the row."""
         if not self._in_rows:
             return
         pages = self._rows.of(row, self._layout, chain=cursor.node)
@@ -204,7 +204,8 @@ class Parking:
             self._rows.forget(old)
 
     def _moves(self, cursor: CacheCursor, record: Record) -> bool:
-        """Not pinned records, which must survive a fault of this row, nor those of a row to go on in."""
+        """Whether it moves into the new row. Not if it is pinned, and must survive a fault of that
+        row, nor if it is in a row that a turn can still continue."""
         if record.leaving or record.node.n_pins:
             return False
         arrays = record.arrays

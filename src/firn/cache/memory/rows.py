@@ -1,7 +1,8 @@
 """The live tier: pages that stay in the row that computed them, instead of being cut out of it.
 
-The tree knows the blocks of a running row, and they lie in the row. A row that ends is parked as it is,
-and the next turn of its conversation goes on in its buffers. So memory has a conversation's pages once.
+The tree knows the blocks of a running row, and their content stays in the row. A row that ends is
+parked as it is, and the next turn of its conversation continues in its buffers. So memory holds a
+conversation's pages only once.
 
     live     read through the row, wherever it is: alone, or one of a group
     parked   read from its slab: the buffers of a row that has ended, tokens [first, end) and some room
@@ -37,10 +38,10 @@ from firn.cache.tree import InRow, Node, Record, Tree
 from firn.core.ports import LiveRow
 
 LEAST_BLOCKS = 4
-"""Shorter rows have their blocks cut out at once: there are many, and their buffers are mostly room."""
+"""Shorter rows are cut into records: there are many of them, and their buffers are mostly room."""
 TRIM_SHARE = 0.25
-"""A slab is trimmed, which copies what stays of it, once this share of it is of no use, and at least
-LEAST_BLOCKS. Less is left as room for the next turn."""
+"""A slab is trimmed, which copies the rest of it, once more than this share and more than
+LEAST_BLOCKS blocks of it are unused. Less is left as room for the next turn."""
 
 
 @dataclass(eq=False, slots=True)
@@ -52,7 +53,7 @@ class Slab:
     end: int
     nbytes: int = 0
     n_room: int = 0
-    """How many tokens fit the buffers."""
+    """How many tokens fit into the buffers."""
 
     def __post_init__(self) -> None:
         self._measure()
@@ -96,7 +97,7 @@ class RowPages(InRow):
         self.row: LiveRow | None = None
         self.slab: Slab | None = None
         self.chain: Node | None = None
-        """The last whole block that the row holds, whether or not its records lie in this row."""
+        """The last whole block that the row holds, whether or not its records are in this row."""
         self._end = 0
 
     @property
@@ -113,7 +114,7 @@ class RowPages(InRow):
     def discard(self, record: Record) -> None:
         super().discard(record)
         if record.node.end >= self._end:
-            self._end = -1  # computed when somebody asks
+            self._end = -1  # computed on demand
 
     @property
     def is_there(self) -> bool:
@@ -132,7 +133,7 @@ class RowPages(InRow):
         return Views(self._layout.views(Part.PAGES, self.row.live_layers, at, start, end))
 
     def cut(self, start: int, end: int) -> Payload:
-        """Copies, made lazily: they must be computed before the row goes on."""
+        """Lazy copies: they must be computed before the row continues."""
         if self.slab is not None:
             return self.slab.cut(start, end)
         assert self.row is not None, "the row is gone"
@@ -141,7 +142,7 @@ class RowPages(InRow):
 
 
 def payload_of(record: Record) -> Payload:
-    """What memory holds of a record; a lazy copy if it lies in a row."""
+    """What memory holds of a record; a lazy copy if it is in a row."""
     arrays: Payload | RowPages = record.arrays
     if isinstance(arrays, RowPages):
         return arrays.cut(record.node.start, record.node.end)
@@ -149,9 +150,9 @@ def payload_of(record: Record) -> Payload:
 
 
 def wait_for_row(record: Record) -> None:
-    """Wait until the row's dispatched work is done, where cutting the record would wait for it, too.
+    """Wait for the row's dispatched work, where cutting the record would wait for it, too.
 
-    That time would count as spilling.
+    Otherwise that time would count as spilling.
     """
     if not copies_are_awaited():
         return
@@ -161,7 +162,7 @@ def wait_for_row(record: Record) -> None:
 
 
 class LiveRows:
-    """All rows that records lie in. `Parking` moves them from one of these tables to another."""
+    """All rows that hold records. `Parking` moves them from one of these tables to another."""
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
@@ -187,16 +188,16 @@ class LiveRows:
 
     @property
     def extra_nbytes(self) -> int:
-        """What memory takes beyond the bytes of its records.
+        """Bytes that memory takes beyond those of its records.
 
         Negative for records in live rows, whose memory is counted with the request. Positive for
-        parked rows: room, and tokens whose records lie elsewhere.
+        parked rows: room, and tokens whose records are elsewhere.
         """
         counted = [p for p in self.every() if self._is_counted(p)]
         return sum(self._used_nbytes(p) - p.nbytes for p in counted)
 
     def _is_counted(self, pages: RowPages) -> bool:
-        """Not if it was cleared: the tree's totals do not contain it any more."""
+        """Whether the tree's totals contain it; not once it was cleared."""
         first = next(iter(pages.records), None)
         return first is not None and self._tree.is_attached(first.node.root)
 
@@ -211,18 +212,18 @@ class LiveRows:
     # --- giving memory back ----------------------------------------------------------------
 
     def may_evict(self, record: Record) -> bool:
-        """Whether evicting it frees memory: not while it lies in a live row."""
+        """Whether evicting it frees memory: not while it is in a live row."""
         return not isinstance(record.arrays, RowPages) or record.arrays in self.parked
 
     def own(self, record: Record) -> None:
-        """Give the record arrays of its own, if it lies in a row."""
+        """Give the record its own arrays, if it is in a row."""
         if isinstance(record.arrays, RowPages):
             payload = payload_of(record)
             evaluate([payload])
             self._tree.move(record, payload)
 
     def n_to_give(self, pages: RowPages) -> int:
-        """How many tokens must go from its end until trimming is worth the copy."""
+        """How many tokens must be evicted from its end until trimming is worth the copy."""
         slab = pages.slab
         if slab is None or not pages.records:
             return 0
@@ -230,7 +231,7 @@ class LiveRows:
         return max(self._n_worth_trimming(slab) + 1 - n_spare, 0)
 
     def compact(self) -> bool:
-        """Trim the front of a parked row whose records lie elsewhere; the least recently used row."""
+        """Trim the least recently used parked row with a wasteful front. False: there is none."""
         trimmable = [p for p in self.parked if p.records and self._is_wasteful_in_front(p)]
         if not trimmable:
             return False
@@ -246,12 +247,12 @@ class LiveRows:
         pages.slab = slab
 
     def _is_wasteful_in_front(self, pages: RowPages) -> bool:
-        """Whether the records of many tokens at its front lie elsewhere."""
+        """Whether the records of many tokens at its front are elsewhere."""
         slab = pages.slab
         return slab is not None and _first_of(pages) - slab.first > self._n_worth_trimming(slab)
 
     def trim(self) -> None:
-        """Free what nobody needs of parked rows any more."""
+        """Free what is no longer needed of parked rows."""
         for pages in list(self.parked):
             if not pages.records:
                 self.forget(pages)
@@ -262,7 +263,7 @@ class LiveRows:
         return slab.n_room - (end - slab.first) > self._n_worth_trimming(slab)
 
     def _n_worth_trimming(self, slab: Slab) -> int:
-        """Tokens whose memory is worth a copy of the rest."""
+        """How many unused tokens are worth a copy of the rest."""
         return max(int(slab.n_room * TRIM_SHARE), LEAST_BLOCKS * self._tree.block)
 
     def _used_nbytes(self, pages: RowPages) -> int:
@@ -276,7 +277,7 @@ class LiveRows:
         return nbytes // slab.n_room * (end - slab.first)
 
     def forget(self, pages: RowPages) -> None:
-        """No record lies in this row any more."""
+        """Forget a row that holds no records any more."""
         assert not pages.records
         for table in (self.parked, self.moving, self.unconfirmed):
             table.pop(pages, None)

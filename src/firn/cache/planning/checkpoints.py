@@ -1,10 +1,10 @@
 """At which positions of a prompt a recurrent model's state is kept. Pure.
 
-States are large, so they are kept where they will be asked for again: at the end of the tools and the
+States are large, so they are kept where they will be needed again: at the end of the tools and the
 system prompt, at the start of the last user turns, where the next turn may branch off (before the
 generation prompt, if history will not contain it), at a branch point that a lookup has just found, and
 on a sparse lattice of powers of two in long prompts. The ends of the prompt and of the reply cost
-nothing extra; the caller keeps those.
+nothing extra: the first is always due, and the caller keeps the second.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from firn.cache.tree import Mark
 
 N_TURNS = 2
-"""Turns at whose start a state is kept, the last ones."""
+"""How many of the last turns have a state at their start."""
 N_HINTS = 4
-"""As many as Anthropic's API takes."""
+"""As many as Anthropic's API accepts."""
 MIN_GAP_TOKENS = 32
-"""Of two states closer than this one is enough: computing that many tokens costs less than a state."""
+"""States closer than this are not both kept: computing so few tokens costs less than a state."""
 LATTICE_FROM_TOKENS = 4096
 """The first position of the lattice; each next one is twice as far."""
 
@@ -66,7 +66,7 @@ def due(
 
 
 def _spread(wanted: dict[int, Mark], n_restored: int) -> dict[int, Mark]:
-    """Drop positions that follow a kept one too closely; if their mark is higher, that one goes.
+    """Drop positions that follow a kept one too closely, or the kept one if its mark is lower.
 
     A branch point stays in any case: a prompt that branches off there can use no later state.
     """

@@ -4,13 +4,14 @@ Prefill gets slower with depth. Seconds per token are kept by depth, in buckets 
 interpolated linearly between them, because the cost of attention is linear in depth. Only whole chunks
 count for that. A short chunk costs more than its share, on a GPU far more: a fixed cost is added for it.
 
-For a tier, latency and bandwidth are separate: small loads show the one and large loads the other. What
-the engine thread itself spends on a loaded byte, to make arrays and to copy them into a row, is a third
-figure, because that time is lost to computing.
+For a tier, latency and bandwidth are separate: small loads show the one and large loads the other.
+The engine thread's own time for loaded bytes, to make arrays and to copy them into a row, is
+estimated separately, because that time is lost to computing.
 
-Each figure is the median of the last few samples, so a first chunk that compiled its kernels, or one
-that was disturbed, is soon forgotten. Figures survive a restart: what was saved counts as one sample,
-and is thrown away if the first new sample contradicts it.
+An estimate is the median of the last few samples (for the fixed cost of a fill, the minimum), so a
+first chunk that compiled its kernels, or one that was disturbed, is soon forgotten. Estimates
+survive a restart: what was saved counts as one sample, and is thrown away if the first new sample
+contradicts it.
 
 Owner: the engine thread.
 """
@@ -27,7 +28,7 @@ from statistics import median_low
 from typing import Any
 
 N_KEPT = 5
-"""How many samples the median is taken of."""
+"""How many samples an estimate is made of."""
 FIRST_SECONDS_PER_TOKEN = 1e-3
 FIRST_LATENCY_S = 0.002
 FIRST_SECONDS_PER_BYTE = 1 / 2e9
@@ -37,17 +38,17 @@ STALE_S = 60.0
 MIN_CHUNK_TOKENS = 8
 """Shorter chunks say nothing about the speed of prefill."""
 GRAIN_TOKENS = 512
-"""Prefill is summed up in steps of at least this many tokens."""
+"""Prefill is summed up in steps that double the position; the first reaches at least this one."""
 SMALL_NBYTES, LARGE_NBYTES = 1 << 20, 4 << 20
 """Smaller loads show the latency, larger ones the bandwidth."""
 LARGE_FILL_NBYTES = 32 << 20
-"""Smaller fills show what any fill costs, larger ones what their bytes do."""
+"""Smaller fills show the fixed cost of a fill, larger ones the cost of its bytes."""
 CONTRADICTION = 3.0
 """Samples that differ by more than this factor are not from the same machine."""
 
 
 class Samples:
-    """The median of the last few samples, of two the lower one; or what else is made `of` them."""
+    """The median of the last few samples, the lower one of two; or what `of` makes of them."""
 
     __slots__ = ("_is_saved", "_of", "_seen", "value")
 
@@ -96,8 +97,8 @@ class TierSpeed:
             self.seconds_per_byte.see(max(seconds - self.latency_s.value, 1e-6) / nbytes)
 
     def see_delay(self, nbytes: int, seconds: float, *, now: float) -> bool:
-        """So many bytes take longer than this. Returns whether they were expected sooner: only then
-        does it say anything, so what is given up early spoils no estimate."""
+        """`nbytes` bytes take longer than `seconds`. Returns whether they were expected sooner:
+        otherwise the delay says nothing, so a load that is given up early spoils no estimate."""
         if seconds <= self.expected_s(nbytes, now=now):
             return False
         self.seen_at = now
@@ -112,7 +113,7 @@ class TierSpeed:
         return self.latency_s.value + nbytes * self.seconds_per_byte.value
 
     def expected_s(self, nbytes: int, *, now: float) -> float:
-        """Like load_s, but optimistic about a tier that was not tried for long."""
+        """Like load_s, but optimistic about a tier that has not been tried for a while."""
         if now - self.seen_at < STALE_S:
             return self.load_s(nbytes)
         untried_s = FIRST_LATENCY_S + nbytes * FIRST_SECONDS_PER_BYTE
@@ -121,11 +122,11 @@ class TierSpeed:
 
 @dataclass(eq=False)
 class FillSpeed:
-    """What the engine thread spends on filling a row. On a GPU a small fill is all dispatch: its bytes
-    say nothing about those of a large one."""
+    """How long the engine thread takes to fill a row. On a GPU a small fill is all dispatch: it
+    says nothing about the cost of a large one's bytes."""
 
     fixed_s: Samples = field(default_factory=lambda: Samples(0.0, of=min))
-    """The least of the last few: most of them waited for something else as well."""
+    """The minimum of the last few samples: most fills wait for something else as well."""
     seconds_per_byte: Samples = field(default_factory=lambda: Samples(0.0))
 
     def see(self, nbytes: int, seconds: float) -> None:
@@ -150,11 +151,11 @@ class Estimates:
     """Seconds per byte on the engine thread, from loaded bytes to arrays."""
     filling: FillSpeed = field(default_factory=FillSpeed)
     _whole: int = 0
-    """Tokens of a whole chunk: the largest that was seen."""
+    """Tokens of a whole chunk: the largest seen so far."""
     _depths: defaultdict[int, deque[tuple[float, float]]] = field(default_factory=_samples_by_depth)
     """Whole chunks by bucket: (depth, seconds per token)."""
     _saved: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """The samples among these that an earlier process learned."""
+    """The samples among `_depths` that an earlier process saved."""
     _line: list[tuple[float, float]] = field(default_factory=list)
     """Per bucket: (mean depth, median seconds per token)."""
     _short: Samples = field(default_factory=lambda: Samples(0.0))
@@ -192,7 +193,7 @@ class Estimates:
         self._draw()
 
     def _draw(self) -> None:
-        """Make the line anew from the samples."""
+        """Recompute the line from the samples."""
         self._line = sorted(
             (sum(d for d, _ in seen) / len(seen), median_low([c for _, c in seen]))
             for seen in self._depths.values()
@@ -234,9 +235,9 @@ class Estimates:
         self.tiers[tier].see(nbytes, seconds, now=self.clock())
 
     def saw_delay(self, tier: str, nbytes: int, seconds: float) -> bool:
-        """Some of the bytes of one prompt's loads had not arrived after so many seconds.
+        """Some of the bytes of one prompt's loads had not arrived after `seconds`.
 
-        Returns whether that was longer than expected. Then it counts as a load of that time.
+        Returns whether that was longer than expected; if so, it counts as a load of that duration.
         """
         return self.tiers[tier].see_delay(nbytes, seconds, now=self.clock())
 
@@ -248,7 +249,7 @@ class Estimates:
         self.filling.see(nbytes, seconds)
 
     def fill_s(self, nbytes: int) -> float:
-        """How much of the engine's own time it takes to fill a row with so many bytes of arrays."""
+        """How much of the engine's own time it takes to fill a row with this many bytes."""
         if not nbytes:
             return 0.0
         return self.filling.fixed_s.value + nbytes * self.filling.seconds_per_byte.value
@@ -261,7 +262,7 @@ class Estimates:
         """How much of the engine's own time this many loaded bytes take."""
         return nbytes * self.array_s.value
 
-    # --- over a restart --------------------------------------------------------------------
+    # --- across a restart ------------------------------------------------------------------
 
     def to_save(self) -> dict[str, Any]:
         """What the next process should know, as plain values."""
@@ -323,7 +324,7 @@ class Estimates:
 
 
 def _beyond(points: list[tuple[float, float]], depth: float) -> float:
-    """Deeper than any sample: go on with the last slope, but no steeper than through the origin."""
+    """Deeper than any sample: continue with the last slope, no steeper than through the origin."""
     x1, y1 = points[-1]
     if len(points) < 2:
         return y1

@@ -1,4 +1,4 @@
-"""Estimates that survive a restart: a small file beside the records, one for each model and device.
+"""Estimates that survive a restart: a small file next to the records for each model and device.
 
 Nothing depends on it: what is lost, damaged or of another version is learned again.
 """
@@ -30,7 +30,7 @@ def load(path: Path, estimates: Estimates) -> None:
 
 
 def save(path: Path, estimates: Estimates) -> None:
-    """Save what was learned. A folder that takes no files is no fault."""
+    """Save what was learned. A folder that cannot be written to is no fault."""
     if not estimates.knows_prefill:
         return
     text = json.dumps({"version": VERSION, **estimates.to_save()})

@@ -5,7 +5,7 @@
                      resume point p, somewhere in [0, min(n_shared, n_prompt - 1)]
 
 `n_shared` is how many tokens the prompt shares with anything stored. At a resume point p every layer can
-go on: pages cover [0, p), windows cover [p - reach, p), a state lies exactly at p.
+continue: pages cover [0, p), windows cover [p - reach, p), a state is exactly at p.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ MAX_SIBLINGS = 64
 MEMORY = "memory"
 
 Available = Callable[[Record], bool]
-"""Whether a resume may use a record: because memory has it, or because a tier has."""
+"""Whether a resume may use a record: because memory has it, or because a tier does."""
 Ranges = Sequence[tuple[int, int]]
 """Half-open ranges of positions."""
 
 
 def is_obtainable(record: Record) -> bool:
-    """Memory or a tier has it: Available, if loading counts."""
+    """Whether memory or a tier has it: the `Available` that includes loading."""
     return record.obtainable
 
 
@@ -61,7 +61,7 @@ class Match:
         return next((r for r in self.records if r.part is Part.STATE), None)
 
     def nbytes_of(self, records: Collection[Record]) -> int:
-        """How many bytes of these a row is filled with: only some of the last block may be shared."""
+        """How many of their bytes fill a row: the last block may be shared only in part."""
         nbytes = sum(r.nbytes for r in records)
         last = self.segments[-1] if self.segments else None
         if last is None or last.n_tokens == last.node.n_tokens:
@@ -81,7 +81,7 @@ class Match:
         return Match(self.n_tokens - start, tuple(segments), self.records)
 
     def origins(self, origin: Callable[[Record], str]) -> Counter[str]:
-        """Tokens by where their records come from.
+        """Tokens by the origin of their records.
 
         Blocks of which no record is read are contained in the last state.
         """
@@ -185,7 +185,7 @@ class _PathRecords:
     """The available records of a path, collected once: a long path may have hundreds of resume points.
 
     n_blocks: how many blocks of the path come before the first without available pages.
-    windows_from: for each number of blocks, the first from which on all of them have a window.
+    windows_from: for each number of blocks, the first block from which on all have a window.
     """
 
     walk: Walk
@@ -216,9 +216,9 @@ class _PathRecords:
         return cls(walk, needs, available, n_blocks, tuple(pages), windows, tuple(windows_from))
 
     def closest(self, n_blocks: int) -> tuple[Node, int] | None:
-        """The available child at the end of this many blocks that shares most, and how many tokens.
+        """The available child after this many blocks that shares most tokens, and how many.
 
-        None where the path itself goes on from there.
+        None where the path itself continues from there.
         """
         path, node = self.walk.path, self.walk.node(n_blocks)
         goes_on = n_blocks < len(path)

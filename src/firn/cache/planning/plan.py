@@ -1,9 +1,9 @@
-"""What to resume from now, and what to load meanwhile. Pure.
+"""What to resume from now, and what to load in the meantime. Pure.
 
-A load and the computing of the same tokens race. The prompt is computed from the front while its blocks
-are loaded from the back; where the two meet, the row jumps to the end of what is stored. So a load is
-worth beginning if some of it arrives before the computing gets there, and a wrong estimate wastes work,
-never time.
+Loading and computing the same tokens race. The prompt is computed from the front while its blocks
+are loaded from the back; where the two meet, the row jumps to the end of what is stored. So a load
+is worth starting if some of it arrives before computing gets there, and a wrong estimate wastes
+work, never time.
 
     0            front                                  match           n_prompt
     |-- resumed --|== computed ==>        <== loaded ====|-- computed ------|
@@ -34,7 +34,7 @@ MIN_GAIN = 0.02
 GRACE_S = 0.005
 """How late a load may be before computing begins."""
 UNKNOWN_PATIENCE_S = 0.03
-"""How long computing waits for a load while its own speed is not known."""
+"""How long computing waits for a load while the speed of prefill is unknown."""
 
 TierOf = Callable[[Record], str]
 """The name of the tier that a record is read from."""
@@ -43,7 +43,7 @@ TierOf = Callable[[Record], str]
 @dataclass(frozen=True, slots=True)
 class ResumePlan:
     now: Match
-    """What can be resumed at once."""
+    """What can be resumed immediately."""
     target: Match = NOTHING
     """What can be resumed once the loads have arrived."""
     loads: tuple[Record, ...] = ()
@@ -51,7 +51,7 @@ class ResumePlan:
     load_s: float = 0.0
     """How long the loads should take..."""
     compute_s: float = 0.0
-    """... and how long computing the same tokens."""
+    """... and how long computing the same tokens should take."""
     patience_s: float = 0.0
     """How long computing waits for the loads while the engine has nothing else to do..."""
     busy_patience_s: float = 0.0
@@ -69,7 +69,7 @@ def make_plan(
     start: int = 0,
     available: Available,
 ) -> ResumePlan:
-    """available: what can be resumed from at once. start: this many tokens are computed already."""
+    """available: what can be resumed from now. start: tokens that are already computed."""
     now = next(resume_points(walk, needs, available))
     front = max(now.n_tokens, start)
     n_prompt = len(walk.tokens)
@@ -107,7 +107,7 @@ class _Target:
     load_s: float
     compute_s: float
     race_s: float
-    """Until the row stands at the match, while both load and compute."""
+    """Time until the row reaches the match, while loading and computing race."""
 
 
 def _targets(walk: Walk, needs: Needs, front: int) -> Iterator[Match]:
@@ -138,7 +138,7 @@ def _weigh(
     compute_s = estimates.prefill_s(front, match.n_tokens)
     engine_s = estimates.engine_s(sum(nbytes.values()))
     fill_s = _fill_s(match, estimates)
-    if not needs.pages:  # windows and states are of use only when all of them are there
+    if not needs.pages:  # windows and states are of use only once all have arrived
         race_s = load_s + engine_s + fill_s
     else:
         share = compute_s / max(load_s + compute_s, 1e-9)
@@ -158,10 +158,11 @@ def _from_the_back(records: Iterable[Record]) -> tuple[Record, ...]:
 def _patience(target: _Target, front: int, estimates: Estimates) -> tuple[float, float]:
     """How long to wait for the load: alone, and while others decode.
 
-    A chunk that begins just before its tokens arrive delays them by a chunk. A load that should take
-    half the time of computing is waited for until a chunk could have been computed: by then its pace
-    is known. One that should take less than a chunk may take twice as long as expected, or half of
-    what computing takes until it can be left: a first load after a start is slower than any later one.
+    A chunk that begins just before its tokens arrive delays them by a chunk. A load that should
+    take less than half the time of computing is awaited until a chunk could have been computed: by
+    then its pace is known. One that should take less than a chunk may take twice as long as
+    expected, or half the time until computing can be interrupted: the first load after a start is
+    slower than any later.
     """
     late = 2 * target.load_s + GRACE_S
     if not estimates.knows_prefill:

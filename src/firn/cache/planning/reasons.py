@@ -19,7 +19,7 @@ FAULT = "fault"
 def why_not_more(tree: Tree, walk: Walk, needs: Needs, n_tokens: int) -> str:
     """Why a prompt cannot resume later than here; '' when only its last token is left.
 
-    Speaks of what memory and tiers have. Whether a load was slow or failed, the caller knows.
+    Considers what memory and tiers have. The caller knows whether a load was slow or failed.
     """
     n_last = len(walk.tokens) - 1
     if n_tokens >= n_last:
@@ -39,7 +39,7 @@ def why_not_more(tree: Tree, walk: Walk, needs: Needs, n_tokens: int) -> str:
 
 
 def _has_all_pages(walk: Walk, needs: Needs) -> bool:
-    """Only a state is missing."""
+    """Whether only a state is missing."""
     pages = (Part.PAGES,) if needs.pages else ()
     return all(has_parts(node, pages, is_obtainable) for node in walk.path)
 
@@ -47,8 +47,8 @@ def _has_all_pages(walk: Walk, needs: Needs) -> bool:
 def _next_was_evicted(tree: Tree, walk: Walk) -> bool:
     """Whether the tree once knew more of the prompt than it does now.
 
-    Where another child shares some tokens, only a block that matched as a whole is known to have
-    shared more.
+    If another child shares some tokens, only an evicted block that matched as a whole is known to
+    have shared more.
     """
     last = walk.node(len(walk.path))
     n = walk.block if walk.n_shared > last.end else 1

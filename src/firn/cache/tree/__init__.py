@@ -1,11 +1,11 @@
-"""The tree of all known prefixes. Only this package knows chains, and writes to nodes and records.
+"""The tree of all known prefixes. Only this package knows chains and writes to nodes and records.
 
     nodes.py      Node (a block), Record (one part of its state), Root (where a namespace begins)
     children.py   a node's children, sorted: finds what shares most with a prompt
-    tree.py       Tree: nodes and records come, move, are leased and pinned, and go
+    tree.py       Tree: adds, moves, leases, pins and removes nodes and records
     order.py      which record is evicted first, in memory and in tiers
     lifetimes.py  nodes that expire, and what is remembered of those that were evicted
-    announce.py   what a listener is told of blocks that come and go
+    announce.py   what a listener is told about blocks that are added and removed
 
 `Records` drives it. No MLX: payloads are opaque here.
 """

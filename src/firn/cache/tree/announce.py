@@ -34,7 +34,7 @@ Announcement = StoredBlock | Removed | Cleared
 
 class Announcer(Protocol):
     def announce(self, event: Announcement) -> None:
-        """On the engine thread: must not wait."""
+        """Called on the engine thread: must not wait."""
         ...
 
     def close(self) -> None: ...

@@ -1,8 +1,8 @@
 """The children of one node, sorted by their tokens.
 
-In a sorted list of strings, those that share most with a given string stand next to where it would be
-inserted. So the child that shares most with a prompt is found by a few comparisons, also among 20,000
-siblings: the cost depends on what matches, not on what is stored.
+In a sorted list of strings, those that share the longest prefix with a given string are next to
+where it would be inserted. So the child that shares most with a prompt is found with a few
+comparisons, even among 20,000 siblings: the cost depends on what matches, not on what is stored.
 
 Owner: the tree.
 """
@@ -18,7 +18,7 @@ import numpy as np
 from firn.core.keys import KeyTokens
 
 NARROW, WIDE = 4, 8
-"""Bytes of a token. Ids fit 32 bits; only the digests that stand for pictures need 64."""
+"""Bytes of a token. Ids fit 32 bits; digests of pictures, and ids with positions, need 64."""
 _DTYPE = {NARROW: ">u4", WIDE: ">u8"}
 
 
@@ -81,7 +81,7 @@ class Children(Generic[C]):
     def __init__(self) -> None:
         self._children: list[C] = []
         self._width = NARROW
-        """The widest child's: all are compared at this width."""
+        """The widest child's width: all are compared at this width."""
 
     def __len__(self) -> int:
         return len(self._children)

@@ -1,6 +1,6 @@
-"""How long nodes live if a request has set a time, and which blocks were evicted.
+"""How long nodes live if a request has set a lifetime, and which blocks were evicted.
 
-Owner: the tree. `Lifetimes` alone writes `Node.expires_at`.
+Owner: the tree. Only `Lifetimes` writes `Node.expires_at`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Lifetimes:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._queue: list[tuple[float, int, Node]] = []
-        """When to look at a node: once for each that expires, however often its life is extended."""
+        """When to check a node: one entry per expiring node, however often its life is extended."""
         self._serial = count()
 
     def begin(self, node: Node) -> None:
@@ -35,7 +35,7 @@ class Lifetimes:
     def extend(self, node: Node, ttl_s: float | None) -> list[Node]:
         """Let the node and all above it live at least this long; None: until there is no room.
 
-        Returns the nodes that were to expire and now are not.
+        Returns the nodes that would have expired and now will not.
         """
         until = math.inf if ttl_s is None else self._clock() + ttl_s
         freed = []
@@ -54,12 +54,12 @@ class Lifetimes:
         heapq.heappush(self._queue, (at, next(self._serial), node))
 
     def expired(self) -> Iterator[Node]:
-        """Nodes whose time is over; one that is in use is tried again after RETRY_S."""
+        """Nodes that have expired; one that is in use is checked again after RETRY_S."""
         now = self._clock()
         while self._queue and self._queue[0][0] <= now:
             *_, node = heapq.heappop(self._queue)
             if node.expires_at == math.inf or node.parent is None:
-                continue  # it is to stay, or is gone
+                continue  # it no longer expires, or is gone
             if node.expires_at > now:
                 self._look_at(node, node.expires_at)
             elif node.n_leases or node.n_pins:
@@ -83,5 +83,6 @@ class EvictedBlocks:
             del self._keys[next(iter(self._keys))]
 
     def had(self, parent: Node, tokens: KeyTokens) -> bool:
-        """Whether a child with these tokens was evicted; of one token, a child that began with it."""
+        """Whether a child with these tokens was evicted; for a single token, whether a child that
+        began with it was."""
         return bool(self._keys) and child_key(parent.key, tokens)[:8] in self._keys

@@ -5,7 +5,7 @@ its end. A node with fewer tokens than a block is a tail. The records of a node 
 model's state that belong to its tokens, in memory, in tiers, or in both. A node without records exists
 only for those below it.
 
-The fields are written by this package alone: `EvictionOrder` writes `stamped`, `Lifetimes` writes
+Only this package writes the fields: `EvictionOrder` writes `stamped`, `Lifetimes` writes
 `expires_at`, `Tree` writes everything else. Payloads are opaque here.
 """
 
@@ -24,7 +24,7 @@ from firn.core.values import Namespace
 
 
 class Mark(IntEnum):
-    """Why a state was kept. When states must be thinned, the lowest marks go first."""
+    """Why a state was kept. When states must be evicted, the lowest marks go first."""
 
     PROMPT_END = 0
     REPLY_END = 1
@@ -35,7 +35,7 @@ class Mark(IntEnum):
 
 
 class Record:
-    """One part of one node's state, wherever it lies."""
+    """One part of one node's state, wherever it is stored."""
 
     __slots__ = (
         "arrays", "leaving", "mark", "n_leases", "nbytes", "node", "part", "stored", "writing",
@@ -55,29 +55,29 @@ class Record:
         self.stored = 0
         """Tiers that have it: one bit each, in the order of the configuration."""
         self.writing = 0
-        """Tiers that are writing it: likewise."""
+        """Tiers that are writing it, likewise."""
 
     @property
     def alive(self) -> bool:
-        """It is still its node's record."""
+        """Whether it is still its node's record."""
         return self.node.records.get(self.part) is self
 
     @property
     def obtainable(self) -> bool:
-        """Memory or a tier has it."""
+        """Whether memory or a tier has it."""
         return self.arrays is not None or self.stored != 0
 
     def is_stored(self, tier: int) -> bool:
-        """This tier has it."""
+        """Whether this tier has it."""
         return bool(self.stored >> tier & 1)
 
     def is_being_written(self, tier: int) -> bool:
-        """To this tier."""
+        """Whether it is being written to this tier."""
         return bool(self.writing >> tier & 1)
 
 
 class InRow:
-    """Stands for the arrays of records whose content lies in a row."""
+    """Stands for the arrays of records whose content is in a row."""
 
     __slots__ = ("nbytes", "records")
 
@@ -114,16 +114,16 @@ class Node:
         self.children: Children[Node] = NO_CHILDREN
         self.records: dict[Part, Record] = {}
         self.n_leases = 0
-        """On this node and on all below it."""
+        """Leases on this node and on all below it."""
         self.n_pins = 0
-        """Likewise."""
+        """Pins, likewise."""
         self.used_at = 0.0
         """By the wall clock, because tiers remember it. Never earlier than a child's."""
         self.stamped = -math.inf
         """The highest stamp that tiers were given for its chain: always a step above a child's."""
         self.expires_at = math.inf
         self.reused = False
-        """Somebody has resumed from it, or from a node below it."""
+        """Whether a request has resumed from it, or from a node below it."""
 
     @property
     def tokens(self) -> KeyTokens:
@@ -158,7 +158,7 @@ NO_CHILDREN: Children[Node] = Children()
 
 @dataclass(eq=False)
 class PartTotals:
-    """Bytes and numbers of the records in one place, by part."""
+    """Size and number of the records in one place, by part."""
 
     nbytes: dict[Part, int] = field(default_factory=lambda: dict.fromkeys(Part, 0))
     n_records: dict[Part, int] = field(default_factory=lambda: dict.fromkeys(Part, 0))
@@ -198,12 +198,12 @@ class Root(Node):
         self.n_stored_tokens = 0
         """Tokens of nodes that have records."""
         self.pinned: dict[Node, dict[Key, int]] = {}
-        """The ends of pinned prefixes. For each: how many tokens of which prompts it was pinned for."""
+        """The ends of pinned prefixes. For each: how many tokens of which prompts it keeps."""
         self.cleared_at = -math.inf
-        """Wall clock. Records that were written earlier are to be deleted wherever they turn up."""
+        """Wall clock. Records that were written earlier must be deleted wherever they turn up."""
 
     @property
     def pinned_nbytes(self) -> int:
-        """Bytes of all records of pinned prefixes, wherever they lie."""
+        """Bytes of all records of pinned prefixes, wherever they are."""
         nodes = {n for end in self.pinned for n in end.path()}
         return sum(r.nbytes for n in nodes for r in n.records.values())

@@ -1,8 +1,8 @@
 """The order in which records are evicted, in memory and in every tier: least recently used first.
 
-Memory asks for a record's `last_use`. A tier knows no chains and keeps one number with each record, its
+Memory uses a record's `last_use`. A tier knows no chains and keeps one number with each record, its
 `stamp`: the last use, lowered by a step for every block before it. So a tier that simply evicts the
-lowest stamp takes a chain from its end, as memory does:
+lowest stamp removes a chain from its end, as memory does:
 
     blocks of one chain      0        1        2        3
     stamp of the pages       t        t - 2    t - 4    t - 6
@@ -35,9 +35,9 @@ class EvictionOrder:
         """When a record counts as last used, by the wall clock.
 
         How often it was used does not count: a long conversation that has ended was used more often
-        than a new one. A window or state that only a branch would ask for counts as used a day
-        earlier. The carrier of a chain never counts as used before what it carries. Of equal times the
-        deeper record goes first, so a chain goes from its end.
+        than a new one. A window or state that only a branch would need counts as used a day
+        earlier. The carrier of a chain never counts as used before what it carries. At equal times
+        the deeper record is evicted first, so a chain shrinks from its end.
         """
         at = record.node.used_at
         if record.part is not self._carrier and _only_for_branches(record):
@@ -45,7 +45,8 @@ class EvictionOrder:
         return at
 
     def state_last_use(self, record: Record) -> float:
-        """The same among states, which have their own share of memory: shared places go last."""
+        """Like `last_use`, among states, which have their own share of memory: shared positions are
+        evicted last."""
         return self.last_use(record) + (DAY_S if record.mark >= Mark.LATTICE else 0.0)
 
     # --- stamps ----------------------------------------------------------------------------
@@ -61,10 +62,10 @@ class EvictionOrder:
         return record.node.start // self._block + (record.part is not self._carrier)
 
     def note(self, record: Record, stamp: float) -> dict[Record, float]:
-        """Note that a tier has this stamp; returns the records whose stamps must rise, and to what.
+        """Note that a tier has this stamp; returns records whose stamps must rise, and to what.
 
-        None must rise while stamps are in order. They may not be in a folder that was copied, or that
-        an older version wrote.
+        There are none while stamps are in order. In a folder that was copied, or that an older
+        version wrote, they may not be.
         """
         raised: dict[Record, float] = {}
         if record.part is self._carrier:
@@ -84,7 +85,7 @@ class EvictionOrder:
     def outdated(self, node: Node, by_s: float) -> dict[Record, float]:
         """The records of the chain that ends here whose stamps are too low, with the right stamps.
 
-        by_s: stamps that are less out of date stay, unless one below them would pass them.
+        by_s: stamps that are less out of date stay, unless one below would overtake them.
         """
         raised: dict[Record, float] = {}
         least = -math.inf
@@ -98,7 +99,7 @@ class EvictionOrder:
 
 
 def _only_for_branches(record: Record) -> bool:
-    """One chain goes on from here, and does not need this record: only a branch would."""
+    """Whether only a branch would need this record: a single chain continues here, without it."""
     n = len(record.node.children)
     if record.part is Part.STATE:
         return record.mark is Mark.PROMPT_END or (n == 1 and record.mark < Mark.LATTICE)

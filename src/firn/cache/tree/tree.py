@@ -1,8 +1,8 @@
 """Tree: all known prefixes, and every change to a node or a record.
 
-Leases and pins are counted for a whole branch, and a node counts as used, and lives, at least as long as
-everything below it. So whoever evicts in the tree's order takes leaves before their parents: memory, and
-tiers that know nothing of chains.
+A node counts the leases and pins of its whole branch; it counts as used at least as recently as
+everything below it, and lives at least as long. So evicting in the tree's order takes leaves before
+their parents, in memory and in tiers, which know nothing of chains.
 
 Owner: the engine thread, through the prefix cache.
 """
@@ -35,14 +35,14 @@ class Tree:
     ) -> None:
         """carrier: the part of a block that every later block of its chain needs.
 
-        clock: for lifetimes. wall: for uses, which outlive the process.
+        clock: for lifetimes. wall: for times of use, which outlive the process.
         """
         self.block = block
         self._carrier = carrier
         self._wall = wall
         self._roots: dict[Key, Root] = {}
         self._by_key: dict[Key, Node] = {}
-        """All nodes but roots."""
+        """All nodes except roots."""
         self.order = EvictionOrder(block, carrier)
         self.lifetimes = Lifetimes(clock)
         self.evicted = EvictedBlocks()
@@ -50,10 +50,10 @@ class Tree:
         self.leaving_nbytes = 0
         self.tiers: list[PartTotals] = []
         self.announcer: Announcer | None = None
-        """Hears of every whole block that comes or goes."""
+        """Told of every whole block that is added or removed."""
 
     def add_tier(self) -> int:
-        """Another tier below memory; returns its number."""
+        """Add a tier below memory; returns its number."""
         self.tiers.append(PartTotals())
         for root in self._roots.values():
             root.tiers.append(PartTotals())
@@ -62,7 +62,7 @@ class Tree:
     # --- roots -----------------------------------------------------------------------------
 
     def root(self, key: Key, namespace: Namespace) -> Root:
-        """Made on first use."""
+        """The root with this key, created on first use."""
         root = self._roots.get(key)
         if root is None:
             root = self._roots[key] = Root(key, namespace, len(self.tiers))
@@ -76,9 +76,9 @@ class Tree:
         return self._roots.get(root.key) is root
 
     def detach(self, root: Root) -> Root:
-        """Put an empty root in this one's place, and take it and all below it out of the totals.
+        """Replace this root with an empty one, and remove it and all below it from the totals.
 
-        A request that still has a lease on a part of it goes on without the cache.
+        A request that still has a lease on a part of it continues without the cache.
         """
         fresh = Root(root.key, root.namespace, len(self.tiers))
         fresh.cleared_at = self._wall()
@@ -109,7 +109,7 @@ class Tree:
     def child(
         self, parent: Node, tokens: PackedTokens, start: int, end: int, *, key: Key | None = None
     ) -> Node:
-        """The child with tokens [start, end), made if there is none.
+        """The child with tokens [start, end), created if there is none.
 
         key: the key that follows from these tokens, where the caller knows it.
         """
@@ -136,7 +136,7 @@ class Tree:
             todo += node.children
 
     def prune(self, node: Node) -> None:
-        """Drop the node, and then each above it, while it holds nothing and nobody needs it."""
+        """Drop the node, then each one above it, while it has no records, children or leases."""
         while not (node.records or len(node.children) or node.n_leases):
             if node in node.root.pinned:
                 self.unpin(node)
@@ -154,7 +154,7 @@ class Tree:
     # --- records ---------------------------------------------------------------------------
 
     def add(self, node: Node, part: Part, *, nbytes: int, mark: Mark) -> Record:
-        """The node's record of this part, made if there is none. A new one lies nowhere yet."""
+        """The node's record of this part, created if there is none. A new one is not stored yet."""
         record = node.records.get(part)
         if record is None:
             if not node.records:
@@ -181,7 +181,7 @@ class Tree:
         if (
             self.announcer is not None
             and self._is_whole_block(record)
-            and self._by_key.get(node.key, node) is node  # else it was cleared, and is back
+            and self._by_key.get(node.key, node) is node  # else it was cleared, and added again
         ):
             self.announcer.announce(Removed(node.key))
         if not node.records:
@@ -200,7 +200,7 @@ class Tree:
     # --- records in memory -----------------------------------------------------------------
 
     def hold(self, record: Record, arrays: Any, *, nbytes: int) -> None:
-        """Memory has it from now on."""
+        """Memory holds it from now on."""
         assert record.arrays is None
         if record.nbytes != nbytes:
             self._resize(record, nbytes)
@@ -210,7 +210,7 @@ class Tree:
         self._count_memory(record, +1)
 
     def move(self, record: Record, arrays: Any) -> None:
-        """Memory has it elsewhere from now on: in arrays of its own, or in a row."""
+        """Memory holds it elsewhere from now on: in its own arrays, or in a row."""
         assert record.arrays is not None
         assert not record.leaving
         if isinstance(record.arrays, InRow):
@@ -220,7 +220,7 @@ class Tree:
         record.arrays = arrays
 
     def start_leaving(self, record: Record) -> None:
-        """Memory does not count it any more, but keeps its arrays until it is written."""
+        """Memory no longer counts it, but keeps its arrays until it is written."""
         assert record.arrays is not None
         assert not record.leaving
         self._count_memory(record, -1)
@@ -235,7 +235,7 @@ class Tree:
         self._count_memory(record, +1)
 
     def release(self, record: Record) -> None:
-        """Memory has it no more."""
+        """Memory no longer holds it."""
         if record.arrays is None:
             return
         if record.leaving:
@@ -260,7 +260,7 @@ class Tree:
             self._count_tier(record, tier, +1)
 
     def set_gone(self, record: Record, tier: int) -> None:
-        """A tier has it no more."""
+        """A tier no longer has it."""
         if record.is_stored(tier):
             record.stored &= ~(1 << tier)
             self._count_tier(record, tier, -1)
@@ -278,7 +278,7 @@ class Tree:
         self.prune(node)
 
     def move_lease(self, node: Node, descendant: Node) -> None:
-        """Extend a lease on the node to one below it. Costs as many steps as lie between the two."""
+        """Extend a lease on the node to one below it. Takes a step for each node in between."""
         n: Node | None = descendant
         while n is not node:
             assert n is not None
@@ -300,7 +300,7 @@ class Tree:
                 n.n_pins += 1
 
     def set_pinned_for(self, node: Node, prompt: Key, n_tokens: int) -> None:
-        """Remember that so many tokens of this prompt are pinned by the pin on this node."""
+        """Remember how many tokens of this prompt the pin on this node keeps."""
         node.root.pinned[node][prompt] = n_tokens
 
     def unpin(self, node: Node) -> None:
@@ -333,7 +333,7 @@ class Tree:
             n.used_at = used_at
 
     def set_reused(self, node: Node) -> list[Node]:
-        """Somebody resumed from the chain that ends here; returns the nodes of which that is new.
+        """A request resumed from the chain that ends here; returns the nodes for which that is new.
 
         Tails inside its blocks that hold a state count as well: the next prompt may branch off there.
         """
