@@ -111,9 +111,15 @@ def test_the_model_is_listed_shown_and_running(client: ollama.Client) -> None:
 
 
 def test_bad_requests_are_refused_in_ollamas_shape(client: ollama.Client) -> None:
-    with pytest.raises(ollama.ResponseError, match="is not served here") as caught:
-        client.chat("nobody", MESSAGES)
-    assert caught.value.status_code == 404
+    for call in (
+        lambda: client.chat("nobody", MESSAGES),
+        lambda: client.chat("nobody", []),
+        lambda: client.generate("nobody"),
+        lambda: client.generate("nobody", keep_alive=0),
+    ):
+        with pytest.raises(ollama.ResponseError, match="is not served here") as caught:
+            call()
+        assert caught.value.status_code == 404
     with pytest.raises(ollama.ResponseError, match="temperature"):
         client.chat("fake", MESSAGES, options={"temperature": -1})
     with pytest.raises(ollama.ResponseError, match="does not compute embeddings"):

@@ -20,7 +20,7 @@ from firn.api.activity import Activity
 from firn.api.affinity import conversation_of
 from firn.api.body import ClientGone, decoded
 from firn.api.body_reader import BodyReader
-from firn.api.dialects import ApiCall, Dialect, ReplyHead
+from firn.api.dialects import ApiCall, Dialect, LoadCall, ReplyHead
 from firn.api.errors import Headers, InternalFault
 from firn.api.exchange import (
     Exchange,
@@ -99,8 +99,9 @@ class Generate:
             model=self._services.engine.model.name,
             created=int(time.time()),
         )
-        if not call.requests:
-            await _send_empty(call, head, send, self._dialect.stream_headers)
+        if isinstance(call, LoadCall) and call.loads is not None:
+            self._services.check_model(call.loads)
+            await _send_loaded(call, head, send, self._dialect.stream_headers)
             return
         session = Session(
             self._services,
@@ -204,8 +205,8 @@ async def _with_early(early: list[Event], session: Session) -> AsyncIterator[lis
         yield batch
 
 
-async def _send_empty(call: ApiCall, head: ReplyHead, send: Send, own_headers: Headers) -> None:
-    """The reply to a call without requests, which only asks to load or unload the model."""
+async def _send_loaded(call: ApiCall, head: ReplyHead, send: Send, own_headers: Headers) -> None:
+    """The reply to a call that only asks to load or unload the model, which is there anyway."""
     events: list[Event] = [Started(0), Ended(Usage(0, 0))]
     if not call.stream:
         await send_json(send, call.fold(head, events))

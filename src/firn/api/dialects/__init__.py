@@ -11,7 +11,7 @@ import importlib
 import pkgutil
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from firn.api.services import Services
 from firn.core.errors import FirnError
@@ -52,8 +52,8 @@ class ApiCall(Protocol):
 
     @property
     def requests(self) -> tuple[GenerateRequest, ...]:
-        """They run side by side; choices are numbered across all of them. Empty: the reply only
-        confirms that the model is there."""
+        """They run side by side; choices are numbered across all of them. Empty only for a
+        `LoadCall`."""
         ...
 
     @property
@@ -77,6 +77,16 @@ class ApiCall(Protocol):
 
         For a background call, also from no events, or from those of a stream that Failed.
         """
+        ...
+
+
+@runtime_checkable
+class LoadCall(Protocol):
+    """What an `ApiCall` may have in addition, if it may ask only to load or unload a model."""
+
+    @property
+    def loads(self) -> str | None:
+        """The name of that model, empty for the served one; None: the call has requests."""
         ...
 
 

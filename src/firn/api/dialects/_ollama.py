@@ -140,12 +140,13 @@ def pictures(owner: Fields) -> tuple[PicturePart, ...]:
 
 @dataclass(frozen=True, slots=True)
 class OllamaCall:
-    """done_reason: the reply's done_reason if there are no requests."""
+    """Implements LoadCall, too. done_reason: the reply's done_reason if there are no requests."""
 
     requests: tuple[GenerateRequest, ...]
     stream: bool
     ignored: tuple[str, ...]
     show: ShowPiece
+    loads: str | None = None
     done_reason: str | None = None
     began_ns: int = field(default_factory=time.perf_counter_ns)
     background = False

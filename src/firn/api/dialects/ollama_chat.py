@@ -52,9 +52,11 @@ class OllamaChat(OllamaDialect):
         )
         stay_s = keep_alive_s(members)
         stream = members.boolean("stream", True)
-        done_reason = None if messages else "unload" if stay_s == 0 else "load"
-        requests = (request,) if messages else ()
-        return OllamaCall(requests, stream, members.unread(), _show, done_reason)
+        ignored = members.unread()
+        if messages:
+            return OllamaCall((request,), stream, ignored, _show)
+        done_reason = "unload" if stay_s == 0 else "load"
+        return OllamaCall((), stream, ignored, _show, request.model, done_reason)
 
     def schema(self) -> dict[str, Any]:
         return _schema()

@@ -44,7 +44,7 @@ class OllamaGenerate(OllamaDialect):
         ignored = members.unread()
         if source is None:
             done_reason = "unload" if stay_s == 0 else "load"
-            return OllamaCall((), stream, ignored, _show, done_reason)
+            return OllamaCall((), stream, ignored, _show, model, done_reason)
         request = GenerateRequest(
             model=model,
             source=source,
