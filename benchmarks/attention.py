@@ -1,12 +1,12 @@
-"""Attention of a few tokens under a mask on CUDA: firn's kernel beside what MLX does by itself.
+"""Attention of a few tokens under a mask on CUDA: firn's kernel compared with MLX's own.
 
     PYTHONPATH=src python benchmarks/attention.py [--shape 4b] [--rows 1,8,32] [--tokens 1,8]
         [--columns 700,16384] [--steps 10]
 
-The attention of all layers of a model, one after the other, as a step has it; MLX gets the mask that
-it takes best, booleans for one token and numbers for more. host: until it is dispatched; all: what a
-step takes of several that are dispatched one after the other. Medians in ms. error: the largest
-difference to float32, over the largest value.
+Runs the attention of all layers of a model, one after the other, as a step does. MLX gets the mask
+that it handles best: booleans for one token, numbers for more. host: time until it is dispatched;
+all: time of a step when several are dispatched back to back. Medians in ms. error: the largest
+difference from float32, over the largest value.
 
 Takes about a minute on an H200.
 """
@@ -25,11 +25,11 @@ from firn.models.cuda.attention import in_float32, plain_attention
 from models import SHAPES
 
 N_BUFFERS = 6
-"""Keys and values of so many layers are enough to be fetched from memory each time."""
+"""Layers with keys and values of their own: enough that they are fetched from memory each time."""
 ROOM = 256
 SCALE = 0.1
 MAX_CELLS = 1 << 20
-"""Rows times tokens times columns of which the error is told."""
+"""The most rows x tokens x columns for which the error is computed."""
 
 
 def measure(

@@ -1,13 +1,13 @@
-"""The floor: mlx-lm in this process, no server, no cache but what is kept by hand.
+"""The floor: mlx-lm in this process, with no server, and no cache except what is kept by hand.
 
     python benchmarks/bare.py MODEL < requests     run by throughput.py and chats.py
 
-A request is a line of JSON and so is its answer; it names its `kind`. "throughput": tokens per second
+Requests and answers are lines of JSON; a request names its `kind`. "throughput": tokens per second
 of one prompt after another. "long": the first token of a long prompt. "chats": the workload of
 chats.py with everything a perfect cache could know already in place, so that only new tokens are
-computed: those from where a prompt departs from what was computed before it (the text of a random
-reply makes other tokens than the model picked), or, if the model is recurrent and they depart, those
-behind the last question.
+computed: those after the point where a prompt departs from what was computed before it (the text of
+a random reply makes other tokens than the model picked), or, if it departs and the model is
+recurrent, those after the last question.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def _generate(model: Any, ids: list[int], n_tokens: int) -> int:
 
 
 def chats(model: Any, tokenizer: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """First-token seconds: cold, of first turns behind a known system prompt, of later turns."""
+    """First-token seconds: cold, of first turns after a known system prompt, of later turns."""
     system, sessions, n_reply = request["system"], request["sessions"], request["n_reply"]
     first_turns = [_ids(tokenizer, [system, turns[0]]) for turns in sessions]
     n_shared = _n_common(first_turns[0], first_turns[-1]) if len(first_turns) > 1 else 0
     shared = make_prompt_cache(model)
-    _first(model, shared, first_turns[0][: max(n_shared, 1)])  # warms up, too
+    _first(model, shared, first_turns[0][: max(n_shared, 1)])  # also warms up
     cold_s, _ = _first(model, make_prompt_cache(model), first_turns[0])
     first_s: list[float] = []
     later_s: list[float] = []
@@ -69,14 +69,14 @@ def chats(model: Any, tokenizer: Any, request: dict[str, Any]) -> dict[str, Any]
             n_known = _n_common(known, ids)
             if recurrent and n_known < len(known):
                 n_known = asked
-            # What the tokens are, and where they lie, makes no difference to the time they take.
+            # Neither the values of the tokens nor their positions affect the time they take.
             seconds, token = _first(model, cache, ids[n_known:])
             later_s.append(seconds)
     return {"cold_s": cold_s, "first_s": first_s, "later_s": later_s}
 
 
 def _first(model: Any, cache: list[Any], ids: list[int]) -> tuple[float, int]:
-    """Consume the tokens; seconds until the next one is known, and that token."""
+    """Consumes the tokens. Returns the seconds until the next one is known, and that token."""
     start = time.perf_counter()
     for i in range(0, len(ids) - 1, CHUNK):
         model(mx.array(ids[i : min(i + CHUNK, len(ids) - 1)])[None], cache=cache)
@@ -87,7 +87,7 @@ def _first(model: Any, cache: list[Any], ids: list[int]) -> tuple[float, int]:
 
 
 def _reply(model: Any, cache: list[Any], *, token: int, n: int) -> list[int]:
-    """A greedy reply that begins with `token`; the last token of it is not consumed yet."""
+    """A greedy reply that begins with `token`; its last token is not consumed yet."""
     tokens = [token]
     while len(tokens) < n:
         tokens.append(_first(model, cache, tokens[-1:])[1])
@@ -95,7 +95,7 @@ def _reply(model: Any, cache: list[Any], *, token: int, n: int) -> list[int]:
 
 
 def _ids(tokenizer: Any, messages: list[Any], *, reply: bool = True) -> list[int]:
-    """With the header of a reply, or without."""
+    """The messages as tokens, with or without the header of a reply."""
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=reply, tokenize=False)
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids

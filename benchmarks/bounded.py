@@ -2,8 +2,8 @@
 
     python benchmarks/bounded.py MODULE ARGUMENTS...
 
-Servers that are measured in turns share one GPU. Without the bound, one that sets none itself keeps
-every buffer it has ever used, and the others run out of memory.
+Servers that are measured in turns share one GPU. A server that sets no bound itself would keep
+every buffer it has ever used, and the others would run out of memory.
 """
 
 from __future__ import annotations

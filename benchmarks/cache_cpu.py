@@ -2,11 +2,11 @@
 
     python benchmarks/cache_cpu.py [--rounds 5] [--only match,commit,decode]
 
-All in one process. `match` looks a prompt of 100,000 tokens up among 10,000 records, without a model.
-`commit` reads prompts on small random models (dense, window, hybrid) through the real engine and
-compares the time inside the cache's commit with that of the prefill it follows. `decode` generates with
-the cache on and off in alternating rounds. Elapsed times on a busy machine are the machine's; the ratios
-of processor times are the work alone.
+All in one process. `match` looks up a prompt of 100,000 tokens among 10,000 records, without a
+model. `commit` reads prompts on small random models (dense, window, hybrid) through the real engine
+and compares the time inside the cache's commit with that of the prefill it follows. `decode`
+generates with the cache on and off in alternating rounds. On a busy machine, elapsed times include
+other work; ratios of processor times do not.
 
 Takes about five minutes on two cores.
 """

@@ -8,14 +8,14 @@ with SIGTERM, started again on the same disk folder, and every session asks once
 
     cold       first token of the very first prompt
     shared     p50 of the other sessions' first turns: the system prompt is known
-    later      p50 of all later turns: everything but the reply's end and the question is known
+    later      p50 of all later turns: all except the reply's end and the question is known
     restart    p50 of the turn after the restart
     new/turn   tokens of a later turn that the server did not report as cached; new/restart likewise
     disk MB    files after the stop
 
-`floor` is mlx-lm's own loop computing nothing but new tokens; after a restart it also reads a session's
-bytes at the speed of the disk. Memory is `large` (512 MB), `half` (what half of the sessions take, each
-by itself) or a number of MB; several may be given.
+`floor` is mlx-lm's own loop computing nothing but new tokens; after a restart it also reads a
+session's bytes at the speed of the disk. Memory is `large` (512 MB), `half` (enough for half of the
+sessions if they shared nothing) or a number of MB; several may be given.
 
 Takes about two minutes on two cores with the defaults: half a minute for each server, model, memory and
 round.
@@ -46,7 +46,7 @@ from models import CONFIGS, session_nbytes
 
 LARGE_MB = 512
 SETTLE_S = 2.0
-"""Between the last answer and the stop: what a server writes behind may be written."""
+"""Between the last answer and the stop, so that a server can finish its background writes."""
 COLUMNS = (
     Column("cold_s", "cold s", 3),
     Column("shared_s", "shared s", 3),
@@ -111,7 +111,7 @@ def memory_mb(text: str, model: str, work: Workload) -> int:
 
 
 def _session_nbytes(model: str, work: Workload) -> int:
-    """One session at its end, by the model's shape; other models are taken for the dense one."""
+    """Bytes of one session at its end, by the model's shape; others count as the dense model."""
     n_words = N_SYSTEM_WORDS + N_DOCUMENT_WORDS + work.turns * (N_QUESTION_WORDS + N_REPLY // 5)
     return session_nbytes(model if model in CONFIGS else "dense", 5 * n_words)
 

@@ -1,4 +1,4 @@
-"""What the prefix cache costs a GPU until it helps, and what it gives: whole servers, side by side.
+"""What the prefix cache costs on a GPU before it helps, and what it gains: servers, side by side.
 
     python benchmarks/cost.py --shape 4b          # takes about five minutes on an H200
     python benchmarks/cost.py --shape tiny        # a try on any machine
@@ -7,10 +7,10 @@ Three servers of one random model stay up and take turns: firn, firn without a c
 prompts are new, so firn stores everything that it computes while it is measured.
 
     x1, x8, x32   tokens/s of that many streams, prompts of about 450 tokens, 128 tokens each
-    cold          first token of a long prompt that nobody has seen
-    memory        the same prompt with another question behind it
-    disk          the same after a restart, out of files that the system has forgotten; with the
-                  disk's own speed for as many bytes, read from front to back
+    cold          first token of a long prompt that no server has seen
+    memory        the same prompt with another question at its end
+    disk          the same after a restart, from files that are not in the page cache; with the
+                  disk's own speed for a sequential read of as many bytes
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ N_WORDS, N_REPLY = 95, 128
 WORD_TOKENS = 4.6
 MEMORY_MB, SSD_GB = 24 << 10, 32
 WRITTEN_S, STILL_S = 30.0, 1.0
-"""How long a server may write after a round; a folder that is the same after this time is written."""
+"""How long a server may write after a round; it is done if its folder is unchanged for STILL_S."""
 
 
 def folder_of(shape: str) -> Path:
@@ -66,7 +66,7 @@ def first_s(server: Server, n_tokens: int, *, turn: object, question: str) -> tu
 
 
 def restarted(model: Path, n_tokens: int, *, turns: int) -> dict[str, float]:
-    """First tokens out of the files of the last server."""
+    """First-token times from the files of the last server."""
     by_name: dict[str, list[float]] = {"disk": [], "disk GB/s": [], "of the disk": []}
     folder = lab() / "run" / "firn" / "ssd"
     with Server.start("firn", model, memory_mb=MEMORY_MB, ssd_gb=SSD_GB, fresh=False) as server:
@@ -148,9 +148,9 @@ def measured(server: Server, args: argparse.Namespace, *, turn: int) -> dict[str
         except BenchError as error:
             if server.name.startswith("firn"):
                 raise
-            print(f"{server.name}, {name}: {error}", flush=True)  # a figure it does not have
+            print(f"{server.name}, {name}: {error}", flush=True)  # its cell stays empty
     if server.name == "firn":
-        time.sleep(1.0)  # what it has computed is stored by then
+        time.sleep(1.0)  # everything it has computed is stored by then
         values["memory"], n_cached = first_s(
             server, args.tokens, turn=turn, question="Who wrote it?"
         )
@@ -161,7 +161,7 @@ def measured(server: Server, args: argparse.Namespace, *, turn: int) -> dict[str
 
 
 def wait_until_written(server: Server) -> None:
-    """What it still writes would slow the next server down."""
+    """Waits for pending writes, which would slow down the next server."""
     until, before = time.monotonic() + WRITTEN_S, -1
     while time.monotonic() < until and before != (before := server.disk_nbytes()):
         time.sleep(STILL_S)

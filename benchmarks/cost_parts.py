@@ -1,4 +1,4 @@
-"""Where the prefix cache's cost goes: an engine in this process, the same work with more and more of it.
+"""Where the prefix cache's cost goes: an engine in this process, with more and more of the cache.
 
     python benchmarks/cost_parts.py --shape 4b --streams 32
     python benchmarks/cost_parts.py --shape tiny --streams 8
@@ -11,10 +11,10 @@ tokens, as chats do.
     memory   both
     ssd      both, and written to the SSD
 
-Each kind has an engine of its own: all learn what pays equally often. The table has tokens per second,
-the seconds to the long prompt's first token, and in which calls the engine spent most time meanwhile, in
-milliseconds of a round. Below it: how many decode steps something was written to the SSD in, and how
-much longer they took. Takes three minutes on an H200.
+Each kind has an engine of its own, so that all learn equally often what pays. The table shows
+tokens per second, the seconds to the long prompt's first token, and the calls in which the engine
+spent the most time meanwhile, in milliseconds per round. Below it: during how many decode steps
+something was written to the SSD, and how much longer they took. Takes three minutes on an H200.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ KINDS = {
 
 
 class Work:
-    """Prompts that nobody has seen, and how long an engine takes for them."""
+    """New prompts, and how long an engine takes for them."""
 
     def __init__(self, n_vocab: int, *, n_streams: int, n_long: int) -> None:
         self._n_vocab, self._n_streams, self._n_long = n_vocab, n_streams, n_long
@@ -184,7 +184,7 @@ def main() -> None:
                 calls = dict(spent)
                 engines["ssd"].settle()
                 first_s = work.first_s(engine, flags)
-                engines["ssd"].settle()  # what it still writes would slow the next one down
+                engines["ssd"].settle()  # pending writes would slow down the next one
                 print(f"round {turn + 1}: {kind} {rate:.0f} tokens/s, {first_s:.3f} s", flush=True)
                 if turn < 0:
                     continue

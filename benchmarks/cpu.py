@@ -1,11 +1,11 @@
-"""Servers as pip installs them, on this CPU: nothing preloaded, nothing set.
+"""Servers as pip installs them, on this CPU: nothing preloaded, nothing configured.
 
     python benchmarks/cpu.py --servers firn,mlx-lm --models dense
     python benchmarks/cpu.py --servers firn,mlx-lm,llama.cpp --models smollm2
 
 In a round each server reads a prompt of about 2,000 tokens that it has never seen, writes 48 tokens
-behind it, and answers short prompts at concurrency 1, 4 and 16. llama.cpp (llama-cpp-python) serves
-the GGUF file that smollm2 is made of, as it is: 4 bits, and one stream at a time.
+after it, and answers short prompts at concurrency 1, 4 and 16. llama.cpp (llama-cpp-python) serves
+the GGUF file that smollm2 is made from, unchanged: 4 bits, and one stream at a time.
 
 Takes about two minutes on two cores for the dense model. SmolLM2 takes ten minutes a round, nearly all
 of them mlx-lm's.
@@ -27,7 +27,7 @@ from firn.bench.throughput import at_concurrency
 N_TOKENS = 2000
 N_REPLY = 48
 GGUF = "smollm2.gguf"
-"""setup.sh puts it beside the folder that is made of it."""
+"""setup.sh puts it next to the folder that is made from it."""
 
 
 def long_prompt(seed: object, n_words: int) -> list[Message]:
@@ -35,7 +35,7 @@ def long_prompt(seed: object, n_words: int) -> list[Message]:
 
 
 def cold(server: Server, n_words: int, *, n_tokens: int, turn: object) -> dict[str, float]:
-    """n_tokens: about so many, for servers that do not count in a stream."""
+    """n_tokens: approximate length, for servers that report no counts in a stream."""
     reply = server.chat(long_prompt((turn, "cold"), n_words), N_REPLY, ignore_eos=True)
     return {
         "prompt_tokens": reply.n_prompt,
@@ -46,12 +46,12 @@ def cold(server: Server, n_words: int, *, n_tokens: int, turn: object) -> dict[s
 
 
 def _decode_speed(reply: TimedReply) -> float:
-    """Behind the first token; a server may send several tokens at once."""
+    """Tokens per second after the first token; a server may send several tokens in one piece."""
     return (reply.n_completion - 1) / max(reply.total_s - reply.first_s, 1e-9)
 
 
 def words_for(server: Server, n_tokens: int) -> int:
-    """How many words make a prompt of so many tokens."""
+    """How many words make a prompt of `n_tokens`."""
     n_prompt = server.chat(long_prompt("how long", 40), 1).n_prompt
     return max(n_tokens * 40 // max(n_prompt, 1), 1)
 

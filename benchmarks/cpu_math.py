@@ -1,4 +1,4 @@
-"""firn's softmax, sigmoid and rotary positions on the CPU against MLX's own: milliseconds a layer.
+"""firn's softmax, sigmoid and rotary positions on the CPU against MLX's own, in milliseconds.
 
     .venv/bin/python benchmarks/cpu_math.py
 
@@ -32,7 +32,7 @@ ATTENTION = {
 HEADS, WIDTH = 4, 64
 SWIGLU = {"swiglu of a chunk of 256": (256, 512), "swiglu of a token": (1, 512)}
 ROPE = {"rope of a token": (1, 4), "rope of 16 rows": (16, 4)}
-"""Rows, and the layers that share a position; queries and keys of each."""
+"""Rows, and the number of layers that share a position; each layer has queries and keys."""
 N_ROUNDS = 15
 
 Work = Callable[[], mx.array | list[mx.array]]

@@ -1,14 +1,14 @@
-"""Is a hit ever slower than a miss? First tokens as the cache decides, against the better of two rules.
+"""Is a hit ever slower than a miss? The cache's choices against the better of two fixed rules.
 
     python benchmarks/decisions.py                            # a small model on this machine
     python benchmarks/decisions.py --shape 8b --lengths 2048,16384 --disks fast    # on a GPU
 
-Prompts are stored once. Then, for every disk, history and length, an engine starts anew on the folder,
-lives through the history, and is asked for a stored prompt with something new behind it. Its first token
-is compared with that of an engine that always loads and of one that always computes. What may come on
-top is one prefill chunk: that is shown too.
+Prompts are stored once. Then, for every disk, history and length, a new engine starts on the
+folder, goes through the history, and receives a stored prompt with new tokens at its end. Its
+first-token time is compared with that of an engine that always loads and of one that always
+computes. It is worse if it exceeds 1.1 times the better of the two by more than one prefill chunk.
 
-Histories: "restart": nothing, but what an earlier engine learned; "no memory of it": not even that;
+Histories: "restart": nothing but what an earlier engine learned; "no memory of it": not even that;
 "tiny loads": five loads of a few tokens first; "slow spell": five loads while the disk was stuck.
 
 Takes about twenty minutes on two cores; `--lengths 200,2000 --repeats 2` takes five minutes.
@@ -41,7 +41,7 @@ GIB = 1 << 30
 N_NEW = 64
 N_TINY = 13
 DISKS = {"fast": (0.0, float("inf")), "slow": (0.005, 60e6), "stuck": (0.05, 5e6)}
-"""Latency in seconds, bytes a second."""
+"""Latency in seconds, bytes per second."""
 HISTORIES = ("restart", "no memory of it", "tiny loads", "slow spell")
 
 

@@ -1,4 +1,4 @@
-"""A disk's own speed, and how to make files cold: the yardstick for what a cache does with it."""
+"""The disk's own speed, as a yardstick for the cache, and how to make files cold."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Temperature = Literal["cold", "warm", "unknown"]
 
 
 def write_file(path: Path, pieces: Iterable[Any]) -> float:
-    """Seconds to write one file from front to back and to have it on the disk, as `dd`."""
+    """Seconds to write one file sequentially and sync it to the disk, like `dd`."""
     os.sync()
     start = time.perf_counter()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -37,7 +37,7 @@ def write_file(path: Path, pieces: Iterable[Any]) -> float:
 
 
 def read_file(path: Path) -> float:
-    """Seconds to read one file from front to back into a buffer that is used again, as `dd`."""
+    """Seconds to read one file sequentially into a buffer that is reused, like `dd`."""
     buffer = bytearray(PIECE_NBYTES)
     start = time.perf_counter()
     fd = os.open(path, os.O_RDONLY)
@@ -50,7 +50,7 @@ def read_file(path: Path) -> float:
 
 
 def drop(paths: Iterable[Path]) -> Temperature:
-    """Let the system forget these files, and say whether it did."""
+    """Drops these files from the page cache. Returns whether they are cold now."""
     if sys.platform != "linux":
         return "warm"
     seen = {_drop_one(path) for path in paths}
@@ -63,13 +63,13 @@ def _drop_one(path: Path) -> Temperature:
     except FileNotFoundError:  # a running server has removed or replaced it
         return "cold"
     try:
-        os.fsync(fd)  # pages that are not on the disk yet would stay
+        os.fsync(fd)  # dirty pages would stay
         for _ in range(MAX_DROPS):
             drop_pages(fd)
             temperature = _temperature(fd)
             if temperature != "warm":
                 break
-            time.sleep(0.02)  # someone holds on to a page for a moment
+            time.sleep(0.02)  # a page may be in use for a moment
         drop_pages(fd)  # what the probes may have read
         return temperature
     finally:
@@ -77,13 +77,13 @@ def _drop_one(path: Path) -> Temperature:
 
 
 def drop_pages(fd: int) -> None:
-    """Ask the system to forget the pages of a file. Only Linux can be asked."""
+    """Asks the system to drop a file's pages from its cache. Only Linux can do that."""
     if sys.platform == "linux":
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _temperature(fd: int) -> Temperature:
-    """Whether pages of the file are in memory: reads that may not wait say so."""
+    """Whether pages of the file are in memory, according to reads that may not wait."""
     if not hasattr(os, "RWF_NOWAIT"):
         return "unknown"
     size, page = os.fstat(fd).st_size, bytearray(4096)
@@ -99,7 +99,7 @@ def _temperature(fd: int) -> Temperature:
 
 
 def need_free(folder: Path, nbytes: int) -> None:
-    """Raises BenchError unless twice as much as is needed is free."""
+    """Raises BenchError unless twice `nbytes` is free."""
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < 2 * nbytes:
@@ -109,7 +109,7 @@ def need_free(folder: Path, nbytes: int) -> None:
 
 
 def read_speed(folder: Path, *, nbytes: int = 256 * MIB) -> float:
-    """Bytes per second of one sequential read, cold where that can be."""
+    """Bytes per second of one sequential read, cold where the system allows it."""
     need_free(folder, nbytes)
     path = folder / "speed.tmp"
     try:
@@ -122,7 +122,7 @@ def read_speed(folder: Path, *, nbytes: int = 256 * MIB) -> float:
 
 
 def sequential_s(folder: Path, nbytes: int) -> float:
-    """Seconds to read this many bytes of one file that is not in memory."""
+    """Seconds to read `nbytes` sequentially from one file that is not in memory."""
     path = folder / "yardstick"
     piece = memoryview(bytes(range(256)) * (1 << 14))
     try:

@@ -1,6 +1,6 @@
-"""firn's real engine in this process, on a model that was built in memory: no server, no download.
+"""firn's real engine in this process, on a model built in memory: no server, no download.
 
-The one place in the benchmarks that knows how firn is put together; app.py does the same for a server.
+The only place in the benchmarks that knows how firn is assembled; app.py does that for a server.
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ N_TRIES = 20
 
 @dataclass(eq=False)
 class Answer:
-    """What became of one request. Filled on the engine thread; read after `wait`."""
+    """The outcome of one request. Filled on the engine thread; read after `wait`."""
 
     asked: float
     times: list[float] = field(default_factory=list)
-    """When each token came."""
+    """When each token arrived."""
     tokens: list[int] = field(default_factory=list)
     n_skipped: int = 0
     scored_s: float = 0.0
-    """How long it took to know which tokens are skipped."""
+    """Seconds until it was known which tokens are skipped."""
     n_cached: int = 0
     tiers: dict[str, int] = field(default_factory=dict)
     why: str = ""
@@ -114,7 +114,7 @@ MakeLayers = Callable[[], list[Any]]
 
 
 class BenchEngine:
-    """An engine with a prefix cache, and an SSD tier if a folder is given. Owner: who built it."""
+    """An engine with a prefix cache, and an SSD tier if a folder is given. Owner: its creator."""
 
     def __init__(
         self,
@@ -134,11 +134,12 @@ class BenchEngine:
         by_depth: bool = False,
         uses_all_hits: bool = False,
     ) -> None:
-        """disk: the SSD's system calls. memo: where estimates outlive the engine. model: one that was
-        made before: the weights of a large one take time and memory. speculation: who drafts tokens,
-        given the model and what makes its caches. has_head: it has a prediction head. scorer: who scores
-        long prompts. chunk: of prefill; 0 for the device's. by_depth: it grows while nobody waits, as a
-        server's does. uses_all_hits: also those that a server on a GPU would not."""
+        """disk: the SSD's system calls. memo: where estimates outlive the engine. model: an
+        existing one; the weights of a large one take time and memory. speculation: makes what
+        drafts tokens, from the model and the function that makes its caches. has_head: the model
+        has a prediction head. scorer: makes what scores long prompts. chunk: of prefill; 0 for the
+        device's. by_depth: the chunk grows while nobody waits, as in a server. uses_all_hits: also
+        those that a server on a GPU would not use."""
         self.config = config
         self._answers: dict[RequestId, Answer] = {}
         self._ids = itertools.count()
@@ -218,7 +219,7 @@ class BenchEngine:
         essential: tuple[tuple[int, int], ...] = (),
         eos: frozenset[int] = frozenset(),
     ) -> Answer:
-        """Submit a prompt; the answer fills itself."""
+        """Submits a prompt. The engine fills the answer."""
         request = RequestId(str(next(self._ids)))
         job = Job(
             id=request,
@@ -242,7 +243,7 @@ class BenchEngine:
         *,
         speculates: bool,
     ) -> list[Answer]:
-        """All at once; each reply is put in the model's mouth, which computes it all the same."""
+        """Submits all prompts together. Replies are forced, but the model computes as usual."""
         asked = []
         for ids, reply in zip(prompts, replies, strict=True):
             request = RequestId(str(next(self._ids)))
@@ -266,32 +267,32 @@ class BenchEngine:
         return [self._answers[job.id] for job, _ in asked]
 
     def call(self, function: Callable[[PrefixTree], Any]) -> Any:
-        """Run a function of the cache on the engine thread."""
+        """Calls a function with the cache on the engine thread."""
         return self.engine.call(lambda parts: function(parts.cache)).result()  # type: ignore[arg-type]
 
     def settle(self) -> None:
-        """Wait until everything that was committed is written."""
+        """Waits until everything that was committed is written."""
         if self._io is None:
             return
         deadline = time.monotonic() + SETTLE_TIMEOUT_S
         while time.monotonic() < deadline:
             if self.call(lambda cache: cache.settled) and not self._io.threads.write_nbytes:
-                self.call(lambda cache: None)  # a tick lies between two calls: the news are in
+                self.call(lambda cache: None)  # a tick between the two calls has taken the results
                 return
             time.sleep(0.02)
         raise BenchError(f"the cache was not written in {SETTLE_TIMEOUT_S:.0f} s")
 
     def forget_memory(self) -> None:
-        """Leave the records on the SSD alone."""
+        """Drops all records from memory, so that they are only on the SSD."""
 
         def shrink(cache: PrefixTree) -> None:
             room = cache.records.memory.limit_nbytes
             cache.set_room(0)
             cache.set_room(room)
 
-        for _ in range(N_TRIES):  # a load that somebody gave up on may arrive between the two
+        for _ in range(N_TRIES):  # an abandoned load may still arrive between the two calls
             self.call(shrink)
-            self.settle()  # what was not written yet is written when it leaves
+            self.settle()  # records that were not written yet are written as they leave
             left = self.call(lambda cache: cache.records.memory.nbytes)
             if not left:
                 return
@@ -324,7 +325,7 @@ def shape_of(name: str) -> tuple[dict[str, Any], mx.Dtype]:
 
 
 def _with_head(model: Any, config: dict[str, Any], *, dtype: mx.Dtype) -> MtpModel:
-    """With random weights, and a layer like the model's own."""
+    """The model with a prediction head of random weights, whose layer is like the model's own."""
     layer = random_model({**config, "num_hidden_layers": 1}, dtype=dtype).model.layers[0]
     head = PredictionHead(layer, hidden_size=config["hidden_size"], eps=config["rms_norm_eps"])
     head.set_dtype(dtype)

@@ -1,15 +1,15 @@
-"""Which eviction order keeps what is asked for again? Orders side by side, on a trace, without a model.
+"""Which eviction order keeps what is needed again? Orders compared on a trace, without a model.
 
     .venv/bin/python benchmarks/eviction.py                       # traffic in the shape of agents
     .venv/bin/python benchmarks/eviction.py conversation_trace.jsonl    # any trace, such as Mooncake's
 
-For each share of all that the trace ever stores: the share of prompt tokens that come from memory, or
-from an SSD, by order.
+For caches of several sizes, each a share of everything that the trace ever stores, the table shows
+the share of prompt tokens that come from memory, or from an SSD, by eviction order.
 
-    last use   the cache's own: whatever was used longest ago, the end of a chain before its beginning
+    last use   the cache's own: least recently used first, the end of a chain before its beginning
     uses       every doubling of the uses counts as an hour (firn's order until November 2026)
-    turns      what was resumed at its end counts as younger by half of the age of what is evicted
-    foresight  whatever is asked for again last: no order can do better by much
+    turns      what was resumed at its end counts as younger, by half the age of what is evicted
+    foresight  evicts what is needed again last: no order can do much better
 
 Takes a few minutes on one core; `--requests 5000` takes seconds.
 """
@@ -76,7 +76,7 @@ class Turns(SimulatedMemory):
         self._ranks = np.zeros(trace.n_nodes)
         self._goes_on = np.zeros(trace.n_nodes, dtype=bool)
         self._age_s = 0.0
-        """Of what is evicted, on average."""
+        """Average age of what is evicted."""
         self._now = 0.0
 
     def _use(self, i: int, path: Ints, n_there: int, n_hit: int) -> None:
@@ -99,7 +99,7 @@ class Turns(SimulatedMemory):
 
 
 def with_foresight(trace: Trace, n_blocks: int) -> Ints:
-    """Blocks of each prompt that were there, if what is asked for again last goes first."""
+    """Blocks of each prompt that were cached, if what is needed again last is evicted first."""
     n = len(trace)
     next_use, uses = np.full(trace.n_nodes, n, dtype=np.int64), []
     for i in reversed(range(n)):

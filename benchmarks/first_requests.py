@@ -1,11 +1,11 @@
-"""How long does a start take, and for how long do streams pause for requests of a kind that is new?
+"""How long does a start take, and how long do streams pause for requests of a new kind?
 
     python benchmarks/first_requests.py --shape 4b        # takes about three minutes on an H200
     python benchmarks/first_requests.py --shape tiny      # a try on any machine
 
-On CUDA, MLX compiles kernels when they are first used. The first start finds none on the machine, the
-second those of the first. After each, requests of many kinds follow, most of them beside a stream that
-was there before; the longest pause of any stream counts.
+On CUDA, MLX compiles kernels when they are first used. The first start finds none on the machine;
+the second finds those of the first. After each start, requests of many kinds follow, most of them
+together with a longer, plain stream; the longest pause of any stream counts.
 """
 
 from __future__ import annotations

@@ -3,15 +3,15 @@
     .venv/bin/python benchmarks/front.py [--model firn-demo] [--rounds 5] [--streams 16]
 
 Two servers of the same model run side by side: one process (`alone`), and a front with the model's
-process behind it (`fronted`). They are asked in turns, so that a busy machine hits both alike;
-figures are medians of the rounds, and the ratio is the median of the rounds' ratios.
+process behind it (`fronted`). They take turns, so that a busy machine slows both; figures are
+medians of the rounds, and the ratio is the median of the rounds' ratios.
 
     first ms   p50 of a short prompt's first token, one request at a time
     large ms   the same with a body of --body-kb, all of it cached: what reading the body twice costs
-    tokens/s   of --streams streams at once
+    tokens/s   of --streams concurrent streams
 
-On Linux also the processor time that the front takes, for a first token and for each further one:
-it says more than the clock where the machine is busy.
+On Linux it also prints the processor time of the front, per request and per further token, which
+says more than the clock on a busy machine.
 
 Takes about a minute on two cores.
 """
@@ -42,7 +42,7 @@ class Figures:
 
 
 async def stream(port: int, body: bytes) -> tuple[float, float, int]:
-    """Seconds to the first token, seconds in all, tokens."""
+    """Seconds to the first token, total seconds, and the number of tokens."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     began = time.perf_counter()
     head = (
@@ -84,7 +84,7 @@ def cpu_s(pid: int) -> float:
 
 
 async def processor_time(server: ServerProcess, model: str, *, streams: int) -> tuple[float, float]:
-    """Of the front: seconds a request, seconds a further token."""
+    """Processor seconds of the front: per request, and per further token."""
     pid, short = server.pid, body(model, "Hello!", n=1)
     before = cpu_s(pid)
     for _ in range(200):

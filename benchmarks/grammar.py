@@ -1,9 +1,9 @@
-"""What a grammar costs in decode speed: the runner in this process, with and without one, turn by turn.
+"""What a grammar costs in decode speed: the runner in this process, with and without one, in turns.
 
     python benchmarks/grammar.py [--model llama] [--rows 8] [--steps 40] [--rounds 40]
 
 Both kinds of group run in the same process in alternating rounds on a tiny random model. On a busy
-machine the median of the rounds says little; the fastest ones are those that were left alone.
+machine the median of the rounds says little; the fastest ones are those that were not disturbed.
 `--vocab` widens the model's vocabulary; the tokens beyond the tokenizer's are padding, as in many
 models.
 
@@ -42,7 +42,7 @@ SCHEMA = """{"type": "array", "minItems": 100000, "items": {"type": "object",
 
 
 class StepTime(NamedTuple):
-    """Seconds per step: on the clock, and of the processor."""
+    """Seconds per step: elapsed, and of the processor."""
 
     elapsed: float
     worked: float
@@ -56,7 +56,7 @@ def widened(name: str, n_vocab: int) -> zoo.Entry:
 def run(
     runner: Runner, n_rows: int, n_steps: int, grammar: CompiledGrammar | None, temperature: float
 ) -> StepTime:
-    """One group's decoding."""
+    """The time per step of one group's decoding."""
     prompt = Prompt(np.arange(20, 52, dtype=np.int64))
     sampling = Sampling(temperature=temperature, seed=7)
     job = Job(RequestId("x"), prompt, 1 << 20, sampling, n=n_rows, grammar=grammar)

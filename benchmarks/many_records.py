@@ -4,10 +4,11 @@
     python benchmarks/many_records.py --records 20000 --model path/to/model
 
 The server runs as users run it, over an empty folder and over one with records of its own model. A
-stream of tokens is read while the folder is scanned, while statistics are asked for, and while all is
-deleted; the longest gap between two tokens in excess of the longest in quiet is what that costs. On a
-machine with other work gaps say little: compare them with the quiet ones of the same run. `--pauses`
-needs no server: it measures what the engine thread itself does, piece by piece, in processor time.
+stream of tokens is read while the folder is scanned, while statistics are requested, and while
+everything is deleted; the cost is how much the longest gap between two tokens exceeds that of a
+quiet stream. On a busy machine gaps say little: compare them with the quiet ones of the same run.
+`--pauses` needs no server: it measures what the engine thread itself does, piece by piece, in
+processor time.
 
 Takes a few minutes, most of them for writing the records; `--pauses` takes some seconds.
 """
@@ -54,7 +55,7 @@ from firn.core.keys import Key, child_key
 from firn.core.values import Namespace
 
 CHAIN = 100
-"""Blocks a prompt."""
+"""Blocks per prompt."""
 BLOCK = 256
 N_STREAMED = 400
 START_S, SCAN_S = 60.0, 60.0
@@ -95,7 +96,7 @@ class RunningServer:
             return body
 
     def longest_gap_s(self, n_tokens: int = N_STREAMED) -> float:
-        """Between two tokens of one stream."""
+        """The longest gap between two tokens of one stream."""
         body = json.dumps(
             {
                 "model": self._name,
@@ -137,7 +138,7 @@ def running(model: str, folder: Path) -> Iterator[RunningServer]:
 
 
 def sample(model: str, folder: Path) -> Header:
-    """What a record of this model says of itself."""
+    """The header of a record of this model."""
     with running(model, folder) as server:
         server.longest_gap_s(300)
     for path in (folder / "cache").glob("??/*.pages.*"):
@@ -146,7 +147,7 @@ def sample(model: str, folder: Path) -> Header:
 
 
 def fill(folder: Path, like: Header, n_records: int) -> None:
-    """Chains of blocks of the same model, with few bytes behind their labels."""
+    """Writes chains of blocks of the same model, with few bytes after their labels."""
     for subfolder in SUBFOLDERS:
         (folder / subfolder).mkdir(parents=True, exist_ok=True)
     block, body, now = len(like.tokens), bytes(2048), time.time()
@@ -165,7 +166,7 @@ def fill(folder: Path, like: Header, n_records: int) -> None:
 
 
 def while_streaming(server: RunningServer, work: Callable[[], Any]) -> tuple[float, float]:
-    """The longest gap while something else is asked for, and what that took."""
+    """The longest gap of a stream while `work` runs, and the seconds that `work` took."""
     took = []
 
     def run() -> None:

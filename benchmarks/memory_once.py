@@ -1,16 +1,17 @@
-"""What a conversation takes of memory, and what its next turn waits for, by how long it is.
+"""The memory of a conversation, and what its next turn waits for, by its length.
 
     python benchmarks/memory_once.py                             # a small dense model
     python benchmarks/memory_once.py --shape 4b --device-run 90  # on a GPU, 90 seconds at most
 
-One conversation of six turns grows to each length, through firn's real engine. In its last turn the
-peak of memory less the weights is taken over the bytes of its keys and values at their longest; and what
-is held once the turn is over. The same prompt is then computed without a cache: what that takes beyond
-its keys and values are the chunks' own activations, and scores where attention is not fused.
+A conversation of six turns grows to each length on firn's real engine. The peak memory of its last
+turn, without the weights, is divided by the bytes of its keys and values at their longest, and so
+is the memory that is held once the turn is over. The same prompt is then computed without a cache:
+what that takes beyond its keys and values are the chunks' activations, and scores where attention
+is not fused.
 
-Then short turns follow, whose first token is timed. What computing their few new tokens takes is timed
-as well, on rows that never left (the same chunk behind the same past), and taken off: the rest is what
-finding, taking over and handing on a past costs.
+Then the first tokens of short turns are timed. Computing their few new tokens is timed as well, on
+a row that never left the device (the same chunk after the same past), and subtracted: the rest is
+the cost of finding, taking over and handing on a past.
 
 Takes a few minutes on two cores.
 """
@@ -37,7 +38,7 @@ SMALL = (
     | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 32}
     | {"num_attention_heads": 1, "num_key_value_heads": 1}
 )
-"""Next to no work, and many layers: what a cache does counts."""
+"""Hardly any computation and many layers, so that the cache's work shows."""
 N_TURNS, N_SHORT = 6, 16
 GIB = 1 << 30
 
@@ -115,7 +116,7 @@ def next_turns(
 
 
 def computing(engine: BenchEngine, n_past: int, *, repeats: int) -> list[float]:
-    """Reading N_SHORT tokens and picking one, behind a past that never left the device."""
+    """Seconds to read N_SHORT tokens and pick one, after a past that never left the device."""
 
     def work(parts: Any) -> list[float]:
         runner = parts.runner

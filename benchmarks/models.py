@@ -2,9 +2,9 @@
 
     python benchmarks/models.py FOLDER [dense hybrid window ssm] [--seed 7]
 
-    dense    qwen3         four layers of plain attention           4 KiB a token
-    hybrid   qwen3_next    three gated-delta layers, one attention  1 KiB a token and a state
-    window   gemma3_text   two sliding windows of 512, two global   2 KiB a token and the windows
+    dense    qwen3         four layers of plain attention           4 KiB per token
+    hybrid   qwen3_next    three gated-delta layers, one attention  1 KiB per token and a state
+    window   gemma3_text   two sliding windows of 512, two global   2 KiB per token and the windows
     ssm      mamba2        three recurrent layers                   a state
 
 Float32, 2,048 tokens of vocabulary, a few MB each: any MLX server loads such a folder. The tokenizer is
@@ -132,13 +132,13 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
     "4b": (QWEN3_4B, "bfloat16"),
     "8b": (QWEN3_8B, "bfloat16"),
 }
-"""What --shape names: a configuration, and the type of its weights."""
+"""The choices of --shape: a configuration, and the type of its weights."""
 N_GLOBAL = {"dense": 4, "hybrid": 1, "window": 2, "ssm": 0}
 FIXED_NBYTES = {"dense": 0, "hybrid": 60 << 10, "window": 1 << 20, "ssm": 220 << 10}
 
 
 def session_nbytes(name: str, n_tokens: int) -> int:
-    """What a live session of this length takes: keys and values of the global layers, and the rest."""
+    """Bytes of a live session of this length: keys and values of global layers, and the rest."""
     per_layer = 2 * int(COMMON["num_key_value_heads"]) * int(COMMON["head_dim"]) * 4
     return n_tokens * N_GLOBAL[name] * per_layer + FIXED_NBYTES[name]
 
@@ -165,7 +165,7 @@ def random_model(config: dict[str, Any], *, dtype: Any, seed: int = 7) -> Any:
 
 
 def write_model(folder: Path, config: dict[str, Any], *, seed: int, dtype: str = "float32") -> int:
-    """A model folder as servers expect it; returns the number of parameters."""
+    """Writes a model folder as servers expect it; returns the number of parameters."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
@@ -174,13 +174,13 @@ def write_model(folder: Path, config: dict[str, Any], *, seed: int, dtype: str =
     model = random_model(config, dtype=getattr(mx, dtype), seed=seed)
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-    # The last file to come: a folder that has it is complete.
+    # Written last: a folder that has it is complete.
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     return sum(w.size for w in weights.values())
 
 
 def write_tokenizer(folder: Path, *, n_tokens: int = VOCAB_SIZE) -> None:
-    """n_tokens: of the model; those that no text makes have names, too."""
+    """n_tokens: the model's vocabulary; tokens that no text produces have names, too."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     library = Path(sysconfig.get_paths()["stdlib"])

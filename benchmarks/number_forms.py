@@ -1,11 +1,12 @@
-"""In which form the weights of a Q4_1 GGUF file are best kept: bytes, and how near the answers stay.
+"""How best to keep the weights of a Q4_1 GGUF file: bytes, and how close the answers stay.
 
     .venv/bin/python benchmarks/number_forms.py [--llama-cpp PYTHON] [--questions 8] [--tokens 24]
 
-SmolLM2-135M-Instruct answers questions in float32 on the unpacked weights, which are the GGUF file's
-numbers. Each form then reads the same texts; a token counts as kept where its likeliest next one is the
-same. `--llama-cpp` names a Python that has llama-cpp-python, which reads them from the file itself.
-A second table has the speed of one product of the feed-forward layers, 16 tokens, by type of the scales.
+SmolLM2-135M-Instruct answers questions in float32 on the unpacked weights, which are the GGUF
+file's numbers. Each form then reads the same texts; a token counts as kept if its likeliest
+successor is the same. `--llama-cpp` names a Python that has llama-cpp-python, which reads the texts
+with the GGUF file itself. A second table shows the speed of one product of the feed-forward layers
+with 16 tokens, by the type of the scales.
 
 Takes a minute or two on two cores.
 """
@@ -121,7 +122,7 @@ def logs(logits: Logits) -> Logits:
 
 
 def product_speeds() -> list[list[str]]:
-    """GFLOP/s where this runs, unpacked and packed."""
+    """GFLOP/s on this machine, unpacked and packed."""
     n_rows, width, n_inner = 16, 576, 1536
     rows = []
     for dtype in (mx.float32, mx.float16, mx.bfloat16):

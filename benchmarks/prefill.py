@@ -1,15 +1,16 @@
-"""What prefill gains by room for the whole prompt, and by chunks that go by depth and company.
+"""What prefill gains from room for the whole prompt, and from chunks sized by depth and load.
 
     python benchmarks/prefill.py [--shape tiny|0.6b|4b|8b] [--tokens 16384 65536] [--rounds 5] [--pause]
     python benchmarks/prefill.py --bare [--shape ...] [--tokens ...] [--rounds ...]
 
-Three arms in one process, in turn, nothing cached: caches that grow by 256 tokens (as mlx-lm's do) and
-the usual chunks; room at once and the usual chunks; room at once and chunks by depth and company. Times
-are to the first token of a lone prompt. With --pause the last column is the longest pause of a stream
-that decodes while such a prompt is read, in the second arm and in the third.
+Three arms in one process, in turn, nothing cached: caches that grow by 256 tokens (as mlx-lm's do)
+and the usual chunks; all the room up front and the usual chunks; all the room up front and chunks
+sized by depth and by whether other requests wait. Times are to the first token of a lone prompt.
+With --pause the last column is the longest pause of a stream that decodes while such a prompt is
+read, in the second arm and in the third.
 
 --bare: the runner alone, the first two arms in turn, processor time and peak memory. For a CPU that
-others use too.
+is shared with others.
 
 Takes a few minutes on two cores (`--shape tiny`); `--shape 4b --tokens 16384 65536` takes a few minutes
 on an H200.
@@ -43,16 +44,16 @@ N_STREAM = 4000
 
 
 def no_room(layers: object, n_tokens: int, *, few_shapes: bool = False) -> None:
-    """In the place of `give_room`: caches grow as mlx-lm's do."""
+    """Takes the place of `give_room`: caches grow as mlx-lm's do."""
 
 
 def set_give_room(function: Callable[..., None]) -> None:
-    """In the runner, which has no other way to do without."""
+    """Replaces it in the runner, which has no option to do without."""
     setattr(runner, "give_room", function)  # noqa: B010
 
 
 class Arms:
-    """Switches the engine between the three. Each keeps what it has learned of the machine's speed."""
+    """Switches the engine between the three arms. Each keeps what it learned about speed."""
 
     def __init__(self, engine: BenchEngine) -> None:
         self._engine = engine

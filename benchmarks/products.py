@@ -1,11 +1,11 @@
-"""Products of a few tokens on CUDA: firn's kernel beside what MLX does by itself.
+"""Products of a few tokens on CUDA: firn's kernel compared with MLX's own.
 
     PYTHONPATH=src python benchmarks/products.py [--shape 4b] [--tokens 1,2,8,16,32,64,128] [--steps 20]
 
-All matrix products of a model's layers, each with the result of another, as a step has them. host: until
-they are dispatched; all: what a step takes of several that are dispatched one after the other, so that
-the host's time and the device's overlap. Medians in ms. error: the largest difference to a product of
-float32, over the largest value.
+Runs all matrix products of a model's layers, each on the result of another, as a step does. host:
+time until they are dispatched; all: time of a step when several are dispatched back to back, so
+that the host's time and the device's overlap. Medians in ms. error: the largest difference from a
+float32 product, over the largest value.
 
 Takes under a minute on an H200.
 """
@@ -29,7 +29,7 @@ Product = Callable[[mx.array, mx.array], mx.array]
 
 
 N_TOGETHER = 6
-"""Steps that are dispatched one after the other."""
+"""Steps that are dispatched back to back."""
 
 
 def timed(step: Callable[[mx.array], list[mx.array]], x: mx.array, n: int) -> tuple[float, float]:

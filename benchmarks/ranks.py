@@ -1,9 +1,9 @@
-"""What ranks cost a sharded model: calls from rank 0 to another, and the token that all of them get.
+"""What ranks cost a sharded model: calls from rank 0 to another, and what all of them share.
 
     python benchmarks/ranks.py                 two processes over loopback, on whatever device MLX has
     mlx.launch --hostfile hosts.json -- python benchmarks/ranks.py --rank     on several machines
 
-Prints a table in Markdown. Numbers are medians; a busy machine makes them larger, not their ratios.
+Prints a table in Markdown. Numbers are medians; a busy machine raises them, but not their ratios.
 
 Takes some seconds.
 """

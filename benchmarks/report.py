@@ -1,6 +1,6 @@
-"""Tables, files and faults of firn.bench, for the scripts here.
+"""Tables, files and errors of firn.bench, for the scripts here.
 
-Some of them run in environments of other servers, where firn is not installed: this tree's is found.
+Some of them run in environments of other servers without firn: they import the one in this tree.
 """
 
 from __future__ import annotations

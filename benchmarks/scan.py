@@ -3,10 +3,10 @@
     python benchmarks/scan.py                       100,000 records of 256 tokens; needs 1 GB of disk
     python benchmarks/scan.py --records 20000 --folder /mnt/nas
 
-The folder is scanned as a server does it, by the SSD tier behind its I/O threads, each time in a process
-of its own. Meanwhile another thread, like the engine's, asks for the interpreter every millisecond, and
-the longest it had to wait is what a scan can delay a step by. Before a cold scan the system is asked to
-forget the files' contents.
+The folder is scanned as in a server, by the SSD tier behind its I/O threads, each time in a process
+of its own. Meanwhile another thread, like the engine's, asks for the interpreter every millisecond;
+its longest wait is how long a scan can delay a step. Before a cold scan, the files are dropped from
+the page cache.
 
 Takes a few minutes, most of them for writing the records.
 """
@@ -46,12 +46,12 @@ except ImportError as error:
 
 BLOCK = 256
 CHAIN = 100
-"""Blocks a prompt."""
+"""Blocks per prompt."""
 MIB = 1 << 20
 
 
 def fill(folder: Path, n_records: int) -> None:
-    """Chains of blocks, with few bytes behind their labels; a child is older than its parent."""
+    """Writes chains of blocks with few bytes after the labels; a child is older than its parent."""
     for subfolder in SUBFOLDERS:
         (folder / subfolder).mkdir(parents=True, exist_ok=True)
     root, body, now = Key(bytes(32)), bytes(2048), time.time()
@@ -94,7 +94,7 @@ def rss_nbytes() -> int:
 
 
 class Waiter:
-    """A thread that wants the interpreter every millisecond, and how long it had to wait at most."""
+    """A thread that asks for the interpreter every millisecond, and the longest it had to wait."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
@@ -155,7 +155,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, list[dict[str, Any]
         for how in ("cold", "warm"):
             if how == "cold":
                 forget(folder)
-            # A page that is lost costs the first start a listing under the lock; not the later ones.
+            # The lock file's page is new: only the first start lists the folder under the lock.
             name = f"{how}, first" if i == 0 and not results else how
             out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
             results.setdefault(name, []).append(json.loads(out))

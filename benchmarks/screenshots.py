@@ -2,9 +2,10 @@
 
     .venv/bin/python benchmarks/screenshots.py [--out docs]
 
-Starts a server of the two built-in models, lets several people use it at once, some with the same
-document, and makes page.png (light), page-dark.png and page-phone.png. Needs Chromium or Chrome
-(FIRN_BROWSER names another one), and Playwright, which is in firn[dev]. Takes a minute or two.
+Starts a server with the two built-in models, lets several people use it together, some with the
+same document, and makes page.png (light), page-dark.png and page-phone.png. Needs Chromium or
+Chrome (FIRN_BROWSER names another one), and Playwright, which is in firn[dev]. Takes a minute or
+two.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ if TYPE_CHECKING:
 
 MODELS = ("firn-demo", "firn-demo-hybrid")
 DOCUMENTS = (1200, 2400, 4000)
-"""Tokens of what the people talk about."""
+"""Tokens of the documents that people talk about."""
 N_PEOPLE = 5
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gita")
 RULES = (
     " ".join(f"Rule {n}: answer only what was asked, in one sentence." for n in range(40)) + "\n"
 )
-"""What all of them begin with, whatever they read."""
+"""The beginning of every prompt about a document."""
 PAUSE_S = (0.2, 2.0)
 WIDE: ViewportSize = {"width": 1360, "height": 1250}
 PHONE: ViewportSize = {"width": 390, "height": 844}
@@ -85,7 +86,7 @@ def visit(server: ServerProcess, browser: Browser, out: Path) -> None:
     page.emulate_media(color_scheme="light")
     page.set_viewport_size(PHONE)
     page.evaluate("scrollTo(0, 0)")
-    page.wait_for_timeout(500)  # the panels find their new widths
+    page.wait_for_timeout(500)  # until the panels have their new widths
     tall: FloatRect = {"x": 0, "y": 0, "width": PHONE["width"], "height": PHONE_TALL}
     page.screenshot(path=out / "page-phone.png", full_page=True, clip=tall)
     busy.shutdown()
@@ -136,7 +137,7 @@ def chat(page: Page) -> None:
 
 
 def look(page: Page) -> None:
-    """As somebody does who wants to know more: a request and a prefix are chosen."""
+    """Selects a request and a prefix, as somebody would who wants to know more."""
     page.get_by_label("Time shown").select_option("1 min")
     page.locator("#requests .call.done").last.focus()
     page.locator("#tree .run[aria-level='2']").first.click()

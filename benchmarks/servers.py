@@ -1,6 +1,6 @@
 """The servers under test: how each is started and stopped. firn.bench talks to them.
 
-Real processes on a loopback port; nothing but the standard library is needed here. Each server has an
+Real processes on a loopback port; only the standard library is needed here. Each server has an
 environment in the lab folder (see setup.sh), a home and a cache folder of its own that are empty when it
 starts, and the same linear algebra library.
 """
@@ -32,7 +32,7 @@ START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
 MIB = 1 << 20
 APC_BLOCKS_PER_MB = 16
-"""mlx-vlm counts memory in blocks of 16 tokens; the dense model has 4 KiB a token."""
+"""mlx-vlm counts memory in blocks of 16 tokens; the dense model has 4 KiB per token."""
 
 
 def lab() -> Path:
@@ -57,7 +57,7 @@ class Kind:
     packages: tuple[str, ...]
     env: Mapping[str, str]
     cache_folders: tuple[str, ...]
-    """Where it keeps what outlives it."""
+    """Where it keeps what survives a restart."""
 
     @property
     def python(self) -> Path:
@@ -171,7 +171,7 @@ def kind_of(name: str) -> Kind:
 
 
 def environment(*, preload: bool = True, **more: str) -> dict[str, str]:
-    """For every process alike: offline, and with OpenBLAS in the place of MLX's slow one.
+    """The environment of every process: offline, and with OpenBLAS in place of MLX's slow BLAS.
 
     preload: False leaves each server as pip installs it.
     """
@@ -208,8 +208,8 @@ class Server:
         preload: bool = True,
         draft: Path | None = None,
     ) -> Server:
-        """`fresh`: with nothing on disk; else with what the last one of this name left. draft: the small
-        model of a server that drafts with one."""
+        """fresh: with nothing on disk; otherwise with what the last server of this name left.
+        draft: the small model of a server that drafts with one."""
         kind, run = kind_of(name), lab() / "run" / name
         if fresh:
             shutil.rmtree(run, ignore_errors=True)
@@ -256,7 +256,7 @@ class Server:
         return self.target.chat(messages, max_tokens, **options)
 
     def disk_nbytes(self) -> int:
-        """What its files take up, by their length."""
+        """The total length of its files."""
         files = (f for folder in self.cache_folders for f in folder.rglob("*"))
         total = 0
         for file in files:
@@ -265,7 +265,7 @@ class Server:
         return total
 
     def stop(self) -> None:
-        """Ask it to end; a server that does not is killed, with the processes it started."""
+        """Asks it to end; a server that does not is killed, with the processes it started."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -282,7 +282,7 @@ class Server:
         self.stop()
 
     def _wait(self, model: Path, log: Path) -> str:
-        """Until it answers; the name of the model in its API."""
+        """Waits until it answers. Returns the model's name in its API."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
@@ -312,7 +312,7 @@ def free_port() -> int:
 
 @dataclass(eq=False)
 class Bare:
-    """What an mlx-lm loop without any server needs for the same work: bare.py, while it runs."""
+    """A running bare.py: an mlx-lm loop that does the same work without any server."""
 
     process: subprocess.Popen[str]
     errors: Path

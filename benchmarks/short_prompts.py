@@ -3,9 +3,9 @@
     python benchmarks/short_prompts.py                                          # a small dense model
     python benchmarks/short_prompts.py --shape 4b --streams 32 --tokens 450 --device-run 80
 
-All in one engine; in each round every way has its turn, with prompts that nobody has seen. Tokens/s are
-the replies' tokens over the whole time, as a server's clients would see them; ratios are taken within a
-round. On a busy machine the processor's time says more than the clock.
+All in one engine; in each round every way has its turn, with new prompts. Tokens/s are the replies'
+tokens over the whole time, as a server's clients would see them; ratios are taken within a round.
+On a busy machine, processor time says more than the clock.
 
 Takes about a minute on two cores; `--device-run SECONDS` bounds it.
 """
@@ -29,7 +29,7 @@ GIB = 1 << 30
 
 
 class Fixed:
-    """Always the same answer to whether short prompts are read together."""
+    """Always gives the same answer to whether short prompts are read together."""
 
     def __init__(self, answer: bool) -> None:
         self._answer = answer
@@ -95,7 +95,7 @@ def main() -> None:
             for way in WAYS[i % 3 :] + WAYS[: i % 3]:
                 set_way(engine, ways[way])
                 result = turn(engine, args.streams, args.tokens, args.reply, rng=rng)
-                if i:  # the first is for warming up
+                if i:  # the first round warms up
                     results[way].append(result)
     head = ["way", "tok/s", "over one by one", "first token s", "processor s", "one by one over it"]
     rows = []

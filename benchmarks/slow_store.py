@@ -4,9 +4,9 @@
     python benchmarks/slow_store.py --model smollm2 --tokens 1000 --prompts 4
     python benchmarks/slow_store.py --clock      # on a clock set by hand, whatever the machine does
 
-A real redis-server that knows the prompts, behind a proxy that holds back one kind of command for ever.
-Two servers, one without a store and one with it, get the same prompts in turn, so that a busy machine is
-as busy for both. Late: how much later a first token came with the store than without.
+A real redis-server holds the prompts, behind a proxy that holds back one kind of command forever.
+Two servers, one without a store and one with it, get the same prompts in turn, so that a busy
+machine slows both. Late: how much later a first token arrived with the store than without.
 
 Takes about ten minutes on two cores; `--clock` takes some seconds.
 """
@@ -47,7 +47,7 @@ TOKENS_PER_WORD = 5
 
 
 class Proxy:
-    """Passes commands on to a redis-server, but for those that are held. Owner: one run."""
+    """Passes commands on to a redis-server, except those that are held. Owner: one run."""
 
     def __init__(self, port: int, held: bytes) -> None:
         self._target = port
@@ -68,7 +68,7 @@ class Proxy:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 20):
                 if is_command and self._held and self._held in data:
-                    return  # the connection stays open, and nothing comes
+                    return  # the connection stays open, and no answer arrives
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
 
@@ -78,7 +78,7 @@ class Proxy:
 
 @contextlib.contextmanager
 def full_port() -> Iterator[int]:
-    """A port whose queue of connections is full: the next one is neither taken nor refused."""
+    """A port whose queue of connections is full: the next one is neither accepted nor refused."""
     server = socket.socket()
     server.bind(("127.0.0.1", 0))
     server.listen(0)
@@ -94,7 +94,7 @@ def full_port() -> Iterator[int]:
 
 
 def first_s(url: str, prompt: str) -> float:
-    """From the request to the first text."""
+    """Seconds from the request to the first text."""
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "stream": True}
     began = time.perf_counter()
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=600) as reply:
@@ -113,7 +113,7 @@ def text(args: argparse.Namespace, seed: object) -> str:
 
 
 def fill(args: argparse.Namespace, port: int, folder: Path) -> None:
-    """Another server has computed all prompts, and stored them."""
+    """Lets another server compute and store all prompts."""
     address = f"redis://127.0.0.1:{port}/0?spill=all&write_mb_per_s=0"
     server = ServerProcess(args.model, "--no-ssd-cache", "--tier", address, log=folder / "filling")
     try:
@@ -146,7 +146,7 @@ def run(
         log = folder / "with"
         beside = ServerProcess(args.model, "--no-ssd-cache", "--tier", address, log=log)
         stack.callback(beside.kill)
-        for server in (without, beside):  # how fast the model is, is known after one prompt
+        for server in (without, beside):  # each learns from one prompt how fast the model is
             first_s(server.url, text(args, ("warm", fault)))
         times = [
             (first_s(without.url, prompt), first_s(beside.url, prompt))
@@ -163,7 +163,7 @@ def run(
 
 
 def by_clock() -> None:
-    """The real cache, a store whose calls take what is said here, and how late prompts were at most."""
+    """Prints how late prompts are at most, for the real cache and a store with set call times."""
     from tests.cache import test_first_token as world
     from tests.cache.lab import DENSE
 

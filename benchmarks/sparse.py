@@ -5,15 +5,16 @@
     python benchmarks/sparse.py --device-run [--shape 8b] [--tokens 32768] [--keep 0.2] [--rounds 3]
     python benchmarks/sparse.py --scorer-run [--shape 8b] [--chunks 2048,8192] [--cached]
 
-The first asks the built-in recall model for facts that stand somewhere in a long message (held out of
-its training), in full and at each share; itself or the hybrid scores. --one-message: facts and question
-are one message, whose middle is thinned. --score-once: a prompt is scored once for all shares, and no
-times are told, for a slow draft. Nothing is cached. The model is so small that no draft is
-smaller: its times show what scoring costs, not what sparse prefill gives.
+The first asks the built-in recall model for facts that are somewhere in a long message (held out of
+its training), read in full and at each share; the model itself or the hybrid scores. --one-message:
+facts and question are one message, whose middle is thinned. --score-once: for a slow draft, a
+prompt is scored once for all shares, and no times are printed. Nothing is cached. The model is so
+small that no draft is smaller: its times show what scoring costs, not what sparse prefill gains.
 
-The second is about time alone, on any device: random weights of a large shape, with a small one that
-scores, and prompts of random tokens. Times are to the first token, scoring included, and of its stages.
-The third drives the small model alone, with chunks of several sizes; --cached: it keeps what it reads.
+The second measures only time, on any device: random weights of a large shape, with a small one that
+scores, and prompts of random tokens. Times are to the first token, scoring included, and by stage.
+The third runs the small model alone, with chunks of several sizes; --cached: it keeps what it
+reads.
 
 The first takes about a quarter of an hour on two cores, the others take a minute or two on an H200.
 """
@@ -89,7 +90,8 @@ class Exam:
             self.asked.append((prompts.make(chat), session.questions[turn].answer))
 
     def sit(self, engine: BenchEngine, n: int, keep: float | None) -> tuple[bool, Answer]:
-        """The n-th question, its prompt read in full or in part: whether the answer is right."""
+        """Asks the n-th question, its prompt read in full or in part. Returns whether it was
+        answered right, and the answer."""
         prompt, expected = self.asked[n]
         answer = engine.ask(
             prompt.ids.tolist(),
@@ -184,7 +186,7 @@ STAGES = ("draft reads", "lookahead", "comparison")
 
 
 class TimedScorer(AttentionScorer):
-    """How long each stage of the newest prompt took, between the dispatch of a slice and its end."""
+    """Times each stage of the newest prompt, from the dispatch of each slice to its end."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

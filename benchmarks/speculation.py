@@ -1,19 +1,20 @@
-"""What drafting tokens brings: firn with it and without, on text that repeats and on text that does not.
+"""What drafting gains: firn with and without it, on text that repeats and text that does not.
 
     .venv/bin/python benchmarks/speculation.py [--model smollm2] [--rounds 3] [--streams 1,4,8]
         [--beside mlx-lm,mlx-lm-draft,mlx-vlm [--draft FOLDER]]
     PYTHONPATH=src python benchmarks/speculation.py --device-run [--shape 4b] [--streams 1,8]
 
-Two servers of the same model run side by side, `--speculation auto` and `off`, and are asked in turns,
-so that a busy machine hits both alike; others of the lab beside them, mlx-lm's with a draft model, too
-(without --draft that is the model itself: every guess is right, and as dear as the model). Tokens a
-second are counted from the first token on; a ratio is the median of the rounds' ratios.
+Two servers of the same model run side by side, `--speculation auto` and `off`, and take turns, so
+that a busy machine slows both; `--beside` adds other servers of the lab, among them mlx-lm's with a
+draft model (without --draft, the model itself: every guess is right, and costs as much as the
+model). Tokens per second are counted from the first token on; a ratio is the median of the rounds'
+ratios.
 
-    edit    "return this file with one change": what follows stands in the prompt
+    edit    "return this file with one change": most of the reply is in the prompt
     prose   a story: nothing to look up
 
-`equal` says how many of the replies (greedy) were the same text in both; steps of other shapes round
-differently, so a tie may fall the other way.
+`equal` is how many of the replies (greedy) were the same text as with `off`; steps of other shapes
+round differently, so a tie may be broken the other way.
 
 `--device-run` needs no server and no download: an engine in this process, a model of random weights, and
 an oracle that guesses right with a given probability (see speculation_device.py).
@@ -100,7 +101,7 @@ class Figure:
 
 
 async def stream(port: int, body: dict[str, Any]) -> tuple[float, float, int, str]:
-    """When the first token came and the last, how many there were, and the text."""
+    """When the first and the last token arrived, how many there were, and the text."""
     raw = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
     head = (
@@ -128,7 +129,7 @@ async def stream(port: int, body: dict[str, Any]) -> tuple[float, float, int, st
 
 @dataclass(frozen=True)
 class Peer:
-    """A server that is asked: where, and what it calls the model."""
+    """A server under test: its port, and its name for the model."""
 
     port: int
     model: str = ""
@@ -177,7 +178,7 @@ async def run(args: argparse.Namespace, peers: dict[str, Peer]) -> None:
 
 @dataclass
 class Against:
-    """One server's rounds beside those without guesses."""
+    """One server's rounds, compared with those without guesses."""
 
     rate: float
     ratios: list[float]

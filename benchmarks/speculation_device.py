@@ -1,11 +1,12 @@
 """`speculation.py --device-run`: an oracle that is right with a given probability, on any device.
 
-The model's weights are random and so is the reply, which is put in its mouth token by token; the model
-computes as ever. The oracle knows the reply and tells each token of it truly with probability p. What
-counts is tokens a second, with the gate deciding how many guesses to try, over those without guesses.
+The model's weights are random and so is the reply, which is forced token by token; the model
+computes as usual. The oracle knows the reply and guesses each of its tokens right with probability
+p. The result is tokens per second with guesses, where the gate decides how many to try, over those
+without.
 
-With --head a prediction head does its work for each guess, and says what the oracle knows; in steps
-without guesses it runs along all the same, as a head does.
+With --head a prediction head does its work for each guess, but the oracle's tokens are used; in
+steps without guesses it runs along all the same, as a head does.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ MORE_IF_RIGHT = 4
 
 
 class Oracle:
-    """A drafter that knows the reply to each prompt, and tells each token truly with probability
+    """A drafter that knows the reply to each prompt, and guesses each token right with probability
     `right`."""
 
     is_free = True
@@ -83,7 +84,7 @@ class Oracle:
 
 
 class OracleHead(Oracle):
-    """A prediction head computes its guesses as ever; what it says is what the oracle knows."""
+    """A prediction head that computes its guesses as usual, but returns the oracle's."""
 
     is_free = False
 
@@ -132,7 +133,7 @@ class ListingClock(StepClock):
 
 
 class OracleSpeculation(Speculation):
-    """The reply is forced here to make it known; the drafts are the oracle's all the same."""
+    """Drafts the oracle's guesses, not the forced tokens: replies are forced only to be known."""
 
     def __init__(self, oracle: Oracle, traits: Traits) -> None:
         super().__init__(oracle, traits=traits)
@@ -141,11 +142,11 @@ class OracleSpeculation(Speculation):
         self.step_clock = self.listing
 
     def forget(self) -> None:
-        """The oracle is another one from here on."""
+        """Forgets the odds: the oracle is another one from now on."""
         self._odds = Odds()
 
     def told(self) -> str:
-        """How many steps of each kind there were since this was last asked, and how long they took."""
+        """How many steps of each kind there were since the last call, and how long they took."""
         kinds, self.listing.step_ms = self.listing.step_ms, {}
         each = [
             f"{kind}: {len(ms)} of {statistics.median(ms):.1f} ms, longest {max(ms):.0f}"
@@ -172,7 +173,7 @@ class OracleSpeculation(Speculation):
 
 
 def rate(engine: BenchEngine, *, n_streams: int, n_tokens: int, seed: int, guesses: bool) -> float:
-    """Tokens a second of all streams, from the first token of the last on."""
+    """Tokens per second of all streams, while all of them decode."""
     rng = random.Random(seed)
     vocab = engine.model.vocab_size
     speculation: Any = engine.engine.parts.runner.speculation  # type: ignore[attr-defined]
@@ -192,21 +193,21 @@ def rate(engine: BenchEngine, *, n_streams: int, n_tokens: int, seed: int, guess
 
 
 def warm_up(engine: BenchEngine, oracle: Oracle, *, n_streams: int, n_tokens: int) -> None:
-    """Every shape of a step is prepared, which takes longer than many steps."""
+    """Prepares every shape of a step, which takes longer than many steps."""
     for seed, oracle.right in enumerate(WARM_UP):
         n = n_said(n_tokens, oracle)
         rate(engine, n_streams=n_streams, n_tokens=n, seed=1 + seed, guesses=True)
 
 
 def n_said(n_tokens: int, oracle: Oracle) -> int:
-    """Replies that are always guessed right are longer: they end soon."""
+    """Length of a reply: more if every guess is right, because such a reply ends soon."""
     return n_tokens * (MORE_IF_RIGHT if oracle.right == 1.0 else 1)
 
 
 def compare(
     engine: BenchEngine, oracle: Oracle, args: argparse.Namespace, n_streams: int
 ) -> Comparison:
-    """With guesses and without, in turns."""
+    """Measures with and without guesses, in turns."""
     n_tokens = n_said(args.tokens, oracle)
     totals = engine.engine.parts.runner.speculation.totals  # type: ignore[attr-defined]
     pairs, per_step = [], 0.0
@@ -232,7 +233,7 @@ def compare(
 @dataclass(frozen=True)
 class Comparison:
     pairs: list[tuple[float, float]]
-    """Tokens a second without guesses and with them, round by round."""
+    """Tokens per second without and with guesses, round by round."""
     tokens_per_step: float
 
     @property

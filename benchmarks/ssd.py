@@ -5,10 +5,11 @@
     python benchmarks/ssd.py --device-run --out X  on a GPU: an 8B model, computed, from memory, from SSD
 
 Records go through the container, the tier and its I/O threads as in a server: packed, checksummed,
-renamed; read, verified, turned into arrays where MLX is installed. Next to each, in turns, the same
-bytes go to and from one file as `dd` does it. Writes end when the bytes are on the disk. Reads are cold
-where the system lets go of its page cache. Wanted: restoring at 70% of the bare disk or more; decoding
-with writes at 97% of without or more; the device run's choices within 5% of the better one.
+renamed; read, verified, turned into arrays where MLX is installed. In turn with them, the same
+bytes are written to one file and read from it, like `dd`. A write ends when the bytes are on the
+disk. Reads are cold where the system drops its page cache. Targets: restoring at 70% of the bare
+disk or more; decoding with writes at 97% of without or more; the device run's choices within 5% of
+the better one.
 
 Takes a few minutes on a fast disk; `--decode` takes two on two cores, and `--device-run` begins nothing
 new after `--seconds` (six minutes).
@@ -83,7 +84,7 @@ SHAPES = {
 
 
 def payload(shape: Shape) -> list[memoryview]:
-    """Random bytes, which no disk can make smaller."""
+    """Random bytes, which no disk can compress."""
     rng = np.random.default_rng(3)
     return [np.frombuffer(rng.bytes(spec.nbytes), np.uint8).data for spec in shape.tensors]
 
@@ -129,7 +130,7 @@ def tier_io(folder: Path, limit_nbytes: int) -> Iterator[TierIo]:
 def write_records(
     folder: Path, records: Sequence[Header], *, buffers: Sequence[Any], limit_nbytes: int
 ) -> float:
-    """Seconds until all records are files that are on the disk."""
+    """Seconds until all records are files on the disk."""
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with tier_io(folder, limit_nbytes) as io:
         os.sync()
@@ -137,7 +138,7 @@ def write_records(
         n_open = 0
         for header in records:
             while not io.try_write(WriteOrder(header, lambda: buffers, time.time()), results.put):
-                _check(results.get(), WriteResult)  # the queue is full: one must end first
+                _check(results.get(), WriteResult)  # the queue is full: a write must end first
                 n_open -= 1
             n_open += 1
         for _ in range(n_open):
@@ -153,7 +154,7 @@ def read_records(
     limit_nbytes: int,
     use: Callable[[Any], Any],
 ) -> float:
-    """Seconds until all records are read, verified and made use of, as they arrive."""
+    """Seconds until all records are read, verified and passed to `use`, as they arrive."""
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
     kept = []
     with tier_io(folder, limit_nbytes) as io:
@@ -174,7 +175,7 @@ def _check(result: Any, wanted: type) -> None:
 
 
 def array_maker() -> Callable[[Any], Any] | None:
-    """Bytes to arrays as the engine does it; None without MLX."""
+    """Turns bytes into arrays as the engine does; None without MLX."""
     try:
         from firn.cache.arrays.host import from_host
     except ImportError:
@@ -199,7 +200,7 @@ class Speeds:
         return statistics.median(self.rounds[what]) if what in self.rounds else None
 
     def ratio(self, what: str, to: str) -> float | None:
-        """The median of the rounds' own ratios: their halves were measured side by side."""
+        """The median of the ratios within each round, whose halves were measured in succession."""
         if what not in self.rounds:
             return None
         pairs = zip(self.rounds[what], self.rounds[to], strict=True)
@@ -230,7 +231,7 @@ def measure(shape: Shape, folder: Path, *, nbytes: int, n_rounds: int) -> Speeds
         cold()
         restored_s = read(use) if use else None
         if i == 0:
-            continue  # the first round warms up: files are made, memory is taken from the system
+            continue  # the first round warms up: it creates files and allocates memory
         speeds.add("disk write", plain_s)
         speeds.add("write", tier_s)
         speeds.add("disk read", plain_read_s)

@@ -1,4 +1,4 @@
-"""`ssd.py --decode`: what writing behind costs decoding.
+"""`ssd.py --decode`: what background writes cost decoding.
 
 The same rows decode on the real engine with the SSD tier and without it, in alternating rounds, each
 on a new engine with an empty folder. The prompts' blocks are written while the rows decode.
@@ -36,7 +36,7 @@ def speed(engine: BenchEngine, *, n_rows: int, n_prompt: int, n_reply: int) -> f
 
 
 def run(folder: Path, *, n_rounds: int, n_rows: int, n_prompt: int, n_reply: int) -> dict[str, Any]:
-    """Print both speeds; the result is all rounds."""
+    """Prints both speeds; returns all rounds."""
     speeds: dict[str, list[float]] = {"off": [], "on": []}
     written: list[int] = []
     for i in range(n_rounds + 1):

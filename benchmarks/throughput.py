@@ -1,12 +1,13 @@
-"""Tokens per second, and how long replies pause while a long prompt arrives; firn beside its rivals.
+"""Tokens per second, and how long replies pause while a long prompt arrives: firn and its rivals.
 
     python benchmarks/throughput.py --servers firn,mlx-lm --model dense
 
-All servers are up the whole time and take short turns, a second or a few, so that a machine that slows
-down slows all of them; ratios are taken within a round, where they lie seconds apart. In a round a
-server answers different prompts of about 200 tokens at concurrency 1, 4 and 16, 48 tokens each; then
-eight streams decode while a prompt of about 4,000 tokens comes in, and the longest pause between two
-tokens of any of them counts. `bare` is mlx-lm's own loop without a server.
+All servers are up the whole time and take short turns of a few seconds, so that a machine that
+slows down slows all of them; ratios are taken within a round, between turns that are only seconds
+apart. In a round a server answers different prompts of about 200 tokens at concurrency 1, 4 and 16,
+48 tokens each; then eight streams decode while a prompt of about 4,000 tokens arrives, and the
+longest pause between two tokens of any of them counts. `bare` is mlx-lm's own loop without a
+server.
 
 Takes about four minutes on two cores with two servers.
 """
@@ -37,7 +38,7 @@ from firn.bench.throughput import (
 
 @dataclass(frozen=True, slots=True)
 class Contest:
-    """Everything that is up; one turn after another."""
+    """Everything that is running; all take turns."""
 
     servers: dict[str, Server]
     bare: Bare | None

@@ -1,11 +1,11 @@
-"""How often drafts change a greedy reply: steps of other shapes round differently, and a tie may fall.
+"""How often drafts change a greedy reply: steps of other shapes round differently, and flip ties.
 
     .venv/bin/python benchmarks/ties.py [--models firn-demo,firn-demo-hybrid,smollm2]
         [--replies 20] [--tokens 120]
 
-Each reply is made twice by one engine: with one token per step, and with drafts of eight tokens that are
-right nine times in ten (they are the first reply's), at each step, whether that pays or not. A reply
-counts up to its first different token: after it the two are different texts.
+Each reply is made twice by one engine: with one token per step, and with drafts of eight tokens
+that are right nine times in ten (they are the first reply's), in every step, whether that pays or
+not. A reply counts up to its first different token: after it the two are different texts.
 
 Takes about five minutes on two cores, most of them SmolLM2's.
 """
@@ -38,7 +38,7 @@ N_GUESSES, RIGHT = 8, 0.9
 
 
 class Known(Oracle):
-    """Guesses so many tokens at every step."""
+    """Guesses N_GUESSES tokens at every step."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""What it costs to make a long prompt, and that typed control tokens are text.
+"""What it costs to make a long prompt, and to treat typed control tokens in it as text.
 
     .venv/bin/python benchmarks/typed.py [--model FOLDER] [--tokens 100000] [--rounds 15]
 
-A chat of an agent that has read `--tokens` tokens of Python files; then the same with a few and with
-many control tokens typed in those files. `again` is the next turn, whose text is known but for its end.
-`more` is what the guard adds to a turn, in parts of the time that tokenizing takes the first time. CPU
-time of the fastest rounds: the machine may be busy.
+The chat of an agent that has read `--tokens` tokens of Python files; then the same with a few and
+with many control tokens typed in those files. `again` tokenizes the same text once more, as the
+next turn does. `more` is what the guard adds to a turn, as a share of the time that tokenizing
+takes the first time. Times are CPU times of the fastest rounds, because the machine may be busy.
 
 Takes about half a minute.
 """
@@ -64,7 +64,7 @@ def chat(tokenizer: Tokenizer, n_tokens: int, *, typed: int) -> tuple[Message, .
 
 
 def fastest_ms(works: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Of each, taken in turns."""
+    """The fastest run of each, in milliseconds; they take turns."""
     took: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds):
         for name, work in works.items():

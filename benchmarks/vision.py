@@ -1,4 +1,4 @@
-"""First-token times of chats with pictures: firn beside mlx-vlm's server, its prefix cache on.
+"""First-token times of chats with pictures: firn against mlx-vlm's server with its prefix cache on.
 
     python benchmarks/vision.py [--peer-python LAB/mlx/bin/python] [--rounds 3] [--family qwen2_5_vl]
 
@@ -8,7 +8,8 @@ Every round asks for pictures that no server has seen.
     new picture    first token of a first question about a picture
     second         first token of the next question in that chat: picture and reply are known
     into a chat    first token when a picture arrives after a chat of about 2,000 cached tokens
-    eight          seconds until eight requests with a picture each, sent at once, have 64 tokens each
+    eight          seconds until eight requests with a picture each, sent together, have 64 tokens
+                   each
 
 The servers run one after the other in each round, so that neither has to share the machine.
 
@@ -142,7 +143,7 @@ def write_model(folder: Path, family: str) -> None:
 
 
 def picture(seed: object) -> dict[str, Any]:
-    """A content part with a PNG of noise, which no encoder makes small."""
+    """A content part with a PNG of noise, which does not compress."""
     rng = random.Random(str(seed))
     rows = b"".join(b"\0" + rng.randbytes(3 * SIDE) for _ in range(SIDE))
 

@@ -1,18 +1,20 @@
-"""What a step of several tokens takes on this device: by width, by rows, and if its shape is new.
+"""How long a step of several tokens takes on this device: by width, by rows, and for new shapes.
 
     PYTHONPATH=src python benchmarks/widths.py [--shape 4b] [--rows 1,8] [--widths 2,5,9,17]
         [--steps 24] [--only plain,traced,alone,padded,new] [--tokens 512] [--parts]
         [--mlx-products]
 
-    plain     one token a row, the next step dispatched while the device computes; `alone` waits for each
+    plain     one token per row; the next step is dispatched while the device computes. `alone`
+              waits for each step
     traced    the same steps, traced once for a shape instead of built each time, as on CUDA
-    padded    several tokens; columns in blocks of 512 and a mask, as steps with drafts have them there.
-              `bias`: the mask is one of numbers. `wide traced`: such steps, traced. `wide ahead`:
-              the next one is dispatched before each is read
+    padded    several tokens; columns in blocks of 512 and a mask, as in steps with drafts on CUDA.
+              `bias`: the mask holds numbers. `wide traced`: the same steps, traced. `wide ahead`:
+              each is read after the next one is dispatched
     new       several tokens, all accepted: attention sees another number of columns at each step
     again     the same lengths once more
 
-host: until the step is dispatched. all: until its tokens are read. Medians in ms, and the longest step.
+host: time until the step is dispatched. all: time until its tokens are read. Medians in ms, then
+the longest step and the first.
 
 Takes a minute or two on an H200.
 """
@@ -41,7 +43,7 @@ from models import random_model
 
 BLOCK, CHUNK = 512, 2048
 Times = list[tuple[float, float]]
-"""Of each step: until it is dispatched, and until its tokens are read."""
+"""Seconds of each step until it is dispatched, and until its tokens are read."""
 
 
 class Bench:
@@ -52,7 +54,7 @@ class Bench:
         self.traced = TracedSteps(model, n_built=0)
 
     def caches(self, columns: Columns | None = None) -> list[Any]:
-        """With a prompt in them. columns: as a group that drafts has them."""
+        """Caches with a prompt in them. columns: as in a group that drafts."""
         rows: list[list[Any]] = []
         for i in range(self.n_rows):
             layers = make_prompt_cache(self.model)
@@ -67,7 +69,7 @@ class Bench:
         return ready(layers, columns) if columns else layers
 
     def plain(self, what: str) -> Times:
-        """The times of steps of one token a row."""
+        """The times of steps of one token per row."""
         layers, tokens, times = self.caches(), mx.zeros((self.n_rows,), dtype=mx.int32), []
         before, heard = tokens, time.perf_counter()
         for _ in range(2 * self.n_steps):
@@ -111,7 +113,7 @@ class Bench:
         return times
 
     def steps(self, widths: list[int], wanted: list[str]) -> Iterator[tuple[int, str, Times]]:
-        """Of each kind that is wanted: how wide, its name, and its times."""
+        """The width, name and times of each kind that is wanted."""
         for what in ("plain", "traced", "alone"):
             if what in wanted:
                 yield 1, what, self.plain(what)
@@ -141,7 +143,7 @@ class Bench:
 
 
 def parts(config: dict[str, Any], dtype: mx.Dtype, *, widths: list[int], n_steps: int) -> None:
-    """What the products and the attention of all layers take by themselves, with one row."""
+    """Prints the times of all layers' products and attention by themselves, with one row."""
     n, size, wide = config["num_hidden_layers"], config["hidden_size"], config["intermediate_size"]
     heads, kv, d = (
         config[f"{k}"] for k in ("num_attention_heads", "num_key_value_heads", "head_dim")

@@ -1,8 +1,9 @@
 """Hand-made bugs that the tests must find: `make mutants`.
 
-tools/mutants.toml lists them. Each is put into a copy of the tree, and the tests that guard the place
-are run there: one of them must fail. A mutant that survives is a behaviour that no test holds. One whose
-old text no longer occurs fails too: the code has changed, and the list has to follow.
+tools/mutants.toml lists them. Each is applied to a copy of the tree, and the tests that guard the
+place are run there: one of them must fail. A mutant that survives is a behaviour that no test
+checks. One whose old text no longer occurs fails too: the code has changed, and the list has to
+follow.
 
     python tools/mutants.py [--jobs 2] [words of names ...]
 """
@@ -30,7 +31,7 @@ ROOT = HERE.parent
 COPIED = ("src", "tests", "docs", "benchmarks", "tools", "pyproject.toml", "Makefile", "README.md")
 TIMEOUT_S = 600
 FAILED = 1
-"""pytest's exit status where tests ran, and some failed."""
+"""pytest's exit status if tests ran and some failed."""
 LIBRARIES = [
     "anthropic",
     "fastapi",
@@ -41,12 +42,12 @@ LIBRARIES = [
 ]
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(LIBRARIES)
-"""To import these takes several times as long as most of the tests."""
+"""Importing these takes several times as long as most of the tests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A bug: in this file, `new` stands in the place of `old`. tests: arguments for pytest."""
+    """A bug: `new` replaces `old` in this file. tests: arguments for pytest."""
 
     name: str
     bug: str
@@ -72,7 +73,7 @@ def read(path: Path) -> list[Mutant]:
 
 
 def fault(mutant: Mutant, root: Path) -> str:
-    """What is wrong with the mutant itself; '' where it can be tried."""
+    """What is wrong with the mutant itself; '' if it can be tried."""
     path = root / mutant.file
     if not path.exists():
         return f"{mutant.file} is gone"
@@ -108,7 +109,7 @@ def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
 
 
 def _pytest(tree: str, tests: Sequence[str], output: str) -> None:
-    """In a process of its own, which has the libraries already and nothing of firn."""
+    """Runs in a process of its own, which has imported the libraries but nothing of firn."""
     out = os.open(output, os.O_WRONLY)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -123,7 +124,7 @@ def _pytest(tree: str, tests: Sequence[str], output: str) -> None:
 
 
 def try_out(mutant: Mutant, tree: Path) -> Verdict:
-    """Put it into this copy, run its tests, and take it out again."""
+    """Applies it to this copy, runs its tests, and reverts it."""
     began = time.monotonic()
     path = tree / mutant.file
     good = path.read_text()

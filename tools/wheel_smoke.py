@@ -2,10 +2,11 @@
 
     python tools/wheel_smoke.py [--keep FOLDER]
 
-`python -m build` makes a source archive and, of that, the wheel. A new virtual environment outside
-of the tree gets the wheel with its dependencies from the package index, and nothing else. Then: are the
-files that are no code in it? `firn --version`, `firn doctor`, a server on the built-in model, one chat,
-a restart, the same chat out of the cache. Needs Python 3.11 or newer and a package index.
+`python -m build` makes a source archive and, from that, the wheel, which must contain the files
+that are not code. A new virtual environment outside the tree gets the wheel, with its dependencies
+from the package index, and nothing else. There: `firn --version`, `firn doctor`, a server on the
+built-in model, one chat, a restart, the same chat from the cache. Needs Python 3.11 or newer and a
+package index.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def main() -> int:
 
 
 def build(work: Path) -> Path:
-    """The wheel, made of the source archive and not of the tree."""
+    """The wheel, made from the source archive, not from the tree."""
     python = environment(work / "builder")
     run(python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "build")
     run(python, "-m", "build", "--outdir", str(work / "dist"), str(ROOT), quiet=True)
@@ -81,7 +82,7 @@ def build(work: Path) -> Path:
 
 
 def check_files(wheel: Path) -> str:
-    """The name of its .dist-info folder."""
+    """Checks the wheel's contents. Returns the name of its .dist-info folder."""
     names = set(zipfile.ZipFile(wheel).namelist())
     (info,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
     missing = [name for each in MUST_HAVE if (name := each.format(info=info)) not in names]
@@ -167,7 +168,7 @@ def wait_until_ready(child: subprocess.Popen[bytes], url: str) -> None:
 
 
 def chat(url: str) -> tuple[str, int]:
-    """(the reply, prompt tokens that came out of the cache)"""
+    """The reply, and the number of prompt tokens that came from the cache."""
     content = f"{FACTS}\n\n{QUESTION}"
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 24, "temperature": 0}
     request = urllib.request.Request(
@@ -187,7 +188,7 @@ def environment(folder: Path) -> Path:
 
 
 def clean(home: Path | None) -> dict[str, str]:
-    """Nothing of the caller's Python, and a home of its own where one is given."""
+    """An environment without the caller's Python and settings, and with `home` if it is given."""
     environ = {
         name: value
         for name, value in os.environ.items()
@@ -199,7 +200,7 @@ def clean(home: Path | None) -> dict[str, str]:
 
 
 def run(program: str | Path, *arguments: str, home: Path | None = None, quiet: bool = False) -> str:
-    """Its output. A command that fails ends this script with its output."""
+    """Returns a command's output. A command that fails ends this script with its output."""
     done = subprocess.run(
         [str(program), *arguments],
         env=clean(home),

@@ -3,19 +3,21 @@
     bash benchmarks/agents/setup.sh                                # once: the agents; some minutes, 2 GB
     .venv/bin/python benchmarks/agents/run.py [claude codex opencode aider]
 
-Starts `server.py` (firn on a tiny random model with forced replies), gives each agent the settings that
-`firn agents` prints, a home and a project of its own, and lets it work: three tool steps, a sub-agent, a
-reminder in mid-conversation, a picture in a tool result, a turn that is cut off, one after that. For
-each prompt of the conversation the table has the server's own figures (log line) and what was new in it:
+Starts `server.py` (firn on a tiny random model with forced replies), gives each agent the settings
+that `firn agents` prints, a home and a project of its own, and lets it work: three tool steps, a
+sub-agent, a reminder in mid-conversation, a picture in a tool result, an interrupted turn and the
+turn after it. For each prompt of the conversation, the table shows the server's own figures (from
+its log line) and how much of it was new:
 
     prompt    tokens of the prompt
-    cached    of them, taken from the cache
+    cached    tokens that were taken from the cache
     computed  the rest
-    new       what the conversation has grown by since the prompt before and its reply; for an agent that
-              rearranges its prompts (aider), all that no earlier prompt and reply began with
+    new       tokens added since the previous prompt and its reply; for an agent that rearranges its
+              prompts (aider), all that follow the longest prefix shared with an earlier prompt and
+              its reply
 
-`computed` over `new` by more than a few tokens is work done twice; the line ends in the server's reason
-then.
+If `computed` exceeds `new` by more than a few tokens, work was done twice, and the line ends with
+the server's reason.
 
 All four agents take about ten minutes on two cores.
 """
@@ -46,7 +48,7 @@ HERE = Path(__file__).parent
 PORT = 8431
 URL = f"http://127.0.0.1:{PORT}"
 SLACK_TOKENS = 32
-"""The last token is always computed, and a reply's end may be spelled anew."""
+"""The last token is always computed, and a reply's end may be tokenised differently."""
 CUT_AFTER_S = 2.0
 TURN_S = 600.0
 LINE = re.compile(r"(req_\w+) POST (\S+) (\d+|-) .*?prompt=(\d+) cached=(\d+)(?: \([^)]*\))?"
@@ -66,7 +68,7 @@ class Seen:
 
     @property
     def known(self) -> int:
-        """How much of the next prompt was computed for this one; a reply that was cut off is lost."""
+        """Tokens of the next prompt that this one computed; a reply that was cut off is lost."""
         return self.prompt + (0 if "client gone" in self.rest else self.reply)
 
 
@@ -76,7 +78,7 @@ def lab_folder() -> Path:
 
 @contextmanager
 def serving(folder: Path, script: Path, *, template: Path | None) -> Iterator[Path]:
-    """The server; its log."""
+    """Runs the server; yields its log."""
     log = folder / "firn.log"
     command = [sys.executable, str(HERE / "server.py"), "--folder", str(folder)]
     command += ["--script", str(script), "--port", str(PORT), "--no-ssd-cache"]
@@ -118,7 +120,7 @@ class Place:
 
 
 def run_turn(turn: Turn, place: Place) -> int | None:
-    """Lets the agent take one turn; its exit code, None where it was cut off."""
+    """Runs one turn of the agent. Returns its exit code, None if it was cut off."""
     name = f"{place.agent} {turn.name}"
     place.script.write_text(json.dumps({"turn": name, "needs": place.needs, **turn.replies}))
     if turn.before is not None:
@@ -142,7 +144,7 @@ def run_turn(turn: Turn, place: Place) -> int | None:
             return None
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # a group of its own: the agent and no other
+                os.killpg(process.pid, signal.SIGKILL)  # the agent has a process group of its own
                 process.wait()
 
 
@@ -159,11 +161,11 @@ def logged(log: Path) -> dict[str, Seen]:
 
 
 def show(agent: str, jobs: Path, log: Path, *, rearranges: bool) -> int:
-    """The table of one agent; how many prompts computed more than was new."""
+    """Prints the table of one agent. Returns how many prompts computed more than was new."""
     seen = logged(log)
     n_more = 0
     last: dict[str, Seen] = {}
-    """By mark: the prompt before in that conversation."""
+    """By mark: the previous prompt of that conversation."""
     for line in read(jobs).splitlines():
         job: dict[str, Any] = json.loads(line)
         turn, mark = str(job["turn"]).removeprefix(f"{agent} "), job["mark"]
@@ -194,7 +196,7 @@ def work(agent: str, *, binary: str, folder: Path, script: Path) -> Agent:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     kept = {name: value for name, value in os.environ.items() if not name.startswith("XDG_")}
-    env = {**kept, "HOME": str(home), "PWD": str(project), **doing.env}  # one of them goes by PWD
+    env = {**kept, "HOME": str(home), "PWD": str(project), **doing.env}  # one of them uses PWD
     place = Place(agent, home, project, env, doing.needs, script, folder / "jobs.jsonl")
     for turn in doing.turns:
         code = run_turn(turn, place)

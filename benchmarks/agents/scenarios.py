@@ -1,4 +1,4 @@
-"""What each agent is made to do: its commands, and the replies that the model is made to give."""
+"""What each agent does: its commands, and the replies that the model is forced to give."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ASK = f"{MAIN} Look at the files here, one after the other."
 
 @dataclass(frozen=True)
 class Turn:
-    """One run of the agent. before: done to the project first. cut: killed while the reply streams."""
+    """One run of the agent. before: changes the project first. cut: killed during the reply."""
 
     name: str
     command: Sequence[str]
@@ -28,9 +28,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Agent:
-    """env: beside a HOME of its own. files: by path, in the home (~/) or in the project. needs: a text
-    that the prompts of its conversations have, and those for titles have not. rearranges: it puts
-    what it said before in other places, so that a prompt does not go on where the last one ended."""
+    """env: in addition to a HOME of its own. files: by path, in the home (~/) or in the project.
+    needs: a text that is in the prompts of its conversations, but not in those for titles.
+    rearranges: it moves earlier text to other places, so that a prompt does not continue where the
+    last one ended."""
 
     turns: Sequence[Turn]
     rearranges: bool = False
@@ -45,7 +46,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def project(folder: Path) -> None:
-    """What the agents look at: two texts and a picture."""
+    """Writes what the agents look at: two texts and a picture."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "a.txt").write_text("The first file.\n")
     (folder / "b.txt").write_text("The second file.\n")
@@ -60,7 +61,7 @@ def project(folder: Path) -> None:
 
 
 def touch(folder: Path) -> None:
-    """Agents that watch files remind the model of it."""
+    """Changes a file: agents that watch files remind the model of it."""
     (folder / "a.txt").write_text("The first file, changed by somebody else.\n")
 
 
@@ -72,7 +73,7 @@ def claude(binary: str, folder: Path, settings: str) -> Agent:
     lines = (line.removeprefix("export ") for line in settings.splitlines())
     env = {name: value.strip("'") for name, value in (line.split("=", 1) for line in lines)}
 
-    def ask(prompt: str, *flags: str) -> list[str]:  # the list of tools takes all that follows it
+    def ask(prompt: str, *flags: str) -> list[str]:  # the list of tools swallows what follows it
         shown = ["--output-format", "json"]
         return [binary, "-p", prompt, *flags, *shown, "--allowedTools", "Read,Bash,Agent"]
 
@@ -111,7 +112,7 @@ def codex(binary: str, folder: Path, settings: str) -> Agent:
     widen = [
         "-c",
         'sandbox_mode="workspace-write"',
-    ]  # a developer message says so in mid-conversation
+    ]  # adds a developer message in mid-conversation
     return Agent(
         files={"~/.codex/config.toml": settings},
         turns=(
@@ -120,7 +121,7 @@ def codex(binary: str, folder: Path, settings: str) -> Agent:
             Turn("picture", [*again, "See the picture."], {MAIN: [look, "Seen."]}),
             Turn("cut", [*again, "Tell a long story."], {MAIN: [LONG]}, cut=True),
             Turn("after the cut", [*again, "Never mind."], {MAIN: [shell[0], "All right."]}),
-            Turn(  # at the end: a helper that outlives the turn is the last conversation then
+            Turn(  # at the end: a helper that outlives the turn becomes the --last conversation
                 "sub-agent",
                 [*again, "Let a helper look."],
                 {MAIN: [helper, shell[1], "It looks."], SUB: [shell[0], "Looked."]},
@@ -155,7 +156,7 @@ def opencode(binary: str, folder: Path, settings: str) -> Agent:
 
 
 def aider(binary: str, folder: Path, settings: str) -> Agent:
-    """aider has no tools: it edits, runs the tests, and tells the model what they said, three times."""
+    """aider has no tools: it edits, runs the tests and reports them to the model, three times."""
     parts = settings.split("<<'END'\n")
     metadata, rest = parts[1].split("\nEND\n", 1)[0], parts[2].split("\nEND\n", 1)
     words = rest[1].split()
@@ -165,9 +166,9 @@ def aider(binary: str, folder: Path, settings: str) -> Agent:
     tests = ["--auto-test", "--test-cmd", "echo not yet; false"]
     edits = [f"a.txt\n```\nVersion {i} of the file.\n```" for i in range(8)]
     return Agent(
-        env={"LITELLM_LOCAL_MODEL_COST_MAP": "True"},  # or it asks the network for prices
+        env={"LITELLM_LOCAL_MODEL_COST_MAP": "True"},  # otherwise it downloads prices
         needs="",
-        rearranges=True,  # the files' contents come behind all that was said
+        rearranges=True,  # the files' contents come after the whole conversation
         files={".aider.model.metadata.json": metadata, ".aider.model.settings.yml": rest[0]},
         turns=(
             Turn("three tests", [*run, *tests, "--message", ASK], {MAIN: edits}),

@@ -1,16 +1,17 @@
-"""firn on a tiny random model that says what it is told to: a server for real agents to work with.
+"""firn on a tiny random model with scripted replies: a server for real agents to work with.
 
     python benchmarks/agents/server.py --folder LAB --script FILE [--template FILE] [flags of serve]
 
-Everything is `firn serve` as it is, but for one thing: each reply is forced, token by token, to what
-the script says. A random model then calls tools like a trained one, and its replies come back in the
-next prompt as the same tokens. What is computed, cached and logged is the server's own doing.
+This is `firn serve` except for one thing: each reply is forced, token by token, to what the script
+says. A random model then calls tools like a trained one, and its replies come back in the next
+prompt as the same tokens. What is computed, cached and logged is the server's own doing.
 
-script.json is {"turn": "name", "needs": "text", "[mark]": ["reply", ...], ...} and is read again for
-each prompt. A prompt that has the needed text in it belongs to the first mark that it has, and gets
-that mark's next reply of this turn, or the last one again. Others (titles, summaries) get "Fine." For
-each prompt a line of JSON is appended to LAB/jobs.jsonl: its request, turn, mark and reply, how long a
-reply it asked for, and how many of its tokens an earlier prompt of that mark and its reply began with.
+The script is {"turn": "name", "needs": "text", "[mark]": ["reply", ...], ...} and is read again for
+each prompt. A prompt that contains the needed text belongs to the first mark that it contains, and
+gets that mark's next reply of this turn, or the last one again. Others (titles, summaries) get
+"Fine." For each prompt a line of JSON is appended to LAB/jobs.jsonl: its request, turn, mark and
+reply, the reply length that it asked for, and how many leading tokens it shares with an earlier
+prompt of that mark and its reply.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ SMALL = models.CONFIGS["dense"] | {
     "num_key_value_heads": 1,
     "head_dim": 32,
 }
-"""Agents begin with 30,000 tokens, and what they mean is nothing to it."""
+"""Agents begin with 30,000 tokens, whose meaning does not matter here."""
 ENOUGH = "Fine."
 
 
 def write_model(folder: Path, template: Path | None) -> Path:
-    """Plain attention, 131,072 tokens of context, and a chat template: by default that of the built-in
-    models, which has tools."""
+    """Writes a model with plain attention, 131,072 tokens of context and a chat template: by
+    default that of the built-in models, which supports tools."""
     if not (folder / "config.json").exists():
         models.write_model(folder, SMALL, seed=7)
     builtin = resources.files("firn.demo") / "models" / "firn-demo" / "chat_template.jinja"
@@ -59,7 +60,7 @@ def write_model(folder: Path, template: Path | None) -> Path:
 
 
 class Scripted:
-    """The engine, with replies put into its mouth. Everything else is the engine's own."""
+    """The engine with scripted replies. Everything else is the engine's own."""
 
     def __init__(self, engine: Any, tokenizer: Any, *, script: Path, jobs: Path) -> None:
         self._engine = engine
@@ -80,18 +81,18 @@ class Scripted:
         line |= {"max_tokens": job.max_tokens, "shared": self._shared(turn, mark, job, tokens)}
         with self._jobs.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        if mark:  # for the eye, where two prompts differ that should not
+        if mark:  # to see where two prompts differ that should not
             name = f"prompt-{turn}-{mark.strip('[]')}-{number}.txt".replace(" ", "-")
             (self._jobs.parent / name).write_text(text, encoding="utf-8")
 
-        def both(_: Any) -> None:  # between two steps: no token can be picked before it is forced
+        def both(_: Any) -> None:  # runs between two steps: no token is picked before it is forced
             self._engine.submit(job)
             self._engine.force(job.id, 0, tokens, at=0)
 
         self._engine.call(both).result()
 
     def _shared(self, turn: str, mark: str, job: Job, reply: list[int]) -> int:
-        """With the best of the earlier prompts of this agent and mark, and what was replied."""
+        """Leading tokens shared with the closest earlier prompt and reply of the agent and mark."""
         ids, agent = job.prompt.ids, turn.partition(" ")[0]
         best = 0
         for other in self._texts[agent, mark]:

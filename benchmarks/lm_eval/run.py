@@ -3,10 +3,11 @@
     python -m venv lm-eval && lm-eval/bin/pip install 'lm_eval[api]' transformers
     .venv/bin/python benchmarks/lm_eval/run.py --lm-eval lm-eval/bin/lm_eval
 
-Writes two tasks, starts `firn serve` on the built-in model, and runs the harness's `local-completions`
-on both: `facts` (which of four answers is the likeliest behind a document and a question: echo, logprobs
-of the prompt, one token) and `document` (the perplexity of whole documents). The first must be all but
-right, for the answers are in the document; a wrong position or a wrong cache would show at once.
+Writes two tasks, starts `firn serve` on the built-in model, and runs the harness's
+`local-completions` on both: `facts` (which of four answers is the likeliest after a document and a
+question: echo, logprobs of the prompt, one token) and `document` (the perplexity of whole
+documents). The first must be almost all right, because the answers are in the document; a wrong
+position or a wrong cache would show immediately.
 
 Takes about a minute, once the harness is installed.
 """

@@ -1,7 +1,7 @@
 """Batches of tokens with weights, made by worker processes while the GPU trains.
 
 A row is one dialogue cut at the bucket's length: a document that takes 30-85% of it, then as many
-questions as fit. Many questions a document give far more answers a token than one each.
+questions as fit. Many questions per document give far more answers per token than one each.
 """
 
 from __future__ import annotations

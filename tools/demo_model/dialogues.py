@@ -1,7 +1,7 @@
 """Training dialogues: sessions of `firn.demo.facts`, some of them with tools, as chat segments.
 
-`segments` writes what chat_template.jinja writes, but keeps apart what the model must learn to
-say; `check` in tokenizer.py holds the two equal.
+`segments` writes what chat_template.jinja writes, but marks what the model must learn to say;
+`check` in tokenizer.py ensures that the two agree.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Plain mlx-lm: the chat template, the model's own cache, greedy decoding, the whole reply compared
 with the whole right answer. Earlier turns of the dialogue carry the right answers, so every
-question is judged by itself. Results go into results.json beside this file, one entry a model.
+question is judged by itself. Results go into results.json next to this file, one entry per model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tools.demo_model.dialogues import written_calls
 from firn.demo.facts import ACKNOWLEDGED, KINDS
 
 RESULTS = Path(__file__).with_name("results.json")
-FIRST_SEED = 9000  # not among those that training looked at
+FIRST_SEED = 9000  # not among the seeds that training looked at
 CHUNK = 512
 MAX_REPLY_TOKENS = 80
 

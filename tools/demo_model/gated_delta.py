@@ -1,7 +1,7 @@
 """The gated delta rule in chunks, for training.
 
-mlx-lm's reference walks the tokens one by one, which no GPU likes. Within a chunk of C tokens the
-rule is a triangular system, so a chunk is a few matrix products and only the chunk borders are
+mlx-lm's reference walks the tokens one by one, which is slow on a GPU. Within a chunk of C tokens
+the rule is a triangular system, so a chunk is a few matrix products and only the chunk borders are
 sequential. `python -m tools.demo_model.gated_delta` compares outputs, states and gradients with
 mlx-lm's own op.
 """
@@ -28,7 +28,7 @@ def inverse(a: mx.array) -> mx.array:
         series = series + a4 @ series
         return series + (a4 @ a4) @ series
     half = n // 2
-    # [[p, 0], [r, q]]^-1: both diagonal blocks at once, then the corner.
+    # [[p, 0], [r, q]]^-1: both diagonal blocks together, then the corner.
     blocks = mx.stack([a[..., :half, :half], a[..., half:, half:]])
     p, q = inverse(blocks)
     corner = q @ (a[..., half:, :half] @ p)

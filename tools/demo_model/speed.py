@@ -1,4 +1,4 @@
-"""Tokens a second of a model folder on this machine's default device, by weight type.
+"""Tokens per second of a model folder on this machine's default device, by weight type.
 
 python -m tools.demo_model.speed FOLDER [--tokens 2048]
 """
@@ -18,7 +18,7 @@ N_DECODE = 64
 
 
 def measure(folder: Path, dtype: mx.Dtype, n_tokens: int) -> tuple[float, float]:
-    """(prefill, decode) in tokens a second; the first, compiling pass is not counted."""
+    """Tokens per second of prefill and decoding; the first pass, which compiles, does not count."""
     model, _ = load(str(folder))
     model.set_dtype(dtype)
     tokens = mx.random.randint(300, 2000, (1, n_tokens))

@@ -24,8 +24,8 @@ from firn.demo.facts import make_session
 VOCAB_SIZE = 2048
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-# Digits go in pairs from the left and never take the space before them, so that a number is the
-# same tokens wherever it stands, and short.
+# Digits are split in pairs from the left, without the space before them, so that a number has the
+# same tokens everywhere, and few of them.
 SPLIT = r" ?\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 MARKED = re.compile("|".join(map(re.escape, (END, START, STOP, *MARKS))))
 N_SESSIONS = 4000

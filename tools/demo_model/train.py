@@ -62,7 +62,7 @@ class Recipe:
     warmup_steps: int
     decay_from: float  # share of the budget after which the learning rate falls
     tokens_per_batch: int
-    other_weight: float  # loss weight of tokens that are no answers
+    other_weight: float  # loss weight of tokens that are not answers
     first_level: int  # index into LENGTHS
     last_level: int
     level_up_loss: float
@@ -101,7 +101,7 @@ def _initial(model: nn.Module) -> Params:
 
 
 class ShiftConv(nn.Conv1d):
-    """A depthwise causal convolution as shifted products, whose gradient every backend has."""
+    """A depthwise causal convolution as shifted products, whose gradient every backend supports."""
 
     def __call__(self, x: mx.array) -> mx.array:
         kernel = self.weight[..., 0]  # (channels, taps)
@@ -138,7 +138,7 @@ class Trainer:
         return cls(model, recipe, params, zeros, dict(zeros), level=recipe.first_level)
 
     def save(self, folder: Path) -> None:
-        """Two files, each small enough to travel; temp, then rename."""
+        """Writes two files, each small enough to transfer, under a temporary name first."""
         moments = {f"first.{k}": v.astype(mx.bfloat16) for k, v in self.first.items()}
         moments |= {f"second.{k}": v.astype(mx.bfloat16) for k, v in self.second.items()}
         clock = {"n_steps": self.n_steps, "elapsed_s": self.elapsed_s, "level": self.level}
@@ -210,14 +210,14 @@ def make_step(model: nn.Module, recipe: Recipe) -> Step:
 class HeldOut:
     """Held-out dialogues of one length; an answer is right if every token of it is the argmax.
 
-    That is what greedy decoding would say, given right answers before.
+    That is what greedy decoding would reply, given the right answers before.
     """
 
     label: str
     rows: tuple[HeldOutRow, ...]
 
     def accuracy(self, model: nn.Module, params: Params) -> dict[str, Any]:
-        """Over all questions that need the context, and the worst kinds by name."""
+        """Accuracy over all questions that need the context, and kinds with errors by name."""
         right: Counter[str] = Counter()
         total: Counter[str] = Counter()
         for held_out in self.rows:
@@ -289,7 +289,7 @@ def train(
             mx.array(float(trainer.n_steps)),
         )
         mx.async_eval(trainer.params, trainer.first, trainer.second, answers)
-        if last is None:  # kernels are compiled now; that is no training time
+        if last is None:  # the first step compiled kernels, which is not training time
             answers.item()
             began = time.perf_counter() - trainer.elapsed_s
         if last is not None:  # read one step late: the GPU works while Python goes on

@@ -30,7 +30,7 @@ did not report as cached."""
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What every server is asked. turns: before a restart, if there is one. salt: makes the text new."""
+    """The prompts of a round. turns: before a restart, if there is one. salt: makes texts new."""
 
     n_sessions: int
     turns: int
@@ -79,7 +79,7 @@ class Chats:
         return replies
 
     def result(self) -> dict[str, Any]:
-        """Of the turns before a restart, if there was one."""
+        """A summary of the turns before a restart, if there was one, and figures of all turns."""
         first, later = self.asked[0], [r for t in self.asked[1 : self.work.turns] for r in t]
         return {
             "cold_s": first[0].first_s,
@@ -99,7 +99,7 @@ def warm_up(target: Target) -> None:
 def run(
     target: Target, work: Workload, *, on_reply: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
-    """One round. The salt should be new: a server that is up remembers earlier rounds."""
+    """One round. The salt should be new: a running server remembers earlier rounds."""
     warm_up(target)
     chats = Chats(work, on_reply)
     for _ in range(work.turns):

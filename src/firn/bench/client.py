@@ -25,7 +25,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TimedReply:
-    """One streamed answer. Times are perf_counter values, one for each piece of text."""
+    """One streamed answer. times: perf_counter values, one for each piece of text."""
 
     text: str
     first_s: float
@@ -55,8 +55,8 @@ class Target:
         on_piece: Callable[[float], object] = lambda now: None,
         **options: object,
     ) -> TimedReply:
-        """A chat, streamed, and greedy unless the request's further `options` say something else. Raises
-        BenchError for anything but a whole answer."""
+        """A streamed chat, greedy unless `options`, which are added to the request, say otherwise.
+        Raises BenchError for anything but a complete answer."""
         body = {
             "model": self.model,
             "messages": messages,
@@ -90,7 +90,7 @@ class Target:
         return reader.reply(time.perf_counter() - start)
 
     def _post(self, connection: http.client.HTTPConnection, body: str) -> http.client.HTTPResponse:
-        """Retries when the server refuses the connection: mlx-lm's takes five at a time."""
+        """Retries when the server resets the connection: mlx-lm's accepts five at a time."""
         for attempt in range(N_ATTEMPTS):
             try:
                 path = f"{_base(self.url)}/chat/completions"
@@ -161,7 +161,7 @@ def models(url: str, *, api_key: str | None = None, timeout_s: float = LIST_S) -
 
 
 def target(url: str, *, model: str | None = None, api_key: str | None = None) -> Target:
-    """A server by its address; the first model that it lists where none is named."""
+    """The server at this address, with the first model that it lists if none is named."""
     if model is None:
         listed = models(url, api_key=api_key)
         if not listed:

@@ -11,7 +11,7 @@ T = TypeVar("T")
 def in_turns(
     servers: Mapping[str, T], rounds: int, play: Callable[[T, int], dict[str, Any]]
 ) -> dict[str, list[dict[str, Any]]]:
-    """`play` is called with a server and the number of the round: A B, then B A, and so on."""
+    """Calls `play` with each server and the number of the round: A B, then B A, and so on."""
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
     for i in range(rounds):
         for name, server in rotated(list(servers.items()), i):
@@ -20,6 +20,6 @@ def in_turns(
 
 
 def rotated(items: Sequence[T], turn: int) -> list[T]:
-    """Begins with another item each turn, so that nobody is always first."""
+    """The items, beginning with another one each turn, so that none is always first."""
     k = turn % len(items)
     return [*items[k:], *items[:k]]

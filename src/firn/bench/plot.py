@@ -1,4 +1,4 @@
-"""A result as an SVG picture: for each column a group of bars, one a name, with the rounds' range."""
+"""A result as an SVG picture: a group of bars per column, one per name, with the rounds' range."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ COLUMNS = (
 limits would reuse of the same trace, in whole blocks."""
 N_PROBE = 100
 TOKENS_PER_WORD = 5.0
-"""Assumed where a server reports no counts."""
+"""Assumed if a server reports no counts."""
 KEPT_TEXTS = 1 << 14
 
 
@@ -80,7 +80,7 @@ def tokens_per_word(target: Target) -> float:
 def cut(entries: Sequence[TraceEntry], *, block: int, max_prompt: int) -> list[TraceEntry]:
     """The requests in order of arrival, with prompts of at most `max_prompt` tokens.
 
-    Longer ones are cut to whole blocks, or to less than one.
+    Longer ones are cut to whole blocks, or to `max_prompt` if that is less than a block.
     """
     limit = max_prompt // block * block or max_prompt
     shortened = []
@@ -130,7 +130,7 @@ def run(
         try:
             outcomes = list(pool.map(ask, range(len(asked))))
         finally:
-            ended.set()  # after Ctrl-C nobody waits for a request's time, which may be hours away
+            ended.set()  # after Ctrl-C, do not wait for requests that may be due in hours
     replies = [r for r in outcomes if isinstance(r, TimedReply)]
     faults = [r for r in outcomes if isinstance(r, BenchError)]
     if not replies:
@@ -164,7 +164,7 @@ def _result(
 
 
 def possible(entries: Sequence[TraceEntry], *, block: int) -> float:
-    """What a cache without limits reuses of these prompts."""
+    """The share of these prompts' tokens that a cache without limits reuses."""
     seen: set[tuple[int, int]] = set()
     n_known = 0
     for entry in entries:

@@ -1,9 +1,9 @@
 """What every benchmark does at its end: a table with ratios, a JSON file, one line when it fails.
 
-A result is a list of rounds for each name, a round a plain dict of numbers. Tables show medians. The
-first name is the subject; the last lines compare it with the best of the others: the median of the
-ratios within each round, because measurements close together in time saw the same machine, and below it
-the lowest and the highest ratio.
+A result is a list of rounds for each name; a round is a plain dict of numbers. Tables show medians.
+The first name is the subject; the last lines compare it with the best of the others: the median of
+the ratios within each round, because measurements close in time had the same conditions, and below
+it the lowest and the highest ratio.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class BenchError(FirnError):
 
 
 def cli(main: Callable[[], None]) -> None:
-    """Run a script's main; a BenchError ends it with one line and a non-zero code. Whatever ends it, it
-    stops the servers that it has started."""
+    """Runs a script's main; a BenchError ends it with one line and a non-zero exit code. SIGTERM
+    raises SystemExit, so that the script still stops the servers that it has started."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         main()
@@ -56,7 +56,7 @@ class Column:
 
 
 def medians(rounds: Sequence[Round], columns: Iterable[Column]) -> dict[str, float | None]:
-    """Of the rounds that have a value; None where none has."""
+    """The median of each column, over the rounds that have a value; None if none has."""
     out: dict[str, float | None] = {}
     for column in columns:
         values = [v for r in rounds if (v := r.get(column.key)) is not None]
@@ -101,7 +101,7 @@ def table(
 
 
 def grid(rows: Sequence[Sequence[str]]) -> str:
-    """Columns in line: the first to the left, the others to the right."""
+    """Aligns columns: the first to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -147,7 +147,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _best(values: Mapping[str, float | None], column: Column) -> str:
-    """The name that has the best value; any, if none has one."""
+    """The name with the best value; any name if there are no values."""
     known = {name: v for name, v in values.items() if v is not None}
     if not known:
         return next(iter(values))
@@ -155,7 +155,7 @@ def _best(values: Mapping[str, float | None], column: Column) -> str:
 
 
 def ratios(ours: Sequence[Round], theirs: Sequence[Round], key: str) -> list[float]:
-    """Round by round, where both have a value."""
+    """The ratios of the rounds in which both have a value."""
     pairs = [(a.get(key), b.get(key)) for a, b in zip(ours, theirs, strict=True)]
     return [a / b for a, b in pairs if a is not None and b]
 

@@ -17,13 +17,14 @@ N_WORDS, N_LONG_WORDS = 44, 890
 N_REPLY = 48
 N_DECODERS, N_DECODER_TOKENS = 8, 400
 N_BEFORE = 10
-"""Tokens of every decoder before the long prompt is sent."""
+"""Tokens that must have arrived from every decoder before the long prompt is sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """concurrency: streams at once, one level after the other. per_stream: requests of each in a round;
-    a single stream sends twice as many, to be measurable. gap: send a long prompt too."""
+    """concurrency: numbers of concurrent streams, tried one after the other. per_stream: requests
+    of each in a round; a single stream sends twice as many, to be measurable. gap: send a long
+    prompt too."""
 
     concurrency: tuple[int, ...] = (1, 4, 16)
     per_stream: int = 3
@@ -100,7 +101,7 @@ def while_prefilling(target: Target, *, turn: object) -> dict[str, float]:
             for stream in streams:
                 stream.result()
         finally:
-            ended.set()  # after Ctrl-C or a failure nobody waits for the rest of the replies
+            ended.set()  # after Ctrl-C or a failure, do not wait for the rest of the replies
     gaps = [longest_gap(t, sent, first) for t in times]
     n_alive = sum(bool(t) and t[-1] >= first for t in times)
     return {

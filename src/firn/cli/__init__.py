@@ -1,4 +1,4 @@
-"""The `firn` command. Nothing is imported here but what `main` needs to survive an early Ctrl-C."""
+"""The `firn` command. Imports only what `main` needs to survive an early Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from io import TextIOWrapper
 
 
 def main() -> None:
-    # A terminal that cannot show a character gets a question mark; bytes that are no text are found
-    # out about where they would be sent.
+    # A character that the terminal cannot show becomes a question mark. Undecodable input is kept,
+    # and reported where it would be sent.
     streams = ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace"))
     for stream, errors in streams:
         if isinstance(stream, TextIOWrapper):
@@ -33,9 +33,9 @@ def main() -> None:
 
 @contextmanager
 def _ctrl_c_ends_the_process() -> Iterator[None]:
-    """At once and without a traceback: nothing has begun that would have to be put in order.
+    """Lets Ctrl-C end the process immediately and without a traceback: nothing needs cleaning up.
 
-    Where Ctrl-C is ignored, as for a job in the background, it stays so.
+    If Ctrl-C is ignored, as in a background job, it stays ignored.
     """
     raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if raises:

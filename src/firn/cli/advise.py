@@ -23,14 +23,14 @@ SPANS = ((86_400, "days"), (3600, "hours"), (60, "minutes"))
 
 
 class Scale:
-    """Writes sizes: in GiB if a token's bytes are known, otherwise in millions of tokens."""
+    """Formats sizes: in GiB if a token's bytes are known, otherwise in millions of tokens."""
 
     def __init__(self, trace: Trace, token_nbytes: int) -> None:
         self.in_bytes = token_nbytes > 0
         self._block = trace.block * (token_nbytes or 1)
         self._unit = GIB if self.in_bytes else MILLION
         self.blocks = self._unit / self._block
-        """In one GiB, or in a million tokens."""
+        """Blocks in one GiB, or in a million tokens."""
         self.name = "GiB" if self.in_bytes else "M tokens"
 
     def of(self, n_blocks: int) -> float:
@@ -38,7 +38,7 @@ class Scale:
 
     def text(self, n_blocks: int) -> str:
         value, name = self.of(n_blocks), self.name
-        if value < 1:  # down to a megabyte, or a thousand tokens
+        if value < 1:
             value, name = (value * 1024, "MiB") if self.in_bytes else (value * 1000, "K tokens")
         return f"{value:.0f} {name}" if value >= 100 else f"{value:.3g} {name}"
 

@@ -12,9 +12,9 @@ from firn.traces.fleet import ROUTINGS, FleetResult, Routing, play_fleet
 from firn.traces.trace import Trace
 
 SHARES = (0.125, 0.5, 2.0)
-"""Default sizes of a server's own tiers: shares of its part of all that is stored."""
+"""Default sizes of a server's own tiers, relative to its share of everything that is stored."""
 Key = tuple[Routing, bool, int]
-"""Routing, whether there is a store, and the blocks of each server."""
+"""Routing, whether there is a store, and the number of blocks of each server."""
 SizeText = Callable[[int], str]
 MIB = 1 << 20
 
@@ -29,7 +29,7 @@ def show_fleet(
     size_text: SizeText,
     as_json: bool,
 ) -> None:
-    """sizes: in blocks, of each server. size_text: how a size is written."""
+    """sizes: of each server, in blocks. size_text: formats a size."""
     sizes = sizes or [max(round(s * trace.n_nodes / n_servers), 1) for s in SHARES]
     results: dict[Key, FleetResult] = {}
     for routing in ROUTINGS:

@@ -2,7 +2,7 @@
 
 Each agent knows the models of the large vendors and guesses about others: a million tokens of context,
 or none at all. The printed settings give the address, the name, the real context and the longest reply.
-They were tried with Claude Code 2.1, Codex 0.166, OpenCode 1.18 and aider 0.86.
+They were tested with Claude Code 2.1, Codex 0.166, OpenCode 1.18 and aider 0.86.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NO_KEY = "none"
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model as an agent sees it. max_output: None where the server has no limit of its own."""
+    """A model as an agent sees it. max_output: None if the server has no limit of its own."""
 
     name: str
     url: str
@@ -43,7 +43,7 @@ class ServedModel:
 
     @property
     def output_tokens(self) -> int:
-        """What to allow a reply: a quarter of the context, so that a prompt has room."""
+        """The longest reply to allow: at most a quarter of the context, so that prompts fit."""
         limits = (MAX_OUTPUT_TOKENS, self.context_length // 4, self.max_output or MAX_OUTPUT_TOKENS)
         return max(min(limits), 1)
 
@@ -65,7 +65,7 @@ def claude(model: ServedModel) -> str:
 
 
 def codex(model: ServedModel) -> str:
-    """Codex compacts only if it is told when; the server limits a reply."""
+    """Codex compacts only at the limit that is set here; the server limits a reply's length."""
     key = f'env_key = "{KEY_VARIABLE}"\n' if model.has_key else ""
     return (
         f"model = {json.dumps(model.name)}\n"
@@ -133,7 +133,7 @@ def aider(model: ServedModel) -> str:
 
 
 def _word(text: str) -> str:
-    """Quoted for a shell, which is to expand the variable with the key."""
+    """The text, quoted for a shell so that the variable with the key is still expanded."""
     return f'"{text}"' if text == f"${KEY_VARIABLE}" else shlex.quote(text)
 
 
@@ -147,7 +147,7 @@ AGENTS: Mapping[str, tuple[Callable[[ServedModel], str], str]] = {
 
 
 def agents(name: str, model: str | None, *, url: str, api_key: str | None) -> int:
-    """Prints the settings on stdout; where they go, on stderr, unless something already takes them."""
+    """Prints the settings to stdout. If that is a terminal, prints to stderr where they belong."""
     if name not in AGENTS:
         raise UsageError(f"unknown agent {name!r}; choose one of {', '.join(AGENTS)}")
     with ChatClient(url, api_key=api_key) as client:
@@ -173,7 +173,7 @@ def agents(name: str, model: str | None, *, url: str, api_key: str | None) -> in
 
 
 def _command(name: str, model: str | None, url: str) -> str:
-    """What was called, for a shell. A key is in FIRN_API_KEY, where the agent looks for it too."""
+    """This command, quoted for a shell. The key is in FIRN_API_KEY, where agents find it too."""
     words = ["firn", "agents", name]
     words += [model] if model is not None else []
     words += ["--url", url] if url != DEFAULT_URL else []
@@ -181,7 +181,7 @@ def _command(name: str, model: str | None, url: str) -> str:
 
 
 def _from_server(client: ChatClient) -> ServedModel:
-    """What the running server reports."""
+    """The first model that the running server lists."""
     entry = client.served_models()[0]
     try:
         return ServedModel(
@@ -198,7 +198,7 @@ def _from_server(client: ChatClient) -> ServedModel:
 
 
 def _from_folder(model: str, url: str) -> ServedModel:
-    """What the model's folder says, which is what a server would report."""
+    """The model as its folder describes it, which is what a server would report."""
     from firn.demo.builtin import builtin_folder
     from firn.models.inspect import local_folder
     from firn.models.loader import read_config

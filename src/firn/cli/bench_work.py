@@ -1,4 +1,4 @@
-"""What `firn bench` does: find the servers, play the rounds, show them."""
+"""What `firn bench` does: find the servers, play the rounds, show the results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class BenchTargets:
     plot: Path | None
 
     def targets(self) -> dict[str, Target]:
-        """By the name that the table shows. Raises BenchError when one does not answer."""
+        """Servers by the names that the table shows. Raises BenchError if one does not answer."""
         urls = list(self.compare or (self.url,))
         given = list(self.models or [])
         if len(given) > len(urls):
@@ -130,7 +130,7 @@ def _contest(
     steps: int,
     play: Callable[[Target, int, Tick], dict[str, Any]],
 ) -> None:
-    """steps: that one server takes in one round, for the progress bar."""
+    """steps: the number of steps of one server in one round, for the progress bar."""
     targets = servers.targets()
     with _progress(rounds * steps * len(targets)) as tick:
         results = in_turns(targets, rounds, lambda server, i: play(server, i, tick))

@@ -57,7 +57,7 @@ def cache_app(guarded: Guard) -> typer.Typer:
 
 
 def cache_dir(folder: str | None, config: Path | None) -> Path:
-    """The folder of a server that is given the same flag and file."""
+    """The cache folder of a server that is started with the same flag and file."""
     return _cache_settings(folder, config).ssd_cache_dir or default_cache_dir()
 
 

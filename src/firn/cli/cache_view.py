@@ -1,4 +1,4 @@
-"""What `firn cache` shows of a folder: ls, show, stats. Only reads, and takes no lock."""
+"""The commands of `firn cache` that only read: ls, show, stats. They take no lock."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _facts(inventory: Inventory, block: BlockFiles) -> list[tuple[str, str]]:
 
 
 def _layer_lines(header: Header) -> list[str]:
-    """Equal layers are shown as one line."""
+    """The layers of a record; neighbours that are equal share a line."""
 
     def text(at: tuple[int, int] | None) -> str:
         if at is None:

@@ -65,12 +65,12 @@ class CacheFolder:
             raise SetupError(f"{self.folder}: cannot be read: {e.strerror or e}") from e
 
     def tier(self) -> SsdTier:
-        """As a guest, which keeps to the limit that servers have set."""
+        """The folder's tier, opened as a guest: it keeps to the limit that servers have set."""
         return SsdTier(TierOptions(str(self.folder)), guest=True)
 
     @contextlib.contextmanager
     def named_in_faults(self) -> Iterator[None]:
-        """Raises SetupError: a tier's faults, which do not say where they happened, with the folder."""
+        """Turns a tier's faults into SetupErrors that name the folder, which the faults do not."""
         try:
             yield
         except (Refused, TierFault) as e:
@@ -126,7 +126,7 @@ def _check(location: CacheFolder, tier: SsdTier, file: RecordFile) -> TierError 
 def _report_orphans(
     location: CacheFolder, tier: SsdTier, inventory: Inventory, *, drop: bool
 ) -> None:
-    """Records that no prompt can reach. A server may be writing their parents, so check twice."""
+    """Reports unreachable records. Checks twice, because a server may be writing their parents."""
     before = {b.tag.key for b in inventory.orphans}
     blocks = [b for b in location.inventory().orphans if b.tag.key in before] if before else []
     files = [f for block in blocks for f in block.files.values()]
@@ -161,7 +161,7 @@ class ToClear:
 
 
 def to_clear(location: CacheFolder, *, model: str | None, namespace: str | None) -> ToClear:
-    """Raises UsageError: an empty text, say of a variable that is not set, would choose everything."""
+    """Raises UsageError for an empty text, as of an unset variable: it would choose everything."""
     for flag, text in (("--model", model), ("--namespace", namespace)):
         if text is not None and not text.strip():
             raise UsageError(f"{flag}: is empty; leave it out to choose all")
@@ -207,7 +207,7 @@ def _must_exist(location: CacheFolder) -> None:
 
 def export(location: CacheFolder, key: str, file: Path) -> None:
     if os.path.lexists(file) and (file.is_symlink() or not file.is_file()):
-        # It would be replaced: a link, or /dev/stdout itself.
+        # The export would replace the link, or /dev/stdout itself.
         raise SetupError(f"{file} is no plain file; give the name of a new one.")
     inventory = location.inventory()
     chain = inventory.chain(inventory.find(key))
@@ -234,7 +234,7 @@ def import_(location: CacheFolder, file: Path, *, namespace: str | None) -> None
         raise UsageError(
             f"--namespace {namespace}: write shared, or all 32 digits, which `firn cache show` prints"
         )
-    # A fault of the folder is told below: without a handler, Python would print the log's warning too.
+    # Faults of the folder are reported below; without a handler, Python would print warnings too.
     logging.getLogger("firn.cache").addHandler(logging.NullHandler())
     try:
         total = file.stat().st_size

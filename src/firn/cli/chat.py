@@ -63,7 +63,7 @@ def chat(
 
 
 def _converse(conversation: TerminalChat) -> int:
-    """Until Ctrl-D, /exit, or Ctrl-C twice in a row."""
+    """Runs until Ctrl-D, /exit, or Ctrl-C twice in a row. Returns the exit code."""
     screen = conversation.screen
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() a history and an editor
@@ -97,7 +97,7 @@ def _converse(conversation: TerminalChat) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ChatReply:
-    """`usage` is None where the server sent no counts, as for a reply that was stopped."""
+    """`usage` is None if the server sent no counts, as for a reply that was stopped."""
 
     text: str
     usage: Usage | None
@@ -122,13 +122,13 @@ class TerminalChat:
         self._images += images
 
     def drop_pictures(self) -> None:
-        """After an error: a picture that the server refuses would fail every later message."""
+        """After an error: a picture that the server refuses would make every later message fail."""
         if self._images:
             self._images.clear()
             self.screen.note("The message's pictures are dropped; /image attaches them again.")
 
     def ask(self, text: str) -> ChatReply:
-        """Shows the reply as it comes. A turn that brought no text at all is forgotten."""
+        """Shows the reply as it arrives. A turn without any reply text is forgotten."""
         question = ChatTurn("user", text, tuple(self._images))
         pieces = self._client.ask([*self._turns, question], options=self.options)
         reply = show_reply(pieces, self.screen)
@@ -173,12 +173,12 @@ def typed_paths(text: str) -> list[Path]:
         return [whole]
     try:
         return [Path(os.path.expanduser(word)) for word in shlex.split(text)]
-    except ValueError:  # the quote is a part of the name
+    except ValueError:  # the quote is part of the name
         return [whole]
 
 
 def show_reply(pieces: Generator[Piece, None, None], screen: Screen) -> ChatReply:
-    """Shows the pieces and folds them. Ctrl-C closes the stream, which tells the server to stop."""
+    """Shows and combines the pieces. Ctrl-C closes the stream, which tells the server to stop."""
     start = time.monotonic()
     texts: list[str] = []
     usage, reason, first_s, stopped = None, None, None, False
@@ -243,7 +243,7 @@ class Screen:
         self._write("text", text, self._out)
 
     def show_reasoning(self, text: str) -> None:
-        """Reasoning is no part of the reply: in a pipe it stays on stderr."""
+        """Reasoning is not part of the reply: if stdout is a pipe, it goes to stderr."""
         self._write("reasoning", text, self._out if self._out.is_terminal else self._err)
 
     def _write(self, mode: str, text: str, console: Console) -> None:

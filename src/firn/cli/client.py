@@ -1,6 +1,6 @@
 """A client of the OpenAI API for the terminal: one chat request out, a stream of pieces back.
 
-Errors of the server and the connection are RequestFailed, with a message of one line.
+Errors of the server and the connection are raised as RequestFailed, with a one-line message.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from firn.host.machine import is_loopback
 
 CONNECT_TIMEOUT_S = 10.0
 LIST_TIMEOUT_S = 30.0
-"""For the list of models, which needs no model: a server that takes longer hangs, or is none."""
+"""Listing models needs no loaded model: whatever takes longer hangs, or is not a model server."""
 MAX_LISTED = 1000
-"""The most that firn lists in one answer; others ignore it."""
+"""The most models that firn lists in one answer; other servers ignore it."""
 _PROGRESS = re.compile(r"(\d+)\s*/\s*(\d+)")
 
 
 class RequestFailed(FirnError):
-    """The server cannot be reached, refuses the request, or broke off."""
+    """The server cannot be reached, refused the request, or broke off."""
 
     code = "server_fault"
 
@@ -120,7 +120,7 @@ class SseDecoder:
         return [event for line in lines for event in self._line(line)]
 
     def flush(self) -> list[SseData | SseComment]:
-        """An event whose closing empty line never came is no event: the stream was cut."""
+        """Drops an event whose closing empty line never arrived: the stream was cut."""
         self._rest, self._data = b"", []
         return []
 
@@ -163,7 +163,7 @@ class ChatClient:
             headers=self._headers,
             # A long prompt may take minutes before the first byte.
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
-            # A proxy is not for a server on this machine.
+            # A server on this machine is never reached through a proxy.
             trust_env=not is_loopback(httpx.URL(self.url).host),
         )
 
@@ -233,11 +233,11 @@ class ChatClient:
                             yield piece
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             self._raise_failure(error)
-        except UnicodeEncodeError as error:  # bytes of a file or an argument, as Python keeps them
+        except UnicodeEncodeError as error:  # undecodable bytes of a file or an argument
             raise RequestFailed("The message is not UTF-8 text.") from error
         except KeyboardInterrupt:
-            # If it comes just after the request was sent, httpx leaves the connection open, and the
-            # server goes on.
+            # Just after the request was sent, httpx would leave the connection open, and the server
+            # would go on.
             self._http.close()
             self._http = self._connections()
             raise
@@ -296,7 +296,7 @@ def image_url(path: Path) -> str:
     """A picture file as a data URL. Raises UsageError."""
     try:
         data = path.expanduser().read_bytes()
-    except (OSError, RuntimeError) as error:  # RuntimeError: ~someone who is not there
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~someone, who does not exist
         why = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"{path}: the picture cannot be read: {why}") from error
     kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
@@ -337,7 +337,7 @@ def _pieces(event: SseData | SseComment) -> Iterator[Piece]:
 
 def _choice(choice: Mapping[str, Any]) -> Iterator[Piece]:
     delta = choice.get("delta") or {}
-    # Servers disagree about the name; firn and most local ones say reasoning_content.
+    # Servers disagree about the name; firn and most local ones use reasoning_content.
     reasoning = delta.get("reasoning_content") or delta.get("reasoning")
     if reasoning:
         yield ReasoningText(reasoning)

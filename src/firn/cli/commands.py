@@ -1,4 +1,4 @@
-"""The commands of `firn`: names, flags and help texts. Each imports its own work when it runs.
+"""The commands of `firn`: names, flags and help texts. Each imports what it needs when it runs.
 
 Nothing heavy is imported here: `firn --help` must not wait for MLX.
 """
@@ -31,7 +31,7 @@ Start = Callable[[Config], int]
 
 TEMPERATURE = SAMPLING["temperature"]
 SURROUNDINGS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
-"""Faults of the machine and the user's rights, not of firn: one line says enough."""
+"""Faults of the machine or of the user's permissions, not of firn: one line is enough."""
 
 
 def make_cli(start: Start | None = None) -> typer.Typer:

@@ -1,9 +1,9 @@
-"""Flags of other servers that people have in their scripts, and what becomes of each here.
+"""Flags of other servers that people have in their scripts, and how firn treats each of them.
 
-A flag that firn has by the same name does the same (SAME). Any other is one of three: another name of an
-option of firn's (AliasFlag); something that firn always does, or that needs no setting (IgnoredFlag:
-one line says so); something that firn does not do (RefusedFlag: one line says what to do instead).
-docs/from-vllm-mlx.md is this table for people; a test compares the two.
+A flag that firn has by the same name does the same (SAME). Any other is one of three: another name
+for one of firn's options (AliasFlag); something that firn always does, or that needs no setting
+(IgnoredFlag: one line says so); something that firn does not do (RefusedFlag: one line says what to
+do instead). docs/from-vllm-mlx.md is this table for people; a test compares the two.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class AliasFlag:
-    """`key` is the option's. unset: a value by which the other server means "not given"."""
+    """key: of the option it sets. unset: the value that means "not given" to the other server."""
 
     key: str
     metavar: str = "N"
@@ -140,7 +140,7 @@ SAME = (
     "--default-thinking-token-budget", "--default-chat-template-kwargs",
     "--download-timeout", "--download-retries", "--offline",
 )  # fmt: skip
-"""Flags of vllm-mlx's that are options here, by the same name."""
+"""Flags of vllm-mlx that are options of firn by the same name."""
 
 PARSERS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -165,4 +165,4 @@ PARSERS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
     }
 )
-"""Names of formats that vllm-mlx has and firn has by another name."""
+"""vllm-mlx's names of formats that firn calls by another name."""

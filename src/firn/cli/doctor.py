@@ -63,7 +63,7 @@ def doctor(
 ) -> int:
     """Prints the findings; returns 1 if one is a problem. cache_dir: None for the user's own.
 
-    stores: addresses of shared stores, which are tried out.
+    stores: addresses of shared stores, which are tested.
     """
     from firn.cli.doctor_store import store_findings
 

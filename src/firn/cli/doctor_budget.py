@@ -43,7 +43,7 @@ def model_of(report: ModelReport) -> ModelMemory:
 
 
 def as_computed(report: ModelReport, device: DeviceReport, system: SystemMemory) -> ModelReport:
-    """In float32 if a CPU computes in it: twice the bytes, weights and cache."""
+    """The report in float32, if a CPU would compute in it: larger weights, twice the cache."""
     from firn.models.cpu.dtype import SHARE
 
     wide = report.float32_nbytes

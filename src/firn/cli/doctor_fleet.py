@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 
 def doctor_fleet(config: Config, *, cache_dir: Path | None = None) -> int:
-    """Prints the findings; 1 when one of them is a problem."""
+    """Prints the findings; returns 1 if one is a problem."""
     console = plain_console(soft_wrap=False)
     findings = [*machine_findings(cache_dir or default_cache_dir())]
     findings += store_findings(config.cache.tiers)
@@ -28,7 +28,7 @@ def doctor_fleet(config: Config, *, cache_dir: Path | None = None) -> int:
 
 
 def fleet_findings(config: Config, memory: Room | None = None) -> Iterator[Finding]:
-    """memory: what the machine has left; None: measure it."""
+    """memory: what the machine has left; measured if None."""
     try:
         catalogue = ModelCatalogue(config)
     except SetupError as error:

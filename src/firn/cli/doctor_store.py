@@ -1,4 +1,4 @@
-"""`firn doctor` for shared stores (`--tier`): each takes one small record and gives it back."""
+"""`firn doctor` for shared stores (`--tier`): writes one small record to each and reads it back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from firn.core.errors import SetupError
 
 MIB = 1 << 20
 SLOW_ANSWER_S = 0.1
-"""A lookup takes up to three round trips; a store that is slower is seldom worth asking."""
+"""A lookup takes up to three round trips: a slower store is seldom worth one."""
 STEPS = {"ask": "be asked", "write": "be written to", "read": "be read", "delete": "delete"}
 
 

@@ -1,7 +1,7 @@
-"""From the table of options to typer's parameters, and from what typer parsed to a Config.
+"""Turns the table of options into typer's parameters, and what typer parsed into a Config.
 
-Flags reach `config.load` as the text that was typed: one place validates flags, variables and files
-alike, and one line reports each fault.
+Flags reach `config.load` as they were typed: one place validates flags, variables and files, and
+reports each fault in one line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FLAGS = {item.key: item.flag for item in OPTIONS}
 def with_config(run: Callable[..., int], *, environ: Mapping[str, str] = os.environ) -> Any:
     """A typer command with a flag for every option, which calls `run(config, ...)`.
 
-    Further, keyword-only parameters of `run` are typer parameters of their own. What it returns is
+    Further, keyword-only parameters of `run` become typer parameters of their own. `run` returns
     the exit code.
     """
     own = list(inspect.signature(run).parameters.values())[1:]
@@ -40,7 +40,7 @@ def with_config(run: Callable[..., int], *, environ: Mapping[str, str] = os.envi
         }
         names = _apply_foreign(foreign, flags)
         if file is not None and not file.strip():
-            raise UsageError("--config: is empty")  # an unset variable must not open the server
+            raise UsageError("--config: is empty")  # an unset variable must not drop the API keys
         file = Path(file) if file else None
         config = load(flags, environ=environ, file=file, flag_names=names)
         raise typer.Exit(run(config, **extra))
@@ -57,9 +57,9 @@ def with_config(run: Callable[..., int], *, environ: Mapping[str, str] = os.envi
 def _apply_foreign(
     foreign: Mapping[str, str | bool | None], flags: dict[str, Any]
 ) -> dict[str, str]:
-    """Adds to `flags` what flags of other servers mean here. Returns, by key, the flag that was given.
+    """Adds to `flags` what other servers' flags mean in firn. Returns the aliases used, by key.
 
-    An option's own flag wins over its aliases, and of those the first in the table.
+    An option's own flag wins over its aliases; of those, the first in the table wins.
     """
     names: dict[str, str] = {}
     for flag, value in foreign.items():

@@ -74,7 +74,7 @@ def change(
 
 @dataclass(frozen=True, slots=True)
 class ModelOnDisk:
-    """revisions: by which the hub's cache removes it. owner: the program whose folder it is in."""
+    """revisions: to delete from the hub's cache. owner: the program whose folder it is in."""
 
     name: str
     folder: Path
@@ -84,7 +84,7 @@ class ModelOnDisk:
 
 
 def local_models(models_dir: Path | None) -> list[ModelOnDisk]:
-    """The models in the folder; without one, those of the hub's cache with weights, and LM Studio's."""
+    """The models in the folder; if None, those with weights in the hub's cache, and LM Studio's."""
     if models_dir is None:
         return [*_hub_models(), *_lm_studio_models()]
     from firn.fleet.catalogue import folders
@@ -147,7 +147,7 @@ def rm(name: str, url: str, api_key: str | None, models_dir: Path | None, *, yes
 
 
 def _remove(model: ModelOnDisk) -> str:
-    """Returns what that has freed."""
+    """Removes the model's files. Returns a text about what that freed."""
     if model.folder.is_symlink():
         target = model.folder.readlink()
         model.folder.unlink()
@@ -162,7 +162,7 @@ def _remove(model: ModelOnDisk) -> str:
 
 
 def _refuse_in_use(name: str, url: str, api_key: str | None) -> None:
-    """A server that has it loaded would miss its files. Raises SetupError."""
+    """Raises SetupError if a server has the model loaded, and so needs its files."""
     try:
         with ChatClient(url, api_key=api_key) as client:
             served = client.served_models()
@@ -171,7 +171,7 @@ def _refuse_in_use(name: str, url: str, api_key: str | None) -> None:
     for model in served:
         state = model.get("state", "loaded")
         if model["id"] in (name, name.split("/")[-1]) and state != "unloaded":
-            # Only a server of several models says which is the default, and can unload one.
+            # Only a server of several models reports a default, and can unload one.
             several = "default" in model
             how = f"`firn models unload {model['id']}`" if several else "stop that server"
             raise SetupError(f"{model['id']} is {state} at {url}; first {how}.")

@@ -6,9 +6,9 @@ import typer
 
 
 def folder_to_examine(name: str | None) -> str | None:
-    """The folder of a packaged model; any other name as it is.
+    """The folder of a packaged model; any other name unchanged.
 
-    None, with a line on stderr, where the packaged model's folder has not been made yet.
+    None, with a line on stderr, if the packaged model's folder has not been made yet.
     """
     from firn.config import converted_dir
     from firn.models.packaged import PACKAGED, installed_file, made_folder

@@ -1,5 +1,4 @@
-"""What several commands share: typer parameters, and how a group of commands is made. Nothing heavy is
-imported here."""
+"""Typer parameters that several commands share, and groups of commands. Imports nothing heavy."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def serve(config: Config, *, start: Callable[[Config], int] | None = None) -> in
 
 
 def _app(config: Config) -> Callable[[Config], int]:
-    """What starts one model, or several. One model imports MLX, which may not be installed."""
+    """The function that serves one model, or several. One needs MLX here, which may be missing."""
     if most_descriptors() < MLX_LM_FILES:
         raise SetupError(
             f"mlx-lm needs a limit of {MLX_LM_FILES} open files, and this user's is "

@@ -63,8 +63,8 @@ def _install(context: typer.Context) -> None:
 
 
 def _check(arguments: tuple[str, ...]) -> None:
-    """Report errors now that the service would report at every start, which has no variables of this
-    shell. Raises SetupError."""
+    """Raises SetupError for errors that the service, which does not see this shell's variables,
+    would report at every start."""
     command = [sys.executable, "-m", "firn", "config", "show", *arguments]
     environ = {k: v for k, v in os.environ.items() if not k.startswith("FIRN_")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)

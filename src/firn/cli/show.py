@@ -56,7 +56,7 @@ def show(config: Config, *, as_json: bool) -> int:
 
 
 def _tables(config: Config) -> Iterator[tuple[str, Any]]:
-    """What the file sets for single models."""
+    """What the file sets for individual models."""
     for model in config.tables:
         own = {"path": model.path, "pinned": model.pinned, "aliases": list(model.aliases)}
         own |= {"keep_alive": model.keep_alive} if model.keep_alive else {}
@@ -67,7 +67,7 @@ def _tables(config: Config) -> Iterator[tuple[str, Any]]:
 
 
 def _with_model_defaults(config: Config) -> Config:
-    """With the sampling defaults of the model, if it is on this machine."""
+    """The settings with the model's sampling defaults, if the model is on this machine."""
     folder = _folder(config.model.path)
     if folder is None:
         return config

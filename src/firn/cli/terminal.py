@@ -29,9 +29,9 @@ def size(nbytes: int) -> str:
 
 
 def plain_console(*, soft_wrap: bool = True) -> Console:
-    """On stdout, without colours for numbers. soft_wrap: it breaks no lines.
+    """A console on stdout, without colours for numbers. soft_wrap: do not break lines.
 
-    In a pipe tables are neither cut nor folded, unless COLUMNS says how wide they may be.
+    In a pipe, tables are neither cut nor folded, unless COLUMNS sets their width.
     """
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     width = None if is_terminal or "COLUMNS" in os.environ else PIPE_WIDTH

@@ -1,6 +1,6 @@
 """One frozen tree of settings, built once: defaults < TOML file < environment < flags.
 
-Owner: the command that starts. Everything below it is handed values and reads no environment.
+Owner: the command that runs. Everything below it is passed values and reads no environment.
 """
 
 from firn.config.cache import CacheConfig, converted_dir, default_cache_dir, kernels_dir

@@ -24,7 +24,7 @@ class CacheConfig:
         high=1 << 30,
         words={"auto": 0},
     )
-    """0: by what is free."""
+    """0: depends on the free memory."""
     cache_memory_percent: float = option(
         0.2,
         "Share of the free memory that auto means for --cache-memory-mb: 0.2 is a fifth.",
@@ -65,7 +65,7 @@ class CacheConfig:
         high=1 << 20,
         words={"auto": 0.0},
     )
-    """0: by what is free."""
+    """0: depends on the free disk space."""
     ssd_write_budget_gb_per_day: float = option(
         64.0,
         "GiB that may be written to that folder in 24 hours, so that the disk lasts; 0 for no limit.",
@@ -117,5 +117,5 @@ def kernels_dir() -> Path:
 
 
 def converted_dir() -> Path:
-    """Where models are kept that were made from other formats: in the cache, beside the records."""
+    """Where models converted from other formats are kept: in the cache, next to the records."""
     return default_cache_dir() / "converted"

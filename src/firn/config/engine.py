@@ -41,7 +41,7 @@ class EngineConfig:
         high=2**31 - 1,
         words={"auto": 0},
     )
-    """0: the model's."""
+    """0: the model's own limit."""
     max_concurrency: int = option(
         32, "Requests that generate at the same time; more wait in the queue.", low=1, high=4096
     )
@@ -59,7 +59,7 @@ class EngineConfig:
         high=65536,
         words={"auto": 0},
     )
-    """0: by device."""
+    """0: depends on the device."""
     speculation: str = option(
         "auto",
         "Draft several tokens per step and let the model check them; the text stays the same. lookup: "

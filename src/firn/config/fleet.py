@@ -1,7 +1,8 @@
 """Settings for several models behind one address: the flags, and a [models.NAME] table for each model.
 
-One model without any of these settings is served by a single process, without a front. A table may hold
-every option that is not the whole server's; it counts as part of the file, so flags and variables win.
+One model without any of these settings is served by a single process, without a front. A table may
+set any option that does not concern the whole server; it is part of the file, so flags and
+variables win.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class FleetConfig:
         high=1 << 20,
         words={"auto": 0.0},
     )
-    """0: by the machine."""
+    """0: depends on the machine."""
     keep_alive: str = option(
         "30m",
         "How long an unused model stays loaded: 30m, 90 (seconds), -1 for ever.",
@@ -91,7 +92,7 @@ class FleetConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelTable:
-    """One [models.NAME]. values: by key of the option ("engine.max_concurrency")."""
+    """One [models.NAME] table. values: by the option's key ("engine.max_concurrency")."""
 
     name: str
     path: str

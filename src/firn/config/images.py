@@ -1,4 +1,4 @@
-"""Settings for pictures in prompts. The user's word for them is image, as in the APIs."""
+"""Settings for pictures in prompts. Users see them called images, as in the APIs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an option is: declared as one field of a frozen tree, read from text or from TOML.
+"""Options: each is declared as one field of a frozen tree and read from text or TOML.
 
 `option()` makes the field; `options_of()` turns a class of such fields into a table of `Option`s.
 Nothing here knows where a value came from: BadValue says what is wrong with it, and the caller adds
@@ -24,7 +24,7 @@ class BadValue(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """The part of an option that its entry states; type and default are the field's own."""
+    """What an option's declaration states; its type and default are those of the field."""
 
     help: str
     flag: str | None
@@ -50,7 +50,7 @@ def option(
     secret: bool = False,
     check: Callable[[Any], Any] | None = None,
 ) -> T:
-    """A field of the tree. `flag` and `env` follow from the name; flag None: positional, no flag.
+    """A field of the tree. `flag` and `env` default to its name; flag None: positional, no flag.
 
     `words` are texts that stand for values ("auto": 0). `check` returns the value to
     keep or raises BadValue. A Literal annotation is a choice, `tuple[X, ...]` a repeatable flag,
@@ -106,7 +106,7 @@ class Option:
         return self.spec.metavar or _METAVARS[self.scalar]
 
     def parse(self, text: str) -> Any:
-        """From an environment variable, where commas part the items of a list."""
+        """A value from an environment variable, where commas separate the items of a list."""
         if not self.many:
             return self._parse_one(text)
         items = tuple(self._parse_one(item) for item in text.split(",") if item.strip())
@@ -115,7 +115,7 @@ class Option:
         return items
 
     def parse_flag(self, raw: str | bool | list[str]) -> Any:
-        """From the command line: an on/off flag, a repeated one, or one text."""
+        """A value from the command line: an on/off flag, a repeated one, or one text."""
         if isinstance(raw, bool):
             return raw
         if isinstance(raw, str):
@@ -131,7 +131,7 @@ class Option:
         return self._checked(self._converted(text))
 
     def accept(self, value: object, *, base: Path) -> Any:
-        """From a TOML file: already typed, and never bent. Paths are relative to `base`."""
+        """A value from a TOML file: it must have the right type. Paths are relative to `base`."""
         if not self.many:
             return self._accept_one(value, base=base)
         if not isinstance(value, list):
@@ -195,7 +195,7 @@ def options_of(section: str, cls: type) -> Iterator[Option]:
 
 
 def _unwrapped(hint: Any) -> tuple[type, bool, tuple[Any, ...]]:
-    """The scalar type, whether there are many of it, and the choices, if it is one."""
+    """The scalar type, whether it is a list, and the choices, if there are any."""
     if get_origin(hint) in (Union, types.UnionType):
         (hint,) = (arg for arg in get_args(hint) if arg is not type(None))
     if get_origin(hint) is tuple:

@@ -1,7 +1,7 @@
 """Defaults of sampling and thinking: flags, and the model's own generation_config.json.
 
-generation_config.json is written by those who trained the model. A value in it that is out of
-bounds is a warning, and the rest of the file is used.
+generation_config.json comes from those who trained the model. A value in it that is out of bounds
+causes a warning, and the rest of the file is used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from firn.config.options import BadValue, option
 from firn.core.bounds import GREEDY_BELOW, SAMPLING
 
-if TYPE_CHECKING:  # values bring numpy along, and the settings are read before anything heavy
+if TYPE_CHECKING:  # values imports numpy, and the settings are read before anything heavy
     from firn.core.values import Defaults
 
 GENERATION_CONFIG = "generation_config.json"
@@ -70,7 +70,7 @@ class SamplingConfig:
     )
 
     def defaults(self) -> Defaults:
-        """As requests are decoded with them: temperature 0 is greedy, top_k 0 is off."""
+        """The defaults in the form that decoding uses: temperature 0 is greedy, top_k 0 is off."""
         from firn.core.values import Defaults, Sampling
 
         options = {name: getattr(self, f"default_{name}") for name in SAMPLING}
@@ -91,7 +91,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelDefaults:
-    """By the names of `Sampling`. warnings: a line for each value of the file that cannot be used."""
+    """values: by the names of `Sampling`. warnings: a line for each value that cannot be used."""
 
     path: Path
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class ModelDefaults:
 
 
 def of_model(folder: Path) -> ModelDefaults:
-    """What the folder's generation_config.json says about sampling; nothing if it has none."""
+    """The sampling defaults in the folder's generation_config.json; empty if there is no file."""
     path = folder / GENERATION_CONFIG
     try:
         given = json.loads(path.read_bytes())

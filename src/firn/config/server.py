@@ -17,14 +17,14 @@ def header_safe(key: str) -> str:
 
 
 def origin(text: str) -> str:
-    """As a browser sends it: scheme and host, no path."""
+    """An origin as a browser sends it: scheme and host, no path."""
     if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", text):
         raise BadValue(f"{text!r} is not an origin; write it like https://example.com")
     return text
 
 
 def host_name(text: str) -> str:
-    """As a client calls the server: no scheme, no port."""
+    """A host name by which clients call the server: no scheme, no port."""
     if text != "*" and not re.fullmatch(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?", text):
         raise BadValue(f"{text!r} is not a host name; write it like ai.example.com")
     return text

@@ -92,7 +92,7 @@ def _from_file(path: Path) -> tuple[Given, tuple[ModelTable, ...]]:
 
 
 def _unknown(path: Path, key: str, known: Iterable[str]) -> NoReturn:
-    """Names are compared without their sections: a right name in a wrong section is found too."""
+    """Names are compared without their sections, to find a right name in the wrong section too."""
     by_name = {other.rpartition(".")[2]: other for other in known}
     close = difflib.get_close_matches(key.rpartition(".")[2], by_name, n=1)
     hint = f"; did you mean {by_name[close[0]]}?" if close else ""
@@ -103,8 +103,8 @@ def _from_environ(environ: Mapping[str, str]) -> Given:
     given: Given = {}
     for item in OPTIONS:
         text = environ.get(item.env)
-        # Empty means unset, as compose files write it; but a secret that came out empty must not
-        # open the server.
+        # Empty means unset, as compose files write it; but a secret that turned out empty must not
+        # leave the server open.
         if text is None or (not text.strip() and not item.spec.secret):
             continue
         try:
@@ -128,7 +128,7 @@ def _from_flags(flags: Mapping[str, Any], names: Mapping[str, str]) -> Given:
 
 
 def _add_key_file(given: Given) -> None:
-    """The keys of server.api_key_file join those that were listed."""
+    """Adds the keys in server.api_key_file to those that were listed."""
     if "server.api_key_file" not in given:
         return
     path, origin = given["server.api_key_file"]
@@ -148,7 +148,7 @@ def _read_keys(path: Path) -> tuple[str, ...]:
         raise SetupError(f"{path}: the API keys are not UTF-8 text") from error
     keys = tuple(key for line in lines if (key := line.strip()) and not key.startswith("#"))
     if not keys:
-        # An empty file must not open the server.
+        # An empty file must not leave the server open.
         raise SetupError(f"{path}: contains no API key")
     for key in keys:
         try:

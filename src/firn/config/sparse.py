@@ -24,7 +24,7 @@ class SparseConfig:
         metavar="off|auto|N",
         words={"off": 0, "auto": OVER},
     )
-    """0: only where a request asks for it."""
+    """0: only if a request asks for it."""
     sparse_prefill_keep: float = option(
         0.3,
         "Of the cold tokens that may be skipped, the share to read where a request does not say.",

@@ -52,7 +52,7 @@ class Config:
     page: PageConfig = PageConfig()
     log: LogConfig = LogConfig()
     tables: tuple[ModelTable, ...] = ()
-    """The file's [models.NAME]."""
+    """The file's [models.NAME] tables."""
     origins: Mapping[str, Origin] = field(
         default_factory=lambda: types.MappingProxyType({}), repr=False, compare=False
     )
@@ -67,7 +67,7 @@ class Config:
 
     @property
     def several(self) -> bool:
-        """Whether models are to share an address; otherwise one process serves one model."""
+        """Whether a front serves one or more models; otherwise one process serves one model."""
         return bool(self.tables) or any(key.startswith("fleet.") for key in self.origins)
 
 
