@@ -16,6 +16,7 @@ import pytest
 from firn.cache.storage.faults import TierFault
 from firn.cache.storage.io import TierEntry
 from firn.cache.tiers import Gone
+from firn.cache.tiers._folder import Disk
 from firn.cli.cache_work import CacheFolder
 from firn.core.errors import SetupError
 from tests.cache.tiers.folders import Clock, du, put
@@ -132,6 +133,37 @@ def test_a_folder_that_cannot_be_locked_is_still_read(tmp_path: Path, op: str) -
     clock.step(1.0)
     put(tier, of_size(10, 9))
     assert tier.usage().status.state == "ok"
+
+
+class OpensOnce(Disk):
+    """A scan opens a record again if its metadata is longer than what it reads at first."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.opened: set[str] = set()
+
+    def open(self, path: str, flags: int = os.O_RDONLY) -> int:
+        if path in self.opened:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        self.opened.add(path)
+        return super().open(path, flags)
+
+
+def test_a_record_that_a_scan_cannot_open_costs_that_record_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    long = of_size(10, tokens=range(20_000))
+    older, newer = of_size(10, 1), of_size(10, 2)
+    writer = Folder(tmp_path, wall=clock)
+    for one in (older, long, newer):
+        clock.step()
+        writer.write(one)
+    tier = Folder(tmp_path, disk=OpensOnce(tmp_path), wall=clock)
+    assert tier.names() == {older.name, newer.name}
+    assert tier.usage().counts["read_faults"] == 1
+    (line,) = [r.message for r in caplog.records if r.name == "firn.cache"]
+    assert str(long.name) in line
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -360,6 +360,10 @@ class TierIo:
             self._set_aside(seen.name, e)
         except Missing:  # removed since it was seen
             pass
+        except TierFault as e:  # go on: the tier does not report the others a second time
+            log.warning(
+                "a record cannot be read, which costs a miss: %s (%s)", seen.name, e.message
+            )
         return None
 
     def _set_aside(self, name: str, why: Damaged) -> None:
