@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 
+from firn.cache.arrays.payload import Payload
 from firn.cache.parts import Part
 from firn.cache.ranks.io import RankIo
-from firn.cache.ranks.mirror import Mirror
+from firn.cache.ranks.mirror import Mirror, number_of
 from firn.cache.storage.container import Header, Label, Loaded, Name
 from firn.cache.storage.faults import Damaged, Missing, Refused, TierFault, Unwanted
 from firn.cache.storage.io import Changes, ReadOrder, TierEntry, WriteOrder
@@ -241,6 +243,33 @@ def test_another_ranks_slice_is_not_read() -> None:
         case.others.say(rank, "read", serial, "")
     case.own.done(Loaded(header(1, layout=LAYOUT.replace("rank 0", "rank 1")), []))
     assert isinstance(case.results[0], Missing)
+
+
+def test_what_rank_0_has_no_arrays_for_nobody_keeps() -> None:
+    case = Case()
+    serial = case.read(1)
+    for rank in (1, 2):
+        case.others.say(rank, "read", serial, "")
+    case.own.done(Loaded(header(1), []))
+
+    def make() -> Payload:
+        raise MemoryError("no room")
+
+    with pytest.raises(MemoryError):
+        case.io.received(name(1), make)
+    assert [call.args for call in case.others.were_told("unread")] == [(serial,)]
+    assert not case.others.were_told("arrive")
+
+
+def test_what_rank_0_takes_all_keep() -> None:
+    case = Case()
+    serial = case.read(1)
+    for rank in (1, 2):
+        case.others.say(rank, "read", serial, "")
+    case.own.done(Loaded(header(1), []))
+    taken = case.io.received(name(1), lambda: Payload((), ()))
+    assert [call.args for call in case.others.were_told("arrive")] == [(number_of(taken), serial)]
+    assert not case.others.were_told("unread")
 
 
 # --- what there is -------------------------------------------------------------------------

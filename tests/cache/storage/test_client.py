@@ -183,11 +183,23 @@ def test_what_left_memory_meanwhile_is_not_held_on_to() -> None:
 class NoArrays(TierIo):
     """Reads well, but memory has no room for the arrays."""
 
-    def received(self, name: Name, arrays: Payload) -> Payload:
+    n_failed = 0
+
+    def received(self, name: Name, make: Callable[[], Payload]) -> Payload:
+        try:
+            return make()
+        except RuntimeError:
+            self.n_failed += 1
+            raise
+
+
+def test_who_waits_hears_at_once_that_no_arrays_could_be_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def from_host(*args: object) -> Payload:
         raise RuntimeError("out of memory")
 
-
-def test_who_waits_hears_at_once_that_no_arrays_could_be_made() -> None:
+    monkeypatch.setattr(client, "from_host", from_host)
     stored: dict[str, bytes] = {}
     ids = words(1, 41)
     writer = tree(DENSE, block=BLOCK)
@@ -214,6 +226,7 @@ def test_who_waits_hears_at_once_that_no_arrays_could_be_made() -> None:
         woken.clear()
         cache.tick(EngineLoad.NONE)
     assert set(cache.stats.faults) == {"read: no arrays"}
+    assert io.n_failed == sum(cache.stats.faults.values()), "the tier hears of each"
     cache.restore(cursor)
     assert cursor.admission.reason == "read failed"
     cache.close_cursor(cursor, None)

@@ -162,10 +162,15 @@ class RankIo:
         self._followers.tell("unread", serial)
         order.done(order.faults[0] if isinstance(result, Loaded) else result)
 
-    def received(self, name: Name, arrays: Payload) -> Payload:
-        """The tree takes what was read: the other ranks keep their slices of it, too."""
+    def received(self, name: Name, make: Callable[[], Payload]) -> Payload:
+        """The other ranks keep their slices of what the tree takes, and drop those of the rest."""
         with self._lock:
             serial = self._was_read.pop(name)
+        try:
+            arrays = make()
+        except BaseException:
+            self._followers.tell("unread", serial)
+            raise
         return self._mirror.arrived(arrays, serial)
 
     def _step(

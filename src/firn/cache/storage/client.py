@@ -84,10 +84,13 @@ class _PendingWrite(NamedTuple):
 
 @runtime_checkable
 class Receiving(Protocol):
-    """An `Io` that must be told of each payload that memory takes from the tier."""
+    """An `Io` that must be told what becomes of each record read."""
 
-    def received(self, name: Name, arrays: Payload) -> Payload:
-        """Called on the engine thread with the payload read; returns the one that memory keeps."""
+    def received(self, name: Name, make: Callable[[], Payload]) -> Payload:
+        """Called on the engine thread; returns the payload that memory keeps.
+
+        make: makes it from the bytes read. What it raises is raised here.
+        """
         ...
 
 
@@ -265,10 +268,10 @@ class TierClient:
 
     def _arrays(self, record: Record, loaded: Loaded) -> Payload:
         header = loaded.header
-        arrays = from_host(header.tensors, header.places, loaded.buffers)
+        make = partial(from_host, header.tensors, header.places, loaded.buffers)
         if self._receiving is None:
-            return arrays
-        return self._receiving.received(name_of(record), arrays)
+            return make()
+        return self._receiving.received(name_of(record), make)
 
     # --- asking a store --------------------------------------------------------------------
 
