@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
@@ -46,6 +48,11 @@ def count(value: Any) -> tuple[int, int, int]:
 def test_the_count_agrees_with_the_parser_at_any_cut(value: Any, piece: int, spaced: bool) -> None:
     """Wherever the text is cut into pieces, and whatever its strings contain."""
     raw = json.dumps(value, indent=1 if spaced else None, ensure_ascii=False).encode()
+    check_count(raw, piece)
+
+
+def check_count(raw: bytes, piece: int) -> None:
+    """The limits that allow exactly this text let it pass; any lower limit refuses it."""
     n_containers, n_members, n_commas = count(json.loads(raw))
     wanted = {
         "MAX_CONTAINERS": n_containers,
@@ -62,6 +69,30 @@ def test_the_count_agrees_with_the_parser_at_any_cut(value: Any, piece: int, spa
             with pytest.raises(TooMuch):
                 json_bounds._check_outside_strings(raw)
             patch.setattr(json_bounds, name, n)
+
+
+@pytest.mark.parametrize("piece", range(1, 6))
+def test_backslashes_may_be_cut_anywhere(piece: int) -> None:
+    """A run of every length up to three pieces, from every offset; then a quote, escaped or not."""
+    for offset, n_slashes in itertools.product(range(piece), range(3 * piece)):
+        for quote in ("", '"'):
+            text = "a" * offset + "\\" * n_slashes + quote + ",[{:"
+            check_count(json.dumps([text, [{"b": text}]]).encode(), piece)
+
+
+def test_the_memory_for_counting_does_not_grow_with_a_run_of_backslashes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(json_bounds, "PIECE_NBYTES", 1024)
+    monkeypatch.setattr(json_bounds, "MAX_CONTAINERS", 0)
+    raw = b'"[' + b"\\" * (1 << 18) + b'"'
+    tracemalloc.start()
+    try:
+        check(raw)
+        _, peak_nbytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_nbytes < len(raw) // 2
 
 
 @given(st.binary())

@@ -33,13 +33,11 @@ def check(raw: bytes) -> None:
 
 def _check_outside_strings(raw: bytes) -> None:
     data = np.frombuffer(raw, dtype=np.uint8)
-    n_containers = n_values = n_names = start = 0
-    inside = False
-    while start < len(data):
-        end = _piece_end(data, start)
-        piece = data[start:end]
-        start = end
-        outside, inside = _outside_strings(piece, inside)
+    n_containers = n_values = n_names = 0
+    inside = escaped = False
+    for start in range(0, len(data), PIECE_NBYTES):
+        piece = data[start : start + PIECE_NBYTES]
+        outside, inside, escaped = _outside_strings(piece, inside, escaped)
         n_opened = _count(piece, outside, "[{")
         n_containers += n_opened
         n_values += n_opened + _count(piece, outside, ",")
@@ -57,24 +55,27 @@ def _count(piece: Bytes, outside: npt.NDArray[np.bool_], characters: str) -> int
     return sum(int(np.count_nonzero((piece == ord(c)) & outside)) for c in characters)
 
 
-def _piece_end(data: Bytes, start: int) -> int:
-    """The end of the piece: never right after a backslash, which must stay with what it escapes."""
-    end = min(start + PIECE_NBYTES, len(data))
-    while end < len(data) and data[end - 1] == BACKSLASH:
-        end += 1
-    return end
+def _outside_strings(
+    piece: Bytes, inside: bool, escaped: bool
+) -> tuple[npt.NDArray[np.bool_], bool, bool]:
+    """Which bytes are outside strings.
 
-
-def _outside_strings(piece: Bytes, inside: bool) -> tuple[npt.NDArray[np.bool_], bool]:
-    """Which bytes are outside strings, and whether the piece ends inside one."""
+    inside: whether the piece begins inside a string; escaped: whether its first byte is escaped.
+    Both are returned for the piece that follows.
+    """
     quotes = piece == QUOTE
-    slashes = np.flatnonzero(piece == BACKSLASH)
-    if len(slashes):
+    slashes = piece == BACKSLASH
+    if escaped:
+        quotes[0] = slashes[0] = False
+    at = np.flatnonzero(slashes)
+    escaped = False
+    if len(at):
         # A backslash escapes what follows it, unless it is escaped itself: in a run of backslashes,
         # every other one. After a run of odd length, a quote does not end the string.
-        first = np.flatnonzero(np.diff(slashes, prepend=-2) != 1)
-        last = np.append(first[1:], len(slashes)) - 1
-        escaped = slashes[last][(last - first) % 2 == 0] + 1
-        quotes[escaped[escaped < len(piece)]] = False
+        first = np.flatnonzero(np.diff(at, prepend=-2) != 1)
+        last = np.append(first[1:], len(at)) - 1
+        after = at[last][(last - first) % 2 == 0] + 1
+        quotes[after[after < len(piece)]] = False
+        escaped = bool(np.any(after == len(piece)))
     within = (np.cumsum(quotes, dtype=np.int64) + inside) % 2 == 1
-    return ~within, bool(within[-1])
+    return ~within, bool(within[-1]), escaped
