@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import stat
 import threading
 from pathlib import Path
@@ -14,8 +16,10 @@ import pytest
 
 from firn.core.errors import SetupError
 from firn.core.values import Namespace, Prompt, ServedRequest
+from firn.traces import record
 from firn.traces.read import read
 from firn.traces.record import Recorder, open_trace, user_salt
+from tests.waiting import wait_until
 
 SALT = b"s" * 32
 BLOCK = 4
@@ -154,3 +158,38 @@ def test_a_pipe_without_a_reader_keeps_no_start_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(SetupError, match="--record-trace"):
         open_trace(tmp_path / "pipe")
+
+
+def test_a_reader_that_falls_behind_gets_every_line_whole(tmp_path: Path) -> None:
+    """Each line is longer than a pipe holds, and the reader pauses after every piece."""
+    os.mkfifo(tmp_path / "pipe")
+    reader, got = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK), bytearray()
+    writer = recorder(tmp_path / "pipe", block=1)
+    for _ in range(3):
+        writer.record(served(range(5_000)))
+
+    def has_all() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            got.extend(os.read(reader, 1 << 14))
+        return got.count(b"\n") == 3 or writer.n_dropped > 0
+
+    wait_until(has_all)
+    writer.close()
+    os.close(reader)
+    assert writer.n_dropped == 0
+    assert [json.loads(line)["input_length"] for line in got.splitlines()] == [5_000] * 3
+
+
+def test_closing_does_not_wait_for_a_reader_that_never_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(record, "END_S", 0.01)
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    writer = recorder(tmp_path / "pipe", block=1)
+    for _ in range(3):
+        writer.record(served(range(5_000)))
+    wait_until(lambda: select.select([reader], [], [], 0)[0])  # the first is being written
+    writer.close()
+    assert "--record-trace: 3 requests are missing in the trace" in caplog.messages
+    os.close(reader)  # now the write fails, and the thread ends

@@ -43,9 +43,11 @@ def open_trace(path: Path) -> int:
     try:
         # O_NONBLOCK: opening a pipe must not wait for its reader.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
-        return os.open(path, flags, 0o600)
+        fd = os.open(path, flags, 0o600)
     except OSError as e:
         raise SetupError(f"--record-trace {path}: {e.strerror}") from e
+    os.set_blocking(fd, True)  # the thread that writes may wait for a slow reader
+    return fd
 
 
 class Recorder:
@@ -98,6 +100,8 @@ class Recorder:
             self._closing = True
             self._changed.notify()
         self._thread.join(END_S)
+        if self._thread.is_alive():
+            self._stop(f"the last requests took longer than {END_S:g} s")
         if self.n_dropped:
             log.warning("--record-trace: %d requests are missing in the trace", self.n_dropped)
 
