@@ -15,6 +15,7 @@ from firn.cache.tiers._backoff import MAX_S, N_FAILURES, CircuitBreaker
 from firn.cache.tiers._bandwidth import BURST_S, Bandwidth
 from firn.cache.tiers._calls import N_TRIES, RetriedCalls
 from firn.cache.tiers._store import StoreSettings, StoreTier
+from firn.cache.tiers.redis import RedisClient
 from firn.cache.tiers.s3 import S3Client
 from firn.core.errors import SetupError
 
@@ -227,3 +228,50 @@ def test_an_object_that_was_cut_short_on_its_way_is_a_fault_of_the_way() -> None
 
     with pytest.raises(TierFault, match="cut short"):
         S3Client(None, Library, attempt_s=1.0).get("ab", None)
+
+
+class SlowRedis:
+    """Takes a second for each value, less than the time limit of a call."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.held: dict[str, bytes] = {}
+        self.n_calls = 0
+
+    def exists(self, key: str) -> bool:
+        return key in self.held
+
+    def set(self, key: str, value: Any, *, px: int, nx: bool = False) -> bool:
+        self.n_calls += 1
+        self._clock.now += 1.0
+        self.held[key] = bytes(value)
+        return True
+
+    def get(self, key: str) -> bytes | None:
+        self.n_calls += 1
+        self._clock.now += 1.0
+        return self.held.get(key)
+
+    def unlink(self, *keys: str) -> int:
+        return sum(self.held.pop(key, None) is not None for key in keys)
+
+
+def test_a_record_of_many_pieces_has_one_attempts_time() -> None:
+    class Errors:
+        RedisError = OutOfMemoryError = AuthenticationError = NoPermissionError = KeyError
+        TimeoutError = ReadOnlyError = KeyError
+
+    clock = Clock()
+    redis = SlowRedis(clock)
+    client = RedisClient(
+        redis, Errors, prefix="firn", ttl_s=60, attempt_s=2.5, piece_nbytes=1024, clock=clock
+    )
+    with pytest.raises(TierFault, match="too slow: 3072 of 10240 bytes"):
+        client.put("ab", [bytes(10 << 10)], replace=False)
+    assert redis.n_calls == 3
+    assert redis.held == {}, "no piece stays behind"
+    assert client.put("cd", [bytes(3 << 10)], replace=False), "it was late for its head only"
+    redis.n_calls = 0
+    with pytest.raises(TierFault, match="too slow: 2048 of 3072 bytes"):
+        client.get("cd", None)
+    assert redis.n_calls == 3, "the head, and two pieces"

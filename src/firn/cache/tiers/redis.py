@@ -61,6 +61,7 @@ class RedisClient:
         attempt_s: float,
         piece_nbytes: int = PIECE_NBYTES,
         wall: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._errors = errors
@@ -69,12 +70,13 @@ class RedisClient:
         self._attempt_s = attempt_s
         self._piece_nbytes = piece_nbytes
         self._wall = wall
+        self._clock = clock
 
     def get(self, name: str, n: int | None) -> memoryview:
         return self._translated(lambda: self._get(name))[:n]
 
     def _get(self, name: str) -> memoryview:
-        until = time.monotonic() + self._attempt_s
+        until = self._clock() + self._attempt_s
         value = self._client.get(self._key(name))
         if value is None:
             raise Missing
@@ -94,8 +96,7 @@ class RedisClient:
                 raise Damaged("wrong length", "of a piece")
             view[at : at + len(piece)] = piece
             at += len(piece)
-            if time.monotonic() > until and at < head.nbytes:
-                raise TierFault("too slow", f"{at} of {head.nbytes} bytes")
+            self._check_time(until, at, head.nbytes)
         return view
 
     def find(self, names: Sequence[str]) -> Iterator[FoundRecord]:
@@ -115,6 +116,7 @@ class RedisClient:
         return self._translated(lambda: self._put(name, pieces, replace=replace))
 
     def _put(self, name: str, pieces: Sequence[Buffer], *, replace: bool) -> bool:
+        until = self._clock() + self._attempt_s
         key, nbytes = self._key(name), sum(memoryview(p).nbytes for p in pieces)
         if not replace and self._client.exists(key):
             return False
@@ -125,11 +127,14 @@ class RedisClient:
         keys = list(self._piece_keys(name, _parse(raw)))
         if is_small:
             raw, pieces = b"".join([raw, *pieces]), ()
+        at = 0
         try:
             for piece_key, piece in zip(keys, _cut(pieces, self._piece_nbytes), strict=True):
                 self._client.set(piece_key, piece, px=self._ttl_ms)
+                at += len(piece)
+                self._check_time(until, at, nbytes)
             is_new = bool(self._client.set(key, raw, px=self._ttl_ms, nx=not replace))
-        except self._errors.RedisError:
+        except (self._errors.RedisError, TierFault):
             self._drop(keys)
             raise
         if not is_new:
@@ -168,6 +173,11 @@ class RedisClient:
         return self._translated(delete)
 
     # --- inside ------------------------------------------------------------------------------
+
+    def _check_time(self, until: float, n_done: int, nbytes: int) -> None:
+        """The library limits each command; a record of many pieces takes many of them."""
+        if self._clock() > until and n_done < nbytes:
+            raise TierFault("too slow", f"{n_done} of {nbytes} bytes")
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}:{name}"
