@@ -23,6 +23,12 @@ def test_requests_come_in_order_on_working_days() -> None:
     assert sum(int(e.at_s // DAY_S) % 7 >= 5 for e in longer) < 0.05 * len(longer)
 
 
+def test_requests_for_summaries_come_in_order_too() -> None:
+    """With little context there are many, and some come while sub-agents are at work."""
+    entries = agent_trace(3000, seed=1, context=30_000)
+    assert all(a.at_s <= b.at_s for a, b in pairwise(entries))
+
+
 def test_a_chain_of_blocks_is_as_long_as_its_prompt() -> None:
     assert all(len(e.blocks) == e.n_prompt // 256 for e in ENTRIES)
     whole = (

@@ -153,8 +153,10 @@ class AgentTraffic:
                 short = self._grown(Conversation(0, []), rng.randint(*s.short))
                 beside.append(self._ask(short, at + rng.random()))
             if conversation.n_tokens > s.context:
-                # The request for the summary.
-                yield self._ask(self._grown(self._copy(conversation), 300), at)
+                request = self._ask(self._grown(self._copy(conversation), 300), at)
+                ready, beside = _split(beside, at)
+                yield from ready
+                yield request  # for the summary
                 at += 20 + rng.expovariate(1 / 20)
                 summary = rng.randint(*s.summary)
                 fresh = self._grown(self._copy(project), summary)
@@ -167,8 +169,7 @@ class AgentTraffic:
                 self._step_back(conversation, rng.choice(conversation.turns[-8:]))
             self._grown(conversation, 20 + int(rng.expovariate(1 / s.step)))
             entry = self._ask(conversation, at)
-            ready = sorted((e for e in beside if e.at_s <= at), key=lambda e: e.at_s)
-            beside = [e for e in beside if e.at_s > at]
+            ready, beside = _split(beside, at)
             yield from ready
             yield entry
             conversation.turns.append(conversation.n_tokens)
@@ -222,6 +223,12 @@ class AgentTraffic:
         while total < mean:
             n, total = n + 1, total + self._rng.expovariate(1.0)
         return n
+
+
+def _split(entries: list[TraceEntry], at: float) -> tuple[list[TraceEntry], list[TraceEntry]]:
+    """The entries up to that time, in order, and the later ones."""
+    ready = sorted((e for e in entries if e.at_s <= at), key=lambda e: e.at_s)
+    return ready, [e for e in entries if e.at_s > at]
 
 
 def agent_trace(
