@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from firn.api.routes import tree
 from firn.config import CacheConfig, Config, ModelConfig, PageConfig, ServerConfig
+from firn.core.ports import SlicedQuery
 from tests.api.real import Real, serving
 from tests.api.test_activity import Events
+from tests.waiting import wait_until
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 20
 
@@ -71,6 +75,44 @@ def test_a_prefix_is_seen_pinned_and_forgotten(opened: Real) -> None:
     assert ask(opened, "POST", f"{path}/unpin").json()["unpinned"] == 1
     assert ask(opened, "POST", f"{path}/forget").json()["freed_bytes"] > 0
     assert ask(opened, "GET", path).status_code == 404
+
+
+class HeldQuery:
+    """Has been read, and ends when the test says so."""
+
+    def __init__(self, query: SlicedQuery) -> None:
+        while not query.step().result(60):
+            pass
+        self.answer = query.answer
+        self.end: Future[bool] = Future()
+
+    def step(self) -> Future[bool]:
+        return self.end
+
+
+@pytest.mark.parametrize(("change", "pins"), [("pin", [1]), ("unpin", [0]), ("forget", [])])
+def test_a_tree_that_was_read_before_a_change_is_not_shown_after_it(
+    opened: Real, monkeypatch: pytest.MonkeyPatch, change: str, pins: list[int]
+) -> None:
+    say(opened, LONG + "held")
+    node, admin = runs(opened)[1]["node"], opened.server.services.cache_admin
+    assert admin is not None
+    browse, held = admin.browse, []
+    ask(opened, "POST", f"/v1/cache/tree/{node}/{'pin' if change == 'unpin' else 'unpin'}")
+    monkeypatch.setattr(tree, "FRESH_S", 60.0)
+
+    def browse_and_wait(*args: Any, **options: Any) -> HeldQuery:
+        held.append(HeldQuery(browse(*args, **options)))
+        return held[0]
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(admin, "browse", browse_and_wait)
+        before = pool.submit(runs, opened)
+        wait_until(lambda: held)
+        assert ask(opened, "POST", f"/v1/cache/tree/{node}/{change}").status_code == 200
+        held[0].end.set_result(True)
+        assert node in {run["node"] for run in before.result(60)}
+    assert [run["pins"] for run in runs(opened) if run["node"] == node] == pins
 
 
 @pytest.mark.parametrize("query", ["?limit=0", "?limit=x", "?limit=5001", "?limit="])

@@ -84,13 +84,14 @@ class TreeRoutes:
         limit = limit_of(request.query_params)
         query = (exchange_of(request.scope).visible, request.query_params.get("node"), limit)
         async with self._one_at_a_time:
-            cached = self._answers.get(query)
+            answers = self._answers  # replaced by a change: what was read before it is not kept
+            cached = answers.get(query)
             if cached is None or time.monotonic() - cached.at > FRESH_S:
                 cached = _TreeAnswer(time.monotonic(), await self._read(*query))
-                self._answers.pop(query, None)
-                self._answers[query] = cached
-                while len(self._answers) > MAX_ANSWERS:
-                    del self._answers[next(iter(self._answers))]
+                answers.pop(query, None)
+                answers[query] = cached
+                while len(answers) > MAX_ANSWERS:
+                    del answers[next(iter(answers))]
         return cached.answer
 
     async def _read(
@@ -128,7 +129,7 @@ class TreeRoutes:
                 self._admin.forget_node(exchange_of(request.scope).visible, node)
             )
         finally:
-            self._answers.clear()
+            self._answers = {}
 
     async def _change(
         self,
@@ -142,7 +143,7 @@ class TreeRoutes:
             )
             return changed
         finally:
-            self._answers.clear()
+            self._answers = {}
 
 
 def limit_of(query: Mapping[str, str]) -> int:
