@@ -30,6 +30,7 @@ SCHEMAS: list[dict[str, Any]] = [
     {"items": {"type": "integer"}, "minItems": 1, "maxItems": 2, "uniqueItems": True},
     {"prefixItems": [{"type": "integer"}], "items": {"type": "string"}},
     {"contains": {"const": 1}, "minContains": 1, "maxContains": 1},
+    {"contains": {"const": 1}, "minContains": 2.0},
     {"anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 1}]},
     {"oneOf": [{"type": "integer"}, {"minimum": 2}]},
     {"allOf": [{"type": "integer"}, {"maximum": 2}]},
@@ -68,7 +69,7 @@ def test_faults_agree_with_jsonschema(value: Any) -> None:
 
 SOME_VALUES: list[Any] = [
     None, True, False, -1, 0, 1, 2, 2.0, 3, 4, 1.5, "", "a", "aa", "xa", "abc",
-    [], [1], [1, 1], [1, 2], [1, "a"], ["a"], [True, 1], [[]], [[], []], [[[]]], [1, 2, 3],
+    [], [1], [1, 1], [1, 1.0], [1, 2], [1, "a"], ["a"], [True, 1], [[]], [[], []], [[[]]], [1, 2, 3],
     {}, {"a": 1}, {"a": "a"}, {"b": 1}, {"a": 1, "b": 1}, {"a": 1, "b": "x"}, {"ab": 1}, {"ab": "a"},
     {"b": [True]}, {"a": True}, {"a": 1.0},
 ]  # fmt: skip
@@ -90,6 +91,28 @@ def test_the_places_of_faults_are_named() -> None:
     }
     places = faults({"a": "x", "c": 1}, schema, time_s=PLENTY_S)
     assert set(places) == {"#/properties/a/pattern", "#/properties/c/not", "#/required"}
+
+
+@pytest.mark.parametrize(
+    ("items", "is_unique"),
+    [
+        ([0, -0.0], False),
+        ([1e300, int(1e300)], False),
+        ([[1], [1.0]], False),
+        ([{"a": 1, "b": 2}, {"b": 2.0, "a": 1}], False),
+        ([1, True, "1", 1.5, [1], [True], {"a": 1}, {"a": True}], True),
+    ],
+)
+def test_items_are_unique_if_no_two_are_equal_in_json(items: list[Any], is_unique: bool) -> None:
+    assert (faults(items, {"uniqueItems": True}, time_s=PLENTY_S) == []) == is_unique
+
+
+@pytest.mark.parametrize("limit", ["minContains", "maxContains"])
+@pytest.mark.parametrize("malformed", ["2", None, 1.5, True, [], {}])
+def test_a_malformed_number_of_matching_items_requires_nothing(limit: str, malformed: Any) -> None:
+    schema = {"contains": {"const": 1}, limit: malformed}
+    assert faults([1, 1], schema, time_s=PLENTY_S) == []
+    assert faults([2], schema, time_s=PLENTY_S) == ["#/contains"], "which still requires one"
 
 
 @settings(max_examples=200, deadline=None)

@@ -134,7 +134,18 @@ def _equal(a: Any, b: Any) -> bool:
 def _unique(items: list[Any], wanted: Any) -> bool:
     if wanted is not True:
         return True
-    return len({json.dumps(item, sort_keys=True) for item in items}) == len(items)
+    return len({json.dumps(_plain(item), sort_keys=True) for item in items}) == len(items)
+
+
+def _plain(value: Any) -> Any:
+    """The value with 1 for 1.0, so that two values which are equal in JSON have the same text."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {name: _plain(member) for name, member in value.items()}
+    return value
 
 
 def _multiple(value: float, step: float) -> bool:
@@ -211,9 +222,15 @@ def _contains(c: _Checker, k: _Keyword) -> Iterator[str]:
     if not isinstance(k.value, list):
         return
     n_matching = sum(c.follows(item, k.given) for item in k.value)
-    least, most = k.schema.get("minContains", 1), k.schema.get("maxContains", len(k.value))
-    if not (isinstance(least, int) and isinstance(most, int)) or not least <= n_matching <= most:
+    least = _whole(k.schema.get("minContains"), 1)
+    most = _whole(k.schema.get("maxContains"), n_matching)
+    if not least <= n_matching <= most:
         yield k.at
+
+
+def _whole(given: Any, default: float) -> float:
+    """The number; the default if it is missing or malformed."""
+    return given if _is_type(given, "integer") else default
 
 
 def _all_of(c: _Checker, k: _Keyword) -> Iterator[str]:
