@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,6 +194,35 @@ def test_nothing_from_before_a_flood_is_told_after_it(monkeypatch: pytest.Monkey
     publisher.announce(StoredBlock(b"a" * 32, None, b"\1", 1))
     publisher.announce(Removed(b"a" * 32))
     assert publisher._take() == [Cleared()]
+    publisher.close()
+
+
+class Trickle:
+    """A queue, and its clock: an event follows every 19 ms, a little sooner than a batch waits."""
+
+    def __init__(self) -> None:
+        self._now_s = self._next_s = 100.0
+
+    def time(self) -> float:
+        return self._now_s
+
+    def get(self, timeout: float) -> Cleared:
+        if self._next_s - self._now_s > timeout:
+            self._now_s += timeout
+            raise queue.Empty
+        self._now_s = self._next_s
+        self._next_s += 0.019
+        return Cleared()
+
+
+def test_events_that_keep_coming_do_not_hold_up_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher = EventPublisher(f"tcp://127.0.0.1:{free_pair()}")
+    publisher._stop.set()
+    publisher._thread.join()
+    trickle = Trickle()
+    monkeypatch.setattr(publisher, "_queue", trickle)
+    monkeypatch.setattr(kv_events, "time", SimpleNamespace(monotonic=trickle.time))
+    assert len(publisher._take()) == 2, "the first, and what came in the 20 ms after it"
     publisher.close()
 
 

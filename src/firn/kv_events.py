@@ -98,7 +98,7 @@ class EventPublisher:
                     log.warning("KV events failed: %r", e, exc_info=e)
 
     def _take(self) -> list[Announcement]:
-        """The next batch: the queued events, and those that follow within BATCH_S of each other."""
+        """The next batch: the queued events, and those that follow within BATCH_S of the first."""
         events: list[Announcement] = []
         if self._n_lost:
             n_lost, self._n_lost = self._n_lost + self._queue.qsize(), 0
@@ -107,8 +107,11 @@ class EventPublisher:
                 self._queue.get_nowait()
             events.append(Cleared())
         try:
+            if not events:
+                events.append(self._queue.get(timeout=0.0001))
+            until = time.monotonic() + BATCH_S
             while len(events) < MAX_BATCH:
-                events.append(self._queue.get(timeout=BATCH_S if events else 0.0001))
+                events.append(self._queue.get(timeout=max(until - time.monotonic(), 0)))
         except queue.Empty:
             pass
         return events
