@@ -1,6 +1,6 @@
-"""Conversations as coding agents send them, turn by turn: written after the shapes of their traffic.
+"""Conversations as coding agents send them, turn by turn, modelled on their traffic.
 
-Each agent is a list of bodies; a body holds the whole conversation so far, as their APIs want it.
+Each agent is a list of bodies; a body holds the whole conversation so far, as its API requires.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class Live:
         return seen[0]
 
     def on_loop(self, work: Any, *args: Any) -> None:
-        """Run on the asyncio thread, and wait until it has."""
+        """Run `work` on the asyncio thread, and wait until it is done."""
         done = threading.Event()
 
         def call() -> None:
@@ -124,7 +124,7 @@ def serve(
     port: int = 0,
     **options: Any,
 ) -> Iterator[Live]:
-    """port: 0: any free one."""
+    """port: 0 for any free port."""
     tokenizer = tokenizer or FakeTokenizer()
     event_router = EventRouter()
 

@@ -1,4 +1,4 @@
-"""The whole server as `firn serve` builds it, on a tiny random model in a folder, behind uvicorn."""
+"""The whole server as `firn serve` builds it, on a tiny random model, behind uvicorn."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Real:
 
 
 def write_model(path: Path, *, format: str, template: str) -> None:
-    """A tiny model of one tool format: its control tokens, and a template that shows it."""
+    """Write a tiny model with a tool format's control tokens, and a template that reveals it."""
     tokenizer = grammar_walks.tokenizer(format)
     config = _write_weights(path, tokenizer)
     definition = tokenizer.definition
@@ -57,7 +57,7 @@ def write_model(path: Path, *, format: str, template: str) -> None:
 
 
 def write_family(path: Path, name: str) -> None:
-    """A tiny model with the tokens and the template of a family."""
+    """Write a tiny model with the tokens and the template of a family."""
     config = _write_weights(path, families.tokenizer(name))
     families.write(path, families.FAMILIES[name], families.template(name))
     (path / "config.json").write_text(json.dumps(config))
@@ -85,7 +85,7 @@ def demo_config(**server: Any) -> Config:
 
 @contextmanager
 def serving(path: Path, *, config: Config | None = None) -> Iterator[Real]:
-    """config: None: the defaults, with the cache off."""
+    """config: None for the defaults, with the cache off."""
     if config is None:
         off = CacheConfig(disable_prefix_cache=True)
         config = Config(model=ModelConfig(path=str(path)), cache=off)

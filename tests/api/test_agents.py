@@ -1,4 +1,4 @@
-"""Coding agents' conversations, as they send them: understood whole, streamed right, prefix kept."""
+"""Coding agents' conversations, as they send them: fully understood, streamed, and prefix kept."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def live() -> Iterator[Live]:
 
 @every_turn
 def test_every_turn_is_answered_with_a_call(live: Live, path: str, turn: int, body: Body) -> None:
-    """Streamed and whole, in each API's own shape of calls."""
+    """Streamed and whole, with calls in each API's own shape."""
     name, arguments = CALLS[path]
     streamed = post(live, path, body)
     assert streamed.status_code == 200, streamed.text
@@ -220,14 +220,14 @@ def decode(path: str, body: Body) -> GenerateRequest:
 
 @pytest.mark.parametrize("agent", AGENTS)
 def test_each_turn_begins_with_the_one_before(agent: str) -> None:
-    """With its generation prompt, but for the last token: the prefix that the cache can reuse."""
+    """With its generation prompt, except the last token: the prefix that the cache can reuse."""
     path, bodies = AGENTS[agent]
     made = prompts(path, bodies)
     for before, after in itertools.pairwise(made):
         end = before.boundaries[-1]
         assert end == len(before) - 1
         if agent == "opencode" and after is made[-1]:
-            end -= len("assistant")  # nobody has answered: there is no header any more
+            end -= len("assistant")  # no answer follows, so there is no header
         assert np.array_equal(before.ids[:end], after.ids[:end])
 
 

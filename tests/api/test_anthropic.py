@@ -275,7 +275,7 @@ def test_a_stream_gets_pings_while_a_long_prompt_is_read() -> None:
             seen = ""
             for piece in answer.iter_text():
                 seen += piece
-                if seen.count("event: ping") >= 5:  # one to begin, two chunks, then silence
+                if seen.count("event: ping") >= 5:  # at the start, for two chunks, in silence
                     live.engine.release("prefill")
         names = [name for name, _ in frames(seen)]
         assert names[0] == "message_start"

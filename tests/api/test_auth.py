@@ -33,7 +33,7 @@ def test_share_puts_all_keys_into_one_namespace() -> None:
 
 
 def test_the_namespace_of_a_key_never_changes() -> None:
-    # It is the root of every key of the cache on disk: another value would lose all of it.
+    # It is the root of every key of the cache on disk: another value would lose the whole cache.
     assert namespace_of("alice") == "c1685a70a8233ebd522b2927ea6ad735"
 
 

@@ -1,4 +1,4 @@
-"""Bodies that the Anthropic and Responses dialects refuse, each with a 400 that names the parameter."""
+"""Bodies that the Anthropic and Responses dialects refuse with a 400 that names the parameter."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_choices_have_their_own_texts() -> None:
                 roles.append(choice.index)
         assert texts == {0: "a", 1: "ab", 2: "abc"}
         assert sorted(roles) == [0, 1, 2]
-        assert len(live.engine.jobs) == 2  # one job each, whatever n is
+        assert len(live.engine.jobs) == 2  # one job per call, whatever n is
 
 
 def test_logprobs_have_bytes_and_alternatives(shared_live: Live) -> None:
@@ -152,7 +152,7 @@ def test_parameters_reach_the_engine(live: Live) -> None:
     )
     (job,) = live.engine.jobs
     assert (job.sampling.temperature, job.sampling.top_p, job.sampling.seed) == (0.5, 0.9, 3)
-    assert job.sampling.top_k == 0  # leaves every token in: off
+    assert job.sampling.top_k == 0  # more than the vocabulary: off
     assert job.sampling.logit_bias == ((65, 5.0),)
     assert job.max_tokens == 9
     assert job.eos == frozenset()
@@ -185,7 +185,7 @@ STOPPED = "one two STOP three"
 
 
 def splits(text: str) -> Iterator[list[str]]:
-    """The text in two pieces, at every place, and one character at a time."""
+    """The text split in two at every position, and one character at a time."""
     for at in range(len(text) + 1):
         yield [piece for piece in (text[:at], text[at:]) if piece]
     yield list(text)

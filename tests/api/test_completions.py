@@ -187,7 +187,7 @@ def test_logprobs_of_too_many_tokens_are_refused(live: Live) -> None:
 
 @pytest.mark.parametrize("text", ["Grüße 🙂 " * 1500, "\ufb01" * 4000])
 def test_a_long_prompt_is_echoed_whole(text: str) -> None:
-    """In slices, whose borders may split characters, off the asyncio thread."""
+    """In slices, whose boundaries may split characters, off the asyncio thread."""
     with serve(context_length=100_000) as large:
         client = large.openai()
         ask: Any = {"model": "fake", "prompt": text, "echo": True, "logprobs": 1, "max_tokens": 2}
@@ -239,7 +239,7 @@ def test_a_suffix_follows_the_hole() -> None:
         job = live.engine.jobs[-1]
         text = "<|fim_prefix|>def f(<|fim_suffix|>):\n<|fim_middle|>"
         assert tokenizer.decode(job.prompt.ids.tolist()) == text
-        # What fills the hole ends where another piece would begin.
+        # The filling ends where the model would begin another piece.
         ends = {tokenizer.decode([token]) for token in job.eos}
         assert {"<|fim_pad|>", "<|fim_prefix|>", END} <= ends
         echoed = live.openai().completions.create(

@@ -1,4 +1,4 @@
-"""Half requests, slow bodies, clients that do not read: none keeps its place for long."""
+"""Incomplete requests, slow bodies, clients that do not read: none stays connected for long."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ LONG_S = 3600.0
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deadlines of these tests are tenths of a second."""
+    """Sweep often: the deadlines of these tests are tenths of a second."""
     monkeypatch.setattr(module, "SWEEP_S", 0.02)
 
 
 class Observed(Connections):
-    """Says when a connection has ended."""
+    """Signals that a connection has ended."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         super().__init__(limits)
@@ -59,7 +59,7 @@ def connect(live: Live, sent: bytes = b"") -> socket.socket:
 
 
 def answer(sock: socket.socket) -> bytes:
-    """Everything until the server closes; b"": it just hung up."""
+    """Everything until the server closes; b"" if it closed without an answer."""
     received = b""
     try:
         while piece := sock.recv(65536):
@@ -108,7 +108,7 @@ def test_a_body_that_never_ends_is_not_waited_for(sent: bytes) -> None:
 
 
 def test_a_slow_body_that_keeps_arriving_is_answered() -> None:
-    """However slow it is: what has arrived counts."""
+    """However slow it is: what has arrived extends its time."""
     with limited(body_s=0.0, body_nbytes_per_s=1) as live, connect(live, HEAD) as sock:
         sock.sendall(b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(BODY), BODY[:-1]))
         assert is_healthy(live)  # some sweeps later
@@ -134,7 +134,7 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
         request = HEAD + b"content-length: %d\r\n\r\n%b" % (len(body), body)
         with connect(live) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            sock.sendall(request * 20)  # one behind the other, and none of the answers is read
+            sock.sendall(request * 20)  # pipelined, and none of the answers is read
             assert connections.removed.wait(30)
         assert is_healthy(live)
         wait_until(lambda: not live.n_calls())
@@ -160,7 +160,7 @@ class Wire(asyncio.Transport):
 
 
 def connection_by(clock: list[float], **limits: float) -> Connection:
-    """An open connection whose clock is the test's. Inside a running loop."""
+    """An open connection that uses the test's clock. Needs a running loop."""
     all_limits = ConnectionLimits(**limits)  # type: ignore[arg-type]
     connections = Connections(all_limits, clock=lambda: clock[0])
 

@@ -1,4 +1,4 @@
-"""A client that hangs up, streaming or not, frees its row, wherever its request is."""
+"""A client that hangs up frees its row, streaming or not, at every stage of its request."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Client:
         self._socket.sendall(raw)
 
     def read_until(self, text: bytes) -> bytes:
-        """What came up to this text. The rest may have come with it, and is read next."""
+        """What arrived up to the end of this text. Anything after it is kept for the next call."""
         while text not in self._unread:
             piece = self._socket.recv(65536)
             assert piece, self._unread
@@ -96,7 +96,7 @@ def test_other_calls_continue_when_clients_hang_up() -> None:
 
 
 class SlowPrompts:
-    """Prompts that are made when the test says so."""
+    """Makes prompts only when the test lets it."""
 
     def __init__(self, prompts: Any) -> None:
         self._prompts = prompts
@@ -168,7 +168,7 @@ def test_a_client_that_stops_reading_and_hangs_up_frees_its_row() -> None:
     big = tokenizer.vocab_size - 1
 
     with serve(reply=lambda *_: [big] * 1000, tokenizer=tokenizer) as live:
-        live.engine.hold("decode", after=400)  # twice 8 MB: more than the sockets hold
+        live.engine.hold("decode", after=400)  # twice 8 MB: more than the sockets buffer
         client = Client(live, "/v1/completions", stream=True)
         live.engine.wait_for(lambda e: e.n_sent() == 800)
         client.read_until(b"text_completion")
@@ -181,7 +181,7 @@ def test_many_hang_ups_leave_nothing_behind() -> None:
     pick = random.Random(1)
     with serve(reply=lambda *_: [65] * 100, tokenizer=tokenizer) as live:
         live.engine.chunk = 1
-        live.engine.hold("decode", after=50)  # so that none ends by itself
+        live.engine.hold("decode", after=50)  # so that no reply ends by itself
         for _ in range(150):
             client = Client(live, pick.choice(list(BODIES)), stream=True)
             mark = pick.choice([None, b"HTTP", b"prefill", b"data:", b"A"])

@@ -1,4 +1,4 @@
-"""/docs on a machine without the internet: every route is there, nothing is loaded from elsewhere."""
+"""/docs without internet access: every route is there, nothing is loaded from elsewhere."""
 
 from __future__ import annotations
 

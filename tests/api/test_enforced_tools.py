@@ -1,4 +1,4 @@
-"""Tools on a whole server, with the real clients: a random model, kept to what was asked."""
+"""Tools on a whole server, with the real clients: a random model, constrained by grammars."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
 
 
 def bias(live: Real, *texts: str, by: float = 4) -> dict[str, float]:
-    """A bias towards the ends of strings and replies, and these texts."""
+    """A bias towards tokens that end strings, objects and replies, and towards these texts."""
     ids = [live.tokenizer.token_id(text) for text in ('"', "}", *texts)]
     return {str(t): by for t in (*ids, *live.tokenizer.eos) if t is not None}
 
@@ -131,7 +131,7 @@ def test_the_older_functions_are_enforced_too(live: Real) -> None:
     jsonschema.validate(json.loads(text), PLACE)
 
 
-# --- schemas that no grammar holds ---------------------------------------------------------
+# --- schemas that no grammar fully enforces ------------------------------------------------
 
 LOOK_AHEAD = {"type": "object", "required": ["file"], "additionalProperties": False,
               "properties": {"file": {"type": "string", "pattern": "^(?!/)[a-z]+$", "maxLength": 9},

@@ -22,7 +22,7 @@ def test_no_bytes_are_a_server_error(seed: int, monkeypatch: pytest.MonkeyPatch)
     connections = Connections(ConnectionLimits(head_s=0.2, body_s=0.2, drain_s=0.1))
     with serve(connections=connections) as live:
         fuzzer = RawFuzzer(live.port, seed=seed)
-        for _ in range(2):  # so that the pool has its threads
+        for _ in range(2):  # so that the pool has started its threads
             httpx.post(f"{live.url}/v1/tokenize", json={"text": "a"})
         n_threads = threading.active_count()
         for i in range(40):

@@ -112,7 +112,7 @@ def live() -> Iterator[Live]:
     ],
 )
 def test_dns_rebinding_is_refused(live: Live, method: str, path: str) -> None:
-    """DNS rebinding: the page's own name, and our address."""
+    """The page's own host name, resolved to our address."""
     answer = httpx.request(method, f"{live.url}{path}", headers={"host": "evil.example"})
     assert answer.status_code == 403
     error = answer.json()["error"]

@@ -148,7 +148,7 @@ def test_large_bodies_leave_the_event_loop_alone(n: int) -> None:
 
 
 class ThreadNames(Defaults):
-    """Notes which threads decode bodies."""
+    """Remembers which threads decode bodies."""
 
     names: ClassVar[set[str]] = set()
 
@@ -169,7 +169,7 @@ def test_what_may_refer_to_much_or_be_large_leaves_the_event_loop_alone(path: st
     with serve(defaults=ThreadNames(), model_aliases=frozenset({"m"})) as live:
         httpx.post(live.url + path, json=body, timeout=60).raise_for_status()
     assert ThreadNames.names
-    assert "uvicorn" not in ThreadNames.names  # the event loop's
+    assert "uvicorn" not in ThreadNames.names  # the event loop's thread
 
 
 def test_a_wall_of_brackets_is_refused(live: Live) -> None:

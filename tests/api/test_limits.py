@@ -19,7 +19,7 @@ from tests.api.live import GREETING, serve
 
 HI: Any = [{"role": "user", "content": "hi"}]
 
-# --- requests a minute ---------------------------------------------------------------------
+# --- requests per minute -------------------------------------------------------------------
 
 
 class Clock:
@@ -73,7 +73,7 @@ def test_requests_over_the_limit_get_retry_after() -> None:
         with pytest.raises(anthropic.RateLimitError, match="More than 2 requests in a minute"):
             live.anthropic().messages.create(model="fake", max_tokens=4, messages=HI)
         assert "error=rate_limit_exceeded" in live.log.wait_for(" 429 ")
-        # Looking costs nothing, and what is refused does not count.
+        # Only POSTs count, and refused ones do not.
         assert client.models.list().data
         assert httpx.get(f"{live.url}/health").status_code == 200
         assert len(live.engine.jobs) == 2
@@ -85,7 +85,7 @@ def test_each_key_has_its_own_minute() -> None:
             live.openai(api_key=key).completions.create(model="fake", prompt="a")
             with pytest.raises(openai.RateLimitError):
                 live.openai(api_key=key).completions.create(model="fake", prompt="a")
-        for _ in range(3):  # who has no key has no minute to use up
+        for _ in range(3):  # callers without a valid key are not counted
             with pytest.raises(openai.AuthenticationError):
                 live.openai(api_key="c").completions.create(model="fake", prompt="a")
 

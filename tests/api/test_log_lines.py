@@ -1,4 +1,4 @@
-"""What clients and logs say: why a request was refused, what is served, what was shared."""
+"""Answers and log lines: why a request was refused, what is served, what was shared."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def counts(dialect: str, server: real.Real, text: str) -> tuple[int, int]:
 def test_usage_counts_what_a_neighbour_computed_as_cached(
     sharing: tuple[real.Real, LogLines], dialect: str
 ) -> None:
-    """Two equal prompts at once: each takes over what the other computes."""
+    """Two equal prompts run together: each takes over what the other computes."""
     server, log = sharing
     text = f"{dialect}: " + " ".join(f"word {i}" for i in range(60))
     gate = threading.Event()
@@ -239,7 +239,7 @@ def test_usage_counts_what_a_neighbour_computed_as_cached(
         (n_prompt, first), (_, second) = (each.result() for each in calls)
     waiting.result()
     assert n_prompt > 64
-    # All but the last token is computed once: nearly all of one of the two, as both take turns.
+    # The two take turns and compute all but the last token once, so they save nearly one prompt.
     assert first + second >= n_prompt - 1 - 2 * 16
     lines = [log.wait_for(f"prompt={n_prompt} ") for _ in range(2)]
     (line,) = (each for each in lines if f" cached={max(first, second)} " in each)

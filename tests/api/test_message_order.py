@@ -39,7 +39,7 @@ NEXT = {"role": "user", "content": "and now?"}
 
 
 def shared(live: Live) -> tuple[int, int]:
-    """Tokens of the last prompt but one, and how many of them the last one begins with."""
+    """Length of the last prompt but one, and how many of its tokens the last one begins with."""
     before, after = (job.prompt.ids for job in live.engine.jobs[-2:])
     n = min(len(before), len(after))
     differ = np.flatnonzero(before[:n] != after[:n])
@@ -47,7 +47,7 @@ def shared(live: Live) -> tuple[int, int]:
 
 
 HEADER = 12
-"""Tokens of a reply's header, which may open a thought that history leaves out."""
+"""Upper bound for the tokens of a reply's header, which may open a thought that history drops."""
 
 
 def test_a_late_developer_message_keeps_the_prefix_of_a_chat(live: Live) -> None:
@@ -79,7 +79,8 @@ def test_a_late_system_message_of_claude_code_keeps_the_prefix(live: Live) -> No
 
 
 def first_thought(live: Live) -> int:
-    """Also if the template drops an earlier thought, even an empty one, at a new question."""
+    """Where the prefix ends if the template drops an earlier thought, even an empty one, at a new
+    question."""
     ids = live.engine.jobs[-2].prompt.ids.tolist()
     mark = live.tokenizer.token_id("<think>")
     return ids.index(mark) if mark in ids else len(ids)
@@ -96,7 +97,7 @@ def test_a_late_message_of_codex_keeps_the_prefix(live: Live) -> None:
 
 
 def test_a_cancelled_turn_keeps_the_prefix(live: Live) -> None:
-    """The question was not answered: it comes again, with another message."""
+    """The question was not answered: it is sent again, with another message."""
     client = live.openai()
     client.chat.completions.create(model="fake", messages=turn(FIRST))
     client.chat.completions.create(model="fake", messages=turn(FIRST, NEXT))

@@ -1,4 +1,4 @@
-"""Odd histories that interrupted agents leave end no session, whatever the template demands."""
+"""Odd histories left by interrupted agents do not end a session, whatever the template demands."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Requests generated from /openapi.json: whatever fits it, or nearly does, is never a 5xx.
 
-Slow: some tens of requests for each of the routes.
+Slow: up to seven requests for each route, and seven more if it has a body.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Logprobs of prompts from a whole server on a built-in model, asked for as evaluation harnesses do."""
+"""Logprobs of prompts from a whole server on a built-in model, as evaluation harnesses ask for."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def client() -> Iterator[openai.OpenAI]:
 
 
 def score(client: openai.OpenAI, text: str, n_behind: int) -> float:
-    """How likely the last tokens of a text are."""
+    """Log probability of the last `n_behind` tokens of a text."""
     reply = client.completions.create(
         model=MODEL, prompt=text, echo=True, logprobs=1, max_tokens=0, temperature=0
     )

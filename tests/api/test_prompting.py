@@ -1,4 +1,4 @@
-"""Pictures of a caller that shares nothing are marked as its own before anything of them is cached."""
+"""Pictures of a caller that shares nothing are marked as its own before any of them is cached."""
 
 from __future__ import annotations
 

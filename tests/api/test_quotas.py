@@ -113,7 +113,7 @@ def test_overdrawn_tokens_must_be_refilled_first() -> None:
 
 
 def test_the_bucket_refills_during_a_long_call() -> None:
-    """A minute's worth at once, and then that much per minute."""
+    """A minute's worth immediately, and then that much per minute."""
     clock = Clock()
     quotas = Quotas(KeyLimits(tokens_per_minute=600), clock=clock)
     with quotas.call(ALICE, call := Call()):
@@ -160,7 +160,7 @@ def test_only_computed_tokens_count() -> None:
         keys=Keys(["alice", "bob"]),
         quotas=Quotas(KeyLimits(tokens_per_minute=9), clock=lambda: 0.0),
     ) as live:
-        live.engine.n_cached = 4  # of five
+        live.engine.n_cached = 4  # of five prompt tokens
         assert [ask(live, "alice").status_code for _ in range(3)] == [200, 200, 429]
         assert ask(live, "bob").status_code == 200
 

@@ -271,7 +271,7 @@ def test_a_fault_before_the_first_byte_is_a_status(plain: Live) -> None:
     assert (long.value.code, long.value.param) == ("context_length_exceeded", "input")
 
 
-# --- kept ----------------------------------------------------------------------------------
+# --- stored --------------------------------------------------------------------------------
 
 
 def test_a_conversation_continues_from_its_last_response(live: Live) -> None:

@@ -1,4 +1,4 @@
-"""What a reply that a stop string has cut short counts."""
+"""Draft counts of a reply that a stop string has cut short."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from firn.core.values import GenerateRequest, RawText, RequestId
 
 @pytest.mark.parametrize("n_shown", range(1, 6))
 def test_drafted_tokens_behind_the_stop_are_not_accepted_ones(n_shown: int) -> None:
-    """A step of a draft of six tokens, four of them right, with the stop at each of its five tokens."""
+    """A step with six drafted tokens, four of them accepted, and the stop at each of its five."""
     run = RunningRequest(RequestId("a"), GenerateRequest("", RawText("a")), first_choice=0)
     step = [
         Token(0, 7),
@@ -26,6 +26,6 @@ def test_drafted_tokens_behind_the_stop_are_not_accepted_ones(n_shown: int) -> N
     for token in step[n_shown:]:
         run.drop(token)
     assert (run.n_drafted, run.n_accepted) == (6, min(n_shown, 4))
-    for token in step:  # the engine had not heard of it yet
+    for token in step:  # another step, before the engine learned of the stop
         run.drop(token)
     assert (run.n_drafted, run.n_accepted) == (12, min(n_shown, 4))

@@ -22,7 +22,7 @@ NOTHING: dict[str, Any] = {}
 
 
 def ask(live: Live, dialect: str, given: dict[str, Any] = NOTHING) -> Sampling:
-    """What the engine was handed for a request with these fields, in this dialect."""
+    """The sampling that the engine receives for a request with these fields, in this dialect."""
     extra = {"extra_body": given}
     match dialect:
         case "chat":
@@ -112,7 +112,7 @@ def test_generation_config_gives_the_defaults_on_a_real_server(tmp_path: Path) -
         assert shown["temperature"] == 0.0
         assert shown["top_p"] == 1.0
         assert shown["repetition_penalty"] == 1.3
-        # Greedy by the file, so twice the same; not so where a request is warm.
+        # Greedy by default, so replies repeat; not if a request sets a temperature.
         replies = {said(client, {}) for _ in range(3)}
         assert len(replies) == 1
         assert said(client, {"temperature": 5, "repetition_penalty": 1}) not in replies

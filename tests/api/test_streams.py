@@ -131,7 +131,7 @@ def test_an_unexpected_exception_in_a_stream_is_its_last_event(live: Live) -> No
     (job,) = live.engine.jobs
     live.engine.wait_for(lambda e: e.cancelled == [job.id])
     live.log.wait_for("failed while its reply was streamed")
-    assert live.openai().models.list().data  # the server goes on
+    assert live.openai().models.list().data  # the server keeps running
 
 
 # --- stopping ------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def as_format(schema: Any) -> Any:
 
 
 def ask(live: Real, *, seed: int = 1, **options: Any) -> Any:
-    """A short answer: the bias is for what ends strings, lists, objects, thoughts and the reply."""
+    """Ask with a bias towards what ends strings, lists, objects, thoughts and the reply."""
     ids = [live.tokenizer.token_id(c) for c in ('"', "]", "}", "<|end|>")]
     bias = {str(t): 4 for t in (*ids, *live.tokenizer.eos) if t is not None}
     return live.openai().chat.completions.create(
@@ -222,7 +222,7 @@ def test_an_answer_cut_off_has_the_reason_length(live: Real) -> None:
     assert (reply.choices[0].message.content or "").startswith("[")
 
 
-# --- refused -------------------------------------------------------------------------------
+# --- control tokens and refusals -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_a_large_budget_reaches_the_engine_only_when_it_runs_short() -> None:
         live.engine.wait_for(lambda e: e.n_sent() == N_OPEN + 9)
         assert live.engine.forced == []
         live.engine.hold("decode", after=N_OPEN + 10)
-        live.engine.release("prefill")  # nothing waits there, but the engine looks again
+        live.engine.release("prefill")  # nothing is held there, but it wakes the engine
         live.engine.wait_for(lambda e: e.forced)
         live.engine.release("decode")
         assert texts(call.result()) == ("a" * n_budget, "a" * 40)

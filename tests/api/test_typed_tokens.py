@@ -1,4 +1,4 @@
-"""What users, tools and files bring is text, even if it spells a control token."""
+"""Content from users, tools and files is text, even if it spells a control token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call that the parser does not know is text to the client, and a line in the log."""
+"""A call that the parser cannot read reaches the client as text, and is logged."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What the contracts of the ports are tried on: runners, caches with rows to keep, and how both are
-driven.
+"""What the contract tests of the ports run on: runners, caches with rows to keep, and the functions
+that drive both.
 
-A port is one only if a second implementation can take the place of the first: the shape of each is
-compared with the Protocol, and the same demands are made of all.
+A port deserves the name only if a second implementation can replace the first: the shape of each is
+compared with the Protocol, and all must pass the same tests.
 """
 
 from __future__ import annotations
@@ -112,12 +112,12 @@ def own_members(port: type) -> dict[str, Any]:
 
 
 def members(port: type) -> dict[str, Any]:
-    """Of a port that is a sum of others: theirs, too."""
+    """A port's members, including those of the ports that it combines."""
     return {n: m for base in reversed(port.__mro__) for n, m in own_members(base).items()}
 
 
 def shape(function: Any) -> list[tuple[str, Any]]:
-    """Names and kinds of the parameters a caller must know; those with defaults are its own."""
+    """Names and kinds of the parameters that a caller must pass. Those with defaults may differ."""
     return [
         (p.name, p.kind)
         for p in inspect.signature(function).parameters.values()
@@ -127,6 +127,6 @@ def shape(function: Any) -> list[tuple[str, Any]]:
 
 def assert_fits(port: type, thing: Any) -> None:
     for name, member in members(port).items():
-        found = getattr(thing, name)  # an attribute or property that is missing raises
+        found = getattr(thing, name)  # raises if an attribute or property is missing
         if inspect.isfunction(member):
             assert shape(found) == shape(member), f"{type(thing).__name__}.{name}"

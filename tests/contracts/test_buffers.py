@@ -1,4 +1,4 @@
-"""What a codec owes whose pages may stay in their row: its buffers hold the tokens where it says."""
+"""What a codec owes if its pages may stay in a row: its buffers hold the tokens where it says."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def visit(
     namespace: str = "",
     control: CacheControl = EVERYTHING,
 ) -> tuple[int, list[int]]:
-    """One request, as the engine would lead it: how much was cached, and what was said."""
+    """Run one request as the engine would: how many tokens were cached, and what was said."""
     cache, runner = at.cache, at.runner
     cursor = cache.open(prompt, Namespace(namespace), control)
     assert not cursor.racing

@@ -53,7 +53,7 @@ IN_A_GROUP = {
 }
 """Cache classes that a codec serves alone and in a group, with the class that they become there."""
 BATCHED = pytest.mark.parametrize(
-    # mlx-lm cannot merge arrays of which one slot is empty in every row.
+    # mlx-lm cannot merge an ArraysCache if one slot is empty in every row.
     "kind",
     [s for s in SPECIMENS if s.codec.single in IN_A_GROUP and "empty" not in s.label],
     ids=lambda s: s.label,
@@ -145,7 +145,7 @@ def test_any_range_that_is_held_can_be_cut(
 @QUICK
 @given(chunks=CHUNKS, cut_at=st.integers(0, 300))
 def test_a_piece_can_be_split_and_joined(kind: Specimen, chunks: list[int], cut_at: int) -> None:
-    """Restoring from slices of the records is restoring from the records."""
+    """Slices of the records restore the same layer as the records."""
     n = sum(chunks)
     pieces = kind.pieces(chunks)
     start, end, last = pieces[-1]
@@ -167,7 +167,7 @@ def test_a_piece_can_be_split_and_joined(kind: Specimen, chunks: list[int], cut_
 def test_a_shorter_prefix_is_restored_from_the_same_records(
     kind: Specimen, chunks: list[int], drop: int
 ) -> None:
-    """Trimming: tokens [0, n) out of records that hold more."""
+    """Trimming: tokens [0, n) are restored from records that hold more."""
     total = sum(chunks)
     n = max(total - drop % total, 1)
     kept = [
@@ -299,7 +299,7 @@ def test_a_live_layer_that_goes_on_leaves_the_records_be(kind: Specimen) -> None
 
 @EACH
 def test_a_record_is_no_view_of_a_larger_buffer(kind: Specimen) -> None:
-    """What the pool counts is what the record holds on to."""
+    """`nbytes_of` counts a cut's own tokens only, even if the cut is a view of a larger buffer."""
     layer = kind.fed([9])
     cut = kind.codec.cut(layer, At(0, 9), 8, 9)
     mx.eval([a for a in cut if a is not None])
@@ -333,7 +333,7 @@ def test_a_layer_quantised_by_mlx_lm_keeps_its_bits(bits: int, n: int) -> None:
 def test_records_kept_quantised_come_back_close_and_stable(kind: Specimen, n: int) -> None:
     want = _present(kind.sees(kind.fed([n]), n))
     step = {8: 0.04, 4: 0.7}[kind.codec.bits]  # type: ignore[attr-defined]
-    # A tail that grows is restored and kept again each turn: it settles, it does not drift.
+    # A growing tail is restored and quantised again each turn: its values settle and do not drift.
     rounds = [_present(kind.sees(kind.restored(kind.pieces([n]), n), n))]
     for _ in range(3):
         layer = kind.make()
@@ -367,7 +367,7 @@ def filled(key_dim: int, value_dim: int) -> Any:
         ((64, 32), 64, "kv~8x32"),
         ((80, 80), 64, "kv"),
         ((512, 8), 64, "kv"),
-        ((128, 0), 64, "kv"),  # an index that caches keys alone
+        ((128, 0), 64, "kv"),  # an index that caches only keys
     ],
 )
 def test_the_group_size_fits_the_heads(widths: tuple[int, int], group_size: int, want: str) -> None:
@@ -445,11 +445,11 @@ def test_a_layout_names_what_tells_caches_apart() -> None:
     assert len(texts) == len(kinds) + 5
 
 
-# --- what is not known is not touched ------------------------------------------------------
+# --- unknown layers are refused ------------------------------------------------------------
 
 
 class HomeMade(mlx_cache.KVCache):
-    """Another class may mean another thing, even if it derives from a known one."""
+    """A class may store something else, even if it derives from a known one."""
 
 
 @pytest.mark.parametrize(
@@ -475,7 +475,7 @@ def test_a_namesake_of_another_package_is_not_taken_for_ours() -> None:
 
 @pytest.mark.parametrize("home", [mlx_cache, vlm_cache], ids=["mlx-lm", "mlx-vlm"])
 def test_codecs_name_classes_that_exist(home: Any) -> None:
-    """What we rely on: an upgrade that moves or changes a class fails here."""
+    """The attributes that codecs rely on: an upgrade that moves or changes a class fails here."""
     for name, fields in (
         ("KVCache", {"keys", "values", "offset"}),
         ("BatchKVCache", {"keys", "values", "offset", "left_padding", "_idx"}),

@@ -1,4 +1,4 @@
-"""What every dialect owes the server. A new file in api/dialects/ is tested by being there."""
+"""What every dialect owes the server. A new file in api/dialects/ is tested automatically."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ PLAIN_JUNK = (
 
 @every_dialect
 def test_every_kind_of_junk_in_every_field(dialect: Dialect) -> None:
-    """All of them: each value by itself, in a list, and under each key, alone and in a list."""
+    """Each value alone, in a list, and under each key; every fifth also in a list of objects."""
     for name in dialect.schema()["properties"]:
         for value in (*PLAIN_JUNK, [], {}, [[]], [{}]):
             for junk in (value, [value], *({key: value} for key in KEYS)):
@@ -165,14 +165,14 @@ def test_every_kind_of_junk_in_every_field(dialect: Dialect) -> None:
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_junk_in_any_field_is_a_bad_request_at_worst(dialect: Dialect, data: st.DataObject) -> None:
-    """Several fields at once, and deeper: what each alone does is known from the test above."""
+    """Several fields together, nested deeper. The test above covers each field alone."""
     names = data.draw(st.sets(st.sampled_from(sorted(dialect.schema()["properties"])), max_size=4))
     check_junk(dialect, {name: data.draw(JUNK, label=name) for name in sorted(names)})
 
 
 @cache
 def example_of(dialect: Dialect) -> dict[str, Any]:
-    """To make a schema takes longer than to refuse a body."""
+    """Cached, since making a schema takes longer than refusing a body."""
     example: dict[str, Any] = dialect.schema()["example"]
     return example
 
@@ -221,7 +221,7 @@ def test_a_fold_holds_all_that_was_said(dialect: Dialect, events: list[Event]) -
 @settings(max_examples=50, deadline=None)
 @given(events=streams())
 def test_whole_and_streamed_hold_the_same_text(dialect: Dialect, events: list[Event]) -> None:
-    """Every text delta of the fold is in some frame; nothing is said twice or left out."""
+    """Every text delta is in some frame, and without text there is no text_delta."""
     frames = decode(dialect, stream=True).encoder(HEAD).feed(events).decode()
     said = [event.text for event in events if isinstance(event, TextDelta)]
     for text in said:
@@ -298,13 +298,13 @@ def test_errors_say_what_happened(dialect: Dialect, error: FirnError) -> None:
 
 
 def _timeless(raw: bytes) -> bytes:
-    """Without how long it took, which Ollama's streams end with."""
+    """Zero the durations that Ollama's streams end with."""
     return re.sub(rb'"(\w+_duration)": \d+', rb'"\1": 0', raw)
 
 
 def assert_frames(dialect: Dialect, raw: bytes) -> None:
-    """Frames end in an empty line; each line is a comment, an event name, or data. Or each is a line
-    of JSON."""
+    """Frames end with an empty line, and each line is a comment, an event name or data. In streams
+    that are not server-sent events, each line is a JSON object."""
     text = raw.decode("ascii")
     if dialect.stream_headers is not sse.HEADERS:
         assert not text or text.endswith("\n")

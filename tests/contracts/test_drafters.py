@@ -1,4 +1,4 @@
-"""What every drafter promises. A new file in models/drafters is picked up by itself."""
+"""What every drafter promises. A new file in models/drafters is tested automatically."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPT = [5, 6, 7, 8, 9, 10, 5, 6]
 
 
 class OnRows:
-    """A prediction head's rows are the runner's own: this is all that the runner does to them here."""
+    """Stands in for the runner, on whose rows a prediction head drafts."""
 
     is_free = False
 
@@ -74,7 +74,7 @@ def every_drafter() -> list[str]:
 
 
 def made(name: str) -> Any:
-    """As its contract tests need it: on a tiny model, where it needs one."""
+    """A drafter for these tests, on a tiny model if it needs one."""
     module = importlib.import_module(f"firn.models.drafters.{name}")
     if name not in drafters.ON_A_MODEL:
         return module.DRAFTER()

@@ -21,7 +21,7 @@ from tests.hash_engine import WAIT_S, HashEngine
 @contextmanager
 def fake_engine(publish: Callable[[Sequence[Delivery]], None]) -> Iterator[Any]:
     engine = FakeEngine(publish, lambda job, choice: [5 + choice] * 50, vocab_size=256)
-    engine.hold("decode", after=10)  # it would run to its end before anyone can stop it
+    engine.hold("decode", after=10)  # otherwise a job ends before a test can stop it
     try:
         yield engine
     finally:
@@ -51,7 +51,7 @@ every_engine = pytest.mark.parametrize("kind", ENGINES)
 
 
 class Listener:
-    """Keeps what an engine publishes; tests wait for it."""
+    """Collects what an engine publishes, so that tests can wait for it."""
 
     def __init__(self) -> None:
         self.events: dict[RequestId, list[EngineEvent]] = {}

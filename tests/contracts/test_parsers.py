@@ -1,4 +1,4 @@
-"""What every tool-call format owes, run over each file of the folder."""
+"""What every tool-call format promises, tested for each file of the folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def reply_format(format: ToolFormat) -> ReplyFormat:
 
 
 def is_marked(format: ToolFormat) -> bool:
-    """It has markers of its own, so that text can come before and behind a call."""
+    """Whether it has markers of its own, so that text can come before and after a call."""
     return not format.splitter and (bool(format.opens) or format.name == "whole_call")
 
 
@@ -44,7 +44,7 @@ def test_the_example_is_one_call_at_every_split(format: ToolFormat) -> None:
 def test_text_around_a_call_is_kept_and_nothing_else(format: ToolFormat) -> None:
     if not is_marked(format):
         pytest.skip("calls are the whole reply")
-    closes = format.name not in ("python_tag",)  # which runs to the end of the reply
+    closes = format.name not in ("python_tag",)  # it runs to the end of the reply
     text = f"Let me see <b>now</b>.\n\n{format.example}" + ("\nDone {ok}." if closes else "")
     reply = read_at_every_split(reply_format(format), text)
     assert_is_the_call(reply)
@@ -86,7 +86,7 @@ def test_inside_reasoning_an_unknown_name_is_no_call(format: ToolFormat) -> None
         pytest.skip("no marker to see it by")
     text = format.example.replace("get_weather", "get_lost") + "</think>ok"
     reply = read_at_every_split(reply_format(format), text, tail="<think>\n")
-    if format.name != "python_tag":  # which has no end but the reply's
+    if format.name != "python_tag":  # it ends only with the reply
         assert reply.calls == []
         assert reply.text == "ok"
 
@@ -115,8 +115,8 @@ def test_cut_anywhere_it_is_a_part_of_the_call_or_text(format: ToolFormat) -> No
 
 @EACH
 def test_calls_that_are_begun_for_ever_cost_little(format: ToolFormat) -> None:
-    """A model may repeat itself up to the limit. Reading from every marker to the end, as often as
-    there are markers, would run into the suite's time limit."""
+    """A model may repeat itself up to the limit. Reading to the end again from every marker would
+    run into the suite's time limit."""
     begun = format.example.partition("Paris")[0] + "x" * 60
     reply = read(reply_format(format), [begun] * 4096)
     assert "x" * 60 in reply.text + "".join(call.text for call in reply.calls)
@@ -134,7 +134,7 @@ def test_arguments_come_while_they_are_written(format: ToolFormat) -> None:
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_mixture_of_its_parts_at_any_split(format: ToolFormat, data: st.DataObject) -> None:
-    """No text whatever raises, and none depends on how it is cut."""
+    """No text raises, and no result depends on how the text is split."""
     example = format.example
     cuts = sorted(data.draw(st.lists(st.integers(0, len(example)), max_size=4)))
     parts = [example[a:b] for a, b in zip([0, *cuts], [*cuts, len(example)], strict=True)]

@@ -18,7 +18,7 @@ PORTS = {
     if inspect.isclass(port := getattr(ports, name)) and Protocol in port.__mro__
 }
 SUMS = {"CacheAdmin", "PrefixCache", "Runner", "Tokenizer"}
-"""Of ports that each have their own callers; whoever implements one implements them all."""
+"""Ports that combine others, each with its own callers; an implementation provides all of them."""
 
 
 def test_all_ports_are_here() -> None:
@@ -35,7 +35,7 @@ def test_a_port_has_few_methods(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Runner", "PrefixCache", "Scorer", "Cursor", "LiveRow"])
 def test_rows_cursors_and_scorings_have_types(name: str) -> None:
-    """Any may stand for JSON and for what mlx-lm makes, never for a handle that is passed back."""
+    """Any is allowed for JSON and for what mlx-lm makes, never for a handle that is passed back."""
     for member, function in members(PORTS[name]).items():
         function = function.fget if isinstance(function, property) else function
         hints = typing.get_type_hints(function, include_extras=True)

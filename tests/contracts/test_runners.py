@@ -140,7 +140,7 @@ def test_a_forced_token_is_taken_for_picked(kind: str) -> None:
 
 
 def resumed(runner: Any, prompt: Prompt, reply: Sequence[int], *, alone: bool, job: Job) -> Any:
-    """A row that has read a prompt and a part of its reply again, and goes on from there."""
+    """A row that has read a prompt and a part of its reply again, and continues from there."""
     grown = prompt.grown(reply)
     row = runner.start(None)
     read(runner, row, grown)
@@ -152,7 +152,7 @@ def resumed(runner: Any, prompt: Prompt, reply: Sequence[int], *, alone: bool, j
 
 @every_runner
 def test_a_row_that_resumes_alone_has_a_group_of_its_own(kind: str) -> None:
-    """Before and after: it joins nobody, and nobody joins it."""
+    """It joins no group, and no later row joins its group."""
     runner, prompt = RUNNERS[kind](), prompt_of(9)
     started(runner, prompt_of(5, salt=1))
     row = resumed(runner, prompt, [17], alone=True, job=job_of(prompt))

@@ -1,4 +1,4 @@
-"""What every storage tier owes the cache. A new file in cache/tiers/ is tested by being there."""
+"""What every storage tier owes the cache. A new file in cache/tiers/ is tested automatically."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Opened = Callable[[int], Direct]
 
 KINDS = {**discover(), "dict": dict_tier.open_tier}
 STORES = {"redis", "s3"}
-"""What goes, and when, is their own affair: they have no limit here."""
+"""They evict by rules of their own, and have no limit here."""
 every_tier = pytest.mark.parametrize("kind", sorted(KINDS))
 every_store = pytest.mark.parametrize("kind", sorted(STORES))
 bounded_tier = pytest.mark.parametrize("kind", sorted(set(KINDS) - STORES))
@@ -61,7 +61,7 @@ def where(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> TierOptions:
-    """A place of the test's own."""
+    """A location of the test's own."""
     if kind == "redis":
         port = request.getfixturevalue("redis_port")
         extra = {"prefix": uuid.uuid4().hex, "piece_kb": "64", "write_mb_per_s": "0"}
@@ -77,7 +77,7 @@ def where(
 
 @pytest.fixture
 def opened(kind: str, where: TierOptions) -> Opened:
-    """Each record is used a little later than the one before."""
+    """Opens tiers with an advancing clock: each use is a little later than the one before."""
     now = [time.time()]
 
     def wall() -> float:
@@ -128,7 +128,7 @@ def test_what_is_not_there(opened: Opened) -> None:
 
 @every_tier
 def test_a_scan_tells_names_heads_lengths_and_stamps_once(opened: Opened) -> None:
-    """A tier that lives in this process need not tell what its caller wrote."""
+    """A tier that keeps its records in this process need not report them to another instance."""
     first, second = opened(64 * MIB), opened(64 * MIB)
     names = {f"{i:064x}.pages": 1.8e9 + 10 * i for i in range(20)}
     for name, stamp in names.items():
@@ -310,7 +310,7 @@ def test_a_window_or_state_goes_before_the_pages_it_needs(opened: Opened) -> Non
 
 @bounded_tier
 def test_a_long_chain_does_not_eat_its_own_head(opened: Opened) -> None:
-    """Nothing goes for a record that was used less recently than what would have to go."""
+    """Nothing is evicted to make room for a record that was used less recently."""
     tier = opened(4 * MIB)
     records = chain(30, nbytes=300_000)
     refused = 0

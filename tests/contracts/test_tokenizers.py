@@ -1,4 +1,4 @@
-"""What every tokenizer owes those who make prompts and read replies."""
+"""What every tokenizer owes the code that makes prompts and reads replies."""
 
 from __future__ import annotations
 

@@ -367,7 +367,7 @@ CUSTOM = {"type": "custom", "custom": {"name": "patch"}}
 
 
 def streamed_calls(call: ChatCall, events: list[Event]) -> list[dict[str, Any]]:
-    """The calls of a stream as a client puts them together."""
+    """The calls of a stream, assembled as a client does it."""
     calls: list[dict[str, Any]] = []
     for chunk in frames(call.encoder(HEAD).feed(events))[:-1]:
         for delta in chunk["choices"][0]["delta"].get("tool_calls", ()):
@@ -397,7 +397,7 @@ def streamed_calls(call: ChatCall, events: list[Event]) -> list[dict[str, Any]]:
 def test_the_text_of_a_custom_tool_is_the_same_in_stream_and_fold(
     arguments: str, text: str
 ) -> None:
-    """However it is cut, and whatever form the model gives it, beside a call of another tool."""
+    """However it is split, whatever form the model gives it, alone or before another call."""
     call = chat(tools=[CUSTOM, TOOL])
     cuts = [[arguments[:n], arguments[n:]] for n in range(len(arguments))]
     for pieces in (list(arguments), *cuts):

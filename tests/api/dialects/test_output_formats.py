@@ -23,7 +23,7 @@ def flat(form: Body) -> Body:
 
 
 def wrapped(form: Body) -> Body:
-    """As the chat API has it: a schema and its name are in an object of their own."""
+    """The chat API's shape: a schema and its name are in a nested object."""
     if form.get("type") != "json_schema":
         return form
     return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}

@@ -244,7 +244,7 @@ def test_numbers_that_json_cannot_write_are_refused() -> None:
         call([USER | {"x": float("inf")}])
 
 
-# --- what was said before ------------------------------------------------------------------
+# --- earlier responses ---------------------------------------------------------------------
 
 
 def reply(*, finish: Any = "stop") -> list[Event]:

@@ -1,4 +1,4 @@
-"""The store of responses is bounded and private, and a conversation loses its end first."""
+"""The store of responses is bounded and private, and evicts a conversation from its end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stored(
 
 
 def there(store: ResponseStore, *ids: str, namespace: Namespace = MINE) -> list[str]:
-    """Those of the ids that are stored."""
+    """The given ids that are stored."""
     stored = []
     for id in ids:
         try:
@@ -81,7 +81,7 @@ def test_the_bytes_are_bounded() -> None:
     for id in "abc":
         store.put(MINE, stored(id, size=1000))
     assert there(store, *"abc") == ["b", "c"]
-    store.put(MINE, stored("b", size=1))  # a new version of one that is there
+    store.put(MINE, stored("b", size=1))  # a new version of a stored response
     store.put(MINE, stored("d", size=900))
     assert there(store, *"abcd") == ["b", "d"]
 
@@ -101,7 +101,7 @@ def test_a_conversation_is_its_links_in_order() -> None:
 
 
 def test_items_are_read_without_the_rest_of_their_response() -> None:
-    """Each response repeats its tools: reading all of a long conversation took a quarter of a second."""
+    """Each response repeats its tools: reading all of a long conversation took 0.25 s."""
     store = ResponseStore()
     store.put(MINE, replace(stored("a"), response=b"not read"))
     assert store.get(MINE, "a").output() == [{"id": "item-a", "text": ""}]

@@ -1,4 +1,4 @@
-"""What routers ask: loads and descriptions in SGLang's shapes, and a call's conversation."""
+"""What routers query: loads and descriptions in SGLang's shapes, and a call's conversation."""
 
 from __future__ import annotations
 

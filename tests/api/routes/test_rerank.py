@@ -1,4 +1,4 @@
-"""/v1/rerank on a tiny random model, beside mlx-lm computing the same."""
+"""/v1/rerank on a tiny random model, compared with mlx-lm."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def real(folder: Path) -> Iterator[Real]:
     cache = CacheConfig(no_ssd_cache=True, cache_memory_mb=64, cache_block_tokens=16)
-    # Fewer may run and wait than there are documents.
+    # Fewer requests may run and wait than the 70 documents of one test.
     engine = EngineConfig(max_concurrency=4, max_queue=2)
     config = Config(model=ModelConfig(path=str(folder)), cache=cache, engine=engine)
     with serving(folder, config=config) as running:
@@ -77,7 +77,7 @@ def test_the_query_is_read_once(real: Real) -> None:
     again = ask(real, documents=["Something else entirely.", *DOCUMENTS]).json()["usage"]
     cached = again["prompt_tokens_details"]["cached_tokens"]
     assert cached > again["prompt_tokens"] // 2
-    usage = ask(real).json()["usage"]  # some are asked twice, for "yes" and for "no"
+    usage = ask(real).json()["usage"]  # some prompts run twice, for "yes" and for "no"
     assert usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
 
 

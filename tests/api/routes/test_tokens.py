@@ -79,7 +79,7 @@ PICTURE = "https://pictures.example/cat.png"
 
 
 async def fetched(request: GenerateRequest, owner: Namespace) -> GenerateRequest:
-    """A picture by its address becomes a word, so that the prompt shows it."""
+    """Replace a picture with a word, so that the prompt shows that it was fetched."""
     assert isinstance(request.source, Chat)
     (message,) = request.source.messages
     seen = tuple(TextPart("cat") if isinstance(p, PicturePart) else p for p in message.parts)
@@ -111,7 +111,7 @@ def test_pictures_are_fetched_for_counting_too() -> None:
 
 
 class FakeEmbedder:
-    """A text's vector: its length, its first token, its last, and a zero."""
+    """A text's vector is its length, its first token, its last token and zero."""
 
     n_dims = 4
     max_tokens = 10
@@ -228,7 +228,7 @@ def test_a_bad_body_is_a_400_that_names_the_parameter(
 
 
 def test_embeddings_end_when_their_client_hangs_up(live: Live, embedder: FakeEmbedder) -> None:
-    """There are several batches; only the first was begun."""
+    """There are several batches; only the first is begun."""
     n_before = len(embedder.batches)
     embedder.go_on.clear()
     body = json.dumps({"input": ["x" * 10] * 2000}).encode()
