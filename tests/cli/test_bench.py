@@ -57,7 +57,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 @dataclass(frozen=True)
 class Chats:
-    """What a benchmark of chats has printed, written and drawn."""
+    """What a benchmark of chats printed, wrote and drew."""
 
     stdout: str
     out: Path
@@ -103,9 +103,29 @@ def test_a_server_beside_itself(place: Place) -> None:
     assert "from - to" in run.stderr
 
 
+def test_servers_that_share_a_cache_are_sent_different_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise the second of a round would find what the first has computed."""
+    prompts: list[str] = []
+
+    def chat(self: Target, messages: Any, max_tokens: int, **options: Any) -> TimedReply:
+        prompts.append(messages[0]["content"])
+        return TimedReply("", 0.1, 0.2, (), n_prompt=9, n_cached=0, n_completion=max_tokens)
+
+    monkeypatch.setattr(Target, "chat", chat)
+    run = firn(
+        *("bench", "throughput", "--compare", "http://a", "http://b", "--model", "m"),
+        *("--rounds", "2", "--concurrency", "1", "--requests", "1", "--no-gap"),
+    )
+    assert run.exit_code == 0, run.output
+    assert len(prompts) == 2 * (1 + 2 * 2), "each server: one to warm up, two in a round"
+    assert len(set(prompts)) == len(prompts)
+
+
 @pytest.mark.usefixtures("chats")
 def test_what_was_served_can_be_played_again(place: Place, tmp_path: Path) -> None:
-    """The trace of a bench is a trace for a bench."""
+    """The trace that a benchmark leaves can be replayed as a benchmark."""
     entries = list(read(place.trace).entries)
     assert read(place.trace).block == 64
     assert all(e.model == MODEL and e.token_nbytes > 0 for e in entries)

@@ -9,13 +9,13 @@ T = TypeVar("T")
 
 
 def in_turns(
-    servers: Mapping[str, T], rounds: int, play: Callable[[T, int], dict[str, Any]]
+    servers: Mapping[str, T], rounds: int, play: Callable[[T], dict[str, Any]]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Calls `play` with each server and the number of the round: A B, then B A, and so on."""
+    """Calls `play` with each server: A B, then B A, and so on."""
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
     for i in range(rounds):
         for name, server in rotated(list(servers.items()), i):
-            results[name].append(play(server, i))
+            results[name].append(play(server))
     return results
 
 

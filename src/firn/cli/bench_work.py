@@ -61,7 +61,7 @@ def _numbered(targets: Sequence[Target]) -> dict[str, Target]:
 
 
 def chats(servers: BenchTargets, *, rounds: int, sessions: int, turns: int) -> None:
-    def play(server: Target, number: int, tick: Tick) -> dict[str, Any]:
+    def play(server: Target, tick: Tick) -> dict[str, Any]:
         salt = chats_bench.new_salt()
         work = chats_bench.Workload(sessions, turns, salt)
         return chats_bench.run(server, work, on_reply=tick)
@@ -80,14 +80,14 @@ def throughput(
     if not levels or min(levels) < 1:
         raise UsageError(f"--concurrency {concurrency}: give whole numbers above 0")
     load = throughput_bench.Load(levels, requests, gap)
-    salt = chats_bench.new_salt()
     warm: set[Target] = set()
 
-    def play(server: Target, number: int, tick: Tick) -> dict[str, Any]:
+    def play(server: Target, tick: Tick) -> dict[str, Any]:
+        salt = chats_bench.new_salt()
         if server not in warm:
             throughput_bench.warm_up(server, salt)
             warm.add(server)
-        return throughput_bench.run(server, load, turn=(salt, number), on_part=tick)
+        return throughput_bench.run(server, load, turn=salt, on_part=tick)
 
     title = f"medians of rounds: {rounds}"
     columns = throughput_bench.columns(load)
@@ -111,7 +111,7 @@ def replay(
     if not entries:
         raise TraceError(f"There is no request in {path}.")
 
-    def play(server: Target, number: int, tick: Tick) -> dict[str, Any]:
+    def play(server: Target, tick: Tick) -> dict[str, Any]:
         salt = chats_bench.new_salt()
         return replay_bench.run(
             server, entries, block=source.block, pace=pace, salt=salt, on_reply=tick
@@ -128,12 +128,12 @@ def _contest(
     columns: Sequence[Column],
     rounds: int,
     steps: int,
-    play: Callable[[Target, int, Tick], dict[str, Any]],
+    play: Callable[[Target, Tick], dict[str, Any]],
 ) -> None:
     """steps: the number of steps of one server in one round, for the progress bar."""
     targets = servers.targets()
     with _progress(rounds * steps * len(targets)) as tick:
-        results = in_turns(targets, rounds, lambda server, i: play(server, i, tick))
+        results = in_turns(targets, rounds, lambda server: play(server, tick))
     text = table(title, columns, rounds=results)
     print(text, file=sys.stderr if servers.json == STDOUT else sys.stdout)
     options = {k: str(v) for k, v in asdict(servers).items() if v is not None and k != "api_key"}
