@@ -7,9 +7,8 @@ were dispatched before. With nothing else to do, one step stays in flight, so th
 next step while the device computes this one. A row that ends has therefore consumed its last token
 already, and the next turn of the conversation can start from its state.
 
-The next mask of a row with a grammar needs the row's last token on the host. The group's forward
-pass only needs that token on the device, so half of the pass is dispatched before the masks are
-computed:
+The next mask of a row with a grammar needs the row's last token on the host. The forward pass needs
+it on the device only, so half of the pass is dispatched before the masks are computed:
 
     device   pick n | first half of forward n+1     | second half  | pick n+1 | first half ...
     host              read n -> masks -> dispatch the second half and pick n+1 -> first half of n+2 ...
@@ -74,10 +73,9 @@ class Runner:
     ) -> None:
         """arguments: what the model takes besides token ids; None for a text model.
 
-        threads: of the BLAS, if firn chooses them. speculation: drafts tokens; None for one token
-        per step. shapes: for a device that prefers few of them. traced: for one that computes a
-        step faster than the host builds it. max_padding: how many unused cells a group may hold,
-        counted in tokens.
+        threads: of the BLAS, if firn chooses them. speculation: None for one token per step.
+        shapes: for a device that prefers few of them. traced: for one that computes a step faster
+        than the host builds it. max_padding: unused cells that a group may hold, in tokens.
         """
         self.info = info
         self._model = model
@@ -108,8 +106,7 @@ class Runner:
         if restored is None:
             return Row(layers)
         restored.fill(layers)
-        # Where shapes are few (on CUDA), waiting would include the step in flight: a small past is
-        # computed with the first chunk.
+        # On CUDA, waiting would include the step in flight: compute a small past with the chunk.
         is_soon = self._shapes is not None and restored.nbytes < SOON_NBYTES
         (mx.async_eval if is_soon else mx.eval)([layer.state for layer in layers])
         row = Row(layers, restored.n_tokens)
