@@ -62,12 +62,14 @@ def steps_progress(
 ) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr, if that is a terminal. Yields a function that sets how many steps are done, and
     how many there are."""
+    console = Console(stderr=True)
     bar = Progress(
         TextColumn(f"{what} {{task.completed}} of {{task.total}}".strip()),
         BarColumn(),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=console,
         transient=True,
+        disable=not console.is_terminal,
     )
     with bar:
         task = bar.add_task("", total=total)
