@@ -51,6 +51,11 @@ def gif(*blocks: bytes) -> bytes:
     return b"GIF89a" + struct.pack("<HHBBB", 4, 4, 0, 0, 0) + b"".join(blocks) + b";"
 
 
+def webp_with_exif(*blobs: bytes) -> bytes:
+    chunks = b"".join(b"EXIF" + struct.pack("<I", len(blob)) + blob for blob in blobs)
+    return b"RIFF" + struct.pack("<I", 4 + len(chunks)) + b"WEBP" + chunks
+
+
 FRAME = b"," + struct.pack("<HHHHB", 0, 0, 4, 4, 0) + b"\2" + b"\2\x8c\x2d\0"
 RLE = struct.pack("<2sIII", b"BM", 0, 0, 54) + struct.pack(
     "<IiiHHIIiiII", 40, 9, 9, 1, 8, 1, *[0] * 5
@@ -64,6 +69,8 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "a million comments": lambda: gif(*[b"!\xfe\1x\0"] * MIB, FRAME),
     "a long comment": lambda: gif(b"!\xfe" + (b"\xff" + bytes(255)) * 10_000 + b"\0", FRAME),
     "a million frames": lambda: gif(*[FRAME] * MIB),
+    "a GIF of zeros": lambda: gif(bytes(MIB)),
+    "empty extensions": lambda: gif(b"!\xf9\0" * MIB),
     "tiny blocks": lambda: gif(FRAME[:-4] + b"\1x" * MIB + b"\0"),
     "a million segments": lambda: jpeg(*[segment(0xE5, b"")] * MIB),
     "markers that stand alone": lambda: jpeg(b"\xff\xd0" * MIB),
@@ -75,14 +82,11 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "a thousand scans": lambda: jpeg(n_scans=1000),
     "a million chunks": lambda: saved(colours())[:33] + chunk(b"tEXt", b"a\0b") * 100_000,
     "Exif of a PNG": lambda: saved(colours())[:33] + chunk(b"eXIf", overlapping_tags()),
-    "Exif of a WebP": lambda: (
-        b"RIFF"
-        + struct.pack("<I", 0)
-        + b"WEBP"
-        + b"EXIF"
-        + struct.pack("<I", len(overlapping_tags()))
-        + overlapping_tags()
+    "Exif of a PNG in a thousand pieces": lambda: (
+        saved(colours())[:33] + chunk(b"eXIf", tiff()) * 1000
     ),
+    "Exif of a WebP": lambda: webp_with_exif(overlapping_tags()),
+    "Exif of a WebP in a thousand pieces": lambda: webp_with_exif(*[tiff()] * 1000),
     "runs of a BMP": lambda: RLE + b"\1\1" * (2 * MIB),
 }
 

@@ -31,6 +31,8 @@ TAG_NBYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4
 STRIP_OFFSETS, TILE_OFFSETS = 273, 324
 TIFF_HEADS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+", b"MM*\0", b"II\0*")
 EXIF = b"Exif\0\0"
+TOO_MANY_BLOCKS = "has more blocks than pictures have"
+TOO_MANY_EXIF = "has Exif data in more pieces than pictures have"
 
 
 def check(data: bytes) -> None:
@@ -107,7 +109,7 @@ def _check_jpeg(data: bytes) -> None:
             height, width = struct.unpack_from(">HH", data, at + 5)
             n_pixels = height * width
         if n_exif > MAX_EXIF_SEGMENTS:
-            raise Undecodable("has Exif data in more pieces than pictures have")
+            raise Undecodable(TOO_MANY_EXIF)
         at += 2 + max(n, 2)
     raise Undecodable("has more segments than pictures have")
 
@@ -125,6 +127,9 @@ def _check_gif(data: bytes) -> None:
     n_blocks = n_comment = n_images = 0
     while at < len(data) and data[at] != 0x3B:
         kind = data[at]
+        n_blocks += 1
+        if n_blocks > MAX_BLOCKS:
+            raise Undecodable(TOO_MANY_BLOCKS)
         if kind == 0x2C:
             n_images += 1
             if n_images > 1:
@@ -134,7 +139,6 @@ def _check_gif(data: bytes) -> None:
             at += 2
         else:
             at += 1
-            n_blocks += 1
             continue
         is_comment = kind == 0x21 and data[at - 1] == 0xFE
         while data[at]:
@@ -142,9 +146,8 @@ def _check_gif(data: bytes) -> None:
             n_blocks += 1
             at += 1 + data[at]
             if n_blocks > MAX_BLOCKS or n_comment > MAX_COMMENT_NBYTES:
-                raise Undecodable("has more blocks than pictures have")
+                raise Undecodable(TOO_MANY_BLOCKS)
         at += 1
-        n_blocks += 1
 
 
 def _check_bmp(data: bytes) -> None:
@@ -160,11 +163,15 @@ def _palette_nbytes(flags: int) -> int:
 
 
 def _check_chunks(chunks: Iterator[tuple[bytes, bytes]]) -> None:
+    n_exif = 0
     for i, (kind, blob) in enumerate(chunks):
         if i > MAX_CHUNKS:
             raise Undecodable("has more chunks than pictures have")
         if kind in (b"eXIf", b"EXIF"):
+            n_exif += 1
             _check_exif(blob)
+        if n_exif > MAX_EXIF_SEGMENTS:
+            raise Undecodable(TOO_MANY_EXIF)
 
 
 def _png_chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
