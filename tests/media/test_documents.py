@@ -89,6 +89,13 @@ def test_base64_may_lack_its_padding_and_have_line_breaks() -> None:
     assert read(DocumentPart("Rmly\nbiE=\n", "text/plain"))[0].text == "Firn!"
 
 
+def test_line_breaks_do_not_count_towards_the_limit() -> None:
+    sent = base64.encodebytes(b"x" * 6000).replace(b"\n", b"\r\n").decode()
+    part = DocumentPart(sent, "text/plain")
+    assert read(part, limits=DocumentLimits(nbytes=6000))[0].text == "x" * 6000
+    assert "over the limit" in read(part, limits=DocumentLimits(nbytes=5999))[0].fault
+
+
 def test_plain_text_is_decoded() -> None:
     (part,) = read(document("\ufeffGrüße".encode(), "text/markdown"))
     assert part.text == "Grüße"

@@ -99,6 +99,15 @@ def test_faults_name_the_part(url: str, said: str) -> None:
     assert "\n" not in fault.value.message
 
 
+@pytest.mark.parametrize("line_break", ["\r\n", "%0D%0A"])
+def test_line_breaks_do_not_count_towards_the_limit(line_break: str) -> None:
+    lines = base64.encodebytes(b"x" * 6000).decode().replace("\n", line_break)
+    part = PicturePart(f"data:image/png;base64,{lines}")
+    assert read(part, max_nbytes=6000) == b"x" * 6000
+    with pytest.raises(BadPicture, match="over the limit"):
+        read(part, max_nbytes=5999)
+
+
 def test_fetched_bytes_have_the_same_limit() -> None:
     part = PicturePart("https://example.com/", data=b"x" * 10_001)
     with pytest.raises(BadPicture, match="over the limit"):

@@ -7,7 +7,6 @@ Owner: the asyncio thread. Files are decoded on separate threads, PDFs in a sepa
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 import json
 import subprocess
@@ -18,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from firn.core.values import Chat, DocumentPart, GenerateRequest, MessagePart, Namespace
-from firn.media import pdf_text
+from firn.media import base64_text, pdf_text
 
 MIB = 1 << 20
 PDF = "application/pdf"
@@ -103,13 +102,16 @@ class Documents:
     # --- on the pool's threads --------------------------------------------------------------------
 
     def _bytes(self, part: DocumentPart) -> tuple[bytes, bytes]:
-        if len(part.data) * 3 // 4 > self._limits.nbytes + 3:
-            raise UnreadableDocument(f"is over the limit of {self._limits.nbytes / MIB:g} MiB")
-        text = "".join(part.data.split())
-        try:  # missing padding is common, and harmless
-            data = base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+        limit = self._limits.nbytes
+        too_large = UnreadableDocument(f"is over the limit of {limit / MIB:g} MiB")
+        if len(part.data) > base64_text.max_chars(limit):
+            raise too_large
+        try:
+            data = base64_text.decode(part.data)
         except ValueError:
             raise UnreadableDocument("is not valid base64") from None
+        if len(data) > limit:
+            raise too_large
         kind = part.media_type.encode("utf-8", "replace")
         return hashlib.blake2b(data, person=b"firn-document", key=kind[:64]).digest(), data
 

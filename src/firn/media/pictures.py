@@ -8,7 +8,6 @@ Called on several threads of the tokenize pool.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import re
 import threading
@@ -19,12 +18,12 @@ from typing import Any, Protocol
 
 from firn.core.errors import BadPicture
 from firn.core.values import PicturePart, PreparedPicture, TokenArray
+from firn.media import base64_text
 from firn.media.decode import Pixels, decode
 from firn.media.faults import Undecodable, one_line
 
 MIB = 1 << 20
 _DATA_URL = re.compile(r"data:(?P<kind>[^,]*?)(?P<base64>;\s*base64)?\s*,", re.IGNORECASE)
-_SPACES = re.compile(r"\s+")
 
 
 class Processed(Protocol):
@@ -152,7 +151,7 @@ def _from_data_url(part: PicturePart, max_nbytes: int) -> bytes:
     head = _DATA_URL.match(part.url[:256])
     if head is None:
         raise BadPicture(part.param, "the data URL is malformed.")
-    if (len(part.url) - head.end()) * 3 // 4 > max_nbytes + 3:
+    if len(part.url) - head.end() > base64_text.max_chars(max_nbytes):
         raise _too_large(part, max_nbytes)
     body = part.url[head.end() :]
     if "%" in body:
@@ -160,11 +159,7 @@ def _from_data_url(part: PicturePart, max_nbytes: int) -> bytes:
     if not head["base64"]:
         return body.encode("latin-1", "replace")
     try:
-        return base64.b64decode(body, validate=True)
-    except ValueError:  # line breaks and missing padding are common, and harmless
-        text = _SPACES.sub("", body)
-    try:
-        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+        return base64_text.decode(body)
     except ValueError as e:
         raise BadPicture(part.param, "the data URL is not valid base64.") from e
 
