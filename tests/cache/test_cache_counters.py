@@ -201,8 +201,7 @@ def test_every_counter_is_what_the_simulator_says(shape: Shape, seed: int) -> No
     )
     for name, simulator in simulators.items():
         check_held(by_name[name], simulator)
-        mine = Counter({k: n for k, n in simulator.counts.items() if not k.startswith("commits.")})
-        check_counts(by_name[name], mine)
+        check_counts(by_name[name], simulator.counts)
     assert everything["memory"]["records"] == len(records_of(cache))
     assert everything["memory"]["used_bytes"] == cache.records.memory.nbytes
 
@@ -219,9 +218,7 @@ def _next_prompt(rng: random.Random, chats: list[Tokens], i: int) -> Tokens:
 def check_counts(counts: dict[str, object], want: Counter[str]) -> None:
     mine = seen(counts)
     kinds = ("lookups", "hits.", "misses.", "shortfalls.", "evictions.", "dropped.", "faults.")
-    kinds += ("tokens.prompt", "tokens.cached")
-    if any(k.startswith("commits.") for k in want):
-        kinds += ("commits.",)
+    kinds += ("tokens.prompt", "tokens.cached", "commits.")
     picked = {k: n for k, n in mine.items() if k.startswith(kinds) and n}
     assert picked == {k: n for k, n in want.items() if n}
 
@@ -285,6 +282,34 @@ def test_a_namespace_sees_nothing_of_the_others() -> None:
             assert view["memory"]["used_bytes"] == 0
             assert "limit_bytes" not in view["memory"]
             assert "room_bytes" not in view["memory"]
+
+
+def test_what_happens_to_records_and_requests_is_counted_for_their_namespace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory is too small for what they store, and one request of alice's fails in the cache."""
+    cache = tree(DENSE, block=BLOCK, limit_nbytes=40 * 8 * BLOCK)
+    names = ("alice", "bob")
+    with LabEngine(DENSE, cache=cache, chunk=16) as lab:
+        for i, name in enumerate(["alice", "bob", "bob"] * 4):
+            lab.submit(words(i, 24 * BLOCK), 2, namespace=name).wait().check()
+        lab.submit(words(99, 80 * BLOCK), 2, namespace="bob").wait().check()
+        with monkeypatch.context() as patch:
+            patch.setattr(cache._restorer, "match", lambda cursor: 1 // 0)
+            lab.submit(words(1, 60), 2, namespace="alice").wait().check()
+        everything = lab.between_steps(lambda: admin.stats(cache, None))
+        own = {
+            name: lab.between_steps(lambda name=name: admin.stats(cache, Namespace(name)))
+            for name in names
+        }
+        lab.check()
+    for kind in ("commits", "evictions", "dropped", "faults"):
+        assert everything[kind], kind
+        total = sum((Counter(own[name][kind]) for name in names), Counter())
+        assert total == Counter(everything[kind]), kind
+    assert 0 < own["alice"]["evictions"]["pages"] < own["bob"]["evictions"]["pages"]
+    assert (own["alice"]["dropped"], own["bob"]["dropped"]["no room"] > 0) == ({}, True)
+    assert (own["alice"]["faults"], own["bob"]["faults"]) == ({"restore": 1}, {})
 
 
 def test_two_prompts_at_once_count_what_one_took_over_from_the_other() -> None:

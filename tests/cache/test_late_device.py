@@ -158,7 +158,7 @@ def test_records_give_way_even_if_there_is_no_memory_to_copy_them_for_the_disk(
         tier.go.set()
         assert before > 0
         assert after == 0
-        assert records.stats.faults["room"] == 1
-        assert records.stats.dropped["no memory"] > 0
+        assert records.counts.total.faults["room"] == 1
+        assert records.counts.total.dropped["no memory"] > 0
         harness.between_steps(lambda: harness.cache.set_room(1 << 30))
         assert said(harness.ask(ids)) == want

@@ -155,5 +155,6 @@ def test_a_load_that_should_take_long_is_given_time() -> None:
                 assert (cursor.loading is not None) == is_loading
             cache.close_cursor(cursor, None)
             assert cache.stats.faults["read: too slow"] == 1
+            assert cache.stats_of(EVERYONE).faults == cache.stats.faults
 
         lab.between_steps(load)

@@ -131,7 +131,7 @@ class Loader:
     def end_if_late(self, cursor: CacheCursor) -> None:
         """End a load that takes far longer than it should."""
         if cursor.loading is not None and cursor.clock() >= cursor.loading.deadline:
-            self._records.stats.faults["read: too slow"] += 1
+            self._records.counts.failed(cursor.root.namespace, "read: too slow")
             self._fail(cursor, NOT_YET)
 
     def _fail(self, cursor: CacheCursor, why: str) -> None:

@@ -42,7 +42,7 @@ from firn.cache.storage.events import (
 from firn.cache.storage.io import Io
 from firn.cache.tree import PackedTokens, Record
 from firn.core.events import Admitted
-from firn.core.keys import Key, KeyTokens, key_tokens, placed_tokens
+from firn.core.keys import KeyTokens, key_tokens, placed_tokens
 from firn.core.ports import EngineLoad, LiveRow, Restored
 from firn.core.values import CacheControl, Namespace, Prompt
 
@@ -110,14 +110,13 @@ class PrefixTree:
         self._clock = clock
         self._racing: set[CacheCursor] = set()
         """Cursors for which something may still arrive."""
-        self._stats_by_root: dict[Key, Stats] = {}
         self._garbage: Garbage | None = None
         self._estimates_path: Path | None = None
         self._estimates_saved_at = clock()
 
     @property
     def stats(self) -> Stats:
-        return self.records.stats
+        return self.records.counts.total
 
     # --- before the first request ----------------------------------------------------------
 
@@ -159,7 +158,7 @@ class PrefixTree:
             self.records.expire()
             cursor = self._cursor(prompt, namespace, control)
         except Exception as e:
-            self.records.failed("open", e)
+            self.records.failed("open", e, namespace=namespace)
             return BlankCursor()
         try:
             self._loader.begin(cursor)
@@ -167,7 +166,7 @@ class PrefixTree:
             if cursor.pending:
                 self._racing.add(cursor)
         except Exception as e:  # what memory has can still be restored
-            self.records.failed("open", e)
+            self.records.failed("open", e, namespace=namespace)
             self._stop_racing(cursor)
             self._loader.unlease(cursor)
         return cursor
@@ -200,7 +199,7 @@ class PrefixTree:
             self._parking.sweep()
             return self._restore(cursor)
         except Exception as e:
-            self.records.failed("restore", e)
+            self.records.failed("restore", e, namespace=cursor.root.namespace)
             self._stop_racing(cursor)
             cursor.writes = False
             cursor.hit_kind, cursor.admission = "branching", Admitted(0, reason=FAULT)
@@ -242,7 +241,7 @@ class PrefixTree:
             self._parking.sweep()
             return self._advance(cursor, n_tokens)
         except Exception as e:
-            self.records.failed("advance", e)
+            self.records.failed("advance", e, namespace=cursor.root.namespace)
             self._stop_racing(cursor)
             return None
 
@@ -277,7 +276,7 @@ class PrefixTree:
         try:
             self._committer.commit(cursor, row)
         except Exception as e:
-            self.records.failed("commit", e)
+            self.records.failed("commit", e, namespace=cursor.root.namespace)
             cursor.writes = False
 
     def together(self) -> AbstractContextManager[None]:
@@ -294,7 +293,7 @@ class PrefixTree:
                 return BlankCursor()  # exact mode keeps only what prefill computed
             return self._fork(cursor, reply)
         except Exception as e:
-            self.records.failed("fork", e)
+            self.records.failed("fork", e, namespace=cursor.root.namespace)
             return BlankCursor()
 
     def _fork(self, cursor: CacheCursor, reply: Sequence[int]) -> CacheCursor:
@@ -321,23 +320,24 @@ class PrefixTree:
         if isinstance(cursor, BlankCursor) or cursor.closed:
             return
         cursor.closed = True
+        namespace = cursor.root.namespace
         self._stop_racing(cursor)
         self._count(cursor)
-        with self._counting_faults("close"):
+        with self._counting_faults("close", namespace):
             if row is not None and self._may_write(cursor) and not self.settings.exact_chunk:
                 self._committer.commit(cursor, row)
                 self._committer.commit_tail(cursor, row)
-        with self._counting_faults("park"):
+        with self._counting_faults("park", namespace):
             if row is not None:
                 self._parking.end(row)
             else:
                 self._parking.abandon(cursor)
-        with self._counting_faults("close"):
+        with self._counting_faults("close", namespace):
             self._loader.release(cursor)
-        with self._counting_faults("close"):
+        with self._counting_faults("close", namespace):
             if cursor.node.parent is not None:
                 self.records.used(cursor.node)
-        with self._counting_faults("close"):
+        with self._counting_faults("close", namespace):
             self.records.unlease(cursor.node)
 
     def blank(self) -> BlankCursor:
@@ -358,7 +358,7 @@ class PrefixTree:
         cursor.counted = True
         admission = cursor.unfilled or cursor.admission
         saved = self.records.estimates.prefill_s(0, admission.n_cached)
-        for stats in (self.stats, self._stats_by_root.setdefault(cursor.root.key, Stats())):
+        for stats in self.records.counts.both(cursor.root.namespace):
             stats.looked_up(
                 n_prompt=len(cursor.prompt),
                 n_cached=admission.n_cached,
@@ -450,17 +450,17 @@ class PrefixTree:
             estimates_file.save(self._estimates_path, self.records.estimates)
 
     @contextmanager
-    def _counting_faults(self, where: str) -> Iterator[None]:
+    def _counting_faults(self, where: str, namespace: Namespace | None = None) -> Iterator[None]:
         try:
             yield
         except Exception as e:
-            self.records.failed(where, e)
+            self.records.failed(where, e, namespace=namespace)
 
     # --- for people ------------------------------------------------------------------------
 
     def stats_of(self, namespace: Namespace) -> Stats:
-        """The lookups of one namespace; nothing else is counted by namespace."""
-        return self._stats_by_root.get(self.records.identity.root(namespace), Stats())
+        """What was counted for one namespace. Faults that concern no request are in no namespace's."""
+        return self.records.counts.of(namespace)
 
     def probe(self, prompt: Prompt, namespace: Namespace) -> Probe:
         """What a request with this prompt would resume from, by loading if that pays."""

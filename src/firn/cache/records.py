@@ -21,7 +21,7 @@ from firn.cache.memory.eviction import MemoryTier
 from firn.cache.memory.rows import LiveRows, RowPages
 from firn.cache.parts import Needs, Part
 from firn.cache.planning.estimates import Estimates
-from firn.cache.stats import Stats
+from firn.cache.stats import NamespaceStats
 from firn.cache.storage.catalogue import CacheIdentity, RecordCatalogue
 from firn.cache.storage.client import TierClient, takes_all
 from firn.cache.storage.container import Name
@@ -81,7 +81,7 @@ class Records:
         self.memory = MemoryTier(self.tree, self.rows, limit_nbytes=limit_nbytes, evict=self._evict)
         self.tiers = TierSet(self.tree, self.catalogue, clock=clock)
         self.index = TierIndex(self.tree, self.catalogue, self.tiers, wall=wall)
-        self.stats = Stats()
+        self.counts = NamespaceStats()
         self.estimates = Estimates(clock)
         self._cleared: list[Iterator[Node]] = []
         self._unconfirmed: list[tuple[Record, int]] | None = None
@@ -129,11 +129,11 @@ class Records:
             return record
         has_room = self.memory.make_room(arrays.nbytes, part=part)
         if not has_room and not self._chain_gives_way(node, arrays.nbytes, part, but):
-            self.stats.dropped["no room"] += 1
+            self.counts.dropped(node.root.namespace, "no room")
             return None
         record = self.tree.add(node, part, nbytes=arrays.nbytes, mark=mark)
         self.hold(record, arrays, nbytes=arrays.nbytes)
-        self.stats.commits[part.value] += 1
+        self.counts.committed(node.root.namespace, part.value)
         self.index.learn_strays(node)
         return record
 
@@ -142,7 +142,7 @@ class Records:
         record = node.records.get(Part.PAGES)
         if record is None:
             record = self.tree.add(node, Part.PAGES, nbytes=nbytes, mark=Mark.TURN)
-            self.stats.commits[Part.PAGES.value] += 1
+            self.counts.committed(node.root.namespace, Part.PAGES.value)
             self.index.learn_strays(node)
         if record.leaving:
             self._stay(record)
@@ -215,7 +215,7 @@ class Records:
         for record, stored in reversed(waiting):
             if not record.alive:
                 continue
-            self.stats.dropped["in doubt"] += 1
+            self.counts.dropped(record.node.root.namespace, "in doubt")
             self.tree.release(record)
             if record.stored != stored or record.writing:
                 self.tiers.delete([record])
@@ -273,7 +273,7 @@ class Records:
 
     def _evict(self, record: Record) -> None:
         """Evict it from memory. If a tier should have it, its arrays stay until it is written."""
-        self.stats.evictions[record.part.value] += 1
+        self.counts.evicted(record.node.root.namespace, record.part.value)
         lacking = self.tiers.lacking(record)
         if lacking and not record.stored and self._leave(record, lacking):
             return
@@ -285,7 +285,7 @@ class Records:
         """Have it written first. False: no tier accepts it, or too much waits to be written."""
         taking = [tier for tier in tiers if record.is_being_written(tier.number) or tier.writes]
         if not taking:
-            self.stats.dropped["tier paused"] += 1
+            self.counts.dropped(record.node.root.namespace, "tier paused")
             return False
         allowed = max(int(self.memory.limit_nbytes * LEAVING_SHARE), record.nbytes)
         self.rows.own(record)
@@ -301,7 +301,7 @@ class Records:
         if self.tree.leaving_nbytes <= allowed or not record.leaving:
             return True
         if not record.writing:  # otherwise a tier has accepted it, and will still write it
-            self.stats.dropped["write queue full"] += 1
+            self.counts.dropped(record.node.root.namespace, "write queue full")
         return False
 
     def drop(self, records: Iterable[Record]) -> None:
@@ -369,7 +369,7 @@ class Records:
                 if tier.number:
                     self.tiers.spill([record])  # the faster tiers above should have it, too
             case ReadFailed(record, error):
-                self.stats.faults[f"read: {error.reason}"] += 1
+                self.counts.failed(record.node.root.namespace, f"read: {error.reason}")
                 if not record.obtainable:
                     self.index.lose(record)
                 elif record.arrays is not None:
@@ -378,7 +378,7 @@ class Records:
                 self._was_written(tier, record, evicted)
             case WriteFailed(record, error):
                 if self.tree.is_current(record):
-                    self.stats.dropped[error.reason] += 1
+                    self.counts.dropped(record.node.root.namespace, error.reason)
                 self._write_ended(tier, record)
             case ScanBatch(changes):
                 self.index.learn(tier, changes)
@@ -415,10 +415,10 @@ class Records:
         for tier, event in self.tiers.close():
             self.apply(tier, event)
 
-    def failed(self, where: str, error: Exception) -> None:
-        """Log and count a fault in the cache, which costs a miss."""
+    def failed(self, where: str, error: Exception, *, namespace: Namespace | None = None) -> None:
+        """Log and count a fault in the cache, which costs a miss. namespace: see NamespaceStats."""
         reason = f"{where}: {error.reason}" if isinstance(error, TierError) else where
-        self.stats.faults[reason] += 1
+        self.counts.failed(namespace, reason)
         log.warning("the cache failed in %s, which costs a miss: %r", where, error, exc_info=error)
         if may_be_device_fault(error):
             self._fault = error

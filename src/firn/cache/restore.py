@@ -117,7 +117,7 @@ class Restorer:
         self._move(cursor, match, payloads)
         return Restored(
             match.n_tokens,
-            lambda layers: self._fill(layers, match, payloads, taken or pages),
+            lambda layers: self._fill(layers, cursor, match, payloads, taken or pages),
             nbytes=match.nbytes_of(read),
             filled=lambda row: self._filled(row, cursor, match, taken),
         )
@@ -136,7 +136,12 @@ class Restorer:
         cursor.unfilled = replace(cursor.admission, reason=FAULT)
 
     def _fill(
-        self, layers: list[LayerCache], match: Match, payloads: Payloads, pages: Pieces | RowPages
+        self,
+        layers: list[LayerCache],
+        cursor: CacheCursor,
+        match: Match,
+        payloads: Payloads,
+        pages: Pieces | RowPages,
     ) -> None:
         try:
             self._fill_windows_and_state(layers, match, payloads)
@@ -146,7 +151,7 @@ class Restorer:
                 self._layout.fill(Part.PAGES, layers, pages, match.n_tokens)
                 pages.clear()  # views of another row's buffers must not outlive this call
         except Exception as e:  # the engine starts an empty row instead
-            self._records.failed("fill", e)
+            self._records.failed("fill", e, namespace=cursor.root.namespace)
             raise
 
     def _fill_windows_and_state(
@@ -174,7 +179,7 @@ class Restorer:
             else:
                 self._parking.move_in(cursor, match, row)
         except Exception as e:  # its records stay where they are
-            self._records.failed("filled", e)
+            self._records.failed("filled", e, namespace=cursor.root.namespace)
 
     # --- what is reported ------------------------------------------------------------------
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from firn.core.values import Namespace
+
 ONE_TOKEN = "one token"
 """The reason for a miss with nothing to gain: the prompt's only token makes the logits."""
 
@@ -75,6 +77,41 @@ class Stats:
             },
             "seconds_saved": round(self.seconds_saved, 3),
         }
+
+
+class NamespaceStats:
+    """The counters of all namespaces together, and those of each."""
+
+    def __init__(self) -> None:
+        self.total = Stats()
+        self._own: dict[Namespace, Stats] = {}
+
+    def of(self, namespace: Namespace) -> Stats:
+        return self._own.get(namespace, Stats())
+
+    def both(self, namespace: Namespace) -> tuple[Stats, Stats]:
+        """Where to count what happens to a namespace: the total, and its own counters."""
+        own = self._own.get(namespace)
+        if own is None:
+            own = self._own[namespace] = Stats()
+        return self.total, own
+
+    def committed(self, namespace: Namespace, part: str) -> None:
+        for stats in self.both(namespace):
+            stats.commits[part] += 1
+
+    def evicted(self, namespace: Namespace, part: str) -> None:
+        for stats in self.both(namespace):
+            stats.evictions[part] += 1
+
+    def dropped(self, namespace: Namespace, reason: str, n: int = 1) -> None:
+        for stats in self.both(namespace):
+            stats.dropped[reason] += n
+
+    def failed(self, namespace: Namespace | None, reason: str) -> None:
+        """namespace: whose request or record it was; None: nobody's in particular."""
+        for stats in (self.total,) if namespace is None else self.both(namespace):
+            stats.faults[reason] += 1
 
 
 def _group(reason: str) -> str:

@@ -353,7 +353,7 @@ def test_what_turns_out_damaged_while_it_is_computed_is_written_anew() -> None:
             n_before = n_bad()
             ask(other, PROMPT)
             settle(other)
-            n_found = other.tree.records.stats.faults["read: unreadable header"]
+            n_found = other.tree.stats.faults["read: unreadable header"]
             assert n_before - n_bad() == n_found
     with server(DENSE, DictStore(shared)) as last:
         assert ask(last, PROMPT).n_cached == 96

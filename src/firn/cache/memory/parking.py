@@ -118,8 +118,9 @@ class Parking:
     def _drop(self, pages: RowPages, why: str) -> None:
         """Forget the records in it, the last first, except those that another row holds, too."""
         if pages.records:
+            namespace = next(iter(pages.records)).node.root.namespace
             self._move_to_others(pages)
-            self._records.stats.dropped[why] += len(pages.records)
+            self._records.counts.dropped(namespace, why, len(pages.records))
             self._records.drop(sorted(pages.records, key=lambda r: -r.node.start))
         self._rows.forget(pages)
 
