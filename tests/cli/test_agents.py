@@ -1,4 +1,4 @@
-"""`firn agents`: settings that agents can read, with what the server or the model's folder says."""
+"""`firn agents`: settings that agents can read, with values from the server or the model's folder."""
 
 from __future__ import annotations
 
@@ -93,6 +93,21 @@ def test_a_key_is_named_and_never_shown() -> None:
             assert result.exit_code == 0, result.output
             assert "s3cret" not in result.output
             assert "FIRN_API_KEY" in result.stdout
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_a_key_that_the_settings_will_not_find_is_pointed_out(agent: str) -> None:
+    """They read it from FIRN_API_KEY, and so does the command that the hint suggests."""
+    note = "firn: the settings read the key from FIRN_API_KEY, which is not set to this key"
+    with serve(keys=Keys(["s3cret"])) as live:
+        given = (agent, "--url", live.url, "--api-key", "s3cret")
+        for environ in ({}, {"FIRN_API_KEY": "another"}):
+            result = run(*given, **environ)
+            assert result.exit_code == 0, result.output
+            assert note in result.stderr
+            assert "s3cret" not in result.output
+        assert note not in run(*given, FIRN_API_KEY="s3cret").stderr
+        assert note not in run(*given[:3], FIRN_API_KEY="s3cret").stderr
 
 
 def test_a_folder_is_read_instead(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ They were tested with Claude Code 2.1, Codex 0.166, OpenCode 1.18 and aider 0.86
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -154,6 +155,12 @@ def agents(name: str, model: str | None, *, url: str, api_key: str | None) -> in
         served = _from_server(client) if model is None else _from_folder(model, client.url)
     served = replace(served, has_key=api_key is not None)
     render, where = AGENTS[name]
+    if api_key is not None and os.environ.get(KEY_VARIABLE) != api_key:
+        typer.echo(
+            f"firn: the settings read the key from {KEY_VARIABLE}, which is not set to this key; "
+            "export it first",
+            err=True,
+        )
     if sys.stdout.isatty():
         typer.echo(f"firn: {where.format(command=_command(name, model, url))}", err=True)
     if served.context_length < SHORT_CONTEXT:
@@ -173,7 +180,7 @@ def agents(name: str, model: str | None, *, url: str, api_key: str | None) -> in
 
 
 def _command(name: str, model: str | None, url: str) -> str:
-    """This command, quoted for a shell. The key is in FIRN_API_KEY, where agents find it too."""
+    """This command, quoted for a shell. It reads the key from FIRN_API_KEY, as the agents do."""
     words = ["firn", "agents", name]
     words += [model] if model is not None else []
     words += ["--url", url] if url != DEFAULT_URL else []
