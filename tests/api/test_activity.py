@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,10 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from firn.api import activity
 from firn.api.auth import Keys
 from tests.api.live import Live, serve
+from tests.api.watchers import check_that_one_may_watch
 
 
 class Events:
@@ -130,6 +133,17 @@ def test_watchers_are_limited(live: Live, monkeypatch: pytest.MonkeyPatch) -> No
         refused = httpx.get(f"{live.url}/v1/activity")
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "too_many_watchers"
+
+
+def test_watchers_that_come_at_the_same_time_are_limited(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activity, "MAX_WATCHERS", 1)
+    app, loop = live.server.config.app, live.server.loop
+    while not isinstance(app, FastAPI):
+        app = app.app  # type: ignore[union-attr]
+    assert loop is not None
+    asyncio.run_coroutine_threadsafe(check_that_one_may_watch(app), loop).result(60)
 
 
 def test_a_server_that_stops_ends_the_stream(live: Live) -> None:

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from firn import __version__
 from firn.api import sse
@@ -161,7 +162,6 @@ class Activity:
         self._open: dict[str, tuple[Namespace, _OpenCall]] = {}
         self._ended: deque[tuple[int, Namespace, CallView]] = deque(maxlen=N_ENDED)
         self._n_ended = 0
-        self.n_watchers = 0
 
     @contextmanager
     def follow(self, exchange: Exchange, session: Session) -> Iterator[None]:
@@ -216,46 +216,74 @@ class TooManyWatchers(TryLater):
         super().__init__("Too many dashboards watch this server; close one of them.")
 
 
-def add_activity(app: FastAPI, services: Services, activity: Activity) -> None:
-    async def watch(request: Request) -> StreamingResponse:
-        if activity.n_watchers >= MAX_WATCHERS:
+class Watchers:
+    """How many watch. Owner: the app, on the asyncio thread."""
+
+    def __init__(self) -> None:
+        self._n = 0
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        """Raises TooManyWatchers."""
+        if self._n >= MAX_WATCHERS:
             raise TooManyWatchers()
-        caller = exchange_of(request.scope).caller
+        self._n += 1
+        try:
+            yield
+        finally:
+            self._n -= 1
+
+
+class ActivityResponse(StreamingResponse):
+    """Counts as a watcher as long as it is being sent, from before its head."""
+
+    def __init__(
+        self, frames: AsyncIterator[str] | AsyncIterator[bytes], watchers: Watchers
+    ) -> None:
         headers = {name.decode(): value.decode() for name, value in sse.HEADERS}
-        return StreamingResponse(_frames(services, activity, caller), headers=headers)
+        super().__init__(frames, headers=headers)
+        self._watchers = watchers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._watchers.one_more():
+            await super().__call__(scope, receive, send)
+
+
+def add_activity(app: FastAPI, services: Services, activity: Activity) -> None:
+    watchers = Watchers()
+
+    async def watch(request: Request) -> ActivityResponse:
+        caller = exchange_of(request.scope).caller
+        return ActivityResponse(_frames(services, activity, caller), watchers)
 
     app.add_api_route(
         "/v1/activity",
         watch,
         methods=["GET"],
         summary="What is going on, as events",
-        response_class=StreamingResponse,
+        response_class=ActivityResponse,
         include_in_schema=False,  # an endless stream: tools that try every route would hang
     )
 
 
 async def _frames(services: Services, activity: Activity, caller: Caller) -> AsyncIterator[str]:
     watcher, shown, quiet, tick = _Watcher(0, {}), "", 0, 0
-    activity.n_watchers += 1
-    try:
-        while not services.event_router.draining:
-            frames = "" if tick else hello()
-            calls = activity.news(watcher, caller)
-            if calls or not tick:
-                frames += _frame("calls", [asdict(call) for call in calls])
-            if tick % STATE_TICKS == 0:
-                state = _frame("state", await _state(services, caller))
-                frames += state if state != shown else ""
-                shown = state
-            quiet = 0 if frames else quiet + 1
-            if quiet >= QUIET_TICKS:
-                frames, quiet = sse.KEEP_ALIVE, 0
-            if frames:
-                yield frames
-            tick += 1
-            await asyncio.sleep(TICK_S)
-    finally:
-        activity.n_watchers -= 1
+    while not services.event_router.draining:
+        frames = "" if tick else hello()
+        calls = activity.news(watcher, caller)
+        if calls or not tick:
+            frames += _frame("calls", [asdict(call) for call in calls])
+        if tick % STATE_TICKS == 0:
+            state = _frame("state", await _state(services, caller))
+            frames += state if state != shown else ""
+            shown = state
+        quiet = 0 if frames else quiet + 1
+        if quiet >= QUIET_TICKS:
+            frames, quiet = sse.KEEP_ALIVE, 0
+        if frames:
+            yield frames
+        tick += 1
+        await asyncio.sleep(TICK_S)
 
 
 def hello() -> str:

@@ -16,11 +16,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import StreamingResponse
 from starlette.types import Scope
 
 from firn.api import sse
-from firn.api.activity import MAX_WATCHERS, QUIET_TICKS, TICK_S, TooManyWatchers, hello
+from firn.api.activity import QUIET_TICKS, TICK_S, ActivityResponse, Watchers, hello
 from firn.api.exchange import exchange_of
 from firn.fleet import proxy
 from firn.fleet.fleet import Fleet
@@ -33,41 +32,29 @@ MAX_WAITING = 256
 """Frames that may be queued for one watcher; beyond that, the models' processes wait."""
 
 
-class Watchers:
-    """The number of watchers. Owner: the front, on the asyncio thread."""
-
-    def __init__(self) -> None:
-        self.n = 0
-
-
 def add_activity(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
     watchers = Watchers()
 
-    async def watch(request: Request) -> StreamingResponse:
-        if watchers.n >= MAX_WATCHERS:
-            raise TooManyWatchers()
-        headers = {name.decode(): value.decode() for name, value in sse.HEADERS}
-        stream = _ActivityStream(fleet, relay, request.scope, watchers)
-        return StreamingResponse(stream.frames(), headers=headers)
+    async def watch(request: Request) -> ActivityResponse:
+        stream = _ActivityStream(fleet, relay, request.scope)
+        return ActivityResponse(stream.frames(), watchers)
 
     app.add_api_route(
-        "/v1/activity", watch, response_class=StreamingResponse, include_in_schema=False
+        "/v1/activity", watch, response_class=ActivityResponse, include_in_schema=False
     )
 
 
 class _ActivityStream:
     """One watcher's stream. Owner: the task that answers it."""
 
-    def __init__(self, fleet: Fleet, relay: Relay, scope: Scope, watchers: Watchers) -> None:
+    def __init__(self, fleet: Fleet, relay: Relay, scope: Scope) -> None:
         self._fleet = fleet
         self._relay = relay
         self._scope = scope
-        self._watchers = watchers
         self._frames: asyncio.Queue[bytes] = asyncio.Queue(MAX_WAITING)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def frames(self) -> AsyncIterator[bytes]:
-        self._watchers.n += 1
         shown, quiet = b"", 0
         try:
             yield hello().encode()
@@ -87,7 +74,6 @@ class _ActivityStream:
                 if frames:
                     yield b"".join(frames)
         finally:
-            self._watchers.n -= 1
             for task in self._tasks.values():
                 task.cancel()
 
