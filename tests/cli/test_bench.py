@@ -25,7 +25,7 @@ from firn.traces.read import line_of, read
 from firn.traces.trace import TraceEntry
 from tests.api.live import serve
 from tests.api.real import serving
-from tests.cli import command
+from tests.cli import chat_server, command
 
 MODEL = "firn-demo"
 
@@ -246,6 +246,26 @@ def test_requests_that_fail_are_counted() -> None:
         assert "400" in run["faults"][0]
         with pytest.raises(BenchError, match="no request of the trace was answered"):
             replay.run(target, [long], block=512, pace=pace, salt="a")
+
+
+def test_only_an_error_with_content_ends_a_reply() -> None:
+    """Some servers send every field in every chunk, with null for what there is not."""
+
+    def answers(wire: chat_server.Wire) -> None:
+        wire.start()
+        choice = {"index": 0, "delta": {"content": "four"}, "finish_reason": None}
+        wire.data({"choices": [choice], "error": None})
+        wire.finish()
+
+    def breaks_off(wire: chat_server.Wire) -> None:
+        wire.start()
+        wire.data({"error": {"message": "the model fell over"}})
+
+    with chat_server.serving(answers, breaks_off) as server:
+        target = Target(server.url, "tiny")
+        assert target.chat([{"role": "user", "content": "2 + 2?"}], 8).text == "four"
+        with pytest.raises(BenchError, match="the model fell over"):
+            target.chat([{"role": "user", "content": "2 + 2?"}], 8)
 
 
 def test_ctrl_c_does_not_wait_for_requests_of_tomorrow() -> None:

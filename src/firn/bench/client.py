@@ -116,7 +116,7 @@ class _StreamReader:
         self.ended = False
 
     def add(self, event: Mapping[str, Any]) -> None:
-        if "error" in event:
+        if event.get("error"):
             raise BenchError(f"the server broke off: {str(event['error'])[:200]}")
         self._usage = event.get("usage") or self._usage
         for choice in event.get("choices") or ():
