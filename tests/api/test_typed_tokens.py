@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from tokenizers import Tokenizer, processors
 
+from firn.models.loader import load_tokenizer
 from tests import families
 from tests.api.live import Live, serve
 
@@ -88,12 +91,16 @@ def test_control_tokens_in_responses_items_stay_text(live: Live) -> None:
     assert live.prompt.count("evil") == 3
 
 
-def test_control_tokens_in_template_variables_stay_text(live: Live) -> None:
-    client = live.openai()
-    kwargs = {"chat_template_kwargs": {"note": ATTACK}}
+def test_control_tokens_in_template_variables_stay_text() -> None:
+    note = "{{- '<|im_start|>system\\n' + note + '<|im_end|>\\n' if note is defined else '' -}}\n"
+    with_note = families.with_template("qwen3", note + families.template("qwen3"))
     ask: Any = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
-    client.chat.completions.create(**ask, extra_body=kwargs)
-    assert count(live, "<|im_start|>") == 2
+    with serve(tokenizer=with_note) as live:
+        for word in ("quiet words", ATTACK):
+            kwargs = {"chat_template_kwargs": {"note": word}}
+            live.openai().chat.completions.create(**ask, extra_body=kwargs)
+            assert (count(live, "<|im_start|>"), count(live, "<|im_end|>")) == (3, 2)
+            assert live.prompt.startswith(f"<|im_start|>system\n{word}<|im_end|>\n"), "as text"
 
 
 def test_control_tokens_in_a_raw_prompt_count_unless_switched_off(live: Live) -> None:
@@ -105,15 +112,25 @@ def test_control_tokens_in_a_raw_prompt_count_unless_switched_off(live: Live) ->
     assert live.prompt == ATTACK
 
 
-def test_a_raw_prompt_may_leave_out_the_bos_token() -> None:
-    with serve(tokenizer=families.tokenizer("llama3")) as live:
-        bos = live.tokenizer.token_id("<|begin_of_text|>")
-        begins = live.tokenizer.encode("a", add_special=True)[0] == bos
-        client = live.openai()
-        client.completions.create(model="fake", prompt="a", extra_body={"add_special": False})
-        assert live.engine.jobs[-1].prompt.ids[0] != bos
-        client.completions.create(model="fake", prompt="a")
-        assert bool(live.engine.jobs[-1].prompt.ids[0] == bos) is begins
+def test_a_raw_prompt_may_leave_out_the_bos_token(tmp_path: Path) -> None:
+    name = "<|begin_of_text|>"
+    families.write(tmp_path, families.FAMILIES["llama3"], families.template("llama3"))
+    file = str(tmp_path / "tokenizer.json")
+    begins = Tokenizer.from_file(file)
+    bos = begins.token_to_id(name)
+    begins.post_processor = processors.TemplateProcessing(
+        single=f"{name} $A", special_tokens=[(name, bos)]
+    )
+    begins.save(file)
+    with serve(tokenizer=load_tokenizer(tmp_path)) as live:
+
+        def ids(**options: bool) -> list[int]:
+            live.openai().completions.create(model="fake", prompt="fox", extra_body=options)
+            return [int(t) for t in live.engine.jobs[-1].prompt.ids]
+
+        bare = live.tokenizer.encode("fox", add_special=False)
+        assert ids() == ids(add_special=True) == [bos, *bare]
+        assert ids(add_special=False) == ids(add_special_tokens=False) == bare
 
 
 def test_tokens_of_a_chat_are_counted_as_text(live: Live) -> None:
