@@ -1,4 +1,4 @@
-"""Stands for an NVIDIA GPU's driver, on a machine without one."""
+"""Stands in for an NVIDIA GPU's driver on a machine without one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from firn.cache.arrays import cuda
 
 
 class Bus:
-    """Copies that are visible."""
+    """Counts the copies and gathers it makes."""
 
     gathers = True
 

@@ -1,7 +1,7 @@
 """The prefix cache over layers of plain tokens: what was restored can be read, and must be right.
 
 A `LabLayer` is the cache of a model without a model. It has pages, a window, a state, or any mixture of
-them, and each part knows its tokens by itself; a row whose parts disagree, or lack something, turns to
+them, and each part holds its own tokens; a row whose parts disagree, or lack something, turns to
 garbage. On top of `HashRunner` that makes every wrong block a wrong answer.
 """
 
@@ -139,7 +139,7 @@ class LabCodec:
             and at.n_tokens - start > self.shape.window
         ):
             raise AssertionError("the ring has overwritten these tokens")
-        # Made by numpy: what MLX computes, it hands to another thread, which takes far longer.
+        # Made by numpy: MLX would compute it on another thread, which takes far longer.
         array = np.array(tokens[start:end], dtype=np.int32).reshape(1, 1, -1, 1)
         both = (array, array + 1) if self.part is Part.PAGES else (array,)
         return tuple(map(mx.array, both))
@@ -269,7 +269,7 @@ def tree(
 
 
 class Steady(Estimates):
-    """Every token costs the same, however long the machine takes: who is evicted is no accident."""
+    """Every token costs the same, however long the machine takes: eviction is deterministic."""
 
     def saw_prefill(self, start: int, end: int, seconds: float) -> None:
         pass
@@ -299,7 +299,7 @@ class LabEngine(HashEngine):
 
     @runner.setter
     def runner(self, _: HashRunner) -> None:
-        """The base class makes one of its own; ours knows the layers."""
+        """Ignore the runner that the base class makes: ours knows the layers."""
 
     def job(
         self,
@@ -343,7 +343,7 @@ def n_leases(tree: PrefixTree) -> int:
 
 
 def check_tree(tree: PrefixTree, *, whole: bool = True) -> None:
-    """Every chain is whole, nothing lies about, and the books are right.
+    """Every chain is whole, nothing is left over, and the books are right.
 
     whole: nothing below memory has been lost, so no chain has a hole.
     """
@@ -357,7 +357,7 @@ def check_tree(tree: PrefixTree, *, whole: bool = True) -> None:
 
 
 def check_books(tree: PrefixTree) -> None:
-    """What the tree says that memory and tiers hold is what the records hold."""
+    """The tree's totals for memory and tiers are the sums of its records."""
     inner = tree.records.tree
     every = records_of(tree)
     held = [r for r in every if r.arrays is not None and not r.leaving]
@@ -412,7 +412,7 @@ def _check_node(node: Node, tree: PrefixTree, *, whole: bool) -> None:
 
 
 def _check_branch(node: Node) -> None:
-    """What holds for a node holds for those above it."""
+    """A node's leases, pins and last use also count for the nodes above it."""
     assert node.n_leases >= sum(c.n_leases for c in node.children)
     assert node.n_pins >= sum(c.n_pins for c in node.children)
     for child in node.children:
@@ -445,7 +445,7 @@ def _resumes(chain: Sequence[Node], p: int, needs: Needs) -> bool:
     if p % needs.grid:
         return False
     if needs.grid > 1 and p != chain[-1].end:
-        return False  # exact mode takes whole records only
+        return False  # exact mode restores whole records only
     if needs.state and not (chain[-1].end == p and _has(chain[-1], Part.STATE)):
         return False
     if needs.pages and not all(_has(n, Part.PAGES) for n in chain):

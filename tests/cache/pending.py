@@ -1,4 +1,4 @@
-"""What a cache and its tier still have to do, in tests of the whole engine; and waiting for the end."""
+"""What a cache and its tier still have to do, and waiting for it, in tests of the whole engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEADLINE_S = 60.0
 
 
 def on_its_way(harness: Harness) -> dict[str, int]:
-    """Everything that must be nought when nobody asks anything. On the engine thread."""
+    """Everything that must be zero when no request is under way. Call on the engine thread."""
     cache, health, io = harness.cache, harness.engine.health(), harness.io.threads
     (tier,) = cache.records.tiers
     pending = {

@@ -1,7 +1,7 @@
 """One live layer of every cache class that a codec serves, fed with tokens that can be told apart.
 
 A specimen knows how to make its layer, how to feed it tokens as a model would, and what the model will
-see of them: two layers that show the same and go on alike are the same to the model.
+see of them: two layers that show the same, now and later, are the same to the model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WINDOW = 12
 
 @cache
 def table(row: int, width: int, dtype: mx.Dtype = mx.float32) -> mx.array:
-    """(1, heads, tokens, width): no two tokens of any two rows are alike."""
+    """(1, heads, tokens, width): no two tokens of any two rows are equal."""
     key = mx.random.key(1000 * row + width)
     return mx.random.normal((1, HEADS, N_TOKENS, width), key=key).astype(dtype)
 
@@ -45,7 +45,7 @@ def all_same(a: Sequence[mx.array | None], b: Sequence[mx.array | None]) -> bool
 
 @dataclass(frozen=True)
 class Specimen:
-    """feed(layer, rows, start, end): give each row its tokens [start_i, start_i + n).
+    """feed(layer, rows, starts, n): give row i its tokens [starts[i], starts[i] + n).
 
     sees(layer, n): what a lone layer that holds n tokens shows to the model.
     """
@@ -65,7 +65,7 @@ class Specimen:
         return layer
 
     def pieces(self, chunks: Sequence[int], *, row: int = 0) -> list[tuple[int, int, Arrays]]:
-        """What commits would keep: each chunk cut as soon as it is there; a state only at the end."""
+        """What commits would keep: each chunk, or the state at its end, cut once it is fed."""
         layer = self.make()
         cuts: list[tuple[int, int, Arrays]] = []
         n = 0
@@ -77,7 +77,7 @@ class Specimen:
         return cuts
 
     def restored(self, pieces: Sequence[tuple[int, int, Arrays]], n_tokens: int) -> Any:
-        """A fresh layer, filled from those of the pieces that the codec asks for."""
+        """A fresh layer, filled from the pieces that the codec needs."""
         layer = self.make()
         reach = self.codec.reach(layer)
         if reach:
@@ -124,7 +124,7 @@ def _sees_chunk(layer: Any, n: int) -> Arrays:
 
 
 def _feed_arrays(layer: Any, rows: Sequence[int], starts: Sequence[int], n: int) -> None:
-    """Slot 0 has the last token, slot 1 depends on every token, more slots stay empty."""
+    """Slot 0 has the last token, slot 1 depends on every token, further slots stay empty."""
     ends = [s + n for s in starts]
     keys = [table(r, KEY_DIM) for r in rows]
     pairs = list(zip(keys, ends, strict=True))

@@ -1,6 +1,6 @@
 """Prompts that go through a small memory and a folder, for every kind of layer. See test_ssd_story.py.
 
-As a program it is a server's next life: it asks all of it again, and prints the answers.
+Run as a program, it is the restarted server: it sends all prompts again and prints the answers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.harness import Harness, Result
 CHUNK = BLOCK = 16
 N_HELD, N_MORE = 2, 3
 N_CACHED = 64
-"""All whole chunks of every prompt."""
+"""Tokens in the whole chunks of each prompt."""
 PROMPTS = [tokens(i, N_CACHED + 2 + 2 * i) for i in range(N_HELD + N_MORE)]
 N_REPLY = 2
 GIB = 1 << 30
@@ -50,7 +50,7 @@ def spare_slot(build: Build) -> Build:
 
 
 TWO: dict[str, Any] = {"num_hidden_layers": 2}
-"""Layers: one of each kind, or two that are alike and lie in one stack."""
+"""Two layers: one of each kind, or two of the same kind, which share a stack."""
 LARGE = {"v_proj": 1e6}
 """Past float16's range."""
 SLIDING = {**TWO, "layer_types": ["sliding_attention", "full_attention"]}

@@ -17,7 +17,7 @@ from tests.hash_runner import prompt_of as words
 
 
 class Unreadable(Disk):
-    """As a folder of another user is: nothing in it can be looked at."""
+    """Like another user's folder: nothing in it can be read."""
 
     def _refuse(self) -> OSError:
         return OSError(errno.EACCES, os.strerror(errno.EACCES))
@@ -36,7 +36,7 @@ class Unreadable(Disk):
 
 
 class Waiting(Disk):
-    """Listing takes until somebody says so."""
+    """Listing blocks until `go` is set."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

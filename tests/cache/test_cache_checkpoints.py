@@ -176,7 +176,7 @@ def test_properties(
     for p, mark in marks.items():
         if mark is Mark.SHARED:
             assert p == boundaries[0] - boundaries[0] % grid
-    # The shared front and a branch are what others will ask for: they are never given up for gaps.
+    # The shared front and a branch are what others will ask for: no gap rule drops them.
     front = boundaries[0] - boundaries[0] % grid if boundaries else 0
     if n_restored < front < n_prompt:
         assert front in marks
@@ -198,7 +198,7 @@ SYSTEM, USER, REPLY, GENERATION = 150, 60, 40, 4
 
 
 class Chat:
-    """A conversation as the server renders it: `boundaries` where messages end."""
+    """A conversation as the server renders it; `boundaries` are where messages end."""
 
     def __init__(self, lab: LabEngine, seed: int, system: list[int]) -> None:
         self.lab = lab
@@ -214,7 +214,7 @@ class Chat:
         self.boundaries.append(len(self.ids))
         outcome = ask(self.lab, self.ids + self.generation, self.boundaries, n_reply)
         if thinking:
-            self.ids += prompt_of(9998, 3)  # the template renders an old reply otherwise
+            self.ids += prompt_of(9998, 3)  # the template renders an old reply differently
             self.ids += outcome.tokens()[thinking:]
         else:
             self.ids += self.generation + outcome.tokens()
@@ -241,7 +241,7 @@ def test_a_shared_system_prompt_hits_on_its_second_sighting(shape: Shape, n_syst
 
 @STATEFUL
 def test_a_shared_prefix_without_boundaries_hits_on_its_third_sighting(shape: Shape) -> None:
-    """Nothing says where raw texts will part: the second one finds the branch, and keeps it."""
+    """Nothing tells where raw texts will diverge: the second one finds the branch, and keeps it."""
     with LabEngine(shape, cache=tree(shape, block=64)) as lab:
         shared = prompt_of(1, 150)
         n_cached = [
@@ -274,7 +274,7 @@ def test_a_prompt_sent_again_recomputes_one_token(shape: Shape) -> None:
 
 @STATEFUL
 def test_thinking_stripped_from_history_still_hits(shape: Shape) -> None:
-    """The old reply comes back otherwise: resume just before the generation prompt, and say where."""
+    """An old reply is rendered differently: resume before the generation prompt, and say where."""
     with LabEngine(shape, cache=tree(shape, block=64)) as lab:
         chat = Chat(lab, 2, prompt_of(1, SYSTEM))
         chat.turn(thinking=20)

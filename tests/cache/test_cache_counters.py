@@ -1,7 +1,7 @@
 """Counters that do not lie: a reference simulator, written here, predicts every one of them.
 
-The simulator knows prompts and replies as plain tuples, and the rules that design gives: blocks, tails,
-checkpoints. It shares no code with the tree.
+The simulator knows prompts and replies as plain tuples, and the rules of the design: blocks, tails,
+states. It shares no code with the tree; `checkpoints.due` tells it where states are due.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Simulator:
 
     shape: Shape
     nodes: set[Tokens] = field(default_factory=set)
-    """Each by all the tokens up to its end."""
+    """Each node as all the tokens up to its end."""
     states: set[Tokens] = field(default_factory=set)
     counts: Counter[str] = field(default_factory=Counter)
     seconds_saved: float = 0.0
@@ -181,7 +181,7 @@ def test_every_counter_is_what_the_simulator_says(shape: Shape, seed: int) -> No
                     n_restored=outcome.n_cached,
                     n_shared=simulator.n_shared,
                 )
-                # The first token is read at once, so a reply of one token is never fed back.
+                # The first token is collected immediately: a one-token reply is never fed back.
                 simulator.keep(whole if len(outcome.tokens()) > 1 else ids, due)
             chats.append(whole)
             (admission,) = outcome.of(Admitted)
@@ -328,7 +328,7 @@ def test_two_prompts_at_once_count_what_one_took_over_from_the_other() -> None:
 
 
 def test_every_miss_has_a_reason() -> None:
-    """Nothing of a prompt of one token can be reused, so that nothing is missing is no reason."""
+    """Even that of a one-token prompt, of which nothing can be reused."""
     with LabEngine(DENSE, cache=tree(DENSE, block=BLOCK)) as lab:
         for _ in range(2):
             lab.submit([5], 1).wait().check()

@@ -1,4 +1,4 @@
-"""Exact mode: whatever the cache had a part in is, bit for bit, what computing it all gives.
+"""Exact mode: an answer from the cache is, bit for bit, what computing all of it gives.
 
 Full mode: the same tokens, away from ties. On tiny random models of every layer kind.
 """
@@ -32,7 +32,7 @@ from tests.zoo import ZOO
 
 CHUNK = 16
 TWO: dict[str, Any] = {"num_hidden_layers": 2}
-"""Layers: one of each kind, or two that are alike and lie in one stack."""
+"""Two layers: one of each kind, or two of the same kind, which share a stack."""
 SLIDING = {**TWO, "layer_types": ["sliding_attention", "full_attention"]}
 HYBRID = {**ZOO["qwen3_5"].config["text_config"], **TWO, "full_attention_interval": 2}
 KINDS = {
@@ -54,7 +54,7 @@ References = Callable[[str], Reference]
 
 @pytest.fixture(scope="module")
 def uncached() -> Iterator[References]:
-    """What a model says without a cache, cut as in exact mode: one engine for each kind."""
+    """What a model says without a cache, in chunks as in exact mode: one engine for each kind."""
     with ExitStack() as engines:
 
         @cache
@@ -121,7 +121,7 @@ def test_edited_branched_cut_and_continued(kind: str, uncached: References) -> N
 
 @EACH
 def test_neighbours_leave_no_trace_in_what_is_stored(kind: str) -> None:
-    """Prompts read while others are read and decoded leave the records that each alone leaves."""
+    """Prompts read while others are read and decoded leave the same records as when read alone."""
     prompts = [tokens(i, n) for i, n in enumerate((90, 33, 64, 70))]
     prompts.append(prompts[0][:64] + tokens(9, 20))
     options: dict[str, Any] = {"chunk": CHUNK, "block": 8, "exact": True}
@@ -196,7 +196,7 @@ def test_five_times_as_many_sessions_as_there_is_room_for(kind: str, exact: bool
 
 @pytest.mark.parametrize("kind", ["dense", "window", "chunked", "hybrid", "quantised and window"])
 def test_full_mode_says_the_same_away_from_ties(kind: str) -> None:
-    """Token-exact reuse around every block boundary, in a block that ends anywhere."""
+    """Reuse is exact to the token, at and around block boundaries and inside blocks."""
     with cold_and_warm(KINDS[kind], chunk=32, block=8) as (cold, warm):
         want = Reference(cold)
         base = tokens(1, 80)
@@ -211,7 +211,7 @@ def test_full_mode_says_the_same_away_from_ties(kind: str) -> None:
 
 
 def test_the_two_modes_and_other_blocks_share_nothing() -> None:
-    """A record says how it was made: a server started otherwise does not touch it."""
+    """A record tells how it was made: a server with other settings does not touch it."""
     roots = set()
     for options in (
         {"exact": True, "block": 8},
@@ -231,7 +231,7 @@ def test_the_two_modes_and_other_blocks_share_nothing() -> None:
 
 @pytest.mark.parametrize(("bits", "ratio"), [(8, (8 + 2 * 32 / 64) / 32), (4, (4 + 1) / 32)])
 def test_quantised_records_are_smaller_and_answer_alike(bits: int, ratio: float) -> None:
-    """float32 heads of 64: `bits` a value, and a scale and a bias for each 64."""
+    """float32 heads of width 64: `bits` per value, plus a scale and a bias for each 64 values."""
     build = tiny("llama", head_dim=64)
     with (
         running(build, chunk=32, block=16) as plain,

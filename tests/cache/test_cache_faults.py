@@ -1,9 +1,9 @@
 """Any fault inside the cache is a counted miss: the answers stay right, and nothing stays leased.
 
-Every call that the cache makes of its codecs, its pool and its index is made to fail once, in a script
-that reads, grows, branches, evicts, forks and cancels.
+A script reads, grows, branches, evicts and forks. In each run, one call to a codec or inside the
+cache is made to fail: of each function, up to N_OF_EACH of its calls.
 
-Slow: each of some hundred calls fails once, for each kind of layers.
+Slow: the script runs some dozens of times for each kind of layers.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Saboteur:
 
 
 def script(lab: LabEngine) -> list[Outcome]:
-    """Requests one after another, so that the same calls come in the same order each time."""
+    """Requests in a fixed order, so that the same calls are made in the same order each time."""
     said: list[Outcome] = []
 
     def ask(ids: list[int], n_reply: int = 12, **options: Any) -> Outcome:
@@ -143,7 +143,7 @@ SHAPES = {"dense": DENSE, "hybrid": HYBRID, "all kinds": ALL_KINDS, "no pages": 
 
 BOOKS = {"memory.added", "memory.let_go", "tree.hold", "tree.release", "tree.remove", "tree.prune"}
 BOOKS |= {"tree.use", "records.forget", "records.used", "index.forget", "index.lose"}
-"""Halves of one entry in the books: if one of them fails the books are off, and only those."""
+"""Calls that make half of an entry in the books: if one fails, only the books are wrong."""
 N_OF_EACH = 3
 
 
@@ -200,7 +200,7 @@ def test_a_codec_that_always_fails_costs_the_reuse_and_nothing_else(
 def test_records_that_could_not_be_computed_are_not_kept(
     shape: Shape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device says that it is out of memory when copies are evaluated: they are in the tree by then."""
+    """A device runs out of memory when copies are evaluated: by then they are in the tree."""
     fails = [False]
 
     def evaluate(payloads: Any) -> None:
@@ -233,7 +233,7 @@ def test_records_that_could_not_be_computed_are_not_kept(
 def test_a_jump_that_fails_leaves_the_request_where_it_was(
     shape: Shape, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it commits from then on lies where it is, not where it would have jumped to."""
+    """Its later commits are stored at its own position, not where it would have jumped to."""
     cache, ids = tree(shape, block=8), prompt_of(1, 65)
     prompt = replace(lab_prompt(ids), boundaries=(20, 44))
 
@@ -273,7 +273,7 @@ ALL_SHAPES = pytest.mark.parametrize("shape", lab_shapes.values(), ids=lab_shape
 @ALL_SHAPES
 @pytest.mark.parametrize("n", [40, 43])
 def test_evicted_between_match_and_fill(shape: Shape, n: int) -> None:
-    """Leases hold the chain; what goes all the same is noticed, never replaced by something else."""
+    """Leases hold the chain; an eviction despite them is noticed, never filled with other data."""
     cache = tree(shape, block=8)
     squeeze = [False]
 

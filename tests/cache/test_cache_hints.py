@@ -1,4 +1,4 @@
-"""What a caller has marked is a checkpoint, also where no rule of ours would keep one."""
+"""A position marked by a caller is a checkpoint, even where no rule of ours would keep one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose state it is: what must share, what must not, and records that travel to another process.
+"""Identity: what must share records, what must not, and records that are read by another process.
 
 Slow: records of every kind are read by a process that must import MLX first.
 """
@@ -83,7 +83,7 @@ def test_where_the_model_lies_is_not_a_part_of_it(tmp_path: Path) -> None:
 
 
 def test_how_it_is_served_is_not_a_part_of_it() -> None:
-    """Rows, queue, chunk (in full mode), room: a server started otherwise finds the same keys."""
+    """Rows, chunk (in full mode), room: a server with other values finds the same keys."""
     roots = set()
     for limit, options in ((1 << 20, {"max_rows": 2}), (1 << 30, {"max_rows": 9, "chunk": 32})):
         cache = tree(DENSE, limit_nbytes=limit)
@@ -178,7 +178,7 @@ def goes_on(kind: Specimen, layer: object) -> str:
 
 
 def leave(kind: Specimen, folder: Path) -> str:
-    """Write the records of a live layer; say how the layer itself goes on."""
+    """Write the records of a live layer. Returns how the layer itself goes on."""
     for number, (start, end, arrays) in enumerate(kind.pieces(CHUNKS)):
         lent = to_host(evaluated([arrays]))
         header = Header(

@@ -43,13 +43,13 @@ class DictIo:
     """A tier whose orders wait until they are told to run, and may then end badly."""
 
     carrier: Part
-    """What of a block the next block needs."""
+    """The part of a block that the next block needs."""
     stored: dict[Name, tuple[Header, list[memoryview]]] = field(default_factory=dict)
     stamps: dict[Name, float] = field(default_factory=dict)
     orders: deque[Callable[[Fate], None]] = field(default_factory=deque)
     damaged: set[Name] = field(default_factory=set)
     gone: list[Name] = field(default_factory=list)
-    """What somebody else took away, and the next scan tells."""
+    """Records that somebody else deleted; the next scan reports them."""
     rng: random.Random = field(default_factory=lambda: random.Random(3))
     paused: bool = False
     scanned: bool = False
@@ -81,12 +81,12 @@ class DictIo:
         return WriteResult(1, new=True, evicted=tuple(evicted))
 
     def is_needed(self, name: Name) -> bool:
-        """Whether something else can be resumed from that could not be without it."""
+        """Whether something else can be resumed from only with it."""
         others = (header for other, (header, _) in self.stored.items() if other != name)
         return self.is_whole(name) and any(name.key in (h.key, h.above) for h in others)
 
     def is_whole(self, name: Name) -> bool:
-        """Whether it carries a chain, of which nothing is missing."""
+        """Whether it carries a chain of which nothing is missing."""
         if name.part is not self.carrier or name not in self.stored:
             return False
         above = self.stored[name][0].above
@@ -122,7 +122,7 @@ class DictIo:
                 self.stamps[name] = max(self.stamps[name], stamp)
 
     def scan(self, batch: Callable[[Changes], None], done: Done[None]) -> None:
-        """In any order: a tier may be told by a clock that was wrong."""
+        """In any order: a tier's stamps may come from a clock that was wrong."""
         gone, self.gone = self.gone, []
         batch([Gone(name) for name in gone])
         if not self.scanned:
@@ -202,7 +202,7 @@ class OverATier(Machine):
 
     @rule()
     def rest(self) -> None:
-        """Everything that is wanted is written, and a scan tells what others did."""
+        """Everything that is wanted is written, and a scan reports what others did."""
         self.now += 11.0
         for _ in range(4):
             self.tree.tick(EngineLoad.NONE)
@@ -218,7 +218,7 @@ class OverATier(Machine):
         self.protected = {}
         self.n_held = 0
         self.io.scanned = False
-        self.io.orders.clear()  # what the last process had queued has ended with it
+        self.io.orders.clear()  # what the last process had queued died with it
         self.new_tree()
         self.add_tier()
         self.set_room(self.room)
@@ -244,7 +244,7 @@ class OverATier(Machine):
         self.check_protected()
 
     def protect(self) -> None:
-        """What a lone request has computed may leave memory for the rest of it, once the tier has it."""
+        """Once stored, what a lone request has computed may leave memory to make room."""
         super().protect()
         self.protected = {
             r: n
@@ -253,7 +253,7 @@ class OverATier(Machine):
         }
 
     def teardown(self) -> None:
-        """Whatever happened: all of memory can be given back, and all that is stored be deleted."""
+        """Whatever happened, all memory can be freed, and everything stored can be deleted."""
         if not hasattr(self, "io"):
             return
         while self.requests:
@@ -292,7 +292,7 @@ def run(shape: Shape, exact: bool, *, n_examples: int) -> None:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Orders run when the machine says so: to wait for them is to wait in vain."""
+    """Orders run only when the machine runs them: waiting for them would be in vain."""
     monkeypatch.setattr(records, "WRITE_WAIT_S", 0.0)
 
 

@@ -1,4 +1,4 @@
-"""What requests get of the cache: reuse, choices, neighbours, lifetimes, pins, small budgets."""
+"""What requests get from the cache: reuse, choices, neighbours, lifetimes, pins, small budgets."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_a_stopped_choice_leaves_what_it_has_said() -> None:
 
 @EACH
 def test_two_identical_prompts_at_once_compute_each_token_once(shape: Shape) -> None:
-    """One takes over what the other has just committed; with states that is at checkpoints only."""
+    """One takes over what the other has just committed; with states, at checkpoints only."""
     with LabEngine(shape, cache=tree(shape, block=BLOCK), chunk=16) as lab:
         ids = words(1, 321)
         gate = lab.hold()
@@ -198,7 +198,7 @@ def test_many_prompts_with_one_prefix_at_once(shape: Shape) -> None:
 @EACH
 @pytest.mark.parametrize("n_sessions", [12])
 def test_sessions_that_come_and_go_at_once(shape: Shape, n_sessions: int) -> None:
-    """A planted fact per session: one answer from another's past is a wrong answer."""
+    """Each session has its own fact: an answer from another session's past is wrong."""
     rng = random.Random(3)
     cache = tree(shape, block=BLOCK, limit_nbytes=12_000 if shape.state else 5_000)
     with LabEngine(shape, cache=cache, chunk=16, max_rows=5) as lab:
@@ -321,7 +321,7 @@ def test_writing_again_prolongs_a_life_and_reading_does_not(shape: Shape) -> Non
 def test_what_was_to_stay_outlives_what_was_not(
     shape: Shape, mortal_first: bool, n_more: int
 ) -> None:
-    """One of the two has no lifetime: what it wrote stays, whoever came first and is longer."""
+    """One of the two has no lifetime: what it wrote stays, whichever came first and is longer."""
     clock = Clock()
     cache = tree(shape, block=BLOCK, clock=clock)
     ids = words(1, 50)
@@ -432,7 +432,7 @@ def test_clearing_forgets_everything_and_disturbs_nobody(shape: Shape) -> None:
     clears: list[Future[int]] = []
 
     def clear_in_the_midst(batch: Sequence[Delivery]) -> None:
-        """Runs on the engine thread: the call comes before the next step."""
+        """Runs on the engine thread: the call is made before the next step."""
         if user is not None and not clears and user.tokens():
             clears.append(lab.engine.call(lambda _: clear()))
 

@@ -1,8 +1,8 @@
 """The whole tree under random use: whatever requests, pins, lifetimes and limits do to it.
 
 The machine drives the cache as the engine does (open, restore, advance, commit, fork, close) with
-rows of plain tokens. After every step the tree must be in order, the pool's books must be the sum of the
-records, and a lookup must find what trying every position of every chain finds.
+rows of plain tokens. After every step the tree must be in order, and memory's books the sum of the
+records. Every lookup must find what trying every position of every chain finds.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Machine(RuleBasedStateMachine):
         self.room = limit
         self.n_held = 0
         self.whole = True
-        """No row was lost with what lay in it."""
+        """Whether no row was lost along with the records in it."""
 
     def new_tree(self) -> None:
         self.tree = tree(
@@ -217,7 +217,7 @@ class Machine(RuleBasedStateMachine):
         self.leave(request)
 
     def leave(self, request: Request) -> None:
-        """The engine says how much room there is when a request is gone."""
+        """When a request is gone, the engine sets how much room there is."""
         self.requests.remove(request)
         self.protect()
         self.set_room(self.room)
@@ -232,7 +232,7 @@ class Machine(RuleBasedStateMachine):
             admin.pin(self.tree, prompt, Namespace(name), cap_nbytes=150)
         except BadRequest:
             assert admin.pinned_nbytes(self.tree) == before
-        # What is pinned may grow by itself, by a state that is kept later; no pin may go over.
+        # What is pinned may grow by a state that is kept later, but no pin may exceed the cap.
         assert admin.pinned_nbytes(self.tree) <= max(150, before)
 
     @rule(base=st.integers(0, 2), n=st.integers(1, 60), name=st.sampled_from(NAMES))

@@ -58,7 +58,7 @@ class Patient(Eager):
 class Hasty(Estimates):
     """A load is begun whatever is known, and never waited for.
 
-    The first of the tokens to be computed always cost a tenth of the rest: no load is too small.
+    Each token costs a tenth of all that is left to compute, so no load is too small.
     """
 
     def load_s(self, tier: str, nbytes: int) -> float:
@@ -76,7 +76,7 @@ class Hasty(Estimates):
 
 
 class Refusing(Hasty):
-    """Nothing is worth a load."""
+    """Nothing is worth loading."""
 
     def load_s(self, tier: str, nbytes: int) -> float:
         return 1e12
@@ -92,7 +92,7 @@ def server(
     limit_nbytes: int = GIB,
     chunk: int = 16,
 ) -> Iterator[LabEngine]:
-    """An engine over a folder; what it wrote is written when it is left."""
+    """An engine over a folder; on exit, everything it queued has been written."""
     cache = tree(shape, block=BLOCK, limit_nbytes=limit_nbytes, clock=time.monotonic)
     cache.records.estimates = estimates()
     options = TierOptions(str(folder), GIB)
@@ -106,7 +106,7 @@ def server(
 
 
 def settle(lab: LabEngine) -> None:
-    """All is written."""
+    """Wait until everything is written."""
 
     def left() -> bool:
         (tier,) = lab.tree.records.tiers
@@ -123,7 +123,7 @@ def ask(lab: LabEngine, ids: list[int], n_reply: int = 4, **options: object) -> 
 
 
 def admission(outcome: Outcome) -> Admitted:
-    """What the cache did for it in the end."""
+    """What the cache did for the request in the end."""
     said = [*outcome.of(Admitted), *(a.admission for a in outcome.of(Advanced))]
     return said[-1]
 
@@ -156,7 +156,7 @@ def test_what_is_computed_although_it_is_stored_is_in_memory_afterwards(
 def test_a_reply_that_is_computed_although_it_is_stored_is_in_memory_afterwards(
     tmp_path: Path, shape: Shape
 ) -> None:
-    """The prompt ends with a block: nothing but the reply is in the last record."""
+    """The prompt ends at the end of a block: the last record has nothing but the reply."""
     ids = words(1, 8 * BLOCK)
     with server(tmp_path, shape) as lab:
         ask(lab, ids)
@@ -226,7 +226,7 @@ def test_a_stalled_load_keeps_nobody_waiting(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [DENSE, HYBRID, WINDOWED], ids=["dense", "hybrid", "window"])
 def test_less_than_a_block_is_loaded_after_a_restart(tmp_path: Path, shape: Shape) -> None:
-    """What was waited for is used, also behind a few tokens that memory has."""
+    """What was waited for is used, even after a few tokens that memory has."""
     ids = words(1, BLOCK - 1)
     with server(tmp_path, shape) as lab:
         ask(lab, ids, boundaries=[3])
@@ -331,7 +331,7 @@ def test_exact_reuse_of_the_same_prompt_did_not_diverge() -> None:
 
 
 def test_a_sibling_in_memory_is_not_hidden_by_one_on_disk(tmp_path: Path) -> None:
-    """Two prompts share a system prompt that ends inside a block; after a restart A, then B."""
+    """A and B share a system prompt that ends inside a block; after a restart A, then B."""
     system = words(1, 4 * BLOCK + 5)
     a, b = system + words(2, 30), system + words(3, 30)
     with server(tmp_path) as lab:
@@ -391,7 +391,7 @@ def test_a_scan_does_not_bring_back_what_was_cleared_meanwhile(
     assert list(tmp_path.glob("??/*.safetensors"))
 
     def late(self: SsdTier) -> Iterator[Any]:
-        entries = list(real(self))  # read before, told after
+        entries = list(real(self))  # read before the clear, reported after it
         assert cleared.wait(60)
         yield from entries
 
@@ -446,7 +446,7 @@ def test_what_is_computed_again_while_it_is_cleared_is_kept(
 
 
 def test_many_prompts_under_one_root_are_found_by_what_matches() -> None:
-    """The look-up touches a few children, however many there are."""
+    """The lookup touches a few children, however many there are."""
     cache = tree(DENSE, block=BLOCK)
     from firn.cache.planning.match import Walk
     from firn.cache.tree import Mark, PackedTokens

@@ -1,8 +1,8 @@
-"""A store may be slow, or hang, in whatever it is asked for: the first token waits for a bounded time.
+"""Any call to a store may be slow, or hang: the first token waits only for a bounded time.
 
-No thread and no real clock: a store whose every call takes as long as the test says, and a loop that
-does what the engine does with a lone prompt. Time passes only where somebody computes or waits, so it
-can be said to the microsecond how much later a first token comes than without a store.
+There are no threads and no real clock: only a store whose every call takes as long as the test
+says, and a loop that does what the engine does with a lone prompt. Time passes only in computing
+and waiting, so how much later a first token is than without a store is known to the microsecond.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ENDS = (40, 80, 150)
 EVERYONE = Namespace("")
 HANGS = math.inf
 N_THREADS = 8
-"""So many reads at once."""
+"""Reads that run at the same time."""
 
 
 @dataclass
@@ -59,21 +59,21 @@ class Time:
             heapq.heappush(self.events, (self.now + seconds, next(self.serial), call))
 
     def run(self) -> None:
-        """What is due by now."""
+        """Call whatever is due by now."""
         while self.events and self.events[0][0] <= self.now:
             heapq.heappop(self.events)[2]()
 
 
 @dataclass
 class Takes:
-    """Seconds; what takes longer than the deadline fails then."""
+    """Seconds per call; a call that takes longer than the deadline fails at the deadline."""
 
     find: float = 0.001
     read: float = 0.001
     write: float = 0.001
     deadline: float = DEADLINE_S
     n_reads: int = 1 << 30
-    """After so many, reads hang."""
+    """How many reads are answered before the others hang."""
 
 
 class SlowStore:
@@ -178,7 +178,7 @@ class Server:
         )
 
     def late_s(self, ids: list[int]) -> float:
-        """How much later its first token comes than without a store, if nothing of it is in memory."""
+        """How much later its first token is than without a store, if none of it is in memory."""
         began = self.time.now
         cursor = self.tree.open(prompt_of(ids, ENDS), EVERYONE, CacheControl())
         row = self._row(self.tree.restore(cursor))
@@ -265,7 +265,7 @@ def test_a_question_that_hangs(token_s: float, deadline_s: float) -> None:
     ids=["reads hang", "slow", "reads fail", "nothing is known"],
 )
 def test_a_store_that_answers_late_is_the_reason(takes: Takes, token_s: float, why: str) -> None:
-    """The prompt was begun as one that nobody has; by the end more is known."""
+    """When the prompt begins, nothing is known to be stored of it; by its end more is known."""
     server = Server(Time(), DENSE, dict(STORED["dense"]), takes, token_s=token_s)
     server.late_s(PROMPTS[0])
     assert dict(server.tree.stats.misses) == {why: 1}
@@ -301,7 +301,7 @@ def test_whatever_is_slow_from_some_time_on(
     read_s: float,
     n_reads: int,
 ) -> None:
-    """It was well, and known to be; then it is not. No first token is later than by the deadline."""
+    """A store known to be fast turns slow: no first token is late by more than the deadline."""
     takes = Takes(before, before, before, deadline_s)
     server = Server(Time(), SHAPES[kind], dict(STORED[kind]), takes, token_s=token_s)
     for ids in PROMPTS[:n_before]:
@@ -313,7 +313,7 @@ def test_whatever_is_slow_from_some_time_on(
 
 @pytest.mark.parametrize("n_reads", [0, 3], ids=["from the first", "after some"])
 def test_reads_that_hang_are_waited_for_a_few_times_and_no_more(n_reads: int) -> None:
-    """What does not arrive says how slow the store is, too."""
+    """Reads that do not arrive also tell how slow the store is."""
     takes = Takes(read=1e-3, deadline=HANGS)
     server = Server(Time(), DENSE, dict(STORED["dense"]), takes, token_s=5e-3)
     server.late_s(words(7, N_TOKENS))
@@ -325,7 +325,7 @@ def test_reads_that_hang_are_waited_for_a_few_times_and_no_more(n_reads: int) ->
 
 @pytest.mark.parametrize("is_read", [True, False], ids=["read", "hangs"])
 def test_what_the_engine_has_had_no_time_to_take_is_not_late(is_read: bool) -> None:
-    """It computes for a second, and the request ends: was the store slow? It was, if it hangs."""
+    """The engine is busy for a second, then the request ends: only a hang counts as slow."""
     time = Time()
     takes = Takes(read=1e-3 if is_read else HANGS, deadline=HANGS)
     server = Server(time, DENSE, dict(STORED["dense"]), takes, token_s=5e-3)

@@ -1,4 +1,4 @@
-"""Collecting garbage beside a large tree, in a process of its own: it changes the whole interpreter."""
+"""Garbage collection with a large tree, in its own process: it changes the whole interpreter."""
 
 from __future__ import annotations
 

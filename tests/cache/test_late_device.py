@@ -23,8 +23,8 @@ from tests.hash_runner import prompt_of
 def spoil(
     harness: Harness, *, chunk: int, in_commit: pytest.MonkeyPatch | None = None
 ) -> list[str]:
-    """Let one chunk's work come out as zeros, and the device tell of it when it is asked, or when the
-    cache computes what it commits."""
+    """Make one chunk's work come out as zeros. The device reports it when asked to confirm, or when
+    the cache computes what it commits."""
     runner: Any = harness.runner
     told: list[str] = []
     state = {"n": 0, "parked": False}
@@ -81,7 +81,7 @@ def test_what_a_failed_command_left_is_neither_resumed_nor_written(
         told = spoil(harness, chunk=chunk, in_commit=monkeypatch if told_in == "commit" else None)
         assert said(harness.ask(ids)) == want, "it was computed again"
         assert told == ["told"]
-        if told_in == "confirm" or chunk > 1:  # else the commit has failed with its only records
+        if told_in == "confirm" or chunk > 1:  # else the commit that failed held the only records
             assert harness.cache.stats.dropped["in doubt"] >= 1
         assert said(harness.ask(ids)) == want
     with open_on(tmp_path) as harness:
@@ -137,7 +137,7 @@ class StuckTier(SsdTier):
 def test_records_give_way_even_if_there_is_no_memory_to_copy_them_for_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They lie in a row, and none is written yet: they are lost, and their memory is free."""
+    """They are in a row, and none is written yet: they are lost, and their memory is freed."""
     ids, tier = [t % 60 for t in prompt_of(4, 600)], StuckTier(tmp_path)
 
     def fail(payloads: Any) -> None:

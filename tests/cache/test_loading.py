@@ -57,14 +57,14 @@ def test_nothing_is_known_before_something_has_come() -> None:
 
 @pytest.mark.parametrize(("pace_s", "wins"), [(0.005, True), (0.02, False)])
 def test_a_load_wins_that_takes_half_as_long_as_computing(pace_s: float, wins: bool) -> None:
-    """44 records are missing, and a second of computing."""
+    """44 records are missing; computing everything would take a second."""
     came_at = 20 * pace_s
     under_way = loading(n_arrived=20, n_missing=44, last_at=came_at)
     assert under_way.wins(came_at + pace_s) == wins
 
 
 def test_what_is_computed_already_is_no_reason_to_wait() -> None:
-    """Nearly all of it: the rest is computed sooner."""
+    """Most of it: the rest is computed sooner than loaded."""
     under_way = loading(n_arrived=20, n_missing=44, last_at=0.1, front=12_000)
     assert not under_way.wins(0.1)
 
@@ -76,7 +76,7 @@ def test_a_load_that_stalls_is_not_waited_for() -> None:
 
 
 def test_what_was_read_while_a_chunk_ran_is_no_stall() -> None:
-    """It was read long ago, and is taken in just now."""
+    """It was read long ago, but the engine has received it only now."""
     under_way = loading(n_arrived=20, n_missing=44, last_at=0.1, taken_at=0.4)
     assert under_way.wins(0.41)
 

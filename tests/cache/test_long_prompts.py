@@ -1,4 +1,4 @@
-"""Prompts that are longer than memory, of models whose blocks are cut out of the row at once."""
+"""Prompts longer than memory, of models whose blocks are cut out of the row immediately."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def opened(stored: dict[str, bytes], *, limit_nbytes: int) -> PrefixTree:
 def test_a_device_in_doubt_takes_back_what_had_to_leave_memory() -> None:
     stored: dict[str, bytes] = {}
     cache = opened(stored, limit_nbytes=300)
-    cache.confirm()  # from now on, commits wait for this
+    cache.confirm()  # from now on, commits wait for a confirm
     ids = words(1, 81)
     cursor = cache.open(Prompt(np.array(ids, dtype=np.int64)), NS, CacheControl())
     row = LabRow(LabLayer([[]], DENSE))

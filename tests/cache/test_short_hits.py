@@ -1,4 +1,4 @@
-"""Where a device computes a few tokens more in the same time, a hit of a few tokens is not used."""
+"""Where computing a few more tokens takes no longer, a hit of a few tokens is not used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPES = pytest.mark.parametrize(
 
 
 class Gpu(Estimates):
-    """A token takes a millisecond, filling a row what twenty tokens take."""
+    """A token takes a millisecond, and filling a row as long as twenty tokens."""
 
     knows_prefill = True
 
@@ -85,7 +85,7 @@ def test_a_short_hit_is_used(weighs_hits: bool, estimates: type[Estimates], n_sh
 
 
 class FreeCopies(Gpu):
-    """What it has seen were fills that nobody waited for."""
+    """The only fills it has measured are ones that nobody waited for."""
 
     def fill_s(self, nbytes: int) -> float:
         return 0.0

@@ -43,7 +43,7 @@ EACH = pytest.mark.parametrize("kind", KINDS)
 
 @dataclass(frozen=True)
 class Told:
-    """One kind's story: cold answers and their records, then those of the small memory, twice."""
+    """One kind's story: cold answers and their records, then two rounds in a small memory."""
 
     cold: list[Result]
     records: Contents
@@ -158,7 +158,7 @@ HEADS, LAYERS, WIDTH = 2, 3, 64
 
 
 def n_distinct(texts: Sequence[Sequence[int]]) -> int:
-    """Tokens that differ, or come after others: what must be stored of all these texts."""
+    """How many tokens must be stored for these texts: one for each distinct prefix."""
     return len({tuple(ids[: n + 1]) for ids in texts for n in range(len(ids))})
 
 
@@ -167,12 +167,12 @@ def plain(itemsize: int) -> float:
 
 
 def packed(bits: int, scale_size: int) -> float:
-    """Of each group of 32 values: the values, a scale and a bias."""
+    """Each group of 32 values has a scale and a bias."""
     return 2 * LAYERS * HEADS * WIDTH * (bits / 8 + 2 * scale_size / 32)
 
 
 def on_disk(folder: Path, part: Part) -> tuple[int, int]:
-    """How many files a part has, and the blocks of the disk that they take up."""
+    """How many files a part has, and how many bytes of the disk they take up."""
     files = [p.stat() for p in folder.glob(f"??/*.{part.value}.*")]
     return len(files), sum(st.st_blocks * 512 for st in files)
 
@@ -190,7 +190,7 @@ def on_disk(folder: Path, part: Part) -> tuple[int, int]:
 def test_a_token_is_stored_once_and_as_it_is(
     tmp_path: Path, options: dict[str, Any], token_nbytes: float
 ) -> None:
-    """Branches share what they have in common, a grown prompt takes its tail along."""
+    """Branches share what they have in common, and a prompt that grows takes over its tail."""
     build = tiny("llama", head_dim=WIDTH, **options)
     shared = tokens(1, PAGE)
     prompts = [shared + tokens(2 + i, PAGE + 150 + i) for i in range(2)]
@@ -212,7 +212,7 @@ def test_a_token_is_stored_once_and_as_it_is(
 
 
 def row_nbytes(build: Build) -> tuple[int, int]:
-    """What the state of a row weighs, and a token of its pages."""
+    """Bytes of a row's state, and of one token of its pages."""
     model, make_layers = build()
     layers = make_layers()
     model(mx.array([tokens(1, 8)]), cache=layers)

@@ -1,4 +1,4 @@
-"""Rows that commit in one step: where nobody waits for the copies, they are dispatched once for all."""
+"""Rows that commit in one step: copies that are not awaited are dispatched together."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ EVERYONE = Namespace("")
 
 
 class Device:
-    """Nobody waits for its copies. Knows how many stacks each dispatch had; `fault` is raised by the
-    next one."""
+    """A device whose copies are not awaited. Notes how many stacks each dispatch had; the next one
+    raises `fault`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.dispatched: list[int] = []

@@ -18,7 +18,7 @@ from tests.zoo import VOCAB_SIZE, ZOO, Entry, build_entry
 Build = Callable[[], tuple[Any, Callable[[], list[Any]]]]
 
 WINDOW = 32
-"""Of every windowed model of the zoo."""
+"""The window of every windowed model in the zoo."""
 
 
 def tiny(
@@ -29,7 +29,7 @@ def tiny(
     gains: Mapping[str, float] = MappingProxyType({}),
     **config: Any,
 ) -> Build:
-    """A builder for Harness. bits: plain attention is quantised live, as mlx-lm does it."""
+    """A builder for Harness. bits: plain attention's live cache is quantised, as in mlx-lm."""
     base = ZOO[name]
     config, factors = {**base.config, **config}, {**base.gains, **gains}
     entry = Entry(name, base.module, config, gains=factors)
@@ -59,7 +59,7 @@ def tokens(seed: int, n: int) -> list[int]:
 
 @contextmanager
 def cold_and_warm(build: Build, *, chunk: int, **options: Any) -> Any:
-    """Two engines over the same model: one without a cache, one with. In exact mode both cut alike."""
+    """Two engines over one model, without and with a cache; in exact mode, with the same chunks."""
     with (
         running(build, cache_nbytes=None, chunk=chunk, exact=options.get("exact", False)) as cold,
         running(build, chunk=chunk, **options) as warm,

@@ -1,4 +1,4 @@
-"""The tree as people look at it: in slices that hold nobody up, in runs, bounded, and by namespace."""
+"""The tree as people see it: in slices that hold up nobody, in runs, bounded, and by namespace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALICE, BOB = Namespace("alice"), Namespace("bob")
 
 
 def store(cache: PrefixTree, tokens: Sequence[int], namespace: Namespace = ALICE) -> Node:
-    """Records for every block of these tokens, as if they had been computed; returns the last node."""
+    """Add records for every block of these tokens, as if computed. Returns the last node."""
     records = cache.records
     node: Node = records.catalogue.root(namespace)
     text = PackedTokens(np.array(tokens, dtype=np.uint64))

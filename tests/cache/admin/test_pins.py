@@ -1,4 +1,4 @@
-"""A prefix that was pinned for a prompt is unpinned for it, whatever was stored meanwhile."""
+"""Unpinning a prompt releases what pinning it pinned, whatever was stored meanwhile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK = 8
 EVERYONE = Namespace("")
 SYSTEM = words(1, 44)
 ASKED = [*SYSTEM, 7]
-"""The system prompt with what a chat template puts behind it."""
+"""The system prompt, followed by what a chat template appends to it."""
 
 
 def pin(lab: LabEngine, ids: list[int]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Payloads: stacks of arrays, cut, joined, given back layer by layer, and on their way to host bytes."""
+"""Payloads: stacks of arrays, cut, joined, returned layer by layer, and converted to host bytes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def address(array: mx.array) -> int:
 
 @pytest.mark.parametrize("n_layers", [1, 3])
 def test_a_payload_shares_nothing_with_the_row_it_was_cut_from(n_layers: int) -> None:
-    """One head: a range of its tokens lies in one piece, and a view of it would hold the whole row."""
+    """With one head, a range of tokens is contiguous: a view of it would keep the whole row."""
     rows = [mx.random.normal((1, 1, 64, 8)) for _ in range(n_layers)]
     mx.eval(rows)
     payload = stacked([(row[:, :, 16:32],) for row in rows])
@@ -148,7 +148,7 @@ def test_several_blocks_are_cut_as_one_and_are_what_each_would_be() -> None:
 def test_layers_are_filled_alike_many_at_a_time(
     nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a GPU does it."""
+    """As on a GPU."""
     live = fed(48)
     kinds = Layout.of(live)
     pieces = {
@@ -184,7 +184,7 @@ def test_bytes_come_back(kinds: list[list[Any]]) -> None:
 
 @pytest.mark.parametrize("dtype", host.CODES, ids=str)
 def test_numbers_of_every_type_come_back(dtype: mx.Dtype) -> None:
-    """Their signs and their sizes: -1 of 8 bits is not 255."""
+    """With their signs and sizes: an 8-bit -1 is not 255."""
     whole = mx.array([[-128, -1, 0, 1, 127]]).astype(dtype)
     payload = stacked([(whole[None, None],)])
     evaluate([payload])
@@ -297,7 +297,7 @@ def test_buffers_that_differ_are_copied_one_by_one(monkeypatch: pytest.MonkeyPat
 def test_what_spilling_needs_is_compiled_at_the_start(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For each part of a record. On CUDA a kernel finds its arrays, one for each set of types."""
+    """For each part of a record. On CUDA, every set of types needs a kernel that locates arrays."""
 
     class Compiling(Bus):
         types: ClassVar[set[tuple[mx.Dtype, ...]]] = set()

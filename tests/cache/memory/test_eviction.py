@@ -1,4 +1,4 @@
-"""Who leaves memory first, and who never does."""
+"""What leaves memory first, and what never does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLOCK = 8
 
 
 def memory(shape: Shape, limit_nbytes: int) -> PrefixTree:
-    """A cache whose wall clock goes on by ten minutes whenever somebody looks."""
+    """A cache whose wall clock advances by ten minutes each time it is read."""
     ticks = count(1)
     return tree(shape, limit_nbytes=limit_nbytes, wall=lambda: next(ticks) * 600.0)
 

@@ -1,4 +1,4 @@
-"""A conversation's pages lie in its row, once: while it runs, after it ends, and when it goes on."""
+"""A conversation's pages are held once, in its row: as it runs, once it ends, and as it goes on."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BLOCK = 32
 
 
 def past(n_layers: int, dim: int) -> Build:
-    """Most of what it takes is its past."""
+    """A model whose memory is mostly keys and values."""
     return tiny(
         "llama",
         num_hidden_layers=n_layers,
@@ -49,8 +49,8 @@ def past(n_layers: int, dim: int) -> Build:
 
 
 DEEP, WIDE = past(8, 128), past(4, 256)
-"""As many bytes a token. Where the peak is asked for, a layer that grows must be a small part of all;
-half as many layers are half the work."""
+"""Both have the same bytes per token. Where peak memory is measured, a layer that grows must be a
+small part of the whole, so DEEP is used; elsewhere WIDE, with half the layers, is half the work."""
 TOKEN_NBYTES = 8 * 128 * 2 * 4
 
 
@@ -59,7 +59,7 @@ def parked(harness: Harness) -> list[RowPages]:
 
 
 def addresses(pages: RowPages) -> list[int]:
-    """Where the buffers lie."""
+    """The addresses of the buffers."""
     assert pages.slab is not None
     arrays = [a for layer in pages.slab.layers for a in layer if a is not None]
     return [np.array(a, copy=False).ctypes.data for a in arrays]
@@ -174,7 +174,7 @@ def test_a_second_user_of_a_prefix_that_is_being_decoded(name: str) -> None:
 
 
 def test_a_row_that_is_taken_over_leaves_what_it_said_before() -> None:
-    """The next turn differs in the reply, as where a template drops the thinking."""
+    """The next turn differs in the reply, as when a template drops the thinking."""
     with cold_and_warm(WIDE, chunk=BLOCK, block=BLOCK) as (cold, warm):
         want = Reference(cold)
         ids = tokens(1, 300)
@@ -241,7 +241,7 @@ def test_parked_rows_give_way_like_everything_else() -> None:
 
 
 def test_what_parked_rows_hold_twice_goes_first() -> None:
-    """A long system prompt, and a little of each conversation: together they fit, but not as rows."""
+    """A long system prompt and a little of each conversation: all fit, but not as whole rows."""
     system = tokens(1, 10 * BLOCK)
     limit = (len(system) + 9 * BLOCK + 4 * 6 * BLOCK) * TOKEN_NBYTES
     with cold_and_warm(WIDE, chunk=BLOCK, block=BLOCK, cache_nbytes=limit) as (cold, warm):
@@ -326,7 +326,7 @@ def test_a_neighbours_row_takes_over_what_a_failed_one_shared() -> None:
 
 
 def test_a_row_that_fails_while_it_is_trimmed_is_forgotten() -> None:
-    """Some of its layers are cut back by then, and others are not."""
+    """By then some of its layers are trimmed, and others are not."""
     with running(WIDE, chunk=BLOCK, block=BLOCK) as harness:
         ids = tokens(1, 300)
         harness.ask(ids, 10)
@@ -346,7 +346,7 @@ def test_a_row_that_fails_while_it_is_trimmed_is_forgotten() -> None:
 
 
 def opened_row(cache: PrefixTree, ids: list[int]) -> tuple[Any, LabRow]:
-    """A request's cursor, and its row with what the cache had."""
+    """A request's cursor, and its row, filled with what the cache had."""
     cursor = cache.open(prompt_of(ids), Namespace(""), CacheControl())
     restored = cache.restore(cursor)
     row = LabRow(LabLayer([[]], IN_ROWS))
@@ -380,7 +380,7 @@ def test_a_row_that_was_written_to_before_a_fault_is_not_trusted_with_what_was_c
 
 
 def test_a_live_row_is_not_evicted() -> None:
-    """Its memory is the request's: memory would gain nothing, and its next turn would lose it."""
+    """Its memory belongs to the request: eviction would free nothing and cost the next turn."""
     cache, ids = tree(IN_ROWS, block=8), words(1, 90)
     cursor, row = opened_row(cache, ids)
     row.consume(ids[:89])
@@ -398,7 +398,7 @@ def test_a_live_row_is_not_evicted() -> None:
 
 
 def test_what_others_need_of_a_row_that_is_taken_over_stays() -> None:
-    """Pinned blocks beyond the place where a shorter turn goes on: they are cut out, room or not."""
+    """Pinned blocks beyond the point where a shorter turn continues are cut out, room or not."""
     cache, ids = tree(IN_ROWS, block=8), words(1, 162)
     cursor, row = opened_row(cache, ids)
     row.consume(ids[:161])
@@ -417,7 +417,7 @@ def test_what_others_need_of_a_row_that_is_taken_over_stays() -> None:
 
 
 def test_nobody_holds_on_to_a_row_that_was_given_up_or_left_for_another() -> None:
-    """A draft model's rows leave no runner: the cache must not keep them alive."""
+    """A draft model's rows never leave a runner, so the cache must not keep them alive."""
     cache = tree(IN_ROWS, block=8)
     rows = cache.records.rows
     opened = partial(opened_row, cache)

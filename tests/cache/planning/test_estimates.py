@@ -1,4 +1,4 @@
-"""What loading and computing cost, as learned while it happens."""
+"""What loading and computing cost, as measured while they happen."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_chunk_that_compiled_its_kernels_is_soon_forgotten() -> None:
 
 
 def gpu_chunk_s(n_tokens: int) -> float:
-    """So a GPU computes: most of a short chunk's time goes whatever its length."""
+    """As on a GPU: most of a short chunk's time does not depend on its length."""
     return 0.05 + n_tokens * 30e-6
 
 
@@ -137,7 +137,7 @@ def test_the_engines_own_time_is_kept_apart_from_the_tiers() -> None:
 def test_small_fills_say_nothing_about_the_bytes_of_large_ones() -> None:
     known = Estimates()
     for _ in range(N_KEPT):
-        known.saw_fill(4 * MB, 0.012)  # a few tokens, on a GPU: all of it is dispatch
+        known.saw_fill(4 * MB, 0.012)  # a few tokens on a GPU: all of the time is dispatch
     assert known.fill_s(2000 * MB) == pytest.approx(0.012)
     known.saw_fill(1000 * MB, 0.112)
     assert known.fill_s(2000 * MB) == pytest.approx(0.212)

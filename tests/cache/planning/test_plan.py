@@ -50,10 +50,10 @@ class Told(Estimates):
 def planned(
     load_s: Callable[[float], float], *, engine_s: float = 0.0, held: float = 0.0
 ) -> tuple[ResumePlan, list[int]]:
-    """The plan for a long prompt of which all is below memory; the blocks it loads, in order.
+    """The plan for a long prompt, all of which is below memory, and the blocks it loads, in order.
 
-    load_s: what loading this share of it takes. engine_s: what the engine does for all of it.
-    held: the share of it that memory has, too.
+    load_s: the time to load this share of it. engine_s: the engine's own time for all of it.
+    held: the share of it that memory has as well.
     """
     ids = words(1, BLOCK * N_BLOCKS)
     cache = tree(DENSE, block=BLOCK)
@@ -63,7 +63,7 @@ def planned(
         total = sum(r.nbytes for r in records_of(cache))
 
         def shrink() -> bool:
-            """Whether memory has any of it left. A busy machine needs more than one try to write all."""
+            """Whether memory has any of it left. A busy machine may need several tries."""
             cache.set_room(int(held * total))
             return any(r.arrays is not None for r in records_of(cache))
 
@@ -90,7 +90,7 @@ def planned(
     ],
 )
 def test_how_much_of_a_long_prompt(load_s: Callable[[float], float], share: float) -> None:
-    """It has more resume points than are weighed: those that are lie all over it."""
+    """It has more resume points than are weighed; those weighed are spread over all of it."""
     plan, _ = planned(load_s)
     assert plan.target.n_tokens / N_SECONDS == pytest.approx(share, abs=2 / MAX_TARGETS)
     assert plan.is_slower == (share == 0.0)
@@ -123,7 +123,7 @@ def test_what_memory_has_is_neither_loaded_nor_charged() -> None:
 
 
 def test_loading_that_costs_the_engine_what_computing_does_is_left_alone() -> None:
-    """As on a GPU, where bytes take longer to the device than tokens to compute."""
+    """As on a GPU, where copying bytes to the device may take longer than computing the tokens."""
     plan, blocks = planned(lambda part: 0.01 * part, engine_s=1.1 * N_SECONDS)
     assert blocks == []
     assert plan.is_slower

@@ -1,9 +1,9 @@
-"""The reason why no more was reused is true, by a plain model of the cache.
+"""The reason given for not reusing more is true, according to a plain model of the cache.
 
-The model is a flat list: every prefix that something was ever stored for, and where it lies now. What
-can be resumed, and why not more, is found out by trying every position of every prefix. The machine
-asks prompts that share much, drops memory, loses and damages what a tier has, makes loads late or too
-slow to be worth it, and compares what a request and what a probe are told.
+The model is a flat list: every prefix that something was ever stored for, and where it is stored
+now. It finds what can be resumed, and why not more, by trying every position of every prefix. The
+machine sends prompts that share much, drops memory, loses and damages what a tier has, makes loads
+late or too slow to be worth it, and compares the model's answers with those of requests and probes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Plain:
     ever: set[tuple[Tokens, int]]
 
     def best(self, ids: Tokens, *, loads: bool) -> int:
-        """Where the prompt can resume at best."""
+        """The last position at which the prompt can resume."""
         positions = range(len(ids) - 1, 0, -1)
         return next((p for p in positions if self.resumes(ids, p, loads=loads)), 0)
 
@@ -99,7 +99,7 @@ class Plain:
         return max((_n_same(s.tokens, ids) for s in self.now), default=0)
 
     def reasons(self, ids: Tokens, n: int, *, is_refusing: bool) -> set[str]:
-        """What may be said of a prompt that resumes at n, with nothing on its way."""
+        """The reasons that may be given for a prompt that resumes at n, with no load under way."""
         last = len(ids) - 1
         if n >= last:
             return {""}
@@ -119,7 +119,7 @@ class Plain:
         return self.shape.state and all(s.has(Part.PAGES, loads=True) for s in path)
 
     def _beyond(self, ids: Tokens, shared: int) -> set[str]:
-        """All that is there was used: there never was more, or it had to go."""
+        """Everything stored was used: there never was more, or it was evicted."""
         plain = f"diverged at token {shared}" if shared else "cold"
         more = {t for t, _ in self.ever if _n_same(t, ids) > shared}
         if not more:
@@ -199,7 +199,7 @@ class Reasons(RuleBasedStateMachine):
         failed: set[str],
         n_hoped: int,
     ) -> None:
-        """What the request is told, which knows what became of its loads."""
+        """Check the request's own reason, which takes into account what became of its loads."""
         reason = cursor.admission.reason
         assert cursor.admission.n_cached == n_cached
         if not cursor.control.read:
@@ -227,7 +227,7 @@ class Reasons(RuleBasedStateMachine):
         self.tree.close_cursor(cursor, row)
 
     def run_orders(self) -> set[str]:
-        """All that is queued, and what is queued because of it; what was said of failed reads."""
+        """Run all queued orders and those they cause. Returns the reasons for failed reads."""
         while self.io.orders:
             self.io.orders.popleft()("well")
             self.tree.tick(EngineLoad.DECODING)
@@ -251,7 +251,7 @@ class Reasons(RuleBasedStateMachine):
     @precondition(lambda self: self.io.stored)
     @rule(pick=st.integers(0, 99), is_damage=st.booleans(), n=st.integers(1, 3))
     def lose(self, pick: int, is_damage: bool, n: int) -> None:
-        """Unnoticed so far."""
+        """Lose or damage records without the cache noticing yet."""
         for name in list(self.io.stored)[pick % len(self.io.stored) :][:n]:
             if is_damage:
                 self.io.damaged.add(name)

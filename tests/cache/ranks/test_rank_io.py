@@ -56,7 +56,7 @@ def entry(number: int, *, layout: str = LAYOUT) -> TierEntry:
 
 @dataclass(eq=False)
 class Others:
-    """Implements core.ranks.Followers: two of them, who say what a test has them say."""
+    """Implements core.ranks.Followers: two followers that answer what the test tells them to."""
 
     n_followers: int = 2
     is_lost: bool = False
@@ -84,7 +84,7 @@ class Others:
 
 @dataclass(eq=False)
 class OwnIo:
-    """Rank 0's own tier; a test says how its orders end."""
+    """Rank 0's own tier; the test decides how its orders end."""
 
     done: Done[Any] = lambda result: None
     batch: Callable[[Changes], None] = lambda changes: None
@@ -127,7 +127,7 @@ class Case:
         self.io = RankIo(self.own, self.others, mirror, layout=LAYOUT, number_of=lambda name: 7)
 
     def write(self, number: int) -> int:
-        """The order's number."""
+        """Returns the order's number."""
         self.io.try_write(WriteOrder(header(number), list, 1.0), self.results.append)
         return int(self.others.were_told("write")[-1].args[0])
 

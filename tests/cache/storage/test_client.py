@@ -1,4 +1,4 @@
-"""A record that could not be written is not forgotten: it is written when the tier is well again."""
+"""A record that could not be written is not forgotten: it is written when the tier recovers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BLOCK = 8
 
 @dataclass
 class SickIo:
-    """Writes fail as told; what does not fail counts as stored. At once, on the caller's thread."""
+    """Writes fail as `fault` decides; others count as stored. Runs on the caller's thread."""
 
     fault: Callable[[Name], TierError | None]
     status: TierStatus = TierStatus()
@@ -71,7 +71,7 @@ class SickIo:
 
 
 def settled(lab: LabEngine, now: list[float]) -> None:
-    """Long enough for a retry, and steps enough to hear of it."""
+    """Let enough time pass for a retry, and enough steps to process its result."""
     now[0] += client.RESCAN_S + 1
     for _ in range(8):
         lab.between_steps(partial(lab.cache.tick, EngineLoad.NONE))  # type: ignore[union-attr]
@@ -177,11 +177,11 @@ def test_what_left_memory_meanwhile_is_not_held_on_to() -> None:
         assert records_of(cache) == []
 
 
-# --- what was read, and is of no use -------------------------------------------------------
+# --- records that were read in vain --------------------------------------------------------
 
 
 class NoArrays(TierIo):
-    """Reads well, but memory has no room for the arrays."""
+    """Counts the records whose arrays could not be made."""
 
     n_failed = 0
 

@@ -45,7 +45,7 @@ def label_of(raw: bytes) -> Label:
 
 
 def peeked(raw: bytes | bytearray, nbytes: int | None = None) -> Tag:
-    """As a scan looks at it: a few bytes first."""
+    """Read the header as a scan does: a few bytes first."""
     size = len(raw) if nbytes is None else nbytes
     return read_header(raw[:PEEK_NBYTES], size, more=lambda n: raw[:n])
 

@@ -1,4 +1,4 @@
-"""The I/O threads: order, bounds, stopping, and that nothing kills a thread; and a tier behind them."""
+"""The I/O threads: order, bounds, stopping, nothing kills a thread; and a tier that uses them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WAIT_S = 20.0
 
 
 class Log:
-    """What happened, in order; wait() until so many things did."""
+    """What happened, in order; wait(n) waits until n things have happened."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -44,7 +44,7 @@ class Log:
 
 
 class Gate:
-    """Work that begins, and ends when it is let."""
+    """Work that begins, and ends once it is allowed to."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -273,7 +273,7 @@ def test_two_tiers_share_the_threads() -> None:
 
 
 class SlowToDelete(DictTier):
-    """A delete lets a write overtake it, if one may."""
+    """Each delete gives a write a chance to overtake it."""
 
     def __init__(self) -> None:
         super().__init__(1 << 20)
@@ -292,7 +292,7 @@ class SlowToDelete(DictTier):
 
 @pytest.mark.parametrize("again", [0, 1, 2])
 def test_what_is_written_again_while_others_are_deleted_stays(again: int) -> None:
-    """It waits to be deleted, or is being deleted, when it is computed anew."""
+    """It is queued for deletion, or being deleted, when it is written again."""
     tier, records, log = SlowToDelete(), chain(3), Log()
     for one in records:
         Direct(tier).write(one)
@@ -371,7 +371,7 @@ def test_a_stop_ends_a_scan(tmp_path: Path) -> None:
 
 
 def test_labels_longer_than_a_scan_reads_at_first(tmp_path: Path) -> None:
-    """A state of a model without pages names its whole prompt."""
+    """A state of a model without pages has its whole prompt in its label."""
     long = of_size(10, tokens=range(20_000))
     Folder(tmp_path).write(long)
     (entry,) = Folder(tmp_path).scan()
@@ -454,7 +454,7 @@ def test_a_stop_writes_what_was_deferred() -> None:
 
 
 class CountingTier(DictTier):
-    """Knows how many threads delete from it at once."""
+    """Counts the threads that delete from it at the same time."""
 
     def __init__(self) -> None:
         super().__init__(1 << 40)

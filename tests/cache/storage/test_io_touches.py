@@ -1,4 +1,4 @@
-"""Stamps that rise one after the other: the highest stays."""
+"""Several touches of one record: the highest stamp stays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WAIT_S = 20.0
 
 
 class SlowTier(DictTier):
-    """Its first touch stays between its look at a stamp and its change until it is let on."""
+    """Its first touch waits at the gate, as if between reading a stamp and changing it."""
 
     def __init__(self, fault: Exception | None = None) -> None:
         super().__init__(1 << 20)

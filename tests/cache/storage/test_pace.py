@@ -1,4 +1,4 @@
-"""Writes while rows decode: the share of the time that they take follows from what they do to a step."""
+"""Writes while rows decode: their share of the time depends on how much they slow a step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Machine:
     slowdown: float
     waited_s: float = 0.0
     lag: int = 0
-    """Steps for which a write goes on after the last one was handed over."""
+    """Steps for which writing continues after the last record was handed over."""
     stall_every: int = 0
-    """Every so many steps with a write, one takes as long as ten."""
+    """One in this many steps with a write takes as long as ten; 0: none does."""
     pace: WritePace = field(default_factory=WritePace)
     now: float = 0.0
     is_writing: bool = False
@@ -43,7 +43,7 @@ class Machine:
 
     @property
     def cost(self) -> float:
-        """How much longer decoding has taken."""
+        """By what share decoding has been slowed."""
         return self.now / (self.n_steps * STEP_S) - 1
 
 

@@ -121,7 +121,7 @@ def test_pieces_of_two_records_cannot_be_mixed() -> None:
     ],
 )
 def test_no_plain_field_of_a_sealed_record_can_be_forged(field: str, value: str) -> None:
-    """The plain fields are what those without the key go by: the seal binds them, too."""
+    """Servers without the key rely on the plain fields, so the seal covers these as well."""
     one = record(range(40))
     raw = b"".join(pack(one.header, one.buffers, seal=KEY).pieces)
     (n_text,) = struct.unpack("<Q", raw[:8])
@@ -185,7 +185,7 @@ def test_without_the_key_files_are_misses_kept_and_evictable(
 
 
 def test_with_a_key_nothing_else_counts(tmp_path: Path) -> None:
-    """Who may write to a store must not be able to make a record up."""
+    """Write access to a store must not be enough to forge a record."""
     records = chain(3)
     plain = opened(tmp_path, None)
     for one in records:

@@ -1,4 +1,4 @@
-"""Spilling while rows decode: a few records at a time, in spells, and no more than it may cost."""
+"""Spilling while rows decode: a few records at a time, in spells, within the allowed cost."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_writes_that_slow_decoding_down_are_rare() -> None:
 
 
 def test_what_waits_behind_a_long_prompt_is_written_meanwhile() -> None:
-    """Its chunks may take a second each, and what they computed is what a crash would cost most."""
+    """Its chunks may take a second each, and are the costliest loss in a crash."""
     server = Server(1.5)
     server.now += client.PATIENCE_S
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""What `--tier` says of a store: a place and settings, or one line that says what is wrong."""
+"""The address of a store in `--tier`: a place and settings, or one line that says what is wrong."""
 
 from __future__ import annotations
 

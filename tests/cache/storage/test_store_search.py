@@ -130,7 +130,7 @@ def server(
     seal: Seal | None = None,
     **options: Any,
 ) -> Iterator[LabEngine]:
-    """clock: a time that stands still lets everybody wait for what is on its way."""
+    """clock: while it stands still, requests wait for whatever is being loaded."""
     cache = tree(shape, block=BLOCK, clock=clock, **options)
     cache.records.estimates = Eager()
     with LabEngine(shape, cache=cache) as lab:
@@ -149,7 +149,7 @@ def server(
 
 
 def settle(lab: LabEngine) -> None:
-    """Until everything that is to be read or written is."""
+    """Wait until everything has been read and written."""
     (tier,) = lab.tree.records.tiers
 
     def is_busy() -> bool:
@@ -222,7 +222,7 @@ def test_what_another_key_has_sealed_was_not_evicted() -> None:
 
 
 def test_others_tokens_are_nobodys_hit() -> None:
-    """Another tenant, another model, another prompt: other names, each of them."""
+    """Another tenant, another model, another prompt: each has other names."""
     shared = dict[str, bytes]()
     with server(DENSE, DictStore(shared)) as first:
         ask(first, PROMPT)
@@ -260,7 +260,7 @@ def test_a_policy_has_one_of_two_names() -> None:
 
 @pytest.mark.parametrize("shape", [DENSE, HYBRID, ALL_KINDS])
 def test_a_store_with_holes_gives_what_it_has(shape: Shape) -> None:
-    """A server with little memory evicts as it likes: the head of a chain before its end."""
+    """A store short of memory evicts as it likes, even the head of a chain before its end."""
     shared = dict[str, bytes]()
     with server(shape, DictStore(shared)) as first:
         ask(first, PROMPT)
@@ -333,8 +333,8 @@ def test_what_only_a_store_has_is_not_kept_in_mind_for_ever(
 
 
 def test_what_turns_out_damaged_while_it_is_computed_is_written_anew() -> None:
-    """It was thought to be there, so nobody wrote it; then its read failed. How many are read before the
-    prompt is computed is a matter of time."""
+    """The records seemed to be there, so nobody wrote them; then reading them failed. How many are
+    read before the prompt is computed depends on timing."""
     shared = dict[str, bytes]()
     with server(DENSE, DictStore(shared)) as first:
         ask(first, PROMPT)
@@ -347,7 +347,7 @@ def test_what_turns_out_damaged_while_it_is_computed_is_written_anew() -> None:
         return sum(shared[name] == bad for name in damaged)
 
     until = time.monotonic() + WAIT_S
-    while n_bad() > 1:  # the last is of another reply, and nobody asks for it
+    while n_bad() > 1:  # the last one has part of the reply, and nobody asks for it
         assert time.monotonic() < until
         with server(DENSE, DictStore(shared), clock=time.monotonic) as other:
             n_before = n_bad()

@@ -1,4 +1,4 @@
-"""A folder that is not there yet, and tiers on it that share a clock."""
+"""A folder that does not exist yet, and tiers on it that share a clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of the SSD tier's folder share: a clock, records put and counted, disks without locks."""
+"""Helpers for tests of the SSD tier's folder: a clock, files and bytes, a disk without locks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def put(tier: Folder, *records: Record) -> None:
 
 
 def du(folder: Path) -> int:
-    """Real bytes, each file once, folders as well."""
+    """Bytes on the disk, each file once, folders included."""
     files = {}
     for base, _, names in os.walk(folder):
         for path in [base, *(os.path.join(base, n) for n in names)]:

@@ -1,4 +1,4 @@
-"""One of several processes that use a folder at once. A program: see test_ssd_processes.py."""
+"""One of several processes that share a folder. A program: see test_ssd_processes.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dies at every step of the tier's work and looks at what is left. A program: see test_ssd_kill.py.
+"""Kills a process at every step of the tier's work and checks what is left. See test_ssd_kill.py.
 
 For each step a child is forked that kills itself there; the parent then opens the folder as a fresh
 process would.

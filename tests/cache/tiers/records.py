@@ -1,4 +1,4 @@
-"""Records to store: small, chained like real ones, with bytes that follow from their names.
+"""Records to store: small, chained like real ones, with bytes derived from their names.
 
 `Direct` stores them in a tier as the cache does, packed and verified, but on the caller's thread.
 """
@@ -116,7 +116,7 @@ def fill(header: Header) -> list[bytes]:
 
 
 def of_size(nbytes: int, n: int = 0, **more: Any) -> Record:
-    """A record with one tensor of so many bytes, the n-th of its kind."""
+    """The n-th record with a single tensor of `nbytes` bytes."""
     layers: Layers = ((TensorSpec("U8", (nbytes,)),),)
     tokens = more.pop("tokens", range(n * BLOCK, n * BLOCK + BLOCK))
     return record(tokens, layers=layers, **more)
@@ -140,7 +140,7 @@ def beside(pages: Record, part: Part) -> Record:
 
 
 class Inline(IoThreads):
-    """No threads: every order is carried out at once."""
+    """No threads: every order is carried out immediately."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -170,7 +170,7 @@ class Inline(IoThreads):
 
 
 class Direct:
-    """A tier with records in it. Faults are raised."""
+    """Writes records to a tier and reads them back. Raises its faults."""
 
     def __init__(
         self, tier: Tier, *, seal: Seal | None = None, wall: Callable[[], float] = time.time
@@ -229,7 +229,7 @@ class Direct:
 
 
 class Folder(Direct):
-    """An SSD tier with records in it."""
+    """`Direct` on an SSD tier."""
 
     tier: SsdTier
 

@@ -1,4 +1,4 @@
-"""The misbehaving tier itself: each fault is suffered, and none of them gets through."""
+"""The misbehaving tier itself: each fault occurs, and none of them gets through."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECORDS = chain(5)
 
 
 def suffering(folder: Path, op: str, fault: Fault) -> tuple[Direct, FaultyTier]:
-    """One that suffers the fault once, then none."""
+    """A tier that suffers the fault once, then none."""
     left = [fault]
     faulty = FaultyTier(
         TierOptions(str(folder), MIB),

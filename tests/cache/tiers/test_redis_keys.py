@@ -1,4 +1,4 @@
-"""A large record's keys in a real Redis: they are renewed together, and go together."""
+"""A large record's keys in a real Redis: they are renewed together, and deleted together."""
 
 from __future__ import annotations
 

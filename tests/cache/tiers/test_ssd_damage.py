@@ -1,4 +1,4 @@
-"""Damaged bytes are never returned: a miss, one move to quarantine, and room for the record anew."""
+"""Damaged bytes are never returned: a miss, quarantined once, and written again."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_any_damage_to_any_record_is_a_miss_and_quarantined_once(
         assert not tier.holds(which)
     for one in RECORDS:
         assert one is which or tier.holds(one)
-    if not path.exists():  # a changed version makes it foreign: that is kept
+    if not path.exists():  # if its version has changed it is foreign, and kept
         assert tier.usage().counts["quarantined"] == n_before + 1
     else:
         assert b'"firn":"2"' not in spoilt

@@ -1,4 +1,4 @@
-"""Disk full, read-only, permission lost, folder gone: writing pauses, says so, and comes back."""
+"""Disk full, read-only, permission lost, folder gone: writing pauses, reports it, and resumes."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_folder_that_cannot_be_locked_is_still_read(tmp_path: Path, op: str) -
 
 
 class OpensOnce(Disk):
-    """A scan opens a record again if its metadata is longer than what it reads at first."""
+    """Opens each file only once; a scan reopens a record with metadata beyond its first read."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -279,7 +279,7 @@ def test_a_disk_that_becomes_read_only(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def as_nobody(folder: Path) -> Iterator[None]:
-    """Root may do everything; this one may not."""
+    """As an ordinary user: root is refused nothing."""
     if os.geteuid() != 0:
         yield
         return

@@ -1,4 +1,4 @@
-"""The SSD tier's folder: names, modes, strangers' files, and those that cannot be read."""
+"""The SSD tier's folder: names, modes, strangers' files, and files that cannot be read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""By plain age a chain goes from its end, whoever evicts, and however coarse a file system's times are.
+"""Eviction by age removes a chain from its end, whoever evicts, and however coarse file times are.
 
-Several tiers on one folder stand for several processes: they share nothing else. Each is used as a tree
-would use it, which knows the stamps that it gave and those that its scans told it of.
+Several tiers on one folder stand for several processes: they share nothing else. Each is used as
+by a tree, which knows the stamps that it set and those that its scans reported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.cache.tiers.folders import Clock
 from tests.cache.tiers.records import Folder, Record, beside, chain, of_size, record
 
 STEP_S = 2.0
-"""Between a record and what depends on it; as coarse as FAT's times."""
+"""Between the stamps of a record and of what depends on it; as coarse as FAT's times."""
 TRUNK = chain(4, nbytes=20_000)
 BRANCH = [record(range(900, 908), parent=TRUNK[1], layers=(TRUNK[0].header.tensors,))]
 RECORDS = [*TRUNK, *BRANCH, *chain(3, first=5000, nbytes=30_000)]
@@ -53,7 +53,7 @@ class Coarse(Disk):
 
 
 class Server:
-    """One process: what it believes to be stored, and with which stamp."""
+    """One process: what it takes to be stored, and with which stamp."""
 
     def __init__(self, folder: Path, wall: Clock, *, is_coarse: bool) -> None:
         disk = Coarse(folder) if is_coarse else Disk(folder)

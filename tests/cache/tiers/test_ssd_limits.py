@@ -1,4 +1,4 @@
-"""What the SSD tier's folder may hold and be written: one limit, last use, the write budget."""
+"""How much the SSD tier's folder may hold and receive: one limit, last use, the write budget."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_the_default_limit() -> None:
 
 
 def test_a_limit_that_nobody_gave_is_found_by_the_first_scan(folder: Path) -> None:
-    """Opening the tier looks at nothing: the disk may be slow, and the server is to start."""
+    """Opening the tier reads nothing: a slow disk must not hold up the server's start."""
     tier = SsdTier(TierOptions(str(folder)), disk=Small(folder))
     assert not folder.exists()
     assert tier.usage().limit_nbytes == DEFAULT_LIMIT_NBYTES
@@ -146,7 +146,7 @@ def test_last_use_survives_a_restart(opened: Callable[..., Folder], wall: Clock)
 
 
 def test_a_use_elsewhere_counts(opened: Callable[..., Folder], wall: Clock) -> None:
-    """This tier has not heard of the use; it looks before it evicts."""
+    """This tier does not know of the use; it looks at the file before it evicts."""
     tier, other = opened(3 * MIB), opened(3 * MIB)
     first, second = of_size(500_000, 0), of_size(500_000, 1)
     put(tier, first)
@@ -162,7 +162,7 @@ def test_a_use_elsewhere_counts(opened: Callable[..., Folder], wall: Clock) -> N
 
 
 def test_the_highest_stamps_are_raised_first(folder: Path, wall: Clock) -> None:
-    """Else another process could find a child above its parent, and evict the parent."""
+    """Otherwise another process could find a child above its parent, and evict the parent."""
 
     class Noting(Disk):
         stamps: ClassVar[list[float]] = []
@@ -201,7 +201,7 @@ def test_dates_in_the_future_do_not_live_for_ever(
 def test_deleted_records_leave_nothing_in_memory(
     opened: Callable[..., Folder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder below its limit may see many come and go."""
+    """Many records may come and go in a folder below its limit."""
     monkeypatch.setattr(_known, "HEAP_SLACK", 32)
     tier, one = opened(3 * MIB), of_size(100)
     kept = chain(3)
@@ -225,7 +225,7 @@ def test_the_write_budget_is_one_for_all_and_rolls(
     b = opened(write_budget_nbytes=MIB)
     put(b, *[of_size(200_000, 10 + i) for i in range(2)])
     list(a.scan())
-    for tier in (a, b):  # what wears the disk, all writers of the last day together
+    for tier in (a, b):  # what wears out the disk: all writes of the last day together
         assert 1_000_000 <= (tier.usage().day_nbytes or 0) <= MIB
         assert tier.usage().day_limit_nbytes == MIB
     for tier, n in ((a, 20), (b, 21), (opened(write_budget_nbytes=MIB), 22)):

@@ -1,4 +1,4 @@
-"""The folder against a plain dict: whatever two tiers do to it, it holds what the dict says, or less."""
+"""The folder against a plain set of names: whatever two tiers do, it holds just those records."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class FolderMachine(RuleBasedStateMachine):
         self.tiers[side].evict_to(int(LIMIT * share))
         left = {n for n in self.stored if self.tiers[side].holds(BY_NAME[n])}
         assert du(self.folder) <= LIMIT * share or not left
-        self.stored = left  # which a scan tells
+        self.stored = left  # the next scan reports the rest as gone
 
     @invariant()
     def the_limit_holds(self) -> None:

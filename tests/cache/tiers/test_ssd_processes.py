@@ -50,10 +50,10 @@ def test_the_limit_holds_at_every_moment(tmp_path: Path, n_processes: int, n_rou
     samples: list[int] = []
     lock = FolderLock(Disk(folder), timeout_s=30)
     while any(p.poll() is None for p in processes):
-        # Under the lock nothing is renamed or evicted while we count, and files still grow.
+        # Under the lock nothing is renamed or evicted while we count, but files still grow.
         with lock.hold():
             samples.append(du(folder))
-        time.sleep(0.005)  # leaves them the lock
+        time.sleep(0.005)  # lets them take the lock
     results = [p.communicate(timeout=60) for p in processes]
     assert all(p.returncode == 0 for p in processes), [err for _, err in results]
     assert len(samples) > 20
@@ -76,7 +76,7 @@ def test_the_limit_holds_at_every_moment(tmp_path: Path, n_processes: int, n_rou
 
 
 def test_a_writer_that_died_leaves_nothing_and_a_living_one_is_left_alone(tmp_path: Path) -> None:
-    """By the lock on the temp file, not by the process id in its name, which another may have."""
+    """Recognised by the lock on the temp file: the process id in its name may be reused."""
     folder, limit = tmp_path / "cache", 3 * MIB
     tier = Folder(folder, limit)
     tier.evict_to(limit)

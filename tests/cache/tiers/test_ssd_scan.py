@@ -110,7 +110,7 @@ def test_temp_files_go_and_damaged_labels_are_set_aside(
 
 
 def test_pieces_of_any_number_and_size_are_written(tmp_path: Path) -> None:
-    """What one system call cannot take: thousands of tensors, or gigabytes, in small."""
+    """More than one system call accepts, scaled down: thousands of tensors, or gigabytes."""
 
     class Small(Disk):
         max_call_nbytes = 1000

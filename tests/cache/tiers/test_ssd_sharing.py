@@ -126,7 +126,7 @@ def test_a_file_system_without_locks_is_used_all_the_same(
 
 
 class Renumbered(Disk):
-    """A file system that gives a file another number each time it is asked."""
+    """A file system that reports another inode number for a file each time."""
 
     def is_lock(self, fd: int) -> bool:
         return False

@@ -36,7 +36,7 @@ class Clock:
 
 @dataclass
 class Store:
-    """A store that fails so often, and so slowly."""
+    """A store whose first `fails` calls fail; each call takes `takes_s`."""
 
     clock: Clock
     fails: int = 0
@@ -114,7 +114,7 @@ def test_the_circuit_opens_probes_with_one_call_and_closes() -> None:
             except TierFault:
                 clock.now += 0.25
         with pytest.raises(TierFault, match="circuit open"):
-            breaker.check()  # one call finds out, the others wait for what it says
+            breaker.check()  # one call probes, the others wait for its result
         pauses.append(clock.now - opened)
         breaker.failed(TierFault("unreachable"))
     assert pauses == sorted(pauses)
@@ -215,7 +215,7 @@ def test_what_is_damaged_and_cannot_be_deleted_is_written_over() -> None:
 
 
 def test_an_object_that_was_cut_short_on_its_way_is_a_fault_of_the_way() -> None:
-    """It is asked for again; one that is damaged would be deleted."""
+    """It is requested again; one that is damaged would be deleted."""
 
     class Library:
         class exceptions:

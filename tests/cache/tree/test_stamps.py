@@ -1,4 +1,7 @@
-"""The stamps that tiers evict by: what a record needs goes after it, in old and copied folders too."""
+"""The stamps that tiers evict by: what a record needs is evicted after it.
+
+This holds in old and copied folders, too.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ def test_what_a_record_needs_is_stamped_above_it(tmp_path: Path, shape: Shape) -
 @EACH
 @pytest.mark.parametrize("order", ["upside down", "all alike"])
 def test_a_copied_folder_comes_into_order(tmp_path: Path, shape: Shape, order: str) -> None:
-    """A copy has the times of the copying; a child may be younger than its parent."""
+    """A copy's files have the time of the copying; a child may be younger than its parent."""
     ids = words(1, 100)
     with server(tmp_path, shape) as lab:
         ask(lab, ids, boundaries=[40, 90])
