@@ -78,7 +78,7 @@ class Leader:
 
     def _send(self, data: bytes) -> None:
         if self.is_lost:
-            raise RuntimeError("the group of ranks has ended")
+            raise RankLost("a rank is gone, and the group ends")
         for rank, link in self._links.items():
             try:
                 link.send(data)
@@ -114,6 +114,8 @@ class Leader:
                     continue
             try:
                 take(rank, call)
+            except RankLost:
+                return
             except Exception as e:
                 self.end_group(f"handling {call.name!r} from rank {rank} failed: {e!r}")
 
