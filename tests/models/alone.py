@@ -1,4 +1,4 @@
-"""What a model says to a prompt by itself: a plain mlx-lm loop over one row, to compare with."""
+"""Reference replies: a prompt alone in an engine, or in a plain mlx-lm loop over one row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.harness import GREEDY, Result, running
 from tests.zoo import VOCAB_SIZE, build
 
 TIE = 1e-3
-"""Where the best token wins by less, rounding decides, and two ways to compute may differ."""
+"""Lead of the best token below which rounding decides, so that two ways to compute may differ."""
 
 Built = tuple[Any, Callable[[], list[Any]]]
 
@@ -44,7 +44,7 @@ _said: dict[tuple[str, tuple[int, ...], Sampling], Result] = {}
 def said_alone(
     name: str, prompts: Sequence[Sequence[int]], n_reply: int, sampling: Sampling = GREEDY
 ) -> list[Result]:
-    """What an engine says to each prompt by itself, a token a step: each is computed once."""
+    """An engine's reply to each prompt alone, one token a step. Each reply is computed once."""
     keys = [(name, tuple(prompt), sampling) for prompt in prompts]
     new = [k for k in keys if k not in _said or len(_said[k].reply) < n_reply]
     if new:
@@ -55,7 +55,7 @@ def said_alone(
 
 
 def beginning(result: Result, n_reply: int, reason: str = "length") -> Result:
-    """As if it had ended there."""
+    """The result as if it had ended after `n_reply` tokens."""
     return Result(
         tokens={0: result.reply[:n_reply]},
         logprobs={0: result.logprobs[0][:n_reply]},
@@ -67,8 +67,8 @@ def beginning(result: Result, n_reply: int, reason: str = "length") -> Result:
 def steps(name: str, prompt: Sequence[int], replies: Sequence[int] = ()) -> mx.array:
     """Logits (1 + replies, vocabulary): after the prompt, and after each given token of a reply.
 
-    The reply is read in one pass: a step for each of its tokens takes ten times as long, for the same
-    result but rounding.
+    The reply is read in one pass: a step for each of its tokens would take ten times as long, for
+    the same result up to rounding.
     """
     model = reference_model(name)
     layers = make_prompt_cache(model)
@@ -79,7 +79,7 @@ def steps(name: str, prompt: Sequence[int], replies: Sequence[int] = ()) -> mx.a
 
 
 def assert_same(name: str, prompt: Sequence[int], said: Sequence[int]) -> int:
-    """`said` is the greedy reply of a single row; returns how many tokens could be compared."""
+    """Assert that `said` is one row's greedy reply; return how many tokens could be compared."""
     logits = steps(name, prompt, said[:-1])
     want = mx.argmax(logits, axis=-1).tolist()
     best = mx.sort(logits, axis=-1)

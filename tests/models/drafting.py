@@ -1,4 +1,4 @@
-"""Drafters that are always right, always wrong or neither, tried whether that pays or not."""
+"""Drafters that are always, never or sometimes right, used whether or not that pays."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from firn.models.speculation import DraftPlan, Speculation
 from firn.models.traits import TRAITS, Traits
 
 Replies = Mapping[tuple[tuple[int, ...], int], Sequence[int]]
-"""What is said to a prompt, by the prompt and the number of its choice."""
+"""Replies by prompt and choice number."""
 
 
 class KnownReplies:
-    """Knows every reply beforehand, and drafts each token right with this probability."""
+    """Knows every reply beforehand, and drafts each token right with probability `right`."""
 
     is_free = True
 
@@ -73,7 +73,7 @@ class NeverRests(Speculation):
 
 
 class AnyWidth(Speculation):
-    """Tries drafts of any length, at random, whatever comes of them."""
+    """Tries drafts of random length, whether or not that pays."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A tiny random model with a real tokenizer, held to grammars: only they can make replies right."""
+"""A tiny random model with a real tokenizer: only grammars can make its replies valid."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 def closing_bias(weight: float) -> tuple[tuple[int, float], ...]:
-    """Favours tokens that end strings, lists and objects, so that a random model comes to an end."""
+    """Favours tokens that end strings, lists and objects, so that a random model finishes."""
     ids = [tokenizer().token_id(c) for c in '"]}']
     return tuple((t, weight) for t in (*ids, *tokenizer().eos) if t is not None)
 
@@ -66,7 +66,7 @@ def allowed(constraint: Constraint) -> list[int]:
 
 
 def wander(start: Constraint, eos: frozenset[int], *, seed: int, n_most: int) -> list[int] | None:
-    """Any reply the grammar allows, without a model; None where it did not come to an end."""
+    """A random reply that the grammar allows, without a model; None if it did not end in time."""
     rng = random.Random(seed)
     tokens: list[int] = []
     while len(tokens) < n_most:

@@ -1,8 +1,8 @@
-"""A simulated machine: what its host and its device take for a step, and a clock.
+"""A simulated machine: the time that its host and its device take for a step, and a clock.
 
 The speculation is the real one; the engine's loop is reduced to a few lines: a plain step stays in
-flight while the next is prepared, a step of several tokens is waited for. So the gate's effect on any
-machine shows in tokens a second, without that machine.
+flight while the next is prepared, a step of several tokens is waited for. This shows the gate's
+effect on any machine, in tokens per second, without that machine.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ NO_PICKS = Picks(mx.array([0]), None, None, None)
 
 @dataclass(frozen=True)
 class Machine:
-    """host_s: to prepare a step, while the device may be busy with the one before. wide: the device's
-    time for a step of several tokens, in plain steps, by its width."""
+    """host_s: time to prepare a step, while the device may be busy with the previous one. wide: the
+    device's time for a step of several tokens, by its width, in units of a plain step."""
 
     host_s: float
     device_s: float
     wide: dict[int, float]
     traits: Traits = TRAITS["cpu"]
     lookup_s: float = 0.0
-    """What looking for drafts takes of the host, for each row and token."""
+    """The host's time to look for drafts, per row and step."""
     noise: float = 0.0
-    """One step in ten takes so many times longer."""
+    """One step in ten takes `1 + noise` times as long."""
     goes_ahead: bool = False
-    """Whether steps with drafts are dispatched before the one before them is read."""
+    """Whether steps with drafts are dispatched before the previous step is read."""
     first_s: float = 0.0
-    """What each of the first steps of a width takes longer: it is built, and nothing goes ahead."""
+    """Extra time of each of the first steps of a width: they are built, and nothing goes ahead."""
     slowness: Callable[[float], float] = lambda now: 1.0
-    """How many times longer everything takes, by the time."""
+    """The factor by which everything is slowed down, as a function of time."""
     draft_s: float = 0.0
-    """What a drafted token takes, for all rows together. 0: drafts are free."""
+    """Time per drafted token, for all rows together. 0: drafts are free."""
     decide_s: float = 0.0
-    """What it takes the host to weigh the drafts that are not free, for each row."""
+    """The host's time to weigh drafts that are not free, per row."""
 
     def device(self, width: int, rng: random.Random) -> float:
         price = (
@@ -62,7 +62,7 @@ class Machine:
 
 
 class Oracle:
-    """Knows what a row says, and drafts each token of it right with this probability."""
+    """Knows a row's text, and drafts each token right with this probability; none if negative."""
 
     is_free = True
 
@@ -100,7 +100,7 @@ class Oracle:
 
 
 class CostlyOracle(Oracle):
-    """The machine takes a while for its drafts."""
+    """Its drafts take the machine a while."""
 
     is_free = False
 
@@ -129,12 +129,12 @@ TEXT = (*range(1, 1001), *range(1, 1001))
 
 
 def truth(at: int, n: int) -> tuple[int, ...]:
-    """What a row says from this token on."""
+    """The next `n` tokens of a row's text."""
     return TEXT[at % 1000 : at % 1000 + n]
 
 
 class Ahead(Verification):
-    """Dispatched before the step before it was read. Its drafts begin where that one's do."""
+    """Dispatched before the previous step was read. Its drafts begin where that step's do."""
 
 
 @dataclass
@@ -148,10 +148,10 @@ class Simulation:
     _done_at: dict[int, float] = field(default_factory=dict)
     _n_steps: Counter[int] = field(default_factory=Counter)
     _n_taken: dict[Row, int] = field(default_factory=dict)
-    """By the newest step that was read."""
+    """Tokens that each row took in the newest step that was read."""
 
     def run(self, n_tokens: int) -> float:
-        """Seconds until every row has so many tokens."""
+        """Seconds until every row has `n_tokens` tokens."""
         rows = [Row([], 100, limit=1 << 30, pending=[TEXT[0]]) for _ in range(self.n_rows)]
         group = Group(rows, [], mx.array([0]))
         for row in rows:
@@ -168,7 +168,7 @@ class Simulation:
         return self.now - began
 
     def take(self, seconds: float) -> None:
-        """The host is busy for so long."""
+        """Keep the host busy for `seconds`, or longer if the machine is slow now."""
         self.now += seconds * self.machine.slowness(self.now)
 
     def _step(self, group: Group, said: dict[Row, int]) -> None:
@@ -255,7 +255,7 @@ def gain(
     n_before: int = 0,
     seed: int = 0,
 ) -> float:
-    """Tokens a second over those without speculation; `n_before` replies are not counted."""
+    """Tokens per second relative to no speculation. The first `n_before` replies do not count."""
     rng = random.Random(seed)
     chance = right if callable(right) else lambda n: right
     simulation = Simulation(machine, n_rows, rng)
@@ -267,6 +267,6 @@ def gain(
     for _ in range(n_before):
         simulation.run(n_tokens)
     with_it = sum(simulation.run(n_tokens) for _ in range(n_replies))
-    plain = Simulation(machine, 1, random.Random(seed))  # rows without drafts go at one pace
+    plain = Simulation(machine, 1, random.Random(seed))  # rows without drafts keep the same pace
     without = sum(plain.run(n_tokens) for _ in range(n_replies))
     return without / with_it

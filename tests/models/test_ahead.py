@@ -1,4 +1,4 @@
-"""Steps with drafts that are dispatched before the one before them is read: the same text."""
+"""Steps with drafts that are dispatched before the previous one is read give the same text."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from tests.zoo import VOCAB_SIZE, build
 WARM = Sampling(temperature=0.9, seed=5)
 CHANGING = (4, 8, 16)
 PROMPTS = [prompt_of(random.Random(n), n) for n in (20, 35, 50, 28, 33, 47)]
-"""Of nearly all tests, so that what is said to them is computed once."""
+"""Used by nearly all tests, so that the replies are computed once."""
 LONGEST = 90
 
 
 class Steady(AnyWidth):
-    """Drafts as many tokens in every step, or one of these numbers of tokens."""
+    """Every step has the same width, or a random one of `widths`."""
 
     def __init__(self, *args: Any, widths: Sequence[int], **options: Any) -> None:
         super().__init__(*args, **options)
@@ -55,7 +55,7 @@ class Steady(AnyWidth):
 
 @pytest.fixture
 def followers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ahead.StepAhead]]:
-    """Those that were dispatched. When one is read, the device must have begun where the host thinks."""
+    """The steps dispatched ahead. Once read, each must have begun where the host expects."""
     made: list[ahead.StepAhead] = []
     follow, settle = ahead._follow, ahead.StepAhead._settle
 
@@ -95,7 +95,7 @@ def steady(replies: Any, *widths: int, right: float = 0.7, name: str = "qwen3") 
 
 
 def guessing(speculation: Steady, *, name: str = "qwen3", **options: Any) -> Any:
-    """An engine with steps that are traced at once, which alone can be followed unread."""
+    """An engine that traces steps from the first on: only traced steps can be followed unread."""
     return running(plain(name), traced=at_once, speculation=lambda: speculation, **options)
 
 
@@ -174,7 +174,7 @@ def test_most_steps_follow_one_that_is_not_read(
 
 
 def test_the_reply_to_a_thinned_prompt_keeps_its_positions() -> None:
-    """Its tokens are further on than the cells that they are in, and a trace counts cells."""
+    """Its tokens' positions are ahead of their cells, and a trace counts cells."""
     thin = thin_of()
     with running(plain("qwen3"), cache_nbytes=None) as harness:
         want = harness.ask(thin, 60)
@@ -204,7 +204,7 @@ def test_a_step_may_follow_one_of_another_width(
 def test_seats_that_stayed_vacant_are_removed_between_steps(
     followers: list[ahead.StepAhead],
 ) -> None:
-    """The two rows that are left take more steps than a vacant seat waits for."""
+    """The remaining two rows take more steps than a vacant seat is kept for."""
     prompts, lengths = PROMPTS[:3], (15, 80, 90)
     want = [replies_to([p], n)[0] for p, n in zip(prompts, lengths, strict=True)]
     speculation = steady(by_prompt(prompts, want), right=0.5)
@@ -218,7 +218,7 @@ def test_seats_that_stayed_vacant_are_removed_between_steps(
 
 
 def test_what_the_device_feeds_next() -> None:
-    """Each row is fed what it picked after its right tokens, and what its text has after that."""
+    """Each row is fed the token it picked after its right drafts, then the rest of its text."""
     fed = ahead.DeviceFeed(
         ids=mx.array([[9, 11, 12, 13], [9, 21, 22, 23], [9, 31, 0, 0], [9, 0, 0, 0]]),
         begins=mx.array([100, 200, 300, 400]),
@@ -244,7 +244,7 @@ def test_what_the_device_feeds_next() -> None:
 
 @pytest.mark.parametrize("n_rows", [1, 3])
 def test_a_reply_is_stored_to_its_end_token(n_rows: int, followers: list[ahead.StepAhead]) -> None:
-    """The step after it is under way when it is read."""
+    """The next step is already under way when the end token is read."""
     prompts = PROMPTS
     whole = replies_to(prompts, 60)
     speculation = steady(by_prompt(prompts, whole), right=0.4)
@@ -364,7 +364,7 @@ def test_a_step_that_fails_takes_its_rows_back_to_their_tokens(
 def test_a_device_that_feeds_other_tokens_is_not_believed(
     what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever went wrong: the rows are read again from their tokens."""
+    """Whatever went wrong, the rows are read again from their tokens."""
     prompts = PROMPTS[:3]
     want = replies_to(prompts, 60)
     next_feed, n = ahead._next_feed, [0]
@@ -393,7 +393,7 @@ def test_a_device_that_feeds_other_tokens_is_not_believed(
 def test_a_device_that_cannot_do_it_is_asked_once(
     when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No request fails of it."""
+    """No request fails because of it."""
     prompts = PROMPTS[:3]
     want = replies_to(prompts, 60)
     speculation = steady(by_prompt(prompts, want))

@@ -1,4 +1,4 @@
-"""A prediction head that skips steps: its drafts and its records are those of one that reads along."""
+"""A head that skips steps has the same drafts and records as one that reads every step."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ N_DRAFTED = 4
 
 
 class DraftsAt(NeverRests):
-    """Asks the head where `drafts_at` says so; in between it skips steps."""
+    """Asks the head where `drafts_at` is true; in between, the head skips steps."""
 
     def __init__(self, drafter: Any, *, drafts_at: Callable[[int], bool]) -> None:
         super().__init__(drafter)
         self._drafts_at = drafts_at
         self.told: dict[int, Draft] = {}
-        """By how many tokens of the row were known, the newest included."""
+        """Drafts by the number of known tokens of the row, including the newest."""
 
     def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
         asks = [row for row in group.rows if self._drafts_at(row.n_tokens)]
@@ -62,7 +62,7 @@ def drafting_at(
 
 
 def first_draft(name: str, prompt: Sequence[int]) -> Draft:
-    """By a head that has read all of it as a prompt, in a server with an empty cache."""
+    """The draft of a head that has read all of it as a prompt, in a server with an empty cache."""
     engine, speculation = drafting_at(name, lambda n: True)
     with engine as harness:
         harness.ask(list(prompt), 3 + N_DRAFTED)
@@ -101,7 +101,7 @@ def test_rows_that_come_and_go_do_not_disturb_the_backlog(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_records_of_a_row_include_what_its_head_had_skipped(name: str) -> None:
-    """The next turn follows a reply of which the head has read nothing by itself."""
+    """The next turn follows a reply of which the head itself has read nothing."""
     prompt = prompt_of(random.Random(3), 40)
     engine, speculation = drafting_at(name, lambda n: n > 110)
     with engine as harness:
@@ -113,8 +113,8 @@ def test_records_of_a_row_include_what_its_head_had_skipped(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_heads_memory_survives_a_restart(name: str, tmp_path: Path) -> None:
-    """Another server reads its KV and the hidden state that it continues from off the SSD, and its first
-    draft is that of a server that has read the whole prompt."""
+    """Another server reads the head's KV and the hidden state that it continues from off the SSD.
+    Its first draft is that of a server that has read the whole prompt."""
     prompt = prompt_of(random.Random(5), 45)
 
     def on_disk(drafts_at: Callable[[int], bool] = lambda n: False) -> tuple[Any, list[DraftsAt]]:
@@ -135,7 +135,7 @@ def test_the_heads_memory_survives_a_restart(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_next", "glm4_moe"])
 def test_drafts_after_a_hit_from_disk_are_accepted(name: str, tmp_path: Path) -> None:
-    """A head that agrees with its model is believed at once in a new server on the same folder."""
+    """A new server on the same folder accepts every draft of a head that agrees with its model."""
     prompt = prompt_of(random.Random(6), 70)
     make, made = built(name, agrees=True)
 
@@ -165,7 +165,7 @@ def test_drafts_after_a_hit_from_disk_are_accepted(name: str, tmp_path: Path) ->
 
 
 def test_the_head_takes_no_part_in_steps_without_drafts() -> None:
-    """Its KV lags behind the model's by the steps that were taken."""
+    """Its KV lags behind the model's by the steps that it has skipped."""
     engine, _ = drafting_at("glm4_moe")
     seen: list[tuple[int, int]] = []
 

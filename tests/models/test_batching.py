@@ -63,7 +63,7 @@ def id_of(h: Harness, result: Result) -> RequestId:
     return next(i for i, r in h.results.items() if r is result)
 
 
-# --- batched is single ---------------------------------------------------------------------
+# --- batched rows equal single ones ---------------------------------------------------------
 
 
 @every_kind
@@ -91,7 +91,7 @@ def test_a_batch_says_what_each_row_says_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next", "mamba2", "deepseek_v32"])
 def test_rows_that_leave_do_not_disturb_the_rest(name: str) -> None:
-    """One long reply while short ones come and go beside it, to the last one alone."""
+    """One long reply while short ones come and go, until it is alone."""
     rng = random.Random(8)
     long = prompt_of(rng, 40)
     with running(plain(name), chunk=16, cache_nbytes=None, max_rows=4) as h:
@@ -106,7 +106,7 @@ def test_rows_that_leave_do_not_disturb_the_rest(name: str) -> None:
 
 @every_kind
 def test_a_vacant_seat_is_taken_by_the_next_row(name: str) -> None:
-    """Eight rows, one leaves and one comes again and again, longer and shorter than the others."""
+    """Eight rows: again and again one leaves and a longer or shorter one joins."""
     rng = random.Random(11)
     prompts = [prompt_of(rng, rng.choice([5, 30, 60, 100])) for _ in range(18)]
     with running(plain(name), chunk=128, cache_nbytes=None, max_rows=8) as h:
@@ -172,7 +172,7 @@ def test_a_group_adds_seats_for_rows_that_follow_soon(name: str) -> None:
 
 
 def test_padding_that_no_row_needs_is_removed() -> None:
-    """Seats are reused for ever: the caches must not grow with the number of steps."""
+    """Seats are reused indefinitely: the caches must not grow with the number of steps."""
     group, _ = rows_of("qwen3", 20, 24, 28, 32, 36)
     widest = 0
     for _ in range(10 * _margin(40)):
@@ -332,7 +332,7 @@ def test_replies_go_on_after_a_failed_decode_step(name: str) -> None:
         Sampling(temperature=0.0, repetition_penalty=1.5, frequency_penalty=0.5),
     ]
     steps: list[int] = []
-    """Rows of each."""
+    """The number of rows of each step."""
 
     def fail_at(n_rows: int, n_tokens: int) -> bool:
         if n_tokens == 1:
@@ -356,7 +356,7 @@ def test_replies_go_on_after_a_failed_decode_step(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next", "falcon_h1"])
 @pytest.mark.parametrize("nth", [2, 3])
 def test_a_chunk_that_failed_leaves_nothing_wrong_in_the_cache(name: str, nth: int) -> None:
-    """The layers had gone on to the next position when it failed; nobody may resume from that."""
+    """The layers had already advanced when it failed; no request may resume from that state."""
     prompt = prompt_of(random.Random(12), 120)
     n_calls = 0
 
@@ -378,7 +378,7 @@ def test_a_chunk_that_failed_leaves_nothing_wrong_in_the_cache(name: str, nth: i
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next"])
 def test_clients_that_go_away_leave_no_lease_and_no_wrong_record(name: str) -> None:
-    """Cancelled wherever they were; what they left in the cache serves the next one well."""
+    """Cancelled at any point; what they left in the cache is right for the next request."""
     rng = random.Random(13)
     roots = [prompt_of(rng, 90) for _ in range(3)]
     with running(plain(name), chunk=16, max_rows=4) as h:

@@ -1,4 +1,4 @@
-"""A step with drafts is computed while the engine passes on the tokens of the one before."""
+"""A step with drafts is computed while the engine passes on the tokens of the previous one."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from tests.models.simulated import NO_PICKS, a_job
 from tests.zoo import VOCAB_SIZE
 
 IN_FLIGHT = {"qwen3": True, "gemma3_text": True, "qwen3_next": False, "falcon_h1": False}
-"""Recurrent layers can only be cut where they are, so their steps are read at once."""
+"""Recurrent layers can only be cut at their newest token, so their steps are read immediately."""
 FORCED = [20, 21, 22, 23]
 PROMPTS = [prompt_of(random.Random(n), 40) for n in range(3)]
-"""Of all tests, so that what is said to them is computed once."""
+"""Used by all tests, so that the replies are computed once."""
 N_REPLY = 48
 Moment = Callable[[Harness, Result], None]
 
 
 def drafted(name: str) -> AnyWidth:
-    """Drafts that are right, of any length but one."""
+    """Drafts of two or more tokens, nine in ten of which are right."""
     said = said_alone(name, PROMPTS, N_REPLY)
     replies = {(tuple(p), 0): r.reply for p, r in zip(PROMPTS, said, strict=True)}
     return AnyWidth(KnownReplies(replies, right=0.9, vocab_size=VOCAB_SIZE), least=3)
 
 
 def at_token(harness: Harness, prompt: list[int], n_reply: int, n: int, then: Moment) -> Result:
-    """Ask, and do something between two steps, once the reply has this many tokens."""
+    """Ask, and call `then` between two steps once the reply has `n` tokens."""
     asked = harness.submit(prompt, n_reply)
     while len(asked.reply) < n:
         harness.between_steps(lambda: None)
@@ -120,7 +120,7 @@ class Heard(Lookup):
 
 
 class Clock:
-    """Each draft takes the host a while."""
+    """A clock by which each draft takes the host a while."""
 
     def __init__(self, draft_s: float) -> None:
         self.now, self.draft_s = 0.0, draft_s
@@ -170,7 +170,7 @@ def test_a_row_rests_longer_where_drafting_takes_a_larger_share_of_a_step() -> N
 
 @pytest.mark.parametrize("n_rows", [1, 8, 32])
 def test_drafts_of_all_rows_together_take_little_of_a_step(n_rows: int) -> None:
-    """To make them, and to decide that they are not worth a try."""
+    """Both to make them and to decide that they are not worth trying."""
     times = OverheadTimes()
     for _ in range(100):
         times.saw(15e-6)

@@ -1,4 +1,4 @@
-"""The same weights are the same model wherever they lie; other weights are another one."""
+"""The same weights are the same model wherever they are stored; other weights are another one."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def reshaped(tensors: Tensors) -> None:
 
 
 def exchanged(tensors: Tensors) -> None:
-    """Two tensors of one size change places."""
+    """The two halves of a tensor change places."""
     data = tensors["c.weight"][2]
     tensors["c.weight"] = ("U8", [2048], data[1024:] + data[:1024])
 
@@ -223,7 +223,7 @@ def test_custom_code_is_a_part_of_the_model(tmp_path: Path) -> None:
 
 
 def test_an_adapter_makes_another_model(base: Path, tmp_path: Path) -> None:
-    """Base, adapter, another one, and one replaced under the same name: four models."""
+    """Base, adapter, another one, one replaced under the same name, another rank: five models."""
     first = write_adapter(tmp_path / "adapter", 1)
     digests = [Fingerprint(base).result(), Fingerprint(base, adapter=first).result()]
     digests.append(Fingerprint(base, adapter=write_adapter(tmp_path / "other", 2)).result())
@@ -308,7 +308,7 @@ def test_weights_that_change_while_they_load_are_not_served(base: Path) -> None:
 def test_weights_that_are_short_for_a_moment_are_said_to_have_changed(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A writer truncates first: the hash may meet the file just then."""
+    """A writer truncates first, and the hash may read the file just then."""
     weights = base / "model.safetensors"
     whole, read = weights.read_bytes(), CachedFile.read
 
@@ -419,14 +419,14 @@ def test_a_patched_library_is_another_one(
 def test_a_library_that_cannot_be_read_is_never_the_same(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever else of it was patched meanwhile."""
+    """Its other files may have been patched in the meantime."""
     sources, lock = fingerprints._sources, tmp_path / ".#llama.py"
-    lock.symlink_to("somebody@somewhere")  # as some editors leave beside a file
+    lock.symlink_to("somebody@somewhere")  # as some editors leave next to a file
     monkeypatch.setattr(fingerprints, "_sources", lambda package: [*sources(package), lock])
     assert Fingerprint(base).result() != Fingerprint(base).result()
 
 
-# --- files that are none -------------------------------------------------------------------
+# --- broken files ---------------------------------------------------------------------------
 
 
 def header(value: object) -> bytes:

@@ -1,4 +1,4 @@
-"""Forced tokens on real (tiny) models: what follows them is what the model says to them."""
+"""Forced tokens on real (tiny) models: after them comes what the model says next."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORCED = [20, 21, 22]
 
 
 def submit_forced(harness: Harness, prompt: list[int], n_reply: int, *, at: int) -> Result:
-    """Submits while the engine stands still, so that no token is picked before it is forced."""
+    """Submit between two steps and force right after, before many tokens are picked."""
     started = harness.engine.call(lambda _: harness.submit(prompt, n_reply))
     result = started.result(60)
     request = RequestId(str(len(harness.results) - 1))
@@ -28,7 +28,7 @@ def submit_forced(harness: Harness, prompt: list[int], n_reply: int, *, at: int)
 
 @pytest.mark.parametrize("name", KINDS)
 def test_after_forced_tokens_comes_what_the_model_says(name: str) -> None:
-    """In a batch with others, while a long prompt is read, so that steps are in flight or not."""
+    """In a batch while a long prompt is read, so that some steps are in flight and some are not."""
     rng = random.Random(1)
     prompts = [prompt_of(rng, n) for n in (20, 50, 37)]
     with running(plain(name), chunk=16) as harness:
@@ -46,7 +46,7 @@ def test_after_forced_tokens_comes_what_the_model_says(name: str) -> None:
 
 
 def test_a_row_remembers_what_was_forced_not_what_it_would_have_picked() -> None:
-    """Penalties count it, and the logprob is its own; the other row is free."""
+    """Penalties count the forced token, and the logprob is its own; the other row is free."""
     logits = mx.zeros((2, 10))
     logits[:, 5], logits[:, 6] = 1.0, 0.5
 

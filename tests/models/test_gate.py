@@ -1,4 +1,4 @@
-"""How many tokens are tried: what pays on this machine, whatever machine it is."""
+"""How many drafted tokens are tried: as many as pay on the machine, whatever it is."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WIDTHS = CPU.widths
 def measured(
     prices: dict[int, float], *, n_rows: int = 1, traits: Traits = CPU, change: float = 0.0
 ) -> StepTimes:
-    """A machine on which a step of this width takes so many plain ones."""
+    """Times of a machine on which a step of each width takes as long as `prices` plain ones."""
     times = StepTimes(traits)
     for _ in range(9):
         times.saw_plain(n_rows, 0.5)
@@ -151,7 +151,7 @@ def test_drafts_that_seemed_dear_in_a_slow_moment_are_tried_once_plain_steps_are
 
 
 def test_a_quick_change_to_drafts_and_back_counts_as_no_gain() -> None:
-    """A change to drafts and back costs something, or nothing: a gain would pay for bad drafts."""
+    """A change to drafts and back costs something or nothing: a gain would pay for bad drafts."""
     times = measured(FLAT)
     for _ in range(9):
         assert times.saw_episode(1, 4, -1.0) == 0.0
@@ -190,7 +190,7 @@ def test_a_wider_step_is_tried_again_beside_a_narrower_one_that_is_cheap() -> No
 
 
 def test_a_narrower_step_is_tried_again_beside_a_wider_one_that_is_cheap() -> None:
-    """Its measurements are of a bad moment, and with a wider one in use nobody would see that."""
+    """Its measurements are of a bad moment, which goes unnoticed while a wider one is in use."""
     times = measured({4: 3.0, 8: 1.05}, traits=CUDA)
     only(times, 8, 1.05)
     expected = ExpectedTokens.of([0.3] * 15)
@@ -207,7 +207,7 @@ def test_a_narrower_step_is_tried_again_beside_a_wider_one_that_is_cheap() -> No
 
 
 def test_a_width_that_was_dear_long_ago_is_believed_after_a_few_new_steps() -> None:
-    """The first of them waits for the step before it, where others are dispatched unread."""
+    """The first of them waits for the previous step; others are dispatched before that is read."""
     times = measured({4: 3.0, 16: 1.05}, traits=CUDA)
     only(times, 16, 1.05)
     for price in (2.5, 1.0, 1.0):
@@ -233,7 +233,7 @@ def test_plain_steps_are_measured_again_now_and_then() -> None:
 
 
 def n_believed(times: StepTimes) -> int:
-    """Wide steps until plain ones are wanted again."""
+    """The number of wide steps until plain ones are measured again."""
     n = 0
     while times.knows(1):
         times.saw_wide(1, 2, 0.7)
@@ -242,7 +242,7 @@ def n_believed(times: StepTimes) -> int:
 
 
 def test_plain_steps_are_believed_for_longer_each_time_they_turn_out_as_believed() -> None:
-    """Where drafts gain little, all hangs on them: a few may have been measured in a slow moment."""
+    """Where drafts gain little, all depends on plain steps, and a few may be of a slow moment."""
     times = measured({2: 1.4})
     times.saw_plain(1, 0.5)
     times.expect(1, 1.1)
@@ -262,12 +262,12 @@ def test_plain_steps_are_believed_for_longer_each_time_they_turn_out_as_believed
 
 
 def test_plain_steps_that_seem_dearer_than_wide_ones_are_measured_again_soon() -> None:
-    """The first few were slow: a server that believed them would draft at a loss for long."""
+    """The first few were slow: a server that trusted them would draft at a loss for a long time."""
     times = StepTimes(CPU)
     for _ in range(N_PLAIN):
         times.saw_plain(1, 2.0)
     weak = ExpectedTokens.of([0.01] * 16)
-    for _ in range(N_DOUBTFUL + 1):  # of the first alone nothing is believed
+    for _ in range(N_DOUBTFUL + 1):  # the first alone is not trusted
         times.saw_wide(1, 2, 0.7)
     assert best_width(times, [weak]) == 1
     for _ in range(N_PLAIN + 1):

@@ -1,4 +1,4 @@
-"""What the gate gains and loses on machines that are simulated: good drafts pay, others cost nothing."""
+"""The gate's gains and losses on simulated machines: good drafts pay, others cost nothing."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.models.simulated import Machine, gain
 CPU, CUDA = TRAITS["cpu"], TRAITS["cuda"]
 
 MACHINES: dict[str, tuple[int, Machine]] = {
-    # The launches are the step: nothing is gained by preparing one while the device computes another.
+    # Launches take up the step: preparing one while the device computes another gains nothing.
     "H200, 1 row": (1, Machine(0.0005, 0.0065, {16: 1.5, 32: 1.6}, CUDA, 2e-5)),
     "H200, 8 rows": (8, Machine(0.0005, 0.0165, {16: 1.1, 32: 1.5}, CUDA, 2e-5)),
-    # A GPU of the same kind whose host is fast: the device is what a step waits for.
+    # A GPU of the same kind with a fast host: a step waits for the device.
     "fast host, 1 row": (1, Machine(0.002, 0.0064, {16: 1.2, 32: 1.4}, CUDA, 2e-5)),
     # Steps go ahead: the host builds the next one while the device computes.
     "ahead, 1 row": (
@@ -52,7 +52,7 @@ def test_text_that_cannot_be_predicted_costs_nothing(name: str, right: float) ->
 
 @every_machine
 def test_drafts_that_are_good_for_a_while_cost_nothing_afterwards(name: str) -> None:
-    """Right for 40 tokens, then never again: what was gained is not lost, and not much more."""
+    """Right for 40 tokens, then never again: at most 2% is lost in all."""
     n_rows, machine = MACHINES[name]
     assert gain(machine, n_rows, lambda n: 0.95 if n < 40 else 0.0) > 0.98
 
@@ -65,7 +65,7 @@ def test_unpredictable_text_costs_nothing_on_a_busy_machine(name: str) -> None:
 
 
 def attainable(machine: Machine, right: float) -> float:
-    """What the best width brings, if everything is known from the start."""
+    """The gain of the best width if everything is known from the start."""
     gains = [1.0]
     for width in machine.traits.widths[1:]:
         tokens = sum(right**i for i in range(width))
@@ -112,8 +112,8 @@ def test_slow_steps_now_and_then_shut_no_drafts_out(right: float, goal: float) -
 
 @pytest.mark.parametrize("right", [0.5, 0.8])
 def test_widths_whose_first_steps_are_slow_are_found(right: float) -> None:
-    """They are built and traced, and read one by one: with a wider one in use, and fast, they would look
-    dear for ever."""
+    """They are built and traced, and read one by one: while a wider, fast one is in use, they would
+    look expensive forever."""
     n_rows, machine = MACHINES["ahead, 8 rows"]
     slow = dataclasses.replace(machine, first_s=0.008)
     for seed in range(3):
@@ -123,8 +123,8 @@ def test_widths_whose_first_steps_are_slow_are_found(right: float) -> None:
 
 @pytest.mark.parametrize("n_rows", [1, 4])
 def test_plain_steps_of_a_slow_moment_make_no_drafts_look_good(n_rows: int) -> None:
-    """The first steps of a reply are slow, while its prompt is stored: 1.8 tokens for 1.85 plain steps
-    would look like a gain of two fifths for the rest of it."""
+    """The first steps of a reply are slow, while its prompt is stored: 1.8 tokens for 1.85 plain
+    steps would look like a gain of 40% for the rest of it."""
     machine = Machine(0.0005, 0.005, {2: 1.4, 17: 6.0}, CPU, draft_s=0.00225)
     slow = dataclasses.replace(machine, slowness=lambda now: 1.6 if now % 2.0 < 0.2 else 1.0)
     gains = [gain(slow, n_rows, 0.8, n_replies=4, seed=seed) for seed in range(5)]
@@ -144,7 +144,7 @@ def test_a_drafter_that_is_never_right_costs_little_however_long_it_takes_to_dec
 
 @pytest.mark.parametrize(("right", "goal"), [(0.5, 1.4), (0.8, 2.2)])
 def test_a_host_whose_speed_changes_shuts_no_drafts_out(right: float, goal: float) -> None:
-    """Everything takes up to twice as long, for some twenty steps and then again."""
+    """Everything takes up to twice as long, by a factor that changes every twenty steps or so."""
     n_rows, machine = MACHINES["ahead, 8 rows"]
     gains = []
     for seed in range(7):

@@ -1,4 +1,4 @@
-"""Grammars through the real engine: each row its own, the others as if it were not there."""
+"""Grammars in the real engine: each row has its own, which does not affect the others."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ def test_after_a_failed_step_the_grammar_goes_on_where_it_was() -> None:
     "name", ["gemma3_text", "qwen3_next", "mamba2", "deepseek_v3", "falcon_h1"]
 )
 def test_grammars_hold_on_every_kind_of_layer(name: str) -> None:
-    """Windows, gated deltas, states, latent pages, lists of caches; held and free rows together."""
+    """Windows, gated deltas, states, latent pages, cache lists; rows with and without grammars."""
     running = Harness(plain(name), cache_nbytes=None)
     grammars = [compiled("regex", "[a-f]{6}!"), None, compiled("choice", '["yes", "no"]')]
     asked = [
@@ -347,7 +347,7 @@ def test_ids_that_the_model_lacks_are_never_picked() -> None:
 
 
 def test_only_a_group_with_a_grammar_reads_ahead(lab: Harness) -> None:
-    """Without one, a launch waits for nothing: the step before is still unread after it."""
+    """Without one, a launch waits for nothing: the previous step is still unread after it."""
 
     def steps(grammar: CompiledGrammar | None) -> list[bool]:
         def run(parts: Any) -> list[bool]:
@@ -390,7 +390,7 @@ def test_a_walk_through_a_grammar_ends_in_what_it_says() -> None:
 
 
 class CountingMatcher:
-    """How often the text that must come next was computed."""
+    """Counts how often the text that must come next is computed."""
 
     def __init__(self, constraint: Constraint) -> None:
         self._matcher = constraint.matcher
@@ -412,7 +412,7 @@ def watched(grammar: CompiledGrammar) -> tuple[Constraint, CountingMatcher]:
 
 
 def test_text_that_must_come_next_is_not_computed_for_each_token() -> None:
-    """That takes as long as the text: a long constant would hold up every other reply."""
+    """That takes as long as the text is: a long constant would hold up every other reply."""
     rng = random.Random(0)
     text = json.dumps("".join(rng.choice("abcdefgh ") for _ in range(3000)))
     grammar = compiled("json_schema", json.dumps({"const": json.loads(text)}))

@@ -266,7 +266,7 @@ SCHEMA = {
 def test_grammars_hold_with_every_kind_of_tokenizer(
     make: Callable[[], trained.TrainedTokenizer], tmp_path: Path
 ) -> None:
-    """What a reader sees, by the tokenizer port's own bytes, is what the grammar says."""
+    """The text that a reader sees, by the tokenizer port's own bytes, satisfies the grammar."""
     tokenizer = hf(tmp_path, make())
     made = Compiler(tokenizer, vocab_size=tokenizer.n_ids + 40)
     schema = made.compile(Grammar("json_schema", json.dumps(SCHEMA)))
@@ -372,7 +372,7 @@ def test_each_tool_has_the_time_that_those_before_it_left(monkeypatch: pytest.Mo
 
 
 def test_the_tools_of_a_request_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To find what cannot be enforced the compiler is called hundreds of times."""
+    """To find what cannot be enforced, the compiler is called hundreds of times."""
     monkeypatch.setattr(grammars, "SOFTEN_S", 0.05)
     made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
     soften = made.softener("alice")

@@ -51,7 +51,7 @@ FORMATS: dict[str, Callable[[str], Any]] = {
 
 @pytest.fixture(scope="module")
 def replies() -> dict[tuple[str, str], Result]:
-    """All of them at once, in one batch of mixed grammars."""
+    """All replies, from one batch of mixed grammars."""
     running = harness(max_rows=48)
     try:
         submitted = {

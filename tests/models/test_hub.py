@@ -1,4 +1,4 @@
-"""The hub: offline, out of reach, and breaking off; on a hub of our own on a loopback port."""
+"""The hub offline, out of reach or breaking off, played by a hub of our own on a loopback port."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ask(rules: str, home: Path, endpoint: str) -> list[str]:
 
 @contextmanager
 def a_hub(status: int) -> Iterator[tuple[str, list[str]]]:
-    """Answers everything with this status, and keeps what it was asked for."""
+    """Answers everything with this status, and records what it was asked for."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""A good folder loads; whatever is wrong with another one is said in one line."""
+"""A good folder loads; whatever is wrong with another one is reported in one line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(pristine: Path, tmp_path: Path) -> Path:
-    """A copy to be spoiled."""
+    """A copy to break."""
     return Path(shutil.copytree(pristine, tmp_path / "tiny"))
 
 
@@ -136,7 +136,7 @@ RESOLVE = (
 
 
 def test_offline_a_hub_id_is_found_or_refused(tmp_path: Path) -> None:
-    """What was fetched before is found, what was not is one line."""
+    """A model that was fetched before is found; one that was not is reported in one line."""
     repo = tmp_path / "hub" / "models--owner--here"
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text("abc123")
@@ -151,7 +151,7 @@ def test_offline_a_hub_id_is_found_or_refused(tmp_path: Path) -> None:
     assert odd.startswith("fault owner/a b could not be fetched")
 
 
-# --- folders that are none -----------------------------------------------------------------
+# --- broken folders -------------------------------------------------------------------------
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
@@ -238,7 +238,6 @@ def test_an_incomplete_config_is_refused(folder: Path) -> None:
 
 
 def test_a_model_that_fails_at_its_first_token_is_refused(folder: Path) -> None:
-    """It loads, and fails at its first token."""
     broken = (
         "from mlx_lm.models.qwen3 import Model as Base, ModelArgs\n"
         "class Model(Base):\n"

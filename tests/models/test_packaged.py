@@ -41,7 +41,7 @@ def describe(data: bytes, **changes: str) -> PackagedModel:
 
 
 def install(site: Path, data: bytes) -> None:
-    """What pip leaves of such a package; its code must not be needed."""
+    """What pip installs of such a package, whose code must not be needed."""
     (site / "firn_tiny-1.0.dist-info").mkdir(parents=True)
     (site / "firn_tiny-1.0.dist-info" / "METADATA").write_text("Name: firn-tiny\nVersion: 1.0\n")
     (site / "firn_tiny").mkdir()
@@ -89,7 +89,7 @@ def test_a_folder_is_made_once(root: Path, data: bytes, caplog: pytest.LogCaptur
     assert is_complete(folder)
     assert made_folder(model, root) == folder
     assert sorted(path.name for path in root.iterdir()) == [folder.name, f"{folder.name}.lock"]
-    assert root.parent.stat().st_mode & 0o777 == 0o700  # records will lie there
+    assert root.parent.stat().st_mode & 0o777 == 0o700  # records will be stored there
     caplog.clear()
     before = (folder / "model.safetensors").stat()
     assert folder_of(model, root) == folder
@@ -192,7 +192,7 @@ print("folder", folder_of(model, root), flush=True)
 
 
 class Child:
-    """A process that makes the folder and stops where it says `stop_at`, until it is told to go on."""
+    """A process that makes the folder and pauses after logging `stop_at` until told to go on."""
 
     def __init__(self, root: Path, site: Path, *, stop_at: str = "") -> None:
         model = json.dumps(asdict(describe((site / MEMBER).read_bytes())))
@@ -239,7 +239,7 @@ def test_a_folder_is_made_again_after_a_kill(
         dying.process.wait()
     (left,) = root.glob(".*")
     if stop_at == "50%":
-        assert list(left.glob("folder/config.json"))  # it was really at it
+        assert list(left.glob("folder/config.json"))  # it had really begun
     assert made_folder(describe(data), root) is None
     folder = folder_of(describe(data), root)
     assert is_complete(folder)

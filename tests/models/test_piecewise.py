@@ -1,4 +1,4 @@
-"""Texts tokenized in pieces: the same tokens as whole, and no piece twice."""
+"""Texts tokenized in pieces: the same tokens as whole, and no piece is tokenized twice."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_where_texts_are_cut(name: str) -> None:
 
 
 class Counted:
-    """A tokenizer that tells what it was given."""
+    """A tokenizer that records what it was given."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.texts: list[list[str]] = []

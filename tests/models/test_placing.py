@@ -1,4 +1,4 @@
-"""Tokens are read at their own positions, whatever cells they lie in."""
+"""Tokens are read at their own positions, whatever cells they are in."""
 
 from __future__ import annotations
 

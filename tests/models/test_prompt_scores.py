@@ -1,4 +1,4 @@
-"""How likely a prompt's tokens were, on tiny models of every kind: what one plain pass says."""
+"""Scores of a prompt's tokens on tiny models of every kind: the same as in one plain pass."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def expected(name: str, ids: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_scores_are_those_of_a_plain_pass(name: str) -> None:
-    """Prompts longer and shorter than a chunk, beside others that decode; cached or not."""
+    """Prompts longer and shorter than a chunk, while another row decodes; cached or not."""
     rng = random.Random(3)
     prompts = [prompt_of(rng, n) for n in (1, 2, 33, 90)]
     with running(plain(name), chunk=32, block=16) as h:

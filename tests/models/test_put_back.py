@@ -16,7 +16,7 @@ N_REPLY = 36
 
 
 def squeeze(h: Harness, capacity: int) -> None:
-    """A byte per token, and little reserved for a reply: six of them together outgrow this."""
+    """A budget of a byte per token, with little reserved for a reply: six together outgrow it."""
     budget = Budget(RowCost(1, 0), capacity_nbytes=capacity, reserve_tokens=16, grow_tokens=16)
     h.between_steps(lambda: setattr(h.engine._loop.inflight, "budget", budget))
 

@@ -1,4 +1,4 @@
-"""Wrong drafts leave nothing in the caches, to the bit, where the steps have the same shapes."""
+"""Wrong drafts leave the caches the same to the bit, where the steps have the same shapes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.zoo import build
 LENGTHS = (19, 40, 33)
 FED = 4
 RIGHT = (1, 3, 2)
-"""How many of the tokens fed each row keeps, if it can keep a part."""
+"""How many of the tokens fed each row keeps, if it can keep part of them."""
 
 
 def text(row: int, n: int) -> list[int]:
@@ -49,7 +49,7 @@ def take(
 
 
 def recorded(layers: list[Any], layout: Layout, lengths: Sequence[int]) -> list[bytes]:
-    """All that the rows' records would be made of, to the bit."""
+    """The exact bytes that the rows' records would be made of."""
     out = []
     for i, n in enumerate(lengths):
         for part in {c.part: None for c in layout.codecs}:

@@ -77,7 +77,7 @@ def support(logits: FlatArray, s: Sampling) -> set[int]:
 
 
 def drawn(logits: FlatArray, s: Sampling, n: int = 1024) -> set[int]:
-    """Tokens of many draws; hot, so that each token of the support comes."""
+    """Tokens of many draws, at a high temperature so that each token of the support occurs."""
     hot = replace(s, temperature=50.0)
     pickers = [picker_of(replace(hot, seed=i)) for i in range(n)]
     return set(picked(np.repeat(logits[None], n, axis=0), pickers))
@@ -162,7 +162,7 @@ def test_a_vanishing_temperature_is_greedy(temperature: float) -> None:
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_draws_follow_the_distribution(temperature: float) -> None:
-    """Fixed seeds and wide bounds: a wrong temperature or a biased noise is far outside."""
+    """Fixed seeds and wide bounds: a wrong temperature or biased noise is far outside."""
     n = 1 << 14
     logits = np.array([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -3.0], dtype=np.float32)
     pickers = [picker_of(Sampling(temperature=temperature, seed=i), vocab_size=8) for i in range(n)]
@@ -214,7 +214,7 @@ def test_a_replayed_picker_goes_on_where_the_first_one_was() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_next"])
 def test_seeds_reproduce_through_the_engine(name: str) -> None:
-    """Alone, and beside fifteen others with settings of their own."""
+    """Alone, and in a batch with others that have settings of their own."""
     rng = random.Random(5)
     prompt = prompt_of(rng, 25)
     seeded = Sampling(temperature=1.0, seed=42, top_p=0.9)
@@ -347,7 +347,7 @@ def log_softmax(logits: FlatArray) -> FlatArray:
     ids=["greedy", "sampled", "reshaped"],
 )
 def test_logprobs_are_of_the_raw_logits(sampling: Sampling) -> None:
-    """Whatever bias, penalty or temperature made of them."""
+    """Bias, penalties and temperature do not affect them."""
     picker = picker_of(sampling, prompt=[1, 2], top_logprobs=20)
     for i in range(10):
         logits = logits_of(200 + i)
@@ -444,7 +444,7 @@ def assert_close(got: TokenLogprob | None, want: TokenLogprob | None) -> None:
 
 
 class Metered:
-    """A model that notes how much memory is in use at each decode step."""
+    """A model that records how much memory is in use at each decode step."""
 
     def __init__(self, name: str) -> None:
         self.model = build(name)

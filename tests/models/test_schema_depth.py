@@ -1,4 +1,4 @@
-"""Schemas that lead deep: the compiler would overflow its stack, which ends the process."""
+"""Deep schemas: the compiler would overflow its stack, which ends the process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def by_anchor(n: int) -> Schema:
 
 
 def by_id(n: int) -> Schema:
-    """Inside a part with an id a pointer starts at that part; the root has something else there."""
+    """Inside a part with an id, a pointer starts at that part; the root has other content there."""
     defs = chain(n, listed)["$defs"]
     inner = {"$id": "http://x/inner", "$defs": defs, **ref(0)}
     return {"$defs": {f"d{i}": {} for i in range(n)}, "items": inner}

@@ -34,7 +34,7 @@ def made(name: str) -> Any:
 
 
 def scores_of(scorer: Any, prompt: Prompt, *, slice_tokens: int = 64) -> tuple[Scores, int]:
-    """And how many slices it took."""
+    """The prompt's scores, and how many slices they took."""
     reading = scorer.open(prompt, EVERYONE, CacheControl())
     n = 1
     scorer.read(reading, slice_tokens)
@@ -49,7 +49,7 @@ def scores_of(scorer: Any, prompt: Prompt, *, slice_tokens: int = 64) -> tuple[S
 
 
 def by_hand(model: Any, prompt: Prompt) -> Scores:
-    """The same by the definition: all layers' queries and keys, one token after the other."""
+    """The same by definition: from all layers' queries and keys, one token after another."""
     weights: list[list[mx.array]] = []
     plain = mx.fast.scaled_dot_product_attention
 
@@ -122,7 +122,7 @@ def test_padded_chunks_of_few_shapes_change_nothing() -> None:
 
 
 def test_the_lookahead_is_never_stored() -> None:
-    """Its rows go on after the prompt with the first tokens of a reply of its own."""
+    """After the prompt, its rows hold the first tokens of a reply of the draft model's own."""
     scorer, prompt = made("llama"), prompt_of(96)
     scores_of(scorer, prompt)
     tree = scorer._cache.records.tree
@@ -178,8 +178,8 @@ def test_a_model_without_attention_cannot_score(name: str) -> None:
 
 
 def failing(*, n_tokens: int) -> Any:
-    """A draft model whose passes of so many tokens cannot be computed once it has read a few. That shows
-    when they are evaluated, each time: like a device without memory."""
+    """A draft model whose passes of `n_tokens` tokens cannot be computed once it has read more than
+    64. They fail when they are evaluated, each time, as on a device without memory."""
     model = build("llama")
 
     def run(ids: mx.array, cache: list[Any]) -> mx.array:

@@ -1,4 +1,4 @@
-"""A model that cannot be batched is found out when it is loaded, whatever its layers promise."""
+"""A model that cannot be batched is detected at load, whatever its layers promise."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_model_that_cannot_be_batched_says_why(name: str, why: str) -> None:
 
 
 class RulesTokensOut:
-    """A model that rules tokens out; in a batch it may rule out others."""
+    """A model that rules four tokens out. batched: their logits in a batch."""
 
     def __init__(self, *, batched: float) -> None:
         self.model = build("qwen3")

@@ -21,7 +21,7 @@ PLAIN = ["qwen3", "llama", "qwen3_moe"]
 
 
 def make_runner(name: str, *, few: bool, max_rows: int = 4) -> tuple[Runner, list[tuple[int, int]]]:
-    """And what the model is given: (tokens, columns of the first layer's mask)."""
+    """A runner, and what its model is given: (tokens, columns of the first layer's mask)."""
     model, make_layers = tiny(name)()
     seen: list[tuple[int, int]] = []
 

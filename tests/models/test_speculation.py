@@ -36,7 +36,7 @@ KINDS = {
 }
 every_kind = pytest.mark.parametrize("name", KINDS)
 MASK_BY_HAND = ("deepseek_v3", "deepseek_v32")
-"""Their attention takes boolean masks only."""
+"""Their attention accepts boolean masks only."""
 RIGHT = {"always": 1.0, "never": 0.0, "often": 0.7}
 SAMPLINGS = {
     "greedy": GREEDY,
@@ -67,7 +67,7 @@ def story(
 
 
 def tell(harness: Harness, requests: Story) -> list[Result]:
-    """All at once: more than there are rows, so they join and leave at every step."""
+    """All together: more than there are rows, so they join and leave at every step."""
     results = [harness.submit(p, n, n=c, sampling=s) for p, n, c, s in requests]
     return [result.wait() for result in results]
 
@@ -81,7 +81,7 @@ def known(requests: Story, results: Sequence[Result]) -> dict[Any, list[int]]:
 
 
 def assert_equal(got: Result, want: Result) -> int:
-    """Token by token, up to a tie; returns how many could be compared."""
+    """Assert equality token by token, up to a tie; return how many could be compared."""
     n = 0
     assert got.error is None
     assert want.error is None
@@ -151,7 +151,7 @@ def test_steps_of_few_shapes_say_the_same(name: str) -> None:
 def test_seats_that_stayed_vacant_are_removed_between_steps_with_drafts(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Drafts are made for the seats that there are when the step begins."""
+    """Drafts are made for the seats that exist when the step begins."""
     rng = random.Random(8)
     requests: Story = [(prompt_of(rng, 20), n, 1, GREEDY) for n in (4, 36, 36)]
     with running(plain("qwen3"), **ONE_BY_ONE) as harness:
@@ -211,7 +211,7 @@ def said_together(name: str) -> tuple[list[list[int]], list[Result]]:
 def test_a_reply_is_stored_to_its_end_whatever_was_drafted_after_it(
     name: str, n_together: int
 ) -> None:
-    """Its end token may be read early, so that drafts can follow: they must not."""
+    """Its end token may be read early enough for drafts to follow it; none may."""
     prompts, whole = said_together(name)
     options: dict[str, Any] = {"chunk": 32, "block": 32, "max_rows": n_together}
     drafter = KnownReplies(
@@ -321,7 +321,7 @@ def test_grammars_hold_and_what_they_force_is_drafted(name: str) -> None:
 
 
 def test_a_failed_verification_takes_its_rows_back_to_their_tokens() -> None:
-    """The rows are read again by themselves; the reply is what it would have been."""
+    """The rows are read again, each alone; the reply is what it would have been."""
     rng = random.Random(9)
     prompts = [prompt_of(rng, n) for n in (20, 35, 50)]
     want = said_alone("qwen3", prompts, 30)
@@ -339,7 +339,7 @@ def test_a_failed_verification_takes_its_rows_back_to_their_tokens() -> None:
 
 
 def cancel_others(harness: Harness, prompts: list[list[int]], want: Sequence[Result]) -> None:
-    """Ask these prompts beside others that are cancelled: they are answered as they were before."""
+    """Ask these prompts along with others that are cancelled; the replies must stay the same."""
     rng = random.Random(11)
     for round_ in range(3):
         got = [harness.submit(p, len(w.reply)) for p, w in zip(prompts, want, strict=True)]
@@ -363,7 +363,7 @@ def test_cancelled_rows_leave_the_others_undisturbed() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next", "llama4"])
 def test_a_prediction_is_used_from_an_empty_cache_on(name: str) -> None:
-    """The caches are empty when the first draft is there."""
+    """The caches are still empty when the first draft is made."""
     with running(plain(name), cache_nbytes=None) as harness:
         want = harness.ask([20], 40)
     speculation = AnyWidth(Lookup(), least=5)
@@ -460,7 +460,7 @@ def test_a_model_whose_steps_leave_traces_drafts_nothing() -> None:
 
 @pytest.mark.parametrize(("name", "is_padded"), [("qwen3", True), ("qwen3_next", False)])
 def test_a_width_is_priced_as_it_is_computed(name: str, is_padded: bool) -> None:
-    """Steps of a hybrid model are not padded, so what one of two tokens took counts for two tokens."""
+    """Steps of a hybrid model are not padded: the time of a step of two tokens counts for two."""
     model = build(name)
     traits = traits_of(model, lambda: list(make_prompt_cache(model)), "cuda")
     times = StepTimes(traits)

@@ -1,4 +1,4 @@
-"""Guarded templates render as before, and none of them renders for good."""
+"""Guarded templates render as before, and none of them renders forever."""
 
 from __future__ import annotations
 

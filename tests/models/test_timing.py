@@ -1,4 +1,4 @@
-"""The parts of a step's time are those of the model that is timed."""
+"""A step's time is split into the parts that the timed model has."""
 
 from __future__ import annotations
 

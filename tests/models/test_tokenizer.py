@@ -255,7 +255,7 @@ def typed_places(text: str, word: str) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("text", ["a</s>b", "</s>", " </s> x </s>", "fox</s></s>", "x<s></s>"])
 def test_typed_tokens_are_text_to_pieces_with_marked_spaces(pieces: HfTokenizer, text: str) -> None:
-    """A vocabulary of pieces has its control tokens among them: they are found in no other way."""
+    """In a vocabulary of pieces, control tokens are pieces too, and are found in no other way."""
     ids = pieces.encode(text, add_special=False, typed=typed_places(text, "</s>"))
     assert pieces.token_id("</s>") not in ids
     assert pieces.decode(ids).strip() == text.strip()

@@ -63,7 +63,7 @@ def test_a_group_of_mlx_lms_caches(name: str, block: int) -> None:
         assert mine._idx == its._idx
         assert mx.array_equal(mine.offset, its.offset)
         for a, b in ((mine.keys, its.keys), (mine.values, its.values)):
-            # cells before a row's first token hold anything
+            # cells before a row's first token may hold anything
             assert near(a[0, :, : its._idx], b[0, :, : its._idx])
 
 
@@ -102,7 +102,7 @@ def test_a_lone_row_with_a_draft(name: str) -> None:
         for layer in (*layers, *built):
             layer.trim(i % 4)
     assert layers[0].offset == built[0].offset
-    # it is mlx-lm's own cache still
+    # it is still mlx-lm's own cache
     one = mx.array([[7]])
     assert near(model(one, cache=layers), model(one, cache=built))
 
@@ -239,7 +239,7 @@ def test_a_model_that_cannot_be_traced_is_built_from_there_on(
 
 
 def test_a_model_that_comes_out_different_is_refused() -> None:
-    """It takes its positions from somewhere else than the offset that it is told."""
+    """When it is traced, it reads other tokens than when it is built."""
     model = build("qwen3")
 
     class Counting:
@@ -312,7 +312,7 @@ def test_tokens_are_fed_in_one_type() -> None:
 def test_a_lone_row_is_traced_until_it_is_long(
     n_columns: int, n_traced: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its attention is faster without a mask, which counts where there is much to attend to."""
+    """Its attention is faster without a mask, which matters where there is much to attend to."""
     monkeypatch.setattr(runner, "LONE_COLUMNS", n_columns)
     requests = [(list(range(1, 40)), 50, 1, GREEDY)]
     with running(plain("qwen3"), cache_nbytes=None) as harness:

@@ -1,4 +1,4 @@
-"""What a prefill chunk takes, by a model's configuration."""
+"""Transient memory of a prefill chunk, estimated from a model's configuration."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ DIGEST = bytes(range(32))
 
 
 def later(seconds: float = 60.0) -> Callable[[], float]:
-    """A clock by which files of this moment have long been as they are."""
+    """A clock by which files written just now have not changed for a while."""
     return lambda: time.time() + seconds
 
 
@@ -35,7 +35,7 @@ def memory(tmp_path: Path) -> WeightMemory:
 
 
 def test_the_next_start_reads_no_weights(tmp_path: Path, weights: Path) -> None:
-    """What is remembered is used: here, in the place of what the weights really are."""
+    """A remembered digest is used: here, in place of the weights' real one."""
     memory = WeightMemory(tmp_path / "cache", min_nbytes=0, clock=later())
     first = Fingerprint(weights.parent, memory=memory).result()
     assert Fingerprint(weights.parent).result() == first
@@ -169,7 +169,7 @@ def test_the_memory_is_bounded(tmp_path: Path, memory: WeightMemory) -> None:
         memory.remember(identities([paths[-1]]), DIGEST)
     assert memory.recall(identities([paths[-1]])) == DIGEST
     assert memory.recall(identities([paths[0]])) is None
-    # A file's later content takes the place of what it was.
+    # The entry of a file's new content replaces the old one.
     write_file(paths[-1], tensors_of(1))
     memory.remember(identities([paths[-1]]), DIGEST[::-1])
     entries = json.loads((tmp_path / "cache" / NAME).read_text())["entries"]

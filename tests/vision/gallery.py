@@ -41,7 +41,7 @@ _HOME = tempfile.TemporaryDirectory(prefix="firn-vision-")
 
 @functools.cache
 def folder(name: str) -> Path:
-    """Written once a process, and removed with it."""
+    """Written once per process, and removed with it."""
     return write_vision_folder(name, Path(_HOME.name) / name)
 
 
@@ -97,7 +97,7 @@ def prompt_of(name: str, *messages: Message) -> Prompt:
 def build(
     name: str, *, path: Path | None = None, feature_nbytes: int = 1 << 30
 ) -> Callable[[], tuple[Any, Callable[[], Any]]]:
-    """For tests.harness. path: another folder than the family's own."""
+    """For tests.harness. path: a folder other than the family's own."""
 
     def make() -> tuple[Any, Callable[[], list[Any]]]:
         home = path or folder(name)
@@ -132,7 +132,7 @@ def reference_processor(name: str) -> Any:
 
 
 def reference_inputs(name: str, messages: Sequence[Message]) -> dict[str, Any]:
-    """The whole prompt and all of its pictures through the processor at once."""
+    """The whole prompt and all of its pictures through the processor in one call."""
     style = Template.read(tokenizer(name)).style
     text = tokenizer(name).render(to_template(messages, style=style), tools=None, kwargs={})
     shown = [_image(p) for m in messages for p in m.parts if isinstance(p, PicturePart)]

@@ -14,7 +14,7 @@ CHATS = {
     "three in two turns": [user("One ", 4, 5), said("Yes."), user("and one more ", 6, "?")],
 }
 ONE_PICTURE = {"paddleocr_vl"}
-"""mlx-vlm's own processor of these fails on several pictures."""
+"""Families for which mlx-vlm's own processor fails on several pictures."""
 
 
 @gallery.every_family

@@ -1,6 +1,6 @@
-"""Prompts with pictures that memory has dropped, or a restart: found on the SSD, the same to the bit.
+"""After eviction or a restart, prompts with pictures are restored from the SSD bit for bit.
 
-Slow: one test goes on in a process that must import MLX and its models first.
+Slow: one test continues in a process that must import MLX and its models first.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Told:
 
 
 class Teller:
-    """Tells each family's story once, all of them in one folder."""
+    """Runs each family's story once, all of them in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -174,7 +174,7 @@ WIDE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", WIDE)
 def test_quantised_records_come_back_too(tmp_path: Path, name: str) -> None:
-    """Smaller, in memory and on the SSD, and as good as the rounding; apart from the exact ones."""
+    """They are smaller in memory, as good as the rounding, and kept apart from the exact ones."""
     home = write_vision_folder(name, tmp_path / "model", text=WIDE[name])
     chat = [user("Look: ", 1, " and ", 2, BEHIND)]
     first = gallery.prompt_of(name, *chat)

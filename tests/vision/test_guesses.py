@@ -1,4 +1,4 @@
-"""Several tokens a step of vision models: after pictures, too, the text is that of one token a step."""
+"""Several tokens a step on vision models: even after pictures, the text stays the same."""
 
 from __future__ import annotations
 

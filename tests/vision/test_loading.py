@@ -206,7 +206,7 @@ def test_a_family_that_cannot_be_driven_in_chunks(name: str) -> None:
 
 
 def test_pictures_that_come_out_wrong_are_refused() -> None:
-    """A model that mixes its chunks up is caught at load, by itself."""
+    """A model that mixes up its chunks is caught by the check at load."""
     name = "qwen2_5_vl"
     picture = gallery.processor(name).example.inputs
     model, _ = gallery.build(name)()
@@ -271,7 +271,7 @@ def test_doctor_knows_a_vision_folder() -> None:
 
 @pytest.mark.parametrize("name", ["gemma3", "llava"])
 def test_the_size_of_pictures_is_a_setting_of_the_processor(name: str, tmp_path: Path) -> None:
-    """As many tokens and other pixels: it must not be taken for the same picture."""
+    """The same number of tokens but other pixels: it must not be taken for the same picture."""
 
     def settings(folder: Path) -> bytes:
         processor = loader.load_processor(folder, loader.load_tokenizer(folder))

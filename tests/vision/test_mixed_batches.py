@@ -77,7 +77,7 @@ def test_a_picture_that_breaks_the_tower_ends_its_request_alone() -> None:
 
 
 def test_a_failed_step_reads_pictures_again() -> None:
-    """The rescue of a batch goes back to tokens and pictures, and to the same positions."""
+    """A batch is recovered from its tokens and pictures, at the same positions."""
     name = "qwen3_vl"
     asked = [[user("One ", 1, "?")], [user("Two ", 2, 3, "?")]]
     with running(gallery.build(name), chunk=16) as h:

@@ -100,7 +100,7 @@ def test_a_placeholder_in_a_callers_text_is_text(name: str) -> None:
 
 @pytest.mark.parametrize("name", gallery.FAMILIES)
 def test_typed_picture_tokens_do_not_take_the_pictures_place(name: str) -> None:
-    """Not even as many of them as the picture has, before it and behind it."""
+    """Not even exactly as many as the picture has, before it and after it."""
     own = gallery.prompt_of(name, user("see ", 1)).picture_inputs[0]
     forged = gallery.tokenizer(name).decode(own.own_ids.tolist())
     prompt = gallery.prompt_of(name, user(forged, " and ", 1, forged))
@@ -162,7 +162,7 @@ def test_a_template_that_wants_lists_gets_them_for_text_too() -> None:
 
 
 class Forgetful:
-    """A tokenizer whose template shows the text of user messages and no pictures elsewhere."""
+    """A tokenizer whose template shows the contents of user messages only."""
 
     chat_template = "{{ messages }}"
     special: frozenset[int] = frozenset()

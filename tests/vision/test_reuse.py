@@ -1,6 +1,6 @@
 """Reuse of prompts with pictures: warm equals cold, bit for bit in exact mode.
 
-The requests have 0, 1 and 3 pictures before and behind the point where they resume.
+The requests have 0, 1 and 3 pictures before and after the point where they resume.
 
 Slow: every prompt is read three times in small chunks; mlx-vlm's gated delta takes 6 ms for each.
 """
@@ -79,7 +79,7 @@ def script(pair: Pair) -> None:
     assert seen.n_cached == 0
     _, again = pair.ask(*one)
     assert again.n_cached >= len(first) - 1 - (CHUNK if pair.exact else 0)
-    # a picture behind the resume point, and one before it
+    # a picture after the resume point, and one before it
     grown = [*one, said("It is firn."), user("Look at this too: ", 2, LONG)]
     _, later = pair.ask(*grown)
     assert later.n_cached > 0
@@ -88,7 +88,7 @@ def script(pair: Pair) -> None:
     # three before, one of them new, and text alone
     shared, _ = pair.ask(*three)
     _, repeated = pair.ask(*three, said("Three."), user("And now?"))
-    if not (pair.exact and shared.whole_pictures):  # its pictures lie on nearly every boundary
+    if not (pair.exact and shared.whole_pictures):  # its pictures cover nearly every boundary
         assert repeated.n_cached > shared.picture_spans[2].start
     whole, other = pair.ask(user(LONG, 1, " and ", 2, " and ", 4, "?"))
     assert other.n_cached <= whole.picture_spans[2].start
@@ -99,7 +99,7 @@ def script(pair: Pair) -> None:
 
 @every_family
 def test_warm_equals_cold(name: str) -> None:
-    """To the token; one family of each kind bit for bit, too."""
+    """Token for token; for one family of each kind also bit for bit."""
     build = gallery.build(name)
     with running(build, cache_nbytes=None, chunk=CHUNK, exact=True) as alone:
         cold = Cold(alone)
@@ -109,13 +109,13 @@ def test_warm_equals_cold(name: str) -> None:
 
 
 def history(n: int) -> list[Message]:
-    """A turn with n pictures, and more text than a chunk behind the last of them."""
+    """A turn with n pictures, and more text than a chunk after the last of them."""
     return [user("See: ", *range(n), "!"), said("Snow that outlives its season, not yet ice.")]
 
 
 @every_kind
 def test_pictures_on_either_side_of_the_resume_point(name: str) -> None:
-    """0, 1 and 3 before, 0, 1 and 3 behind, all nine of them bit for bit."""
+    """0, 1 and 3 before it, 0, 1 and 3 after it, all nine combinations bit for bit."""
     build = gallery.build(name)
     with (
         running(build, cache_nbytes=None, chunk=CHUNK, exact=True) as cold,

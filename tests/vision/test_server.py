@@ -159,7 +159,7 @@ def test_firn_chat_shows_a_file(real: Real, tmp_path: Path) -> None:
 
 
 def printable(text: str) -> str:
-    """Less what a console leaves out."""
+    """The text without what a console leaves out."""
     return "".join(c for c in text if c >= " ").strip()
 
 
@@ -188,7 +188,7 @@ def test_a_bad_picture_is_a_400_that_names_the_part(real: Real, what: str) -> No
 
 
 def test_addresses_are_checked_where_they_may_be_fetched(tmp_path: Path) -> None:
-    """The name of a private address, in all three APIs; nothing is connected to."""
+    """A private address, in all three APIs; no connection is made."""
     wanted = config(tmp_path)
     wanted = replace(wanted, images=replace(wanted.images, allow_image_urls=True))
     url = "https://127.0.0.1:9/a.png"
@@ -222,7 +222,7 @@ def test_counting_tokens_sees_pictures(real: Real) -> None:
 
 
 def test_after_a_restart_the_pictures_are_still_read(tmp_path: Path) -> None:
-    """Records of vision prompts go to disk and come back, in another process's engine."""
+    """Records of vision prompts are written to disk, and another engine restores them."""
     asked = {"role": "user", "content": [text(LONG), image_url(5), text("Say.")]}
     with serving(gallery.folder(NAME), config=config(tmp_path)) as first:
         cold = ask(first.openai(), asked)

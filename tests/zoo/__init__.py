@@ -60,11 +60,11 @@ def build_entry(entry: Entry, *, dtype: mx.Dtype = mx.float32, seed: int = 0) ->
 
 
 _drawn: dict[str, list[tuple[str, mx.array]]] = {}
-"""Of the models built so far. To draw them again takes most of the time of building one."""
+"""Weights of the models built so far. Drawing them takes most of the time of building one."""
 
 
 def _own(values: list[tuple[str, mx.array]]) -> list[tuple[str, mx.array]]:
-    """Other arrays of the same values, for a test to write into; of no stream of this thread."""
+    """Copies that a test may write into, evaluated so that they need no stream of this thread."""
     own = [(path, mx.array(value)) for path, value in values]
     mx.eval([value for _, value in own])
     return own

@@ -1,4 +1,4 @@
-"""What was observed of mlx-lm 0.32.2, each by running the tiny model; test_zoo.py checks it all.
+"""Facts about mlx-lm 0.32.2, each observed on the tiny model; test_zoo.py checks them all.
 
 Differences are in units of the spread of the logits: rounding stays below 6e-5, and an early token
 that is changed moves the last logits by 0.07 or more.

@@ -1,7 +1,7 @@
 """The zoo holds what it promises: each model runs, listens to its context and uses its cache.
 
 A few architectures, one per kind of layer, are tested on every run; `-m sweep` tests all of them,
-and that mlx-lm's recorded faults are still there, so that an upgrade that mends one is noticed.
+and that mlx-lm's recorded faults are still there, so that an upgrade that fixes one is noticed.
 """
 
 import copy
@@ -66,7 +66,7 @@ STATE_SIZES = {
 
 @pytest.mark.parametrize("name", STATE_SIZES)
 def test_states_are_wide_enough_for_metal(name: str) -> None:
-    """The kernels divide a state by 32 threads, without a rest."""
+    """The kernels divide a state among 32 threads, without a remainder."""
     assert ZOO[name].config[STATE_SIZES[name]] % 32 == 0
 
 

@@ -3,7 +3,7 @@
 from .base import COMMON, MLA, MOE, WINDOW, entry, table
 
 STATE = 32
-"""mlx-lm's Metal kernels give each of 32 threads its part of a state: less would be none at all."""
+"""mlx-lm's Metal kernels divide a state among 32 threads: less would leave them nothing."""
 
 MAMBA2 = {
     "mamba_n_heads": 4,

@@ -1,7 +1,7 @@
-"""A tiny random vision model of many of mlx-vlm's families, as folders that are loaded like real ones.
+"""Tiny random vision models of many of mlx-vlm's families, as folders that load like real ones.
 
-`write_vision_folder` writes one: config, weights, tokenizer, processor, chat template. Pictures of these
-models have from 12 to 70 tokens, so that chunks of 16 cut them.
+`write_vision_folder` writes one: config, weights, tokenizer, processor, chat template. Pictures of
+these models have from 12 to 70 tokens, so that chunks of 16 cut them.
 """
 
 import copy
@@ -30,7 +30,7 @@ REFUSED_VISION: dict[str, VisionEntry] = {entry.name: entry for entry in REFUSED
 
 
 def _make_model(entry: VisionEntry) -> Any:
-    """As mlx-vlm's load_model does it, but for the weights."""
+    """The model as mlx-vlm's load_model makes it, except for the weights."""
     from mlx_vlm import utils
 
     config = copy.deepcopy(entry.config)
@@ -47,7 +47,7 @@ def _make_model(entry: VisionEntry) -> Any:
 def write_vision_folder(
     name: str, path: Path, *, seed: int = 0, text: Mapping[str, Any] | None = None
 ) -> Path:
-    """A folder for `mlx_vlm.load`. text: what its text_config has instead."""
+    """A folder for `mlx_vlm.load`. text: entries that replace those of its text_config."""
     entry = {**VISION, **MORE_VISION, **REFUSED_VISION}[name]
     if text:
         changed = {**entry.config["text_config"], **text}

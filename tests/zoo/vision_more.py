@@ -197,7 +197,7 @@ MORE: tuple[VisionEntry, ...] = (
         {
             **TEXT,
             "model_type": "paddleocr_vl",
-            "hidden_size": 1024,  # written into the projector
+            "hidden_size": 1024,  # hard-coded in the projector
             "image_token_id": token_id("<|image_pad|>"),
             "video_token_id": token_id("<|video_pad|>"),
             "vision_start_token_id": token_id("<|vision_start|>"),

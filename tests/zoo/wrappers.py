@@ -14,7 +14,7 @@ from .text_window import (
 
 
 def _text(config: Config, gains: dict[str, float] | None = None) -> Entry:
-    """A nested text config that is no module of its own."""
+    """A nested text config that is not a module of its own."""
     return Entry("", "", config, gains=gains or {})
 
 

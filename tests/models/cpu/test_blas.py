@@ -1,4 +1,4 @@
-"""Which BLAS multiplies: chosen by trials that are remembered, and that never harm the process."""
+"""The choice of a BLAS, by trials that are remembered and never harm the process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Loaded:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A machine with two libraries; `trials` says how they do, `tried` which were tried."""
+    """A machine with two libraries; `trials` holds their results, `tried` those that were tried."""
     now: dict[str, Any] = {"trials": {}, "tried": [], "libraries": [BUNDLED, SYSTEM]}
 
     def run(library: Library, *, n_threads: int) -> Trial:
@@ -256,7 +256,7 @@ def test_again_ignores_what_was_remembered(machine: dict[str, Any], tmp_path: Pa
 def test_threads_that_wait_for_each_other_do_not_make_a_library_slow(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """MLX's own, then all threads on a busy machine, then one."""
+    """The speeds are MLX's own, that of all threads on a busy machine, and that of one thread."""
     speeds = iter([1.7, 1.8, 84.0])
     monkeypatch.setattr(trial, "gflops", lambda: next(speeds))
     monkeypatch.setattr(trial, "_check", lambda: None)

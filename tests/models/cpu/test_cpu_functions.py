@@ -1,6 +1,6 @@
-"""Whole models compute with firn's functions for the CPU what they compute with MLX's own.
+"""Whole models compute the same with firn's functions for the CPU as with MLX's own.
 
-One architecture for each kind of layer on every run; `-m sweep` takes all of them.
+One architecture for each kind of layer on every run; `-m sweep` tests all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHUNKS = (70, 42, *[1] * 8)
 
 @contextmanager
 def firns_own() -> Iterator[None]:
-    """All of them, for few scores, too. Compiled functions would keep MLX's own."""
+    """Use all of firn's functions, even for few scores. Compiled functions would keep MLX's own."""
     before = mx.fast.scaled_dot_product_attention, mx.fast.rope, mx.sigmoid, cpu_softmax.MIN_SCORES
     mx.disable_compile()
     mx.fast.scaled_dot_product_attention, mx.fast.rope = cpu_softmax.attention, cpu_rope.rope

@@ -76,7 +76,7 @@ def exact(
     base: Any,
     freqs: Any = None,
 ) -> Float64:
-    """In double precision."""
+    """The rotation in double precision."""
     given = np.array(x.astype(mx.float32), dtype=np.float64)
     speeds = base ** (-np.arange(dims // 2) / (dims // 2)) if freqs is None else 1 / np.array(freqs)
     angles = scale * np.array(at, dtype=np.float64).reshape(-1, 1, 1, 1) * speeds
@@ -144,7 +144,7 @@ def test_frequencies_that_keep_changing_are_left_to_mlx(monkeypatch: pytest.Monk
 
 
 def test_no_array_is_shared_between_threads() -> None:
-    """An array that a thread has not computed before it ended can never be computed."""
+    """An array that its thread left uncomputed when it ended can never be computed."""
     x, kind = normal(1, 4, 1, WIDTH), KINDS["halves"]
     expected = _plain_rope(x, **kind, offset=1234)
     mx.eval(x, expected)

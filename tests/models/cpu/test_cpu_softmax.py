@@ -86,7 +86,7 @@ def test_attention_equals_mlx_own(
 
 
 def exact(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str | None) -> Float64:
-    """In double precision."""
+    """Attention in double precision."""
     share = q.shape[1] // k.shape[1]
     a, b, c = (np.array(x.astype(mx.float32), dtype=np.float64) for x in (q, k, v))
     scores = 0.2 * a @ np.repeat(b, share, axis=1).swapaxes(-1, -2)
@@ -176,7 +176,7 @@ def test_a_lone_token_is_left_to_mlx() -> None:
 
 def test_sinks_are_left_to_mlx() -> None:
     q, k, v = heads(1, 4, 4)
-    v = k  # MLX wants them of one width here
+    v = k  # MLX requires the same width here
     sinks = mx.ones(4)
     ours = attention(q, k, v, scale=0.2, sinks=sinks)
     assert mx.array_equal(ours, _plain_attention(q, k, v, scale=0.2, sinks=sinks))

@@ -1,4 +1,4 @@
-"""Weights in float32 are the same weights: a widened model computes what the narrow one does, finer."""
+"""Widening weights to float32 loses nothing: the model computes the same, more precisely."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_quantised_weights_are_unpacked(mode: str, bits: int, group: int, narrow
     assert nbytes <= expected <= 1.3 * nbytes  # scales are counted, too
     got = model(ids)
     far = mx.abs(got - want).max() / mx.std(want)
-    # MLX looks embeddings up in bfloat16 where the scales are no floats.
+    # MLX looks embeddings up in bfloat16 where the scales are not floats.
     assert far < (0.1 if narrow == mx.bfloat16 or mode != "affine" else 1e-3)
 
 

@@ -1,4 +1,4 @@
-"""A library's slots are found from its file, and setting one redirects its calls alone."""
+"""A library's slots are found from its file, and setting one redirects only its own calls."""
 
 from __future__ import annotations
 

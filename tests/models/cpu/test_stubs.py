@@ -1,4 +1,4 @@
-"""The functions in machine code compute what the functions they stand for do, on every path."""
+"""The functions in machine code compute the same as those they replace, on every path."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def sgemm() -> SGEMM:
 def test_the_sgemm_stub_multiplies_like_sgemm(
     sgemm: SGEMM, m: int, n: int, k: int, transposed: bool, alpha: float, beta: float, dirty: float
 ) -> None:
-    """The output may hold anything, and counts only if beta is not 0. Rows may have gaps."""
+    """The output may hold anything, and is read only if beta is not 0. Rows may have gaps."""
     if beta and not np.isfinite(dirty):
         return
     rng = np.random.default_rng([m, n, k])

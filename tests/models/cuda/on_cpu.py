@@ -1,8 +1,8 @@
-"""Runs the text of the products kernel on a CPU: a block's threads take turns, each until it has to wait
-for others, and what the tensor cores and the copies do is written out. Needs a compiler for C++.
+"""Runs the source of the products kernel on a CPU. Needs a C++ compiler.
 
-One that runs ahead of the others meets what they have not written yet, and overwrites what they have not
-read: so a missing barrier shows, and always in the same way.
+A block's threads take turns, each until it has to wait for others; the tensor cores and the copies
+are emulated. A thread that runs ahead of the others reads what they have not written yet, and
+overwrites what they have not read, so a missing barrier shows, and always in the same way.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ Bits = NDArray[np.uint16]
 
 
 def bfloat16(values: NDArray[np.float32]) -> Bits:
-    """Cut, not rounded."""
+    """Truncated, not rounded."""
     return (np.ascontiguousarray(values).view(np.uint32) >> 16).astype(np.uint16)
 
 
@@ -203,7 +203,7 @@ def float32(bits: Bits) -> NDArray[np.float32]:
 
 @cache
 def has_compiler() -> bool:
-    """Whether there is one, with what threads that take turns need."""
+    """Whether there is one, with the contexts that threads need to take turns."""
     if shutil.which(COMPILER[0]) is None:
         return False
     trial = [*COMPILER, "-fsyntax-only", "-"]
@@ -211,7 +211,7 @@ def has_compiler() -> bool:
 
 
 class Built(Protocol):
-    """What is built of the kernel: constants for its text, and how much memory its threads share."""
+    """A build of the kernel: constants for its source, and how much memory its threads share."""
 
     @property
     def template(self) -> Sequence[tuple[str, int]]: ...
@@ -242,7 +242,7 @@ class KernelOnCpu:
 
     @classmethod
     def compiled(cls, builds: Sequence[Built], folder: Path) -> list[KernelOnCpu]:
-        """All of them at once: most of the compiler's time is for the headers."""
+        """All of them in one run of the compiler, which spends most of its time on the headers."""
         source, library = folder / "kernel.cpp", folder / "kernel.so"
         texts = [_text(build, f"run_{i}") for i, build in enumerate(builds)]
         source.write_text("\n".join([HOST, *texts]))

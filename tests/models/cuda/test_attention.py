@@ -1,5 +1,5 @@
-"""Which attention goes to the kernel on CUDA. The kernel itself is tried there at every start, and by
-`benchmarks/attention.py`; here is what surrounds it."""
+"""Which attention the kernel computes on CUDA. The kernel itself is tested there at every start,
+and by `benchmarks/attention.py`; these tests cover what surrounds it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from firn.models.device import device
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Stands for a kernel that is right. The shapes of the queries that it was given."""
+    """Install a stand-in for a correct kernel; return the shapes of the queries it was given."""
     taken: list[tuple[int, ...]] = []
 
     def attend(q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: mx.array) -> mx.array:

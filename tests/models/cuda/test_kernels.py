@@ -1,4 +1,4 @@
-"""Compiled kernels are kept in a folder of firn's, and several processes compile them ahead."""
+"""Compiled kernels are kept in firn's own folder, and several processes compile them ahead."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_start_keeps_what_was_used_and_drops_what_a_crash_may_have_cut_off(
     (place / "changed.ptx").write_text("wh")
     for name in ("late.ptx", "late.txt"):
         (place / name).write_text("who knows")
-    (place / ".123").mkdir()  # of a process that was killed
+    (place / ".123").mkdir()  # left by a process that was killed
     monkeypatch.setenv(FOLDER, "")
     keep(tmp_path)
     assert visible(place) == ["changed.txt", KNOWN, "used.ptx", "used.txt"]
@@ -146,7 +146,7 @@ def test_what_mlx_reads_first_is_moved_last(
 def test_a_process_writes_to_a_folder_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another server may read what is in the common one at any moment."""
+    """Another server may read the shared folder at any moment."""
     seen: list[Path] = []
 
     def operation() -> mx.array:

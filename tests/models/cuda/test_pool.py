@@ -1,4 +1,4 @@
-"""What the CUDA driver keeps, on a driver that is a fake: there is none on the machines of tests."""
+"""Memory that the CUDA driver keeps, with a fake driver: test machines have none."""
 
 from __future__ import annotations
 

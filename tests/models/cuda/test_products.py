@@ -1,5 +1,5 @@
-"""Where products of a few tokens go on CUDA. The kernel itself is tried at every start there, and by
-`benchmarks/products.py`; here is what surrounds it."""
+"""Which products the kernel computes on CUDA. The kernel itself is tested there at every start, and
+by `benchmarks/products.py`; these tests cover what surrounds it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text of the products kernel, run on a CPU: see on_cpu.py."""
+"""The source of the products kernel, run on a CPU: see on_cpu.py."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def some(rng: np.random.Generator, *shape: int) -> Bits:
 @pytest.mark.parametrize("build", BUILDS, ids=str)
 def test_every_build_multiplies(build: Build, kernels: Kernels) -> None:
     kernel, rng = kernels[build], np.random.default_rng(build.n_tokens)
-    # More chunks than are copied ahead, the last one not whole, for two blocks of tokens; less of both,
-    # for two blocks of columns. Copies come early and late.
+    # More chunks than are copied ahead, the last one partial, for two blocks of tokens; less of
+    # both, for two blocks of columns. Copies are made early and late.
     for n_inner, n_tokens, n_blocks, late in (
         (build.chunk * (build.n_stages + 1) + 8, build.n_tokens + 3, 1, True),
         (build.chunk * (build.n_stages + 1) + 8, build.n_tokens // 2, 1, False),
@@ -47,9 +47,9 @@ def test_a_token_s_result_does_not_depend_on_the_others(
     """The order of a sum shows in its last bits, and in all of them where large values cancel out."""
     rng = np.random.default_rng(1)
     large, small = some(rng, 50, 500), some(rng, 50, 24)
-    x = np.concatenate([large, large ^ 0x8000, small], axis=1)  # the sign
+    x = np.concatenate([large, large ^ 0x8000, small], axis=1)  # flips the sign
     half = some(rng, N_COLUMNS, 500)
-    weight = np.concatenate([half, half, some(rng, N_COLUMNS, 24) - (8 << 7)], axis=1)  # by 2 ** -8
+    weight = np.concatenate([half, half, some(rng, N_COLUMNS, 24) - (8 << 7)], axis=1)  # / 2 ** 8
     results = []
     for build in builds:
         results.append(kernels[build].product(x[: build.n_tokens], weight, late=False)[:9])

@@ -1,4 +1,4 @@
-"""What a server sets up for MLX on CUDA besides kernels."""
+"""What a server sets up for MLX on CUDA other than kernels."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_earlier_replies_are_bounded() -> None:
 
 
 def test_earlier_replies_of_all_namespaces_share_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the namespace that was used least recently go first."""
+    """Those of the least recently used namespace are dropped first."""
     monkeypatch.setattr(module, "KEPT_NBYTES", 1000 * module.TOKEN_NBYTES)
     lookup = Lookup()
 

@@ -1,4 +1,4 @@
-"""A small model drafts for a large one: its rows are its own, rewound, cached, and read by chunks."""
+"""A small model drafts for a large one: it has rows of its own, rewound, cached, read in chunks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.zoo import build
 
 
 class AsksWhenReady(NeverRests):
-    """Asks the costly drafter whenever it is ready, for any number of tokens."""
+    """Asks the costly drafter for most rows that are ready, for a random number of tokens."""
 
     def __init__(self, *drafters: Any, seed: int = 0, **more: Any) -> None:
         super().__init__(*drafters, **more)
@@ -65,7 +65,7 @@ def told(requests: Any, speculation: Any = None, *, name: str = "qwen3") -> list
 
 @cache
 def told_greedily() -> tuple[Story, list[Result]]:
-    """By a model without drafts."""
+    """A story of greedy requests, and the results without drafts."""
     requests = story(3, samplings=[GREEDY], n_requests=5, longest=24)
     return requests, told(requests)
 

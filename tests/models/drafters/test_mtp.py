@@ -1,4 +1,4 @@
-"""Prediction heads on tiny random models: the text is the same, and a head that agrees is believed."""
+"""Prediction heads on tiny random models: the text is the same, and right drafts are accepted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMES = ("qwen3_next", "deepseek_v3", "glm4_moe", "qwen3_5")
 
 
 def random_head(model: Any, name: str, *, seed: int = 1) -> PredictionHead:
-    """With a layer like the model's own attention layers."""
+    """A random head with a layer like the model's own attention layers."""
     inner = build(name, seed=seed).model
     layer = next(x for x in inner.layers[::-1] if hasattr(x, "self_attn"))
     size = int(inner.embed_tokens.weight.shape[-1])
@@ -47,7 +47,7 @@ def without_mixing(model: Any) -> None:
 
 
 def agreeing_head(model: Any, name: str) -> PredictionHead:
-    """Predicts the same token after the newest one as the model."""
+    """A head that predicts the same next token as the model."""
     head = random_head(model, name)
     without_mixing(head)
     size = head.norm.weight.shape[0]
@@ -111,7 +111,7 @@ def test_all_drafts_of_a_head_that_agrees_are_accepted(name: str) -> None:
 
 
 class NotesDrafts(NeverRests):
-    """Asks for four tokens after every step, and notes them."""
+    """Asks for four tokens after every step, and records them."""
 
     def __init__(self, drafter: Any) -> None:
         super().__init__(drafter)
@@ -127,7 +127,7 @@ class NotesDrafts(NeverRests):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_state_that_a_head_continues_from_survives_a_hit(name: str) -> None:
-    """After a restored prefix it drafts what it drafts after a prompt that it has read."""
+    """After a restored prefix it drafts the same as after a prompt that it has read."""
     rng = random.Random(8)
     prompt = prompt_of(rng, 97)
     make, made = built(name)
@@ -147,7 +147,7 @@ def test_the_state_that_a_head_continues_from_survives_a_hit(name: str) -> None:
 
 
 class DraftsEvery(NotesDrafts):
-    """Asks for drafts at every `every`th token, and notes where."""
+    """Asks for drafts at every `every`th token, and records them by position."""
 
     def __init__(self, drafter: Any, *, every: int) -> None:
         super().__init__(drafter)

@@ -1,4 +1,4 @@
-"""The reader compared with the `gguf` package's, and what it says of files that it cannot read."""
+"""The reader compared with the `gguf` package's, and its errors for files that it cannot read."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def test_it_reads_what_the_gguf_package_reads(tmp_path: Path, data: bytes) -> No
     for key, field in theirs.fields.items():
         if not key.startswith("GGUF."):
             assert ours.metadata[key] == field.contents(), key
-    assert (
-        len(ours.metadata) == len(theirs.fields) - 3
-    )  # version and counts, in its eyes, are fields
+    assert len(ours.metadata) == len(theirs.fields) - 3  # theirs include the version and two counts
     assert list(ours.tensors) == [tensor.name for tensor in theirs.tensors]
     for tensor in theirs.tensors:
         own = ours.tensors[tensor.name]

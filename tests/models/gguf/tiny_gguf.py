@@ -1,5 +1,5 @@
 """A tiny llama model as a GGUF file, written by the `gguf` package the way llama.cpp's converter does,
-and the same weights as mlx-lm has them: what a conversion is compared with."""
+and the same weights in mlx-lm's form, to compare a conversion with."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Tiny:
-    """A model by its seed. `matrices` and `embeddings`: how these are stored in the file."""
+    """A model defined by its seed. `matrices`, `embeddings`: how these are stored in the file."""
 
     matrices: Kind = Kind.Q4_1
     embeddings: Kind = Kind.Q8_0
@@ -79,7 +79,7 @@ class Tiny:
         return self.embeddings if "embed_tokens" in name or "lm_head" in name else self.matrices
 
     def weights(self) -> dict[str, Floats]:
-        """By mlx-lm's names, in its order: what the file's numbers stand for, in float32."""
+        """The values that the file encodes, in float32, by mlx-lm's names and in its order."""
         rng = np.random.default_rng(self.seed)
         made: dict[str, Floats] = {}
         for name, shape in shapes(self):
@@ -114,7 +114,7 @@ def reference(tiny: Tiny) -> llama.Model:
 
 
 def write(path: Path, tiny: Tiny = TINY, **changes: Any) -> Path:
-    """changes: metadata to be set otherwise; None leaves an entry out."""
+    """changes: metadata entries to override; None leaves an entry out."""
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in (metadata(tiny) | changes).items():
         add(writer, key, value)

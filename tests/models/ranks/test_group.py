@@ -65,7 +65,7 @@ def test_the_text_of_a_vision_model_can_be_shared() -> None:
 
 @pytest.mark.parametrize("sharding", ["all-to-sharded", "sharded-to-all"])
 def test_a_slice_that_is_widened_is_still_a_slice(sharding: str) -> None:
-    """It is summed with the others', by the group that it was made for."""
+    """Its result is summed with the others', by the group that it was made for."""
     whole = nn.QuantizedLinear.from_linear(nn.Linear(64, 64), group_size=32, bits=4)
     owner = nn.Module()
     owner.part = shard_linear(whole, sharding, group=mx.distributed.init())
