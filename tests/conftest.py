@@ -1,4 +1,4 @@
-"""For every test: none fails because the machine is busy, or because another one went before it."""
+"""For every test: none may fail because the machine is busy, or because of an earlier test."""
 
 from __future__ import annotations
 
@@ -35,38 +35,38 @@ HEAVY = (
     "host/test_shutdown.py", "vision/test_against_mlx_vlm.py", "vision/test_disk.py",
     "vision/test_guesses.py",
 )  # fmt: skip
-"""Files that take longest come first: a worker that began one last would keep the others waiting."""
+"""The slowest files, which run first: a worker that began one last would make the others wait."""
 
-# Newer Apple GPUs, and NVIDIA's, multiply float32 with 10 bits of it otherwise, and tests compare logits
-# of batched and single rows. MLX reads this with its first product.
+# Otherwise newer Apple GPUs and NVIDIA GPUs multiply float32 with 10 bits of its mantissa, and
+# tests compare logits of batched and single rows. MLX reads this at its first matrix product.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
-# One text needs no threads of the tokenizer's own: waking and stopping them is a tenth of its work.
+# Encoding one text needs no tokenizer threads: waking and stopping them is a tenth of its work.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# Other workers have the other cores: threads of a BLAS wait for each other in loops, for longer than the
-# products take. For servers that tests start, too.
+# The other cores belong to other workers: BLAS threads would spin waiting for each other, for
+# longer than the products take. This holds for servers that tests start, too.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
-# MLX hands each operation to a thread of its own, and Linux would let that thread interrupt the one that
-# is about to hand over the next: half of a tiny model's step is switching between the two. As a batch
-# job a thread that wakes up waits for a free core instead. Servers that tests start inherit it.
-# macOS has no such thing, and a container may forbid it.
+# MLX hands each operation to its own thread, and Linux would let that thread preempt the one that
+# is about to hand over the next: half of a tiny model's step is switching between the two. In a
+# batch job, a thread that wakes up waits for a free core instead. Servers that tests start inherit
+# it. macOS has nothing like it, and a container may forbid it.
 with contextlib.suppress(AttributeError, OSError):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-# A shell that runs the tests in the background, or nohup, has these ignored, and so would every server
-# and chat that a test wants to interrupt.
+# A shell that runs the tests in the background, or nohup, makes them ignore these signals, and so
+# would every server and chat that a test wants to interrupt.
 for _signal in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(_signal) is signal.SIG_IGN:
         signal.signal(_signal, signal.SIG_DFL)
 
 
 def _few_certificates() -> str:
-    """A file of one certificate. Every HTTP client reads all of them before its first request, which
-    takes longer than the requests of most tests; and none of those leaves this machine."""
+    """A file with one certificate. Every HTTP client reads all certificates before its first
+    request, which takes longer than most tests' requests, and none of those leaves this machine."""
     first = Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----")
     path = Path(tempfile.gettempdir()) / f"firn-tests-{os.getuid()}" / "certificate.pem"
     path.parent.mkdir(exist_ok=True)
@@ -85,9 +85,9 @@ if _startup not in (_paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_mlx_for_all() -> Iterator[Blas]:
-    """What a server puts in MLX's place is for its whole process; this one has many servers.
+    """What a server replaces in MLX is replaced for its whole process; this one has many servers.
 
-    So all tests of a process share a fast BLAS, and none puts functions of ours into MLX.
+    So all tests of a process share a fast BLAS, and none of them installs our functions in MLX.
     """
     blas = one_blas.attach()
     with pytest.MonkeyPatch.context() as patch:
@@ -105,7 +105,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Nothing of what is imported now goes away: to look for garbage takes a quarter of the time."""
+    """Nothing imported now is ever freed, and looking for garbage takes a quarter of the time."""
     gc.disable()
     try:
         return (yield)
@@ -114,6 +114,6 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Thousands of tests and a million objects of libraries stay: no collection need look at them."""
+    """Thousands of tests and a million library objects stay: no collection should look at them."""
     gc.collect()
     gc.freeze()

@@ -59,9 +59,9 @@ class DictCache:
         self.corrupt = corrupt
         self.racing = racing
         self.patient = patient
-        """What `open` says of new cursors: something is on its way, and worth waiting for."""
+        """Given to new cursors: whether a record is on its way that is worth waiting for."""
         self.cursors: list[DictCursor] = []
-        """Those still open: what would be leases."""
+        """The open ones, which stand for leases."""
         self.room_nbytes: int | None = None
         self.closed = False
         self._in_doubt: list[tuple[str, tuple[int, ...]]] = []

@@ -1,4 +1,4 @@
-"""The trivial store: a dict that several servers share, and that says what it has when it is asked."""
+"""The trivial store: a dict that several servers share, which lists records only when asked."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tests.dict_tier import DictTier
 
 
 class DictStore(DictTier):
-    """Implements tiers.Store. `rounds`: the names it was asked for, at a time."""
+    """Implements tiers.Store. `rounds`: the names of each call of `find`."""
 
     def __init__(self, records: dict[str, bytes] | None = None) -> None:
         super().__init__(1 << 40, records)
         self.rounds: list[list[str]] = []
         self.written: list[str] = []
         self.gate: threading.Event | None = None
-        """Questions wait for it."""
+        """If set, `find` waits for it."""
         self.is_down = False
         self.deadline_s = 60.0
 

@@ -1,6 +1,8 @@
-"""The trivial tier: bytes in a dict. That it passes the contract proves the contract to be one.
+"""The trivial tier: bytes in a dict. It passes the tier contract, which shows that the contract
+does not depend on a file system.
 
-Several may share one dict, at once or one after the other: what a restart does to a folder.
+Several may share one dict, at the same time or one after the other, like servers before and after
+a restart.
 """
 
 from __future__ import annotations

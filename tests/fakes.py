@@ -1,4 +1,4 @@
-"""Second, trivial implementations of the ports: what tests build the app with."""
+"""Second, trivial implementations of the ports, with which tests build the app."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class FakeTokenizer:
         self._split = re.compile("(" + "|".join(map(re.escape, special)) + ")")
         self._chat_template = chat_template
         self.rendered: list[dict[str, Any]] = []
-        """What the template was asked for, in order."""
+        """The arguments of every `render`, in order."""
 
     @property
     def vocab_size(self) -> int:
@@ -136,7 +136,7 @@ class _Row:
     n_prefilled: int = 0
     n_sent: list[int] = field(default_factory=list)
     forced: dict[int, range] = field(default_factory=dict)
-    """By choice: the positions of its reply that were not left to it."""
+    """By choice: the forced positions of its reply."""
     over: set[int] = field(default_factory=set)
 
     @property
@@ -147,11 +147,11 @@ class _Row:
 
 
 class FakeEngine:
-    """Says what it is told to, one token per choice and step, on a thread of its own.
+    """Sends the replies that a test gives it, one token per choice and step, on its own thread.
 
-    `reply(job, choice)` gives the ids; more than max_tokens are cut, and an eos is not sent. A stage
-    can be held, wholly or after so many tokens, and released: tests wait for what has happened, never
-    for time to pass.
+    `reply(job, choice)` returns the ids; ids beyond max_tokens are cut off, and an eos is not sent.
+    A stage can be held, wholly or after a number of tokens, and released: tests wait for events,
+    never for time to pass.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class FakeEngine:
             self._changed.notify_all()
 
     def force(self, request: RequestId, choice: int, tokens: Sequence[int], *, at: int) -> None:
-        """The reply goes on behind them where it was; what was not sent yet can be taken back."""
+        """The reply continues after them where it was; what has not been sent can be withdrawn."""
         with self._changed:
             self.forced.append((choice, tuple(tokens), at))
             row = self._rows.get(request)
@@ -250,7 +250,7 @@ class FakeEngine:
     # --- what tests do -------------------------------------------------------------------
 
     def hold(self, stage: Stage, *, after: int = 0) -> None:
-        """No row goes on in this stage past so many of its tokens."""
+        """No row proceeds in this stage beyond its first `after` tokens."""
         with self._changed:
             self._held[stage] = after
 
@@ -353,7 +353,7 @@ class FakeEngine:
 
 
 def _scores(job: Job, start: int, end: int) -> list[EngineEvent]:
-    """Of a chunk of the prompt: each token is less likely than the one before."""
+    """Logprobs of a chunk of the prompt: each token is less likely than the one before."""
     first, last = start + 1, min(end, len(job.prompt) - 1) + 1
     if not job.prompt_logprobs or first >= last:
         return []

@@ -1,8 +1,9 @@
-"""An SSD tier on a disk that misbehaves. Bytes are really spoilt: what notices is really tested.
+"""An SSD tier on a disk that misbehaves. Bytes are really spoilt, so the real checks must notice.
 
     tier = FaultyTier(TierOptions(folder, limit), plan=random_plan(seed=1, rate=0.2))
 
-A plan is asked before each read and write, and names the fault to suffer. `tier.suffered` counts them.
+The plan is called before each read and write and returns the fault to suffer. `tier.suffered`
+counts them.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from firn.cache.tiers.ssd import SsdTier
 
 class Fault(Enum):
     DROP = "drop"
-    """A write that never happens but says so; a read of a file that someone has deleted."""
+    """A write that reports success but never happens; a read of a file that someone has deleted."""
     DELAY = "delay"
-    """Waits until `tier.release()`, at most `delay_s`."""
+    """Waits for `tier.release()`, for at most `delay_s`."""
     SHORT_READ = "short read"
     BIT_FLIP = "bit flip"
     SWAP = "swap"
     """The file has been exchanged with another record's."""
     STALE = "stale"
-    """The file holds what another record's file holds; that one is still there, too."""
+    """The file has the content of another record's file, which still exists."""
     DUPLICATE = "duplicate"
-    """The order arrives twice."""
+    """The operation happens twice."""
     ENOSPC = "disk full"
     EIO = "I/O error"
     EROFS = "read-only"
@@ -56,7 +57,7 @@ Plan = Callable[[Op, str], Fault | None]
 
 
 def random_plan(*, seed: int, rate: float, faults: Sequence[Fault] = QUICK_FAULTS) -> Plan:
-    """A fault in so many of the operations; never a delay or a kill unless they are named."""
+    """A fault in this share of the operations; a delay or a kill only if `faults` names it."""
     rng, lock = random.Random(seed), threading.Lock()
     allowed = {
         "write": [f for f in faults if f in (*WRITE_FAULTS, Fault.KILL)],
@@ -71,7 +72,7 @@ def random_plan(*, seed: int, rate: float, faults: Sequence[Fault] = QUICK_FAULT
 
 
 class FaultyDisk(Disk):
-    """Fails where it is told to: for every thread (`errors`), or once for one (`failing`)."""
+    """Fails operations on demand: for all threads (`errors`), or once for one (`failing`)."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -139,7 +140,7 @@ class FaultyTier:
         self._delay_s = delay_s
 
     def release(self) -> None:
-        """Let everything that is delayed go on, now and from now on."""
+        """End all delays, the present ones and all later ones."""
         self._gate.set()
 
     # --- the contract ------------------------------------------------------------------------
@@ -166,7 +167,7 @@ class FaultyTier:
         if fault is Fault.DUPLICATE:
             self.inner.read(name, n)
         if fault in (Fault.DROP, Fault.SHORT_READ, Fault.BIT_FLIP, Fault.SWAP, Fault.STALE):
-            # A file, or its folder, may go while it is being spoilt: it is lost all the same.
+            # The file or its folder may be removed while it is being spoilt: it is lost either way.
             with self._lock, contextlib.suppress(FileNotFoundError):
                 self._spoil(self.disk.folder / path_of(name), fault)
         return self.inner.read(name, n)
@@ -192,7 +193,7 @@ class FaultyTier:
         return fault
 
     def _spoil(self, path: Path, fault: Fault) -> None:
-        """Behind the tier's back, as a bad disk or a careless user would."""
+        """Spoils a file behind the tier's back, as a bad disk or a careless user would."""
         raw = bytearray(path.read_bytes())
         other = self._other(path)
         if fault is Fault.DROP:
@@ -214,7 +215,7 @@ class FaultyTier:
 
 
 def put(path: Path, content: bytes | bytearray) -> None:
-    """Another file in the place of this one, so that whoever reads sees the one or the other."""
+    """Replaces the file atomically, so that a reader sees either the old one or the new one."""
     temp = path.with_name(f".{path.name}.spoilt")
     temp.write_bytes(content)
     temp.replace(path)

@@ -62,13 +62,13 @@ class Result:
     n_cached: int = 0
     n_skipped: int = 0
     tiers: dict[str, int] = field(default_factory=dict)
-    """How many of the cached tokens came from where."""
+    """Cached tokens by the tier they came from."""
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)
     margins: dict[int, list[float]] = field(default_factory=dict)
-    """How much likelier the best token was than the second, where two were asked for."""
+    """Logprob of the best token minus that of the second one, if two were asked for."""
     scores: list[TokenLogprob] = field(default_factory=list)
-    """Of the prompt's tokens but the first, where they were asked for."""
+    """Logprobs of the prompt's tokens except the first, if they were asked for."""
     reasons: dict[int, str] = field(default_factory=dict)
     error: FirnError | None = None
     finished: threading.Event = field(default_factory=threading.Event)
@@ -104,7 +104,7 @@ def model_info(model: Any, make_layers: Callable[[], list[Any]], name: str = "ti
 def scorer_of(
     draft: Callable[[], tuple[Any, Callable[[], list[Any]]]], *, shapes: FewShapes | None = None
 ) -> AttentionScorer:
-    """With a prefix cache of its own."""
+    """A scorer with its own prefix cache."""
     model, make_layers = draft()
     info = model_info(model, make_layers, "draft")
     cache = PrefixTree(
@@ -114,7 +114,7 @@ def scorer_of(
 
 
 class Eager(Estimates):
-    """Loading is worth waiting for whatever it takes: tiny models would sooner compute."""
+    """Estimates that make every load worth waiting for: tiny models would rather compute."""
 
     @property
     def knows_prefill(self) -> bool:
@@ -131,7 +131,7 @@ class Eager(Estimates):
 
 
 class WatchedThreads(IoThreads):
-    """Notes callbacks that fail, of which a server only logs a warning."""
+    """Records callbacks that fail, for which a server only logs a warning."""
 
     def __init__(self) -> None:
         self.faults: list[Exception] = []
@@ -150,7 +150,7 @@ class WatchedThreads(IoThreads):
 
 
 class Harness:
-    """An engine over one model, with a results table fed by its publish calls."""
+    """An engine on one model, with a table of results filled by its publish calls."""
 
     def __init__(
         self,
@@ -172,10 +172,10 @@ class Harness:
         recipes: Sequence[str] = (),
         traced: Callable[[Any, Callable[[], list[Any]]], TracedSteps] | None = None,
     ) -> None:
-        """tier: what lies below memory; `namespaces` are those whose records are looked for there.
+        """tier: the tier below memory, in which records of these `namespaces` are looked for.
 
-        draft: a model that scores prompts. recipes: of thinned prompts whose records are looked for.
-        traced: makes what traces steps, of a model and its caches.
+        draft: a model that scores prompts. recipes: the recipes of thinned prompts whose records
+        are looked for. traced: makes the TracedSteps for a model and its caches.
         """
         self.results: dict[RequestId, Result] = {}
         self._ids = itertools.count()

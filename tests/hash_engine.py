@@ -1,4 +1,4 @@
-"""The real engine over a runner without a model: jobs in, what their clients hear out."""
+"""The real engine on a runner without a model: jobs in, their clients' events out."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from firn.engine.engine import Engine
 from tests.hash_runner import GREEDY, Faults, HashRunner, _nothing, reply_to, scores_of
 
 WAIT_S = 60.0
-"""No wait of a test is unbounded; none of them takes long unless something hangs."""
+"""Bounds every wait of a test; none takes long unless something hangs."""
 
 
 @dataclass(eq=False)
 class Outcome:
-    """What one job's client has heard."""
+    """The events that one job's client has received."""
 
     job: Job
     events: list[EngineEvent] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Outcome:
         )
 
     def check(self) -> None:
-        """It ran to its end, said each thing once and in order, and said the right thing."""
+        """Checks that the job ran to its end, and that all events were right, in order, unique."""
         assert self.error is None, repr(self.error)
         assert self.n_ends == 1
         assert isinstance(self.events[0], Admitted)
@@ -107,7 +107,7 @@ class Outcome:
 
 
 class HashEngine:
-    """The real engine thread over a HashRunner. Use as a context manager."""
+    """The real engine thread on a HashRunner. Use as a context manager."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class HashEngine:
         self.engine.cancel(outcome.job.id)
 
     def hold(self) -> threading.Event:
-        """The engine waits between two steps until this is set, so that jobs arrive together."""
+        """Holds the engine between two steps until this is set, so that jobs arrive together."""
         reached, gate = threading.Event(), threading.Event()
 
         def wait() -> None:
@@ -217,11 +217,11 @@ class HashEngine:
         return gate
 
     def between_steps(self, function: Callable[[], Any] = lambda: None) -> Any:
-        """Run on the engine thread and wait: what was sent before has been heard."""
+        """Runs on the engine thread and waits; the engine has then processed all earlier calls."""
         return self.engine.call(lambda _: function()).result(WAIT_S)
 
     def leftovers(self) -> dict[str, int]:
-        """All that a request could have left behind, by name; empty when nothing has."""
+        """Counts of everything that requests could have left behind; empty if there is nothing."""
 
         def count() -> dict[str, int]:
             engine = self.engine

@@ -1,8 +1,8 @@
 """A runner without a model.
 
-The next token is a hash of everything in the row's cache: one wrong, missing or doubled token changes
-all that follow, and a test sees it. After a fault the state is garbage, as it may be on a device, so
-whoever goes on using it is found out.
+The next token is a hash of everything in the row's cache: one wrong, missing or doubled token
+changes all that follow, and a test notices. After a fault the state is garbage, as it may be on a
+device, so using it further is noticed, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 
 def next_token(tokens: Sequence[int], draw: tuple[int | None, int, int] | None = None) -> int:
-    """What follows these tokens. draw: seed, choice and number of the draw of a row that samples."""
+    """The token that follows. draw: seed, choice and number of the draw, for a row that samples."""
     digest = hashlib.blake2b(np.array(tokens, dtype=np.int64).tobytes(), digest_size=8)
     digest.update(repr(draw).encode())
     return int.from_bytes(digest.digest(), "little") % VOCAB_SIZE
@@ -51,7 +51,7 @@ def reply_to(
     choice: int = 0,
     eos: frozenset[int] = frozenset(),
 ) -> list[int]:
-    """What the model says to a prompt, alone and undisturbed."""
+    """The model's reply to a prompt that is alone and undisturbed."""
     tokens = list(prompt)
     for i in range(n_reply):
         draw = (sampling.seed, choice, i) if sampling.temperature else None
@@ -62,7 +62,7 @@ def reply_to(
 
 
 def scores_of(tokens: Sequence[int], start: int, end: int, top: int = 0) -> list[TokenLogprob]:
-    """How likely tokens [start + 1, end + 1) are: a number that all before them have a part in."""
+    """Logprobs of tokens [start + 1, end + 1), each of which depends on all tokens before it."""
     found = []
     for i in range(start, end):
         likeliest = next_token(tokens[: i + 1])
@@ -91,7 +91,7 @@ class HashGroup:
 
 @dataclass(eq=False)
 class HashRow:
-    """One sequence. `next` is the token it will consume; `n_drawn` its sampler's memory."""
+    """One sequence. `next` is the token it will consume; `n_drawn` is its sampler's state."""
 
     layer: HashLayer | None
     n_tokens: int = 0
@@ -146,7 +146,7 @@ def _nothing(*_: Any) -> None:
 
 @dataclass
 class Faults:
-    """Called at each stage; what they raise happens there. They may also wait for the test."""
+    """Called at each stage, to raise a fault there or to wait for the test."""
 
     start: Callable[[Restored | None], None] = _nothing
     prefill: Callable[[HashRow, Sequence[int]], None] = _nothing
@@ -160,13 +160,13 @@ class Faults:
 
 
 class HashRunner:
-    """Implements core.ports.Runner. Counts what it does; keeps the order of the chunks."""
+    """Implements core.ports.Runner. Counts what it does, and records the chunks in order."""
 
     def __init__(self, faults: Faults | None = None, *, group_rows: int = 1 << 30) -> None:
         self.faults = faults or Faults()
         self.group_rows = group_rows
         self.prefills: list[tuple[int, int]] = []
-        """Chunks [start, end) in the order they ran."""
+        """Chunks [start, end), in the order in which they ran."""
         self.largest_group = 0
         self.n_launched = 0
         self.n_freed = 0
@@ -308,7 +308,7 @@ class HashRunner:
         self.n_freed += 1
 
     def live_nbytes(self) -> int:
-        """One byte a token."""
+        """One byte per token."""
         return sum(row.n_tokens for group in self._groups for row in group.rows)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A folder that may not be looked into, also where root runs the tests."""
+"""A folder without access permissions, even if root runs the tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_RIGHTS = "-dac_override,-dac_read_search"
 
 
 def as_a_user() -> list[str]:
-    """What a command begins with, so that it may not do more than its user."""
+    """The prefix of a command that takes root's file permissions away from it."""
     if os.geteuid() != 0:
         return []
     if shutil.which("setpriv") is None:

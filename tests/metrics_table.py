@@ -1,4 +1,4 @@
-"""docs/metrics.md, as a table that can be compared with what a server shows."""
+"""The table in docs/metrics.md, to be compared with what a server shows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HISTOGRAM = ("_bucket", "_count", "_sum")
 
 @dataclass(frozen=True)
 class Named:
-    """A metric by the name that a query has."""
+    """A metric, under the name that queries use."""
 
     name: str
     kind: str
@@ -22,7 +22,7 @@ class Named:
 
 
 def documented() -> tuple[dict[str, Named], set[str], set[str]]:
-    """All of them; the names that a key sees; those of the front of several models."""
+    """All metrics; the names of those that a key's owner sees; the names of a front's own."""
     found: dict[str, Named] = {}
     of_a_key: set[str] = set()
     of_the_front: set[str] = set()
@@ -41,7 +41,7 @@ def documented() -> tuple[dict[str, Named], set[str], set[str]]:
 
 
 def shown(text: str) -> dict[str, Named]:
-    """What /metrics says, without what the client library adds: when a counter was made."""
+    """The metrics in a /metrics page, without the creation times that the client library adds."""
     found: dict[str, Named] = {}
     for family in text_string_to_metric_families(text):
         if family.name.endswith("_created"):

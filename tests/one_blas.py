@@ -1,4 +1,4 @@
-"""The BLAS that tests multiply with, alike in all of their processes: where bits count, it is one."""
+"""The BLAS that tests multiply with: the same in all their processes, as some compare bits."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def attach() -> Blas:
 
 
 def remember(home: Path) -> None:
-    """Servers whose XDG_CACHE_HOME this is need not find out what was found out here: that takes
-    longer than most of what they are started for."""
+    """Spares servers with this XDG_CACHE_HOME the search for the fastest BLAS, which takes longer
+    than most of what they are started for."""
     (home / "firn").mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileNotFoundError):  # a GPU's own
         shutil.copy(MEMO, home / "firn" / "blas.json")

@@ -1,7 +1,7 @@
-"""Is the answer still right? The built-in models as judges of everything between a prompt and a reply.
+"""Is the answer still right? The built-in models judge everything between a prompt and a reply.
 
-Sessions have documents of their own, with the same questions and different answers (`keys_seed`): one
-that reads another's state, or a damaged one, gives the wrong value and is caught.
+Each session has its own document, with the same questions but different answers (`keys_seed`): one
+that reads another's state, or damaged state, gives a wrong value and is caught.
 
     with Oracle("firn-demo", cache_nbytes=1 << 20) as oracle:
         exams = [oracle.exam(seed) for seed in range(50)]
@@ -34,7 +34,7 @@ def folder_of(model: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Exam:
-    """One session to be asked about; `namespace` is whose cache it lives in."""
+    """One session to be asked about. namespace: the one that its records are stored under."""
 
     session: FactSession
     namespace: str = ""
@@ -53,7 +53,7 @@ class Wrong:
 class Oracle(Harness):
     """The real engine on a built-in model; options are those of the harness.
 
-    As a server does it, weights are widened where there is no GPU: a CPU's products of 16 bits are slow.
+    As in a server, weights are widened if there is no GPU: 16-bit products are slow on a CPU.
     """
 
     def __init__(self, model: str = "firn-demo", **options: Any) -> None:
@@ -77,7 +77,7 @@ class Oracle(Harness):
     def exam(
         self, seed: int, *, n_facts: int = 12, keys_seed: int | None = 1, namespace: str = ""
     ) -> Exam:
-        """A session whose questions are everyone's and whose answers are its own."""
+        """A session with the same questions as every other, and its own answers."""
         session = make_session(
             seed,
             n_facts=n_facts,
@@ -100,7 +100,7 @@ class Oracle(Harness):
         )
 
     def text(self, result: Result) -> str:
-        """The reply, waited for."""
+        """Waits for the reply and returns it."""
         result.wait()
         if result.error:
             raise result.error

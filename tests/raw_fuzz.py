@@ -1,6 +1,7 @@
-"""Raw bytes for an HTTP server: requests cut off, with wrong lengths, in crumbs, or none at all.
+"""Raw bytes for an HTTP server: requests that are cut off, have wrong lengths, come in crumbs, or
+are no requests at all.
 
-Deterministic by its seed. What the server says to each is read; what it must never say is a 5xx.
+Deterministic for a seed. Every answer is read; none may ever be a 5xx.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class RawFuzzer:
         self._key = key
         self.statuses: Counter[int] = Counter()
         self.server_errors: list[tuple[str, bytes, bytes]] = []
-        """Kind of request, what was sent, what came."""
+        """Kind of request, bytes sent, bytes received."""
         self._kinds: dict[str, Callable[[], list[bytes]]] = {
             "cut": self._cut,
             "wrong length": self._wrong_length,
@@ -50,7 +51,7 @@ class RawFuzzer:
         }
 
     def shoot(self) -> None:
-        """One connection, one odd thing."""
+        """Opens a connection and sends one odd thing."""
         kind = self._rng.choice(list(self._kinds))
         pieces = self._kinds[kind]()
         got = self._exchange(pieces)

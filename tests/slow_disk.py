@@ -3,8 +3,9 @@
     disk = SlowDisk(folder, latency_s=0.005, nbytes_per_s=50e6)
     tier = SsdTier(TierOptions(str(folder), limit), disk=disk)
 
-Latency is paid for each file that is opened or made, by several threads at once; bandwidth is one for
-all of them. `stall()` keeps every transfer waiting until `resume()`. All may be changed at any time.
+Every opening or creation of a file costs the latency, which threads wait for in parallel; they
+share the bandwidth. `stall()` keeps every transfer waiting until `resume()`. All of it may be
+changed at any time.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class SlowDisk(Disk):
         self.latency_s = latency_s
         self.nbytes_per_s = nbytes_per_s
         self.n_waiting = 0
-        """Transfers that a stall keeps waiting."""
+        """Transfers that wait because of a stall."""
         self._lock = threading.Lock()
         self._free_at = 0.0
         self._moving = threading.Event()
@@ -54,7 +55,7 @@ class SlowDisk(Disk):
         super().write(fd, pieces)
 
     def _transfer(self, nbytes: int) -> None:
-        """Wait for so long as the disk would take, after whatever it is busy with."""
+        """Wait for as long as the disk would take, after the transfers before it."""
         if not self._moving.is_set():
             with self._lock:
                 self.n_waiting += 1

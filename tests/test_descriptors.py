@@ -1,6 +1,6 @@
-"""A server with few descriptors, and many who hold a connection: health and cache go on.
+"""A server with few descriptors and many open connections: health checks and the cache still work.
 
-Slow: a real server, and hundreds of connections to it.
+Slow: a real server with hundreds of connections.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ sys.exit(app.serve(Config(
 
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[str, int]]:
-    """A real server that may open so many files and no more; its address and its process."""
+    """The address and pid of a real server that may open at most N_FILES files."""
     port = _free_port()
     script = SCRIPT.format(n=N_FILES, port=port, folder=str(folder / "cache"))
     with (folder / "log").open("wb") as log:
@@ -77,7 +77,7 @@ def test_half_requests_take_no_descriptor_from_others(tmp_path: Path) -> None:
         reply = httpx.post(f"{url}/v1/chat/completions", json=BODY, headers=headers, timeout=60)
         assert reply.status_code == 200
         headers = {"x-api-key": "root"}
-        while True:  # written behind, within seconds
+        while True:  # records are written in the background, within seconds
             stats = httpx.get(f"{url}/v1/cache/stats", headers=headers, timeout=30).json()
             assert stats["ssd"]["folder"]["state"] == "ok"
             if stats["ssd"]["records"]:

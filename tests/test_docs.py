@@ -1,4 +1,4 @@
-"""The documentation against the tree: links and anchors lead somewhere, flags and commands exist."""
+"""The documentation matches the tree: links and anchors have targets, flags and commands exist."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MAX_LINE = 140
 
 
 def pages() -> list[str]:
-    """Every Markdown file that git knows or would add."""
+    """Every Markdown file that git tracks or would add."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
         cwd=ROOT,
@@ -58,7 +58,7 @@ def text_of(path: Path) -> str:
 
 @cache
 def anchors(path: Path) -> frozenset[str]:
-    """The anchors that GitHub makes of a page's headings."""
+    """The anchors that GitHub makes from a page's headings."""
     seen: dict[str, int] = {}
     out = set[str]()
     for heading in HEADING.findall(text_of(path)):
@@ -106,7 +106,7 @@ def firn() -> TyperGroup:
 
 
 def unknown_words(call: str) -> list[str]:
-    """Commands and flags in the arguments of a call of `firn` that it does not have."""
+    """Commands and flags in the arguments of a `firn` call that do not exist."""
     words = call.split()
     command: Any = firn()
     while isinstance(command, TyperGroup) and words and words[0][0].isalpha():
@@ -114,7 +114,7 @@ def unknown_words(call: str) -> list[str]:
         if name not in command.commands:
             return [name]
         command = command.commands[name]
-    if "ignore_unknown_options" in command.context_settings:  # they are those of `firn serve`
+    if "ignore_unknown_options" in command.context_settings:  # it accepts those of `firn serve`
         command = firn().commands["serve"]
     options = [(*param.opts, *param.secondary_opts) for param in command.params]
     known = {"--help", *chain.from_iterable(options)}
@@ -199,7 +199,7 @@ STOP = re.compile(r"`([a-z_0-9/]+\.py):([A-Za-z_0-9.]+)`")
 
 
 def section(heading: str) -> str:
-    """The text below this heading, up to the next one of its level or above."""
+    """The text below this heading, up to the next one of the same or a higher level."""
     text = ARCHITECTURE.read_text(encoding="utf-8")
     level = heading.split(" ")[0]
     after = text.split(f"\n{heading}\n", 1)[1]

@@ -142,7 +142,7 @@ def test_the_same_on_a_recurrent_model(hybrid: Real, route: str) -> None:
 
 
 def test_one_apis_prompt_is_anothers_prefix(real: Real) -> None:
-    """There is one normal form: who asks the same thing elsewhere finds it read."""
+    """All APIs share one normal form: the same question through another API is already cached."""
     talk = session(seed=40)
     for route, ask in ROUTES.items():
         text, n_prompt, n_cached = ask(real, talk.messages(0), stream=False)
@@ -263,7 +263,7 @@ def test_a_tool_through_the_responses_api(real: Real, stream: bool) -> None:
 
 
 def test_a_forced_call_through_each_new_api(real: Real) -> None:
-    """The grammar holds the model to it, whatever it was asked."""
+    """The grammar forces the call, whatever the model was asked."""
     tool: Any = {"name": "lookup", "input_schema": LOOKUP}
     message = real.anthropic().messages.create(
         model="claude",

@@ -1,4 +1,4 @@
-"""Thinking through the real clients of each API, on a tiny random model: it would hardly ever end."""
+"""Thinking through the real clients of each API, on a tiny random model that rarely stops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.zoo import write_folder
 
 @pytest.fixture(scope="module")
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
-    """A random model whose template begins the thinking; it would hardly ever end it."""
+    """A random model whose template begins the thinking, which it would hardly ever end."""
     folder = tmp_path_factory.mktemp("thinker")
     write_folder("qwen3", folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -44,7 +44,7 @@ def test_a_budget_ends_thinking_at_the_same_token_each_time(thinker: Real, budge
         )
         assert response.usage is not None
         n_thought = response.usage.output_tokens_details.reasoning_tokens
-        # The tag itself is read as thinking, up to the token that completes it.
+        # The tag itself counts as thinking, up to the token that completes it.
         assert budget < n_thought <= budget + len(closing)
         assert response.output_text
         seen.add(json.dumps([item.model_dump(exclude={"id"}) for item in response.output]))
@@ -56,7 +56,7 @@ Thought = tuple[str, str, int, int]
 
 
 def brief(real: Real) -> Any:
-    """A few tokens of thinking, once: noise would begin it again, or end."""
+    """A few tokens of thinking, once: a random model might begin again, or end the reply."""
     ids = [real.tokenizer.token_id("<think>"), *real.tokenizer.eos]
     return {"thinking_budget": 5, "logit_bias": {str(token): -100 for token in ids}, **GREEDY}
 

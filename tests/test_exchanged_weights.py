@@ -1,4 +1,4 @@
-"""Weights are exchanged in their place: the next server computes, and says what these weights say.
+"""Weights are replaced in place: the next server reuses nothing, and answers with the new weights.
 
 Slow: three real servers, one after the other.
 """
@@ -37,7 +37,7 @@ def answered(model: Path, folder: Path) -> tuple[str, int]:
 
 
 def answered_without_a_cache(model: Path) -> str:
-    """In this process: nothing is stored, and nothing is there."""
+    """Served in this process, without stored records."""
     off = CacheConfig(disable_prefix_cache=True)
     config = Config(model=ModelConfig(path=str(model)), cache=off)
     with real.serving(model, config=config) as server:
@@ -49,7 +49,7 @@ def ask(url: str) -> Any:
 
 
 def change_the_middle(weights: Path) -> None:
-    """A few rows in the midst of the embeddings; size and time stamp of the file stay as they were."""
+    """Changes rows in the middle of the embeddings, but not the file's size and time stamp."""
     before = weights.stat()
     tensors: Any = mx.load(str(weights))
     name = next(n for n in tensors if "embed_tokens" in n)

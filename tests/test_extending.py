@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md: discovered in their folders, held to the contracts, served live.
+"""The examples of docs/extending.md: found in their folders, held to the contracts, served live.
 
 Slow: one test starts a real server that finds the examples.
 """
@@ -56,7 +56,7 @@ def examples() -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every example lies in its folder: each package looks into one folder more."""
+    """Installs every example: each package searches one more folder."""
     for path, source in examples().items():
         file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)

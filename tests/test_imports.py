@@ -1,10 +1,10 @@
 """Who may import whom: cli -> app -> assembly -> {api -> text, engine -> cache, models} -> core.
 
-Read from the syntax tree, so an import inside a function or under TYPE_CHECKING counts too. To give a
-package another neighbour is to change a line of `MAY_IMPORT`, which is a decision to be seen.
+Read from the syntax tree, so an import inside a function or under TYPE_CHECKING counts too.
+Allowing a new dependency means changing a line of `MAY_IMPORT`, which makes it a visible decision.
 
-What begins with an underscore is its package's, its module's or its object's own. A package in `FACADES`
-is used by the names of its __init__ alone.
+Names that begin with an underscore are private to their package, module or object. A package in
+`FACADES` is used only through the names of its __init__.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 # fmt: on
-# The folders (or files, without .py) that may know a library; all others must not.
+# The folders (or files, without .py) that may use a library; all others must not.
 MAY_USE: dict[str, tuple[str, ...]] = {
     "mlx": ("models", "cache/codecs", "cache/arrays", "demo"),
     "mlx_lm": ("models", "demo"),
@@ -73,7 +73,7 @@ MAY_USE: dict[str, tuple[str, ...]] = {
     "msgpack": ("kv_events",),
 }
 FACADES = ("cache/tree", "config", "core/ports", "core/values", "engine")
-"""Packages whose modules nobody else imports: their __init__ says what they offer."""
+"""Packages whose modules nobody else imports: their __init__ lists what they offer."""
 INSIDES: dict[str, tuple[str, ...]] = {
     "cache": (
         "arrays", "commit", "cursor", "garbage", "loading", "memory", "planning", "restore", "stats",
@@ -102,7 +102,7 @@ HEAVY = ("mlx", "mlx_lm", "mlx_vlm", "transformers", "numpy", "fastapi", "uvicor
 
 @dataclass(frozen=True)
 class Import:
-    """`place` is the importing file below firn/, without .py; `target` the full dotted name."""
+    """`place` is the importing file below firn/, without .py; `target` is the full dotted name."""
 
     place: str
     line: int
@@ -130,7 +130,7 @@ def _targets(node: ast.AST, package: list[str]) -> Iterator[str]:
     elif isinstance(node, ast.ImportFrom):
         base = package[: len(package) - node.level + 1] if node.level else []
         module = ".".join([*base, *([node.module] if node.module else [])])
-        # `from firn import app` names a module, `from mlx import core` as well.
+        # `from firn import app` names a module, and so does `from mlx import core`.
         yield from (f"{module}.{alias.name}" for alias in node.names)
     elif isinstance(node, ast.Call) and _name(node.func) in ("import_module", "__import__"):
         yield from (arg.value for arg in node.args[:1] if _is_text(arg))  # type: ignore[attr-defined]
@@ -165,7 +165,7 @@ def _library_ok(item: Import) -> bool:
 
 
 def _private_ok(item: Import) -> bool:
-    """A private module is imported by its package's modules, a private name by nobody else."""
+    """Private modules are imported only within their package, private names by no other module."""
     parts = item.target.split(".")
     if parts[0] != "firn":
         return True
@@ -206,7 +206,7 @@ def _inside_ok(item: Import) -> bool:
 
 
 def reaches_of(source: str, place: str) -> list[str]:
-    """Where something other than `self` is asked for a name with an underscore."""
+    """Places that read a name with an underscore from something other than `self`."""
     allowed = tuple(name for names in REACHES.values() for name in names)
     found = []
     for node in nodes_of(source):
@@ -320,7 +320,7 @@ def test_a_reach_past_somebodys_own_names_is_seen() -> None:
 
 
 def test_help_does_not_wait_for_heavy_libraries() -> None:
-    """One process for all: what an earlier command has imported, a later one cannot hide."""
+    """One process for all commands: each prints what it and the earlier ones have imported."""
     script = (
         "import sys\n"
         "from firn.cli import main\n"

@@ -1,4 +1,4 @@
-"""What a router that speaks vLLM's KV events hears, through a real socket."""
+"""What a router that speaks vLLM's KV events receives, through a real socket."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPT = [(7 * i) % 89 + 1 for i in range(50)]
 
 
 def free_pair() -> int:
-    """A port that is free, as is the next."""
+    """A port that is free, like the next one."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
@@ -41,7 +41,7 @@ def free_pair() -> int:
 
 
 class Router:
-    """Keeps what it hears as an index of blocks: by hash, with parent and tokens."""
+    """Keeps the events as an index of blocks: by hash, with parent and tokens."""
 
     def __init__(self, port: int) -> None:
         self._context = zmq.Context()
@@ -53,7 +53,7 @@ class Router:
         self.seqs: list[int] = []
 
     def hear(self) -> None:
-        """The next batch."""
+        """Receives and applies the next batch."""
         assert self._sub.poll(WAIT_MS), "nothing is published"
         topic, seq, payload = self._sub.recv_multipart()
         assert topic == TOPIC
@@ -75,7 +75,7 @@ class Router:
                 self.blocks.clear()
 
     def chains(self) -> list[list[int]]:
-        """Every stored prefix that nothing goes on from, as tokens."""
+        """Every stored prefix that no other one continues, as tokens."""
         parents = {parent for parent, _ in self.blocks.values()}
 
         def tokens(block: int | None) -> list[int]:
@@ -87,7 +87,7 @@ class Router:
         return sorted(tokens(block) for block in self.blocks if block not in parents)
 
     def replay(self, start: int) -> int:
-        """Ask again for what was published since; how many batches came."""
+        """Ask again for what was published from `start` on; returns the number of batches."""
         asked, n = self._context.socket(zmq.DEALER), 0
         asked.connect(f"tcp://127.0.0.1:{self._port + 1}")
         asked.send_multipart([b"", start.to_bytes(8, "big")])
@@ -114,7 +114,7 @@ def publishing(**options: Any) -> Iterator[tuple[LabEngine, Router]]:
     cache = tree(DENSE, block=BLOCK, **options)
     cache.records.tree.announcer = publisher
     with Router(port) as router, LabEngine(DENSE, cache=cache) as lab:
-        while not router.seqs:  # a subscriber that has just come hears nothing for a moment
+        while not router.seqs:  # a new subscriber receives nothing for a moment
             lab.between_steps(lambda: cache.records.clear(None))
             if router._sub.poll(50):
                 router.hear()
@@ -173,7 +173,7 @@ def test_a_subscriber_that_missed_something_asks_again() -> None:
 
 
 def test_after_a_flood_subscribers_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was dropped is not known any more: an index that misses some of it would be wrong."""
+    """The dropped events are lost, and an index that misses some of them would be wrong."""
     with publishing() as (lab, router):
         lab.submit(PROMPT, 1).wait()
         until(router, [PROMPT[:48]])
@@ -186,7 +186,7 @@ def test_after_a_flood_subscribers_begin_anew(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_nothing_from_before_a_flood_is_told_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What removes it again may be what was lost."""
+    """The event that removes a block again may be among the lost ones."""
     monkeypatch.setattr(kv_events, "MAX_QUEUE", 1)
     publisher = EventPublisher(f"tcp://127.0.0.1:{free_pair()}")
     publisher._stop.set()
@@ -227,7 +227,7 @@ def test_events_that_keep_coming_do_not_hold_up_the_first(monkeypatch: pytest.Mo
 
 
 class Watched(list[tuple[int, bytes]]):
-    """Batches to replay; says when so many of them have been taken."""
+    """Batches to replay; `is_taken` is set once `mark` of them have been taken."""
 
     def __init__(self, n: int, *, mark: int) -> None:
         super().__init__((i, bytes(1 << 14)) for i in range(n))

@@ -1,9 +1,9 @@
-"""KV events as somebody else reads them: NVIDIA Dynamo's indexer, which follows vLLM's, follows firn.
+"""KV events as another project reads them: NVIDIA Dynamo's indexer, made for vLLM, follows firn.
 
     pip install ai-dynamo-runtime
 
-Its process subscribes to a real server's events, asks for what it missed, and answers which worker has
-how much of a prompt. What it answers is held against what the server itself would resume from.
+Its process subscribes to a real server's events, asks for what it missed, and reports how much of a
+prompt each worker has. Its answers are compared with what the server itself would resume from.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ pytestmark = [
 
 
 class Indexer:
-    """Dynamo's, a process of its own."""
+    """Dynamo's indexer, in its own process."""
 
     def __init__(self, client: httpx.Client) -> None:
         self._client = client
 
     def follow(self, port: int) -> None:
-        """The server whose events are published at this port, and replayed at the next."""
+        """Follow the server that publishes events at this port and replays them at the next."""
         self._post(
             "/register",
             {
@@ -68,7 +68,7 @@ class Indexer:
         )
 
     def n_blocks(self, ids: list[int]) -> int:
-        """How much of a prompt it believes the server to have."""
+        """Blocks of a prompt that the server has, according to the indexer."""
         told = self._post("/query", {"model_name": MODEL, "token_ids": ids})
         return int(told["scores"].get("1", {}).get("0", 0)) // BLOCK
 
@@ -120,7 +120,7 @@ def publishing(port: int, **cache: Any) -> Iterator[Real]:
 
 
 def ask(real: Real, ids: list[int]) -> int:
-    """How many tokens were cached."""
+    """Returns how many tokens were cached."""
     body = {"prompt": ids, "max_tokens": 1, "temperature": 0}
     told = httpx.post(f"{real.url}/v1/completions", json=body, timeout=WAIT_S)
     told.raise_for_status()
@@ -134,7 +134,7 @@ def prompt(seed: int, n: int = 10 * BLOCK + 3) -> list[int]:
 def test_it_knows_what_is_stored_and_what_was_cleared(tmp_path: Path) -> None:
     port = free_pair()
     with publishing(port) as real, indexing(tmp_path / "log") as indexer:
-        ask(real, prompt(1))  # before anybody listens: it has to be asked for again
+        ask(real, prompt(1))  # before anybody listens, so the indexer has to ask for a replay
         indexer.follow(port)
         ask(real, prompt(2))
         indexer.until(lambda: indexer.n_blocks(prompt(2)) == 10)
@@ -166,7 +166,7 @@ def test_it_knows_what_was_evicted(tmp_path: Path) -> None:
 
 
 def n_stored(real: Real, ids: list[int]) -> int:
-    """By the server's own account: whole blocks of the prompt that it could resume from."""
+    """Whole blocks of the prompt that the server itself could resume from."""
 
     def look(parts: EngineParts) -> int:
         assert isinstance(parts.cache, PrefixTree)

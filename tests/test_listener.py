@@ -1,4 +1,4 @@
-"""The address of a server: who may have it, and who is told that another has it."""
+"""The address of a server: which one gets it, and what the other one is told."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_an_address_that_another_server_listens_at() -> None:
 
 
 def test_two_servers_that_load_their_models_at_the_same_time() -> None:
-    """Linux lets both have the address until one of them listens."""
+    """Linux lets both bind the address until one of them listens."""
 
     def follow(first: socket.socket, port: int) -> None:
         with contextlib.closing(bind("127.0.0.1", port)) as second:

@@ -1,4 +1,4 @@
-"""One line a record; what a client sent cannot forge one."""
+"""One line per record; text sent by a client cannot forge one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from firn.logs import configure
 
 @pytest.fixture
 def stream() -> Iterator[io.StringIO]:
-    """Log set-up is the process's own: whatever a test changed is put back."""
+    """The log set-up belongs to the process, so whatever a test changed is restored."""
     root, ours, access = (logging.getLogger(n) for n in (None, "firn", "uvicorn.access"))
     before = (root.handlers[:], root.level, ours.level, access.disabled)
     for handler in before[0]:

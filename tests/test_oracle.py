@@ -1,4 +1,4 @@
-"""Sessions with planted facts, interleaved and batched: every answer is that session's own.
+"""Sessions with planted facts, interleaved and batched: every answer is from its own session.
 
 Slow: only trained models give answers that are right or wrong, and they are larger than random ones.
 """
@@ -34,7 +34,7 @@ def test_five_times_as_many_sessions_as_memory_holds(model: str, n_room: int) ->
 
 @pytest.mark.parametrize("model", MODELS)
 def test_namespaces_do_not_meet(model: str) -> None:
-    """The same questions in the same words under two keys, with different facts behind them."""
+    """The same questions in the same words in two namespaces, about different facts."""
     with Oracle(model) as oracle:
         exams = [oracle.exam(seed, n_facts=6, namespace=f"user {seed % 2}") for seed in range(6)]
         assert oracle.wrong(exams, rounds=2) == []

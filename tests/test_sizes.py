@@ -1,4 +1,4 @@
-"""Files and functions that fit into a head, and class names that mean one thing."""
+"""Files and functions are short enough to keep in mind, and a class name means one thing."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
 PORTS = {"CacheAdmin", "Engine", "Pictures", "Recorder", "Runner"}
-"""Each is a port, and what implements it."""
+"""Each of these is a port and the class that implements it."""
 SAME_IDEA = {"PickedToken"}
-"""What a row picked: as the engine is told of it, and as the model's side makes it."""
+"""A token that a row picked: the engine's protocol, and the class in models."""
 
 
 def classes(tree: ast.Module) -> list[str]:

@@ -1,4 +1,4 @@
-"""The slow disk is as slow as it was told to be, and its bytes are right."""
+"""The slow disk is at least as slow as it should be, and its bytes are right."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def seconds(work: object) -> float:
 
 
 def test_bandwidth_is_shared_and_latency_is_not(tmp_path: Path) -> None:
-    """No file system is slower than the disk says by nature, so at least as long is all that holds."""
+    """Only lower bounds are checked: a busy machine may take longer."""
     disk = SlowDisk(tmp_path)
     tier = Folder(tmp_path, disk=disk)
     records = [of_size(MIB, i) for i in range(4)]

@@ -1,6 +1,6 @@
-"""Sparse prefill on real models: right answers, places, records, and what must not change by it.
+"""Sparse prefill on real models: right answers, positions, records, and what it must not change.
 
-Slow: only trained models give answers that are right or wrong, and each is asked with and without.
+Slow: only trained models give right or wrong answers, and each is asked with and without it.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def ids_of(n: int, seed: int = 0) -> list[int]:
 
 
 def test_exact_requests_after_sparse_ones_are_the_same_to_the_bit() -> None:
-    """On chunk boundaries, where warm and cold are equal: whatever was stored or computed behind."""
+    """On chunk boundaries, where warm equals cold, whatever sparse requests stored or deferred."""
     prompts = [ids_of(400, seed) for seed in range(3)]
     with running(tiny(), exact=True, chunk=64, block=32) as plain:
         want = [plain.ask(p, 12).logprobs for p in prompts]
@@ -125,7 +125,7 @@ def test_exact_requests_after_sparse_ones_are_the_same_to_the_bit() -> None:
 
 
 def test_nothing_of_a_sparse_request_is_found_by_an_exact_one() -> None:
-    """Also where what was kept happens to be a whole prompt of somebody else's."""
+    """Even if the kept tokens happen to be another request's whole prompt."""
     prompt = ids_of(512)
     control = CacheControl(read=True, write=True)
     with running(tiny(), draft=tiny()) as harness:
@@ -166,7 +166,7 @@ def test_tiny_prompts(n: int) -> None:
         assert harness.ask(ids_of(n), 6, sparse=Sparse(0.01, 0)).reply == want
 
 
-# --- places --------------------------------------------------------------------------------
+# --- positions -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3", "deepseek_v2"])
@@ -185,7 +185,7 @@ def test_rows_with_gaps_decode_in_batches_as_they_do_alone(model: str) -> None:
 
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_guessed_tokens_of_rows_with_gaps(at_once: int) -> None:
-    """A reply that repeats is guessed, and the places of the guesses are right."""
+    """A predicted reply is drafted, and the positions of the drafts are right."""
     prompts = [thin_of((ids_of(40, 3) * 12)[: 400 + i], range(i, 400, 3)) for i in range(at_once)]
     with running(tiny(), cache_nbytes=None) as plain:
         want = [plain.ask(p, 48).reply for p in prompts]
@@ -237,7 +237,7 @@ def test_tenants_have_their_own_and_clear_them() -> None:
 
 
 def test_a_disk_that_lies_costs_time_and_no_answer(tmp_path: Path) -> None:
-    """The answer is in what is kept; a damaged record would change it."""
+    """The answer is in the kept tokens; a damaged record would change it."""
     faults = (Fault.BIT_FLIP, Fault.SWAP, Fault.STALE, Fault.SHORT_READ, Fault.DROP, Fault.EIO)
     plan = random_plan(seed=2, rate=0.3, faults=faults)
     tier = FaultyTier(TierOptions(str(tmp_path), 64 * MIB), plan=plan, retry_s=0.0, max_retry_s=0.0)
@@ -254,7 +254,7 @@ def test_a_disk_that_lies_costs_time_and_no_answer(tmp_path: Path) -> None:
 
 
 def thinned_for(oracle: Oracle, session: FactSession) -> Prompt:
-    """With the part of the document that has the answer in it."""
+    """Keeps the part of the document that contains the answer."""
     whole = oracle.prompts.make(_chat(session.messages(0)))
     text = oracle.tokenizer.decode(whole.ids.tolist())
     value = session.questions[0].answer.split(" is ")[-1].rstrip(".")

@@ -1,4 +1,4 @@
-"""Sparse prefill as clients of the whole server see it: asked for, said, and never found by others."""
+"""Sparse prefill as clients of the whole server see it: requested, reported, unseen by others."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def real(folders: dict[str, Path]) -> Iterator[Real]:
-    """Target and draft are different models with the same tokens."""
+    """Target and draft are different models with the same tokenizer."""
     with serving(folders["llama"], config=config(folders["llama"], folders["qwen3"])) as running:
         yield running
 
@@ -95,7 +95,7 @@ def test_openai_chat_says_that_it_is_approximate(
     create = real.openai().chat.completions.with_raw_response.create
     with caplog.at_level(logging.INFO, "firn"):
         raw = create(model="", messages=chat(2), max_tokens=4, extra_body=KEEP)  # type: ignore[arg-type]
-        wait_until(lambda: "finish=" in caplog.text)  # the line comes when all is sent
+        wait_until(lambda: "finish=" in caplog.text)  # logged once everything is sent
     usage = raw.parse().usage
     assert usage is not None
     n = skipped(usage)
@@ -352,7 +352,7 @@ def test_it_survives_a_restart_with_its_folder(folders: dict[str, Path], tmp_pat
 
 
 def test_the_draft_model_scores_and_guesses(folders: dict[str, Path]) -> None:
-    """One model, one prefix cache: what it read for the scores it need not read again to guess."""
+    """One model with one prefix cache: what it has read to score, it need not reread to draft."""
     wanted = config(folders["llama"], folders["qwen3"], speculation="model")
     plain = config(folders["llama"], folders["qwen3"])
     said = []

@@ -1,6 +1,6 @@
-"""Guessed tokens across restarts: what was stored with guesses in between is right, and found again.
+"""Drafted tokens across restarts: records stored while drafting are right, and are found again.
 
-Slow: real servers, started again.
+Slow: real servers that are restarted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 @pytest.mark.parametrize("model", ["firn-demo", "firn-demo-hybrid"])
 def test_the_built_in_models_answer_right_after_a_restart(model: str, tmp_path: Path) -> None:
-    """They draft whatever the lookup finds, right or wrong, before and after."""
+    """They draft whatever the lookup finds, right or wrong, before and after the restart."""
 
     def sit() -> Oracle:
         tier = SsdTier(TierOptions(str(tmp_path), 64 * MIB))
@@ -63,7 +63,7 @@ def test_a_draft_models_prefixes_survive_a_restart(tmp_path: Path) -> None:
 
 
 def n_cached(real: Real) -> int:
-    """Of the prompts, the tokens that the draft model found in its own prefixes."""
+    """Prompt tokens that the draft model found in its own prefix cache."""
 
     def look(parts: Any) -> int:
         drafter = parts.runner.speculation._drafters[-1]

@@ -1,4 +1,4 @@
-"""Guessed tokens as a client of the whole server sees them: faster or not, the text is the same."""
+"""Drafted tokens as a client of the whole server sees them: faster or not, the text is the same."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_was_said_before_is_guessed_and_counted(real: Real) -> None:
     plain = ask(real, speculation="off")
     assert accepted(plain) == 0
     again = ask(real)
-    for _ in range(10):  # a busy machine's step times may hold the gate back for a reply or two
+    for _ in range(10):  # on a busy machine, step times may keep the gate closed for a reply or two
         again = ask(real)
         assert again.choices[0].text == plain.choices[0].text
         if accepted(again) > 20:
@@ -160,7 +160,7 @@ def test_a_draft_model_with_other_tokens_is_refused(folder: Path) -> None:
 def test_a_draft_model_is_looked_for_before_the_model_is_loaded(
     folder: Path, tmp_path: Path
 ) -> None:
-    """Which may take minutes: here it could not be loaded at all."""
+    """Loading may take minutes; here, the model could not be loaded at all."""
     shutil.copytree(folder, tmp_path / "model")
     for weights in (tmp_path / "model").glob("*.safetensors"):
         weights.write_bytes(b"none")
@@ -171,7 +171,7 @@ def test_a_draft_model_is_looked_for_before_the_model_is_loaded(
 
 
 def test_the_models_own_head_guesses(tmp_path: Path) -> None:
-    """Written beside the weights, as the model's makers do it: mlx-lm leaves it where it is."""
+    """The head is stored next to the weights, as published; mlx-lm does not load it."""
     write_folder("glm4_moe", tmp_path)
     head = random_head(build("glm4_moe"), "glm4_moe")
     mx.save_safetensors(str(tmp_path / "model-head.safetensors"), as_published(head, "glm4_moe"))

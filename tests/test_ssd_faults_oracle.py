@@ -1,8 +1,8 @@
-"""A disk that lies, loses, lags and fills up, under the real engine: every answer is still right.
+"""A disk that lies, loses, lags and fills up, below the real engine: every answer is still right.
 
-Sessions with facts of their own go through a memory that holds a few of them, so that nearly every
-request loads, and a good part of all reads and writes suffers a fault. What is damaged, exchanged or
-late costs a part of the prefix, never the answer, and leaves nothing behind.
+Memory holds only a few of the sessions, each of which has its own facts, so nearly every request
+loads, and many reads and writes suffer a fault. Records that are damaged, exchanged or late cost a
+part of the prefix, never the answer, and leave nothing behind.
 
 Slow: nearly every request waits for a disk that lags.
 """
@@ -32,12 +32,12 @@ from tests.oracle import Exam, Oracle
 
 MODELS = ("firn-demo", "firn-demo-hybrid")
 ROOM_NBYTES = {"firn-demo": 1_000_000, "firn-demo-hybrid": 1_150_000}
-"""About three sessions: a state weighs more than the pages of a whole session."""
+"""Room for about three sessions: a state takes more than the pages of a whole session."""
 MIB = 1 << 20
 
 
 def in_turn(**every: int) -> Plan:
-    """One read, and one write, in so many suffers: each fault in its turn."""
+    """Every n-th read and every m-th write suffers a fault; the faults take turns."""
     turns = {"read": itertools.cycle(READ_FAULTS), "write": itertools.cycle(WRITE_FAULTS)}
     counts = {"read": itertools.count(1), "write": itertools.count(1)}
     lock = threading.Lock()
@@ -68,7 +68,7 @@ HARMLESS = (Fault.DELAY, Fault.DUPLICATE)
 
 
 def n_suffered(tier: FaultyTier) -> int:
-    """Reads that cannot have brought what was asked for, but for a few swaps that found no partner."""
+    """Reads that cannot have returned the right bytes, except for a few swaps without a partner."""
     return sum(tier.suffered[f"read {f.value}"] for f in READ_FAULTS if f not in HARMLESS)
 
 
@@ -77,7 +77,7 @@ def n_noticed(oracle: Oracle) -> int:
 
 
 def check(oracle: Oracle) -> None:
-    """Nobody holds on to anything, and it was the disk that failed, never the cache itself."""
+    """Checks that nothing is pending, and that only the disk failed, never the cache itself."""
     settle(oracle)
     faults = oracle.cache.stats.faults
     assert all(reason.startswith("read: ") for reason in faults), faults
@@ -100,7 +100,7 @@ def test_every_fault_and_every_answer_right(tmp_path: Path, model: str) -> None:
 
 
 def test_a_disk_that_is_full_and_one_that_is_empty_again(tmp_path: Path) -> None:
-    """Answers stay right, the tier says why it does not write, and writes again by itself."""
+    """Answers stay right, the tier reports why it does not write, and resumes writing by itself."""
     tier = faulty(tmp_path, random_plan(seed=0, rate=0.0))
     with sit("firn-demo", tier) as oracle:
         exams = sessions(oracle, 6)
@@ -111,7 +111,7 @@ def test_a_disk_that_is_full_and_one_that_is_empty_again(tmp_path: Path) -> None
         assert tier.usage().status.state == "paused"
         assert tier.usage().counts.get("writes", 0) == 0
         tier.disk.errors = {}
-        for first in (1, 2):  # what the first round wrote, the second can load
+        for first in (1, 2):  # the second round can load what the first wrote
             assert oracle.wrong(exams, first=first, at_once=2) == []
             check(oracle)
         assert tier.usage().status.state == "ok"
@@ -119,7 +119,7 @@ def test_a_disk_that_is_full_and_one_that_is_empty_again(tmp_path: Path) -> None
 
 
 def test_a_read_that_never_ends_is_not_waited_for(tmp_path: Path) -> None:
-    """The deadline passes: the prompt is computed, and nothing hangs on the read when it ends."""
+    """The deadline passes: the prompt is computed, and nothing depends on the read when it ends."""
     ahead_s, stuck = [0.0], threading.Event()
 
     def plan(op: Op, name: str) -> Fault | None:

@@ -1,6 +1,6 @@
-"""Real `firn serve` processes on one folder: one limit for both, each other's records, a kill -9.
+"""Real `firn serve` processes on one folder: a common limit, each other's records, a kill -9.
 
-Slow: real servers that start, are killed and start again, and clients for half a second.
+Slow: real servers that start, are killed and start again, and half a second of clients.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FLAGS = ("--cache-memory-mb", "1", "--cache-block-tokens", "16")
 
 
 def sessions(n: int) -> list[FactSession]:
-    """The same questions in each, and answers of their own."""
+    """Sessions with the same questions but different answers."""
     return [
         make_session(i, n_facts=4, n_questions=6, keys_seed=1, kinds=("fact",), placement="system")
         for i in range(n)
@@ -58,7 +58,7 @@ def ask(server: ServerProcess, session: FactSession, n: int) -> Answer:
 
 @dataclass(eq=False)
 class Gauge:
-    """Measures a folder all the time, on a thread of its own."""
+    """Measures a folder all the time, on its own thread."""
 
     folder: Path
     samples: list[int] = field(default_factory=list)
@@ -76,8 +76,8 @@ class Gauge:
 
     def _run(self) -> None:
         lock = FolderLock(Disk(self.folder), timeout_s=30)
-        while not self._stop.wait(0.01):  # leaves them the lock
-            # Under the lock nothing is renamed or evicted while we count, and files still grow.
+        while not self._stop.wait(0.01):  # leaves the lock to the servers
+            # Under the lock, nothing is renamed or evicted while we count, but files still grow.
             with lock.hold():
                 self.samples.append(du(self.folder))
 
@@ -88,12 +88,12 @@ class House(Servers):
 
     @property
     def temps(self) -> list[str]:
-        """What is being written."""
+        """Names of the files being written."""
         return os.listdir(self.folder / "tmp")
 
     @staticmethod
     def settle(server: ServerProcess) -> None:
-        """Wait until the server has written all that it has."""
+        """Wait until the server has written all its records."""
         until = time.monotonic() + 30
         while time.monotonic() < until:
             found = server.get("/v1/cache/stats")
@@ -106,7 +106,7 @@ class House(Servers):
 def talk(
     servers: Sequence[ServerProcess], talks: Sequence[FactSession], *, until: float
 ) -> list[Answer]:
-    """Two clients for each server, all asking about all sessions, in different orders."""
+    """Two clients per server, each asking about all sessions, in different orders."""
 
     def client(number: int) -> list[Answer]:
         server, found, i = servers[number % len(servers)], [], 7 * number
@@ -146,7 +146,7 @@ def test_two_servers_under_one_limit(tmp_path: Path) -> None:
 
 
 def test_killed_in_the_midst_of_a_write(tmp_path: Path) -> None:
-    """The first request to the next server hits what was whole, and the torn file is gone."""
+    """The first request to the next server hits the whole records, and the torn file is gone."""
     first, *others = sessions(80)
     with House(tmp_path) as house:
         server = house.start_small(limit_gib=1)
@@ -173,12 +173,12 @@ def test_killed_in_the_midst_of_a_write(tmp_path: Path) -> None:
 
 
 def stopped_in_a_write(house: House, server: ServerProcess) -> None:
-    """Stop the process at a moment at which a record is half written."""
+    """Stop the process while a record is being written."""
     pid, until = server._process.pid, time.monotonic() + 30
     while time.monotonic() < until:
         if house.temps:
             os.kill(pid, signal.SIGSTOP)
-            os.waitpid(pid, os.WUNTRACED)  # by then all of its threads have
+            os.waitpid(pid, os.WUNTRACED)  # then all of its threads have stopped
             if house.temps:
                 return
             os.kill(pid, signal.SIGCONT)

@@ -2,7 +2,7 @@
 
 The built-in model reads facts out of a document, so every answer is right or wrong.
 
-Slow: a store that failed is left alone for a second or two, and that is waited for.
+Slow: servers do not use a store for a second or two after it failed, which the tests wait for.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KINDS = [pytest.param("redis", marks=needs_redis), pytest.param("s3", marks=need
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The built-in model computes sooner than a store answers: here it waits to see."""
+    """The built-in model computes faster than a store answers; here it waits for the answer."""
     monkeypatch.setattr("firn.cache.loading.UNKNOWN_PATIENCE_S", WAIT_S)
     monkeypatch.setattr("firn.cache.loading.ASK_PATIENCE_S", WAIT_S)
     monkeypatch.setattr("firn.cache.storage.client.TierClient.deadline_s", WAIT_S)
@@ -54,7 +54,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Callable[[str], str]]:
-    """The address of a store of this kind, with a prefix of its own. Servers start when asked for."""
+    """Returns the address of a store of a kind, with a new prefix. Servers start on demand."""
     ports: dict[str, int] = {}
     with ExitStack() as stack:
 
@@ -100,7 +100,7 @@ class Machine:
         return found
 
     def settle(self) -> None:
-        """Until nothing is on its way to the store."""
+        """Waits until nothing is on its way to the store."""
 
         def is_busy(parts: EngineParts) -> bool:
             cache = parts.cache
@@ -117,7 +117,7 @@ class Machine:
 def machine(
     folder: Path | None, *addresses: str, model: str = "firn-demo", **more: Any
 ) -> Iterator[Machine]:
-    """folder: of its SSD tier; None for no such tier."""
+    """folder: that of its SSD tier; None: it has none."""
     cache = CacheConfig(
         no_ssd_cache=folder is None,
         ssd_cache_dir=folder,
@@ -150,7 +150,7 @@ def machine(
 def test_what_one_computed_the_other_resumes(
     kind: str, model: str, place: Callable[[str], str], tmp_path: Path
 ) -> None:
-    """Two folders, one store. What was asked once stays at home; the second turn proves its worth."""
+    """Two folders, one store. A prompt asked once stays local; the second turn proves its worth."""
     address = place(kind)
     (talk,) = sessions(1)
     with machine(tmp_path / "a", address, model=model) as first:
@@ -289,7 +289,7 @@ def test_keys_live_as_long_as_they_are_told_and_a_use_renews_them(tmp_path: Path
 
 @needs_s3
 def test_a_bad_s3_server_costs_hits_and_nothing_else(tmp_path: Path) -> None:
-    """It ignores conditions and ranges, as some do; then it does worse, and then it is good again."""
+    """It ignores conditions and ranges, as some do, then gets worse, and then recovers."""
     *talks, spare, another = sessions(10, first=60)
     with stores.BadS3() as bad:
         address = address_of("s3", bad.port, "spill=all", QUICK)
@@ -300,7 +300,7 @@ def test_a_bad_s3_server_costs_hits_and_nothing_else(tmp_path: Path) -> None:
         with machine(None, address) as second:
             answer = second.ask(talks[0], 1)
             assert (answer.right, answer.n_cached > answer.n_prompt // 2) == (True, True)
-            # On a busy machine one may be computed before the store has answered.
+            # On a busy machine, one of them may be computed before the store has answered.
             for mood, talk in (
                 ("lies", talks[1]),
                 ("short", talks[2]),
@@ -359,7 +359,7 @@ def rclone() -> None:
 
 @pytest.mark.usefixtures("rclone")
 def test_rclone_is_as_bad_as_it_is_taken_for(tmp_path: Path) -> None:
-    """Else the tests below prove less than they say. The tier gets on with it all the same."""
+    """Otherwise the tests below prove less than they claim. The tier copes with it nevertheless."""
     import obstore
 
     with stores.rclone_server(tmp_path / "s3") as server:
@@ -390,12 +390,12 @@ def test_rclone_two_servers_a_kill_and_a_torn_object(tmp_path: Path) -> None:
             first.settle()
             answer = second.ask(talks[0], 1)
             assert (answer.right, answer.n_cached > answer.n_prompt // 2) == (True, True)
-            # Both have the same to write at the same time, and each overwrites the other's.
+            # Both write the same records, and each overwrites the other's.
             assert first.ask(talks[1], 0).right
             assert second.ask(talks[1], 0).right
             first.settle()
             second.settle()
-            with server.paused():  # a put is on its way when the server dies
+            with server.paused():  # a put is in flight when the server dies
                 assert first.ask(talks[2], 0).right
                 first.until(lambda s: s["folder"]["state"] == "paused")
                 server.kill()
@@ -419,7 +419,7 @@ def test_rclone_two_servers_a_kill_and_a_torn_object(tmp_path: Path) -> None:
         with machine(None, address) as fourth:
             answers = [fourth.ask(talk, 2) for talk in talks]
         assert all(answer.right for answer in answers)
-        # On a busy machine computing may win for one of them.
+        # On a busy machine, computing may be faster for some of them.
         assert any(answer.n_cached > answer.n_prompt // 2 for answer in answers)
 
 
@@ -427,7 +427,7 @@ def test_rclone_two_servers_a_kill_and_a_torn_object(tmp_path: Path) -> None:
 def test_rclone_refuses_a_wrong_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """moto takes any signature; this one does not."""
+    """moto accepts any signature; rclone does not."""
     (talk,) = sessions(1, first=90)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
     with stores.rclone_server(tmp_path / "s3") as server:

@@ -1,4 +1,4 @@
-"""Waiting for another thread, without taking the processor from it meanwhile."""
+"""Waiting for another thread, without taking the processor away from it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 POLL_S, MAX_POLL_S = 0.001, 0.02
-"""How long to sleep at first, and where nothing has happened for long: some questions are requests."""
+"""The first and the longest sleep between two checks, some of which are requests."""
 WAIT_S = 60.0
 
 

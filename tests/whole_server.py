@@ -1,4 +1,4 @@
-"""Settings of a whole server with its records in memory alone."""
+"""Settings of a whole server that keeps its records only in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stopping server says about the records that it still writes."""
+"""What a stopping server logs about the records that it still has to write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server sets up for the device it computes on."""
+"""What a server sets up for its device."""
 
 from __future__ import annotations
 

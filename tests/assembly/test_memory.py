@@ -58,7 +58,7 @@ def test_a_rows_cost_is_counted_in_steps_of_its_buffers_with_any_drafter() -> No
 
 
 class Machine:
-    """A fake: what it has left, and what the server was told."""
+    """A fake machine: the memory that it has left, and the capacity that its server was given."""
 
     def __init__(self, planned: Planned, folder: Path) -> None:
         self.now = MAC
@@ -113,7 +113,7 @@ def test_a_running_servers_memory_is_watched_on_every_device(
 
 
 class FakeEngine:
-    """Does at once what it is asked to do."""
+    """Runs every call immediately, on the caller's thread."""
 
     def __init__(self, planned: Planned) -> None:
         self.parts = FakeParts(
@@ -136,7 +136,7 @@ class FakeParts:
 
 
 def test_two_servers_share_a_machine(planned: Planned, tmp_path: Path) -> None:
-    """The second gets what the first has not reserved; the first shrinks only for what is reserved."""
+    """A server gives up what another one reserves, and takes it back when that one ends."""
     mac = Machine(planned, tmp_path)
     mac.watch.check()
     second = Reservation(tmp_path, pid=1)
@@ -154,7 +154,7 @@ def test_two_servers_share_a_machine(planned: Planned, tmp_path: Path) -> None:
 
 
 def test_a_server_reserves_what_it_needs_and_not_what_it_would_like(planned: Planned) -> None:
-    """Two of them fit on a machine: stored prefixes of one give way to the requests of the other."""
+    """Two of them fit on a machine: one's stored prefixes give way to the other's requests."""
     idle, busy = planned.reserved_nbytes(0), planned.reserved_nbytes(20 * GIB)
     assert planned.plan.weights_nbytes < idle < planned.plan.total_nbytes // 2
     assert busy - planned.reserved_nbytes(10 * GIB) == 10 * GIB

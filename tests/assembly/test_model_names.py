@@ -1,6 +1,6 @@
-"""Names of firn's own, and what the commands do with them.
+"""firn's own model names, and what the commands do with them.
 
-Slow: `firn doctor` in a process of its own measures what multiplies fastest.
+Slow: `firn doctor` runs in its own process and measures which way of multiplying is the fastest.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from firn.models.packaged import SMOLLM2, installed_file
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a user's cache is, whatever the system."""
+    """The folder that the user's cache is in, on any system."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     return tmp_path
 
 
 def put_in_place() -> Path:
-    """A folder as it is once the model has been made, but for its content."""
+    """A folder that looks as if the model had been made, without its content."""
     folder = converted_dir() / SMOLLM2.folder_name
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"model_type": "llama"}')
@@ -48,7 +48,7 @@ def test_names_stand_for_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert model_names.resolve("firn-demo-hybrid").name == "firn-demo-hybrid"
     made = put_in_place()
     assert model_names.resolve("smollm2") == made
-    # A folder of that name is a path away.
+    # A folder of the same name needs a path.
     (tmp_path / "smollm2").mkdir()
     monkeypatch.chdir(tmp_path)
     assert model_names.resolve("smollm2") == made

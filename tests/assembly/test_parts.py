@@ -1,4 +1,4 @@
-"""What the engine thread is given, by the device that it computes on."""
+"""What the engine thread is given, for each kind of device."""
 
 from __future__ import annotations
 

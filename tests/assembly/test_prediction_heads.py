@@ -38,12 +38,12 @@ def loaded_from(folder: Path) -> LoadedModel:
 
 
 def add_broken_file(folder: Path) -> None:
-    """What is left of a download: mlx-lm does not read it."""
+    """A leftover of a download, which mlx-lm does not read."""
     (folder / "consolidated.safetensors").write_bytes(b"version https://git-lfs")
 
 
 def quantise_unlike_the_rest(folder: Path) -> None:
-    """Its layers have bits of their own, which the configuration's common ones do not fit."""
+    """Quantises some layers with 4 bits, where the configuration says 8 for all of them."""
     tensors = dict(mx.load(str(folder / "model.safetensors")))
     for name in [n for n in tensors if n.endswith("o_proj.weight")]:
         stem = name.removesuffix(".weight")

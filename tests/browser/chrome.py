@@ -19,7 +19,7 @@ APPS = (
 
 
 def find() -> str | None:
-    """Where it is. FIRN_BROWSER names one; otherwise the first of those that are usual."""
+    """Its path: FIRN_BROWSER if that is set, otherwise the first of the usual ones that exists."""
     named = os.environ.get("FIRN_BROWSER")
     if named:
         return named
@@ -35,7 +35,7 @@ def started() -> Iterator[Browser]:
     path = find()
     if path is None:
         raise LookupError("no Chromium or Chrome is installed here")
-    # As root, as in containers, Chromium has no sandbox; the pages are our own.
+    # Chromium's sandbox does not work as root (as in containers); the pages are our own.
     sandbox = os.geteuid() != 0
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=path, chromium_sandbox=sandbox)

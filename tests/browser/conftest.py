@@ -1,7 +1,7 @@
-"""One browser for a file's tests of the page; without one they are skipped, and say so.
+"""One browser for all page tests of a file, which are skipped with a reason if there is none.
 
-Not for all of them: while it runs, Playwright's event loop counts as the thread's, and other tests want
-to run one of their own.
+Not one for the whole session: while it runs, Playwright's event loop counts as the thread's, and
+other tests need to run their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 PATIENCE_MS = 30_000
-"""For what will come; a machine may be busy."""
+"""For whatever is waited for; a machine may be busy."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def browser() -> Iterator[Browser]:
 
 
 class Visit:
-    """A window, and what went wrong in it: nothing may, no blocked script or style either."""
+    """A window and its faults. There must be none, not even a blocked script or style."""
 
     def __init__(self, page: Page) -> None:
         self.page = page
@@ -44,7 +44,7 @@ class Visit:
         page.on("console", self._said)
 
     def _said(self, message: ConsoleMessage) -> None:
-        # The browser notes each refused request by itself: 401 and the like are part of some tests.
+        # The browser itself reports every refused request; some tests expect a 401 or the like.
         if message.type == "error" and not message.text.startswith("Failed to load resource"):
             self.faults.append(message.text)
 

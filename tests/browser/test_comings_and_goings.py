@@ -1,4 +1,4 @@
-"""The page over what happens to servers and people: reloads, restarts, keys, several models."""
+"""The page through what happens to servers and users: reloads, restarts, keys, several models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HI = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
 def aside(work: Callable[[], Any]) -> Future[Any]:
-    """Done on another thread, while the test looks at the page."""
+    """Runs `work` on another thread, while the test looks at the page."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -52,7 +52,7 @@ def test_a_reload_in_mid_stream(page: Page) -> None:
         answer = aside(lambda: httpx.post(f"{live.url}/v1/chat/completions", json=HI, timeout=60))
         expect(page.locator(".call.decoding")).to_have_count(2)
         page.reload()
-        # The page's own reply has ended with it; the other one goes on, and is shown again.
+        # The reload ended the page's own reply; the other one goes on, and is shown again.
         expect(page.locator(".call.gone")).to_have_count(1)
         expect(page.locator(".call.decoding")).to_have_count(1)
         expect(page.locator(".turn.assistant")).to_contain_text("loaded again")
@@ -175,7 +175,7 @@ def test_models_are_loaded_and_unloaded_by_buttons(page: Page, front: Running) -
 
 
 def test_another_page_cannot_do_what_ours_can(visit: Visit, front: Running) -> None:
-    """A page of another server on this machine, in the same browser."""
+    """The other page comes from another server on this machine, in the same browser."""
     page = visit.page
     with serve() as other:
         page.goto(other.url)

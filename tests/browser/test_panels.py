@@ -78,7 +78,7 @@ def test_requests_are_bars_that_tell_their_story(opened: Page) -> None:
     expect(story).to_contain_text("from memory")
     expect(story).to_contain_text("differs from everything stored")
     expect(story.locator("q")).to_contain_text("three")
-    # By keyboard: the bars are one stop, and the arrows go from one to the next.
+    # By keyboard: the bars are one tab stop, and the arrows move from one to the next.
     bars.nth(2).focus()
     opened.keyboard.press("ArrowLeft")
     expect(bars.nth(1)).to_be_focused()
@@ -134,7 +134,7 @@ def test_tiers_and_memory_have_limits_and_units(opened: Page) -> None:
 
 
 def test_what_running_requests_hold_does_not_fill_the_tier(opened: Page) -> None:
-    """Records that lie in live rows are stored, but take nothing of memory's limit."""
+    """Records held in live rows count as stored, but not towards the memory limit."""
     memory = {
         "records": 5,
         "limit_bytes": 4 << 20,
@@ -219,7 +219,7 @@ def test_light_dark_and_phone(opened: Page) -> None:
 
 
 def test_ten_thousand_nodes(page: Page) -> None:
-    """The page draws what it was told of, at most, and goes on from there on demand."""
+    """The page draws at most what it was sent, and fetches more on demand."""
     config = Config(
         model=ModelConfig(path="firn-demo"),
         cache=CacheConfig(no_ssd_cache=True, cache_memory_mb=256, cache_block_tokens=4),
@@ -239,7 +239,7 @@ def test_ten_thousand_nodes(page: Page) -> None:
         runs = page.locator("#tree .run")
         expect(runs.first).to_be_visible()
         assert runs.count() <= 600
-        # Others are served meanwhile, and the page answers: into one of fifty branches.
+        # Descend into one of fifty branches: the page responds, and the server still serves others.
         branch = page.locator("#tree .run[aria-level='2']").first
         branch.dblclick()
         expect(page.locator("#tree .crumbs")).to_contain_text("tokens 0–4")

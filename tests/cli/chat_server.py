@@ -1,4 +1,4 @@
-"""A server that says what a test tells it to, and a terminal with `firn chat` in it."""
+"""A server that sends what a test's scripts tell it to, and a terminal that runs `firn chat`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CLEAN = {name: value for name, value in os.environ.items() if not name.startswit
 
 
 class Wire:
-    """What a script does to one connection."""
+    """What a script can do to one connection."""
 
     def __init__(self, handler: BaseHTTPRequestHandler) -> None:
         self._handler = handler
@@ -77,7 +77,7 @@ class Wire:
 
 @dataclass
 class ChatServer:
-    """Runs one script for each chat request, in order; keeps what was asked."""
+    """Runs one script for each chat request, in order, and keeps the requests."""
 
     scripts: list[Callable[[Wire], None]]
     models: Any = field(default_factory=lambda: {"data": [{"id": "tiny"}]})
@@ -88,7 +88,7 @@ class ChatServer:
 
     @property
     def messages(self) -> list[tuple[str, str]]:
-        """Of the last request."""
+        """The messages of the last request."""
         return [(m["role"], m["content"]) for m in self.bodies[-1]["messages"]]
 
 
@@ -145,7 +145,7 @@ def one_shot(
 def one_process(
     server_url: str, *arguments: str, stdin: str = "", **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """The same in a process of its own."""
+    """The same in its own process."""
     return subprocess.run(
         [*CHAT, "--url", server_url, *arguments],
         input=stdin,
@@ -157,7 +157,7 @@ def one_process(
 
 
 class Terminal:
-    """`firn chat` on a pseudo-terminal that is its controlling one."""
+    """`firn chat` on a pseudo-terminal, which is its controlling terminal."""
 
     def __init__(self, *arguments: str, term: str = "dumb") -> None:
         self._master, slave = pty.openpty()
@@ -191,11 +191,11 @@ class Terminal:
         self.process.send_signal(signal.SIGINT)
 
     def wait_for(self, text: str, *, nudge: str = "") -> None:
-        """Reads until `text` comes after what was waited for last.
+        """Reads until `text` appears after the text that was last waited for.
 
-        `nudge` is typed first, and again after a long silence: a signal that comes just before
-        input() blocks is only noticed with the next one. Where there is a /proc, the first is
-        typed when it does block.
+        `nudge` is typed first, and again after a long silence: a signal that arrives just before
+        input() blocks is only noticed with the next one. If there is a /proc, the first nudge is
+        typed once the process has blocked.
         """
         self._settle(nudge)
         for typed in [nudge] * N_NUDGES:
@@ -224,13 +224,13 @@ class Terminal:
             pass
 
     def _more(self) -> bool:
-        """Reads what is there, or waits a while for it."""
+        """Reads what is available, or waits a while for it. False: silence, or the end."""
         ready, _, _ = select.select([self._master], [], [], PATIENCE_S / N_NUDGES)
         if not ready:
             return False
         try:
             piece = os.read(self._master, 65536)
-        except OSError:  # Linux says so when the other end is closed; macOS reads nothing
+        except OSError:  # Linux: the other end is closed; macOS returns b"" instead
             piece = b""
         self._ended = not piece
         self.shown += piece.decode(errors="replace")

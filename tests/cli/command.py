@@ -1,7 +1,7 @@
-"""The `firn` command inside the process of the tests.
+"""The `firn` command inside the test process.
 
-To make it of its hundred options takes longer than most of what tests do with it: here it is made once.
-What only a process of its own can show (signals, pipes, what is imported) has tests that start one.
+Building it from its hundred options takes longer than most of what tests do with it, so it is built
+once. What only a separate process can show (signals, pipes, imports) has tests that start one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def invoke(
     env: Mapping[str, str | None] | None = None,
     **more: Any,
 ) -> testing.Result:
-    """start: stands for the server. More: as typer's runner takes it."""
+    """start: stands in for the server. more: passed to typer's runner."""
     if start is not None:
         _starts.append(start)
     with pytest.MonkeyPatch.context() as patch:
@@ -40,7 +40,8 @@ def invoke(
 
 
 def run(*arguments: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
-    """What a process without other settings says; where that would show a traceback, this raises."""
+    """The result that a process without other settings would give. Raises instead of printing a
+    traceback."""
     others = dict.fromkeys(name for name in os.environ if name.startswith("FIRN_"))
     env = {**others, "COLUMNS": "80", **environ}
     result = invoke(*arguments, env=env, input=stdin, catch_exceptions=False)

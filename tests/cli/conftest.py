@@ -1,4 +1,4 @@
-"""`firn cache` on a folder of the test's own."""
+"""`firn cache` on the test's own folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`firn agents`: settings that agents can read, with values from the server or the model's folder."""
+"""`firn agents`: settings that agents can read, with values from the server or a model folder."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_a_failed_import_says_whose_fault_it_is(folder: Path, cache: Cache, tmp_
 def test_a_long_name_takes_nothing_from_the_numbers(
     folder: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch, columns: str | None
 ) -> None:
-    """In a pipe lines are as long as they are; in a terminal the name is folded."""
+    """In a pipe, lines are as long as needed; in a terminal, the name is folded."""
     name = "mlx-community/Qwen3-Coder-30B-A3B-Instruct-4bit-DWQ"
     store(folder, *ALL)
     note_model(folder, FINGERPRINT, ModelNote(name, "/no/such/folder"))
@@ -103,7 +103,7 @@ def test_an_export_replaces_nothing_but_a_file(folder: Path, cache: Cache, tmp_p
 
 
 def test_a_folder_that_is_encrypted_from_now_on(folder: Path, cache: Cache, tmp_path: Path) -> None:
-    """What lies there in plain is not read by a server with a key, but can be listed and cleared."""
+    """A server with a key does not read unencrypted records, but they can be listed and cleared."""
     secret = tmp_path / "secret"
     secret.write_bytes(bytes(range(32)))
     secret.chmod(0o600)

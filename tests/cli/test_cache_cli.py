@@ -1,4 +1,4 @@
-"""`firn cache`: what people see of a folder and do to it, while servers use it."""
+"""`firn cache`: what users see of a folder and do to it, also while servers use it."""
 
 from __future__ import annotations
 

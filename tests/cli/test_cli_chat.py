@@ -1,4 +1,4 @@
-"""`firn chat` as people meet it: in a pipe, in a terminal, with Ctrl-C, and without a server."""
+"""`firn chat` as users meet it: in a pipe, in a terminal, with Ctrl-C, and without a server."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ LOST_S = 15.0
 
 
 class Endless:
-    """Says one word and goes on until the client is gone."""
+    """Sends one word, then waits until the client is gone."""
 
     def __init__(self, text: str = "one ") -> None:
         self.client_is_gone = threading.Event()
@@ -250,8 +250,8 @@ class Endless:
         self.client_is_gone.set()
 
     def is_interrupted(self, terminal: Terminal) -> None:
-        """Ctrl-C, and once more if nothing happens: Python notices a signal that comes just before it
-        waits for a socket only when the wait is over."""
+        """Sends Ctrl-C, and again if nothing happens: Python notices a signal that arrives just
+        before it waits for a socket only after the wait."""
         terminal.interrupt()
         if not self.client_is_gone.wait(LOST_S):
             terminal.interrupt()
@@ -307,7 +307,7 @@ def test_ctrl_c_before_the_first_token_forgets_the_question() -> None:
 
 
 def test_ctrl_c_just_after_the_request_was_sent_drops_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a moment when httpx would leave the connection open."""
+    """Interrupted at a moment when httpx would leave the connection open."""
     send, endless, options = httpx.Client._send_single_request, Endless(""), ChatOptions("tiny")
 
     def interrupted(client: httpx.Client, request: httpx.Request) -> httpx.Response:

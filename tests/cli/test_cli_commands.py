@@ -22,7 +22,7 @@ CLEAN = {name: value for name, value in os.environ.items() if not name.startswit
 
 
 class Recorder:
-    """Stands for the server: keeps the Config it was started with."""
+    """Stands in for the server: keeps the Config it was started with."""
 
     def __init__(self, *, result: int = 0, error: Exception | None = None) -> None:
         self.configs: list[Config] = []
@@ -37,7 +37,7 @@ class Recorder:
 
 
 def firn(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """The real command in a process of its own."""
+    """The real command in its own process."""
     script = "from firn.cli import main; main()"
     return subprocess.run(
         [sys.executable, "-c", script, *arguments],
@@ -158,7 +158,7 @@ def test_every_option_is_in_the_help() -> None:
         assert (item.flag or item.metavar) in shown
         assert item.env in shown
     assert "--config" in shown
-    assert "--specprefill" not in shown  # of another server: known, but nothing to choose
+    assert "--specprefill" not in shown  # another server's option: recognised, but not offered
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_wrong_usage_exits_2_without_a_traceback(arguments: list[str]) -> None:
 def test_a_home_that_may_not_be_looked_into(
     tmp_path: Path, arguments: list[str], told: str
 ) -> None:
-    """As in a container that runs as another user than it was made for."""
+    """As in a container that does not run as the user it was built for."""
     with locked(tmp_path / "home") as home:
         words = [word.replace("~", str(home)) for word in arguments]
         run = subprocess.run(
@@ -247,7 +247,7 @@ def test_a_user_without_a_home_is_told_what_to_set() -> None:
 
 @pytest.mark.parametrize("ignored", [False, True])
 def test_ctrl_c_while_the_command_is_still_being_imported(ignored: bool) -> None:
-    """It ends the process without a traceback; a job in the background ignores it, as it should."""
+    """It ends the process without a traceback; a background job ignores it, as it should."""
     script = (
         "import os, signal, sys\n"
         f"if {ignored}: signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
@@ -315,7 +315,7 @@ def test_config_show_as_json() -> None:
 
 
 def test_serve_without_mlx_says_what_to_install(tmp_path: Path) -> None:
-    """As on Linux after a plain `pip install firn`: the name mlx is there, its core is not."""
+    """As on Linux after a plain `pip install firn`: there is an mlx package, but no mlx.core."""
     script = (
         "import sys, types\n"
         "from firn.cli import main\n"

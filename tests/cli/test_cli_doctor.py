@@ -1,6 +1,6 @@
 """`firn doctor`: what it says about machines and models, and its exit code.
 
-Slow: as a user runs it, with all that it imports.
+Slow: it runs as a user would run it, with everything that it imports.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ GPU = DeviceReport("CUDA", "H200", 139 * GIB, None)
 
 @pytest.fixture(autouse=True)
 def _no_other_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What servers of this machine have reserved would be taken off what fits."""
+    """Memory reserved by servers on this machine would be subtracted from what fits."""
     monkeypatch.setattr(memory_plans, "reservations_folder", lambda: tmp_path / "nobody")
 
 
@@ -72,7 +72,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_machine_alone_is_well() -> None:
-    """In a process of its own, where nothing else has imported what it looks at."""
+    """In its own process, where nothing else has imported what it looks at."""
     script = "from firn.cli import main; main()"
     result = subprocess.run(
         [sys.executable, "-c", script, "doctor"],
@@ -225,7 +225,7 @@ def test_a_cpu_computes_in_float32(
 
 @pytest.mark.parametrize("bits", [None, 4, 8])
 def test_what_weights_take_in_float32(bits: int | None, tiny: Path, tmp_path: Path) -> None:
-    """As the widening itself counts."""
+    """The same number that the widening itself counts."""
     config = json.loads((tiny / "config.json").read_text())
     model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
     model.set_dtype(mx.bfloat16)

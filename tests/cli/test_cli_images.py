@@ -1,4 +1,4 @@
-"""`firn chat --image`: pictures go with the first message, as data URLs made on this side."""
+"""`firn chat --image`: the client sends pictures with the first message, as data URLs."""
 
 from __future__ import annotations
 

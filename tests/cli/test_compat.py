@@ -1,4 +1,4 @@
-"""Scripts for other servers: each of their options does here what the documentation says of it."""
+"""Scripts written for other servers: each of their options does what the documentation says."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def words(flag: str, value: str | None = "") -> list[str]:
 
 
 def section(title: str) -> str:
-    """The part of the documentation below a heading; the first part where it is empty."""
+    """The part of the documentation below a heading."""
     parts = re.split(r"^#+ (.*)\n", DOCS.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))[title]
 

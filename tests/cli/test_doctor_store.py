@@ -1,6 +1,6 @@
-"""`firn doctor --tier`: a store is tried out, and each thing that may be wrong with it is one line.
+"""`firn doctor --tier`: a store is tried out, and everything that is wrong with it is one line.
 
-Slow: one test starts the real command, which measures what multiplies fastest.
+Slow: one test starts the real command, which measures which way of multiplying is the fastest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests import stores
 needs_redis = pytest.mark.skipif(bool(stores.why_no_redis()), reason=stores.why_no_redis() or "-")
 needs_s3 = pytest.mark.skipif(bool(stores.why_no_s3()), reason=stores.why_no_s3() or "-")
 QUICK, PATIENT = "deadline_s=0.6", "deadline_s=60"
-"""For stores that are to fail, and for those that are not: the machine may be busy."""
+"""For stores that should fail, and for those that should not: the machine may be busy."""
 ADDRESS = StoreAddress("s3", TierOptions("s3://bucket"), "s3://bucket", "proved")
 WELL = StoreReport(answer_s=0.001, write_s=0.01, read_s=0.02, same_bytes=True, writes_once=True)
 
@@ -35,7 +35,7 @@ def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def look(address: str) -> list[Finding]:
-    """But for how fast it was: the machine may be busy."""
+    """All findings except that it was slow: the machine may be busy."""
     return [f for f in store_findings([address]) if "slow to answer" not in f.text]
 
 

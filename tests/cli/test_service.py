@@ -1,4 +1,4 @@
-"""`firn service` on the command line; supervisors themselves are faked."""
+"""`firn service` on the command line, with fake supervisors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def firn(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """With programs that take down how they were called."""
+    """A home folder with fake supervisor programs that record how they were called."""
     (tmp_path / "bin").mkdir()
     for name in ("systemctl", "launchctl"):
         path = tmp_path / "bin" / name
@@ -105,7 +105,7 @@ def test_a_path_may_be_new_or_behind_an_equals_sign(
 
 
 def test_only_paths_are_taken_for_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever lies here under the same name."""
+    """Even if there are folders of the same names here."""
     monkeypatch.chdir(tmp_path)
     for name in ("qwen", "8000", "64", "firn-demo", "smollm2"):
         (tmp_path / name).mkdir()

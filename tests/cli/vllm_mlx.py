@@ -1,4 +1,5 @@
-"""The options of `vllm-mlx serve` 0.6.0: each with a value as its help has it; None for a switch."""
+"""The options of `vllm-mlx serve` 0.6.0, each with a value in the form of its help text; None for a
+switch."""
 
 from __future__ import annotations
 

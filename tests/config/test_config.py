@@ -29,7 +29,7 @@ from firn.core.errors import SetupError
 
 
 def values_of(item: Option) -> st.SearchStrategy[Any]:
-    """Valid values of an option. Paths are absolute: those of a file are relative to it."""
+    """Valid values of an option. Paths are absolute, because those in a file are relative to it."""
     one: st.SearchStrategy[Any]
     word = st.text("abcdefgh0123456789-", min_size=1, max_size=8)
     if item.choices:
@@ -51,7 +51,7 @@ def values_of(item: Option) -> st.SearchStrategy[Any]:
         one = word.map(lambda name: f"{name}=m")
     elif item.metavar == "ORIGIN":
         one = word.map(lambda name: f"https://{name}")
-    elif "|" in item.metavar:  # a text that is checked against names
+    elif "|" in item.metavar:  # a text that must be one of some names
         one = st.sampled_from(item.metavar.split("|"))
     else:
         one = word.filter(lambda text: text not in item.spec.words)
@@ -86,7 +86,7 @@ def toml(values: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-# The key file is read, so it cannot be any path; it has tests of its own.
+# The key file is read, so it cannot be an arbitrary path; it has its own tests.
 FREE = [item for item in OPTIONS if item.key != "server.api_key_file"]
 SOURCE = st.fixed_dictionaries({}, optional={item.key: values_of(item) for item in FREE})
 
@@ -341,7 +341,7 @@ def test_keys_are_not_in_the_repr() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Kinds of options that the tree may get."""
+    """Kinds of options that the tree may have."""
 
     share: float = option(0.2, "A share.", low=0, high=1)
     bits: Literal[8, 4] = option(8, "A choice of numbers.")

@@ -1,4 +1,4 @@
-"""What a model's generation_config.json says holds where nobody says otherwise."""
+"""The values of a model's generation_config.json apply unless something overrides them."""
 
 from __future__ import annotations
 

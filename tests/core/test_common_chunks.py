@@ -18,7 +18,7 @@ from firn.core.common_chunks import common_end
         (0, 5, 5),
         (16, 40, 40),
         (5, 13, 13),  # short ones are padded wherever they begin
-        (5, 14, 8),  # long ones go to the next multiple first
+        (5, 14, 8),  # long ones end at the next multiple first
         (5, 40, 8),
     ],
 )

@@ -1,4 +1,4 @@
-"""How long something is kept, in every form that clients send."""
+"""Durations in every form that clients send."""
 
 from __future__ import annotations
 

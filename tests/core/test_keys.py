@@ -1,4 +1,4 @@
-"""Content addresses: framed, chained, the same in every process, and apart where they must be."""
+"""Content addresses: framed, chained, the same in every process, and distinct where necessary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from firn.core.keys import KeyTokens, block_keys, child_key, key_tokens, root_ke
 from firn.core.values import Namespace, PictureSpan
 
 TOKENS = st.lists(st.integers(0, 1 << 40), max_size=40)
-# Few letters, so that fields run into each other as often as they can.
+# Few letters, so that adjacent fields are often confusable.
 FIELD = st.text(alphabet="ab;,\x00", max_size=6)
 FINGERPRINT = st.binary(max_size=6)
 
@@ -74,7 +74,7 @@ def test_two_blocks_are_one_only_if_their_tokens_are(a: list[int], b: list[int])
 
 
 def test_a_root_is_no_node() -> None:
-    """A node whose bytes look like a root's fields is still no root."""
+    """A node whose bytes look like a root's fields still has another key."""
     fields = b"\1\0\0\0"
     empty = [fields, b"", b"", b""]
     assert keys._hash(b"root", empty) != keys._hash(b"node", empty)

@@ -1,4 +1,4 @@
-"""The defaults for Macs of 8 to 512 GB and models of 1 to 200 GB, held to what must always be true."""
+"""What must be true of the defaults for Macs of 8 to 512 GB and models of 1 to 200 GB."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ PAIRS = [
 def check(
     plan: MemoryPlan, machine: MachineMemory, of: ModelMemory, options: MemoryOptions
 ) -> None:
-    """What holds of every plan of a model that fits."""
+    """Checks what must be true of every plan for a model that fits."""
     assert plan.total_nbytes <= plan.limit_nbytes <= machine.device_nbytes
     assert machine.physical_nbytes - plan.total_nbytes >= machine.physical_nbytes // 8 or (
         machine.physical_nbytes - plan.total_nbytes >= 8 * GIB
@@ -80,7 +80,7 @@ def test_the_defaults_of_every_mac_hold(machine: MachineMemory, of: ModelMemory)
 
 @pytest.mark.parametrize(("machine", "of"), PAIRS)
 def test_what_waits_for_stores_is_in_the_plan(machine: MachineMemory, of: ModelMemory) -> None:
-    """Two stores, for the model and for a draft model beside it."""
+    """Two stores, each for the model and for its draft model."""
     options = replace(METAL, n_store_queues=4)
     plan, without = plan_memory(machine, of, options), plan_memory(machine, of, METAL)
     assert plan.store_queues_nbytes == 4 * STORE_QUEUE_NBYTES
@@ -91,7 +91,7 @@ def test_what_waits_for_stores_is_in_the_plan(machine: MachineMemory, of: ModelM
 
 @pytest.mark.parametrize(("machine", "of"), PAIRS)
 def test_a_draft_models_prefixes_are_in_the_plan(machine: MachineMemory, of: ModelMemory) -> None:
-    """They take a part of the capacity, and never what one request needs."""
+    """They take part of the capacity, but never what one request needs."""
     without = plan_memory(machine, of, METAL)
     for nbytes in (1 << 20, GIB, 1 << 60):
         plan = plan_memory(machine, replace(of, draft_cache_nbytes=nbytes), METAL)
@@ -137,7 +137,7 @@ def test_other_programs_and_other_servers_count() -> None:
 
 
 def test_a_raised_working_set_still_leaves_the_system_its_part() -> None:
-    """`sysctl iogpu.wired_limit_mb` can say nearly all of memory."""
+    """`sysctl iogpu.wired_limit_mb` can be set to nearly all of memory."""
     raised = MachineMemory("metal", 63 * GIB, 64 * GIB)
     assert plan_memory(raised, model(40), METAL).limit_nbytes <= 56 * GIB
 

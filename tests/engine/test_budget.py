@@ -1,4 +1,4 @@
-"""Estimates of what requests take, and the account of what is reserved."""
+"""Estimates of the memory that requests need, and the account of what is reserved."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def job(n_prompt: int, max_tokens: int = 0, *, n: int = 1, name: str = "job") ->
 
 
 def teach(budget: Budget, ratio: float) -> None:
-    """Rows repeatedly take this share of their estimate."""
+    """Tells the budget repeatedly that rows used this share of their estimate."""
     for _ in range(100):
         budget.learn([10_000], int(ratio * budget.cost.of(10_000)))
 
@@ -63,7 +63,7 @@ def test_a_prompt_over_the_capacity_never_fits() -> None:
 
 
 def test_the_learned_factor_may_admit_more_but_never_refuses_more() -> None:
-    """A factor above one makes requests wait, but never refuses one for ever."""
+    """A factor above one makes requests wait, but never rejects one for good."""
     budget = Budget(COST, capacity_nbytes=1500)
     teach(budget, 10.0)
     assert budget.need_nbytes(job(100)) > 1500
@@ -72,7 +72,7 @@ def test_the_learned_factor_may_admit_more_but_never_refuses_more() -> None:
 
 
 def test_admitting_never_raises_what_asking_did_not() -> None:
-    """The factor may change between the two."""
+    """The factor may change between the two calls."""
     budget = Budget(COST, capacity_nbytes=1500)
     teach(budget, 0.5)
     request = job(150)
@@ -103,7 +103,7 @@ def test_the_factor_converges_to_what_is_measured(ratio: float) -> None:
 
 
 def test_short_rows_teach_nothing() -> None:
-    """Their buffers have a first step of 256 tokens, which says nothing about longer rows."""
+    """Their buffers start at 256 tokens, which says nothing about longer rows."""
     budget = Budget(RowCost(1024, 0, 256), capacity_nbytes=1 << 30)
     for _ in range(64):
         budget.learn([13] * 8, 8 * 256 * 1024)

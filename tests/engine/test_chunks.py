@@ -1,4 +1,4 @@
-"""Sizes of prefill chunks: by depth, by load, by what was measured."""
+"""Sizes of prefill chunks, by depth, load and measured times."""
 
 from __future__ import annotations
 

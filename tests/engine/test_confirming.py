@@ -1,4 +1,4 @@
-"""How often the device is asked whether what was committed is sound: asking waits for it."""
+"""How often the device is asked whether the commits are sound: asking waits for the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from firn.engine.recovery import CONFIRM_S, Recovery
 
 
 class Lab:
-    """A recovery over a runner and a cache that count, and a clock that stands still."""
+    """A Recovery with a runner and a cache that record calls, and a clock that tests set."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -36,7 +36,7 @@ class Lab:
 
 
 def test_while_rows_decode_it_is_asked_now_and_then() -> None:
-    """Commits follow each other at every step; each wait would leave a GPU idle."""
+    """Every step commits something; waiting each time would leave a GPU idle."""
     lab = Lab()
     for i in range(1000):
         lab.step(0.02 * CONFIRM_S * i, commits=True)

@@ -1,4 +1,4 @@
-"""A client that hangs up frees its memory at the next step, wherever its request was."""
+"""When a client hangs up, its request's memory is free at the next step, in every stage."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ class Crowd:
         if self.open and self.rng.random() < 0.08:
             self.open[:] = [o for o in self.open if not o.finished.is_set()]
             if self.open:
-                self.interfere(self.rng.choice(self.open[:8]))  # these are likely at work
+                self.interfere(self.rng.choice(self.open[:8]))  # these are probably running
 
     def interfere(self, outcome: Outcome) -> None:
         assert self.lab is not None

@@ -1,4 +1,4 @@
-"""A fault in one request ends that request; a fault of the thread is told to all."""
+"""A fault in one request ends that request; a fault of the thread is reported to all."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_the_rows_of_a_failed_step_are_computed_again(stage: str, cached: bool) 
 
 
 def test_a_row_that_fails_alone_is_given_up() -> None:
-    """One row fails every step it is in; the others continue."""
+    """One row fails every step that it takes part in; the others continue."""
     with HashEngine(Faults(launch=on_bad), cache=DictCache(), max_rows=16) as lab:
         gate = lab.hold()
         good = [lab.submit(prompt_of(i, 5 + i), 40, sampling=WARM) for i in range(7)]
@@ -220,8 +220,8 @@ def test_a_request_with_rows_in_two_groups_fails_as_one() -> None:
 
 
 def test_one_choice_is_rescued_while_another_continues() -> None:
-    """Only the first group's step fails; a stop or a cancel may come while the row is read again."""
-    fault = Once(9, error=ValueError)  # of the steps of two groups in turn
+    """Only one group's step fails, so only its row is read again."""
+    fault = Once(9, error=ValueError)  # counts the steps of two groups that alternate
     with HashEngine(Faults(launch=fault), group_rows=1, chunk=4) as lab:
         outcome = lab.submit(prompt_of(3, 40), 30, n=2, sampling=WARM).wait()
         outcome.check()
@@ -357,7 +357,7 @@ def test_a_call_in_the_inbox_of_a_dying_engine_is_answered() -> None:
 
 
 def test_on_death_is_called_even_if_clients_cannot_be_told() -> None:
-    """The server exits by `on_death`, even if events cannot be delivered."""
+    """`on_death` makes the server exit, which must happen even if events cannot be delivered."""
 
     def broken(batch: Sequence[Delivery]) -> None:
         raise RuntimeError("nobody listens")
@@ -370,7 +370,7 @@ def test_on_death_is_called_even_if_clients_cannot_be_told() -> None:
 
 
 class Clients:
-    """Several threads submit and call until they are refused, or have done so often enough."""
+    """Each of several threads submits and calls 40 times; some are accepted, some refused."""
 
     def __init__(self, lab: HashEngine) -> None:
         self.lab = lab
@@ -465,7 +465,7 @@ def test_start_raises_the_error_of_building_the_parts() -> None:
 
 
 def test_a_start_that_failed_leaves_no_thread_behind() -> None:
-    """MLX frees what it keeps for a thread as that ends; a process that ends meanwhile is aborted."""
+    """MLX frees a thread's objects when the thread ends; a process that exits meanwhile aborts."""
     own, freed = threading.local(), []
 
     class Kept:

@@ -55,7 +55,7 @@ def test_the_reply_continues_from_forced_tokens(at: int, cached: bool) -> None:
         assert outcome.tokens() == want
         assert marked(outcome) == [i for i in range(at, at + 3) if i < 20]
         assert lab.leftovers() == {}
-        if cached:  # what was stored of it is what was said
+        if cached:  # the stored tokens are the forced ones
             longer = [*prompt, *want, 9]
             again = lab.submit(longer, 5).wait()
             assert again.n_cached >= len(prompt) + 19

@@ -50,7 +50,7 @@ def test_the_last_prompt_token_makes_the_first_logits() -> None:
 
 
 def test_replies_that_end_in_one_step_leave_together() -> None:
-    """A group that shrinks row by row is copied again and again."""
+    """A group that shrank row by row would be copied each time."""
     left: list[int] = []
     faults = Faults(leave=lambda rows: left.append(len(rows)))
     with HashEngine(faults, max_rows=8) as lab:
@@ -225,7 +225,7 @@ def test_namespace_and_cache_control_reach_the_cache() -> None:
 
 
 def test_a_prompt_takes_over_what_its_neighbour_reads() -> None:
-    """Two equal prompts at once: the second continues from the first one's chunks."""
+    """Two equal prompts at the same time: the second continues from the first one's chunks."""
     prompt = prompt_of(11, 400)
     with HashEngine(cache=DictCache(), chunk=8) as lab:
         gate = lab.hold()
@@ -326,7 +326,7 @@ def test_more_choices_than_rows_are_refused() -> None:
 
 def test_a_prompt_that_can_never_fit_is_refused() -> None:
     with HashEngine(capacity_nbytes=100) as lab:
-        with pytest.raises(NeverFits):  # told at once: a stream has not begun yet
+        with pytest.raises(NeverFits):  # raised immediately, while no stream has begun
             lab.submit(prompt_of(1, 200), 4)
         lab.submit(prompt_of(1, 20), 4).wait().check()
         assert lab.leftovers() == {}

@@ -1,4 +1,4 @@
-"""A device that reports faults a step late: nothing that it spoiled becomes a record."""
+"""A device that reports faults one step late: nothing that it spoiled becomes a record."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LateDevice:
         return Faults(prefill=self.prefill, launch=self.launch, confirm=self.tell)
 
     def silent_faults(self) -> Faults:
-        """The engine's own steps are not told: whatever else uses the device is."""
+        """The engine's own steps do not raise; whatever else uses the device does."""
 
         def restores(restored: Restored | None) -> None:
             if restored is not None:
@@ -105,7 +105,7 @@ def test_a_spoiled_decode_step_leaves_no_record(step: int) -> None:
         assert all(outcome.error is None for outcome in outcomes)
         assert all(len(outcome.tokens()) == 60 for outcome in outcomes)
         check_records(cache)
-        for i in range(3):  # and what is resumed from them is right
+        for i in range(3):  # and replies resumed from the records are right
             lab.submit(prompt_of(i, 30), 20, sampling=WARM).wait().check()
         assert lab.leftovers() == {}
     check_records(cache)
@@ -113,8 +113,8 @@ def test_a_spoiled_decode_step_leaves_no_record(step: int) -> None:
 
 @pytest.mark.parametrize("step", [1, 2, 7, 8, 21])
 def test_a_fault_in_one_group_puts_the_other_replies_of_its_request_in_doubt(step: int) -> None:
-    """Groups of one row, as for models that cannot batch: the reply that spoils a step is not the one
-    that hears of it."""
+    """Groups of one row, as for models that cannot batch: the fault of one reply's step is raised
+    in the other's."""
     device, cache = LateDevice(steps=[step]), DictCache()
     with HashEngine(device.faults(), cache=cache, chunk=8, group_rows=1) as lab:
         outcome = lab.submit(prompt_of(1, 30), 60, n=2, sampling=WARM).wait()
@@ -182,7 +182,7 @@ def test_a_request_that_meets_anothers_fault_is_not_given_up() -> None:
 
 
 class TellsWhereItCommits(DictCache):
-    """Its commit is the device's next use, and absorbs the fault, as `PrefixTree` does."""
+    """Its commit is the next use of the device and absorbs the fault, as `PrefixTree` does."""
 
     def __init__(self, device: LateDevice) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ def test_a_fault_that_a_restore_or_a_caller_meets_puts_the_rows_of_others_in_dou
 
 
 def test_a_record_that_always_fails_is_taken_for_the_devices_fault_once() -> None:
-    """Each of its requests is answered all the same, and the others are not put back every time."""
+    """Every request for it is still answered, and the others are not put back every time."""
 
     class Bad(DictCache):
         def _fill(self, state: list[int], layers: list[HashLayer]) -> None:

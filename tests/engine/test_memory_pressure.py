@@ -28,7 +28,7 @@ def small(capacity: int) -> Budget:
 
 
 class Most:
-    """The most tokens that rows had at a time."""
+    """The most tokens and rows that a step had."""
 
     def __init__(self) -> None:
         self.n_tokens = 0
@@ -118,7 +118,7 @@ class Knowing(DictCache):
 
 
 def test_if_one_reply_of_a_put_back_request_fails_the_request_fails() -> None:
-    """Both are restored at once: the second must not be opened for a request that is over."""
+    """Both are restored in one step: the second must not be opened for a request that is over."""
     n_joined: Counter[str] = Counter()
 
     def choices(job: Job) -> None:
@@ -186,7 +186,7 @@ def test_short_rows_do_not_raise_the_estimate_of_long_prompts() -> None:
 
 
 class Rooms(DictCache):
-    """Keeps what it was told."""
+    """Keeps every value that `set_room` was called with."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class Rooms(DictCache):
     ],
 )
 def test_records_give_way_when_memory_runs_out(stage: str, message: str, gives_way: bool) -> None:
-    """Another program has taken what the plan counted on."""
+    """As when another program takes memory that the plan counted on."""
     left, cache = [message], Rooms()
 
     def fail(*_: Any) -> None:
@@ -226,7 +226,7 @@ def test_records_give_way_when_memory_runs_out(stage: str, message: str, gives_w
 
 
 def test_what_was_dispatched_before_memory_ran_out_ends_before_records_give_way() -> None:
-    """Commands of the failed step may still write to its buffers, which others would get."""
+    """Commands of the failed step may still write to its buffers, which would be reused."""
     left, cache = [1], Rooms()
 
     def fail(*_: Any) -> None:

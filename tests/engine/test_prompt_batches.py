@@ -1,4 +1,4 @@
-"""Short prompts that wait together are read in one padded pass, with the answers they have alone."""
+"""Short prompts that wait together are read in one padded pass, and answered as if read alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLAIN = ["llama", "qwen3", "gemma"]
 
 
 class Always(BatchTrial):
-    """Reads together whatever can be, and counts the passes of several prompts."""
+    """Always batches, and counts the passes of several prompts."""
 
     n_passes = 0
 
@@ -95,7 +95,7 @@ def test_prompts_of_unequal_lengths_are_answered_as_alone(name: str) -> None:
     with cold_and_warm(tiny(name), chunk=400, block=16) as (cold, warm):
         want = Reference(cold)
         trial = always_together(warm)
-        warm.ask([*head, 9], 2)  # so that rows begin with a past
+        warm.ask([*head, 9], 2)  # so that rows begin with a cached prefix
         for asked, ids in zip(submit_at_once(warm, prompts, 6), prompts, strict=True):
             assert asked.wait().reply == want(ids, 6).reply
         assert trial.n_passes >= 1
@@ -248,7 +248,7 @@ def test_a_device_fault_while_a_pass_is_chosen_puts_its_prompts_back() -> None:
     met: list[int] = []
 
     class Late(DictCache):
-        """Has this prompt, but only once it is asked a second time."""
+        """Has this prompt, but only from the second lookup on."""
 
         def restore(self, cursor: Any) -> Restored | None:
             return None

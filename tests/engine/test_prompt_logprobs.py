@@ -61,7 +61,7 @@ def test_a_prompt_with_logprobs_is_computed_and_stored() -> None:
 
 
 def test_a_neighbour_with_the_same_prompt_takes_no_logprobs_away() -> None:
-    """Two equal prompts at once, one with logprobs: it must not skip ahead, the other may."""
+    """Of two equal prompts at a time, the one with logprobs must not skip ahead; the other may."""
     prompt = prompt_of(4, 80)
     with HashEngine(cache=DictCache(), chunk=8) as lab:
         gate = lab.hold()
@@ -92,9 +92,9 @@ def test_choices_of_zero_tokens_all_end() -> None:
         assert outcome.of(Token) == []
         assert [e.choice for e in outcome.of(ChoiceDone)] == [0, 1, 2]
         assert lab.leftovers() == {}
-        # It was read for somebody: the next one need not be.
+        # It was read and stored, so the next one need not be read.
         assert lab.submit(prompt_of(7, 30), 2).wait().n_cached == 29
-        # Nothing is left to read, and nothing is to be said.
+        # Nothing is left to read, and no reply is asked for.
         lab.submit(prompt_of(7, 30), 0).wait().check()
         assert lab.leftovers() == {}
 

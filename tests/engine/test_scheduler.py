@@ -77,7 +77,7 @@ def test_a_request_that_fits_is_admitted(view: PendingWork) -> None:
 
 
 def test_a_request_that_does_not_fit_holds_back_smaller_ones_after_it() -> None:
-    """By rows and by bytes: otherwise a stream of small requests would keep it waiting for ever."""
+    """By rows and by bytes: otherwise a stream of small requests would keep it waiting forever."""
     view = replace(EMPTY, waiting=waiting_of([(3, 0), (1, 0)]), n_rows=2)
     assert plan(view).admit == ()
     view = replace(EMPTY, waiting=waiting_of([(1, 100), (1, 1)]), n_rows=2, free_nbytes=50)
@@ -196,7 +196,7 @@ def test_a_long_prompt_takes_at_most_twice_as_long() -> None:
     world.arrive(0, 200)
     task = 1
     while 0 in world.left:
-        world.arrive(task, 1)  # a short one behind it at every step
+        world.arrive(task, 1)  # a short one arrives at every step
         task += 1
         world.step()
     assert len(world.served) <= 2 * 200
@@ -256,7 +256,7 @@ def test_every_stop_inside_the_prompt_is_a_cut(cut: tuple[int, int, int, list[in
 def test_the_same_prompt_is_cut_in_the_same_places_wherever_it_resumes(
     cut: tuple[int, int, int, list[int]],
 ) -> None:
-    """This makes warm answers equal to cold ones bit for bit, if only chunk borders are resumed at."""
+    """So warm answers equal cold ones bit for bit, if prompts resume only at chunk boundaries."""
     _, n_total, chunk, stops = cut
     cold = cut_points(0, n_total, chunk=chunk, stops=stops)
     for start, end in pairwise(cold):

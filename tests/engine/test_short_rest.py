@@ -1,4 +1,4 @@
-"""A short rest of a prompt is read by the first decode step: one pass less before the first token."""
+"""The first decode step reads a prompt's short rest, which saves a pass before the first token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def lab_of(shape: Shape, *, rest: int = 6, **options: Any) -> LabEngine:
 
 
 def ask(lab: LabEngine, ids: list[int], **options: Any) -> list[tuple[int, int]]:
-    """The chunks that were read for it. Its reply is right."""
+    """Checks the reply; returns the chunks that were read for it."""
     before = len(lab.runner.prefills)
     lab.submit(ids, 12, **options).wait().check()
     lab.check()
@@ -47,7 +47,7 @@ def ask(lab: LabEngine, ids: list[int], **options: Any) -> list[tuple[int, int]]
 def test_it_is_read_with_the_last_token(
     shape: Shape, rest: int, n_more: int, n_chunks: int
 ) -> None:
-    """n_more: tokens after those that the row has read, the reply's last one and its own included."""
+    """n_more: tokens that the row has not read, including the last one of the reply and its own."""
     with lab_of(shape, rest=rest) as lab:
         first = words(1, 40)
         ask(lab, first)

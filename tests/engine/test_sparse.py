@@ -43,7 +43,7 @@ class Scoring:
 
 @dataclass(eq=False)
 class DiceScorer:
-    """Implements core.ports.Scorer: dice, the same for prompts of the same length."""
+    """Implements core.ports.Scorer with random scores, the same for prompts of the same length."""
 
     at: dict[str, Callable[[], None]] = field(default_factory=dict)
     """Called at each stage, to raise or to interfere there."""
@@ -103,7 +103,7 @@ def check_thin(outcome: Outcome, *, start: int = 0) -> None:
 
 
 def told(outcome: Outcome) -> Admitted:
-    """What the client has been told about it at its end."""
+    """The last admission that the client was sent."""
     news = outcome.of(Advanced)
     return news[-1].admission if news else outcome.of(Admitted)[-1]
 
@@ -180,7 +180,7 @@ def test_the_row_of_the_whole_prompt_leaves_when_a_thinned_one_is_resumed() -> N
     faults, rows = [ValueError("this reply cannot begin")], list[HashRow]()
 
     def refuse(*_: object) -> None:
-        if faults:  # after a fault the whole prompt is not read later
+        if faults:  # after a fault, the whole prompt is not read later on
             raise faults.pop()
 
     with HashEngine(Faults(join=refuse), cache=DictCache(), scorer=DiceScorer()) as lab:
@@ -229,7 +229,7 @@ def test_replies_take_a_step_between_two_slices_of_scoring() -> None:
 
 @dataclass(eq=False)
 class ReadingScorer(DiceScorer):
-    """Takes as many slices as all tokens need."""
+    """Needs as many slices as it takes to read all tokens."""
 
     asked: list[tuple[int, bool]] = field(default_factory=list)
     """For each slice: its tokens, and whether no other request waited."""
@@ -308,7 +308,7 @@ def test_a_scorer_that_fails_costs_time_and_nothing_else(
 
 
 def test_a_request_put_back_while_it_is_scored_and_then_read_in_full_says_so() -> None:
-    """Meanwhile most of its prompt was cached, so nothing is worth skipping any more."""
+    """Most of its prompt has been cached meanwhile, so nothing is worth skipping any more."""
     prompt, cache, scorer = prompt_of(1, N_PROMPT), DictCache(), DiceScorer()
     prefix = prompt[: N_PROMPT - 20]
 
@@ -382,7 +382,7 @@ def test_a_thinned_request_that_was_put_back_continues_as_it_was() -> None:
             check_thin(outcome)
 
 
-# --- who goes away -------------------------------------------------------------------------
+# --- cancelled requests --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", ["open", "read", "settle"])
@@ -401,7 +401,7 @@ def test_a_request_can_be_cancelled_while_it_is_scored(stage: str) -> None:
     assert all(r.closed for r in scorer.opened)
 
 
-# --- behind --------------------------------------------------------------------------------
+# --- deferred prefill ----------------------------------------------------------------------
 
 
 def test_the_turn_after_a_sparse_one_resumes_from_the_exact_prompt() -> None:

@@ -37,7 +37,7 @@ def test_the_best_chunks_are_kept_with_the_first_and_the_last() -> None:
 
 
 def test_what_is_essential_leaves_the_best_of_the_rest_its_share() -> None:
-    """However many tools there are, what the answer needs is read."""
+    """What the answer needs is read, however many tools there are."""
     scores = np.zeros(40 * CHUNK, dtype=np.float32)
     scores[35 * CHUNK] = 1.0
     kept = select(scores, start=0, keep=0.1, essential=[(0, 20 * CHUNK)])
@@ -121,8 +121,8 @@ def test_which_prompts_may_not_be_thinned(job: Job) -> None:
         (((0, 100), (4000, 5000)), 0, True),
         (((0, 3900),), 0, True),
         (((0, 4400),), 0, False),  # with a share of the rest, over nine tenths
-        (((3900, 5000),), 3900, False),  # all that is cold
-        (((0, 3900),), 3900, True),  # all that is cached
+        (((3900, 5000),), 3900, False),  # everything that is not cached
+        (((0, 3900),), 3900, True),  # everything that is cached
     ],
 )
 def test_a_prompt_of_which_too_little_may_be_skipped_is_not_even_scored(

@@ -1,7 +1,7 @@
-"""Chat templates in the manner of model families: their control tokens and their rules, in our words.
+"""Chat templates modelled on model families: their control tokens and rules, in our own words.
 
-Each family is a .jinja file of this folder and a tokenizer with its tokens: byte-level BPE, trained on
-a fixed text, loaded like a downloaded one.
+Each family is a .jinja file in this folder and a tokenizer with its tokens: byte-level BPE, trained
+on a fixed text and loaded like a downloaded one.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ THINK = ("<think>", "</think>")
 class Family:
     """special: tokens that readers never see. markup: tokens that are added, but not special.
 
-    alternates: it refuses two turns of the same side. thought: how a thought begins that is not
-    shown any more once the next question was asked.
+    alternates: whether its template refuses two turns in a row by the same side. thought: the start
+    of a thought that is left out of the prompt once the next question is asked.
     """
 
     special: tuple[str, ...]

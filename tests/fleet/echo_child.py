@@ -1,7 +1,7 @@
-"""A model's process without a model: it reports like `firn.fleet.worker`, and starts at once.
+"""A model's process without a model: it reports like `firn.fleet.worker`, and starts immediately.
 
-It answers a chat with as many pieces as `max_tokens` says, each after a millisecond. What its path
-says, it does: "broken..." cannot be loaded, "gated:FILE" is loaded once the file is there.
+It streams `max_tokens` pieces for a chat, one per millisecond. Its model path decides how it loads:
+"broken..." fails, and "gated:FILE" is loaded once the file exists.
 """
 
 import asyncio

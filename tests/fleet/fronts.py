@@ -1,4 +1,4 @@
-"""A front on a loopback port with real model processes, as `firn serve A B` runs, but on a thread."""
+"""A front on a loopback port with real model processes, like `firn serve A B`, but on a thread."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from firn.fleet.relay import WaitLimits
 T = TypeVar("T")
 GIB = 1 << 30
 NEED_GB = 0.375
-"""The estimate for a model without weights: a process, and the least for its requests."""
+"""The estimate for a model without weights: its process, and the minimum for its requests."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Running:
         os.kill(self.pid(name), signal.SIGKILL)
 
     def run(self, work: Callable[[], Awaitable[T]]) -> T:
-        """On the front's own thread."""
+        """Runs `work` on the front's own thread."""
 
         async def wrapped() -> T:
             return await work()

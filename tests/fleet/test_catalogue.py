@@ -108,7 +108,7 @@ print(*dict(folders(Path(sys.argv[1]))))
 
 
 def test_a_folder_of_models_may_hold_one_that_may_not_be_looked_into(tmp_path: Path) -> None:
-    """As lost+found, where the folder is a disk of its own."""
+    """Like lost+found, if the folder is a disk's root."""
     for folder in (tmp_path / "model", tmp_path / "owner" / "other"):
         folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")
@@ -158,7 +158,7 @@ def test_a_childs_settings_survive_the_pipe(tmp_path: Path) -> None:
     for item in OPTIONS:
         if item.section != "fleet":
             assert again.get(item.key) == spec.config.get(item.key), item.key
-    assert again.server.rate_limit == 0  # kept at the front's door
+    assert again.server.rate_limit == 0  # the front enforces it
     assert again.server.served_model_name == "a"
 
 

@@ -1,4 +1,4 @@
-"""Four real models with room for two: 200 random requests, none cut, and every answer right."""
+"""Four real models, with room for two: 200 random requests, none cut off, every answer right."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def test_every_model_writes_to_the_trace(pair: Running, trace: Path) -> None:
     for name in (DENSE, HYBRID, DENSE):
         assert right(ask(pair, name))
     while len(entries := _written(trace)) < n_before + 3:
-        pass  # it is written behind
+        pass  # it is written after the reply
     blocks = {
         name: [b for e in entries if e.model == name for b in e.blocks] for name in (DENSE, HYBRID)
     }
@@ -262,7 +262,7 @@ def test_only_the_front_can_reach_a_models_process(pair: Running) -> None:
         assert refused.status_code == 401
     forged = {"x-firn-caller": "other other 1"}
     listed = pair.http(headers=forged).get("/v1/cache/stats")
-    assert listed.status_code == 200  # by the front's own word, not by the header
+    assert listed.status_code == 200  # on the front's authority, not because of the header
 
 
 def test_the_front_refuses_foreign_host_names(pair: Running) -> None:
@@ -273,7 +273,7 @@ def test_the_front_refuses_foreign_host_names(pair: Running) -> None:
 
 
 def test_a_process_that_dies_is_started_again(pair: Running) -> None:
-    """Its clients get an error at once; those of the other model notice nothing."""
+    """Its clients get an error immediately; those of the other model notice nothing."""
     ask(pair, HYBRID)
     with pair.plain.stream(
         "POST",
@@ -281,7 +281,7 @@ def test_a_process_that_dies_is_started_again(pair: Running) -> None:
         json={"model": DENSE, "messages": messages(), "stream": True, "ignore_eos": True},
     ) as stream:
         lines = stream.iter_lines()
-        assert next(line for line in lines if line.startswith("data: "))  # behind its progress
+        assert next(line for line in lines if line.startswith("data: "))  # after progress comments
         pair.kill(DENSE)
         rest = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     assert rest[-1]["error"]["code"] == "model_died"

@@ -1,4 +1,4 @@
-"""The memory a model needs: estimated by its files first, by its process's reports afterwards."""
+"""The memory a model needs: estimated from its files first, then from its process's reports."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_the_dashboard_loads_no_model(front: Running) -> None:
 
 
 def test_routers_see_loaded_models_and_load_none(front: Running) -> None:
-    """Only loaded models are shown, and none is loaded for it."""
+    """Only loaded models are shown, and asking loads none."""
     unloaded = "/model_info?model=firn-demo-hybrid"
     assert ask(front, "GET", unloaded).status_code == 503
     front.client.chat.completions.create(

@@ -1,4 +1,4 @@
-"""Plans of which models to load and to unload; no processes."""
+"""Plans for which models to load and unload, without processes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_model_stays_for_its_minimum_time() -> None:
 
 
 def test_no_other_model_takes_the_room_that_is_being_made() -> None:
-    """A small model waits while room is made for a large one, but not while nothing can be unloaded."""
+    """A small model waits while room is made for a large one, unless nothing can be unloaded."""
     busy = loaded("busy", need=60, n_active=1)
     large, small = wanted("large", need=90, since=NOW - 3), wanted("small", need=30)
     assert plan(busy, large, small).load == ("small",)

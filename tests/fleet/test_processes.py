@@ -1,7 +1,7 @@
 """`firn serve A B` as a user runs it: Ctrl-C ends all of its processes, and so does kill -9 of the
 front.
 
-Slow: a front and its models, each a process of its own.
+Slow: a front and its models, each in its own process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GONE_S = 60.0
 
 @contextmanager
 def started(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """With firn-demo loaded."""
+    """A front with firn-demo loaded."""
     port = _free_port()
     command = [
         sys.executable, "-m", "firn", "serve", "firn-demo", "firn-demo-hybrid", "--port", str(port),

@@ -33,7 +33,7 @@ async def front_routes(tmp_path: Path) -> set[tuple[str, str]]:
 
 
 def test_the_front_has_every_route_of_a_single_server(tmp_path: Path) -> None:
-    with serve(cache_admin=object()) as live:  # its routes are there, and nobody asks
+    with serve(cache_admin=object()) as live:  # adds its routes, which are never called
         app = live.server.config.app
         while not hasattr(app, "routes"):
             app = app.app  # type: ignore[union-attr]
@@ -41,7 +41,7 @@ def test_the_front_has_every_route_of_a_single_server(tmp_path: Path) -> None:
     fronted = asyncio.run(front_routes(tmp_path))
     assert single - fronted == set()
     assert {path for path, method in fronted - single if method != "HEAD"} == OWN
-    assert ("/v1/responses/{response_id}", "HEAD") not in fronted  # it is relayed
+    assert ("/v1/responses/{response_id}", "HEAD") not in fronted  # the route is relayed
 
 
 def test_the_front_does_not_import_mlx() -> None:

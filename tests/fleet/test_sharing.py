@@ -99,7 +99,7 @@ def test_pinned_models_are_loaded_at_start_and_stay(tmp_path: Path) -> None:
 
 
 def test_a_pinned_model_that_is_unloaded_while_it_loads_waits_for_a_request(tmp_path: Path) -> None:
-    """That was no failure: it does not load again by itself, and loads at once when it is needed."""
+    """That was no failure: it does not load again by itself, but immediately when it is needed."""
     gate = tmp_path / "gate"
     made = config(tmp=tmp_path, file=f'[models.a]\npath = "gated:{gate}"\npinned = true\n')
     with fronting(made, rules=QUICK, command=ECHO) as front:
@@ -118,7 +118,7 @@ async def _has_process(model: Model) -> None:
 
 
 def test_a_running_reply_is_never_cut_off(tmp_path: Path) -> None:
-    """The other model waits until it has ended."""
+    """The other model waits until the reply has ended."""
     with serving(tmp_path, "a", "b", room=1) as front, ThreadPoolExecutor(2) as pool:
         chat(front, "a")
         long = pool.submit(streamed, front, "a", n=600)
@@ -221,15 +221,15 @@ def test_waiting_is_bounded_in_number_and_time(tmp_path: Path) -> None:
         assert first.result().json()["error"]["code"] == "model_not_ready"
         assert int(first.result().headers["retry-after"]) >= 1
         late = front.plain.post("/v1/chat/completions", json=body | {"stream": True})
-        assert late.status_code == 200  # it had begun to wait
+        assert late.status_code == 200  # the stream had begun while it waited
         assert '"code":"model_not_ready"' in late.text.splitlines()[-2]
         wrong = front.plain.post("/v1/chat/completions", json=body | {"n": 0})
-        assert wrong.status_code == 400  # nobody waits with a request that is wrong
+        assert wrong.status_code == 400  # an invalid request does not wait
         assert front.plain.post("/v1/models/slow/unload").json()["state"] == "unloaded"
 
 
 class ThreadNames(OpenAIChat):
-    """Notes which threads decode bodies."""
+    """Records which threads decode bodies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ async def _waiting(front: Running, name: str) -> None:
 def test_a_model_that_cannot_be_loaded_fails_its_requests_at_once(tmp_path: Path) -> None:
     file = '[models.bad]\npath = "broken"\n[models.good]\n'
     with fronting(config(tmp=tmp_path, file=file), command=ECHO) as front:
-        for _ in range(2):  # the second is told at once, without another try
+        for _ in range(2):  # the second fails immediately, without another attempt
             with pytest.raises(openai.InternalServerError, match="it is broken"):
                 chat(front, "bad")
         assert chat(front, "good") == "good"
@@ -298,7 +298,7 @@ def test_new_folders_in_models_dir_are_found(tmp_path: Path) -> None:
         assert chat(front, "owner/two") == "owner/two"
         listed = front.plain.get("/v1/models").json()["data"]
         assert [model["id"] for model in listed] == ["one", "owner/two"]
-        folder.rename(tmp_path / "elsewhere")  # as when a disk is taken out
+        folder.rename(tmp_path / "elsewhere")  # as when a disk is removed
         assert front.plain.get("/v1/models").json()["data"] == []
         assert front.plain.get("/health").json()["model"] is None
         body = {"messages": [{"role": "user", "content": "a"}]}
@@ -310,7 +310,7 @@ def test_new_folders_in_models_dir_are_found(tmp_path: Path) -> None:
 
 
 def test_who_leaves_as_the_model_is_ready_does_not_keep_it_busy(tmp_path: Path) -> None:
-    """The lease was granted, and nobody has taken it."""
+    """The lease was granted, but not yet taken."""
     with serving(tmp_path, "a", "b", room=2) as front:
         fleet, model = front.parts.fleet, front.model("a")
 
@@ -362,7 +362,7 @@ def test_keys_are_checked_at_the_front(tmp_path: Path) -> None:
         codes = [
             http.post("/v1/chat/completions", json=body, headers=key).status_code for _ in range(6)
         ]
-        assert codes == [200] * 5 + [429]  # the one that was refused has counted
+        assert codes == [200] * 5 + [429]  # the refused load counted, too
 
 
 def test_only_the_operator_unloads_a_model_whatever_the_api(tmp_path: Path) -> None:

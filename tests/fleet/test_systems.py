@@ -1,4 +1,4 @@
-"""What a front needs of its system: short paths for sockets, a share of the memory."""
+"""What a front needs from the system: short paths for sockets, a share of the memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_sockets_do_not_go_into_a_long_folder(
 
 
 def test_models_on_a_mac_share_what_its_gpu_may_use() -> None:
-    """Before any process has reported how much that is."""
+    """As long as no process has reported how much that is."""
     gib = 1 << 30
     assert usable_share(16 * gib, platform="darwin") == pytest.approx(2 / 3)
     assert usable_share(64 * gib, platform="darwin") == 0.75

@@ -1,4 +1,4 @@
-"""A Mac stays awake while requests run, and only then: by a fake of the program that holds it awake."""
+"""A Mac stays awake only while requests run; the program that keeps it awake is faked."""
 
 from __future__ import annotations
 

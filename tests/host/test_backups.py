@@ -1,4 +1,4 @@
-"""The cache folder and Time Machine, by a fake of its program."""
+"""The cache folder and Time Machine, with a fake tmutil."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers of one user know of each other's memory."""
+"""Servers of one user know how much memory the others have reserved."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_ones_own_does_not_count_and_goes_at_the_end(tmp_path: Path) -> None:
 def test_a_file_that_is_removed_before_it_is_locked_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another server looks at that moment, and takes it for the file of a dead one."""
+    """Another server looks at that moment, and takes it for a dead server's file."""
     path, n_removed = tmp_path / "4711.json", 0
     flock = fcntl.flock
 
@@ -93,7 +93,7 @@ def test_a_file_that_is_removed_before_it_is_locked_is_made_again(
 def test_a_new_servers_file_is_not_removed_for_a_dead_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between opening the dead one's file and removing it, a server with its number has started."""
+    """A server with the dead one's pid starts between the opening and the removal of its file."""
     path = tmp_path / "4711.json"
     path.write_text("{}")
     mine = Reservation(tmp_path, pid=4711)

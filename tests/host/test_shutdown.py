@@ -1,4 +1,4 @@
-"""A server that is told to stop ends in bounded time, though a thread of it never would.
+"""A server that is told to stop ends in bounded time, even if one of its threads never would.
 
 Slow: real servers, each of which must start before it can be stopped.
 """
@@ -81,14 +81,14 @@ main()
 
 
 def test_a_start_that_fails_ends_in_one_line() -> None:
-    """Not in an abort, because the engine's thread is still at its end."""
+    """Not in an abort while the engine's thread is still ending."""
     command = [sys.executable, "-c", FAILING]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stderr) == (1, "firn: no weights\n")
 
 
 def test_ctrl_c_while_the_model_is_loaded() -> None:
-    """Nothing is waited for: the thread that loads would go on for minutes."""
+    """It does not wait: the thread that loads would go on for minutes."""
     process = subprocess.Popen(
         [sys.executable, "-c", START],
         stdout=subprocess.PIPE,
@@ -129,7 +129,7 @@ sys.exit(app.serve(config))
     ("second", "code"), [(signal.SIGTERM, 130), (signal.SIGINT, 130), (signal.SIGHUP, 0)]
 )
 def test_a_second_signal_while_records_are_written(second: signal.Signals, code: int) -> None:
-    """The event loop has ended. A closed terminal alone is no reason to give up."""
+    """The event loop has already ended. A closed terminal alone is no reason to give up."""
     process = subprocess.Popen(
         [sys.executable, "-c", SAVING],
         stdin=subprocess.PIPE,
@@ -163,7 +163,7 @@ def told_to_stop(
     warm: Path | None = None,
     until: str = "serves",
 ) -> tuple[int, str]:
-    """Exit code and log of a server one of whose tokenizer threads is at `hang`."""
+    """Exit code and log of a server in which a tokenizer thread runs `hang`."""
     script = SCRIPT.format(hang=hang, leave_s=leave_s, warm=repr(warm))
     process = subprocess.Popen(
         [*command, sys.executable, "-c", script],
@@ -193,7 +193,7 @@ def test_a_thread_that_waits_for_ever_is_left_behind() -> None:
 
 
 def test_a_closed_terminal_is_a_stop_like_any_other() -> None:
-    """The shell passes on what the system has told the server already."""
+    """The shell sends SIGHUP again, after the system has sent it."""
     code, log = told_to_stop("lambda: None", signals=[signal.SIGHUP, signal.SIGHUP])
     assert code == 0
     assert log.count("stopping; ") == 1
@@ -218,7 +218,7 @@ def test_nohup_outlives_the_terminal() -> None:
 
 
 def test_when_nothing_else_helps_the_process_is_ended() -> None:
-    """Python's own lock is held: no code of ours can run any more."""
+    """Python's own lock is held, so none of our code can run any more."""
     hang = "lambda: (stopping.wait(), re.match('(a*)*b', 'a' * 60))"
     code, log = told_to_stop(hang, leave_s=1.0)
     assert code == 1

@@ -1,4 +1,4 @@
-"""Services of launchd and systemd, by fakes of their programs and the files that they would read."""
+"""Services of launchd and systemd: the files they would read, with fakes of their programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SERVICE = Service(("model", "--port", "8123", "--api-key", 'k"%$x'), python="/op
 
 
 class Fake:
-    """Answers by the words of a command, the longest match first."""
+    """Answers by the first of its keywords that is a word of the command."""
 
     def __init__(self, **answers: CommandResult) -> None:
         self.answers = answers

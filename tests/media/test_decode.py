@@ -120,7 +120,7 @@ def chunk(kind: bytes, body: bytes) -> bytes:
 
 
 def huge_png(width: int, height: int) -> bytes:
-    """A few bytes that promise many pixels."""
+    """A few bytes that claim many pixels."""
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     body = zlib.compress(b"\0" * 64)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b"")

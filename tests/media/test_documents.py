@@ -1,4 +1,4 @@
-"""Documents as text: PDF and plain text, within limits, in a process that can be ended."""
+"""Documents as text: PDF and plain text, within limits, in a process that can be killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Documents of several callers, and of one who sends many: nobody learns of others, time is limited."""
+"""Documents of several callers, and many of one: callers learn nothing of each other, and time is
+limited."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def gathered(documents: Documents, request: GenerateRequest, owner: str) -> list
 
 
 class Listening(Documents):
-    """Remembers what it had to read."""
+    """Records what it had to read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +48,7 @@ class Listening(Documents):
 
 
 def test_a_text_is_kept_for_its_owner() -> None:
-    """The time that reading takes tells nobody what others have sent."""
+    """The time that reading takes reveals nothing about what others have sent."""
     documents = Listening()
     for owner in ("alice", "alice", "bob", "bob"):
         (part,) = gathered(documents, asked("snow"), owner)

@@ -31,7 +31,7 @@ NAMES: Mapping[str, list[str]] = {
 
 
 class Web:
-    """Answers requests, and remembers where they went."""
+    """Answers requests, and records them."""
 
     def __init__(self, answer: Callable[[httpx.Request], httpx.Response]) -> None:
         self.asked: list[httpx.Request] = []
@@ -146,7 +146,7 @@ def test_redirects_are_followed() -> None:
     web = Web(redirect("/final.png"))
     assert web.fetch("https://pictures.example/start") == b"pixels"
     assert [r.headers["host"] for r in web.asked] == ["pictures.example"] * 2
-    assert web.resolved == ["pictures.example"] * 2  # each one is checked
+    assert web.resolved == ["pictures.example"] * 2  # every hop is checked
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_a_request_fetches_a_limited_number_of_pictures() -> None:
 
 
 def test_a_request_fetches_a_limited_number_of_bytes() -> None:
-    """Each is within the limit, all of them together are not."""
+    """Each is within the limit, but all of them together are not."""
     urls = [f"https://pictures.example/{i}.png" for i in range(TOTAL_FACTOR + 1)]
     assert gather(Web(ok), *urls[:-1], nbytes=len(b"pixels"))
     with pytest.raises(BadPicture, match="too large together"):

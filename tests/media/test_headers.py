@@ -1,4 +1,4 @@
-"""Files that would keep a decoder busy for ever are refused before one sees them."""
+"""Files that would keep a decoder busy forever are refused before one sees them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tiff(*tags: tuple[int, int, int, int], following: int = 0, rest: bytes = b""
 
 
 def many_pages(n: int) -> bytes:
-    """Directories without a tag, one after the other."""
+    """Directories without tags, one after the other."""
     pages = [struct.pack("<HI", 0, 8 + 6 * (i + 1) if i + 1 < n else 0) for i in range(n)]
     return b"II*\0" + struct.pack("<I", 8) + b"".join(pages)
 

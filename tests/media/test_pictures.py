@@ -159,7 +159,7 @@ def test_digests_differ_in_pixels_size_and_settings() -> None:
 
 
 def test_a_picture_is_kept_for_its_owner() -> None:
-    """Whether it was here before shows in the time it takes: to its owner alone."""
+    """The time it takes shows whether it was sent before, so only its owner may reuse it."""
     kept, processor = make_pictures()
     nobodys = PicturePart(as_url(png()))
     mine, other = replace(nobodys, owner="alice"), replace(nobodys, owner="bob")

@@ -1,6 +1,6 @@
-"""A rank that dies ends the group, and clients are told. Each function ends the ranks it is given.
+"""A rank that dies ends the group, and clients get an error. Each function ends its ranks.
 
-Servers are slow to start, so these come at the end of tests that have one.
+Servers are slow to start, so these run at the end of tests that have started one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def idle_follower(ranks: Ranks) -> None:
 
 
 def busy_follower(ranks: Ranks) -> None:
-    """It dies during a step: rank 0's engine hangs in the step, or gets a fault from it."""
+    """It dies during a step, in which rank 0's engine then hangs or fails."""
     lines = []
     with client().stream("POST", f"{ranks.url}/v1/completions", json=BODY) as told:
         for line in told.iter_lines():
@@ -34,7 +34,7 @@ def busy_follower(ranks: Ranks) -> None:
 
 
 def frozen_follower(ranks: Ranks) -> None:
-    """It keeps its connections and never finishes its part of the step: only its silence shows it."""
+    """It keeps its connections but never finishes its part of the step: only its silence shows."""
     lines = []
     with client().stream("POST", f"{ranks.url}/v1/completions", json=BODY) as told:
         for line in told.iter_lines():

@@ -1,4 +1,4 @@
-"""Two real `firn serve --tensor-parallel` processes over loopback, started as mlx.launch starts them."""
+"""Two real `firn serve --tensor-parallel` processes on loopback, started as mlx.launch would."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ FIRN = ("-m", "firn")
 
 
 def impatient(*, beat_s: float = heartbeat.BEAT_S, end_s: float = 1.0) -> tuple[str, str]:
-    """Gives up a rank that is lost sooner than users want it: until then the other keeps a core busy."""
+    """A program that gives up a lost rank soon: until then, the other one keeps a core busy."""
     script = (
         f"from firn.ranks import heartbeat; heartbeat.BEAT_S = {beat_s}; "
         f"from firn.ranks import leader; leader.END_S = {end_s}; "
@@ -64,7 +64,7 @@ def impatient(*, beat_s: float = heartbeat.BEAT_S, end_s: float = 1.0) -> tuple[
 
 
 def start(model: Path, *flags: str, folder: Path, program: Sequence[str] = FIRN) -> Ranks:
-    """folder: for logs, and for the home of these processes."""
+    """folder: holds the logs and the home of these processes."""
     folder.mkdir(parents=True, exist_ok=True)
     one_blas.remember(folder / "home")
     port = _free_port()
@@ -121,7 +121,7 @@ def _await(ranks: Ranks) -> None:
 
 @functools.cache
 def client() -> httpx.Client:
-    """One for all requests: to make one takes longer than to send most of them."""
+    """One client for all requests: making one takes longer than most requests."""
     return httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 
 

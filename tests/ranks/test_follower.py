@@ -1,4 +1,4 @@
-"""A follower's process: what it does with signals, and who may call itself one."""
+"""A follower's process: what it does with signals, and who may join as one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ sys.exit(follower.next().name != "end")
 
 
 def test_a_closed_terminal_is_passed_on_and_does_not_kill_a_follower() -> None:
-    """The system and the shell both tell it; rank 0 decides when to end."""
+    """The system and the shell both send SIGHUP; rank 0 decides when to end."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         process = subprocess.Popen([sys.executable, "-c", FOLLOW, str(server.getsockname()[1])])
         link = RankLink(server.accept()[0])
@@ -49,7 +49,7 @@ def test_a_closed_terminal_is_passed_on_and_does_not_kill_a_follower() -> None:
 
 
 class Group:
-    """Rank 0 of two, whose number is told to a stranger before rank 1 hears it."""
+    """Rank 0 of two, to whose port strangers connect before rank 1 does."""
 
     size = 2
 
@@ -84,7 +84,7 @@ def test_a_stranger_that_connects_first_does_not_hold_the_ranks_up(
 
 
 class Calls:
-    """Has some methods, and notes what they were called with."""
+    """Has `on_` methods with these names, and records their calls."""
 
     def __init__(self, *names: str) -> None:
         self.made: list[tuple[Any, ...]] = []

@@ -1,4 +1,4 @@
-"""A frozen process closes no connection: the other end notices its silence, and nothing else."""
+"""A frozen process closes no connection: the other end can only notice its silence."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_frozen_process_is_noticed_and_one_that_runs_is_not() -> None:
 
 
 def test_a_frozen_process_is_noticed_while_a_send_blocks() -> None:
-    """Our own beats pile up until a send blocks, which must not stop the watching."""
+    """Our own sends fill the buffer until one blocks, which must not stop the watching."""
     with other_end() as (watched, process):
         process.send_signal(signal.SIGSTOP)
         full = threading.Thread(target=send_much, args=(watched.link,), daemon=True)
@@ -96,7 +96,7 @@ def test_a_frozen_process_is_noticed_while_a_send_blocks() -> None:
 
 
 def test_a_follower_ends_when_rank_0_is_frozen() -> None:
-    """To the follower it looks frozen: it keeps the connection open and sends nothing."""
+    """Rank 0 looks frozen to the follower: it keeps the connection open and sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(WAIT_S)
         port = str(server.getsockname()[1])
@@ -117,7 +117,7 @@ def send_much(link: RankLink) -> None:
 def test_silence_counts_only_after_watch() -> None:
     near, link = pair()
     watched = Watched(link)
-    threading.Event().wait(2 * N_SILENT * BEAT_S)  # a rank that loads its model
+    threading.Event().wait(2 * N_SILENT * BEAT_S)  # like a rank that loads its model
     assert not watched.silent.is_set()
     watched.beat.watch()
     assert watched.silent.wait(WAIT_S)

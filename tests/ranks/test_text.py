@@ -1,6 +1,6 @@
-"""Two ranks answer as one process does, whatever the cache and other requests do, and end together.
+"""Two ranks answer like one process, whatever the cache and other requests do, and end together.
 
-Slow: each test starts two or four real servers that share every step, on a machine with few cores.
+Slow: each test starts two or four real servers that take part in every step, on few cores.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FLAGS = ("--cache-block-tokens", "32", "--prefill-chunk", "64")
 N_GOOD = 128
 """Tokens whose records the test leaves intact."""
 WIDE = {"qwen3": {"head_dim": 64}}
-"""So that a MiB of memory is full after a few hundred tokens."""
+"""Fills a MiB of memory after a few hundred tokens."""
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
@@ -112,7 +112,7 @@ def test_a_model_of_attention_answers_and_restarts_on_two_ranks(
             ask(ranks.url, f"{i} {STORY * 2}", max_tokens=1)
         assert ask(ranks.url, STORY).text == expected["long"]
         assert "(ssd" in ranks.log(0)
-        ranks.processes[1].send_signal(signal.SIGTERM)  # a follower passes that on
+        ranks.processes[1].send_signal(signal.SIGTERM)  # a follower passes it on
         assert ranks.wait() == [0, 0], ranks.log(0)[-3000:] + ranks.log(1)[-3000:]
     assert same_records(tmp_path / "ssd")
     for path in records(tmp_path / "ssd", rank=1):
@@ -128,7 +128,7 @@ def test_a_model_of_attention_answers_and_restarts_on_two_ranks(
 
 
 def what_only_rank_0_knows_of(ranks: Ranks) -> None:
-    """Logprobs, grammars, several replies to one prompt."""
+    """Asks for logprobs, a grammar, and several replies to one prompt."""
     body = {"prompt": STORY, "max_tokens": 6, "n": 3, "temperature": 1.0, "logprobs": 2}
     reply = client().post(f"{ranks.url}/v1/completions", json=body).json()
     assert len(reply["choices"]) == 3
@@ -138,7 +138,7 @@ def what_only_rank_0_knows_of(ranks: Ranks) -> None:
     chat = {
         "messages": [{"role": "user", "content": "a number"}],
         "max_tokens": 40,
-        "temperature": 0,  # drawn at random, it may think first
+        "temperature": 0,  # a sampled reply may begin with a thought
         "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
     }
     reply = client().post(f"{ranks.url}/v1/chat/completions", json=chat).json()
@@ -184,6 +184,6 @@ def records(folder: Path, *, rank: int) -> list[Path]:
 
 
 def same_records(folder: Path) -> bool:
-    """Both ranks hold slices of the same records."""
+    """Whether both ranks hold slices of the same records."""
     own, others = ([path.name for path in records(folder, rank=rank)] for rank in (0, 1))
     return own == others != []

@@ -1,4 +1,4 @@
-"""Calls on a socket arrive whole and in order, and its end is noticed."""
+"""Calls over a socket arrive whole and in order, and the end of the connection is noticed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CALLS = [
 
 
 class Slow(socket.socket):
-    """Gives a few bytes at a time, however many have come."""
+    """Returns at most `n_most` bytes at a time, however many have arrived."""
 
     n_most = 1 << 30
 
@@ -29,7 +29,7 @@ class Slow(socket.socket):
 
 
 def pair(*, n_most: int = 1 << 30) -> tuple[socket.socket, RankLink]:
-    """n_most: bytes that the second gets at a time."""
+    """n_most: bytes that the second end receives at a time."""
     server = socket.create_server(("127.0.0.1", 0))
     near = socket.create_connection(server.getsockname())
     accepted, _ = server.accept()

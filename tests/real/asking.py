@@ -11,8 +11,8 @@ import openai
 
 Messages = list[dict[str, str]]
 TIE = 1e-3
-"""Two tokens whose log-probabilities are closer than this are as good as each other: the order of sums
-decides, which differs between a prompt read in one piece, one resumed and one in a batch."""
+"""Tokens whose log-probabilities are closer than this are a tie: the order of summation decides,
+which differs between a prompt read in one piece, one that is resumed and one in a batch."""
 
 
 def client(url: str) -> openai.OpenAI:
@@ -26,7 +26,7 @@ def user(text: str, *, system: str | None = None) -> Messages:
 
 @dataclass(frozen=True)
 class Reply:
-    """`margins`: by how much each token was likelier than the second best."""
+    """`margins`: each token's log-probability minus the second best one's."""
 
     text: str
     tokens: tuple[str, ...]
@@ -39,7 +39,7 @@ class Reply:
 
 
 def ask(url: str, messages: Messages, *, n: int = 24, **body: Any) -> Reply:
-    """body: what the client does not know, such as "cache"."""
+    """body: fields that the client does not know, such as "cache"."""
     made = client(url).chat.completions.create(
         model="smollm2",
         messages=messages,  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ class Comparison:
 
 
 def compare(ours: Sequence[Reply], theirs: Sequence[Reply]) -> Comparison:
-    """Token by token; where they part, the first one's margin says whether that was a tie."""
+    """Token by token; at the first difference, the margin in `ours` tells whether it was a tie."""
     n_equal = n_ties = 0
     for a, b in zip(ours, theirs, strict=True):
         parts = [
@@ -111,11 +111,11 @@ class Drift:
     n_first: int
     """Replies with the same first token."""
     n_same_tokens: int
-    """Before the first different one, over all replies: from there on they are different texts."""
+    """Tokens before the first different one, in all replies; after it, the texts are unrelated."""
     n_tokens: int
     mean: float
     worst: float
-    """Distance of the log-probabilities of those same tokens."""
+    """Mean and largest difference of the log-probabilities of those same tokens."""
 
     @staticmethod
     def between(exact: Sequence[Reply], other: Sequence[Reply]) -> Drift:

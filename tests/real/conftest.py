@@ -16,12 +16,12 @@ from firn.demo.server import ServerProcess
 Figure = Callable[[str], None]
 FIGURES = pytest.StashKey[list[str]]()
 START_S = 300.0
-"""A busy machine takes its time with 135 million parameters."""
+"""A busy machine needs time for 135 million parameters."""
 
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A user's home that has nothing in it yet, for this process and its servers."""
+    """An empty home folder for this process and its servers."""
     folder = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(folder))
@@ -43,14 +43,14 @@ def server(folder: Path, home: Path) -> Iterator[ServerProcess]:
 
 
 def start(home: Path, name: str, *flags: str) -> ServerProcess:
-    """A server with a folder of records of its own, which it finds again when it is started again."""
+    """A server with its own folder of records, which it finds again when it is restarted."""
     flags = ("--ssd-cache-dir", str(home / name), *flags)
     return ServerProcess("smollm2", *flags, log=home / f"{name}.log", start_s=START_S)
 
 
 @pytest.fixture(scope="session")
 def reference(folder: Path) -> tuple[Any, Any]:
-    """mlx-lm's model and tokenizer on that folder, its weights unpacked, in float32."""
+    """mlx-lm's model and tokenizer from that folder, with the weights dequantised to float32."""
     model, _ = load_model(folder)
     model = dequantize_model(model)
     mx.eval(model.parameters())
@@ -59,7 +59,7 @@ def reference(folder: Path) -> tuple[Any, Any]:
 
 @pytest.fixture
 def figure(request: pytest.FixtureRequest) -> Figure:
-    """A line of the report at the end, which docs/decisions.md quotes."""
+    """Adds a line to the report at the end, which docs/decisions.md quotes."""
     figures = request.config.stash.setdefault(FIGURES, [])
     return lambda text: figures.append(f"{request.node.name}: {text}")
 

@@ -1,4 +1,4 @@
-"""What llama.cpp makes of the same GGUF file, for llama_cpp.json: its tokens, its greedy replies.
+"""Writes llama_cpp.json: llama.cpp's tokens and greedy replies with the same GGUF file.
 
 pip install llama-cpp-python
 python tests/real/other_engine.py SmolLM2-135M-Instruct.Q4_1.gguf > tests/real/llama_cpp.json

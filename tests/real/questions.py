@@ -1,4 +1,4 @@
-"""What SmolLM2 is asked. Imports nothing, so that other_engine.py can run anywhere."""
+"""Questions for SmolLM2. Imports nothing, so that other_engine.py can run anywhere."""
 
 from __future__ import annotations
 
@@ -54,4 +54,4 @@ TEXTS = (
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
     "…—–‘’“”«»·•°§¶©®™",
 )
-"""Tokenized by llama.cpp and here."""
+"""Tokenized by llama.cpp and by firn."""

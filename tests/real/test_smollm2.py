@@ -130,7 +130,7 @@ def test_exact_mode_is_bitwise(home: Path, figure: Figure) -> None:
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("bits", [8, 4])
 def test_replies_from_quantised_records(bits: int, home: Path, figure: Figure) -> None:
-    """A figure more than a promise: who asks for smaller records accepts that replies may change."""
+    """A figure rather than a promise: smaller records may change replies."""
     flags = ("--kv-cache-quantization", "--kv-cache-quantization-bits", str(bits))
     child = start(home, f"bits-{bits}", *flags)
     try:
@@ -312,7 +312,7 @@ def test_tokens_are_those_of_llama_cpp(folder: Path, other: dict[str, Any], figu
 def test_replies_beside_llama_cpp(
     server: ServerProcess, other: dict[str, Any], figure: Figure
 ) -> None:
-    """A figure, no promise: llama.cpp rounds activations to 8 bits and soon takes another word."""
+    """A figure, not a promise: llama.cpp rounds activations to 8 bits, and replies soon differ."""
     ours = [ask(server.url, user(question), n=32).text for question in QUESTIONS]
     pairs = list(zip(ours, other["replies"], strict=True))
     n_first = sum(a.split()[:1] == b.split()[:1] for a, b in pairs)

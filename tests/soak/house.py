@@ -1,6 +1,6 @@
 """Real servers for long runs, seen from outside: over HTTP, in their folder, and in /proc.
 
-Nothing here knows how the cache or the engine work inside.
+Nothing here knows how the cache or the engine works inside.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from firn.demo.server import ServerProcess
 T = TypeVar("T")
 N_QUESTIONS = 6
 SMALL = ("--cache-memory-mb", "1", "--cache-block-tokens", "16")
-"""So little memory that most of what is reused comes from the disk."""
+"""So little memory that most reused tokens come from the disk."""
 
 
 class House:
-    """Servers on one folder. Use as a context manager: none of them outlives it."""
+    """Servers that share one folder. Use as a context manager: none of them outlives it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "cache"
@@ -53,7 +53,7 @@ class House:
         return self._log.read_text(errors="replace")
 
     def records(self) -> list[Path]:
-        """Files of the cache, whatever they are called; none of those being written or put away."""
+        """The record files of the cache, without those being written or in quarantine."""
         aside = {"tmp", "quarantine"}
         return [
             Path(place) / name
@@ -68,7 +68,7 @@ class House:
 
 
 def sessions(n: int, *, n_facts: int = 6, first: int = 0) -> list[FactSession]:
-    """The same questions in each, and answers of their own: whoever mixes them up is caught."""
+    """Sessions with the same questions but different answers, so that mixing them up is noticed."""
     return [
         make_session(
             first + i,
@@ -106,7 +106,7 @@ def ask(
 
 
 def at_once(n: int, work: Callable[[int], T]) -> list[T]:
-    """`work(0)` to `work(n - 1)`, each in a thread of its own."""
+    """`work(0)` to `work(n - 1)`, each on its own thread."""
     with ThreadPoolExecutor(n) as pool:
         return list(pool.map(work, range(n)))
 
@@ -116,8 +116,8 @@ def at_once(n: int, work: Callable[[int], T]) -> list[T]:
 
 @dataclass(frozen=True)
 class Held:
-    """rss_mib: memory in use, less what MLX's allocator keeps for reuse, which has a limit of its own
-    and fills up with the sizes of buffers. n_files: descriptors, where the system tells."""
+    """rss_mib: memory in use, without what MLX's allocator keeps for reuse, which has its own limit
+    and grows with the variety of buffer sizes. n_files, n_threads: 0 if there is no /proc."""
 
     rss_mib: float
     n_files: int
@@ -155,16 +155,16 @@ def wait_until(happened: Callable[[], object], *, timeout_s: float = 120.0) -> N
 
 
 def let_go_of_everything(server: ServerProcess) -> None:
-    """Nothing runs, and nothing that ran still holds on to a part of the cache."""
+    """Waits until nothing runs, and nothing that ran still holds a part of the cache."""
     wait_until(lambda: is_idle(server))
     httpx.delete(f"{server.url}/v1/cache", timeout=60).raise_for_status()
-    # What somebody had leased would have stayed.
+    # Records with a lease would have stayed.
     wait_until(lambda: server.get("/v1/cache/stats")["memory"]["records"] == 0)
 
 
 @contextmanager
 def always_healthy(server: ServerProcess) -> Iterator[list[float]]:
-    """/health is asked all the while, and answers each time; yields how long each answer took."""
+    """Calls /health all the while, which must always answer; yields how long each answer took."""
     stop, took, faults = threading.Event(), [], []
 
     def look() -> None:
@@ -191,7 +191,7 @@ def always_healthy(server: ServerProcess) -> Iterator[list[float]]:
 
 
 class Saboteur:
-    """Damages files of a cache while servers use them. One thread; deterministic but for timing."""
+    """Damages cache files while servers use them. One thread; deterministic except for timing."""
 
     def __init__(self, house: House, *, seed: int, pause_s: float = 0.002) -> None:
         self._house = house
@@ -224,7 +224,7 @@ class Saboteur:
                     self._rng.choice(self._ways)(path)
                     self.n_done += 1
                 except (OSError, ValueError):
-                    pass  # it is gone, or empty already
+                    pass  # it is gone or empty already
             self._stop.wait(self._pause_s)
 
     def _flip(self, path: Path) -> None:

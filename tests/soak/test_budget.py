@@ -1,4 +1,4 @@
-"""More than the memory holds, all the time: requests wait for their turn, and none fails."""
+"""More requests than memory holds, all the time: they wait for their turn, and none fails."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ N_REQUESTS = 120
 N_CLIENTS = 12
 N_WORDS = 300
 CAPACITY_MIB = 256
-"""What a server has for live requests when the head-room leaves it nothing."""
+"""A server's capacity for live requests if the headroom leaves it nothing."""
 
 
 def write_model(path: Path) -> None:
-    """Small to compute, and 64 KiB of keys and values for every token."""
+    """Cheap to compute, but with 64 KiB of keys and values for every token."""
     entry = zoo.ZOO["llama"]
     config = {
         **entry.config,
@@ -35,7 +35,7 @@ def write_model(path: Path) -> None:
 
 
 def prompt(rng: random.Random) -> str:
-    """Of a few beginnings that many share, and an end of its own."""
+    """One of a few shared beginnings, and its own end."""
     shared = random.Random(rng.randrange(4))
     words = [str(shared.randrange(100)) for _ in range(N_WORDS)]
     n = rng.choice([20, 100, N_WORDS])
@@ -80,7 +80,7 @@ def test_requests_wait_for_memory_and_none_fails(tmp_path: Path) -> None:
         with always_healthy(server):
             n_tokens = at_once(N_CLIENTS, client)
         assert all(n_tokens)
-        # What could never fit is told so, at once.
+        # A request that can never fit is refused.
         never = httpx.post(url, json={"prompt": "7 " * 8_000, "max_tokens": 1}, timeout=120)
         assert never.status_code == 400
         let_go_of_everything(server)

@@ -1,4 +1,4 @@
-"""Storms of clients that vanish at any moment: nothing stays behind, and others are answered."""
+"""Storms of clients that vanish at any moment leave nothing behind, and others are answered."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ N_AT_ONCE = 8
 
 
 def vanish(port: int, rng: random.Random, body: dict[str, object]) -> None:
-    """Send some or all of a request, read some of the answer, and be gone: orderly, or not."""
+    """Send some or all of a request, read some of the answer, and disconnect, orderly or not."""
     path = rng.choice(["/v1/chat/completions", "/v1/messages", "/v1/responses"])
     raw = json.dumps(body).encode()
     head = (
@@ -41,7 +41,7 @@ def vanish(port: int, rng: random.Random, body: dict[str, object]) -> None:
         sent = sent[: rng.randrange(len(sent))]
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
-            if rng.random() < 0.5:  # a reset in the place of a farewell
+            if rng.random() < 0.5:  # a reset instead of an orderly close
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             sock.sendall(sent)
             sock.settimeout(rng.choice([0.001, 0.01, 0.05, 0.2]))
@@ -77,7 +77,7 @@ def test_storms_leave_nothing_behind(tmp_path: Path, model: str) -> None:
                 vanish(server.port, rng, wanted)
 
         def witness(number: int) -> int:
-            """Asks all the while, and is answered rightly; a full queue is an answer too."""
+            """Asks all the while, and must get right answers; a full queue is an answer, too."""
             n_right, i = 0, 5 * number
             while not over.is_set():
                 i += 1

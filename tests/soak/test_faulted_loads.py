@@ -1,4 +1,4 @@
-"""A disk that spoils what it is given, below a real server: loads fail, and no answer is wrong."""
+"""A disk that damages what it stores, below a real server: loads fail, but no answer is wrong."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def n_faulted(server: ServerProcess) -> int:
 
 
 def n_stored(server: ServerProcess, talk: FactSession, n: int) -> int:
-    """Tokens of a prompt that could be resumed from, or are not because computing them is faster."""
+    """Tokens of a prompt that are stored, including those that are only faster to compute."""
     body = {"messages": talk.messages(n), "max_tokens": 64}
     seen = httpx.post(f"{server.url}/v1/cache/probe", json=body).json()
     return int(

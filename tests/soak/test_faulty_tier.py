@@ -1,4 +1,4 @@
-"""A tier that lies, loses and lags, under the real engine: ten thousand bad loads, no wrong answer."""
+"""A tier that lies, loses and lags, below the real engine: 10,000 bad loads, no wrong answer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.test_ssd_faults_oracle import (
 )
 
 N_FAULTED = {"firn-demo": 8000, "firn-demo-hybrid": 2000}
-"""A load of the hybrid takes four times as long."""
+"""A load takes the hybrid four times as long."""
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("model", MODELS)
 def test_thousands_of_faulted_loads(tmp_path: Path, model: str) -> None:
-    """Every second read suffers, and a write now and then."""
+    """Every second read suffers a fault, and every 40th write."""
     tier = faulty(tmp_path, in_turn(read=2, write=40), delay_s=0.002)
     with sit(model, tier) as oracle:
         exams = sessions(oracle, 24)

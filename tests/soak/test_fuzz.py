@@ -1,4 +1,4 @@
-"""Whatever comes over the wire: no 5xx, no growth, and /health answers all the while."""
+"""Whatever arrives over the wire: no 5xx, no growth, and /health answers all the while."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_raw_bytes(tmp_path: Path) -> None:
 
 
 def try_everything(url: str, *, n_examples: int) -> Counter[int]:
-    """So many requests to each route, of both kinds; how often each status came."""
+    """Sends up to `n_examples` valid and invalid requests to each route; counts the statuses."""
     search = settings(
         max_examples=n_examples,
         database=None,
@@ -91,7 +91,7 @@ def try_everything(url: str, *, n_examples: int) -> Counter[int]:
 
 @pytest.mark.soak
 def test_bodies_made_from_the_description(tmp_path: Path) -> None:
-    """Fitting ones, and ones that break it in a place, for every route, on a real server."""
+    """Valid bodies and invalid ones, for every route, on a real server."""
     with House(tmp_path) as house:
         server = house.start(*SMALL, "--max-tokens", "8")
         (talk,) = sessions(1)

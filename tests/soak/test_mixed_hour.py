@@ -1,4 +1,5 @@
-"""An hour of one request a second, as fast as it goes: every API, every kind of end, flat memory."""
+"""An hour's worth of one request a second, sent as fast as possible: every API, every kind of end,
+flat memory."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from tests.soak.test_disconnects import vanish
 N_REQUESTS = 3600
 N_CLIENTS = 4
 N_ROUNDS = 8
-"""Between two of them the server rests, and is measured."""
+"""After each round the server rests and is measured."""
 N_EACH = N_REQUESTS // N_CLIENTS // N_ROUNDS
 N_SESSIONS = 40
 WEATHER = {
@@ -40,7 +41,7 @@ WEATHER = {
 
 
 class Caller:
-    """One client, with its own dice. What it is told is checked as far as it can be."""
+    """One client, with its own random numbers. Answers are checked as far as possible."""
 
     def __init__(self, server: ServerProcess, talks: list[FactSession], number: int) -> None:
         self._server = server
@@ -142,7 +143,7 @@ class Caller:
         vanish(self._server.port, self._rng, body)
 
     def _long(self) -> None:
-        """A document of its own, of a few thousand tokens."""
+        """A new document of a few thousand tokens."""
         talk = sessions(1, n_facts=150, first=self._rng.randrange(1000))[0]
         body = {"messages": talk.messages(0), "max_tokens": 4, "temperature": 0}
         self._post("/v1/chat/completions", body)
@@ -169,7 +170,7 @@ def test_an_hour_of_everything(tmp_path: Path) -> None:
         print(f"{sum(done.values())} requests: {dict(done)}", *seen, sep="\n")
         assert sum(done.values()) >= N_REQUESTS
         assert len(done) == 12, done
-        warm = seen[1:]  # the first round loads what is loaded once
+        warm = seen[1:]  # the first round includes what is loaded only once
         half = len(warm) // 2
         early = statistics.fmean(h.rss_mib for h in warm[:half])
         late = statistics.fmean(h.rss_mib for h in warm[half:])

@@ -1,4 +1,4 @@
-"""Two servers on one folder, one of them killed again and again: right answers under one limit."""
+"""Two servers on one folder, one of them killed repeatedly: right answers, within one limit."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LIMIT_GIB = 0.002
 N_SESSIONS = 24
 N_KILLS = 8
 N_BETWEEN = 60
-"""Questions to the one that stays, between two kills of the other."""
+"""Questions to the server that stays, between two kills of the other."""
 
 
 def du(folder: Path) -> int:
-    """Bytes on the disk, with whatever is being written; files that vanish meanwhile do not count."""
+    """Bytes on disk, including files being written; files that vanish meanwhile do not count."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:
@@ -86,7 +86,7 @@ def test_one_stays_and_one_is_killed(tmp_path: Path) -> None:
             f"{len(n_cached)} and {n_other} answers, {sum(n_cached)} tokens cached, {N_KILLS} kills"
         )
         limit = int(LIMIT_GIB * (1 << 30))
-        # A file may grow between the moment it is seen and the moment others are counted.
+        # The files are not counted at the same moment.
         assert max(samples) <= limit * 1.1, (max(samples), limit)
         assert max(samples) > limit * 0.5, "it was never near its limit"
         stats = stays.get("/v1/cache/stats")
@@ -96,7 +96,7 @@ def test_one_stays_and_one_is_killed(tmp_path: Path) -> None:
 
 
 def until_it_dies(url: str, seed: int, talks: list[FactSession]) -> int:
-    """How many questions it has answered, all of them rightly."""
+    """Asks until the server dies. Returns the number of answers, all of which must be right."""
     for i in itertools.count(seed):
         try:
             assert ask(url, talks[i % N_SESSIONS], i // N_SESSIONS % N_QUESTIONS).right

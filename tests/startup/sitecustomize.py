@@ -1,9 +1,9 @@
-"""What transformers finds out at every import is found out once for all processes of the tests.
+"""Caches what transformers finds out at every import, for all processes of the tests.
 
-It reads each of its two thousand modules for the names in them, and of every installed package the list
-of its files: more than a third of a server's start, and the tests start a hundred of them. Python runs a
-module of this name before anything else, where its folder is in PYTHONPATH (tests/conftest.py); so it
-imports no more than it must before it is needed.
+It scans its two thousand modules for the names in them, and reads the file list of every installed
+package: more than a third of a server's start, and the tests start a hundred servers. Python runs a
+module of this name before anything else if its folder is in PYTHONPATH (tests/conftest.py), so it
+imports as little as possible until it is needed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Loader(SourceFileLoader):
 
 
 def outermost(find: Callable[[Any], Any], packages: Path) -> Callable[[Any], Any]:
-    """It calls itself, by its name, for each folder below."""
+    """Caches only the outermost call: `find` calls itself, by its name, for each subfolder."""
     within: list[Any] = []
 
     def call(path: Any) -> Any:
@@ -70,7 +70,7 @@ def outermost(find: Callable[[Any], Any], packages: Path) -> Callable[[Any], Any
 
 
 def remembered(find: Callable[..., Any], packages: Path, *args: str) -> Any:
-    """find(*args) of the time when something was last installed into the folder of packages."""
+    """find(*args), cached until something is installed into the folder of packages."""
     import contextlib
     import marshal
     import os

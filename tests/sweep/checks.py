@@ -1,9 +1,9 @@
 """What a supported architecture must do: the same requests with and without the cache.
 
-In exact mode every logit that the cache had a part in must be bit for bit the uncached one; in full
-mode the tokens must be the same away from ties. The requests re-send, grow, branch, edit, shorten and
-continue past a reply, at lengths around blocks, chunks and windows, and in a batch where the model has
-one; blocks are smaller than chunks, larger, and equal.
+In exact mode, every logit after a hit must equal the uncached one bit for bit; in full mode, the
+tokens must be the same except at ties. The requests re-send, grow, branch, edit, shorten and
+continue past a reply, at lengths around blocks, chunks and windows, and in a batch if the model can
+batch; blocks are smaller than chunks, larger, and equal.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from firn.models.selfcheck import CHUNKS_MATTER, batch_fault
 from tests.harness import Harness, Result, running
 
 WINDOW = 32
-"""Of every windowed model of the zoo."""
+"""Window size of every windowed model in the zoo."""
 TIE = 1e-3
-"""A smaller margin between the two likeliest tokens is rounding's to decide."""
+"""If the margin between the two likeliest tokens is smaller, rounding decides."""
 N_REPLY = 3
 
 Build = Callable[[], tuple[Any, Callable[[], list[Any]]]]
@@ -34,11 +34,11 @@ class Mode:
     block: int
     exact: bool
     near: tuple[int, ...] = (WINDOW, 2 * WINDOW)
-    """Lengths around which prompts end, besides the block's."""
+    """Lengths around which prompts end, in addition to the block size."""
 
     @property
     def step(self) -> int:
-        """Reuse is by this many tokens, where every layer can be cut."""
+        """Reuse is in multiples of this many tokens, if every layer can be cut."""
         return max(self.chunk, self.block) if self.exact else 1
 
     def __str__(self) -> str:
@@ -54,14 +54,14 @@ MODES = (
     Mode(16, 24, exact=False),
 )
 QUICK = (replace(MODES[0], near=(WINDOW,)), replace(MODES[4], near=()))
-"""For every run of the tests."""
+"""The modes for every run of the tests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """status: supported, chunks only, no reuse (served without it), or wrong.
 
-    row_by_row: why rows are not decoded together; empty where they are.
+    row_by_row: why rows are not decoded together; empty if they are.
     """
 
     status: str
@@ -72,7 +72,7 @@ class Verdict:
 def check(
     build: Build, architecture: str, *, vocab: int, modes: Sequence[Mode] = MODES, seed: int = 0
 ) -> Verdict:
-    """Run the whole script on one model, in those of the modes that it is served in."""
+    """Run the whole script on one model, in the given modes that it is served in."""
     model, make_layers = build()
     alone = why_not_batchable(make_layers()) or batch_fault(model, make_layers, architecture) or ""
     try:
@@ -157,7 +157,7 @@ class Script:
         return None
 
     def run_crowd(self) -> str | None:
-        """Prompts read and decoded together; then each goes on alone."""
+        """Prompts that are read and decoded together, and then continue one by one."""
         prompts = [self._tokens(n) for n in (90, 40, 65)]
         results = [self._warm.submit(ids, 20) for ids in prompts]
         replies = [r.wait().reply for r in results]
@@ -192,7 +192,7 @@ class Script:
         return None
 
     def _stored(self, ids: list[int]) -> int:
-        """What layers that can be cut anywhere must reuse: the most that any earlier prompt shares."""
+        """Tokens that layers must reuse if they can be cut anywhere: the longest known prefix."""
         step = self._mode.step
         best = 0
         for earlier in self._asked:
@@ -209,7 +209,7 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def same_tokens(reference: Result, other: Result) -> bool:
-    """Equal up to the first position where the reference itself was undecided."""
+    """Whether they are equal up to the first position where the reference itself was undecided."""
     rows = zip(reference.reply, other.reply, reference.margins[0], strict=True)
     for mine, theirs, margin in rows:
         if mine != theirs:

@@ -1,4 +1,4 @@
-"""The table of architectures in docs/architectures.md: one row for each model of the zoo."""
+"""The table in docs/architectures.md: one row for each architecture in the zoo."""
 
 from __future__ import annotations
 

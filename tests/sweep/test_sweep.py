@@ -1,4 +1,4 @@
-"""Every architecture of mlx-lm with the prefix cache: a few on every run, all by `make sweep`.
+"""Every architecture of mlx-lm with the prefix cache: a few on every run, all with `make sweep`.
 
 Slow: each architecture answers some seventy requests twice.
 """
@@ -26,10 +26,10 @@ FAST = (
     "baichuan_m1",  # convolution and window in one layer
     "gear",  # three kinds in one model
 )
-"""The plainest of each kind are what tests/cache is about."""
+"""The plainest of each kind are tested in tests/cache."""
 GOOD = ("supported", "chunks only")
 
-# Quantised live, as mlx-lm's --kv-bits does: heads wide enough for a group, no sinks, no latents.
+# Quantised live, as by mlx-lm's --kv-bits: heads wide enough for a group, no sinks, no latents.
 QUANTISED = (
     ("llama", {"head_dim": 32}),
     ("qwen3", {"head_dim": 32}),

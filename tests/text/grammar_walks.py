@@ -1,4 +1,4 @@
-"""Random replies within the grammars of tool formats, with a tokenizer that has each format's tokens."""
+"""Random replies within the grammars of tool formats, with a tokenizer for each format's tokens."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def start(format: str, request: GenerateRequest, *, tail: str = "") -> Constrain
 
 
 def accepts(format: str, begun: Constraint, text: str) -> bool:
-    """Whether this is a whole reply. Its own tokens count, not those that a mask would force."""
+    """Whether this is a complete reply, with its tokens as encoded, not as a mask would force."""
     for token in tokenizer(format).encode(text, add_special=False):
         if begun.matcher.is_stopped() or not begun.matcher.consume_token(token):
             return False
@@ -172,7 +172,7 @@ def reply_of(format: ToolFormat, text: str, tail: str = "") -> Reply:
 
 
 def walks(format: ToolFormat, choice: ToolChoice, **options: object) -> list[Reply]:
-    """Replies that the grammar allows, read back; those that ran on are left out."""
+    """Replies that the grammar allows, read back; those that did not end are left out."""
     request = asked(choice, **options)  # type: ignore[arg-type]
     vocabulary = tokenizer(format.name)
     replies = []

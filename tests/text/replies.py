@@ -1,4 +1,4 @@
-"""Runs replies through splitters, and puts together what comes out."""
+"""Runs replies through splitters, and puts the pieces together again."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Call:
 
 @dataclass
 class Reply:
-    """A reply put together again. `order`: the kinds of pieces as they came, runs of a kind once."""
+    """A reply put together again. `order`: the kinds of its pieces, with runs of a kind merged."""
 
     text: str = ""
     reasoning: str = ""

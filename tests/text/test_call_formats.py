@@ -194,7 +194,7 @@ BROKEN: dict[str, tuple[str, str]] = {
         "<|tool_calls_section_end|>",
     ),
 }
-"""Two calls of a section each. The first is not JSON; what the client has seen of it stays."""
+"""Two calls of one section. The first is not JSON; what the client has seen of it stays."""
 
 
 @pytest.mark.parametrize("format", BROKEN)
@@ -235,7 +235,7 @@ def test_deepseek_arguments_that_are_not_an_object_stay_in_their_call() -> None:
 
 
 def test_a_header_that_is_too_long_is_text() -> None:
-    """At once, so that the reader need not wait for the end of the reply."""
+    """Shown immediately, so that the reader need not wait for the end of the reply."""
     format, text = ReplyFormat(tool="glm"), "<tool_call>" + "x" * 2000
     splitter = make_splitter(format, TOOLS, "")
     assert splitter is not None
@@ -246,7 +246,7 @@ def test_a_header_that_is_too_long_is_text() -> None:
 
 
 def test_a_long_call_without_markers_is_read_in_linear_time() -> None:
-    # Parsing at every bracket would take minutes here, on the thread of all replies.
+    # Parsing at every bracket would take minutes here, on the thread that all replies share.
     rows = [[i, i + 1] for i in range(6000)]
     reply = read(ReplyFormat(tool="pythonic_bare"), [f"[other(rows={rows}, note='(:]')] ok"])
     assert reply.calls[0].arguments == {"rows": rows, "note": "(:]"}
@@ -389,7 +389,7 @@ def test_harmony_at_the_edges(text: str, tail: str, text_out: str, reasoning: st
 
 @pytest.mark.parametrize("marker", ["<|channel|>", "<|start|>", " <|channel|>", "to=", "<|end|>"])
 def test_a_harmony_header_without_end_is_text(marker: str) -> None:
-    """Giving up at the same marker again and again would hang the server."""
+    """Giving up at the same marker forever would hang the server."""
     long = f"{marker}analysis{' x' * 1000}"
     reply = read(ReplyFormat(tool="harmony"), [long])
     assert reply.text == long.removeprefix("<|end|>")
@@ -400,7 +400,7 @@ def test_a_harmony_header_without_end_is_text(marker: str) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7])
 def test_text_of_harmony_is_placed_where_it_was_said(n: int) -> None:
-    """Markers that only seem to begin are held back for a while."""
+    """Text that might begin a marker is held back for a while."""
     reply = "<|channel|>final<|message|>a < b <| c <|en d<|end|>"
     splitter = HarmonySplitter(ToolSchemas(), "")
     pieces = [p for i in range(0, len(reply), n) for p in splitter.feed(reply[i : i + n])]

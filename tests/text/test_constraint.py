@@ -1,4 +1,4 @@
-"""Where a reply is constrained at all, and where reasoning may come before it."""
+"""When a reply is constrained at all, and where reasoning may come before it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_answer_may_follow_reasoning() -> None:
 
 
 def test_think_tags_that_are_not_tokens_are_spelled_out() -> None:
-    """The closing tag is spelled out; a token that spells its end and more counts as both."""
+    """A token that spells the end of the closing tag and more counts as both."""
     request = asked(required(), thinks=None)
     grammar = grammar_walks.constraint(
         request,

@@ -56,7 +56,7 @@ def test_any_ids_of_a_byte_level_vocabulary_come_back(data: st.DataObject) -> No
 
 
 def uncut(tokenizer: TrainedTokenizer, ids: list[int]) -> str:
-    """The decoding without a character that the last bytes have only begun."""
+    """The decoding, without a character that the last bytes only begin."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     return decoder.decode(b"".join(map(tokenizer.token_bytes, ids)))
 
@@ -81,7 +81,7 @@ def test_any_ids_of_a_fallback_vocabulary_come_back(strips: bool, data: st.DataO
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=60))
     whole = tokenizer.decode(ids)
     text = "".join(pieces(tokenizer, ids))
-    if BROKEN not in whole:  # a run of bytes that breaks late was whole, and shown, before
+    if BROKEN not in whole:  # otherwise a run that breaks late was whole before, and was shown
         assert text == whole
 
 
@@ -105,7 +105,7 @@ def test_a_character_comes_with_its_last_byte() -> None:
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("n_whole", [0, 1, 2])
 def test_a_character_that_is_cut_off_is_held_back(kind: str, n_whole: int) -> None:
-    """Also where a decoder shows a whole run of bytes as broken because its end is."""
+    """Even if a decoder shows a whole run of bytes as broken because its end is."""
     tokenizer = TOKENIZERS[kind]()
     by_byte = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
     text = "𓀀" * n_whole
@@ -141,7 +141,7 @@ def test_a_token_that_ends_inside_a_character_shows_what_is_whole() -> None:
 
 
 def test_a_character_after_many_broken_ones_is_whole() -> None:
-    """It has begun when the window of pending tokens is full."""
+    """It begins before the window of pending tokens is full, and ends after."""
     tokenizer = byte_level().with_template(None)
     by_byte = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
     first, *rest = "🙂".encode()

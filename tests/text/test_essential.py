@@ -26,7 +26,7 @@ WITH_TOOLS = [name for name in families.FAMILIES if not name.startswith("gemma")
 
 
 def parts(name: str, said: list[tuple[str, str]], *tools: Tool) -> tuple[str, str, str]:
-    """What is essential at the beginning, what is between, and the essential end."""
+    """The essential beginning, the part in between, and the essential end."""
     tokenizer = families.tokenizer(name)
     roles: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
     chat = Chat(tuple(Message(roles[r], (TextPart(t.strip()),)) for r, t in said), tools)
@@ -75,7 +75,7 @@ LONG_MESSAGES = [
 
 
 def thinnable(name: str, said: list[tuple[str, str]], *tools: Tool) -> tuple[str, int]:
-    """What may be skipped of the prompt, and how many tokens that is."""
+    """The part of the prompt that may be skipped, and its number of tokens."""
     tokenizer = families.tokenizer(name)
     roles: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
     chat = Chat(tuple(Message(roles[r], (TextPart(t.strip()),)) for r, t in said), tools)

@@ -1,7 +1,8 @@
-"""A chat that grows keeps its prefix: over every dialect, with templates of every family.
+"""A chat that grows keeps its prefix, in every dialect and with the templates of every family.
 
-The prompt of a turn is the beginning of the next turn's, except for the reply's header and for reasoning
-that the template itself leaves out later. Chats are written as items here, put into each API's shape.
+The prompt of a turn is the beginning of the next turn's, except for the reply's header and for
+reasoning that the template itself leaves out later. Chats are lists of items here, which are
+converted to the body of each API.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Kind = Literal["user", "system", "note", "answer", "calls", "results"]
 
 @dataclass(frozen=True)
 class Item:
-    """`texts`: what is said, or what each call or result holds."""
+    """`texts`: the message, or the content of each call or result."""
 
     kind: Kind
     texts: tuple[str, ...]
@@ -89,10 +90,10 @@ def chats(draw: st.DrawFn, *, thoughts: bool) -> list[Item]:
 
 
 def turns(items: list[Item]) -> Iterator[list[Item]]:
-    """The chat as it was at each moment when somebody could ask for a reply."""
+    """The chat at each point where a client could ask for a reply."""
     for i, item in enumerate(items):
         ends = item.kind in ("user", "results", "note", "system") and i > 0
-        goes_on = i + 1 < len(items) and items[i + 1].kind == "note"  # comes with the results
+        goes_on = i + 1 < len(items) and items[i + 1].kind == "note"  # sent with the results
         if ends and not goes_on and any(x.kind == "user" for x in items[: i + 1]):
             yield items[: i + 1]
 
@@ -187,7 +188,7 @@ def for_responses(items: list[Item]) -> dict[str, Any]:
 
 
 def for_ollama(items: list[Item]) -> dict[str, Any]:
-    """As the chat's, without ids."""
+    """Like for_chat, but without ids."""
     body = for_chat(items)
     for message in body["messages"]:
         message["thinking"] = message.pop("reasoning", None)
@@ -261,7 +262,7 @@ def chat_of(path: str, items: list[Item]) -> Chat:
 
 
 Known = dict[tuple[str, bool], list[int]]
-"""Prompts that were made: most bodies of a chat decode to the same Chat in several dialects."""
+"""Prompts already made: most chats decode to the same Chat in several dialects."""
 
 
 def ids_of(family: str, chat: Chat, known: Known, *, header: bool) -> list[int]:
@@ -273,7 +274,7 @@ def ids_of(family: str, chat: Chat, known: Known, *, header: bool) -> list[int]:
 
 
 def check(family: str, items: list[Item]) -> None:
-    """In every dialect."""
+    """Checks the chat in every dialect."""
     made: Known = {}
     for path in BODIES:
         check_in(family, path, items, made)
@@ -300,8 +301,8 @@ def floor(family: str, path: str, text: str, before: list[Item], now: list[Item]
     added = now[len(before) :]
     may_join = rules.alternates or before[-1].kind in ("results", "note")
     if may_join and not added[0].is_assistants:
-        # Nobody has answered: what was added belongs to the same turn, where a template alternates,
-        # or to the results before it. The turn's end comes after it now.
+        # There was no answer: what was added belongs to the same turn, if a template alternates, or
+        # to the results before it. The end of the turn is now after it.
         end = text.rfind(before[-1].texts[-1].split()[-1].rstrip("."))
     questions = ("user",) if path == "/v1/messages" else ("user", "note")
     if rules.thought and any(item.kind in questions for item in added):

@@ -1,4 +1,4 @@
-"""Messages that a caller has marked end at a position of the prompt where state is kept."""
+"""A message that the caller has marked ends at a position of the prompt where state is kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.text.trained import CHATML, byte_level
 SAID = ["Be brief, fox.", "Who are you?", "A fox.", "Sure?", "Very.", "And now?"]
 ROLES = ["system", "user", "assistant", "user", "assistant", "user"]
 SEPARATE = ["chatml", "llama", "unknown"]
-"""Templates in which the system prompt is a message of its own."""
+"""Templates in which the system prompt is a separate message."""
 
 
 def conversation(*marked: int) -> tuple[Message, ...]:
@@ -75,7 +75,7 @@ def test_equal_messages_are_told_apart() -> None:
 
 @pytest.mark.parametrize("marked", range(4))
 def test_escaped_messages_have_their_hints_too(marked: int) -> None:
-    """Llama's template writes the results of tools as JSON."""
+    """Llama's template writes tool results as JSON."""
     same = "The fox jumps over"
     texts = [f'"{same}\n{end}"' for end in ("one", "two", "three", "four")]
     messages = tuple(

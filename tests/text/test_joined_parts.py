@@ -1,6 +1,6 @@
-"""Adjacent texts become one, in time linear in their length: anybody may send very many.
+"""Adjacent texts are joined in time linear in their length: a client may send very many.
 
-Quadratic work would take minutes in each of the larger tests here, and run into the suite's time limit.
+Quadratic work would take minutes in the larger tests here, and exceed the suite's time limit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from firn.text.turn_rules import TurnRules
 SOUND = OtherPart("input_audio")
 TEXT = "x" * 3500
 N_BLOCKS = 90_000
-"""As many as a body may have."""
+"""As many as fit into a body."""
 
 
 def joined(*parts: Any, between: str = "") -> tuple[Any, ...]:

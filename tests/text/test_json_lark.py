@@ -1,4 +1,4 @@
-"""Grammars of free-form tools inside JSON strings: the same texts, as JSON writes them."""
+"""Grammars of free-form tools inside JSON strings accept the same texts, in JSON's escaping."""
 
 from __future__ import annotations
 

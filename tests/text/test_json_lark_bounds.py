@@ -1,4 +1,4 @@
-"""Anybody may send a grammar: rewriting it takes time linear in its length."""
+"""Any client may send a grammar, so rewriting it takes time linear in its length."""
 
 from __future__ import annotations
 

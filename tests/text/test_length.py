@@ -15,7 +15,7 @@ from tests.fakes import FakeTokenizer
 
 
 class Counting(FakeTokenizer):
-    """One token for every few characters; counts the characters that it is asked to read."""
+    """One token for every `chars_a_token` characters; counts the characters that it encodes."""
 
     def __init__(self, *, chars_a_token: int = 1, longest: int = 16) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def test_a_long_text_of_few_tokens_passes() -> None:
 
 
 def test_tokens_that_only_cutting_adds_do_not_count() -> None:
-    """Whole, it has one token for every 1000 characters; each slice has a part of one more."""
+    """The whole text has one token per 1000 characters; every slice ends with a partial one."""
     tokenizer = Counting(chars_a_token=1000, longest=1000)
     text = "x" * (4 * SLICE_CHARS)
     n_tokens = len(tokenizer.encode(text, add_special=False))

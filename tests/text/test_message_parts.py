@@ -1,4 +1,4 @@
-"""What a model cannot take becomes a text, unless a user has just sent it."""
+"""Parts that a model does not accept become text, unless a user has just sent them."""
 
 from __future__ import annotations
 
@@ -114,5 +114,5 @@ def chat_of(*roles: str) -> Chat:
     ],
 )
 def test_which_message_is_a_users_newest(roles: tuple[str, ...], newest: int) -> None:
-    """What comes with a tool's result was sent by an agent, not by a user."""
+    """A message sent along with a tool's result comes from an agent, not from a user."""
     assert chat_of(*roles).newest == newest

@@ -125,7 +125,7 @@ def test_a_reply_that_is_continued_has_no_header() -> None:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_next_turn_resumes_before_the_generation_prompt(name: str) -> None:
-    """The last boundary lies in what the next prompt shares, and less than a header is lost."""
+    """The last boundary is within what the next prompt shares, and less than a header is lost."""
     make = maker(TEMPLATES[name]).make
     now = make(chat(SYSTEM, *TURNS))
     later = make(chat(SYSTEM, *TURNS, said("assistant", "Yes."), said("user", "Good.")))
@@ -136,7 +136,7 @@ def test_the_next_turn_resumes_before_the_generation_prompt(name: str) -> None:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_another_chat_shares_the_system_prompt(name: str) -> None:
-    """A boundary lies at the end of the system prompt, give or take a separator."""
+    """There is a boundary at the end of the system prompt, give or take a separator."""
     make = maker(TEMPLATES[name]).make
     one = make(chat(SYSTEM, said("user", "Who are you?")))
     two = make(chat(SYSTEM, said("user", "Bark, please. And then sit down for a while.")))
@@ -155,7 +155,7 @@ def test_a_system_prompt_inside_the_first_user_turn_has_a_boundary_with_byte_fal
 
 
 class Lowering(TrainedTokenizer):
-    """Decodes to lower case only."""
+    """Decodes to lower case."""
 
     def decode(self, ids: Sequence[int]) -> str:
         return super().decode(ids).lower()

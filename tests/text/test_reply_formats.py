@@ -20,7 +20,7 @@ NATIVE = NativeParser("odd", "<|odd|>", "<|/odd|>", lambda text, tools: {})
 
 
 class Vocabulary:
-    """As much of a tokenizer as detection looks at."""
+    """The parts of a tokenizer that detection looks at."""
 
     def __init__(self, template: str | None, tokens: tuple[str, ...] = ()) -> None:
         self.chat_template = template

@@ -46,7 +46,7 @@ class Seen:
 
 
 def by_byte(text: str) -> list[int]:
-    """One token a byte: the hardest way to cut a text."""
+    """One token per byte: the hardest way to cut a text."""
     tokenizer = byte_level()
     ids = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
     return [ids[bytes([b])] for b in text.encode()]
@@ -152,7 +152,7 @@ def test_a_stop_ends_the_reply(format: ReplyFormat) -> None:
         assert seen.finished == ChoiceFinished(1, "stop", stop)
         assert seen.reader is not None
         assert seen.reader.stopped
-        # Space may border on a call: with tools it is looked at when the next token is there.
+        # Space may belong to a call: with tools, it is only judged once the next token is there.
         late = format is BOTH and stop.isspace()
         assert seen.reader.n_completion == len(f"abc{stop}".encode()) + late
 
@@ -259,7 +259,7 @@ def test_tokens_of_reasoning_calls_and_markup_are_not_shown() -> None:
 
 
 def test_a_token_that_is_text_only_in_part_is_shown() -> None:
-    """The space between a call and the text after it is markup, and a part of the text's first token."""
+    """The space between a call and the text after it is markup, but in the text's first token."""
     ids = byte_level().encode(" brown fox", add_special=False)
     seen = run([*by_byte(CALL), *ids], format=BOTH, tools=TOOLS, logprobs=True)
     assert (seen.text, shown(seen)) == ("brown fox", b" brown fox")
@@ -282,7 +282,7 @@ def test_tokens_after_a_stop_are_not_shown() -> None:
 
 
 def test_text_after_a_stop_shifts_no_logprobs() -> None:
-    """What might have been a tag comes at once, with several tokens after the stop."""
+    """Text that might have been a tag is released as a whole, with tokens after the stop."""
     seen = run(by_byte("ab<thixyz"), format=BOTH, logprobs=True, stop=("t",))
     assert (seen.text, shown(seen)) == ("ab<", b"ab<")
 

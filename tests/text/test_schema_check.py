@@ -1,4 +1,4 @@
-"""Values against their schemas: the same verdicts as the jsonschema library's."""
+"""Values checked against schemas: the same verdicts as the jsonschema library's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SCHEMAS: list[dict[str, Any]] = [
     {"minLength": 1, "maxLength": 2},
 ]
 PLENTY_S = 60.0
-"""Python may collect its garbage in the middle of a check: in a large process that takes long."""
+"""Python may collect garbage in the middle of a check, which takes long in a large process."""
 VALUES = st.recursive(
     st.none()
     | st.booleans()
@@ -62,7 +62,7 @@ VALIDATORS = [jsonschema.Draft202012Validator(schema) for schema in SCHEMAS]
 @settings(max_examples=120, deadline=None)
 @given(value=VALUES)
 def test_faults_agree_with_jsonschema(value: Any) -> None:
-    """Each value against every schema: to draw one takes longer than to check it."""
+    """Each value against every schema: drawing one takes longer than checking it."""
     for schema, known in zip(SCHEMAS, VALIDATORS, strict=True):
         assert (not faults(value, schema, time_s=PLENTY_S)) == known.is_valid(value), schema
 

@@ -1,4 +1,5 @@
-"""Anybody may send a schema, and checks run on the thread of all tokens: none is slow, none raises."""
+"""Any client may send a schema, and checks run on the thread that reads all tokens: none is slow,
+none raises."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def read(stops: tuple[str, ...], chunks: list[str]) -> tuple[str, str | None]:
 
 
 def expected(stops: tuple[str, ...], text: str) -> tuple[str, str | None]:
-    """The definition: the first position at which a stop ends; of those, the longest."""
+    """The definition: the stop that ends first; of several that end there, the longest."""
     for end in range(1, len(text) + 1):
         ending = [s for s in stops if s and text[:end].endswith(s)]
         if ending:
@@ -101,5 +101,5 @@ def test_it_starts_afresh_after_a_flush() -> None:
 
 
 def test_a_long_self_similar_stop_costs_time_linear_in_the_text() -> None:
-    # Quadratic work would take minutes here, and run into the suite's time limit.
+    # Quadratic work would take minutes here, and exceed the suite's time limit.
     assert read(("a" * 20_000 + "b",), ["a"] * 60_000) == ("a" * 60_000, None)

@@ -1,4 +1,4 @@
-"""Tools in words, for templates that take none; and what templates are probed for at load."""
+"""Tools in words, for templates that accept none; and what templates are probed for when loaded."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_tools_calls_and_results_are_written_in_words(family: str) -> None:
 
 
 def test_a_result_may_name_any_tool() -> None:
-    """Nothing keeps a client from a name with a NUL, or with braces."""
+    """A client may send a name with a NUL, or with braces."""
     for name in ("a\0b", "{text}", ""):
         result = said("tool", "blue", name=name)
         (turn,) = in_words([result], (), formats()[FALLBACK])

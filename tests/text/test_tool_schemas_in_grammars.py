@@ -1,4 +1,4 @@
-"""What a tool's schema, or its own grammar, asks of a call: enforced, or named as not enforceable."""
+"""What a tool's schema or grammar demands of a call is enforced, or named as unenforceable."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FREE_FORM = {
 @pytest.mark.parametrize("kind", FREE_FORM)
 @EACH
 def test_a_free_form_tool_is_held_to_its_grammar(format: ToolFormat, kind: str) -> None:
-    """In a reply that may just as well be words."""
+    """Also in a reply that may be plain text instead."""
     grammar, pattern = FREE_FORM[kind]
     tool = Tool("take", "", TEXT_IN, grammar=grammar)
     vocabulary = tokenizer(format.name)
@@ -168,7 +168,7 @@ def test_a_tool_that_takes_anything_gets_an_object(format: ToolFormat) -> None:
     ]
     replies = [vocabulary.decode(walk) for walk in walks if walk is not None]
     example = format.example.replace("get_weather", "free")
-    if format.name != "dsml":  # whose tags say that the example's 3 is no string; here all are
+    if format.name != "dsml":  # its example tags 3 as no string, but here every argument is one
         assert accepts(format.name, start(format.name, request), example)
         replies.append(example)
     assert replies

@@ -1,4 +1,4 @@
-"""Control tokens that somebody has typed are text: in every field, and in every family's template."""
+"""Control tokens that somebody has typed are text, in every field and every family's template."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def said(role: Any, *texts: str, **more: Any) -> Message:
 
 
 def conversation(word: str) -> Chat:
-    """A chat that has this word wherever somebody may type one; tags of its own, a model does."""
+    """A chat with this word wherever somebody may type one. A model may write its own tags, so the
+    assistant's messages do not contain those."""
     own = "snow" if word in own_markup() else word
     schema = {"type": "object", "properties": {word: {"description": f"say {word}"}}}
     call = ToolCall("c1", "look", {"at": f"{word} {word}", word: [word, {"x": word}]})
@@ -64,7 +65,7 @@ def ids_of(family: str, chat: Chat) -> list[int]:
 
 @each_family
 def test_what_is_typed_changes_no_control_token(family: str) -> None:
-    """The prompt has the control tokens of the same chat about a harmless word, and reads as typed."""
+    """The prompt has the same control tokens as with a harmless word, and reads as typed."""
     tokenizer = families.tokenizer(family)
     harmless = ids_of(family, conversation("snow"))
     for word in FAMILIES[family].special:
@@ -76,7 +77,7 @@ def test_what_is_typed_changes_no_control_token(family: str) -> None:
 
 @each_family
 def test_markup_in_what_users_and_tools_bring_is_text(family: str) -> None:
-    """In what the assistant said it is the model's own, and stays what it was."""
+    """In the assistant's messages it is the model's own, and stays markup."""
     tokenizer = families.tokenizer(family)
     for word in FAMILIES[family].markup:
         if word not in control_texts(tokenizer):
@@ -100,7 +101,7 @@ def test_markup_in_an_assistants_text_stays_markup() -> None:
 
 @each_family
 def test_an_ordinary_prompt_is_tokenized_as_ever(family: str) -> None:
-    """Id for id what the tokenizer makes of the template's text."""
+    """The ids are exactly what the tokenizer makes of the template's text."""
     tokenizer = families.tokenizer(family)
     seen: list[str] = []
     render = tokenizer.render
@@ -131,7 +132,7 @@ def test_a_token_in_several_parts_is_text_too(parts: tuple[str, ...]) -> None:
 
 
 def test_what_a_template_refuses_in_content_is_nothing_but_text() -> None:
-    """gpt-oss' raises where an assistant has quoted channels, and would for the rest of the session."""
+    """The gpt-oss template raises in every later turn if an assistant has quoted channels."""
     quoted = "They write <|channel|>analysis<|message|> there."
     chat = Chat((said("user", "how?"), said("assistant", quoted), said("user", "I see")))
     tokenizer = families.tokenizer("gpt_oss")

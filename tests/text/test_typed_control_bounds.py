@@ -1,4 +1,4 @@
-"""However many control tokens somebody types, telling them apart takes linear time."""
+"""Telling typed control tokens apart takes linear time, however many there are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def user(text: str) -> Message:
 
 
 def nosy(content: Content) -> str:
-    """Like a template that looks for tokens in its messages, and then writes something else."""
+    """Like a template that writes something else if it finds tokens in its messages."""
     said = "".join(
         f"{START}{m.text.count(END)} {END in m.text} {m.text}{END}" for m in content.messages
     )
@@ -42,7 +42,7 @@ def spelled(content: Content) -> int:
 def test_thousands_of_typed_tokens_are_all_text(content: Content) -> None:
     rendered = TypedControl([END, START]).render(content, nosy)
     assert rendered.text == nosy(content)
-    # All but what the template itself has written.
+    # All except those that the template itself writes.
     n_own = 2 * len(content.messages) + 1
     assert (
         len(rendered.typed)

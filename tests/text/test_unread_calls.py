@@ -1,4 +1,4 @@
-"""A call in a format that the parser does not read is noticed, and nothing else is."""
+"""A call in a format that the parser does not read is noticed, and nothing but calls is."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ HARD_TEXTS = (
 
 
 class TrainedTokenizer:
-    """The tokenizer port over a tokenizer of the `tokenizers` library."""
+    """Implements the tokenizer port with a tokenizer of the `tokenizers` library."""
 
     def __init__(
         self,
@@ -173,9 +173,9 @@ def byte_level() -> TrainedTokenizer:
 
 @cache
 def fallback(*, strips: bool) -> TrainedTokenizer:
-    """Unigram with spaces as marks and bytes for what it has no piece for.
+    """Unigram with marks for spaces, and bytes where it has no piece.
 
-    strips: decoded as Llama 2 does it, without the first space; else by the Metaspace decoder.
+    strips: decodes like Llama 2, without the first space; otherwise with the Metaspace decoder.
     """
     trainer = trainers.UnigramTrainer(
         vocab_size=300,

@@ -1,4 +1,4 @@
-"""A trace played against the cache itself, request by request: what the simulation must agree with."""
+"""Plays a trace against the real cache, request by request; the simulation must agree with it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from tests.cache.lab import DENSE, LabLayer, LabRow, Steady, tree
 
 BLOCK = 4
 BLOCK_NBYTES = 2 * 4 * BLOCK
-"""Two arrays of 32-bit numbers: what the lab's plain attention keeps."""
+"""The lab's plain attention keeps two arrays of 32-bit numbers."""
 NOBODY = Namespace("")
 
 
 class RecordIo:
-    """Implements storage.io.Io by the contract of tiers, at once and with room for so many records."""
+    """Implements storage.io.Io: keeps the tier contract, completes every call immediately, and has
+    room for `n_records` records."""
 
     def __init__(self, n_records: int) -> None:
         self._n_records = n_records
@@ -73,7 +74,7 @@ class RecordIo:
 
 
 class Eager(Steady):
-    """Every load pays."""
+    """Estimates with which every load pays off."""
 
     @property
     def knows_prefill(self) -> bool:
@@ -89,7 +90,8 @@ class Eager(Steady):
 def play_for_real(
     trace: Trace, *, memory_blocks: int, ssd_blocks: int = 0, keeps_memory: bool = True
 ) -> list[int]:
-    """Blocks of each prompt that the cache had. keeps_memory: else it is emptied after each request."""
+    """Blocks of each prompt that the cache had. keeps_memory: if False, memory is emptied after
+    each request."""
     now = [0.0]
     cache = tree(
         DENSE,

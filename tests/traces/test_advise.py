@@ -1,4 +1,4 @@
-"""Which sizes are advised: two tiers have what the better one has, and knees lie where they should."""
+"""Advised sizes: two tiers reuse what the better of them has, and knees are found."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_table_is_what_its_tiers_do_by_themselves() -> None:
         ({1: 0.1, 2: 0.3, 4: 0.301, 8: 0.302}, 2),
         ({1: 0.5, 2: 0.5}, 1),
         ({1: 0.1, 2: 0.2}, 2),
-        ({1: 0.1, 16: 0.13}, 1),  # four doublings, of which none is worth it
+        ({1: 0.1, 16: 0.13}, 1),  # four doublings, none of which is worth it
         ({4: 0.7}, 4),
     ],
 )

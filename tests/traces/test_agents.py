@@ -1,4 +1,4 @@
-"""The traffic that is made up has what agents do, and is the same for the same seed."""
+"""The synthetic traffic looks like that of agents, and is the same for the same seed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_chain_of_blocks_is_as_long_as_its_prompt() -> None:
 
 
 def test_most_of_it_was_there_before() -> None:
-    """Growing, branching, compacted, forgotten: what infinite memory would reuse, and what is new."""
+    """Chats grow, branch, are compacted and forgotten; still, most of each prompt is known."""
     trace = Trace.of(ENTRIES, block=256)
     known = trace.known * 256 / trace.n_prompt
     assert 0.9 < float(known.mean()) < 0.99

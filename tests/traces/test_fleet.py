@@ -1,4 +1,4 @@
-"""Several servers and one store, without either: what must hold whatever the traffic."""
+"""Several servers and one store, simulated: what must hold for any traffic."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def trace() -> Trace:
 
 
 def firn(*words: str, status: int = 0) -> str:
-    """What the command prints."""
+    """The command's output."""
     command = [sys.executable, "-m", "firn", *words]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == status, done.stderr

@@ -1,4 +1,4 @@
-"""Traces as others write them."""
+"""Traces in the formats that others write."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_mooncakes_lines(tmp_path: Path) -> None:
 
 
 def test_hashes_that_do_not_cover_what_lies_before(tmp_path: Path) -> None:
-    """The same hash behind another block is another block."""
+    """The same hash after another block is another block."""
     chains = [(1, 2, 3), (9, 2, 3), (1, 2, 3), (9, 2, 3), (9, 2, 4), (2, 3), (2, 3, 3)]
     trace = Trace.of([TraceEntry(i, 99, 0, chain) for i, chain in enumerate(chains)], block=4)
     assert trace.known.tolist() == [0, 0, 3, 3, 2, 0, 2]
@@ -89,7 +89,7 @@ SESSION = [
 
 @pytest.mark.parametrize("lines", [[mooncake(0, 512, [1])] * 2, [[SESSION]], [SESSION] * 2])
 def test_a_pipe_is_read_like_a_file(tmp_path: Path, lines: list[Any]) -> None:
-    """As `firn cache advise <(zcat trace.gz)` gives one: what was read of it does not come again."""
+    """As in `firn cache advise <(zcat trace.gz)`: what was read of it cannot be read again."""
     file, pipe = write(tmp_path / "t.jsonl", *lines), tmp_path / "pipe"
     os.mkfifo(pipe)
     writer = threading.Thread(target=lambda: pipe.write_bytes(file.read_bytes()), daemon=True)

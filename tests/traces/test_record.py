@@ -1,4 +1,4 @@
-"""What `--record-trace` writes: enough to play it again, and nothing that anybody said."""
+"""What `--record-trace` writes: enough to replay it, and nothing that anybody said."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_salt_is_kept_for_the_next_process(tmp_path: Path) -> None:
 
 
 def test_a_writer_that_cannot_keep_up_holds_nobody_up(tmp_path: Path) -> None:
-    """A pipe that nobody reads: the thread waits in its write for ever."""
+    """The thread blocks forever in a write to a pipe that nobody reads."""
     reading, writing = os.pipe()
     writer = Recorder(
         writing, model="tiny", block=1, token_nbytes=0, salt=SALT, max_queued_tokens=20_000

@@ -1,4 +1,4 @@
-"""The simulation does to every request what the cache does to it."""
+"""The simulation treats every request as the cache does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL = {
 
 
 def small_trace(seed: int, n_requests: int = 150) -> Trace:
-    """Agents with short memories: all that they do, in blocks of a few tokens."""
+    """Agents with short contexts: everything that they do, in blocks of a few tokens."""
     return Trace.of(agent_trace(n_requests, seed=seed, block=BLOCK, **SMALL), block=BLOCK)
 
 
@@ -40,7 +40,7 @@ def test_an_ssd_holds_what_the_cache_holds(seed: int, share: float) -> None:
 
 @pytest.mark.parametrize(("memory", "ssd"), [(0.03, 0.15), (0.1, 0.15), (0.05, 0.6)])
 def test_two_tiers_hold_what_the_better_one_holds(memory: float, ssd: float) -> None:
-    """To a hundredth: the cache writes again, when it leaves memory, what an SSD has lost meanwhile."""
+    """To within 1%: a record that the SSD has lost is written again when it leaves memory."""
     trace = small_trace(2, 140)
     n_memory, n_ssd = int(trace.n_nodes * memory), int(trace.n_nodes * ssd)
     real = play_for_real(trace, memory_blocks=n_memory, ssd_blocks=n_ssd)
