@@ -36,7 +36,9 @@ JOIN_S = 600.0
 """How long ranks wait for each other: one may still be copying a model."""
 CONNECT_S = 30.0
 GREET_S = 5.0
-"""How long a new connection may be silent before it is dropped: it may be a stranger's."""
+"""How long a new connection may take to show the secret: it may be a stranger's."""
+GREETING_NBYTES = 256
+"""Size limit of that greeting: a rank, the secret and a version."""
 RETRY_S = 0.1
 """Pause between two attempts to connect: rank 0's network may not be up yet."""
 REFUSED = {
@@ -128,7 +130,7 @@ def _open(group: RankGroup) -> Leader:
 def _greeted(link: RankLink, secret: str) -> int | None:
     """The rank at the other end; None: it is not one of this group."""
     try:
-        call = link.receive_within(GREET_S)
+        call = link.receive_within(GREET_S, max_nbytes=GREETING_NBYTES)
         rank, their_secret, version = call.args
     except (LinkClosed, ValueError, TypeError):
         return None

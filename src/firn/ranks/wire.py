@@ -14,6 +14,7 @@ import json
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 
 from firn.core.ranks import RankCall
@@ -60,27 +61,32 @@ class RankLink:
             except OSError as e:
                 raise LinkClosed from e
 
-    def receive(self) -> RankCall:
-        """Wait for the next call. Raises LinkClosed."""
+    def receive(self, *, max_nbytes: int = MAX_NBYTES, until: float | None = None) -> RankCall:
+        """Wait for the next call. Raises LinkClosed, also for a call of more than `max_nbytes`, or
+        if it is not complete by `until`."""
         while True:
-            n_text, n_blob = _HEAD.unpack(self._take(_HEAD.size))
-            if n_text + n_blob > MAX_NBYTES:
+            n_text, n_blob = _HEAD.unpack(self._take(_HEAD.size, until))
+            if n_text + n_blob > max_nbytes:
                 raise LinkClosed
-            body = self._take(n_text + n_blob)
+            body = self._take(n_text + n_blob, until)
             name, *args = json.loads(body[:n_text])
             if name != ALIVE:
                 return RankCall(str(name), tuple(args), body[n_text:])
 
-    def receive_within(self, timeout_s: float) -> RankCall:
-        """Wait for the next call. Raises LinkClosed, also if nothing arrives for `timeout_s`."""
-        self._sock.settimeout(timeout_s)
+    def receive_within(self, timeout_s: float, *, max_nbytes: int) -> RankCall:
+        """Wait `timeout_s` at most for the next call. Raises LinkClosed, see `receive`."""
         try:
-            return self.receive()
+            return self.receive(max_nbytes=max_nbytes, until=time.monotonic() + timeout_s)
         finally:
             self._sock.settimeout(None)
 
-    def _take(self, n: int) -> bytes:
+    def _take(self, n: int, until: float | None) -> bytes:
         while len(self._buffer) < n:
+            if until is not None:
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    raise LinkClosed
+                self._sock.settimeout(left_s)
             try:
                 data = self._sock.recv(max(n - len(self._buffer), 1 << 16))
             except OSError as e:
