@@ -72,3 +72,11 @@ def test_a_strangers_greeting_has_its_time(
     stranger = Stranger(beginning, step=1)
     assert greeted(stranger, monkeypatch) is None
     assert stranger.now == joining.GREET_S
+
+
+@pytest.mark.parametrize("secret", ["é", "\ud800", None, [SECRET], ""], ids=repr)
+def test_whatever_a_stranger_shows_for_the_secret_it_is_not_greeted(
+    monkeypatch: pytest.MonkeyPatch, secret: object
+) -> None:
+    stranger = Stranger(encode(RankCall("hello", (1, secret, __version__))), step=1 << 16)
+    assert greeted(stranger, monkeypatch) is None

@@ -132,9 +132,10 @@ def _greeted(link: RankLink, secret: str) -> int | None:
     try:
         call = link.receive_within(GREET_S, max_nbytes=GREETING_NBYTES)
         rank, their_secret, version = call.args
+        is_ours = hmac.compare_digest(str(their_secret).encode(), secret.encode())
     except (LinkClosed, ValueError, TypeError):
         return None
-    if not hmac.compare_digest(str(their_secret), secret):
+    if not is_ours:
         return None
     if version != __version__:
         raise SetupError(f"rank {rank} runs firn {version}, and rank 0 runs {__version__}")
