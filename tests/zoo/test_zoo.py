@@ -18,7 +18,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import load_model
 
-from . import (
+from tests import zoo
+from tests.zoo import (
     CACHES,
     KNOWN_UPSTREAM,
     UNBUILDABLE,
@@ -148,14 +149,18 @@ def test_facts_name_entries_of_the_zoo() -> None:
     assert set(facts.ATTEMPTS) == set(UNBUILDABLE)
 
 
-def test_weights_depend_on_the_seed_alone() -> None:
+def test_weights_depend_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("qwen2", "mamba2"):  # both have biases, which mlx.nn draws from a global state
-        mx.random.seed(1)
-        one = dict(tree_flatten(build(name).parameters()))
-        mx.random.seed(2)
-        two = dict(tree_flatten(build(name).parameters()))
+        drawn = []
+        for state in (1, 2):
+            monkeypatch.setattr(zoo, "_drawn", {})  # without the weights that were drawn before
+            mx.random.seed(state)
+            drawn.append(dict(tree_flatten(build(name).parameters())))
+        one, two = drawn
+        copied = dict(tree_flatten(build(name).parameters()))
         other = dict(tree_flatten(build(name, seed=1).parameters()))
         assert all(mx.array_equal(one[k], two[k]) for k in one)
+        assert all(mx.array_equal(one[k], copied[k]) for k in one)
         assert not any(mx.array_equal(one[k], other[k]) for k in one)
 
 
