@@ -33,19 +33,15 @@ class HubRules:
 
 def folder_of(name: str, rules: HubRules) -> Path:
     """The folder of the model with this id; downloads what is missing (progress bars on stderr)."""
-    from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    if rules.timeout_s is not None:
-        constants.HF_HUB_DOWNLOAD_TIMEOUT = rules.timeout_s
+    _set_timeout(rules)
     try:
         if rules.offline:
             return Path(mlx_utils.hf_repo_to_path(name))
         return _download(name, rules.retries)
     except LocalEntryNotFoundError as e:
-        by = "--offline" if rules.offline else "HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else ""
-        why = f"{by} forbids fetching it" if by else "the hub cannot be reached"
-        raise SetupError(f"{name} is not on this machine and {why}.") from e
+        raise _not_here(name, rules) from e
     except FileNotFoundError as e:
         raise SetupError(f"{name} is not complete on this machine: {first_line(e)}") from e
     except (_http().HTTPError, OSError, ValueError) as e:
@@ -58,15 +54,36 @@ def fetch_into(name: str, folder: Path, rules: HubRules) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     def fetch() -> Path:
-        snapshot_download(name, local_dir=folder, allow_patterns=mlx_utils.DEFAULT_ALLOW_PATTERNS)
+        snapshot_download(
+            name,
+            local_dir=folder,
+            local_files_only=rules.offline,
+            allow_patterns=mlx_utils.DEFAULT_ALLOW_PATTERNS,
+        )
         return folder
 
+    _set_timeout(rules)
     try:
         return _retried(name, fetch, rules.retries)
     except LocalEntryNotFoundError as e:
-        raise SetupError(f"{name}: the hub cannot be reached.") from e
+        raise _not_here(name, rules) from e
     except (_http().HTTPError, OSError, ValueError) as e:
         raise SetupError(f"{name} could not be fetched from the hub: {first_line(e)}") from e
+
+
+def _set_timeout(rules: HubRules) -> None:
+    from huggingface_hub import constants
+
+    if rules.timeout_s is not None:
+        constants.HF_HUB_DOWNLOAD_TIMEOUT = rules.timeout_s
+
+
+def _not_here(name: str, rules: HubRules) -> SetupError:
+    from huggingface_hub import constants
+
+    by = "--offline" if rules.offline else "HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else ""
+    why = f"{by} forbids fetching it" if by else "the hub cannot be reached"
+    return SetupError(f"{name} is not on this machine and {why}.")
 
 
 def _download(name: str, retries: int) -> Path:
@@ -79,7 +96,7 @@ def _retried(name: str, fetch: Callable[[], Path], retries: int) -> Path:
         try:
             return fetch()
         except Exception as e:
-            if attempt == retries or not _broke_off(e):
+            if attempt == retries or not _broke_off(e, is_first=attempt == 0):
                 raise
             log.warning(
                 "the download of %s broke off (%s); resuming in %.0f s",
@@ -92,8 +109,11 @@ def _retried(name: str, fetch: Callable[[], Path], retries: int) -> Path:
     raise AssertionError("unreachable")
 
 
-def _broke_off(error: Exception) -> bool:
-    """Whether another attempt may succeed. It resumes, so nothing is fetched twice."""
+def _broke_off(error: Exception, *, is_first: bool) -> bool:
+    """Whether another attempt may succeed. It resumes, so nothing is fetched twice.
+
+    is_first: whether this was the first attempt, and so the hub may never have been reached.
+    """
     from huggingface_hub.errors import (
         HfHubHTTPError,
         LocalEntryNotFoundError,
@@ -102,10 +122,14 @@ def _broke_off(error: Exception) -> bool:
 
     http = _http()
     reason: BaseException | None = error
-    if isinstance(error, LocalEntryNotFoundError):  # it says what is missing; its cause says why
+    is_missing = isinstance(error, LocalEntryNotFoundError)
+    if is_missing:  # it says what is missing; its cause says why
         reason = error.__cause__
-    if isinstance(reason, (http.ConnectError, OfflineModeIsEnabled)):
-        return False  # the hub was not reached at all
+    if isinstance(reason, OfflineModeIsEnabled):
+        return False
+    if isinstance(reason, http.ConnectError):
+        # In the middle of a file, the library raises the ConnectError itself.
+        return not (is_first and is_missing)
     if isinstance(reason, HfHubHTTPError):
         status = int(reason.response.status_code)
         return status == 429 or status >= 500
