@@ -17,7 +17,6 @@ from firn.engine.budget import Budget, RowCost
 from tests.dict_cache import DictCache
 from tests.hash_engine import HashEngine
 from tests.hash_runner import Faults, HashRow, prompt_of
-from tests.waiting import wait_until
 
 WARM = Sampling(temperature=1.0, seed=3)
 
@@ -94,16 +93,19 @@ def test_a_request_that_was_put_back_is_first_in_the_queue() -> None:
 
 
 def test_a_request_that_was_put_back_can_be_cancelled() -> None:
-    with HashEngine(cache=DictCache(), budget=small(200)) as lab:
+    def cancel(rows: list[HashRow]) -> None:
+        if any(sequence.was_put_back for sequence in lab.engine._loop.inflight.waiting):
+            lab.cancel(second)  # it cannot return before this is heard: the first has the memory
+
+    with HashEngine(Faults(launch=cancel), cache=DictCache(), budget=small(200)) as lab:
         gate = lab.hold()
         first = lab.submit(prompt_of(1, 10), 180)
         second = lab.submit(prompt_of(2, 10), 180)
         gate.set()
-        waiting = lab.engine._loop.inflight.waiting
-        wait_until(lambda: lab.between_steps(lambda: waiting) or first.finished.is_set())
-        lab.cancel(second)
         first.wait().check()
         assert lab.leftovers() == {}
+        assert 0 < len(second.tokens()) < 180, "it was put back within its reply"
+        assert not second.finished.is_set(), "and never came back"
 
 
 class Knowing(DictCache):
