@@ -143,11 +143,3 @@ def test_two_host_headers_are_refused(live: Live) -> None:
 
 def test_a_request_without_a_host_header_is_served(live: Live) -> None:
     assert talk(live, b"GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")
-
-
-def test_websockets_are_refused(live: Live) -> None:
-    request = (
-        b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade, close\r\n"
-        b"upgrade: websocket\r\nsec-websocket-key: eA==\r\nsec-websocket-version: 13\r\n\r\n"
-    )
-    assert not talk(live, request).startswith(b"HTTP/1.1 101")

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from firn.api.layers import OVER_LIMIT_KEY
+from firn.api.upgrades import RequestParser
 
 SWEEP_S = 1.0
 """How often deadlines are checked."""
@@ -124,6 +125,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.parser: RequestParser = RequestParser(self)  # type: ignore[assignment]
         self._all = connections
         self._limits = connections.limits
         self._phase = Phase.HEAD
@@ -219,6 +221,8 @@ class Connection(HttpToolsProtocol):
             self._all.awaits_head(self)
 
     def on_headers_complete(self) -> None:
+        if self.parser.begins_again:
+            return
         self._enter(Phase.BODY)
         self._all.has_head(self)
         self.scope[OVER_LIMIT_KEY] = self._all.is_over_limit  # type: ignore[literal-required]
@@ -229,6 +233,8 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.begins_again:
+            return
         self._enter(Phase.NOTHING)
         super().on_message_complete()
 
