@@ -75,22 +75,21 @@ def _feed(model: Any, layers: list[Any], n: int) -> tuple[float, float]:
     began = time.perf_counter()
     logits = model(ids, cache=layers)
     built = time.perf_counter()
-    # One token's logits are read, but MLX computes the whole chunk's; prefill computes none.
-    mx.eval(logits[:, -1], [layer.state for layer in layers])
+    # Prefill computes no logits. Reading even one token's would compute those of the whole chunk.
+    mx.eval([layer.state for layer in layers], logits if n == 1 else [])
     return time.perf_counter() - began, built - began
 
 
 def _products(model: Any, n: int) -> list[mx.array]:
-    """Every linear layer, each applied to `n` tokens."""
+    """Every linear layer, each applied to `n` tokens; the head only in a step."""
     out = []
+    is_step = n == 1
+    is_tied = not hasattr(model, "lm_head")
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.QuantizedLinear):
-            # The head is counted for one token.
-            rows = 1 if "lm_head" in name else n
-            out.append(module(mx.ones((1, rows, _width(module)), dtype=_dtype(module))))
-        elif isinstance(module, nn.Embedding | nn.QuantizedEmbedding) and not hasattr(
-            model, "lm_head"
-        ):
+            if is_step or "lm_head" not in name:
+                out.append(module(mx.ones((1, n, _width(module)), dtype=_dtype(module))))
+        elif isinstance(module, nn.Embedding | nn.QuantizedEmbedding) and is_step and is_tied:
             out.append(module.as_linear(mx.ones((1, 1, _width(module)), dtype=_dtype(module))))
     return out
 
