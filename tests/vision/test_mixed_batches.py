@@ -156,11 +156,22 @@ def test_features_too_large_to_hold_push_nothing_out() -> None:
     assert held.get(b"large") is None
 
 
-def test_text_alone_never_sees_the_tower() -> None:
+def test_text_alone_never_sees_the_tower(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "qwen3_vl"
     with running(gallery.build(name), chunk=16) as h:
         model: Any = h.runner._arguments
-        model.see = None  # would raise
+        tower = type(model.model.vision_tower)
+        run, n_runs = tower.__call__, 0
+
+        def counted(*args: Any, **more: Any) -> Any:
+            nonlocal n_runs
+            n_runs += 1
+            return run(*args, **more)
+
+        monkeypatch.setattr(tower, "__call__", counted)
         prompt: Prompt = gallery.prompt_of(name, user("Only words, many of them. " * 5))
-        assert h.ask(prompt, 8).error is None
         assert prompt.picture_spans == ()
+        assert h.ask(prompt, 8).error is None
+        assert n_runs == 0
+        assert h.ask(gallery.prompt_of(name, user("Look: ", 1, "?")), 8).error is None
+        assert n_runs == 1

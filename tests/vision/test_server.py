@@ -211,14 +211,23 @@ def test_addresses_are_checked_where_they_may_be_fetched(tmp_path: Path) -> None
 
 
 def test_counting_tokens_sees_pictures(real: Real) -> None:
-    asked = {"role": "user", "content": [text("Look: "), image_url(1), text("?")]}
-    response = httpx.post(
-        f"http://127.0.0.1:{real.port}/v1/messages/count_tokens",
-        json={"model": "", "messages": [{"role": "user", "content": "Look: ?"}]},
-    )
-    assert response.status_code == 200
-    without = response.json()["input_tokens"]
-    assert ask(real.openai(), asked, n=1).usage.prompt_tokens > without + 12
+    url = image_url(1)["image_url"]["url"]
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    asked = {
+        "messages/count_tokens": [text("Look: "), {"type": "image", "source": source}, text("?")],
+        "responses/input_tokens": [
+            {"type": "input_text", "text": "Look: "},
+            {"type": "input_image", "image_url": url},
+            {"type": "input_text", "text": "?"},
+        ],
+    }
+    n_prompt = len(gallery.prompt_of(NAME, user("Look: ", 1, "?")))
+    for path, content in asked.items():
+        chat = [{"role": "user", "content": content}]
+        body = {"model": "", "input" if path.startswith("responses") else "messages": chat}
+        response = httpx.post(f"http://127.0.0.1:{real.port}/v1/{path}", json=body)
+        assert response.status_code == 200, response.text
+        assert response.json()["input_tokens"] == n_prompt, path
 
 
 def test_after_a_restart_the_pictures_are_still_read(tmp_path: Path) -> None:
