@@ -117,9 +117,12 @@ def test_tools_beside_a_long_newest_message_are_essential(
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)
-def test_a_newest_message_that_could_occur_anywhere_is_essential(name: str) -> None:
-    _, _, last = parts(name, [SYSTEM, *TALK[:-1], ("user", "a")])
-    assert "a" in last.replace("assistant", "")
+@pytest.mark.parametrize("word", ["a", "user", "assistant", "</think>"])
+def test_a_newest_message_that_could_occur_anywhere_is_essential(name: str, word: str) -> None:
+    """Also one that occurs in the header of the reply."""
+    expected = parts(name, [SYSTEM, *TALK])[2].replace(TALK[-1][1], word)
+    assert word in expected
+    assert parts(name, [SYSTEM, *TALK[:-1], ("user", word)])[2].endswith(expected)
 
 
 def test_a_raw_text_keeps_its_beginning_and_its_end() -> None:

@@ -17,8 +17,6 @@ from firn.core.values import Message
 
 LONG_CHARS = 64
 """A longer text between a message's opener and its words is not just a header."""
-SHORT_CHARS = 8
-"""A message this short may occur elsewhere by chance."""
 LONG_MESSAGE = 2048
 """In tokens. A newest message up to this length is read whole."""
 BEGINNING, ENDING = 256, 768
@@ -108,9 +106,12 @@ def _newest(
     count: Callable[[str], int],
 ) -> NewestMessage:
     last, words = openers[-1], messages[-1].text.strip()
-    tail = text[last.end :]
-    is_header = words not in tail or (len(words) <= SHORT_CHARS and len(tail) < LONG_CHARS)
-    opener = openers[-2] if is_header and len(openers) > 1 else last
+    opener = last
+    if len(openers) > 1:
+        tail, before = text[last.end :], text[openers[-2].end : last.start]
+        # What is in both was written before, and occurs in the header of the reply by chance.
+        if words not in tail or (len(tail) < LONG_CHARS and words in before):
+            opener = openers[-2]
     at = text.find(words, opener.end)
     lead, after = ("", "") if at < 0 else (text[opener.end : at], text[at + len(words) :])
     between = _between(text, messages, opener)
