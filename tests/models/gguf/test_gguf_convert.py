@@ -156,7 +156,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tokenizer.ggml.add_bos_token": True}, "before every text"),
     ({"tokenizer.ggml.token_type": [1, 2]}, "without a type"),
     ({"tokenizer.ggml.merges": ["zz qq"]}, "does not fit its merges"),
-    ({"tokenizer.ggml.eos_token_id": 1 << 20}, "past its 384 tokens"),
+    ({"tokenizer.ggml.eos_token_id": 384}, "is 384, which is none of its 384 tokens"),
+    ({"tokenizer.ggml.padding_token_id": -1}, "is -1, which is none of its 384 tokens"),
 ]
 
 

@@ -175,7 +175,8 @@ def metadata(tiny: Tiny) -> dict[str, Any]:
 def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     if value is None:
         return
-    put = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    whole = writer.add_int32 if isinstance(value, int) and value < 0 else writer.add_uint32
+    put = {bool: writer.add_bool, int: whole, float: writer.add_float32}
     put |= {str: writer.add_string, list: writer.add_array}
     put[type(value)](key, value)
 

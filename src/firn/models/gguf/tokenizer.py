@@ -44,8 +44,10 @@ def special_ids(gguf: GgufFile) -> Mapping[str, int]:
         key = f"tokenizer.ggml.{theirs}_token_id"
         if key in gguf.metadata:
             ids[ours] = gguf.integer(key)
-            if ids[ours] >= n_tokens:
-                raise UnreadableGguf(f"{key} is {ids[ours]}, past its {n_tokens} tokens")
+            if not 0 <= ids[ours] < n_tokens:
+                raise UnreadableGguf(
+                    f"{key} is {ids[ours]}, which is none of its {n_tokens} tokens"
+                )
     return ids
 
 
