@@ -241,6 +241,17 @@ def test_what_was_kept_is_thrown_away_when_it_contradicts_what_is_seen() -> None
     assert later.tiers["ssd"].load_s(100 * MB) == pytest.approx(20.0, rel=0.01)
 
 
+def test_what_was_kept_of_shorter_chunks_contradicts_nothing() -> None:
+    """On a GPU, a chunk of 2048 tokens takes hardly longer than one of 128."""
+    before, later = Estimates(), Estimates()
+    for start in (0, 16_384):
+        before.saw_prefill(start, start + 128, gpu_chunk_s(128))
+    later.restore(before.to_save())
+    later.saw_prefill(4096, 4096 + 2048, gpu_chunk_s(2048))
+    later.saw_prefill(16_384, 16_384 + 2048, 1.5 * gpu_chunk_s(2048))
+    assert later.chunk_s(4096) == pytest.approx(gpu_chunk_s(2048))
+
+
 def test_what_agrees_with_what_was_kept_is_weighed_with_it() -> None:
     later = Estimates()
     later.restore(taught().to_save())

@@ -172,6 +172,7 @@ class Estimates:
         if n < MIN_CHUNK_TOKENS:
             return
         if n > 2 * self._whole:  # the chunks that counted as whole so far were short
+            self._saved.clear()
             self._depths.clear()
             self._short = Samples(0.0)
         self._whole = max(self._whole, n)
