@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from functools import cache
+import json
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from jinja2.utils import htmlsafe_json_dumps
 
 from firn.core.ports import Tokenizer
 from firn.core.values import Chat, Message, RawText, TextPart, Tool, ToolCall
 from firn.text.formats import own_markup
 from firn.text.messages import to_template
 from firn.text.prompt import PromptMaker
-from firn.text.rendering import Content, Rendered
+from firn.text.rendering import Content
 from firn.text.typed_control import TypedControl, control_texts
 from firn.text.typed_marks import MAX_RENDERINGS
 from tests import families
@@ -213,12 +216,31 @@ def test_a_template_is_asked_a_bounded_number_of_times() -> None:
     assert n_renders <= 2 * MAX_RENDERINGS + 8
 
 
-def test_a_mark_that_json_has_changed_is_known_again() -> None:
-    typed = TypedControl(['<|"|>'])
-    rendered = typed.render(
-        Content((said("user", 'x<|"|>'),)), lambda c: str([c.messages[0].text.replace('"', '\\"')])
-    )
-    assert rendered == Rendered(rendered.text)
+@pytest.mark.parametrize(
+    ("quote", "unchanged"),
+    [
+        (partial(json.dumps, ensure_ascii=False), ["<｜User｜>", "<|im_end|>"]),
+        (json.dumps, ["<|im_end|>"]),
+        (lambda text: str(htmlsafe_json_dumps(text)), []),
+    ],
+    ids=["json", "ascii", "html"],
+)
+def test_a_token_that_json_has_changed_is_known_again(
+    quote: Callable[[str], str], unchanged: list[str]
+) -> None:
+    """By one rendering with marks; what JSON has changed is no token in the prompt."""
+    seen: list[str] = []
+
+    def render(content: Content) -> str:
+        seen.append(quote(content.messages[0].text))
+        return seen[-1]
+
+    kinds = ['<｜"｜>', "<｜User｜>", "<|im_end|>"]
+    text = " and ".join(kinds)
+    rendered = TypedControl(kinds).render(Content((said("user", text),)), render)
+    assert rendered.text == quote(text)
+    assert [rendered.text[start:end] for start, end in rendered.typed] == unchanged
+    assert len(seen) == 2
 
 
 # --- which texts are control ---------------------------------------------------------------
