@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from firn.cache.memory import parking
 from firn.cache.memory.rows import LEAST_BLOCKS, RowPages
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
@@ -125,19 +127,35 @@ def test_the_next_turn_goes_on_in_the_same_buffers() -> None:
         assert not harness.cache.stats.faults
 
 
-def test_a_row_of_a_group_is_copied_out_of_it_once() -> None:
+def test_a_row_of_a_group_is_copied_out_of_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy has room for the next turn, which goes on in it."""
+    real, n_copied = parking.concat_tokens, 0
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal n_copied
+        n_copied += 1
+        return real(*args, **options)
+
+    monkeypatch.setattr(parking, "concat_tokens", counted)
     with cold_and_warm(WIDE, chunk=BLOCK, block=BLOCK) as (cold, warm):
-        want = Reference(cold)
+        want, gate = Reference(cold), threading.Event()
         prompts = [tokens(i, 200 + 30 * i) for i in range(3)]
+        warm.engine.call(lambda _: gate.wait(60))
         asked = [warm.submit(ids, 12 + 8 * i) for i, ids in enumerate(prompts)]
+        gate.set()
         replies = [said(a.wait()) for a in asked]
-        assert len(parked(warm)) == 3
+        *copies, last = parked(warm)
+        where = warm.between_steps(lambda: [addresses(pages) for pages in copies])
+        assert len(where) == 2, "the last row was alone again when it ended"
         for i, (ids, reply) in enumerate(zip(prompts, replies, strict=True)):
             assert reply == said(want(ids, 12 + 8 * i))
             again = [*ids, *reply, *tokens(50 + i, 9)]
             result = warm.ask(again, 6)
             assert result.n_cached >= len(again) - 10, "the last token may not have been consumed"
             assert said(result) == said(want(again, 6))
+        assert parked(warm) == [*copies, last]
+        assert warm.between_steps(lambda: [addresses(pages) for pages in copies]) == where
+        assert n_copied == 2 * 4, "of each row, its four layers"
 
 
 def test_a_prompt_given_up_early_leaves_no_room_for_the_rest() -> None:

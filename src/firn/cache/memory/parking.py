@@ -67,7 +67,7 @@ class Parking:
         if self._layout.is_lone(row.live_layers):
             buffers = self._layout.take(row.live_layers)
         else:
-            pad = -end % ROOM_TOKENS + ROOM_TOKENS
+            pad = min(-end % ROOM_TOKENS + ROOM_TOKENS, self._rows.most_room(end))
             buffers = [concat_tokens([a], pad=pad) for a in pages.views(0, end).layers]
             compute(buffers)
         pages.slab = Slab(buffers, 0, end)
