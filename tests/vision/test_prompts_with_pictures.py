@@ -14,11 +14,13 @@ from firn.core.errors import BadPicture
 from firn.core.values import Chat, Message, PicturePart, Prompt, TextPart, Tool, ToolCall
 from firn.media.pictures import PictureLimits, Pictures
 from firn.models import loader
+from firn.models.processor import VisionProcessor
+from firn.text.formats import FALLBACK
 from firn.text.prompt import PromptMaker
 from tests.vision import gallery
 from tests.vision.gallery import part, said, user
 from tests.zoo.vision import VISION
-from tests.zoo.vision_parts import TEXT_ONLY
+from tests.zoo.vision_parts import CHATML, TEXT_ONLY
 
 
 def text_of(name: str, prompt: Prompt) -> str:
@@ -28,6 +30,36 @@ def text_of(name: str, prompt: Prompt) -> str:
         pieces += [gallery.tokenizer(name).decode(prompt.ids[at : span.start].tolist()), "{}"]
         at = span.end
     return "".join([*pieces, gallery.tokenizer(name).decode(prompt.ids[at:].tolist())])
+
+
+WITH_TOOLS = (
+    "{%- if tools %}{{- '<|im_start|>system\\n' }}"
+    "{%- for tool in tools %}{{- tool.function.name + ': ' + tool.function.description }}"
+    "{%- endfor %}{{- '<|im_end|>\\n' }}{% endif %}"
+    + CHATML.replace(
+        "{%- endfor %}{% endif %}{{- '<|im_end|>",
+        "{%- endfor %}{% endif %}{%- for call in message.tool_calls %}"
+        "{{- call.function.name ~ call.function.arguments }}{% endfor %}{{- '<|im_end|>",
+    )
+)
+"""Describes tools and writes calls itself; CHATML does neither."""
+
+
+def maker_with_template(
+    name: str, template: str, folder: Path, **options: Any
+) -> tuple[PromptMaker, VisionProcessor]:
+    """For this model with another chat template, in a folder of its own."""
+    for file in gallery.folder(name).iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = replace(VISION[name], template=template).chat_template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = loader.load_tokenizer(folder)
+    processor = loader.load_processor(folder, tokenizer)
+    assert processor is not None
+    pictures = Pictures(processor, whole=False, limits=PictureLimits())
+    maker = PromptMaker(tokenizer, context_length=4096, pictures=pictures, **options)
+    return maker, processor
 
 
 @pytest.mark.parametrize("name", gallery.FAMILIES)
@@ -110,19 +142,27 @@ def test_typed_picture_tokens_do_not_take_the_pictures_place(name: str) -> None:
     np.testing.assert_array_equal(prompt.ids[span.start : span.end], own.own_ids)
 
 
-def test_a_placeholder_in_tools_and_calls_is_text() -> None:
+@pytest.mark.parametrize("template", [CHATML, WITH_TOOLS], ids=["in words", "by the template"])
+def test_a_placeholder_in_tools_and_calls_is_text(template: str, tmp_path: Path) -> None:
     name = "qwen2_5_vl"
-    mark = gallery.processor(name).placeholder
-    call = ToolCall("c1", "f", {"x": mark})
-    chat = Chat(
-        (
-            user("see ", 1),
-            Message("assistant", (TextPart("calling"),), tool_calls=(call,)),
-            Message("tool", (TextPart(f"<{mark}>"),), tool_call_id="c1"),
+    maker, processor = maker_with_template(name, template, tmp_path, tool_format=FALLBACK)
+    mark = processor.placeholder
+    for described, argument, result in ((mark, "x", "x"), ("x", mark, "x"), ("x", "x", mark)):
+        call = ToolCall("c1", "f", {"at": f"2 {argument}"})
+        chat = Chat(
+            (
+                user("see ", 1),
+                Message("assistant", (), tool_calls=(call,)),
+                Message("tool", (TextPart(f"3 {result}"),), tool_call_id="c1"),
+            ),
+            tools=(Tool("f", f"1 {described}"),),
         )
-    )
-    prompt = gallery.maker(name).make(chat)
-    assert len(prompt.picture_spans) == 1
+        prompt = maker.make(chat)
+        (span,) = prompt.picture_spans
+        text = text_of(name, prompt)
+        assert all(words in text for words in (f"1 {described}", f"2 {argument}", f"3 {result}"))
+        outside = np.delete(prompt.ids, np.arange(span.start, span.end))
+        assert gallery.tokenizer(name).token_id(mark) not in outside
 
 
 def test_a_request_without_pictures_is_plain() -> None:
@@ -136,21 +176,11 @@ def test_a_request_without_pictures_is_plain() -> None:
 
 
 def test_a_template_that_knows_no_pictures(tmp_path: Path) -> None:
-    entry = replace(VISION["lfm2_vl"], template=TEXT_ONLY)
-    for file in gallery.folder("lfm2_vl").iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    settings["chat_template"] = entry.chat_template
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    tokenizer = loader.load_tokenizer(tmp_path)
-    processor = loader.load_processor(tmp_path, tokenizer)
-    assert processor is not None
+    maker, processor = maker_with_template("lfm2_vl", TEXT_ONLY, tmp_path)
     assert processor.inline
-    pictures = Pictures(processor, whole=False, limits=PictureLimits())
-    maker = PromptMaker(tokenizer, context_length=4096, pictures=pictures)
     got = maker.make(Chat((user("see ", 1, "<image> is text"),)))
     assert len(got.picture_spans) == 1
-    text = tokenizer.decode(got.ids.tolist())
+    text = gallery.tokenizer("lfm2_vl").decode(got.ids.tolist())
     assert text.startswith("<|im_start|>user\nsee <|image_start|><image><image>")
     assert text.endswith("<|image_end|>\n<image> is text<|im_end|>\n<|im_start|>assistant\n")
 
@@ -211,13 +241,18 @@ def test_pictures_of_any_shape(name: str, size: tuple[int, int]) -> None:
     )
 
 
-def test_tools_and_pictures_together() -> None:
+@pytest.mark.parametrize("template", [CHATML, WITH_TOOLS], ids=["in words", "by the template"])
+def test_tools_and_pictures_together(template: str, tmp_path: Path) -> None:
     name = "qwen2_5_vl"
-    tools = (Tool("f", "does f"),)
-    maker = gallery.maker(name)
-    template: Any = maker._template
-    chat = Chat((user("see ", 1),), tools=() if not template.rules.tools else tools)
-    assert len(maker.make(chat).picture_spans) == 1
+    maker, _ = maker_with_template(name, template, tmp_path, tool_format=FALLBACK)
+    prompt = maker.make(Chat((user("see ", 1, " and ", 2),), tools=(Tool("f", "does f"),)))
+    plain = gallery.prompt_of(name, user("see ", 1, " and ", 2))
+    n_before = len(prompt) - len(plain)
+    np.testing.assert_array_equal(prompt.ids[n_before:], plain.ids)
+    moved = [(s.start + n_before, s.end + n_before) for s in plain.picture_spans]
+    assert [(s.start, s.end) for s in prompt.picture_spans] == moved
+    before = gallery.tokenizer(name).decode(prompt.ids[:n_before].tolist())
+    assert ("f: does f" if template is WITH_TOOLS else '"description": "does f"') in before
 
 
 def test_only_so_many_pictures() -> None:
