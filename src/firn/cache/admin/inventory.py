@@ -15,7 +15,7 @@ from pathlib import Path
 
 from firn.cache.parts import Part
 from firn.cache.storage.container import Label, Name, Tag
-from firn.cache.storage.faults import Damaged, Foreign, Missing, NotEncrypted
+from firn.cache.storage.faults import Damaged, Foreign, Missing, NotEncrypted, TierFault
 from firn.cache.storage.io import label_of
 from firn.cache.storage.seal import Seal
 from firn.cache.tiers import ScannedRecord, TierOptions
@@ -238,7 +238,7 @@ def _file(seen: ScannedRecord, tier: SsdTier, seal: Seal | None) -> RecordFile:
         return _file(seen, tier, None)
     except (Damaged, Foreign) as e:
         return made(fault=e)
-    except Missing as e:
+    except (Missing, TierFault) as e:  # the others can still be listed
         return made(fault=Foreign(e.reason))
 
 
