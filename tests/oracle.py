@@ -34,10 +34,9 @@ def folder_of(model: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Exam:
-    """One session to be asked about. namespace: the one that its records are stored under."""
+    """One session to be asked about."""
 
     session: FactSession
-    namespace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +73,7 @@ class Oracle(Harness):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def exam(
-        self, seed: int, *, n_facts: int = 12, keys_seed: int | None = 1, namespace: str = ""
-    ) -> Exam:
+    def exam(self, seed: int, *, n_facts: int = 12, keys_seed: int | None = 1) -> Exam:
         """A session with the same questions as every other, and its own answers."""
         session = make_session(
             seed,
@@ -86,7 +83,7 @@ class Oracle(Harness):
             kinds=("fact",),
             placement="system",
         )
-        return Exam(session, namespace)
+        return Exam(session)
 
     def put(self, exam: Exam, n: int) -> Result:
         """Ask question n, in the background."""
@@ -95,7 +92,6 @@ class Oracle(Harness):
             prompt.ids,
             MAX_REPLY,
             boundaries=prompt.boundaries,
-            namespace=exam.namespace,
             eos=self.tokenizer.eos,
         )
 

@@ -32,14 +32,6 @@ def test_five_times_as_many_sessions_as_memory_holds(model: str, n_room: int) ->
         assert not oracle.cache.stats.faults
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_namespaces_do_not_meet(model: str) -> None:
-    """The same questions in the same words in two namespaces, about different facts."""
-    with Oracle(model) as oracle:
-        exams = [oracle.exam(seed, n_facts=6, namespace=f"user {seed % 2}") for seed in range(6)]
-        assert oracle.wrong(exams, rounds=2) == []
-
-
 def test_the_oracle_can_fail() -> None:
     """A reply about another session's document is caught."""
     with Oracle(cache_nbytes=None) as oracle:
