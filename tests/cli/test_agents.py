@@ -72,7 +72,7 @@ def test_the_hint_repeats_what_was_given_and_is_left_out_of_an_eval(
     command = f"firn agents claude '{folder}' --url http://h:1/v1"
     assert f'firn: run `eval "$({command})"`, then claude\n' in capsys.readouterr().err
     agents("codex", str(folder), url=DEFAULT_URL, api_key=None)
-    assert "firn: this goes into ~/.codex/config.toml\n" in capsys.readouterr().err
+    assert "firn: put this into ~/.codex/config.toml\n" in capsys.readouterr().err
 
 
 def test_a_servers_limit_of_replies_is_heeded() -> None:

@@ -219,7 +219,7 @@ def test_the_knee(rates: dict[int, float], size: int) -> None:
         (["bench", "chats", "--url", "http://127.0.0.1:9"], 1, "no server answers at"),
         (["bench", "chats", "--url", "ftp://x"], 1, "is not an address"),
         (["bench", "throughput", "--concurrency", "0"], 2, "whole numbers above 0"),
-        (["bench", "chats", "--model", "a", "--model", "b"], 2, "no server that it is for"),
+        (["bench", "chats", "--model", "a", "--model", "b"], 2, "more models than servers"),
     ],
 )
 def test_wrong_calls_are_one_line(

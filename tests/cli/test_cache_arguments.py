@@ -18,7 +18,7 @@ def test_a_folder_that_is_not_there_is_not_called_good(cache: Cache, folder: Pat
     folder.write_text("a file")
     for command in (["ls"], ["stats"], ["show", "00"]):
         result = cache(*command)
-        assert (result.exit_code, result.output) == (1, f"firn: {folder} is no folder.\n")
+        assert (result.exit_code, result.output) == (1, f"firn: {folder} is not a folder.\n")
 
 
 @pytest.mark.parametrize("size", ["inf", "nan", "1e300", "-1"])
@@ -96,7 +96,7 @@ def test_an_export_replaces_nothing_but_a_file(folder: Path, cache: Cache, tmp_p
     for place in (link, tmp_path):
         result = cache("export", key(TRUNK[5]), place)
         assert result.exit_code == 1
-        assert result.output == f"firn: {place} is no plain file; give the name of a new one.\n"
+        assert result.output == f"firn: {place} is not a regular file; give a new file name.\n"
     assert link.is_symlink()
     assert aim.read_text() == "somebody's"
     assert cache("export", key(TRUNK[5]), aim).exit_code == 0, "an older export"

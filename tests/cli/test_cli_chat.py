@@ -156,7 +156,7 @@ def test_something_that_takes_connections_and_says_nothing() -> None:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with (
             ChatClient(url, list_timeout_s=0.1) as client,
-            pytest.raises(RequestFailed, match="takes connections but does not answer"),
+            pytest.raises(RequestFailed, match="accepts connections but does not answer"),
         ):
             client.served_models()
 
@@ -327,7 +327,7 @@ def test_ctrl_c_just_after_the_request_was_sent_drops_it(monkeypatch: pytest.Mon
 def test_a_second_ctrl_c_leaves() -> None:
     with serving() as server, Terminal("--url", server.url) as terminal:
         terminal.wait_for("> ")
-        terminal.wait_for("Ctrl-C again, or Ctrl-D, leaves.", nudge="\x03")
+        terminal.wait_for("Press Ctrl-C again, or Ctrl-D, to leave.", nudge="\x03")
         terminal.wait_for("> ")
         assert terminal.exit_code(nudge="\x03") == 0
 

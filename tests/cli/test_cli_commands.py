@@ -164,7 +164,7 @@ def test_every_option_is_in_the_help() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "line"),
     [
-        (["serve", "--port", "70000"], 2, "firn: --port: 70000 is too large; 65535 is the most"),
+        (["serve", "--port", "70000"], 2, "firn: --port: 70000 is too large; the maximum is 65535"),
         (["config", "show", "--api-key", ""], 2, "firn: --api-key: is empty"),
         (["serve", "--config", ""], 2, "firn: --config: is empty"),
         (["serve", "~nobody-here/m"], 1, "firn: There is no model folder ~nobody-here/m"),

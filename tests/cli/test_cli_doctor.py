@@ -90,7 +90,7 @@ def test_a_good_model_is_described(tiny: Path) -> None:
     result = run(str(tiny))
     assert result.returncode == 0, result.stdout
     for text in (
-        "qwen3, known to mlx-lm",
+        "qwen3, supported by mlx-lm",
         "in 1 file, float32",
         "512 tokens",
         "128 bytes a token, 64.0 KiB for a full context",
@@ -193,7 +193,7 @@ def test_the_budget_is_a_table_that_adds_up() -> None:
     *taken, (left, what) = rows
     assert sum(nbytes for nbytes, _ in taken) == left > 0
     assert what == "requests and stored prefixes"
-    assert "taken by other programs" in [text for _, text in rows]
+    assert "used by other programs" in [text for _, text in rows]
     printed = [f.text for f in describe_model(report, MAC, SystemMemory(64 * GIB, 60 * GIB))]
     assert any(text.endswith("Metal's working set") for text in printed)
     assert any(text.endswith("a prefill chunk while it runs") for text in printed)
@@ -330,4 +330,4 @@ def test_a_cache_folder_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (disk,) = (f for f in machine_findings(tmp_path / "file" / "cache") if f.topic == "disk")
     assert disk.mark == "problem"
-    assert f"{tmp_path / 'file'} is no folder" in disk.text
+    assert f"{tmp_path / 'file'} is not a folder" in disk.text

@@ -51,12 +51,12 @@ def test_redis() -> None:
         assert redis.Redis(port=server.port, password="secret-word").dbsize() == 0, "all is gone"
         (wrong,) = look(f"redis://:wrong-word@{place}?{PATIENT}")
         assert wrong.mark == "problem"
-        assert "cannot be asked: no permission" in wrong.text
+        assert "cannot be queried: no permission" in wrong.text
         assert "Are the credentials right?" in wrong.text
         assert "wrong-word" not in wrong.text
     (gone,) = look(f"redis://{place}?{QUICK}")
     assert gone.mark == "problem"
-    assert "cannot be asked: unreachable" in gone.text
+    assert "cannot be queried: unreachable" in gone.text
 
 
 @needs_redis
@@ -89,12 +89,13 @@ def test_an_s3_server_that_ignores_conditions_lies_or_forbids() -> None:
         assert bad.objects == {}, "all is gone"
         bad.mood = "lies"
         _, lies, _ = look(f"{address}&{PATIENT}")
-        assert lies == Finding("", "It does not give back the bytes that it was given.", "problem")
+        text = "It does not return the bytes that were written to it."
+        assert lies == Finding("", text, "problem")
         for mood, text in (("forbids", "no permission"), ("stalls", "too slow")):
             bad.mood = mood
             (failed,) = look(f"{address}&{QUICK}")
             assert failed.mark == "problem"
-            assert f"cannot be asked: {text}" in failed.text
+            assert f"cannot be queried: {text}" in failed.text
 
 
 @pytest.mark.parametrize("address", ["http://host/x", "s3://bucket?colour=red"])
@@ -125,5 +126,5 @@ def test_the_command(tmp_path: Path) -> None:
             env=os.environ | {"COLUMNS": "300"},
         )
     assert f"{well} answers in" in told.stdout
-    assert f"{gone} cannot be asked: unreachable" in told.stdout
+    assert f"{gone} cannot be queried: unreachable" in told.stdout
     assert (told.returncode, told.stderr) == (1, "")

@@ -196,8 +196,8 @@ BAD_FILES = [
     ("[server]\nport = '8000'", "server.port: '8000' is not a whole number"),
     ("[server]\nport = 80.5", "server.port: 80.5 is not a whole number"),
     ("[server]\nport = true", "server.port: true is not a whole number"),
-    ("[server]\nport = 65536", "server.port: 65536 is too large; 65535 is the most"),
-    ("[server]\nport = -1", "server.port: -1 is too small; 0 is the least"),
+    ("[server]\nport = 65536", "server.port: 65536 is too large; the maximum is 65535"),
+    ("[server]\nport = -1", "server.port: -1 is too small; the minimum is 0"),
     ("[server]\nport = [1]", "server.port: [1] is not a whole number"),
     ("[server]\nhost = 1", "server.host: 1 is not text"),
     ("[server]\nhost = ' '", "server.host: is empty"),
@@ -208,7 +208,7 @@ BAD_FILES = [
     ("[model]\nadapter = 1", "model.adapter: 1 is not a path"),
     ("[model]\ntrust_remote_code = 'yes'", "'yes' is not true or false"),
     ("[model]\ntrust_remote_code = 1", "1 is not true or false"),
-    ("[engine]\nmax_tokens = 0", "engine.max_tokens: 0 is too small; 1 is the least"),
+    ("[engine]\nmax_tokens = 0", "engine.max_tokens: 0 is too small; the minimum is 1"),
     ("[engine]\nprefill_chunk = 'often'", "'often' is not a whole number"),
     ("[log]\nlevel = 'loud'", "'loud' is not one of debug, info, warning, error"),
 ]
@@ -242,14 +242,14 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 BAD_VARIABLES = [
     ("FIRN_PORT", "abc", "'abc' is not a whole number"),
-    ("FIRN_PORT", "99999", "99999 is too large; 65535 is the most"),
+    ("FIRN_PORT", "99999", "99999 is too large; the maximum is 65535"),
     ("FIRN_PORT", "9" * 5000, "..."),
     ("FIRN_TRUST_REMOTE_CODE", "maybe", "'maybe' is not true or false"),
     ("FIRN_LOG_LEVEL", "loud", "'loud' is not one of debug, info, warning, error"),
     ("FIRN_API_KEYS", "", "is empty"),
     ("FIRN_API_KEYS", " , ", "is empty"),
     ("FIRN_API_KEYS", "ok,clé", "visible ASCII"),
-    ("FIRN_MAX_QUEUE", "-1", "-1 is too small; 0 is the least"),
+    ("FIRN_MAX_QUEUE", "-1", "-1 is too small; the minimum is 0"),
 ]
 
 

@@ -122,7 +122,7 @@ def _show(trace: Trace, advice: Advice, scale: Scale) -> None:
     whole = scale.text(trace.n_nodes)
     console.print(
         f"{len(trace):,} requests in {span}, {trace.n_prompt_tokens / MILLION:,.1f} M prompt tokens; "
-        f"all that they ever store is {whole}.\n"
+        f"together they store {whole}.\n"
         f"A cache without limits reuses {advice.unlimited:.1%} of the prompt tokens, in whole blocks of "
         f"{trace.block}.\n",
         highlight=False,
@@ -140,9 +140,9 @@ def _summary(advice: Advice, scale: Scale) -> str:
     m, s, first = advice.memory_knee, advice.ssd_knee, advice.memory[0]
     best = max(advice.unlimited, 1e-9)
     lines = [
-        f"Memory alone: {scale.text(m)} reuse {advice.alone[m]:.1%}, {advice.alone[m] / best:.0%} of "
-        f"what is possible; {_if_doubled(m == advice.memory[-1])}",
-        f"An SSD beside {scale.text(first)} of memory: {scale.text(s)} reuse "
+        f"Memory alone: {scale.text(m)} reuses {advice.alone[m]:.1%}, {advice.alone[m] / best:.0%} "
+        f"of what is possible; {_if_doubled(m == advice.memory[-1])}",
+        f"With {scale.text(first)} of memory, an SSD of {scale.text(s)} reuses "
         f"{advice.together[first, s]:.1%}, {advice.together[first, s] / best:.0%} of it; "
         f"{_if_doubled(s == advice.ssd[-1])}",
     ]
@@ -151,8 +151,8 @@ def _summary(advice: Advice, scale: Scale) -> str:
 
 def _if_doubled(is_largest: bool) -> str:
     if is_largest:
-        return "it is the largest size tried, and a larger one may win more."
-    return "doubling it would win less than 1% of the prompt tokens."
+        return "it is the largest size tried, and a larger one may gain more."
+    return "doubling it would gain less than 1% of the prompt tokens."
 
 
 def _json(trace: Trace, advice: Advice, scale: Scale) -> dict[str, Any]:

@@ -140,8 +140,8 @@ def _word(text: str) -> str:
 
 AGENTS: Mapping[str, tuple[Callable[[ServedModel], str], str]] = {
     "claude": (claude, 'run `eval "$({command})"`, then claude'),
-    "codex": (codex, "this goes into ~/.codex/config.toml"),
-    "opencode": (opencode, "this goes into opencode.json, in the project or in ~/.config/opencode"),
+    "codex": (codex, "put this into ~/.codex/config.toml"),
+    "opencode": (opencode, "put this into opencode.json, in the project or in ~/.config/opencode"),
     "aider": (aider, 'run `eval "$({command})"` in the project\'s folder'),
 }
 """How settings are rendered, and where they go; {command} stands for the command that prints them."""
@@ -171,8 +171,8 @@ def agents(name: str, model: str | None, *, url: str, api_key: str | None) -> in
         )
     if name == "claude" and served.name.startswith("claude-"):
         typer.echo(
-            "firn: Claude Code takes a name that begins with claude- for one of Anthropic's and ignores "
-            "the context length; give the model another name with --served-model-name",
+            "firn: Claude Code treats a name that begins with claude- as one of Anthropic's models "
+            "and ignores the context length; give the model another name with --served-model-name",
             err=True,
         )
     typer.echo(render(served), nl=False)
@@ -200,7 +200,7 @@ def _from_server(client: ChatClient) -> ServedModel:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise RequestFailed(
-            f"{client.url} does not say how long its model's context is."
+            f"{client.url} does not report the context length of its model."
         ) from error
 
 

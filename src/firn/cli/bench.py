@@ -29,8 +29,8 @@ Models = Annotated[
     list[str] | None,
     typer.Option(
         "--model",
-        help="Model to ask for (otherwise the first that the server lists); twice with --compare, where "
-        "the names differ.",
+        help="Model to ask for (otherwise the first that the server lists); twice with --compare, "
+        "if the names differ.",
         metavar="NAME",
     ),
 ]
@@ -40,7 +40,7 @@ Json = Annotated[
     typer.Option("--json", help="Write every round to this file; - for stdout.", metavar="FILE"),
 ]
 Plot = Annotated[
-    Path | None, typer.Option("--plot", help="Draw the result, as SVG.", metavar="FILE")
+    Path | None, typer.Option("--plot", help="Draw the result as SVG.", metavar="FILE")
 ]
 
 
@@ -111,12 +111,12 @@ def _replay(
     speed: Annotated[
         float,
         typer.Option(
-            help="How many times as fast as the trace; 0: without pauses.",
+            help="Speed relative to the trace; 0 plays it without pauses.",
             min=0,
             metavar="X",
         ),
     ] = 0.0,
-    streams: Annotated[int, typer.Option(help="Requests at once.", min=1, metavar="N")] = 4,
+    streams: Annotated[int, typer.Option(help="Concurrent requests.", min=1, metavar="N")] = 4,
     max_prompt: Annotated[
         int, typer.Option(help="Cut longer prompts, in tokens.", min=16, metavar="N")
     ] = 32_768,
@@ -125,7 +125,7 @@ def _replay(
     ] = 64,
     trace_model: Annotated[
         str | None,
-        typer.Option(help="Only this model's requests, of a trace with several.", metavar="NAME"),
+        typer.Option(help="Only this model's requests, if the trace has several.", metavar="NAME"),
     ] = None,
     json: Json = None,
     plot: Plot = None,

@@ -43,7 +43,7 @@ class BenchTargets:
         urls = list(self.compare or (self.url,))
         given = list(self.models or [])
         if len(given) > len(urls):
-            raise UsageError(f"--model {given[-1]}: there is no server that it is for")
+            raise UsageError(f"--model {given[-1]}: there are more models than servers")
         names = (given * len(urls))[: len(urls)] if given else [None] * len(urls)
         targets = [
             target(url, model=name, api_key=self.api_key)

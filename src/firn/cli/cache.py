@@ -102,12 +102,15 @@ def _show(
         str | None,
         typer.Option(
             help="Model folder whose tokenizer turns tokens into text (otherwise the folder that "
-            "the server had, if it is still there).",
+            "the server used, if it still exists).",
             metavar="FOLDER",
         ),
     ] = None,
     whole: Annotated[
-        bool, typer.Option("--whole", help="The text from the first token on, not this block's.")
+        bool,
+        typer.Option(
+            "--whole", help="Show the text from the first token on, not only this block's."
+        ),
     ] = False,
 ) -> None:
     """Show a block: where it belongs, its layers, its tokens, and their text."""
@@ -150,7 +153,7 @@ def _gc(
     max_gb: Annotated[
         float,
         typer.Option(
-            "--ssd-cache-max-gb", help="Keep at most this, in GiB.", min=0, max=MAX_GIB, metavar="X"
+            "--ssd-cache-max-gb", help="Keep at most X GiB.", min=0, max=MAX_GIB, metavar="X"
         ),
     ],
     folder: CacheDir = None,
@@ -222,12 +225,12 @@ def _import(
 def _advise(
     trace: TraceArgument,
     model: Annotated[
-        str | None, typer.Option(help="Only this model's requests, of a trace with several.")
+        str | None, typer.Option(help="Only this model's requests, if the trace has several.")
     ] = None,
     token_bytes: Annotated[
         int,
         typer.Option(
-            help="Bytes of a token in the cache (otherwise what the trace says).",
+            help="Bytes of a token in the cache (otherwise those in the trace).",
             min=0,
             metavar="N",
         ),
@@ -241,7 +244,7 @@ def _advise(
     servers: Annotated[
         int,
         typer.Option(
-            help="Play it against so many servers behind a router, with and without a store.",
+            help="Play it against N servers behind a router, with and without a store.",
             min=1,
             max=4096,
             metavar="N",
@@ -252,7 +255,7 @@ def _advise(
         typer.Option(help="How long that store keeps unused records: 12h, 7d.", metavar="TIME"),
     ] = "7d",
     workers: Annotated[
-        int, typer.Option(help="Processes to use; 0 for one a core.", min=0, metavar="N")
+        int, typer.Option(help="Processes to use; 0 for one per core.", min=0, metavar="N")
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

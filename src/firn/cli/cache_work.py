@@ -58,7 +58,7 @@ class CacheFolder:
     def inventory(self) -> Inventory:
         """Raises SetupError."""
         if self.folder.exists() and not self.folder.is_dir():
-            raise SetupError(f"{self.folder} is no folder.")
+            raise SetupError(f"{self.folder} is not a folder.")
         try:
             return take_inventory(self.folder, seal=self.seal)
         except OSError as e:
@@ -208,7 +208,7 @@ def _must_exist(location: CacheFolder) -> None:
 def export(location: CacheFolder, key: str, file: Path) -> None:
     if os.path.lexists(file) and (file.is_symlink() or not file.is_file()):
         # The export would replace the link, or /dev/stdout itself.
-        raise SetupError(f"{file} is no plain file; give the name of a new one.")
+        raise SetupError(f"{file} is not a regular file; give a new file name.")
     inventory = location.inventory()
     chain = inventory.chain(inventory.find(key))
     names = records_of(chain)
@@ -232,7 +232,7 @@ def export(location: CacheFolder, key: str, file: Path) -> None:
 def import_(location: CacheFolder, file: Path, *, namespace: str | None) -> None:
     if namespace is not None and not _is_namespace(namespace):
         raise UsageError(
-            f"--namespace {namespace}: write shared, or all 32 digits, which `firn cache show` prints"
+            f"--namespace {namespace}: must be shared or all 32 digits, as in `firn cache show`"
         )
     # Faults of the folder are reported below; without a handler, Python would print warnings too.
     logging.getLogger("firn.cache").addHandler(logging.NullHandler())

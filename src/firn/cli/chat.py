@@ -79,7 +79,7 @@ def _converse(conversation: TerminalChat) -> int:
             if interrupted:
                 screen.note("")
                 return 0
-            screen.note("\nCtrl-C again, or Ctrl-D, leaves.")
+            screen.note("\nPress Ctrl-C again, or Ctrl-D, to leave.")
             interrupted = True
             continue
         interrupted = False

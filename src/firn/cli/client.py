@@ -264,7 +264,7 @@ class ChatClient:
                 f"{self.url} is not a valid address; try http://127.0.0.1:8000."
             ) from error
         if isinstance(error, httpx.ReadTimeout):
-            raise RequestFailed(f"{self.url} takes connections but does not answer.") from error
+            raise RequestFailed(f"{self.url} accepts connections but does not answer.") from error
         raise RequestFailed(f"The connection to {self.url} broke: {error}") from error
 
 

@@ -42,12 +42,12 @@ class RefusedFlag:
 ForeignFlag = AliasFlag | IgnoredFlag | RefusedFlag
 
 _OTHER_DRAFTS = "these are heads for one model: see --draft-model for a small model that drafts"
-_ONE_TOKEN = "firn has drafters of its own: see --speculation"
+_ONE_TOKEN = "firn has its own drafters: see --speculation"
 _SPARSE = "see --sparse-prefill, --sparse-prefill-over, --sparse-prefill-keep and --draft-model"
 _TABLES = "write a [models.NAME] table for each model in the TOML file of --config"
-_LAZY = "a model is loaded on first use where there are several, or with --keep-alive"
-_EMBEDDINGS = "serve the embedding model beside the other: firn serve MODEL EMBEDDING-MODEL"
-_RERANKER = "serve the reranker beside the other: firn serve MODEL RERANKER"
+_LAZY = "with several models, or with --keep-alive, a model is loaded on first use"
+_EMBEDDINGS = "serve the embedding model next to the other: firn serve MODEL EMBEDDING-MODEL"
+_RERANKER = "serve the reranker next to the other: firn serve MODEL RERANKER"
 _BYTES = "the cache is bounded by bytes: see --cache-memory-mb and --ssd-cache-max-gb"
 _NO_AUDIO = "firn serves no audio: there is nothing to limit"
 
@@ -67,7 +67,9 @@ VLLM_MLX: Mapping[str, ForeignFlag] = MappingProxyType(
         "--completion-batch-size": IgnoredFlag(
             "all replies decode in one batch: see --max-concurrency", "N"
         ),
-        "--stream-interval": IgnoredFlag("what a step has made is sent at once, in one write", "N"),
+        "--stream-interval": IgnoredFlag(
+            "the tokens of a step are sent immediately, in one write", "N"
+        ),
         "--chunked-prefill-tokens": AliasFlag("engine.prefill_chunk", unset="0"),
         "--prefill-step-size": AliasFlag("engine.prefill_chunk"),
         "--mllm-prefill-step-size": AliasFlag("engine.prefill_chunk", unset="0"),
@@ -78,10 +80,10 @@ VLLM_MLX: Mapping[str, ForeignFlag] = MappingProxyType(
         "--prefix-cache-size": IgnoredFlag(_BYTES, "N"),
         "--no-memory-aware-cache": IgnoredFlag(_BYTES),
         "--kv-cache-min-quantize-tokens": IgnoredFlag(
-            "what is stored is quantised in blocks, whatever the prompt's length", "N"
+            "stored prefixes are quantised in blocks, whatever the prompt's length", "N"
         ),
         "--max-kv-size": RefusedFlag(
-            "firn never forgets the beginning of a prompt; --max-context refuses what is longer",
+            "firn never forgets the beginning of a prompt; --max-context refuses longer ones",
             "N",
         ),
         "--use-paged-cache": IgnoredFlag("the cache is always kept in blocks"),
@@ -93,7 +95,7 @@ VLLM_MLX: Mapping[str, ForeignFlag] = MappingProxyType(
         # --- speculation
         "--enable-mtp": RefusedFlag(_ONE_TOKEN),
         "--mtp-num-draft-tokens": RefusedFlag(_ONE_TOKEN, "N"),
-        "--mtp-optimistic": RefusedFlag("firn never takes a token that the model did not pick"),
+        "--mtp-optimistic": RefusedFlag("firn never accepts a token that the model did not pick"),
         "--mllm-draft-model": RefusedFlag(_OTHER_DRAFTS, "MODEL"),
         "--mllm-draft-kind": RefusedFlag(_ONE_TOKEN, "KIND"),
         "--mllm-draft-block-size": RefusedFlag(_ONE_TOKEN, "N"),
@@ -109,7 +111,9 @@ VLLM_MLX: Mapping[str, ForeignFlag] = MappingProxyType(
             "tools are run by the client: connect MCP servers to the agent that calls this one",
             "FILE",
         ),
-        "--mllm": IgnoredFlag("config.json tells whether a model takes pictures; see --text-only"),
+        "--mllm": IgnoredFlag(
+            "config.json tells whether a model accepts pictures; see --text-only"
+        ),
         "--max-audio-upload-mb": IgnoredFlag(_NO_AUDIO, "N"),
         "--max-tts-input-chars": IgnoredFlag(_NO_AUDIO, "N"),
         # --- embeddings
@@ -124,7 +128,7 @@ VLLM_MLX: Mapping[str, ForeignFlag] = MappingProxyType(
         ),
         "--rerank-model": RefusedFlag(_RERANKER, "MODEL"),
         # --- the rest
-        "--enable-metrics": IgnoredFlag("/metrics is always there"),
+        "--enable-metrics": IgnoredFlag("/metrics is always available"),
     }
 )  # fmt: skip
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 LOW_DISK_NBYTES = 2 << 30
 """With less, neither a cache on disk nor a download makes sense."""
 ROSETTA = (
-    "This Python is one for Intel Macs, run by Rosetta: MLX needs one for Apple's processors "
+    "This Python was built for Intel Macs and runs under Rosetta: MLX needs one for Apple silicon "
     "(from python.org, or `arch -arm64 brew install python`)."
 )
 INSTALL_HINT = "on Linux install firn[cpu] or firn[cuda13]"
@@ -160,7 +160,7 @@ def _disk_finding(folder: Path) -> Finding:
         text = f"{folder}: {why}. Prompts are kept in memory only; --ssd-cache-dir names another folder"
         return Finding("disk", text, "problem")
     mark: Mark = "note" if free < LOW_DISK_NBYTES else "ok"
-    little = ": little for a cache" if mark == "note" else ""
+    little = ": not much for a cache" if mark == "note" else ""
     return Finding("disk", f"{size(free)} free at {folder}{little}", mark)
 
 
@@ -169,7 +169,7 @@ def _unusable(folder: Path) -> str:
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir():
-        return f"{folder} is no folder"
+        return f"{folder} is not a folder"
     return "" if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written to"
 
 
@@ -206,7 +206,7 @@ def describe_model(
     yield Finding("model", str(report.folder))
     stored_nbytes = report.weights_nbytes
     if report.architecture:
-        known = f", known to {report.library}" if report.library else ""
+        known = f", supported by {report.library}" if report.library else ""
         yield Finding("architecture", report.architecture + known)
     if report.weights_nbytes:
         files = "1 file" if report.n_files == 1 else f"{report.n_files} files"
@@ -301,12 +301,13 @@ def _budget(
     if not fits_alone:
         most = machine.device_nbytes - plan.headroom_nbytes
         text = (
-            f"no: it needs {size(report.weights_nbytes)} and memory for a conversation, and may use "
-            f"{size(most)} of this machine"
+            f"no: it needs {size(report.weights_nbytes)} and memory for a conversation, but may "
+            f"use only {size(most)} of this machine"
         )
         yield Finding("fits", text, "problem")
     elif not plan.fits:
-        text = f"not beside what runs now, which leaves {size(plan.limit_nbytes)}: close other programs"
+        left = size(plan.limit_nbytes)
+        text = f"not alongside what is running now, which leaves {left}: close other programs"
         yield Finding("fits", text, "note")
     elif report.cache is None or report.cache.per_token_nbytes == 0:
         yield Finding("fits", "yes")

@@ -76,13 +76,13 @@ def budget_rows(machine: MachineMemory, plan: MemoryPlan) -> Iterator[tuple[int,
         yield -plan.headroom_nbytes, "left free"
     before = machine.device_nbytes - machine.reserved_nbytes - plan.headroom_nbytes
     if plan.limit_nbytes < before:
-        yield plan.limit_nbytes - before, "taken by other programs"
+        yield plan.limit_nbytes - before, "used by other programs"
     yield -plan.weights_nbytes, "weights"
     yield -plan.chunk_nbytes, "a prefill chunk while it runs"
     yield -plan.buffer_cache_nbytes, "buffers that MLX keeps for reuse"
-    yield -plan.write_queue_nbytes, "records that wait to be written"
+    yield -plan.write_queue_nbytes, "records waiting to be written"
     if plan.store_queues_nbytes:
-        yield -plan.store_queues_nbytes, "records that wait to be sent to stores"
+        yield -plan.store_queues_nbytes, "records waiting to be sent to stores"
     yield (
         plan.limit_nbytes - plan.total_nbytes + plan.capacity_nbytes,
         "requests and stored prefixes",

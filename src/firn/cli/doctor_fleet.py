@@ -60,7 +60,7 @@ def _model_finding(
         f"weights{pinned}"
     )
     if footprint.nbytes > memory.budget_nbytes:
-        text += f": more than the {size(memory.budget_nbytes)} that models may take"
+        text += f": more than the {size(memory.budget_nbytes)} that models may use"
         return Finding(spec.name, text, "problem")
     return Finding(spec.name, text)
 
@@ -68,17 +68,17 @@ def _model_finding(
 def _together(needs: list[tuple[ModelSpec, Footprint]], memory: Room) -> Iterator[Finding]:
     total = sum(footprint.nbytes for _, footprint in needs)
     pinned = sum(footprint.nbytes for spec, footprint in needs if spec.pinned)
-    budget = f"models may take {size(memory.budget_nbytes)}"
+    budget = f"models may use {size(memory.budget_nbytes)}"
     if pinned > memory.budget_nbytes:
         text = f"the pinned ones need {size(pinned)}; {budget} (--model-memory-gb)"
         yield Finding("together", text, "problem")
     elif total > memory.budget_nbytes:
         text = (
-            f"{size(total)}; {budget}: not all are loaded at once, idle ones make room for others"
+            f"{size(total)}; {budget}: not all are loaded together, idle ones make room for others"
         )
         yield Finding("together", text, "note")
     else:
-        yield Finding("together", f"{size(total)}; {budget}: all fit at once")
+        yield Finding("together", f"{size(total)}; {budget}: all fit together")
     largest = max((footprint.nbytes for _, footprint in needs), default=0)
     if largest > memory.free_nbytes:
         text = f"{size(int(memory.free_nbytes))} is available now, and the largest needs {size(largest)}"

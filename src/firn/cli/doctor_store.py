@@ -15,7 +15,7 @@ from firn.core.errors import SetupError
 MIB = 1 << 20
 SLOW_ANSWER_S = 0.1
 """A lookup takes up to three round trips: a slower store is seldom worth one."""
-STEPS = {"ask": "be asked", "write": "be written to", "read": "be read", "delete": "delete"}
+STEPS = {"ask": "be queried", "write": "be written to", "read": "be read", "delete": "delete"}
 
 
 def store_findings(addresses: Sequence[str]) -> Iterator[Finding]:
@@ -38,16 +38,17 @@ def describe_store(address: StoreAddress, report: StoreReport) -> Iterator[Findi
         return
     mib = PROBE_NBYTES / MIB
     text = (
-        f"{address.shown} answers in {report.answer_s * 1e3:.1f} ms, takes {mib / report.write_s:.0f} "
-        f"MiB/s and gives {mib / report.read_s:.0f} MiB/s (one record of {mib:.0f} MiB, one thread)"
+        f"{address.shown} answers in {report.answer_s * 1e3:.1f} ms, writes "
+        f"{mib / report.write_s:.0f} MiB/s and reads {mib / report.read_s:.0f} MiB/s (one record "
+        f"of {mib:.0f} MiB, one thread)"
     )
     yield Finding("store", text)
     if not report.same_bytes:
-        yield Finding("", "It does not give back the bytes that it was given.", "problem")
+        yield Finding("", "It does not return the bytes that were written to it.", "problem")
     if not report.writes_once:
         text = (
             "It ignores conditional writes: two servers may write the same record twice, which costs "
-            "bytes and nothing else."
+            "traffic and nothing else."
         )
         yield Finding("", text, "note")
     if report.answer_s > SLOW_ANSWER_S:
@@ -64,6 +65,6 @@ def _failure(report: StoreReport, error: TierError) -> str:
         case PermanentFault():
             return f"{cannot}. Records need the rights to get, put and delete."
         case TierFull():
-            return f"{cannot}. Nothing more will be stored until something goes."
+            return f"{cannot}. Nothing more will be stored until space is freed."
         case _:
             return cannot

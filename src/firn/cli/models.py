@@ -37,7 +37,7 @@ def _load(
     api_key: ApiKey = None,
     keep_alive: Annotated[
         str | None,
-        typer.Option(help="How long it stays loaded unused: 30m, -1 for ever.", metavar="TIME"),
+        typer.Option(help="How long it stays loaded unused: 30m, -1 forever.", metavar="TIME"),
     ] = None,
 ) -> None:
     """Load a model in the running server, and wait until it is loaded."""
@@ -78,8 +78,8 @@ def pull(
         ),
     ] = 3,
 ) -> None:
-    """Download a model, so that serving it needs no network. Files that are there are not
-    downloaded again."""
+    """Download a model, so that serving it needs no network. Files that are already here
+    are not downloaded again."""
     from firn.cli.models_work import pull
 
     raise typer.Exit(pull(name, models_dir, retries=retries))

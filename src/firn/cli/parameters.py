@@ -29,7 +29,7 @@ Url = Annotated[
 ApiKey = Annotated[
     str | None,
     typer.Option(
-        "--api-key", help="Key, if the server wants one.", envvar="FIRN_API_KEY", metavar="KEY"
+        "--api-key", help="Key, if the server requires one.", envvar="FIRN_API_KEY", metavar="KEY"
     ),
 ]
 ModelsDir = Annotated[
@@ -60,6 +60,7 @@ ConfigFile = Annotated[
 TraceArgument = Annotated[
     Path,
     typer.Argument(
-        help="A trace: of `firn serve --record-trace`, in Mooncake's form, or agents' sessions as JSON."
+        help="A trace of `firn serve --record-trace`, one in Mooncake's format, or agents' "
+        "sessions as JSON."
     ),
 ]

@@ -15,7 +15,7 @@ from firn.core.errors import SetupError
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    disable_prefix_cache: bool = option(False, "Compute every prompt anew and keep nothing.")
+    disable_prefix_cache: bool = option(False, "Recompute every prompt and store nothing.")
     cache_memory_mb: int = option(
         0,
         "Memory for computed prefixes, in MiB; auto (or 0) depends on what is free once the model is "
@@ -34,8 +34,8 @@ class CacheConfig:
     cache_block_tokens: int = option(256, "Tokens in a block of the cache.", low=16, high=8192)
     reuse: Literal["full", "exact"] = option(
         "full",
-        "full: reuse to the token. exact: resume on prefill chunks only, so that cached output is "
-        "bit for bit the uncached output.",
+        "full: reuse to the token. exact: resume only at the ends of prefill chunks, so that "
+        "cached output is bit for bit the uncached output.",
     )
     kv_cache_quantization: bool = option(
         False, "Quantise the stored prefixes of plain attention: smaller, slightly inexact."
@@ -45,7 +45,7 @@ class CacheConfig:
         64, "Values that share a scale."
     )
     cache_pin_max_mb: int = option(
-        1024, "Memory that pinned prefixes may take, in MiB.", low=0, high=1 << 30
+        1024, "Memory that pinned prefixes may use, in MiB.", low=0, high=1 << 30
     )
     warm_prompts: Path | None = option(
         None,
@@ -77,8 +77,8 @@ class CacheConfig:
     )
     tiers: tuple[str, ...] = option(
         (),
-        "Store that servers share, below the folder: s3://bucket/prefix or redis://host/0; repeat it "
-        "for both.",
+        "Store that servers share, a tier below the folder: s3://bucket/prefix or redis://host/0; "
+        "repeat it for both.",
         flag="--tier",
         metavar="ADDRESS",
         secret=True,
@@ -90,7 +90,7 @@ class CacheConfig:
         metavar="ADDRESS",
     )
     share_cache: bool = option(
-        False, "One cache for all API keys (otherwise each key has a private one)."
+        False, "Use one cache for all API keys (otherwise each key has a private one)."
     )
 
 

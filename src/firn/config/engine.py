@@ -26,7 +26,7 @@ def speculation(text: str) -> str:
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     max_tokens: int = option(
-        32768, "Longest reply in tokens, where a request does not say.", low=1, high=2**31 - 1
+        32768, "Longest reply in tokens, if a request sets no limit.", low=1, high=2**31 - 1
     )
     max_request_tokens: int = option(
         0,
@@ -54,7 +54,7 @@ class EngineConfig:
     prefill_chunk: int = option(
         0,
         "Prompt tokens read between two decoding steps; auto depends on the device, on the length of "
-        "the context and on who else waits.",
+        "the context and on who else is waiting.",
         low=0,
         high=65536,
         words={"auto": 0},
@@ -62,10 +62,10 @@ class EngineConfig:
     """0: depends on the device."""
     speculation: str = option(
         "auto",
-        "Draft several tokens per step and let the model check them; the text stays the same. lookup: "
-        "what followed the same words in the prompt, the reply or an earlier reply; model: "
-        "what --draft-model says; mtp: what the model's own prediction head says; auto: all that "
-        "are available, where it pays.",
+        "Draft several tokens per step and have the model check them; the text stays the same. "
+        "lookup: what followed the same words in the prompt, the reply or an earlier reply; model: "
+        "what --draft-model proposes; mtp: what the model's own prediction head proposes; auto: "
+        "all that are available, where it pays.",
         metavar="auto|off|lookup|model|mtp",
         check=speculation,
     )
@@ -103,7 +103,7 @@ class EngineConfig:
     blas: Literal["auto", "system", "bundled", "none"] = option(
         "auto",
         "Linux, CPU: the library that multiplies matrices. system: the system's OpenBLAS; bundled: the "
-        "one that firn[cpu] brings; none: MLX's own; auto: the fastest.",
+        "one that firn[cpu] installs; none: MLX's own; auto: the fastest.",
     )
     cpu_dtype: Literal["auto", "model", "float32"] = option(
         "auto",

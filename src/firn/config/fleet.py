@@ -43,7 +43,7 @@ def alias(text: str) -> str:
 class FleetConfig:
     models: tuple[str, ...] = option(
         (),
-        "More models to serve at the same address, each in a process of its own.",
+        "More models to serve at the same address, each in its own process.",
         flag=None,
         env="FIRN_MODELS",
         metavar="MODEL",
@@ -61,14 +61,14 @@ class FleetConfig:
     """0: depends on the machine."""
     keep_alive: str = option(
         "30m",
-        "How long an unused model stays loaded: 30m, 90 (seconds), -1 for ever.",
+        "How long an unused model stays loaded: 30m, 90 (seconds), -1 forever.",
         metavar="TIME",
         check=keep_alive,
     )
     aliases: tuple[str, ...] = option(
         (),
         "Another name for a model: fast=my-model, or claude-haiku-*=my-model for every name with "
-        "that beginning; repeat it for several.",
+        "that prefix; repeat it for several.",
         flag="--alias",
         env="FIRN_ALIASES",
         metavar="NAME=MODEL",

@@ -25,7 +25,7 @@ class ModelConfig:
         None, "Folder with a LoRA adapter to load on top of the model.", metavar="FOLDER"
     )
     trust_remote_code: bool = option(
-        False, "Let the model's folder run Python code of its own. Only for models you trust."
+        False, "Allow the model's folder to run its own Python code. Only for models you trust."
     )
     offline: bool = option(False, "Download nothing: serve only models that are on this machine.")
     download_timeout: int | None = option(

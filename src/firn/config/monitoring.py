@@ -26,9 +26,9 @@ class LogConfig:
 
 @dataclass(frozen=True, slots=True)
 class PageConfig:
-    no_dashboard: bool = option(False, "No page at /, only the server's name and version.")
+    no_dashboard: bool = option(False, "Serve no page at /, only the server's name and version.")
     show_text: bool = option(
         False,
-        "Let the page and /v1/activity quote prompts: where one differs from what is stored, and how "
-        "stored prefixes begin. A key sees its own prompts, the operator everybody's.",
+        "Allow the page and /v1/activity to quote prompts: where one differs from what is stored, "
+        "and how stored prefixes begin. A key sees its own prompts, the operator everybody's.",
     )

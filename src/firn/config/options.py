@@ -169,9 +169,9 @@ class Option:
         if isinstance(value, float) and not math.isfinite(value):
             raise BadValue(f"{value} is not a finite number")
         if low is not None and value < low:
-            raise BadValue(f"{self._shown(value)} is too small; {_number(low)} is the least")
+            raise BadValue(f"{self._shown(value)} is too small; the minimum is {_number(low)}")
         if high is not None and value > high:
-            raise BadValue(f"{self._shown(value)} is too large; {_number(high)} is the most")
+            raise BadValue(f"{self._shown(value)} is too large; the maximum is {_number(high)}")
         return value if self.spec.check is None else self.spec.check(value)
 
     def _shown(self, value: object) -> str:

@@ -33,7 +33,7 @@ def host_name(text: str) -> str:
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 means every network.")
-    port: int = option(8000, "Port to listen on; 0 takes any free one.", low=0, high=65535)
+    port: int = option(8000, "Port to listen on; 0 picks any free one.", low=0, high=65535)
     served_model_name: str | None = option(
         None, "The model's name in the API (otherwise that of its folder or hub id)."
     )
@@ -73,8 +73,8 @@ class ServerConfig:
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
-        "Host name by which clients may call this server, besides localhost, addresses and the name "
-        "it listens on (*.example.com, or * for any); repeat it for several.",
+        "Host name by which clients may call this server, in addition to localhost, addresses and "
+        "the name it listens on (*.example.com, or * for any); repeat it for several.",
         flag="--allowed-host",
         env="FIRN_ALLOWED_HOSTS",
         metavar="NAME",
@@ -84,7 +84,7 @@ class ServerConfig:
         0, "Calls that one key may have running; 0 for no limit.", low=0, high=1_000_000
     )
     key_queue_share: float = option(
-        0.0, "Share of --max-queue that one key may take; 0 for no limit.", low=0, high=1
+        0.0, "Share of --max-queue that one key may use; 0 for no limit.", low=0, high=1
     )
     key_tokens_per_minute: int = option(
         0,
@@ -95,8 +95,8 @@ class ServerConfig:
     )
     allow_origins: tuple[str, ...] = option(
         (),
-        "Web page that may call this server from a browser (https://example.com, or * for any); "
-        "repeat it for several.",
+        "Origin of web pages that may call this server from a browser (https://example.com, or * "
+        "for any); repeat it for several.",
         flag="--allow-origin",
         env="FIRN_ALLOW_ORIGINS",
         metavar="ORIGIN",

@@ -14,11 +14,12 @@ class SparseConfig:
     sparse_prefill: bool = option(
         False,
         "Allow requests to have only the important part of a long cold prompt read "
-        '("sparse_prefill": {"keep": 0.3}), as --draft-model scores it: sooner, and approximate.',
+        '("sparse_prefill": {"keep": 0.3}), as scored by --draft-model: faster, but approximate.',
     )
     sparse_prefill_over: int = option(
         0,
-        "Read every prompt with more cold tokens than this sparsely, asked or not; auto is 16384.",
+        "Read every prompt with more cold tokens than this sparsely, requested or not; auto is "
+        "16384.",
         low=0,
         high=2**31 - 1,
         metavar="off|auto|N",
@@ -27,7 +28,7 @@ class SparseConfig:
     """0: only if a request asks for it."""
     sparse_prefill_keep: float = option(
         0.3,
-        "Of the cold tokens that may be skipped, the share to read where a request does not say.",
+        "Share of the skippable cold tokens to read, if a request sets none.",
         low=0.01,
         high=1,
     )
