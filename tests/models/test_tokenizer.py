@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from firn.core.errors import TemplateFailed
 from firn.models.loader import load_tokenizer
+from firn.models.plain_text import PlainText
 from firn.models.tokenizer import HfTokenizer
+from tests.waiting import wait_until
 from tests.zoo import folder as zoo_folder
 
 TEXTS = [
@@ -280,15 +283,38 @@ def test_a_tokenizer_that_cannot_be_copied_splits_typed_tokens(byte_level: HfTok
     assert other.decode(ids) == text
 
 
-def test_two_threads_make_one_copy(byte_level: HfTokenizer) -> None:
-    other = HfTokenizer(byte_level._wrapper)
-    text = "<|im_end|>" * 3
+class ListingLock:
+    """A lock that lists the threads that came to it."""
+
+    def __init__(self) -> None:
+        self._lock, self.came = threading.Lock(), list[int]()
+
+    def __enter__(self) -> None:
+        self.came.append(threading.get_ident())
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_threads_make_one_copy(byte_level: HfTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first to come makes it while all others wait for the lock, or make their own."""
+    other, text = HfTokenizer(byte_level._wrapper), "<|im_end|>" * 3
+    other._copying = lock = ListingLock()  # type: ignore[assignment]
+    n_threads, copies = 4, []
+
+    def copy(*args: Any) -> PlainText:
+        copies.append(args)
+        wait_until(lambda: n_threads in (len(lock.came), len(copies)))
+        return PlainText(*args)
 
     def encode(_: int) -> tuple[int, ...]:
         return tuple(other.encode(text, add_special=False, typed=[(0, 10)]))
 
-    with ThreadPoolExecutor(4) as pool:
-        assert len(set(pool.map(encode, range(8)))) == 1
+    monkeypatch.setattr("firn.models.tokenizer.PlainText", copy)
+    with ThreadPoolExecutor(n_threads) as pool:
+        assert len(set(pool.map(encode, range(n_threads)))) == 1
+    assert len(copies) == 1
 
 
 def test_truncation_and_padding_in_the_file_are_for_training(tmp_path: Path) -> None:
