@@ -205,27 +205,60 @@ def test_a_library_that_kills_its_process_is_a_fault(monkeypatch: pytest.MonkeyP
 
 
 @needs_bundled
-def test_products_go_to_the_library_and_their_threads_sleep() -> None:
-    """It stays attached though nothing refers to it, and an idle process uses no CPU time."""
+def test_products_go_to_the_library() -> None:
+    """It stays attached though nothing refers to it. Another library would round differently."""
     done = python(
         """if True:
-        import gc, time
+        import ctypes, gc
         import mlx.core as mx
+        import numpy as np
         from firn.models.cpu import trial
         from firn.models.cpu.openblas import OpenBlas, libraries
         library = next(lib for lib in libraries() if lib.kind == "bundled")
+        rng = np.random.default_rng(0)
+        a, b = (rng.standard_normal(s, dtype=np.float32) for s in ((96, 512), (512, 256)))
+        before = np.array(mx.array(a) @ mx.array(b))
         OpenBlas(library, n_threads=2).attach()
         gc.collect()
-        for _ in range(3):
-            trial._check()
-        a = mx.random.normal((512, 512))
-        mx.eval(a @ a)
-        began = time.process_time()
-        time.sleep(0.2)
-        print(time.process_time() - began < 0.1)
+        after = np.array(mx.array(a) @ mx.array(b))
+        sgemm = ctypes.CDLL(library.path)[library.prefix + "cblas_sgemm"]
+        one, zero, c = ctypes.c_float(1), ctypes.c_float(0), np.empty((96, 256), np.float32)
+        x, y, z = (ctypes.c_void_p(values.ctypes.data) for values in (a, b, c))
+        sgemm(101, 111, 111, 96, 256, 512, one, x, 512, y, 256, zero, z, 256)
+        trial._check()
+        print(np.array_equal(before, c), np.array_equal(after, c))
         """
     )
-    assert done.stdout.split() == ["True"], done.stderr
+    assert done.stdout.split() == ["False", "True"], done.stderr
+
+
+@needs_bundled
+def test_threads_without_a_product_soon_sleep() -> None:
+    """By default OpenBLAS's threads spin for 2**28 cycles first: 60 ms of CPU time and more."""
+    done = python(
+        """if True:
+        import threading, time
+        from pathlib import Path
+        import mlx.core as mx
+        from firn.models.cpu.openblas import OpenBlas, libraries
+        library = next(lib for lib in libraries() if lib.kind == "bundled")
+        OpenBlas(library, n_threads=2).attach()
+        a = mx.random.normal((512, 512))
+        mx.eval(a @ a)
+        own = str(threading.get_native_id())
+        others = [task for task in Path("/proc/self/task").iterdir() if task.name != own]
+        def sleep():
+            states = (task.joinpath("stat").read_text().rpartition(") ")[2][0] for task in others)
+            return all(state == "S" for state in states)
+        def cpu_ns():
+            return sum(int(task.joinpath("schedstat").read_text().split()[0]) for task in others)
+        began = cpu_ns()
+        while not sleep() and cpu_ns() - began < 20e6:
+            time.sleep(0.001)
+        print(len(others) > 0, sleep(), cpu_ns() - began < 20e6)
+        """
+    )
+    assert done.stdout.split() == ["True"] * 3, done.stderr
 
 
 @needs_bundled
