@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.api.real import Real, serving
 from tests.fakes import FakeTokenizer
 from tests.zoo import write_folder
 
+BLOCK = 16
 QUERY = "What does the server keep of a prompt that it has read once, and for how long is it kept?"
 DOCUMENTS = ["Firn is old snow.", "A traveller reads the layers.", "", "<|im_end|> is text here."]
 
@@ -37,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def real(folder: Path) -> Iterator[Real]:
-    cache = CacheConfig(no_ssd_cache=True, cache_memory_mb=64, cache_block_tokens=16)
+    cache = CacheConfig(no_ssd_cache=True, cache_memory_mb=64, cache_block_tokens=BLOCK)
     # Fewer requests may run and wait than the 70 documents of one test.
     engine = EngineConfig(max_concurrency=4, max_queue=2)
     config = Config(model=ModelConfig(path=str(folder)), cache=cache, engine=engine)
@@ -50,12 +52,16 @@ def ask(real: Real, path: str = "/v1/rerank", **body: Any) -> Any:
     return httpx.post(f"{real.url}{path}", json=body, timeout=60)
 
 
+def prompt_ids(real: Real, document: str, *, query: str = QUERY) -> list[int]:
+    chat = rerank.question(query, document)
+    prompt = real.server.services.prompts.make(chat, reasoning=Reasoning(enabled=False))
+    return [int(token) for token in prompt.ids]
+
+
 def expected(real: Real, folder: Path, document: str) -> float:
     """The probability of one token against the other, at the end of the prompt."""
-    chat = rerank.question(QUERY, document)
-    prompt = real.server.services.prompts.make(chat, reasoning=Reasoning(enabled=False))
     model, _ = load_model(folder)
-    logits = model(mx.array(prompt.ids)[None])[0, -1].astype(mx.float32)
+    logits = model(mx.array(prompt_ids(real, document))[None])[0, -1].astype(mx.float32)
     yes, no = logits[300].item(), logits[17].item()
     return math.exp(yes) / (math.exp(yes) + math.exp(no))
 
@@ -73,11 +79,26 @@ def test_scores_are_those_of_the_two_tokens(real: Real, folder: Path) -> None:
 
 
 def test_the_query_is_read_once(real: Real) -> None:
+    """By one request with several documents, and by the next one with others."""
+    query = f"Nobody has asked this. {QUERY}"
+    documents = ["Old snow.", "Bread.", "A word."]
+    prompts = [prompt_ids(real, text, query=query) for text in [*documents, "Ice."]]
+    columns = zip(*prompts, strict=False)
+    n_shared = sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
+    assert query in real.tokenizer.decode(prompts[0][:n_shared])
+
+    def n_cached(documents: list[str]) -> int:
+        usage = ask(real, query=query, documents=documents).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert n_cached(documents) >= 2 * (n_shared - BLOCK)
+    assert n_cached(["Ice."]) == n_shared
+
+
+def test_what_is_read_for_no_is_not_counted_as_cached(real: Real) -> None:
+    """Some prompts run twice, for "yes" and for "no"."""
     ask(real)
-    again = ask(real, documents=["Something else entirely.", *DOCUMENTS]).json()["usage"]
-    cached = again["prompt_tokens_details"]["cached_tokens"]
-    assert cached > again["prompt_tokens"] // 2
-    usage = ask(real).json()["usage"]  # some prompts run twice, for "yes" and for "no"
+    usage = ask(real).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
 
 
