@@ -145,8 +145,8 @@ def flipped(name: str, at: int) -> Callable[[Tensors], None]:
     return change
 
 
-def swapped(tensors: Tensors) -> None:
-    tensors["c.weight"], tensors["x"] = tensors["c.weight"], tensors.pop("b.weight")
+def renamed(tensors: Tensors) -> None:
+    tensors["x"] = tensors.pop("b.weight")
 
 
 def retyped(tensors: Tensors) -> None:
@@ -178,7 +178,7 @@ def added(tensors: Tensors) -> None:
         *(flipped("b.weight", i) for i in (0, 511, 1023)),
         *(flipped("c.weight", i) for i in (0, 1023, 1024, 2047)),
         *(flipped("d.weight", i) for i in (0, 1023, 6000 - 1024, 5999)),
-        swapped,
+        renamed,
         retyped,
         reshaped,
         exchanged,
@@ -192,6 +192,13 @@ def test_other_tensors_are_another_model(
     tensors = tensors_of()
     change(tensors)
     assert Fingerprint(write(tmp_path / "other", tensors)).result() != Fingerprint(base).result()
+
+
+def test_two_tensors_that_change_places_are_another_model(tmp_path: Path) -> None:
+    one, two = ("U8", [3], b"one"), ("U8", [3], b"two")
+    first = write(tmp_path / "a", {"b.weight": one, "c.weight": two})
+    other = write(tmp_path / "b", {"b.weight": two, "c.weight": one})
+    assert Fingerprint(first).result() != Fingerprint(other).result()
 
 
 @pytest.mark.parametrize(

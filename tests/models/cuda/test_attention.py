@@ -3,6 +3,8 @@ and by `benchmarks/attention.py`; these tests cover what surrounds it."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import pytest
 
@@ -54,14 +56,22 @@ def test_a_few_tokens_of_bfloat16_under_a_mask_of_booleans_are_for_the_kernel() 
 
 
 def test_all_other_attention_is_left_to_mlx(kernel: list[tuple[int, ...]]) -> None:
-    for more in ({"mask": None}, {"mask": "causal"}, {}, {"mask": mask(), "sinks": mx.zeros(4)}):
-        q, k, v = (x.astype(mx.float32) for x in heads())
-        attend = mx.fast.scaled_dot_product_attention
-        got = attend(q, k, v, scale=0.1, **more)
-        assert got.shape == q.shape
-    q, k, v = heads(MAX_TOKENS + 1)
-    mx.fast.scaled_dot_product_attention(q, k, v, scale=0.1, mask=mask(MAX_TOKENS + 1))
+    few, many = heads(), heads(MAX_TOKENS + 1)
+    sinks = mx.ones(4, dtype=mx.bfloat16)
+    others: list[tuple[list[mx.array], dict[str, Any]]] = [
+        (few, {}),
+        (few, {"mask": None}),
+        (few, {"mask": "causal"}),
+        (few, {"mask": mask(), "sinks": sinks}),
+        (heads(dtype=mx.float32), {"mask": mask()}),
+        (many, {"mask": mask(MAX_TOKENS + 1)}),
+    ]
+    for arrays, more in others:
+        got = mx.fast.scaled_dot_product_attention(*arrays, scale=0.1, **more)
+        assert mx.array_equal(got, attention.plain_attention(*arrays, scale=0.1, **more))
     assert kernel == []
+    mx.fast.scaled_dot_product_attention(*few, scale=0.1, mask=mask(), sinks=None)
+    assert len(kernel) == 1, "without sinks"
 
 
 def test_attention_of_a_step_goes_to_the_kernel(kernel: list[tuple[int, ...]]) -> None:
