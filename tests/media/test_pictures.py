@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import io
+import tracemalloc
 from dataclasses import dataclass, field, replace
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote_to_bytes
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from firn.core.errors import BadPicture
@@ -106,6 +109,26 @@ def test_line_breaks_do_not_count_towards_the_limit(line_break: str) -> None:
     assert read(part, max_nbytes=6000) == b"x" * 6000
     with pytest.raises(BadPicture, match="over the limit"):
         read(part, max_nbytes=5999)
+
+
+@pytest.mark.parametrize("head", ["data:image/png,", "data:image/png;base64,"])
+def test_escapes_take_little_more_memory_than_the_text(head: str) -> None:
+    part = PicturePart(head + "%41" * 400_000)
+    tracemalloc.start()
+    try:
+        read(part, max_nbytes=1_000_000)
+        _, peak_nbytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_nbytes < 3 * len(part.url)
+
+
+@given(st.text("%4aG\xe9", max_size=40))
+def test_escapes_are_read_wherever_the_text_is_cut(text: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("firn.media.pictures.UNQUOTED_CHARS", 3)
+        got = read(PicturePart(f"data:,%21{text}"), max_nbytes=1000)
+    assert got == b"!" + unquote_to_bytes(text)
 
 
 def test_fetched_bytes_have_the_same_limit() -> None:
