@@ -173,7 +173,7 @@ def test_a_key_clears_its_own_records_and_the_operator_all(keyed: Real) -> None:
 
     for key in ("alice", "bob"):
         ask(keyed, "POST", "/v1/chat/completions", body=HELLO, x_api_key=key)
-    # With a key a page may: it knows what nobody told it by accident.
+    # A page that has a key may: somebody gave it the key on purpose.
     gone = ask(keyed, "DELETE", "/v1/cache", x_api_key="alice", origin="https://app.example")
     assert gone.json()["freed_bytes"] > 0
     assert (n_records("alice"), n_records("bob") > 0) == (0, True)
@@ -191,12 +191,12 @@ def test_a_full_queue_does_not_say_how_many_wait() -> None:
         assert not any(c.isdigit() for c in answer.json()["error"]["message"])
 
 
-# --- responses that are kept ---------------------------------------------------------------
+# --- stored responses ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("origins", [(), ("https://app.example",)])
 def test_web_pages_cannot_delete_a_response(origins: tuple[str, ...]) -> None:
-    """Browsers send a POST or DELETE without a body at once: no preflight protects it."""
+    """Browsers send a POST without a body immediately: no preflight protects it."""
     with serve(allow_origins=origins) as live:
         made = httpx.post(f"{live.url}/v1/responses", json={"input": "a"}).json()["id"]
         url = f"{live.url}/v1/responses/{made}"
