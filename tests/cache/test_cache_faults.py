@@ -148,7 +148,7 @@ N_OF_EACH = 3
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_every_call_fails_once(shape: Shape, caplog: pytest.LogCaptureFixture) -> None:
+def test_some_calls_of_every_function_fail(shape: Shape, caplog: pytest.LogCaptureFixture) -> None:
     calls = calls_of(shape)
     assert {"cut", "fill", "memory.make_room", "tree.child", "tree.add"} <= set(calls)
     some = [at for numbers in calls.values() for at in numbers[:: len(numbers) // N_OF_EACH + 1]]
@@ -301,11 +301,12 @@ def test_leases_hold_pages_between_match_and_fill() -> None:
     cursor = cache.open(lab_prompt(prompt_of(1, 45)), Namespace(""), CacheControl())
     restored = cache.restore(cursor)
     assert restored is not None
+    assert restored.n_tokens == 41
     cache.records.memory.shrink_to(0)
+    assert [r.node.end for r in records_of(cache)] == [8, 16, 24, 32, 40], "the whole blocks"
     layer = LabLayer([[]], DENSE)
-    if restored.n_tokens % 8 == 0:
-        restored.fill([layer])
-        assert layer.rows[0] == prompt_of(1, 45)[: restored.n_tokens]
+    restored.fill([layer])
+    assert layer.rows[0] == prompt_of(1, 41), "and what was matched of the next one"
     cache.close_cursor(cursor, None)
     assert n_leases(cache) == 0
     cache.records.memory.shrink_to(0)
@@ -361,14 +362,14 @@ class Crowd:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_a_thousand_cancels_leave_no_lease_and_no_pin(shape: Shape) -> None:
+def test_cancels_at_random_moments_leave_no_lease(shape: Shape) -> None:
     crowd = Crowd(seed=3)
     rng = random.Random(1)
     cache = tree(shape, block=8, limit_nbytes=20_000)
     n_right = 0
     with LabEngine(shape, crowd.faults, cache=cache, max_rows=6, chunk=8) as lab:
         crowd.lab = lab
-        for wave in range(4):
+        for _ in range(4):
             gate = lab.hold()
             outcomes = []
             for i in range(70):
@@ -396,10 +397,9 @@ def test_a_thousand_cancels_leave_no_lease_and_no_pin(shape: Shape) -> None:
                     said = outcome.tokens(choice)
                     assert said == outcome.expected(choice)[: len(said)]
                     n_right += len(said)
-            if wave % 4 == 3:
-                lab.between_steps(partial(admin.clear, cache))
-                assert records_of(cache) == []
-                assert not any(len(r.children) for r in cache.records.tree.roots())
+        lab.between_steps(partial(admin.clear, cache))
+        assert records_of(cache) == []
+        assert not any(len(r.children) for r in cache.records.tree.roots())
         assert not cache.stats.faults
     assert len(crowd.cancelled) > 100
     assert n_right > 750
