@@ -85,7 +85,7 @@ def test_parsers_and_origins_can_be_chosen(tmp_path: Path) -> None:
 def test_an_unknown_parser_is_one_line(tmp_path: Path, option: str) -> None:
     write_folder("qwen3", tmp_path)
     with (
-        pytest.raises(SetupError, match="'klingon'; known are: auto, none"),
+        pytest.raises(SetupError, match="'klingon'; choose one of: auto, none"),
         serving(Path(), config=config(str(tmp_path), **{option: "klingon"})),
     ):
         pass

@@ -78,7 +78,7 @@ def test_the_same_bytes_of_another_type_are_another_document() -> None:
 def test_a_request_reads_a_limited_number_of_documents() -> None:
     parts = gathered(Documents(DocumentLimits(count=2)), asked("a", "b", "c", "d"), "alice")
     assert [p.text for p in parts] == ["a", "b", None, None]
-    assert parts[2].fault == "the document is one too many: a request may have 2."
+    assert parts[2].fault == "the document exceeds the limit of 2 documents per request."
 
 
 def test_the_documents_of_a_request_share_one_time_limit() -> None:

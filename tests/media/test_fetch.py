@@ -119,7 +119,7 @@ def test_public_addresses_are_allowed(text: str) -> None:
     [
         ("http://pictures.example/a.png", "must begin with https"),
         ("ftp://pictures.example/a.png", "must begin with https"),
-        ("https:///a.png", "could not be fetched|names no host"),
+        ("https:///a.png", "could not be fetched|has no host name"),
         ("https://nowhere.example/", "could not be fetched"),
         ("https://pictures.example:99999/", "port above 65535"),
     ],

@@ -142,7 +142,7 @@ def test_calls_are_checked_when_the_reply_ends() -> None:
     assert check.see([ToolCallStarted(0, 0, "a", "look"), ToolCallDelta(0, 0, '{"at": ')]) == []
     assert check.see([ToolCallDelta(0, 0, '"sun"}'), ToolCallStarted(0, 1, "b", "else")]) == []
     assert check.see([ToolCallDelta(0, 1, "{}"), ChoiceFinished(0, "tool_calls")]) == [
-        "tools[3]: a call of look does not follow #/properties/at/not"
+        "tools[3]: a call of look violates #/properties/at/not"
     ]
     cut = CallCheck([tool])
     events = [ToolCallStarted(0, 0, "a", "look"), ToolCallDelta(0, 0, '{"at": "su')]

@@ -83,7 +83,7 @@ def test_a_template_without_tools_gets_our_format_by_itself() -> None:
 
 def test_without_any_format_tools_are_refused() -> None:
     made = PromptMaker(families.tokenizer("gemma3"), context_length=4096)
-    with pytest.raises(BadRequest, match="takes no tools"):
+    with pytest.raises(BadRequest, match="does not support tools"):
         made.make(CHAT)
 
 

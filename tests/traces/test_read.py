@@ -74,7 +74,7 @@ def test_one_model_of_several(tmp_path: Path) -> None:
 
 def test_a_line_that_is_no_object_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", mooncake(0, 512, [1]), [2])
-    with pytest.raises(TraceError, match="line 2 is no request"):
+    with pytest.raises(TraceError, match="line 2 is not a request"):
         entries(path)
 
 

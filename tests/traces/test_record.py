@@ -146,7 +146,7 @@ def test_a_trace_has_an_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     writer.close()
     assert path.stat().st_size <= 1000
     assert len(lines(path)) + writer.n_dropped == 20
-    assert sum("nothing more is written" in r.getMessage() for r in caplog.records) == 1
+    assert sum("recording stopped" in r.getMessage() for r in caplog.records) == 1
 
 
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
@@ -191,5 +191,5 @@ def test_closing_does_not_wait_for_a_reader_that_never_reads(
         writer.record(served(range(5_000)))
     wait_until(lambda: select.select([reader], [], [], 0)[0])  # the first is being written
     writer.close()
-    assert "--record-trace: 3 requests are missing in the trace" in caplog.messages
+    assert "--record-trace: 3 requests are missing from the trace" in caplog.messages
     os.close(reader)  # now the write fails, and the thread ends

@@ -78,7 +78,7 @@ class Documents:
         try:
             if number >= self._limits.count:
                 raise UnreadableDocument(
-                    f"is one too many: a request may have {self._limits.count}"
+                    f"exceeds the limit of {self._limits.count} documents per request"
                 )
             digest, data = await loop.run_in_executor(self._pool, self._bytes, part)
             key = (owner, digest)

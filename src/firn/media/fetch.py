@@ -159,7 +159,8 @@ class Fetcher:
                 raise BadPicture(part.param, f"the image's server answered {response.status_code}.")
             if response.headers.get("content-encoding", "identity") != "identity":
                 raise BadPicture(
-                    part.param, "the image's server sent it compressed, though asked not to."
+                    part.param,
+                    "the image's server ignored Accept-Encoding and sent a compressed response.",
                 )
             body = bytearray()
             async for chunk in response.aiter_raw():
@@ -179,7 +180,7 @@ class Fetcher:
                 part.param, f"the image's address must begin with {' or '.join(schemes)}://."
             )
         if not url.host:
-            raise BadPicture(part.param, "the image's address names no host.")
+            raise BadPicture(part.param, "the image's address has no host name.")
         port = url.port or (443 if url.scheme == "https" else 80)
         if port > 65535:
             raise BadPicture(part.param, "the image's address has a port above 65535.")

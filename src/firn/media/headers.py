@@ -31,8 +31,8 @@ TAG_NBYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4
 STRIP_OFFSETS, TILE_OFFSETS = 273, 324
 TIFF_HEADS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+", b"MM*\0", b"II\0*")
 EXIF = b"Exif\0\0"
-TOO_MANY_BLOCKS = "has more blocks than pictures have"
-TOO_MANY_EXIF = "has Exif data in more pieces than pictures have"
+TOO_MANY_BLOCKS = "has too many blocks for a picture"
+TOO_MANY_EXIF = "has Exif data in too many pieces for a picture"
 
 
 def check(data: bytes) -> None:
@@ -66,15 +66,15 @@ def _check_tags(data: bytes) -> int:
         (n_tags,) = struct.unpack_from(f"{order}H", data, at)
         head, entry, link = 2, struct.Struct(f"{order}HHI4x"), f"{order}I"
     if n_tags > MAX_TAGS:
-        raise Undecodable("has more tags than pictures have")
+        raise Undecodable("has too many tags for a picture")
     nbytes = 0
     for i in range(n_tags):
         tag, kind, count = entry.unpack_from(data, at + head + i * entry.size)
         nbytes += count * TAG_NBYTES.get(kind, 0)
         if tag in (STRIP_OFFSETS, TILE_OFFSETS) and count > MAX_STRIPS:
-            raise Undecodable("is cut into more pieces than pictures are")
+            raise Undecodable("is divided into too many strips or tiles")
     if nbytes > 2 * len(data):
-        raise Undecodable("has tags that claim more than the file")
+        raise Undecodable("has tags larger than the file itself")
     (following,) = struct.unpack_from(link, data, at + head + n_tags * entry.size)
     return int(following)
 
@@ -111,7 +111,7 @@ def _check_jpeg(data: bytes) -> None:
         if n_exif > MAX_EXIF_SEGMENTS:
             raise Undecodable(TOO_MANY_EXIF)
         at += 2 + max(n, 2)
-    raise Undecodable("has more segments than pictures have")
+    raise Undecodable("has too many segments for a picture")
 
 
 def _check_scans(data: bytes, first: int, n_pixels: int) -> None:
@@ -166,7 +166,7 @@ def _check_chunks(chunks: Iterator[tuple[bytes, bytes]]) -> None:
     n_exif = 0
     for i, (kind, blob) in enumerate(chunks):
         if i > MAX_CHUNKS:
-            raise Undecodable("has more chunks than pictures have")
+            raise Undecodable("has too many chunks for a picture")
         if kind in (b"eXIf", b"EXIF"):
             n_exif += 1
             _check_exif(blob)

@@ -46,6 +46,4 @@ class CallCheck:
         began = time.thread_time()
         places = faults(value, tool.parameters, time_s=self._left_s)[:MAX_FAULTS]
         self._left_s -= time.thread_time() - began
-        return (
-            f"{tool.param}: a call of {name} does not follow {', '.join(places)}" if places else ""
-        )
+        return f"{tool.param}: a call of {name} violates {', '.join(places)}" if places else ""

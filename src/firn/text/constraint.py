@@ -158,7 +158,7 @@ class _ConstraintWriter:
                 raise InvalidValue(
                     owner,
                     f"{place} cannot be enforced, and the tool is strict;"
-                    " take it out of the schema, or strict out of the tool",
+                    " remove it from the schema, or strict from the tool",
                 )
         left_out = tuple(dict.fromkeys(f"{owner}{place}" for owner, place in lark.left_out))
         text = answer if isinstance(answer, TextSymbol) else None

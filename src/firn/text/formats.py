@@ -189,4 +189,4 @@ def tokens_of(tags: ThinkTags) -> list[str]:
 
 
 def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    return f"unknown {kind} {name!r}; known are: {', '.join(known)}"
+    return f"unknown {kind} {name!r}; choose one of: {', '.join(known)}"

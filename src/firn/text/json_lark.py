@@ -134,7 +134,7 @@ class _Quoting:
                 statement.name = text
             statement.pieces.append((kind, text))
         if statement.name == "%ignore" and statement.needs_rule:
-            raise Unquotable("what %ignore names has no form inside a JSON string")
+            raise Unquotable("what %ignore names cannot be written inside a JSON string")
         yield statement
 
     def _as_rules(self, statements: list[_Statement]) -> dict[str, str]:
@@ -153,7 +153,7 @@ class _Quoting:
                 left += users.get(name, [])
         ignored = [s for s in statements if s.name == "%ignore"]
         if any(kind == "name" and text in renamed for s in ignored for kind, text in s.pieces):
-            raise Unquotable("what %ignore names has no form inside a JSON string")
+            raise Unquotable("what %ignore names cannot be written inside a JSON string")
         return renamed
 
     def _imported(self, statement: str) -> Iterator[_Statement]:
@@ -229,7 +229,7 @@ def _tokens(definition: str) -> Iterator[tuple[str, str]]:
     while at < len(definition):
         match = _TOKEN.match(definition, at)
         if match is None:
-            raise Unquotable(f"{definition[at : at + 12]!r} has no form inside a JSON string")
+            raise Unquotable(f"{definition[at : at + 12]!r} cannot be written inside a JSON string")
         at = match.end()
         yield match.lastgroup or "other", match[0]
 

@@ -96,7 +96,7 @@ class PartReader:
 
     def _document(self, part: DocumentPart) -> MessagePart:
         if part.text is None:
-            raise BadDocument(part.param, part.fault or "this server reads no documents.")
+            raise BadDocument(part.param, part.fault or "this server does not read documents.")
         return TextPart(PARAGRAPH.join(filter(None, (part.lead, part.text))))
 
 

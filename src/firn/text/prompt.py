@@ -157,7 +157,8 @@ class PromptMaker:
             )
         if chat.tools and not self._template.rules.tools and not self._writes_calls:
             raise BadRequest(
-                "This model's chat template takes no tools; send the request without tools.",
+                "This model's chat template does not support tools; send the request without "
+                "tools.",
                 param="tools",
             )
         return self._template

@@ -52,7 +52,7 @@ def parse(pattern: str, *, any_line: bool = False) -> RegexGroup:
     reader = _RegexParser(pattern)
     tree = reader.group(any_line)
     if reader.at < len(pattern):
-        raise UnsupportedRegex("a closing bracket too many")
+        raise UnsupportedRegex("an unmatched closing bracket")
     return tree
 
 
@@ -149,7 +149,7 @@ class _RegexParser:
         while depth:
             char = self._next()
             if not char:
-                raise UnsupportedRegex("a class of characters is not closed")
+                raise UnsupportedRegex("a character class is not closed")
             self.at += char == "\\"
             depth += (char == "[") - (char == "]")
         return RegexClass(self._pattern[start : self.at])

@@ -118,7 +118,7 @@ def _of_model(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in lines:
         if not isinstance(line, dict):
-            raise TraceError(f"{path}, line {number} is no request: it is not an object.")
+            raise TraceError(f"{path}, line {number} is not a request: expected a JSON object.")
         if model is None or line.get("model") == model:
             yield number, line
 
@@ -129,9 +129,9 @@ def _of_lines(
     for number, line in lines:
         if _block(line, path, number) != block:
             raise TraceError(
-                f"{path}, line {number}: blocks of {line.get('block_tokens')} tokens after blocks of "
-                f"{block}; all must be of one size (of several models choose one: --model, or "
-                "--trace-model of `firn bench replay`)."
+                f"{path}, line {number}: blocks of {line.get('block_tokens')} tokens after blocks "
+                f"of {block}; all must have the same size (if there are several models, choose "
+                "one: --model, or --trace-model of `firn bench replay`)."
             )
         try:
             yield _entry(line, block)

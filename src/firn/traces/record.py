@@ -101,9 +101,9 @@ class Recorder:
             self._changed.notify()
         self._thread.join(END_S)
         if self._thread.is_alive():
-            self._stop(f"the last requests took longer than {END_S:g} s")
+            self._stop(f"writing the last requests took longer than {END_S:g} s")
         if self.n_dropped:
-            log.warning("--record-trace: %d requests are missing in the trace", self.n_dropped)
+            log.warning("--record-trace: %d requests are missing from the trace", self.n_dropped)
 
     def _run(self) -> None:
         with contextlib.closing(_Descriptor(self._fd)):
@@ -127,7 +127,7 @@ class Recorder:
     def _write(self, served: ServedRequest) -> None:
         line = f"{self._line(served)}\n".encode()
         if os.fstat(self._fd).st_size + len(line) > self._max_file_nbytes:
-            self._stop(f"it has reached {self._max_file_nbytes >> 20} MiB")
+            self._stop(f"the file has reached {self._max_file_nbytes >> 20} MiB")
             return
         while line:
             line = line[os.write(self._fd, line) :]
@@ -140,7 +140,7 @@ class Recorder:
             self._queue.clear()
             self._n_queued = 0
         if is_news:
-            log.warning("--record-trace: nothing more is written: %s", why)
+            log.warning("--record-trace: recording stopped: %s", why)
 
     def _line(self, served: ServedRequest) -> str:
         prompt = key_tokens(served.prompt.ids, served.prompt.picture_spans)
