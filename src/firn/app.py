@@ -159,7 +159,7 @@ def build(config: Config, *, front: int | None = None, member: RankMember | None
     log.info("loading %s", config.model.path)
     model = engine.start()
     if model.unbatchable_why:
-        log.warning("%s is served row by row: %s", name, model.unbatchable_why)
+        log.warning("%s is served without batching: %s", name, model.unbatchable_why)
     pool = ThreadPoolExecutor(N_TOKENIZER_THREADS, thread_name_prefix="firn-tokenize")
     recorder = None if trace is None else trace.recorder(config, engine)
     services = build_services(
@@ -195,7 +195,7 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
     def stop() -> None:
         if web.should_exit:
             os._exit(ASKED_TWICE)
-        log.info("stopping; running requests have %.0f s to end", DRAIN_S)
+        log.info("stopping; running requests have %.0f s to finish", DRAIN_S)
         no_later_than(LEAVE_S)
         server.event_router.drain()
         loop.call_later(DRAIN_S, server.event_router.fail_all, ShuttingDown())

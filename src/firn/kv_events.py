@@ -102,7 +102,7 @@ class EventPublisher:
         events: list[Announcement] = []
         if self._n_lost:
             n_lost, self._n_lost = self._n_lost + self._queue.qsize(), 0
-            log.warning("%d KV events were dropped: subscribers begin anew", n_lost)
+            log.warning("%d KV events were dropped: subscribers were told to start over", n_lost)
             while not self._queue.empty():
                 self._queue.get_nowait()
             events.append(Cleared())
@@ -134,7 +134,7 @@ class EventPublisher:
                     self._replay.send_multipart([client, b"", seq.to_bytes(8, "big"), payload])
             self._replay.send_multipart([client, b"", END_SEQ, b""])
         except self._send_failed as e:
-            log.debug("a replay of KV events was broken off: %s", e)  # its reader is gone or hangs
+            log.debug("a replay of KV events was interrupted: %s", e)  # its reader is gone or hangs
 
 
 def _libraries() -> tuple[Any, Any]:
@@ -169,6 +169,6 @@ def _hash(key: bytes) -> int:
 def _next_port(address: str) -> str:
     parts = urlsplit(address)
     if parts.scheme != "tcp" or parts.port is None:
-        raise ValueError("write tcp://host:port")
+        raise ValueError("must be tcp://host:port")
     host = parts.netloc.rpartition(":")[0]
     return f"tcp://{host}:{parts.port + 1}"

@@ -47,7 +47,7 @@ def listen(sock: socket.socket) -> None:
 
 
 def _not_free(host: str, port: int, error: OSError) -> SetupError:
-    hint = "; --port chooses another" if error.errno == errno.EADDRINUSE else ""
+    hint = "; choose another with --port" if error.errno == errno.EADDRINUSE else ""
     return SetupError(f"cannot listen on {host} port {port}: {error.strerror or error}{hint}")
 
 

@@ -34,7 +34,7 @@ def test_what_cannot_work_is_said_before_the_model_is_looked_for(
     ("sections", "why"),
     [
         ({"engine": EngineConfig(speculation="model")}, "needs --draft-model"),
-        ({"engine": EngineConfig(speculation="lookup", draft_model="x")}, "has no use with"),
+        ({"engine": EngineConfig(speculation="lookup", draft_model="x")}, "is not used with"),
         ({"sparse": SparseConfig(sparse_prefill=True)}, "needs --draft-model"),
         ({"sparse": SparseConfig(sparse_prefill_over=100)}, "needs --sparse-prefill"),
         (

@@ -62,7 +62,7 @@ def test_a_request_that_was_put_back_is_read_from_the_cache(
             for outcome in outcomes:
                 outcome.wait().check()
             prefills = lab.runner.prefills
-        assert "memory is short" in caplog.text
+        assert "memory is low" in caplog.text
     again = [end for start, end in prefills if start > 60]
     assert again, "the second was read again"
     assert len(again) < 4, "but only what the cache did not have"

@@ -30,11 +30,11 @@ def made(tmp_path: Path, file: str = "", *models: str, **flags: object) -> Confi
 
 
 def test_a_single_model_needs_no_front(tmp_path: Path) -> None:
-    assert not load({}, environ={}).several
-    assert not load({"model.path": "a/b"}, environ={}).several
-    assert load({"model.path": "a", "fleet.models": ["b"]}, environ={}).several
-    assert load({"fleet.keep_alive": "5m"}, environ={}).several
-    assert made(tmp_path, "[models.x]\n").several
+    assert not load({}, environ={}).has_front
+    assert not load({"model.path": "a/b"}, environ={}).has_front
+    assert load({"model.path": "a", "fleet.models": ["b"]}, environ={}).has_front
+    assert load({"fleet.keep_alive": "5m"}, environ={}).has_front
+    assert made(tmp_path, "[models.x]\n").has_front
 
 
 def test_names_aliases_and_the_default(tmp_path: Path) -> None:
@@ -134,11 +134,11 @@ def test_models_that_cannot_be_served_are_refused_at_start(tmp_path: Path) -> No
         ModelCatalogue(made(tmp_path, "", "a/X", "b/Y", fleet__aliases=["fast=nobody"]))
     with pytest.raises(SetupError, match="no folder"):
         ModelCatalogue(made(tmp_path, "", fleet__models_dir=str(tmp_path / "none")))
-    with pytest.raises(SetupError, match="holds no model"):
+    with pytest.raises(SetupError, match="contains no model folders"):
         ModelCatalogue(made(tmp_path, "", fleet__models_dir=str(tmp_path)))
     events = {"cache__kv_events": "tcp://127.0.0.1:5557"}
     for more in ({"fleet__models_dir": str(tmp_path)}, {}):
-        with pytest.raises(SetupError, match="an address of its own"):
+        with pytest.raises(SetupError, match="needs its own address"):
             ModelCatalogue(made(tmp_path, "", "a/X", "b/Y", **events, **more))
     for spec in ModelCatalogue(made(tmp_path, "", "./nowhere", "nothing")):
         with pytest.raises(SetupError, match="no model folder"):

@@ -163,7 +163,9 @@ def add_tiers(
         cache.add_tier(name, io, namespaces=namespaces, wake=wake)
         note_model(folder, model.fingerprint, ModelNote(model.name, model.path))
         limit = io.usage().limit_nbytes / GIB
-        log.info("%s cache: %s, at most %.3g GiB (--no-ssd-cache: none)", name, folder, limit)
+        log.info(
+            "%s cache: %s, at most %.3g GiB (--no-ssd-cache turns it off)", name, folder, limit
+        )
     for address in map(parse_address, config.cache.tiers):
         takes = spill_policy(address.spill, cache.settings.block)
         store = kinds[address.kind](address.options)

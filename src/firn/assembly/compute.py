@@ -74,7 +74,7 @@ def compute_settings(config: Config, architecture: str, name: str) -> ComputeSet
 def _is_exact(config: Config, architecture: str, name: str) -> bool:
     why = CHUNKS_MATTER.get(architecture)
     if why:
-        log.warning("%s is reused on prefill chunks only: %s", name, why)
+        log.warning("prompts of %s are reused only at the ends of prefill chunks: %s", name, why)
     return config.cache.reuse == "exact" or bool(why)
 
 
@@ -124,7 +124,7 @@ def traced_of(loaded: loader.LoadedModel, shapes: FewShapes | None) -> TracedSte
     if shapes is None:
         return None
     return _unless_refused(
-        partial(traced_steps, loaded.model, loaded.make_layers), "steps are built one by one"
+        partial(traced_steps, loaded.model, loaded.make_layers), "steps are not traced"
     )
 
 

@@ -68,8 +68,8 @@ class Planned:
         log.info("memory plan (MiB): %s; limit %d", parts, plan.limit_nbytes // MIB)
         if not plan.fits:
             log.warning(
-                "this model is too large: its weights take %.1f GiB of the %.1f GiB that it may use. It "
-                "will be slow or fail; `firn doctor MODEL` shows the budget",
+                "this model is too large: its weights need %.1f GiB of the %.1f GiB that it may "
+                "use. It will be slow or fail; `firn doctor MODEL` shows the budget",
                 plan.weights_nbytes / GIB,
                 plan.limit_nbytes / GIB,
             )
@@ -218,7 +218,7 @@ class MemoryWatch:
         if abs(new_capacity - capacity) > WORTH_TELLING * capacity:
             if new_capacity < SHORT * capacity:
                 log.info(
-                    "memory is short: requests and cache get %d MiB less, other programs use more",
+                    "memory is low: other programs use more, requests and cache get %d MiB less",
                     (capacity - new_capacity) // MIB,
                 )
             self._adapt(plan)

@@ -80,11 +80,11 @@ def build(
         )
     except ValueError as e:
         raise SetupError(f"--draft-model {small} cannot score prompts: {e}") from e
-    log.info("long prompts of %s may be read sparsely, as %s scores them", loaded.info.name, small)
+    log.info("long prompts of %s may be read sparsely, as scored by %s", loaded.info.name, small)
     return scorer, drafting
 
 
 def _why_not(loaded: loader.LoadedModel) -> str | None:
     if loaded.info.vision:
-        return "its positions are those of pictures, too (--text-only serves it without)"
+        return "its positions also encode pictures (--text-only serves it without them)"
     return why_not_sparse(loaded.model, loaded.make_layers)

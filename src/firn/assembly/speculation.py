@@ -100,7 +100,7 @@ def check_settings(config: Config) -> None:
     """What can be checked before a model is loaded. Raises SetupError."""
     option, small = config.engine.speculation, config.engine.draft_model
     if small and option not in ("auto", "model") and not config.sparse.sparse_prefill:
-        raise SetupError(f"--draft-model has no use with --speculation {option}")
+        raise SetupError(f"--draft-model is not used with --speculation {option}")
     if option == "model" and not small:
         raise SetupError("--speculation model needs --draft-model")
 
@@ -161,7 +161,9 @@ def find_draft(config: Config, folder: Path, *, exact: bool) -> Path | None:
     ours = loader.load_tokenizer(folder, trust_remote_code=trust)
     for token in range(min(ours.n_ids, theirs.n_ids)):
         if ours.token_bytes(token) != theirs.token_bytes(token):
-            raise SetupError(f"--draft-model {small} has another tokenizer: token {token} differs")
+            raise SetupError(
+                f"--draft-model {small} has a different tokenizer: token {token} differs"
+            )
     return place
 
 
@@ -219,7 +221,7 @@ def _cache(draft: loader.LoadedModel, nbytes: int) -> tuple[PrefixTree | CacheOf
     try:
         layout = Layout.of(draft.probe)
     except UnknownCacheLayer as e:
-        log.warning("%s computes every prompt anew: %s", draft.info.name, e)
+        log.warning("%s recomputes every prompt: %s", draft.info.name, e)
         return CacheOff(str(e)), RowCost(0, 0)
     cost = RowCost(*layout.row_cost(draft.probe))
     if not nbytes:

@@ -117,7 +117,7 @@ class _StreamReader:
 
     def add(self, event: Mapping[str, Any]) -> None:
         if event.get("error"):
-            raise BenchError(f"the server broke off: {str(event['error'])[:200]}")
+            raise BenchError(f"the server sent an error: {str(event['error'])[:200]}")
         self._usage = event.get("usage") or self._usage
         for choice in event.get("choices") or ():
             piece = _text(choice.get("delta") or {})
@@ -165,7 +165,7 @@ def target(url: str, *, model: str | None = None, api_key: str | None = None) ->
     if model is None:
         listed = models(url, api_key=api_key)
         if not listed:
-            raise BenchError(f"{url} lists no model: name one with --model")
+            raise BenchError(f"{url} lists no models: name one with --model")
         model = listed[0]
     return Target(url, model, api_key=api_key)
 

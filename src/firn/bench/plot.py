@@ -56,7 +56,7 @@ def _group(column: Column, x: int, width: int, names: Sequence[str], rounds: Rou
             f'<text x="{centre}" y="{min(base - high, most) - 4:.1f}" text-anchor="middle" '
             f'fill="#111827">{middle:,.{column.digits}f}</text>'
         )
-    better = {"more": "more is better", "less": "less is better", "": ""}[column.better]
+    better = {"more": "higher is better", "less": "lower is better", "": ""}[column.better]
     parts.append(f'<text x="{x}" y="{base + 18}" fill="#111827">{escape(column.title)}</text>')
     parts.append(f'<text x="{x}" y="{base + 34}" fill="#6b7280">{better}</text>')
     return parts

@@ -115,7 +115,7 @@ def run(
             wait = due - time.perf_counter()
             late.append(max(-wait, 0.0))
             if ended.wait(max(wait, 0.0)):
-                return BenchError("the replay was stopped before its time came")
+                return BenchError("the replay was stopped before this request was due")
         messages = [{"role": "user", "content": text}]
         try:
             return target.chat(

@@ -88,7 +88,7 @@ def table(
                 for c in columns
             ]
             cells = [
-                _middle(each, shown=bool(c.better))
+                _median_text(each, shown=bool(c.better))
                 for each, c in zip(by_column, columns, strict=True)
             ]
             lines.append([f"{names[0]} / {title_of_rival}", *cells])
@@ -160,7 +160,7 @@ def ratios(ours: Sequence[Round], theirs: Sequence[Round], key: str) -> list[flo
     return [a / b for a, b in pairs if a is not None and b]
 
 
-def _middle(values: Sequence[float], *, shown: bool) -> str:
+def _median_text(values: Sequence[float], *, shown: bool) -> str:
     if not shown:
         return ""
     return f"{statistics.median(values):.2f}" if values else "-"

@@ -77,8 +77,9 @@ class NeverFits(BadRequest):
 
     def __init__(self, need_nbytes: int, have_nbytes: int) -> None:
         super().__init__(
-            f"This request needs about {need_nbytes / 2**30:.2f} GiB of device memory, and "
-            f"{have_nbytes / 2**30:.2f} GiB can be freed. Shorten the prompt or ask for fewer replies.",
+            f"This request needs about {need_nbytes / 2**30:.2f} GiB of device memory, but only "
+            f"{have_nbytes / 2**30:.2f} GiB can be freed. Shorten the prompt or ask for fewer "
+            "replies.",
             param="messages",
         )
 
@@ -285,7 +286,7 @@ class ModelTooLarge(FirnError):
     def __init__(self, name: str, need_nbytes: int, budget_nbytes: int) -> None:
         super().__init__(
             f"The model {name!r} needs about {need_nbytes / 2**30:.2f} GiB; all models together "
-            f"may take {budget_nbytes / 2**30:.2f} GiB (--model-memory-gb).",
+            f"may use {budget_nbytes / 2**30:.2f} GiB (--model-memory-gb).",
             param="model",
         )
 

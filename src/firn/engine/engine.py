@@ -184,7 +184,7 @@ class Engine(Generic[P]):
             try:
                 self._end_all(EngineDead())
             except Exception:
-                log.critical("open requests could not be told that the engine died", exc_info=True)
+                log.critical("could not notify open requests that the engine died", exc_info=True)
             self._on_death()
         finally:
             self._parts.cache.close()

@@ -161,7 +161,7 @@ class Loop:
             self._deferred.step()
         except Exception as e:
             log.warning(
-                "completing a sparsely read prompt failed, it is given up: %r", e, exc_info=e
+                "reading the rest of a sparsely read prompt failed, giving up: %r", e, exc_info=e
             )
             self._recovery.put_all_back(e)  # forgets deferred prompts, too
 
@@ -172,7 +172,7 @@ class Loop:
         try:
             if job.n > inflight.limits.max_rows:
                 raise InvalidValue(
-                    "n", f"{job.n} replies are over the limit of {inflight.limits.max_rows}"
+                    "n", f"{job.n} replies exceed the limit of {inflight.limits.max_rows}"
                 )
             need = inflight.budget.need_nbytes(job)
             # A prompt whose logprobs are wanted must be computed; it is still stored for others.

@@ -121,7 +121,8 @@ class PromptBatches:
             raise  # may be the device's fault, which says nothing about the model
         except Exception as e:
             log.warning(
-                "this model cannot read several prompts in one pass, from now on each is read alone: %r",
+                "this model cannot read several prompts in one pass; "
+                "reading each one alone from now on: %r",
                 e,
                 exc_info=e,
             )

@@ -159,7 +159,7 @@ class Recovery:
             if not self._streams_prompt_logprobs(youngest):
                 n_tokens = sum(youngest.replies)
                 log.info(
-                    "memory is short: request %s is put back into the queue after %d tokens",
+                    "memory is low: request %s returns to the queue after %d tokens",
                     youngest.job.id,
                     n_tokens,
                 )
@@ -254,7 +254,7 @@ class Recovery:
         self._on_doubt()
         inflight.cache.doubt()
         if is_out:
-            log.warning("memory ran out: what the cache holds there gives way")
+            log.warning("out of memory: evicting everything that the cache holds in memory")
             inflight.cache.set_room(0)
             inflight.runner.free_memory()
         inflight.update_room()

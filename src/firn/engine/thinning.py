@@ -31,19 +31,19 @@ def why_not(job: Job, *, n_expected: int, max_tokens: int) -> str:
     """
     sparse, n_prompt = job.sparse, len(job.prompt)
     if sparse is None or job.prompt.thinned is not None:
-        return "sparse prefill is not asked for"
+        return "sparse prefill was not requested"
     if not job.max_tokens:
-        return "it wants no reply"
+        return "it asks for no reply"
     if sparse.keep > MAX_SHARE:
         return f"keep is {sparse.keep:g}, above {MAX_SHARE:g}"
     if job.prompt_logprobs:
-        return "it wants the logprobs of its prompt"
+        return "it asks for the logprobs of its prompt"
     if job.prompt.picture_spans:
         return "it has pictures"
     if n_prompt - n_expected <= sparse.over:
         return f"{n_prompt - n_expected} tokens are not cached, and the threshold is {sparse.over}"
     if n_prompt > max_tokens:
-        return f"it has {n_prompt} tokens, and the draft model takes {max_tokens}"
+        return f"it has {n_prompt} tokens, and the draft model accepts at most {max_tokens}"
     if _n_read(job.prompt, n_expected, sparse.keep) > MAX_SHARE * (n_prompt - n_expected):
         return "too little of it may be skipped"
     return ""

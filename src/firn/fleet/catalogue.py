@@ -54,7 +54,7 @@ class ModelCatalogue:
         self._aliases: dict[str, str] = {}
         self.rescan()
         if not self._specs and self._folder is not None:
-            raise SetupError(f"--models-dir: {self._folder} holds no model folder")
+            raise SetupError(f"--models-dir: {self._folder} contains no model folders")
 
     @property
     def _specs(self) -> dict[str, ModelSpec]:
@@ -153,7 +153,7 @@ def _check_events(config: Config, specs: Iterable[ModelSpec]) -> None:
     shared_by_folder = config.fleet.models_dir is not None and config.cache.kv_events is not None
     if shared_by_folder or len(addresses) != len(set(addresses)):
         raise SetupError(
-            "--kv-events: each model needs an address of its own; set kv_events in [models.NAME]"
+            "--kv-events: each model needs its own address; set kv_events in [models.NAME]"
         )
 
 

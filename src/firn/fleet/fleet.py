@@ -119,7 +119,7 @@ class Fleet:
         if need > self.room.budget_nbytes:
             raise ModelTooLarge(model.spec.name, need, self.room.budget_nbytes)
         if sum(len(m.waiters) for m in self.models.values()) >= self._max_waiting:
-            raise self.not_ready(model, "too many requests wait for models to be loaded")
+            raise self.not_ready(model, "too many requests are waiting for models to be loaded")
         waiter = LoadWaiter(now, asyncio.get_running_loop().create_future())
         model.waiters.append(waiter)
         self._wake.set()
@@ -200,7 +200,7 @@ class Fleet:
                 turn_s = self._rules.turn_s(self.models[staying].view())
                 log.warning(
                     "%s and %s do not fit into memory together and both have requests: they take turns "
-                    "of up to %.0f s (--model-memory-gb sets how much all models may take)",
+                    "of up to %.0f s (--model-memory-gb sets how much all models may use)",
                     staying,
                     waiting,
                     turn_s,

@@ -72,7 +72,9 @@ class SpawnedProcess:
             while line := await stream.readline():
                 on_message(json.loads(line))
         except (ValueError, OSError):
-            log.exception("a report of model process %d cannot be read; no more are read", self.pid)
+            log.exception(
+                "a report from model process %d cannot be read; ignoring all later ones", self.pid
+            )
         finally:
             transport.close()
 

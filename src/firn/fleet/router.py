@@ -36,7 +36,9 @@ def add_router(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
 
     async def describe(request: Request) -> Response:
         model = choose_model(fleet, relay, request.query_params.get("model"))
-        return await ask_model(fleet, model, request.scope, "it is described while it is loaded")
+        return await ask_model(
+            fleet, model, request.scope, "it is described only while it is loaded"
+        )
 
     add = partial(app.add_api_route, methods=["GET"], responses=error_responses())
     add("/v1/loads", loads, summary="How busy the models are, for routers")

@@ -212,7 +212,7 @@ def add_probes(app: FastAPI, fleet: Fleet, relay: Relay, keys: Keys) -> None:
             why = f"not loaded yet: {', '.join(missing)}"
         return JSONResponse({"ready": why is None, "why": why}, status_code=503 if why else 200)
 
-    not_now: dict[int | str, dict[str, Any]] = {503: {"description": "Not now"}}
+    not_now: dict[int | str, dict[str, Any]] = {503: {"description": "Not ready"}}
     for method in ("GET", "HEAD"):
         add = partial(app.add_api_route, methods=[method], include_in_schema=method == "GET")
         add("/health", health, summary="The process is alive")
@@ -256,7 +256,7 @@ class _FleetCollector(Collector):
         loaded = gauge("loaded", "1 while the model is loaded.")
         nbytes = gauge("bytes", "Memory that the model needs while it is loaded.")
         active = gauge("active", "Requests that the model is answering.")
-        waiting = gauge("waiting", "Requests that wait for the model to be loaded.")
+        waiting = gauge("waiting", "Requests waiting for the model to be loaded.")
         loads = CounterMetricFamily("firn_model_loads", "Times it was loaded.", labels=["model"])
         unloads = CounterMetricFamily(
             "firn_model_unloads", "Times it was unloaded, by reason.", labels=["model", "reason"]
@@ -313,8 +313,8 @@ def add_cache(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
         return {"models": _by_model(answers)}
 
     add = partial(app.add_api_route, responses=error_responses())
-    add("/v1/cache/stats", stats, methods=["GET"], summary="What the cache holds and did")
-    add("/v1/cache", clear, methods=["DELETE"], summary="Forget what is stored")
+    add("/v1/cache/stats", stats, methods=["GET"], summary="Statistics of the caches")
+    add("/v1/cache", clear, methods=["DELETE"], summary="Clear the caches")
 
 
 def _by_model(answers: Iterable[merging.ModelAnswer]) -> Mapping[str, Any]:

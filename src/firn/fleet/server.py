@@ -203,8 +203,8 @@ def _check_pinned(fleet: Fleet) -> None:
     if need > budget:
         names = ", ".join(m.spec.name for m in pinned)
         raise SetupError(
-            f"the pinned models ({names}) need about {need / GIB:.1f} GiB together, and models may "
-            f"take {budget / GIB:.1f} GiB (--model-memory-gb)"
+            f"the pinned models ({names}) need about {need / GIB:.1f} GiB together, but models may "
+            f"use only {budget / GIB:.1f} GiB (--model-memory-gb)"
         )
 
 
@@ -248,7 +248,7 @@ async def _run(config: Config, catalogue: ModelCatalogue, folder: Path, sock: so
     def stop() -> None:
         if web.should_exit:
             os._exit(ASKED_TWICE)  # the models' processes notice it and end
-        log.info("stopping; running requests have %.0f s to end", DRAIN_S)
+        log.info("stopping; running requests have %.0f s to finish", DRAIN_S)
         no_later_than(LEAVE_S)
         parts.relay.draining = True
         parts.fleet.drain()

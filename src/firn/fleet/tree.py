@@ -45,10 +45,10 @@ def add_tree(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
         PATH,
         tree,
         methods=["GET"],
-        summary="What a loaded model's cache holds, as a tree",
+        summary="The stored prefixes of a loaded model as a tree",
         openapi_extra={"parameters": [*PARAMETERS, MODEL]},
     )
-    add(f"{PATH}/{{node}}", one_node, methods=["GET"], summary="What a prefix takes and saves")
+    add(f"{PATH}/{{node}}", one_node, methods=["GET"], summary="Size and savings of one prefix")
     for action, text in (
         ("pin", "Pin a stored prefix"),
         ("unpin", "Unpin a stored prefix"),

@@ -228,7 +228,7 @@ async def _run(
     def obey(order: Mapping[str, Any] | None) -> None:
         match order:
             case None:
-                log.warning("the front process is gone: this model's process ends")
+                log.warning("the front process is gone: this model's process exits")
                 no_later_than(LEAVE_S)
                 loop.call_soon_threadsafe(stop, 0.0)
             case {"do": "stop", "drain_s": drain_s}:

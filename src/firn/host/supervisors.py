@@ -93,7 +93,7 @@ def supervisor(platform: str = sys.platform, home: Path | None = None) -> Superv
     if platform == "linux" and shutil.which("systemctl"):
         return Systemd(home)
     raise SetupError(
-        "There is neither launchd nor systemd here: start `firn serve` with your own supervisor."
+        "Neither launchd nor systemd was found: run `firn serve` under your own supervisor."
     )
 
 
@@ -114,7 +114,7 @@ class Launchd:
         self._run(("launchctl", "bootout", f"{self._domain}/{LABEL}"))  # an older one, if any
         done = self._run(("launchctl", "bootstrap", self._domain, str(self.path)))
         if done.code:
-            raise SetupError(f"launchd does not take {self.path}: {done.text}")
+            raise SetupError(f"launchd rejected {self.path}: {done.text}")
 
     def _plist(self, service: Service) -> dict[str, object]:
         return {
@@ -151,7 +151,7 @@ class Launchd:
             line.strip().split(" = ", 1) for line in done.text.splitlines() if " = " in line
         )
         if done.code:
-            return ServiceStatus(True, text="launchd does not have it loaded")
+            return ServiceStatus(True, text="not loaded in launchd")
         state = fields.get("state", "unknown")
         pid = f", process {fields['pid']}" if "pid" in fields else ""
         return ServiceStatus(True, running=state == "running", text=state + pid)
@@ -225,7 +225,7 @@ class Systemd:
 def _quoted(word: str) -> str:
     """Quoted for systemd: nothing in it is read as a specifier, a variable or a second word."""
     if "\n" in word:
-        raise SetupError("A service's arguments may hold no line break.")
+        raise SetupError("A service's arguments must not contain line breaks.")
     word = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return f'"{word}"'
 
