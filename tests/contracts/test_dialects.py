@@ -221,12 +221,39 @@ def test_a_fold_holds_all_that_was_said(dialect: Dialect, events: list[Event]) -
 @settings(max_examples=50, deadline=None)
 @given(events=streams())
 def test_whole_and_streamed_hold_the_same_text(dialect: Dialect, events: list[Event]) -> None:
-    """Every text delta is in some frame, and without text there is no text_delta."""
-    frames = decode(dialect, stream=True).encoder(HEAD).feed(events).decode()
-    said = [event.text for event in events if isinstance(event, TextDelta)]
-    for text in said:
-        assert json.dumps(text) in frames
-    assert bool(said) or '"text_delta"' not in frames
+    """Each piece of the text is in one frame, in order; the whole text is in the folded reply."""
+    numbered = [part for i, event in enumerate(events) for part in in_two(event, i)]
+    said = [event.text for event in numbered if isinstance(event, TextDelta)]
+    frames = decode(dialect, stream=True).encoder(HEAD).feed(numbered)
+    assert [text for text in sent_strings(frames) if text in said] == said
+    assert said or b'"text_delta"' not in frames
+    folded = list(strings_in(decode(dialect).fold(HEAD, numbered)))
+    # In completions the text of calls follows.
+    assert not said or ["".join(said) in text for text in folded].count(True) == 1
+
+
+def in_two(event: Event, i: int) -> list[Event]:
+    """A text as two pieces that are like no other string; other events as they are. A stream may
+    end with the whole text, which is then no piece."""
+    if not isinstance(event, TextDelta):
+        return [event]
+    return [TextDelta(0, f"\u2039{i}{event.text}"), TextDelta(0, f"{i}\u203a")]
+
+
+def sent_strings(raw: bytes) -> Iterator[str]:
+    """Every string in the frames' data, in order."""
+    for line in raw.decode("ascii").splitlines():
+        data = line.removeprefix("data: ")
+        if data.startswith("{"):
+            yield from strings_in(json.loads(data))
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from strings_in(inner)
 
 
 @every_dialect
