@@ -81,7 +81,7 @@ class Answer:
     error: str = ""
     _done: threading.Event = field(default_factory=threading.Event)
 
-    def take(self, event: object, now: float) -> None:
+    def on_event(self, event: object, now: float) -> None:
         if isinstance(event, Admitted | Advanced):
             admission = event.admission if isinstance(event, Advanced) else event
             self.n_cached, self.tiers, self.why = (
@@ -315,7 +315,7 @@ class BenchEngine:
     def _publish(self, batch: Sequence[Delivery]) -> None:
         now = time.perf_counter()
         for request, event in batch:
-            self._answers[request].take(event, now)
+            self._answers[request].on_event(event, now)
 
 
 def shape_of(name: str) -> tuple[dict[str, Any], mx.Dtype]:

@@ -56,7 +56,7 @@ LINE = re.compile(r"(req_\w+) POST (\S+) (\d+|-) .*?prompt=(\d+) cached=(\d+)(?:
 
 
 @dataclass(frozen=True)
-class Seen:
+class LoggedRequest:
     """One request as the server logged it."""
 
     status: str
@@ -152,11 +152,13 @@ def read(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
-def logged(log: Path) -> dict[str, Seen]:
+def logged(log: Path) -> dict[str, LoggedRequest]:
     seen = {}
     for match in LINE.finditer(read(log)):
         request, _, status, prompt, cached, why, reply, rest = match.groups()
-        seen[request] = Seen(status, int(prompt), int(cached), why or "", int(reply), rest.strip())
+        seen[request] = LoggedRequest(
+            status, int(prompt), int(cached), why or "", int(reply), rest.strip()
+        )
     return seen
 
 
@@ -164,7 +166,7 @@ def show(agent: str, jobs: Path, log: Path, *, rearranges: bool) -> int:
     """Prints the table of one agent. Returns how many prompts computed more than was new."""
     seen = logged(log)
     n_more = 0
-    last: dict[str, Seen] = {}
+    last: dict[str, LoggedRequest] = {}
     """By mark: the previous prompt of that conversation."""
     for line in read(jobs).splitlines():
         job: dict[str, Any] = json.loads(line)

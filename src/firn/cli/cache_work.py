@@ -69,7 +69,7 @@ class CacheFolder:
         return SsdTier(TierOptions(str(self.folder)), guest=True)
 
     @contextlib.contextmanager
-    def named_in_faults(self) -> Iterator[None]:
+    def naming_faults(self) -> Iterator[None]:
         """Turns a tier's faults into SetupErrors that name the folder, which the faults do not."""
         try:
             yield
@@ -99,7 +99,7 @@ def verify(location: CacheFolder, *, quarantine: bool) -> int:
     for file, reason in bad.items():
         console.print(f"damaged: {file.path}: {reason}", style="red", markup=False)
     if quarantine:
-        with location.named_in_faults():
+        with location.naming_faults():
             for file in bad:
                 tier.delete(file.name, keep=True)
     moved = f", moved to {quarantine_of(location.folder)}" if quarantine and bad else ""
@@ -133,7 +133,7 @@ def _report_orphans(
     if files:
         done = ", deleted" if drop else ""
         plain_console().print(f"{len(files)} records that no prompt can reach{done}.")
-    with location.named_in_faults():
+    with location.naming_faults():
         for file in files if drop else ():
             tier.delete(file.name)
 
@@ -143,7 +143,7 @@ def _report_orphans(
 
 def gc(location: CacheFolder, *, max_nbytes: int) -> None:
     _must_exist(location)
-    with location.named_in_faults():
+    with location.naming_faults():
         freed = location.tier().evict_to(max_nbytes)
     plain_console().print(f"{size(freed)} freed.")
 
@@ -189,7 +189,7 @@ def _is_chosen(
 
 def clear(location: CacheFolder, chosen: ToClear) -> None:
     tier = location.tier()
-    with location.named_in_faults():
+    with location.naming_faults():
         if chosen.names is None:
             tier.evict_to(0)
         for name in chosen.names or ():
@@ -238,7 +238,7 @@ def import_(location: CacheFolder, file: Path, *, namespace: str | None) -> None
     logging.getLogger("firn.cache").addHandler(logging.NullHandler())
     try:
         total = file.stat().st_size
-        with bytes_progress("importing", total) as advance, location.named_in_faults():
+        with bytes_progress("importing", total) as advance, location.naming_faults():
             done = import_file(
                 file,
                 location.tier(),

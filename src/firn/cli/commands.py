@@ -30,7 +30,7 @@ Start = Callable[[Config], int]
 
 
 TEMPERATURE = SAMPLING["temperature"]
-SURROUNDINGS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+ENVIRONMENT_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 """Faults of the machine or of the user's permissions, not of firn: one line is enough."""
 
 
@@ -84,7 +84,7 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
             typer.echo(f"firn: {' '.join(error.message.split())}", err=True)
             raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
         except OSError as error:
-            if error.errno not in SURROUNDINGS:
+            if error.errno not in ENVIRONMENT_ERRNOS:
                 raise
             typer.echo(f"firn: {error.filename or 'the output'}: {error.strerror}", err=True)
             raise typer.Exit(1) from error
@@ -214,7 +214,7 @@ def _doctor(
     flags |= {"fleet.models_dir": str(models_dir)} if models_dir else {}
     flags |= {"cache.tiers": tiers} if tiers else {}
     settings = load(flags, environ=os.environ, file=config)
-    if settings.several and not measure:
+    if settings.has_front and not measure:
         from firn.cli.doctor_fleet import doctor_fleet
 
         raise typer.Exit(doctor_fleet(settings, cache_dir=where))

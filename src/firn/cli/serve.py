@@ -34,7 +34,7 @@ def _app(config: Config) -> Callable[[Config], int]:
             f"mlx-lm needs a limit of {MLX_LM_FILES} open files, and this user's is "
             f"{most_descriptors()}; raise it (ulimit -Hn {MLX_LM_FILES})"
         )
-    if config.several:
+    if config.has_front:
         if config.model.tensor_parallel:
             raise SetupError("--tensor-parallel serves one model; several were given")
         from firn.fleet.server import serve as serve_fleet

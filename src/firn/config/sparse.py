@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from firn.config.options import option
 
-OVER = 16_384
+AUTO_THRESHOLD_TOKENS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class SparseConfig:
         low=0,
         high=2**31 - 1,
         metavar="off|auto|N",
-        words={"off": 0, "auto": OVER},
+        words={"off": 0, "auto": AUTO_THRESHOLD_TOKENS},
     )
     """0: only if a request asks for it."""
     sparse_prefill_keep: float = option(

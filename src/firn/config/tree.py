@@ -66,7 +66,7 @@ class Config:
         return self.origins.get(key, DEFAULT)
 
     @property
-    def several(self) -> bool:
+    def has_front(self) -> bool:
         """Whether a front serves one or more models; otherwise one process serves one model."""
         return bool(self.tables) or any(key.startswith("fleet.") for key in self.origins)
 
