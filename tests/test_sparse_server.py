@@ -353,18 +353,34 @@ def test_it_survives_a_restart_with_its_folder(folders: dict[str, Path], tmp_pat
 
 def test_the_draft_model_scores_and_guesses(folders: dict[str, Path]) -> None:
     """One model with one prefix cache: what it has read to score, it need not reread to draft."""
-    wanted = config(folders["llama"], folders["qwen3"], speculation="model")
-    plain = config(folders["llama"], folders["qwen3"])
-    said = []
-    for each in (wanted, plain):
-        with serving(folders["llama"], config=each) as real:
-            reply = real.openai().chat.completions.create(
-                model="",
-                messages=chat(2),  # type: ignore[arg-type]
-                max_tokens=40,
-                temperature=0,
-                extra_body={"ignore_eos": True, **KEEP},
-            )
-            assert skipped(reply.usage) > 100
-            said.append(reply.choices[0].message.content)
-    assert said[0] == said[1]
+
+    def say(real: Real, seed: int) -> Any:
+        reply = real.openai().chat.completions.create(
+            model="",
+            messages=chat(seed),  # type: ignore[arg-type]
+            max_tokens=40,
+            temperature=0,
+            extra_body={"ignore_eos": True, **KEEP},
+        )
+        assert skipped(reply.usage) > 100
+        return reply
+
+    def drafted(real: Real) -> int:
+        return int(httpx.get(f"{real.url}/health").json()["speculation"]["drafted"])
+
+    path = folders["llama"]
+    with serving(path, config=config(path, folders["qwen3"])) as real:
+        plain = say(real, 2)
+    with serving(path, config=config(path, folders["qwen3"], speculation="model")) as real:
+        reply = say(real, 2)
+        assert reply.choices[0].message.content == plain.choices[0].message.content
+        wait_idle(real)
+        parts = real.server.engine.parts
+        stats = parts.speculation._drafters[-1]._cache.stats
+        assert stats.n_lookups == 2, "to score, and to draft"
+        assert stats.n_tokens_cached == reply.usage.prompt_tokens - 1
+        for seed in range(3, 13):  # on a busy machine, drafts may look too slow for a reply or two
+            if drafted(real):
+                break
+            say(real, seed)
+        assert drafted(real) > 0
