@@ -33,6 +33,7 @@ from firn.api.routes.rerank import rerank_routes
 from firn.api.routes.tokens import token_routes
 from firn.api.routes.tree import TreeRoutes
 from firn.api.services import Services
+from firn.api.tree_answers import TreeAnswers
 from firn.core.errors import FirnError
 
 
@@ -62,8 +63,9 @@ def create_app(services: Services) -> FastAPI:
     for route in json_routes:
         add_json_route(app, route, services, bodies)
     if services.cache_admin is not None:
-        CacheRoutes(services, services.cache_admin, dialects, bodies).add_to(app)
-        TreeRoutes(services, services.cache_admin).add_to(app)
+        answers = TreeAnswers()
+        CacheRoutes(services, services.cache_admin, dialects, bodies, answers).add_to(app)
+        TreeRoutes(services, services.cache_admin, answers).add_to(app)
     LoadRoutes(services, metrics, max_rows=limits.max_rows).add_to(app)
     add_models(app, services)
     add_activity(app, services, activity)

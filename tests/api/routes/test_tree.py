@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from firn.api.routes import tree
+from firn.api import tree_answers
 from firn.config import CacheConfig, Config, ModelConfig, PageConfig, ServerConfig
 from firn.core.ports import SlicedQuery
 from tests.api.real import Real, serving
@@ -99,7 +99,7 @@ def test_a_tree_that_was_read_before_a_change_is_not_shown_after_it(
     assert admin is not None
     browse, held = admin.browse, []
     ask(opened, "POST", f"/v1/cache/tree/{node}/{'pin' if change == 'unpin' else 'unpin'}")
-    monkeypatch.setattr(tree, "FRESH_S", 60.0)
+    monkeypatch.setattr(tree_answers, "FRESH_S", 60.0)
 
     def browse_and_wait(*args: Any, **options: Any) -> HeldQuery:
         held.append(HeldQuery(browse(*args, **options)))
@@ -113,6 +113,35 @@ def test_a_tree_that_was_read_before_a_change_is_not_shown_after_it(
         held[0].end.set_result(True)
         assert node in {run["node"] for run in before.result(60)}
     assert [run["pins"] for run in runs(opened) if run["node"] == node] == pins
+
+
+@pytest.mark.parametrize("change", ["pin", "unpin", "clear"])
+def test_a_change_that_names_no_node_is_seen_at_once(
+    opened: Real, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    body = {"messages": [{"role": "user", "content": LONG + change}], "max_tokens": 1}
+
+    def send(method: str, path: str) -> None:
+        answer = httpx.request(method, opened.url + path, json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+
+    def pins() -> dict[str, int]:
+        return {run["node"]: run["pins"] for run in runs(opened)}
+
+    send("POST", "/v1/chat/completions")
+    send("POST", f"/v1/cache/{'pin' if change == 'unpin' else 'unpin'}")
+    monkeypatch.setattr(tree_answers, "FRESH_S", -1.0)
+    before = pins()
+    monkeypatch.setattr(tree_answers, "FRESH_S", 60.0)
+    assert pins() == before
+    if change == "clear":
+        send("DELETE", "/v1/cache")
+    else:
+        send("POST", f"/v1/cache/{change}")
+    shown = pins()
+    assert shown != before
+    monkeypatch.setattr(tree_answers, "FRESH_S", -1.0)
+    assert shown == pins()
 
 
 @pytest.mark.parametrize("query", ["?limit=0", "?limit=x", "?limit=5001", "?limit="])

@@ -18,10 +18,10 @@ from firn.api.body_reader import BodyReader
 from firn.api.dialects import Dialect
 from firn.api.exchange import exchange_of
 from firn.api.openapi import error_responses
-from firn.api.origins import check_may_change_cache
 from firn.api.prompting import prompt_of
 from firn.api.services import Services
 from firn.api.session import Session
+from firn.api.tree_answers import TreeAnswers
 from firn.core.errors import InvalidValue, NotFound
 from firn.core.events import Failed
 from firn.core.ports import CacheAdmin
@@ -36,12 +36,18 @@ class CacheRoutes:
     """One per app. `dialects` decode the bodies of probe and pin."""
 
     def __init__(
-        self, services: Services, admin: CacheAdmin, dialects: list[Dialect], bodies: BodyReader
+        self,
+        services: Services,
+        admin: CacheAdmin,
+        dialects: list[Dialect],
+        bodies: BodyReader,
+        answers: TreeAnswers,
     ) -> None:
         self._services = services
         self._admin = admin
         self._dialects = dialects
         self._bodies = bodies
+        self._answers = answers
 
     def add_to(self, app: FastAPI) -> None:
         add = functools.partial(app.add_api_route, responses=error_responses())
@@ -67,31 +73,31 @@ class CacheRoutes:
 
     async def pin(self, request: Request) -> dict[str, Any]:
         """Computes the prompt first, if it is not stored yet."""
-        check_may_change_cache(request.scope)
         namespace = exchange_of(request.scope).namespace
-        generate = await self._decode(request)
-        await self._compute(generate, request)
-        prompt = await prompt_of(self._services, generate, namespace)
-        return await asyncio.wrap_future(self._admin.pin(prompt, namespace))
+        with self._answers.changing(request.scope):
+            generate = await self._decode(request)
+            await self._compute(generate, request)
+            prompt = await prompt_of(self._services, generate, namespace)
+            return await asyncio.wrap_future(self._admin.pin(prompt, namespace))
 
     async def unpin(self, request: Request) -> dict[str, Any]:
-        check_may_change_cache(request.scope)
         namespace = exchange_of(request.scope).namespace
-        prompt = await prompt_of(self._services, await self._decode(request), namespace)
-        return await asyncio.wrap_future(self._admin.unpin(prompt, namespace))
+        with self._answers.changing(request.scope):
+            prompt = await prompt_of(self._services, await self._decode(request), namespace)
+            return await asyncio.wrap_future(self._admin.unpin(prompt, namespace))
 
     async def clear(
         self, request: Request, namespace: str | None = None, model: str | None = None
     ) -> dict[str, Any]:
         """namespace: the whole digest, as `firn cache show` prints it; must be the caller's own."""
-        check_may_change_cache(request.scope)
-        if model is not None and not self._services.serves(model):
-            raise NotFound(f"The model {model!r} is not served here.", param="model")
-        own = exchange_of(request.scope).namespace
-        if namespace is not None and namespace != own:
-            raise NotFound("This namespace is not yours, or does not exist.", param="namespace")
-        cleared = own if namespace is not None else exchange_of(request.scope).visible
-        return await asyncio.wrap_future(self._admin.clear(cleared))
+        with self._answers.changing(request.scope):
+            if model is not None and not self._services.serves(model):
+                raise NotFound(f"The model {model!r} is not served here.", param="model")
+            own = exchange_of(request.scope).namespace
+            if namespace is not None and namespace != own:
+                raise NotFound("This namespace is not yours, or does not exist.", param="namespace")
+            cleared = own if namespace is not None else exchange_of(request.scope).visible
+            return await asyncio.wrap_future(self._admin.clear(cleared))
 
     async def _decode(self, request: Request) -> GenerateRequest:
         raw = await self._bodies.read(request.scope, request.receive)

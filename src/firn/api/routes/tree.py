@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -20,15 +18,12 @@ from firn.api.excerpts import excerpt
 from firn.api.exchange import exchange_of
 from firn.api.fields import page_limit
 from firn.api.openapi import error_responses
-from firn.api.origins import check_may_change_cache
 from firn.api.services import Services
+from firn.api.tree_answers import TreeAnswers
 from firn.core.ports import CacheAdmin, SlicedQuery
 from firn.core.values import Namespace
 
 DEFAULT_RUNS, MAX_RUNS = 500, 5000
-FRESH_S = 1.0
-"""Dashboards that show the same tree share an answer of up to this age."""
-MAX_ANSWERS = 16
 PATH = "/v1/cache/tree"
 PARAMETERS = [
     {"name": "node", "in": "query", "required": False, "schema": {"type": "string"}},
@@ -41,20 +36,13 @@ PARAMETERS = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class _TreeAnswer:
-    at: float
-    answer: dict[str, Any]
-
-
 class TreeRoutes:
     """One per app, on the asyncio thread."""
 
-    def __init__(self, services: Services, admin: CacheAdmin) -> None:
+    def __init__(self, services: Services, admin: CacheAdmin, answers: TreeAnswers) -> None:
         self._services = services
         self._admin = admin
-        self._one_at_a_time = asyncio.Lock()
-        self._answers: dict[tuple[Namespace | None, str | None, int], _TreeAnswer] = {}
+        self._answers = answers
 
     def add_to(self, app: FastAPI) -> None:
         add = functools.partial(app.add_api_route, responses=error_responses())
@@ -83,16 +71,7 @@ class TreeRoutes:
     async def tree(self, request: Request) -> dict[str, Any]:
         limit = limit_of(request.query_params)
         query = (exchange_of(request.scope).visible, request.query_params.get("node"), limit)
-        async with self._one_at_a_time:
-            answers = self._answers  # replaced by a change: what was read before it is not kept
-            cached = answers.get(query)
-            if cached is None or time.monotonic() - cached.at > FRESH_S:
-                cached = _TreeAnswer(time.monotonic(), await self._read(*query))
-                answers.pop(query, None)
-                answers[query] = cached
-                while len(answers) > MAX_ANSWERS:
-                    del answers[next(iter(answers))]
-        return cached.answer
+        return await self._answers.get(query, lambda: self._read(*query))
 
     async def _read(
         self, namespace: Namespace | None, node: str | None, limit: int
@@ -123,27 +102,18 @@ class TreeRoutes:
         return await self._change(request, lambda visible: self._admin.unpin_node(visible, node))
 
     async def forget(self, request: Request, node: str) -> dict[str, Any]:
-        check_may_change_cache(request.scope)
-        try:
+        with self._answers.changing(request.scope):
             return await self._collect(
                 self._admin.forget_node(exchange_of(request.scope).visible, node)
             )
-        finally:
-            self._answers = {}
 
     async def _change(
         self,
         request: Request,
         change: Callable[[Namespace | None], Future[dict[str, Any]]],
     ) -> dict[str, Any]:
-        check_may_change_cache(request.scope)
-        try:
-            changed: dict[str, Any] = await asyncio.wrap_future(
-                change(exchange_of(request.scope).visible)
-            )
-            return changed
-        finally:
-            self._answers = {}
+        with self._answers.changing(request.scope):
+            return await asyncio.wrap_future(change(exchange_of(request.scope).visible))
 
 
 def limit_of(query: Mapping[str, str]) -> int:
