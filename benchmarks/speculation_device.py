@@ -127,7 +127,7 @@ class ListingClock(StepClock):
         pace = self.paces.get(id(group))
         if pace is not None:
             wide = f"x{step.width}" if isinstance(step, Verification) else ""
-            kind = wide or ("drained" if self.drains else "back" if pace.n_wide else "plain")
+            kind = wide or ("drained" if self.is_draining else "back" if pace.n_wide else "plain")
             self.step_ms.setdefault(kind, []).append(1000 * (self._clock() - pace.read_at))
         super().read(group, taken, step)
 

@@ -196,7 +196,7 @@ class Simulation:
             self.now += self.machine.lookup_s * len(group.rows)
             last = group.unread[-1] if group.unread else None
             if isinstance(last, Verification):
-                ahead = self.speculation.texts_ahead(group, last.width)
+                ahead = self.speculation.drafts_ahead(group, last.width)
                 if ahead is not None and self._n_steps[ahead.width] >= N_FIRST:
                     return Ahead(group, seats, ahead.texts, None, NO_PICKS, (), ahead.width)  # type: ignore[arg-type]
                 self._read(group, last, said)

@@ -138,7 +138,7 @@ def test_steps_of_few_shapes_say_the_same(name: str) -> None:
     own = traits_of(model, lambda: list(make_prompt_cache(model)), "cuda")
     assert own.columns.has_bias == (name not in MASK_BY_HAND)
     columns = dataclasses.replace(own.columns, block=64)
-    traits = dataclasses.replace(own, shapes=(4, 9), columns=columns, stretch=2)
+    traits = dataclasses.replace(own, shapes=(4, 9), columns=columns, layers_per_dispatch=2)
     drafter = KnownReplies(known(requests, want), right=0.7, vocab_size=VOCAB_SIZE)
     speculation = AnyWidth(drafter, traits=traits)
     with running(plain(name), speculation=lambda: speculation, **ONE_BY_ONE) as harness:

@@ -26,7 +26,7 @@ from firn.engine import Engine
 from firn.media.documents import Documents
 from firn.models import device as devices
 from firn.models.grammar import Compiler
-from firn.models.recognise import score_of
+from firn.models.recognise import scoring_settings
 from firn.text import rerank
 from firn.traces.record import Recorder, open_trace, user_salt
 
@@ -135,7 +135,9 @@ def _fetcher(config: Config) -> Gather | None:
 def _reranker(spec: ServerSpec, tokenizer: Tokenizer) -> rerank.Reranker | None:
     """None: the model is not a reranker."""
     folder = spec.folder
-    reranker = rerank.detect_reranker(f"{spec.name} {folder.name}", tokenizer, score_of(folder))
+    reranker = rerank.detect_reranker(
+        f"{spec.name} {folder.name}", tokenizer, scoring_settings(folder)
+    )
     if reranker is not None:
         log.info("%s reranks documents (/v1/rerank)", spec.name)
     return reranker

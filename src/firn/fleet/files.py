@@ -14,7 +14,7 @@ from firn.demo.builtin import builtin_folder
 from firn.fleet.catalogue import ModelSpec
 from firn.models.local import find
 from firn.models.packaged import PACKAGED, made_folder
-from firn.models.recognise import context_length, is_vision, score_of
+from firn.models.recognise import context_length, is_vision, scoring_settings
 from firn.text.rerank import NAMED
 
 THINKING = ("<think>", "<|channel|>", "enable_thinking", "reasoning_effort")
@@ -75,7 +75,7 @@ def read_facts(folder: Path | None) -> ModelFacts:
     config = _json(folder / "config.json")
     if not config:
         return ModelFacts()
-    reranks = NAMED in folder.name.lower() or score_of(folder) is not None
+    reranks = NAMED in folder.name.lower() or scoring_settings(folder) is not None
     embeds = (folder / "modules.json").exists() and not reranks
     template = _template(folder)
     can = {

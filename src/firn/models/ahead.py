@@ -32,7 +32,7 @@ from firn.models.layers import kind
 from firn.models.ragged import RaggedKVCache
 from firn.models.rewind import RaggedStep
 from firn.models.sampling import Picker, pick, read_logprobs, to_host
-from firn.models.traced import Begins, TracedSteps
+from firn.models.traced import RowLengths, TracedSteps
 from firn.models.verify import Verification, advance, taken_by
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class DeviceFeed:
 
 
 @dataclass(frozen=True, slots=True)
-class TextsAhead:
+class DraftsAhead:
     """Drafts for a step that follows an unread one.
 
     width: of the next step. texts: for each seat, the draft after the newest token that the host
@@ -102,14 +102,14 @@ def launch_ahead(group: Group, speculation: Speculation | None, traced: TracedSt
         return False
     follow_up = None
     if _can_be_followed(group):
-        follow_up = speculation.texts_ahead(group, group.unread[-1].width)
+        follow_up = speculation.drafts_ahead(group, group.unread[-1].width)
     if follow_up is None:
         return False
     try:
         step = _follow(group, follow_up, traced)
         if step is None:
             return False
-        mx.async_eval(step.picks.arrays, step.told)
+        mx.async_eval(step.picks.arrays, step.readback)
     except Exception:
         speculation.follows_unread = False
         log.warning("steps with drafts are read one by one from here on")
@@ -130,19 +130,19 @@ def _can_be_followed(group: Group) -> bool:
         and last.rows == tuple(group.seats)
         and not any(_has_ended(row) for row in last.rows)
         and all(step.is_counted for step in group.unread[:-1])
-        and group.patience != 1  # seats are about to be removed
+        and group.n_steps_until_compact != 1  # seats are about to be removed
     )
 
 
-def _follow(group: Group, follow_up: TextsAhead, traced: TracedSteps) -> StepAhead | None:
+def _follow(group: Group, follow_up: DraftsAhead, traced: TracedSteps) -> StepAhead | None:
     """Build the step after the newest one. None: nothing was done, as its shape has no trace."""
     last, width, texts = group.unread[-1], follow_up.width, follow_up.texts
     assert isinstance(last, Verification)
     assert last.fed is not None
     fed, n_right = _next_feed(last.picks.tokens, last.fed, texts, width)
     # If the step before the last was read since, the layers do not count what the last one wrote.
-    begins = Begins(fed.begins, n_more=last.width if isinstance(last, StepAhead) else 0)
-    logits = traced.logits(fed.ids, group.layers, group.columns, begins=begins)
+    lengths = RowLengths(fed.begins, n_more=last.width if isinstance(last, StepAhead) else 0)
+    logits = traced.logits(fed.ids, group.layers, group.columns, lengths=lengths)
     if logits is None:
         return None
     rows = last.rows
@@ -153,8 +153,8 @@ def _follow(group: Group, follow_up: TextsAhead, traced: TracedSteps) -> StepAhe
     forced = _forced(rows, at, n_most=last.width + width)
     picks = pick(logits, pickers, forced, keys=_keys(rows, at))
     arrays = (picks.tokens, fed.ids, fed.begins)
-    told = mx.concatenate([a.reshape(-1).astype(mx.int32) for a in arrays])
-    more: dict[str, Any] = {"fed": fed, "follows": last, "texts": texts, "told": told}
+    readback = mx.concatenate([a.reshape(-1).astype(mx.int32) for a in arrays])
+    more: dict[str, Any] = {"fed": fed, "follows": last, "texts": texts, "readback": readback}
     more["is_new"] = traced.had_new_shape()
     return StepAhead(group, rows, (), None, picks, (), width, **more)
 
@@ -171,17 +171,17 @@ def _next_feed(
     in_rows = tokens.reshape(n_rows, last_width) if fed.places is None else tokens[fed.places]
     picked = in_rows.astype(fed.ids.dtype)
     is_drafted = mx.arange(last_width - 1) < fed.n_drafted[:, None]
-    n_right = _n_first((picked[:, :-1] == fed.ids[:, 1:]) & is_drafted)
+    n_right = _n_leading_true((picked[:, :-1] == fed.ids[:, 1:]) & is_drafted)
     newest = mx.take_along_axis(picked, n_right[:, None], axis=1)
     n_text = last_width + width - 1
     padded = [[*text[:n_text], *[-1] * (n_text - len(text))] for text in texts]
     at = n_right[:, None] + 1 + mx.arange(width - 1)
     draft = mx.take_along_axis(mx.array(padded), at, axis=1)
     ids = mx.concatenate([newest, mx.maximum(draft, 0).astype(newest.dtype)], axis=1)
-    return DeviceFeed(ids, fed.begins + 1 + n_right, _n_first(draft >= 0)), n_right
+    return DeviceFeed(ids, fed.begins + 1 + n_right, _n_leading_true(draft >= 0)), n_right
 
 
-def _n_first(holds: mx.array) -> mx.array:
+def _n_leading_true(holds: mx.array) -> mx.array:
     """How many leading values of each row are true."""
     n = holds.shape[1]
     return mx.min(mx.where(holds, n, mx.arange(n)), axis=1)
@@ -213,13 +213,13 @@ def _keys(rows: Sequence[Row], at: mx.array) -> mx.array | None:
 class StepAhead(Verification):
     """A step dispatched before `follows` was read; until that is read, the host lacks its input.
 
-    follows: None once this step is read, or each step would keep all earlier ones alive. told: the
+    follows: None once this step is read, or each step would keep all earlier ones alive. readback: the
     picks, what the device fed the rows and where it began, in one array to read.
     """
 
     follows: Verification | None = field(kw_only=True)
     texts: tuple[Sequence[int], ...] = field(kw_only=True)
-    told: mx.array = field(kw_only=True)
+    readback: mx.array = field(kw_only=True)
     speculation: Speculation | None = None
 
     def _settle(self) -> None:
@@ -227,8 +227,8 @@ class StepAhead(Verification):
         assert follows is not None
         taken_before = {taken.row: taken for taken in follows.read()}
         width, n_rows = self.width, len(self.rows)
-        told = to_host(self.told)
-        picked, ids, begins = (told[i * n_rows * width :][: n_rows * width] for i in range(3))
+        readback = to_host(self.readback)
+        picked, ids, begins = (readback[i * n_rows * width :][: n_rows * width] for i in range(3))
         self.step = RaggedStep(self.group.layers, [width] * n_rows, width, follows=follows.step)
         flat = [row.picker for row in self.rows if row.picker for _ in range(width)]
         logprobs = read_logprobs(self.picks, flat)

@@ -145,7 +145,7 @@ class Group:
     """How many tokens the caches of a seat hold, padding included."""
     is_ready: bool = False
     """Whether the caches are of classes whose rows can be rewound one by one: see `rewind`."""
-    patience: int = 0
+    n_steps_until_compact: int = 0
     """Steps until vacant seats are removed."""
     columns: Columns = ALL_COLUMNS
     """The cache columns that its steps of several tokens see."""
@@ -220,7 +220,7 @@ class Group:
         self.next_tokens = mx.concatenate([self.next_tokens, as_picked([token] * n_seats)])
         self.seats += [row, *(_vacancy(row) for _ in range(n_seats - 1))]
         if n_seats > 1:
-            self.patience = VACANT_STEPS
+            self.n_steps_until_compact = VACANT_STEPS
 
     @property
     def has_step_in_flight(self) -> bool:
@@ -267,20 +267,20 @@ class Group:
         elif n_rows < (1 - MAX_VACANT) * len(self.seats):
             self._compact()
         else:
-            self.patience = VACANT_STEPS
+            self.n_steps_until_compact = VACANT_STEPS
 
     def tick(self) -> None:
         """Called before each step: counts it, and removes seats that stayed vacant for too long."""
         self.width += 1
-        if self.patience:
-            self.patience -= 1
-            if not self.patience and len(self.rows) < len(self.seats):
+        if self.n_steps_until_compact:
+            self.n_steps_until_compact -= 1
+            if not self.n_steps_until_compact and len(self.rows) < len(self.seats):
                 self._compact()
 
     def _compact(self) -> None:
         """Remove the vacant seats and the padding that no row needs."""
         self.catch_up()
-        self.patience = 0
+        self.n_steps_until_compact = 0
         self.width = self._n_longest
         keep = [i for i, r in enumerate(self.seats) if r.group is self]
         self.seats = [self.seats[i] for i in keep]

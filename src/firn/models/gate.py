@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from firn.models.draft_odds import FADING, ExpectedTokens
-from firn.models.step_times import MAX_OFF, StepTimes
+from firn.models.step_times import MAX_OUTLIER_FACTOR, StepTimes
 
 MIN_GAIN = 1.05
 """Gain that drafts must promise to be worth draining a step in flight."""
@@ -64,7 +64,7 @@ class DraftTimes:
             return False
         known = self._seconds.get(n_rows, seconds)
         rate = SLOWER_RATE if seconds > known else FASTER_RATE
-        self._seconds[n_rows] = known + rate * (min(seconds, MAX_OFF * known) - known)
+        self._seconds[n_rows] = known + rate * (min(seconds, MAX_OUTLIER_FACTOR * known) - known)
         return True
 
     def of(self, n_rows: int) -> float:

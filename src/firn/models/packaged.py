@@ -148,7 +148,7 @@ def _make(model: PackagedModel, root: Path, *, sweep: bool) -> Path:
         log.info("converting %s to %s, once", source.name, folder)
         made = Path(work) / "folder"
         _convert(model, source, made)
-        _take_name(made, folder)
+        _publish(made, folder)
     log.info("%s was made in %.1f s", model.name, time.monotonic() - began)
     return folder
 
@@ -189,7 +189,7 @@ def _quarters(name: str) -> Callable[[int, int], None]:
     return progress
 
 
-def _take_name(made: Path, folder: Path) -> None:
+def _publish(made: Path, folder: Path) -> None:
     """Rename. An existing folder of that name is another process's, or damaged."""
     try:
         made.rename(folder)

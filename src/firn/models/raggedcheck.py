@@ -23,7 +23,7 @@ from firn.models.layers import MakeLayers
 from firn.models.padding import in_blocks
 from firn.models.ragged import Columns
 from firn.models.rewind import RaggedStep, is_rewindable, ready
-from firn.models.selfcheck import FAR, LENGTHS, apart, prefilled
+from firn.models.selfcheck import FAR, LENGTHS, distance, prefilled
 from firn.models.traits import TRAITS, Traits
 
 FED = (3, 1, 2)
@@ -76,7 +76,7 @@ def _gains_by_bias(model: Any, make_layers: MakeLayers) -> bool:
             return False
         for n_rows in group:
             masked, biased = (logits(n_rows, has_bias=has_bias) for has_bias in (False, True))
-            if apart(masked, biased) > FAR:
+            if distance(masked, biased) > FAR:
                 return False
     except Exception:  # any model code runs here; a request would have failed instead
         return False
@@ -110,7 +110,7 @@ def _lone_difference(model: Any, make_layers: MakeLayers, *, seed: int) -> float
     kept = 2 if is_rewindable(layers) else 0
     first = _step(model, layers, [[*text[n : n + 2], 7, 9]], [kept])
     second = _step(model, layers, [text[n + kept :]], [len(text) - n - kept])
-    return max(apart(alone[1], first[0][1]), apart(alone[-1], second[0][-1]))
+    return max(distance(alone[1], first[0][1]), distance(alone[-1], second[0][-1]))
 
 
 def _difference(model: Any, make_layers: MakeLayers, *, seed: int) -> float:
@@ -131,8 +131,8 @@ def _difference(model: Any, make_layers: MakeLayers, *, seed: int) -> float:
     first = _step(model, layers, fed, kept)
     rest = [t[n + k : n + f + 1] for t, n, f, k in zip(texts, LENGTHS, FED, kept, strict=True)]
     second = _step(model, layers, rest, [len(r) for r in rest])
-    off = [apart(a[n - 1], b[n - 1]) for a, b, n in zip(alone, first, FED, strict=True)]
-    off += [apart(a[-1], b[len(r) - 1]) for a, b, r in zip(alone, second, rest, strict=True)]
+    off = [distance(a[n - 1], b[n - 1]) for a, b, n in zip(alone, first, FED, strict=True)]
+    off += [distance(a[-1], b[len(r) - 1]) for a, b, r in zip(alone, second, rest, strict=True)]
     return max(off)
 
 

@@ -54,7 +54,7 @@ def stated_context_length(config: Mapping[str, Any]) -> int | None:
     return None
 
 
-def score_of(folder: Path) -> Mapping[str, Any] | None:
+def scoring_settings(folder: Path) -> Mapping[str, Any] | None:
     """A reranker folder's scoring settings: which two tokens are compared. None: there are none."""
     for path in sorted(folder.glob("*LogitScore/config.json")):
         try:

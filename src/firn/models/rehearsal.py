@@ -55,7 +55,7 @@ REPLIES: tuple[tuple[Sampling, int | None], ...] = (
 """How each reply is sampled, and how many alternatives its logprobs have."""
 
 
-class Nonsense:
+class ConstantDrafter:
     """A drafter that always drafts the same token."""
 
     is_free = True
@@ -86,7 +86,7 @@ class RehearsalSpeculation(Speculation):
     """Tries drafts of the `width` that it is given, whatever they cost."""
 
     def __init__(self, model: Any, *, in_groups: bool, traits: Traits) -> None:
-        drafter = MtpDrafter(model) if isinstance(model, MtpModel) else Nonsense()
+        drafter = MtpDrafter(model) if isinstance(model, MtpModel) else ConstantDrafter()
         super().__init__(drafter, in_groups=in_groups, traits=traits)
         self.width = 1
 

@@ -387,7 +387,7 @@ class Runner:
     def _wide_logits(self, group: Group, ids: mx.array) -> mx.array:
         """Logits (seats, tokens, vocabulary); the device has begun to compute them."""
         assert self.speculation is not None
-        n_layers = self.speculation.traits.stretch
+        n_layers = self.speculation.traits.layers_per_dispatch
         traced = self._traced_logits(group, ids, group.columns)
         if traced is not None:
             dispatch(traced, group.layers, n_layers=n_layers)

@@ -42,15 +42,15 @@ class _Depth:
 
     def bound(self) -> int:
         by_id = {id(place): ref for ref, place in self._places.items()}
-        alike = {ref: by_id[id(place)] for ref, place in self._places.items()}
-        for ref in set(alike.values()):
-            self._measure(ref, by_id, alike)
+        canonical = {ref: by_id[id(place)] for ref, place in self._places.items()}
+        for ref in set(canonical.values()):
+            self._measure(ref, by_id, canonical)
         if self._n_unknown:
             highest = max(self._height.values())
             return sum(self._height.values()) + self._n_unknown * highest
-        return self._longest(alike[_ROOT])
+        return self._longest(canonical[_ROOT])
 
-    def _measure(self, start: str, by_id: dict[int, str], alike: dict[str, str]) -> None:
+    def _measure(self, start: str, by_id: dict[int, str], canonical: dict[str, str]) -> None:
         """Record how many levels the place has before other places begin, and which those are."""
         leads: set[str] = set()
         height, left = 1, [(self._places[start], 1)]
@@ -58,7 +58,7 @@ class _Depth:
             node, depth = left.pop()
             height = max(height, depth)
             if isinstance(node, dict) and isinstance(node.get("$ref"), str):
-                ref = alike.get(node["$ref"])
+                ref = canonical.get(node["$ref"])
                 if ref is not None:
                     leads.add(ref)
             for child in node.values() if isinstance(node, dict) else node:

@@ -60,10 +60,10 @@ def _difference(model: Any, make_layers: MakeLayers, *, seed: int) -> float:
     ]
     merged = [type(same[0]).merge(list(same)) for same in zip(*caches, strict=True)]
     together = model(mx.array([ids[-1:] for ids in rows]), cache=merged)[:, -1]
-    return max(apart(a, b) for a, b in zip(alone, together, strict=True))
+    return max(distance(a, b) for a, b in zip(alone, together, strict=True))
 
 
-def apart(alone: mx.array, together: mx.array) -> float:
+def distance(alone: mx.array, together: mx.array) -> float:
     """The distance between rows of logits. Infinite if they rule out (-inf) different tokens."""
     a, b = alone.astype(mx.float32), together.astype(mx.float32)
     possible = mx.isfinite(a)

@@ -30,7 +30,7 @@ from firn.core.common_chunks import common_end
 from firn.core.values import TokenArray
 from firn.models.faults import first_line
 from firn.models.layers import MakeLayers
-from firn.models.selfcheck import FAR, apart, prefilled
+from firn.models.selfcheck import FAR, distance, prefilled
 
 WIDTHS = (16, 64, *range(256, 2049, 256))
 FULL = WIDTHS[-1]
@@ -170,7 +170,7 @@ def few_shapes(model: Any, make_layers: MakeLayers) -> FewShapes:
         model(mx.array(fitted.pad(new).tolist())[None], cache=fitted.layers)
         prefilled(model, plain, new.tolist())
         last = mx.array([ids[-1:].tolist()])
-        far = apart(*(model(last, cache=layers)[0, -1] for layers in (plain, padded)))
+        far = distance(*(model(last, cache=layers)[0, -1] for layers in (plain, padded)))
     except (ValueError, RuntimeError, TypeError, IndexError, AttributeError) as e:
         raise ValueError(f"a padded pass fails: {first_line(e)}") from e
     if far > FAR:

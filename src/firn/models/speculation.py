@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from firn.core.errors import may_be_device_fault
 from firn.core.values import Job
-from firn.models.ahead import TextsAhead
+from firn.models.ahead import DraftsAhead
 from firn.models.draft_bounds import forced_next, is_bound, within
 from firn.models.draft_odds import NO_TOKENS, ExpectedTokens, Odds
 from firn.models.draft_totals import DraftTotals
@@ -227,7 +227,7 @@ class Speculation:
             drafts.append(of_row.next.cut(max(best.width - len(row.pending), 0)).tokens)
         return drafts if any(drafts) else None
 
-    def texts_ahead(self, group: Group, width: int) -> TextsAhead | None:
+    def drafts_ahead(self, group: Group, width: int) -> DraftsAhead | None:
         """What to feed each seat after the step in flight, which has this width. None: no drafts
         pay off, or most of them are too short."""
         known = [(row, d) for row in group.rows if (d := self._rows.get(row)) is not None]
@@ -244,7 +244,7 @@ class Speculation:
         of = {row: within(row, drafted.next.cut(n_most)).tokens for row, drafted in known}
         texts = tuple(of.get(row, ()) for row in group.seats)
         n_enough = sum(len(text) == n_most for text in texts)
-        return TextsAhead(next_width, texts) if 2 * n_enough > sum(map(bool, texts)) else None
+        return DraftsAhead(next_width, texts) if 2 * n_enough > sum(map(bool, texts)) else None
 
     def count(
         self, group: Group, taken: Sequence[TakenTokens], step: PlainStep | Verification

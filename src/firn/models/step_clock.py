@@ -42,7 +42,7 @@ class StepClock:
         self._clock = clock
         self.paces: dict[int, Pace] = {}
         """By the id() of the group. Missing where the device has computed something else since."""
-        self.drains = False
+        self.is_draining = False
 
     def read(
         self, group: Group, taken: Sequence[TakenTokens], step: PlainStep | Verification
@@ -67,7 +67,7 @@ class StepClock:
         if has_changed and times.knows(n_rows):
             extra_s = (pace.drained_s or 0.0) + seconds - times.plain_s(n_rows)
             allowance.settle(-times.saw_episode(n_rows, pace.n_wide, extra_s))
-        elif self.drains and times.knows(n_rows):
+        elif self.is_draining and times.knows(n_rows):
             pace.drained_s = seconds - times.plain_s(n_rows)
             return
         elif step.is_pipelined and not step.is_new:
@@ -77,11 +77,11 @@ class StepClock:
     @contextmanager
     def draining(self) -> Iterator[None]:
         """Inside the block, steps are read early, so that drafts can follow them."""
-        self.drains = True
+        self.is_draining = True
         try:
             yield
         finally:
-            self.drains = False
+            self.is_draining = False
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -39,7 +39,7 @@ N_FRESH = 16
 old measurements together then count as one."""
 PRIOR_CHANGE = 0.3
 PRIOR_EPISODE, EPISODE_RATE, MAX_EPISODE = 2.0, 0.2, 16.0
-MAX_OFF = 4.0
+MAX_OUTLIER_FACTOR = 4.0
 """A single measurement counts as at most this many times the estimate before it."""
 MAX_PREPARING = 1.6
 """The most that a step of a new shape is charged, in plain steps: it compiles kernels once."""
@@ -69,7 +69,7 @@ class Recent:
             self._values.remove(max(self._values))
             self._median = None
 
-    def believed(self, prior: float) -> float:
+    def estimate(self, prior: float) -> float:
         """The estimate: the median, padded with the prior while there are few measurements."""
         if len(self._values) >= N_SURE:
             return self.median
@@ -160,7 +160,7 @@ class StepTimes:
         if rows.n_since_plain >= (N_UNSEEN if rows.gain >= CLEAR_GAIN else rows.n_trusted):
             rows.n_wanted, rows.doubted_s = N_PLAIN, rows.plain.median
         price = self.price(n_rows, width)
-        return price if len(known) >= N_SURE else min(measured, MAX_OFF * before)
+        return price if len(known) >= N_SURE else min(measured, MAX_OUTLIER_FACTOR * before)
 
     def expect(self, n_rows: int, gain: float) -> None:
         """The next drafts are expected to yield this many tokens in the time of a plain step."""
@@ -174,7 +174,7 @@ class StepTimes:
         if not rows.plain:
             return 0.0
         rows.change.saw(max(extra_s, 0.0) / rows.plain.median)
-        return rows.change.believed(PRIOR_CHANGE)
+        return rows.change.estimate(PRIOR_CHANGE)
 
     def passed_over(self, n_rows: int) -> None:
         """There were drafts, but none was worth trying."""
@@ -198,7 +198,7 @@ class StepTimes:
     def change(self, n_rows: int) -> float:
         """What changing to wide steps and back adds to each of them, in plain steps."""
         change = self._of(n_rows).change
-        return change.believed(PRIOR_CHANGE) / max(self._episode, 1.0)
+        return change.estimate(PRIOR_CHANGE) / max(self._episode, 1.0)
 
     def is_measured(self, n_rows: int, width: int) -> bool:
         return bool(self._of(n_rows).wide.get(self._traits.shape(width)))
@@ -231,7 +231,7 @@ class StepTimes:
     def _measured_price(self, n_rows: int, width: int) -> float:
         rows = self._of(n_rows)
         plain_s = rows.plain.median
-        return rows.wide[width].believed(self._prior(n_rows, width) * plain_s) / plain_s
+        return rows.wide[width].estimate(self._prior(n_rows, width) * plain_s) / plain_s
 
     def lowest_price(self, n_rows: int, width: int) -> float:
         """What the width would cost if its ratio to the other widths were as usual on this device:

@@ -21,7 +21,7 @@ from mlx_lm.models.cache import KVCache
 
 from firn.models.batch import Row
 from firn.models.layers import MakeLayers
-from firn.models.selfcheck import FAR, LENGTHS, apart, prefilled
+from firn.models.selfcheck import FAR, LENGTHS, distance, prefilled
 from firn.models.shapes import width_for
 
 PASTS = (5, 0, 3)
@@ -56,7 +56,7 @@ def _difference(model: Any, make_layers: MakeLayers, *, seed: int) -> float:
     model(step.feed, cache=step.layers)
     step.share_out()
     return max(
-        apart(logits, model(mx.array([text[-1:]]), cache=row.layers)[0, -1])
+        distance(logits, model(mx.array([text[-1:]]), cache=row.layers)[0, -1])
         for logits, text, row in zip(alone, texts, rows, strict=True)
     )
 

@@ -30,7 +30,7 @@ import mlx.core as mx
 from firn.models.faults import first_line
 from firn.models.layers import MakeLayers, kind
 from firn.models.ragged import Columns, RaggedKVCache, padded
-from firn.models.selfcheck import FAR, LENGTHS, apart, prefilled
+from firn.models.selfcheck import FAR, LENGTHS, distance, prefilled
 
 log = logging.getLogger("firn.models")
 
@@ -66,7 +66,7 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Begins:
+class RowLengths:
     """How many tokens the rows hold. at: for each row, on the device. n_more: the most tokens of a
     row that the layers do not know of."""
 
@@ -98,15 +98,15 @@ class TracedSteps:
         layers: Sequence[Any],
         columns: Columns,
         *,
-        begins: Begins | None = None,
+        lengths: RowLengths | None = None,
     ) -> mx.array | None:
         """Feed each row its tokens (rows, width). None: nothing was done; the step must be built.
 
-        begins: how many tokens each row holds, where the layers do not know.
+        lengths: how many tokens each row holds, where the layers do not know.
         """
         place = None if self._is_broken else self._place(layers)
-        if place is not None and begins is not None:
-            place = replace(place, end=place.end + begins.n_more, at=begins.at, offset=begins.at)
+        if place is not None and lengths is not None:
+            place = replace(place, end=place.end + lengths.n_more, at=lengths.at, offset=lengths.at)
         if place is None:
             return None
         width = ids.shape[1]
@@ -247,7 +247,7 @@ def traced_steps(model: Any, make_layers: MakeLayers) -> TracedSteps:
             if got is None:
                 raise ValueError("not all of its layers are plain attention")
             want = model(ids, cache=groups[1])
-            far = max(far, *(apart(a, b) for a, b in zip(want[:, -1], got[:, -1], strict=True)))
+            far = max(far, *(distance(a, b) for a, b in zip(want[:, -1], got[:, -1], strict=True)))
     except ValueError:
         raise
     except Exception as e:  # any model code runs here

@@ -18,9 +18,9 @@ class Traits:
     """slope: what each additional token of each row adds to a step, in plain steps. flat: what any
     step of several tokens adds. widths: to choose from, in tokens of a row. shapes: widths that are
     computed; a narrower step is padded to one of them where that does no harm. n_preparing: the
-    first steps of a shape, which compile kernels or are traced, and are not measured. stretch:
-    layers that are dispatched together while the host builds the next ones; 0: a step is dispatched
-    as a whole, as on a CPU, where the host computes it itself."""
+    first steps of a shape, which compile kernels or are traced, and are not measured.
+    layers_per_dispatch: layers that are dispatched together while the host builds the next ones; 0: a
+    step is dispatched as a whole, as on a CPU, where the host computes it itself."""
 
     slope: float
     flat: float = 0.0
@@ -28,7 +28,7 @@ class Traits:
     shapes: tuple[int, ...] = ()
     columns: Columns = ALL_COLUMNS
     n_preparing: int = 0
-    stretch: int = 0
+    layers_per_dispatch: int = 0
 
     def shape(self, width: int) -> int:
         """The width in which a step of at least this width is computed."""
@@ -45,6 +45,6 @@ TRAITS: dict[DeviceKind, Traits] = {
         shapes=(4, 8, 16, 32),
         columns=Columns(block=512),
         n_preparing=5,
-        stretch=6,
+        layers_per_dispatch=6,
     ),
 }

@@ -21,7 +21,7 @@ from firn.core.values import PictureSpan, Prompt
 from firn.models.faults import LOAD_FAULTS, first_line
 from firn.models.picture import Picture
 from firn.models.processor import VisionProcessor
-from firn.models.selfcheck import apart
+from firn.models.selfcheck import distance
 from firn.models.vision import VisionModel, to_mlx
 
 log = logging.getLogger("firn.models")
@@ -120,9 +120,9 @@ def _fault(model: VisionModel, picture: Picture) -> str | None:
     features = model.text_features(text)
     more = {} if features.per_layer is None else {"per_layer_inputs": features.per_layer}
     by_embeds = model(text, cache=model.make_cache(), inputs_embeds=features.embeds, **more)[0, -1]
-    if apart(by_ids, by_embeds) > FAR:
+    if distance(by_ids, by_embeds) > FAR:
         return "text comes out different by ids and by embeddings"
-    if apart(_logits_by_mlx_vlm(model, picture), _logits_by_firn(model, picture)) > FAR:
+    if distance(_logits_by_mlx_vlm(model, picture), _logits_by_firn(model, picture)) > FAR:
         return "a picture that is read in chunks comes out different"
     return None
 
