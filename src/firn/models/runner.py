@@ -33,6 +33,7 @@ from firn.models.batch import MAX_PADDING_TOKENS, Group, PlainStep, Row, fork
 from firn.models.carry import HiddenAt, carry_of
 from firn.models.cpu.threads import Threads
 from firn.models.device import free_unused
+from firn.models.early_dispatch import dispatch, dispatched_early
 from firn.models.layers import MakeLayers
 from firn.models.masks import Masks
 from firn.models.model_arguments import IdsOnly, ModelArguments
@@ -45,7 +46,6 @@ from firn.models.room import end_room, give_room
 from firn.models.sampling import Picker, Picks, pick, score
 from firn.models.shapes import FewShapes
 from firn.models.speculation import Speculation
-from firn.models.stretches import dispatch, in_stretches
 from firn.models.together import BatchedPrefill, can_read_together, together_fault
 from firn.models.traced import LONE_COLUMNS, PLAIN, TracedSteps
 from firn.models.verify import Feed, PickedToken, TakenTokens, Verification
@@ -394,7 +394,7 @@ class Runner:
             return traced
         arguments = self._arguments.step(group.seats, ids.shape[1]) | self._carry(group.seats)
         layers = _seen(group, group.columns)
-        with in_stretches(layers, n_layers=n_layers):
+        with dispatched_early(layers, n_layers=n_layers):
             logits: mx.array = self._model(ids, cache=layers, **arguments)
         return logits
 

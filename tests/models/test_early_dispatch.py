@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache
 
-from firn.models.stretches import dispatch, in_stretches
+from firn.models.early_dispatch import dispatch, dispatched_early
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_every_few_layers_are_dispatched(
     n_layers: int, n_dispatched: int, dispatched: list[Any]
 ) -> None:
     layers = [KVCache() for _ in range(7)]
-    with in_stretches(layers, n_layers=n_layers):
+    with dispatched_early(layers, n_layers=n_layers):
         got = run(layers)
     assert len(dispatched) == n_dispatched
     want = run([KVCache() for _ in range(7)])
@@ -49,7 +49,7 @@ def test_every_few_layers_are_dispatched(
 
 def test_afterwards_the_caches_are_as_before_even_if_the_model_fails(dispatched: list[Any]) -> None:
     layers: list[Any] = [KVCache(), ArraysCache(2), KVCache()]
-    with pytest.raises(ZeroDivisionError), in_stretches(layers, n_layers=1):
+    with pytest.raises(ZeroDivisionError), dispatched_early(layers, n_layers=1):
         1 / len(run(layers)[2:])
     assert len(dispatched) == 2, "recurrent layers have nothing to dispatch"
     assert not any("update_and_fetch" in vars(c) for c in layers)

@@ -19,7 +19,7 @@ import mlx.core as mx
 
 
 @contextmanager
-def in_stretches(layers: Sequence[Any], *, n_layers: int) -> Iterator[None]:
+def dispatched_early(layers: Sequence[Any], *, n_layers: int) -> Iterator[None]:
     """Inside the block, a call of the model with these caches dispatches each run of `n_layers`
     layers as soon as it is built; 0: none."""
     attending = [layer for layer in layers if hasattr(layer, "update_and_fetch")]
