@@ -38,8 +38,8 @@ from firn.host.machine import raise_descriptor_limit
 from firn.host.shutdown import (
     ASKED_TWICE,
     end_at_next_signal,
-    leave,
-    no_later_than,
+    exit_or_return,
+    kill_after,
     outlives_terminal,
 )
 from firn.listener import Uvicorn, address, bind, connections, listen
@@ -69,7 +69,7 @@ def serve(config: Config) -> int:
     if config.model.tensor_parallel:
         config, member = join_ranks(config)
         if member.follower is not None:
-            return leave(follow(config, member))
+            return exit_or_return(follow(config, member))
     sock = bind(config.server.host, config.server.port)
     prompts = warm_prompts(config)
     try:
@@ -84,7 +84,7 @@ def serve(config: Config) -> int:
     finally:
         end_at_next_signal()
         server.close()
-    return leave(code)
+    return exit_or_return(code)
 
 
 def warm_prompts(config: Config) -> list[GenerateRequest]:
@@ -196,7 +196,7 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
         if web.should_exit:
             os._exit(ASKED_TWICE)
         log.info("stopping; running requests have %.0f s to finish", DRAIN_S)
-        no_later_than(LEAVE_S)
+        kill_after(LEAVE_S)
         server.event_router.drain()
         loop.call_later(DRAIN_S, server.event_router.fail_all, ShuttingDown())
         web.should_exit = True

@@ -13,9 +13,9 @@ import pytest
 from firn.assembly.memory import (
     MemoryWatch,
     Planned,
-    beside_others,
     plan_server,
     watch_engine,
+    with_reservations,
 )
 from firn.assembly.speculation import Drafting
 from firn.config import CacheConfig, Config, EngineConfig
@@ -144,7 +144,7 @@ def test_two_servers_share_a_machine(planned: Planned, tmp_path: Path) -> None:
     before = mac.capacity
     mac.watch.check()
     assert mac.capacity <= before - 15 * GIB
-    seen = beside_others(MAC, group=1, folder=tmp_path)
+    seen = with_reservations(MAC, group=1, folder=tmp_path)
     assert (seen.reserved_nbytes, seen.unclaimed_nbytes) == (0, 0), "its own does not count"
     second.close()
     mac.watch.check()

@@ -62,7 +62,9 @@ def check(
     assert plan.context_tokens >= n_least
     assert plan.wired_nbytes <= plan.weights_nbytes
     chunk = of.transient.largest_chunk(n_least - 64, plan.chunk_nbytes, most=options.chunk)
-    assert of.transient.of(chunk, n_least - chunk) <= plan.chunk_nbytes or chunk == MIN_CHUNK
+    assert (
+        of.transient.chunk_nbytes(chunk, n_least - chunk) <= plan.chunk_nbytes or chunk == MIN_CHUNK
+    )
 
 
 @pytest.mark.parametrize(("machine", "of"), PAIRS)
@@ -72,7 +74,7 @@ def test_the_defaults_of_every_mac_hold(machine: MachineMemory, of: ModelMemory)
         check(plan, machine, of, METAL)
     else:
         smallest = of.weights_nbytes + of.row_nbytes(LEAST_TOKENS) + 64 * (1 << 20)
-        least_chunk = of.transient.of(MIN_CHUNK, LEAST_TOKENS)
+        least_chunk = of.transient.chunk_nbytes(MIN_CHUNK, LEAST_TOKENS)
         assert smallest + least_chunk > machine.device_nbytes, "it is refused what would fit"
     if of.weights_nbytes <= machine.physical_nbytes // 2:
         assert plan.fits, "half of a Mac's memory can always be a model"
@@ -114,7 +116,7 @@ def test_exact_mode_keeps_its_chunk(machine: MachineMemory, of: ModelMemory) -> 
     if plan.fits:
         check(plan, machine, of, options)
         depth = min(plan.context_tokens, LEAST_TOKENS)
-        assert of.transient.of(512, depth - 512) <= plan.chunk_nbytes
+        assert of.transient.chunk_nbytes(512, depth - 512) <= plan.chunk_nbytes
 
 
 def test_other_programs_and_other_servers_count() -> None:
@@ -145,12 +147,12 @@ def test_a_raised_working_set_still_leaves_the_system_its_part() -> None:
 def test_unfused_attention_is_in_the_plan_and_shortens_the_context() -> None:
     """24 heads of 256 dimensions, 100K tokens: a chunk of 512 takes 2.3 GiB."""
     scores = Transient(0, 2 * 24)
-    assert scores.of(512, 100_000) == pytest.approx(2.3 * GIB, rel=0.01)
+    assert scores.chunk_nbytes(512, 100_000) == pytest.approx(2.3 * GIB, rel=0.01)
     small, fused = model(4), model(4)
     unfused = replace(small, transient=replace(small.transient, per_score_nbytes=64))
     plan = plan_memory(mac(8), unfused, METAL)
     assert plan.fits
-    assert plan.chunk_nbytes >= unfused.transient.of(MIN_CHUNK, LEAST_TOKENS - MIN_CHUNK)
+    assert plan.chunk_nbytes >= unfused.transient.chunk_nbytes(MIN_CHUNK, LEAST_TOKENS - MIN_CHUNK)
     assert plan.context_tokens <= plan_memory(mac(8), fused, METAL).context_tokens
 
 
@@ -158,7 +160,7 @@ def test_unfused_attention_is_in_the_plan_and_shortens_the_context() -> None:
 def test_chunks_shrink_with_depth(depth: int) -> None:
     of = Transient(256 * KIB, 64)
     chunk = of.largest_chunk(depth, 512 << 20, most=2048)
-    assert of.of(chunk, depth) <= 512 << 20 or chunk == MIN_CHUNK
+    assert of.chunk_nbytes(chunk, depth) <= 512 << 20 or chunk == MIN_CHUNK
     assert chunk >= of.largest_chunk(depth + 1, 512 << 20, most=2048)
 
 

@@ -129,10 +129,10 @@ def test_chunks_shrink_with_depth_and_with_the_measured_peak() -> None:
     budget = Budget(COST, capacity_nbytes=1, transient=scores, chunk_nbytes=256 << 20)
     assert budget.chunk_tokens(0, most=1024) == 1024
     assert budget.chunk_tokens(16_000, most=1024) == 128
-    budget.learn_chunk(1024, 16_000, int(0.5 * scores.of(1024, 16_000)))
+    budget.learn_chunk(1024, 16_000, int(0.5 * scores.chunk_nbytes(1024, 16_000)))
     grown = budget.chunk_tokens(16_000, most=1024)
     assert grown >= 128
-    budget.learn_chunk(1024, 16_000, 3 * scores.of(1024, 16_000))
+    budget.learn_chunk(1024, 16_000, 3 * scores.chunk_nbytes(1024, 16_000))
     assert budget.chunk_factor == 3.0, "more than thought counts at once"
     assert budget.chunk_tokens(16_000, most=1024) == 64
     budget.learn_chunk(1, 0, 1 << 30)

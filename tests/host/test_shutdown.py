@@ -21,13 +21,13 @@ from firn import app
 from firn.config import CacheConfig, Config, ModelConfig, ServerConfig
 
 app.DRAIN_S, app.LEAVE_S = 0.2, {leave_s}
-built, bound, stopping = app.build, app.no_later_than, threading.Event()
+built, bound, stopping = app.build, app.kill_after, threading.Event()
 
-def no_later_than(seconds):
+def kill_after(seconds):
     bound(seconds)
     stopping.set()
 
-app.no_later_than = no_later_than
+app.kill_after = kill_after
 
 def build(config, **more):
     server = built(config, **more)

@@ -19,7 +19,9 @@ def test_fused_attention_costs_no_scores_and_others_do() -> None:
     wide = transient_of(WIDE, device="metal", dtype="bfloat16")
     assert wide.per_score_nbytes == 48
     published = (39.78 - 28.54) * 1e9  # peak at 128K, chunks of 2048 against 512 (mlx-lm#1781)
-    assert wide.of(2048, 131072) - wide.of(512, 131072) == pytest.approx(published, rel=0.25)
+    assert wide.chunk_nbytes(2048, 131072) - wide.chunk_nbytes(512, 131072) == pytest.approx(
+        published, rel=0.25
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,7 +39,7 @@ def test_fused_attention_costs_no_scores_and_others_do() -> None:
 def test_odd_configurations_have_an_estimate(config: dict[str, Any], scores: bool) -> None:
     transient = transient_of(config, device="metal", dtype="bfloat16")
     assert bool(transient.per_score_nbytes) == scores
-    assert 0 <= transient.of(2048, 8192) < 16 * GIB
+    assert 0 <= transient.chunk_nbytes(2048, 8192) < 16 * GIB
 
 
 def test_experts_count_as_often_as_a_token_uses_them() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from firn.assembly.cache import FLUSH_S, computed_in, layout_of, seal_of, tiers_of
 from firn.assembly.compute import ComputeSettings, compute_settings, threads_of
-from firn.assembly.memory import MemoryPlanner, Planned, beside_others
+from firn.assembly.memory import MemoryPlanner, Planned, with_reservations
 from firn.assembly.model import ServerSpec, find_folder, load_model, row_cost, served_name
 from firn.cache.codecs import At
 from firn.cache.prefix import CacheSettings
@@ -28,7 +28,7 @@ from firn.core.errors import SetupError, UnknownCacheLayer
 from firn.core.memory_plan import MachineMemory
 from firn.core.ranks import RankCall
 from firn.host.backups import exclude_from_backups
-from firn.host.shutdown import no_later_than, outlives_terminal
+from firn.host.shutdown import kill_after, outlives_terminal
 from firn.models import device as devices
 from firn.models import loader
 from firn.models.loader import LoadedModel
@@ -78,7 +78,7 @@ def follow(config: Config, member: RankMember) -> int:
 def _build(config: Config, member: RankMember, follower: Follower) -> FollowerLoop:
     settings, folder = _checked(config, member, follower)
     name = served_name(config)
-    before = beside_others(devices.machine_memory(devices.device()))
+    before = with_reservations(devices.machine_memory(devices.device()))
     compute = compute_settings(config, str(settings["model_type"]), name)
     (cpu_dtype,) = follower.expect("load").args
     compute = replace(compute, cpu_dtype=cpu_dtype)
@@ -197,7 +197,7 @@ class FollowerLoop:
             if call.name == "end":
                 break
             self._make(call)
-        no_later_than(END_S)
+        kill_after(END_S)
         if self.slices is not None:
             self.slices.close()
         self.runner.close()

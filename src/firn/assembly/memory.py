@@ -146,7 +146,7 @@ def reservations_folder() -> Path:
     return default_cache_dir() / "reservations"
 
 
-def beside_others(
+def with_reservations(
     now: MachineMemory, *, group: int | None = None, folder: Path | None = None
 ) -> MachineMemory:
     """The machine's memory, with what other servers of this user have reserved.
@@ -213,7 +213,7 @@ class MemoryWatch:
         if self._adapt is None:
             return
         capacity = self._capacity_nbytes()
-        plan = self._planned.adapted(beside_others(now, folder=self._folder, group=self._group))
+        plan = self._planned.adapted(with_reservations(now, folder=self._folder, group=self._group))
         new_capacity = plan.capacity_nbytes
         if abs(new_capacity - capacity) > WORTH_TELLING * capacity:
             if new_capacity < SHORT * capacity:

@@ -22,7 +22,7 @@ from firn.assembly.compute import (
     traced_of,
 )
 from firn.assembly.handles import any_cursors, any_rows, any_scorings
-from firn.assembly.memory import MemoryPlanner, Planned, beside_others
+from firn.assembly.memory import MemoryPlanner, Planned, with_reservations
 from firn.assembly.model import ServerSpec, load_model, row_cost
 from firn.cache.off import CacheOff
 from firn.cache.prefix import PrefixTree
@@ -70,7 +70,7 @@ class ServerParts(EngineParts):
 def build_parts(spec: ServerSpec, wake: Callable[[], None]) -> ServerParts:
     """On the engine thread. wake: makes the engine tick. Raises SetupError."""
     config, folder, leader_parts = spec.config, spec.folder, spec.leader_parts
-    machine = beside_others(devices.machine_memory(devices.device()), group=spec.front)
+    machine = with_reservations(devices.machine_memory(devices.device()), group=spec.front)
     settings, recipe = loader.read_config(folder), embeddings.read_recipe(folder)
     compute = compute_settings(config, str(settings["model_type"]), spec.name)
     if leader_parts is not None:

@@ -31,7 +31,7 @@ from firn.models.speculation import Speculation
 
 log = logging.getLogger("firn")
 
-DRAFT_CACHE_SHARE = 8
+DRAFT_CACHE_DIVISOR = 8
 """The draft model's prefixes get at most this fraction (1 / N) of the memory for the model's."""
 DRAFT_QUEUE_NBYTES = 64 << 20
 """For the draft model's records waiting to be written, which are small."""
@@ -211,7 +211,7 @@ def open_draft(config: Config, setup: DraftSetup) -> DraftModel:
     draft = loader.load(
         setup.folder, served_name=small, trust_remote_code=trust, cpu_dtype=setup.cpu_dtype
     )
-    cache, cost = _cache(draft, setup.cache_nbytes // DRAFT_CACHE_SHARE)
+    cache, cost = _cache(draft, setup.cache_nbytes // DRAFT_CACHE_DIVISOR)
     if isinstance(cache, PrefixTree):
         setup.add_tiers(cache, draft.info)
     return DraftModel(draft, cache, cost)

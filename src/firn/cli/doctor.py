@@ -285,10 +285,10 @@ def _budget(
     report: ModelReport, device: DeviceReport, system: SystemMemory, n_stores: int
 ) -> Iterator[Finding]:
     """The memory plan of a server with default settings, and the context that it allows."""
-    from firn.assembly.memory import beside_others
+    from firn.assembly.memory import with_reservations
     from firn.models.device import LARGEST_CHUNKS
 
-    machine = beside_others(machine_of(device, system))
+    machine = with_reservations(machine_of(device, system))
     model = model_of(report)
     options = MemoryOptions(chunk=LARGEST_CHUNKS[machine.kind], n_store_queues=n_stores)
     plan, fits_alone = verdict(machine, model, options)

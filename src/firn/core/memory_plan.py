@@ -33,7 +33,7 @@ WRITE_QUEUE_SHARE = 0.05
 """Evicted records waiting to be written, as a share of what the weights leave."""
 STORE_QUEUE_NBYTES = 64 * MIB
 """Records waiting to be sent to one shared store. A longer queue would only mean a longer wait."""
-DRAFT_PARTS = 9
+DRAFT_DIVISOR = 9
 """A draft model's prefixes get at most this fraction (1 / N) of what is left for rows and prefixes."""
 SYSTEM_SHARE = 0.125
 MIN_SYSTEM_NBYTES, MAX_SYSTEM_NBYTES = 1 * GIB, 8 * GIB
@@ -71,7 +71,7 @@ class Transient:
     per_score_nbytes: int = 0
     """For each pair of a query and a key that it attends to."""
 
-    def of(self, n_tokens: int, depth: int) -> int:
+    def chunk_nbytes(self, n_tokens: int, depth: int) -> int:
         """Bytes that a chunk of `n_tokens` takes after `depth` earlier tokens."""
         scores = self.per_score_nbytes * (depth + n_tokens)
         return n_tokens * (self.per_token_nbytes + scores)
@@ -79,7 +79,7 @@ class Transient:
     def largest_chunk(self, depth: int, nbytes: float, *, most: int) -> int:
         """The largest of `most`, `most`/2, ... that stays within `nbytes` at this depth."""
         chunk = most
-        while chunk > MIN_CHUNK and self.of(int(chunk * REST), depth) > nbytes:
+        while chunk > MIN_CHUNK and self.chunk_nbytes(int(chunk * REST), depth) > nbytes:
             chunk = max(chunk // 2, MIN_CHUNK)
         return chunk
 
@@ -175,7 +175,7 @@ def plan_memory(machine: MachineMemory, model: ModelMemory, options: MemoryOptio
     chunk, buffers, queue = tight if is_tight else ample
     capacity = left - chunk - buffers - queue
     spare = max(capacity - need, 0)
-    draft_cache = min(model.draft_cache_nbytes, spare, max(capacity, 0) // DRAFT_PARTS)
+    draft_cache = min(model.draft_cache_nbytes, spare, max(capacity, 0) // DRAFT_DIVISOR)
     capacity -= draft_cache
     fits = capacity >= need
     capacity = capacity if fits else max(capacity, MIN_CAPACITY_NBYTES)
@@ -229,7 +229,9 @@ def _ample(
 ) -> tuple[int, int, int]:
     """Chunk, buffer cache and write queue, if there is room for all of them."""
     deep = min(DEEP_TOKENS, model.context_length or DEEP_TOKENS)
-    chunk = min(model.transient.of(options.longest_chunk, deep), max(int(left * CHUNK_SHARE), 0))
+    chunk = min(
+        model.transient.chunk_nbytes(options.longest_chunk, deep), max(int(left * CHUNK_SHARE), 0)
+    )
     buffers = max(int(limit * BUFFER_CACHE_SHARE), MIN_BUFFER_CACHE_NBYTES)
     queue = min(max(int(left * WRITE_QUEUE_SHARE), MIN_WRITE_QUEUE_NBYTES), MAX_WRITE_QUEUE_NBYTES)
     return chunk, buffers, queue
@@ -237,7 +239,7 @@ def _ample(
 
 def _tightest(model: ModelMemory, options: MemoryOptions, n_least: int) -> tuple[int, int, int]:
     chunk = options.shortest_chunk
-    least = model.transient.of(chunk, max(n_least - chunk, 0))
+    least = model.transient.chunk_nbytes(chunk, max(n_least - chunk, 0))
     return least, MIN_BUFFER_CACHE_NBYTES, MIN_WRITE_QUEUE_NBYTES
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ASKED_OVER = 1024
+MIN_TOKENS_IF_ASKED = 1024
 """Shorter prompts are read in full even if a request asks for less: that does not take long."""
 IN_FULL = 1.0
 """The share that a request asks for if its prompt must be read in full."""
@@ -32,5 +32,5 @@ class SparseRules:
 
     def of(self, asked: float | None) -> Sparse | None:
         if asked is not None:
-            return Sparse(asked, ASKED_OVER) if self.allowed else None
+            return Sparse(asked, MIN_TOKENS_IF_ASKED) if self.allowed else None
         return Sparse(self.keep, self.over) if self.allowed and self.over else None

@@ -148,7 +148,7 @@ class Budget:
 
     def learn_chunk(self, n_tokens: int, depth: int, used_nbytes: int) -> None:
         """Learn a chunk's memory. A higher factor applies immediately, a lower one gradually."""
-        estimated = self._transient.of(n_tokens, depth)
+        estimated = self._transient.chunk_nbytes(n_tokens, depth)
         if used_nbytes <= 0 or estimated < TEACHING_CHUNK_NBYTES:
             return
         ratio = min(max(used_nbytes / estimated, MIN_CHUNK_FACTOR), MAX_CHUNK_FACTOR)

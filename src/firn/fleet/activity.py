@@ -82,7 +82,7 @@ class _ActivityStream:
         operator = exchange_of(self._scope).caller.operator
         models = []
         for name, model in self._fleet.models.items():
-            closing = model.closed or model.unloading
+            closing = model.turn_ended or model.unloading
             state = ModelState.DRAINING if closing else model.state
             busy = {"active": model.n_active, "waiting": len(model.waiters)} if operator else {}
             models.append(

@@ -98,7 +98,7 @@ class Fleet:
 
     def try_enter(self, model: Model) -> ModelLease | None:
         """A lease, if the model can accept a request now; None: wait for it."""
-        if model.state is ModelState.LOADED and not (model.closed or model.unloading):
+        if model.state is ModelState.LOADED and not (model.turn_ended or model.unloading):
             return model.enter()
         return None
 
@@ -189,9 +189,9 @@ class Fleet:
         for model in self.models.values():
             if model.unloading and model.state is ModelState.LOADED and not model.view().n_active:
                 self._start_unloading(model, "asked")
-            was_closed, model.closed = model.closed, model.spec.name in plan.close
+            had_ended, model.turn_ended = model.turn_ended, model.spec.name in plan.close
             is_open = model.state is ModelState.LOADED and not model.unloading
-            if was_closed and not model.closed and is_open:
+            if had_ended and not model.turn_ended and is_open:
                 self._admit_waiters(model)
         for waiting, staying in plan.contested:
             pair = frozenset((waiting, staying))
@@ -264,7 +264,7 @@ class Fleet:
         now = time.monotonic()
         model.load_s = now - model.load_began
         model.state, model.loaded_at, model.last_used = ModelState.LOADED, now, now
-        model.error, model.progress, model.closed = None, "", False
+        model.error, model.progress, model.turn_ended = None, "", False
         model.n_loads += 1
         log.info("%s is loaded (%.1f s)", model.spec.name, model.load_s)
         self._admit_waiters(model)
@@ -279,7 +279,7 @@ class Fleet:
 
     def _has_no_process(self, model: Model) -> None:
         model.state, model.child = ModelState.UNLOADED, None
-        model.closed = model.unloading = False
+        model.turn_ended = model.unloading = False
         model.n_background = 0
         model.unloaded.set()
         self._wake.set()
@@ -348,7 +348,7 @@ class Fleet:
         """Tell the process to write its records and end. The model has no replies left."""
         assert model.child is not None
         log.info("unloading %s: %s", model.spec.name, _REASONS.get(reason, reason))
-        model.state, model.closed = ModelState.DRAINING, False
+        model.state, model.turn_ended = ModelState.DRAINING, False
         model.n_unloads[reason] = model.n_unloads.get(reason, 0) + 1
         if reason == "room":
             model.displaced_at = time.monotonic()
@@ -393,7 +393,7 @@ class Fleet:
         for model in self.models.values():
             self._fail_waiters(model, ShuttingDown())
 
-    def cut(self) -> None:
+    def abort_replies(self) -> None:
         """End running replies with an error."""
         for model in self.models.values():
             if model.child is not None:
@@ -402,7 +402,7 @@ class Fleet:
     async def close(self) -> None:
         """End every process, in bounded time."""
         self.drain()
-        self.cut()
+        self.abort_replies()
         children = [m.child for m in self.models.values() if m.child is not None]
         if children:
             await asyncio.wait({child.exited for child in children}, timeout=END_S)

@@ -49,7 +49,7 @@ class Model:
     n_background: int = 0
     """Replies without a connected client."""
     waiters: list[LoadWaiter] = field(default_factory=list)
-    closed: bool = False
+    turn_ended: bool = False
     """Its turn is over: new requests wait. See placement.py."""
     unloading: bool = False
     """An unload was requested: new requests wait, and it is unloaded after its running replies."""

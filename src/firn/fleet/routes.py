@@ -88,8 +88,8 @@ class ModelListing:
 
 
 def _state(model: Model) -> str:
-    closed = model.closed or model.unloading
-    return ModelState.DRAINING.value if closed else model.state.value
+    closing = model.turn_ended or model.unloading
+    return ModelState.DRAINING.value if closing else model.state.value
 
 
 def _expires_at(model: Model) -> str | None:

@@ -47,7 +47,7 @@ from firn.fleet.relay import Relay, WaitLimits
 from firn.fleet.router import add_router
 from firn.fleet.tree import add_tree
 from firn.host.machine import raise_descriptor_limit
-from firn.host.shutdown import ASKED_TWICE, leave, no_later_than, outlives_terminal
+from firn.host.shutdown import ASKED_TWICE, exit_or_return, kill_after, outlives_terminal
 from firn.listener import Uvicorn, address, bind, connections, listen
 from firn.logs import configure as configure_logs
 
@@ -85,7 +85,7 @@ def serve(config: Config) -> int:
         check(spec)
     sock = bind(config.server.host, config.server.port)
     with _private_folder() as folder:
-        return leave(uvloop.run(_run(config, catalogue, folder, sock)))
+        return exit_or_return(uvloop.run(_run(config, catalogue, folder, sock)))
 
 
 @contextlib.contextmanager
@@ -249,10 +249,10 @@ async def _run(config: Config, catalogue: ModelCatalogue, folder: Path, sock: so
         if web.should_exit:
             os._exit(ASKED_TWICE)  # the models' processes notice it and end
         log.info("stopping; running requests have %.0f s to finish", DRAIN_S)
-        no_later_than(LEAVE_S)
+        kill_after(LEAVE_S)
         parts.relay.draining = True
         parts.fleet.drain()
-        loop.call_later(DRAIN_S, parts.fleet.cut)
+        loop.call_later(DRAIN_S, parts.fleet.abort_replies)
         web.should_exit = True
 
     def stop_once() -> None:

@@ -41,7 +41,7 @@ from firn.fleet.files import folder_of
 from firn.fleet.memory import estimate
 from firn.fleet.vouching import VouchedKeys, vouched
 from firn.host.machine import raise_descriptor_limit
-from firn.host.shutdown import end, leave, no_later_than
+from firn.host.shutdown import end, exit_or_return, kill_after
 from firn.listener import Uvicorn
 from firn.logs import configure as configure_logs
 from firn.models import device as devices
@@ -128,7 +128,7 @@ def main() -> int:
             server.own_process()
     except FirnError as error:
         link.tell("failed", message=" ".join(error.message.split()))
-        return leave(1)
+        return exit_or_return(1)
     path = Path(order["socket"])
     try:
         code = uvloop.run(_run(server, _services(server, config), path, prompts, link))
@@ -138,7 +138,7 @@ def main() -> int:
         path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             path.parent.rmdir()
-    return leave(code)
+    return exit_or_return(code)
 
 
 @contextlib.contextmanager
@@ -222,14 +222,14 @@ async def _run(
         server.event_router.drain()
         stopping.set()
         if drain_s is not None:
-            no_later_than(drain_s + LEAVE_S)
+            kill_after(drain_s + LEAVE_S)
             loop.call_later(drain_s, server.event_router.fail_all, ShuttingDown())
 
     def obey(order: Mapping[str, Any] | None) -> None:
         match order:
             case None:
                 log.warning("the front process is gone: this model's process exits")
-                no_later_than(LEAVE_S)
+                kill_after(LEAVE_S)
                 loop.call_soon_threadsafe(stop, 0.0)
             case {"do": "stop", "drain_s": drain_s}:
                 loop.call_soon_threadsafe(stop, drain_s)
@@ -256,7 +256,7 @@ async def _end_when_idle(
     await stopping.wait()
     while server.event_router.n_calls:  # including background replies
         await asyncio.sleep(DRAIN_POLL_S)
-    no_later_than(LEAVE_S)
+    kill_after(LEAVE_S)
     link.tell("ending")
     web.should_exit = True
 

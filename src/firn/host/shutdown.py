@@ -39,7 +39,7 @@ def end_at_next_signal() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
-def no_later_than(seconds: float) -> None:
+def kill_after(seconds: float) -> None:
     """End the process after this time, printing all threads' stacks. Works without the GIL."""
     faulthandler.dump_traceback_later(seconds, exit=True)
 
@@ -58,7 +58,7 @@ def end(code: object) -> NoReturn:
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
-def leave(code: int, *, grace_s: float = GRACE_S) -> int:
+def exit_or_return(code: int, *, grace_s: float = GRACE_S) -> int:
     """Returns the exit code if all threads end within the grace period; otherwise ends the process
     here."""
     until = time.monotonic() + grace_s
