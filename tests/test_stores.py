@@ -222,32 +222,38 @@ def test_redis_dies_hangs_and_comes_back(tmp_path: Path) -> None:
 
 
 @needs_redis
-def test_a_redis_that_is_full_refuses_and_one_that_evicts_misses(tmp_path: Path) -> None:
+def test_a_redis_that_is_full_refuses() -> None:
     full = stores.redis_server("--maxmemory", "1mb", "--maxmemory-policy", "noeviction")
+    with full, machine(None, address_of("redis", full.port, "spill=all")) as one:
+        for talk in sessions(3, first=30):
+            assert one.ask(talk, 0).right
+        one.settle()
+        found = one.store()["folder"]
+        assert found["drops"].get("full", 0) > 0
+        assert found["state"] == "ok", "it reads as well as ever"
+
+
+@needs_redis
+def test_what_a_redis_evicts_is_a_miss() -> None:
+    import redis
+
     tight = stores.redis_server("--maxmemory", "2mb", "--maxmemory-policy", "allkeys-lru")
-    talks = sessions(8, first=30)
-    try:
-        for server in (full, tight):
-            server.start()
-        with machine(None, address_of("redis", full.port, "spill=all")) as one:
-            for talk in talks[:3]:
-                assert one.ask(talk, 0).right
-            one.settle()
-            found = one.store()["folder"]
-            assert found["drops"].get("full", 0) > 0
-            assert found["state"] == "ok", "it reads as well as ever"
+    talks = sessions(12, first=30)
+    with tight:
         address = address_of("redis", tight.port, "spill=all")
         with machine(None, address) as one:
             for talk in talks:
                 assert one.ask(talk, 0).right
             one.settle()
             assert one.store()["folder"]["drops"].get("full", 0) == 0
+        assert redis.Redis(port=tight.port).info()["evicted_keys"] > 0
         with machine(None, address) as one:
-            for talk in (talks[0], talks[-1]):
-                assert one.ask(talk, 1).right
-    finally:
-        full.kill()
-        tight.kill()
+            answers = [one.ask(talk, 1) for talk in talks]
+            found = one.store()["folder"]
+        assert all(answer.right for answer in answers)
+        assert any(answer.n_cached < answer.n_prompt // 2 for answer in answers)
+        assert found["counts"]["names_found"] > 0, "what is left"
+        assert (found["state"], found["counts"].get("damaged", 0)) == ("ok", 0)
 
 
 @needs_redis
@@ -269,20 +275,31 @@ def test_a_wrong_password_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 @needs_redis
-def test_keys_live_as_long_as_they_are_told_and_a_use_renews_them(tmp_path: Path) -> None:
+def test_keys_live_as_long_as_they_are_told_and_a_use_renews_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import redis
 
+    monkeypatch.setattr("firn.cache.records.TOUCH_EVERY_S", 0.0)
     server = stores.redis_server()
     server.start()
+    address = f"redis://127.0.0.1:{server.port}/0?ttl_s=1000&spill=all"
     (talk,) = sessions(1, first=50)
     try:
-        with machine(None, f"redis://127.0.0.1:{server.port}/0?ttl_s=1000&spill=all") as one:
+        with machine(None, address) as one:
             assert one.ask(talk, 0).right
             one.settle()
         client = redis.Redis(port=server.port)
         keys = client.keys("firn:*")
         assert len(keys) > 3
-        assert all(0 < client.ttl(key) <= 1000 for key in keys)
+        assert all(500 < client.ttl(key) <= 1000 for key in keys)
+        for key in keys:
+            client.expire(key, 500)
+        with machine(None, address) as another:
+            answer = another.ask(talk, 1)
+            assert (answer.right, answer.n_cached > answer.n_prompt // 2) == (True, True)
+            n_used = answer.n_cached // 16
+            wait_until(lambda: sum(client.ttl(key) > 500 for key in keys) >= n_used)
     finally:
         server.kill()
 
