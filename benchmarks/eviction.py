@@ -105,7 +105,7 @@ def with_foresight(trace: Trace, n_blocks: int) -> Ints:
     for i in reversed(range(n)):
         path = trace.path(i)
         uses.append(next_use[path].copy())
-        next_use[path[: trace.n_asked[i]]] = i
+        next_use[path[: trace.n_prompt_blocks[i]]] = i
     uses.reverse()
     held = np.zeros(trace.n_nodes, dtype=bool)
     depths, n_held, heap = np.zeros(n, dtype=np.int32), 0, list[tuple[int, int, int]]()
@@ -113,7 +113,7 @@ def with_foresight(trace: Trace, n_blocks: int) -> Ints:
         path = trace.path(i)
         there = held[path]
         n_there = len(path) if there.all() else int(there.argmin())
-        depths[i] = min(n_there, int(trace.n_asked[i]))
+        depths[i] = min(n_there, int(trace.n_prompt_blocks[i]))
         new = path[n_there : max(n_blocks, n_there)]
         next_use[path] = uses[i]
         held[new] = True

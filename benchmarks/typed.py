@@ -27,7 +27,7 @@ from firn.demo.builtin import builtin_folder
 from firn.models.loader import load_tokenizer
 from firn.models.piecewise import PiecewiseEncoder
 from firn.models.tokenizer import HfTokenizer
-from firn.text.formats import markup_tokens, own_markup
+from firn.text.formats import assistant_markup, markup_tokens
 from firn.text.messages import normalize_calls, to_template
 from firn.text.rendering import Content
 from firn.text.template import MESSAGE_OPENERS, Template
@@ -91,7 +91,7 @@ def main() -> None:
     tokenizer = load_tokenizer(folder)
     template = Template.read(tokenizer)
     known = {*markup_tokens(), *MESSAGE_OPENERS}
-    guard = TypedControl(control_texts(tokenizer, known), own=own_markup())
+    guard = TypedControl(control_texts(tokenizer, known), own=assistant_markup())
 
     def render(content: Content) -> str:
         messages = to_template(

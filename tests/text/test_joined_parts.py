@@ -20,7 +20,7 @@ from firn.text.formats import FALLBACK
 from firn.text.joined_parts import JoinedParts
 from firn.text.message_parts import PartReader
 from firn.text.parsers import formats
-from firn.text.tool_prompt import in_words
+from firn.text.tool_prompt import with_tools_as_text
 from firn.text.turn_rules import TurnRules
 
 SOUND = OtherPart("input_audio")
@@ -116,5 +116,5 @@ def test_many_parts_that_no_model_takes() -> None:
 
 def test_many_parts_of_a_result_in_words() -> None:
     result = Message("tool", (TextPart(TEXT[:700]),) * N_BLOCKS)
-    (turn,) = in_words([result], (), formats()[FALLBACK])
+    (turn,) = with_tools_as_text([result], (), formats()[FALLBACK])
     assert turn.text.count("x") == N_BLOCKS * 700

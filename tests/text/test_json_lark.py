@@ -7,7 +7,7 @@ import json
 import pytest
 
 from firn.core.values import Grammar
-from firn.text.json_lark import Unquotable, quoted
+from firn.text.json_lark import UnsupportedGrammar, for_json_string
 from firn.text.regex_tree import RegexChar as Char
 from firn.text.regex_tree import RegexClass as Class
 from firn.text.regex_tree import RegexGroup as Group
@@ -71,7 +71,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_quoted_grammar_accepts_the_same_texts(case: str) -> None:
     grammar, right, wrong = CASES[case]
-    inside = quoted(grammar)
+    inside = for_json_string(grammar)
     for text in right:
         assert accepts(grammar, text), text
         assert accepts(inside, json.dumps(text, ensure_ascii=False)[1:-1]), text
@@ -81,7 +81,7 @@ def test_the_quoted_grammar_accepts_the_same_texts(case: str) -> None:
 
 @pytest.mark.parametrize("raw", ['a"', '"x', "a\n", "\\"])
 def test_no_text_ends_the_string(raw: str) -> None:
-    assert not accepts(quoted("start: /(?s:.*)/"), raw)
+    assert not accepts(for_json_string("start: /(?s:.*)/"), raw)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_no_text_ends_the_string(raw: str) -> None:
     ],
 )
 def test_a_grammar_without_a_form_inside_json_is_refused(grammar: str) -> None:
-    with pytest.raises(Unquotable):
-        quoted(grammar)
+    with pytest.raises(UnsupportedGrammar):
+        for_json_string(grammar)
 
 
 # --- regular expressions -------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from firn.core.events import ChoiceFinished, ToolCallDelta, ToolCallStarted
 from firn.core.values import Tool
 from firn.text.call_check import CallCheck
-from firn.text.schema_check import faults
+from firn.text.schema_check import violations
 
 SCHEMAS: list[dict[str, Any]] = [
     {"type": "string", "pattern": "^(?!x)a+$"},
@@ -64,7 +64,7 @@ VALIDATORS = [jsonschema.Draft202012Validator(schema) for schema in SCHEMAS]
 def test_faults_agree_with_jsonschema(value: Any) -> None:
     """Each value against every schema: drawing one takes longer than checking it."""
     for schema, known in zip(SCHEMAS, VALIDATORS, strict=True):
-        assert (not faults(value, schema, time_s=PLENTY_S)) == known.is_valid(value), schema
+        assert (not violations(value, schema, time_s=PLENTY_S)) == known.is_valid(value), schema
 
 
 SOME_VALUES: list[Any] = [
@@ -79,7 +79,7 @@ SOME_VALUES: list[Any] = [
 def test_faults_agree_with_jsonschema_on_values_of_every_kind(schema: dict[str, Any]) -> None:
     known = jsonschema.Draft202012Validator(schema)
     verdicts = [known.is_valid(value) for value in SOME_VALUES]
-    assert [not faults(value, schema, time_s=PLENTY_S) for value in SOME_VALUES] == verdicts
+    assert [not violations(value, schema, time_s=PLENTY_S) for value in SOME_VALUES] == verdicts
     assert len(set(verdicts)) == 2 or schema == {"anyOf": [True, False]}
 
 
@@ -89,7 +89,7 @@ def test_the_places_of_faults_are_named() -> None:
         "properties": {"a": {"type": "string", "pattern": "b"}, "c": {"not": {}}},
         "required": ["d"],
     }
-    places = faults({"a": "x", "c": 1}, schema, time_s=PLENTY_S)
+    places = violations({"a": "x", "c": 1}, schema, time_s=PLENTY_S)
     assert set(places) == {"#/properties/a/pattern", "#/properties/c/not", "#/required"}
 
 
@@ -104,15 +104,15 @@ def test_the_places_of_faults_are_named() -> None:
     ],
 )
 def test_items_are_unique_if_no_two_are_equal_in_json(items: list[Any], is_unique: bool) -> None:
-    assert (faults(items, {"uniqueItems": True}, time_s=PLENTY_S) == []) == is_unique
+    assert (violations(items, {"uniqueItems": True}, time_s=PLENTY_S) == []) == is_unique
 
 
 @pytest.mark.parametrize("limit", ["minContains", "maxContains"])
 @pytest.mark.parametrize("malformed", ["2", None, 1.5, True, [], {}])
 def test_a_malformed_number_of_matching_items_requires_nothing(limit: str, malformed: Any) -> None:
     schema = {"contains": {"const": 1}, limit: malformed}
-    assert faults([1, 1], schema, time_s=PLENTY_S) == []
-    assert faults([2], schema, time_s=PLENTY_S) == ["#/contains"], "which still requires one"
+    assert violations([1, 1], schema, time_s=PLENTY_S) == []
+    assert violations([2], schema, time_s=PLENTY_S) == ["#/contains"], "which still requires one"
 
 
 @settings(max_examples=200, deadline=None)
@@ -120,17 +120,17 @@ def test_a_malformed_number_of_matching_items_requires_nothing(limit: str, malfo
 @example(schema={"a": [None], "b": 1}, value={"a": 1})
 @example(schema=[True], value=None)
 def test_no_schema_raises(schema: Any, value: Any) -> None:
-    assert isinstance(faults(value, schema), list)
+    assert isinstance(violations(value, schema), list)
 
 
 def test_hostile_schemas_are_given_up() -> None:
-    assert isinstance(faults("x" * 5000, {"pattern": "(x+x+)+y"}), list)
+    assert isinstance(violations("x" * 5000, {"pattern": "(x+x+)+y"}), list)
     wide = {"anyOf": [{"$ref": "#"}] * 50}
-    assert faults(1, wide) == []
+    assert violations(1, wide) == []
     endless = {"allOf": [{"$ref": "#"}, {"$ref": "#"}]}
-    assert faults(1, endless) == []
-    assert faults(1, {"pattern": 5, "minimum": "x", "required": 3, "enum": 1}) == []
-    assert faults("x", {"$ref": "https://example.com/schema"}) == []
+    assert violations(1, endless) == []
+    assert violations(1, {"pattern": 5, "minimum": "x", "required": 3, "enum": 1}) == []
+    assert violations("x", {"$ref": "https://example.com/schema"}) == []
 
 
 # --- calls ---------------------------------------------------------------------------------

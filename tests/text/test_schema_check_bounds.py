@@ -10,7 +10,7 @@ import pytest
 from firn.core.events import ChoiceFinished, ToolCallDelta, ToolCallStarted
 from firn.core.values import Tool
 from firn.text.call_check import CallCheck
-from firn.text.schema_check import faults
+from firn.text.schema_check import violations
 
 SLOW = "(?:x|xx)+y"
 VICTIM = "x" * 40
@@ -37,7 +37,7 @@ HOSTILE: dict[str, tuple[Any, Any]] = {
 def test_a_hostile_schema_is_given_up_in_time(name: str) -> None:
     """Each of these would take minutes at least."""
     value, schema = HOSTILE[name]
-    assert isinstance(faults(value, schema), list)
+    assert isinstance(violations(value, schema), list)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_hostile_schema_is_given_up_in_time(name: str) -> None:
 )
 def test_malformed_keywords_raise_nothing(schema: Any) -> None:
     for value in ({"a": 1}, [1], "a", 1, None):
-        assert isinstance(faults(value, schema), list)
+        assert isinstance(violations(value, schema), list)
 
 
 def test_all_calls_of_a_reply_share_one_time_limit() -> None:

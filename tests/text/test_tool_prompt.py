@@ -13,7 +13,7 @@ from firn.text.formats import FALLBACK, detect_format
 from firn.text.parsers import formats
 from firn.text.prompt import PromptMaker
 from firn.text.template import Template
-from firn.text.tool_prompt import in_words
+from firn.text.tool_prompt import with_tools_as_text
 from firn.text.turn_rules import TurnRules
 from tests import families
 from tests.text.replies import read
@@ -55,7 +55,7 @@ def test_a_result_may_name_any_tool() -> None:
     """A client may send a name with a NUL, or with braces."""
     for name in ("a\0b", "{text}", ""):
         result = said("tool", "blue", name=name)
-        (turn,) = in_words([result], (), formats()[FALLBACK])
+        (turn,) = with_tools_as_text([result], (), formats()[FALLBACK])
         shown = f' name="{name}"' if name else ""
         assert turn.text == f"<tool_result{shown}>\nblue\n</tool_result>"
 

@@ -14,7 +14,7 @@ from jinja2.utils import htmlsafe_json_dumps
 
 from firn.core.ports import Tokenizer
 from firn.core.values import Chat, Message, RawText, TextPart, Tool, ToolCall
-from firn.text.formats import own_markup
+from firn.text.formats import assistant_markup
 from firn.text.messages import to_template
 from firn.text.prompt import PromptMaker
 from firn.text.rendering import Content
@@ -40,7 +40,7 @@ def said(role: Any, *texts: str, **more: Any) -> Message:
 def conversation(word: str) -> Chat:
     """A chat with this word wherever somebody may type one. A model may write its own tags, so the
     assistant's messages do not contain those."""
-    own = "snow" if word in own_markup() else word
+    own = "snow" if word in assistant_markup() else word
     schema = {"type": "object", "properties": {word: {"description": f"say {word}"}}}
     call = ToolCall("c1", "look", {"at": f"{word} {word}", word: [word, {"x": word}]})
     return Chat(
@@ -74,7 +74,7 @@ def test_what_is_typed_changes_no_control_token(family: str) -> None:
     for word in FAMILIES[family].special:
         typed = ids_of(family, conversation(word))
         assert control_of(tokenizer, typed) == control_of(tokenizer, harmless), word
-        if word not in own_markup():
+        if word not in assistant_markup():
             assert tokenizer.decode(typed) == tokenizer.decode(harmless).replace("snow", word)
 
 

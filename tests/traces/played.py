@@ -106,10 +106,10 @@ def play_for_real(
     found = []
     for i in range(len(trace)):
         now[0] = float(trace.at[i])
-        path, n_asked = trace.path(i), int(trace.n_asked[i])
+        path, n_prompt_blocks = trace.path(i), int(trace.n_prompt_blocks[i])
         tokens = (path[:, None] * BLOCK + np.arange(1, BLOCK + 1)).ravel().astype(np.int64)
         tokens = np.append(tokens, [(1 << 20) + i])  # a prompt's last token is always computed
-        cursor = cache.open(Prompt(tokens[: n_asked * BLOCK + 1]), NOBODY, CacheControl())
+        cursor = cache.open(Prompt(tokens[: n_prompt_blocks * BLOCK + 1]), NOBODY, CacheControl())
         while cursor.racing:
             cache.tick(EngineLoad.NONE)
         row = LabRow(LabLayer([[]], DENSE))
@@ -118,12 +118,12 @@ def play_for_real(
             restored.fill([row.layer])
             row.n_tokens = restored.n_tokens
         found.append(cursor.admission.n_cached // BLOCK)
-        row.consume(tokens[row.n_tokens : n_asked * BLOCK])
+        row.consume(tokens[row.n_tokens : n_prompt_blocks * BLOCK])
         cache.commit(cursor, row)
-        reply = tokens[n_asked * BLOCK + 1 : -1].tolist()
+        reply = tokens[n_prompt_blocks * BLOCK + 1 : -1].tolist()
         answer = cache.fork(cursor, reply)
         cache.close_cursor(cursor, None)
-        row.consume(tokens[n_asked * BLOCK : len(path) * BLOCK])
+        row.consume(tokens[n_prompt_blocks * BLOCK : len(path) * BLOCK])
         cache.commit(answer, row)
         cache.close_cursor(answer, row)
         cache.tick(EngineLoad.NONE)

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 
 from firn.core.events import ChoiceFinished, Event, ToolCallDelta, ToolCallStarted
 from firn.core.values import Tool
-from firn.text.schema_check import TIME_S, faults
+from firn.text.schema_check import TIME_S, violations
 
-MAX_FAULTS = 8
+MAX_VIOLATIONS = 8
 
 
 class CallCheck:
@@ -44,6 +44,6 @@ class CallCheck:
         except (ValueError, RecursionError):
             return ""  # cut short, as the finish reason shows, or raw text that is not JSON
         began = time.thread_time()
-        places = faults(value, tool.parameters, time_s=self._left_s)[:MAX_FAULTS]
+        places = violations(value, tool.parameters, time_s=self._left_s)[:MAX_VIOLATIONS]
         self._left_s -= time.thread_time() - began
         return f"{tool.param}: a call of {name} violates {', '.join(places)}" if places else ""

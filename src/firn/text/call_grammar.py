@@ -8,7 +8,7 @@ from typing import Any
 
 from firn.core.errors import InvalidValue
 from firn.core.values import Grammar, Tool
-from firn.text.json_lark import Unquotable, quoted
+from firn.text.json_lark import UnsupportedGrammar, for_json_string
 from firn.text.lark import Lark, TextSymbol, literal
 
 COMBINED = ("anyOf", "oneOf", "allOf", "$ref", "patternProperties", "unevaluatedProperties")
@@ -70,8 +70,8 @@ class CallGrammar:
         grammar = lark_grammar(tool)
         if grammar is not None:
             try:
-                inner = replace(grammar, text=quoted(grammar.text))
-            except Unquotable as e:
+                inner = replace(grammar, text=for_json_string(grammar.text))
+            except UnsupportedGrammar as e:
                 self.lark.leave_out(grammar.param, f": {e}")
                 return self.lark.json({"type": "string"}, param=tool.param)
             return f"{self.lark.mark(QUOTE)} {self.lark.part(inner)} {self.lark.mark(QUOTE)}"

@@ -38,7 +38,7 @@ class Detokenizer:
             return ""
         self._ids.append(token)
         text = self._decode(self._ids)
-        if text.endswith(BROKEN) and self._n_begun():
+        if text.endswith(BROKEN) and self._n_incomplete_bytes():
             return self._emit_whole_characters(text)
         return self._emit(text)
 
@@ -46,20 +46,20 @@ class Detokenizer:
         """The rest of the text, without an incomplete last character."""
         text = self._decode(self._ids)
         if text.endswith(BROKEN):
-            text = self._without_begun(text)
+            text = self._drop_incomplete(text)
         piece = self._piece(text)
         self._ids, self._start, self._emitted = [], 0, ""
         return piece
 
-    def _without_begun(self, text: str) -> str:
-        """Drops only the tokens of the unfinished character, which may break a run of bytes."""
-        n_begun = self._n_begun()
-        if not n_begun:
+    def _drop_incomplete(self, text: str) -> str:
+        """Drop only the tokens of the unfinished character, which may break a run of bytes."""
+        n_incomplete = self._n_incomplete_bytes()
+        if not n_incomplete:
             return text
-        while self._ids and n_begun >= len(self._token_bytes(self._ids[-1])):
-            n_begun -= len(self._token_bytes(self._ids.pop()))
+        while self._ids and n_incomplete >= len(self._token_bytes(self._ids[-1])):
+            n_incomplete -= len(self._token_bytes(self._ids.pop()))
         text = self._decode(self._ids)
-        return text.removesuffix(BROKEN) if n_begun else text
+        return text.removesuffix(BROKEN) if n_incomplete else text
 
     def _emit(self, text: str) -> str:
         piece = self._piece(text)
@@ -96,7 +96,7 @@ class Detokenizer:
             return text[len(self._emitted) :]
         return self._decode(self._ids[self._start :])
 
-    def _n_begun(self) -> int:
+    def _n_incomplete_bytes(self) -> int:
         """How many bytes at the end begin an unfinished character."""
         decoder = _Utf8("replace")
         decoder.decode(b"".join(map(self._token_bytes, self._ids[-4:])))

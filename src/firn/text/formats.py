@@ -97,7 +97,7 @@ def markup_tokens() -> frozenset[str]:
     return frozenset(calls.union(*map(tokens_of, THINK_TAGS.values())))
 
 
-def own_markup() -> frozenset[str]:
+def assistant_markup() -> frozenset[str]:
     """The markup tokens that may occur in an assistant's text; those of channels never do."""
     shaping = {token for form in formats().values() if form.splitter for token in form.tokens}
     return markup_tokens() - shaping

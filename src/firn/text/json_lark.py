@@ -52,20 +52,20 @@ MAX_CHARS = 2**16
 """Length limit of a user's grammar: compile time is quadratic in its alternatives."""
 
 
-class Unquotable(ValueError):
+class UnsupportedGrammar(ValueError):
     """Something in this grammar has no counterpart inside a JSON string."""
 
 
-def quoted(definition: str) -> str:
-    """The same grammar, for texts between the quotes of a JSON string. Raises Unquotable."""
+def for_json_string(definition: str) -> str:
+    """The same grammar, for texts between the quotes of a JSON string. Raises UnsupportedGrammar."""
     if len(definition) > MAX_CHARS:
-        raise Unquotable(f"it has more than {MAX_CHARS} characters")
+        raise UnsupportedGrammar(f"it has more than {MAX_CHARS} characters")
     try:
         return _Quoting(definition).result()
     except UnsupportedRegex as e:
-        raise Unquotable(str(e)) from e
+        raise UnsupportedGrammar(str(e)) from e
     except RecursionError:
-        raise Unquotable("its brackets are nested too deeply") from None
+        raise UnsupportedGrammar("its brackets are nested too deeply") from None
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class _Statement:
 
 
 class _Quoting:
-    """Owner: one call of `quoted`."""
+    """Owner: one call of `for_json_string`."""
 
     def __init__(self, definition: str) -> None:
         self._tokens = list(_tokens(definition))
@@ -134,7 +134,7 @@ class _Quoting:
                 statement.name = text
             statement.pieces.append((kind, text))
         if statement.name == "%ignore" and statement.needs_rule:
-            raise Unquotable("what %ignore names cannot be written inside a JSON string")
+            raise UnsupportedGrammar("what %ignore names cannot be written inside a JSON string")
         yield statement
 
     def _as_rules(self, statements: list[_Statement]) -> dict[str, str]:
@@ -153,7 +153,7 @@ class _Quoting:
                 left += users.get(name, [])
         ignored = [s for s in statements if s.name == "%ignore"]
         if any(kind == "name" and text in renamed for s in ignored for kind, text in s.pieces):
-            raise Unquotable("what %ignore names cannot be written inside a JSON string")
+            raise UnsupportedGrammar("what %ignore names cannot be written inside a JSON string")
         return renamed
 
     def _imported(self, statement: str) -> Iterator[_Statement]:
@@ -161,7 +161,7 @@ class _Quoting:
         listed = re.fullmatch(r"%import\s+common\s*\(([^)]*)\)\s*", statement)
         single = re.fullmatch(r"%import\s+common\.(\w+)(?:\s*->\s*(\w+))?\s*", statement)
         if not listed and not single:
-            raise Unquotable(f"{statement[:60]!r} is not supported")
+            raise UnsupportedGrammar(f"{statement[:60]!r} is not supported")
         names = [n.strip() for n in listed[1].split(",")] if listed else []
         pairs = [(n, n) for n in names] if not single else [(single[1], single[2] or single[1])]
         for name, alias in pairs:
@@ -179,17 +179,19 @@ class _Quoting:
         """The Lark expression for a regular expression, and whether only a rule may contain it."""
         body, _, flags = token[1:].rpartition("/")
         if set(flags) - set("is"):
-            raise Unquotable(f"the flags {flags!r} of a regular expression are not supported")
+            raise UnsupportedGrammar(
+                f"the flags {flags!r} of a regular expression are not supported"
+            )
         tree = parse(body.replace("\\/", "/"), any_line="s" in flags)
         if not _has_special(tree):
             return token, False
         if "i" in flags:
-            raise Unquotable("a regular expression that ignores case is not supported here")
+            raise UnsupportedGrammar("a regular expression that ignores case is not supported here")
         return f"({self._group(tree, is_last=True)})", _repeats_special(tree)
 
     def _group(self, group: RegexGroup, *, is_last: bool) -> str:
         if group.any_case:
-            raise Unquotable("a regular expression that ignores case is not supported here")
+            raise UnsupportedGrammar("a regular expression that ignores case is not supported here")
         options = [
             " ".join(self._item(item, is_last=is_last and item is items[-1]) for item in items)
             or '""'
@@ -229,7 +231,9 @@ def _tokens(definition: str) -> Iterator[tuple[str, str]]:
     while at < len(definition):
         match = _TOKEN.match(definition, at)
         if match is None:
-            raise Unquotable(f"{definition[at : at + 12]!r} cannot be written inside a JSON string")
+            raise UnsupportedGrammar(
+                f"{definition[at : at + 12]!r} cannot be written inside a JSON string"
+            )
         at = match.end()
         yield match.lastgroup or "other", match[0]
 
@@ -261,21 +265,21 @@ def _literal(token: str) -> str:
     try:
         return str(json.loads(escaped, strict=False))
     except ValueError:
-        raise Unquotable(f"{token[:40]} is not a literal") from None
+        raise UnsupportedGrammar(f"{token[:40]} is not a literal") from None
 
 
 def _quoted_string(token: str) -> str:
     text = _literal(token)
     any_case = token.endswith("i")
     if any_case and any(c in SPECIAL for c in text):
-        raise Unquotable(f"{token[:40]}: characters that JSON escapes cannot ignore case")
+        raise UnsupportedGrammar(f"{token[:40]}: characters that JSON escapes cannot ignore case")
     inner = "".join(SPECIAL.get(c, c) for c in text)
     return json.dumps(inner, ensure_ascii=False) + ("i" if any_case else "")
 
 
 def _in_class(char: str) -> str:
     if len(char) != 1:
-        raise Unquotable("a range needs a single character at each end")
+        raise UnsupportedGrammar("a range needs a single character at each end")
     return _slashed(re.escape(char))
 
 
@@ -287,7 +291,7 @@ def _special_of(chars: str) -> list[str]:
     try:
         known = regex.compile(chars, regex.V1)
     except regex.error as e:
-        raise Unquotable(f"{chars[:40]}: {e}") from None
+        raise UnsupportedGrammar(f"{chars[:40]}: {e}") from None
     return [c for c in SPECIAL if known.fullmatch(c)]
 
 

@@ -29,7 +29,7 @@ from firn.core.values import (
 from firn.text.arrange import arrange
 from firn.text.boundaries import Boundaries
 from firn.text.essential import essential_of_text
-from firn.text.formats import markup_tokens, own_markup
+from firn.text.formats import assistant_markup, markup_tokens
 from firn.text.infill import detect_infill
 from firn.text.length import refuse_too_long
 from firn.text.message_parts import PartReader
@@ -38,7 +38,7 @@ from firn.text.parsers import formats
 from firn.text.picture_spans import PromptPictures, pictures_of
 from firn.text.rendering import Content, Rendered
 from firn.text.template import MESSAGE_OPENERS, Template, keeps_header, shows_pictures_in_results
-from firn.text.tool_prompt import in_words
+from firn.text.tool_prompt import with_tools_as_text
 from firn.text.typed_control import TypedControl, control_texts
 from firn.text.well_formed import well_formed
 
@@ -77,7 +77,7 @@ class PromptMaker:
         self._boundaries = Boundaries(tokenizer, template.openers if template else ())
         self._tool_format = formats()[tool_format] if tool_format else None
         self._reader = PartReader(pictures, in_results=self._shows_pictures_in_results())
-        own = own_markup() - {
+        own = assistant_markup() - {
             *MESSAGE_OPENERS,
             *map(tokenizer.decode, ([t] for t in tokenizer.eos)),
         }
@@ -173,7 +173,7 @@ class PromptMaker:
         messages, rules = content.messages, template.rules
         if not (rules.tools and rules.calls) and self._tool_format and self._writes_calls:
             tools = () if rules.tools else content.tools
-            messages = in_words(messages, tools, self._tool_format)
+            messages = with_tools_as_text(messages, tools, self._tool_format)
         return arrange(messages, rules)
 
     def _render(self, content: Content, template: Template, pictures: PromptPictures | None) -> str:

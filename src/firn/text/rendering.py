@@ -42,10 +42,10 @@ Change = Callable[[str, bool], str]
 def texts_of(content: Content) -> Iterator[tuple[str, bool]]:
     """Every text, and whether it is the assistant's; adjacent texts of a message are joined."""
     for message in content.messages:
-        is_own = message.role == "assistant"
+        is_assistant = message.role == "assistant"
         for is_text, run in groupby(message.parts, key=lambda p: isinstance(p, TextPart)):
             if is_text:
-                yield joined_text(run), is_own
+                yield joined_text(run), is_assistant
         if message.reasoning is not None:
             yield message.reasoning, True
         yield from ((text, False) for text in (message.name, message.tool_call_id) if text)
@@ -91,7 +91,7 @@ def with_texts(content: Content, change: Change) -> Content:
 
 
 def _changed_message(message: Message, change: Change) -> Message:
-    is_own = message.role == "assistant"
+    is_assistant = message.role == "assistant"
 
     def plain(text: str | None) -> str | None:
         return None if text is None else change(text, False)
@@ -103,7 +103,7 @@ def _changed_message(message: Message, change: Change) -> Message:
     return replace(
         message,
         parts=tuple(
-            TextPart(change(p.text, is_own)) if isinstance(p, TextPart) else p
+            TextPart(change(p.text, is_assistant)) if isinstance(p, TextPart) else p
             for p in message.parts
         ),
         tool_calls=tuple(map(call, message.tool_calls)),

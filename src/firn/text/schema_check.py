@@ -39,24 +39,24 @@ class _OutOfTime(Exception):
     """The check has taken more time or steps than it may."""
 
 
-def faults(value: Any, schema: Any, *, time_s: float = TIME_S) -> list[str]:
+def violations(value: Any, schema: Any, *, time_s: float = TIME_S) -> list[str]:
     """JSON pointers to the places of the schema that the value does not follow; empty if it follows all
     of it, or if checking takes longer than `time_s`."""
     try:
-        return list(dict.fromkeys(_Checker(schema, time_s).faults(value, schema, "#")))
+        return list(dict.fromkeys(_Checker(schema, time_s).violations(value, schema, "#")))
     except (_OutOfTime, RecursionError):
         return []
 
 
 class _Checker:
-    """Owner: one call of `faults`."""
+    """Owner: one call of `violations`."""
 
     def __init__(self, root: Any, time_s: float) -> None:
         self._root = root if isinstance(root, Mapping) else {}
         self._n_steps = 0
         self._until = time.thread_time() + time_s
 
-    def faults(self, value: Any, schema: Any, at: str) -> Iterator[str]:
+    def violations(self, value: Any, schema: Any, at: str) -> Iterator[str]:
         self._n_steps += 1
         if self._n_steps > MAX_STEPS or self._left_s() < 0:
             raise _OutOfTime
@@ -74,7 +74,7 @@ class _Checker:
                 continue  # a malformed keyword requires nothing
 
     def follows(self, value: Any, schema: Any) -> bool:
-        return next(self.faults(value, schema, ""), None) is None
+        return next(self.violations(value, schema, ""), None) is None
 
     def matches(self, text: str, pattern: Any) -> bool:
         """Whether the pattern matches; true if the pattern is malformed, too long or too slow."""
@@ -161,7 +161,7 @@ def _pattern(c: _Checker, k: _Keyword) -> Iterator[str]:
 def _properties(c: _Checker, k: _Keyword) -> Iterator[str]:
     if isinstance(k.value, Mapping) and isinstance(k.given, Mapping):
         for name in k.given.keys() & k.value.keys():
-            yield from c.faults(k.value[name], k.given[name], f"{k.at}/{name}")
+            yield from c.violations(k.value[name], k.given[name], f"{k.at}/{name}")
 
 
 def _pattern_properties(c: _Checker, k: _Keyword) -> Iterator[str]:
@@ -169,7 +169,7 @@ def _pattern_properties(c: _Checker, k: _Keyword) -> Iterator[str]:
         for pattern, inner in k.given.items():
             for name in k.value:
                 if c.matches(name, pattern):
-                    yield from c.faults(k.value[name], inner, f"{k.at}/{pattern}")
+                    yield from c.violations(k.value[name], inner, f"{k.at}/{pattern}")
 
 
 def _additional(c: _Checker, k: _Keyword) -> Iterator[str]:
@@ -178,13 +178,13 @@ def _additional(c: _Checker, k: _Keyword) -> Iterator[str]:
     declared, patterns = k.schema.get("properties") or {}, k.schema.get("patternProperties") or {}
     for name in k.value:
         if name not in declared and not any(c.matches(name, p) for p in patterns):
-            yield from ([k.at] if k.given is False else c.faults(k.value[name], k.given, k.at))
+            yield from ([k.at] if k.given is False else c.violations(k.value[name], k.given, k.at))
 
 
 def _names(c: _Checker, k: _Keyword) -> Iterator[str]:
     if isinstance(k.value, Mapping):
         for name in k.value:
-            yield from c.faults(name, k.given, k.at)
+            yield from c.violations(name, k.given, k.at)
 
 
 def _dependent(c: _Checker, k: _Keyword) -> Iterator[str]:
@@ -197,7 +197,7 @@ def _dependent(c: _Checker, k: _Keyword) -> Iterator[str]:
             if any(other not in k.value for other in needed):
                 yield f"{k.at}/{name}"
         else:
-            yield from c.faults(k.value, needed, f"{k.at}/{name}")
+            yield from c.violations(k.value, needed, f"{k.at}/{name}")
 
 
 def _items(c: _Checker, k: _Keyword) -> Iterator[str]:
@@ -205,17 +205,17 @@ def _items(c: _Checker, k: _Keyword) -> Iterator[str]:
         return
     if isinstance(k.given, list):  # as in older drafts
         for item, inner in zip(k.value, k.given, strict=False):
-            yield from c.faults(item, inner, k.at)
+            yield from c.violations(item, inner, k.at)
         return
     first = k.schema.get("prefixItems")
     for item in k.value[len(first) if isinstance(first, list) else 0 :]:
-        yield from c.faults(item, k.given, k.at)
+        yield from c.violations(item, k.given, k.at)
 
 
 def _prefix(c: _Checker, k: _Keyword) -> Iterator[str]:
     if isinstance(k.value, list) and isinstance(k.given, list):
         for i, (item, inner) in enumerate(zip(k.value, k.given, strict=False)):
-            yield from c.faults(item, inner, f"{k.at}/{i}")
+            yield from c.violations(item, inner, f"{k.at}/{i}")
 
 
 def _contains(c: _Checker, k: _Keyword) -> Iterator[str]:
@@ -235,7 +235,7 @@ def _whole(given: Any, default: float) -> float:
 
 def _all_of(c: _Checker, k: _Keyword) -> Iterator[str]:
     for i, inner in enumerate(k.given if isinstance(k.given, list) else ()):
-        yield from c.faults(k.value, inner, f"{k.at}/{i}")
+        yield from c.violations(k.value, inner, f"{k.at}/{i}")
 
 
 def _any_of(c: _Checker, k: _Keyword) -> Iterator[str]:
@@ -256,12 +256,12 @@ def _not(c: _Checker, k: _Keyword) -> Iterator[str]:
 def _if(c: _Checker, k: _Keyword) -> Iterator[str]:
     branch = "then" if c.follows(k.value, k.given) else "else"
     if branch in k.schema:
-        yield from c.faults(k.value, k.schema[branch], f"{k.at.removesuffix('/if')}/{branch}")
+        yield from c.violations(k.value, k.schema[branch], f"{k.at.removesuffix('/if')}/{branch}")
 
 
 def _ref(c: _Checker, k: _Keyword) -> Iterator[str]:
     if isinstance(k.given, str) and k.given.startswith("#"):
-        yield from c.faults(k.value, c.resolved(k.given), k.given)
+        yield from c.violations(k.value, c.resolved(k.given), k.given)
 
 
 _NUMBERS = ("integer", "number")

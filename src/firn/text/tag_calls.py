@@ -32,7 +32,7 @@ class CallTags:
     of a value is layout. cdata: a value may be in a CDATA section.
 
     For writing calls: line: what is written between two tags. shares_section: several calls share a
-    section. says_string: a parameter's tag states whether its value is a string.
+    section. has_string_attribute: a parameter's tag states whether its value is a string.
     """
 
     call: str
@@ -47,7 +47,7 @@ class CallTags:
     cdata: bool = False
     line: str = "\n"
     shares_section: bool = False
-    says_string: bool = False
+    has_string_attribute: bool = False
 
     @property
     def quote(self) -> str:
@@ -181,7 +181,7 @@ def write_tags(tags_by_marker: Mapping[str, CallTags]) -> Callable[[str, Mapping
 
     def value(key: str, argument: Any) -> str:
         is_text = isinstance(argument, str)
-        kind = f' string="{str(is_text).lower()}"' if tags.says_string else ""
+        kind = f' string="{str(is_text).lower()}"' if tags.has_string_attribute else ""
         text = argument if is_text else json.dumps(argument, ensure_ascii=False)
         opens = tags.line + tags.value_open if tags.value_open else ""
         head = f"{tags.parameter}{quote}{key}{quote}{kind}{tags.key_end}{opens}"

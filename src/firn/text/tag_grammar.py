@@ -70,7 +70,7 @@ class _TagGrammarWriter:
         t = self._tags
         types = types_of(parameter.schema, as_root(parameter.schema))
         is_raw = not types or "string" in types
-        kind = f' string="{"true" if is_raw else "false"}"' if t.says_string else ""
+        kind = f' string="{"true" if is_raw else "false"}"' if t.has_string_attribute else ""
         head = self._lark.mark(f"{t.parameter}{self._quoted(parameter.name)}{kind}{self._opens()}")
         grammar = lark_grammar(tool)
         if grammar is not None:
@@ -82,7 +82,7 @@ class _TagGrammarWriter:
     def _any_parameters(self) -> str:
         """Any parameters with any text: the schema declares none."""
         t, mark = self._tags, self._lark.mark
-        kind = ' string="true"' if t.says_string else ""
+        kind = ' string="true"' if t.has_string_attribute else ""
         key = self._lark.terminal(_KEY)
         head = f"{mark(t.parameter + t.quote)} {key} {mark(t.quote + kind + self._opens())}"
         tag = self._lark.rule(f"{head} {self._lark.text_before(self._closes())} {mark(self._line)}")

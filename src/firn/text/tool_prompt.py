@@ -29,14 +29,14 @@ Write nothing after a call: its result is sent to you next, between <tool_result
 RESULT_OPEN, RESULT_CLOSE = "<tool_result{name}>\n", "\n</tool_result>"
 
 
-def in_words(
+def with_tools_as_text(
     messages: Sequence[Message], tools: Sequence[Tool], format: ToolFormat
 ) -> tuple[Message, ...]:
     """The chat with its tools, calls and results as text."""
     write = format.write
     assert write is not None
     names = {c.id: c.name for m in messages for c in m.tool_calls}
-    turns = [_in_words(m, write, names.get(m.tool_call_id or "", "")) for m in messages]
+    turns = [_as_text(m, write, names.get(m.tool_call_id or "", "")) for m in messages]
     return (*_introduced(tools, write), *turns) if tools else tuple(turns)
 
 
@@ -47,7 +47,7 @@ def _introduced(tools: Sequence[Tool], write: WriteCall) -> list[Message]:
     return [Message("system", (TextPart(text),))]
 
 
-def _in_words(message: Message, write: WriteCall, tool: str) -> Message:
+def _as_text(message: Message, write: WriteCall, tool: str) -> Message:
     if message.role == "tool":
         name = f' name="{tool or message.name}"' if tool or message.name else ""
         before, after = TextPart(RESULT_OPEN.format(name=name)), TextPart(RESULT_CLOSE)

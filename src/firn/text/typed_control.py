@@ -71,12 +71,12 @@ class TypedControl:
     def _typed_in(self, content: Content) -> bool:
         others: list[str] = []
         own: list[str] = []
-        for text, is_own in texts_of(content):
-            (own if is_own else others).append(text)
+        for text, is_assistant in texts_of(content):
+            (own if is_assistant else others).append(text)
         return self._any.is_in(BETWEEN.join(others)) or self._foreign.is_in(BETWEEN.join(own))
 
-    def _find(self, text: str, is_own: bool) -> Iterator[re.Match[str]]:
-        return (self._foreign if is_own else self._any).matches(text)
+    def _find(self, text: str, is_assistant: bool) -> Iterator[re.Match[str]]:
+        return (self._foreign if is_assistant else self._any).matches(text)
 
     def _joined(self, content: Content) -> Content:
         """Joins adjacent texts of a message if they spell a token only together."""

@@ -57,8 +57,8 @@ class TypedMarks:
         self._leaves: list[str] = []
         self._places: list[_TypedPlace] = []
 
-        def note(text: str, is_own: bool) -> str:
-            tokens = find(text, is_own)
+        def note(text: str, is_assistant: bool) -> str:
+            tokens = find(text, is_assistant)
             self._places += [_TypedPlace(len(self._leaves), *m.span()) for m in tokens]
             self._leaves.append(text)
             return text
@@ -109,7 +109,7 @@ class TypedMarks:
             by_leaf.setdefault(place.leaf, []).append(place)
         number = -1
 
-        def mark(text: str, is_own: bool) -> str:
+        def mark(text: str, is_assistant: bool) -> str:
             nonlocal number
             number += 1
             pieces, at = [], 0

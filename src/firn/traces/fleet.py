@@ -69,11 +69,11 @@ def play_fleet(
     computed = np.zeros(n_servers, dtype=np.int64)
     for i in range(len(trace)):
         server = next(turns) if routing == "round robin" else router.choose(i)
-        n_hit = servers[server].take(i)
-        n_fetched = store.take(i, n_hit) if store is not None else 0
+        n_hit = servers[server].play(i)
+        n_fetched = store.play(i, n_hit) if store is not None else 0
         n_local += n_hit
         n_from_store += n_fetched
-        n_computed = int(trace.n_asked[i]) - n_hit - n_fetched
+        n_computed = int(trace.n_prompt_blocks[i]) - n_hit - n_fetched
         computed[server] += n_computed
         router.sent(i, server, n_computed)
         if i % TELL_EVERY == 0:
@@ -103,10 +103,10 @@ class SimulatedStore:
         self.n_most = 0
         self._counted_at = -math.inf
 
-    def take(self, i: int, n_local: int) -> int:
+    def play(self, i: int, n_local: int) -> int:
         """How many blocks it adds to the server's own `n_local`; stores the used blocks."""
         trace, now = self._trace, float(self._trace.at[i])
-        prompt = trace.path(i)[: trace.n_asked[i]]
+        prompt = trace.path(i)[: trace.n_prompt_blocks[i]]
         there = now - self._used_at[prompt] <= self._ttl_s
         n_there = len(there) if there.all() else int(there.argmin())
         n_used = max(n_local, n_there)
@@ -137,7 +137,7 @@ class _Router:
         at = float(self._trace.at[i])
         self._load *= math.exp(-max(at - self._at, 0.0) / LOAD_FADES_S)
         self._at = at
-        prompt = self._trace.path(i)[: self._trace.n_asked[i]]
+        prompt = self._trace.path(i)[: self._trace.n_prompt_blocks[i]]
         idle = int(self._load.argmin())
         if not len(prompt):
             return idle

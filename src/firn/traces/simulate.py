@@ -31,7 +31,7 @@ def play(tier: SimulatedTier, *, progress: Progress = lambda n: None) -> Ints:
     n = len(tier.trace)
     depths = np.zeros(n, dtype=np.int32)
     for i in range(n):
-        depths[i] = tier.take(i)
+        depths[i] = tier.play(i)
         if i % TELL_EVERY == 0:
             progress(i)
     progress(n)
@@ -46,14 +46,14 @@ class SimulatedTier:
     def __init__(self, trace: Trace, *, n_blocks: int) -> None:
         self.trace = trace
         self._cuts = list(zip(trace.starts.tolist(), trace.ends.tolist(), strict=True))
-        self._n_asked: list[int] = trace.n_asked.tolist()
+        self._n_prompt_blocks: list[int] = trace.n_prompt_blocks.tolist()
         self._n_blocks = n_blocks
         self._stored = np.zeros(trace.n_nodes, dtype=bool)
         self._n_stored = 0
         self._heap: list[tuple[float, int, int, list[int]]] = []
         """(rank, -depth of the deepest, number of the request, run)."""
 
-    def take(self, i: int) -> int:
+    def play(self, i: int) -> int:
         """Plays request i: uses its stored blocks and stores the rest; how many its prompt used."""
         start, end = self._cuts[i]
         if start == end:
@@ -63,7 +63,7 @@ class SimulatedTier:
         n_there = int(there.argmin())  # the first that is not stored, or 0 if all are
         if there[n_there]:
             n_there = end - start
-        n_hit = min(n_there, self._n_asked[i])
+        n_hit = min(n_there, self._n_prompt_blocks[i])
         self._use(i, path, n_there, n_hit)
         if n_there < end - start:
             self._store(i, path, n_there)

@@ -32,7 +32,7 @@ def play_all(
     depths = np.zeros((len(trace), len(ordered)), dtype=np.int32)
     stack = Stack(trace)
     for i in range(len(trace)):
-        places = stack.take(i)
+        places = stack.play(i)
         if len(places):
             depths[i] = np.searchsorted(places, ordered)
         if i % TELL_EVERY == 0:
@@ -52,7 +52,7 @@ class Stack:
         """Blocks by the request that used them last, as a binary indexed tree."""
         self._n_blocks = 0
 
-    def take(self, i: int) -> Longs:
+    def play(self, i: int) -> Longs:
         """The places of the prompt's known blocks, ascending. Then marks its whole path as used."""
         path = self._trace.path(i)
         if not len(path):
@@ -74,7 +74,7 @@ class Stack:
         self._add(i, len(path))
         self._n_blocks += len(path) - n_known
         self._last[path] = i
-        return places[: min(n_known, int(self._trace.n_asked[i]))]
+        return places[: min(n_known, int(self._trace.n_prompt_blocks[i]))]
 
     def _up_to(self, request: int) -> int:
         """How many blocks were last used by this request or an earlier one."""

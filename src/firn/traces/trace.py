@@ -53,7 +53,7 @@ class TraceEntry:
 
 @dataclass(frozen=True)
 class Trace:
-    """Sorted by arrival. Request i has the blocks nodes[starts[i]:ends[i]]: the first n_asked[i]
+    """Sorted by arrival. Request i has the blocks nodes[starts[i]:ends[i]]: the first n_prompt_blocks[i]
     are its prompt's, the others its reply's."""
 
     block: int
@@ -61,7 +61,7 @@ class Trace:
     n_prompt: Longs
     starts: Longs
     ends: Longs
-    n_asked: Ints
+    n_prompt_blocks: Ints
     nodes: Ints
     n_nodes: int
     token_nbytes: int = 0
@@ -88,7 +88,7 @@ class Trace:
         n_known = np.zeros(len(self), dtype=np.int32)
         for i in range(len(self)):
             path = self.path(i)
-            asked = seen[path[: self.n_asked[i]]]
+            asked = seen[path[: self.n_prompt_blocks[i]]]
             n_known[i] = len(asked) if asked.all() else int(asked.argmin())
             seen[path] = True
         return n_known
@@ -113,14 +113,14 @@ class Trace:
     def of(cls, entries: Iterable[TraceEntry], *, block: int) -> Trace:
         """Raises TraceError if there is no request."""
         chains, ends, at = _Chains(), array("q"), array("d")
-        n_prompt, n_asked = array("q"), array("i")
+        n_prompt, n_prompt_blocks = array("q"), array("i")
         token_nbytes = 0
         for entry in entries:
             chains.add((*entry.blocks, *entry.reply_blocks) if entry.reply_blocks else entry.blocks)
             ends.append(len(chains.nodes))
             at.append(entry.at_s)
             n_prompt.append(entry.n_prompt)
-            n_asked.append(len(entry.blocks))
+            n_prompt_blocks.append(len(entry.blocks))
             token_nbytes = max(token_nbytes, entry.token_nbytes)
         if not at:
             raise TraceError("There is no request in the trace.")
@@ -133,7 +133,7 @@ class Trace:
             n_prompt=np.array(n_prompt, dtype=np.int64)[order],
             starts=first[order],
             ends=last[order],
-            n_asked=np.array(n_asked, dtype=np.int32)[order],
+            n_prompt_blocks=np.array(n_prompt_blocks, dtype=np.int32)[order],
             nodes=np.frombuffer(chains.nodes, dtype=np.int32) if chains.nodes else _NOTHING,
             n_nodes=chains.n_nodes,
             token_nbytes=token_nbytes,
@@ -207,7 +207,7 @@ class _Chains:
 
 
 _NOTHING = np.zeros(0, dtype=np.int32)
-_ARRAYS = ("at", "n_prompt", "starts", "ends", "n_asked", "nodes")
+_ARRAYS = ("at", "n_prompt", "starts", "ends", "n_prompt_blocks", "nodes")
 
 
 def coarser(entries: Iterable[TraceEntry], factor: int) -> Iterator[TraceEntry]:

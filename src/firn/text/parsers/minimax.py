@@ -21,7 +21,7 @@ def _invoke(section_end: str, mark: str = "") -> CallTags:
         parameter_end=f"</{mark}parameter>",
         section_end=section_end,
         shares_section=True,
-        says_string=bool(mark),
+        has_string_attribute=bool(mark),
     )
 
 
