@@ -180,7 +180,7 @@ def _config_entries(path: Path, *, vision: bool) -> Iterator[bytes]:
             yield json.dumps(sorted(_weight_map(path.parent))).encode()
             if _reads_elsewhere(path.parent, config):
                 log.warning(
-                    "%s keeps weights outside of its safetensors files: its records are not used "
+                    "%s keeps weights outside its safetensors files: its records are not used "
                     "after a restart",
                     path.parent,
                 )

@@ -115,7 +115,7 @@ class Constraint:
         """Set the fault if the matcher has failed: it does not raise by itself."""
         if self.fault is None and self.matcher.is_error():
             why = _one_line(self.matcher.get_error())
-            self.fault = StepFailed(f"The reply could not be held to its grammar: {why}")
+            self.fault = StepFailed(f"The reply could not be constrained to its grammar: {why}")
 
 
 class CompiledGrammar:

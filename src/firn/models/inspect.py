@@ -311,15 +311,13 @@ def _library(config: Mapping[str, Any], findings: _Findings) -> Literal["mlx-lm"
     kind = str(config["model_type"])
     module = mlx_utils.MODEL_REMAPPING.get(kind, kind)
     if "model_file" in config:
-        findings.notes.append(
-            "It brings Python code of its own: serve it with --trust-remote-code."
-        )
+        findings.notes.append("It contains its own Python code: serve it with --trust-remote-code.")
         return "mlx-lm"
     if is_vision(config):
         if _is_installed("mlx_vlm"):
             return "mlx-vlm"
         findings.notes.append(
-            "It takes pictures: install firn[vision], or serve its text alone with --text-only."
+            "It accepts pictures: install firn[vision], or serve it without them (--text-only)."
         )
     if _is_installed(f"mlx_lm.models.{module}"):
         return "mlx-lm"

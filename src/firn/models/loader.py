@@ -211,7 +211,7 @@ def _first_token(model: Any, name: str) -> tuple[mx.array, list[Any]]:
                 raise
             model.set_dtype(mx.float32)
             logits_and_layers = run()
-            log.warning("this CPU backend cannot run the model in 16 bits: it runs in 32")
+            log.warning("MLX's CPU backend cannot run this model in 16 bits; using float32")
             return logits_and_layers
     except LOAD_FAULTS as e:
         raise SetupError(f"{name} does not run on this machine: {first_line(e)}") from e
@@ -287,7 +287,7 @@ def _check_files(folder: Path, adapter: Path | None, *, vision: bool) -> None:
             raise SetupError(f"{index} cannot be read: {first_line(e)}") from e
         if missing:
             raise SetupError(
-                f"{folder} lacks {len(missing)} weight files, among them {missing[0]}."
+                f"{folder} is missing {len(missing)} weight files, such as {missing[0]}."
             )
     if adapter is not None and not (adapter / "adapter_config.json").exists():
         raise SetupError(f"{adapter} has no adapter_config.json: it is not an adapter folder.")

@@ -119,9 +119,9 @@ def why_not_sparse(model: Any, make_layers: MakeLayers) -> str | None:
     """Why prompts of this model cannot be thinned; None if they can. Runs it on a few tokens."""
     kinds = {kind(layer) or type(layer).__name__ for layer in leaves(make_layers())}
     if kinds & STATES:
-        return "its recurrent layers carry every token on, and have no positions to skip"
+        return "its recurrent layers carry every token forward and have no positions to skip"
     if kinds & WINDOWS:
-        return "its sliding-window layers count tokens, and a window over skipped ones is another"
+        return "its sliding-window layers count tokens, so skipping some changes what they cover"
     if not kinds <= PLAIN:
         return f"its layers ({', '.join(sorted(kinds - PLAIN))}) are not known to have positions"
     try:

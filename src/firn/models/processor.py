@@ -114,7 +114,7 @@ class VisionProcessor:
                 return
             except PROCESS_FAULTS as e:
                 faults.append(f"{placeholder}: {e}")
-        why = faults[0] if faults else "it names no image token"
+        why = faults[0] if faults else "it has no image token"
         raise SetupError(f"The model's picture processor does not work: {_one_line(why)}")
 
     def process(self, pixels: Pixels) -> ProcessedPicture:

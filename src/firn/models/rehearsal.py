@@ -117,7 +117,7 @@ def rehearse(runner: Runner) -> None:
         log.warning("the rehearsal before the first request failed: %s", first_line(e), exc_info=e)
     took_s = time.perf_counter() - began
     if took_s > LONG_S:
-        log.info("GPU kernels compiled in %.0f s; the next start will not have to", took_s)
+        log.info("GPU kernels compiled in %.0f s; later starts reuse them", took_s)
 
 
 def _reply(runner: Runner, sampling: Sampling, top_logprobs: int | None) -> None:

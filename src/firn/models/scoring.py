@@ -231,7 +231,7 @@ class AttentionScorer:
         try:
             mx.eval(pending)  # while a step is in flight, the next write would copy
         except (RuntimeError, ValueError, MemoryError) as e:
-            log.warning("what a draft model has read of a prompt is dropped: %s", first_line(e))
+            log.warning("dropping what the draft model has read of a prompt: %s", first_line(e))
             self._cache.close_cursor(reading.cursor, None)
         else:
             self._cache.close_cursor(reading.cursor, row)

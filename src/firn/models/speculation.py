@@ -350,7 +350,7 @@ class Speculation:
         assert self._costly is not None
         drafter = self._drafters[self._costly]
         log.warning(
-            "drafting failed (%s): running requests and those of the next %.0f minutes go without: %r",
+            "drafting failed (%s): disabled for running requests and for the next %.0f minutes: %r",
             type(drafter).__name__,
             FAULT_REST_S / 60,
             error,

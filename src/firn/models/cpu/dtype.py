@@ -33,8 +33,8 @@ def apply(model: Any, choice: Choice) -> bool:
     need, free = widened_nbytes(model), memory().available
     if choice == "auto" and free is not None and need > SHARE * free:
         log.warning(
-            "the weights stay in 16 bits or quantised, which is slow on this CPU: float32 would take "
-            "%.1f GiB and %.1f GiB is free (--cpu-dtype float32 widens them all the same)",
+            "the weights stay in 16 bits or quantised, which is slow on this CPU: float32 would "
+            "need %.1f GiB, and %.1f GiB is free (--cpu-dtype float32 widens them anyway)",
             need / GIB,
             free / GIB,
         )

@@ -108,7 +108,7 @@ class _Elf:
         for offset, start, size in self._loads:
             if start <= address < start + size:
                 return int(offset + address - start)
-        raise NoSlot("a table lies outside of the file")
+        raise NoSlot("a table is outside the file")
 
 
 # --- this process's memory -----------------------------------------------------------------

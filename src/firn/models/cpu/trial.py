@@ -44,13 +44,13 @@ def run(library: Library, *, n_threads: int) -> Trial:
             [*code, str(n_threads)], capture_output=True, text=True, timeout=TIMEOUT_S
         )
     except (OSError, subprocess.SubprocessError) as e:
-        return Trial(fault=f"the trial did not end: {type(e).__name__}")
+        return Trial(fault=f"the trial did not finish: {type(e).__name__}")
     if done.returncode < 0:
         return Trial(fault=f"it ended its process with signal {-done.returncode}")
     try:
         return Trial(**json.loads(done.stdout.splitlines()[-1]))
     except (ValueError, TypeError, IndexError):
-        last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        last = done.stderr.strip().splitlines()[-1:] or ["it printed no error"]
         return Trial(fault=last[0])
 
 

@@ -48,7 +48,9 @@ class RankGroup:
         try:
             group = mx.distributed.init()
         except (RuntimeError, ValueError) as e:
-            raise SetupError(f"--tensor-parallel: the ranks do not find each other: {e}") from e
+            raise SetupError(
+                f"--tensor-parallel: the ranks cannot connect to each other: {e}"
+            ) from e
         if group.size() < 2:
             raise SetupError(f"--tensor-parallel needs several processes: {HOW}")
         return cls(group)
@@ -82,7 +84,7 @@ class RankGroup:
 def check(config: Mapping[str, Any], size: int, *, name: str, text_only: bool) -> None:
     """Raises SetupError if `size` ranks cannot serve this model. Reads no weights."""
     if is_vision(config) and not text_only:
-        raise SetupError("--tensor-parallel serves no pictures: add --text-only for the text alone")
+        raise SetupError("--tensor-parallel serves no pictures: add --text-only to serve text only")
     kind = str(config["model_type"])
     module = mlx_utils.MODEL_REMAPPING.get(kind, kind)
     if "model_file" not in config and not _can_shard(module):
