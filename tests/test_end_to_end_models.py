@@ -55,7 +55,7 @@ def test_an_encoder_refuses_to_generate(bert: Path) -> None:
 def test_a_model_that_only_generates_makes_no_embeddings() -> None:
     with (
         serving(Path(), config=config("firn-demo")) as real,
-        pytest.raises(openai.BadRequestError, match="says nothing about pooling"),
+        pytest.raises(openai.BadRequestError, match="its folder has no pooling configuration"),
     ):
         real.openai().embeddings.create(model="", input="snow")
 

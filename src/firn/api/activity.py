@@ -213,7 +213,7 @@ class TooManyWatchers(TryLater):
     code = "too_many_watchers"
 
     def __init__(self) -> None:
-        super().__init__("Too many dashboards watch this server; close one of them.")
+        super().__init__("Too many dashboards are connected to this server; close one of them.")
 
 
 class Watchers:
@@ -260,7 +260,7 @@ def add_activity(app: FastAPI, services: Services, activity: Activity) -> None:
         "/v1/activity",
         watch,
         methods=["GET"],
-        summary="What is going on, as events",
+        summary="What the server is doing, as events",
         response_class=ActivityResponse,
         include_in_schema=False,  # an endless stream: tools that try every route would hang
     )

@@ -40,8 +40,6 @@ class BodyReader:
     def _take(self, nbytes: int, exchange: Exchange) -> None:
         others_nbytes = self.used_nbytes - exchange.body_nbytes
         if others_nbytes and self.used_nbytes + nbytes > self._total_nbytes:
-            raise Overloaded(
-                "The requests being served use all memory for bodies; try again shortly."
-            )
+            raise Overloaded("All memory for request bodies is in use; try again shortly.")
         self.used_nbytes += nbytes
         exchange.body_nbytes += nbytes

@@ -71,17 +71,19 @@ def _tier_metrics(counters: Mapping[str, Any]) -> Iterable[Metric]:
     """For the operator only: all callers share the tiers."""
     if "limits" not in counters:
         return
-    limits = GaugeMetricFamily("firn_cache_limit_bytes", "Most that a tier holds", labels=["tier"])
+    limits = GaugeMetricFamily("firn_cache_limit_bytes", "Capacity of a tier", labels=["tier"])
     for tier, n in counters["limits"].items():
         limits.add_metric([tier], n)
     yield limits
     operations = CounterMetricFamily(
         "firn_tier_operations",
-        "What a tier below memory has done, by kind",
+        "Operations of a tier below memory, by kind",
         labels=["tier", "kind"],
     )
     moved = CounterMetricFamily(
-        "firn_tier_bytes", "Bytes that a tier has written, read, evicted", labels=["tier", "kind"]
+        "firn_tier_bytes",
+        "Bytes that a tier has written, read and evicted",
+        labels=["tier", "kind"],
     )
     for tier, counts in counters["operations"].items():
         for kind, n in sorted(counts.items()):

@@ -41,7 +41,7 @@ class Counters:
         )
         self._gone = Counter(
             "firn_clients_gone",
-            "Requests whose client went away before the end.",
+            "Requests whose client disconnected before the end.",
             registry=self.registry,
         )
         for collector in collectors:
@@ -114,7 +114,7 @@ class Metrics:
         return self._by_key[key_id]
 
 
-CALLS = "Calls accepted and not ended."
+CALLS = "Calls in progress."
 
 
 class _CallGauge(Collector):
@@ -147,10 +147,10 @@ class _EngineGauges(Collector):
         yield jobs
         yield GaugeMetricFamily("firn_calls", CALLS, value=self._event_router.n_calls)
         yield GaugeMetricFamily(
-            "firn_engine_alive", "1 while the engine thread lives.", value=float(health.alive)
+            "firn_engine_alive", "1 while the engine thread is alive.", value=float(health.alive)
         )
         yield GaugeMetricFamily(
             "firn_engine_last_step_age_seconds",
-            "Since the engine's last step.",
+            "Time since the engine's last step.",
             value=health.last_step_age_s,
         )

@@ -18,10 +18,10 @@ ERRORS = {
     401: "The API key is missing or unknown.",
     403: "Not allowed for this host name or this caller.",
     404: "No such model or route.",
-    405: "Another method is needed.",
+    405: "This route does not support this method.",
     413: "The body is too large.",
-    429: "Too many requests, from this client or in all; see Retry-After.",
-    500: "A fault of the server.",
+    429: "Too many requests, from this client or in total; see Retry-After.",
+    500: "Internal error of the server.",
     503: "The server is stopping, or overloaded.",
     504: "The request took longer than allowed.",
 }
@@ -97,7 +97,7 @@ def _error_schema() -> dict[str, Any]:
         "properties": {
             "error": {
                 "type": ["object", "string"],
-                "description": "A text in Ollama's API, an object in all others.",
+                "description": "A string in Ollama's API, an object in all others.",
                 "required": ["message", "type"],
                 "properties": {
                     "message": {"type": "string"},

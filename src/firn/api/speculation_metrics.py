@@ -24,8 +24,8 @@ class SpeculationMetrics(Collector):
         yield steps
         tokens = CounterMetricFamily(
             "firn_speculation_tokens",
-            "Tokens of decode steps: guessed (drafted), guessed right (accepted), taken in all; "
-            "row_steps is how many there would be at one a step",
+            "Tokens of decode steps: drafted, accepted, and taken in total; "
+            "row_steps is how many there would be at one per step",
             labels=["kind"],
         )
         for kind in ("drafted", "accepted", "taken", "row_steps") if totals else ():

@@ -62,7 +62,9 @@ async def compute(services: Services, requests: Sequence[GenerateRequest]) -> No
                 await session.start()
                 n_prompt = await _follow(session, label)
         except ShuttingDown:
-            log.info("warm prompts %d to %d of %d are left out", i + 1, len(jobs), len(jobs))
+            log.info(
+                "shutting down: warm prompts %d to %d of %d skipped", i + 1, len(jobs), len(jobs)
+            )
             return
         except FirnError as e:
             log.warning("%s failed: %s", label, e.message)

@@ -40,7 +40,7 @@ def template_kwargs(body: Fields) -> Mapping[str, Any]:
     """The variables that a body sets. Raises InvalidValue."""
     for name in TEMPLATES:
         if body.get(name) is not None:
-            raise InvalidValue(name, "the chat template is the server's and cannot be sent")
+            raise InvalidValue(name, "a request cannot replace the server's chat template")
     given = body.get(PARAM)
     if given is None:
         return {}
@@ -61,7 +61,7 @@ def _checked_size(name: str, value: object) -> int:
     """The size of one variable. Raises InvalidValue."""
     param = f"{PARAM}.{name[:64]}"
     if name in TEMPLATES:
-        raise InvalidValue(param, "the chat template is the server's and cannot be sent")
+        raise InvalidValue(param, "a request cannot replace the server's chat template")
     # Templates refer to the tokenizer's control tokens by such names.
     if name in RESERVED or name.endswith("_token") or not _NAME.fullmatch(name):
         raise InvalidValue(param, "cannot be set by a request")

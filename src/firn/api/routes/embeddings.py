@@ -64,7 +64,7 @@ async def embed(
     embedder = services.embedder
     if embedder is None:
         raise BadRequest(
-            "This model does not compute embeddings: its folder says nothing about pooling "
+            "This model does not compute embeddings: its folder has no pooling configuration "
             "(modules.json, 1_Pooling/config.json).",
             param="model",
         )

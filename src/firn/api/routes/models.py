@@ -40,7 +40,7 @@ def add_routes(app: FastAPI, models: Route, model: Route) -> None:
             "/v1/models",
             models,
             methods=[method],
-            summary="What is served",
+            summary="Models served here",
             responses=error_responses(),
             include_in_schema=method == "GET",
             openapi_extra={"parameters": PARAMETERS},

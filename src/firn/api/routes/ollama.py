@@ -84,9 +84,9 @@ def model_routes(
         return {"version": API_VERSION, "firn": __version__}
 
     return (
-        JsonRoute("GET", "/api/tags", "What is served, for Ollama's clients", tags),
-        JsonRoute("GET", "/api/ps", "What is loaded, for Ollama's clients", running),
-        JsonRoute("GET", "/api/version", "Which of Ollama's APIs this is", version),
+        JsonRoute("GET", "/api/tags", "Models served here, for Ollama's clients", tags),
+        JsonRoute("GET", "/api/ps", "Models loaded now, for Ollama's clients", running),
+        JsonRoute("GET", "/api/version", "Version of Ollama's API", version),
         JsonRoute("POST", "/api/show", "One model, for Ollama's clients", show, _SHOW),
     )
 

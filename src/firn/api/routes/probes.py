@@ -40,7 +40,7 @@ def add_probes(app: FastAPI, services: Services, metrics: Metrics) -> None:
             text = metrics.render_own(caller.key_id, extra=await _own_cache(services, caller))
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-    not_now: dict[int | str, dict[str, Any]] = {503: {"description": "Not now"}}
+    not_now: dict[int | str, dict[str, Any]] = {503: {"description": "Not ready"}}
     for method in ("GET", "HEAD"):  # agents and load balancers probe with HEAD
         add = partial(app.add_api_route, methods=[method], include_in_schema=method == "GET")
         add("/health", health, summary="The process is alive")

@@ -41,7 +41,7 @@ def rerank_routes(services: Services) -> tuple[JsonRoute, ...]:
     async def answer(route_request: RouteRequest) -> Mapping[str, Any]:
         return await _answer(services, Fields(route_request.body), route_request.namespace)
 
-    summary = "Documents by how well they answer"
+    summary = "Rank documents by how well they answer a query"
     return tuple(JsonRoute("POST", path, summary, answer, _SCHEMA, computes=True) for path in PATHS)
 
 

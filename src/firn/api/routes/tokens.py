@@ -44,8 +44,8 @@ def token_routes(services: Services, dialects: Sequence[Dialect]) -> tuple[JsonR
         return await services.in_pool(lambda: _text_of(services, ids, name))
 
     return (
-        JsonRoute("POST", "/v1/tokenize", "A text's or a chat's tokens", tokenize, _TOKENIZE),
-        JsonRoute("POST", "/v1/detokenize", "The text of tokens", detokenize, _DETOKENIZE),
+        JsonRoute("POST", "/v1/tokenize", "Tokens of a text or a chat", tokenize, _TOKENIZE),
+        JsonRoute("POST", "/v1/detokenize", "Text of tokens", detokenize, _DETOKENIZE),
     )
 
 
