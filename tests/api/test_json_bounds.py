@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from firn.api import json_bounds
 from firn.api.body import INLINE_NBYTES, decoded, parse_object
-from firn.api.json_bounds import TooMuch, check
+from firn.api.json_bounds import TooManyValues, check
 from firn.core.errors import BadRequest
 from firn.core.values import Defaults, Reasoning
 from tests.api.live import Live, serve
@@ -66,7 +66,7 @@ def check_count(raw: bytes, piece: int) -> None:
         json_bounds._check_outside_strings(raw)
         for name, n in wanted.items():
             patch.setattr(json_bounds, name, n - 1)
-            with pytest.raises(TooMuch):
+            with pytest.raises(TooManyValues):
                 json_bounds._check_outside_strings(raw)
             patch.setattr(json_bounds, name, n)
 
@@ -102,7 +102,7 @@ def test_any_bytes_raise_nothing_but_too_much(parts: list[bytes], piece: int) ->
         patch.setattr(json_bounds, "PIECE_NBYTES", piece)
         json_bounds._check_outside_strings(raw)  # far below the limits: it reads every piece
         patch.setattr(json_bounds, "MAX_CONTAINERS", 0)
-        with contextlib.suppress(TooMuch):
+        with contextlib.suppress(TooManyValues):
             check(raw)
 
 

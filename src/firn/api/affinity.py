@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from firn.core.values import Chat, GenerateRequest, Namespace
 
 HEADER = b"x-session"
-N_CHARS = 2000
+MAX_CHARS_PER_MESSAGE = 2000
 """Characters of each message that go into a derived name."""
 _is_name = re.compile(rb"[\x21-\x7e]{1,128}").fullmatch
 
@@ -40,7 +40,7 @@ def _derived(request: GenerateRequest, owner: Namespace) -> str:
     digest.update(owner.encode())
     for message in source.messages:
         digest.update(f"\0{message.role}\0".encode())
-        digest.update(message.text[:N_CHARS].encode("utf-8", "surrogatepass"))
+        digest.update(message.text[:MAX_CHARS_PER_MESSAGE].encode("utf-8", "surrogatepass"))
         if message.role == "user":
             return f"s-{digest.hexdigest()}"
     return ""

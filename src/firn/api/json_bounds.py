@@ -19,12 +19,12 @@ PIECE_NBYTES = 1 << 20
 QUOTE, BACKSLASH = ord('"'), ord("\\")
 
 
-class TooMuch(ValueError):
+class TooManyValues(ValueError):
     """Too many containers, values or members to parse; the message says which."""
 
 
 def check(raw: bytes) -> None:
-    """Raises TooMuch. A text that is not JSON may pass: the parser will report what is wrong."""
+    """Raises TooManyValues. A text that is not JSON may pass: the parser will report what is wrong."""
     n_containers = raw.count(b"[") + raw.count(b"{")
     n_values, n_names = n_containers + raw.count(b","), raw.count(b":")
     if n_containers > MAX_CONTAINERS or n_values > MAX_VALUES or n_names > MAX_NAMES:
@@ -48,7 +48,7 @@ def _check_outside_strings(raw: bytes) -> None:
             (n_names, MAX_NAMES, "members"),
         ):
             if n > limit:
-                raise TooMuch(f"more than {limit} {noun}")
+                raise TooManyValues(f"more than {limit} {noun}")
 
 
 def _count(piece: Bytes, outside: npt.NDArray[np.bool_], characters: str) -> int:

@@ -16,7 +16,7 @@ from firn.api.dialects import JsonRoute, RouteRequest
 from firn.api.exchange import exchange_of
 from firn.api.generate import while_connected
 from firn.api.openapi import error_responses
-from firn.api.origins import refuse_pages
+from firn.api.origins import refuse_foreign_pages
 from firn.api.quotas import FixedMeter
 from firn.api.services import Services
 
@@ -31,7 +31,7 @@ def add_json_route(app: FastAPI, route: JsonRoute, services: Services, bodies: B
         path, query = request.path_params, dict(request.query_params)
         if route.schema is None:
             if route.method != "GET":
-                refuse_pages(request.scope, services.allow_origins)
+                refuse_foreign_pages(request.scope, services.allow_origins)
             return JSONResponse(await route.answer(RouteRequest(key_id, path, query)))
         raw = await bodies.read(request.scope, request.receive)
         meter = FixedMeter()

@@ -15,7 +15,7 @@ from firn.api.hosts import is_from_browser
 from firn.core.errors import Forbidden
 
 
-def refuse_pages(scope: Scope, allowed: Sequence[str]) -> None:
+def refuse_foreign_pages(scope: Scope, allowed: Sequence[str]) -> None:
     """Raises Forbidden for a page without a key, unless the operator allows its origin.
 
     For routes without a body. With one, the browser sends a preflight (see `check_content_type`).

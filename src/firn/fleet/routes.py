@@ -25,7 +25,7 @@ from firn.api.exchange import exchange_of
 from firn.api.fields import Fields
 from firn.api.ollama import keep_alive_s
 from firn.api.openapi import error_responses
-from firn.api.origins import check_may_change_cache, refuse_pages
+from firn.api.origins import check_may_change_cache, refuse_foreign_pages
 from firn.api.routes.models import add_routes, page
 from firn.api.routes.ollama import model_routes
 from firn.core.errors import ModelNotFound, NotFound
@@ -128,7 +128,7 @@ def add_loading(
     """POST /v1/models/{id}/load and /unload, which answer when the model is loaded or unloaded."""
 
     def check(request: Request) -> None:
-        refuse_pages(request.scope, allow_origins)
+        refuse_foreign_pages(request.scope, allow_origins)
         check_may_load(exchange_of(request.scope).caller, keys)
 
     async def load(request: Request, model_id: str) -> dict[str, Any]:

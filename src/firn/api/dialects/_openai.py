@@ -185,7 +185,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-def logarithm(value: float | None) -> float | None:
+def finite_logprob(value: float | None) -> float | None:
     """JSON has no infinity; OpenAI writes -9999 for an impossible token."""
     return None if value is None else max(value, -9999.0)
 
@@ -194,7 +194,7 @@ def logprob_objects(tokens: Iterable[TextLogprob]) -> list[dict[str, Any]]:
     """Tokens with their likeliest alternatives, as chats and Responses show them."""
 
     def shown(text: str, raw: bytes, logprob: float | None) -> dict[str, Any]:
-        return {"token": text, "logprob": logarithm(logprob), "bytes": list(raw)}
+        return {"token": text, "logprob": finite_logprob(logprob), "bytes": list(raw)}
 
     return [
         shown(token.text, token.raw, token.logprob)

@@ -19,13 +19,13 @@ MAX_NAME_CHARS = 256
 
 @dataclass(frozen=True, slots=True)
 class OfferedTools:
-    """What a chat may call. custom: names of the tools that take a text. are_functions: the request
+    """What a chat may call. custom: names of the tools that take a text. legacy_functions: the request
     calls them `functions`, and expects a `function_call` in the reply."""
 
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice = ToolChoice()
     custom: frozenset[str] = frozenset()
-    are_functions: bool = False
+    legacy_functions: bool = False
 
 
 def offered(body: Fields) -> OfferedTools:
@@ -145,4 +145,4 @@ def _functions(given: object, called: object) -> OfferedTools:
     elif called is not None:
         mode = ToolMode(fields.one_of(called, "function_call", ("none", "auto")))
         choice = ToolChoice(mode, parallel=False)
-    return OfferedTools(tools, choice, are_functions=True)
+    return OfferedTools(tools, choice, legacy_functions=True)

@@ -31,16 +31,16 @@ Keep = Callable[["ResponseBuilder"], None]
 class ResponseOptions:
     """How a response is shown.
 
-    echo: what it repeats of its request. summarises: reasoning is shown as its own summary. seals:
-    it is also sent as encrypted_content, for clients that send nothing else back. customs: names of
-    the tools that take a text. namespaced: tools that the caller keeps in namespaces, by the name
-    that the model knows. writes: the prompt is stored.
+    echo: what it repeats of its request. summarises: reasoning is shown as its own summary.
+    with_encrypted_content: it is also sent as encrypted_content, for clients that send nothing else
+    back. custom_tools: names of the tools that take a text. namespaced: tools that the caller keeps
+    in namespaces, by the name that the model knows. writes: the prompt is stored.
     """
 
     echo: Mapping[str, Any]
     summarises: bool = False
-    seals: bool = False
-    customs: frozenset[str] = frozenset()
+    with_encrypted_content: bool = False
+    custom_tools: frozenset[str] = frozenset()
     namespaced: Mapping[str, NamespacedTool] = field(default_factory=dict)
     with_logprobs: bool = False
     writes: bool = True
@@ -116,7 +116,7 @@ class ResponseBuilder:
 
     def item_id(self, block: ContentBlock) -> str:
         prefix = {"text": "msg", "reasoning": "rs", "call": "fc"}[block.kind]
-        if block.kind == "call" and block.name in self.options.customs:
+        if block.kind == "call" and block.name in self.options.custom_tools:
             prefix = "ctc"
         return f"{prefix}_{self.head.id}_{block.index}"
 
@@ -129,7 +129,7 @@ class ResponseBuilder:
                 return begun | {"type": "message", "role": "assistant", "content": content}
             case "reasoning":
                 return begun | self._reasoning(block)
-            case "call" if block.name in self.options.customs:
+            case "call" if block.name in self.options.custom_tools:
                 called = begun | {"type": "custom_tool_call", "input": custom_input(block.text)}
                 return called | {"call_id": block.id, **self._named(block)}
             case "call":
@@ -159,7 +159,7 @@ class ResponseBuilder:
             item["summary"] = [{"type": "summary_text", "text": text}]
         elif text:
             item["content"] = [{"type": "reasoning_text", "text": text}]
-        if text and self.options.seals:
+        if text and self.options.with_encrypted_content:
             item["encrypted_content"] = seal(text)
         return item
 
@@ -229,7 +229,7 @@ class ResponseEncoder:
 
     def _render_change(self, change: BlockEvent) -> str:
         block = change.block
-        custom = block.kind == "call" and block.name in self._options.customs
+        custom = block.kind == "call" and block.name in self._options.custom_tools
         match change:
             case BlockOpened():
                 return self._opened(block)
@@ -299,7 +299,7 @@ class ResponseEncoder:
             case "reasoning":
                 return f'{where},"content_index":0', "reasoning_text"
             case "call":
-                custom = block.name in self._options.customs
+                custom = block.name in self._options.custom_tools
                 return where, "custom_tool_call_input" if custom else "function_call_arguments"
 
     def _part(self, block: ContentBlock) -> tuple[str, dict[str, Any]] | None:

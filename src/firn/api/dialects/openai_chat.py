@@ -75,7 +75,7 @@ class OpenAIChat:
         stream = members.boolean("stream", False)
         include_usage = _openai.include_usage(members)
         _openai.skip_inert(members)
-        shape = ToolCallShape(offered.custom, are_functions=offered.are_functions)
+        shape = ToolCallShape(offered.custom, legacy_functions=offered.legacy_functions)
         return ChatCall((request,), stream, members.unread(), include_usage, shape)
 
     def render_error(self, error: FirnError) -> dict[str, Any]:
@@ -101,13 +101,13 @@ def _top_logprobs(body: fields.Fields) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallShape:
-    """How calls are shown. custom: tools that take a text. are_functions: as one function_call."""
+    """How calls are shown. custom: tools that take a text. legacy_functions: as one function_call."""
 
     custom: frozenset[str] = frozenset()
-    are_functions: bool = False
+    legacy_functions: bool = False
 
     def reason(self, reason: FinishReason) -> str:
-        return "function_call" if self.are_functions and reason == "tool_calls" else reason
+        return "function_call" if self.legacy_functions and reason == "tool_calls" else reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class ChatEncoder(_openai.StreamEncoder):
         return self._delta(event.choice, f'"reasoning_content":{quote(event.text)}')
 
     def _tool_call(self, event: ToolCallStarted) -> str:
-        if self._shape.are_functions:
+        if self._shape.legacy_functions:
             delta = f'"function_call":{{"name":{quote(event.name)},"arguments":""}}'
             return self._delta(event.choice, delta)
         kind, member = "function", "arguments"
@@ -178,7 +178,7 @@ class ChatEncoder(_openai.StreamEncoder):
         )
 
     def _tool_arguments(self, event: ToolCallDelta) -> str:
-        if self._shape.are_functions:
+        if self._shape.legacy_functions:
             delta = f'"function_call":{{"arguments":{quote(event.arguments)}}}'
             return self._delta(event.choice, delta)
         if event.choice in self._custom:
@@ -265,7 +265,7 @@ class _ChatChoice:
             _shaped(call, "".join(pieces), shape)
             for call, pieces in zip(self.calls, self.arguments, strict=True)
         ]
-        if calls and shape.are_functions:
+        if calls and shape.legacy_functions:
             message["function_call"] = calls[0]["function"]
         elif calls:
             message["tool_calls"] = calls

@@ -300,7 +300,7 @@ def _logprobs(tokens: Sequence[TextLogprob], offsets: TextOffsets) -> dict[str, 
     """The first token of a prompt has no logprob: nothing comes before it."""
     return {
         "tokens": [token.text for token in tokens],
-        "token_logprobs": [_openai.logarithm(token.logprob) for token in tokens],
+        "token_logprobs": [_openai.finite_logprob(token.logprob) for token in tokens],
         "top_logprobs": [
             None if token.logprob is None else _alternatives(token) for token in tokens
         ],
@@ -312,7 +312,7 @@ def _alternatives(token: TextLogprob) -> dict[str, float | None]:
     """Logprobs by text. Parts of characters all have the same text: only the likeliest is shown."""
     shown: dict[str, float | None] = {}
     for text, _, logprob in token.top:
-        shown.setdefault(text, _openai.logarithm(logprob))
+        shown.setdefault(text, _openai.finite_logprob(logprob))
     return shown
 
 

@@ -88,8 +88,8 @@ class OpenAIResponses:
         options = ResponseOptions(
             echo=_echo(members, request, previous, stored=stored),
             summarises=items.wants_summary(members),
-            seals=SEALED_REASONING in include,
-            customs=tools.custom,
+            with_encrypted_content=SEALED_REASONING in include,
+            custom_tools=tools.custom,
             namespaced=tools.namespaced,
             with_logprobs=request.top_logprobs is not None,
             writes=request.cache.write,
