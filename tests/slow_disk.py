@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from firn.cache.tiers import Buffer
@@ -22,11 +22,18 @@ from firn.cache.tiers._folder import Disk
 
 class SlowDisk(Disk):
     def __init__(
-        self, folder: Path, *, latency_s: float = 0.0, nbytes_per_s: float = float("inf")
+        self,
+        folder: Path,
+        *,
+        latency_s: float = 0.0,
+        nbytes_per_s: float = float("inf"),
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         super().__init__(folder)
         self.latency_s = latency_s
         self.nbytes_per_s = nbytes_per_s
+        self._clock, self._sleep = clock, sleep
         self.n_waiting = 0
         """Transfers that wait because of a stall."""
         self._lock = threading.Lock()
@@ -42,7 +49,7 @@ class SlowDisk(Disk):
 
     def open(self, path: str, flags: int = os.O_RDONLY) -> int:
         if self.latency_s and path.endswith((".safetensors", ".tmp")):
-            time.sleep(self.latency_s)
+            self._sleep(self.latency_s)
         return super().open(path, flags)
 
     def read(self, fd: int, buffer: memoryview) -> int:
@@ -63,8 +70,8 @@ class SlowDisk(Disk):
             with self._lock:
                 self.n_waiting -= 1
         with self._lock:
-            start = max(self._free_at, time.monotonic())
+            start = max(self._free_at, self._clock())
             self._free_at = start + nbytes / self.nbytes_per_s
-            wait = self._free_at - time.monotonic()
+            wait = self._free_at - self._clock()
         if wait > 0:
-            time.sleep(wait)
+            self._sleep(wait)
