@@ -267,7 +267,7 @@ def test_a_wrong_password_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptu
             assert one.ask(talk, 0).right
             found = one.until(lambda s: s["folder"]["state"] == "paused")
             assert found["folder"]["reason"].startswith("no permission")
-        warnings = [r for r in caplog.records if "is left alone" in r.getMessage()]
+        warnings = [r for r in caplog.records if "store is paused" in r.getMessage()]
         assert len(warnings) == 1
         assert "wrong-word" not in caplog.text
     finally:
@@ -453,7 +453,7 @@ def test_rclone_refuses_a_wrong_secret(
             assert one.ask(talk, 0).right
             status = one.until(lambda s: s["folder"]["state"] == "paused")
             assert status["folder"]["reason"].startswith("no permission")
-    warnings = [r for r in caplog.records if "is left alone" in r.getMessage()]
+    warnings = [r for r in caplog.records if "store is paused" in r.getMessage()]
     assert len(warnings) == 1
     assert "not-the-secret" not in caplog.text
 
@@ -467,9 +467,9 @@ def test_rclone_refuses_a_wrong_secret(
         ("http://host/x", "begins with one of"),
         ("s3:///prefix", "is followed by a name"),
         ("s3://bucket?spill=most", "neither proved nor all"),
-        pytest.param("s3://bucket?colour=red", "colour is no setting", marks=needs_s3),
+        pytest.param("s3://bucket?colour=red", "unknown setting colour", marks=needs_s3),
         pytest.param("redis://host/0?ttl_s=soon", "is not a number", marks=needs_redis),
-        pytest.param("redis://host/0?deadline_s=0", "out of range", marks=needs_redis),
+        pytest.param("redis://host/0?deadline_s=0", "must be at least 0.1", marks=needs_redis),
         ("redis://host/0?nonsense", "no address"),
     ],
 )

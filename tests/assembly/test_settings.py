@@ -17,7 +17,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"ssd_cache_key_file": Path("/no/such/key")}, "the cache key cannot be read"),
     ({"tiers": ("ftp://somewhere",)}, "an address begins with one of"),
     ({"tiers": ("redis://127.0.0.1/0?spill=some",)}, "neither proved nor all"),
-    ({"tiers": ("redis://127.0.0.1/0?ttl=1",)}, "ttl is no setting"),
+    ({"tiers": ("redis://127.0.0.1/0?ttl=1",)}, "unknown setting ttl"),
 ]
 
 

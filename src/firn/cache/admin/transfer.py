@@ -104,15 +104,15 @@ def _records(path: Path) -> Iterator[Loaded]:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
                 if not member.isfile() or not member.name.endswith(SUFFIX):
-                    raise Foreign("no exported prefix", f"it holds {member.name!r}")
+                    raise Foreign("not an exported prefix", f"it contains {member.name!r}")
                 file = tar.extractfile(member)
                 assert file is not None
                 n_records += 1
                 yield unpack(file.read())
     except (tarfile.TarError, EOFError) as e:
-        raise Foreign("no exported prefix", str(e)) from e
+        raise Foreign("not an exported prefix", str(e)) from e
     if not n_records:
-        raise Foreign("no exported prefix", "it holds no records")
+        raise Foreign("not an exported prefix", "it contains no records")
 
 
 def _move(header: Header, namespace: str, moved: dict[Key, Key]) -> Header:
@@ -121,7 +121,7 @@ def _move(header: Header, namespace: str, moved: dict[Key, Key]) -> Header:
     )
     moved[header.root] = root
     if header.parent not in moved:
-        raise Foreign("no exported prefix", "a record comes before its parent")
+        raise Foreign("not an exported prefix", "a record comes before its parent")
     parent = moved[header.parent]
     moved[header.key] = derived_key(header, parent)
     return replace(header, key=moved[header.key], parent=parent, root=root, namespace=namespace)

@@ -343,4 +343,6 @@ def _check(cuda: Cuda) -> None:
             raise CudaError("a kernel's copy came back changed")
     except (RuntimeError, ValueError, AttributeError, TypeError) as e:
         cuda.forget_kernel()
-        log.warning("the cache copies records to the GPU by the driver, which is slower: %s", e)
+        log.warning(
+            "the cache copies records to the GPU through the driver, which is slower: %s", e
+        )

@@ -136,7 +136,7 @@ def codec_for(layer: LayerCache) -> LayerCodec:
     """Raises UnknownCacheLayer when no codec serves this layer."""
     codec = registry().get(class_name(layer))
     if codec is None:
-        raise UnknownCacheLayer(f"no codec knows the cache class {class_name(layer)}")
+        raise UnknownCacheLayer(f"no codec supports the cache class {class_name(layer)}")
     if codec.describe(layer) is None:
         raise UnknownCacheLayer(f"this {class_name(layer)} cannot be restored")
     return codec

@@ -26,7 +26,7 @@ def load(path: Path, estimates: Estimates) -> None:
     except FileNotFoundError:
         return
     except (OSError, ValueError, TypeError, KeyError) as e:
-        log.debug("%s: these estimates cannot be used, and are learned again: %r", path, e)
+        log.debug("%s: these estimates cannot be used and are learned again: %r", path, e)
 
 
 def save(path: Path, estimates: Estimates) -> None:

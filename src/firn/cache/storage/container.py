@@ -372,7 +372,7 @@ def _checked(view: memoryview, want: str) -> memoryview:
 def _text_nbytes(first: Buffer, nbytes: int) -> int:
     """The length of the JSON."""
     if len(first) < 8 or bytes(first[8:9]) != b"{":
-        raise Damaged("unreadable header", "no safetensors file")
+        raise Damaged("unreadable header", "not a safetensors file")
     n_text: int = struct.unpack("<Q", first[:8])[0]
     if 8 + n_text > nbytes:
         raise Damaged("wrong length", f"{nbytes} bytes")
@@ -384,7 +384,7 @@ def _meta_nbytes(text: bytes, n_text: int) -> int:
         version = text[len(_START) :].split(b'"', 1)[0]
         if text.startswith(_START) and version.isdigit() and version != VERSION.encode():
             raise Foreign("another format version", version[:8].decode())
-        raise Damaged("unreadable header", "no firn record")
+        raise Damaged("unreadable header", "not a firn record")
     digits = text[len(_VERSION_START) : len(_VERSION_START) + _META_DIGITS]
     if not digits.isdigit() or len(_PREFIX) + int(digits) > n_text:
         raise Damaged("unreadable header", "length of the metadata")

@@ -55,7 +55,7 @@ class NotEncrypted(Foreign):
     """With a key, plain records are not accepted: anyone with write access could forge one."""
 
     def __init__(self) -> None:
-        super().__init__("not encrypted", "with a key, only what it has sealed is read")
+        super().__init__("not encrypted", "with a key, only records sealed with it are read")
 
 
 # --- writing -------------------------------------------------------------------------------

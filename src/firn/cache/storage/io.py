@@ -368,7 +368,7 @@ class TierIo:
 
     def _set_aside(self, name: str, why: Damaged) -> None:
         self._tally.add(damaged=1)
-        log.warning("a damaged record is set aside, which costs a miss: %s (%s)", name, why.message)
+        log.warning("damaged record quarantined, which costs a miss: %s (%s)", name, why.message)
         with suppress(TierFault):  # the tier will not read it again, even if it cannot move it
             self._tier.delete(name, keep=True)
 

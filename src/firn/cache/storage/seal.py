@@ -62,7 +62,7 @@ class Seal:
     def __init__(self, key: bytes) -> None:
         """Raises SetupError when the `cryptography` package is missing."""
         if len(key) != 32:
-            raise ValueError("a key has 32 bytes")
+            raise ValueError("a key must have 32 bytes")
         self._key = key
         self._make_cipher = _cipher_maker()
         self.id = hmac.digest(key, b"firn key id", "sha256")[:8].hex()

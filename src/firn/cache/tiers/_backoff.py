@@ -81,7 +81,7 @@ class Backoff:
             was_paused, self._n_pauses = self._n_pauses > 0, 0
             status, self.status = self.status, TierStatus()
         if was_paused:
-            log.warning("%s, after: %s", self._resumed, status.reason)
+            log.warning("%s (last error: %s)", self._resumed, status.reason)
 
 
 class CircuitBreaker:
@@ -96,7 +96,7 @@ class CircuitBreaker:
         uniform: Callable[[], float] = random.random,
     ) -> None:
         self._backoff = Backoff(
-            paused=f"the {store} store is left alone",
+            paused=f"the {store} store is paused",
             resumed=f"the {store} store answers again",
             jitter=JITTER,
             clock=clock,

@@ -417,7 +417,9 @@ class FolderLock:
                     return self._fd
                 self.close()  # the folder was deleted under us: begin again
             if self._clock() >= deadline:
-                raise TierFault("locked", "another process has held the folder's lock for long")
+                raise TierFault(
+                    "locked", "timed out waiting for the folder lock held by another process"
+                )
             time.sleep(poll)
             poll = min(2 * poll, MAX_POLL_S)
 

@@ -32,6 +32,8 @@ from firn.core.errors import SetupError
 
 MIB = 1 << 20
 DEADLINE_S, WRITE_MB_PER_S = 5.0, 64.0
+TOO_LARGE = 1e12
+"""Settings that are numbers must be below this."""
 N_BAD = 1 << 12
 """Cap on the names of damaged records that are remembered."""
 
@@ -72,7 +74,7 @@ class StoreSettings:
         known = {"deadline_s", "write_mb_per_s", "spill", *own}
         if unknown := sorted(set(options.extra) - known):
             raise SetupError(
-                f"--tier: {unknown[0]} is no setting; there are {', '.join(sorted(known))}"
+                f"--tier: unknown setting {unknown[0]}; valid settings: {', '.join(sorted(known))}"
             )
         return cls(
             number(options, "deadline_s", DEADLINE_S, low=0.1),
@@ -95,8 +97,8 @@ def number(options: TierOptions, name: str, default: float, *, low: float) -> fl
         value = float(text)
     except ValueError:
         raise SetupError(f"--tier: {name}={text} is not a number") from None
-    if not low <= value < 1e12:
-        raise SetupError(f"--tier: {name}={text} is out of range; {low:g} is the least")
+    if not low <= value < TOO_LARGE:
+        raise SetupError(f"--tier: {name}={text} must be at least {low:g} and below {TOO_LARGE:g}")
     return value
 
 

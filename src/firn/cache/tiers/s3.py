@@ -150,7 +150,7 @@ def open_tier(options: TierOptions) -> StoreTier:
         ) from e
     where = urlsplit(options.location)
     if where.scheme != "s3" or not where.hostname:
-        raise SetupError(f"--tier {options.location}: write s3://bucket/prefix")
+        raise SetupError(f"--tier {options.location}: must be s3://bucket/prefix")
     endpoint = options.extra.get("endpoint") or _endpoint_of_environment()
     config: dict[str, Any] = {"virtual_hosted_style_request": endpoint is None}
     if endpoint:
@@ -198,7 +198,7 @@ def _credentials() -> dict[str, Any]:
         return {"credential_provider": Boto3CredentialProvider(boto3.Session())}
     except ValueError as e:
         raise SetupError(
-            "--tier s3://...: no AWS credentials were found; add ?anonymous=1 for a store without."
+            "--tier s3://...: no AWS credentials found; add ?anonymous=1 for a public bucket."
         ) from e
 
 
