@@ -81,6 +81,28 @@ def test_models_are_loaded_when_a_request_needs_them(pair: Running) -> None:
     assert shown["dtype"] == "float32"
 
 
+def test_activity_shows_every_model_and_loads_none(pair: Running) -> None:
+    assert right(ask(pair, HYBRID))
+    pair.plain.post(f"/v1/models/{DENSE}/unload").raise_for_status()
+    states = {DENSE: "unloaded", HYBRID: "loaded"}
+    seen: dict[str, Any] = {}
+    with pair.plain.stream("GET", "/v1/activity") as response:
+        assert response.status_code == 200
+        event = ""
+        for line in response.iter_lines():
+            if line.startswith("event: "):
+                event = line.removeprefix("event: ")
+            elif line.startswith("data: "):
+                seen[event] = json.loads(line.removeprefix("data: "))
+            if {"models", "state", "calls"} <= seen.keys():
+                break
+        assert pair.states() == states
+    assert {model["id"]: model["state"] for model in seen["models"]} == states
+    assert seen["state"]["model"] == HYBRID
+    assert all(call["model"] == HYBRID and call["phase"] == "done" for call in seen["calls"])
+    assert pair.model(DENSE).n_loads == 0
+
+
 def test_the_default_model_answers_to_names_of_other_vendors(pair: Running) -> None:
     assert ask(pair, "gpt-5-mini").model == DENSE
     assert ask(pair, "").model == DENSE
@@ -212,26 +234,6 @@ def test_every_model_writes_to_the_trace(pair: Running, trace: Path) -> None:
     assert len(set(blocks[DENSE])) < len(blocks[DENSE]), "prompts share what they share"
     assert blocks[HYBRID]
     assert not set(blocks[DENSE]) & set(blocks[HYBRID]), "and models nothing"
-
-
-def test_activity_shows_every_model_and_loads_none(pair: Running) -> None:
-    assert right(ask(pair, DENSE))
-    seen: dict[str, Any] = {}
-    with pair.plain.stream("GET", "/v1/activity") as response:
-        assert response.status_code == 200
-        event = ""
-        for line in response.iter_lines():
-            if line.startswith("event: "):
-                event = line.removeprefix("event: ")
-            elif line.startswith("data: "):
-                seen.setdefault(event, json.loads(line.removeprefix("data: ")))
-            if {"models", "state", "calls"} <= seen.keys():
-                break
-    states = {model["id"]: model["state"] for model in seen["models"]}
-    assert states.keys() == {DENSE, HYBRID}
-    assert states[DENSE] == "loaded"
-    assert seen["state"]["model"] in states
-    assert all(call["model"] in states and call["phase"] == "done" for call in seen["calls"])
 
 
 def _written(trace: Path) -> list[TraceEntry]:
