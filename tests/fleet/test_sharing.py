@@ -389,14 +389,20 @@ def test_a_picture_or_a_suffix_without_a_prompt_is_read(
         assert "choices" in front.plain.post("/api/generate", json=body).json()
 
 
-def test_clearing_one_namespace_leaves_the_others(tmp_path: Path) -> None:
+def test_every_loaded_model_is_told_which_namespace_to_clear(tmp_path: Path) -> None:
     keys = {"server.api_keys": ["k1"], "server.admin_keys": ["boss"]}
-    with serving(tmp_path, "a", "b", room=2, **keys) as front:
+    with serving(tmp_path, "a", "b", "c", room=3, **keys) as front:
         http = front.http(headers={"x-api-key": "boss"})
-        http.post("/v1/models/a/load")
+        for name in ("a", "b"):
+            http.post(f"/v1/models/{name}/load").raise_for_status()
+
+        def told(target: str) -> dict[str, Any]:
+            return {"models": {name: {"deleted": target} for name in ("a", "b")}}
+
         own = namespace_of("boss")
-        assert http.delete("/v1/cache").json() == {"models": {"a": {"deleted": "/v1/cache"}}}
+        assert http.delete("/v1/cache").json() == told("/v1/cache")
         cleared = http.delete("/v1/cache", params={"namespace": own}).json()
-        assert cleared == {"models": {"a": {"deleted": f"/v1/cache?namespace={own}"}}}
+        assert cleared == told(f"/v1/cache?namespace={own}")
         other = http.delete("/v1/cache", params={"namespace": namespace_of("k1")})
         assert (other.status_code, other.json()["error"]["param"]) == (404, "namespace")
+        assert front.states()["c"] == "unloaded"
