@@ -167,18 +167,29 @@ def test_only_the_operator_sees_how_busy_the_server_is(keyed: Real, open_server:
     assert ask(open_server, "GET", "/health").json()["calls"] == 0
 
 
-def test_a_key_clears_its_own_records_and_the_operator_all(keyed: Real) -> None:
-    def n_records(key: str) -> int:
-        return int(ask(keyed, "GET", "/v1/cache/stats", x_api_key=key).json()["memory"]["records"])
+def n_records(real: Real, key: str) -> int:
+    return int(ask(real, "GET", "/v1/cache/stats", x_api_key=key).json()["memory"]["records"])
 
+
+def test_a_key_clears_its_own_records_and_the_operator_all(keyed: Real) -> None:
     for key in ("alice", "bob"):
         ask(keyed, "POST", "/v1/chat/completions", body=HELLO, x_api_key=key)
     # A page that has a key may: somebody gave it the key on purpose.
     gone = ask(keyed, "DELETE", "/v1/cache", x_api_key="alice", origin="https://app.example")
     assert gone.json()["freed_bytes"] > 0
-    assert (n_records("alice"), n_records("bob") > 0) == (0, True)
+    assert (n_records(keyed, "alice"), n_records(keyed, "bob") > 0) == (0, True)
     assert ask(keyed, "DELETE", "/v1/cache", x_api_key="root", **ELSEWHERE).status_code == 200
-    assert n_records("root") == 0
+    assert n_records(keyed, "root") == 0
+
+
+def test_an_operator_who_names_its_own_namespace_leaves_the_others(keyed: Real) -> None:
+    for key in ("alice", "root"):
+        ask(keyed, "POST", "/v1/chat/completions", body=HELLO, x_api_key=key)
+    n_before = n_records(keyed, "alice")
+    assert n_before > 0
+    own = f"/v1/cache?namespace={namespace_of('root')}"
+    assert ask(keyed, "DELETE", own, x_api_key="root").json()["freed_bytes"] > 0
+    assert n_records(keyed, "alice") == n_before
 
 
 def test_a_full_queue_does_not_say_how_many_wait() -> None:
