@@ -6,20 +6,22 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from firn.host.backups import exclude_from_backups
 
 
 class Tmutil:
-    def __init__(self, *, fails: bool = False) -> None:
+    def __init__(self, *, fault: Exception | None = None) -> None:
         self.excluded: set[str] = set()
         self.calls: list[str] = []
-        self.fails = fails
+        self.fault = fault
 
     def __call__(self, command: Sequence[str]) -> str:
         _, verb, path = command
         self.calls.append(verb)
-        if self.fails:
-            raise subprocess.CalledProcessError(1, list(command))
+        if self.fault is not None:
+            raise self.fault
         if verb == "addexclusion":
             self.excluded.add(path)
         return f"{'[Excluded]' if path in self.excluded else '[Included]'}    {path}\n"
@@ -34,8 +36,22 @@ def test_a_folder_is_marked_once(tmp_path: Path) -> None:
     assert str(folder) in tmutil.excluded
 
 
-def test_a_fault_costs_a_warning(tmp_path: Path) -> None:
-    assert not exclude_from_backups(tmp_path, platform="darwin", run=Tmutil(fails=True))
+@pytest.mark.parametrize(
+    "fault",
+    [
+        subprocess.CalledProcessError(1, "tmutil"),
+        subprocess.TimeoutExpired("tmutil", 10),
+        PermissionError("tmutil"),
+    ],
+)
+def test_a_fault_costs_a_warning(
+    tmp_path: Path, fault: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not exclude_from_backups(tmp_path, platform="darwin", run=Tmutil(fault=fault))
+    (warning,) = caplog.records
+    assert (warning.name, warning.levelname) == ("firn", "WARNING")
+    assert str(tmp_path) in warning.getMessage()
+    assert str(fault) in warning.getMessage()
 
 
 def test_elsewhere_nothing_is_run(tmp_path: Path) -> None:
