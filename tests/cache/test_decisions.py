@@ -48,7 +48,6 @@ from tests.waiting import wait_until
 
 BLOCK = 8
 GIB = 1 << 30
-WAIT_S = 30.0
 
 
 class Patient(Eager):
@@ -246,18 +245,19 @@ def test_a_row_jumps_ahead_when_the_load_lands_first(tmp_path: Path) -> None:
         ask(lab, ids)
     disk = SlowDisk(tmp_path)
     with server(tmp_path, disk=disk, estimates=Hasty) as lab:
+        (tier,) = lab.tree.records.tiers
+
+        def land(*_: object) -> None:
+            if len(lab.runner.prefills) == 2:
+                disk.resume()
+                wait_until(lambda: tier._results.qsize() >= len(tier._loading))
+
         disk.stall()
-        gate = lab.hold()
-        outcome = lab.submit(ids, 4)
-        gate.set()
-        until = time.monotonic() + WAIT_S
-        while not lab.runner.prefills and time.monotonic() < until:
-            lab.between_steps(lambda: None)
-        disk.resume()
-        outcome.wait().check()
-        got = admission(outcome)
+        lab.runner.faults.prefill = land
+        got = admission(ask(lab, ids))
+        assert got.n_cached > 0
         assert got.n_cached + lab.runner.n_prefilled == 399, "each token once"
-        assert set(dict(got.tiers)) <= {"ssd"}
+        assert set(dict(got.tiers)) == {"ssd"}
 
 
 @pytest.mark.parametrize("shape", [DENSE, HYBRID], ids=["dense", "hybrid"])

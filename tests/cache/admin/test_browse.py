@@ -126,12 +126,15 @@ def test_nodes_that_go_while_it_is_read(cache: PrefixTree) -> None:
     end = store(cache, TWO)
     ticking = itertools.count(step=1.0)
     reader = browse.TreeReader(None, None, limit=10, with_tokens=False, clock=lambda: next(ticking))
-    while len(reader._nodes) < 3:
+    while len(reader._nodes) < 1 + len(SHARED) // BLOCK:
         reader.step(cache)
+    assert end in [node for node, _ in reader._todo or ()]
     cache.records.forget(end)
     while not reader.step(cache):
         pass
-    assert reader.answer()["nodes"] >= 3
+    answer = reader.answer()
+    assert answer["nodes"] == 1 + 3 + 2
+    assert [run["end"] for run in answer["runs"]] == [0, len(ONE)], "as if it had never been there"
 
 
 def test_more_than_anybody_looks_at_is_cut_off(

@@ -354,12 +354,18 @@ def test_a_scan_comes_in_batches_and_tells_what_changed() -> None:
     io.close()
 
 
-def test_a_stop_ends_a_scan(tmp_path: Path) -> None:
+def test_a_stop_ends_a_scan() -> None:
     shared: dict[str, bytes] = {}
     for one in chain(3 * BATCH):
         Direct(DictTier(1 << 30, shared)).write(one)
-    io, gate, ended = TierIo(DictTier(1 << 30, shared), IoThreads(1)), Gate(), Log()
-    io.scan(lambda changes: gate(), ended)
+    io, gate = TierIo(DictTier(1 << 30, shared), IoThreads(1)), Gate()
+    batches, ended = Log(), Log()
+
+    def batch(changes: object) -> None:
+        batches(changes)
+        gate()
+
+    io.scan(batch, ended)
     assert gate.begun.wait(WAIT_S)
     closing = threading.Thread(target=io.close)
     closing.start()
@@ -368,6 +374,7 @@ def test_a_stop_ends_a_scan(tmp_path: Path) -> None:
     closing.join(WAIT_S)
     assert not closing.is_alive()
     assert ended.seen == [None]
+    assert len(batches.seen) == 1, "of three"
 
 
 def test_labels_longer_than_a_scan_reads_at_first(tmp_path: Path) -> None:
