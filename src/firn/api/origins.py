@@ -25,7 +25,7 @@ def refuse_foreign_pages(scope: Scope, allowed: Sequence[str]) -> None:
     is_allowed = is_allowed or bool(exchange_of(scope).own_page)
     has_key = exchange_of(scope).caller.has_key
     if is_from_browser(scope["headers"]) and not is_allowed and not has_key:
-        raise Forbidden("A web page of another origin cannot do that; see --allow-origin.")
+        raise Forbidden("A web page from another origin cannot do that; see --allow-origin.")
 
 
 def check_may_change_cache(scope: Scope) -> None:
@@ -38,4 +38,4 @@ def check_may_change_cache(scope: Scope) -> None:
             "The cache can be changed only from the server's own machine, or with a key."
         )
     if is_from_browser(scope["headers"]) and not exchange_of(scope).own_page:
-        raise Forbidden("A web page of another origin cannot change the cache.")
+        raise Forbidden("A web page from another origin cannot change the cache.")
