@@ -141,7 +141,7 @@ class DictCache:
     def confirm(self) -> None:
         self._in_doubt.clear()
 
-    def doubt(self) -> None:
+    def discard_unconfirmed(self) -> None:
         self.n_doubted += 1
         for key in self._in_doubt:
             self.store.pop(key, None)

@@ -45,7 +45,7 @@ CALLS = {
     "memory": ("added", "make_room", "let_go"),
     "tree": ("child", "add", "hold", "release", "remove", "prune", "use"),
     "records": ("keep", "used", "extend_life", "forget"),
-    "index": ("forget", "lose"),
+    "index": ("forget", "remove_lost"),
 }
 
 
@@ -142,7 +142,7 @@ SHAPES = {"dense": DENSE, "hybrid": HYBRID, "all kinds": ALL_KINDS, "no pages": 
 
 
 BOOKS = {"memory.added", "memory.let_go", "tree.hold", "tree.release", "tree.remove", "tree.prune"}
-BOOKS |= {"tree.use", "records.forget", "records.used", "index.forget", "index.lose"}
+BOOKS |= {"tree.use", "records.forget", "records.used", "index.forget", "index.remove_lost"}
 """Calls that make half of an entry in the books: if one fails, only the books are wrong."""
 N_OF_EACH = 3
 

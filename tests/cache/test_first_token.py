@@ -174,7 +174,7 @@ class Server:
             self.store,
             namespaces=[EVERYONE],
             wake=lambda: None,
-            takes=spill_policy("all", BLOCK),
+            accepts=spill_policy("all", BLOCK),
         )
 
     def late_s(self, ids: list[int]) -> float:

@@ -52,7 +52,7 @@ def loading(
 
 
 def test_nothing_is_known_before_something_has_come() -> None:
-    assert not loading(n_arrived=0, n_missing=64, last_at=0.0).wins(0.0)
+    assert not loading(n_arrived=0, n_missing=64, last_at=0.0).beats_computing(0.0)
 
 
 @pytest.mark.parametrize(("pace_s", "wins"), [(0.005, True), (0.02, False)])
@@ -60,30 +60,30 @@ def test_a_load_wins_that_takes_half_as_long_as_computing(pace_s: float, wins: b
     """44 records are missing; computing everything would take a second."""
     came_at = 20 * pace_s
     under_way = loading(n_arrived=20, n_missing=44, last_at=came_at)
-    assert under_way.wins(came_at + pace_s) == wins
+    assert under_way.beats_computing(came_at + pace_s) == wins
 
 
 def test_what_is_computed_already_is_no_reason_to_wait() -> None:
     """Most of it: the rest is computed sooner than loaded."""
     under_way = loading(n_arrived=20, n_missing=44, last_at=0.1, front=12_000)
-    assert not under_way.wins(0.1)
+    assert not under_way.beats_computing(0.1)
 
 
 def test_a_load_that_stalls_is_not_waited_for() -> None:
     under_way = loading(n_arrived=20, n_missing=44, last_at=0.1)
-    assert under_way.wins(0.1 + 0.005 * MAX_LATE)
-    assert not under_way.wins(0.1 + 0.005 * MAX_LATE + 0.01)
+    assert under_way.beats_computing(0.1 + 0.005 * MAX_LATE)
+    assert not under_way.beats_computing(0.1 + 0.005 * MAX_LATE + 0.01)
 
 
 def test_what_was_read_while_a_chunk_ran_is_no_stall() -> None:
     """It was read long ago, but the engine has received it only now."""
     under_way = loading(n_arrived=20, n_missing=44, last_at=0.1, taken_at=0.4)
-    assert under_way.wins(0.41)
+    assert under_way.beats_computing(0.41)
 
 
 def test_a_load_whose_arrays_take_the_engine_longer_than_computing_does_not_win() -> None:
     under_way = loading(n_arrived=20, n_missing=44, last_at=0.1, engine_s=0.5)
-    assert not under_way.wins(0.1)
+    assert not under_way.beats_computing(0.1)
 
 
 def test_a_jump_does_not_let_go_of_what_a_load_still_needs() -> None:

@@ -79,7 +79,7 @@ def test_a_device_in_doubt_takes_back_what_had_to_leave_memory() -> None:
         row.consume(ids[start : start + 16])
         cache.commit(cursor, row)
     assert len(stored) > 4, "written before it was confirmed: there was no room for more"
-    cache.doubt()
+    cache.discard_unconfirmed()
     cache.close_cursor(cursor, None)
     assert records_of(cache) == []
     for _ in range(3):

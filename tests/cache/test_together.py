@@ -124,7 +124,7 @@ def test_all_of_a_step_is_in_doubt_until_the_device_confirms_it(device: Device) 
     with cache.together():
         for seed in (2, 3):
             cache.commit(*opened(cache, seed))
-    cache.doubt()
+    cache.discard_unconfirmed()
     assert [n_cached(cache, seed) for seed in (1, 2, 3)] == [2 * BLOCK, 0, 0]
 
 

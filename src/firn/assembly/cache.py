@@ -167,12 +167,12 @@ def add_tiers(
             "%s cache: %s, at most %.3g GiB (--no-ssd-cache turns it off)", name, folder, limit
         )
     for address in map(parse_address, config.cache.tiers):
-        takes = spill_policy(address.spill, cache.settings.block)
+        accepts = spill_policy(address.spill, cache.settings.block)
         store = kinds[address.kind](address.options)
         assert isinstance(store, Store)
         own_threads = IoThreads(N_STORE_THREADS, max_write_nbytes=STORE_QUEUE_NBYTES)
         io = StoreIo(store, own_threads, seal=seal, flush_timeout_s=STORE_FLUSH_S)
-        cache.add_tier(address.kind, io, namespaces=namespaces, wake=wake, takes=takes)
+        cache.add_tier(address.kind, io, namespaces=namespaces, wake=wake, accepts=accepts)
         log.info("%s store: %s, spill %s", address.kind, address.shown, address.spill)
 
 

@@ -37,7 +37,7 @@ class Committer:
         self._layout = layout
         self._block = records.identity.block
         self._exact_chunk = exact_chunk
-        self.in_rows = layout.lies_in_rows and not exact_chunk
+        self.keeps_pages_in_rows = layout.can_keep_pages_in_rows and not exact_chunk
         """Whether pages stay in the row. Not in exact mode: there the row continues with tokens
         that were not computed in whole chunks, and is not kept."""
         self._token_nbytes = 0
@@ -66,7 +66,7 @@ class Committer:
         while cursor.writes and cursor.node.end + self._block <= end:
             if not self._commit_block(cursor, cutter, new):
                 break
-        if self.in_rows:
+        if self.keeps_pages_in_rows:
             cursor.pages = self._records.rows.of(row, self._layout, chain=cursor.node)
         mark = cursor.due.pop(row.n_tokens, None)
         if mark is not None and cursor.writes:
@@ -180,7 +180,7 @@ class Committer:
         if record is not None and record.arrays is not None and not record.leaving:
             return True
         arrays = cut()
-        record = self._records.keep(node, part, arrays, mark, but=new)
+        record = self._records.keep(node, part, arrays, mark, spared=new)
         if record is not None and record.arrays is arrays:
             new.append(record)
         return record is not None
@@ -188,7 +188,7 @@ class Committer:
     def _stays_in_row(self, cursor: CacheCursor) -> bool:
         """Whether pages stay in the row: only if it is long, or one launch can cut all of them."""
         is_long = cursor.n_known >= LEAST_BLOCKS * self._block
-        return self.in_rows and (is_long or gathers())
+        return self.keeps_pages_in_rows and (is_long or gathers())
 
     def _keep_in_row(self, node: Node, cutter: RowCutter, new: list[Record]) -> None:
         if not self._token_nbytes:

@@ -67,7 +67,7 @@ class Loading:
         """Whether it is still needed: what is before the front has been computed. Any thread."""
         return not self.over and record.node.end > self.front
 
-    def wins(self, now: float) -> bool:
+    def beats_computing(self, now: float) -> bool:
         """Whether the rest will arrive, at the pace so far, in half the time of computing it.
 
         If so, a chunk started now would only take processor time from the load, and end after it.
@@ -170,7 +170,7 @@ class CacheCursor:
             return self._awaits_answer
         until = loading.busy_patience_until if busy else loading.patience_until
         now = self.clock()
-        return now < min(until, self.patient_until) or loading.wins(now)
+        return now < min(until, self.patient_until) or loading.beats_computing(now)
 
     def commit_due(self, n_tokens: int) -> bool:
         return self.writes and n_tokens - self.n_saved >= self.commit_every

@@ -81,7 +81,7 @@ class Layout:
         self, layers: Sequence[LayerCache], at: At, bounds: Sequence[tuple[int, int]]
     ) -> Cells | None:
         """The cells of these tokens, if they are in the same columns of all layers' buffers."""
-        if not gathers() or not self.lies_in_rows:
+        if not gathers() or not self.can_keep_pages_in_rows:
             return None
         pairs = list(self._buffers(layers))
         first = {buffers.first_column(layer, at) for buffers, layer in pairs}
@@ -126,7 +126,7 @@ class Layout:
                 settle([layer for _, layer in mine[i + 1 - at_once : i + 1]])
 
     @property
-    def lies_in_rows(self) -> bool:
+    def can_keep_pages_in_rows(self) -> bool:
         """Whether pages may stay in the row that computed them."""
         pages = [c for c in self.codecs if c.part is Part.PAGES]
         return bool(pages) and all(c.buffers is not None for c in pages)

@@ -65,7 +65,7 @@ class CacheOff:
     def confirm(self) -> None:
         pass
 
-    def doubt(self) -> None:
+    def discard_unconfirmed(self) -> None:
         pass
 
     def take_fault(self) -> None:

@@ -31,7 +31,7 @@ from firn.cache.records import Records
 from firn.cache.restore import NEIGHBOUR, Restorer
 from firn.cache.stats import Stats
 from firn.cache.storage.catalogue import CacheIdentity
-from firn.cache.storage.client import TierClient, takes_all
+from firn.cache.storage.client import TierClient, accepts_all
 from firn.cache.storage.events import (
     ReadFailed,
     RecordRead,
@@ -99,10 +99,10 @@ class PrefixTree:
             wall=wall,
         )
         self._copies = Copies(self.records)
-        self._committer = Committer(
-            self.records, layout, self._copies, exact_chunk=settings.exact_chunk
-        )
-        self._parking = Parking(self.records, layout, self._copies, in_rows=self._committer.in_rows)
+        committer = Committer(self.records, layout, self._copies, exact_chunk=settings.exact_chunk)
+        self._committer = committer
+        in_rows = committer.keeps_pages_in_rows
+        self._parking = Parking(self.records, layout, self._copies, keeps_pages_in_rows=in_rows)
         self._loader = Loader(self.records)
         self._restorer = Restorer(
             self.records, layout, self._parking, saves_pieces=self._committer.piece_tokens > 0
@@ -131,15 +131,15 @@ class PrefixTree:
         *,
         namespaces: Sequence[Namespace],
         wake: Callable[[], None],
-        takes: Callable[[Record], bool] = takes_all,
+        accepts: Callable[[Record], bool] = accepts_all,
     ) -> None:
         """Add a tier below memory and the existing tiers.
 
         namespaces: whose records are recognised in it. wake: makes the engine tick, from any thread.
-        takes: which records are written there.
+        accepts: which records are written there.
         """
         self.records.catalogue.expect_namespaces(namespaces)
-        self.records.add_tier(name, io, wake=wake, takes=takes)
+        self.records.add_tier(name, io, wake=wake, accepts=accepts)
 
     def keep_estimates(self, path: Path) -> None:
         """Start with the estimates that an earlier process saved at `path`, and save them there."""
@@ -406,10 +406,10 @@ class PrefixTree:
             self.records.rows.unconfirmed.clear()
             self.records.confirm()
 
-    def doubt(self) -> None:
+    def discard_unconfirmed(self) -> None:
         with self._counting_faults("doubt"):
-            self.records.doubt()
-            self._parking.doubt()
+            self.records.discard_unconfirmed()
+            self._parking.discard_unconfirmed()
 
     def take_fault(self) -> Exception | None:
         return self.records.take_fault()

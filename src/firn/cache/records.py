@@ -23,7 +23,7 @@ from firn.cache.parts import Needs, Part
 from firn.cache.planning.estimates import Estimates
 from firn.cache.stats import NamespaceStats
 from firn.cache.storage.catalogue import CacheIdentity, RecordCatalogue
-from firn.cache.storage.client import TierClient, takes_all
+from firn.cache.storage.client import TierClient, accepts_all
 from firn.cache.storage.container import Name
 from firn.cache.storage.events import (
     ReadFailed,
@@ -97,10 +97,10 @@ class Records:
         io: Io,
         *,
         wake: Callable[[], None],
-        takes: Callable[[Record], bool] = takes_all,
+        accepts: Callable[[Record], bool] = accepts_all,
     ) -> None:
         """Add a tier below the existing ones, and learn what it has."""
-        for tier, event in self.tiers.add(name, io, wake=wake, takes=takes):
+        for tier, event in self.tiers.add(name, io, wake=wake, accepts=accepts):
             self.apply(tier, event)
 
     # --- computed --------------------------------------------------------------------------
@@ -112,11 +112,11 @@ class Records:
         arrays: Payload,
         mark: Mark,
         *,
-        but: Collection[Record] = (),
+        spared: Collection[Record] = (),
     ) -> Record | None:
         """Hold in memory what was computed, whether or not a tier has it; None: there is no room.
 
-        but: records of the node's chain that must not be evicted for it.
+        spared: records of the node's chain that must not be evicted for it.
         """
         record = node.records.get(part)
         if record is not None:
@@ -128,7 +128,7 @@ class Records:
                 self._hold_if_room(record, arrays)
             return record
         has_room = self.memory.make_room(arrays.nbytes, part=part)
-        if not has_room and not self._chain_gives_way(node, arrays.nbytes, part, but):
+        if not has_room and not self._evict_own_chain(node, arrays.nbytes, part, spared):
             self.counts.dropped(node.root.namespace, "no room")
             return None
         record = self.tree.add(node, part, nbytes=arrays.nbytes, mark=mark)
@@ -165,8 +165,8 @@ class Records:
         self.tree.stop_leaving(record)
         self.memory.added(record)
 
-    def _chain_gives_way(
-        self, node: Node, nbytes: int, part: Part, but: Collection[Record]
+    def _evict_own_chain(
+        self, node: Node, nbytes: int, part: Part, spared: Collection[Record]
     ) -> bool:
         """Make room for a block of a prompt that is longer than memory: evict the blocks before it,
         from the end, once tiers have them. The request itself computes in its row. What other
@@ -175,7 +175,7 @@ class Records:
             if n.n_leases > OWN_LEASES or n.n_pins:
                 return False
             for record in list(n.records.values()):
-                if record in but or record.n_leases or not isinstance(record.arrays, Payload):
+                if record in spared or record.n_leases or not isinstance(record.arrays, Payload):
                     continue
                 if not self._is_stored_soon(record):
                     return False
@@ -209,7 +209,7 @@ class Records:
         waiting, self._unconfirmed = self._unconfirmed or [], []
         self.tiers.spill(record for record, _ in waiting if record.alive)
 
-    def doubt(self) -> None:
+    def discard_unconfirmed(self) -> None:
         """Forget what was committed since the last confirmation, in memory and in tiers."""
         waiting, self._unconfirmed = self._unconfirmed or [], []
         for record, stored in reversed(waiting):
@@ -219,16 +219,16 @@ class Records:
             self.tree.release(record)
             if record.stored != stored or record.writing:
                 self.tiers.delete([record])
-                self.index.lose(record)
+                self.index.remove_lost(record)
             elif not record.stored:
-                self.index.lose(record)
+                self.index.remove_lost(record)
 
     def take_back(self, records: Sequence[Record]) -> None:
         """Drop what a failed commit has just added, the newest (and so the deepest) first."""
         for record in reversed(records):
             self.tree.release(record)
             if not record.stored:
-                self.index.lose(record)
+                self.index.remove_lost(record)
 
     # --- used ------------------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ class Records:
             return
         self.tree.release(record)
         self.index.left_memory(record)
-        self.index.lose_evicted(record)
+        self.index.remove_if_lost(record)
 
     def _leave(self, record: Record, tiers: Sequence[TierClient]) -> bool:
         """Have it written first. False: no tier accepts it, or too much waits to be written."""
@@ -309,7 +309,7 @@ class Records:
         for record in records:
             self.tree.release(record)
             if not record.obtainable and not record.writing:
-                self.index.lose(record)
+                self.index.remove_lost(record)
 
     # --- forgotten -------------------------------------------------------------------------
 
@@ -371,7 +371,7 @@ class Records:
             case ReadFailed(record, error):
                 self.counts.failed(record.node.root.namespace, f"read: {error.reason}")
                 if not record.obtainable:
-                    self.index.lose(record)
+                    self.index.remove_lost(record)
                 elif record.arrays is not None:
                     self.tiers.spill([record])  # computed by now, and the tier does not have it
             case RecordWritten(record, evicted):
@@ -390,7 +390,7 @@ class Records:
     def _was_written(self, tier: TierClient, record: Record, evicted: Sequence[Name]) -> None:
         self._write_ended(tier, record)
         for name in evicted:
-            self.index.gone(tier, name)
+            self.index.left_tier(tier, name)
 
     def _write_ended(self, tier: TierClient, record: Record) -> None:
         """Release it if it waited for this write; delete it from the tier if it is outdated."""
@@ -399,7 +399,7 @@ class Records:
             self.tiers.delete_from(tier, [record])
         if record.leaving and not record.writing:
             self.tree.release(record)
-        self.index.lose_evicted(record)
+        self.index.remove_if_lost(record)
 
     # --- the end ---------------------------------------------------------------------------
 

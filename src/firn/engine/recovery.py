@@ -252,7 +252,7 @@ class Recovery:
                 self._put_back(sequence, keep=False)
         inflight.has_unconfirmed = False
         self._on_doubt()
-        inflight.cache.doubt()
+        inflight.cache.discard_unconfirmed()
         if is_out:
             log.warning("out of memory: evicting everything that the cache holds in memory")
             inflight.cache.set_room(0)

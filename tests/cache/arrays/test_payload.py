@@ -397,6 +397,6 @@ def test_copies_are_computed_at_once_and_awaited_where_that_holds_up_no_step(
     for name in ("eval", "async_eval"):
         monkeypatch.setattr(payload.mx, name, spy(name))
     evaluate([stacked(arrays_of([[((1, 2, 6, 4), mx.float32)]]))])
-    payload.compute(arrays_of([[None, ((1, 2, 6, 4), mx.float32)]]))
-    payload.compute([])
+    payload.evaluate_layers(arrays_of([[None, ((1, 2, 6, 4), mx.float32)]]))
+    payload.evaluate_layers([])
     assert calls == ["async_eval" if on_cuda else "eval"] * 2

@@ -207,7 +207,7 @@ def test_pages_take_their_node_along() -> None:
     cache = memory(HYBRID, 1000)
     put(cache, [1])
     put(cache, [1], Part.STATE)
-    cache.records.index.lose(node_of(cache, [1]).records[Part.PAGES])
+    cache.records.index.remove_lost(node_of(cache, [1]).records[Part.PAGES])
     assert records_of(cache) == []
     assert list(nodes_of(cache.records.tree)) == []
 

@@ -390,7 +390,7 @@ def test_a_row_that_was_written_to_before_a_fault_is_not_trusted_with_what_was_c
     cache.commit(cursor, row)
     cache.close_cursor(cursor, row)
     assert cache.records.rows.parked
-    cache.doubt()
+    cache.discard_unconfirmed()
     assert not cache.records.rows.parked
     cursor, row = opened_row(cache, ids)
     assert row.n_tokens == 0

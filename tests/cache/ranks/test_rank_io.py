@@ -223,7 +223,9 @@ def test_what_one_cannot_read_is_a_miss() -> None:
     case.others.say(1, "read", serial, "")
     case.others.say(2, "read", serial, "bad checksum")
     assert isinstance(case.results[0], Missing)
-    assert case.others.were_told("unread")[0].args == (serial,), "rank 1 drops what it has read"
+    assert case.others.were_told("discard_read")[0].args == (serial,), (
+        "rank 1 drops what it has read"
+    )
 
 
 def test_rank_0s_own_fault_is_told_as_it_is() -> None:
@@ -233,7 +235,7 @@ def test_rank_0s_own_fault_is_told_as_it_is() -> None:
         case.others.say(rank, "read", serial, "")
     case.own.done(Damaged("bad checksum"))
     assert isinstance(case.results[0], Damaged)
-    assert case.others.were_told("unread")
+    assert case.others.were_told("discard_read")
 
 
 def test_another_ranks_slice_is_not_read() -> None:
@@ -257,7 +259,7 @@ def test_what_rank_0_has_no_arrays_for_nobody_keeps() -> None:
 
     with pytest.raises(MemoryError):
         case.io.received(name(1), make)
-    assert [call.args for call in case.others.were_told("unread")] == [(serial,)]
+    assert [call.args for call in case.others.were_told("discard_read")] == [(serial,)]
     assert not case.others.were_told("arrive")
 
 
@@ -269,7 +271,7 @@ def test_what_rank_0_takes_all_keep() -> None:
     case.own.done(Loaded(header(1), []))
     taken = case.io.received(name(1), lambda: Payload((), ()))
     assert [call.args for call in case.others.were_told("arrive")] == [(number_of(taken), serial)]
-    assert not case.others.were_told("unread")
+    assert not case.others.were_told("discard_read")
 
 
 # --- what there is -------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def test_few_records_are_handed_over_at_a_time() -> None:
     server = Server(1.0)
     server.decode(100)
     assert server.io.n_written > 5
-    assert server.io.n_most <= client.MAX_AT_ONCE
+    assert server.io.n_most <= client.MAX_PENDING_WRITES
 
 
 def test_a_first_spell_comes_at_once_and_is_short() -> None:
@@ -108,7 +108,7 @@ def test_a_first_spell_comes_at_once_and_is_short() -> None:
     server.decode(1)
     assert server.io.orders
     server.decode(3 * LEAST_STEPS)
-    assert server.io.n_written <= LEAST_STEPS // 2 + client.MAX_AT_ONCE
+    assert server.io.n_written <= LEAST_STEPS // 2 + client.MAX_PENDING_WRITES
 
 
 def test_writes_that_slow_decoding_down_are_rare() -> None:

@@ -141,7 +141,7 @@ def server(
                 io,
                 namespaces=[Namespace("")],
                 wake=lab.engine.wake,
-                takes=spill_policy(spill, BLOCK),
+                accepts=spill_policy(spill, BLOCK),
             )
         )
         lab.io = io  # type: ignore[attr-defined]

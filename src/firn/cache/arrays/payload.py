@@ -215,7 +215,7 @@ def evaluate(payloads: Iterable[Payload]) -> None:
     _evaluate([stack for payload in payloads for stack in payload.stacks])
 
 
-def compute(layers: Iterable[Arrays]) -> None:
+def evaluate_layers(layers: Iterable[Arrays]) -> None:
     """Like `evaluate`, for arrays by layer."""
     _evaluate([a for arrays in layers for a in arrays if a is not None])
 

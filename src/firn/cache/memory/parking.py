@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from firn.cache.arrays.payload import compute
+from firn.cache.arrays.payload import evaluate_layers
 from firn.cache.codecs import concat_tokens
 from firn.cache.commit import RowCutter
 from firn.cache.copies import Copies
@@ -34,14 +34,16 @@ ROOM_TOKENS = 256
 
 
 class Parking:
-    def __init__(self, records: Records, layout: Layout, copies: Copies, *, in_rows: bool) -> None:
-        """in_rows: whether this cache leaves pages in rows."""
+    def __init__(
+        self, records: Records, layout: Layout, copies: Copies, *, keeps_pages_in_rows: bool
+    ) -> None:
+        """keeps_pages_in_rows: whether this cache leaves pages in rows."""
         self._records = records
         self._copies = copies
         self._tree = records.tree
         self._rows = records.rows
         self._layout = layout
-        self._in_rows = in_rows
+        self._keeps_pages_in_rows = keeps_pages_in_rows
         self._block = records.identity.block
 
     # --- a row ends ------------------------------------------------------------------------
@@ -69,7 +71,7 @@ class Parking:
         else:
             pad = min(-end % ROOM_TOKENS + ROOM_TOKENS, self._rows.most_room(end))
             buffers = [concat_tokens([a], pad=pad) for a in pages.views(0, end).layers]
-            compute(buffers)
+            evaluate_layers(buffers)
         pages.slab = Slab(buffers, 0, end)
         self._rows.parked[pages] = self._rows.unconfirmed[pages] = None
         self._rows.trim()
@@ -105,7 +107,7 @@ class Parking:
         for pages in [p for p in rows.parked if not p.records]:
             rows.forget(pages)
 
-    def doubt(self) -> None:
+    def discard_unconfirmed(self) -> None:
         """The device has failed: no row that was written since the last confirmation is trusted."""
         for pages in [*self._rows.live.values(), *self._rows.moving, *self._rows.unconfirmed]:
             self._drop(pages, "in doubt")
@@ -127,7 +129,7 @@ class Parking:
     def _move_to_others(self, pages: RowPages) -> None:
         lost = {r.node: r for r in pages.records}
         for other in self._rows.every():
-            if other is pages or other.chain is None or not other.is_there:
+            if other is pages or other.chain is None or not other.is_available:
                 continue
             for node in other.chain.path():
                 if node in lost and other.holds(node):
@@ -182,7 +184,7 @@ class Parking:
 
     def move_in(self, cursor: CacheCursor, match: Match, row: LiveRow) -> None:
         """Move the records that the row was filled from into the row."""
-        if not self._in_rows:
+        if not self._keeps_pages_in_rows:
             return
         pages = self._rows.of(row, self._layout, chain=cursor.node)
         self._leave_old(cursor, pages)

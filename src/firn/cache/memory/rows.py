@@ -24,9 +24,9 @@ from firn.cache.arrays.payload import (
     Payload,
     Views,
     array_copy,
-    compute,
     copies_are_awaited,
     evaluate,
+    evaluate_layers,
     gathered,
     gathers,
     stacked,
@@ -80,7 +80,7 @@ class Slab:
         for i, arrays in enumerate(self.layers):
             a, b = first - self.first, end - self.first
             kept = tuple(None if x is None else array_copy(x[..., a:b, :]) for x in arrays)
-            compute([kept])
+            evaluate_layers([kept])
             self.layers[i] = kept
         self.first, self.end = first, end
         self._measure()
@@ -117,7 +117,7 @@ class RowPages(InRow):
             self._end = -1  # computed on demand
 
     @property
-    def is_there(self) -> bool:
+    def is_available(self) -> bool:
         return self.slab is not None or (self.row is not None and self.row.is_live)
 
     def holds(self, node: Node) -> bool:
@@ -158,7 +158,7 @@ def wait_for_row(record: Record) -> None:
         return
     pages = record.arrays
     if isinstance(pages, RowPages) and pages.row is not None and pages.row.is_live:
-        compute(pages.views(record.node.start, record.node.end).layers)
+        evaluate_layers(pages.views(record.node.start, record.node.end).layers)
 
 
 class LiveRows:

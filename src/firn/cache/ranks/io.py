@@ -159,7 +159,7 @@ class RankIo:
                 self._was_read[order.name] = serial
             order.done(result)
             return
-        self._followers.tell("unread", serial)
+        self._followers.tell("discard_read", serial)
         order.done(order.faults[0] if isinstance(result, Loaded) else result)
 
     def received(self, name: Name, make: Callable[[], Payload]) -> Payload:
@@ -169,7 +169,7 @@ class RankIo:
         try:
             arrays = make()
         except BaseException:
-            self._followers.tell("unread", serial)
+            self._followers.tell("discard_read", serial)
             raise
         return self._mirror.arrived(arrays, serial)
 

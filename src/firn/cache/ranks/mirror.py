@@ -108,7 +108,7 @@ class MirroredLayout(Layout):
         return cls(layout.codecs, layout.text, layout.window, layout.smallest_window, mirror)
 
     @property
-    def lies_in_rows(self) -> bool:
+    def can_keep_pages_in_rows(self) -> bool:
         """False: records are cut immediately, because pages left in rows have no numbers."""
         return False
 

@@ -171,7 +171,7 @@ class Slices:
             self._loaded[serial] = Loaded(result.header, list(staged(result.buffers)))
             self._answer("read", serial, "")
 
-    def on_unread(self, serial: int) -> None:
+    def on_discard_read(self, serial: int) -> None:
         self._loaded.pop(serial, None)
 
     # --- what there is ---------------------------------------------------------------------

@@ -51,7 +51,7 @@ BUSY_SHARE = 0.02
 """Share of the engine's time that spilling may take while requests run."""
 MAX_CREDIT_S = 0.05
 """Cap on how much unused spilling time may be saved up."""
-MAX_AT_ONCE = 2
+MAX_PENDING_WRITES = 2
 """Pending writes while rows decode: one is being written, the next one is ready."""
 PATIENCE_S = 2.0
 """How long a record waits to be spilled while a request waits for its first token."""
@@ -94,7 +94,7 @@ class Receiving(Protocol):
         ...
 
 
-def takes_all(record: Record) -> bool:
+def accepts_all(record: Record) -> bool:
     return True
 
 
@@ -108,13 +108,13 @@ class TierClient:
         *,
         stamp: Callable[[Record], float],
         wake: Callable[[], None],
-        takes: Callable[[Record], bool] = takes_all,
+        accepts: Callable[[Record], bool] = accepts_all,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """stamp: returns the stamp to write a record with.
 
         wake: called on an I/O thread when there is something to poll.
-        takes: whether a record belongs in this tier.
+        accepts: whether a record belongs in this tier.
         """
         self.name = name
         self.number = tree.add_tier()
@@ -125,7 +125,7 @@ class TierClient:
         self._catalogue = catalogue
         self._stamp = stamp
         self._wake = wake
-        self.takes = takes
+        self.accepts = accepts
         self._clock = clock
         self._ask_s = Samples(FIRST_LATENCY_S)
         self._asked_at = -math.inf
@@ -146,7 +146,7 @@ class TierClient:
         self._credit_s = MAX_CREDIT_S
         self._pace = WritePace()
         self._last_poll = clock()
-        self.heard_until = clock()
+        self.processed_until = clock()
         """The engine has processed everything that was read before this time."""
         self._last_scan = clock()
         self.scanning = False
@@ -160,21 +160,21 @@ class TierClient:
     def spill_now(self, record: Record) -> None:
         """Write a record that is about to leave memory as soon as the queue has room."""
         self._io.defer_writes(False)  # until the next poll
-        if not self._has_or_gets(record) and not self._write(record):
+        if not self._has_or_is_writing(record) and not self._write(record):
             self._to_spill.appendleft((record, self._clock() - PATIENCE_S))
 
     def _spill_next(self) -> bool:
         """Hand one record to the I/O threads; False when their queue is full."""
         record, since = self._to_spill.popleft()
         gone = record.arrays is None or not self._tree.is_current(record)
-        if gone or self._has_or_gets(record):
+        if gone or self._has_or_is_writing(record):
             return True
         if self._write(record):
             return True
         self._to_spill.appendleft((record, since))
         return False
 
-    def _has_or_gets(self, record: Record) -> bool:
+    def _has_or_is_writing(self, record: Record) -> bool:
         return record.is_stored(self.number) or record.is_being_written(self.number)
 
     def _write(self, record: Record) -> bool:
@@ -379,7 +379,7 @@ class TierClient:
             self._pace.disturbed()
         yield from self.take_results(now + POLL_S[load])
         if self._results.empty():
-            self.heard_until = now
+            self.processed_until = now
         while self._to_spill and (not busy or self._may_spill(load, now)):
             if not self.idle:
                 wait_for_row(self._to_spill[0][0])
@@ -399,7 +399,7 @@ class TierClient:
             return False
         if load.prefilling:
             return waited_s >= PATIENCE_S
-        return len(self._pending_writes) < MAX_AT_ONCE and self._pace.may_write(waited_s)
+        return len(self._pending_writes) < MAX_PENDING_WRITES and self._pace.may_write(waited_s)
 
     def take_results(self, until: float, *, wait_s: float = 0.0) -> Iterator[TierEvent]:
         """Yield the results of the I/O threads that can be taken before `until`.

@@ -56,7 +56,7 @@ class TierIndex:
         raised: dict[Record, float] = {}
         for change in changes:
             if isinstance(change, Gone):
-                self.gone(tier, change.name)
+                self.left_tier(tier, change.name)
             else:
                 self._learn([Stray(tier.number, change)], raised)
         self._tiers.touch(raised)
@@ -126,21 +126,21 @@ class TierIndex:
 
     # --- nobody has a record ---------------------------------------------------------------
 
-    def gone(self, tier: TierClient, name: Name) -> None:
+    def left_tier(self, tier: TierClient, name: Name) -> None:
         """A tier no longer has this record."""
         node = self._tree.find(name.key)
         record = node.records.get(name.part) if node is not None else None
         if record is not None:
             self._tree.set_gone(record, tier.number)
-            self.lose_evicted(record)
+            self.remove_if_lost(record)
 
-    def lose_evicted(self, record: Record) -> None:
+    def remove_if_lost(self, record: Record) -> None:
         """If nobody has the record any more, remember that it was evicted, and remove it."""
         if record.alive and not record.obtainable and not record.writing:
             self._tree.evicted.add(record.node)
-            self.lose(record)
+            self.remove_lost(record)
 
-    def lose(self, record: Record) -> None:
+    def remove_lost(self, record: Record) -> None:
         """Remove a record that nobody has. Without pages a leaf's other records are useless."""
         if not record.alive:
             return
@@ -169,4 +169,4 @@ class TierIndex:
             del self._only_in_stores[record]
             is_near = any(not tier.is_store and tier.has(record) for tier in self._tiers)
             if record.arrays is None and not (is_near or record.n_leases or record.writing):
-                self.lose(record)
+                self.remove_lost(record)

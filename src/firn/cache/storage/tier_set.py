@@ -14,7 +14,7 @@ from itertools import chain
 
 from firn.cache.parts import Part
 from firn.cache.storage.catalogue import RecordCatalogue, name_of
-from firn.cache.storage.client import TierClient, takes_all
+from firn.cache.storage.client import TierClient, accepts_all
 from firn.cache.storage.events import RecordWritten, TierEvent, WriteFailed
 from firn.cache.storage.io import Io
 from firn.cache.tree import Mark, Record, Tree
@@ -59,7 +59,7 @@ class TierSet:
         io: Io,
         *,
         wake: Callable[[], None],
-        takes: Callable[[Record], bool] = takes_all,
+        accepts: Callable[[Record], bool] = accepts_all,
     ) -> Iterator[Reported]:
         """Add a tier below the existing ones; yields what its first scan reports in time."""
         tier = TierClient(
@@ -69,7 +69,7 @@ class TierSet:
             self._catalogue,
             stamp=self._stamp,
             wake=wake,
-            takes=takes,
+            accepts=accepts,
             clock=self._clock,
         )
         self._clients.append(tier)
@@ -95,7 +95,7 @@ class TierSet:
         """The tiers that should have the record but do not."""
         if not self._clients or not self._outlives_memory(record):
             return []
-        return [tier for tier in self._clients if not tier.has(record) and tier.takes(record)]
+        return [tier for tier in self._clients if not tier.has(record) and tier.accepts(record)]
 
     def _outlives_memory(self, record: Record) -> bool:
         """Whether the record is worth writing to a tier.

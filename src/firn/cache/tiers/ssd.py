@@ -130,7 +130,7 @@ class SsdTier:
                     self._shrink(page, self._limit_nbytes)
         except (OSError, TierFault) as e:
             self._failed(e)
-        with self._alone():
+        with self._exclusive():
             gone, new = self._known.take_reports()
         yield from map(Gone, gone)
         yield from self._heads(new)
@@ -232,7 +232,7 @@ class SsdTier:
             raise fault_of(e) from e
 
     def close(self) -> None:
-        with self._alone():
+        with self._exclusive():
             self._lock.close()
 
     # --- reading -----------------------------------------------------------------------------
@@ -243,7 +243,7 @@ class SsdTier:
         for i, sub in enumerate(COUNTED):
             counter = UNLISTED if counters is None else int(counters[i])
             try:
-                with self._alone():
+                with self._exclusive():
                     if self._known.is_changed(sub, counter):
                         measured[i] = self._known.relist(sub, counter)
             except OSError as e:
@@ -272,7 +272,7 @@ class SsdTier:
             self._mark_unreadable(name)
             return None
         except OSError:
-            with self._alone():
+            with self._exclusive():
                 self._known.report(name, is_there=True)
             return None
         try:
@@ -285,7 +285,7 @@ class SsdTier:
             self._disk.close(fd)
 
     def _mark_unreadable(self, name: str) -> None:
-        with contextlib.suppress(TierFault, OSError), self._alone():
+        with contextlib.suppress(TierFault, OSError), self._exclusive():
             file = self._disk.stat(path_of(name))
             if file is not None:
                 self._known.mark_unreadable(name, file.mtime)
@@ -430,7 +430,7 @@ class SsdTier:
     # --- the lock and the page ---------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         """Keep out all other threads of this process."""
         if not self._mutex.acquire(timeout=self._lock_timeout_s):
             raise TierFault("locked", "another thread has held the folder for long")
@@ -442,7 +442,7 @@ class SsdTier:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[Page]:
         """Keep out all other threads and processes; yields a page whose numbers are right."""
-        with self._alone(), self._lock.hold() as page:
+        with self._exclusive(), self._lock.hold() as page:
             doubtful = np.flatnonzero(page.counters & 1)
             for i in doubtful:
                 page.nbytes[i] = self._known.relist(COUNTED[i], int(page.counters[i]) + 1)

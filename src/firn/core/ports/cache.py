@@ -129,7 +129,7 @@ class CacheUpkeep(Protocol):
         """
         ...
 
-    def doubt(self) -> None:
+    def discard_unconfirmed(self) -> None:
         """Forget what was committed since the last confirmation, in every tier."""
         ...
 
