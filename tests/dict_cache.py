@@ -153,6 +153,8 @@ class DictCache:
 
     def set_room(self, nbytes: int) -> None:
         self.room_nbytes = nbytes
+        if not nbytes:
+            self.store.clear()
 
     def tick(self, load: EngineLoad) -> None:
         pass

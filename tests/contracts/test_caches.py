@@ -144,17 +144,28 @@ def test_a_blank_cursor_neither_reads_nor_writes(kind: str) -> None:
 
 
 @every_cache
-def test_a_cache_without_room_still_answers(kind: str) -> None:
+def test_a_cache_without_room_forgets_and_still_answers(kind: str) -> None:
     at = stand(kind)
     prompt = prompt_of(40)
     want = visit(at, prompt)[1]
-    at.cache.set_room(0)
-    assert visit(at, prompt)[1] == want
-    at.cache.tick(EngineLoad.NONE)
-    assert at.cache.settled in (True, False)
+    for _ in range(2):
+        at.cache.set_room(0)
+        assert visit(at, prompt) == (0, want)
     at.cache.set_room(1 << 30)
-    assert visit(at, prompt)[1] == want
+    visit(at, prompt)
+    n_cached, said = visit(at, prompt)
+    assert (n_cached > 0, said) == (at.keeps, want)
     at.cache.close()
+
+
+@every_cache
+def test_a_cache_without_requests_soon_has_nothing_left_to_do(kind: str) -> None:
+    """An engine without work would otherwise call it again and again."""
+    at = stand(kind)
+    visit(at, prompt_of(40))
+    for _ in range(100):
+        at.cache.tick(EngineLoad.NONE)
+    assert at.cache.settled
 
 
 @every_cache
