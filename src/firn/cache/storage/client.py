@@ -254,7 +254,9 @@ class TierClient:
             try:
                 arrays = self._arrays(record, result)
             except Exception as e:  # whatever it is, everyone waiting for the record must be told
-                log.warning("no arrays of a record, which costs a miss: %r", e, exc_info=e)
+                log.warning(
+                    "cannot make arrays from a record, which costs a miss: %r", e, exc_info=e
+                )
                 result = TierError("no arrays", repr(e))
             else:
                 return RecordRead(record, arrays, at, self._clock() - began)

@@ -385,7 +385,7 @@ class SsdTier:
                 victims[oldest.name] = oldest.nbytes
                 over -= oldest.nbytes
             if over > 0 and must:
-                raise TierFull(f"{over} bytes too many for {self._limit_nbytes}")
+                raise TierFull(f"{over} bytes over the limit of {self._limit_nbytes}")
             self._drop_quarantined(page, old)
             for key, nbytes in victims.items():
                 self._remove(page, key, nbytes)
@@ -433,7 +433,7 @@ class SsdTier:
     def _exclusive(self) -> Iterator[None]:
         """Keep out all other threads of this process."""
         if not self._mutex.acquire(timeout=self._lock_timeout_s):
-            raise TierFault("locked", "another thread has held the folder for long")
+            raise TierFault("locked", "timed out waiting for another thread to release the folder")
         try:
             yield
         finally:
