@@ -22,7 +22,6 @@ import pytest
 from firn.cache.arrays.host import from_host, to_host
 from firn.cache.arrays.payload import Payload, evaluate, stacked
 from firn.cache.codecs import Arrays
-from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
 from firn.cache.storage.container import Header, pack, unpack
 from firn.core.keys import Key
@@ -238,4 +237,3 @@ def test_host_bytes_are_the_arrays(kind: Specimen) -> None:
     copies = [memoryview(bytes(b)) for b in buffers]
     again = from_host(lent.tensors, lent.places, copies).layer(0)
     assert all_same(again, arrays)
-    assert kind.codec.part in Part

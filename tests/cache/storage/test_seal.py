@@ -178,7 +178,7 @@ def test_without_the_key_files_are_misses_kept_and_evictable(
     for one in records:
         with pytest.raises(Missing):
             other.read(one)
-    assert usage.n_quarantined == 0
+    assert other.usage().n_quarantined == 0
     assert all(tier.holds(r) for r in records)
     assert other.evict_to(0) > 300_000
     assert not any(tier.holds(r) for r in records)
