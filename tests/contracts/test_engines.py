@@ -16,6 +16,7 @@ from firn.core.values import RequestId
 from tests.contracts.stands import assert_fits, job_of, prompt_of
 from tests.fakes import FakeEngine
 from tests.hash_engine import WAIT_S, HashEngine
+from tests.waiting import wait_until
 
 
 @contextmanager
@@ -116,10 +117,21 @@ def test_a_stopped_choice_is_not_announced_as_done(kind: str) -> None:
 
 @every_engine
 def test_health_is_told_at_any_time(kind: str) -> None:
+    """Without work, during a job, after it, and when the engine has stopped."""
     heard = Listener()
-    with ENGINES[kind](heard) as engine:
+
+    def counts() -> tuple[int, int, int]:
         health = engine.health()
         assert health.alive
         assert health.last_step_age_s >= 0.0
-        assert (health.n_waiting, health.n_prefilling, health.n_decoding) == (0, 0, 0)
+        return health.n_waiting, health.n_prefilling, health.n_decoding
+
+    with ENGINES[kind](heard) as engine:
+        assert counts() == (0, 0, 0)
+        engine.submit(job_of(prompt_of(3), max_tokens=1 << 30, name="a"))
+        heard.wait("a", Token)
+        wait_until(lambda: counts() == (0, 0, 1))
+        engine.stop_choice(RequestId("a"), 0)
+        wait_until(lambda: counts() == (0, 0, 0))
         assert engine.model.vocab_size > 0
+    assert not engine.health().alive
