@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -25,6 +26,20 @@ def tiff(*tags: tuple[int, int, int, int], following: int = 0, rest: bytes = b""
     """A directory of (tag, type, count, value)."""
     body = b"".join(struct.pack("<HHII", *tag) for tag in tags)
     return b"II*\0" + struct.pack("<IH", 8, len(tags)) + body + struct.pack("<I", following) + rest
+
+
+def tiled() -> bytes:
+    """`colours(size=(64, 64))` in four tiles, which Pillow reads but does not write."""
+    pixels, n_tags = np.asarray(colours(size=(64, 64))), 10
+    corners = [(y, x) for y in (0, 32) for x in (0, 32)]
+    tiles = [pixels[y : y + 32, x : x + 32].tobytes() for y, x in corners]
+    at = 8 + 2 + 12 * n_tags + 4
+    starts = [at + 38 + i * len(tiles[0]) for i in range(4)]
+    arrays = struct.pack("<4I4I3H", *starts, *map(len, tiles), 8, 8, 8)
+    tags = [(256, 4, 1, 64), (257, 4, 1, 64), (258, 3, 3, at + 32), (259, 3, 1, 1), (262, 3, 1, 2),
+            (277, 3, 1, 3), (322, 4, 1, 32), (323, 4, 1, 32), (324, 4, 4, at),
+            (325, 4, 4, at + 16)]  # fmt: skip
+    return tiff(*tags, rest=arrays + b"".join(tiles))
 
 
 def many_pages(n: int) -> bytes:
@@ -66,6 +81,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "tags that overlap": overlapping_tags,
     "a million tags": lambda: b"II+\0\x08\0\0\0" + struct.pack("<QQ", 16, 1 << 20) + bytes(100),
     "a million strips": lambda: tiff((273, 4, MIB, 50), rest=bytes(5 * MIB)),
+    "a million tiles": lambda: tiff((324, 4, MIB, 50), rest=bytes(5 * MIB)),
     "a million comments": lambda: gif(*[b"!\xfe\1x\0"] * MIB, FRAME),
     "a long comment": lambda: gif(b"!\xfe" + (b"\xff" + bytes(255)) * 10_000 + b"\0", FRAME),
     "a million frames": lambda: gif(*[FRAME] * MIB),
@@ -124,7 +140,8 @@ USUAL: dict[str, Callable[[], bytes]] = {
         colours(size=(64, 64)), "JPEG", icc_profile=bytes(300_000)
     ),
     "a JPEG with comments": lambda: saved(colours(size=(64, 64)), "JPEG", comment=b"x" * 60_000),
-    "a tiled TIFF": lambda: saved(colours(size=(64, 64)), "TIFF", compression="tiff_deflate"),
+    "a deflated TIFF": lambda: saved(colours(size=(64, 64)), "TIFF", compression="tiff_deflate"),
+    "a tiled TIFF": tiled,
     "a big TIFF": lambda: saved(colours(size=(64, 64)), "TIFF", big_tiff=True),
     "a GIF with a comment": lambda: saved(colours(size=(64, 64)), "GIF", comment=b"hello " * 100),
     "a PNG with texts": lambda: _png_with_texts(),
@@ -146,6 +163,11 @@ def test_usual_files_pass(name: str) -> None:
     data = USUAL[name]()
     check(data)
     assert decode(data, max_pixels=1_000_000).ndim == 3
+
+
+def test_a_tiled_tiff_has_its_pixels() -> None:
+    got = decode(tiled(), max_pixels=1_000_000)
+    np.testing.assert_array_equal(got, np.asarray(colours(size=(64, 64))))
 
 
 @pytest.mark.parametrize("name", USUAL)
