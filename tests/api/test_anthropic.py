@@ -20,7 +20,7 @@ from firn.core.errors import QueueFull, StepFailed
 from firn.core.values import Usage
 from tests.api.live import GREETING, Live, serve
 from tests.api.real import demo_config, serving
-from tests.api.scripted import PARAMETERS, SAID, THOUGHT, frames, post, scripted_server
+from tests.api.scripted import CALLS, PARAMETERS, SAID, THOUGHT, frames, post, scripted_server
 
 TOOLS: list[Any] = [{"name": "look", "description": "Looks.", "input_schema": PARAMETERS}]
 ASK: dict[str, Any] = {
@@ -111,9 +111,16 @@ def test_disable_parallel_tool_use_allows_one_call(live: Live) -> None:
 
 
 def test_without_tools_a_call_is_text(live: Live) -> None:
-    message = live.anthropic().messages.create(**ASK)
-    assert [block.type for block in message.content] == ["thinking", "text"]
-    assert message.stop_reason == "end_turn"
+    client = live.anthropic()
+    message = client.messages.create(**ASK)
+    with client.messages.stream(**ASK) as stream:
+        streamed = stream.get_final_message()
+    for reply in (message, streamed):
+        thinking, text = reply.content
+        assert thinking.type == "thinking"
+        assert text.type == "text"
+        assert text.text == f"{SAID}\n{CALLS}"
+        assert reply.stop_reason == "end_turn"
 
 
 @pytest.mark.parametrize(
