@@ -464,13 +464,13 @@ def test_rclone_refuses_a_wrong_secret(
 @pytest.mark.parametrize(
     ("address", "why"),
     [
-        ("http://host/x", "begins with one of"),
-        ("s3:///prefix", "is followed by a name"),
-        ("s3://bucket?spill=most", "neither proved nor all"),
+        ("http://host/x", "must begin with one of"),
+        ("s3:///prefix", "must be followed by a host or bucket name"),
+        ("s3://bucket?spill=most", "spill=most must be proved or all"),
         pytest.param("s3://bucket?colour=red", "unknown setting colour", marks=needs_s3),
         pytest.param("redis://host/0?ttl_s=soon", "is not a number", marks=needs_redis),
         pytest.param("redis://host/0?deadline_s=0", "must be at least 0.1", marks=needs_redis),
-        ("redis://host/0?nonsense", "no address"),
+        ("redis://host/0?nonsense", "not a valid address"),
     ],
 )
 def test_a_bad_address_is_one_line(address: str, why: str, tmp_path: Path) -> None:

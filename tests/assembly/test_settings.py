@@ -15,8 +15,8 @@ from firn.core.errors import SetupError
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"kv_cache_quantization": True, "reuse": "exact"}, "cannot be used with --reuse exact"),
     ({"ssd_cache_key_file": Path("/no/such/key")}, "the cache key cannot be read"),
-    ({"tiers": ("ftp://somewhere",)}, "an address begins with one of"),
-    ({"tiers": ("redis://127.0.0.1/0?spill=some",)}, "neither proved nor all"),
+    ({"tiers": ("ftp://somewhere",)}, "an address must begin with one of"),
+    ({"tiers": ("redis://127.0.0.1/0?spill=some",)}, "spill=some must be proved or all"),
     ({"tiers": ("redis://127.0.0.1/0?ttl=1",)}, "unknown setting ttl"),
 ]
 

@@ -78,7 +78,7 @@ def test_a_folder_that_takes_long_to_list(
     disk = Waiting(tmp_path)
     with server(tmp_path, disk=disk) as lab:
         assert admission(ask(lab, words(2, 60))).reason == "cold", "served meanwhile"
-        assert sum("while the server runs" in line for line in lines(caplog)) == 1
+        assert sum("continues in the background" in line for line in lines(caplog)) == 1
         disk.go.set()
         (tier,) = lab.tree.records.tiers
         while lab.between_steps(lambda: tier.scanning):
@@ -94,6 +94,6 @@ def test_a_folder_without_locks(
     with server(tmp_path, disk=Lockless(tmp_path, number)) as lab:
         ask(lab, ids)
     assert len(lines(caplog)) == 1
-    assert "share it with no other server" in lines(caplog)[0]
+    assert "do not share this folder with another server" in lines(caplog)[0]
     with server(tmp_path, disk=Lockless(tmp_path, number)) as lab:
         assert dict(admission(ask(lab, ids)).tiers) == {"ssd": 59}

@@ -389,7 +389,7 @@ def test_pinning_has_a_cap_and_says_so() -> None:
             ask(lab, words(i, 48), 1)
         pin = partial(admin.pin, cache, cap_nbytes=500)
         assert lab.between_steps(lambda: pin(prompt_of(words(1, 48)), Namespace("")))
-        with pytest.raises(BadRequest, match="at most 500 may be"):
+        with pytest.raises(BadRequest, match="the limit is 500"):
             lab.between_steps(lambda: pin(prompt_of(words(2, 48)), Namespace("")))
         assert lab.between_steps(lambda: pin(prompt_of(words(1, 48)), Namespace("")))
         assert admin.pinned_nbytes(cache) <= 500

@@ -370,7 +370,7 @@ def test_pins_are_bounded_by_the_memory_there_is() -> None:
         lab.between_steps(lambda: pin(lab_prompt(words(0, 120)), Namespace("alice")))
         lab.between_steps(lambda: pin(lab_prompt(words(1, 120)), Namespace("bob")))
         ask(lab, words(5, 120), 1, namespace="alice")
-        with pytest.raises(BadRequest, match="at most"):
+        with pytest.raises(BadRequest, match="the limit is"):
             lab.between_steps(lambda: pin(lab_prompt(words(5, 120)), Namespace("alice")))
         lab.between_steps(lambda: cache.set_room(3000))
         lab.between_steps(lambda: check_tree(cache))

@@ -180,7 +180,7 @@ def test_a_prefix_says_what_it_saves_and_is_pinned(cache: PrefixTree) -> None:
     assert trunk is not None
     assert admin.unpin_node(ALICE, trunk.key.hex()).result()["unpinned"] == 1
     assert end.n_pins == 0
-    with pytest.raises(BadRequest, match="at most"):
+    with pytest.raises(BadRequest, match="the limit is"):
         admin_of(cache, cap_nbytes=NBYTES).pin_node(ALICE, end.key.hex()).result()
 
 

@@ -78,7 +78,7 @@ def test_what_is_pinned_stays_so_if_it_may_not_be_pinned_once_more() -> None:
         before = pin(lab, ASKED)["pinned_bytes"]
 
         def pin_again() -> None:
-            with pytest.raises(BadRequest, match="at most 1 may be"):
+            with pytest.raises(BadRequest, match="the limit is 1"):
                 admin.pin(lab.tree, prompt_of(ASKED), EVERYONE, cap_nbytes=1)
 
         lab.between_steps(pin_again)

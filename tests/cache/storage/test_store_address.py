@@ -23,11 +23,11 @@ def test_an_address_is_a_place_and_settings() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("s3://[", "no address"),
-        ("s3://bucket?deadline_s", "no address"),
+        ("s3://[", "not a valid address"),
+        ("s3://bucket?deadline_s", "not a valid address"),
         ("gs://bucket", "s3://"),
         ("bucket", "s3://"),
-        ("s3:///prefix", "followed by a name"),
+        ("s3:///prefix", "must be followed by a host or bucket name"),
     ],
 )
 def test_what_is_no_address_is_said(text: str, says: str) -> None:

@@ -254,7 +254,7 @@ def _tokens(ids: Sequence[int]) -> Any:
 
 
 def test_a_policy_has_one_of_two_names() -> None:
-    with pytest.raises(SetupError, match="neither proved nor all"):
+    with pytest.raises(SetupError, match="spill=some must be proved or all"):
         spill_policy("some", BLOCK)
 
 

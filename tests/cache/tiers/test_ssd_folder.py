@@ -119,7 +119,7 @@ def test_records_of_another_version_are_misses_kept_and_go_by_age(
     with caplog.at_level("INFO", "firn.cache"):
         assert tier.scan() == []
         assert tier.scan() == []
-    assert caplog.text.count("1 records here are of another version") == 1
+    assert caplog.text.count("1 records here are from another version") == 1
     assert tier.usage().n_foreign == 1
     assert tier.usage().n_quarantined == 0
     with pytest.raises(Missing):

@@ -122,7 +122,7 @@ def test_a_file_system_without_locks_is_used_all_the_same(
         assert du(folder) <= 2 * MIB
     assert tier.holds(of_size(300_000, 11))
     assert tier.usage().status.state == "ok"
-    assert sum("cannot be locked" in r.message for r in caplog.records) == 1
+    assert sum("file locking is not supported" in r.message for r in caplog.records) == 1
 
 
 class Renumbered(Disk):

@@ -313,9 +313,7 @@ def pin_end(cache: PrefixTree, end: Node, *, cap_nbytes: int) -> None:
         more = end.root.pinned_nbytes
         if not was_pinned:
             cache.records.unpin(end)
-        raise BadRequest(
-            f"With this prefix {more} bytes would be pinned; at most {allowed} may be."
-        )
+        raise BadRequest(f"With this prefix {more} bytes would be pinned; the limit is {allowed}.")
 
 
 def _may_pin_nbytes(cache: PrefixTree, root: Root, cap_nbytes: int) -> int:

@@ -286,7 +286,7 @@ class Estimates:
         self._whole = max(int(saved["whole"]), 0)
         for depth, cost in saved["depths"]:
             if not (math.isfinite(depth) and math.isfinite(cost) and depth >= 0 and cost > 0):
-                raise ValueError(f"no cost: {cost} at depth {depth}")
+                raise ValueError(f"invalid cost {cost} at depth {depth}")
             bucket = int(depth).bit_length()
             self._saved[bucket] = (float(depth), float(cost))
             self._depths[bucket].append(self._saved[bucket])

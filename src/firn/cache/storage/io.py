@@ -333,8 +333,8 @@ class TierIo:
         if self._foreign and not self._told_foreign:
             self._told_foreign = True
             log.info(
-                "%d records here are of another version of firn, or %s: they are not used, and go when "
-                "they are the oldest",
+                "%d records here are from another version of firn, or %s; they are ignored and "
+                "will be evicted in turn",
                 len(self._foreign),
                 "encrypted with another key, or not at all" if self._seal else "encrypted",
             )

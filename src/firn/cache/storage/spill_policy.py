@@ -23,7 +23,7 @@ def spill_policy(name: str, block: int) -> SpillPolicy:
         return lambda record: is_findable(record, block)
     if name == "proved":
         return lambda record: record.node.reused and is_findable(record, block)
-    raise SetupError(f"--tier: spill={name} is neither proved nor all")
+    raise SetupError(f"--tier: spill={name} must be proved or all")
 
 
 def is_findable(record: Record, block: int) -> bool:

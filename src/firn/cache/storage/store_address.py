@@ -25,13 +25,13 @@ def parse_address(text: str) -> StoreAddress:
         parts = urlsplit(text)
         settings = parse_qsl(parts.query, strict_parsing=bool(parts.query), keep_blank_values=True)
     except ValueError:
-        raise SetupError("--tier: that is no address; write s3://bucket/prefix") from None
+        raise SetupError("--tier: not a valid address; use s3://bucket/prefix") from None
     kinds = schemes()
     if parts.scheme not in kinds:
         known = ", ".join(f"{scheme}://" for scheme in kinds)
-        raise SetupError(f"--tier: an address begins with one of {known}")
+        raise SetupError(f"--tier: an address must begin with one of {known}")
     if not parts.hostname:
-        raise SetupError(f"--tier: {parts.scheme}:// is followed by a name")
+        raise SetupError(f"--tier: {parts.scheme}:// must be followed by a host or bucket name")
     place = parts._replace(query="", fragment="")
     host = parts.netloc.rpartition("@")[2]
     extra = dict(settings)

@@ -79,7 +79,7 @@ class TierSet:
             for event in tier.take_results(until, wait_s=left):
                 yield tier, event
         if tier.scanning:
-            log.info("%s cache: the first scan takes long, and goes on while the server runs", name)
+            log.info("%s cache: the first scan is slow; it continues in the background", name)
 
     # --- writing ---------------------------------------------------------------------------
 

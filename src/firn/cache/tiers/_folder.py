@@ -241,7 +241,11 @@ class Disk:
             if e.errno not in NO_LOCKS:
                 raise
             if self.has_locks:
-                log.warning("%s cannot be locked: share it with no other server", self.folder)
+                log.warning(
+                    "%s: file locking is not supported; do not share this folder with another "
+                    "server",
+                    self.folder,
+                )
             self.has_locks = False
         return True
 
