@@ -64,7 +64,7 @@ def follow(config: Config, member: RankMember) -> int:
     except SetupError as e:
         follower.answer("failed", str(e))
         threading.Event().wait()  # rank 0 reports it and ends this process
-    log.info("%s follows", member.text)
+    log.info("%s follows rank 0", member.text)
     follower.begin()
     try:
         loop.run()
@@ -89,7 +89,7 @@ def _build(config: Config, member: RankMember, follower: Follower) -> FollowerLo
         "ready",
         {
             "weights": loaded.info.fingerprint.hex(),
-            "number types": loaded.info.dtype,
+            "dtypes": loaded.info.dtype,
             "capacity": planned.plan.capacity_nbytes,
         },
     )

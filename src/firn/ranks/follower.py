@@ -41,13 +41,13 @@ class Follower:
         if self._is_ending:
             return
         if self._is_following:  # before that, rank 0 itself reports why the start failed
-            log.critical("rank 0 is gone, its connection is closed: rank %d ends", self.rank)
+            log.critical("rank 0 is gone (connection closed); rank %d exits", self.rank)
         os._exit(1)
 
     def _silent(self) -> None:
         if not self._is_ending:
             log.critical(
-                "rank 0 has sent nothing for %g s, it seems to be frozen: rank %d ends",
+                "rank 0 has sent nothing for %g s and seems to be frozen; rank %d exits",
                 self._silent_s,
                 self.rank,
             )
@@ -67,7 +67,7 @@ class Follower:
         call = self.next()
         if call.name != name:
             raise SetupError(
-                f"rank 0 sent {call.name!r} where {name!r} was due: are all ranks the same firn?"
+                f"rank 0 sent {call.name!r} where {name!r} was due: do all ranks run the same firn?"
             )
         return call
 

@@ -97,7 +97,8 @@ def _give_up(joined: threading.Event) -> None:
     """Exits if not all ranks join in time: MLX would wait forever."""
     if not joined.wait(JOIN_S):
         log.critical(
-            "the ranks did not find each other within %.0f s: was firn started on every host?",
+            "the ranks could not connect to each other within %.0f s: was firn started on every "
+            "host?",
             JOIN_S,
         )
         os._exit(1)

@@ -78,12 +78,12 @@ class Leader:
 
     def _send(self, data: bytes) -> None:
         if self.is_lost:
-            raise RankLost("a rank is gone, and the group ends")
+            raise RankLost("a rank is gone, so the group ends")
         for rank, link in self._links.items():
             try:
                 link.send(data)
             except LinkClosed as e:
-                raise self.end_group(f"rank {rank} is gone, its connection is closed") from e
+                raise self.end_group(f"rank {rank} is gone (connection closed)") from e
 
     # --- answers ---------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class Leader:
             lambda: self._gone(rank),
             name=f"firn-rank-{rank}",
         )
-        why = f"rank {rank} has sent nothing for {N_SILENT * beat_s:g} s, it seems to be frozen"
+        why = f"rank {rank} has sent nothing for {N_SILENT * beat_s:g} s and seems to be frozen"
         return Heartbeat(link, silent=lambda: self.end_group(why), name=str(rank), beat_s=beat_s)
 
     def _dispatch(self) -> None:
@@ -168,12 +168,12 @@ class Leader:
     def end_group(self, why: str) -> RankLost:
         if not (self.is_lost or self._is_ending):
             self.is_lost = True
-            log.critical("%s: all ranks end", why)
+            log.critical("%s: all ranks exit", why)
             threading.Thread(target=self._leave, daemon=True).start()
         return RankLost(why)
 
     def _gone(self, rank: int) -> None:
-        self.end_group(f"rank {rank} is gone, its connection is closed")
+        self.end_group(f"rank {rank} is gone (connection closed)")
 
     def _failed(self, rank: int, call: RankCall) -> None:
         """A follower reports why it exits. Without clients yet, the start has failed: print it."""

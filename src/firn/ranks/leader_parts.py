@@ -71,7 +71,7 @@ class LeaderParts:
     def begin(self, info: ModelInfo, capacity_nbytes: int, *, device: str) -> int:
         """Wait until all have loaded the model; returns the least capacity. Raises SetupError."""
         others = self._gather("ready", timeout_s=LOAD_S)
-        agree({"weights": info.fingerprint.hex(), "number types": info.dtype}, others)
+        agree({"weights": info.fingerprint.hex(), "dtypes": info.dtype}, others)
         capacities = [capacity_nbytes // self._n_sharing(platform.node(), device)]
         for rank, theirs in others.items():
             n_sharing = self._n_sharing(self._node_of[rank], device)
