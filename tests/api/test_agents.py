@@ -195,14 +195,14 @@ def test_a_screenshot_ends_no_session_of_a_model_without_eyes(live: Live, path: 
     if path == "/v1/chat/completions":
         refused = post(live, path, body | {key: shown})
         assert refused.status_code == 400, "the user has just sent it, and is told"
-        assert "this model takes no images" in refused.json()["error"]["message"]
+        assert "this model does not accept images" in refused.json()["error"]["message"]
         shown += [{"role": "user", "content": "without the picture, then"}]
     answer = post(live, path, body | {key: shown})
     assert answer.status_code == 200
     prompt = live.engine.jobs[-1].prompt
     text = live.tokenizer.decode(prompt.ids.tolist())
     assert "[An image was here. This model cannot see images.]" in text
-    live.log.wait_for("this model takes no images. A text stands in its place.")
+    live.log.wait_for("this model does not accept images. It was replaced by a short text.")
 
 
 # --- what is kept --------------------------------------------------------------------------

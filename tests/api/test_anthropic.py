@@ -400,7 +400,7 @@ def test_keys_are_accepted_in_both_headers() -> None:
 def test_a_model_without_vision_refuses_images(plain: Live) -> None:
     source: Any = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
     content: Any = [{"type": "image", "source": source}, {"type": "text", "text": "what?"}]
-    with pytest.raises(anthropic.BadRequestError, match="takes no images"):
+    with pytest.raises(anthropic.BadRequestError, match="does not accept images"):
         plain.anthropic().messages.create(
             model="fake", max_tokens=9, messages=[{"role": "user", "content": content}]
         )

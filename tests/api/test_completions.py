@@ -178,7 +178,7 @@ def test_logprobs_of_too_many_tokens_are_refused(live: Live) -> None:
                 model="fake", prompt="a" * 20_000, echo=True, logprobs=20, max_tokens=0
             )
         assert large.engine.jobs == []
-        with pytest.raises(openai.BadRequestError, match="fewer prompts at once"):
+        with pytest.raises(openai.BadRequestError, match="with fewer prompts"):
             client.completions.create(
                 model="fake", prompt=["a" * 20_000] * 8, echo=True, logprobs=1, max_tokens=0
             )

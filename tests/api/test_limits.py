@@ -122,9 +122,9 @@ def test_max_tokens_over_the_servers_limit_is_refused() -> None:
 def test_more_replies_than_can_ever_run_are_refused_with_a_status(stream: bool) -> None:
     with serve(limits=ApiLimits(max_rows=4)) as live:
         create = live.openai().chat.completions.create
-        with pytest.raises(openai.BadRequestError, match="over the limit of 4"):
+        with pytest.raises(openai.BadRequestError, match="5 replies exceed the limit of 4"):
             create(model="fake", messages=HI, n=5, stream=stream)
-        with pytest.raises(openai.BadRequestError, match="over the limit of 4"):
+        with pytest.raises(openai.BadRequestError, match="5 replies exceed the limit of 4"):
             live.openai().completions.create(model="fake", prompt="a", n=5, stream=stream)
         assert len(create(model="fake", messages=HI, n=4).choices) == 4
 
@@ -132,7 +132,9 @@ def test_more_replies_than_can_ever_run_are_refused_with_a_status(stream: bool) 
 def test_more_prompts_than_can_ever_wait_are_refused_for_good() -> None:
     with serve(limits=ApiLimits(max_requests=3)) as live:
         create = live.openai().completions.create
-        with pytest.raises(openai.BadRequestError, match="over the limit of 3"):
+        with pytest.raises(
+            openai.BadRequestError, match="4 prompts in one request exceed the limit of 3"
+        ):
             create(model="fake", prompt=["a"] * 4)
         assert len(create(model="fake", prompt=["a"] * 3).choices) == 3
 

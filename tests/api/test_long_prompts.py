@@ -72,7 +72,7 @@ def test_files_from_openais_client_are_read_as_text(live: Live) -> None:
 
 def test_a_pdf_without_text_is_refused_once_and_ends_no_session(live: Live) -> None:
     scanned = document(pdf(""))
-    with pytest.raises(anthropic.BadRequestError, match="holds no text"):
+    with pytest.raises(anthropic.BadRequestError, match="contains no text, only pictures"):
         said(live, scanned)
     audio: Any = {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}
     with pytest.raises(openai.BadRequestError, match="input_audio"):
@@ -90,7 +90,7 @@ def test_a_pdf_without_text_is_refused_once_and_ends_no_session(live: Live) -> N
         ],
     )
     assert live.prompt.count("[A document was here. It could not be read as text.]") == 2
-    live.log.wait_for("A text stands in its place.")
+    live.log.wait_for("It was replaced by a short text.")
     past: Any = [{"role": "user", "content": [audio]}, {"role": "assistant", "content": "what?"},
                  {"role": "user", "content": "never mind"}]  # fmt: skip
     live.openai().chat.completions.create(model="gpt-x", messages=past)

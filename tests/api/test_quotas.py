@@ -77,7 +77,7 @@ def test_a_key_has_a_share_of_the_queue() -> None:
         assert refusal(quotas, BOB, n_requests=4) is None
         waiting.n_waiting = 0  # they have their rows now
         assert refusal(quotas, n_requests=4) is None
-    with pytest.raises(InvalidValue, match="5 prompts at once are over the limit of 4"):
+    with pytest.raises(InvalidValue, match="5 prompts in one request exceed this key's limit of 4"):
         refusal(quotas, BOB, n_requests=5)
     assert refusal(Quotas(KeyLimits(queue_share=0.001), max_queue=0)) is None, "one may always wait"
 

@@ -299,7 +299,7 @@ def test_a_stored_response_can_be_read_listed_and_deleted(plain: Live) -> None:
         input=[{"role": "user", "content": "a"}, {"role": "user", "content": "b"}],
     )
     assert client.responses.retrieve(made.id).output_text == GREETING
-    with pytest.raises(openai.BadRequestError, match="is not streamed"):
+    with pytest.raises(openai.BadRequestError, match="cannot be streamed"):
         client.responses.retrieve(made.id, stream=True)
     listed = client.responses.input_items.list(made.id, order="asc", limit=1)
     assert [item.content for item in listed.data] == ["a"]  # type: ignore[union-attr]

@@ -159,7 +159,7 @@ def test_a_shared_cache_shares_no_responses() -> None:
         for foreign in (bob.retrieve, bob.delete, bob.cancel, bob.input_items.list):
             with pytest.raises(openai.NotFoundError):
                 foreign(kept.id)
-        with pytest.raises(openai.BadRequestError, match="there is no response"):
+        with pytest.raises(openai.BadRequestError, match="does not exist or was evicted"):
             bob.create(model="fake", input="hi", previous_response_id=kept.id)
         assert alice.retrieve(kept.id).output_text == kept.output_text
 

@@ -28,7 +28,7 @@ def test_an_unread_call_is_logged_once(format: ReplyFormat, stream: bool) -> Non
         (line,) = warnings(live)
         assert line.startswith(answer.headers["request-id"])
         assert "<tool_call>" in line
-        assert f"the parser {format.tool or 'none'} has read no call" in line
+        assert f"the parser {format.tool or 'none'} found no call" in line
         assert "--tool-call-parser" in line
 
 
@@ -38,7 +38,7 @@ def test_a_long_reply_is_searched_too() -> None:
         body = ASK | {"tools": [TOOL], "max_tokens": 20_000}
         answer = post(live, "/v1/messages", body)
         assert answer.json()["stop_reason"] == "end_turn"
-        assert "<tool_call>" in live.log.wait_for("has read no call")
+        assert "<tool_call>" in live.log.wait_for("found no call")
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_other_parts_stay_as_they_are() -> None:
 
 UNREADABLE = {
     "not a PDF": (document(b"hello"), "is not a PDF file"),
-    "scanned": (document(pdf("")), "holds no text"),
+    "scanned": (document(pdf("")), "contains no text, only pictures"),
     "broken": (document(b"%PDF-1.4\n" + b"\x00" * 100), "could not be read"),
     "cut": (document(pdf("x")[:200]), "could not be read"),
     "base64": (DocumentPart("!!!", "application/pdf"), "not valid base64"),

@@ -83,15 +83,15 @@ def test_every_form_of_a_data_url_is_read(url: str) -> None:
         ("file:///etc/passwd", "neither a data URL"),
         ("~/.ssh/id_rsa", "neither a data URL"),
         ("ftp://x/y", "neither a data URL"),
-        ("https://example.com/a.png", "fetches no images"),
-        ("HTTP://example.com/a.png", "fetches no images"),
+        ("https://example.com/a.png", "does not fetch images"),
+        ("HTTP://example.com/a.png", "does not fetch images"),
         ("data:image/png;base64", "malformed"),
         ("data:image/png;base64,", "empty"),
         ("data:image/png;base64,@@@@", "not valid base64"),
         (as_url(b"x" * 20_000), "over the limit of"),
         (as_url(b"hello"), "is not a PNG"),
         (as_url(png((1001, 1))), "1001 x 1"),
-        (as_url(png((9, 1))), "processor refuses the image: too flat"),
+        (as_url(png((9, 1))), "processor rejects the image: too flat"),
     ],
 )
 def test_faults_name_the_part(url: str, said: str) -> None:

@@ -51,7 +51,8 @@ def test_a_model_without_vision_gets_a_text_in_place_of_a_picture() -> None:
     read = PartReader().read([message(TextPart("see"), SEEN, TextPart("that"))], newest=-1)
     (part,) = read.messages[0].parts
     assert part == TextPart(f"see\n\n{NO_VISION}\n\nthat")
-    assert read.notes == ("messages[0]: this model takes no images. A text stands in its place.",)
+    note = "messages[0]: this model does not accept images. It was replaced by a short text."
+    assert read.notes == (note,)
 
 
 def test_pictures_are_prepared_or_replaced_by_a_text() -> None:

@@ -166,7 +166,7 @@ def printable(text: str) -> str:
 def bad_urls() -> dict[str, tuple[str, str]]:
     wide = gallery.data_url(Image.new("L", (1200, 1000)))
     return {
-        "https://example.com/a.png": ("https://example.com/a.png", "fetches no images"),
+        "https://example.com/a.png": ("https://example.com/a.png", "does not fetch images"),
         "file": ("file:///etc/passwd", "neither a data URL"),
         "base64": ("data:image/png;base64,!!!", "not valid base64"),
         "not a picture": ("data:image/png;base64,aGVsbG8=", "is not a PNG"),

@@ -54,9 +54,11 @@ class JobMaker:
             raise InvalidValue("max_tokens", f"must be at most {limit} on this server")
         max_rows = self._services.limits.max_rows
         if request.n > max_rows:  # the engine would refuse it only after a stream has begun
-            raise InvalidValue("n", f"{request.n} replies are over the limit of {max_rows}")
+            raise InvalidValue("n", f"{request.n} replies exceed the limit of {max_rows}")
         if not model.generates:
-            raise BadRequest("This model makes embeddings; it does not generate.", param="model")
+            raise BadRequest(
+                "This model only computes embeddings; it cannot generate text.", param="model"
+            )
         for token, _ in request.sampling.logit_bias:
             if token >= model.vocab_size:
                 raise InvalidValue("logit_bias", f"the model has no token {token}")

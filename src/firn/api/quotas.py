@@ -119,7 +119,8 @@ class Quotas:
         limits = self._limits
         if limits.concurrency and len(account.calls) >= limits.concurrency:
             raise KeyLimit(
-                f"This key has {len(account.calls)} calls running; it may have {limits.concurrency}.",
+                f"This key has {len(account.calls)} calls running; its limit is "
+                f"{limits.concurrency}.",
                 retry_after_s=RETRY_S,
             )
         n_waiting = sum(call.meter.n_waiting for call in account.calls)
@@ -128,11 +129,12 @@ class Quotas:
         ):  # not a 429: waiting would not help
             raise InvalidValue(
                 "prompt",
-                f"{n_requests} prompts at once are over the limit of {self._max_waiting} for a key",
+                f"{n_requests} prompts in one request exceed this key's limit of "
+                f"{self._max_waiting}",
             )
         if self._max_waiting and n_waiting + n_requests > self._max_waiting:
             raise KeyLimit(
-                f"This key has {n_waiting} requests waiting; it may have {self._max_waiting}.",
+                f"This key has {n_waiting} requests waiting; its limit is {self._max_waiting}.",
                 retry_after_s=RETRY_S,
             )
         if limits.tokens_per_minute:

@@ -102,7 +102,8 @@ class Session:
         limit = services.limits.max_requests
         if len(runs) > limit:  # not a 429: trying again would not help
             raise InvalidValue(
-                "prompt", f"{len(runs)} prompts at once are over the limit of {limit} (--max-queue)"
+                "prompt",
+                f"{len(runs)} prompts in one request exceed the limit of {limit} (--max-queue)",
             )
         router = services.event_router
         if router.n_calls >= services.limits.max_calls:
@@ -112,8 +113,8 @@ class Session:
         if self.n_logprobs > MAX_LOGPROBS:
             raise InvalidValue(
                 "logprobs",
-                f"of {sum(run.n_prompt for run in runs)} prompt tokens are too many for one reply: "
-                "ask for fewer alternatives, for fewer prompts at once, or without echo",
+                f"for {sum(run.n_prompt for run in runs)} prompt tokens are too many for one "
+                "reply: ask for fewer alternatives, with fewer prompts, or without echo",
             )
         if router.draining:
             raise ShuttingDown()
@@ -209,7 +210,7 @@ class Session:
         mark = watch.mark(text)
         if mark is not None:
             logger.warning(
-                "%s offered tools; the reply has %a, but the parser %s has read no call: "
+                "%s offered tools; the reply has %a, but the parser %s found no call: "
                 "see --tool-call-parser",
                 id,
                 mark,

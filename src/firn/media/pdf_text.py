@@ -59,7 +59,7 @@ def _text(data: bytes, max_pages: int, max_chars: int) -> str:
         pages.append(text[: max_chars - n_chars])
         n_chars += len(text)
     if not n_chars:
-        raise ValueError("it holds no text; its pages are pictures")
+        raise ValueError("it contains no text, only pictures")
     if n_chars > max_chars:
         pages.append(CUT)
     elif len(pages) < n_pages:

@@ -94,7 +94,7 @@ class Pictures:
         try:
             processed = self._processor.process(pixels)
         except Exception as e:  # any processor of mlx-vlm or transformers may run here
-            why = f"the model's processor refuses the image: {one_line(e)}"
+            why = f"the model's processor rejects the image: {one_line(e)}"
             raise BadPicture(part.param, why) from e
         digest = digest_of(pixels, self._processor.settings, owner=part.owner)
         prepared = PreparedPicture(digest, processed.text, processed.ids, processed.inputs)
@@ -137,7 +137,8 @@ def read(part: PicturePart, *, max_nbytes: int) -> bytes:
         data = _from_data_url(part, max_nbytes)
     elif part.url[:8].lower().startswith(("http://", "https://")):
         raise BadPicture(
-            part.param, "this server fetches no images; send a data URL (see --allow-image-urls)."
+            part.param,
+            "this server does not fetch images; send a data URL (see --allow-image-urls).",
         )
     else:
         raise BadPicture(part.param, "the image is neither a data URL nor an https address.")

@@ -62,7 +62,7 @@ class PartReader:
                     parts.append(
                         TextPart(_stand_in(part, sees_pictures=self._pictures is not None))
                     )
-                    notes.append(f"{fault.message} A text stands in its place.")
+                    notes.append(f"{fault.message} It was replaced by a short text.")
             readable.append(replace(message, parts=_join_texts(message.parts, parts)))
         return ReadableMessages(tuple(readable), tuple(notes))
 
@@ -79,7 +79,7 @@ class PartReader:
 
     def _picture(self, part: PicturePart, message: Message, n_pictures: int) -> MessagePart:
         if self._pictures is None:
-            raise BadPicture(part.param, "this model takes no images.")
+            raise BadPicture(part.param, "this model does not accept images.")
         if n_pictures > MAX_PICTURES:
             raise BadPicture(
                 part.param, f"more than {MAX_PICTURES} images in a prompt; send fewer."
@@ -87,7 +87,7 @@ class PartReader:
         if message.role == "tool" and not self._in_results:
             raise BadPicture(
                 part.param,
-                "this model takes no images in tool results; send them in a user message.",
+                "this model does not accept images in tool results; send them in a user message.",
             )
         prepared = self._pictures.prepare(part)
         return ReadyPicture(

@@ -189,7 +189,7 @@ def test_dimensions_shorten_the_vectors(live: Live) -> None:
 
 
 def test_a_long_text_is_refused_or_truncated(live: Live) -> None:
-    with pytest.raises(openai.BadRequestError, match="11 tokens, the model takes 10"):
+    with pytest.raises(openai.BadRequestError, match="11 tokens, the model accepts at most 10"):
         live.openai().embeddings.create(model="fake", input=["a", "x" * 11])
     embedded = live.openai().embeddings.create(
         model="fake", input="abcdefghijk", extra_body={"truncate": True}

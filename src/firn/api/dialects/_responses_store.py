@@ -124,7 +124,8 @@ class ResponseStore:
             if first is None or first.previous is not None:
                 missing = id if first is None else first.previous
                 raise InvalidValue(
-                    "previous_response_id", f"there is no response {str(missing)[:64]!r} (any more)"
+                    "previous_response_id",
+                    f"response {str(missing)[:64]!r} does not exist or was evicted",
                 )
             if chain[0].is_running:
                 raise InvalidValue("previous_response_id", "that response is still being generated")

@@ -165,7 +165,7 @@ class OpenAIResponses:
     def routes(self, services: Services) -> tuple[JsonRoute, ...]:
         async def get(route_request: RouteRequest) -> Mapping[str, Any]:
             if route_request.query.get("stream", "false").lower() not in ("false", "0"):
-                raise InvalidValue("stream", "a stored response is not streamed; ask without it")
+                raise InvalidValue("stream", "a stored response cannot be streamed; leave it out")
             return self._stored(route_request).body()
 
         async def delete(route_request: RouteRequest) -> Mapping[str, Any]:

@@ -130,7 +130,8 @@ def _tokens(
         if len(ids) > limit and not truncate:
             raise InvalidValue(
                 "input",
-                f"text {i} has {len(ids)} tokens, the model takes {limit}; shorten it, or set truncate",
+                f"text {i} has {len(ids)} tokens, the model accepts at most {limit}; shorten it, "
+                "or set truncate",
             )
         texts.append(cut(ids, limit, special=services.tokenizer.special))
     return texts

@@ -57,7 +57,7 @@ class TreeRoutes:
             f"{PATH}/{{node}}",
             self.node,
             methods=["GET"],
-            summary="What one prefix takes and saves",
+            summary="Size and savings of one prefix",
         )
         add(f"{PATH}/{{node}}/pin", self.pin, methods=["POST"], summary="Pin a stored prefix")
         add(f"{PATH}/{{node}}/unpin", self.unpin, methods=["POST"], summary="Unpin a stored prefix")
