@@ -103,7 +103,7 @@ def test_a_broken_file_is_refused(tmp_path: Path) -> None:
 def test_a_file_with_other_content_is_refused(tmp_path: Path, name: str, content: Any) -> None:
     write(tmp_path, "1_Pooling/config.json", {"pooling_mode": "mean"})
     write(tmp_path, name, content)
-    with pytest.raises(SetupError, match="not understood"):
+    with pytest.raises(SetupError, match="cannot be parsed"):
         embedder.read_recipe(tmp_path)
 
 
@@ -177,7 +177,7 @@ def test_an_unknown_activation_is_named(tmp_path: Path) -> None:
 
 
 def test_an_architecture_without_hidden_states_is_refused() -> None:
-    with pytest.raises(SetupError, match="no hidden states"):
+    with pytest.raises(SetupError, match="does not expose its hidden states"):
         embedder.from_decoder(object(), Recipe("mean"), context_length=64)
 
 

@@ -140,12 +140,12 @@ def test_other_bytes_or_another_format_are_another_folder(
 @pytest.mark.parametrize("n", [0, 100, 5000, -1])
 def test_a_damaged_package_is_one_line(root: Path, data: bytes, site: Path, n: int) -> None:
     (site / MEMBER).write_bytes(data[:n])
-    assert "tiny.gguf is damaged or of another version" in fault(
+    assert "tiny.gguf is damaged or has another version" in fault(
         lambda: folder_of(describe(data), root)
     )
     # A file that was cut off before it was packaged:
     whole = describe(data[:n])
-    assert "tiny.gguf cannot be turned into a model folder: it is cut off" in fault(
+    assert "tiny.gguf cannot be turned into a model folder: it is truncated" in fault(
         lambda: folder_of(whole, root)
     )
     assert [path.suffix for path in root.iterdir()] == [".lock", ".lock"]

@@ -90,8 +90,8 @@ def test_prompts_of_attention_models_can_be_thinned(name: str) -> None:
         ("qwen3_next", "recurrent"),
         ("mamba2", "recurrent"),
         ("gemma3_text", "sliding-window"),
-        ("gpt2", "does not take positions"),
-        ("mistral4", "does not take positions"),
+        ("gpt2", "does not accept positions"),
+        ("mistral4", "does not accept positions"),
         ("phi3small", "positions are not those"),
     ],
 )

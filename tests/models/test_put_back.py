@@ -49,4 +49,4 @@ def test_a_reply_that_had_to_wait_goes_on_as_it_would_have(
         if cached:
             assert h.between_steps(lambda: n_leases(h.cache)) == 0
             assert not h.cache.stats.faults
-    assert "memory is short" in caplog.text
+    assert "memory is low" in caplog.text

@@ -158,7 +158,7 @@ def test_a_prompt_longer_than_every_window_cannot_be_scored() -> None:
     model = build("llama")
     windows = [RotatingKVCache(max_size=32) for _ in make_prompt_cache(model)]
     scorer = scorer_of(lambda: (model, lambda: copy.deepcopy(windows)))
-    with pytest.raises(ValueError, match="so long a prompt"):
+    with pytest.raises(ValueError, match="the prompt is too long"):
         scores_of(scorer, prompt_of(200))
 
 

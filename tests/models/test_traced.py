@@ -228,7 +228,7 @@ def test_a_model_that_cannot_be_traced_is_built_from_there_on(
     before = copy.copy(layers[0].keys), layers[0]._idx
     with caplog.at_level(logging.WARNING, "firn.models"):
         assert traced.logits(mx.array([[1], [2], [3]]), layers, PLAIN) is None
-    assert "steps are not traced from here on" in caplog.text
+    assert "steps are not traced from now on" in caplog.text
     assert mx.array_equal(layers[0].keys, before[0])
     assert layers[0]._idx == before[1]
     caplog.clear()

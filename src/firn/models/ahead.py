@@ -112,7 +112,7 @@ def launch_ahead(group: Group, speculation: Speculation | None, traced: TracedSt
         mx.async_eval(step.picks.arrays, step.readback)
     except Exception:
         speculation.follows_unread = False
-        log.warning("steps with drafts are read one by one from here on")
+        log.warning("from now on each step with drafts is read before the next is dispatched")
         raise
     step.speculation = speculation
     group.tick()
@@ -245,7 +245,9 @@ class StepAhead(Verification):
             if row.group is self.group and not is_so:
                 if self.speculation is not None:
                     self.speculation.follows_unread = False
-                raise RuntimeError("the device fed a row other tokens than its text has")
+                raise RuntimeError(
+                    "the device fed a row tokens that differ from its text and draft"
+                )
             taken = taken_by(row, draft, picked[mine], logprobs[mine])
             kept.append(advance(row, taken, row.picker, all_or_none=False))
             self._taken.append(taken)

@@ -39,7 +39,7 @@ ACTIVATIONS: Mapping[str, Callable[[mx.array], mx.array]] = {
     "Identity": lambda x: x,
     "Tanh": mx.tanh,
 }
-ONLY_EMBEDS = "This model makes embeddings; it does not generate."
+ONLY_EMBEDS = "This model only computes embeddings; it cannot generate text."
 BODIES = ("model", "language_model.model", "transformer", "backbone")
 """Where mlx-lm's models keep the layers below the logits."""
 
@@ -61,7 +61,7 @@ def read_recipe(folder: Path) -> Recipe | None:
     try:
         return _recipe(folder)
     except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise SetupError(f"{folder}: its files about embeddings are not understood: {e!r}") from e
+        raise SetupError(f"{folder}: its embedding configuration cannot be parsed: {e!r}") from e
 
 
 def _recipe(folder: Path) -> Recipe | None:
@@ -175,7 +175,7 @@ def from_decoder(model: Any, recipe: Recipe, *, context_length: int) -> TextEmbe
     try:
         return TextEmbedder(encode, normalises=recipe.normalises, max_tokens=limit)
     except (ValueError, TypeError, AttributeError, RuntimeError) as e:
-        raise SetupError(f"this architecture gives no hidden states: {e}") from e
+        raise SetupError(f"this architecture does not expose its hidden states: {e}") from e
 
 
 def _body_of(model: Any) -> Any:
@@ -185,7 +185,7 @@ def _body_of(model: Any) -> Any:
             module = getattr(module, name, None)
         if callable(module):
             return module
-    raise SetupError("this architecture gives no hidden states")
+    raise SetupError("this architecture does not expose its hidden states")
 
 
 def _dense(path: Path) -> Callable[[mx.array], mx.array]:
@@ -238,7 +238,7 @@ def load_encoder(
     try:
         from mlx_vlm.embedding_loader import load_embedding_model
     except ImportError as e:
-        raise SetupError(f"{folder} ({kind}) makes embeddings: install firn[vision]") from e
+        raise SetupError(f"{folder} ({kind}) computes embeddings: install firn[vision]") from e
     try:
         model = load_embedding_model(folder)
         dtype.apply(model, cpu_dtype)

@@ -99,7 +99,7 @@ def _retried(name: str, fetch: Callable[[], Path], retries: int) -> Path:
             if attempt == retries or not _broke_off(e, is_first=attempt == 0):
                 raise
             log.warning(
-                "the download of %s broke off (%s); resuming in %.0f s",
+                "the download of %s was interrupted (%s); resuming in %.0f s",
                 name,
                 first_line(e),
                 pause_s,

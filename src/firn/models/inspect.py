@@ -223,7 +223,7 @@ def _header(path: Path) -> _Header:
             raise ValueError("is a git-lfs pointer, not the weights; run `git lfs pull`.")
         n_header = int.from_bytes(start, "little")
         if len(start) < 8 or 8 + n_header > size:
-            raise ValueError("is cut off or no safetensors file; download it again.")
+            raise ValueError("is truncated or not a safetensors file; download it again.")
         try:
             entries = json.loads(file.read(n_header))
             spans = {k: v["data_offsets"] for k, v in entries.items() if k != "__metadata__"}

@@ -117,7 +117,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as e:
         raise SetupError(f"{path} cannot be read: {first_line(e)}") from e
     if not isinstance(config, dict) or "model_type" not in config:
-        raise SetupError(f"{path} names no model_type.")
+        raise SetupError(f"{path} has no model_type.")
     return config
 
 

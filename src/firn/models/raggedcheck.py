@@ -36,8 +36,8 @@ def rewind_fault(model: Any, make_layers: MakeLayers) -> str | None:
     try:
         worst = _least(lambda seed: _lone_difference(model, make_layers, seed=seed))
     except Exception as e:  # any model code runs here; a request would have failed instead
-        return f"a step cannot be taken back: {first_line(e)}"
-    return f"a step that is taken back leaves traces ({worst:.1f})" if worst > FAR else None
+        return f"a step cannot be undone: {first_line(e)}"
+    return f"a step cannot be undone exactly ({worst:.1f})" if worst > FAR else None
 
 
 def ragged_fault(model: Any, make_layers: MakeLayers) -> str | None:

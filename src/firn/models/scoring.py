@@ -195,7 +195,9 @@ class AttentionScorer:
             of_layer = _weights_of_any_head(replace(layer, queries=mx.concatenate(queries, axis=2)))
             largest = of_layer if largest is None else mx.maximum(largest, of_layer)
         if largest is None:
-            raise ValueError("no layer of the draft model attends to all of so long a prompt")
+            raise ValueError(
+                "the prompt is too long: no layer of the draft model attends to all of it"
+            )
         reading.scores = mx.mean(largest[:, : len(reading.prompt)], axis=0)
         reading.pending, reading.attended = [reading.scores], {}
         mx.async_eval(reading.pending)

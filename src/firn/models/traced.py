@@ -124,7 +124,7 @@ class TracedSteps:
         try:
             logits, keys, values = step(ids, new, place.offset, mask, keys, values)
         except Exception as e:  # any model code runs here; nothing has been computed yet
-            log.warning("steps are not traced from here on: %s", first_line(e), exc_info=e)
+            log.warning("steps are not traced from now on: %s", first_line(e), exc_info=e)
             self._is_broken = True
             return None
         for layer, k, v in zip(layers, keys, values, strict=True):

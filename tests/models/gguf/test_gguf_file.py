@@ -69,21 +69,21 @@ def test_nested_arrays_are_read() -> None:
 @pytest.mark.parametrize(
     ("begin", "said"),
     [
-        (b"", "cut off"),
-        (b"GGUF", "cut off"),
+        (b"", "truncated"),
+        (b"GGUF", "truncated"),
         (b"PK\3\4" + bytes(60), "not a GGUF file"),
         (b"version https://git-lfs", "not a GGUF file"),
         (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "version 50331648"),  # the other byte order
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60), "cut off"),
-        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 63), "cut off"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60), "truncated"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 63), "truncated"),
         (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"k", 77), "unknown type 77"),
-        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 4, 1 << 62), "cut off"),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 4, 1 << 62), "truncated"),
         (b"GGUF" + struct.pack("<IQQQ1sIQ1s", 3, 0, 1, 1, b"k", 8, 1, b"\xff"), "not UTF-8"),
         (b"GGUF" + struct.pack("<IQQQ1sI", 3, 1, 0, 1, b"t", 9), "9 dimensions"),
         (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 32, 14, 0), "type Q6_K"),
         (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 33, 3, 0), "blocks of 32"),
-        (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 1 << 63, 0, 0), "cut off"),
+        (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 1 << 63, 0, 0), "truncated"),
     ],
 )
 def test_a_broken_file_is_one_line(begin: bytes, said: str) -> None:

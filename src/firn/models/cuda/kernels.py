@@ -113,7 +113,7 @@ def note(folder: Path) -> None:
         temp.write_text(json.dumps(whole))
         temp.replace(place / KNOWN)
     except OSError as e:
-        log.warning("compiled GPU kernels are compiled again at the next start: %s", e)
+        log.warning("GPU kernels will be recompiled at the next start: %s", e)
 
 
 def _drop_unknown(place: Path) -> None:

@@ -78,7 +78,7 @@ class ModelDrafter:
         Raises ValueError for a model whose tokens cannot be taken back one by one.
         """
         if not is_rewindable(make_layers()):
-            raise ValueError("its layers cannot take back single tokens")
+            raise ValueError("its layers cannot undo single tokens")
         self._model = model
         self._make_layers = make_layers
         self._cache = cache

@@ -157,7 +157,7 @@ def _tensor(data: memoryview, start: int, entry: _TensorEntry) -> GgufTensor:
     n_blocks = math.prod(entry.shape) // n_values
     begin, end = start + entry.offset, start + entry.offset + n_blocks * nbytes
     if end > len(data):
-        raise UnreadableGguf(f"it is cut off: {entry.name} ends at {end} of {len(data)} bytes")
+        raise UnreadableGguf(f"it is truncated: {entry.name} ends at {end} of {len(data)} bytes")
     blocks = np.frombuffer(data[begin:end], np.uint8).reshape(n_blocks, nbytes)
     return GgufTensor(entry.name, kind, entry.shape, blocks)
 
@@ -172,7 +172,7 @@ class _Reader:
     def take(self, nbytes: int) -> memoryview:
         end = self.at + nbytes
         if end > len(self.data):
-            raise UnreadableGguf(f"it is cut off: it ends at byte {len(self.data)}")
+            raise UnreadableGguf(f"it is truncated: it ends at byte {len(self.data)}")
         taken = self.data[self.at : end]
         self.at = end
         return taken
