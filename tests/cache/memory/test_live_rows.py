@@ -128,7 +128,8 @@ def test_the_next_turn_goes_on_in_the_same_buffers() -> None:
 
 
 def test_a_row_of_a_group_is_copied_out_of_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy has room for the next turn, which goes on in it."""
+    """The copy has room for the next turn, which goes on in it. Where blocks are much smaller, so is
+    what may stay unused, and the room is trimmed."""
     real, n_copied = parking.concat_tokens, 0
 
     def counted(*args: Any, **options: Any) -> Any:
@@ -137,9 +138,9 @@ def test_a_row_of_a_group_is_copied_out_of_it_once(monkeypatch: pytest.MonkeyPat
         return real(*args, **options)
 
     monkeypatch.setattr(parking, "concat_tokens", counted)
-    with cold_and_warm(WIDE, chunk=BLOCK, block=BLOCK) as (cold, warm):
+    with cold_and_warm(WIDE, chunk=128, block=128) as (cold, warm):
         want, gate = Reference(cold), threading.Event()
-        prompts = [tokens(i, 200 + 30 * i) for i in range(3)]
+        prompts = [tokens(i, 600 + 30 * i) for i in range(3)]
         warm.engine.call(lambda _: gate.wait(60))
         asked = [warm.submit(ids, 12 + 8 * i) for i, ids in enumerate(prompts)]
         gate.set()

@@ -69,7 +69,7 @@ class Parking:
         if self._layout.is_lone(row.live_layers):
             buffers = self._layout.take(row.live_layers)
         else:
-            pad = min(-end % ROOM_TOKENS + ROOM_TOKENS, self._rows.most_room(end))
+            pad = -end % ROOM_TOKENS + ROOM_TOKENS
             buffers = [concat_tokens([a], pad=pad) for a in pages.views(0, end).layers]
             evaluate_layers(buffers)
         pages.slab = Slab(buffers, 0, end)

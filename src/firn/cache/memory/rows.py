@@ -266,10 +266,6 @@ class LiveRows:
         """How many unused tokens are worth a copy of the rest."""
         return max(int(slab.n_room * TRIM_SHARE), LEAST_BLOCKS * self._tree.block)
 
-    def most_room(self, n_tokens: int) -> int:
-        """How many unused tokens may follow this many used ones without being trimmed."""
-        return max(int(n_tokens * TRIM_SHARE), LEAST_BLOCKS * self._tree.block)
-
     def _used_nbytes(self, pages: RowPages) -> int:
         """What a parked row takes, or will take once it is trimmed; 0 for a live row."""
         slab = pages.slab
