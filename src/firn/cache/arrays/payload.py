@@ -135,7 +135,7 @@ def try_gathering(layers: Sequence[Arrays]) -> None:
         want = [stacked(_piece(tried, TRIED_ROW, *bounds)) for bounds in TRIED_BOUNDS]
         for a, b in zip(got or want, want, strict=True):
             if not all(map(mx.array_equal, a.stacks, b.stacks)):
-                bus.stop_gathering("a kernel's cells came out different")
+                bus.stop_gathering("the gather kernel copied the wrong cells")
     except (RuntimeError, ValueError, TypeError) as e:
         bus.stop_gathering(e)
 
