@@ -176,6 +176,9 @@ def main() -> int:
     mutants = read(args.list)
     if args.words:
         mutants = [m for m in mutants if any(word in m.name for word in args.words)]
+        if not mutants:
+            print(f"no mutant has one of these in its name: {', '.join(args.words)}")
+            return 1
     faults = {m.name: why for m in mutants if (why := fault(m, ROOT))}
     for name, why in faults.items():
         print(f"unusable {name}: {why}")

@@ -154,17 +154,23 @@ def test_blas_none_keeps_mlx_own(machine: dict[str, Any], tmp_path: Path) -> Non
     assert machine["tried"] == []
 
 
-@pytest.mark.parametrize(("platform", "libc"), [("darwin", "glibc"), ("linux", "musl")])
+@pytest.mark.parametrize(
+    ("platform", "libc", "why"),
+    [("darwin", "glibc", "which is fast on darwin"), ("linux", "musl", "does not use glibc")],
+)
 def test_other_systems_are_left_alone(
     machine: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     platform: str,
     libc: str,
+    why: str,
 ) -> None:
     monkeypatch.setattr(blas.sys, "platform", platform)
     monkeypatch.setattr(blas.platform, "libc_ver", lambda: (libc, "1"))
-    assert attach("auto", memo=tmp_path / "blas.json").library is None
+    own = attach("auto", memo=tmp_path / "blas.json")
+    assert own.library is None
+    assert why in own.text
     assert machine["tried"] == []
 
 

@@ -65,6 +65,8 @@ def attach(choice: Choice, *, memo: Path, again: bool = False) -> Blas:
     """
     if choice == "none":
         return Blas("MLX's own BLAS, as requested")
+    if choice == "auto" and sys.platform != "linux":
+        return Blas(f"MLX's own BLAS, which is fast on {sys.platform}")
     why_not = _why_not_here()
     wanted = [lib for lib in libraries() if choice in ("auto", lib.kind)]
     if why_not or not wanted:
