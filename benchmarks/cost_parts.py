@@ -36,7 +36,7 @@ from report import cli, grid
 
 from firn.cache.prefix import PrefixTree
 from firn.cache.storage.pace import WritePace
-from firn.models.runner import Runner
+from firn.models.decode.runner import Runner
 
 N_PROMPT, N_REPLY, N_ALIKE = 450, 128, 7
 MEMORY_NBYTES = 24 << 30

@@ -48,13 +48,15 @@ from firn.engine.engine import Engine
 from firn.engine.sequence import ForcedTokens
 from firn.models import cpu, cuda
 from firn.models import device as devices
-from firn.models.batch import why_not_batchable
 from firn.models.cpu.threads import Threads
+from firn.models.decode.batch import why_not_batchable
+from firn.models.decode.runner import Runner
+from firn.models.model_arguments import unprepared
 from firn.models.mtp import MtpModel, PredictionHead, with_head_layer
-from firn.models.runner import Runner
 from firn.models.shapes import FULL, few_shapes
-from firn.models.speculation import Speculation
+from firn.models.speculation.speculator import Speculation
 from firn.models.traced import traced_steps
+from firn.models.traits import TRAITS
 from models import SHAPES, random_model
 
 MAX_ROWS = 32
@@ -193,9 +195,10 @@ class BenchEngine:
                 info,
                 make_layers=make_layers,
                 max_rows=MAX_ROWS,
-                threads=threads,
-                speculation=speculation(made, make_layers) if speculation else None,
-                shapes=few_shapes(made, make_layers) if few else None,
+                prepare=threads.prepare if threads else unprepared,
+                speculator=speculation(made, make_layers) if speculation else None,
+                buckets=few_shapes(made, make_layers) if few else None,
+                profile=TRAITS[machine.kind],
                 traced=traced_steps(made, make_layers) if few else None,
             )
             largest = machine.largest_chunk if by_depth else 0

@@ -28,9 +28,9 @@ from mlx_lm.models.cache import make_prompt_cache
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from firn.core.values import Grammar, Job, Prompt, RequestId, Sampling
+from firn.models.decode.runner import Runner
 from firn.models.grammar import CompiledGrammar, Compiler
 from firn.models.loader import load_tokenizer
-from firn.models.runner import Runner
 from tests import zoo
 from tests.harness import model_info
 

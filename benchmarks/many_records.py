@@ -8,7 +8,8 @@ stream of tokens is read while the folder is scanned, while statistics are reque
 everything is deleted; the cost is how much the longest gap between two tokens exceeds that of a
 quiet stream. On a busy machine gaps say little: compare them with the quiet ones of the same run.
 `--pauses` needs no server: it measures what the engine thread itself does, piece by piece, in
-processor time.
+processor time, also for one prompt of `--tokens` tokens, all of it in memory or all of it in a tier,
+and for a full memory with `--rows` parked rows.
 
 Takes a few minutes, most of them for writing the records; `--pauses` takes some seconds.
 """
@@ -30,18 +31,24 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import KVCache
 from report import BenchError, cli, grid, save
 from servers import free_port
 
+from firn.cache.arrays.payload import Payload
+from firn.cache.cursor import CacheCursor
 from firn.cache.garbage import Garbage
+from firn.cache.layout import Layout
 from firn.cache.parts import Needs, Part
+from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.cache.records import Records
 from firn.cache.storage.catalogue import CacheIdentity
 from firn.cache.storage.container import Header, Label, TensorSpec, pack, unpack
@@ -50,9 +57,12 @@ from firn.cache.storage.io import BATCH, TierEntry
 from firn.cache.storage.threads import Done
 from firn.cache.tiers import TierUsage
 from firn.cache.tiers._folder import SUBFOLDERS, path_of
-from firn.cache.tree import PackedTokens
+from firn.cache.tree import Mark, Node, PackedTokens
 from firn.core.keys import Key, child_key
-from firn.core.values import Namespace
+from firn.core.ports import At, RowView
+from firn.core.values import CacheControl, Namespace, Prompt
+
+T = TypeVar("T")
 
 CHAIN = 100
 """Blocks per prompt."""
@@ -270,6 +280,88 @@ def pauses(n_records: int) -> dict[str, list[float]]:
     return seconds
 
 
+def long_prompt_pauses(n_tokens: int, *, in_memory: bool) -> dict[str, list[float]]:
+    """Processor time of each call for a prompt of which everything is stored."""
+    layer = KVCache()
+    layer.update_and_fetch(mx.zeros((1, 1, 1, 1)), mx.zeros((1, 1, 1, 1)))
+    settings = CacheSettings(limit_nbytes=1 << 50, block=BLOCK)
+    cache = PrefixTree(Layout.of([layer]), settings, fingerprint=b"benchmark", dtype="f")
+    everyone, control = Namespace(""), CacheControl(write=False)
+    cache.add_tier("none", NoIo(), namespaces=[everyone], wake=lambda: None)
+    ids = np.random.default_rng(7).integers(0, 100_000, n_tokens)
+    tokens, tree = PackedTokens(ids.astype(np.uint64)), cache.records.tree
+    node: Node = cache.records.catalogue.root(everyone)
+    payload = Payload((mx.zeros((1, 2048), dtype=mx.uint8),), (((0, 0),),))
+    for start in range(0, n_tokens - BLOCK + 1, BLOCK):
+        node = tree.child(node, tokens, start, start + BLOCK)
+        record = tree.add(node, Part.PAGES, nbytes=2048, mark=Mark.TURN)
+        if in_memory:
+            cache.records.hold(record, payload, nbytes=2048)
+        tree.set_stored(record, 0)
+    cache.saw_prefill(0, 2048, 1.0)
+    cache.own_process()  # as a server's does, it collects garbage between two steps
+    place = "in memory" if in_memory else "in a tier"
+    seconds: dict[str, list[float]] = {}
+
+    def timed(what: str, work: Callable[[], T]) -> T:
+        began = time.thread_time()
+        result = work()
+        took = time.thread_time() - began
+        seconds.setdefault(f"{n_tokens:,} tokens {place}: {what}", []).append(took)
+        return result
+
+    for _ in range(7):
+        cursor = timed("open", lambda: cache.open(Prompt(ids), everyone, control))
+        assert isinstance(cursor, CacheCursor)
+        timed("plan", partial(cache._loader.plan, cursor))
+        timed("restore", partial(cache.restore, cursor))
+        timed("close", partial(cache.close_cursor, cursor, None))
+    return seconds
+
+
+@dataclass(eq=False)
+class Row:
+    """A row that has computed its prompt, with room for a fifth more."""
+
+    n_tokens: int
+    is_live: bool = True
+    layers: list[KVCache] = field(init=False)
+
+    def view(self) -> RowView:
+        return RowView(self.layers, At(0, self.n_tokens))
+
+    def __post_init__(self) -> None:
+        layer = KVCache()
+        shape = (1, 1, self.n_tokens * 6 // 5, 64)
+        layer.keys, layer.values = (mx.zeros(shape, dtype=mx.uint8) for _ in range(2))
+        layer.offset = self.n_tokens
+        mx.eval(layer.keys, layer.values)
+        self.layers = [layer]
+
+
+def eviction_pauses(n_rows: int) -> tuple[dict[str, list[float]], float]:
+    """Processor time of making room for a block while many rows are parked, and how much of memory
+    records take once it was halved."""
+    settings = CacheSettings(limit_nbytes=1 << 50, block=BLOCK)
+    cache = PrefixTree(Layout.of(Row(1).layers), settings, fingerprint=b"benchmark", dtype="f")
+    random, n_tokens = np.random.default_rng(7), 16 * BLOCK
+    cache.own_process()
+    for _ in range(n_rows):
+        prompt = Prompt(random.integers(0, 100_000, n_tokens + 1))
+        cursor, row = cache.open(prompt, Namespace(""), CacheControl()), Row(n_tokens)
+        cache.commit(cursor, row)
+        cache.close_cursor(cursor, row)
+        row.is_live = False
+    taken, block_nbytes = cache.records.memory.nbytes, BLOCK * 128
+    times: list[float] = []
+    for limit in range(taken, taken // 2, -block_nbytes):
+        began = time.thread_time()
+        cache.set_room(limit)
+        times.append(time.thread_time() - began)
+    held = cache.records.tree.memory.total_nbytes / cache.records.memory.nbytes
+    return {f"{n_rows:,} parked rows: make room for a block": times}, held
+
+
 def _entries(root: Key, n_records: int) -> Iterator[TierEntry]:
     random, now, parent = np.random.default_rng(7), time.time(), root
     for i in range(n_records):
@@ -327,10 +419,17 @@ def main() -> None:
     options.add_argument("--model", default="firn-demo")
     options.add_argument("--folder", type=Path, help="on the disk to measure (default: temporary)")
     options.add_argument("--out", type=Path, help="JSON file with all figures")
+    options.add_argument("--tokens", type=int, default=1 << 20, help="of a long prompt (--pauses)")
+    options.add_argument("--rows", type=int, default=1000, help="that are parked (--pauses)")
     options.add_argument("--pauses", action="store_true", help="only the engine thread's own work")
     args = options.parse_args()
     if args.pauses:
-        print(pause_table(pauses(args.records)))
+        found = pauses(args.records)
+        for in_memory in (True, False):
+            found |= long_prompt_pauses(args.tokens, in_memory=in_memory)
+        times, held = eviction_pauses(args.rows)
+        print(pause_table(found | times))
+        print(f"{held:.0%} of memory is what can be reused")
         return
     root = Path(tempfile.mkdtemp(prefix="firn-many-", dir=args.folder))
     try:

@@ -22,7 +22,7 @@ import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -34,22 +34,26 @@ from report import cli, grid
 from firn.config import default_cache_dir
 from firn.core.values import Prompt
 from firn.engine.chunks import ChunkSizes
-from firn.models import cpu, runner
+from firn.models import cpu
 from firn.models import device as devices
-from firn.models.room import give_room
+from firn.models.decode import runner
+from firn.models.decode.kv_growth import ShapeBuckets
 from models import SHAPES, random_model
 
 GIB = 1 << 30
 N_STREAM = 4000
 
 
-def no_room(layers: object, n_tokens: int, *, few_shapes: bool = False) -> None:
-    """Takes the place of `give_room`: caches grow as mlx-lm's do."""
+class NoRoom(ShapeBuckets):
+    """Caches grow as mlx-lm's do."""
+
+    def grow(self, layers: Sequence[Any], n_tokens: int) -> None:
+        pass
 
 
-def set_give_room(function: Callable[..., None]) -> None:
-    """Replaces it in the runner, which has no option to do without."""
-    setattr(runner, "give_room", function)  # noqa: B010
+def set_buckets(of: Any, *, room: bool) -> None:
+    """A runner has no option to do without."""
+    setattr(of, "_buckets", ShapeBuckets() if room else NoRoom())  # noqa: B010
 
 
 class Arms:
@@ -66,7 +70,7 @@ class Arms:
         def switch(_: object) -> None:
             loop: Any = self._engine.engine._loop
             loop._prefill._sizes = self._sizes[name]
-            set_give_room(give_room if name != "steps" else no_room)
+            set_buckets(self._engine.engine.parts.runner, room=name != "steps")
 
         self._engine.engine.call(switch).result(60)
 
@@ -142,7 +146,7 @@ def bare(shape: str, lengths: list[int], rounds: int) -> None:
     runs = runner.Runner(model, info, make_layers=lambda: make_prompt_cache(model), max_rows=1)
 
     def read(ids: list[int], *, room: bool) -> tuple[float, float]:
-        set_give_room(give_room if room else no_room)
+        set_buckets(runs, room=room)
         prompt, row = Prompt(np.array(ids)), runs.start(None)
         mx.reset_peak_memory()
         began = time.process_time()

@@ -43,7 +43,7 @@ RULES = (
 PAUSE_S = (0.2, 2.0)
 WIDE: ViewportSize = {"width": 1360, "height": 1250}
 PHONE: ViewportSize = {"width": 390, "height": 844}
-PHONE_TALL = 1700
+PHONE_TALL = 1800
 
 
 def main() -> int:
@@ -138,7 +138,6 @@ def chat(page: Page) -> None:
 
 def look(page: Page) -> None:
     """Selects a request and a prefix, as somebody would who wants to know more."""
-    page.get_by_label("Time shown").select_option("1 min")
     page.locator("#requests .call.done").last.focus()
     page.locator("#tree .run[aria-level='2']").first.click()
     page.locator("#tree .details").get_by_text("Saves").wait_for()

@@ -224,7 +224,7 @@ def _scorer(config: dict[str, Any], dtype: mx.Dtype, *, cache_nbytes: int = 0) -
     few = devices.device().kind == "cuda"
     shapes = few_shapes(model, make_layers) if few else None
     return TimedScorer(
-        model, info, make_layers=make_layers, cache=any_cursors(cache), shapes=shapes
+        model, info, make_layers=make_layers, cache=any_cursors(cache), buckets=shapes
     )
 
 

@@ -24,15 +24,15 @@ from report import BenchError, grid, names, numbers, save
 
 from firn.core.values import Job
 from firn.models import device as devices
-from firn.models.batch import Group, PlainStep, Row
-from firn.models.draft_odds import ExpectedTokens, Odds
-from firn.models.drafters import NO_DRAFT, Draft
-from firn.models.drafters.mtp import MtpDrafter
-from firn.models.raggedcheck import traits_of
-from firn.models.speculation import MAX_COSTLY, MAX_DRAFT, RowDrafts, Speculation
-from firn.models.step_clock import StepClock
+from firn.models.decode.batch import Group, Row, StepInFlight, TakenTokens
+from firn.models.decode.raggedcheck import traits_of
+from firn.models.decode.verify import Verification
+from firn.models.speculation.draft_odds import ExpectedTokens, Odds
+from firn.models.speculation.drafters import NO_DRAFT, Draft
+from firn.models.speculation.drafters.mtp import MtpDrafter
+from firn.models.speculation.speculator import MAX_COSTLY, MAX_DRAFT, RowDrafts, Speculation
+from firn.models.speculation.step_clock import StepClock
 from firn.models.traits import Traits
-from firn.models.verify import TakenTokens, Verification
 
 N_PROMPT = 512
 WARM_UP = (1.0, 0.8, 1.0)
@@ -121,9 +121,7 @@ class ListingClock(StepClock):
         super().__init__(*arguments)
         self.step_ms: dict[str, list[float]] = {}
 
-    def read(
-        self, group: Group, taken: Sequence[TakenTokens], step: PlainStep | Verification
-    ) -> None:
+    def read(self, group: Group, taken: Sequence[TakenTokens], step: StepInFlight) -> None:
         pace = self.paces.get(id(group))
         if pace is not None:
             wide = f"x{step.width}" if isinstance(step, Verification) else ""
@@ -176,7 +174,7 @@ def rate(engine: BenchEngine, *, n_streams: int, n_tokens: int, seed: int, guess
     """Tokens per second of all streams, while all of them decode."""
     rng = random.Random(seed)
     vocab = engine.model.vocab_size
-    speculation: Any = engine.engine.parts.runner.speculation  # type: ignore[attr-defined]
+    speculation: Any = engine.engine.parts.runner.speculator  # type: ignore[attr-defined]
     prompts = [[rng.randrange(2, vocab) for _ in range(N_PROMPT)] for _ in range(n_streams)]
     replies = [[rng.randrange(2, vocab) for _ in range(n_tokens)] for _ in range(n_streams)]
     for prompt, reply in zip(prompts, replies, strict=True):
@@ -209,7 +207,7 @@ def compare(
 ) -> Comparison:
     """Measures with and without guesses, in turns."""
     n_tokens = n_said(args.tokens, oracle)
-    totals = engine.engine.parts.runner.speculation.totals  # type: ignore[attr-defined]
+    totals = engine.engine.parts.runner.speculator.totals  # type: ignore[attr-defined]
     pairs, per_step = [], 0.0
     for turn in range(args.rounds + 1):
         both = {}
@@ -273,10 +271,10 @@ def run(args: argparse.Namespace) -> None:
             warm_up(engine, oracle, n_streams=n_streams, n_tokens=args.tokens)
             for right in [float(x) for x in names(args.right)]:
                 oracle.right = right
-                call(lambda parts: parts.runner.speculation.forget()).result()  # type: ignore[attr-defined]
+                call(lambda parts: parts.runner.speculator.forget()).result()  # type: ignore[attr-defined]
                 comparison = compare(engine, oracle, args, n_streams)
                 rows.append([str(n_streams), f"{right:.1f}", *comparison.cells])
-                told = call(lambda parts: parts.runner.speculation.told()).result()  # type: ignore[attr-defined]
+                told = call(lambda parts: parts.runner.speculator.told()).result()  # type: ignore[attr-defined]
                 print(" ".join(rows[-1]), "|", told, flush=True)
                 result.append({"streams": n_streams, "right": right, "ratios": comparison.ratios})
     print(grid(rows))

@@ -28,10 +28,10 @@ from firn.assembly import model_names
 from firn.core.values import Chat, Message, Role, TextPart
 from firn.demo.facts import make_session
 from firn.models import loader
-from firn.models.batch import Group
-from firn.models.drafters import Draft
+from firn.models.decode.batch import Group
 from firn.models.hub import HubRules
-from firn.models.speculation import DraftPlan, Speculation
+from firn.models.speculation.drafters import Draft
+from firn.models.speculation.speculator import DraftPlan, Speculation
 from firn.text.prompt import PromptMaker
 
 N_GUESSES, RIGHT = 8, 0.9
@@ -98,7 +98,7 @@ def measure(name: str, *, n_replies: int, n_tokens: int) -> list[str]:
             first = next((i for i, (a, b) in pairs if a != b), None)
             n_changed += first is not None
             n_compared += len(plain) if first is None else first + 1
-        totals = engine.engine.parts.runner.speculation.totals  # type: ignore[attr-defined]
+        totals = engine.engine.parts.runner.speculator.totals  # type: ignore[attr-defined]
     share = totals.n_accepted / max(totals.n_drafted, 1)
     return [name, str(n_replies), str(n_compared), str(n_changed), f"{share:.2f}"]
 

@@ -35,9 +35,9 @@ from report import cli, grid, names, numbers
 
 from firn.models import cuda
 from firn.models import device as devices
-from firn.models.padding import in_blocks
-from firn.models.ragged import ALL_COLUMNS, Columns
-from firn.models.rewind import RaggedStep, ready
+from firn.models.decode.padding import in_blocks
+from firn.models.decode.ragged import ALL_COLUMNS, Columns
+from firn.models.decode.rewind import RaggedStep, ready
 from firn.models.traced import PLAIN, TracedSteps
 from models import random_model
 

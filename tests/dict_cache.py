@@ -107,7 +107,8 @@ class DictCache:
         assert not cursor.closed, "a commit after the end"
         n = row.n_tokens
         if cursor.control.write and 0 < n <= len(cursor.tokens):
-            state = row.live_layers[0].rows[row.index]
+            view = row.view()
+            state = view.layers[0].rows[view.at.index]
             key = cursor.namespace, cursor.tokens[:n]
             if key not in self.store:
                 self._in_doubt.append(key)

@@ -159,6 +159,12 @@ class FaultyTier:
                 return self.inner.write(name, pieces, used_at=used_at)
         return self.inner.write(name, pieces, used_at=used_at)
 
+    def bury(self, root: str, at: float) -> None:
+        self.inner.bury(root, at)
+
+    def buried(self) -> Mapping[str, float]:
+        return self.inner.buried()
+
     def read(self, name: str, n: int | None = None) -> memoryview:
         fault = self._next("read", name)
         if fault is Fault.EIO:

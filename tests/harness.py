@@ -45,12 +45,12 @@ from firn.core.values import (
 from firn.engine import EngineLimits, EngineParts
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
-from firn.models.batch import why_not_batchable
+from firn.models.decode.batch import why_not_batchable
+from firn.models.decode.kv_growth import ShapeBuckets
+from firn.models.decode.runner import Runner
 from firn.models.mtp import MtpModel
-from firn.models.runner import Runner
 from firn.models.scoring import AttentionScorer
-from firn.models.shapes import FewShapes
-from firn.models.speculation import Speculation
+from firn.models.speculation.speculator import Speculation
 from firn.models.traced import TracedSteps
 
 GREEDY = Sampling(temperature=0.0)
@@ -102,7 +102,7 @@ def model_info(model: Any, make_layers: Callable[[], list[Any]], name: str = "ti
 
 
 def scorer_of(
-    draft: Callable[[], tuple[Any, Callable[[], list[Any]]]], *, shapes: FewShapes | None = None
+    draft: Callable[[], tuple[Any, Callable[[], list[Any]]]], *, buckets: ShapeBuckets | None = None
 ) -> AttentionScorer:
     """A scorer with its own prefix cache."""
     model, make_layers = draft()
@@ -110,7 +110,7 @@ def scorer_of(
     cache = PrefixTree(
         Layout.of(make_layers()), CacheSettings(1 << 28, 32), fingerprint=b"draft", dtype="float32"
     )
-    return AttentionScorer(model, info, make_layers=make_layers, cache=cache, shapes=shapes)
+    return AttentionScorer(model, info, make_layers=make_layers, cache=cache, buckets=buckets)
 
 
 class Eager(Estimates):
@@ -191,7 +191,7 @@ class Harness:
                 make_layers=make_layers,
                 max_rows=max_rows,
                 arguments=arguments,
-                speculation=speculation() if speculation else None,
+                speculator=speculation() if speculation else None,
                 traced=traced(model, make_layers) if traced else None,
             )
             cache: Any = CacheOff()

@@ -19,7 +19,7 @@ from firn.core.errors import FirnError
 from firn.core.events import (
     TokenLogprob,
 )
-from firn.core.ports import Restored
+from firn.core.ports import At, Restored, RowView
 from firn.core.values import (
     Job,
     ModelInfo,
@@ -105,14 +105,11 @@ class HashRow:
     forced: dict[int, int] = field(default_factory=dict)
     scores: list[TokenLogprob] = field(default_factory=list)
 
-    @property
-    def live_layers(self) -> list[HashLayer]:
+    def view(self) -> RowView:
         assert self.layer is not None, "this row has left"
-        return [self.group.layer if self.group else self.layer]
-
-    @property
-    def index(self) -> int:
-        return self.group.rows.index(self) if self.group else 0
+        index = self.group.rows.index(self) if self.group else 0
+        layer = self.group.layer if self.group else self.layer
+        return RowView([layer], At(index, self.n_tokens))
 
     @property
     def is_live(self) -> bool:
@@ -120,7 +117,9 @@ class HashRow:
 
     @property
     def tokens(self) -> list[int]:
-        return self.live_layers[0].rows[self.index]
+        view = self.view()
+        tokens: list[int] = view.layers[0].rows[view.at.index]
+        return tokens
 
     def draw(self) -> int:
         assert self.job is not None
@@ -266,7 +265,7 @@ class HashRunner:
         self.faults.leave(rows)
         for row in rows:
             if row.group is not None:
-                del row.group.layer.rows[row.index]
+                del row.group.layer.rows[row.view().at.index]
                 row.group.rows.remove(row)
             row.group = row.layer = None
         self._groups = [g for g in self._groups if g.rows]

@@ -28,7 +28,7 @@ from firn.cache import codecs, tiers
 from firn.cache.tiers import TierOptions
 from firn.core.errors import FirnError, InvalidValue, StepFailed
 from firn.demo.server import ServerProcess
-from firn.models import drafters
+from firn.models.speculation import drafters
 from firn.text import parsers
 from tests.api.live import GREETING, serve
 from tests.cache.specimens import Specimen, table
@@ -46,7 +46,7 @@ FOLDERS: dict[str, ModuleType] = {
     "cache/codecs": codecs,
     "text/parsers": parsers,
     "api/dialects": dialects,
-    "models/drafters": drafters,
+    "models/speculation/drafters": drafters,
 }
 
 

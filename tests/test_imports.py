@@ -25,7 +25,7 @@ SOURCES = Path(firn.__file__).parent
 
 EVERYTHING = {
     "api", "app", "assembly", "bench", "cache", "cli", "config", "core", "demo", "engine", "fleet",
-    "host", "kv_events", "listener", "logs", "media", "models", "ranks", "text", "traces",
+    "host", "kv_events", "listener", "logs", "media", "models", "ranks", "text", "traces", "welcome",
 }  # fmt: skip
 # fmt: off
 MAY_IMPORT: dict[str, set[str]] = {
@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": {"core", "text"},
     "engine": {"core", "cache"},
     "listener": {"api", "core", "host"},
+    "welcome": {"config", "listener"},
     "kv_events": {"cache", "core"},
     "ranks": {"cache", "config", "core", "models"},
     "assembly": {
@@ -50,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "fleet": {
         "api", "app", "assembly", "config", "core", "demo", "engine", "host", "listener", "logs",
-        "models", "text",
+        "models", "text", "welcome",
     },
     "app": EVERYTHING - {"cli", "fleet"},
     "cli": EVERYTHING,
@@ -251,7 +252,7 @@ def test_every_package_has_its_line() -> None:
         ("text/prompt", "def f():\n    from firn.api import server"),
         ("text/prompt", "import mlx.core as mx"),
         ("engine/engine", "from mlx import core"),
-        ("engine/engine", "from firn.models.runner import Runner"),
+        ("engine/engine", "from firn.models.decode.runner import Runner"),
         ("engine/engine", "if TYPE_CHECKING:\n    import mlx.core"),
         ("engine/engine", "import importlib\nimportlib.import_module('mlx_lm')"),
         ("api/server", "import firn.engine.engine"),
@@ -333,3 +334,21 @@ def test_help_does_not_wait_for_heavy_libraries() -> None:
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     heavy = [line for line in run.stdout.splitlines() if line.startswith("heavy:")]
     assert heavy == ["heavy: []"] * 3
+
+
+# --- circles -------------------------------------------------------------------------------
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports inside functions and under TYPE_CHECKING count, too: they hide a circle, no more."""
+    places = {".".join(("firn", *p.split("/"))).removesuffix(".__init__"): p for p in all_places()}
+    graph: dict[str, set[str]] = {}
+    for module, place in places.items():
+        targets = imports_of((SOURCES / f"{place}.py").read_text(encoding="utf-8"), place)
+        names = {t.target if t.target in places else t.target.rpartition(".")[0] for t in targets}
+        graph[module] = (names & set(places)) - {module}
+    while graph:
+        free = {module for module, targets in graph.items() if not targets & graph.keys()}
+        assert free, f"a circle among {sorted(graph)}"
+        for module in free:
+            del graph[module]

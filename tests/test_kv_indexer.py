@@ -149,6 +149,23 @@ def test_it_knows_what_is_stored_and_what_was_cleared(tmp_path: Path) -> None:
         indexer.until(lambda: indexer.n_blocks(prompt(1)) == 10)
 
 
+def test_a_restart_is_a_new_beginning(tmp_path: Path) -> None:
+    """The new process has nothing of what the old one announced, and says so without being asked."""
+    port = free_pair()
+    with indexing(tmp_path / "log") as indexer:
+        with publishing(port) as real:
+            ask(real, prompt(4))  # the first batches, which the new process must not repeat
+            indexer.follow(port)
+            for seed in (1, 2):
+                ask(real, prompt(seed))
+                indexer.until(lambda seed=seed: indexer.n_blocks(prompt(seed)) == 10)  # type: ignore[misc]
+        with publishing(port) as real:
+            indexer.until(lambda: indexer.n_blocks(prompt(1)) == indexer.n_blocks(prompt(2)) == 0)
+            ask(real, prompt(3))
+            indexer.until(lambda: indexer.n_blocks(prompt(3)) == 10)
+            assert indexer.n_blocks(prompt(4)) == 0
+
+
 def test_it_knows_what_was_evicted(tmp_path: Path) -> None:
     port = free_pair()
     seeds = range(1, 25)

@@ -27,8 +27,8 @@ from firn.core.values import (
 from firn.demo.facts import FactSession, make_session
 from firn.engine.thinning import recipe_of
 from firn.models import loader
-from firn.models.drafters.lookup import Lookup
-from firn.models.speculation import Speculation
+from firn.models.speculation.drafters.lookup import Lookup
+from firn.models.speculation.speculator import Speculation
 from tests.cache.pending import settle
 from tests.faulty_tier import Fault, FaultyTier, random_plan
 from tests.harness import Harness, Result, running
@@ -192,7 +192,7 @@ def test_guessed_tokens_of_rows_with_gaps(at_once: int) -> None:
     with running(tiny(), cache_nbytes=None, speculation=lambda: Speculation(Lookup())) as harness:
         results = [harness.submit(p, 48, prediction=w) for p, w in zip(prompts, want, strict=True)]
         assert [r.wait().reply for r in results] == want
-        speculation = harness.runner.speculation
+        speculation = harness.runner.speculator
         assert speculation is not None
         assert speculation.totals.view()["accepted"] > 10
 

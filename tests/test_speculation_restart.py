@@ -13,10 +13,10 @@ import pytest
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
 from firn.config import CacheConfig
-from firn.models.drafters.lookup import Lookup
+from firn.models.speculation.drafters.lookup import Lookup
 from tests.api.real import Real, serving
 from tests.cache.pending import settle
-from tests.models.drafting import AnyWidth
+from tests.models.speculation.drafting import AnyWidth
 from tests.oracle import Oracle
 from tests.test_speculation_server import ask, config
 from tests.zoo import ZOO, build, folder, write_folder
@@ -39,7 +39,7 @@ def test_the_built_in_models_answer_right_after_a_restart(model: str, tmp_path: 
     with sit() as oracle:
         assert oracle.wrong(exams, rounds=3, first=1, at_once=3) == []
         assert oracle.cache.stats.tokens_by_tier["ssd"] > 0
-        totals = oracle.runner.speculation.totals  # type: ignore[union-attr]
+        totals = oracle.runner.speculator.totals  # type: ignore[union-attr]
         assert 0 < totals.n_accepted < totals.n_drafted
         assert not oracle.cache.stats.faults
 
@@ -66,7 +66,7 @@ def n_cached(real: Real) -> int:
     """Prompt tokens that the draft model found in its own prefix cache."""
 
     def look(parts: Any) -> int:
-        drafter = parts.runner.speculation._drafters[-1]
+        drafter = parts.runner.speculator._drafters[-1]
         return int(drafter._cache.stats.n_tokens_cached)
 
     return int(real.server.engine.call(look).result(10))

@@ -19,7 +19,7 @@ from firn.assembly.speculation import DRAFT_QUEUE_NBYTES
 from firn.config import CacheConfig, Config, EngineConfig, ModelConfig
 from firn.core.errors import SetupError
 from tests.api.real import Real, serving
-from tests.models.drafters.test_mtp import as_published, random_head
+from tests.models.speculation.drafters.test_mtp import as_published, random_head
 from tests.zoo import build, write_folder
 
 MEMORY = CacheConfig(no_ssd_cache=True, cache_memory_mb=64)

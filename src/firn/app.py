@@ -9,13 +9,11 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import uvicorn
 import uvloop
 
-from firn import __version__
 from firn.api import warm
 from firn.api.connections import http_config
 from firn.api.event_router import EventRouter
@@ -24,13 +22,14 @@ from firn.api.services import Services
 from firn.assembly import sparse, speculation
 from firn.assembly.cache import FLUSH_S, check_settings
 from firn.assembly.follower import follow, join_ranks
-from firn.assembly.memory import MemoryWatch, watch_engine
+from firn.assembly.memory import MemoryWatch
 from firn.assembly.model import ServerSpec, find_folder, served_name, with_model_defaults
-from firn.assembly.parts import ServerParts, build_parts
+from firn.assembly.parts import ServerParts, build_parts, watch_engine
 from firn.assembly.services import TraceFile, build_services, keys_of
 from firn.assembly.text import load_text
 from firn.config import Config
 from firn.core.errors import EngineDead, SetupError, ShuttingDown
+from firn.core.fair_pool import FairPool
 from firn.core.values import GenerateRequest
 from firn.engine import Engine
 from firn.host.awake import Awake
@@ -42,16 +41,19 @@ from firn.host.shutdown import (
     kill_after,
     outlives_terminal,
 )
-from firn.listener import Uvicorn, address, bind, connections, listen
+from firn.listener import Uvicorn, bind, connections, listen
 from firn.logs import configure as configure_logs
+from firn.models import embedder, loader
 from firn.ranks.joining import RankMember, end_start, options_digest
 from firn.ranks.leader import Leader
 from firn.ranks.leader_parts import LeaderParts
 from firn.traces.record import Recorder
+from firn.welcome import announce
 
 log = logging.getLogger("firn")
 
-N_TOKENIZER_THREADS = 2
+N_TOKENIZER_THREADS = 3
+"""One of them is always left to other keys."""
 SWITCH_S = 0.001
 """How long a thread that runs Python code may keep others waiting (Python's default is 5 ms)."""
 DRAIN_S = 20.0
@@ -80,7 +82,7 @@ def serve(config: Config) -> int:
         raise
     server.own_process()
     try:
-        code = uvloop.run(_run(server, sock, prompts))
+        code = uvloop.run(_run(server, sock, prompts, config))
     finally:
         end_at_next_signal()
         server.close()
@@ -99,7 +101,7 @@ class Server:
     services: Services
     engine: Engine[ServerParts]
     event_router: EventRouter
-    pool: ThreadPoolExecutor
+    pool: FairPool
     died: list[str]
     memory: MemoryWatch | None = None
     awake: Awake = field(default_factory=Awake)
@@ -127,7 +129,27 @@ class Server:
         self.engine.stop(timeout_s=FLUSH_S + STOP_S)
         if self.ranks is not None:
             self.ranks.end()
-        self.pool.shutdown(wait=False, cancel_futures=True)  # whatever its threads are doing
+        self.pool.close()
+
+
+def check(config: Config) -> None:
+    """Find out whether `build` could load the model, without reading its weights. Raises SetupError."""
+    _check_settings(config)
+    folder = find_folder(config.model)
+    text = load_text(with_model_defaults(config, folder), folder, with_pictures=True)
+    if not embedder.needs_encoder(folder, loader.read_config(folder)):
+        loader.check(
+            folder,
+            adapter=config.model.adapter,
+            trust_remote_code=config.model.trust_remote_code,
+            vision=text.processor is not None,
+        )
+
+
+def _check_settings(config: Config) -> None:
+    check_settings(config.cache)
+    speculation.check_settings(config)
+    sparse.check_settings(config)
 
 
 def build(config: Config, *, front: int | None = None, member: RankMember | None = None) -> Server:
@@ -136,9 +158,7 @@ def build(config: Config, *, front: int | None = None, member: RankMember | None
     front: the id of the process that divides memory among its models, if there is one. member: this
     process among the ranks that serve the model together; it is the one that clients talk to.
     """
-    check_settings(config.cache)
-    speculation.check_settings(config)
-    sparse.check_settings(config)
+    _check_settings(config)
     leader_parts = None
     if member is not None and member.leader is not None:
         leader_parts = LeaderParts(member, member.leader, options=options_digest(config))
@@ -160,7 +180,7 @@ def build(config: Config, *, front: int | None = None, member: RankMember | None
     model = engine.start()
     if model.unbatchable_why:
         log.warning("%s is served without batching: %s", name, model.unbatchable_why)
-    pool = ThreadPoolExecutor(N_TOKENIZER_THREADS, thread_name_prefix="firn-tokenize")
+    pool = FairPool(N_TOKENIZER_THREADS, name="firn-tokenize")
     recorder = None if trace is None else trace.recorder(config, engine)
     services = build_services(
         spec,
@@ -181,7 +201,9 @@ def build(config: Config, *, front: int | None = None, member: RankMember | None
 # --- running -------------------------------------------------------------------------------
 
 
-async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRequest]) -> int:
+async def _run(
+    server: Server, sock: socket.socket, prompts: Sequence[GenerateRequest], config: Config
+) -> int:
     web = Uvicorn(
         http_config(
             create_app(server.services),
@@ -218,7 +240,7 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
     await warm.compute(server.services, prompts)
     if not web.should_exit:  # it may have been told to stop meanwhile
         listen(sock)
-        log.info("firn %s serves %s at %s/v1", __version__, server.engine.model.name, address(sock))
+        announce(server.engine.model.name, sock, config)
         await web.serve(sockets=[sock])
     watching.cancel()
     return 1 if server.died else 0

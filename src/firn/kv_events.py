@@ -6,6 +6,9 @@
     ["BlockStored", [hash], parent hash or None, [token, ...], block size, None, "GPU"]
     ["BlockRemoved", [hash], "GPU"]    ["AllBlocksCleared"]
 
+The first batch of a process clears what an earlier one announced, and its numbers are higher. A
+subscriber that comes or comes back gets an empty batch, whose number shows what it has missed.
+
 Events cover whole blocks that a prompt can resume from on this server, in memory or in tiers below
 it. They contain the prompts' tokens: anyone who can read them can read the prompts, so only routers
 should be able to reach the address.
@@ -40,6 +43,7 @@ N_REPLAYED = 10_000
 REPLAY_S, SEND_MS = 10.0, 1000
 """A replay delays new events: it is aborted after REPLAY_S, or if its reader stalls for SEND_MS."""
 BATCH_S, POLL_MS = 0.02, 50
+SUBSCRIBED = b"\x01"
 END_SEQ = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -53,9 +57,11 @@ class EventPublisher:
         self._n_lost = 0
         self._stop = threading.Event()
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=N_REPLAYED)
-        self._seq = 0
+        # Subscribers ignore numbers that they have seen, so those of a new process are higher.
+        self._seq = time.time_ns() // 1000
         self._context = zmq.Context()
-        self._pub = self._context.socket(zmq.PUB)
+        self._pub = self._context.socket(zmq.XPUB)  # which learns of its subscribers
+        self._pub.xpub_verbose = True
         self._replay = self._context.socket(zmq.ROUTER)
         self._replay.router_mandatory = (
             True  # otherwise messages that a slow reader has no room for are dropped
@@ -68,6 +74,7 @@ class EventPublisher:
         except (zmq.ZMQError, ValueError) as e:
             self._context.destroy(linger=0)
             raise SetupError(f"--kv-events {address}: {e}") from e
+        self._queue.put(Cleared())  # what a process before this one had is gone
         self._thread = threading.Thread(target=self._run, name="firn-kv-events", daemon=True)
         self._thread.start()
 
@@ -89,7 +96,7 @@ class EventPublisher:
         while not self._stop.is_set():
             try:
                 events = self._take()
-                if events:
+                if events or self._has_new_subscriber():
                     self._send(events)
                 if self._replay.poll(0 if events else POLL_MS):  # only one: new events wait
                     self._answer()
@@ -115,6 +122,14 @@ class EventPublisher:
         except queue.Empty:
             pass
         return events
+
+    def _has_new_subscriber(self) -> bool:
+        """Whether one has come, or come back. An empty batch then shows it what it has missed: after
+        a restart that is everything, and there may be no event for a long time."""
+        n_messages = 0
+        while self._pub.poll(0):
+            n_messages += self._pub.recv()[:1] == SUBSCRIBED
+        return n_messages > 0
 
     def _send(self, events: Sequence[Announcement]) -> None:
         payload: bytes = self._pack([time.time(), [_wire(event) for event in events], 0])

@@ -7,8 +7,7 @@ import logging
 import queue
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from firn.api.connections import Connections, http_config
 from firn.api.event_router import EventRouter
 from firn.api.server import create_app
 from firn.api.services import ApiLimits, Services
+from firn.core.fair_pool import FairPool
 from firn.core.values import Job
 from firn.text.formats import PLAIN, ReplyFormat
 from firn.text.prompt import PromptMaker
@@ -122,11 +122,12 @@ def serve(
     reply_format: ReplyFormat = PLAIN,
     connections: Connections | None = None,
     port: int = 0,
+    event_router: EventRouter | None = None,
     **options: Any,
 ) -> Iterator[Live]:
     """port: 0 for any free port."""
     tokenizer = tokenizer or FakeTokenizer()
-    event_router = EventRouter()
+    event_router = event_router or EventRouter()
 
     def greet(job: Job, choice: int) -> list[int]:
         return tokenizer.encode(GREETING, add_special=False)
@@ -141,7 +142,7 @@ def serve(
     logger = logging.getLogger("firn.api")
     logger.addHandler(log)
     logger.setLevel(logging.DEBUG)
-    with ThreadPoolExecutor(2) as pool:
+    with closing(FairPool(3, name="pool")) as pool:
         prompts = PromptMaker(
             tokenizer,
             context_length=context_length,

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
 
 import httpx
 import pytest
 from fastapi import FastAPI
 
 from firn.api import activity
-from firn.api.auth import Keys
+from firn.api.activity import Activity, _Watcher
+from firn.api.auth import Caller, Keys
+from firn.api.exchange import Exchange
+from firn.api.session import Session
+from firn.core.values import Namespace, Usage
 from tests.api.live import Live, serve
-from tests.api.watchers import check_that_one_may_watch
+from tests.api.watchers import SHARE, check_that_watchers_are_limited
 
 
 class Events:
@@ -87,6 +91,24 @@ def test_a_late_watcher_sees_calls_that_have_ended(live: Live) -> None:
         assert [call["phase"] for call in events.next("calls")] == ["done", "done"]
 
 
+def test_a_busy_key_does_not_push_out_what_another_may_see(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(activity, "N_ENDED", 3)
+    with serve(keys=Keys(["alice", "bob"], admin=["root"])) as live:
+        for key in ("alice", "alice", *["bob"] * 5):
+            client = live.openai(api_key=key)
+            client.chat.completions.create(
+                model="fake", messages=[{"role": "user", "content": "Hi"}]
+            )
+        known = {}
+        for key in ("alice", "bob", "root"):
+            with watching(live, key) as events:
+                known[key] = events.next("calls")
+    assert [len(calls) for calls in known.values()] == [2, 3, 3]
+    assert known["root"] == known["bob"], "the last of all"
+
+
 def test_calls_that_fail_or_lose_their_client_are_shown_as_such(live: Live) -> None:
     with watching(live) as events:
         live.engine.hold("decode")
@@ -126,24 +148,59 @@ def test_a_key_sees_its_own_calls_and_the_operator_all() -> None:
         assert refused.status_code == 401
 
 
-def test_watchers_are_limited(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activity, "MAX_WATCHERS", 1)
-    with watching(live) as events:
-        events.next("calls")
-        refused = httpx.get(f"{live.url}/v1/activity")
+def test_each_key_has_a_share_of_the_watchers() -> None:
+    with serve(keys=Keys(["alice", "bob"])) as live, ExitStack() as open_streams:
+        own = [open_streams.enter_context(watching(live, "alice")) for _ in range(SHARE)]
+        for events in own:
+            events.next("calls")
+        refused = httpx.get(f"{live.url}/v1/activity", headers={"x-api-key": "alice"})
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "too_many_watchers"
+        other = open_streams.enter_context(watching(live, "bob"))
+        other.next("calls")
 
 
-def test_watchers_that_come_at_the_same_time_are_limited(
-    live: Live, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(activity, "MAX_WATCHERS", 1)
+def test_a_call_is_inspected_once_however_many_watch() -> None:
+    """And one that another key made, not at all."""
+    activity, inspected = Activity("fake", lambda session: None), list[str]()
+
+    class Quiet:
+        usage, admitted, waits = Usage(3, 0), (), None
+        n_read, ended, admitted_at, first_token_at = 0, False, None, None
+
+        @property
+        def prompts(self) -> tuple[()]:
+            return ()
+
+    class Counted(Quiet):
+        def __init__(self, key: str) -> None:
+            self.key = key
+
+        @property
+        def usage(self) -> Usage:  # type: ignore[override]
+            inspected.append(self.key)
+            return Usage(3, 0)
+
+    keys = {name: Caller(Namespace(name), Namespace(name)) for name in ("alice", "bob")}
+    with ExitStack() as open_calls:
+        for i in range(50):
+            for name, caller in keys.items():
+                exchange = Exchange(id=f"{name}{i}", caller=caller)
+                session = cast("Session", Counted(name))
+                open_calls.enter_context(activity.follow(exchange, session))
+        watchers = [_Watcher(0, {}) for _ in range(16)]
+        shown = [activity.news(watcher, keys["alice"]) for watcher in watchers]
+        assert {len(views) for views in shown} == {50}
+        assert inspected == ["alice"] * 50
+        assert not any(activity.news(watcher, keys["alice"]) for watcher in watchers)
+
+
+def test_watchers_that_come_at_the_same_time_are_limited(live: Live) -> None:
     app, loop = live.server.config.app, live.server.loop
     while not isinstance(app, FastAPI):
         app = app.app  # type: ignore[union-attr]
     assert loop is not None
-    asyncio.run_coroutine_threadsafe(check_that_one_may_watch(app), loop).result(60)
+    asyncio.run_coroutine_threadsafe(check_that_watchers_are_limited(app), loop).result(60)
 
 
 def test_a_server_that_stops_ends_the_stream(live: Live) -> None:

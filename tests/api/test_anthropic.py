@@ -18,6 +18,7 @@ from firn.api.services import ApiLimits
 from firn.config import CacheConfig
 from firn.core.errors import QueueFull, StepFailed
 from firn.core.values import Usage
+from firn.text.formats import PLAIN, THINK_TAGS, ReplyFormat
 from tests.api.live import GREETING, Live, serve
 from tests.api.real import demo_config, serving
 from tests.api.scripted import CALLS, PARAMETERS, SAID, THOUGHT, frames, post, scripted_server
@@ -423,3 +424,21 @@ def test_models_are_listed_for_its_client(plain: Live) -> None:
     (model,) = plain.anthropic().models.list().data
     assert (model.id, model.type, model.display_name) == ("fake", "model", "fake")
     assert plain.anthropic().models.retrieve("fake").id == "fake"
+
+
+def test_what_a_model_can_do_is_an_object_for_its_client() -> None:
+    """The client does not check what it reads, so this does."""
+    thinking = ReplyFormat(tool="json_tags", think=THINK_TAGS["think"])
+    for format, thinks in ((thinking, True), (PLAIN, False)):
+        with serve(reply_format=format) as live:
+            client = live.anthropic()
+            for shown in (*client.models.list(), client.models.retrieve("fake")):
+                model = anthropic.types.ModelInfo.model_validate(shown.model_dump(), strict=False)
+                can = model.capabilities
+                assert can is not None
+                assert can.thinking.types.enabled.supported is thinks
+                assert can.effort.high.supported is thinks
+                assert can.structured_outputs.supported
+                assert not can.image_input.supported
+            (plain,) = httpx.get(f"{live.url}/v1/models").json()["data"]
+            assert "chat" in plain["capabilities"]

@@ -296,7 +296,9 @@ def test_several_holes_are_filled_even_at_the_start_of_a_text() -> None:
 def test_prompt_and_suffix_beyond_the_context_are_refused(side: str) -> None:
     with serve(tokenizer=coder()) as live:
         ask: Any = {"model": "fake", "prompt": "a", "suffix": "b"} | {side: "a" * 5000}
-        with pytest.raises(openai.BadRequestError, match="context holds") as caught:
+        with pytest.raises(
+            openai.BadRequestError, match="maximum context length is 4096 tokens"
+        ) as caught:
             live.openai().completions.create(**ask)
         assert caught.value.code == "context_length_exceeded"
         assert live.engine.jobs == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
@@ -45,11 +46,18 @@ class Observed(Connections):
 
 
 @contextmanager
-def limited(**limits: float) -> Iterator[Live]:
+def limited(*, keys: Keys | None = None, **limits: float) -> Iterator[Live]:
     patient = {"head_s": LONG_S, "body_s": LONG_S, "drain_s": LONG_S, "stall_s": LONG_S}
     all_limits = ConnectionLimits(**{**patient, **limits})  # type: ignore[arg-type]
-    with serve(connections=Connections(all_limits)) as live:
+    with serve(connections=Connections(all_limits), keys=keys or Keys()) as live:
         yield live
+
+
+def stream(key: str, *, more: bytes = b"") -> bytes:
+    """A request of this key for a stream."""
+    body = json.dumps({"prompt": "a", "stream": True}).encode()
+    head = HEAD + b"x-api-key: %b\r\n" % key.encode()
+    return head + b"content-length: %d\r\n\r\n%b" % (len(body), body) + more
 
 
 def connect(live: Live, sent: bytes = b"") -> socket.socket:
@@ -227,13 +235,13 @@ def test_idle_connections_make_room() -> None:
 
 
 def test_a_full_server_still_answers_health_checks() -> None:
-    with limited(max_open=3, n_spare=2) as live, ExitStack() as held:
+    with limited(max_open=3, n_spare=2, keys=Keys(["a", "b"])) as live, ExitStack() as held:
         live.engine.hold("decode")
-        body = json.dumps({"prompt": "a", "stream": True}).encode()
-        request = HEAD + b"content-length: %d\r\n\r\n%b" % (len(body), body)
-        socks = [held.enter_context(connect(live, request)) for _ in range(3)]
+        socks = [held.enter_context(connect(live, stream(key))) for key in "aab"]
         live.engine.wait_for(lambda engine: engine.n_in("decode") == 3)
-        refused = httpx.post(f"{live.url}/v1/completions", content=BODY, headers=JSON)
+        refused = httpx.post(
+            f"{live.url}/v1/completions", content=BODY, headers=JSON | {"x-api-key": "b"}
+        )
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["code"] == "overloaded"
@@ -245,12 +253,10 @@ def test_a_full_server_still_answers_health_checks() -> None:
 
 
 def test_a_connection_beyond_all_places_is_closed_at_once() -> None:
-    with limited(max_open=2, n_spare=0) as live, ExitStack() as held:
+    with limited(max_open=2, n_spare=0, keys=Keys(["a", "b"])) as live, ExitStack() as held:
         live.engine.hold("decode")
-        body = json.dumps({"prompt": "a", "stream": True}).encode()
-        request = HEAD + b"content-length: %d\r\n\r\n%b" % (len(body), body)
-        for _ in range(2):
-            held.enter_context(connect(live, request))
+        for key in "ab":
+            held.enter_context(connect(live, stream(key)))
         live.engine.wait_for(lambda engine: engine.n_in("decode") == 2)
         with connect(live) as sock:
             assert answer(sock) == b""
@@ -265,6 +271,57 @@ def test_closed_connections_are_forgotten() -> None:
         assert is_healthy(live)
         while connections.n_open > 0:
             live.on_loop(lambda: None)
+
+
+def test_one_key_cannot_take_all_connections() -> None:
+    with limited(max_open=8, keys=Keys(["a", "b"])) as live, ExitStack() as held:
+        live.engine.hold("decode")
+        socks = [held.enter_context(connect(live, stream("a"))) for _ in range(4)]
+        live.engine.wait_for(lambda engine: engine.n_in("decode") == 4)
+        with connect(live, stream("a", more=b"")) as refused:
+            assert refused.recv(12) == b"HTTP/1.1 503"
+        other = held.enter_context(connect(live, stream("b")))
+        live.engine.wait_for(lambda engine: engine.n_in("decode") == 5)
+        live.engine.release("decode")
+        for sock in (*socks, other):
+            assert sock.recv(12) == b"HTTP/1.1 200"
+
+
+def test_refused_clients_that_keep_sending_make_room() -> None:
+    """They have no key, and so no place that anybody must wait for."""
+    with limited(max_open=4, n_spare=0, keys=Keys(["a"])) as live, ExitStack() as held:
+        for _ in range(12):
+            sock = held.enter_context(connect(live, HEAD + b"content-length: 1000000\r\n\r\n{"))
+            assert sock.recv(12) == b"HTTP/1.1 401"
+        assert is_healthy(live)
+
+
+def test_clients_that_do_not_read_what_needs_no_key_make_room() -> None:
+    with limited(max_open=4, n_spare=0, keys=Keys(["a"])) as live, ExitStack() as held:
+        page = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 2000
+        for _ in range(4):
+            sock = held.enter_context(socket.socket())
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", live.port))
+            sock.settimeout(5)
+            with contextlib.suppress(TimeoutError):
+                sock.sendall(page)
+        wait_until(lambda: is_healthy(live))
+        answered = httpx.post(
+            f"{live.url}/v1/completions", content=BODY, headers=JSON | {"x-api-key": "a"}
+        )
+        assert answered.status_code == 200
+
+
+def test_a_body_that_has_stopped_is_not_waited_for_however_large_it_is() -> None:
+    async def look() -> None:
+        clock = [0.0]
+        made = connection_by(clock, body_s=20.0, body_nbytes_per_s=1, silence_s=30.0)
+        made.data_received(HEAD + b"content-length: 10000\r\n\r\n" + b" " * 5000)
+        assert not made.is_late(29.9)
+        assert made.is_late(30.1)
+
+    asyncio.run(look())
 
 
 # --- sizes ---------------------------------------------------------------------------------
@@ -289,6 +346,72 @@ def test_an_endless_head_is_refused(sent: bytes) -> None:
                 break
         assert answer(sock)[:12] in (b"HTTP/1.1 431", b"HTTP/1.1 400", b"")
         assert is_healthy(live)
+
+
+CHUNKED = HEAD + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+WHOLE = b"%x\r\n%b\r\n0\r\n" % (len(BODY), BODY)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        CHUNKED + WHOLE + b"x: " + b"y" * 200_000,
+        CHUNKED + WHOLE + b"x: y\r\n" * 50_000,
+        CHUNKED + b"1;" + b"z" * 200_000,
+    ],
+    ids=["one trailer", "many trailers", "an extension of a chunk"],
+)
+def test_endless_trailers_are_refused(sent: bytes) -> None:
+    with limited() as live, connect(live) as sock:
+        for start in range(0, len(sent), 10_000):
+            try:
+                sock.sendall(sent[start : start + 10_000])
+                live.on_loop(lambda: None)
+            except (BrokenPipeError, ConnectionResetError):
+                break
+        assert answer(sock)[:12] in (b"HTTP/1.1 431", b"HTTP/1.1 400", b"")
+        assert live.n_calls() == 0
+        assert is_healthy(live)
+
+
+def test_trailers_do_not_become_headers() -> None:
+    """The headers have been checked by then."""
+    with limited(keys=Keys(["a"])) as live:
+        trailers = b"host: elsewhere.example\r\ncontent-type: text/plain\r\nx-session: z\r\n\r\n"
+        keyed = CHUNKED.replace(b"\r\n\r\n", b"\r\nx-api-key: a\r\n\r\n")
+        with connect(live, keyed) as sock:
+            sock.sendall(WHOLE + trailers)
+            plain = answer(sock)
+        assert plain.startswith(b"HTTP/1.1 200")
+        assert b"x-session: z" not in plain
+        with connect(live, CHUNKED + WHOLE + b"x-api-key: a\r\n\r\n") as sock:
+            assert answer(sock).startswith(b"HTTP/1.1 401")
+
+
+def test_one_key_cannot_take_all_memory_for_bodies() -> None:
+    limits = ApiLimits(body_nbytes=100_000, bodies_nbytes=300_000)
+    with serve(limits=limits, context_length=200_000, keys=Keys(["a", "b"])) as live:
+        large = json.dumps({"prompt": "a" * 90_000, "max_tokens": 1}).encode()
+
+        def half(key: str) -> bytes:
+            head = HEAD + b"x-api-key: %b\r\n" % key.encode()
+            return head + b"content-length: %d\r\n\r\n%b" % (len(large) + 1, large)
+
+        with ExitStack() as held:
+            socks = [held.enter_context(connect(live, half("a"))) for _ in range(2)]
+            assert any(_is_refused(sock) for sock in socks)
+            whole = httpx.post(
+                f"{live.url}/v1/completions", content=large, headers=JSON | {"x-api-key": "b"}
+            )
+            assert whole.status_code == 200
+
+
+def _is_refused(sock: socket.socket) -> bool:
+    sock.settimeout(2)
+    try:
+        return sock.recv(12) == b"HTTP/1.1 503"
+    except TimeoutError:
+        return False
 
 
 def test_all_bodies_together_have_a_limit() -> None:

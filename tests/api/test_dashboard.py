@@ -32,6 +32,16 @@ def test_a_browser_gets_the_page_and_a_program_the_name(shared_live: Live) -> No
     assert "accept" in page.headers["vary"]
 
 
+@pytest.mark.parametrize("path", ["/v1", "/v1/"])
+def test_the_address_of_the_api_opened_in_a_browser_leads_to_the_page(
+    keyed: Live, path: str
+) -> None:
+    page = httpx.get(keyed.url + path, headers=BROWSER, follow_redirects=True)
+    assert page.status_code == 200
+    assert str(page.url) == f"{keyed.url}/"
+    assert httpx.get(keyed.url + path).json()["name"] == "firn"
+
+
 @pytest.mark.parametrize(
     ("accept", "page"),
     [

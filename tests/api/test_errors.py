@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firn.api.dialects import discover
+from firn.api.event_router import EventRouter
 from firn.api.services import ApiLimits
 from firn.core.errors import QueueFull, StepFailed
 from firn.core.values import Job
@@ -274,10 +275,11 @@ def test_junk_is_refused_or_answered(http: httpx.Client, path: str, body: dict[s
 
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("given_type", ["text/plain", "application/x-www-form-urlencoded", None])
-def test_other_content_types_are_refused(
+def test_other_content_types_of_web_pages_are_refused(
     http: httpx.Client, path: str, given_type: str | None
 ) -> None:
-    headers = {"content-type": given_type} if given_type else {}
+    headers = {"origin": "http://evil.example"}
+    headers |= {"content-type": given_type} if given_type else {}
     error = check_error(http.post(path, content=b"{}", headers=headers), 400)
     assert "content-type" in error["message"]
 
@@ -378,7 +380,7 @@ def test_a_queue_that_fills_between_two_prompts_cancels_the_first(live: Live) ->
 
 
 def test_calls_at_once_are_bounded() -> None:
-    with serve(limits=ApiLimits(max_calls=0)) as live:
+    with serve(event_router=EventRouter(max_calls=0)) as live:
         answer = httpx.post(f"{live.url}/v1/completions", json={"prompt": "a"})
         check_error(answer, 429)
         assert answer.headers["retry-after"]

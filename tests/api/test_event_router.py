@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from firn.api.event_router import EventRouter
-from firn.core.errors import EngineDead, ShuttingDown
-from firn.core.events import JobDone, JobFailed, Token
-from firn.core.values import RequestId
+from firn.api.event_router import LOGPROB_NBYTES, MAX_TAKEN, EventQueue, EventRouter, ReplyTooLarge
+from firn.core.errors import EngineDead, QueueFull, ShuttingDown
+from firn.core.events import JobDone, JobFailed, Token, TokenLogprob
+from firn.core.values import Namespace, RequestId
 
 A, B = RequestId("a"), RequestId("b")
+KEY, OTHER = Namespace("k"), Namespace("o")
 
 
 class CountingLoop(asyncio.SelectorEventLoop):
@@ -42,7 +43,7 @@ def from_thread(work: Callable[[], None]) -> None:
 def test_one_wakeup_per_step_whatever_the_batch() -> None:
     async def work(loop: CountingLoop) -> None:
         router = EventRouter()
-        queues = {id: router.open([id], silence_s=60) for id in (A, B)}
+        queues = {id: router.open([id], KEY, silence_s=60) for id in (A, B)}
         batch = [(id, Token(0, i)) for i in range(5) for id in (A, B)]
         from_thread(lambda: router.publish(batch))
         assert loop.n_wakeups == 1
@@ -56,7 +57,7 @@ def test_one_wakeup_per_step_whatever_the_batch() -> None:
 def test_take_returns_all_that_has_arrived() -> None:
     async def work(_: CountingLoop) -> None:
         router = EventRouter()
-        queue = router.open([A], silence_s=60)
+        queue = router.open([A], KEY, silence_s=60)
         for i in range(3):
             router.publish([(A, Token(0, i))])
         taken = await queue.take()
@@ -69,7 +70,7 @@ def test_take_returns_all_that_has_arrived() -> None:
 def test_the_batch_may_be_reused_by_its_sender() -> None:
     async def work(_: CountingLoop) -> None:
         router = EventRouter()
-        queue = router.open([A], silence_s=60)
+        queue = router.open([A], KEY, silence_s=60)
         batch = [(A, JobDone())]
         router.publish(batch)
         batch.clear()
@@ -82,7 +83,7 @@ def test_the_batch_may_be_reused_by_its_sender() -> None:
 def test_the_requests_of_a_call_share_a_queue() -> None:
     async def work(_: CountingLoop) -> None:
         router = EventRouter()
-        queue = router.open([A, B], silence_s=60)
+        queue = router.open([A, B], KEY, silence_s=60)
         router.publish([(B, JobDone()), (A, JobDone())])
         assert await queue.take() == [(B, JobDone()), (A, JobDone())]
         assert router.n_calls == 1
@@ -95,7 +96,7 @@ def test_the_requests_of_a_call_share_a_queue() -> None:
 def test_events_for_closed_calls_are_dropped() -> None:
     async def work(_: CountingLoop) -> None:
         router = EventRouter()
-        queue, other = router.open([A], silence_s=60), router.open([B], silence_s=60)
+        queue, other = router.open([A], KEY, silence_s=60), router.open([B], KEY, silence_s=60)
         router.close([A], queue)
         router.publish([(A, JobDone()), (B, JobDone())])
         assert await other.take() == [(B, JobDone())]
@@ -107,7 +108,7 @@ def test_events_for_closed_calls_are_dropped() -> None:
 def test_silence_is_an_empty_take() -> None:
     async def work(_: CountingLoop) -> None:
         router = EventRouter()
-        queue = router.open([A], silence_s=0.001)
+        queue = router.open([A], KEY, silence_s=0.001)
         assert await queue.take() == []
         assert await queue.take() == []
         router.publish([(A, JobDone())])
@@ -122,7 +123,7 @@ def test_silence_is_an_empty_take() -> None:
 def test_a_cancelled_take_loses_nothing() -> None:
     async def work(_: CountingLoop) -> None:
         router = EventRouter()
-        queue = router.open([A], silence_s=60)
+        queue = router.open([A], KEY, silence_s=60)
         waiting = asyncio.ensure_future(queue.take())
         await asyncio.sleep(0)
         waiting.cancel()
@@ -140,7 +141,7 @@ def test_publishing_without_an_open_loop_does_nothing() -> None:
     router.publish([(A, JobDone())])
 
     async def work(_: CountingLoop) -> None:
-        router.close([A], router.open([A], silence_s=60))
+        router.close([A], router.open([A], KEY, silence_s=60))
 
     run(work)
     router.publish([(A, JobDone())])  # the loop is closed: dropped without an error
@@ -149,14 +150,112 @@ def test_publishing_without_an_open_loop_does_nothing() -> None:
 def test_a_draining_router_refuses_calls_and_can_fail_the_rest() -> None:
     async def work(_: CountingLoop) -> None:
         router = EventRouter()
-        queue = router.open([A, B], silence_s=60)
+        queue = router.open([A, B], KEY, silence_s=60)
         router.drain()
         assert router.draining
         with pytest.raises(ShuttingDown):
-            router.open([RequestId("c")], silence_s=60)
+            router.open([RequestId("c")], KEY, silence_s=60)
         error = EngineDead()
         router.fail_all(error)
         assert await queue.take() == [(A, JobFailed(error)), (B, JobFailed(error))]
         router.close([A, B], queue)
+
+    run(work)
+
+
+# --- what keys share -----------------------------------------------------------------------
+
+
+def with_logprobs(id: int, n: int = 20) -> Token:
+    return Token(0, id, TokenLogprob(id, -1.0, ((id, -1.0),) * n))
+
+
+async def failure(queue: EventQueue) -> ReplyTooLarge | None:
+    """Whether the call fails, once all that it was sent is taken."""
+    while batch := await queue.take():
+        event = batch[-1][1]
+        if isinstance(event, JobFailed):
+            assert isinstance(event.error, ReplyTooLarge)
+            return event.error
+        if isinstance(event, JobDone):
+            return None
+    return None
+
+
+def test_a_reply_that_nobody_reads_ends_before_it_fills_memory() -> None:
+    async def work(_: CountingLoop) -> None:
+        router, cancelled = EventRouter(replies_nbytes=400 * LOGPROB_NBYTES * 21), list[str]()
+        slow = router.open([A], KEY, silence_s=60, cancel=lambda: cancelled.append("slow"))
+        other = router.open([B], OTHER, silence_s=60, cancel=lambda: cancelled.append("other"))
+        router.publish([(B, with_logprobs(1))])
+        for i in range(1000):
+            router.publish([(A, with_logprobs(i))])
+        router.publish(
+            [(A, JobDone()), *((B, with_logprobs(i)) for i in range(50)), (B, JobDone())]
+        )
+        await asyncio.sleep(0)
+        assert cancelled == ["slow"], "the engine need not compute the rest"
+        assert await failure(other) is None
+        assert await failure(slow) is not None
+        router.close([A], slow)
+        router.close([B], other)
+        again = router.open([A], KEY, silence_s=60)
+        router.publish([*((A, with_logprobs(i)) for i in range(150)), (A, JobDone())])
+        assert await failure(again) is None, "closed calls hold nothing"
+
+    run(work)
+
+
+def test_what_is_sent_takes_no_memory() -> None:
+    async def work(_: CountingLoop) -> None:
+        router = EventRouter(replies_nbytes=100 * LOGPROB_NBYTES * 21)
+        queue = router.open([A], KEY, silence_s=60)
+        for i in range(1000):
+            router.publish([(A, with_logprobs(i))])
+            assert (await queue.take())[0][1] == with_logprobs(i)
+            queue.sent()
+        router.publish([(A, JobDone())])
+        assert await failure(queue) is None
+
+    run(work)
+
+
+def test_a_long_backlog_is_taken_in_pieces() -> None:
+    """The asyncio thread serves others in between."""
+
+    async def work(loop: CountingLoop) -> None:
+        router = EventRouter()
+        queue = router.open([A], KEY, silence_s=60)
+        router.publish([(A, Token(0, i)) for i in range(10 * MAX_TAKEN)])
+        await asyncio.sleep(0)
+        turns, ids = 0, list[int]()
+
+        def turn() -> None:
+            nonlocal turns
+            turns += 1
+            loop.call_soon(turn)
+
+        turn()
+        while len(ids) < 10 * MAX_TAKEN:
+            batch = await queue.take()
+            assert len(batch) <= MAX_TAKEN
+            ids += [event.id for _, event in batch if isinstance(event, Token)]
+        assert ids == list(range(10 * MAX_TAKEN))
+        assert turns > 5
+
+    run(work)
+
+
+def test_one_key_cannot_take_all_calls() -> None:
+    async def work(_: CountingLoop) -> None:
+        router = EventRouter(max_calls=4)
+        open_calls = [router.open([], KEY, silence_s=60) for _ in range(2)]
+        with pytest.raises(QueueFull):
+            router.open([], KEY, silence_s=60)
+        other = router.open([], OTHER, silence_s=60)
+        for queue in (*open_calls, other):
+            router.close([], queue)
+        assert router.n_calls == 0
+        router.close([], router.open([], KEY, silence_s=60))
 
     run(work)

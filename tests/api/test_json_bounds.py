@@ -165,9 +165,10 @@ class ThreadNames(Defaults):
 )
 def test_what_may_refer_to_much_or_be_large_leaves_the_event_loop_alone(path: str) -> None:
     ThreadNames.names.clear()
-    body = {"model": "m", "max_tokens": 1, "max_output_tokens": 1}
     messages = [{"role": "user", "content": "a"}]
-    body |= {"input": "a"} if "responses" in path else {"messages": messages}  # type: ignore[dict-item]
+    chat: dict[str, Any] = {"model": "m", "messages": messages, "max_tokens": 1}
+    response: dict[str, Any] = {"model": "m", "input": "a", "max_output_tokens": 1}
+    body = response if "responses" in path else chat
     with serve(defaults=ThreadNames(), model_aliases=frozenset({"m"})) as live:
         httpx.post(live.url + path, json=body, timeout=60).raise_for_status()
     assert ThreadNames.names

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import ollama
 import pytest
 
@@ -14,7 +15,7 @@ from firn.api.dialects.ollama_chat import OllamaChat
 from firn.api.dialects.ollama_generate import OllamaGenerate
 from firn.core.errors import InvalidValue
 from firn.core.events import ToolCallDelta, ToolCallStarted
-from firn.core.values import Chat, FillInMiddle, Job, Namespace, PicturePart, RawText
+from firn.core.values import Chat, Defaults, FillInMiddle, Job, Namespace, PicturePart, RawText
 from firn.text.formats import detect_format
 from tests.api.live import Live, serve
 from tests.fakes import CHAT_TEMPLATE, FakeTokenizer
@@ -126,6 +127,42 @@ def test_bad_requests_are_refused_in_ollamas_shape(client: ollama.Client) -> Non
         client.embed("fake", ["a"])
     with pytest.raises(ollama.ResponseError, match="There is no"):
         client.pull("anything")
+
+
+def test_logprobs_are_shown(live: Live, client: ollama.Client) -> None:
+    asked: Any = {"logprobs": True, "top_logprobs": 2}
+    whole = client.chat("fake", MESSAGES, **asked)
+    assert whole.logprobs
+    assert "".join(token.token for token in whole.logprobs) == whole.message.content
+    assert {len(token.top_logprobs or ()) for token in whole.logprobs} == {2}
+    streamed = [
+        token
+        for piece in client.generate("fake", "hi", stream=True, **asked)
+        for token in piece.logprobs or ()
+    ]
+    assert {token.logprob for token in streamed} == {-0.25}
+    assert client.chat("fake", MESSAGES).logprobs is None
+
+
+def test_a_request_may_leave_the_cache_alone() -> None:
+    asked = chat(cache={"read": False}, cache_salt="me").requests[0]
+    assert (asked.cache.read, asked.cache.write) == (False, True)
+    assert asked.cache_salt
+    without = OllamaChat(Defaults(stores=False)).decode({"messages": MESSAGES}, namespace=OWN)
+    assert not without.requests[0].cache.write
+
+
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded"])
+def test_curl_as_ollama_documents_it_is_answered(live: Live, kind: str | None) -> None:
+    """It declares no type, and curl adds that of a form."""
+    raw = json.dumps({"model": "fake", "prompt": "Why is the sky blue?", "stream": False})
+    headers = {} if kind is None else {"content-type": kind}
+    answer = httpx.post(f"{live.url}/api/generate", content=raw, headers=headers)
+    assert answer.json()["response"].startswith(SAID)
+    page = {**headers, "origin": "http://evil.example"}
+    answer = httpx.post(f"{live.url}/api/generate", content=raw, headers=page)
+    assert answer.status_code == 400
+    assert "web page" in answer.json()["error"]
 
 
 # --- decoding ------------------------------------------------------------------------------

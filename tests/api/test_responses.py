@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,11 @@ import httpx
 import openai
 import pytest
 
+from firn.api import json_routes
+from firn.api.dialects.openai_responses import OpenAIResponses
 from firn.core.errors import StepFailed
+from firn.core.values import Namespace
+from firn.text.formats import PLAIN
 from tests.api.live import GREETING, Live, serve
 from tests.api.scripted import PARAMETERS, SAID, THOUGHT, frames, post, scripted_server
 
@@ -47,6 +52,28 @@ def test_a_whole_response(plain: Live) -> None:
     assert response.usage.input_tokens_details.cached_tokens == 3
     assert response.usage.output_tokens == len(GREETING.encode())
     assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
+
+
+@pytest.mark.parametrize(
+    "more", [{"metadata": {"k": "v" * (3 << 20)}}, {"tools": [TOOLS[0] | {"x": ["y"] * 600_000}]}]
+)
+def test_what_every_response_repeats_is_bounded(plain: Live, more: dict[str, Any]) -> None:
+    refused = httpx.post(f"{plain.url}/v1/responses", json={**ASK, **more}, timeout=60)
+    assert refused.status_code == 400
+    assert "2 MiB" in refused.json()["error"]["message"]
+    assert not plain.n_calls()
+
+
+def test_a_stored_response_is_sent_as_it_is_kept(plain: Live) -> None:
+    """Without being parsed or written again, which the asyncio thread would have to do."""
+    asked = {**ASK, "metadata": {"k": "v" * (1 << 20)}}
+    made = httpx.post(f"{plain.url}/v1/responses", json=asked, timeout=60).json()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_routes, "JSONResponse", None)
+        found = httpx.get(f"{plain.url}/v1/responses/{made['id']}")
+    assert found.status_code == 200
+    assert found.headers["content-type"] == "application/json"
+    assert found.json() == made
 
 
 def test_reasoning_text_and_calls_are_items(live: Live) -> None:
@@ -430,3 +457,114 @@ def test_a_client_that_went_away_leaves_no_running_response() -> None:
         live.log.wait_for("client gone")
         id = frames(seen)[0][1]["response"]["id"]
         assert live.openai().responses.retrieve(id).status == "cancelled"
+
+
+# --- compaction ------------------------------------------------------------------------------
+
+
+def test_a_conversation_is_compacted_and_goes_on() -> None:
+    """The client keeps the summary, and sends it in place of all but its own messages."""
+    with scripted_server("They chose the red boat.", format=PLAIN) as live:
+        client = live.openai()
+        items: list[Any] = [
+            {"role": "user", "content": "Which boat?"},
+            {"role": "assistant", "content": "The red one is the fastest."},
+            {"role": "user", "content": [{"type": "input_text", "text": "Then take it."}]},
+        ]
+        compacted = client.responses.compact(
+            model="fake", input=items, instructions="Be brief.", extra_body={"tools": TOOLS}
+        )
+        asked = live.prompt
+        assert asked.index("Be brief.") < asked.index("The red one is the fastest.")
+        assert "Summarise this conversation" in asked
+        assert "look" in asked, "the tools stay, so that the prefix is reused"
+        assert compacted.object == "response.compaction"
+        *kept, summary = compacted.output
+        assert [item.type for item in kept] == ["message", "message"]
+        assert summary.type == "compaction"
+        assert "red boat" not in summary.encrypted_content
+        assert compacted.usage.output_tokens == len("They chose the red boat.")
+        again: Any = [i.model_dump(exclude_none=True, warnings=False) for i in compacted.output]
+        client.responses.create(model="fake", input=[*again, {"role": "user", "content": "Go."}])
+        assert "They chose the red boat." in live.prompt
+        assert "Then take it." in live.prompt
+        assert "the fastest" not in live.prompt
+
+
+def test_a_stored_conversation_is_compacted(plain: Live) -> None:
+    client = plain.openai()
+    first = client.responses.create(model="fake", input="What is a cairn?")
+    compacted = client.responses.compact(model="fake", previous_response_id=first.id)
+    assert "What is a cairn?" in plain.prompt
+    assert GREETING in plain.prompt
+    message, summary = compacted.output
+    assert message.type == "message"
+    assert summary.type == "compaction"
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        client.responses.compact(model="fake", previous_response_id="resp_nobody")
+    with pytest.raises(openai.BadRequestError, match="input"):
+        client.responses.compact(model="fake")
+    with pytest.raises(openai.NotFoundError):
+        client.responses.compact(model="other", input="hi")
+    with pytest.raises(openai.BadRequestError, match="stream"):
+        client.responses.compact(model="fake", input="hi", extra_body={"stream": True})
+
+
+def test_a_summary_that_another_server_has_sealed_is_a_note(plain: Live) -> None:
+    items: Any = [
+        {"type": "compaction", "encrypted_content": "gAAAA"},
+        {"role": "user", "content": "And now?"},
+    ]
+    plain.openai().responses.create(model="fake", input=items)
+    assert "compaction" in plain.prompt
+    assert "gAAAA" not in plain.prompt
+
+
+# --- what clients expect of a response -------------------------------------------------------
+
+
+def test_a_response_has_every_member_that_open_responses_requires(plain: Live) -> None:
+    asked: dict[str, Any] = {
+        **ASK,
+        "tools": TOOLS,
+        "presence_penalty": 0.25,
+        "max_tool_calls": 3,
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "service_tier": "flex",
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
+    }
+    began = int(time.time())
+    body = httpx.post(f"{plain.url}/v1/responses", json=ASK | {"tools": TOOLS}).json()
+    assert set(body) >= REQUIRED
+    assert began <= body["created_at"] <= body["completed_at"] <= time.time()
+    assert (body["presence_penalty"], body["frequency_penalty"]) == (0, 0)
+    assert (body["max_tool_calls"], body["service_tier"]) == (None, "default")
+    assert body["tools"] == [{**TOOLS[0], "description": None, "strict": False}]
+    cut = httpx.post(f"{plain.url}/v1/responses", json={**ASK, "max_output_tokens": 2}).json()
+    assert cut["completed_at"] is None
+    decoded = OpenAIResponses().decode(asked, namespace=Namespace("test"))
+    assert decoded.ignored == ()
+    echo = decoded.options.echo
+    assert (echo["presence_penalty"], echo["max_tool_calls"]) == (0.25, 3)
+    assert (echo["prompt_cache_key"], echo["safety_identifier"]) == ("k", "s")
+    assert echo["text"]["format"]["strict"] is True
+    assert echo["text"]["format"]["name"] == "n"
+
+
+def test_every_state_of_a_stream_has_them_too(live: Live) -> None:
+    events = frames(post(live, "/v1/responses", {**ASK, "stream": True, "tools": TOOLS}).text)
+    states = [data["response"] for name, data in events if "response" in data]
+    assert len(states) == 3
+    assert all(set(state) >= REQUIRED for state in states)
+    assert [state["completed_at"] is None for state in states] == [True, True, False]
+
+
+REQUIRED = {
+    "id", "object", "created_at", "completed_at", "status", "incomplete_details", "model",
+    "previous_response_id", "instructions", "output", "error", "tools", "tool_choice", "truncation",
+    "parallel_tool_calls", "text", "top_p", "presence_penalty", "frequency_penalty", "top_logprobs",
+    "temperature", "reasoning", "user", "usage", "max_output_tokens", "max_tool_calls", "store",
+    "background", "service_tier", "metadata", "safety_identifier", "prompt_cache_key",
+}  # fmt: skip
+"""Of the Open Responses specification's ResponseResource."""

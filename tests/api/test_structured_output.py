@@ -56,18 +56,16 @@ def as_format(schema: Any) -> Any:
     }
 
 
-def ask(live: Real, *, seed: int = 1, **options: Any) -> Any:
-    """Ask with a bias towards what ends strings, lists, objects, thoughts and the reply."""
+def ask(live: Real, *, seed: int = 1, raw: bool = False, likely: str = "", **options: Any) -> Any:
+    """Ask with a bias towards what ends strings, lists, objects, thoughts and the reply. raw: return
+    the response with its headers. likely: a token with a greater bias."""
     ids = [live.tokenizer.token_id(c) for c in ('"', "]", "}", "<|end|>")]
     bias = {str(t): 4 for t in (*ids, *live.tokenizer.eos) if t is not None}
-    return live.openai().chat.completions.create(
-        model="",
-        messages=[{"role": "user", "content": "Where am I?"}],
-        max_tokens=500,
-        seed=seed,
-        logit_bias=bias,
-        **options,
-    )
+    bias |= {str(live.tokenizer.token_id(likely)): 12} if likely else {}
+    completions = live.openai().chat.completions
+    create: Any = completions.with_raw_response.create if raw else completions.create
+    asked = {"model": "", "messages": [{"role": "user", "content": "Where am I?"}]}
+    return create(**{**asked, "max_tokens": 500, "seed": seed, "logit_bias": bias, **options})
 
 
 @pytest.fixture(scope="module")
@@ -301,6 +299,7 @@ def test_with_auto_the_model_calls_or_answers(live: Real) -> None:
     n_calls = n_answers = 0
     options = {**QUIET, "parallel_tool_calls": False}
     for seed in range(6):
+        options["likely"] = "<tool_call>" if seed % 2 else ""
         reply = ask(live, tools=OFFER, response_format=as_format(POINT), seed=seed, **options)
         if reply.choices[0].message.tool_calls:
             check_calls(reply, set(SCHEMAS))
@@ -310,6 +309,60 @@ def test_with_auto_the_model_calls_or_answers(live: Real) -> None:
             n_answers += 1
     assert n_calls
     assert n_answers
+
+
+LOOSE = {
+    "type": "object",
+    "properties": {
+        "where": {"type": "string", "format": "path", "maxLength": 8},
+        "tags": {
+            "type": "array",
+            "items": {"enum": ["a", "b"]},
+            "maxItems": 2,
+            "uniqueItems": True,
+        },
+        "word": {"type": "string", "pattern": "^(?!x)[a-z]*$", "maxLength": 4},
+    },
+    "required": ["where", "tags", "word"],
+    "additionalProperties": False,
+}
+
+
+def test_what_no_grammar_can_enforce_is_left_out_and_named(live: Real) -> None:
+    form = as_format(LOOSE)
+    form["json_schema"]["strict"] = False
+    reply = ask(live, response_format=form, raw=True, **QUIET)
+    assert reply.headers["x-firn-unenforced"] == (
+        "response_format#/properties/tags/uniqueItems, response_format#/properties/word/pattern"
+    )
+    value = content(reply.parse())
+    assert value.keys() == LOOSE["properties"].keys()
+    assert set(value["tags"]) <= {"a", "b"}
+    assert len(value["word"]) <= 4
+
+
+def test_a_strict_schema_that_no_grammar_can_enforce_is_refused_by_name(live: Real) -> None:
+    with pytest.raises(openai.BadRequestError, match="#/properties/tags/uniqueItems cannot be"):
+        ask(live, response_format=as_format(LOOSE), **QUIET)
+    only_formats = LOOSE | {"properties": {"where": LOOSE["properties"]["where"]}}
+    only_formats["required"] = ["where"]
+    reply = ask(live, response_format=as_format(only_formats), raw=True, **QUIET)
+    assert "x-firn-unenforced" not in reply.headers, "an unknown format is an annotation"
+    assert isinstance(content(reply.parse())["where"], str)
+
+
+def test_an_impossible_schema_is_refused_although_it_is_not_strict(live: Real) -> None:
+    form = as_format({"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]})
+    form["json_schema"]["strict"] = False
+    with pytest.raises(openai.BadRequestError, match="empty"):
+        ask(live, response_format=form, **QUIET)
+
+
+def test_a_schema_that_overflows_the_compilers_stack_costs_its_own_request(live: Real) -> None:
+    names = [f"name_{i}" for i in range(100_000)]
+    with pytest.raises(openai.BadRequestError, match="response_format"):
+        ask(live, response_format=as_format({"type": "object", "required": names}), **QUIET)
+    jsonschema.validate(content(ask(live, response_format=as_format(POINT), **QUIET)), POINT)
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -6,6 +6,10 @@ import asyncio
 
 from starlette.types import ASGIApp, Message
 
+from firn.api.activity import MAX_WATCHERS
+
+SHARE = MAX_WATCHERS // 2
+"""Of one client, while there is no other."""
 SCOPE = {
     "type": "http",
     "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -44,14 +48,13 @@ class Watcher:
         await self._task
 
 
-async def check_that_one_may_watch(app: ASGIApp) -> None:
-    """With a limit of one: a watcher counts before its stream has begun, and no longer than it
-    stays."""
+async def check_that_watchers_are_limited(app: ASGIApp) -> None:
+    """A watcher counts before its stream has begun, and no longer than it stays."""
     for _ in range(2):
-        first = Watcher(app)
-        assert await first.status == 200
-        second = Watcher(app)
-        status = await second.status
-        await first.leave()
-        await second.leave()
+        watchers = [Watcher(app) for _ in range(SHARE)]
+        assert {await watcher.status for watcher in watchers} == {200}
+        watchers.append(Watcher(app))
+        status = await watchers[-1].status
+        for watcher in watchers:
+            await watcher.leave()
         assert status == 429

@@ -14,9 +14,9 @@ from firn.assembly.memory import (
     MemoryWatch,
     Planned,
     plan_server,
-    watch_engine,
     with_reservations,
 )
+from firn.assembly.parts import watch_engine
 from firn.assembly.speculation import Drafting
 from firn.config import CacheConfig, Config, EngineConfig
 from firn.core.memory_plan import (

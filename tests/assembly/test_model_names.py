@@ -16,7 +16,10 @@ import pytest
 from firn.assembly import model_names
 from firn.config import converted_dir
 from firn.core.errors import SetupError
+from firn.models import packaged
+from firn.models.hub import HubRules
 from firn.models.packaged import SMOLLM2, installed_file
+from tests.cli.command import invoke
 
 
 @pytest.fixture
@@ -55,6 +58,32 @@ def test_names_stand_for_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert model_names.resolve("./smollm2") == Path("smollm2")
     with pytest.raises(SetupError, match="There is no model folder smollm3"):
         model_names.resolve("smollm3")
+
+
+@pytest.mark.usefixtures("home")
+def test_offline_fetches_no_packaged_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packaged, "installed_file", lambda model: None)
+    monkeypatch.setattr(packaged.wheel, "fetch", lambda *args, **options: pytest.fail("fetched"))
+    with pytest.raises(SetupError, match="smollm2 is not on this machine and --offline forbids"):
+        model_names.resolve("smollm2", HubRules(offline=True))
+    made = put_in_place()
+    assert model_names.resolve("smollm2", HubRules(offline=True)) == made
+
+
+@pytest.mark.usefixtures("home")
+def test_the_commands_know_a_packaged_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = invoke("agents", "claude", "smollm2")
+    assert missing.output.startswith("firn: smollm2 is not on this machine")
+    folder = put_in_place()
+    config = json.dumps({"model_type": "llama", "max_position_embeddings": 8192})
+    (folder / "config.json").write_text(config)
+    (folder / "made.json").write_text(json.dumps({"config.json": len(config)}))
+    assert "CLAUDE_CODE_MAX_CONTEXT_TOKENS=8192" in invoke("agents", "claude", "smollm2").stdout
+    nobody = ("--url", "http://127.0.0.1:9")
+    assert "smollm2" in invoke("models", "ls", *nobody).stdout
+    done = invoke("models", "rm", "smollm2", "-y", *nobody)
+    assert done.output.startswith("smollm2 is removed"), done.output
+    assert not folder.exists()
 
 
 @pytest.mark.usefixtures("home")

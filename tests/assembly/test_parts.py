@@ -12,9 +12,9 @@ from firn.config import CacheConfig, Config
 from firn.core.memory_plan import DeviceKind
 from firn.models import cuda
 from firn.models import device as devices
+from firn.models.decode.runner import Runner
 from firn.models.device import Device
 from firn.models.rehearsal import RehearsalSpeculation
-from firn.models.runner import Runner
 from tests.zoo import write_folder
 
 
@@ -32,6 +32,6 @@ def test_a_gpu_rehearses_before_it_serves(
     built = parts.build_parts(ServerSpec(config, tmp_path, "a-model", ()), lambda: None)
     assert len(rehearsed) == n_rehearsals
     for runner in rehearsed:
-        assert isinstance(runner.speculation, RehearsalSpeculation)
-        assert runner.speculation is not built.speculation
+        assert isinstance(runner.speculator, RehearsalSpeculation)
+        assert runner.speculator is not built.speculation
     built.cache.close()

@@ -85,7 +85,7 @@ def test_a_question_that_was_refused_spoils_no_later_one(page: Page) -> None:
         page.get_by_label("Message").fill("far too long " * 40)
         page.get_by_role("button", name="Send").click()
         expect(replies).to_have_text("No reply, and the question is left out of what follows.")
-        expect(page.locator("#chat .warn")).to_contain_text("the model's context holds 200")
+        expect(page.locator("#chat .warn")).to_contain_text("maximum context length is 200 tokens")
         page.get_by_label("Message").fill("Hello?")
         page.get_by_role("button", name="Send").click()
         expect(replies.nth(1)).to_contain_text(GREETING)
@@ -130,7 +130,7 @@ def test_keys(page: Page) -> None:
         field.press("Enter")
         expect(page.locator(".line")).to_have_text("live")
         expect(page.locator("#requests .empty")).to_contain_text("Every request will be a bar")
-        expect(page.locator("#memory")).to_contain_text("Only the operator sees")
+        expect(page.locator("#storage")).to_contain_text("Only the operator sees")
         page.get_by_label("Message").fill("Hello")
         page.get_by_role("button", name="Send").click()
         expect(page.locator(".call")).to_have_count(1)
@@ -148,8 +148,9 @@ def test_an_idle_night_and_no_cache(page: Page) -> None:
     with serve() as live:
         page.goto(live.url)
         expect(page.locator("#requests .empty")).to_contain_text("Every request will be a bar")
-        expect(page.locator("#tiers .empty")).to_be_visible()
-        expect(page.locator("#first .empty")).to_be_visible()
+        expect(page.locator("#tree .empty, #storage .empty").first).to_be_visible()
+        for panel in ("#rates", "#first", "#drafts", "#models"):
+            expect(page.locator(panel)).to_have_count(0)
 
 
 @pytest.fixture(scope="module")

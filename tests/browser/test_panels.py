@@ -17,6 +17,7 @@ from firn.api.auth import SHARED
 from firn.config import CacheConfig, Config, EngineConfig, ModelConfig, PageConfig
 from firn.engine import EngineParts
 from tests.api.real import Real, serving
+from tests.api.routes.test_tree import a_long_step
 from tests.cache.admin.test_browse import store
 
 pytest.importorskip("playwright.sync_api", reason="the page is tested with Playwright")
@@ -76,7 +77,7 @@ def test_requests_are_bars_that_tell_their_story(opened: Page) -> None:
     story = opened.locator("#requests .details")
     expect(story).to_contain_text("firn-demo")
     expect(story).to_contain_text("from memory")
-    expect(story).to_contain_text("differs from everything stored")
+    expect(story).to_contain_text("what is stored goes on differently")
     expect(story.locator("q")).to_contain_text("three")
     # By keyboard: the bars are one tab stop, and the arrows move from one to the next.
     bars.nth(2).focus()
@@ -122,37 +123,94 @@ def test_the_tree_pins_and_forgets(opened: Page, real: Real) -> None:
     expect(runs).not_to_have_count(before)
 
 
-def test_tiers_and_memory_have_limits_and_units(opened: Page) -> None:
-    tiers = opened.locator("#tiers")
-    expect(tiers).to_contain_text(re.compile(r"Memory .*iB of 256 MiB"))
-    expect(tiers).to_contain_text(re.compile(r"SSD .*iB of 1 GiB"))
-    expect(tiers).to_contain_text("Wear in 24 hours")
-    expect(tiers).to_contain_text("of prompt tokens")
+def test_storage_has_limits_and_units(opened: Page) -> None:
+    storage = opened.locator("#storage")
+    expect(storage).to_contain_text(re.compile(r"in memory .*iB of 256 MiB"))
+    expect(storage).to_contain_text(re.compile(r"on SSD .*iB of 1 GiB"))
+    expect(storage).to_contain_text("written in 24 hours")
+    expect(storage).to_contain_text("of prompt tokens")
     memory = opened.locator("#memory")
-    for name in ("weights", "live requests", "records", "free"):
+    for name in ("weights", "running requests", "prefixes", "free"):
         expect(memory).to_contain_text(name)
+
+
+def storage_of(opened: Page, memory: dict[str, Any], **more: Any) -> str:
+    """What the panel shows for this state of the memory tier."""
+    tokens = {"prompt": 0, "by_tier": {}}
+    outcomes = {"hits": {}, "misses": {}, "shortfalls": {}}
+    cache = {"enabled": True, "tiers": ["memory"], "tokens": tokens, "memory": memory, **outcomes}
+    script = """async (state) => {
+        const { html, render } = await import("/page/vendor/htm-preact.js");
+        const { Storage } = await import("/page/storage.js");
+        const place = document.createElement("div");
+        render(html`<${Storage} state=${state} />`, place);
+        return place.textContent;
+    }"""
+    return str(opened.evaluate(script, {"model": "m", "cache": cache | more, "weights_bytes": 0}))
 
 
 def test_what_running_requests_hold_does_not_fill_the_tier(opened: Page) -> None:
     """Records held in live rows count as stored, but not towards the memory limit."""
-    memory = {
-        "records": 5,
-        "limit_bytes": 4 << 20,
-        "used_bytes": 10 << 20,
-        "live": {"bytes": 9 << 20},
-    }
-    tokens = {"prompt": 0, "by_tier": {}}
-    cache = {"enabled": True, "tiers": ["memory"], "tokens": tokens, "memory": memory}
-    script = """async (state) => {
-        const { html, render } = await import("/page/vendor/htm-preact.js");
-        const { Tiers } = await import("/page/tiers.js");
-        const place = document.createElement("div");
-        render(html`<${Tiers} state=${state} />`, place);
-        return place.querySelector(".tier").textContent;
-    }"""
-    shown = opened.evaluate(script, {"model": "m", "cache": cache})
-    assert "Memory 1 MiB of 4 MiB" in shown
+    memory = {"records": 5, "limit_bytes": 4 << 20, "used_bytes": 10 << 20}
+    shown = storage_of(opened, memory | {"live": {"bytes": 9 << 20}})
+    assert "in memory 1 MiB of 4 MiB" in shown
     assert "in running requests9 MiB" in shown
+
+
+def test_memory_and_its_tier_say_the_same(opened: Page) -> None:
+    """Rows that have ended lie in buffers larger than their records: those are taken up."""
+    memory = {"records": 188, "limit_bytes": 400 << 20, "used_bytes": 84 << 20}
+    admission = {"held_bytes": 0, "capacity_bytes": 1 << 30}
+    shown = storage_of(opened, memory | {"parked": {"bytes": 106 << 20}}, admission=admission)
+    assert "in memory 106 MiB of 400 MiB" in shown
+    assert "prefixes106 MiB" in shown
+    assert "free918 MiB" in shown
+
+
+def test_the_tokens_per_second_are_those_of_the_last_seconds(opened: Page) -> None:
+    """A reply that came at once, or in one piece at its end, is no reason for a figure in millions."""
+    script = """async () => {
+        const { Store } = await import("/page/store.js");
+        const store = new Store();
+        const now = Date.now() / 1000;
+        store._take("hello", { version: "1", now });
+        const open = { model: "m", tiers: {}, phase: "decoding", ended_s: null };
+        const done = { model: "m", tiers: {}, phase: "done", arrived_at: now - 100, first_token_s: 1 };
+        const written = (call) => {
+            const before = store.writtenPerSecond("");
+            store._take("calls", [call]);
+            return store.writtenPerSecond("") - before;
+        };
+        return [
+            written({ ...open, id: "a", arrived_at: now - 1, first_token_s: 1, reply_tokens: 18 }),
+            written({ ...done, id: "b", ended_s: 100, reply_tokens: 990 }),
+            written({ ...done, id: "c", ended_s: 10, reply_tokens: 9 }),
+            store.writtenPerSecond("other"),
+        ];
+    }"""
+    first, second, third, other = opened.evaluate(script)
+    assert first == pytest.approx(18 / 5, abs=0.2)
+    assert second == pytest.approx(10, abs=1)
+    assert third == pytest.approx(0, abs=0.2)
+    assert other == 0
+
+
+def test_the_latest_requests_fill_the_chart(opened: Page) -> None:
+    """The time that is drawn fits the traffic, without what was before a long pause."""
+    script = """async () => {
+        const { latest } = await import("/page/calls.js");
+        const call = (at, s) => ({ arrived_at: at, ended_s: s });
+        const old = [call(1000, 5), call(1003, 1)];
+        const burst = Array.from({ length: 30 }, (_, i) => call(5000 + i, 0.5));
+        const span = ({ from, to }) => [to - from, to];
+        return [
+            span(latest([...old, ...burst], 5030)),
+            span(latest([...old, ...burst], 9000)),
+            span(latest(old, 9000)),
+            span(latest([...old, call(8000, null)], 9000)),
+        ];
+    }"""
+    assert opened.evaluate(script) == [[30, 5030], [30, 5029.5], [10, 1005], [1200, 9000]]
 
 
 def test_times_keep_two_digits(opened: Page) -> None:
@@ -165,19 +223,54 @@ def test_times_keep_two_digits(opened: Page) -> None:
 
 
 def test_speeds_first_tokens_and_guesses(opened: Page, real: Real) -> None:
-    say(real, "Say snow, snow, snow, snow", max_tokens=24)
+    fact = "The serial number of the Norrix printer is 4711-0815-2342. "
+    say(real, f"{fact * 3}What is the serial number of the Norrix printer?", max_tokens=24)
     expect(opened.locator("#rates .fill").first).to_be_attached()
     expect(opened.locator("#first .dot").first).to_be_visible()
-    expect(opened.locator("#guesses")).to_contain_text("tokens per step since the start")
+    expect(opened.locator("#drafts")).to_contain_text("tokens per step since the start")
     opened.locator("#first summary").click()
     expect(opened.locator("#first tbody")).to_contain_text("90 % and more")
 
 
-def test_one_model_is_listed_without_buttons(opened: Page) -> None:
-    models = opened.locator("#models")
-    expect(models).to_contain_text("firn-demo")
-    expect(models).to_contain_text("loaded")
-    expect(models.get_by_role("button")).to_have_count(0)
+def test_the_first_screen_says_what_is_served_and_how_to_reach_it(opened: Page, real: Real) -> None:
+    connect = opened.locator(".connect")
+    expect(connect.get_by_role("heading")).to_have_text("firn-demo")
+    expect(connect.locator(".address code")).to_have_text(f"{real.url}/v1")
+    opened.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    connect.get_by_role("button", name="Copy the API address").click()
+    expect(connect.locator(".address .copy")).to_have_text("Copied")
+    assert opened.evaluate("navigator.clipboard.readText()") == f"{real.url}/v1"
+    button = connect.get_by_role("button", name="Claude Code")
+    button.press("Enter")
+    expect(button).to_have_attribute("aria-expanded", "true")
+    expect(connect.locator("pre")).to_contain_text(f"export ANTHROPIC_BASE_URL={real.url}\n")
+    connect.get_by_role("button", name="Python").click()
+    expect(connect.locator("pre")).to_contain_text(f'base_url="{real.url}/v1"')
+    connect.get_by_role("button", name="Python").click()
+    expect(connect.locator("pre")).to_have_count(0)
+    expect(opened.locator("#models")).to_have_count(0)
+    for panel in (".headline", "#chat", "#requests"):
+        expect(opened.locator(panel)).to_be_in_viewport()
+
+
+def test_a_page_that_is_opened_during_a_long_step_shows_what_is_known(
+    page: Page, real: Real
+) -> None:
+    with a_long_step(real):
+        page.goto(real.url)
+        expect(page.locator(".line")).to_have_text("live")
+        expect(page.locator(".connect h2")).to_have_text("firn-demo")
+        expect(page.locator("#requests .call").first).to_be_visible()
+        expect(page.locator(".headline dd").first).to_contain_text(re.compile(r"\d.*%"))
+        expect(page.locator("#storage")).to_contain_text("MiB")
+
+
+def test_prefixes_are_named_by_where_they_part(opened: Page, real: Real) -> None:
+    for last in ("zebra", "yak"):
+        say(real, MANUAL + last)
+    opened.reload()
+    leaf = opened.locator("#tree .run[aria-label*='zebra']").first
+    expect(leaf).to_have_attribute("aria-label", re.compile("“… [^“]*zebra"))
 
 
 def test_a_chat_shows_the_reuse_of_each_turn(opened: Page) -> None:

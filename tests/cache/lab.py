@@ -15,14 +15,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from firn.cache.codecs import ALL_TOKENS, Arrays, At, Buffers
+from firn.cache.codecs import ALL_TOKENS, Arrays, Buffers
 from firn.cache.layout import Layout
 from firn.cache.parts import Needs, Part
 from firn.cache.planning.estimates import Estimates
 from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.cache.tree import InRow, Node, PartTotals, Record, Tree
 from firn.core.keys import Key, KeyTokens, child_key
-from firn.core.ports import Restored
+from firn.core.ports import At, Restored, RowView
 from firn.core.values import Job, Prompt
 from tests.hash_engine import HashEngine
 from tests.hash_runner import GARBAGE, Faults, HashGroup, HashLayer, HashRow, HashRunner
@@ -192,13 +192,8 @@ class LabRow:
     n_tokens: int = 0
     is_live: bool = True
 
-    @property
-    def live_layers(self) -> list[Any]:
-        return [self.layer]
-
-    @property
-    def index(self) -> int:
-        return 0
+    def view(self) -> RowView:
+        return RowView([self.layer], At(0, self.n_tokens))
 
     @property
     def tokens(self) -> list[int]:
@@ -370,6 +365,8 @@ def check_books(tree: PrefixTree) -> None:
         )
         assert pages.nbytes == sum(r.nbytes for r in pages.records)
         assert pages.end == max((r.node.end for r in pages.records), default=0)
+        assert pages.first == min((r.node.start for r in pages.records), default=0)
+    _check_rows(tree)
     for tier, counted in enumerate(inner.tiers):
         _check_held(counted, [r for r in every if r.is_stored(tier)])
     leaving = sum(r.nbytes for r in every if r.leaving)
@@ -381,6 +378,16 @@ def check_books(tree: PrefixTree) -> None:
         _check_held(root.memory, [r for r in own if r.arrays is not None and not r.leaving])
         with_records = [n for n in inner.subtree(root) if n.records]
         assert root.n_stored_tokens == sum(n.n_tokens for n in with_records)
+
+
+def _check_rows(tree: PrefixTree) -> None:
+    """What rows take beyond their records, counted again."""
+    rows, extra = tree.records.rows, 0
+    for pages in rows.every():
+        if any(tree.records.tree.is_attached(r.node.root) for r in pages.records):
+            slab = pages.slab if pages in rows.parked else None
+            extra += (slab.nbytes if slab is not None else 0) - pages.nbytes
+    assert rows.extra_nbytes == extra
 
 
 def _check_held(counted: PartTotals, records: Sequence[Record]) -> None:

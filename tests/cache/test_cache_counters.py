@@ -71,7 +71,7 @@ class Simulator:
         if n_cached:
             self.counts[f"hits.{self._kind(ids, n_cached)}"] += 1
         if n_cached < len(ids) - 1 or not n_cached:
-            why = self._why(n_cached, limit, read)
+            why = self._why(ids, n_cached, limit, read)
             self.counts[f"{'shortfalls' if n_cached else 'misses'}.{why}"] += 1
         return n_cached
 
@@ -81,12 +81,17 @@ class Simulator:
         longer = [n for n in self.nodes if len(n) > n_cached and n[:n_cached] == ids[:n_cached]]
         return "branching" if longer else "growing"
 
-    def _why(self, n_cached: int, limit: int, read: bool) -> str:
+    def _why(self, ids: Tokens, n_cached: int, limit: int, read: bool) -> str:
         if not read:
             return "reading off"
         if not self.n_shared:
             return "cold"
-        return "no state checkpoint" if n_cached < limit else "diverged"
+        if n_cached < limit:
+            return "no state checkpoint"
+        longer = [n for n in self.nodes if len(n) > self.n_shared]
+        return (
+            "diverged" if any(n[: self.n_shared] == ids[: self.n_shared] for n in longer) else "new"
+        )
 
     def keep(self, tokens: Tokens, due: Iterable[int]) -> None:
         """The row has read these tokens; a state was due at some places, and at the end."""

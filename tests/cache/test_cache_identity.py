@@ -19,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from firn.cache.admin.control import clear, pin, unpin
 from firn.cache.arrays.host import from_host, to_host
 from firn.cache.arrays.payload import Payload, evaluate, stacked
 from firn.cache.codecs import Arrays
@@ -130,6 +131,24 @@ def test_another_picture_shares_what_comes_before_it(
     cache = tree(DENSE, block=8)
     store(cache, with_pictures((20, 30, CAT)))
     assert cache.probe(with_pictures(*spans), Namespace("")).n_shared == n_shared
+
+
+# --- salts -----------------------------------------------------------------------------------
+
+
+def test_a_salt_shares_nothing_with_another_and_counts_as_its_namespace() -> None:
+    cache, words_60, own = tree(DENSE, block=8), prompt_of(words(1, 60)), Namespace("")
+    store(cache, replace(words_60, salt="a"))
+    for salt, n_shared in (("a", 60), ("b", 0), ("", 0)):
+        assert cache.probe(replace(words_60, salt=salt), own).n_shared == n_shared
+    assert cache.probe(replace(words_60, salt="a"), Namespace("other")).n_shared == 0
+    store(cache, words_60)
+    assert pin(cache, replace(words_60, salt="a"), own, cap_nbytes=1 << 20)["pinned_tokens"] == 59
+    assert unpin(cache, words_60, own)["unpinned_tokens"] == 0
+    assert unpin(cache, replace(words_60, salt="a"), own)["unpinned_tokens"]
+    clear(cache, own)
+    for salt in ("a", ""):
+        assert cache.probe(replace(words_60, salt=salt), own).n_shared == 0
 
 
 # --- another process -----------------------------------------------------------------------

@@ -237,7 +237,7 @@ class OverATier(Machine):
         check_tree(self.tree, whole=False)
         memory = self.tree.records.memory
         assert memory.nbytes <= max(memory.limit_nbytes, self.n_held), "grew past the limit"
-        self.n_held = memory.nbytes
+        self.n_held = memory.nbytes + self.tree.records.tree.leaving_nbytes  # it may stay after all
         faults = {f for f in self.tree.stats.faults if not f.startswith("read: ")}
         assert not faults
         self.check_leases()

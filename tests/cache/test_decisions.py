@@ -88,6 +88,7 @@ def server(
     *,
     estimates: Callable[[], Estimates] = Patient,
     disk: Disk | None = None,
+    tier: SsdTier | None = None,
     limit_nbytes: int = GIB,
     chunk: int = 16,
 ) -> Iterator[LabEngine]:
@@ -95,8 +96,7 @@ def server(
     cache = tree(shape, block=BLOCK, limit_nbytes=limit_nbytes, clock=time.monotonic)
     cache.records.estimates = estimates()
     options = TierOptions(str(folder), GIB)
-    tier = SsdTier(options) if disk is None else SsdTier(options, disk=disk)
-    io = TierIo(tier, IoThreads())
+    io = TierIo(tier or SsdTier(options, disk=disk), IoThreads())
     with LabEngine(shape, cache=cache, chunk=chunk) as lab:
         names = [Namespace("")]
         lab.between_steps(lambda: cache.add_tier("ssd", io, namespaces=names, wake=lab.engine.wake))
@@ -291,6 +291,13 @@ def test_reasons_are_true(tmp_path: Path) -> None:
         assert admission(ask(lab, ids)).reason == ""
         other = ids[:50] + words(2, 50)
         assert admission(ask(lab, other)).reason == "diverged at token 50"
+        other = ids[:50] + words(2, 53)
+        chat = other + ask(lab, other).tokens()
+        assert len(chat) % BLOCK, "its end is no block's"
+        reason = f"new from token {len(chat)}"
+        assert admission(ask(lab, chat + words(3, 20))).reason == reason
+        reason = f"diverged at token {len(chat) - 1}"
+        assert admission(ask(lab, chat[:-1] + words(4, 20))).reason == reason
         control = CacheControl(read=False)
         assert admission(ask(lab, ids, control=control)).reason == "reading off"
 

@@ -260,7 +260,7 @@ def test_a_question_that_hangs(token_s: float, deadline_s: float) -> None:
         (Takes(read=HANGS, deadline=HANGS), 5e-3, "not yet loaded"),
         (Takes(find=0.3, read=4.0), 5e-3, "not yet loaded"),
         (Takes(read=HANGS, deadline=0.05), 5e-3, "read failed"),
-        (Takes(find=HANGS), 5e-3, "cold"),
+        (Takes(find=HANGS), 5e-3, "a store did not answer"),
     ],
     ids=["reads hang", "slow", "reads fail", "nothing is known"],
 )

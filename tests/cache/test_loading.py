@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from firn.cache import records
 from firn.cache.cursor import MAX_LATE, CacheCursor, Loading
 from firn.cache.loading import DEADLINE_FACTOR, MIN_DEADLINE_S
 from firn.cache.parts import Part
@@ -14,7 +16,19 @@ from firn.cache.storage.io import ReadOrder
 from firn.cache.storage.threads import Done
 from firn.core.ports import EngineLoad
 from firn.core.values import CacheControl, Namespace
-from tests.cache.lab import DENSE, LabEngine, LabLayer, LabRow, prompt_of, records_of, tree
+from tests.cache.lab import (
+    DENSE,
+    HYBRID,
+    WINDOWED,
+    LabEngine,
+    LabLayer,
+    LabRow,
+    Shape,
+    n_leases,
+    prompt_of,
+    records_of,
+    tree,
+)
 from tests.cache.planning.test_plan import Told
 from tests.cache.storage.test_client import SickIo
 from tests.cache.test_cache_over_tier import DictIo
@@ -124,6 +138,117 @@ def test_a_jump_does_not_let_go_of_what_a_load_still_needs() -> None:
     assert ahead is not None
     assert ahead.n_tokens == 80
     cache.close_cursor(cursor, None)
+
+
+# --- what a plan relies on -----------------------------------------------------------------
+
+
+class Cached:
+    """A cache over a tier that carries out its orders when it is told to."""
+
+    def __init__(self, shape: Shape, ids: Sequence[int]) -> None:
+        self.shape, self.ids = shape, ids
+        self.cache, self.io = tree(shape, block=BLOCK, limit_nbytes=GIB), DictIo(Part.PAGES)
+        self.cache.records.estimates = Hasty()
+        self.cache.add_tier("ssd", self.io, namespaces=[EVERYONE], wake=lambda: None)
+
+    def run_orders(self) -> None:
+        while self.io.orders:
+            self.io.orders.popleft()("well")
+            self.cache.tick(EngineLoad.NONE)
+
+    def compute(self, n_tokens: int) -> None:
+        """The row is not kept; a recurrent state is committed where it ends."""
+        prompt = prompt_of(self.ids[: n_tokens + 1], [n_tokens])
+        cursor = self.cache.open(prompt, EVERYONE, CacheControl())
+        restored = self.cache.restore(cursor)
+        layer = LabLayer([[]], self.shape)
+        row = LabRow(layer)
+        if restored is not None:
+            restored.fill([layer])
+            row.n_tokens = restored.n_tokens
+            restored.filled(row)
+        row.consume(self.ids[row.n_tokens : n_tokens])
+        self.cache.commit(cursor, row)
+        self.cache.close_cursor(cursor, None)
+
+    def open(self) -> CacheCursor:
+        cursor = self.cache.open(prompt_of(self.ids), EVERYONE, CacheControl())
+        assert isinstance(cursor, CacheCursor)
+        return cursor
+
+    def n_restored(self, cursor: CacheCursor) -> int:
+        restored = self.cache.restore(cursor)
+        return 0 if restored is None else restored.n_tokens
+
+
+@pytest.fixture
+def slow_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orders are carried out only when a test says so, and any number of records may wait for them."""
+    monkeypatch.setattr(records, "WRITE_WAIT_S", 0.0)
+    monkeypatch.setattr(records, "LEAVING_SHARE", GIB)
+
+
+KINDS = pytest.mark.parametrize(
+    "shape", [DENSE, HYBRID, WINDOWED], ids=["dense", "hybrid", "window"]
+)
+
+
+@KINDS
+@pytest.mark.parametrize("fate", ["well", "fault"])
+@pytest.mark.usefixtures("slow_writes")
+def test_what_a_request_will_resume_from_stays_when_it_is_written(shape: Shape, fate: str) -> None:
+    """It was about to leave memory when the request was planned on it."""
+    lab = Cached(shape, words(1, 81))
+    lab.compute(80)
+    lab.cache.tick(EngineLoad.NONE)
+    lab.cache.set_room(1)
+    assert any(r.leaving for r in records_of(lab.cache))
+    cursor = lab.open()
+    while lab.io.orders:
+        lab.io.orders.popleft()(fate)
+        lab.cache.tick(EngineLoad.DECODING)
+    assert lab.n_restored(cursor) == 80
+    assert cursor.admission.reason == ""
+    lab.cache.close_cursor(cursor, None)
+    assert n_leases(lab.cache) == 0
+    lab.cache.set_room(1)
+    assert lab.cache.records.memory.nbytes == 0, "once it has resumed, it may go"
+
+
+def test_what_can_be_resumed_at_once_stays_while_more_is_loaded() -> None:
+    """A state in memory, and a later one on the disk that may never come."""
+    lab = Cached(HYBRID, words(1, 81))
+    lab.compute(40)
+    lab.compute(80)
+    lab.cache.tick(EngineLoad.NONE)
+    lab.run_orders()
+    for record in records_of(lab.cache):
+        if record.node.end > 40:
+            lab.cache.records.tree.release(record)
+    cursor = lab.open()
+    assert cursor.loading is not None
+    lab.cache.set_room(0)
+    assert lab.n_restored(cursor) == 40
+    lab.cache.close_cursor(cursor, None)
+
+
+@KINDS
+def test_a_request_that_finds_less_than_was_planned_is_planned_again(shape: Shape) -> None:
+    lab = Cached(shape, words(1, 81))
+    lab.compute(80)
+    lab.cache.tick(EngineLoad.NONE)
+    lab.run_orders()
+    cursor = lab.open()
+    assert cursor.loading is None, "all of it is in memory"
+    lab.cache.records.drop(records_of(lab.cache))  # as when the device has no memory
+    assert lab.n_restored(cursor) == 0
+    lab.run_orders()
+    ahead = lab.cache.advance(cursor, 0)
+    assert ahead is not None
+    assert ahead.n_tokens == 80
+    lab.cache.close_cursor(cursor, None)
+    assert n_leases(lab.cache) == 0
 
 
 # --- how long it may take ------------------------------------------------------------------

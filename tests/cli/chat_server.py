@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import termios
 import threading
 from collections.abc import Callable, Iterator
@@ -159,7 +160,10 @@ def one_process(
 class Terminal:
     """`firn chat` on a pseudo-terminal, which is its controlling terminal."""
 
-    def __init__(self, *arguments: str, term: str = "dumb") -> None:
+    def __init__(self, *arguments: str, term: str = "dumb", home: Path | None = None) -> None:
+        """home: where the history of what was typed is kept; None: nowhere that stays."""
+        self._home = tempfile.TemporaryDirectory(prefix="firn-home-")
+        home = home or Path(self._home.name)
         self._master, slave = pty.openpty()
         self.process = subprocess.Popen(
             [*CHAT, *arguments],
@@ -168,7 +172,13 @@ class Terminal:
             stderr=slave,
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-            env=CLEAN | {"TERM": term, "COLUMNS": "200"},
+            env=CLEAN
+            | {
+                "TERM": term,
+                "COLUMNS": "200",
+                "HOME": str(home),
+                "XDG_CACHE_HOME": str(home / "xdg"),
+            },
         )
         os.close(slave)
         self.shown = ""
@@ -183,6 +193,7 @@ class Terminal:
             self.process.kill()
         self.process.wait()
         os.close(self._master)
+        self._home.cleanup()
 
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())

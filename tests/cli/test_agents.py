@@ -8,12 +8,15 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import yaml
 from typer.testing import Result
 
+from firn.api.agents import AGENTS, ServedModel
 from firn.api.auth import Keys
 from firn.api.services import ApiLimits
-from firn.cli.agents import AGENTS, ServedModel, agents
+from firn.cli.agents import agents
 from firn.cli.parameters import DEFAULT_URL
 from tests.api.live import serve
 from tests.cli import command
@@ -35,8 +38,12 @@ def shell(text: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("agent", AGENTS)
 def test_the_docs_show_what_is_printed(agent: str) -> None:
-    render, _ = AGENTS[agent]
-    assert render(LARGE) in PAGE.read_text(encoding="utf-8")
+    assert AGENTS[agent].render(LARGE) in PAGE.read_text(encoding="utf-8")
+
+
+def test_the_help_names_every_agent() -> None:
+    words = run("--help").stdout.replace(",", " ").replace(".", " ").split()
+    assert set(AGENTS) <= set(words)
 
 
 def test_the_server_is_asked() -> None:
@@ -122,7 +129,7 @@ def test_a_folder_is_read_instead(tmp_path: Path) -> None:
 
 def test_a_model_that_sees_says_so() -> None:
     seeing = ServedModel("m", "http://h", 8192, vision=True)
-    render, _ = AGENTS["opencode"]
+    render = AGENTS["opencode"].render
     entry = json.loads(render(seeing))["provider"]["firn"]["models"]["m"]
     assert entry["modalities"]["input"] == ["text", "image"]
     assert (
@@ -133,11 +140,60 @@ def test_a_model_that_sees_says_so() -> None:
 @pytest.mark.parametrize("name", ['a "b" $c', "it's", "org/name", "ü"])
 def test_odd_names_do_no_harm(name: str) -> None:
     odd = ServedModel(name, "http://h:1", 65536)
-    assert shell(AGENTS["claude"][0](odd))["ANTHROPIC_MODEL"] == name
-    assert tomllib.loads(AGENTS["codex"][0](odd))["model"] == name
-    assert name in json.loads(AGENTS["opencode"][0](odd))["provider"]["firn"]["models"]
-    words: Any = shlex.split(AGENTS["aider"][0](odd).splitlines()[-1])
+    assert shell(AGENTS["claude"].render(odd))["ANTHROPIC_MODEL"] == name
+    assert tomllib.loads(AGENTS["codex"].render(odd))["model"] == name
+    assert name in json.loads(AGENTS["opencode"].render(odd))["provider"]["firn"]["models"]
+    words: Any = shlex.split(AGENTS["aider"].render(odd).splitlines()[-1])
     assert words[2] == f"openai/{name}"
+    qwen = json.loads(AGENTS["qwen"].render(odd))
+    assert qwen["model"]["name"] == qwen["modelProviders"]["openai"][0]["id"] == name
+    assert yaml.safe_load(AGENTS["continue"].render(odd))["models"][0]["model"] == name
+
+
+def test_agents_that_are_set_up_in_a_file_get_the_whole_of_it() -> None:
+    (entry,) = json.loads(AGENTS["qwen"].render(LARGE))["modelProviders"]["openai"]
+    assert entry["baseUrl"] == "http://127.0.0.1:8000/v1"
+    assert entry["generationConfig"] == {"contextWindowSize": 40960}
+    (model,) = yaml.safe_load(AGENTS["continue"].render(LARGE))["models"]
+    assert model["apiBase"] == "http://127.0.0.1:8000/v1"
+    options = {"contextLength": 40960, "maxTokens": 10240}
+    assert model["defaultCompletionOptions"] == options
+
+
+def test_a_machine_without_firn_gets_the_settings_from_the_server() -> None:
+    with serve(context_length=65536) as live:
+        answer = httpx.get(f"{live.url}/v1/agents/claude")
+        assert answer.headers["content-type"].startswith("text/plain")
+        said = shell(answer.text)
+        assert said["ANTHROPIC_BASE_URL"] == live.url
+        assert said["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "65536"
+        every = httpx.get(f"{live.url}/v1/agents", params={"url": "https://firn.example/x/"}).json()
+        assert [agent["id"] for agent in every["agents"]] == list(AGENTS)
+        assert every["agents"][1]["where"] == "put this into ~/.codex/config.toml"
+        assert 'base_url = "https://firn.example/x/v1"' in every["agents"][1]["settings"]
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/v1/agents/emacs", 404),
+        ("/v1/agents?model=another", 404),
+        ("/v1/agents/claude?url=javascript:alert(1)", 400),
+        ("/v1/agents/claude?url=http://h/%22%0Aexport%20X=1", 400),
+    ],
+)
+def test_what_the_server_cannot_answer_is_a_4xx(path: str, status: int) -> None:
+    with serve() as live:
+        assert httpx.get(live.url + path).status_code == status
+
+
+def test_the_servers_settings_name_the_key_and_never_show_it() -> None:
+    with serve(keys=Keys(["s3cret"])) as live:
+        assert httpx.get(f"{live.url}/v1/agents").status_code == 401
+        answer = httpx.get(f"{live.url}/v1/agents", headers={"x-api-key": "s3cret"})
+        assert "s3cret" not in answer.text
+        for agent in answer.json()["agents"]:
+            assert "FIRN_API_KEY" in agent["settings"]
 
 
 @pytest.mark.parametrize(

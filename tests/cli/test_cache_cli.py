@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import stat
@@ -22,7 +23,7 @@ from firn.cache.storage.container import Name
 from firn.cache.storage.faults import Refused, TierFault
 from firn.cache.storage.io import load
 from firn.cache.storage.seal import load_seal
-from firn.cache.tiers._folder import path_of
+from firn.cache.tiers._folder import Disk, path_of
 from firn.cache.tiers.ssd import SsdTier
 from firn.core.keys import root_key
 from firn.core.values import Namespace
@@ -215,6 +216,23 @@ def test_verify_drops_what_no_prompt_can_reach(folder: Path, cache: Cache) -> No
     assert "4 records that no prompt can reach, deleted." in cache("verify", "--quarantine").output
     assert [tier.holds(r) for r in ALL] == [r not in (*lost, TRUNK[3]) for r in ALL]
     assert "no prompt can reach" not in cache("verify").output
+
+
+def test_verify_deletes_nothing_while_the_disk_cannot_be_read(
+    folder: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = store(folder, *ALL)
+
+    def failing(self: Disk, fd: int, buffer: memoryview) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Disk, "read", failing)
+        told = cache("verify", "--quarantine")
+    assert told.exit_code == 1
+    assert f"cannot be read: {path_of(str(ALL[0].name))}: I/O error" in told.output
+    assert "0 damaged" in told.output
+    assert all(tier.holds(one) for one in ALL)
 
 
 def test_gc(folder: Path, cache: Cache) -> None:

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import threading
+from pathlib import Path
 
 import httpx
 import pytest
@@ -281,6 +282,61 @@ def test_ctrl_c_stops_the_reply_and_the_conversation_goes_on() -> None:
         assert terminal.exit_code() == 0
     assert server.messages == [("user", "count"), ("assistant", "one "), ("user", "go on")]
     assert "\x1b[2J" not in terminal.shown
+
+
+def test_what_is_typed_ahead_is_asked_next_and_garbles_no_reply() -> None:
+    typed = threading.Event()
+
+    def slow(wire: Wire) -> None:
+        wire.start()
+        wire.delta(content="one ")
+        assert typed.wait(60)
+        wire.delta(content="more")
+        wire.finish()
+
+    with serving(slow, two) as server, Terminal("--url", server.url) as terminal:
+        terminal.wait_for("> ")
+        terminal.type("count\n")
+        terminal.wait_for("one ")
+        terminal.type("and then?\n")
+        typed.set()
+        terminal.wait_for("more")
+        assert "one more" in terminal.shown, "nothing is between the two pieces"
+        terminal.wait_for("two")
+        terminal.wait_for("> ")
+        terminal.type("\x04")
+        assert terminal.exit_code() == 0
+    assert server.messages[-1] == ("user", "and then?")
+
+
+def test_what_was_typed_can_be_recalled_in_the_next_chat(tmp_path: Path) -> None:
+    for typed in ("what is firn?\n", "\x10\x10\n"):  # Ctrl-P: the line before; the last was /exit
+        with serving(two) as server, Terminal("--url", server.url, home=tmp_path) as terminal:
+            terminal.wait_for("> ")
+            terminal.type(typed)
+            terminal.wait_for("two")
+            terminal.wait_for("> ")
+            terminal.type("/exit\n")
+            assert terminal.exit_code() == 0
+        assert server.messages == [("user", "what is firn?")]
+    (history,) = tmp_path.rglob("chat_history")
+    assert history.stat().st_mode & 0o077 == 0
+
+
+def test_markdown_is_styled_in_a_terminal_with_colours() -> None:
+    def marked(wire: Wire) -> None:
+        wire.start()
+        wire.delta(content="a **bo")
+        wire.delta(content="ld** word")
+        wire.finish()
+
+    with (
+        serving(marked) as server,
+        Terminal("--url", server.url, term="xterm-256color") as terminal,
+    ):
+        terminal.wait_for("> ")
+        terminal.type("hi\n")
+        terminal.wait_for("\x1b[1mbold\x1b[0m word")
 
 
 def test_ctrl_c_before_the_first_token_forgets_the_question() -> None:

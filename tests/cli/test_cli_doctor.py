@@ -20,7 +20,14 @@ from mlx_lm.models import qwen3
 from rich.console import Console
 
 from firn.assembly import memory as memory_plans
-from firn.cli.doctor import Finding, describe_model, doctor, machine_findings, model_findings
+from firn.cli.doctor import (
+    Finding,
+    describe_model,
+    doctor,
+    machine_findings,
+    model_findings,
+    template_findings,
+)
 from firn.cli.doctor_budget import as_computed, budget_rows, machine_of, model_of, verdict
 from firn.cli.terminal import size
 from firn.config import BUILTIN_MODEL
@@ -36,6 +43,8 @@ from firn.host.machine import (
 )
 from firn.models.cpu.dtype import widened_nbytes
 from firn.models.inspect import CacheCost, DeviceReport, ModelReport, inspect_folder
+from firn.text.template_losses import TOOLS_MOVE
+from tests import families
 from tests.cli import command
 
 GIB = 2**30
@@ -111,6 +120,18 @@ def test_a_broken_model_exits_1_and_says_why(tmp_path: Path) -> None:
     assert run(str(tmp_path / "none")).returncode == 1
 
 
+def test_what_the_chat_template_loses_is_told(tmp_path: Path) -> None:
+    told = {}
+    for family in ("nemo", "deepseek"):
+        (tmp_path / family).mkdir()
+        families.write(tmp_path / family, families.FAMILIES[family], families.template(family))
+        told[family] = [(f.text, f.mark) for f in template_findings(tmp_path / family)]
+    assert (TOOLS_MOVE, "note") in told["nemo"]
+    assert [mark for _, mark in told["deepseek"]] == ["ok"]
+    families.write(tmp_path, families.FAMILIES["nemo"], None)
+    assert list(template_findings(tmp_path)) == []
+
+
 def test_printing_is_plain(tiny: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
     assert doctor(str(tiny / "none"), console=console) == 1
@@ -123,8 +144,9 @@ def test_the_built_in_model_and_a_hub_id_are_no_problem() -> None:
     (finding,) = model_findings("firn-tests/no-such-model")
     assert finding.mark == "note"
     assert "would download it" in finding.text
-    (wrong,) = model_findings("not an id!")
-    assert wrong.mark == "problem"
+    for name in ("not an id!", "nonsense"):
+        (wrong,) = model_findings(name)
+        assert wrong.mark == "problem"
     assert list(model_findings(None)) == []
 
 

@@ -11,7 +11,10 @@ from typer.testing import Result
 
 from firn.cli.doctor_fleet import fleet_findings
 from firn.config import load
+from firn.core.errors import SetupError
+from firn.fleet.catalogue import folders
 from firn.fleet.memory import Room
+from firn.models import hub
 from tests.api.live import serve
 from tests.cli import command
 from tests.cli.chat_server import Wire, serving
@@ -105,6 +108,14 @@ def test_the_only_model_of_a_server_is_not_to_be_unloaded(tmp_path: Path) -> Non
     assert folder.exists()
 
 
+@pytest.mark.parametrize("verb", ["load", "unload"])
+def test_a_server_of_one_model_says_that_it_is_always_loaded(verb: str) -> None:
+    with serve() as live:
+        result = run("models", verb, "fake", "--url", live.url)
+    assert result.exit_code == 1
+    assert result.output == f"firn: {live.url} serves one model, which is always loaded.\n"
+
+
 def test_of_a_link_only_the_link_is_removed(tmp_path: Path) -> None:
     folder, shelf = model_folder(tmp_path, "elsewhere/one"), tmp_path / "shelf"
     shelf.mkdir()
@@ -132,6 +143,29 @@ def test_a_model_that_comes_with_firn_is_on_no_hub(tmp_path: Path) -> None:
     done = run("pull", "firn-demo", "--models-dir", str(tmp_path), "--download-retries", "0")
     assert done.output.startswith("firn-demo is in ")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pull_into_a_folder_shows_the_model_when_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that serves the folder must not find half a model."""
+    begun: list[list[Path]] = []
+
+    def fetch(name: str, folder: Path, rules: hub.HubRules) -> Path:
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text("{}")
+        begun.append([path for _, path in folders(tmp_path)])
+        if len(begun) == 1:
+            raise SetupError("the connection broke")
+        return folder
+
+    monkeypatch.setattr(hub, "fetch_into", fetch)
+    arguments = ("pull", "owner/one", "--models-dir", str(tmp_path))
+    assert run(*arguments).exit_code == 1
+    assert run(*arguments).exit_code == 0
+    assert begun == [[], []]
+    assert list(folders(tmp_path)) == [("owner/one", tmp_path / "owner" / "one")]
+    assert run(*arguments).exit_code == 0, "it is there: only what is new is fetched"
 
 
 @pytest.mark.parametrize("arguments", [[""], ["owner/name", "--download-retries", "-1"]])

@@ -18,7 +18,7 @@ from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.core.values import CacheControl, Job, Prompt, RequestId, Sampling
-from firn.models.runner import Runner
+from firn.models.decode.runner import Runner
 from tests.dict_cache import DictCache
 from tests.harness import model_info
 from tests.hash_runner import HashRunner
@@ -53,7 +53,7 @@ RUNNERS: dict[str, Callable[[], Any]] = {
 
 def tree_over(runner: Any) -> PrefixTree:
     settings = CacheSettings(1 << 30, block=8)
-    layout = Layout.of(runner.start(None).live_layers)
+    layout = Layout.of(runner.start(None).view().layers)
     return PrefixTree(layout, settings, fingerprint=b"model", dtype="float32")
 
 

@@ -7,7 +7,7 @@ import copy
 import json
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import cache
 from typing import Any
 
@@ -34,6 +34,7 @@ from firn.core.events import (
     ToolCallDelta,
     ToolCallStarted,
 )
+from firn.core.fair_pool import FairPool
 from firn.core.values import GenerateRequest, Namespace, Usage
 from firn.text.formats import PLAIN
 from firn.text.prompt import PromptMaker
@@ -285,9 +286,11 @@ async def _answer(extra: JsonRoute, asked: RouteRequest) -> Any:
 def services() -> Iterator[Services]:
     tokenizer, event_router = FakeTokenizer(), EventRouter()
     engine = FakeEngine(
-        event_router.publish, lambda job, choice: [], vocab_size=tokenizer.vocab_size
+        event_router.publish,
+        lambda job, choice: tokenizer.encode("a", add_special=False),
+        vocab_size=tokenizer.vocab_size,
     )
-    with ThreadPoolExecutor(1) as pool:
+    with closing(FairPool(1, name="pool")) as pool:
         yield Services(
             engine=engine,
             tokenizer=tokenizer,

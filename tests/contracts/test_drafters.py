@@ -1,4 +1,4 @@
-"""What every drafter promises. A new file in models/drafters is tested automatically."""
+"""What every drafter promises. A new file in models/speculation/drafters is tested automatically."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from firn.cache.off import CacheOff
 from firn.core.values import Job, Prompt, RequestId
-from firn.models import drafters
-from firn.models.batch import Group, Row
-from firn.models.carry import HiddenAt, carry_of
-from firn.models.drafters import NO_DRAFT, Draft, Drafter
+from firn.models.decode.batch import Group, Row
+from firn.models.decode.mtp_hidden import HiddenAt, carry_of
 from firn.models.mtp import MtpModel, with_head_layer
-from firn.models.speculation import MAX_DRAFT
-from tests.models.drafters.test_mtp import random_head
+from firn.models.speculation import drafters
+from firn.models.speculation.drafters import NO_DRAFT, Draft, Drafter
+from firn.models.speculation.speculator import MAX_DRAFT
+from tests.models.speculation.drafters.test_mtp import random_head
 from tests.zoo import build
 
 PROMPT = [5, 6, 7, 8, 9, 10, 5, 6]
@@ -53,7 +53,7 @@ class OnRows:
         if row is None or row.group is None:
             return
         fed = [*row.pending, *tokens[:-1]]
-        self._model(mx.array([fed]), cache=row.group.layers, carry=carry_of([row]))
+        self._model(mx.array([fed]), cache=row.group.layers, carry=carry_of([row.hidden]))
         row.n_tokens += len(fed)
         row.pending = [tokens[-1]]
         row.hidden = [HiddenAt(self._model.hidden, 0, len(fed) - 1)]
@@ -75,7 +75,7 @@ def every_drafter() -> list[str]:
 
 def made(name: str) -> Any:
     """A drafter for these tests, on a tiny model if it needs one."""
-    module = importlib.import_module(f"firn.models.drafters.{name}")
+    module = importlib.import_module(f"firn.models.speculation.drafters.{name}")
     if name not in drafters.ON_A_MODEL:
         return module.DRAFTER()
     model = build("llama")

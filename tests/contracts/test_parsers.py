@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from firn.text.formats import ReplyFormat, reasoning_parser_names, tool_parser_names
 from firn.text.parsers import ToolFormat, formats, names
 from firn.text.splitter import ThinkTags
-from tests.text.replies import NATIVE, Reply, read, read_at_every_split
+from tests.text.replies import NATIVE, NEXT_PART, Reply, read, read_at_every_split
 
 THINK = ThinkTags("<think>", "</think>")
 EACH = pytest.mark.parametrize("format", formats().values(), ids=formats())
@@ -55,8 +55,8 @@ def test_text_around_a_call_is_kept_and_nothing_else(format: ToolFormat) -> None
 def test_calls_in_a_row(format: ToolFormat) -> None:
     if format.starts == ("[",):
         pytest.skip("one list is the whole reply")
-    start = "<|start|>assistant" if format.splitter else "\n"
-    reply = read_at_every_split(reply_format(format), format.example + start + format.example)
+    part = NEXT_PART.get(format.name, "\n")
+    reply = read_at_every_split(reply_format(format), format.example + part + format.example)
     assert_is_the_call(reply, 2)
     assert reply.text == ""
 
@@ -148,6 +148,9 @@ def test_any_mixture_of_its_parts_at_any_split(format: ToolFormat, data: st.Data
     whole = read(reply_format(format), [text])
     assert read(reply_format(format), chunks) == whole
     assert read(reply_format(format), list(text)) == whole
+    if format.name not in ("harmony", "deepseek", "deepseek_v3", "kimi_k2", "solar", "mistral"):
+        for call in read(reply_format(format), [text], was_cut=False).calls:
+            assert isinstance(call.arguments, dict)  # the others may take code, or a list
 
 
 @EACH

@@ -63,7 +63,7 @@ def test_a_joined_row_is_in_one_group(kind: str) -> None:
     found = [row for group in runner.groups() for row in group]
     assert sorted(map(id, found)) == sorted(map(id, rows))
     for group in runner.groups():
-        assert [row.index for row in group] == list(range(len(group)))
+        assert [row.view().at.index for row in group] == list(range(len(group)))
     assert {id(p.row) for p in step(runner)} == set(map(id, rows))
 
 
@@ -123,7 +123,7 @@ def test_a_restored_row_starts_where_it_was_filled_to(kind: str) -> None:
     row = runner.start(Restored(7, filled.append))
     assert row.n_tokens == 7
     assert len(filled) == 1
-    assert len(filled[0]) == len(runner.start(None).live_layers)
+    assert len(filled[0]) == len(runner.start(None).view().layers)
 
 
 @every_runner

@@ -39,3 +39,10 @@ def test_seconds(value: object, expected: float) -> None:
 def test_what_is_no_time(value: object) -> None:
     with pytest.raises(ValueError, match="30m"):
         seconds(value)
+
+
+@pytest.mark.parametrize("text", ["1" * 1_000_000 + "x", "1s" * 500_000 + "x", "1." * 500_000])
+def test_a_long_text_that_is_no_duration_takes_linear_time(text: str) -> None:
+    """Searched for units from each digit on, it would take half an hour."""
+    with pytest.raises(ValueError, match="must be a number of seconds"):
+        seconds(text)

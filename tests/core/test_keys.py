@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from firn.core import keys
-from firn.core.keys import KeyTokens, block_keys, child_key, key_tokens, root_key
-from firn.core.values import Namespace, PictureSpan
+from firn.core.keys import KeyTokens, block_keys, child_key, key_tokens, prompt_tokens, root_key
+from firn.core.values import Namespace, PictureSpan, Prompt
+from firn.engine.thinning import thinned
 
 TOKENS = st.lists(st.integers(0, 1 << 40), max_size=40)
 # Few letters, so that adjacent fields are often confusable.
@@ -182,6 +184,32 @@ def test_the_prompt_is_not_written_to() -> None:
     ids.flags.writeable = False
     key_tokens(ids, [PictureSpan(2, 4, CAT)])
     assert ids.tolist() == list(range(9))
+
+
+def salted(salt: str, ids: Sequence[int] = range(9)) -> list[int]:
+    prompt = Prompt(np.array(ids, dtype=np.int64), salt=salt)
+    return [int(value) for value in prompt_tokens(prompt)]
+
+
+def test_a_salt_changes_the_first_key_token_and_so_every_key() -> None:
+    plain = list(range(9))
+    assert salted("") == plain
+    assert salted("a") == salted("a")
+    assert len({salted(salt)[0] for salt in ("", "a", "b", "ab")}) == 4
+    assert salted("a")[1:] == plain[1:]
+    assert salted("a")[0] >> 63, "no token of text equals it"
+    assert salted("a", [0, 5])[0] != salted("a", [1, 5])[0]
+    chains = [block_keys(root(), values(salted(salt)), 2) for salt in ("", "a", "b")]
+    assert len({key for chain in chains for key in chain}) == 3 * 4
+
+
+def test_a_thinned_prompt_keeps_its_salt() -> None:
+    whole = Prompt(np.arange(8, dtype=np.int64), salt="a")
+    thin = thinned(whole, np.arange(0, 8, 2), start=0, recipe="r")
+    assert thin is not None
+    bare = replace(thin, salt="")
+    assert prompt_tokens(thin).tolist()[0] != prompt_tokens(bare).tolist()[0]
+    assert prompt_tokens(thin).tolist()[1:] == prompt_tokens(bare).tolist()[1:]
 
 
 # --- other processes -----------------------------------------------------------------------

@@ -13,7 +13,7 @@ from firn.cache.codecs import leaves
 from firn.core.ports import Restored
 from firn.engine import prefill, prompt_batches
 from firn.engine.prompt_batches import MIN_SAMPLES, TRY_EVERY, TRY_FIRST, BatchTrial
-from firn.models.together import can_read_together, together_fault
+from firn.models.decode.batched_prefill import batched_prefill_fault, can_read_together
 from tests.cache.lab import IN_ROWS, LabEngine, tree
 from tests.cache.tiny import Build, Reference, cold_and_warm, tiny, tokens
 from tests.dict_cache import DictCache
@@ -128,7 +128,7 @@ def test_which_layers_can_be_read_together(name: str, can: bool) -> None:
 
 def test_a_model_that_ignores_masks_is_refused() -> None:
     model, make_layers = tiny("llama")()
-    assert together_fault(model, make_layers) is None
+    assert batched_prefill_fault(model, make_layers) is None
 
     def forgets_masks(ids: Any, cache: Any) -> Any:
         """Every row sees the padding of the others."""
@@ -137,7 +137,7 @@ def test_a_model_that_ignores_masks_is_refused() -> None:
                 layer.left_padding = layer.left_padding * 0
         return model(ids, cache=cache)
 
-    assert "different" in (together_fault(forgets_masks, make_layers) or "")
+    assert "different" in (batched_prefill_fault(forgets_masks, make_layers) or "")
 
 
 def test_exact_mode_reads_prompts_one_by_one() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from firn.models.drafters.lookup import Lookup
-from firn.models.ragged import MAX_FEED
-from firn.models.speculation import Speculation
+from firn.models.decode.ragged import MAX_FEED
+from firn.models.speculation.drafters.lookup import Lookup
+from firn.models.speculation.speculator import Speculation
 from tests.cache.lab import DENSE, HYBRID, WINDOWED, LabEngine, Shape, tree
 from tests.harness import Harness, running
 from tests.hash_runner import prompt_of as words

@@ -29,7 +29,8 @@ class Family:
     """special: tokens that readers never see. markup: tokens that are added, but not special.
 
     alternates: whether its template refuses two turns in a row by the same side. thought: the start
-    of a thought that is left out of the prompt once the next question is asked.
+    of a thought that is left out of the prompt once the next question is asked. moved: the start of
+    what is written before the last question.
     """
 
     special: tuple[str, ...]
@@ -38,6 +39,7 @@ class Family:
     bos: str | None = None
     alternates: bool = False
     thought: str = ""
+    moved: str = ""
 
 
 _CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -79,6 +81,13 @@ FAMILIES: dict[str, Family] = {
         eos="</s>",
         bos="<s>",
         alternates=True,
+    ),
+    "nemo": Family(
+        ("<s>", "</s>", *_MISTRAL),
+        eos="</s>",
+        bos="<s>",
+        alternates=True,
+        moved="[AVAILABLE_TOOLS]",
     ),
     "gemma3": Family(
         ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>"),

@@ -149,7 +149,7 @@ def fronting(
         await serving
         await parts.fleet.close()
         await running
-        parts.pool.shutdown()
+        parts.pool.close()
 
     def main() -> None:
         with tempfile.TemporaryDirectory(prefix="firn-") as folder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -173,6 +174,36 @@ def test_a_models_files_give_its_facts_and_its_footprint(tmp_path: Path) -> None
     assert guess.nbytes > 300 * MIB
     assert estimate(None).weights_nbytes == 0
     assert read_facts(None).capabilities == ()
+
+
+def test_tools_may_have_a_template_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert "tools" not in read_facts(tmp_path).capabilities
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(
+        "{{ tools }} <tool_call>"
+    )
+    assert "tools" in read_facts(tmp_path).capabilities
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "can"),
+    [
+        ("{{ tools }} <tool_call>", (), True),
+        ("{{ tools }} in no format that is known", (), False),
+        ("{{ tools }}", ("<|tool_call_start|>", "<|tool_call_end|>"), True),
+        ("{{ messages }} <tool_call>", (), False),
+    ],
+)
+def test_a_model_that_is_not_loaded_has_tools_if_its_calls_are_read(
+    tmp_path: Path, template: str, tokens: tuple[str, ...], can: bool
+) -> None:
+    added = {str(i): {"content": token} for i, token in enumerate(tokens)}
+    settings = {"chat_template": template, "added_tokens_decoder": added}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert ("tools" in read_facts(tmp_path).capabilities) is can
 
 
 def test_measured_needs_do_not_shrink() -> None:

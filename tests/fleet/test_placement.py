@@ -140,6 +140,26 @@ def test_a_contested_place_is_held_as_long_as_loading_takes() -> None:
     assert plan(idle, long_ago).unload == (("a", "room"),)
 
 
+def test_a_hold_that_was_for_nothing_is_shorter_the_next_time() -> None:
+    idle = loaded("a", need=100, used=NOW - 1)
+    again = wanted("b", displaced_at=NOW - 20)
+    assert plan(idle, again).held_in_vain == ()
+    assert plan(idle, again, now=NOW + 3).held_in_vain == ("a",)
+    assert plan(idle, replace(again, displaced_at=-NEVER)).held_in_vain == (), "it was not held"
+    quarter = replace(idle, hold_share=0.25)  # of the four seconds that loading takes
+    assert plan(quarter, again).unload == (("a", "room"),)
+
+
+def test_nothing_is_unloaded_for_a_model_that_may_not_load() -> None:
+    new = wanted("new", is_proven=False)
+    full = (loaded("a"), loaded("b"))
+    assert plan(*full, new) == FleetPlan(check=("new",))
+    assert plan(loaded("a"), new).load == ("new",), "there is room: loading it shows whether it can"
+    assert plan(*full, replace(new, is_proven=True)).unload == (("a", "room"),)
+    later = wanted("small", need=10, since=NOW + 1)
+    assert plan(loaded("a", need=80), new, later).load == ("small",), "no room is being made yet"
+
+
 def test_idle_models_are_unloaded_when_memory_is_overdrawn() -> None:
     grown, idle = loaded("grown", need=80, n_active=1), loaded("idle", need=40)
     assert plan(grown, idle).unload == (("idle", "room"),)

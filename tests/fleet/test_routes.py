@@ -14,7 +14,14 @@ from firn.fleet.catalogue import ModelCatalogue
 from tests.api.live import serve
 from tests.fleet.fronts import config
 
-OWN = {"/v1/models/{model_id:path}/load", "/v1/models/{model_id:path}/unload"}
+OWN = {
+    "/api/pull",
+    "/api/delete",
+    "/api/copy",
+    "/api/create",
+    "/v1/models/{model_id:path}/load",
+    "/v1/models/{model_id:path}/unload",
+}
 
 
 def routes_of(app: object) -> set[tuple[str, str]]:
@@ -28,7 +35,7 @@ def routes_of(app: object) -> set[tuple[str, str]]:
 async def front_routes(tmp_path: Path) -> set[tuple[str, str]]:
     made = config("firn-demo", "firn-demo-hybrid", tmp=tmp_path)
     parts = server.build(made, ModelCatalogue(made), tmp_path)
-    parts.pool.shutdown()
+    parts.pool.close()
     return routes_of(parts.app)
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import random
+import signal
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +20,10 @@ from typing import Any
 import openai
 import pytest
 
-from firn.api.auth import namespace_of
+from firn.api import body
+from firn.api.auth import SHARED, namespace_of
 from firn.api.body import INLINE_NBYTES
 from firn.api.dialects.openai_chat import OpenAIChat
-from firn.core import duration
 from firn.core.values import Namespace
 from firn.fleet.model import Model
 from firn.fleet.placement import NEVER, ModelState, PlacementRules
@@ -128,8 +130,8 @@ def test_a_running_reply_is_never_cut_off(tmp_path: Path) -> None:
         assert front.model("a").n_unloads == {"room": 1}
 
 
-async def _active(front: Running, name: str) -> None:
-    while not front.model(name).n_active:
+async def _active(front: Running, name: str, *, n: int = 1) -> None:
+    while front.model(name).n_active < n:
         await asyncio.sleep(0.001)
 
 
@@ -182,7 +184,7 @@ def test_loading_takes_a_keep_alive(tmp_path: Path, chunked: bool) -> None:
         body = iter([raw]) if chunked else raw
         headers = {"content-type": "application/json"}
         front.plain.post("/v1/models/a/load", content=body, headers=headers).raise_for_status()
-        assert front.model("a").keep_alive_s == duration.FOREVER
+        assert front.model("a").expires_at == NEVER
 
 
 # --- waiting -------------------------------------------------------------------------------
@@ -267,6 +269,78 @@ def test_a_model_that_cannot_be_loaded_fails_its_requests_at_once(tmp_path: Path
         assert "it is broken" in shown["error"]
 
 
+def test_a_model_that_cannot_be_loaded_displaces_no_other(tmp_path: Path) -> None:
+    file = '[models.bad]\npath = "broken"\n[models.good]\n'
+    flags = {"fleet.model_memory_gb": str(NEED_GB + 0.1)}
+    with fronting(config(tmp=tmp_path, file=file, **flags), rules=QUICK, command=ECHO) as front:
+        assert chat(front, "good") == "good"
+        with pytest.raises(openai.InternalServerError, match="it is broken"):
+            chat(front, "bad")
+        assert front.states() == {"bad": "unloaded", "good": "loaded"}
+        assert chat(front, "good") == "good"
+        assert front.model("good").n_loads == 1
+
+
+def test_who_alternates_does_not_wait_for_requests_that_never_come(tmp_path: Path) -> None:
+    """One client asks one model, then the other: each model's stay is for nothing."""
+    rules = PlacementRules(min_stay_s=0.0)
+    with serving(tmp_path, "a", "b", room=1, rules=rules) as front:
+        for _ in range(12):
+            for name in ("a", "b"):
+                assert chat(front, name) == name
+        assert max(front.model(name).hold_share for name in ("a", "b")) < 0.01
+        with ThreadPoolExecutor(1) as pool:  # a request that comes in time shows that it pays
+            front.model("b").hold_share = 1.0
+            front.model("b").load_s = 10.0
+            waiting = pool.submit(chat, front, "a")
+            front.run(lambda: _waiting(front, "a"))
+            front.model("b").hold_share = 0.5
+            assert chat(front, "b") == "b"
+            assert front.model("b").hold_share == 1.0
+            front.model("b").load_s = 0.0
+            assert waiting.result() == "a"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_waits_for_the_next_process_if_its_own_is_killed(
+    tmp_path: Path, stream: bool
+) -> None:
+    gate = tmp_path / "gate"
+    gate.touch()
+    file = f'[models.a]\npath = "gated:{gate}"\n'
+    with (
+        fronting(config(tmp=tmp_path, file=file), rules=QUICK, command=ECHO) as front,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        chat(front, "a")
+        gate.unlink()
+        running = [pool.submit(chat, front, "a", n=60_000) for _ in range(2)]
+        front.run(lambda: _active(front, "a", n=2))
+        front.kill("a")
+        late = pool.submit(streamed, front, "a", n=3) if stream else pool.submit(chat, front, "a")
+        front.run(lambda: _waiting(front, "a"))
+        assert not any(request.done() for request in running)
+        gate.touch()
+        assert late.result() in ("a", ["a0 ", "a1 ", "a2 "])
+        assert front.model("a").n_loads == 2
+        front.run(lambda: _active(front, "a", n=2))
+        front.kill("a")  # once more: whoever is asked a third time may be the reason
+        for request in running:
+            with pytest.raises(openai.InternalServerError, match="being restarted"):
+                request.result()
+
+
+def test_a_request_that_may_have_ended_its_process_is_not_asked_again(tmp_path: Path) -> None:
+    with serving(tmp_path, "a", "b", room=2) as front, ThreadPoolExecutor(1) as pool:
+        chat(front, "a")
+        running = pool.submit(chat, front, "a", n=60_000)
+        front.run(lambda: _active(front, "a"))
+        os.kill(front.pid("a"), signal.SIGSEGV)
+        with pytest.raises(openai.InternalServerError, match="being restarted"):
+            running.result()
+        assert chat(front, "a") == "a"
+
+
 def test_a_model_that_can_never_fit_is_refused_at_once(tmp_path: Path) -> None:
     flags = {"fleet.model_memory_gb": "0.1"}
     with fronting(config("a", "b", tmp=tmp_path, **flags), command=ECHO) as front:
@@ -315,7 +389,7 @@ def test_who_leaves_as_the_model_is_ready_does_not_keep_it_busy(tmp_path: Path) 
         fleet, model = front.parts.fleet, front.model("a")
 
         async def leave_late() -> None:
-            waiter = fleet.wait_for(model)
+            waiter = fleet.wait_for(model, SHARED)
             await asyncio.wait({waiter.lease})
             assert model.n_active == 1
             fleet.leave(model, waiter)
@@ -365,6 +439,63 @@ def test_keys_are_checked_at_the_front(tmp_path: Path) -> None:
         assert codes == [200] * 5 + [429]  # the refused load counted, too
 
 
+def test_one_key_does_not_unload_what_another_uses(tmp_path: Path) -> None:
+    with serving(tmp_path, "a", "b", room=2, **{"server.api_keys": ["k1", "k2"]}) as front:
+        http, first, second = front.plain, {"x-api-key": "k1"}, {"x-api-key": "k2"}
+        body = {"model": "a", "messages": [{"role": "user", "content": "a"}]}
+        done = http.post("/v1/chat/completions", json=body | {"keep_alive": "1h"}, headers=first)
+        assert done.status_code == 200
+        done = http.post("/v1/chat/completions", json=body | {"keep_alive": 0}, headers=second)
+        assert done.status_code == 200
+        leave = {"model": "a", "keep_alive": 0, "stream": False}
+        assert http.post("/api/chat", json=leave, headers=second).json()["done_reason"] == "unload"
+        http.post("/v1/models/a/unload", headers=second).raise_for_status()
+        assert (front.states()["a"], front.model("a").n_loads) == ("loaded", 1)
+        assert http.post("/api/chat", json=leave, headers=first).json()["done_reason"] == "unload"
+        assert front.states()["a"] == "unloaded"
+
+
+def test_a_key_sees_only_when_its_own_use_ends(tmp_path: Path) -> None:
+    with serving(tmp_path, "a", "b", room=2, **{"server.api_keys": ["k1", "k2"]}) as front:
+        body = {"model": "a", "messages": [{"role": "user", "content": "a"}], "keep_alive": "1h"}
+        used = front.plain.post("/v1/chat/completions", json=body, headers={"x-api-key": "k1"})
+        assert used.status_code == 200
+
+        def seen(key: str) -> set[bool]:
+            http = front.http(headers={"x-api-key": key})
+            listed = http.get("/v1/models").json()["data"]
+            running = http.get("/api/ps").json()["models"]
+            (shown,) = (model for model in listed if model["id"] == "a")
+            one = http.get("/v1/models/a").json()
+            assert {model["name"] for model in running} == {"a:latest"}
+            never = running[0]["expires_at"].startswith("2318")
+            return {shown["expires_at"] is not None, one["expires_at"] is not None, not never}
+
+        assert seen("k1") == {True}
+        assert seen("k2") == {False}
+
+
+def test_one_key_cannot_take_all_places_that_wait_for_a_model(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    file = f'[models.slow]\npath = "gated:{gate}"\n[models.other]\n'
+    flags = {"fleet.model_queue": "2", "server.api_keys": ["k1", "k2"]}
+    made = config(tmp=tmp_path, file=file, **flags)
+    body = {"model": "slow", "messages": [{"role": "user", "content": "a"}]}
+    with fronting(made, command=ECHO) as front, ThreadPoolExecutor(3) as pool:
+
+        def ask(key: str) -> int:
+            with front.http(headers={"x-api-key": key}) as http:
+                return http.post("/v1/chat/completions", json=body).status_code
+
+        waiting = [pool.submit(ask, "k1") for _ in range(2)]
+        wait_until(lambda: len(front.model("slow").waiters) == 2)
+        assert ask("k1") == 503
+        waiting.append(pool.submit(ask, "k2"))
+        wait_until(lambda: len(front.model("slow").waiters) == 3)
+        gate.touch()
+        assert [each.result(60) for each in waiting] == [200, 200, 200]
+
+
 def test_only_the_operator_unloads_a_model_whatever_the_api(tmp_path: Path) -> None:
     keys = {"server.api_keys": ["k1"], "server.admin_keys": ["boss"]}
     with serving(tmp_path, "a", "b", room=2, **keys) as front:
@@ -378,6 +509,23 @@ def test_only_the_operator_unloads_a_model_whatever_the_api(tmp_path: Path) -> N
         assert front.states()["a"] == "loaded"
         assert http.post("/api/chat", json=leave, headers=boss).json()["done_reason"] == "unload"
         assert front.states()["a"] == "unloaded"
+
+
+def test_large_bodies_about_models_do_not_stop_the_front(tmp_path: Path) -> None:
+    """They are parsed in the pool, where a key's work waits only behind its own."""
+    threads: set[str] = set()
+    large = {"model": "a", "more": "x" * INLINE_NBYTES}
+    with serving(tmp_path, "a", "b", room=2) as front, pytest.MonkeyPatch.context() as patch:
+        parse = body.parse_object
+
+        def parsed(raw: bytes) -> dict[str, Any]:
+            threads.add(threading.current_thread().name.partition("_")[0])
+            return parse(raw)
+
+        patch.setattr(body, "parse_object", parsed)
+        front.plain.post("/api/show", json=large).raise_for_status()
+        front.plain.post("/v1/models/a/load", json=large).raise_for_status()
+    assert threads == {"firn-decode"}
 
 
 @pytest.mark.parametrize("read", [{"images": ["aGk="]}, {"suffix": "b"}])

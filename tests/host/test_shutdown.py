@@ -31,7 +31,7 @@ app.kill_after = kill_after
 
 def build(config, **more):
     server = built(config, **more)
-    server.pool.submit({hang})
+    server.pool.submit("", {hang})
     return server
 
 app.build = build

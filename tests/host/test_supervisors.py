@@ -88,7 +88,7 @@ def test_a_systemd_unit(tmp_path: Path) -> None:
     assert int(unit["Service"]["TimeoutStopSec"]) == STOP_S
     assert unit["Service"]["Restart"] == "on-failure"
     assert systemd.path.stat().st_mode & 0o077 == 0
-    assert fake.verbs == ["daemon-reload", "enable", "restart"]
+    assert fake.verbs == ["show", "daemon-reload", "enable", "restart"]
     assert systemd.uninstall()
     assert not systemd.uninstall()
     with pytest.raises(SetupError):
@@ -105,6 +105,43 @@ def test_what_systemd_says_of_it(tmp_path: Path) -> None:
     failing = Systemd(tmp_path, run=Fake(enable=CommandResult(1, "no bus")))
     with pytest.raises(SetupError, match="no bus"):
         failing.install(SERVICE)
+
+
+def test_without_a_session_nothing_is_installed(tmp_path: Path) -> None:
+    """As in a container, or over su: systemctl is there, and its user bus is not."""
+    no_bus = CommandResult(1, "Failed to connect to bus: No medium found")
+    systemd = Systemd(tmp_path, run=Fake(systemctl=no_bus))
+    with pytest.raises(SetupError, match=r"cannot be reached .*No medium found.*Nothing was"):
+        systemd.install(SERVICE)
+    assert not systemd.path.exists()
+    assert not systemd.status().installed
+    Systemd(tmp_path, run=Fake()).install(SERVICE)
+    status = systemd.status()
+    assert status.installed
+    assert not status.running
+    assert "cannot be reached" in status.text
+    assert "?" not in status.text
+
+
+def test_a_failed_install_leaves_the_service_that_was_there(tmp_path: Path) -> None:
+    for failing, working in (
+        (
+            Systemd(tmp_path, run=Fake(restart=CommandResult(1, "no"))),
+            Systemd(tmp_path, run=Fake()),
+        ),
+        (
+            Launchd(tmp_path, run=Fake(bootstrap=CommandResult(5, "no"))),
+            Launchd(tmp_path, run=Fake()),
+        ),
+    ):
+        with pytest.raises(SetupError):
+            failing.install(SERVICE)
+        assert not failing.path.exists()
+        working.install(SERVICE)
+        before = working.path.read_bytes()
+        with pytest.raises(SetupError):
+            failing.install(Service(("another",)))
+        assert failing.path.read_bytes() == before
 
 
 def test_supervisors_wait_for_the_longest_stop() -> None:

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from firn.core.errors import StepFailed
+from firn.core.errors import GrammarFailed
 from firn.core.values import Grammar, Job, Prompt, RequestId, Sampling
 from firn.models.grammar import CompiledGrammar, Compiler, Constraint
 from tests import zoo
@@ -250,7 +250,7 @@ def test_a_fault_of_the_grammar_ends_its_own_request_only(lab: Harness) -> None:
     neighbour = lab.submit(PROMPT, 40, eos=EOS, grammar=compiled("json_schema", ENDLESS))
     other = lab.submit(PROMPT[:9], 40)
     broken = lab.submit(PROMPT, 40, eos=EOS, grammar=Broken())
-    assert isinstance(broken.wait().error, StepFailed)
+    assert isinstance(broken.wait().error, GrammarFailed)
     assert "grammar" in str(broken.error)
     assert broken.reply == []
     assert neighbour.wait().reply == alone.reply

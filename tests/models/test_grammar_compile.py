@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
-from firn.core.errors import BadRequest, InvalidValue
-from firn.core.values import Grammar, SoftenedSchema
+from firn.core.errors import BadRequest, GrammarFailed, InvalidValue
+from firn.core.values import Grammar, RelaxedSchema
 from firn.models import grammar as grammars
-from firn.models.grammar import Compiler
+from firn.models.grammar import Compiler, Constraint
 from firn.models.loader import load_tokenizer
+from firn.models.relax_schema import relax
 from firn.models.schema_faults import is_endless, locate
 from firn.models.tokenizer import HfTokenizer
+from tests import zoo
 from tests.models.grammar_lab import N_VOCAB, compiled, compiler, wander
 from tests.models.grammar_lab import tokenizer as zoo_tokenizer
 from tests.text import trained
@@ -177,14 +181,6 @@ def test_a_search_for_the_fault_is_bounded() -> None:
     assert n_checks <= 400
 
 
-def test_a_search_for_the_fault_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part is checked with all definitions: a large schema would take minutes."""
-    schema = json.dumps({"type": "object", "properties": {"a": {"not": {}}}})
-    assert " at #/properties/a: " in refusal("json_schema", schema).message
-    monkeypatch.setattr(grammars, "LOCATE_S", 0.0)
-    assert " at #: " in refusal("json_schema", schema).message
-
-
 # --- kept ----------------------------------------------------------------------------------
 
 
@@ -194,15 +190,49 @@ def test_the_same_grammar_is_compiled_once() -> None:
     assert compiled("json_schema", '{"type": "null"}') is not first
 
 
-def test_the_least_recently_used_grammar_is_dropped() -> None:
+@dataclass
+class Weight:
+    nbytes: int
+
+
+def test_room_is_made_by_the_owner_who_fills_the_most() -> None:
+    kept = grammars._Kept[Weight](max_nbytes=100)
+    for i, nbytes in enumerate((20, 30, 20)):
+        kept.put("alice", str(i), Weight(nbytes))
+    assert kept.get("alice", "0")
+    kept.put("bob", "0", Weight(40))
+    assert kept.get("alice", "1") is None, "the least recently used of alice"
+    assert all([kept.get("alice", "0"), kept.get("alice", "2"), kept.get("bob", "0")])
+    kept.put("bob", "1", Weight(30))
+    assert kept.get("bob", "0") is None
+    assert all([kept.get("alice", "0"), kept.get("alice", "2"), kept.get("bob", "1")])
+    kept.put("carol", "0", Weight(101))
+    assert kept.get("carol", "0") is None, "larger than all there is"
+
+
+def test_what_has_grown_makes_room() -> None:
+    kept = grammars._Kept[Weight](max_nbytes=100)
+    grows = Weight(10)
+    kept.put("alice", "grows", grows)
+    kept.put("bob", "0", Weight(10))
+    grows.nbytes = 95
+    kept.put("bob", "1", Weight(10))
+    assert kept.get("alice", "grows") is None
+    assert all([kept.get("bob", "0"), kept.get("bob", "1")])
+
+
+def test_a_grammar_that_has_written_much_is_compiled_anew() -> None:
+    """Its lexer has grown; how much, nothing tells."""
     made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
-    first = made.compile(Grammar("regex", "x"))
-    second = made.compile(Grammar("regex", "y"))
-    for i in range(grammars.MAX_KEPT - 1):
-        made.compile(Grammar("regex", f"a{i}"))
-        made.compile(Grammar("regex", "x"))
-    assert made.compile(Grammar("regex", "x")) is first
-    assert made.compile(Grammar("regex", "y")) is not second
+    grammar = Grammar("regex", "[ab]*")
+    first = made.compile(grammar)
+    begun = first.start()
+    (a,) = zoo_tokenizer().encode("a", add_special=False)
+    begun.take([a] * (grammars.MAX_KEPT_NBYTES // grammars.TOKEN_NBYTES))
+    assert made.compile(grammar) is first
+    made.compile(Grammar("regex", "another"))
+    assert made.compile(grammar) is not first
+    assert begun.fault is None
 
 
 def test_many_threads_can_compile_at_once() -> None:
@@ -215,11 +245,11 @@ def test_many_threads_can_compile_at_once() -> None:
 
 
 def test_what_two_threads_have_compiled_counts_once() -> None:
-    kept = grammars._RecentlyUsed[str](max_entries=8, max_chars=100)
-    kept.put(("", "first"), "one", n_chars=40)
+    kept = grammars._Kept[Weight](max_nbytes=100)
+    kept.put("", "first", Weight(40))
     for _ in range(3):
-        kept.put(("", "second"), "two", n_chars=40)
-    assert kept.get(("", "first")) == "one"
+        kept.put("", "second", Weight(40))
+    assert kept.get("", "first")
 
 
 def test_each_start_is_a_constraint_of_its_own() -> None:
@@ -229,6 +259,30 @@ def test_each_start_is_a_constraint_of_its_own() -> None:
     second.take(zoo_tokenizer().encode("cd", add_special=False))
     assert first.fault is second.fault is None
     assert grammar.start().fault is None
+
+
+def test_a_grammar_that_failed_once_is_compiled_again() -> None:
+    """All constraints of a compiled grammar share a lexer, which stays failed."""
+    made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
+    words = ["<a_call>", "<b_a_call>", "<a_calls>", "<ACALL>", "<BEGIN_ACTION>", "<a_begin><a_in>"]
+    without = " & ".join(f"~/(?s:.*){word}(?s:.*)/" for word in [*words, "<a_call>\\n"])
+    lark = f'start[lazy]: T\nT: TEXT "<a_call>\\n"\nTEXT: /(?s:.*)/ & {without}'
+    costly = Grammar("lark", lark, "tools")
+
+    def go_on(text: str) -> Constraint:
+        begun = made.compile(costly).start()
+        for token in zoo_tokenizer().encode(text, add_special=False):
+            begun.take([token])
+            begun.matcher.compute_bitmask()
+        begun.check()
+        return begun
+
+    assert go_on("abc").fault is None
+    failed = go_on("abc <a_call>").fault
+    assert isinstance(failed, GrammarFailed)
+    assert (failed.status, failed.param) == (400, "tools")
+    assert "too many expressions" in failed.message
+    assert go_on("abc").fault is None
 
 
 # --- tokenizers ----------------------------------------------------------------------------
@@ -305,21 +359,18 @@ def test_a_grammar_is_kept_for_its_owner() -> None:
     assert made.compile(grammar, "bob") is not mine
 
 
-def test_kept_grammars_are_bounded_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "MAX_KEPT_CHARS", 100)
+def test_a_grammar_counts_by_the_memory_that_it_takes() -> None:
+    """The length of its text does not tell."""
     made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
-    small = made.compile(Grammar("regex", "a"))
-    long = [Grammar("regex", "b" * 40 + str(i)) for i in range(9)]
-    for grammar in long:
-        made.compile(grammar)
-    assert made.compile(Grammar("regex", "a")) is not small
-    kept = made._compiled
-    assert kept._n_chars == sum(len(g.text) for _, g in kept._entries) <= 100
+    optional = made.compile(Grammar("regex", "a?" * 1000))
+    plain = made.compile(Grammar("regex", "b" * 2000))
+    assert optional.nbytes > plain.nbytes + 2**20
 
 
-# --- schemas of tools, as far as they can be enforced ----------------------------------------
+# --- schemas, as far as they can be enforced -------------------------------------------------
 
 LOOK_AHEAD = {"type": "string", "pattern": "^(?!x).*$"}
+NOT_ENFORCED = RelaxedSchema({"type": "object"}, ("#",))
 
 
 def loose(n: int) -> dict[str, Any]:
@@ -327,56 +378,83 @@ def loose(n: int) -> dict[str, Any]:
     return {"type": "object", "properties": {f"p{i}": LOOK_AHEAD for i in range(n)}}
 
 
-def test_a_softened_schema_is_kept_for_its_owner() -> None:
+def test_a_relaxed_schema_is_kept_for_its_owner() -> None:
     made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
-    mine = made.soften(loose(1), "alice")
+    [mine] = made.relax([loose(1)], "alice")
     assert mine.left_out == ("#/properties/p0/pattern",)
-    assert made.soften(loose(1), "alice") is mine
-    assert made.soften(loose(1), "bob") is not mine
-
-
-def test_softened_schemas_are_bounded_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "MAX_SOFTENED_CHARS", 1000)
-    made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
-    first = made.soften({"description": "0"})
-    for i in range(9):
-        made.soften({"description": f"{i}" * 300})
-    assert made.soften({"description": "0"}) is not first
-    kept = made._softened
-    assert kept._n_chars == sum(len(text) for _, text in kept._entries) <= 1000
+    assert made.relax([loose(1)], "alice")[0] is mine
+    assert made.relax([loose(1)], "bob")[0] is not mine
 
 
 def test_nothing_of_a_huge_schema_is_enforced() -> None:
     made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
     huge = {"type": "object", "description": "x" * grammars.MAX_SCHEMA_CHARS}
-    assert made.soften(huge) == SoftenedSchema({"type": "object"}, ("#",))
-    assert not made._softened._entries
+    assert made.relax([huge, loose(1)]) == [NOT_ENFORCED, *made.relax([loose(1)])]
 
 
-def test_each_tool_has_the_time_that_those_before_it_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, given = 0.0, list[float]()
+def test_a_schema_that_ends_the_trial_costs_the_enforcement_of_its_request() -> None:
     made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
+    costly = {"type": "object", "patternProperties": {f"^a{i}$": {} for i in range(5000)}}
+    assert made.relax([costly, loose(1)]) == [NOT_ENFORCED, NOT_ENFORCED]
+    assert made.relax([loose(1)])[0].left_out == ("#/properties/p0/pattern",)
 
-    def soften(schema: Any, owner: str, *, time_s: float) -> SoftenedSchema:
+
+def test_relaxing_has_a_time_limit() -> None:
+    now = 0.0
+
+    def clock() -> float:
         nonlocal now
-        now += 0.5
-        given.append(time_s)
-        return SoftenedSchema(schema, ())
+        now += 1.0
+        return now
 
-    monkeypatch.setattr(made, "soften", soften)
-    monkeypatch.setattr(grammars.time, "thread_time", lambda: now)
-    soften_next = made.softener("alice")
-    for _ in range(3):
-        soften_next({})
-    assert given == [grammars.SOFTEN_S, grammars.SOFTEN_S - 0.5, grammars.SOFTEN_S - 1.0]
+    different = {f"p{i}": LOOK_AHEAD | {"maxLength": i} for i in range(60)}
+    schema = {"type": "object", "properties": different}
+    assert relax(schema, until=10.0, clock=clock) == ({"type": "object"}, ["#"], [])
 
 
-def test_the_tools_of_a_request_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To find what cannot be enforced, the compiler is called hundreds of times."""
-    monkeypatch.setattr(grammars, "SOFTEN_S", 0.05)
+# --- a process that tries them first ---------------------------------------------------------
+
+
+def test_a_trial_process_that_was_killed_is_started_again() -> None:
     made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
-    soften = made.softener("alice")
-    softened = [soften(loose(60) | {"description": str(i)}) for i in range(200)]
-    assert softened[-1] == SoftenedSchema({"type": "object"}, ("#",))
-    # The next request has a time limit of its own.
-    assert made.softener("alice")(loose(1)).left_out == ("#/properties/p0/pattern",)
+    killed = set[int]()
+    for i in range(3):
+        made.compile(Grammar("regex", f"{i}"))
+        process = made._built().trial.process
+        assert process is not None
+        assert process.pid not in killed
+        killed.add(process.pid)
+        process.kill()
+        process.wait()
+
+
+def test_a_trial_process_ends_with_its_compiler() -> None:
+    made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
+    made.prepare()
+    process = made._built().trial.process
+    assert process is not None
+    assert process.poll() is None
+    del made
+    gc.collect()
+    assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize("stranger", [10**6, N_VOCAB + 3, -1])
+@pytest.mark.parametrize("has_definition", [True, False])
+def test_an_end_token_that_the_vocabulary_lacks_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stranger: int, has_definition: bool
+) -> None:
+    """As generation_config.json of some models names one."""
+    zoo.write_folder("llama", tmp_path)
+    (own,) = zoo_tokenizer().eos
+    config = {"eos_token_id": [own, stranger]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    if not has_definition:
+        monkeypatch.setattr(HfTokenizer, "definition", None)
+    made = load_tokenizer(tmp_path)
+    assert own in made.eos
+    constraint = Compiler(made, vocab_size=N_VOCAB).compile(Grammar("regex", "[a-z]{3}")).start()
+    said = wander(constraint, made.eos, seed=1, n_most=20)
+    assert said is not None
+    assert re.fullmatch("[a-z]{3}", made.decode(said))
+    assert [made.decode([t]) for t in made.eos]

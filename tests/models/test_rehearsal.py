@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from firn.models import ahead
-from firn.models.raggedcheck import traits_of
+from firn.models.decode import ahead
+from firn.models.decode.raggedcheck import traits_of
+from firn.models.decode.runner import Runner
+from firn.models.decode.steps import NoSpeculation
 from firn.models.rehearsal import REPLIES, RehearsalSpeculation, rehearsal_of, rehearse
-from firn.models.runner import Runner
-from firn.models.speculation import Speculation
+from firn.models.speculation.speculator import Speculation
 from firn.models.traced import TracedSteps
 from tests.harness import model_info
 from tests.models.alone import Built, plain
-from tests.models.drafters.test_mtp import built
+from tests.models.speculation.drafters.test_mtp import built
 from tests.vision import gallery
 
 NAMES = ("qwen3", "gemma3_text", "qwen3_next", "falcon_h1", "deepseek_v3", "llama4")
@@ -30,7 +31,7 @@ def runner_of(parts: Built, speculation: Any, *, traced: TracedSteps | None = No
         make_layers=make_layers,
         max_rows=8,
         arguments=model if hasattr(model, "chunk") else None,  # a vision model
-        speculation=speculation,
+        speculator=speculation,
         traced=traced,
     )
 
@@ -38,7 +39,7 @@ def runner_of(parts: Built, speculation: Any, *, traced: TracedSteps | None = No
 def rehearsal(parts: Built, **options: Any) -> RehearsalSpeculation:
     own = Speculation(**options)
     made = rehearsal_of(parts[0], own)
-    assert made is not None
+    assert isinstance(made, RehearsalSpeculation)
     assert (made.in_groups, made.traits) == (own.in_groups, own.traits)
     return made
 
@@ -63,7 +64,8 @@ def test_rows_read_decode_draft_and_leave(
 def test_prompts_are_read_and_decoded_without_drafts_where_nothing_is_drafted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert rehearsal_of(None, None) is None
+    nothing = NoSpeculation()
+    assert rehearsal_of(None, nothing) is nothing
     runner = runner_of(plain("qwen3")(), None)
     rehearse(runner)
     assert not caplog.records

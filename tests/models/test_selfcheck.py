@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from firn.models.batch import why_not_batchable
+from firn.models.decode.batch import why_not_batchable
 from firn.models.selfcheck import batch_fault
 from tests.models.alone import with_caches
 from tests.zoo import build

@@ -11,8 +11,7 @@ from mlx_lm.models.cache import KVCache
 
 from firn.core.values import Job, Prompt, RequestId, Sampling, Thinned
 from firn.models import shapes
-from firn.models.room import end_room, give_room
-from firn.models.runner import Runner
+from firn.models.decode.runner import Runner
 from firn.models.shapes import FULL, WIDTHS, FewShapes, few_shapes, growth, rounded, width_for
 from tests.cache.tiny import tiny
 from tests.harness import model_info
@@ -36,7 +35,7 @@ def make_runner(name: str, *, few: bool, max_rows: int = 4) -> tuple[Runner, lis
         model_info(model, make_layers),
         make_layers=make_layers,
         max_rows=max_rows,
-        shapes=FewShapes(mx.float32) if few else None,
+        buckets=FewShapes(mx.float32) if few else None,
     )
     return runner, seen
 
@@ -114,7 +113,7 @@ def test_prompts_of_any_length_are_read_in_few_shapes() -> None:
 
 def test_full_chunks_in_their_place_are_not_padded() -> None:
     layer = KVCache()
-    give_room([layer], 3 * FULL, few_shapes=True)
+    FewShapes(mx.float32).grow([layer], 3 * FULL)
     zeros = mx.zeros((1, 2, FULL, 8))
     layer.update_and_fetch(zeros, zeros)
     few = FewShapes(mx.float32)
@@ -156,13 +155,13 @@ def test_buffers_have_few_sizes(n: int) -> None:
 
 def test_growing_goes_from_one_size_to_the_next() -> None:
     layer = KVCache()
-    give_room([layer], 3000, few_shapes=True)
+    FewShapes(mx.float32).grow([layer], 3000)
     tokens = mx.zeros((1, 2, 3000, 8))
     layer.update_and_fetch(tokens, tokens)
     assert layer.keys.shape[-2] == rounded(3256)
-    give_room([layer], 3260, few_shapes=True)
+    FewShapes(mx.float32).grow([layer], 3260)
     assert layer.keys.shape[-2] == rounded(3260 + 256), "room for padding"
-    end_room([layer], few_shapes=True)
+    FewShapes(mx.float32).end_growth([layer])
     n = layer.offset = layer.keys.shape[-2]
     one = mx.zeros((1, 2, 1, 8))
     layer.update_and_fetch(one, one)

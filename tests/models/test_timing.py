@@ -30,6 +30,13 @@ def test_the_rest_is_never_negative() -> None:
     assert TimeSplit(1, 1.0, 0.9, 0.3, 0.1).rest_s == 0
 
 
+def test_no_part_is_more_than_the_whole() -> None:
+    """Parts are measured alone, and may take longer than together."""
+    split = TimeSplit(1, 1.0, 1.67, 0.3, 0.1)
+    parts = (split.products_s, split.attention_s, split.python_s, split.rest_s)
+    assert sum(parts) == pytest.approx(split.whole_s)
+
+
 class LargeHead:
     """A model with a large vocabulary."""
 

@@ -215,6 +215,63 @@ def test_tools_reach_the_template(byte_level: HfTokenizer) -> None:
     assert "look_up" in byte_level.render(HELLO, tools=[tool], kwargs={})
 
 
+def test_content_that_is_none_reaches_the_template_as_none(tmp_path: Path) -> None:
+    """DeepSeek's and others write a call only where there is no content."""
+    source = "{% for m in messages %}{{ 'calls' if m.content is none else m.content }}{% endfor %}"
+    tokenizer = write_tokenizer(tmp_path, pieces_json(), chat_template=source)
+    assert tokenizer.render(
+        [*HELLO, {"role": "assistant", "content": None}], tools=None, kwargs={}
+    ) == ("Hellocalls")
+
+
+def test_a_template_knows_what_transformers_tells_every_template(tmp_path: Path) -> None:
+    source = (
+        "{{ eos_token }} {{ enable_thinking }} {{ tools is none }} {{ documents is none }} "
+        "{{ mood }} {{ add_generation_prompt }}"
+    )
+    tokenizer = write_tokenizer(tmp_path, pieces_json(), chat_template=source)
+    text = tokenizer.render(HELLO, tools=None, kwargs={"mood": "calm"})
+    assert text == "</s> False True True calm True"
+    text = tokenizer.render(HELLO, tools=[], kwargs={"enable_thinking": True})
+    assert text == "</s> True False True  True"
+
+
+NAMED = [
+    {"name": "default", "template": "plain {{ messages[-1].content }}"},
+    {"name": "tool_use", "template": "<tool_call> {{ tools | length }} {{ messages[-1].content }}"},
+]
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
+CALL = {"type": "function", "id": "1", "function": {"name": "look_up", "arguments": {}}}
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_a_chat_with_calls_keeps_its_template_when_a_request_has_no_tools(
+    tmp_path: Path, in_files: bool
+) -> None:
+    """Some models have one template for tools and one for chats without."""
+    if in_files:  # as transformers saves them
+        tmp_path.joinpath("chat_template.jinja").write_text(NAMED[0]["template"])
+        folder = tmp_path / "additional_chat_templates"
+        folder.mkdir()
+        (folder / "tool_use.jinja").write_text(NAMED[1]["template"])
+        tokenizer = write_tokenizer(tmp_path, pieces_json())
+    else:
+        tokenizer = write_tokenizer(tmp_path, pieces_json(), chat_template=NAMED)
+    assert "plain" in (tokenizer.chat_template or "")
+    assert "<tool_call>" in (tokenizer.chat_template or "")
+    assert tokenizer.render(HELLO, tools=None, kwargs={}) == "plain Hello"
+    assert tokenizer.render(HELLO, tools=[TOOL], kwargs={}) == "<tool_call> 1 Hello"
+    called = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [CALL]}, *HELLO]
+    assert tokenizer.render(called, tools=[TOOL], kwargs={}) == "<tool_call> 1 Hello"
+    assert tokenizer.render(called, tools=[], kwargs={}) == "<tool_call> 0 Hello"
+
+
+def test_a_model_whose_templates_have_other_names_uses_its_first(tmp_path: Path) -> None:
+    named = [{"name": "rag", "template": "rag {{ messages[-1].content }}"}]
+    tokenizer = write_tokenizer(tmp_path, pieces_json(), chat_template=named)
+    assert tokenizer.render(HELLO, tools=[TOOL], kwargs={}) == "rag Hello"
+
+
 def test_the_callers_messages_are_not_changed(byte_level: HfTokenizer) -> None:
     messages = [{"role": "user", "content": "Hello"}]
     byte_level.render(messages, tools=None, kwargs={})

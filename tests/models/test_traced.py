@@ -12,17 +12,17 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from firn.models import runner
 from firn.models import traced as traced_module
-from firn.models.ragged import Columns, RaggedKVCache
-from firn.models.raggedcheck import traits_of
-from firn.models.rewind import ready
-from firn.models.step_clock import StepClock
+from firn.models.decode import forward
+from firn.models.decode.ragged import Columns, RaggedKVCache
+from firn.models.decode.raggedcheck import traits_of
+from firn.models.decode.rewind import ready
+from firn.models.speculation.step_clock import StepClock
 from firn.models.traced import PLAIN, TracedSteps, traced_steps
 from tests.harness import GREEDY, running
 from tests.models.alone import plain
-from tests.models.drafting import AnyWidth, KnownReplies
-from tests.models.test_speculation import SAMPLINGS, assert_equal, known, story, tell
+from tests.models.speculation.drafting import AnyWidth, KnownReplies
+from tests.models.speculation.test_speculation import SAMPLINGS, assert_equal, known, story, tell
 from tests.zoo import VOCAB_SIZE, build
 
 NAMES = ("qwen3", "llama", "deepseek_v3", "qwen3_moe")
@@ -313,7 +313,7 @@ def test_a_lone_row_is_traced_until_it_is_long(
     n_columns: int, n_traced: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its attention is faster without a mask, which matters where there is much to attend to."""
-    monkeypatch.setattr(runner, "LONE_COLUMNS", n_columns)
+    monkeypatch.setattr(forward, "LONE_COLUMNS", n_columns)
     requests = [(list(range(1, 40)), 50, 1, GREEDY)]
     with running(plain("qwen3"), cache_nbytes=None) as harness:
         want = tell(harness, requests)

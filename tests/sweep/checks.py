@@ -15,7 +15,7 @@ from typing import Any
 
 from firn.cache.layout import Layout
 from firn.core.errors import UnknownCacheLayer
-from firn.models.batch import why_not_batchable
+from firn.models.decode.batch import why_not_batchable
 from firn.models.selfcheck import CHUNKS_MATTER, batch_fault
 from tests.harness import Harness, Result, running
 

@@ -39,6 +39,9 @@ without the prefix cache. `make sweep` checks this table, and `python -m tools.s
 - *row by row*: mlx-lm cannot decode rows of this model together, or gets them wrong, so they take
   their steps one after the other. Reuse is not affected.
 
+The table is about the cache; [models.md](models.md#which-calls-are-read) lists the formats of tool
+calls that are read.
+
 """
 COLUMNS = ("architecture", "module", "layers", "decoding", "reuse", "why")
 

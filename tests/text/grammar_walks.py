@@ -79,10 +79,13 @@ TOOLS = (WEATHER, PING, SAY)
 
 
 @cache
-def tokenizer(format: str) -> HfTokenizer:
-    """Byte-level, with the control tokens of one format. Its template is the format's example."""
+def tokenizer(format: str, *, has_markers: bool = True) -> HfTokenizer:
+    """Byte-level, with the control tokens of one format. Its template is the format's example.
+
+    has_markers: otherwise the model writes the format's markup as plain text.
+    """
     form = formats()[format]
-    control = [END, THINK.open, THINK.close, *form.tokens]
+    control = [END, *((THINK.open, THINK.close, *form.tokens) if has_markers else ())]
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -138,7 +141,7 @@ def constraint_of(format: str, request: GenerateRequest, *, tail: str = "") -> R
         format=ReplyFormat(tool=format, think=think),
         tokenizer=tokenizer(format),
         prompt_tail=tail,
-        soften=compiler(format).soften,
+        relax=compiler(format).relax,
     )
 
 

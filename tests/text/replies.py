@@ -31,6 +31,18 @@ WEATHER = Tool(
 OTHER = Tool("other", "Takes anything.", {})
 TOOLS = (WEATHER, OTHER)
 NATIVE = NativeParser("fake", "<call>", "</call>", lambda text, tools: json.loads(text))
+TO_USER = {
+    "harmony": "<|channel|>final<|message|>",
+    "muse": " to=user<|message|>",
+    "functionary": "all\n",
+}
+"""What precedes text in a format that shapes the whole reply."""
+NEXT_PART = {
+    "harmony": "<|start|>assistant",
+    "muse": "<|eom|><|start|>assistant",
+    "functionary": ">>>",
+}
+"""What is between two parts of such a reply."""
 
 
 @dataclass
@@ -90,22 +102,32 @@ def read(
     *,
     tools: tuple[Tool, ...] = TOOLS,
     tail: str = "",
+    was_cut: bool = True,
 ) -> Reply:
     splitter = make_splitter(format, tools, tail)
     assert splitter is not None
     pieces: list[Piece] = []
     for chunk in chunks:
         pieces += splitter.feed(chunk)
-    pieces += splitter.finish()
+    pieces += splitter.finish(was_cut=was_cut)
     return fold(pieces, "".join(chunks))
 
 
 def read_at_every_split(
-    format: ReplyFormat, text: str, *, tools: tuple[Tool, ...] = TOOLS, tail: str = ""
+    format: ReplyFormat,
+    text: str,
+    *,
+    tools: tuple[Tool, ...] = TOOLS,
+    tail: str = "",
+    was_cut: bool = True,
 ) -> Reply:
     """The reply, which must not depend on how its text is cut."""
-    whole = read(format, [text], tools=tools, tail=tail)
-    assert read(format, list(text), tools=tools, tail=tail) == whole
+
+    def read_in(chunks: Sequence[str]) -> Reply:
+        return read(format, chunks, tools=tools, tail=tail, was_cut=was_cut)
+
+    whole = read_in([text])
+    assert read_in(list(text)) == whole
     for i in range(1, len(text)):
-        assert read(format, [text[:i], text[i:]], tools=tools, tail=tail) == whole, i
+        assert read_in([text[:i], text[i:]]) == whole, i
     return whole

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 
@@ -40,7 +41,6 @@ PICTURE = PicturePart("data:image/png;base64,AA==")
 SHOWS = Message("user", (TextPart("see"), PICTURE))
 
 TABLE = {
-    "empty stays empty": ((), ()),
     "nothing to do": ((system("s"), user("u")), (system("s"), user("u"))),
     "system merges": ((system("a"), system("b"), user("u")), (system("a\n\nb"), user("u"))),
     "late system stays": (
@@ -203,6 +203,31 @@ INTERRUPTED = {
         (system("s"), assistant("x"), user("u")),
         (system("s"), user(EARLIER), assistant("x"), user("u")),
     ),
+    "so does a result": (
+        TurnRules(assistant_first=False),
+        (RESULT, assistant("x")),
+        (user(EARLIER), RESULT, assistant("x")),
+    ),
+    "one who never asks gets a turn, too": (
+        TurnRules(no_question=False),
+        (assistant("x"), CALLS, RESULT),
+        (user(EARLIER), assistant("x"), CALLS, RESULT),
+    ),
+    "one who asks later does not": (
+        TurnRules(no_question=False),
+        (assistant("x"), user("u")),
+        (assistant("x"), user("u")),
+    ),
+    "something is left where nothing was said": (
+        TurnRules(empty_answers=False),
+        (assistant(""),),
+        (user(EARLIER),),
+    ),
+    "an answer that says nothing is left out": (
+        TurnRules(empty_answers=False, user_runs=False),
+        (user("u"), assistant(" "), user("v"), assistant(reasoning="a"), user("w"), CALLS, RESULT),
+        (user("u\n\nv\n\nw"), CALLS, RESULT),
+    ),
     "a lone system message becomes a user's": (
         TurnRules(system_alone=False),
         (system("a"), system("b")),
@@ -238,6 +263,27 @@ def test_calls_made_at_once_become_calls_in_turn() -> None:
         strange,
         user("v"),
     )
+
+
+def test_the_text_beside_calls_becomes_a_turn_where_the_template_shows_it_only_there() -> None:
+    chat = (user("u"), TWO_CALLS, RESULT, OTHER_RESULT, CALLS, RESULT)
+    apart = (assistant("x"), replace(TWO_CALLS, parts=()))
+    rules = TurnRules(text_beside_calls=False)
+    assert arrange(chat, rules) == (user("u"), *apart, RESULT, OTHER_RESULT, CALLS, RESULT)
+    assert arrange(chat, replace(rules, text_before_calls=False)) == chat
+    one_by_one = arrange(chat[:4], replace(rules, several_calls=False, assistant_runs=False))
+    assert one_by_one == (
+        *(user("u"), assistant("x"), assistant(tool_calls=(CALL,), reasoning="hm"), RESULT),
+        *(assistant(tool_calls=(ToolCall("c2", "g", {}),)), OTHER_RESULT),
+    )
+
+
+def test_tools_that_the_template_writes_into_a_system_message_get_one() -> None:
+    rules = TurnRules(tools_alone=False)
+    assert arrange((user("u"),), rules, with_tools=True) == (system(), user("u"))
+    assert arrange((user("u"),), rules) == (user("u"),)
+    told = (system("s"), user("u"))
+    assert arrange(told, rules, with_tools=True) == told
 
 
 def test_without_a_system_role_the_system_prompt_opens_the_first_user_turn() -> None:
@@ -335,10 +381,11 @@ def test_calls_and_results_follow_the_templates_style() -> None:
     assert result["name"] == "f"
 
 
-def test_reasoning_beside_content_is_left_out_where_the_template_takes_one() -> None:
+def test_reasoning_and_the_text_beside_calls_are_one_where_the_template_takes_one() -> None:
     style = TemplateStyle(reasoning_key="thinking", either_reasoning=True)
     both = assistant("text", reasoning="hm", tool_calls=(CALL,))
-    assert "thinking" not in to_template((both,), style=style)[0]
+    (fields,) = to_template((both,), style=style)
+    assert (fields["thinking"], fields["content"]) == ("hm\n\ntext", "")
     assert to_template((assistant("text", reasoning="hm"),), style=style)[0]["thinking"] == "hm"
 
 

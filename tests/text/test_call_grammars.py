@@ -26,6 +26,7 @@ from tests.text.grammar_walks import (
     tokenizer,
     walks,
 )
+from tests.text.replies import NEXT_PART, TO_USER
 
 
 def test_every_format_but_the_foreign_one_has_a_grammar() -> None:
@@ -90,11 +91,10 @@ def test_where_a_call_is_required_other_text_is_refused(format: ToolFormat) -> N
 
 NEVER = ToolChoice(ToolMode.NONE)
 WORDS = "Well, {ok} [fine] <b>x</b> <tool_cal: I need no tool.\n\nDone"
-FINAL = "<|channel|>final<|message|>"
 
 
 def words_of(format: ToolFormat, text: str = WORDS) -> str:
-    return f"{FINAL}{text}" if format.splitter else text
+    return TO_USER.get(format.name, "") + text
 
 
 @EACH
@@ -106,8 +106,9 @@ def test_where_calls_are_forbidden_none_can_be_written(format: ToolFormat) -> No
     assert is_allowed(words_of(format, '{"answer": 42}'))
     assert not is_allowed(format.example)
     assert not is_allowed(f"\n{format.example}")
-    if not format.starts and not format.splitter:
-        assert not is_allowed(f"I look.\n{format.example}")
+    if not format.starts:
+        part = NEXT_PART.get(format.name, "\n")
+        assert not is_allowed(words_of(format, f"I look.{part}{format.example}"))
     for reply in walks(format, NEVER, grammar=None):
         assert not reply.calls
 

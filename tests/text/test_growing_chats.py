@@ -30,13 +30,14 @@ Kind = Literal["user", "system", "note", "answer", "calls", "results"]
 
 @dataclass(frozen=True)
 class Item:
-    """`texts`: the message, or the content of each call or result."""
+    """texts: the message, or the content of each call or result. told: the text beside calls."""
 
     kind: Kind
     texts: tuple[str, ...]
     thought: str = ""
     first: int = 0
     """The number of the first of its calls."""
+    told: str = ""
 
     @property
     def is_assistants(self) -> bool:
@@ -118,7 +119,7 @@ def for_chat(items: list[Item]) -> dict[str, Any]:
                      "function": {"name": "look", "arguments": json.dumps({"at": text})}}
                     for i, text in enumerate(item.texts)
                 ]  # fmt: skip
-                said = {"role": "assistant", "content": None, "tool_calls": calls}
+                said = {"role": "assistant", "content": item.told or None, "tool_calls": calls}
                 messages.append(said | ({"reasoning": item.thought} if item.thought else {}))
             case "results":
                 for i, text in enumerate(item.texts):
@@ -141,6 +142,8 @@ def for_messages(items: list[Item]) -> dict[str, Any]:
                 blocks: list[dict[str, Any]] = []
                 if item.thought:
                     blocks.append({"type": "thinking", "thinking": item.thought, "signature": ""})
+                if item.told:
+                    blocks.append({"type": "text", "text": item.told})
                 for i, text in enumerate(item.texts):
                     call = {"id": f"call_{item.first + i}", "name": "look", "input": {"at": text}}
                     said = {"type": "text", "text": text}
@@ -167,6 +170,8 @@ def for_responses(items: list[Item]) -> dict[str, Any]:
         if item.thought:
             input_items.append({"type": "reasoning", "content": [
                 {"type": "reasoning_text", "text": item.thought}], "summary": []})  # fmt: skip
+        if item.told:
+            input_items.append({"role": "assistant", "content": item.told})
         for i, text in enumerate(item.texts):
             id = f"call_{item.first + i}"
             match item.kind:
@@ -243,6 +248,18 @@ THOUGHTFUL_CHAT = [
 ]
 
 
+TOLD_CHAT = [
+    Item("system", ("Be kind word1.",)),
+    Item("user", ("look word2.",)),
+    Item("calls", ("here word4.",), first=0, told="I look word3."),
+    Item("results", ("snow word5.",), first=0),
+    Item("calls", ("there word7.", "up word8."), first=1, told="Again word6."),
+    Item("results", ("ice word9.", "wind word10."), first=1),
+    Item("answer", ("done word11.",)),
+    Item("user", ("thanks word12.",)),
+]
+
+
 @cache
 def maker(family: str) -> PromptMaker:
     tokenizer = families.tokenizer(family)
@@ -308,6 +325,9 @@ def floor(family: str, path: str, text: str, before: list[Item], now: list[Item]
     if rules.thought and any(item.kind in questions for item in added):
         at = text.find(rules.thought)
         end = min(end, at) if at >= 0 else end
+    if rules.moved and any(item.kind in ("user", "note", "system") for item in added):
+        at = text.find(rules.moved)
+        end = min(end, at) if at >= 0 else end
     return len(families.tokenizer(family).encode(text[:end], add_special=False)) - (
         1 if end < len(text) else 0
     )
@@ -328,3 +348,37 @@ def test_a_turn_begins_with_the_one_before(family: str, items: list[Item]) -> No
 @example(items=THOUGHTFUL_CHAT)
 def test_only_reasoning_that_the_template_drops_is_lost(family: str, items: list[Item]) -> None:
     check(family, items)
+
+
+DROPS_TEXT_BESIDE_CALLS = ("nemo",)
+"""Its template has no place for it: two turns of the assistant in a row are refused."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_beside_calls_stays_before_them(family: str) -> None:
+    check(family, TOLD_CHAT)
+    made: Known = {}
+    for path in BODIES:
+        for chat in list(turns(TOLD_CHAT))[
+            :-1
+        ]:  # the last question ends thoughts, and what is like them
+            ids = ids_of(family, chat_of(path, chat), made, header=True)
+            text = families.tokenizer(family).decode(ids)
+            told = [t for item in chat for t in (item.told, *item.texts)]
+            if family in DROPS_TEXT_BESIDE_CALLS:
+                told = [t for t in told if t not in [item.told for item in chat]]
+            places = {t: text.find(t) for t in told if t}
+            assert -1 not in places.values(), (path, places)
+            if len(chat) < 5:  # parallel calls may be written one by one, each with its result
+                assert list(places.values()) == sorted(places.values()), (path, places)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_system_prompt_is_in_every_prompt_before_what_was_said_after_it(family: str) -> None:
+    """Some templates write it before the last question, and leave it out after a tool's result."""
+    made: Known = {}
+    for chat in turns([item for item in AGENT_CHAT if item.kind != "note"]):
+        text = families.tokenizer(family).decode(
+            ids_of(family, chat_of("/v1/chat/completions", chat), made, header=True)
+        )
+        assert -1 < text.find("Be kind") < text.find("look word3")

@@ -117,3 +117,12 @@ def chat_of(*roles: str) -> Chat:
 def test_which_message_is_a_users_newest(roles: tuple[str, ...], newest: int) -> None:
     """A message sent along with a tool's result comes from an agent, not from a user."""
     assert chat_of(*roles).newest == newest
+
+
+@pytest.mark.parametrize("newest", [0, 1])
+def test_pictures_that_take_too_long_are_refused_wherever_they_are(newest: int) -> None:
+    """As a text in their place, they would make another prompt of the same chat."""
+    messages = [Message("user", (SEEN,)), Message("user", (TextPart("And now?"),))]
+    with pytest.raises(BadPicture, match="took too long"):
+        PartReader(FakePictures(), pictures_s=-1.0).read(messages, newest=newest)
+    PartReader(FakePictures(), pictures_s=-1.0).read(messages[1:], newest=0)

@@ -43,6 +43,16 @@ MISTRAL = (
     "{% for m in rest %}{% if m.role == 'user' %}[INST]{{ first if loop.first }}{{ m.content }}"
     "[/INST]{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
 )
+NEMO = (
+    "{% set first = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}"
+    "{% set rest = messages[1:] if first else messages %}"
+    "{% for m in rest %}{% if m.role == 'user' %}[INST]{{ first if loop.last }}{{ m.content }}"
+    "[/INST]{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+)
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+    "{% elif m.role == 'assistant' %}{{ m.content }}</s>{% endif %}{% endfor %}"
+)
 UNKNOWN = (
     "{% for m in messages %}<|odd_open|>{{ m.role }}: {{ m.content }}<|odd_close|>\n{% endfor %}"
     "<|odd_open|>assistant: "
@@ -53,6 +63,8 @@ TEMPLATES = {
     "llama": LLAMA,
     "gemma": GEMMA,
     "mistral": MISTRAL,
+    "nemo": NEMO,
+    "no system": NO_SYSTEM,
     "unknown": UNKNOWN,
 }
 
@@ -145,6 +157,17 @@ def test_another_chat_shares_the_system_prompt(name: str) -> None:
     assert best > 0
     assert common - best < 8
     assert best in two.boundaries
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_system_prompt_is_shared_by_all_turns(name: str) -> None:
+    make = maker(TEMPLATES[name]).make
+    turns = (*TURNS, said("assistant", "Yes."), said("user", "Good."))
+    first, *later = (make(chat(SYSTEM, *turns[:n])) for n in (1, 3, 5))
+    bytes_before = len(byte_level().decode(first.ids.tolist()).partition("Who are you?")[0])
+    for prompt in later:
+        text = byte_level().decode(prompt.ids[: shared(first, prompt)].tolist())
+        assert len(text) >= bytes_before
 
 
 def test_a_system_prompt_inside_the_first_user_turn_has_a_boundary_with_byte_fallback() -> None:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from firn.core.errors import SetupError
@@ -13,9 +16,8 @@ from firn.text.formats import (
 )
 from firn.text.native import NativeParser
 from firn.text.parsers import formats
-from firn.text.splitter import ThinkTags
 
-THINK = ThinkTags("<think>", "</think>")
+THINK = THINK_TAGS["think"]
 NATIVE = NativeParser("odd", "<|odd|>", "<|/odd|>", lambda text, tools: {})
 
 
@@ -53,6 +55,7 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "minicpm": ('<function name="f"><param name="p">', (), "named_functions"),
     "mistral": ("[AVAILABLE_TOOLS] [TOOL_CALLS]", (), "mistral"),
     "deepseek": ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", (), "deepseek"),
+    "deepseek v3": ("<｜tool▁calls▁begin｜>function<｜tool▁sep｜>x\n```json", (), "deepseek_v3"),
     "deepseek v3.2": ("", ("｜DSML｜",), "dsml"),
     "kimi": ("<|tool_calls_section_begin|><|tool_call_begin|>", (), "kimi_k2"),
     "gemma 4": ('<|tool_call>call:f{<|"|>}<tool_call|>', (), "gemma4"),
@@ -75,6 +78,31 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "cohere": ("<|START_ACTION|>[", (), "json_tags"),
     "harmony": ("<|start|>assistant<|channel|>final<|message|>", (), "harmony"),
     "harmony by its tokens": ("", ("<|channel|>", "<|message|>", "<|call|>"), "harmony"),
+    "apertus": ("'<|tools_prefix|>' + '['", (), "apertus"),
+    "solar": ("<|tool_call:begin|>id<|tool_call:name|>f<|tool_call:args|>{}", (), "solar"),
+    "minimax m3": ("ns_token = ']<]minimax[>[' '<tool_call>' <mm:think>", (), "minimax_m3"),
+    "hy3": ("'<tool_calls{}>' '<tool_call{}>' '<tool_sep{}>' '<arg_key{}>'", (), "hy_v3"),
+    "minicpm names every tag it drops": (
+        '<tool_sep> <function name="f"><param name="p">',
+        (),
+        "named_functions",
+    ),
+    "muse": (
+        '"name": "parameters": {} <atem:function_calls>\n<atem:invoke name="f"> <|start|> <|message|>',
+        (),
+        "muse",
+    ),
+    "granite 20b": ('{"name": "f", "parameters": ...} <function_call> {"name"', (), "json_tags"),
+    "gigachat 3": ('{"name": "parameters": role_sep="<|role_sep|>"', (), "json_marks"),
+    "gigachat 3.1": ('{"name": "parameters": function_call="<|function_call|>"', (), "json_marks"),
+    "phi 4 mini": ('functools[{"name": [function name]}]', (), "json_marks"),
+    "functionary 3.1": (
+        "ipython tool_calls <|python_tag|> <{start_tag}={name}>{parameters}{end_tag} `<function`",
+        (),
+        "json_functions",
+    ),
+    "functionary 3.2": (">>>${recipient}\n${content}", (), "functionary"),
+    "llama 4, another spelling": ("[func_name1(param1=value1)]", (), "pythonic_bare"),
     "no tools": ("{% for m in messages %}{{ m.content }}{% endfor %}", (), None),
 }
 
@@ -89,23 +117,22 @@ def test_a_model_without_a_template_has_no_format() -> None:
     assert detected(None) == ReplyFormat()
 
 
-@pytest.mark.parametrize("name", THINK_TAGS)
+@pytest.mark.parametrize("name", [name for name, tags in THINK_TAGS.items() if tags.clues])
 def test_think_tags_are_detected_in_the_template(name: str) -> None:
     tags = THINK_TAGS[name]
-    assert detected(f"{tags.open} reasoning {tags.close}").think == tags
+    assert detected(" reasoning ".join(tags.clues)).think == tags
 
 
 def test_think_tags_are_detected_in_the_vocabulary() -> None:
     assert detected("", "<think>", "</think>").think == THINK
     assert detected("", "<think>").think is None
     assert detected("", "<|open|>", "<|close|>", "<|sep|>").think == THINK_TAGS["kimi_k3"]
-    assert detected("", "<|open|>", "<|close|>", "<|sep|>").drop
 
 
 def test_harmony_has_no_think_tags() -> None:
     format = detected("<|channel|><|message|> <think></think>")
-    assert format.is_harmony
-    assert format.think is None
+    assert (format.tool, format.think) == ("harmony", None)
+    assert format.closing
 
 
 def test_only_control_tokens_need_to_be_made_visible() -> None:
@@ -124,7 +151,8 @@ def test_an_override_wins_over_detection() -> None:
     assert detected(HERMES, tool_override="auto").tool == "json_tags"
     assert detected(None, tool_override="qwen3_coder").tool == "xml_functions"
     assert detected("<think></think>", reasoning_override="none").think is None
-    assert detected(None, reasoning_override="deepseek_r1").think == THINK
+    assert detected(None, reasoning_override="qwen3").think == THINK_TAGS["think"]
+    assert detected(None, reasoning_override="deepseek_r1").think == THINK_TAGS["deepseek_r1"]
     assert detected("<think></think>", reasoning_override="auto").think == THINK
     assert detected(None, reasoning_override="mistral").think == THINK_TAGS["magistral"]
 
@@ -149,6 +177,9 @@ def test_the_tokenizers_own_parser_reads_what_no_file_knows() -> None:
     assert (format.tool, format.native) == ("whole_call", NATIVE)
     assert format.visible == {0, 1}
     assert detected(HERMES, native=NATIVE).tool == "json_tags"
+    weak = '{"name": function name, "parameters": ...}'
+    assert detected(weak).tool == "bare_json"
+    assert detected(weak, native=NATIVE).tool == "whole_call"
     assert detected(HERMES, native=NATIVE, tool_override="native").tool == "whole_call"
 
 
@@ -167,6 +198,12 @@ def test_the_tokenizers_own_parser_reads_what_no_file_knows() -> None:
 def test_a_prompt_may_end_inside_reasoning(tail: str, opens: bool) -> None:
     assert opens_in_reasoning(tail, THINK) is opens
     assert opens_in_reasoning(tail, None) is False
+
+
+def test_the_documents_name_every_format() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    table = page.partition("## Which calls are read")[2].partition("\n## ")[0]
+    assert set(formats()) == set(re.findall(r"`(\w+)`(?=[^|]*\| )", table)) - {"tools"}
 
 
 def test_every_file_of_the_folder_is_loaded() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from firn.text.formats import ReplyFormat
+from firn.text.formats import THINK_TAGS, ReplyFormat
 from firn.text.make_splitter import make_splitter
 from firn.text.splitter import ThinkTags
 from tests.text.replies import TOOLS, Reply, read, read_at_every_split
@@ -105,10 +105,65 @@ def test_a_call_without_markers_may_follow_reasoning() -> None:
 
 
 def test_markup_to_drop_is_dropped() -> None:
-    format = ReplyFormat(think=ThinkTags("<T>", "</T>"), drop=("<R>", "</R>"))
+    format = ReplyFormat(think=ThinkTags("<T>", "</T>", drop=("<R>", "</R>")))
     assert read_at_every_split(format, "<T>hm</T><R>yes</R>") == Reply(
         "yes", "hm", [], ["ReasoningPiece", "TextPiece"]
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "tail", "said", "reasoning"),
+    [
+        ("hm</think>yes", "<|Assistant|>", "yes", "hm"),
+        ("<think>\nhm\n</think>\n\nyes", "<|Assistant|>", "yes", "hm"),
+        ("<think>hm</think>yes", "<|Assistant|><think>\n", "yes", "hm"),
+        ("never closed", "<|Assistant|>", "", "never closed"),
+        ("yes", "<|Assistant|><think>\n\n</think>\n\n", "yes", ""),
+    ],
+)
+def test_reasoning_that_no_tag_opens(text: str, tail: str, said: str, reasoning: str) -> None:
+    format = ReplyFormat(think=THINK_TAGS["deepseek_r1"])
+    reply = read_at_every_split(format, text, tail=tail)
+    assert (reply.text, reply.reasoning) == (said, reasoning)
+
+
+def test_a_tag_that_repeats_the_prompts_is_not_reasoning() -> None:
+    for text in ("<think>hm</think>yes", "\n<think>\nhm</think>yes", "<think><think>hm</think>yes"):
+        reply = read_at_every_split(BOTH, text, tail="<think>\n")
+        assert (reply.text, reply.reasoning) == ("yes", "hm")
+    for tail in ("<think>", ""):
+        reply = read_at_every_split(BOTH, "<think>hm <think> again</think>yes", tail=tail)
+        assert (reply.text, reply.reasoning) == ("yes", "hm <think> again")
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "reasoning"),
+    [
+        ("<think>\nhm\n</think>\n<answer>\nyes\n</answer>", "yes", "hm"),
+        ("<answer>yes</answer>\n", "yes", ""),
+        ("<think>hm</think>\n<answer>cut\n</ans", "cut\n</ans", "hm"),
+        ("write <answer>x</answer>", "write <answer>x</answer>", ""),
+        ("<answer>write <answer> here</answer> and go", "write <answer> here and go", ""),
+        ("yes</answer>", "yes</answer>", ""),
+    ],
+)
+def test_tags_around_the_answer_are_markup(text: str, said: str, reasoning: str) -> None:
+    for tool in (None, "json_tags"):
+        format = ReplyFormat(tool=tool, think=THINK_TAGS["hunyuan"])
+        reply = read_at_every_split(format, text)
+        assert (reply.text.strip(), reply.reasoning) == (said, reasoning)
+
+
+def test_prose_around_reasoning() -> None:
+    format = ReplyFormat(tool="json_tags", think=THINK_TAGS["apriel"])
+    prompt = "<|begin_assistant|>\nHere are my reasoning steps:\n"
+    call = '<tool_calls>[{"name": "other", "arguments": {}}]</tool_calls>'
+    reply = read_at_every_split(format, f"hm\n[BEGIN FINAL RESPONSE]\n{call}", tail=prompt)
+    assert (reply.text, reply.reasoning, len(reply.calls)) == ("", "hm", 1)
+    reply = read_at_every_split(
+        format, "hm\n[BEGIN FINAL RESPONSE]\nyes\n[END FINAL RESPONSE]", tail=prompt
+    )
+    assert (reply.text, reply.reasoning) == ("yes", "hm")
 
 
 def test_a_reply_with_nothing_to_look_for_needs_no_splitter() -> None:

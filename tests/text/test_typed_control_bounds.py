@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from firn.core.errors import BadRequest
 from firn.core.values import Message, TextPart
 from firn.text import typed_marks
 from firn.text.rendering import Content
@@ -49,6 +50,27 @@ def test_thousands_of_typed_tokens_are_all_text(content: Content) -> None:
         == spelled(content)
         == rendered.text.count(END) + rendered.text.count(START) - n_own
     )
+
+
+@pytest.mark.parametrize(
+    "content",
+    [Content((user(END * 101),)), Content(tuple(user(END) for _ in range(101)))],
+    ids=["one text", "many messages"],
+)
+def test_more_of_them_than_any_text_has_are_refused_before_they_are_looked_for(
+    content: Content,
+) -> None:
+    typed = TypedControl([END, START], most=100)
+    rendered: list[Content] = []
+
+    def render(content: Content) -> str:
+        rendered.append(content)
+        return nosy(content)
+
+    with pytest.raises(BadRequest, match="more than 100 of the model's control tokens"):
+        typed.render(content, render)
+    assert not rendered
+    assert typed.render(Content((user(END * 100),)), render).typed
 
 
 def test_a_slow_template_is_not_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def an_engine(
 
 def n_looks(harness: Harness) -> int:
     """How often the features of a picture were asked for, held or not."""
-    features: Any = harness.runner._arguments.features  # type: ignore[union-attr]
+    features: Any = harness.runner._forward.arguments.features  # type: ignore[union-attr]
     return int(features.n_hits + features.n_misses)
 
 

@@ -12,14 +12,14 @@ import mlx.core as mx
 import pytest
 
 from firn.models import loader
-from firn.models.drafters.mtp import MtpDrafter
+from firn.models.decode.raggedcheck import ragged_fault, rewind_fault
 from firn.models.mtp import MtpModel, PredictionHead, with_head_layer
 from firn.models.mtp_load import has_head, read_head
-from firn.models.raggedcheck import ragged_fault, rewind_fault
+from firn.models.speculation.drafters.mtp import MtpDrafter
 from tests.harness import running
-from tests.models.drafters.test_model import AsksWhenReady
-from tests.models.drafters.test_mtp import as_published
-from tests.models.drafting import AnyWidth, KnownReplies
+from tests.models.speculation.drafters.test_model import AsksWhenReady
+from tests.models.speculation.drafters.test_mtp import as_published
+from tests.models.speculation.drafting import AnyWidth, KnownReplies
 from tests.vision import gallery
 from tests.vision.test_mixed_batches import KINDS, chats
 from tests.zoo import weights

@@ -104,14 +104,14 @@ def test_several_choices_share_the_pictures() -> None:
     with running(gallery.build(name), chunk=16) as h:
         result = h.ask(prompt, 10, n=3)
         assert result.tokens[0] == result.tokens[1] == result.tokens[2]
-        assert h.runner._arguments.features.n_misses == 1  # type: ignore[union-attr]
+        assert h.runner._forward.arguments.features.n_misses == 1  # type: ignore[union-attr]
 
 
 # --- the vision tower ----------------------------------------------------------------------
 
 
 def tower_runs(h: Harness) -> int:
-    return h.runner._arguments.features.n_misses  # type: ignore[union-attr, no-any-return]
+    return h.runner._forward.arguments.features.n_misses  # type: ignore[union-attr, no-any-return]
 
 
 def test_the_tower_runs_for_what_is_behind_the_resume_point() -> None:
@@ -135,11 +135,11 @@ def test_features_are_held_within_their_limit() -> None:
     with running(gallery.build(name), chunk=16, cache_nbytes=None) as h:
         h.ask(prompt, 2)
         h.ask(prompt, 2)
-        features = h.runner._arguments.features  # type: ignore[union-attr]
+        features = h.runner._forward.arguments.features  # type: ignore[union-attr]
         assert (features.n_misses, len(features)) == (1, 1)
         one = features.nbytes
     with running(gallery.build(name, feature_nbytes=2 * one), chunk=16, cache_nbytes=None) as h:
-        features = h.runner._arguments.features  # type: ignore[union-attr]
+        features = h.runner._forward.arguments.features  # type: ignore[union-attr]
         for number in (1, 3, 5, 1, 3, 5):
             h.ask(gallery.prompt_of(name, user("Look: ", number, "?")), 2)
             assert features.nbytes <= features.limit_nbytes
@@ -159,7 +159,7 @@ def test_features_too_large_to_hold_push_nothing_out() -> None:
 def test_text_alone_never_sees_the_tower(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "qwen3_vl"
     with running(gallery.build(name), chunk=16) as h:
-        model: Any = h.runner._arguments
+        model: Any = h.runner._forward.arguments
         tower = type(model.model.vision_tower)
         run, n_runs = tower.__call__, 0
 

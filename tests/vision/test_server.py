@@ -240,7 +240,7 @@ def test_after_a_restart_the_pictures_are_still_read(tmp_path: Path) -> None:
         warm = ask(second.openai(), asked)
         other = {"role": "user", "content": [text(LONG), image_url(6), text("Say.")]}
         fresh = ask(second.openai(), other)
-        arguments: Any = second.server.engine.parts.runner._arguments  # type: ignore[attr-defined]
+        arguments: Any = second.server.engine.parts.runner._forward.arguments  # type: ignore[attr-defined]
         assert arguments.features.n_misses == 1  # the other picture's
     assert reply_text(warm) == reply_text(cold)
     assert warm.usage.prompt_tokens_details.cached_tokens >= cold.usage.prompt_tokens - 32

@@ -4,8 +4,9 @@
     event: calls     calls that have changed since the last event; the first has all known calls
     event: state     engine, cache and memory, when they have changed
 
-Calls are inspected only while somebody watches, and once at their end, so that serving pays
-nothing. The operator sees all calls, a key only its own. Text of prompts is shown only with
+Nothing of this waits for the engine: what the cache says comes between two steps, and a state without
+it is sent meanwhile. Calls are inspected only while somebody watches, and once at their end, so that
+serving pays nothing. The operator sees all calls, a key only its own. Text of prompts is shown only with
 --show-text.
 """
 
@@ -14,10 +15,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import takewhile
+from operator import itemgetter
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -27,21 +30,25 @@ from starlette.types import Receive, Scope, Send
 from firn import __version__
 from firn.api import sse
 from firn.api.auth import Caller
-from firn.api.exchange import Exchange, exchange_of
+from firn.api.exchange import Exchange, client_of, exchange_of
 from firn.api.services import Services
 from firn.api.session import Session
 from firn.core.errors import FirnError, TryLater
+from firn.core.ports import CacheAdmin
+from firn.core.shares import Shares
 from firn.core.values import Namespace
 
-N_ENDED = 256
-"""Ended calls that are still shown."""
+N_ENDED = 1000
+"""Ended calls of each key that are still known, and the most that a watcher is sent at once."""
 TICK_S = 0.25
 """Seconds between two updates to a watcher."""
 STATE_TICKS = 4
 """Ticks between two checks of the state."""
+ANSWER_S = 0.1
+"""How long a state waits for what the cache says, before it is sent without."""
 QUIET_TICKS = 40
 """Ticks without news after which a comment line keeps the connection alive."""
-MAX_WATCHERS = 16
+MAX_WATCHERS = 32
 MAX_ERROR_CHARS = 300
 
 Phase = Literal["queued", "reading", "decoding", "done", "failed", "gone"]
@@ -100,6 +107,17 @@ class _OpenCall:
     reason: str = ""
     excerpt: str | None = None
     """Recomputed when the reason changes."""
+    last: CallView | None = None
+    looked_at: float = -TICK_S
+
+    def seen(self, now: float) -> CallView:
+        """As it is, or was less than half a tick ago: however many watch, it is inspected once. The same
+        object as long as nothing has changed."""
+        if self.last is None or now - self.looked_at >= TICK_S / 2:
+            view, self.looked_at = self.view(), now
+            self.last = self.last if view == self.last else view
+        assert self.last is not None
+        return self.last
 
     def view(self, *, ended: bool = False) -> CallView:
         session, began, fault = self.session, self.exchange.began_at, self.exchange.fault
@@ -160,7 +178,8 @@ class Activity:
         self._model = model
         self._differs = differs
         self._open: dict[str, tuple[Namespace, _OpenCall]] = {}
-        self._ended: deque[tuple[int, Namespace, CallView]] = deque(maxlen=N_ENDED)
+        self._ended: defaultdict[Namespace, deque[tuple[int, CallView]]]
+        self._ended = defaultdict(lambda: deque(maxlen=N_ENDED))
         self._n_ended = 0
 
     @contextmanager
@@ -178,23 +197,49 @@ class Activity:
             del self._open[exchange.id]
             self._n_ended += 1
             view = call.view(ended=True)
-            self._ended.append((self._n_ended, exchange.caller.key_id, view))
+            self._ended[exchange.caller.key_id].append((self._n_ended, view))
 
     def news(self, watcher: _Watcher, caller: Caller) -> list[CallView]:
         """The calls visible to the caller that have changed since this watcher's last update."""
-        views = [
-            view
-            for n, key_id, view in self._ended
-            if n > watcher.n_ended and _may_see(caller, key_id)
-        ]
+        ended: list[tuple[int, CallView]] = []
+        for key_id, known in self._ended.items():
+            if _may_see(caller, key_id):
+                ended += takewhile(lambda each: each[0] > watcher.n_ended, reversed(known))
+        views = [view for _, view in sorted(ended, key=itemgetter(0))[-N_ENDED:]]
         watcher.n_ended = self._n_ended
         watcher.calls = {id: view for id, view in watcher.calls.items() if id in self._open}
+        now = time.monotonic()
         for id, (key_id, call) in self._open.items():
-            view = call.view()
-            if _may_see(caller, key_id) and watcher.calls.get(id) != view:
-                watcher.calls[id] = view
-                views.append(view)
+            if _may_see(caller, key_id):
+                view = call.seen(now)
+                if watcher.calls.get(id) is not view:
+                    watcher.calls[id] = view
+                    views.append(view)
         return views
+
+
+class LastStats:
+    """What the cache said last, by what the caller may see. Owner: the app, on the asyncio thread.
+
+    The engine answers between two steps, which may take many seconds, and is asked once at a time.
+    """
+
+    def __init__(self, admin: CacheAdmin) -> None:
+        self._admin = admin
+        self._last: dict[Namespace | None, dict[str, Any]] = {}
+        self._asked: dict[Namespace | None, asyncio.Future[dict[str, Any]]] = {}
+
+    async def get(self, visible: Namespace | None, *, wait_s: float) -> dict[str, Any] | None:
+        """What it says now, if the answer comes in this time, or else what it said last. None: it has
+        not said anything yet."""
+        asked = self._asked.get(visible)
+        if asked is None:
+            asked = self._asked[visible] = asyncio.wrap_future(self._admin.stats(visible))
+        await asyncio.wait([asked], timeout=wait_s)
+        if asked.done():
+            self._asked.pop(visible, None)
+            self._last[visible] = asked.result()
+        return self._last.get(visible)
 
 
 @dataclass(eq=False, slots=True)
@@ -213,48 +258,34 @@ class TooManyWatchers(TryLater):
     code = "too_many_watchers"
 
     def __init__(self) -> None:
-        super().__init__("Too many dashboards are connected to this server; close one of them.")
-
-
-class Watchers:
-    """How many watch. Owner: the app, on the asyncio thread."""
-
-    def __init__(self) -> None:
-        self._n = 0
-
-    @contextmanager
-    def one_more(self) -> Iterator[None]:
-        """Raises TooManyWatchers."""
-        if self._n >= MAX_WATCHERS:
-            raise TooManyWatchers()
-        self._n += 1
-        try:
-            yield
-        finally:
-            self._n -= 1
+        super().__init__(
+            "You have too many dashboards connected to this server; close one of them."
+        )
 
 
 class ActivityResponse(StreamingResponse):
     """Counts as a watcher as long as it is being sent, from before its head."""
 
-    def __init__(
-        self, frames: AsyncIterator[str] | AsyncIterator[bytes], watchers: Watchers
-    ) -> None:
+    def __init__(self, frames: AsyncIterator[str] | AsyncIterator[bytes], watchers: Shares) -> None:
+        """watchers: MAX_WATCHERS, of which each client gets its share."""
         headers = {name.decode(): value.decode() for name, value in sse.HEADERS}
         super().__init__(frames, headers=headers)
         self._watchers = watchers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._watchers.one_more():
+        with self._watchers.open(client_of(scope)) as place:
+            if not place.grow():
+                raise TooManyWatchers()
             await super().__call__(scope, receive, send)
 
 
 def add_activity(app: FastAPI, services: Services, activity: Activity) -> None:
-    watchers = Watchers()
+    watchers = Shares(MAX_WATCHERS)
+    states = States(services)
 
     async def watch(request: Request) -> ActivityResponse:
         caller = exchange_of(request.scope).caller
-        return ActivityResponse(_frames(services, activity, caller), watchers)
+        return ActivityResponse(_frames(states, activity, caller), watchers)
 
     app.add_api_route(
         "/v1/activity",
@@ -266,15 +297,14 @@ def add_activity(app: FastAPI, services: Services, activity: Activity) -> None:
     )
 
 
-async def _frames(services: Services, activity: Activity, caller: Caller) -> AsyncIterator[str]:
+async def _frames(states: States, activity: Activity, caller: Caller) -> AsyncIterator[str]:
     watcher, shown, quiet, tick = _Watcher(0, {}), "", 0, 0
-    while not services.event_router.draining:
-        frames = "" if tick else hello()
+    yield hello() + _calls(activity.news(watcher, caller))
+    while not states.draining:
         calls = activity.news(watcher, caller)
-        if calls or not tick:
-            frames += _frame("calls", [asdict(call) for call in calls])
+        frames = _calls(calls) if calls else ""
         if tick % STATE_TICKS == 0:
-            state = _frame("state", await _state(services, caller))
+            state = _frame("state", await states.get(caller))
             frames += state if state != shown else ""
             shown = state
         quiet = 0 if frames else quiet + 1
@@ -291,34 +321,52 @@ def hello() -> str:
     return _frame("hello", {"version": __version__, "now": round(time.time(), 3)})
 
 
+def _calls(views: list[CallView]) -> str:
+    return _frame("calls", [asdict(view) for view in views])
+
+
 def _frame(event: str, value: object) -> str:
     return sse.named(event, json.dumps(value))
 
 
-async def _state(services: Services, caller: Caller) -> dict[str, Any]:
-    """The state that this caller may see: a key must not learn what others do."""
-    model = services.engine.model
-    state: dict[str, Any] = {
-        "model": model.name,
-        "context_length": model.context_length,
-        "operator": caller.operator,
-        "show_text": services.show_text,
-    }
-    if services.cache_admin is not None:
-        visible = None if caller.operator else caller.namespace
-        stats = await asyncio.wrap_future(services.cache_admin.stats(visible))
-        if not caller.operator:
-            stats.pop("admission", None)
-        state["cache"] = stats
-    if caller.operator:
-        health = services.engine.health()
-        state["engine"] = {
-            "alive": health.alive,
-            "waiting": health.n_waiting,
-            "prefilling": health.n_prefilling,
-            "decoding": health.n_decoding,
+class States:
+    """The state that a caller may see: a key must not learn what others do. Owner: the app, on the
+    asyncio thread."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        admin = services.cache_admin
+        self._stats = None if admin is None else LastStats(admin)
+
+    @property
+    def draining(self) -> bool:
+        return self._services.event_router.draining
+
+    async def get(self, caller: Caller) -> dict[str, Any]:
+        """Without `cache` while the engine has not said anything about it yet."""
+        services = self._services
+        model = services.engine.model
+        state: dict[str, Any] = {
+            "model": model.name,
+            "context_length": model.context_length,
+            "operator": caller.operator,
+            "show_text": services.show_text,
         }
-        state["weights_bytes"] = model.weights_nbytes
-        state["mlx_bytes"] = dict(services.allocated())
-        state["speculation"] = services.health_details().get("speculation", {})
-    return state
+        if self._stats is not None:
+            visible = None if caller.operator else caller.namespace
+            stats = await self._stats.get(visible, wait_s=ANSWER_S)
+            if stats is not None:
+                hidden = () if caller.operator else ("admission",)
+                state["cache"] = {name: x for name, x in stats.items() if name not in hidden}
+        if caller.operator:
+            health = services.engine.health()
+            state["engine"] = {
+                "alive": health.alive,
+                "waiting": health.n_waiting,
+                "prefilling": health.n_prefilling,
+                "decoding": health.n_decoding,
+            }
+            state["weights_bytes"] = model.weights_nbytes
+            state["mlx_bytes"] = dict(services.allocated())
+            state["speculation"] = services.health_details().get("speculation", {})
+        return state

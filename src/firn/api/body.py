@@ -11,12 +11,15 @@ from typing import Any, TypeVar
 from starlette.types import Receive
 
 from firn.api import json_bounds
+from firn.api.hosts import is_from_browser
 from firn.core.errors import BadRequest, BodyTooLarge
 
 T = TypeVar("T")
 
 INLINE_NBYTES = 64 * 1024
 """A body of up to this size is parsed in a few milliseconds, whatever it contains."""
+MAX_DIGITS = 512
+"""Of one number: reading an integer takes time by the square of its digits."""
 MAX_DEPTH = 100
 """Deeper nesting could overflow the stack of a template or a schema compiler."""
 
@@ -57,15 +60,18 @@ async def read_body(
 
 
 def check_content_type(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Raises BadRequest for anything that is not declared as JSON, or is compressed.
+    """Raises BadRequest for a compressed body, and for one that a web page does not declare as JSON.
 
     A web page may post other types to a server on the user's own machine without a CORS preflight.
-    For JSON the browser sends one, which is refused unless --allow-origin permits the page.
+    For JSON the browser sends one, which is refused unless --allow-origin permits the page. Other
+    programs may leave the type out, or send curl's default.
     """
+    headers = list(headers)
     by_name = dict(headers)
     media_type = by_name.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if media_type != b"application/json" and not media_type.endswith(b"+json"):
-        raise BadRequest("The header 'content-type: application/json' is required.")
+    is_json = media_type == b"application/json" or media_type.endswith(b"+json")
+    if not is_json and is_from_browser(headers):
+        raise BadRequest("A web page has to send the header 'content-type: application/json'.")
     encoding = by_name.get(b"content-encoding", b"").strip().lower()
     if encoding not in (b"", b"identity"):
         raise BadRequest("The body is compressed (content-encoding); send it as plain JSON.")
@@ -95,7 +101,7 @@ async def decoded(
 def parse_object(raw: bytes) -> dict[str, Any]:
     try:
         json_bounds.check(raw)
-        value = parse(raw.decode("utf-8-sig"))  # some editors begin files with a byte order mark
+        value = _parsed(raw.decode("utf-8-sig"))  # some editors begin files with a byte order mark
     except UnicodeDecodeError as error:
         raise BadRequest(f"The body is not UTF-8: {error.reason} at byte {error.start}.") from None
     except json.JSONDecodeError as error:
@@ -114,14 +120,18 @@ def parse(text: str) -> object:
 
     NaN and infinities pass: decoders that expect a number refuse them, and name the parameter.
     """
+    if len(text) > INLINE_NBYTES:
+        json_bounds.check(text.encode("utf-8", "surrogatepass"))
+    return _parsed(text)
+
+
+def _parsed(text: str) -> object:
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_int=_integer, parse_float=_float)
     except json.JSONDecodeError:
         raise
     except RecursionError:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
-    except ValueError:  # Python's limit on digits; its own message is about Python
-        raise ValueError("a number with too many digits") from None
     if text.count("[") + text.count("{") > MAX_DEPTH and _deeper_than(value, MAX_DEPTH):
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
     if "\\ud" in text or "\\uD" in text:  # an escape can encode half a character
@@ -130,6 +140,23 @@ def parse(text: str) -> object:
         except UnicodeEncodeError:
             raise ValueError("an unpaired surrogate escape in a string") from None
     return value
+
+
+# Between two calls of these, the parser lets other threads run.
+
+
+def _integer(digits: str) -> int:
+    return int(_bounded(digits))
+
+
+def _float(digits: str) -> float:
+    return float(_bounded(digits))
+
+
+def _bounded(digits: str) -> str:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError("a number with too many digits")
+    return digits
 
 
 def _deeper_than(value: object, limit: int) -> bool:

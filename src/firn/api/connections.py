@@ -2,8 +2,8 @@
 
 uvicorn waits indefinitely for the rest of a request, and a process has few descriptors. Here the
 head of a request must arrive within seconds, and its body at a minimum speed. If too many
-connections have sent no head yet, the oldest are closed first. A few connections are reserved for
-health checks.
+connections have sent no head yet, the oldest of the address with most of them are closed first. Requests
+of one client get only its share of the connections, and a few are reserved for health checks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import enum
 import functools
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -21,8 +22,9 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from firn.api.layers import OVER_LIMIT_KEY
+from firn.api.exchange import PLACE_KEY
 from firn.api.upgrades import RequestParser
+from firn.core.shares import Share, Shares
 
 SWEEP_S = 1.0
 """How often deadlines are checked."""
@@ -30,11 +32,13 @@ SWEEP_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """max_open: connections at a time. n_spare: further ones, for health checks only. max_heads:
-    connections whose head has not arrived yet. head_s: time limit for a head; head_nbytes: its
-    maximum size. body_s: time limit for a body, plus one second for every body_nbytes_per_s that
-    have arrived. drain_s: time limit for the rest of a body whose request has already been
-    answered. stall_s: time limit for a client that does not read."""
+    """max_open: connections at a time, of which one client's requests get a share. n_spare: further
+    ones, for health checks only. max_heads: connections whose head has not arrived yet. head_s: time
+    limit for a head; head_nbytes: the most that may arrive as a head, or of a body without any of its
+    content. body_s: time limit for a body, plus one second for every body_nbytes_per_s that have
+    arrived. silence_s: time limit between two pieces of a body. drain_s: time limit for the rest of a
+    body whose request has already been answered. stall_s: time limit for a client that does not
+    read."""
 
     max_open: int = 1024
     n_spare: int = 16
@@ -43,6 +47,7 @@ class ConnectionLimits:
     head_nbytes: int = 64 * 1024
     body_s: float = 20.0
     body_nbytes_per_s: int = 16 * 1024
+    silence_s: float = 60.0
     drain_s: float = 5.0
     stall_s: float = 60.0
 
@@ -66,22 +71,22 @@ class Connections:
         self._open: set[Connection] = set()
         self._heads: dict[Connection, None] = {}
         """Connections whose head has not arrived, the oldest first."""
+        self._free: dict[str, dict[Connection, None]] = {}
+        """Connections on which no request has its place, by address, the oldest first."""
+        self._places = Shares(self.limits.max_open)
         self._sweeping = False
 
     @property
     def n_open(self) -> int:
         return len(self._open)
 
-    @property
-    def is_over_limit(self) -> bool:
-        return self.n_open > self.limits.max_open
-
     def add(self, connection: Connection) -> bool:
         """Register a new connection; False: there is no room for it."""
         limits = self.limits
-        if self.n_open >= limits.max_open + limits.n_spare and not self._cut_oldest():
+        if self.n_open >= limits.max_open + limits.n_spare and not self._make_room():
             return False
         self._open.add(connection)
+        self.is_free(connection)
         self.awaits_head(connection)
         if not self._sweeping:
             self._sweeping = True
@@ -92,23 +97,51 @@ class Connections:
         if connection in self._open:
             self._heads[connection] = None
             if len(self._heads) > self.limits.max_heads:
-                self._cut_oldest()
+                self._cut_head()
 
     def has_head(self, connection: Connection) -> None:
         self._heads.pop(connection, None)
 
+    def take_place(self, connection: Connection, client: str) -> Share | None:
+        """A place for the client's request; None: it has its share of them."""
+        place = self._places.open(client)
+        if not place.grow():
+            return None
+        self._not_free(connection)
+        return place
+
+    def is_free(self, connection: Connection) -> None:
+        if connection in self._open:
+            self._free.setdefault(connection.address, {})[connection] = None
+
+    def _not_free(self, connection: Connection) -> None:
+        ours = self._free.get(connection.address, {})
+        ours.pop(connection, None)
+        if not ours:
+            self._free.pop(connection.address, None)
+
     def remove(self, connection: Connection) -> None:
         self._open.discard(connection)
         self._heads.pop(connection, None)
+        self._not_free(connection)
 
-    def _cut_oldest(self) -> bool:
-        """Close the connection that has waited longest for its head: honest clients have sent theirs.
-        If there is none, close an idle one: its client will connect again."""
-        for connection in chain(self._heads, (c for c in self._open if c.is_idle)):
-            if not connection.is_answering:
-                connection.cut()
-                return True
-        return False
+    def _cut_head(self) -> None:
+        """Close the connection that has waited longest for its head, of the address that has most of
+        them: honest clients have sent theirs."""
+        heads = [head for head in self._heads if not head.is_answering]
+        if heads:
+            most = Counter(head.address for head in heads).most_common(1)[0][0]
+            next(head for head in heads if head.address == most).cut()
+
+    def _make_room(self) -> bool:
+        """Close a connection without a request that has its place, of the address that has most of them:
+        it is idle, has not said what it wants, was refused, or does not read what needs no key."""
+        most: dict[Connection, None] = max(self._free.values(), key=len, default={})
+        waiting = (c for c in chain(most, *self._free.values()) if not c.is_answering)
+        connection = next(waiting, None) or next(iter(most), None)
+        if connection is not None:
+            connection.cut()
+        return connection is not None
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         now = self.clock()
@@ -132,6 +165,10 @@ class Connection(HttpToolsProtocol):
         self._since = connections.clock()
         self._n_head = 0
         self._n_body = 0
+        self._n_empty = 0
+        """Bytes since the last that belong to the content of a body: trailers have no other limit."""
+        self._arrived_at = self._since
+        self._place: Share | None = None
         self._answered_at: float | None = None
         self._stalled_at: float | None = None
         self._running: RequestResponseCycle | None = None
@@ -142,8 +179,13 @@ class Connection(HttpToolsProtocol):
         return self._running is not None and not self._running.response_complete
 
     @property
-    def is_idle(self) -> bool:
-        return self._phase is Phase.NOTHING and not self.is_answering
+    def address(self) -> str:
+        return self.client[0] if self.client else ""
+
+    def take_place(self, client: str) -> bool:
+        """Give the request that has just arrived its place; False: the client has its share."""
+        self._place = self._place or self._all.take_place(self, client)
+        return self._place is not None
 
     def is_late(self, now: float) -> bool:
         limits = self._limits
@@ -156,25 +198,28 @@ class Connection(HttpToolsProtocol):
         if self._answered_at is not None:
             return now - self._answered_at > limits.drain_s
         if self.flow.read_paused:  # the server has stopped reading: not the client's fault
-            self._since = now
+            self._since = self._arrived_at = now
             return False
+        if now - self._arrived_at > max(limits.silence_s, limits.body_s):
+            return True
         return now - self._since > limits.body_s + self._n_body / limits.body_nbytes_per_s
 
     def give_up(self) -> None:
         """Close it, with a 408 if no reply has begun."""
-        has_begun = self._running is not None and (
-            self.is_answering and self._running.response_started
-        )
-        if self._stalled_at is None and self._answered_at is None and not has_begun:
-            self._refuse(b"408 Request Timeout", b"The request took too long to arrive.")
-        else:
-            self.cut()
+        self._refuse(b"408 Request Timeout", b"The request took too long to arrive.")
 
     def cut(self) -> None:
         self._all.remove(self)
         self.transport.abort()
 
     def _refuse(self, status: bytes, message: bytes) -> None:
+        """Close it with this answer, or without one if a reply has begun."""
+        has_begun = self._running is not None and (
+            self.is_answering and self._running.response_started
+        )
+        if has_begun or self._stalled_at is not None or self._answered_at is not None:
+            self.cut()
+            return
         self._all.remove(self)
         self.transport.write(
             b"HTTP/1.1 %b\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n"
@@ -191,18 +236,23 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._all.remove(self)
+        self._leave_place()
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        began = self._phase is Phase.HEAD
+        began = self._phase
+        self._n_empty += len(data)
         super().data_received(data)
-        if began and self._phase is Phase.HEAD:
+        if began is not self._phase or self.transport.is_closing():
+            return
+        if began is Phase.HEAD:
             self._n_head += len(data)
-            if self._n_head > self._limits.head_nbytes and not self.transport.is_closing():
-                self._refuse(b"431 Request Header Fields Too Large", b"The head is too large.")
+        n_head = self._n_empty if began is Phase.BODY else self._n_head
+        if n_head > self._limits.head_nbytes:
+            self._refuse(b"431 Request Header Fields Too Large", b"The head is too large.")
 
     def pause_writing(self) -> None:
         self._stalled_at = self._all.clock()
@@ -225,11 +275,16 @@ class Connection(HttpToolsProtocol):
             return
         self._enter(Phase.BODY)
         self._all.has_head(self)
-        self.scope[OVER_LIMIT_KEY] = self._all.is_over_limit  # type: ignore[literal-required]
+        self.scope[PLACE_KEY] = self.take_place  # type: ignore[literal-required]
         super().on_headers_complete()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._phase is Phase.HEAD:  # a trailer would join the headers, which are checked by now
+            super().on_header(name, value)
 
     def on_body(self, body: bytes) -> None:
         self._n_body += len(body)
+        self._n_empty, self._arrived_at = 0, self._all.clock()
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -241,7 +296,14 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         if self._phase is Phase.BODY:  # answered before all of the body had arrived
             self._answered_at = self._all.clock()
+        self._leave_place()
         super().on_response_complete()
+
+    def _leave_place(self) -> None:
+        if self._place is not None:
+            self._place.close()
+            self._place = None
+            self._all.is_free(self)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
@@ -249,8 +311,8 @@ class Connection(HttpToolsProtocol):
 
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
-        self._since = self._all.clock()
-        self._n_head = self._n_body = 0
+        self._since = self._arrived_at = self._all.clock()
+        self._n_head = self._n_body = self._n_empty = 0
         self._answered_at = None
 
 

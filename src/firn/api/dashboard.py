@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, RedirectResponse
 
 from firn import __version__
 from firn.api.errors import HttpFault
@@ -88,6 +88,13 @@ def add_page(app: FastAPI, *, shown: bool) -> None:
         response.headers["vary"] = "accept"
         return response
 
+    async def api(request: Request) -> Response:
+        """The address of the API, opened in a browser."""
+        if not files or not wants_page(request.headers.get("accept", "")):
+            return await root(request)
+        up = "../" if request.url.path.endswith("/") else "./"
+        return RedirectResponse(up, headers={"vary": "accept"})
+
     async def file(request: Request, name: str) -> Response:
         if name not in files:
             raise HttpFault(404, f"There is no {request.method} {request.url.path} here.")
@@ -108,6 +115,14 @@ def add_page(app: FastAPI, *, shown: bool) -> None:
             responses=schema,
             include_in_schema=method == "GET",
         )
+        for path in ("/v1", "/v1/"):
+            add(
+                path,
+                api,
+                summary="Name and version; a browser is led to the dashboard",
+                responses=schema,
+                include_in_schema=method == "GET",
+            )
         add(PAGE_FILES + "{name:path}", file, include_in_schema=False)
 
 

@@ -10,18 +10,18 @@ from firn.api.session import Session
 
 N_TOKENS = 48
 MAX_CHARS = 160
-_DIVERGED = re.compile(r"diverged at token (\d+)")
+_DIFFERS = re.compile(r"(?:diverged at|new from) token (\d+)")
 
 
 def first_difference(services: Services, session: Session) -> str | None:
-    """The text of the first prompt that diverged from everything stored, from that token on; None:
+    """The text of the first prompt that goes on where nothing stored does, from that token on; None:
     no prompt did, or text must not be shown."""
     if not services.show_text:
         return None
     for prompt, admitted in session.prompts:
-        diverged = _DIVERGED.match(admitted.reason)
-        if diverged is not None:
-            at = int(diverged[1])
+        differs = _DIFFERS.match(admitted.reason)
+        if differs is not None:
+            at = int(differs[1])
             return excerpt(services, prompt.ids[at : at + N_TOKENS].tolist())
     return None
 

@@ -14,9 +14,12 @@ from starlette.types import Scope, Send
 from firn.api.auth import ANYONE, Caller
 from firn.api.errors import Headers, RenderError, error_headers
 from firn.core.errors import FirnError
+from firn.core.shares import Share
 from firn.core.values import Namespace
 
 SCOPE_KEY = "firn.exchange"
+PLACE_KEY = "firn.place"
+"""Takes a place for the request on its connection, see `Connection.take_place`."""
 
 
 @dataclass(slots=True)
@@ -31,8 +34,8 @@ class Exchange:
     """Whether the client hung up."""
     summary: str = ""
     """Tokens and seconds, for the log line."""
-    body_nbytes: int = 0
-    """Bytes its body takes from the memory budget for bodies, see `BodyReader`."""
+    body: Share | None = None
+    """What its body takes from the memory budget for bodies, see `BodyReader`."""
     fault: FirnError | None = None
     """Why it was refused, or failed."""
     conversation: str = ""
@@ -56,6 +59,15 @@ class Exchange:
 def exchange_of(scope: Scope) -> Exchange:
     exchange: Exchange = scope[SCOPE_KEY]
     return exchange
+
+
+def client_of(scope: Scope) -> str:
+    """Who gets a share: its key; without keys, its address."""
+    caller = exchange_of(scope).caller
+    if caller.has_key:
+        return caller.key_id
+    address = scope.get("client")
+    return address[0] if address else ""
 
 
 async def send_json(

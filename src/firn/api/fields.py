@@ -120,6 +120,7 @@ class Fields:
         self._members = members
         self.path = path
         self._read: set[str] = set()
+        self._nested: dict[str, Fields] = {}
 
     def name(self, member: str) -> str:
         return f"{self.path}.{member}" if self.path else member
@@ -160,9 +161,11 @@ class Fields:
 
     def object(self, member: str) -> Fields:
         """The members of a nested object; none if it is absent."""
-        value = self.get(member)
-        name = self.name(member)
-        return Fields({} if value is None else mapping(value, name), name)
+        if member not in self._nested:
+            value, name = self.get(member), self.name(member)
+            nested = Fields({} if value is None else mapping(value, name), name)
+            self._nested[member] = nested
+        return self._nested[member]
 
     def require_object(self, member: str) -> Fields:
         return members(self.require(member), self.name(member))
@@ -172,6 +175,24 @@ class Fields:
         value = self.get(member)
         return iter(()) if value is None else objects(value, self.name(member), high=high)
 
+    def unread_members(self) -> Iterator[tuple[Fields, str]]:
+        """Members that no decoder has read, those of nested objects included, each with its owner."""
+        for member, value in self._members.items():
+            if value is not None and member not in self._read:
+                yield self, member
+        for nested in self._nested.values():
+            yield from nested.unread_members()
+
     def unread(self) -> tuple[str, ...]:
-        """Members that no decoder has read: firn does not know them."""
-        return tuple(self.name(member) for member in self._members if member not in self._read)
+        """Their names: firn does not know them."""
+        return tuple(owner.name(member) for owner, member in self.unread_members())
+
+    def refuse_unread(self) -> None:
+        """For an object of firn's own, all of whose members were read by now. Raises InvalidValue."""
+        for name in self.unread():
+            raise InvalidValue(name, f"is not known; {self.path} has {_listed(sorted(self._read))}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last

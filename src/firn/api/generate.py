@@ -20,7 +20,7 @@ from firn.api.activity import Activity
 from firn.api.affinity import conversation_of
 from firn.api.body import ClientGone, decoded
 from firn.api.body_reader import BodyReader
-from firn.api.dialects import ApiCall, Dialect, LoadCall, ReplyHead
+from firn.api.dialects import ApiCall, Dialect, KeepingCall, LoadCall, ReplyHead
 from firn.api.errors import Headers, InternalFault
 from firn.api.exchange import (
     Exchange,
@@ -85,7 +85,7 @@ class Generate:
         key_id = exchange.caller.key_id
         call = await decoded(
             raw,
-            services.pool,
+            services.pool.of(key_id),
             lambda body: self._dialect.decode(body, namespace=key_id),
             inline_nbytes=self._dialect.inline_nbytes,
         )
@@ -107,7 +107,7 @@ class Generate:
             self._services,
             call.requests,
             id=head.request,
-            namespace=exchange.namespace,
+            caller=exchange.caller,
             new_tool_id=lambda: f"{self._dialect.tool_id_prefix}{uuid.uuid4().hex[:24]}",
         )
         tally = _Tally(exchange, session, self._metrics, self._services.recorder)
@@ -128,7 +128,7 @@ class Generate:
                 )
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-                await send_json(send, begun, headers=_early_headers(session))
+                await send_json(send, begun, headers=_early_headers(call, session))
             elif call.stream:
                 await self._stream(call, head, session, send, tally)
             else:
@@ -160,10 +160,11 @@ class Generate:
         if isinstance(events[-1], Failed):
             raise events[-1].error
         raw = await self._services.offload(
+            tally.exchange.caller.key_id,
             lambda: large_json.dumps(call.fold(head, events)),
             when=session.n_logprobs > MANY_LOGPROBS,
         )
-        await send_raw_json(send, raw, headers=_early_headers(session))
+        await send_raw_json(send, raw, headers=_early_headers(call, session))
 
     async def _stream(
         self, call: ApiCall, head: ReplyHead, session: Session, send: Send, tally: _Tally
@@ -173,16 +174,22 @@ class Generate:
         has_ended = False
         try:
             early = await _until_admitted(session)
-            headers = [*self._dialect.stream_headers, *_early_headers(session)]
+            headers = [*self._dialect.stream_headers, *_early_headers(call, session)]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             async for batch in _with_early(early, session):
-                frames = await self._services.offload(
-                    partial(encoder.feed, batch), when=_n_logprobs(batch) > MANY_LOGPROBS
-                )
                 has_ended = bool(batch) and isinstance(batch[-1], Ended | Failed)
+                # At the end, some APIs repeat all that was streamed.
+                n_logprobs = session.n_logprobs if has_ended else _n_logprobs(batch)
+                frames = await self._services.offload(
+                    tally.exchange.caller.key_id,
+                    partial(encoder.feed, batch),
+                    when=n_logprobs > MANY_LOGPROBS,
+                )
                 tally.see(batch)
                 if frames:
                     await send({"type": "http.response.body", "body": frames, "more_body": True})
+                if not isinstance(call, KeepingCall):
+                    session.sent()
         except OSError:  # newer ASGI servers raise it when the client is gone
             raise ClientGone() from None
         except Exception:
@@ -238,12 +245,17 @@ def _n_logprobs(events: Sequence[Event]) -> int:
     return sum(len(logprobs) * (1 + len(logprobs[-1].top)) for logprobs in texts)
 
 
-def _early_headers(session: Session) -> Headers:
-    """What a client should know before it reads a reply: what is not enforced, or approximate."""
-    parts = ", ".join(session.unenforced).encode("ascii", "backslashreplace")
-    parts = b" ".join(parts.split())[:MAX_HEADER_NBYTES]
-    unenforced = [(b"x-firn-unenforced", parts)] if parts else []
-    return [*unenforced, *header_of(session.admitted)]
+def _early_headers(call: ApiCall, session: Session) -> Headers:
+    """What a client should know before it reads a reply: what is ignored, not enforced, approximate."""
+    names = ((b"x-firn-ignored", call.ignored), (b"x-firn-unenforced", session.unenforced))
+    listed = [(name, _listed(parts)) for name, parts in names if parts]
+    return [*listed, *header_of(session.admitted)]
+
+
+def _listed(names: Sequence[str]) -> bytes:
+    """Names that a client made up, as the value of a header."""
+    text = b" ".join(", ".join(names).encode("unicode_escape").split())
+    return text[:MAX_HEADER_NBYTES]
 
 
 async def _until_admitted(session: Session) -> list[Event]:

@@ -9,6 +9,7 @@ those came from this server.
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Iterable
 
@@ -19,6 +20,7 @@ from firn.core.errors import HostNotAllowed
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
 EVERY = "*"
+_HOST = re.compile(r"(?:(?P<name>[^\[\]:]*)|\[(?P<ipv6>[^\[\]]*:[^\[\]]*)\])(?::\d*)?")
 OWN_NAMES = ("localhost", "host.docker.internal", "host.containers.internal")
 """The last two are this machine as seen from a container; nobody can register them."""
 FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via"})
@@ -47,7 +49,7 @@ class Hosts:
 
     def allow(self, host: str) -> bool:
         """Whether the server answers to `host`, given as in the header, with or without a port."""
-        return self._every or self._is_ours(_normal(_without_port(host)))
+        return self._every or self._is_ours(_name_in(host))
 
     def is_own_page(self, headers: RawHeaders) -> bool:
         """Whether a browser sent this for one of our own pages: Origin and Host agree.
@@ -64,7 +66,7 @@ class Hosts:
             return False
         from_here = (f"http://{hosts[0]}", f"https://{hosts[0]}")
         same = origins[0] in from_here if origins else bool(sites)
-        return same and self._is_ours(_normal(_without_port(hosts[0])))
+        return same and self._is_ours(_name_in(hosts[0]))
 
     def _is_ours(self, name: str) -> bool:
         is_listed = name in self._names - {EVERY} or name.endswith(self._suffixes)
@@ -74,7 +76,7 @@ class Hosts:
         """Raises HostNotAllowed. A request without the header passes: it is not from a browser."""
         for header, value in headers:
             if header == b"host" and not self.allow(shown := value.decode("latin-1")):
-                raise HostNotAllowed(_without_port(shown)[:100])
+                raise HostNotAllowed(shown.strip()[:100])
 
 
 def is_local(scope: Scope) -> bool:
@@ -97,16 +99,15 @@ def is_from_browser(headers: RawHeaders) -> bool:
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return ipaddress.ip_address(text.strip("[]").partition("%")[0])
+        return ipaddress.ip_address(text)
     except ValueError:
         return None
 
 
-def _without_port(host: str) -> str:
-    host = host.strip()
-    if host.startswith("["):
-        return host.partition("]")[0] + "]"
-    return host.partition(":")[0] if host.count(":") == 1 else host
+def _name_in(header: str) -> str:
+    """The name or address of a Host header, without its port; empty if it is neither."""
+    found = _HOST.fullmatch(header.strip())
+    return _normal(found["name"] or found["ipv6"] or "") if found else ""
 
 
 def _normal(name: str) -> str:

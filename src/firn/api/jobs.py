@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from firn.api.auth import Caller
 from firn.api.prompting import gathered, make_prompt
 from firn.api.running import RunningRequest
 from firn.api.services import ApiLimits, Services
@@ -18,7 +19,6 @@ from firn.core.values import (
     GenerateRequest,
     Job,
     ModelInfo,
-    Namespace,
     Prompt,
     RawText,
     RawTokens,
@@ -38,11 +38,9 @@ logger = logging.getLogger("firn.api")
 class JobMaker:
     """Makes the jobs of one call, in the tokenize pool. Owner: its session."""
 
-    def __init__(
-        self, services: Services, namespace: Namespace, new_tool_id: Callable[[], str]
-    ) -> None:
+    def __init__(self, services: Services, caller: Caller, new_tool_id: Callable[[], str]) -> None:
         self._services = services
-        self._namespace = namespace
+        self._key_id, self._namespace = caller.key_id, caller.namespace
         self._new_tool_id = new_tool_id
 
     def check(self, request: GenerateRequest) -> None:
@@ -62,6 +60,9 @@ class JobMaker:
         for token, _ in request.sampling.logit_bias:
             if token >= model.vocab_size:
                 raise InvalidValue("logit_bias", f"the model has no token {token}")
+        for token in request.stop_tokens:
+            if token >= model.vocab_size:
+                raise InvalidValue("stop_token_ids", f"the model has no token {token}")
         if self._services.compile_grammar is None:
             refuse_constraints(request)
         refuse_sparse(request, self._services.sparse)
@@ -69,7 +70,7 @@ class JobMaker:
     async def make(self, run: RunningRequest) -> Job:
         """The job of a request. Also fills in the run, which nothing else reads meanwhile."""
         run.request = await gathered(self._services, run.request, self._namespace)
-        return await self._services.in_pool(lambda: self._job(run))
+        return await self._services.in_pool(self._key_id, lambda: self._job(run))
 
     def _job(self, run: RunningRequest) -> Job:
         """In the tokenize pool."""
@@ -102,10 +103,15 @@ class JobMaker:
             cache=request.cache,
             grammar=grammar,
             speculates=request.speculates,
-            # The prediction only guides drafts, so a control token in it does no harm.
-            prediction=tuple(services.tokenizer.encode(request.prediction, add_special=False)),
+            prediction=self._prediction(request),
             sparse=services.sparse.of(request.sparse_keep),
         )
+
+    def _prediction(self, request: GenerateRequest) -> tuple[int, ...]:
+        """It only guides drafts, so a control token in it does no harm."""
+        services = self._services
+        tokens = services.tokenizer.encode(request.prediction, add_special=False)
+        return tuple(tokens[: services.engine.model.context_length])
 
     def _note_echo(self, run: RunningRequest, prompt: Prompt) -> None:
         match run.request.source:
@@ -128,7 +134,7 @@ class JobMaker:
             format=services.reply_format,
             tokenizer=services.tokenizer,
             prompt_tail=prompt_tail,
-            soften=services.softener(self._namespace),
+            relax=services.relaxer(self._namespace),
         )
         left_out = run.unenforced = enforced.left_out
         if left_out and isinstance(source, Chat):
@@ -165,9 +171,10 @@ class JobMaker:
     def _eos(self, request: GenerateRequest, grammar: object) -> frozenset[int]:
         """The tokens that end its replies."""
         # A satisfied grammar allows no token but the end of the reply.
+        asked = frozenset(request.stop_tokens)
         if request.ignore_eos and grammar is None:
-            return frozenset()
-        return self._services.tokenizer.eos | self._services.prompts.ends(request.source)
+            return asked
+        return asked | self._services.tokenizer.eos | self._services.prompts.ends(request.source)
 
 
 # --- what the server and the model can do: pure ----------------------------------------------

@@ -32,20 +32,24 @@ def add_json_route(app: FastAPI, route: JsonRoute, services: Services, bodies: B
         if route.schema is None:
             if route.method != "GET":
                 refuse_foreign_pages(request.scope, services.allow_origins)
-            return JSONResponse(await route.answer(RouteRequest(key_id, path, query)))
+            answer = await route.answer(RouteRequest(key_id, path, query))
+            return _response(answer)
         raw = await bodies.read(request.scope, request.receive)
         meter = FixedMeter()
         with services.quotas.call(key_id, meter, n_requests=0):
-            body = await decoded(raw, services.pool, lambda given: given)
+            body = await decoded(raw, services.pool.of(key_id), lambda given: given)
             asked = RouteRequest(key_id, path, query, body)
             answer = await while_connected(request.receive, lambda: route.answer(asked))
+            if isinstance(answer, bytes):
+                return _response(answer)
             meter.n_computed = _n_computed(answer) if route.computes else 0
         is_long = any(isinstance(v, list) and len(v) > PIECE_ITEMS for v in answer.values())
         written = await services.offload(
+            key_id,
             lambda: large_json.dumps(answer, large_json.COMPACT, piece_items=PIECE_ITEMS),
             when=is_long,
         )
-        return Response(written, media_type="application/json")
+        return _response(written)
 
     app.add_api_route(
         route.path,
@@ -59,13 +63,19 @@ def add_json_route(app: FastAPI, route: JsonRoute, services: Services, bodies: B
     )
 
 
+def _response(answer: Mapping[str, Any] | bytes) -> Response:
+    if isinstance(answer, bytes):
+        return Response(answer, media_type="application/json")
+    return JSONResponse(answer)
+
+
 def _n_computed(answer: Mapping[str, Any]) -> int:
     """The tokens an answer reports, in OpenAI's usage or Ollama's counts, minus cached ones."""
     usage = answer.get("usage")
     if usage is None:
         return int(answer.get("prompt_eval_count", 0))
-    n_cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
-    return int(usage["total_tokens"] - n_cached)
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    return int(usage["total_tokens"] - details.get("cached_tokens", 0))
 
 
 def _openapi_extra(route: JsonRoute) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from firn.api.auth import Keys
 from firn.api.body import ClientGone
 from firn.api.body_reader import BodyReader
 from firn.api.errors import ErrorShapes, InternalFault
-from firn.api.exchange import SCOPE_KEY, Exchange, exchange_of, send_error
+from firn.api.exchange import PLACE_KEY, SCOPE_KEY, Exchange, client_of, exchange_of, send_error
 from firn.api.hosts import Hosts, is_local
 from firn.api.rate_limit import RateLimit
 from firn.core.errors import FirnError, HostNotAllowed, Overloaded, Unauthorized
@@ -28,19 +28,18 @@ from firn.core.values import Namespace
 
 logger = logging.getLogger("firn.api")
 
-OPEN_PATHS = frozenset({"/", "/health", "/ready"})
+OPEN_PATHS = frozenset({"/", "/v1", "/v1/", "/health", "/ready"})
 """For supervisors and browsers: they need no key, and are logged at DEBUG."""
 POLLED_PATHS = frozenset({"/metrics", "/v1/loads"})
 """Polled by programs every few seconds, so they are logged at DEBUG, too."""
 PAGE_FILES = "/page/"
 """Prefix of the dashboard's files. They are the same for everybody and need no key; the page asks
 for its data with one."""
-OVER_LIMIT_KEY = "firn.over_limit"
-"""Set in the scope of a connection over the limit: only the open paths are answered on it."""
 EXPOSED_HEADERS = (
     "x-request-id",
     "request-id",
     "retry-after",
+    "x-firn-ignored",
     "x-firn-unenforced",
     "x-firn-approximate",
     "x-session",
@@ -202,10 +201,11 @@ class Authentication:
         if scope["type"] == "http":
             is_open = scope["path"] in OPEN_PATHS
             try:
-                if scope.get(OVER_LIMIT_KEY) and not is_open:
-                    raise Overloaded("The server has too many connections; try again shortly.")
                 caller = self._keys.admit(scope["headers"], local=is_local(scope))
                 exchange_of(scope).caller = caller
+                take_place = scope.get(PLACE_KEY)
+                if take_place and not is_open and not take_place(client_of(scope)):
+                    raise Overloaded("You have too many connections to this server; close some.")
             except (Unauthorized, Overloaded) as error:
                 needs_key = isinstance(error, Overloaded) or not is_page_file(scope["path"])
                 if not is_open and needs_key:

@@ -20,17 +20,18 @@ def model_name(body: Fields) -> str:
 
 
 def keep_alive_s(body: Fields) -> float | None:
-    """keep_alive in seconds; None: not given. Raises InvalidValue.
+    """keep_alive in seconds; None: not given. Raises InvalidValue. LM Studio calls it ttl.
 
     A server of one model only checks it: its model stays loaded.
     """
-    keep_alive = body.get("keep_alive")
-    if keep_alive is None:
-        return None
-    try:
-        return duration.seconds(keep_alive)
-    except ValueError as e:
-        raise InvalidValue("keep_alive", str(e)) from None
+    for name in ("keep_alive", "ttl"):
+        stay = body.get(name)
+        if stay is not None:
+            try:
+                return duration.seconds(stay)
+            except ValueError as e:
+                raise InvalidValue(name, str(e)) from None
+    return None
 
 
 def durations(began_ns: int, first_token_at: float | None) -> dict[str, int]:

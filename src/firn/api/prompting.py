@@ -22,13 +22,14 @@ from firn.core.values import (
 def make_prompt(services: Services, request: GenerateRequest, owner: Namespace) -> Prompt:
     """In the tokenize pool. Raises BadRequest. owner: whose pictures these are."""
     try:
-        return services.prompts.make(_owned(request.source, owner), reasoning=request.reasoning)
+        prompt = services.prompts.make(_owned(request.source, owner), reasoning=request.reasoning)
     except UnicodeEncodeError:
         raise BadRequest(
             "The prompt contains an unpaired surrogate, which is not valid text.", param="messages"
         ) from None
     except RecursionError:
         raise BadRequest("The prompt is nested too deeply.", param="messages") from None
+    return replace(prompt, salt=request.cache_salt) if request.cache_salt else prompt
 
 
 def _owned(source: Source, owner: Namespace) -> Source:
@@ -60,7 +61,7 @@ async def decoded_request(
 ) -> GenerateRequest:
     """The only request of a body. Decoded in the pool, since a long conversation takes a while."""
     body, namespace = route_request.body, route_request.namespace
-    call = await services.in_pool(lambda: dialect.decode(body, namespace=namespace))
+    call = await services.in_pool(namespace, lambda: dialect.decode(body, namespace=namespace))
     (request,) = call.requests
     return request
 
@@ -68,7 +69,7 @@ async def decoded_request(
 async def prompt_of(services: Services, request: GenerateRequest, owner: Namespace) -> Prompt:
     """For routes that generate nothing. Raises what `make_prompt` does."""
     request = await gathered(services, request, owner)
-    return await services.in_pool(lambda: make_prompt(services, request, owner))
+    return await services.in_pool(owner, lambda: make_prompt(services, request, owner))
 
 
 async def count_tokens(services: Services, request: GenerateRequest, owner: Namespace) -> int:

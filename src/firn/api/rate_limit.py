@@ -10,7 +10,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from firn.api.errors import ErrorShapes
-from firn.api.exchange import exchange_of, send_error
+from firn.api.exchange import client_of, exchange_of, send_error
 from firn.core.errors import TooManyRequests
 
 WINDOW_S = 60.0
@@ -56,19 +56,10 @@ class RateLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
-            wait_s = self._rate.take(_client(scope))
+            wait_s = self._rate.take(client_of(scope))
             if wait_s > 0:
                 error = TooManyRequests(self._per_minute, retry_after_s=math.ceil(wait_s))
                 exchange_of(scope).fault = error
                 await send_error(send, error, self._shapes.of(scope["path"]))
                 return
         await self._app(scope, receive, send)
-
-
-def _client(scope: Scope) -> str:
-    """Its key; without keys, its address."""
-    caller = exchange_of(scope).caller
-    if caller.has_key:
-        return caller.key_id
-    address = scope.get("client")
-    return address[0] if address else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -15,6 +14,7 @@ from firn.api.event_router import EventRouter
 from firn.api.hosts import Hosts
 from firn.api.quotas import Quotas
 from firn.core.errors import ModelNotFound
+from firn.core.fair_pool import FairPool
 from firn.core.ports import CacheAdmin, Embedder, Engine, Recorder, Tokenizer
 from firn.core.sparse import SparseRules
 from firn.core.values import (
@@ -24,9 +24,9 @@ from firn.core.values import (
     Namespace,
     Prompt,
     Reasoning,
-    SoftenedSchema,
     Source,
 )
+from firn.text.constraint import Relax, as_they_are
 from firn.text.formats import ReplyFormat
 from firn.text.rerank import Reranker
 
@@ -54,18 +54,16 @@ class ApiLimits:
     """None: no limit.
 
     max_tokens: for a reply whose request sets no max_tokens. max_request_tokens: the most that a
-    request may set. timeout_s: for one call. requests_per_minute: per client. max_calls: calls open
-    at a time, in any stage. max_rows: requests that generate at a time. max_requests: per call.
-    body_nbytes: size of one body; bodies_nbytes: of all bodies together. keep_alive_s: silence on a
-    stream after which something is sent to keep it alive. stale_after_s: time without a step after
-    which the engine counts as not ready.
+    request may set. timeout_s: for one call. requests_per_minute: per client. max_rows: requests that
+    generate at a time. max_requests: per call. body_nbytes: size of one body; bodies_nbytes: of all
+    bodies together. keep_alive_s: silence on a stream after which something is sent to keep it alive.
+    stale_after_s: time without a step after which the engine counts as not ready.
     """
 
     max_tokens: int = 4096
     max_request_tokens: int | None = None
     timeout_s: float | None = None
     requests_per_minute: int | None = None
-    max_calls: int = 1024
     max_rows: int = 32
     max_requests: int = 1024
     body_nbytes: int = 64 * 2**20
@@ -85,7 +83,7 @@ class Services:
     prompts: Prompts
     reply_format: ReplyFormat
     event_router: EventRouter
-    pool: Executor
+    pool: FairPool
     limits: ApiLimits = ApiLimits()
     defaults: Defaults = Defaults()
     sparse: SparseRules = SparseRules()
@@ -97,9 +95,8 @@ class Services:
     any_name: bool = False
     """Answer to every model name: the front of several models has already chosen this one."""
     compile_grammar: Callable[[Grammar, Namespace], object] | None = None
-    softener: Callable[[Namespace], Callable[[Mapping[str, Any]], SoftenedSchema]] = lambda owner: (
-        SoftenedSchema
-    )
+    relaxer: Callable[[Namespace], Relax] = lambda owner: as_they_are
+    """What of a schema can be enforced."""
     cache_admin: CacheAdmin | None = None
     embedder: Embedder | None = None
     reranker: Reranker | None = None
@@ -121,13 +118,13 @@ class Services:
         """Whether sessions keep the tokens of their prompts, for a trace or for the dashboard."""
         return self.recorder is not None or self.show_text
 
-    async def in_pool(self, work: Callable[[], T]) -> T:
-        """Do the work in the tokenize pool, so that no stream waits for it."""
-        return await asyncio.get_running_loop().run_in_executor(self.pool, work)
+    async def in_pool(self, key_id: Namespace, work: Callable[[], T]) -> T:
+        """Do this key's work in the tokenize pool, so that no stream waits for it."""
+        return await asyncio.wrap_future(self.pool.submit(key_id, work))
 
-    async def offload(self, work: Callable[[], T], *, when: bool) -> T:
+    async def offload(self, key_id: Namespace, work: Callable[[], T], *, when: bool) -> T:
         """Do the work in the pool if it is large, else right here: the pool costs time, too."""
-        return await self.in_pool(work) if when else work()
+        return await self.in_pool(key_id, work) if when else work()
 
     def serves(self, name: str) -> bool:
         """Whether a request for this model is answered. Agents ask for OpenAI's or Anthropic's

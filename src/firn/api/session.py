@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from firn.api.auth import Caller
 from firn.api.event_router import EventQueue
 from firn.api.jobs import JobMaker
 from firn.api.running import RunningRequest
 from firn.api.services import Services
-from firn.core.errors import InvalidValue, QueueFull, ShuttingDown
+from firn.core.errors import InvalidValue, ShuttingDown
 from firn.core.events import (
     AdmissionTimes,
     Admitted,
@@ -33,7 +34,7 @@ from firn.core.events import (
     TextDelta,
     Token,
 )
-from firn.core.values import GenerateRequest, Namespace, Prompt, RequestId, ServedRequest, Usage
+from firn.core.values import GenerateRequest, Prompt, RequestId, ServedRequest, Usage
 from firn.text.echo import EchoSlice, echoed
 from firn.text.unread_calls import UnreadCalls
 
@@ -62,12 +63,12 @@ class Session:
         requests: Sequence[GenerateRequest],
         *,
         id: str,
-        namespace: Namespace,
+        caller: Caller,
         new_tool_id: Callable[[], str] = lambda: f"call_{uuid.uuid4().hex[:24]}",
     ) -> None:
         self._services = services
-        self._namespace = namespace
-        self._jobs = JobMaker(services, namespace, new_tool_id)
+        self._key_id, self._namespace = caller.key_id, caller.namespace
+        self._jobs = JobMaker(services, caller, new_tool_id)
         self._queue: EventQueue | None = None
         self._pending: list[Event] = []
         self._runs: dict[RequestId, RunningRequest] = {}
@@ -106,9 +107,12 @@ class Session:
                 f"{len(runs)} prompts in one request exceed the limit of {limit} (--max-queue)",
             )
         router = services.event_router
-        if router.n_calls >= services.limits.max_calls:
-            raise QueueFull
-        self._queue = router.open(self._runs, silence_s=services.limits.keep_alive_s)
+        self._queue = router.open(
+            self._runs,
+            self._key_id,
+            silence_s=services.limits.keep_alive_s,
+            cancel=self._cancel,
+        )
         jobs = [await self._jobs.make(run) for run in runs]
         if self.n_logprobs > MAX_LOGPROBS:
             raise InvalidValue(
@@ -135,7 +139,9 @@ class Session:
         if run.echoed_ids is not None:
             tokenizer = self._services.tokenizer
             work = partial(echoed, tokenizer, run.echo, run.echoed_ids, run.prompt_logprobs)
-            slices = await self._services.offload(work, when=self.n_logprobs > MANY_LOGPROBS)
+            slices = await self._services.offload(
+                self._key_id, work, when=self.n_logprobs > MANY_LOGPROBS
+            )
         run.echo, run.prompt_logprobs = None, []
         choices = range(run.first_choice, run.first_choice + run.request.n)
         return [TextDelta(i, piece.text, piece.logprobs) for i in choices for piece in slices]
@@ -166,11 +172,19 @@ class Session:
         """Cancel whatever is still running. Idempotent."""
         if self._queue is None:
             return
+        self._cancel()
+        self._services.event_router.close(self._runs, self._queue)
+        self._queue = None
+
+    def sent(self) -> None:
+        """Everything that this has returned so far is on its way to the client."""
+        if self._queue is not None:
+            self._queue.sent()
+
+    def _cancel(self) -> None:
         for run in self._runs.values():
             if run.submitted and not run.done:
                 self._services.engine.cancel(run.id)
-        self._services.event_router.close(self._runs, self._queue)
-        self._queue = None
 
     def _on_token(self, run: RunningRequest, token: Token, out: list[Event]) -> None:
         choice = token.choice
@@ -202,7 +216,10 @@ class Session:
             logger.warning("%s %s", run.id, fault)
         text = run.call_watches[choice].see(events) if run.call_watches else None
         if text is not None and len(text) > LONG_REPLY:
-            self._services.pool.submit(self._warn_of_unread, run.id, run.call_watches[choice], text)
+            watch = run.call_watches[choice]
+            self._services.pool.submit(
+                self._key_id, partial(self._warn_of_unread, run.id, watch, text)
+            )
         elif text is not None:
             self._warn_of_unread(run.id, run.call_watches[choice], text)
 
@@ -250,7 +267,7 @@ class Session:
         run.done = True
         if all(other.done for other in self._runs.values()):
             self.ended = True
-            out.append(Ended(self.usage, self.first_token_at))
+            out.append(Ended(self.usage, self.first_token_at, time.time()))
 
     def _on_job_failed(self, run: RunningRequest, event: JobFailed, out: list[Event]) -> None:
         self.ended = True

@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from firn.api.auth import SHARED
+from firn.api.auth import SHARED, Caller
 from firn.api.dialects import discover
 from firn.api.services import Services
 from firn.api.session import Session
@@ -56,7 +56,7 @@ async def compute(services: Services, requests: Sequence[GenerateRequest]) -> No
         label = f"warm prompt {i + 1} of {len(jobs)}"
         greedy = Sampling(temperature=0.0)
         short = replace(request, max_tokens=1, n=1, sampling=greedy, sparse_keep=IN_FULL)
-        session = Session(services, [short], id=f"warm-{i}", namespace=namespace)
+        session = Session(services, [short], id=f"warm-{i}", caller=Caller(namespace, namespace))
         try:
             with closing(session):
                 await session.start()

@@ -15,10 +15,11 @@ from firn.models import device as devices
 from firn.models.cpu.blas import Blas
 from firn.models.cpu.dtype import Choice as CpuDtype
 from firn.models.cpu.threads import Threads
-from firn.models.model_arguments import IdsOnly
+from firn.models.decode.kv_growth import ShapeBuckets
+from firn.models.model_arguments import IdsOnly, PreparePass, unprepared
 from firn.models.mtp import MtpModel
 from firn.models.selfcheck import CHUNKS_MATTER
-from firn.models.shapes import FewShapes, few_shapes
+from firn.models.shapes import few_shapes
 from firn.models.traced import TracedSteps, traced_steps
 
 T = TypeVar("T")
@@ -98,30 +99,29 @@ def _cpu_dtype(config: Config, blas: Blas | None) -> CpuDtype:
     return option
 
 
-def threads_of(loaded: loader.LoadedModel, compute: ComputeSettings) -> Threads | None:
-    """Chooses the number of BLAS threads for each pass. None in exact mode, where the order of
-    sums, and so the bits, must not change."""
+def preparation_of(loaded: loader.LoadedModel, compute: ComputeSettings) -> PreparePass:
+    """Chooses the number of BLAS threads for each pass. Not in exact mode, where the order of sums,
+    and so the bits, must not change."""
     library = compute.blas.library if compute.blas and not compute.exact else None
-    return Threads(library, loaded.model) if library else None
+    return Threads(library, loaded.model).prepare if library else unprepared
 
 
-def shapes_of(loaded: loader.LoadedModel, compute: ComputeSettings) -> FewShapes | None:
-    """How prompts are padded for a device that prefers few shapes. None: not at all, as in exact mode.
-
-    Not for ranks: they would end up reading different shapes.
-    """
+def buckets_of(loaded: loader.LoadedModel, compute: ComputeSettings) -> ShapeBuckets:
+    """How prompts are padded for a device that prefers few shapes. Not in exact mode, and not for
+    ranks: they would end up reading different shapes."""
     if compute.device.kind != "cuda" or compute.exact:
-        return None
+        return ShapeBuckets()
     if not isinstance(loaded.arguments, IdsOnly) or isinstance(loaded.model, MtpModel):
-        return None
-    return _unless_refused(
+        return ShapeBuckets()
+    few = _unless_refused(
         partial(few_shapes, loaded.model, loaded.make_layers), "prompts are read without padding"
     )
+    return few or ShapeBuckets()
 
 
-def traced_of(loaded: loader.LoadedModel, shapes: FewShapes | None) -> TracedSteps | None:
+def traced_of(loaded: loader.LoadedModel, buckets: ShapeBuckets) -> TracedSteps | None:
     """How decode steps are traced if prompts are read in few shapes. None: not at all."""
-    if shapes is None:
+    if not buckets.common_chunk:
         return None
     return _unless_refused(
         partial(traced_steps, loaded.model, loaded.make_layers), "steps are not traced"

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from firn.assembly.cache import FLUSH_S, computed_in, layout_of, seal_of, tiers_of
-from firn.assembly.compute import ComputeSettings, compute_settings, threads_of
+from firn.assembly.compute import ComputeSettings, compute_settings, preparation_of
 from firn.assembly.memory import MemoryPlanner, Planned, with_reservations
 from firn.assembly.model import ServerSpec, find_folder, load_model, row_cost, served_name
-from firn.cache.codecs import At
 from firn.cache.prefix import CacheSettings
 from firn.cache.ranks.slices import Identity, Slices
 from firn.cache.storage.io import TierIo
@@ -109,7 +108,7 @@ def _build(config: Config, member: RankMember, follower: Follower) -> FollowerLo
         make_layers=loaded.make_layers,
         max_rows=config.engine.max_concurrency,
         arguments=loaded.arguments,
-        threads=threads_of(loaded, compute),
+        prepare=preparation_of(loaded, compute),
     )
     return FollowerLoop(follower, runner.follow(member.group), slices)
 
@@ -231,6 +230,6 @@ class FollowerLoop:
     ) -> None:
         live = self.runner.by_number[row]
         assert self.slices is not None
-        in_step((live.index, live.n_tokens) == (index, n_tokens), "a row's place")
-        at = At(index, n_tokens)
-        self.slices.on_cut(live.live_layers, number, part, at, start, end)
+        view = live.view()
+        in_step((view.at.index, view.at.n_tokens) == (index, n_tokens), "a row's place")
+        self.slices.on_cut(view.layers, number, part, view.at, start, end)

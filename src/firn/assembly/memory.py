@@ -31,14 +31,11 @@ from firn.host.reservations import Reservation, Reserved, others
 
 if TYPE_CHECKING:  # `firn doctor` plans memory without loading mlx
     from firn.assembly.compute import ComputeSettings
-    from firn.assembly.parts import ServerParts
-    from firn.engine import Engine, RowCost
+    from firn.engine import RowCost
 
 log = logging.getLogger("firn")
 
 CHECK_EVERY_S = 10.0
-ENGINE_S = 60.0
-"""How long a check waits for the engine."""
 WORTH_TELLING = 0.02
 """Share of the capacity. Smaller changes are noise."""
 SHORT = 0.75
@@ -65,7 +62,7 @@ class Planned:
         )
         if plan.draft_cache_nbytes:
             parts += f", draft model's cache {plan.draft_cache_nbytes // MIB}"
-        log.info("memory plan (MiB): %s; limit %d", parts, plan.limit_nbytes // MIB)
+        log.debug("memory plan (MiB): %s; limit %d", parts, plan.limit_nbytes // MIB)
         if not plan.fits:
             log.warning(
                 "this model is too large: its weights need %.1f GiB of the %.1f GiB that it may "
@@ -229,36 +226,3 @@ class MemoryWatch:
                 self.check()
             except Exception as e:  # the machine's memory is unknown, or the engine is gone
                 log.debug("checking memory failed: %r", e)
-
-
-def watch_engine(
-    engine: Engine[ServerParts], *, front: int | None, is_sharded: bool
-) -> MemoryWatch | None:
-    """Watch a running engine's memory; None: it has none to plan.
-
-    The capacity is decided elsewhere if a front divides the memory or the model is sharded.
-    """
-    from firn.models import device as devices
-
-    planned = engine.parts.planned
-    if planned is None:
-        return None
-    device = devices.device()
-
-    def adapt(plan: MemoryPlan) -> None:
-        devices.limit_buffer_cache(plan)
-        engine.call(lambda parts: parts.set_capacity(plan.capacity_nbytes))
-
-    watch = MemoryWatch(
-        planned,
-        look=lambda: devices.machine_memory(device),
-        used_nbytes=devices.used_nbytes,
-        held_nbytes=lambda: engine.call(lambda parts: parts.budget.reserved_nbytes).result(
-            ENGINE_S
-        ),
-        capacity_nbytes=lambda: engine.parts.budget.capacity_nbytes,
-        adapt=None if is_sharded or front is not None else adapt,
-        group=front,
-    )
-    watch.start()
-    return watch

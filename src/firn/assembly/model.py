@@ -17,7 +17,7 @@ from firn.core.memory_plan import MIB
 from firn.core.values import Namespace
 from firn.engine import RowCost
 from firn.models import loader
-from firn.models.batch import BUFFER_TOKENS
+from firn.models.decode.batch import BUFFER_TOKENS
 from firn.models.hub import HubRules
 from firn.models.processor import VisionProcessor
 from firn.models.weight_memory import WeightMemory

@@ -11,10 +11,19 @@ from firn.config import converted_dir
 from firn.demo.builtin import builtin_folder
 from firn.models import loader, packaged
 from firn.models.hub import HubRules
+from firn.models.inspect import local_folder
 
 
 def resolve(name: str, rules: HubRules | None = None) -> Path:
     """May download. Raises SetupError."""
+    rules = rules or HubRules()
     if name in packaged.PACKAGED:
-        return packaged.folder_of(packaged.PACKAGED[name], converted_dir())
-    return builtin_folder(name) or loader.resolve(name, rules or HubRules())
+        return packaged.folder_of(packaged.PACKAGED[name], converted_dir(), offline=rules.offline)
+    return builtin_folder(name) or loader.resolve(name, rules)
+
+
+def on_this_machine(name: str) -> Path | None:
+    """The folder, if nothing has to be fetched or made for it. Raises SetupError: it can be no model."""
+    if name in packaged.PACKAGED:
+        return packaged.made_folder(packaged.PACKAGED[name], converted_dir())
+    return builtin_folder(name) or local_folder(name)

@@ -16,36 +16,39 @@ from firn.assembly import embeddings, sparse, speculation
 from firn.assembly.cache import add_tiers, build_cache, cache_nbytes
 from firn.assembly.compute import (
     ComputeSettings,
+    buckets_of,
     compute_settings,
-    shapes_of,
-    threads_of,
+    preparation_of,
     traced_of,
 )
 from firn.assembly.handles import any_cursors, any_rows, any_scorings
-from firn.assembly.memory import MemoryPlanner, Planned, with_reservations
+from firn.assembly.memory import MemoryPlanner, MemoryWatch, Planned, with_reservations
 from firn.assembly.model import ServerSpec, load_model, row_cost
 from firn.cache.off import CacheOff
 from firn.cache.prefix import PrefixTree
 from firn.cache.storage.threads import IoThreads
 from firn.config import Config, kernels_dir
-from firn.core.memory_plan import MIN_CAPACITY_NBYTES
+from firn.core.memory_plan import MIN_CAPACITY_NBYTES, MemoryPlan
 from firn.core.values import ModelInfo
-from firn.engine import Budget, EngineParts, RowCost, recipes_of
+from firn.engine import Budget, Engine, EngineParts, RowCost, recipes_of
 from firn.kv_events import EventPublisher
 from firn.models import device as devices
 from firn.models import embedder, loader
-from firn.models.cpu.threads import Threads
 from firn.models.cuda import kernels
+from firn.models.decode.kv_growth import ShapeBuckets
+from firn.models.decode.runner import Runner
+from firn.models.decode.steps import NoSpeculation, Speculator
+from firn.models.model_arguments import PreparePass
 from firn.models.rehearsal import rehearsal_of, rehearse
-from firn.models.runner import Runner
-from firn.models.shapes import FULL, FewShapes
-from firn.models.speculation import Speculation
-from firn.models.traced import TracedSteps
+from firn.models.speculation.speculator import Speculation
+from firn.models.traits import TRAITS
 from firn.models.transient import transient_of
 from firn.ranks.leader_parts import LeaderParts
 
 log = logging.getLogger("firn")
 
+ENGINE_S = 60.0
+"""How long a check waits for the engine."""
 PADDING_PARTS = 8
 """The padding of a group of rows may take this fraction (1 / N) of the capacity."""
 
@@ -123,7 +126,7 @@ def _decoder_parts(
 ) -> ServerParts:
     config, info, device = spec.config, loaded.info, compute.device.kind
     put_on_tiers = _tiers(spec, device=device, wake=wake)
-    cost, threads = row_cost(loaded), threads_of(loaded, compute)
+    cost, prepare = row_cost(loaded), preparation_of(loaded, compute)
     alone_nbytes = planner.plan(cost, info.weights_nbytes).alone_nbytes
     setup = speculation.DraftSetup(
         exact=compute.exact,
@@ -132,9 +135,9 @@ def _decoder_parts(
         add_tiers=lambda cache, model: put_on_tiers(cache, model, _draft_io()),
         folder=draft_folder,
     )
-    drafting, padding = speculation.build(config, loaded, setup), partial(_shapes, spec, compute)
+    drafting, padding = speculation.build(config, loaded, setup), partial(_buckets, spec, compute)
     scorer, drafting = sparse.build(
-        config, loaded, drafting, setup=setup, threads=threads, shapes_of=padding
+        config, loaded, drafting, setup=setup, prepare=prepare, buckets_of=padding
     )
     cost = drafting.with_rows(cost)
     planned = _plan(planner, cost, info, drafting)
@@ -153,16 +156,27 @@ def _decoder_parts(
         _prepare_tree(config, tree, recipe=scorer.recipe if scorer else None)
         put_on_tiers(tree, info, IoThreads(max_write_nbytes=planned.plan.write_queue_nbytes))
     tree.set_room(budget.free_nbytes())
-    shapes = padding(loaded)
+    buckets = padding(loaded)
     make_runner = partial(
-        _rehearsed_runner, spec, loaded, drafting.speculation, is_gpu=device == "cuda"
+        _rehearsed_runner,
+        spec,
+        loaded,
+        drafting.speculation or NoSpeculation(),
+        is_gpu=device == "cuda",
     )
     max_padding = capacity_nbytes // PADDING_PARTS // max(cost.per_token_nbytes, 1)
     return ServerParts(
-        any_rows(make_runner(threads=threads, shapes=shapes, max_padding=max_padding)),
+        any_rows(
+            make_runner(
+                prepare=prepare,
+                buckets=buckets,
+                profile=TRAITS[device],
+                max_padding=max_padding,
+            )
+        ),
         any_cursors(tree),
         budget,
-        replace(compute.limits, common_chunk=FULL if shapes is not None else 0),
+        replace(compute.limits, common_chunk=buckets.common_chunk),
         scorer=None if scorer is None else any_scorings(scorer),
         tree=tree,
         speculation=drafting.speculation,
@@ -224,58 +238,49 @@ def _capacity(
     return capacity_nbytes, alone_nbytes
 
 
-def _shapes(
+def _buckets(
     spec: ServerSpec, compute: ComputeSettings, loaded: loader.LoadedModel
-) -> FewShapes | None:
-    return shapes_of(loaded, compute) if spec.leader_parts is None else None
+) -> ShapeBuckets:
+    return buckets_of(loaded, compute) if spec.leader_parts is None else ShapeBuckets()
 
 
 def _rehearsed_runner(
     spec: ServerSpec,
     loaded: loader.LoadedModel,
-    speculation: Speculation | None,
+    speculator: Speculator,
     *,
     is_gpu: bool,
-    shapes: FewShapes | None,
+    buckets: ShapeBuckets,
     **options: Any,
 ) -> Runner:
     """The server's runner. On a GPU, another runner first uses the model the way requests will."""
-    traced = traced_of(loaded, shapes)
-    make = partial(_runner, spec, loaded, shapes=shapes, traced=traced, **options)
+    traced = traced_of(loaded, buckets)
+    make = partial(_runner, spec, loaded, buckets=buckets, traced=traced, **options)
     if is_gpu and spec.leader_parts is None:
-        rehearse(make(speculation=rehearsal_of(loaded.model, speculation)))
+        rehearse(make(speculator=rehearsal_of(loaded.model, speculator)))
         kernels.note(kernels_dir())
-    return make(speculation=speculation)
+    return make(speculator=speculator)
 
 
 def _runner(
     spec: ServerSpec,
     loaded: loader.LoadedModel,
     *,
-    speculation: Speculation | None,
-    threads: Threads | None,
-    shapes: FewShapes | None,
-    traced: TracedSteps | None,
-    max_padding: int,
+    speculator: Speculator,
+    prepare: PreparePass,
+    **options: Any,
 ) -> Runner:
-    options: dict[str, Any] = {
+    common: dict[str, Any] = {
         "make_layers": loaded.make_layers,
         "max_rows": spec.config.engine.max_concurrency,
         "arguments": loaded.arguments,
-        "threads": threads,
-        "speculation": speculation,
+        "prepare": prepare,
+        "speculator": speculator,
     }
     if spec.leader_parts is not None:
         # All ranks must read and group rows in the same way, however much memory each has.
-        return spec.leader_parts.make_runner(loaded.model, loaded.info, **options)
-    return Runner(
-        loaded.model,
-        loaded.info,
-        **options,
-        shapes=shapes,
-        traced=traced,
-        max_padding=max_padding,
-    )
+        return spec.leader_parts.make_runner(loaded.model, loaded.info, **common)
+    return Runner(loaded.model, loaded.info, **common, **options)
 
 
 def _encoder_parts(
@@ -289,3 +294,34 @@ def _encoder_parts(
     return ServerParts(
         any_rows(runner), any_cursors(tree), budget, compute.limits, tree=tree, embedder=encoder
     )
+
+
+def watch_engine(
+    engine: Engine[ServerParts], *, front: int | None, is_sharded: bool
+) -> MemoryWatch | None:
+    """Watch a running engine's memory; None: it has none to plan.
+
+    The capacity is decided elsewhere if a front divides the memory or the model is sharded.
+    """
+    planned = engine.parts.planned
+    if planned is None:
+        return None
+    device = devices.device()
+
+    def adapt(plan: MemoryPlan) -> None:
+        devices.limit_buffer_cache(plan)
+        engine.call(lambda parts: parts.set_capacity(plan.capacity_nbytes))
+
+    watch = MemoryWatch(
+        planned,
+        look=lambda: devices.machine_memory(device),
+        used_nbytes=devices.used_nbytes,
+        held_nbytes=lambda: engine.call(lambda parts: parts.budget.reserved_nbytes).result(
+            ENGINE_S
+        ),
+        capacity_nbytes=lambda: engine.parts.budget.capacity_nbytes,
+        adapt=None if is_sharded or front is not None else adapt,
+        group=front,
+    )
+    watch.start()
+    return watch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from firn.assembly.parts import ServerParts
 from firn.assembly.text import TextParts
 from firn.cache.admin.control import CacheAdmin, health, snapshot
 from firn.config import Config, default_cache_dir
+from firn.core.fair_pool import FairPool
 from firn.core.memory_plan import MIB
 from firn.core.ports import Tokenizer
 from firn.engine import Engine
@@ -39,14 +39,14 @@ def build_services(
     engine: Engine[ServerParts],
     *,
     event_router: EventRouter,
-    pool: Executor,
+    pool: FairPool,
     recorder: Recorder | None,
     n_ranks: int,
 ) -> Services:
     """engine: must be running, so that its model is known."""
     config, model, parts = spec.config, engine.model, engine.parts
     grammars = Compiler(text.tokenizer, vocab_size=model.vocab_size)
-    pool.submit(grammars.prepare)
+    pool.submit("", grammars.prepare)
     return Services(
         engine=engine,
         tokenizer=text.tokenizer,
@@ -69,7 +69,7 @@ def build_services(
         fetch_pictures=_fetcher(config) if model.vision else None,
         read_documents=Documents().gather,
         compile_grammar=grammars.compile,
-        softener=grammars.softener,
+        relaxer=grammars.relaxer,
         cache_admin=CacheAdmin(
             lambda f: engine.call(lambda parts: f(parts.tree, parts.budget.view())),
             pin_cap_nbytes=config.cache.cache_pin_max_mb * MIB,

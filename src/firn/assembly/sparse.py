@@ -13,10 +13,10 @@ from firn.config import Config
 from firn.core.errors import SetupError
 from firn.core.sparse import SparseRules
 from firn.models import loader
-from firn.models.cpu.threads import Threads
+from firn.models.decode.kv_growth import ShapeBuckets
+from firn.models.model_arguments import PreparePass
 from firn.models.placing import why_not_sparse
 from firn.models.scoring import AttentionScorer
-from firn.models.shapes import FewShapes
 
 log = logging.getLogger("firn")
 
@@ -47,8 +47,8 @@ def build(
     drafting: Drafting,
     *,
     setup: DraftSetup,
-    threads: Threads | None,
-    shapes_of: Callable[[loader.LoadedModel], FewShapes | None],
+    prepare: PreparePass,
+    buckets_of: Callable[[loader.LoadedModel], ShapeBuckets],
 ) -> tuple[AttentionScorer | None, Drafting]:
     """The scorer, if prompts may be thinned, and the drafting with the draft model's memory added.
 
@@ -75,8 +75,8 @@ def build(
             make_layers=draft.model.make_layers,
             cache=any_cursors(draft.cache),
             owns_cache=not draft.is_drafter,
-            threads=threads,
-            shapes=shapes_of(draft.model),
+            prepare=prepare,
+            buckets=buckets_of(draft.model),
         )
     except ValueError as e:
         raise SetupError(f"--draft-model {small} cannot score prompts: {e}") from e

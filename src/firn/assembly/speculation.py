@@ -19,15 +19,15 @@ from firn.engine import RowCost
 from firn.models import loader, mtp_load
 from firn.models.cpu.dtype import Choice as CpuDtype
 from firn.models.cpu.dtype import widen_as
+from firn.models.decode.raggedcheck import ragged_fault, rewind_fault, traits_of
 from firn.models.device import device
-from firn.models.drafters import Drafter, discover
-from firn.models.drafters.model import ModelDrafter
-from firn.models.drafters.mtp import MtpDrafter
 from firn.models.faults import first_line
 from firn.models.hub import HubRules
 from firn.models.mtp import MtpModel, PredictionHead, with_head_layer
-from firn.models.raggedcheck import ragged_fault, rewind_fault, traits_of
-from firn.models.speculation import Speculation
+from firn.models.speculation.drafters import Drafter, discover
+from firn.models.speculation.drafters.model import ModelDrafter
+from firn.models.speculation.drafters.mtp import MtpDrafter
+from firn.models.speculation.speculator import Speculation
 
 log = logging.getLogger("firn")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from firn.text.formats import ReplyFormat, detect_format
 from firn.text.native import NativeParser
 from firn.text.prompt import PromptMaker
 from firn.text.template import Template
+from firn.text.template_losses import losses
+
+log = logging.getLogger("firn.models")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,9 @@ def load_text(config: Config, folder: Path, *, with_pictures: bool) -> TextParts
     trust = options.trust_remote_code
     tokenizer = loader.load_tokenizer(folder, trust_remote_code=trust)
     template = None if tokenizer.chat_template is None else Template.read(tokenizer)
+    if template is not None:
+        for loss in losses(tokenizer, template, kwargs=config.sampling.defaults().template_kwargs):
+            log.info("the chat template: %s", loss)
     native = tokenizer.tool_parser
     reply_format = detect_format(
         tokenizer,

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from functools import partial
 
 from firn.cache.arrays.payload import Payload, evaluate, gathers, joined
-from firn.cache.codecs import At
 from firn.cache.copies import Copies
 from firn.cache.cursor import CacheCursor, WindowPiece
 from firn.cache.layout import Layout
@@ -41,10 +40,7 @@ class Committer:
         """Whether pages stay in the row. Not in exact mode: there the row continues with tokens
         that were not computed in whole chunks, and is not kept."""
         self._token_nbytes = 0
-        # A ring smaller than a block overwrites tokens before the block is full, so they are saved
-        # in pieces. One more token may be in flight when a piece is cut.
-        small = 0 < layout.smallest_window < self._block + 2
-        self.piece_tokens = max(layout.smallest_window - 2, 1) if small else 0
+        self.piece_tokens = layout.piece_tokens(self._block)
 
     @property
     def commit_every(self) -> int:
@@ -206,8 +202,8 @@ class Committer:
     def _save_pieces(self, cursor: CacheCursor, row: LiveRow) -> None:
         if not self.piece_tokens or row.n_tokens <= cursor.n_saved:
             return
-        at = At(row.index, row.n_tokens)
-        cut = self._layout.cut(Part.WINDOW, row.live_layers, at, cursor.n_saved, row.n_tokens)
+        view = row.view()
+        cut = self._layout.cut(Part.WINDOW, view.layers, view.at, cursor.n_saved, row.n_tokens)
         evaluate([cut])
         cursor.pieces.append(WindowPiece(cursor.n_saved, row.n_tokens, cut))
         cursor.n_saved = row.n_tokens
@@ -237,10 +233,11 @@ class RowCutter:
 
     def __init__(self, layout: Layout, row: LiveRow, start: int, end: int) -> None:
         """[start, end): the tokens that pages and windows may be cut from."""
-        self.at = At(row.index, row.n_tokens)
+        view = row.view()
+        self.at = view.at
         self.row = row
         self._layout = layout
-        self._layers = row.live_layers
+        self._layers = view.layers
         self._start, self._end = start, end
         self._whole: dict[Part, Payload] = {}
 

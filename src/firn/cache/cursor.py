@@ -122,11 +122,16 @@ class CacheCursor:
     """The first position of a thinned prompt's reply, whose key tokens carry positions, too."""
     due: dict[int, Mark] = field(default_factory=dict)
     """Positions where a state will be kept."""
+    branches: list[int] = field(default_factory=list)
+    """Ascending positions, not committed yet, where other prompts may branch off: their windows are
+    written at once. Written by the prefix cache."""
     pieces: list[WindowPiece] = field(default_factory=list)
     n_saved: int = 0
     """The window layers' tokens before this are in records or pieces."""
     pages: InRow | None = None
     """The records that are in its row. Also written by Parking."""
+    known: tuple[int, Walk] | None = None
+    """How far the tree knew the prompt, and at which of its versions. Written by `walk`."""
     # --- loading: written by Loader
     leased: list[Record] = field(default_factory=list)
     """Records that it is about to resume from."""
@@ -138,10 +143,14 @@ class CacheCursor:
     in_memory_before: frozenset[Record] = frozenset()
     """The records of its target that were in memory when the loads were ordered."""
     n_plans: int = 0
+    n_ready: int = 0
+    """Where it can resume without waiting any longer, as planned, and as far as loads have arrived."""
     n_target: int = 0
     """Where it would resume if no load failed."""
     load_fault: str = ""
     """Why the last load failed, if it did."""
+    was_not_answered: bool = False
+    """A store that was asked has failed, so that more may be stored."""
     is_slower: bool = False
     """Some of what is stored is not loaded, because computing it is faster."""
     # --- outcome: written by the prefix cache; Loader corrects the reason in `admission`
@@ -192,7 +201,10 @@ class CacheCursor:
 
     def walk(self, tree: Tree) -> Walk:
         """How far the tree knows the prompt, as of now."""
-        return Walk.of(tree, self.root, self.prompt, unbroken=self.unbroken)
+        if self.known is None or self.known[0] != tree.version:
+            walk = Walk.of(tree, self.root, self.prompt, unbroken=self.unbroken)
+            self.known = tree.version, walk
+        return self.known[1]
 
     @property
     def n_known(self) -> int:

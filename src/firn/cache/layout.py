@@ -18,11 +18,12 @@ from firn.cache.arrays.payload import (
     stacked,
     try_gathering,
 )
-from firn.cache.codecs import Arrays, At, Buffers, LayerCodec, codec_for, leaves
+from firn.cache.codecs import Arrays, Buffers, LayerCodec, codec_for, leaves
 from firn.cache.codecs.pages import KVCodec, quantising
 from firn.cache.codecs.vlm import VlmKVCodec
 from firn.cache.parts import Needs, Part
-from firn.core.ports import LayerCache
+from firn.core.errors import TokensNotHeld
+from firn.core.ports import MAX_STEP_TOKENS, At, LayerCache
 
 QUANTISABLE = (KVCodec, VlmKVCodec)
 
@@ -59,6 +60,19 @@ class Layout:
         text = ",".join(str(c.describe(x)) for c, x in pairs)
         return cls(codecs, text, max(windows, default=0), min(windows, default=0))
 
+    def piece_tokens(self, block: int) -> int:
+        """How many tokens of a row the window layers must be cut at once; 0: whole blocks.
+
+        A ring overwrites its oldest tokens. A step may feed a row MAX_STEP_TOKENS, and those of one
+        that is unread are settled when its group changes, before the next commit; two plain steps
+        may be in flight as well. What was not cut before that must still be in a ring that keeps no
+        more than its window.
+        """
+        spare = MAX_STEP_TOKENS + 2
+        if not 0 < self.smallest_window < block + spare:
+            return 0
+        return max(self.smallest_window - spare, 1)
+
     def needs(self, *, grid: int = 1) -> Needs:
         parts = {c.part for c in self.codecs}
         return Needs(Part.PAGES in parts, self.window, Part.STATE in parts, grid)
@@ -66,13 +80,18 @@ class Layout:
     def cut(
         self, part: Part, layers: Sequence[LayerCache], at: At, start: int, end: int
     ) -> Payload:
-        """One part of all layers, for tokens [start, end) of a row: lazy copies."""
+        """One part of all layers, for tokens [start, end) of a row: lazy copies.
+
+        Only settled tokens, and only those that the layers still hold; else raises TokensNotHeld.
+        """
         return self.cut_pieces(part, layers, at, [(start, end)])[0]
 
     def cut_pieces(
         self, part: Part, layers: Sequence[LayerCache], at: At, bounds: Sequence[tuple[int, int]]
     ) -> list[Payload]:
         """Like `cut`, for several pieces."""
+        for start, end in bounds:
+            _check_settled(part, at, start, end)
         cells = self._cells(layers, at, bounds) if part is Part.PAGES else None
         payloads = gathered(cells) if cells is not None else None
         return payloads or [stacked(self.views(part, layers, at, *piece)) for piece in bounds]
@@ -105,6 +124,7 @@ class Layout:
         self, part: Part, layers: Sequence[LayerCache], at: At, start: int, end: int
     ) -> list[Arrays]:
         """Like `cut`, but by layer, and as views where the codec can make them."""
+        _check_settled(part, at, start, end)
         pairs = zip(self.codecs, leaves(layers), strict=True)
         return [c.cut(layer, at, start, end) for c, layer in pairs if c.part is part]
 
@@ -154,3 +174,12 @@ class Layout:
         """(bytes per token, fixed bytes) of a live row. The layers must hold at least a token."""
         pairs = list(zip(self.codecs, leaves(layers), strict=True))
         return sum(c.token_nbytes(x) for c, x in pairs), sum(c.fixed_nbytes(x) for c, x in pairs)
+
+
+def _check_settled(part: Part, at: At, start: int, end: int) -> None:
+    """Tokens of an unread step may be taken back, and a state is only where its row is."""
+    is_settled = 0 <= start <= end <= at.n_tokens
+    if part is Part.STATE:
+        is_settled = end == at.n_tokens and not at.n_unread
+    if not is_settled:
+        raise TokensNotHeld(start, end, first=0, n_tokens=at.n_tokens)

@@ -8,7 +8,7 @@ Owner: the engine thread, through the prefix cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
@@ -58,9 +58,10 @@ class Loader:
         plan = self.plan(cursor, start=start)
         cursor.n_plans += 1
         cursor.is_slower = plan.is_slower
+        cursor.n_ready = plan.now.n_tokens
         cursor.n_target = max(cursor.n_target, plan.target.n_tokens)
         self.unlease(cursor)
-        self._lease(cursor, plan.target if plan.loads else plan.now)
+        self._lease(cursor, {*plan.now.records, *plan.target.records})
         if not plan.loads:
             return
         cursor.in_memory_before = frozenset(r for r in plan.target.records if r.arrays is not None)
@@ -85,8 +86,16 @@ class Loader:
         cursor.is_slower = plan.is_slower
         return plan.target if plan.loads else plan.now
 
-    def _lease(self, cursor: CacheCursor, match: Match) -> None:
-        for record in match.records:
+    def begin_again(self, cursor: CacheCursor, match: Match) -> bool:
+        """Plan again if less can be resumed from than was planned. True: a new plan was made."""
+        if match.n_tokens >= cursor.n_ready or cursor.n_plans >= MAX_PLANS:
+            return False
+        self.end(cursor)
+        self.begin(cursor)
+        return True
+
+    def _lease(self, cursor: CacheCursor, records: Iterable[Record]) -> None:
+        for record in records:
             self._records.tree.lease_record(record)
             cursor.leased.append(record)
 
@@ -117,6 +126,7 @@ class Loader:
         loading.engine_s += event.array_s
         cursor.loaded[record] = tier.name, event.arrays
         if not loading.missing:
+            cursor.n_ready = loading.n_tokens
             self.end(cursor)
 
     def read_failed(self, cursor: CacheCursor, record: Record, error: TierError) -> None:
@@ -195,6 +205,7 @@ class Loader:
         if asking is None or asking.question is not event.question:
             return
         asking.tiers.discard(tier.number)
+        cursor.was_not_answered |= event.failed
         if not asking.tiers:
             cursor.asking = None
         if event.entries:

@@ -7,6 +7,7 @@ from enum import Enum
 
 
 class Part(Enum):
+    __hash__ = object.__hash__  # every record is looked up by its part: Enum's own is in Python
     PAGES = "pages"
     """The layer's slice of a block; every block before the resume point is needed."""
     WINDOW = "window"

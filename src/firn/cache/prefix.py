@@ -40,9 +40,9 @@ from firn.cache.storage.events import (
     TierEvent,
 )
 from firn.cache.storage.io import Io
-from firn.cache.tree import PackedTokens, Record
+from firn.cache.tree import Mark, PackedTokens, Record
 from firn.core.events import Admitted
-from firn.core.keys import KeyTokens, key_tokens, placed_tokens
+from firn.core.keys import prompt_tokens
 from firn.core.ports import EngineLoad, LiveRow, Restored
 from firn.core.values import CacheControl, Namespace, Prompt
 
@@ -64,7 +64,9 @@ class CacheSettings:
     def layout_text(self, layout: Layout, dtype: str) -> str:
         """What determines a record's content apart from the weights; a part of the root key."""
         mode = f"exact{self.exact_chunk}" if self.exact_chunk else "full"
-        return f"{layout.text};{dtype};block{self.block};{mode}"
+        # Earlier builds saved windows of such layouts too late: what they stored may be of other tokens.
+        pieces = ";pieces2" if layout.piece_tokens(self.block) else ""
+        return f"{layout.text};{dtype};block{self.block};{mode}{pieces}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,7 @@ class PrefixTree:
     def _cursor(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> CacheCursor:
         thinned = prompt.thinned
         root = self.records.catalogue.root(namespace, thinned.recipe if thinned else "")
-        tokens = PackedTokens(_key_tokens(prompt))
+        tokens = PackedTokens(prompt_tokens(prompt))
         self.records.tree.lease(root)
         return CacheCursor(
             root=root,
@@ -207,24 +209,54 @@ class PrefixTree:
 
     def _restore(self, cursor: CacheCursor) -> Restored | None:
         n_prompt = len(cursor.prompt)
-        match = self._weighed(cursor, self._restorer.match(cursor))
+        match = self._restorer.match(cursor)
+        if self._loader.begin_again(cursor, match):
+            match = self._restorer.match(cursor)
+            if cursor.pending:
+                self._racing.add(cursor)
+        match = self._weighed(cursor, match)
         n_shared = self._restorer.shared(cursor)
         tiers = self._restorer.origins(cursor, match)
-        if self.records.needs.state and cursor.writes:
-            cursor.due = checkpoints.due(
-                cursor.boundaries,
-                n_prompt,
-                n_restored=match.n_tokens,
-                n_shared=n_shared,
-                hints=cursor.hints,
-                grid=self.settings.exact_chunk or 1,
-            )
         cursor.hit_kind = _hit_kind(match, n_prompt)
+        if cursor.writes:
+            self._set_points(cursor, match, n_shared)
         restored = self._restorer.resume(cursor, match) if match.n_tokens else None
         self._resumed(cursor, match)
         why = self._restorer.why_not_more(cursor, match.n_tokens)
         cursor.admission = Admitted(match.n_tokens, tuple(tiers.items()), why)
         return restored
+
+    def _set_points(self, cursor: CacheCursor, match: Match, n_shared: int) -> None:
+        """Note where later prompts will probably resume: states are kept there, and windows written."""
+        needs, state = self.records.needs, match.state
+        has_grown = cursor.hit_kind == "growing"
+        due = checkpoints.due(
+            cursor.boundaries,
+            len(cursor.prompt),
+            n_restored=match.n_tokens,
+            n_shared=n_shared,
+            hints=cursor.hints,
+            grid=self.settings.exact_chunk or 1,
+            replies_stay=has_grown if state is None else state.mark is Mark.REPLY_END,
+        )
+        if needs.state:
+            cursor.due = due
+        if needs.window:
+            cursor.branches = [
+                p for p, mark in due.items() if needs.state or mark > Mark.PROMPT_END
+            ]
+            if match.n_tokens and not has_grown:
+                self.records.keep_window(match.segments[-1].node, match.n_tokens, Mark.BRANCH)
+
+    def _keep_windows(self, cursor: CacheCursor) -> None:
+        """Have the windows written before the points that are committed by now."""
+        while cursor.branches:
+            position = cursor.branches[0]
+            # A state inside a block has a tail of its own, with the window's last part.
+            first = position - position % self.settings.block
+            if cursor.node.end < (first if self.records.needs.state else position):
+                return
+            self.records.keep_window(cursor.node, cursor.branches.pop(0), Mark.BRANCH)
 
     def _weighed(self, cursor: CacheCursor, match: Match) -> Match:
         """The match, or nothing where computing its tokens is faster than filling a row with them."""
@@ -275,6 +307,7 @@ class PrefixTree:
             return
         try:
             self._committer.commit(cursor, row)
+            self._keep_windows(cursor)
         except Exception as e:
             self.records.failed("commit", e, namespace=cursor.root.namespace)
             cursor.writes = False
@@ -311,6 +344,7 @@ class PrefixTree:
             clock=cursor.clock,
             reply=reply,
             reply_at=cursor.reply_at,
+            branches=list(cursor.branches),
             pieces=list(cursor.pieces),
             n_saved=cursor.n_saved,
             counted=True,
@@ -398,6 +432,7 @@ class PrefixTree:
             case StoreAnswered():
                 for cursor in list(self._racing):
                     self._loader.store_answered(cursor, tier, event)
+                    self._restorer.correct_reason(cursor)
             case ScanBatch(changes) if self._garbage is not None:
                 self._garbage.keep(n_new=len(changes))
 
@@ -476,12 +511,6 @@ class PrefixTree:
             )
         finally:
             self.records.unlease(cursor.node)
-
-
-def _key_tokens(prompt: Prompt) -> KeyTokens:
-    if prompt.thinned is None:
-        return key_tokens(prompt.ids, prompt.picture_spans)
-    return placed_tokens(prompt.ids, prompt.thinned.positions)
 
 
 def _hit_kind(match: Match, n_prompt: int) -> str:

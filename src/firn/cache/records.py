@@ -14,6 +14,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from itertools import islice
 
 from firn.cache.arrays.payload import Payload
@@ -37,9 +39,9 @@ from firn.cache.storage.events import (
 )
 from firn.cache.storage.faults import TierError
 from firn.cache.storage.index import TierIndex
-from firn.cache.storage.io import Io
+from firn.cache.storage.io import Io, RootCleared
 from firn.cache.storage.tier_set import Reported, TierSet
-from firn.cache.tree import Cleared, Mark, Node, Record, Tree
+from firn.cache.tree import Cleared, Mark, Node, Record, Root, Tree
 from firn.core.errors import may_be_device_fault
 from firn.core.ports import EngineLoad
 from firn.core.values import Namespace
@@ -58,6 +60,16 @@ N_EXPIRED = 64
 """The most expired nodes that are forgotten between two steps."""
 N_CLEARED = 256
 """The most nodes of cleared namespaces that are forgotten between two steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clearing:
+    """What was cleared, and when that holds for good."""
+
+    nbytes: int
+    """How many bytes this frees in memory."""
+    promises: tuple[Future[None], ...]
+    """Done once no later process can find it again. They may fail with NotForgotten."""
 
 
 class Records:
@@ -79,8 +91,8 @@ class Records:
         self.catalogue = RecordCatalogue(identity, needs, self.tree, wall=wall)
         self.rows = LiveRows(self.tree)
         self.memory = MemoryTier(self.tree, self.rows, limit_nbytes=limit_nbytes, evict=self._evict)
-        self.tiers = TierSet(self.tree, self.catalogue, clock=clock)
-        self.index = TierIndex(self.tree, self.catalogue, self.tiers, wall=wall)
+        self.tiers = TierSet(self.tree, self.catalogue, window=needs.window, clock=clock)
+        self.index = TierIndex(self.tree, self.catalogue, self.tiers)
         self.counts = NamespaceStats()
         self.estimates = Estimates(clock)
         self._cleared: list[Iterator[Node]] = []
@@ -243,6 +255,16 @@ class Records:
         for n in self.tree.set_reused(node):
             self.tiers.spill(n.records.values())
 
+    def keep_window(self, node: Node, position: int, mark: Mark) -> None:
+        """A prompt may resume at this position of the chain that ends here: write its window at once."""
+        for n in node.path():
+            if n.end <= position - self.needs.window:
+                return
+            record = n.records.get(Part.WINDOW)
+            if record is not None and n.start < position and mark > record.mark:
+                self.tree.set_mark(record, mark)
+                self.tiers.spill([record])
+
     def unlease(self, node: Node) -> None:
         self.tree.unlease(node)
         if not node.n_leases:  # otherwise no node above it is free either
@@ -274,7 +296,7 @@ class Records:
     def _evict(self, record: Record) -> None:
         """Evict it from memory. If a tier should have it, its arrays stay until it is written."""
         self.counts.evicted(record.node.root.namespace, record.part.value)
-        lacking = self.tiers.lacking(record)
+        lacking = [t for t in self.tiers.lacking(record) if t.is_worth_writing(record)]
         if lacking and not record.stored and self._leave(record, lacking):
             return
         self.tree.release(record)
@@ -325,21 +347,33 @@ class Records:
             for n in reversed(list(self.tree.subtree(node))):
                 self.forget(n)
 
-    def clear(self, namespace: Namespace | None) -> int:
-        """Forget one namespace, or all; returns the bytes that this frees in memory.
+    def clear(self, namespace: Namespace | None) -> Clearing:
+        """Forget one namespace, or all.
 
         Lookups miss immediately. The records are removed a few at a time, and those that a scan has
-        yet to find are deleted when it finds them.
+        yet to find are deleted when it finds them, by this process or a later one.
         """
-        nbytes = 0
         if namespace is None and self.tree.announcer is not None:
             self.tree.announcer.announce(Cleared())
         names = self.catalogue.namespaces if namespace is None else [namespace]
+        nbytes, promises = 0, list[Future[None]]()
         for root in [root for name in names for root in self.catalogue.roots(name)]:
             nbytes += root.memory.total_nbytes
-            self._cleared.append(self.tree.subtree(self.tree.detach(root)))
-            self.index.delete_strays(root)
-        return nbytes
+            # Later than all of its records, even if a clock was set back since.
+            at = max(self.wall(), math.nextafter(max(root.written_at, root.cleared_at), math.inf))
+            self._clear(root, at)
+            promises += [tier.bury(root.key, at) for tier in self.tiers]
+        return Clearing(nbytes, tuple(promises))
+
+    def _clear(self, root: Root, at: float) -> None:
+        self._cleared.append(self.tree.subtree(self.tree.detach(root, at)))
+        self.index.delete_strays(root)
+
+    def _was_cleared(self, cleared: RootCleared) -> None:
+        """A tier notes a clearing: by another process, or before this one was started."""
+        root = self.catalogue.known_root(cleared.root)
+        if root is not None and cleared.at > root.cleared_at:
+            self._clear(root, cleared.at)
 
     def _forget_cleared(self) -> None:
         nodes: list[Node] = []
@@ -381,8 +415,10 @@ class Records:
                     self.counts.dropped(record.node.root.namespace, error.reason)
                 self._write_ended(tier, record)
             case ScanBatch(changes):
-                self.index.learn(tier, changes)
-            case StoreAnswered(_, entries):
+                for cleared in [c for c in changes if isinstance(c, RootCleared)]:
+                    self._was_cleared(cleared)
+                self.index.learn(tier, [c for c in changes if not isinstance(c, RootCleared)])
+            case StoreAnswered(entries=entries):
                 self.index.learn(tier, entries)
             case ScanEnded():
                 self.index.drop_most_strays()
@@ -393,12 +429,16 @@ class Records:
             self.index.left_tier(tier, name)
 
     def _write_ended(self, tier: TierClient, record: Record) -> None:
-        """Release it if it waited for this write; delete it from the tier if it is outdated."""
+        """Release it if it waited for this write, unless a request is about to resume from it; delete
+        it from the tier if it is outdated."""
         if not self.tree.is_current(record):
             self.tree.set_gone(record, tier.number)
             self.tiers.delete_from(tier, [record])
         if record.leaving and not record.writing:
-            self.tree.release(record)
+            if record.n_leases:
+                self._stay(record)
+            else:
+                self.tree.release(record)
         self.index.remove_if_lost(record)
 
     # --- the end ---------------------------------------------------------------------------

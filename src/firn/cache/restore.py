@@ -18,8 +18,17 @@ from firn.cache.layout import Layout
 from firn.cache.memory.parking import Parking
 from firn.cache.memory.rows import RowPages
 from firn.cache.parts import Part
-from firn.cache.planning.match import MEMORY, NOTHING, Match, Segment, resume_points
-from firn.cache.planning.reasons import FAULT, NOT_YET, SLOWER, SWITCHED_OFF, why_not_more
+from firn.cache.planning.match import MEMORY, NOTHING, Match, Segment, last_match
+from firn.cache.planning.reasons import (
+    FAULT,
+    NO_ANSWER,
+    NO_STATE,
+    NOT_YET,
+    OFF_THE_GRID,
+    SLOWER,
+    SWITCHED_OFF,
+    why_not_more,
+)
 from firn.cache.records import Records
 from firn.cache.tree import Node, Record
 from firn.core.events import Admitted
@@ -29,6 +38,8 @@ NEIGHBOUR = "neighbour"
 """The origin of tokens that another request computed at the same time."""
 N_CLOSEST = 4
 """Sibling blocks that are checked, those that share most with the prompt first."""
+FROM_WHAT_IS_KNOWN = ("", OFF_THE_GRID, NO_STATE)
+"""Reasons that hold whatever else is stored."""
 SMALL_SHARE = 1 / 8
 """A hit on at least this share of the prompt is always used."""
 Payloads = dict[tuple[Node, Part], Payload]
@@ -51,7 +62,7 @@ class Restorer:
         """The longest prefix that can be restored now."""
         if not cursor.control.read:
             return NOTHING
-        return next(resume_points(cursor.walk(self._records.tree), self._needs, cursor.has))
+        return last_match(cursor.walk(self._records.tree), self._needs, cursor.has)
 
     def shared(self, cursor: CacheCursor) -> int:
         """How many tokens the prompt shares with anything stored."""
@@ -64,7 +75,9 @@ class Restorer:
         a shorter one with a state.
         """
         node = cursor.node
-        ahead = [n for n, _ in islice(node.children.closest(cursor.prompt, node.end), N_CLOSEST)]
+        end = node.end + self._records.identity.block
+        children = node.children.closest(cursor.prompt, node.end, end)
+        ahead = [n for n, _ in islice(children, N_CLOSEST)]
         if not self._needs.pages:  # only the last windows are read
             return bool(ahead)
         records = (n.records.get(part) for n in ahead for part in self._needs.by_block)
@@ -227,7 +240,15 @@ class Restorer:
         if cursor.is_slower:
             return SLOWER
         tree = self._records.tree
-        return why_not_more(tree, cursor.walk(tree), self._needs, n_tokens)
+        why = why_not_more(tree, cursor.walk(tree), self._needs, n_tokens)
+        is_unknown = cursor.was_not_answered or cursor.asking is not None
+        return NO_ANSWER if why not in FROM_WHAT_IS_KNOWN and is_unknown else why
+
+    def correct_reason(self, cursor: CacheCursor) -> None:
+        """A store has answered, which the reason that was given before did not expect."""
+        if cursor.admission.reason == NO_ANSWER:
+            why = self.why_not_more(cursor, cursor.admission.n_cached)
+            cursor.admission = replace(cursor.admission, reason=why)
 
 
 def _pages(cursor: CacheCursor, match: Match) -> Pieces:

@@ -116,4 +116,7 @@ class NamespaceStats:
 
 def _group(reason: str) -> str:
     """The reason without its number, so that there are few labels."""
-    return "diverged" if reason.startswith("diverged") else reason
+    for group in ("diverged", "new"):
+        if reason.startswith(group):
+            return group
+    return reason

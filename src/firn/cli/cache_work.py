@@ -84,12 +84,15 @@ def verify(location: CacheFolder, *, quarantine: bool) -> int:
     _must_exist(location)
     inventory, tier = location.inventory(), location.tier()
     bad: dict[RecordFile, str] = {}
+    unread: dict[RecordFile, str] = {}
     n_good = n_foreign = 0
     with bytes_progress("verifying", sum(f.nbytes for f in inventory.files)) as advance:
         for file in inventory.files:
             fault = file.fault or _check(location, tier, file)
             if isinstance(fault, Damaged):
                 bad[file] = fault.message
+            elif isinstance(fault, TierFault):
+                unread[file] = fault.message
             elif isinstance(fault, Foreign):
                 n_foreign += not isinstance(fault, Locked)
             else:
@@ -98,6 +101,8 @@ def verify(location: CacheFolder, *, quarantine: bool) -> int:
     console = plain_console()
     for file, reason in bad.items():
         console.print(f"damaged: {file.path}: {reason}", style="red", markup=False)
+    for file, reason in unread.items():
+        console.print(f"cannot be read: {file.path}: {reason}", style="red", markup=False)
     if quarantine:
         with location.naming_faults():
             for file in bad:
@@ -105,20 +110,21 @@ def verify(location: CacheFolder, *, quarantine: bool) -> int:
     moved = f", moved to {quarantine_of(location.folder)}" if quarantine and bad else ""
     good = "1 record is good" if n_good == 1 else f"{n_good} records are good"
     console.print(f"{good}, {len(bad)} damaged{moved}.", markup=False)
-    _report_orphans(location, tier, inventory, drop=quarantine)
+    # What seems to lack a parent may have one that cannot be read at present.
+    _report_orphans(location, tier, inventory, drop=quarantine and not unread)
     if inventory.n_locked or n_foreign:
         console.print(
             f"Not checked: {inventory.n_locked} encrypted with another key, "
             f"{n_foreign} of another format{' or not encrypted' if location.seal else ''}."
         )
-    return int(bool(bad))
+    return int(bool(bad or unread))
 
 
 def _check(location: CacheFolder, tier: SsdTier, file: RecordFile) -> TierError | None:
     assert file.tag is not None
     try:
         load(tier, file.tag.name, seal=location.seal)
-    except (Damaged, Foreign, Missing) as e:
+    except (Damaged, Foreign, Missing, TierFault) as e:
         return e
     return None
 

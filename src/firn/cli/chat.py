@@ -30,6 +30,8 @@ from firn.cli.client import (
     TokenCounts,
     image_url,
 )
+from firn.cli.markdown import MarkdownStyler
+from firn.cli.terminal import quiet_keyboard, typed_lines
 from firn.config import UsageError
 from firn.core.values import Usage
 
@@ -65,8 +67,11 @@ def chat(
 def _converse(conversation: TerminalChat) -> int:
     """Runs until Ctrl-D, /exit, or Ctrl-C twice in a row. Returns the exit code."""
     screen = conversation.screen
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - gives input() a history and an editor
+    with typed_lines():
+        return _read_and_answer(conversation, screen)
+
+
+def _read_and_answer(conversation: TerminalChat, screen: Screen) -> int:
     screen.note(f"{conversation.options.model}. /help for help, Ctrl-D to leave.")
     interrupted = False
     while True:
@@ -183,7 +188,7 @@ def show_reply(pieces: Generator[Piece, None, None], screen: Screen) -> ChatRepl
     texts: list[str] = []
     usage, reason, first_s, stopped = None, None, None, False
     try:
-        with contextlib.closing(pieces), screen.waiting():
+        with contextlib.closing(pieces), quiet_keyboard(), screen.waiting():
             for piece in pieces:
                 match piece:
                     case PrefillProgress(n_done, n_total):
@@ -215,6 +220,7 @@ class Screen:
         self._err = err or Console(stderr=True, highlight=False)
         self._status: Status | None = None
         self._mode: str = ""
+        self._styler = MarkdownStyler() if self._out.color_system is not None else None
 
     def read_line(self) -> str:
         """What the user types next. Raises EOFError, KeyboardInterrupt."""
@@ -240,13 +246,19 @@ class Screen:
             self._status.update(f"reading the prompt: {n_done} of {n_total} tokens")
 
     def show_text(self, text: str) -> None:
-        self._write("text", text, self._out)
+        """A terminal with colours gets Markdown in styles; any other, and a pipe, the text as it is."""
+        if self._styler is None:
+            self._write("text", text, self._out)
+            return
+        for piece, style in self._styler.feed(text):
+            self._write("text", piece, self._out, style)
 
     def show_reasoning(self, text: str) -> None:
         """Reasoning is not part of the reply: if stdout is a pipe, it goes to stderr."""
-        self._write("reasoning", text, self._out if self._out.is_terminal else self._err)
+        console = self._out if self._out.is_terminal else self._err
+        self._write("reasoning", text, console, "dim")
 
-    def _write(self, mode: str, text: str, console: Console) -> None:
+    def _write(self, mode: str, text: str, console: Console, style: str = "") -> None:
         if self._status is not None:
             self._status.stop()
             self._status = None
@@ -255,10 +267,13 @@ class Screen:
         self._mode = mode
         if console.is_terminal:
             text = text.translate(_CONTROL)
-        console.out(text, end="", style="dim" if mode == "reasoning" else None, highlight=False)
+        console.out(text, end="", style=style or None, highlight=False)
 
     def end(self) -> None:
         """Ends the current line, of the reply or its reasoning."""
+        for piece, style in self._styler.flush() if self._styler is not None else ():
+            self._mode = "text"
+            self._out.out(piece.translate(_CONTROL), end="", style=style or None, highlight=False)
         if self._mode:
             on_err = self._mode == "reasoning" and not self._out.is_terminal
             (self._err if on_err else self._out).out("")

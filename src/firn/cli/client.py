@@ -203,7 +203,7 @@ class ChatClient:
             response = self._http.post(path, json=body)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             self._raise_failure(error)
-        if response.status_code == 404 and "There is no POST" in response.text:
+        if response.status_code in (404, 405) and "POST " in response.text:  # a server without it
             raise RequestFailed(f"{self.url} serves one model, which is always loaded.")
         self._check(response)
         try:

@@ -19,6 +19,7 @@ from firn.cli.bench import bench_app
 from firn.cli.cache import cache_app, cache_dir
 from firn.cli.flags import with_config
 from firn.cli.models import models_app, pull
+from firn.cli.options_help import OptionsCommand
 from firn.cli.parameters import DEFAULT_URL, ApiKey, CacheDir, ConfigFile, ModelsDir, Url
 from firn.cli.service import service_app
 from firn.config import Config, UsageError, load
@@ -52,18 +53,16 @@ def make_cli(start: Start | None = None) -> typer.Typer:
         name="firn",
         add_completion=False,
         pretty_exceptions_enable=False,
-        rich_markup_mode="markdown",
+        rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     cli.callback(invoke_without_command=True)(_firn)
-    cli.command("serve")(_guarded(with_config(serve)))
+    cli.command("serve", cls=OptionsCommand)(_guarded(with_config(serve)))
     cli.command("chat")(_guarded(_chat))
     cli.command("agents")(_guarded(_agents))
     cli.command("doctor")(_guarded(_doctor))
-    config = typer.Typer(
-        help="Show the settings.", no_args_is_help=True, rich_markup_mode="markdown"
-    )
-    config.command("show")(_guarded(with_config(_show)))
+    config = typer.Typer(help="Show the settings.", no_args_is_help=True, rich_markup_mode=None)
+    config.command("show", cls=OptionsCommand)(_guarded(with_config(_show)))
     cli.add_typer(config, name="config")
     cli.command("pull")(_guarded(pull))
     cli.add_typer(models_app(_guarded), name="models")
@@ -152,7 +151,10 @@ def _chat(
 
 def _agents(
     agent: Annotated[
-        str, typer.Argument(help="claude, codex, opencode or aider.", metavar="AGENT")
+        str,
+        typer.Argument(
+            help="claude, codex, opencode, aider, qwen, cline or continue.", metavar="AGENT"
+        ),
     ],
     model: Annotated[
         str | None,
@@ -229,9 +231,7 @@ def _doctor(
 def _show(
     config: Config,
     *,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON.", rich_help_panel="Other")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Print every setting with the place it came from.
 

@@ -9,7 +9,6 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -20,6 +19,7 @@ from rich.text import Text
 
 from firn import __version__
 from firn.cli.doctor_budget import as_computed, budget_rows, machine_of, model_of, verdict
+from firn.cli.findings import STYLES, Finding, Mark
 from firn.cli.terminal import plain_console, size
 from firn.config import BUILTIN_MODEL, default_cache_dir, kernels_dir
 from firn.core.errors import SetupError
@@ -37,20 +37,6 @@ ROSETTA = (
     "(from python.org, or `arch -arm64 brew install python`)."
 )
 INSTALL_HINT = "on Linux install firn[cpu] or firn[cuda13]"
-
-Mark = Literal["ok", "note", "problem"]
-STYLES: dict[Mark, tuple[str, str]] = {
-    "ok": ("", ""),
-    "note": ("•", "yellow"),
-    "problem": ("✗", "bold red"),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    topic: str
-    text: str
-    mark: Mark = "ok"
 
 
 def doctor(
@@ -92,7 +78,8 @@ def print_findings(findings: list[Finding], console: Console) -> None:
         things = "thing is" if n_problems == 1 else "things are"
         console.print(f"\n{n_problems} {things} wrong: see ✗ above.", style="bold red")
     else:
-        console.print("\nNothing is wrong.", style="green")
+        notes = any(finding.mark == "note" for finding in findings)
+        console.print(f"\nNothing is wrong{'; see • above' if notes else ''}.", style="green")
 
 
 # --- the machine ---------------------------------------------------------------------------
@@ -194,10 +181,34 @@ def model_findings(name: str | None, *, n_stores: int = 0) -> Iterator[Finding]:
         yield Finding("model", error.message, "problem")
         return
     if folder is None:
-        text = f"{name} is not (completely) on this machine; `firn serve` would download it"
+        text = (
+            f"{name} was not examined: it is not (completely) on this machine; `firn serve` would "
+            "download it"
+        )
         yield Finding("model", text, "note")
         return
     yield from describe_model(inspect_folder(folder), device, memory(), n_stores=n_stores)
+    yield from template_findings(folder)
+
+
+def template_findings(folder: Path) -> Iterator[Finding]:
+    """What the chat template drops or moves as a chat grows; nothing where there is none."""
+    from firn.models.loader import load_tokenizer
+    from firn.text.template import Template
+    from firn.text.template_losses import losses
+
+    try:
+        tokenizer = load_tokenizer(folder)
+    except SetupError as error:
+        yield Finding("template", f"it was not examined: {error.message}", "note")
+        return
+    if tokenizer.chat_template is None:
+        return
+    lost = losses(tokenizer, Template.read(tokenizer))
+    if not lost:
+        yield Finding("template", "a prompt begins with the one before, and no text is dropped")
+    for i, loss in enumerate(lost):
+        yield Finding("" if i else "template", loss, "note")
 
 
 def describe_model(
@@ -233,6 +244,7 @@ def time_model(name: str) -> Iterator[Finding]:
     from firn.assembly import model_names
     from firn.models import cpu, cuda, loader
     from firn.models import device as devices
+    from firn.models.hub import HubRules
     from firn.models.timing import measure
 
     device = devices.device()
@@ -243,7 +255,7 @@ def time_model(name: str) -> Iterator[Finding]:
     elif device.kind == "cuda":
         cuda.tune(folder=kernels_dir())
     try:
-        folder = model_names.resolve(name)
+        folder = model_names.resolve(name, HubRules(offline=True))
         loaded = loader.load(folder, served_name=name, cpu_dtype=cpu_dtype)
         timing = measure(loaded.model, loaded.make_layers, chunk=device.prefill_chunk)
     except SetupError as error:
@@ -260,7 +272,7 @@ def _time_text(split: TimeSplit) -> str:
         "Python": split.python_s,
         "the rest": split.rest_s,
     }
-    shares = ", ".join(f"{name} {s / split.total_s:.0%}" for name, s in parts.items())
+    shares = ", ".join(f"{name} {s / split.whole_s:.0%}" for name, s in parts.items())
     what = f"a chunk of {split.n_tokens} tokens" if split.n_tokens > 1 else "a step of one row"
     rate = split.n_tokens / split.total_s
     return f"{rate:.0f} tokens/s; {what} takes {split.total_s * 1e3:.1f} ms: {shares}"

@@ -15,6 +15,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from firn.cli.compat import PARSERS, VLLM_MLX, AliasFlag, IgnoredFlag, RefusedFlag
+from firn.cli.options_help import ALL, show_all, text_of
 from firn.config import CONFIG_ENV, OPTIONS, Option, UsageError, load
 
 _FLAGS = {item.key: item.flag for item in OPTIONS}
@@ -31,6 +32,7 @@ def with_config(run: Callable[..., int], *, environ: Mapping[str, str] = os.envi
 
     def command(**given: Any) -> None:
         extra = {parameter.name: given.pop(parameter.name) for parameter in own}
+        del given["help_all"]
         file = given.pop("config_file")
         foreign = {flag: given.pop(_identifier(flag)) for flag in VLLM_MLX}
         flags = {
@@ -91,11 +93,12 @@ def _parameters() -> Iterator[inspect.Parameter]:
         yield _parameter(_identifier(item.key), _flag_type(item), _flag(item), None)
     config_file = typer.Option(
         "--config",
-        help=f"Read settings from this TOML file. (env {CONFIG_ENV})",
+        help=f"Read settings from this TOML file. (variable {CONFIG_ENV})",
         metavar="FILE",
-        rich_help_panel="Other",
     )
     yield _parameter("config_file", str | None, config_file, None)
+    all_options = typer.Option(ALL, help="Show every option.", callback=show_all, is_eager=True)
+    yield _parameter("help_all", bool, all_options, False)
     for flag, meaning in VLLM_MLX.items():
         info = typer.Option(flag, hidden=True, metavar=meaning.metavar)
         if meaning.metavar is None:
@@ -121,24 +124,15 @@ def _flag_type(item: Option) -> Any:
 
 def _flag(item: Option) -> Any:
     if item.flag is None:
-        return typer.Argument(help=_help(item), metavar=item.metavar, show_default=False)
+        return typer.Argument(help=text_of(item), metavar=item.metavar, show_default=False)
     names = f"{item.flag}/{_opposite(item.flag)}" if item.scalar is bool else item.flag
     return typer.Option(
         names,
-        help=_help(item),
+        help=text_of(item),
         metavar=item.metavar or None,
         show_default=False,
-        rich_help_panel=item.section.capitalize(),
     )
 
 
 def _opposite(flag: str) -> str:
     return f"--{flag.removeprefix('--no-')}" if flag.startswith("--no-") else f"--no-{flag[2:]}"
-
-
-def _help(item: Option) -> str:
-    default = item.default
-    if default is None or default == () or default is False:
-        return f"{item.spec.help} (env {item.env})"
-    word = next((word for word, value in item.spec.words.items() if value == default), default)
-    return f"{item.spec.help} (default {word}, env {item.env})"

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import typer
@@ -18,6 +18,9 @@ from firn.cli.terminal import plain_console, size
 from firn.config import UsageError
 from firn.core.errors import SetupError
 from firn.demo.builtin import builtin_folder
+
+if TYPE_CHECKING:
+    from firn.models.hub import HubRules
 
 STYLES = {"loaded": "green", "loading": "yellow", "draining": "yellow"}
 
@@ -84,14 +87,23 @@ class ModelOnDisk:
 
 
 def local_models(models_dir: Path | None) -> list[ModelOnDisk]:
-    """The models in the folder; if None, those with weights in the hub's cache, and LM Studio's."""
+    """The models in the folder; if None, those of packages, those with weights in the hub's cache, and
+    LM Studio's."""
     if models_dir is None:
-        return [*_hub_models(), *_lm_studio_models()]
+        return [*_packaged_models(), *_hub_models(), *_lm_studio_models()]
     from firn.fleet.catalogue import folders
 
     if not models_dir.is_dir():
         raise SetupError(f"There is no folder {models_dir}.")
     return [ModelOnDisk(name, folder, _nbytes(folder)) for name, folder in folders(models_dir)]
+
+
+def _packaged_models() -> list[ModelOnDisk]:
+    from firn.config import converted_dir
+    from firn.models.packaged import PACKAGED, made_folder
+
+    made = {name: made_folder(model, converted_dir()) for name, model in PACKAGED.items()}
+    return [ModelOnDisk(name, folder, _nbytes(folder)) for name, folder in made.items() if folder]
 
 
 def _hub_models() -> list[ModelOnDisk]:
@@ -133,7 +145,7 @@ def rm(name: str, url: str, api_key: str | None, models_dir: Path | None, *, yes
         raise SetupError(f"{name} is built in.")
     model = next((model for model in local_models(models_dir) if model.name == name), None)
     if model is None:
-        where = f"in {models_dir}" if models_dir else "in the hub's cache"
+        where = f"in {models_dir}" if models_dir else "on this machine"
         raise SetupError(f"There is no model {name} {where}; `firn models ls` lists them.")
     if model.owner:
         raise SetupError(f"{name} belongs to {model.owner}: remove it there ({model.folder}).")
@@ -179,7 +191,7 @@ def _refuse_in_use(name: str, url: str, api_key: str | None) -> None:
 
 def pull(name: str, models_dir: Path | None, *, retries: int) -> int:
     from firn.assembly import model_names
-    from firn.models.hub import HubRules, fetch_into
+    from firn.models.hub import HubRules
     from firn.models.packaged import PACKAGED
 
     if not name.strip():
@@ -189,9 +201,22 @@ def pull(name: str, models_dir: Path | None, *, retries: int) -> int:
     if models_dir is None or is_ours:
         folder = model_names.resolve(name, rules)
     else:
-        folder = fetch_into(name, models_dir / name, rules)
+        folder = _fetch_whole(name, models_dir, rules)
     typer.echo(f"{name} is in {folder} ({size(_nbytes(folder))})")
     return 0
+
+
+def _fetch_whole(name: str, models_dir: Path, rules: HubRules) -> Path:
+    """A server that serves this folder sees the model once it is complete; a broken download resumes."""
+    from firn.models.hub import fetch_into
+
+    folder = models_dir / name
+    if folder.exists():
+        return fetch_into(name, folder, rules)
+    begun = models_dir / f".{name.replace('/', '--')}.partial"
+    fetch_into(name, begun, rules)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return begun.rename(folder)
 
 
 def _nbytes(folder: Path) -> int:

@@ -16,7 +16,7 @@ Guard = Callable[[Command], Command]
 
 
 def command_group(help: str, commands: Mapping[str, Command], guarded: Guard) -> typer.Typer:
-    app = typer.Typer(help=help, no_args_is_help=True, rich_markup_mode="markdown")
+    app = typer.Typer(help=help, no_args_is_help=True, rich_markup_mode=None)
     for name, command in commands.items():
         app.command(name)(guarded(command))
     return app

@@ -33,7 +33,7 @@ def service_app(guarded: Guard) -> typer.Typer:
     app = typer.Typer(
         help="Run a server whenever you are logged in (launchd, systemd).",
         no_args_is_help=True,
-        rich_markup_mode="markdown",
+        rich_markup_mode=None,
     )
     app.command("install", context_settings=ANY_ARGUMENTS)(guarded(_install))
     app.command("uninstall")(guarded(_uninstall))

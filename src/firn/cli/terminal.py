@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import termios
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 from rich.progress import (
@@ -17,7 +18,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from firn.config import default_cache_dir
+
 PIPE_WIDTH = 1000
+MAX_HISTORY = 1000
+"""Lines that were typed into chats and are kept."""
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
@@ -36,6 +41,44 @@ def plain_console(*, soft_wrap: bool = True) -> Console:
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     width = None if is_terminal or "COLUMNS" in os.environ else PIPE_WIDTH
     return Console(highlight=False, soft_wrap=soft_wrap, width=width)
+
+
+@contextmanager
+def quiet_keyboard() -> Iterator[None]:
+    """What is typed meanwhile is not mixed into what is shown: it appears where it is read."""
+    try:
+        fd = sys.stdin.fileno()
+        before = termios.tcgetattr(fd)
+    except (AttributeError, OSError, ValueError, termios.error):
+        yield  # no terminal
+        return
+    silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(fd, termios.TCSADRAIN, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+@contextmanager
+def typed_lines() -> Iterator[None]:
+    """Gives input() an editor and a history, which later chats have as well; private to the user."""
+    try:
+        import readline
+    except ImportError:
+        yield
+        return
+    path = default_cache_dir() / "chat_history"
+    with suppress(OSError):
+        readline.read_history_file(path)
+    try:
+        yield
+    finally:
+        readline.set_history_length(MAX_HISTORY)
+        with suppress(OSError):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.touch(mode=0o600)
+            readline.write_history_file(path)
 
 
 @contextmanager

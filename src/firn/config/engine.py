@@ -9,12 +9,12 @@ from typing import Literal
 
 from firn.config.options import BadValue, option
 
-DRAFTERS = Path(__file__).parents[1] / "models" / "drafters"
+DRAFTERS = Path(__file__).parents[1] / "models" / "speculation" / "drafters"
 """Listed, never imported: a wrong name must be reported before a model is loaded, without MLX."""
 
 
 def speculation(text: str) -> str:
-    """auto, off, or the name of a drafter: a file in models/drafters."""
+    """auto, off, or the name of a drafter: a file in models/speculation/drafters."""
     name = text.lower()
     modules = pkgutil.iter_modules([str(DRAFTERS)])
     known = ("auto", "off", *sorted(m.name for m in modules if not m.name.startswith("_")))

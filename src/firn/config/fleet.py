@@ -84,7 +84,7 @@ class FleetConfig:
     )
     model_queue: int = option(
         256,
-        "Requests that may wait for models to be loaded; more get a 503.",
+        "Requests of one key that may wait for models to be loaded; more get a 503.",
         low=1,
         high=1_000_000,
     )

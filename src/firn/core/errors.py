@@ -56,14 +56,18 @@ class BadDocument(BadPart):
 
 
 class ContextTooLong(BadRequest):
-    """estimated: from the prompt's length in bytes, without tokenizing it."""
+    """estimated: from the prompt's length in bytes, without tokenizing it.
+
+    Clients compact a conversation when they read "maximum context length is", in OpenAI's words.
+    """
 
     code = "context_length_exceeded"
 
     def __init__(self, n_prompt: int, limit: int, *, estimated: bool = False) -> None:
         about = "about " if estimated else ""
         super().__init__(
-            f"This prompt has {about}{n_prompt} tokens; the model's context holds {limit}.",
+            f"This model's maximum context length is {limit} tokens, but the prompt has "
+            f"{about}{n_prompt} tokens. Please shorten it.",
             param="messages",
         )
         self.n_prompt = n_prompt
@@ -84,6 +88,18 @@ class NeverFits(BadRequest):
         )
 
 
+class GrammarFailed(BadRequest):
+    """A reply could not be held to its grammar any longer: it takes too much time or memory."""
+
+    code = "grammar_failed"
+
+    def __init__(self, param: str, why: str) -> None:
+        super().__init__(
+            f"{param}: the reply could not be held to this grammar ({why}); use a simpler one.",
+            param=param,
+        )
+
+
 class TemplateFailed(BadRequest):
     """The model's chat template refuses these messages."""
 
@@ -91,6 +107,10 @@ class TemplateFailed(BadRequest):
 
     def __init__(self, message: str) -> None:
         super().__init__(f"The model's chat template failed: {message}", param="messages")
+
+
+class TemplateTooSlow(TemplateFailed):
+    """Rendering these messages takes too long: it is not tried in another form."""
 
 
 class Unauthorized(FirnError):
@@ -304,6 +324,23 @@ class UnknownCacheLayer(FirnError):
     """No codec knows this layer class, so nothing is reused for the model."""
 
     code = "unknown_cache_layer"
+
+
+class TokensNotHeld(FirnError):
+    """A row cannot be cut there: its layers have overwritten these tokens, or may take them back."""
+
+    code = "tokens_not_held"
+
+    def __init__(self, start: int, end: int, *, first: int, n_tokens: int) -> None:
+        super().__init__(
+            f"tokens [{start}, {end}) cannot be cut out of a row that holds [{first}, {n_tokens})"
+        )
+
+
+class RowInDoubt(FirnError):
+    """A decode step of the row's group has failed, so nothing is cut out of it."""
+
+    code = "row_in_doubt"
 
 
 # --- the device ----------------------------------------------------------------------------

@@ -205,11 +205,12 @@ class ChoiceFinished:
 class Ended:
     """The last event of a stream that ran to its end.
 
-    first_token_at: from `time.perf_counter`; None: there was no token.
+    first_token_at: from `time.perf_counter`; None: there was no token. ended_at: Unix time.
     """
 
     usage: Usage
     first_token_at: float | None = None
+    ended_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

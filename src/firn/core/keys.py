@@ -3,10 +3,11 @@
     root  = H(format, model fingerprint, layout, namespace)
     key_i = H(key_{i-1}, the block's key tokens)
 
-Key tokens have 64 bits: for text, the token id; for a position inside a picture, a hash of the
-picture's content digest and of that position, with the top bit set. In a thinned prompt, the upper
-half holds the token's position. Each field is prefixed with its length, so that different lists of
-fields never hash the same bytes. Keys are the same in every process.
+Key tokens have 64 bits: for text, the token id; for a position inside a picture, a hash of the picture's
+content digest and of that position, with the top bit set. In a thinned prompt, the upper half holds the
+token's position. If the prompt has a salt, its first key token is a hash of the salt and of that token:
+every key of its chain then depends on both the namespace and the salt. Each field is prefixed with its
+length, so that different lists of fields never hash the same bytes. Keys are the same in every process.
 """
 
 from __future__ import annotations
@@ -18,22 +19,38 @@ from typing import NewType
 import numpy as np
 import numpy.typing as npt
 
-from firn.core.values import Namespace, PictureSpan, TokenArray
+from firn.core.values import Namespace, PictureSpan, Prompt, TokenArray
 
 FORMAT_VERSION = 1
 Key = NewType("Key", bytes)
 KeyTokens = npt.NDArray[np.uint64]
 
-_PICTURE_BIT = np.uint64(1 << 63)
+_DIGEST_BIT = np.uint64(1 << 63)
+
+
+def prompt_tokens(prompt: Prompt) -> KeyTokens:
+    """The key tokens of a prompt: what its chain of keys, and every comparison, is made from."""
+    if prompt.thinned is None:
+        values = key_tokens(prompt.ids, prompt.picture_spans)
+    else:
+        values = placed_tokens(prompt.ids, prompt.thinned.positions)
+    if prompt.salt:
+        values[0] = _digest_token(b"salt", [prompt.salt.encode(), values[0].tobytes()])
+    return values
 
 
 def key_tokens(ids: TokenArray, picture_spans: Sequence[PictureSpan] = ()) -> KeyTokens:
     values = ids.astype(np.uint64)
     for span in picture_spans:
         for i in range(span.start, span.end):
-            digest = _hash(b"image", [span.digest, (i - span.start).to_bytes(8, "little")])
-            values[i] = np.frombuffer(digest[:8], dtype="<u8")[0] | _PICTURE_BIT
+            position = (i - span.start).to_bytes(8, "little")
+            values[i] = _digest_token(b"image", [span.digest, position])
     return values
+
+
+def _digest_token(kind: bytes, fields: Sequence[bytes]) -> np.uint64:
+    """A key token that no token of text equals."""
+    return np.uint64(np.frombuffer(_hash(kind, fields)[:8], dtype="<u8")[0] | _DIGEST_BIT)
 
 
 def placed_tokens(ids: TokenArray, positions: TokenArray) -> KeyTokens:

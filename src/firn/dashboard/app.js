@@ -3,13 +3,14 @@
 import { html, render, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { Calls } from "./calls.js";
 import { Chat } from "./chat.js";
-import { Rates, writtenNow } from "./charts.js";
+import { Drafts, FirstTokens, Rates } from "./charts.js";
+import { Connect } from "./connect.js";
 import { count, percent, rate, seconds } from "./format.js";
 import { Models } from "./models.js";
-import { Announcement } from "./components.js";
+import { Announcement, useTick } from "./components.js";
 import { key, read, write } from "./server.js";
 import { Store } from "./store.js";
-import { Memory, Tiers } from "./tiers.js";
+import { Storage } from "./storage.js";
 import { Tree } from "./tree.js";
 
 const store = new Store();
@@ -42,14 +43,18 @@ function App() {
     ${store.outdated && html`<p class="banner" role="status">The server was updated. <button class="link" onClick=${() => location.reload()}>Load the new page</button></p>`}
     ${store.status === "lost" && html`<p class="banner lost" role="alert">${store.why} The page shows the last state it knew, and keeps trying.</p>`}
     <main>
+      <${Connect} store=${store} model=${model} />
       <${Headline} model=${chosen} />
+      <${Chat} store=${store} model=${model} />
       <${Calls} store=${store} model=${chosen} />
       <${Tree} store=${store} model=${model} off=${off} />
-      <${Tiers} state=${state} />
-      <${Memory} state=${state} />
-      <${Models} store=${store} />
-      <${Rates} store=${store} model=${chosen} />
-      <${Chat} store=${store} model=${model} />
+      <div class="cards">
+        ${store.several && html`<${Models} store=${store} />`}
+        <${Storage} state=${state} />
+        <${Rates} store=${store} model=${chosen} />
+        <${FirstTokens} store=${store} model=${chosen} />
+        <${Drafts} store=${store} model=${chosen} />
+      </div>
     </main>
     <footer>firn ${store.version} · <a href="docs" rel="noopener" target="_blank">API</a> · <a href="health" rel="noopener" target="_blank">health</a></footer>`;
 }
@@ -73,20 +78,33 @@ function ConnectionStatus() {
 
 /** What reuse has saved, and what is going on. */
 function Headline({ model }) {
-  const caches = [...store.states.values()].filter((s) => !model || s.model === model).map((s) => s.cache).filter((c) => c?.tokens);
-  const sum = (of) => caches.reduce((n, cache) => n + of(cache), 0);
-  const idle = [...store.states.values()].some((s) => s.cache?.enabled === false) && !caches.length;
-  const prompt = sum((c) => c.tokens.prompt);
-  const cached = sum((c) => c.tokens.cached);
-  const open = [...store.calls.values()].filter((c) => c.ended_s == null && (!model || c.model === model));
+  const calls = [...store.calls.values()].filter((c) => !model || c.model === model);
+  const open = calls.filter((c) => c.ended_s == null);
+  const written = store.writtenPerSecond(model);
+  useTick(1000, open.length > 0 || written > 0);
   const waiting = open.filter((c) => c.phase === "queued").length;
+  const reading = open.filter((c) => c.phase === "reading").length;
+  const { prompt, cached, saved, why } = reuse(model, calls);
   const figures = [
-    ["reused", prompt ? percent(cached / prompt) : "–", prompt ? `${count(cached)} of ${count(prompt)} prompt tokens` : idle ? "reuse is off" : "of prompt tokens, since the start"],
-    ["saved", prompt ? seconds(sum((c) => c.seconds_saved)) : "–", "of computing, since the start"],
-    ["under way", count(open.length - waiting), waiting ? `${count(waiting)} waiting` : "none waiting"],
-    ["writing", rate(writtenNow(open, store.now())), "tokens per second"],
+    ["Reused", prompt ? percent(cached / prompt) : "–", why || (prompt ? `${count(cached)} of ${count(prompt)} prompt tokens` : "of the prompts' tokens")],
+    ["Time saved", !prompt || saved == null ? "–" : seconds(saved), "of computing, since the start"],
+    ["Running", count(open.length - waiting), [waiting && `${count(waiting)} waiting`, reading && `${count(reading)} reading`].filter(Boolean).join(", ") || (open.length ? "writing" : "idle")],
+    ["Writing", rate(written), "tokens per second"],
   ];
   return html`<dl class="headline">${figures.map(([name, value, text]) => html`<div key=${name}><dt>${name}</dt><dd><b>${value}</b><small>${text}</small></dd></div>`)}</dl>`;
+}
+
+/** What the caches count since the start; until they have said it, what is known of the requests. */
+function reuse(model, calls) {
+  const states = [...store.states.values()].filter((s) => !model || s.model === model);
+  const caches = states.map((s) => s.cache).filter((c) => c?.tokens);
+  const sum = (items, of) => items.reduce((n, item) => n + of(item), 0);
+  if (caches.length) {
+    return { prompt: sum(caches, (c) => c.tokens.prompt), cached: sum(caches, (c) => c.tokens.cached), saved: sum(caches, (c) => c.seconds_saved) };
+  }
+  if (states.some((s) => s.cache?.enabled === false)) return { prompt: 0, why: "reuse is off" };
+  const settled = calls.filter((c) => c.admitted_s != null);
+  return { prompt: sum(settled, (c) => c.prompt_tokens), cached: sum(settled, (c) => c.cached_tokens) };
 }
 
 function Theme() {

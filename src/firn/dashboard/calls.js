@@ -4,10 +4,18 @@ import { html, useRef, useState } from "./vendor/htm-preact.js";
 import { clock, count, percent, rate, seconds, tokens } from "./format.js";
 import { Empty, Legend, Panel, Table, useTick, useWidth } from "./components.js";
 
-const ROW = 26;
-const BAR = 13;
-const MIN_PX = 3;
-const WINDOWS = [[60, "1 min"], [300, "5 min"], [1800, "30 min"], [7200, "2 h"]];
+const ROW = 34;
+const BAR = 18;
+const SHARE = 5;
+const AXIS = 20;
+const MIN_PX = 4;
+const LABEL_PX = 44;
+const SPANS = [[0, "the latest"], [60, "1 min"], [300, "5 min"], [1800, "30 min"], [7200, "2 h"]];
+const FIT = [5, 10, 20, 30, 45, 60, 90, 120, 180, 300, 600, 1200, 1800, 3600, 7200, 14400, 86400];
+const STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600];
+const N_FITTED = 24; // requests that the latest ones are, unless there was a long pause between them
+const GAP = 1 / 100; // of the time shown is between two bars of a row
+const PAUSE_S = 20;
 const N_LISTED = 100;
 const N_DRAWN = 400;
 
@@ -18,6 +26,7 @@ const REASONS = {
   evicted: "more was stored once, and had to give way to other prefixes",
   "slower to load": "loading more would have taken longer than computing it",
   "not yet loaded": "the rest was still being read when computing got there",
+  "a store did not answer": "a shared store failed or was too slow, so what it has of this prompt is unknown",
   "no state checkpoint": "more is stored, but this model can resume only where its state was kept",
   "whole chunks only": "with exact reuse a prompt resumes at whole chunks only",
   "one token": "a prompt of one token has nothing to reuse",
@@ -27,34 +36,37 @@ const REASONS = {
   fault: "the cache had a fault, so it was not used",
 };
 
-const FIRST = `Every request will be a bar here: how long it queued, what it reused, what it computed, how long it
-  wrote. Ask something, below or from any client.`;
+const FIRST = `Every request will be a bar here: how long it waited, how long its prompt was read, how long it
+  wrote, and how much was reused. Ask something in the chat, or connect a client.`;
 const TIMES = [
-  ["queued", "queued"],
-  ["lookup", "lookup"],
-  ["loading", "loading, while others go on"],
-  ["computed", "computing the prompt"],
+  ["queued", "waiting"],
+  ["computed", "reading the prompt"],
   ["decoding", "writing the reply"],
-  ["crossed", "failed, or the client left"],
 ];
-const ORIGINS = [
-  ["memory", "reused from memory"],
-  ["ssd", "from SSD"],
-  ["neighbour", "from a request beside it"],
-  ["computed", "computed (the thin bar below: shares of the prompt)"],
-];
+const ENDED_BADLY = ["crossed", "failed, or the client left"];
+const ORIGINS = { memory: "memory", ssd: "SSD", neighbour: "a request at the same time", remote: "a store" };
+
+/** Only what is drawn is explained. */
+function legends(calls) {
+  const bad = calls.some((c) => ["failed", "gone"].includes(c.phase));
+  const tiers = new Set(["memory", ...calls.flatMap((c) => Object.keys(c.tiers).map(tierClass))]);
+  const reused = Object.entries(ORIGINS).filter(([css]) => tiers.has(css)).map(([css, name]) => [css, tiers.size > 1 ? `reused from ${name}` : "reused"]);
+  const skipped = calls.some((c) => c.skipped_tokens) ? [["skipped", "not read"]] : [];
+  return [bad ? [...TIMES, ENDED_BADLY] : TIMES, [...reused, ["computed", "computed"], ...skipped]];
+}
 
 export function why(reason) {
-  const diverged = /^diverged at token (\d+)/.exec(reason);
-  if (diverged) return `from token ${count(Number(diverged[1]))} on it differs from everything stored`;
+  const [, kind, token] = /^(diverged at|new from) token (\d+)/.exec(reason) ?? [];
+  if (kind === "new from") return `all that is stored of it was reused; from token ${count(Number(token))} on it is new`;
+  if (kind) return `at token ${count(Number(token))} what is stored goes on differently`;
   return REASONS[reason] ?? reason;
 }
 
 /** The phases of a call: [class, from, to] in seconds since its arrival. */
 export function phases(call, now) {
   const end = call.ended_s ?? Math.max(now - call.arrived_at, 0);
-  const first = call.first_token_s ?? end;
-  const row = Math.min(call.row_s ?? (call.phase === "reading" ? 0 : first), end);
+  const first = Math.min(call.first_token_s ?? end, end);
+  const row = Math.min(call.row_s ?? (call.phase === "reading" ? 0 : first), first);
   const parts = [["queued", 0, row], ["computed", row, first], ["decoding", first, end]];
   return parts.filter(([, from, to]) => to > from);
 }
@@ -76,81 +88,111 @@ export function tierClass(tier) {
 }
 
 export function tierName(tier) {
-  return { memory: "memory", ssd: "SSD", neighbour: "a neighbour" }[tier] ?? tier;
+  return { memory: "memory", ssd: "SSD", neighbour: "a request at the same time" }[tier] ?? tier;
 }
 
 export function Calls({ store, model }) {
-  const [span, setSpan] = useState(300);
+  const [span, setSpan] = useState(0);
   const [selected, setSelected] = useState(null);
   const [hovered, setHovered] = useState(null);
   const calls = [...store.calls.values()].filter((c) => !model || c.model === model);
   const open = calls.filter((c) => c.ended_s == null);
   useTick(open.length ? 500 : 2000, calls.length > 0);
   const now = store.now();
-  const within = calls.filter((c) => c.arrived_at + (c.ended_s ?? Infinity) > now - span);
+  const time = span ? { from: now - span, to: now } : latest(calls, now);
+  const within = calls.filter((c) => endOf(c) > time.from && c.arrived_at <= time.to);
   const shown = within.sort((a, b) => a.arrived_at - b.arrived_at).slice(-N_DRAWN);
-  const last = calls.reduce((a, b) => (a && a.arrived_at > b.arrived_at ? a : b), null);
   const focused = store.calls.get(hovered) ?? store.calls.get(selected) ?? null;
+  const [times, shares] = legends(shown);
   const tools = html`<span class="field"><label for="span">Time shown</label> <select id="span" value=${span} onChange=${(e) => setSpan(Number(e.target.value))}>
-    ${WINDOWS.map(([s, name]) => html`<option value=${s}>${name}</option>`)}
+    ${SPANS.map(([s, name]) => html`<option value=${s}>${name}</option>`)}
   </select></span>`;
-  return html`<${Panel} id="requests" title="Requests" wide tools=${tools}
-      note="${open.length ? `${count(open.length)} under way` : "none under way"}, ${count(calls.length)} known${within.length > shown.length ? `, the newest ${count(shown.length)} drawn` : ""}">
+  return html`<${Panel} id="requests" title="Requests" tools=${calls.length > 0 && tools}
+      note=${calls.length > 0 && `${open.length ? `${count(open.length)} running` : "none running"}, ${count(calls.length)} known${within.length > shown.length ? `, the newest ${count(shown.length)} drawn` : ""}`}>
     ${shown.length
-      ? html`<${Timeline} store=${store} calls=${shown} now=${now} span=${span} selected=${selected}
-          onSelect=${setSelected} onHover=${setHovered} />`
+      ? html`<${Timeline} lanes=${lanesOf(calls, (time.to - time.from) * GAP)} calls=${shown} now=${now} time=${time} selected=${selected}
+          onSelect=${setSelected} onHover=${setHovered} />
+        <div class="legends"><${Legend} items=${times} /><${Legend} title="The thin line is the prompt:" items=${shares} /></div>
+        <div class="details">${focused
+          ? html`<${Details} call=${focused} now=${now} />`
+          : html`<p class="hint">Choose a bar to see its details.</p>`}</div>`
       : html`<${Empty}>${calls.length
-          ? html`No request in this time. The last one arrived at ${clock(last.arrived_at)}.
-              <button class="link" onClick=${() => setSpan(reach(now - last.arrived_at))}>Show it</button>`
+          ? html`No request in this time. <button class="link" onClick=${() => setSpan(0)}>Show the latest</button>`
           : FIRST}<//>`}
-    <${Legend} items=${TIMES} />
-    <${Legend} items=${ORIGINS} />
-    <div class="details">${focused
-      ? html`<${Details} call=${focused} now=${now} />`
-      : html`<p class="hint">Point at a bar, or reach it with Tab and the arrow keys, to see its details.</p>`}</div>
     ${calls.length > 0 && html`<${Table} caption="Requests, the newest first" head=${HEAD} rows=${() => rows(calls, now)} />`}
   <//>`;
 }
 
-function reach(age) {
-  return (WINDOWS.find(([s]) => s > age) ?? WINDOWS.at(-1))[0];
+function endOf(call) {
+  return call.ended_s == null ? Infinity : call.arrived_at + call.ended_s;
 }
 
-function Timeline({ store, calls, now, span, selected, onSelect, onHover }) {
+/** The time of the latest requests, without those before a long pause. It ends now if it is not long over. */
+export function latest(calls, now) {
+  const newest = [...calls].sort((a, b) => b.arrived_at - a.arrived_at).slice(0, N_FITTED);
+  if (!newest.length) return { from: now - FIT[0], to: now };
+  const last = Math.min(Math.max(...newest.map(endOf)), now);
+  const to = now - last < PAUSE_S ? now : last;
+  let from = newest[0].arrived_at;
+  for (const call of newest) {
+    if (from - Math.min(endOf(call), now) > Math.max(PAUSE_S, to - from)) break;
+    from = Math.min(from, call.arrived_at);
+  }
+  const span = FIT.find((s) => s >= (to - from) * 1.02) ?? to - from;
+  return { from: to - span, to };
+}
+
+/** Each call's row: the first one that is free as long as the call goes on. */
+function lanesOf(calls, gap) {
+  const lanes = new Map();
+  const free = [];
+  for (const call of [...calls].sort((a, b) => a.arrived_at - b.arrived_at)) {
+    const found = free.findIndex((at) => at <= call.arrived_at);
+    const lane = found < 0 ? free.length : found;
+    free[lane] = endOf(call) + gap;
+    lanes.set(call.id, lane);
+  }
+  return lanes;
+}
+
+function Timeline({ lanes, calls, now, time, selected, onSelect, onHover }) {
   const [ref, width] = useWidth();
   const box = useRef(null);
-  const lanes = 1 + Math.max(...calls.map((c) => store.lanes.get(c.id) ?? 0));
-  const height = lanes * ROW + 22;
-  const from = now - span;
-  const x = (t) => ((t - from) / span) * width;
-  const inOrder = [...calls].sort((a, b) => a.arrived_at - b.arrived_at);
-  const current = inOrder.some((c) => c.id === selected) ? selected : inOrder.at(-1).id;
+  const used = [...new Set(calls.map((c) => lanes.get(c.id)))].sort((a, b) => a - b);
+  const height = used.length * ROW + AXIS;
+  const x = (t) => ((t - time.from) / (time.to - time.from)) * width;
+  const current = calls.some((c) => c.id === selected) ? selected : calls.at(-1).id;
   const move = (event) => {
-    const at = inOrder.findIndex((c) => c.id === current);
-    const to = { ArrowLeft: at - 1, ArrowRight: at + 1, ArrowUp: at - 1, ArrowDown: at + 1, Home: 0, End: inOrder.length - 1 }[event.key];
-    if (to === undefined || !inOrder[to]) return;
+    const at = calls.findIndex((c) => c.id === current);
+    const to = { ArrowLeft: at - 1, ArrowRight: at + 1, ArrowUp: at - 1, ArrowDown: at + 1, Home: 0, End: calls.length - 1 }[event.key];
+    if (to === undefined || !calls[to]) return;
     event.preventDefault();
     onHover(null);
-    onSelect(inOrder[to].id);
+    onSelect(calls[to].id);
     requestAnimationFrame(() => box.current?.querySelector("[tabindex='0']")?.focus());
   };
   return html`<div class="timeline scroll" ref=${ref}>
     ${width > 0 && html`<svg ref=${box} width=${width} height=${height} role="listbox" aria-label="Requests over time"
         onKeyDown=${move} onMouseLeave=${() => onHover(null)}>
-      ${axis(span).map((t) => html`<g key=${t}>
-        <line class="grid" x1=${x(now - t)} x2=${x(now - t)} y1="0" y2=${height - 18} />
-        <text class="tick" x=${x(now - t)} y=${height - 5} text-anchor=${t === 0 ? "end" : "middle"}>${t === 0 ? "now" : `−${t % 60 ? `${t} s` : `${t / 60} min`}`}</text>
+      ${axis(time, width).map((t) => html`<g key=${t}>
+        <line class="grid" x1=${x(t)} x2=${x(t)} y1=${AXIS - 4} y2=${height} />
+        <text class="tick" x=${x(t)} y="10" text-anchor="middle">${clock(t)}</text>
       </g>`)}
-      ${inOrder.map((call) => html`<${Bar} key=${call.id} call=${call} now=${now} x=${x} width=${width}
-        y=${(store.lanes.get(call.id) ?? 0) * ROW + 4} focusable=${call.id === current} chosen=${call.id === selected}
+      ${calls.map((call) => html`<${Bar} key=${call.id} call=${call} now=${now} x=${x} width=${width}
+        y=${used.indexOf(lanes.get(call.id)) * ROW + AXIS} focusable=${call.id === current} chosen=${call.id === selected}
         onSelect=${onSelect} onHover=${onHover} />`)}
     </svg>`}
   </div>`;
 }
 
-function axis(span) {
-  const step = { 60: 15, 300: 60, 1800: 300, 7200: 1800 }[span];
-  return Array.from({ length: span / step }, (_, i) => i * step);
+/** Round times for the axis, as many as there is room for. */
+function axis({ from, to }, width) {
+  const least = (to - from) / Math.max(width / 110, 1);
+  const step = STEPS.find((s) => s >= least) ?? STEPS.at(-1);
+  const first = Math.ceil(from / step) * step;
+  const marks = Array.from({ length: Math.max(Math.floor((to - first) / step) + 1, 0) }, (_, i) => first + i * step);
+  const margin = ((to - from) / width) * 28;
+  return marks.filter((t) => t > from + margin && t < to - margin);
 }
 
 function Bar({ call, now, x, y, width, focusable, chosen, onSelect, onHover }) {
@@ -160,28 +202,30 @@ function Bar({ call, now, x, y, width, focusable, chosen, onSelect, onHover }) {
     return [left, Math.max(Math.min(x(t0 + b), width) - left, 0)];
   };
   const end = call.ended_s ?? Math.max(now - t0, 0);
-  const [left, wide] = clip(0, end);
-  const lookup = call.lookup_s != null && x(t0 + call.lookup_s) >= 0 && clip(call.lookup_s, call.looked_up_s);
-  const loading = call.loads && clip(call.looked_up_s, call.admitted_s ?? end);
+  const [start, wide] = clip(0, end);
   const least = Math.max(wide, MIN_PX);
+  const left = Math.min(start, width - least);
+  const scale = least / Math.max(wide, 1e-6); // the shortest bars are drawn wider, in proportion
   const total = Math.max(call.prompt_tokens, 1);
+  const drawn = phases(call, now).map(([name, a, b]) => {
+    const [from, w] = clip(a, b);
+    return [name, left + (from - start) * scale, w * scale];
+  });
+  const label = drawn.find(([name]) => name !== "queued")?.[1] ?? left;
+  const room = left + least - label;
   let at = left;
   return html`<g class="call ${call.phase} ${chosen ? "chosen" : ""}" role="option" aria-selected=${chosen} aria-label=${summary(call)}
       tabindex=${focusable ? 0 : -1} onFocus=${() => onSelect(call.id)} onClick=${() => onSelect(call.id)} onMouseEnter=${() => onHover(call.id)}>
-    <rect class="outline" x=${left - 2} y=${y - 2} width=${least + 4} height=${BAR + 9} rx="3" />
-    <rect class="fill queued" x=${left} y=${y} width=${least} height=${BAR} />
-    ${phases(call, now).map(([name, a, b]) => {
-      const [px, w] = clip(a, b);
-      return html`<rect key=${name} class="fill ${name}" x=${px} y=${y} width=${w} height=${BAR} />`;
-    })}
-    ${lookup && html`<rect class="fill lookup" x=${lookup[0]} y=${y} width=${Math.max(lookup[1], 1)} height=${BAR} />`}
-    ${loading && html`<rect class="fill loading" x=${loading[0]} y=${y + BAR - 4} width=${Math.max(loading[1], 2)} height="4" />`}
+    <rect class="outline" x=${left - 2} y=${y - 2} width=${least + 4} height=${BAR + SHARE + 5} rx="3" />
+    ${drawn.map(([name, px, w]) => html`<rect key=${name} class="fill ${name}" x=${px} y=${y} width=${w} height=${BAR} />`)}
     ${call.admitted_s != null && origins(call).map(([name, , n], i) => {
       const px = at;
-      at += (n / total) * least;
-      return html`<rect key=${`from ${i}`} class="fill ${name}" x=${px} y=${y + BAR + 1.5} width=${at - px} height="3.5" />`;
+      at = Math.min(at + (n / total) * least, left + least);
+      return html`<rect key=${i} class="fill ${name}" x=${px} y=${y + BAR + 1} width=${at - px} height=${SHARE} />`;
     })}
-    ${["failed", "gone"].includes(call.phase) && html`<text class="cross" x=${left + least + 3} y=${y + BAR - 2}>✕</text>`}
+    ${["failed", "gone"].includes(call.phase)
+      ? html`<text class="cross" x=${left + Math.min(least + 3, width - left - 11)} y=${y + BAR - 4}>✕</text>`
+      : room > LABEL_PX && call.admitted_s != null && html`<text class="label" aria-hidden="true" x=${label + 5} y=${y + BAR - 5}>${percent(share(call))}${room > 2.2 * LABEL_PX ? " reused" : ""}</text>`}
   </g>`;
 }
 
@@ -212,9 +256,8 @@ function Details({ call, now }) {
     ["prompt", tokens(call.prompt_tokens)],
     ["reused", settled ? `${tokens(call.cached_tokens)}, ${percent(share(call))}${tierList(call)}` : "–"],
     ["computed", settled ? tokens(computed(call)) : `${count(call.read_tokens)} read so far`],
-    ["queued", seconds(call.row_s ?? (call.phase === "queued" ? now - call.arrived_at : null))],
-    ["lookup", call.lookup_s == null ? "–" : seconds(call.looked_up_s - call.lookup_s)],
-    ["loading", call.loads ? seconds((call.admitted_s ?? now - call.arrived_at) - call.looked_up_s) : "none"],
+    ["waited", seconds(call.row_s ?? (call.phase === "queued" ? now - call.arrived_at : null))],
+    ["loading", call.loads ? seconds((call.admitted_s ?? now - call.arrived_at) - call.looked_up_s) : "nothing had to be"],
     ["first token", call.first_token_s == null ? "–" : `after ${seconds(call.first_token_s)}`],
     ["reply", `${tokens(call.reply_tokens)}${speed(call, now) ? `, ${rate(speed(call, now))} per second` : ""}`],
     ["total", seconds(call.ended_s ?? now - call.arrived_at)],

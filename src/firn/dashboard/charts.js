@@ -3,9 +3,9 @@
 import { html, useState } from "./vendor/htm-preact.js";
 import { clock, count, percent, rate, seconds, short, ticks } from "./format.js";
 import { Empty, Legend, Panel, Table, useTick, useWidth } from "./components.js";
-import { speed } from "./calls.js";
 
-const SPAN = 300;
+const SPANS = [60, 300];
+const SPAN = SPANS.at(-1);
 const N_BINS = 60;
 const N_DOTS = 500;
 const HEIGHT = 130;
@@ -16,26 +16,27 @@ export function Rates({ store, model }) {
   const calls = [...store.calls.values()].filter((c) => !model || c.model === model);
   useTick(1000, calls.length > 0);
   const now = store.now();
-  const bins = binned(calls, now);
-  return html`<${Panel} id="rates" title="Tokens per second" note="of the last five minutes">
+  const oldest = Math.min(...calls.map((c) => c.arrived_at));
+  const span = SPANS.find((s) => s > now - oldest) ?? SPAN;
+  const bins = binned(calls, now, span);
+  if (!calls.length) return null;
+  return html`<${Panel} id="rates" title="Tokens per second" note=${`of the last ${span === 60 ? "minute" : "five minutes"}`}>
       <h3>Written</h3>
-      <${Bars} now=${now} bins=${bins} series=${[["decoding", "reply tokens per second", "written"]]}
-        empty="The speed of replies will be drawn here." />
+      <${Bars} span=${span} bins=${bins} series=${[["decoding", "reply tokens per second", "written"]]}
+        empty="Nothing was written in this time." />
       <h3>Prompts</h3>
-      <${Bars} now=${now} bins=${bins} series=${[["memory", "reused tokens per second", "reused"], ["computed", "computed tokens per second", "computed"]]}
-        empty="What prompts reuse and what they compute will be drawn here." />
+      <${Bars} span=${span} bins=${bins} series=${[["memory", "reused tokens per second", "reused"], ["computed", "computed tokens per second", "computed"]]}
+        empty="No prompt was read in this time." />
       <${Legend} items=${[["decoding", "written"], ["memory", "reused"], ["computed", "computed"]]} />
-      <${Table} caption="Tokens per second, in steps of five seconds" head=${["from", "written", "reused", "computed"]}
+      <${Table} caption="Tokens per second" head=${["from", "written", "reused", "computed"]}
         rows=${() => bins.filter((b) => b.written || b.reused || b.computed).map((b) => ({ key: b.at, cells: [clock(b.at), rate(b.written), rate(b.reused), rate(b.computed)] }))} />
-    <//>
-    <${FirstTokens} calls=${calls} />
-    <${Guesses} store=${store} model=${model} now=${now} />`;
+    <//>`;
 }
 
 /** Tokens of each kind per second, bin by bin. A call's tokens are spread over the time they took. */
-export function binned(calls, now) {
-  const size = SPAN / N_BINS;
-  const start = Math.floor(now / size) * size - SPAN + size;
+export function binned(calls, now, span) {
+  const size = span / N_BINS;
+  const start = Math.floor(now / size) * size - span + size;
   const bins = Array.from({ length: N_BINS }, (_, i) => ({ at: start + i * size, written: 0, reused: 0, computed: 0 }));
   const spread = (name, n, from, to) => {
     if (!(n > 0)) return;
@@ -60,7 +61,7 @@ export function binned(calls, now) {
   return bins;
 }
 
-function Bars({ now, bins, series, empty }) {
+function Bars({ span, bins, series, empty }) {
   const [ref, width] = useWidth();
   const [at, setAt] = useState(null);
   const sum = (bin) => series.reduce((total, [, , name]) => total + bin[name], 0);
@@ -94,7 +95,7 @@ function Bars({ now, bins, series, empty }) {
           <rect class="target ${i === at ? "chosen" : ""}" x=${LEFT + i * w} width=${w} y="4" height=${HEIGHT - BOTTOM} onMouseEnter=${() => setAt(i)} onMouseLeave=${() => setAt(null)} />
         </g>`;
       })}
-      <text class="tick" x=${LEFT} y=${HEIGHT + 2}>−${seconds(SPAN)}</text>
+      <text class="tick" x=${LEFT} y=${HEIGHT + 2}>−${seconds(span)}</text>
       <text class="tick" x=${width} y=${HEIGHT + 2} text-anchor="end">now</text>
     </svg>`}
     ${top > 0 && html`<p class="reading" aria-live="polite">${text ?? "\u00a0"}</p>`}
@@ -102,9 +103,10 @@ function Bars({ now, bins, series, empty }) {
 }
 
 /** How long first tokens took, by how much of the prompt was reused. */
-function FirstTokens({ calls }) {
+export function FirstTokens({ store, model }) {
   const [ref, width] = useWidth();
   const [focused, setFocused] = useState(null);
+  const calls = [...store.calls.values()].filter((c) => !model || c.model === model);
   const points = calls.filter((c) => c.first_token_s != null && c.prompt_tokens > 0).slice(-N_DOTS)
     .map((c) => ({ id: c.id, x: c.cached_tokens / c.prompt_tokens, y: Math.max(c.first_token_s, 1e-3), n: c.prompt_tokens, call: c }));
   const low = Math.floor(Math.log10(Math.min(...points.map((p) => p.y), 0.1)));
@@ -114,10 +116,10 @@ function FirstTokens({ calls }) {
   const py = (s) => (tall - BOTTOM - 8) * (1 - (Math.log10(s) - low) / (high - low)) + 8;
   const decades = Array.from({ length: high - low + 1 }, (_, i) => 10 ** (low + i));
   const groups = [[0, 0.05, "up to 5 %"], [0.05, 0.5, "5 to 50 %"], [0.5, 0.9, "50 to 90 %"], [0.9, 1.01, "90 % and more"]];
-  return html`<${Panel} id="first" title="First token by reused share" note="each dot a request; the time scale is logarithmic">
-    ${points.length === 0 && html`<${Empty}>A dot for each request will be drawn here: the further right, the more it reused; the lower, the sooner it was answered.<//>`}
+  if (!points.length) return null;
+  return html`<${Panel} id="first" title="What reuse does for the first token" note="each dot is a request: the lower, the sooner it was answered">
     <div class="chart" ref=${ref}>
-      ${width > 0 && points.length > 0 && html`<svg width=${width} height=${tall + 20} role="img"
+      ${width > 0 && html`<svg width=${width} height=${tall + 20} role="img"
           aria-label="Seconds to the first token by share of the prompt that was reused; the table below has the medians.">
         ${decades.map((s) => html`<g key=${s}><line class="grid" x1=${LEFT} x2=${width} y1=${py(s)} y2=${py(s)} />
           <text class="tick" x=${LEFT - 6} y=${py(s) + 4} text-anchor="end">${s < 1 ? seconds(s) : `${count(s)} s`}</text></g>`)}
@@ -128,20 +130,21 @@ function FirstTokens({ calls }) {
           onMouseEnter=${() => setFocused(p)} onMouseLeave=${() => setFocused(null)} />`)}
       </svg>`}
     </div>
-    ${points.length > 0 && html`<p class="reading">${focused
+    <p class="reading">${focused
         ? `${count(focused.n)} prompt tokens, ${percent(focused.x)} reused: first token after ${seconds(focused.y)}`
         : "Larger dots are longer prompts."}</p>
       <${Table} caption="Time to the first token by reused share" head=${["reused", "requests", "median", "longest"]}
         rows=${() => groups.map(([from, to, name]) => {
           const times = points.filter((p) => p.x >= from && p.x < to).map((p) => p.y).sort((a, b) => a - b);
           return { key: name, cells: [name, count(times.length), times.length ? seconds(times[times.length >> 1]) : "–", times.length ? seconds(times.at(-1)) : "–"] };
-        })} />`}
+        })} />
   <//>`;
 }
 
 /** Tokens that a step of a row makes, where tokens are drafted. */
-function Guesses({ store, model, now }) {
+export function Drafts({ store, model }) {
   const [ref, width] = useWidth();
+  const now = store.now();
   const states = [...store.states.values()].filter((s) => !model || s.model === model);
   const totals = states.map((s) => s.speculation ?? {}).filter((s) => s.steps != null);
   const steps = totals.reduce((n, s) => n + s.row_steps, 0);
@@ -160,16 +163,10 @@ function Guesses({ store, model, now }) {
   const marks = ticks(Math.max(2, ...points.map(([, n]) => n)));
   const x = (t) => LEFT + ((t - now + SPAN) / SPAN) * (width - LEFT - 6);
   const y = (n) => (HEIGHT - BOTTOM) * (1 - n / marks.at(-1)) + 4;
-  const visible = states.some((s) => s.operator);
-  const empty = states.length === 0 ? "How many tokens a step makes will be shown here, once a model is loaded."
-    : !visible ? "The operator sees here how many tokens a step makes."
-    : totals.length === 0 ? html`No tokens are drafted: start the server with <code>--speculation auto</code> to make several per step.`
-      : "No step has been made yet.";
-  return html`<${Panel} id="guesses" title="Tokens per step" note="of a row; more than one where drafts were accepted">
-    ${steps > 0
-      ? html`<p class="figure"><b>${(taken / steps).toFixed(2)}</b> tokens per step since the start,
-          ${" "}${drafted ? `${percent(accepted / drafted)} of ${count(drafted)} drafted tokens accepted` : "none drafted yet"}</p>`
-      : html`<${Empty}>${empty}<//>`}
+  if (!steps || !drafted) return null;
+  return html`<${Panel} id="drafts" title="Tokens per step" note="of a row; more than one where drafts were accepted">
+    <p class="figure"><b>${(taken / steps).toFixed(2)}</b> tokens per step since the start,
+      ${" "}${percent(accepted / drafted)} of ${count(drafted)} drafted tokens accepted</p>
     <div class="chart" ref=${ref}>
       ${width > 0 && points.length > 1 && html`<svg width=${width} height=${HEIGHT + 6} role="img" aria-label="Tokens per step over the last five minutes, last ${points.at(-1)[1].toFixed(2)}">
         ${marks.map((n) => html`<g key=${n}><line class="grid" x1=${LEFT} x2=${width} y1=${y(n)} y2=${y(n)} />
@@ -179,9 +176,4 @@ function Guesses({ store, model, now }) {
       </svg>`}
     </div>
   <//>`;
-}
-
-/** Reply tokens per second of all these calls, which are under way. */
-export function writtenNow(open, now) {
-  return open.reduce((n, call) => n + (speed(call, now) ?? 0), 0);
 }

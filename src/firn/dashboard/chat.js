@@ -88,9 +88,9 @@ export function Chat({ store, model }) {
     setTurns([]);
     setFault("");
   };
-  return html`<${Panel} id="chat" title="Chat" wide note=${model} tools=${turns.length > 0 && html`<button onClick=${anew}>New chat</button>`}>
+  return html`<${Panel} id="chat" title="Chat" note=${model} tools=${turns.length > 0 && html`<button onClick=${anew}>New chat</button>`}>
     <div class="log" ref=${log} tabindex="0" role="log" aria-label="Conversation">
-      ${turns.length === 0 && html`<${Empty}>Say something. Each turn will show how much of its prompt was reused, and each further turn should reuse nearly all of it.<//>`}
+      ${turns.length === 0 && html`<${Empty}>Say something. Each turn shows how much of its prompt was reused: from the second one on, nearly all.<//>`}
       ${turns.map((turn, i) => html`<${Turn} key=${i} turn=${turn} call=${store.calls.get(turn.call)} now=${store.now()} />`)}
     </div>
     ${fault && html`<p class="warn" role="alert">${fault}</p>`}

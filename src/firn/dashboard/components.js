@@ -1,6 +1,6 @@
 // What every panel is made of.
 
-import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/htm-preact.js";
+import { html, useEffect, useLayoutEffect, useState } from "./vendor/htm-preact.js";
 
 /** A panel with a heading, and on the right of it what may be chosen. */
 export function Panel({ id, title, note, tools, wide, children }) {
@@ -18,8 +18,9 @@ export function Empty({ children }) {
   return html`<p class="empty">${children}</p>`;
 }
 
-export function Legend({ items }) {
-  return html`<ul class="legend">
+export function Legend({ title, items }) {
+  return html`<ul class="legend" aria-label=${title ?? "Legend"}>
+    ${title && html`<li>${title}</li>`}
     ${items.map(([name, text]) => html`<li key=${text}><span class="swatch ${name}" aria-hidden="true"></span>${text}</li>`)}
   </ul>`;
 }
@@ -60,14 +61,14 @@ export function Stack({ parts, whole, label, format }) {
 
 /** The width of an element, kept up to date. */
 export function useWidth() {
-  const ref = useRef(null);
+  const [element, ref] = useState(null);
   const [width, setWidth] = useState(0);
   useLayoutEffect(() => {
-    if (!ref.current) return undefined;
+    if (!element) return undefined;
     const observer = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
-    observer.observe(ref.current);
+    observer.observe(element);
     return () => observer.disconnect();
-  }, []);
+  }, [element]);
   return [ref, width];
 }
 

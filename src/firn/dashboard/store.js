@@ -5,20 +5,15 @@ import { ask, events, json, Refused } from "./server.js";
 const MAX_CALLS = 2000;
 const MAX_SAMPLES = 2000;
 const SILENCE_MS = 35000; // the server sends something every ten seconds: a longer silence is a dead connection
-const GAP_S = 1;
+const RATE_S = 5; // the tokens per second of now are those of this time
 const FIRST_RETRY_MS = 500;
 const MAX_RETRY_MS = 8000;
-
-/** When the place of its bar is free again: even the shortest bar needs some room. */
-function ends(call) {
-  return call.ended_s == null ? Infinity : call.arrived_at + call.ended_s + GAP_S;
-}
 
 export class Store {
   constructor() {
     this.calls = new Map();
-    this.lanes = new Map();
     this.states = new Map();
+    this.written = []; // reply tokens of late: [model, from, to, tokens]
     this.samples = new Map(); // by model: [time, row steps, tokens taken] of speculation
     this.models = [];
     this.several = false;
@@ -121,7 +116,7 @@ export class Store {
     this.version ||= version;
     // Open calls belonged to a connection that is gone: those that go on are sent again.
     for (const [id, call] of this.calls) {
-      if (call.ended_s == null) this._forget(id);
+      if (call.ended_s == null) this.calls.delete(id);
     }
   }
 
@@ -129,31 +124,33 @@ export class Store {
     const before = this.calls.get(call.id);
     if (before?.ended_s != null) return;
     if (call.ended_s != null) this.ended += 1;
+    this._count(before, call);
     this.calls.set(call.id, call);
-    if (!before) this.lanes.set(call.id, this._lane(call));
     for (const id of this.calls.keys()) {
       if (this.calls.size <= MAX_CALLS) break;
-      this._forget(id);
+      this.calls.delete(id);
     }
   }
 
-  _forget(id) {
-    this.calls.delete(id);
-    this.lanes.delete(id);
+  /** The reply tokens that came since the call was last heard of, and in what time. */
+  _count(before, call) {
+    call.heard_at = this.now();
+    const n = call.reply_tokens - (before?.reply_tokens ?? 0);
+    if (n <= 0) return;
+    const first = call.arrived_at + (call.first_token_s ?? 0);
+    const to = call.ended_s == null ? call.heard_at : call.arrived_at + call.ended_s;
+    const from = Math.min(Math.max(before?.heard_at ?? first, first), to);
+    this.written = this.written.filter(([, , end]) => end > call.heard_at - RATE_S);
+    this.written.push([call.model, from, to, n]);
   }
 
-  /** The first row that is free for as long as this call goes on; the call keeps it. */
-  _lane(call) {
-    const taken = new Set();
-    const end = ends(call);
-    for (const other of this.calls.values()) {
-      if (other.id === call.id) continue;
-      const other_end = ends(other);
-      if (other_end > call.arrived_at && other.arrived_at < end) taken.add(this.lanes.get(other.id));
-    }
-    let lane = 0;
-    while (taken.has(lane)) lane += 1;
-    return lane;
+  writtenPerSecond(model) {
+    const now = this.now();
+    const tokens = this.written.filter(([of]) => !model || of === model).map(([, from, to, n]) => {
+      if (to <= now - RATE_S) return 0;
+      return to > from ? (n * (to - Math.max(from, now - RATE_S))) / (to - from) : n;
+    });
+    return tokens.reduce((sum, n) => sum + n, 0) / RATE_S;
   }
 
   _state(state) {

@@ -12,8 +12,9 @@ const LIMIT = 600;
 const EVERY_MS = 5000;
 const AT_LEAST_MS = 30000;
 
-const FIRST = `Nothing is stored yet. Prefixes will be drawn here as prompts are read: what several share above,
-  where they part below.`;
+const FIRST = `Nothing is stored yet. What prompts begin with will be drawn here, once they have been read: what
+  several share above, and below where they part.`;
+const BUSY = "What is stored will be drawn here. If the model is busy with a long step, that is when the step ends.";
 
 export function Tree({ store, model, off }) {
   const [path, setPath] = useState([]); // runs that were entered, the last is the top of what is shown
@@ -36,7 +37,9 @@ export function Tree({ store, model, off }) {
       if ((seen === store.ended && !old) || document.visibilityState !== "visible") return;
       [seen, at] = [store.ended, Date.now()];
       try {
-        setTree(await json(url, { signal: abort.signal }));
+        const answer = await json(url, { signal: abort.signal });
+        if (answer.age_s != null) seen = -1; // it may lack what has ended since: ask again soon
+        setTree(answer);
         setFault("");
       } catch (error) {
         if (abort.signal.aborted) return;
@@ -57,25 +60,25 @@ export function Tree({ store, model, off }) {
   const chosen = layout.byNode.get(selected) ?? null;
   const enter = (run) => setPath([...path, { node: run.node, name: `${count(run.start)}–${count(run.end)}` }]);
   const places = tree?.places ?? ["memory"];
-  return html`<${Panel} id="tree" title="Stored prefixes" wide note=${tree?.enabled ? summaryOf(tree, layout) : ""}>
+  return html`<${Panel} id="tree" title="Stored prefixes" wide note=${tree?.enabled && runs.length ? summaryOf(tree, layout) : ""}>
     ${path.length > 0 && html`<nav class="crumbs" aria-label="Where in the tree"><button class="link" onClick=${() => setPath([])}>everything</button>
       ${path.map((step, i) => html`<span key=${step.node}> › ${i < path.length - 1
         ? html`<button class="link" onClick=${() => setPath(path.slice(0, i + 1))}>${step.name}</button>`
         : html`<b>tokens ${step.name}</b>`}</span>`)}</nav>`}
     ${fault && html`<p class="warn" role="alert">${fault}</p>`}
     ${(off || (tree && !tree.enabled)) && html`<${Empty}>Nothing is stored: ${off ? `reuse is ${off}` : tree.why || "reuse is off"}.<//>`}
-    ${!off && (!tree || (tree.enabled && runs.length === 0)) && html`<${Empty}>${tree ? FIRST : "What is stored will be drawn here."}<//>`}
+    ${!off && (!tree || (tree.enabled && runs.length === 0)) && html`<${Empty}>${tree ? FIRST : BUSY}<//>`}
     ${runs.length > 0 && html`<${Icicle} layout=${layout} places=${places} selected=${chosen?.run.node} onSelect=${setSelected} onEnter=${enter} now=${store.now()} />
       <${Legend} items=${[...places.map((p) => [tierClass(p), p === "memory" ? "in memory" : `on ${tierName(p)} only`]), ["pinned", "pinned"], ["hollow", "no longer stored"]]} />
       ${chosen ? html`<${Chosen} key=${chosen.run.node} run=${chosen.run} places=${places} model=${store.several ? model : ""} now=${store.now()} onEnter=${enter}
           onChanged=${() => setStale((n) => n + 1)} />` : html`<p class="hint">Choose a prefix to see what it saves, to pin it or to forget it. Arrow keys move, Enter goes in.</p>`}
-      <${Table} caption="Stored prefixes, the largest first" head=${["tokens", "begins", "bytes", "with all below", "where", "last use", "shared by", "pinned"]} rows=${() => rows(runs, places, store.now())} />`}
+      <${Table} caption="Stored prefixes, the largest first" head=${["tokens", "text", "bytes", "with all below", "where", "last use", "shared by", "pinned"]} rows=${() => rows(runs, places, store.now())} />`}
   <//>`;
 }
 
 function summaryOf(tree, layout) {
   const total = layout.tops.reduce((n, item) => n + item.run.total_bytes, 0);
-  return `${bytes(total)} in ${count(tree.nodes)} blocks${tree.cut_off ? " and more" : ""}; widths are bytes`;
+  return `${bytes(total)} in ${count(tree.nodes)} blocks${tree.cut_off ? " and more" : ""}; each box continues the one above it, and is as wide as the bytes in and below it`;
 }
 
 /** Places for all runs: depth, and from where to where in shares of the whole width. */
@@ -182,17 +185,23 @@ function storedShares(run, places) {
 }
 
 function label(run, w) {
-  const text = run.namespace ? owner(run) : run.text ? run.text : `${short(run.end - run.start)} tokens`;
+  const text = run.namespace ? owner(run) : quoted(run, Infinity) || `${short(run.end - run.start)} tokens`;
   const room = Math.floor((w - 8) / 6.6);
   return text.length > room ? `${text.slice(0, Math.max(room - 1, 1))}…` : text;
 }
 
+/** The text from where it parts from the others, if it may be shown. */
+function quoted(run, n) {
+  const text = (run.text ?? "").slice(0, n);
+  return text && run.parts_at > run.start ? `… ${text}` : text;
+}
+
 function owner(run) {
-  return run.namespace === "shared" ? "everybody's" : `key ${run.namespace}…`;
+  return run.namespace === "shared" ? "all prompts" : `key ${run.namespace}…`;
 }
 
 function summary(run, places, now) {
-  const begins = run.text ? `, “${run.text.slice(0, 60)}”` : "";
+  const begins = run.text ? `, “${quoted(run, 60)}”` : "";
   const what = run.namespace ? owner(run) : `tokens ${count(run.start)} to ${count(run.end)}${begins}`;
   const where = places.map((p, i) => run.total_places[i] ? `${bytes(run.total_places[i])} in ${tierName(p)}` : "").filter(Boolean).join(", ");
   return `${what}: ${bytes(run.total_bytes)} with all below${where ? ` (${where})` : ""}, shared by ${count(run.ends)}, last used ${ago(now - run.used_at)}${run.pins ? ", pinned" : ""}`;
@@ -233,7 +242,7 @@ function Chosen({ run, places, model, now, onEnter, onChanged }) {
   if (run.more) facts.push(["not drawn", `${count(run.more.runs)} more below, ${bytes(run.more.bytes)}`]);
   return html`<div class="details">
     <dl class="facts">${facts.map(([k, v]) => html`<div key=${k}><dt>${k}</dt><dd>${v}</dd></div>`)}</dl>
-    ${run.text && html`<p class="why">It begins: <q>${run.text}</q></p>`}
+    ${run.text && html`<p class="why">${run.parts_at > run.start ? `At token ${count(run.parts_at)} it parts from others: ` : "It begins: "}<q>${run.text}</q></p>`}
     ${details && html`<p class="why"><b>Saves ${seconds(details.saves_s)}</b> each time that its ${count(details.tokens)} tokens are asked for again:
       computing them takes about ${seconds(details.compute_s)}, ${details.load_s ? `loading ${seconds(details.load_s)}` : "and nothing has to be loaded"}.${details.measured ? "" : " (No prompt has been computed since the start: an estimate.)"}</p>`}
     <div class="actions">
@@ -258,7 +267,7 @@ function forgotten({ freed_bytes, kept_blocks }) {
 function rows(runs, places, now) {
   return runs.filter((r) => !r.namespace).slice(0, 100).map((r) => ({
     key: r.node,
-    cells: [`${count(r.start)}–${count(r.end)}`, r.text ?? "–", bytes(r.bytes), bytes(r.total_bytes),
+    cells: [`${count(r.start)}–${count(r.end)}`, quoted(r, Infinity) || "–", bytes(r.bytes), bytes(r.total_bytes),
       places.filter((_, i) => r.places[i]).map(tierName).join(", ") || "nowhere", ago(Math.max(now - r.used_at, 0)), count(r.ends), r.pins ? "yes" : "no"],
   }));
 }

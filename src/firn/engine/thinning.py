@@ -96,7 +96,9 @@ def thinned(prompt: Prompt, positions: TokenArray, *, start: int, recipe: str) -
     n_cold = len(prompt) - start
     if len(positions) - start > MAX_SHARE * n_cold:
         return None
-    return Prompt(prompt.ids[positions], thinned=Thinned(positions, prompt, recipe))
+    return Prompt(
+        prompt.ids[positions], thinned=Thinned(positions, prompt, recipe), salt=prompt.salt
+    )
 
 
 def recipe_of(scorer: str, keep: float) -> str:

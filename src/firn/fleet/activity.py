@@ -19,8 +19,9 @@ from fastapi import FastAPI, Request
 from starlette.types import Scope
 
 from firn.api import sse
-from firn.api.activity import QUIET_TICKS, TICK_S, ActivityResponse, Watchers, hello
+from firn.api.activity import MAX_WATCHERS, QUIET_TICKS, TICK_S, ActivityResponse, hello
 from firn.api.exchange import exchange_of
+from firn.core.shares import Shares
 from firn.fleet import proxy
 from firn.fleet.fleet import Fleet
 from firn.fleet.model import Model
@@ -33,7 +34,7 @@ MAX_WAITING = 256
 
 
 def add_activity(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
-    watchers = Watchers()
+    watchers = Shares(MAX_WATCHERS)
 
     async def watch(request: Request) -> ActivityResponse:
         stream = _ActivityStream(fleet, relay, request.scope)

@@ -15,6 +15,7 @@ from firn.fleet.catalogue import ModelSpec
 from firn.models.local import find
 from firn.models.packaged import PACKAGED, made_folder
 from firn.models.recognise import context_length, is_vision, scoring_settings
+from firn.text.formats import reads_calls
 from firn.text.rerank import NAMED
 
 THINKING = ("<think>", "<|channel|>", "enable_thinking", "reasoning_effort")
@@ -82,7 +83,7 @@ def read_facts(folder: Path | None) -> ModelFacts:
         "completion": not embeds,
         "chat": template != "",
         "vision": is_vision(config),
-        "tools": "tools" in template,
+        "tools": reads_calls(template, _added_tokens(folder)),
         "thinking": any(word in template for word in THINKING),
         "embeddings": embeds,
         "rerank": reranks,
@@ -95,15 +96,23 @@ def read_facts(folder: Path | None) -> ModelFacts:
 
 
 def _template(folder: Path) -> str:
+    """The sources of its chat templates; some models have another for chats with tools."""
+    files = (folder / "chat_template.jinja", *folder.glob("additional_chat_templates/*.jinja"))
     try:
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        return "\n".join(file.read_text(encoding="utf-8") for file in files)
     except (OSError, UnicodeDecodeError):
         pass
     for name in ("tokenizer_config.json", "chat_template.json"):
         template = _json(folder / name).get("chat_template")
         if template:
-            return json.dumps(template)
+            return template if isinstance(template, str) else json.dumps(template)
     return ""
+
+
+def _added_tokens(folder: Path) -> frozenset[str]:
+    added = _json(folder / "tokenizer_config.json").get("added_tokens_decoder")
+    tokens = added.values() if isinstance(added, dict) else ()
+    return frozenset(str(token.get("content")) for token in tokens if isinstance(token, dict))
 
 
 def _json(path: Path) -> dict[str, Any]:

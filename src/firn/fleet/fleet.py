@@ -23,6 +23,7 @@ from firn.core.errors import (
     ModelTooLarge,
     ShuttingDown,
 )
+from firn.core.shares import Shares
 from firn.core.values import Namespace
 from firn.fleet import memory
 from firn.fleet.catalogue import ModelCatalogue, ModelSpec
@@ -60,13 +61,14 @@ class Fleet:
         folder_of: Callable[[ModelSpec], Path | None] = lambda spec: None,
         charge: Callable[[Namespace, int], None] = lambda key_id, n_tokens: None,
     ) -> None:
-        """folder: for the sockets. memory_nbytes: for all models together; 0: derived from the
-        machine's memory. charge: called with the number of tokens computed for a caller."""
+        """max_waiting: requests of one key; each gets its share of twice that. folder: for the sockets.
+        memory_nbytes: for all models together; 0: derived from the machine's memory. charge: called
+        with the number of tokens computed for a caller."""
         self.catalogue = catalogue
         self._launch = launch
         self._folder = folder
         self._memory_nbytes = memory_nbytes
-        self._max_waiting = max_waiting
+        self._places = Shares(2 * max_waiting)  # half of them for a key that is alone
         self._rules = rules or PlacementRules()
         self._measure = measure
         self._folder_of = folder_of
@@ -88,7 +90,7 @@ class Fleet:
         model = self.models.get(spec.name)
         if model is None:
             footprint = memory.estimate(self._folder_of(spec))
-            model = Model(spec, footprint, self._wake.set, keep_alive_s=spec.keep_alive_s)
+            model = Model(spec, footprint, self._wake.set)
             if spec.pinned:
                 model.wanted_since = time.monotonic()
             self.models[spec.name] = model
@@ -98,15 +100,18 @@ class Fleet:
 
     def try_enter(self, model: Model) -> ModelLease | None:
         """A lease, if the model can accept a request now; None: wait for it."""
-        if model.state is ModelState.LOADED and not (model.turn_ended or model.unloading):
-            return model.enter()
-        return None
+        is_open = model.state is ModelState.LOADED and not (model.turn_ended or model.unloading)
+        if not is_open or model.child is None or model.child.exited.done():
+            return None
+        if any(other.waiters for other in self.models.values()):
+            model.hold_share = 1.0  # it was right to keep it
+        return model.enter()
 
     def peek(self, model: Model) -> ModelProcess | None:
         """Its process, for requests that do not count as use; None: it is not loaded."""
         return model.child if model.state is ModelState.LOADED else None
 
-    def wait_for(self, model: Model) -> LoadWaiter:
+    def wait_for(self, model: Model, key_id: Namespace) -> LoadWaiter:
         """Queue for a lease. Raises ModelNotReady, ModelFailed, ModelTooLarge, ShuttingDown."""
         if self._closing:
             raise ShuttingDown()
@@ -118,9 +123,11 @@ class Fleet:
         need = model.footprint.nbytes
         if need > self.room.budget_nbytes:
             raise ModelTooLarge(model.spec.name, need, self.room.budget_nbytes)
-        if sum(len(m.waiters) for m in self.models.values()) >= self._max_waiting:
+        place = self._places.open(key_id)
+        if not place.grow():
             raise self.not_ready(model, "too many requests are waiting for models to be loaded")
         waiter = LoadWaiter(now, asyncio.get_running_loop().create_future())
+        waiter.lease.add_done_callback(lambda _: place.close())
         model.waiters.append(waiter)
         self._wake.set()
         return waiter
@@ -131,7 +138,7 @@ class Fleet:
             model.waiters.remove(waiter)
             self._wake.set()
         if waiter.lease.done() and not waiter.lease.cancelled() and not waiter.lease.exception():
-            waiter.lease.result().release()
+            waiter.lease.result().release(None)
         waiter.lease.cancel()
 
     def not_ready(self, model: Model, why: str) -> ModelNotReady:
@@ -182,8 +189,12 @@ class Fleet:
         return make_plan(views, room, self._rules, now=time.monotonic())
 
     def _act(self, plan: FleetPlan) -> None:
+        for name in plan.check:
+            self._start_checking(self.models[name])
         for name in plan.load:
             self._start_loading(self.models[name])
+        for name in plan.held_in_vain:
+            self.models[name].hold_share /= 2
         for name, reason in plan.unload:
             self._start_unloading(self.models[name], reason)
         for model in self.models.values():
@@ -211,6 +222,47 @@ class Fleet:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    # --- checking --------------------------------------------------------------------------
+
+    def _start_checking(self, model: Model) -> None:
+        if not model.is_checking:
+            model.is_checking = True
+            log.info("checking %s before others are unloaded for it", model.spec.name)
+            self._spawn(self._check(model))
+
+    async def _check(self, model: Model) -> None:
+        result: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+
+        def on_message(message: Message) -> None:
+            if not result.done():
+                result.set_result(message)
+
+        failed: Message = {"event": "failed", "message": "its process could not be started"}
+        try:
+            model.checker = await self._launch(
+                model.spec, self._new_socket(), on_message, task="check"
+            )
+            exited = model.checker.exited
+            either: set[asyncio.Future[Any]] = {result, exited}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            failed = {"event": "failed", "message": _exit_text(model.checker)}
+            model.checker.kill()
+            await exited
+        except OSError as e:
+            log.error("a process could not be started: %s", e.strerror or e)
+        finally:
+            model.checker, model.is_checking = None, False
+        message = result.result() if result.done() else failed
+        if message["event"] == "checked":
+            model.is_proven = True
+            self._wake.set()
+        elif model.state is ModelState.UNLOADED and not self._closing:
+            self._failed(model, str(message["message"]))
+
+    def _new_socket(self) -> Path:
+        self._n_sockets += 1
+        return self._folder / f"{self._n_sockets}.sock"
+
     # --- loading ---------------------------------------------------------------------------
 
     def _start_loading(self, model: Model) -> None:
@@ -225,8 +277,6 @@ class Fleet:
 
     async def _load(self, model: Model) -> None:
         spec = model.spec
-        self._n_sockets += 1
-        socket = self._folder / f"{self._n_sockets}.sock"
         ready: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
 
         def on_message(message: Message) -> None:
@@ -236,7 +286,7 @@ class Fleet:
                 self._on_message(model, message)
 
         try:
-            child = await self._launch(spec, socket, on_message)
+            child = await self._launch(spec, self._new_socket(), on_message)
         except OSError as e:
             self._failed(model, f"its process could not be started: {e.strerror or e}")
             return
@@ -265,6 +315,7 @@ class Fleet:
         model.load_s = now - model.load_began
         model.state, model.loaded_at, model.last_used = ModelState.LOADED, now, now
         model.error, model.progress, model.turn_ended = None, "", False
+        model.is_proven = True
         model.n_loads += 1
         log.info("%s is loaded (%.1f s)", model.spec.name, model.load_s)
         self._admit_waiters(model)
@@ -286,6 +337,7 @@ class Fleet:
 
     def _failed(self, model: Model, why: str) -> None:
         self._has_no_process(model)
+        model.is_proven = False
         retry_s = self._back_off(model)
         model.error = ModelFailed(model.spec.name, why, retry_after_s=math.ceil(retry_s))
         log.error(
@@ -369,17 +421,16 @@ class Fleet:
         was_told = model.state is ModelState.DRAINING
         lived_s = time.monotonic() - model.loaded_at
         self._has_no_process(model)
-        model.keep_alive_s = model.spec.keep_alive_s
+        model.uses.clear()
         if not was_told and not self._closing:
             log.error(
-                "the process of %s ended unexpectedly (%s): its requests fail",
+                "the process of %s ended unexpectedly (%s): its running replies fail",
                 model.spec.name,
                 code_text(code),
             )
             model.n_failures = 0 if lived_s > STEADY_S else model.n_failures
             self._back_off(model)
             model.error = ModelDied(model.spec.name)
-            self._fail_waiters(model, model.error)
             if model.spec.pinned or model.n_failures <= MAX_RESTARTS:
                 model.wanted_since = time.monotonic()
         elif was_told:
@@ -403,7 +454,10 @@ class Fleet:
         """End every process, in bounded time."""
         self.drain()
         self.abort_replies()
-        children = [m.child for m in self.models.values() if m.child is not None]
+        checkers = [m.checker for m in self.models.values() if m.checker is not None]
+        for checker in checkers:
+            checker.kill()
+        children = [m.child for m in self.models.values() if m.child is not None] + checkers
         if children:
             await asyncio.wait({child.exited for child in children}, timeout=END_S)
         for child in children:

@@ -8,12 +8,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from firn.core import duration
 from firn.core.errors import FirnError
+from firn.core.values import Namespace
 from firn.fleet.catalogue import ModelSpec
 from firn.fleet.memory import Footprint
 from firn.fleet.placement import NEVER, ModelState, ModelView
 from firn.fleet.process import ModelProcess
+
+
+@dataclass(frozen=True, slots=True)
+class KeyUse:
+    """A key's last use of a model. stay_s: how long it wants the model to stay loaded after it."""
+
+    ended_at: float
+    stay_s: float
+
+    @property
+    def expires_at(self) -> float:
+        return self.ended_at + self.stay_s
 
 
 @dataclass(eq=False, slots=True)
@@ -24,10 +36,11 @@ class ModelLease:
     child: ModelProcess
     _is_open: bool = True
 
-    def release(self, *, keep_alive_s: float | None = None) -> None:
+    def release(self, key_id: Namespace | None, *, keep_alive_s: float | None = None) -> None:
+        """key_id: whose use this was; None: it was not used."""
         if self._is_open:
             self._is_open = False
-            self.model.end_use(keep_alive_s)
+            self.model.end_use(key_id, keep_alive_s)
 
 
 @dataclass(eq=False, slots=True)
@@ -61,7 +74,8 @@ class Model:
     """Set while it has no process."""
     wanted_since: float = NEVER
     """When it became due for loading without a request: it is pinned, or its process died."""
-    keep_alive_s: float = duration.FOREVER
+    uses: dict[Namespace, KeyUse] = field(default_factory=dict)
+    """By key: it stays loaded as long as any of them wants."""
     load_began: float = 0.0
     load_s: float = 5.0
     loaded_at: float = NEVER
@@ -69,6 +83,13 @@ class Model:
     not_before: float = 0.0
     displaced_at: float = -NEVER
     n_failures: int = 0
+    is_proven: bool = False
+    """It was loaded, or found sound without its weights, and has not failed since."""
+    checker: ModelProcess | None = None
+    """The process that finds out."""
+    is_checking: bool = False
+    hold_share: float = 1.0
+    """See placement.py."""
     error: FirnError | None = None
     progress: str = ""
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -80,7 +101,9 @@ class Model:
     def expires_at(self) -> float:
         if self.state is not ModelState.LOADED or self.spec.pinned or self.n_active:
             return NEVER
-        return self.last_used + self.keep_alive_s
+        if not self.uses:
+            return self.loaded_at + self.spec.keep_alive_s
+        return max(use.expires_at for use in self.uses.values())
 
     def view(self) -> ModelView:
         oldest = min((w.since for w in self.waiters), default=NEVER)
@@ -97,6 +120,8 @@ class Model:
             load_s=self.load_s,
             not_before=self.not_before,
             displaced_at=self.displaced_at,
+            is_proven=self.is_proven,
+            hold_share=self.hold_share,
         )
 
     def enter(self) -> ModelLease:
@@ -104,9 +129,17 @@ class Model:
         self.n_active += 1
         return ModelLease(self, self.child)
 
-    def end_use(self, keep_alive_s: float | None) -> None:
+    def end_use(self, key_id: Namespace | None, keep_alive_s: float | None) -> None:
         self.n_active -= 1
         self.last_used = time.monotonic()
-        if keep_alive_s is not None:
-            self.keep_alive_s = keep_alive_s
+        if key_id is not None:
+            self.note_use(key_id, keep_alive_s)
+        self.changed()
+
+    def note_use(self, key_id: Namespace, keep_alive_s: float | None) -> None:
+        """keep_alive_s: None: as long as this key said last."""
+        before = self.uses.get(key_id)
+        stay_s = before.stay_s if before else self.spec.keep_alive_s
+        stay_s = stay_s if keep_alive_s is None else keep_alive_s
+        self.uses[key_id] = KeyUse(time.monotonic(), stay_s)
         self.changed()

@@ -1,10 +1,11 @@
 """Which models to load, unload or close next: a pure function of all models' states.
 
 To make room, idle models that are not pinned are unloaded, least recently used first, after a
-minimum stay. If requests alternate between models that do not fit together, an idle model stays a
-while longer: at most as long as loading it again would take, so that waiting costs at most twice
-the optimum. A model that is never idle stays for a turn. Then it is closed: new requests for it
-wait, running replies finish, and the other model is loaded. A reply is never cut off.
+minimum stay, and only for a model that has proven that it can be loaded. If requests alternate
+between models that do not fit together, an idle model stays a while longer: at most as long as
+loading it again would take, so that waiting costs at most twice the optimum, and half as long each
+time that this was for nothing. A model that is never idle stays for a turn. Then it is closed: new
+requests for it wait, running replies finish, and the other model is loaded. A reply is never cut off.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class ModelView:
     oldest waiting request arrived, or when the model became due for loading without one (it is
     pinned, or its process died). load_s: how long loading took, or may take. not_before: the
     earliest next start after a failure. displaced_at: when it last made room for another model.
+    is_proven: whether it can be loaded, as far as that is known without its weights. hold_share: how
+    much of a hold is worth trying; it halves with each one in which no request came.
     """
 
     name: str
@@ -52,6 +55,8 @@ class ModelView:
     load_s: float = 5.0
     not_before: float = 0.0
     displaced_at: float = -NEVER
+    is_proven: bool = True
+    hold_share: float = 1.0
 
     @property
     def is_idle(self) -> bool:
@@ -84,13 +89,17 @@ Reason = Literal["idle", "room"]
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """close: models that accept no new requests for now. contested: pairs (waiting, loaded) that
-    take turns. replan_at: when to plan again if nothing happens earlier."""
+    """check: models to try without their weights, before others are unloaded for them. close: models
+    that accept no new requests for now. contested: pairs (waiting, loaded) that take turns.
+    held_in_vain: unloaded models that were held for requests that did not come. replan_at: when to
+    plan again if nothing happens earlier."""
 
+    check: tuple[str, ...] = ()
     load: tuple[str, ...] = ()
     unload: tuple[tuple[str, Reason], ...] = ()
     close: tuple[str, ...] = ()
     contested: tuple[tuple[str, str], ...] = ()
+    held_in_vain: tuple[str, ...] = ()
     replan_at: float = NEVER
 
 
@@ -122,18 +131,22 @@ class _Planner:
         self._used_nbytes = sum(v.need_nbytes for v in models if v.holds_memory)
         self._free_nbytes = room.free_nbytes
         self._leaving = {v.name for v in models if v.state is ModelState.DRAINING}
+        self._check: list[str] = []
         self._load: list[str] = []
         self._unload: list[tuple[str, Reason]] = []
         self._close: list[str] = []
         self._contested: list[tuple[str, str]] = []
+        self._held_in_vain: list[str] = []
         self._next_at = NEVER
 
     def plan(self) -> FleetPlan:
         return FleetPlan(
+            tuple(self._check),
             tuple(self._load),
             tuple(self._unload),
             tuple(self._close),
             tuple(self._contested),
+            tuple(self._held_in_vain),
             self._next_at,
         )
 
@@ -174,7 +187,12 @@ class _Planner:
             self._free_nbytes -= wanted.need_nbytes
             return True
         missing_nbytes -= self._freed_nbytes()
-        return missing_nbytes > 0 and not self._make_room(wanted, missing_nbytes)
+        if missing_nbytes <= 0:
+            return False
+        if not wanted.is_proven:  # nothing is unloaded for a model that cannot be loaded
+            self._check.append(wanted.name)
+            return True
+        return not self._make_room(wanted, missing_nbytes)
 
     def _make_room(self, wanted: ModelView, missing_nbytes: float) -> bool:
         """Unload or close others. True: there will be enough memory once they have ended."""
@@ -183,6 +201,8 @@ class _Planner:
         if chosen is not None:
             for v in chosen:
                 self._unload_model(v, "room")
+                if self._is_contested(wanted):
+                    self._held_in_vain.append(v.name)
             return True
         # Idle models are not enough: also close those whose turn is over, if that will be enough.
         others = [v for v in self._models if self._is_unloadable(v) and v not in ready]
@@ -215,7 +235,7 @@ class _Planner:
         """When an idle model may be unloaded."""
         hold_s = 0.0
         if wanted is not None and self._is_contested(wanted):
-            hold_s = min(v.load_s, self._rules.hold_max_s)
+            hold_s = min(v.load_s, self._rules.hold_max_s) * v.hold_share
         return max(v.loaded_at + self._rules.min_stay_s, v.last_used + hold_s)
 
     def _is_contested(self, wanted: ModelView) -> bool:

@@ -16,7 +16,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from firn.fleet.catalogue import ModelSpec, to_json
 
@@ -40,8 +40,18 @@ class ModelProcess(Protocol):
 
 
 OnMessage = Callable[[Message], None]
-Launch = Callable[[ModelSpec, Path, OnMessage], Awaitable[ModelProcess]]
-"""Starts a process. `OnMessage` is called with each of its messages, on the asyncio thread."""
+Task = Literal["serve", "check"]
+"""What a process is started for. One that checks only finds out whether the model can be loaded,
+without its weights; it reports `checked` or `failed`, and ends."""
+
+
+class Launch(Protocol):
+    def __call__(
+        self, spec: ModelSpec, socket: Path, on_message: OnMessage, *, task: Task = "serve"
+    ) -> Awaitable[ModelProcess]:
+        """Start a process. Raises OSError. on_message: called with each of its messages, on the
+        asyncio thread."""
+        ...
 
 
 class SpawnedProcess:
@@ -105,6 +115,7 @@ async def launch(
     socket: Path,
     on_message: OnMessage,
     *,
+    task: Task = "serve",
     command: Sequence[str] = COMMAND,
 ) -> SpawnedProcess:
     """Start a model's process. Raises OSError."""
@@ -125,5 +136,5 @@ async def launch(
         os.close(write_fd)
     child = SpawnedProcess(process, socket)
     child.follow(read_fd, on_message)
-    child.tell({"config": json.loads(to_json(spec.config)), "socket": str(socket)})
+    child.tell({"task": task, "config": json.loads(to_json(spec.config)), "socket": str(socket)})
     return child

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import cast
 
 import httptools
+from starlette.types import Scope
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -53,6 +54,12 @@ class ForwardedRequest:
             own.append((b"content-length", str(len(self.body)).encode()))
         lines += [b"%b: %b" % header for header in (*own, *kept)]
         return b"\r\n".join(lines) + b"\r\n\r\n" + self.body
+
+
+def target_of(scope: Scope) -> bytes:
+    query: bytes = scope["query_string"]
+    raw_path: bytes = scope["raw_path"]
+    return raw_path + (b"?" + query if query else b"")
 
 
 class ForwardedReply(asyncio.Protocol):

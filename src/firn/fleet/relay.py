@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
+import signal
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from firn.api.body import INLINE_NBYTES, ClientGone, decoded
 from firn.api.body_reader import BodyReader
 from firn.api.dialects import ApiCall, Dialect, Encoder, ReplyHead
 from firn.api.errors import ErrorShapes
-from firn.api.exchange import Exchange, exchange_of, send_error, send_json
+from firn.api.exchange import Exchange, exchange_of, send_error, send_json, send_raw_json
 from firn.api.fields import Fields
 from firn.api.generate import while_connected
 from firn.api.ollama import keep_alive_s
@@ -35,8 +35,9 @@ from firn.core.errors import (
     ShuttingDown,
 )
 from firn.core.events import Ended, Failed
-from firn.core.values import Usage
-from firn.fleet import proxy
+from firn.core.fair_pool import FairPool
+from firn.core.values import Namespace, Usage
+from firn.fleet import merging, proxy
 from firn.fleet.fleet import Fleet
 from firn.fleet.model import Model, ModelLease
 from firn.fleet.vouching import vouch
@@ -46,8 +47,8 @@ T = TypeVar("T")
 log = logging.getLogger("firn.fleet")
 
 RESPONSES = "/v1/responses"
-MAX_REMEMBERED = 20_000
-"""How many stored responses the front remembers the model of."""
+EXIT_S = 5.0
+"""How long the system may take to report that a process has ended whose socket is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class Relay:
         fleet: Fleet,
         dialects: list[Dialect],
         bodies: BodyReader,
-        pool: Executor,
+        pool: FairPool,
         *,
         keys: Keys,
         quotas: Quotas,
@@ -110,7 +111,6 @@ class Relay:
         self._pool = pool
         self._quotas = quotas
         self._limits = limits
-        self._responses: OrderedDict[str, str] = OrderedDict()
         self.draining = False
         self.n_calls = 0
 
@@ -130,15 +130,11 @@ class Relay:
         try:
             if self.draining:
                 raise ShuttingDown()
-            raw = await self._bodies.read(scope, receive)
-            request = await decoded(raw, self._pool, _parse)
+            request, raw = await self.body(scope, receive, _parse)
             model = self.find(request.model)
-            if scope["path"] == RESPONSES:
-                self._remember(exchange.id, model)
             call = _RelayedCall(self, model, scope, raw, request)
-            if call.asks_to_unload:
-                check_may_load(exchange.caller, self._keys)
-                await self._fleet.unload(model)
+            if await call.asks_to_unload():
+                await self.unload(model, exchange.caller)
                 await call.answer_unloaded(send)
                 return
             # The model's process counts the tokens and reports them.
@@ -149,26 +145,39 @@ class Relay:
             await send_error(send, error, self._shapes.of(scope["path"]))
 
     async def by_id(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI app: a request about a stored response, by its id."""
-        exchange = exchange_of(scope)
-        try:
-            id = str(scope["path_params"]["response_id"])
-            name = self._responses.get(id.rpartition("_")[2])
-            # Responses are lost with the model's process, so loading the model would not help.
-            if name is None or self._fleet.peek(self.find(name)) is None:
-                raise NotFound(f"You have no response {id[:64]!r}.", param="response_id")
-            request = ModelRequest(name, None, None, {})
-            call = _RelayedCall(self, self.find(name), scope, b"", request)
-            await while_connected(receive, lambda: call.answer(send))
-        except FirnError as error:
-            exchange.fault = error
-            await send_error(send, error, self._shapes.of(scope["path"]))
+        """An ASGI app: a request about a stored response, for the model whose process has it.
 
-    def _remember(self, request: str, model: Model) -> None:
-        """Remember which model makes the response. The response's id contains the request's."""
-        self._responses[request.removeprefix("req_")] = model.spec.name
-        while len(self._responses) > MAX_REMEMBERED:
-            self._responses.popitem(last=False)
+        Responses are lost with that process, so no model is loaded for this.
+        """
+        exchange, target = exchange_of(scope), proxy.target_of(scope)
+        answers = await merging.ask_loaded(self._fleet, scope, target)
+        found = next((answer for answer in answers if answer.status != NotFound.status), None)
+        if found is not None:
+            await send_raw_json(send, found.body, status=found.status)
+            return
+        id = str(scope["path_params"]["response_id"])
+        exchange.fault = NotFound(f"You have no response {id[:64]!r}.", param="response_id")
+        await send_error(send, exchange.fault, self._shapes.of(scope["path"]))
+
+    async def body(
+        self, scope: Scope, receive: Receive, decode: Callable[[dict[str, Any]], T]
+    ) -> tuple[T, bytes]:
+        """The decoded body, and the body. Raises BadRequest and what `decode` raises."""
+        raw = await self._bodies.read(scope, receive)
+        pool = self._pool.of(exchange_of(scope).caller.key_id)
+        return await decoded(raw, pool, decode), raw
+
+    async def unload(self, model: Model, caller: Caller) -> None:
+        """Unload it. For a key that is not the operator's, it stays as long as other keys want.
+
+        Raises Forbidden.
+        """
+        check_may_load(caller, self._keys)
+        if not caller.operator:
+            model.note_use(caller.key_id, 0.0)
+            if model.expires_at > time.monotonic():
+                return
+        await self._fleet.unload(model)
 
     # --- for calls -------------------------------------------------------------------------
 
@@ -180,11 +189,11 @@ class Relay:
     def limits(self) -> WaitLimits:
         return self._limits
 
-    async def offload(self, work: Callable[[], T], *, when: bool) -> T:
-        """Do the work in the pool if `when` is set, else on this thread."""
+    async def offload(self, key_id: Namespace, work: Callable[[], T], *, when: bool) -> T:
+        """Do this key's work in the pool if `when` is set, else on this thread."""
         if not when:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        return await asyncio.wrap_future(self._pool.submit(key_id, work))
 
     def dialect(self, path: str) -> Dialect | None:
         return self._dialects.get(path)
@@ -224,34 +233,42 @@ class _RelayedCall:
         """Whether the reply to the client is a stream."""
         self._wants_stream = False
         """Whether the client asked for a stream."""
+        self._until = math.inf
+        """When it has waited long enough for the model."""
+        self._has_arrived = False
+        """Whether a process has received it."""
+        self._was_asked_again = False
 
-    @property
-    def asks_to_unload(self) -> bool:
+    async def asks_to_unload(self) -> bool:
         """Whether to unload the model: Ollama's clients then send keep_alive 0 and no prompt."""
         prompt_field = {"/api/chat": "messages", "/api/generate": "prompt"}.get(self._scope["path"])
         if prompt_field is None or self._request.body.get(prompt_field):
             return False
         if self._request.keep_alive_s != 0:
             return False
-        return not self._decode().requests  # a picture or a suffix counts as a prompt too
+        call = await self._decode()
+        return not call.requests  # a picture or a suffix counts as a prompt too
 
     async def answer_unloaded(self, send: Send) -> None:
-        call = self._decode()
+        call = await self._decode()
         head = _head_of(self._exchange, self._model.spec.name)
         await send_json(send, call.fold(head, [Ended(Usage(0, 0))]))
 
-    def _decode(self) -> ApiCall:
+    async def _decode(self) -> ApiCall:
         assert self._dialect is not None
-        return self._dialect.decode(self._request.body, namespace=self._exchange.caller.key_id)
+        dialect, key_id = self._dialect, self._exchange.caller.key_id
+        return await self._relay.offload(
+            key_id,
+            lambda: dialect.decode(self._request.body, namespace=key_id),
+            when=len(self._raw) > INLINE_NBYTES,
+        )
 
     async def answer(self, send: Send) -> None:
         """Raises FirnError if nothing was sent yet; later, an error is the stream's last event."""
-        fleet = self._relay.fleet
         self._relay.n_calls += 1
-        lease: ModelLease | None = None
         try:
-            lease = fleet.try_enter(self._model) or await self._wait(send)
-            await self._forward(lease, send)
+            while not await self._try_to_answer(send):
+                log.info("%s is asked again: its process has ended", self._model.spec.name)
         except OSError:  # newer ASGI servers raise it when the client is gone
             raise ClientGone() from None
         except FirnError as error:
@@ -261,19 +278,41 @@ class _RelayedCall:
             await self._end_stream(error, send)
         finally:
             self._relay.n_calls -= 1
-            if lease is not None:
-                lease.release(keep_alive_s=self._request.keep_alive_s)
+
+    async def _try_to_answer(self, send: Send) -> bool:
+        """False: the process ended before it had answered anything, and the next one may.
+
+        A request that has reached a process is asked again once, and only if the process was killed
+        from outside: otherwise the request itself may be what ended it.
+        """
+        lease = self._relay.fleet.try_enter(self._model) or await self._wait(send)
+        try:
+            await self._forward(lease, send)
+            return True
+        except ModelDied:
+            await asyncio.wait({lease.child.exited}, timeout=EXIT_S)
+            if self._exchange.passed_on or not lease.child.exited.done():
+                raise
+            if self._has_arrived:
+                was_killed = lease.child.exited.result() == -signal.SIGKILL
+                if not was_killed or self._was_asked_again:
+                    raise
+                self._was_asked_again, self._has_arrived = True, False
+            return False
+        finally:
+            key_id = self._exchange.caller.key_id
+            lease.release(key_id, keep_alive_s=self._request.keep_alive_s)
 
     # --- waiting ---------------------------------------------------------------------------
 
     async def _wait(self, send: Send) -> ModelLease:
         await self._check()
         fleet, limits, model = self._relay.fleet, self._relay.limits, self._model
-        waiter = fleet.wait_for(model)
-        until = waiter.since + limits.wait_s
+        waiter = fleet.wait_for(model, self._exchange.caller.key_id)
+        self._until = min(self._until, waiter.since + limits.wait_s)
         try:
             while True:
-                left_s = until - time.monotonic()
+                left_s = self._until - time.monotonic()
                 if left_s <= 0:
                     raise fleet.not_ready(model, f"it took longer than {limits.wait_s:g} s")
                 timeout = min(limits.silence_s, left_s)
@@ -293,8 +332,7 @@ class _RelayedCall:
         """
         self._wants_stream = self._request.stream is True
         if self._dialect is not None and self._scope["path"] != RESPONSES:
-            call = await self._relay.offload(self._decode, when=len(self._raw) > INLINE_NBYTES)
-            self._wants_stream = call.stream
+            self._wants_stream = (await self._decode()).stream
 
     async def _send_keep_alive(self, send: Send, *, waited_s: float) -> None:
         """Send a comment line on a waiting stream, so that clients and proxies keep it open."""
@@ -316,15 +354,14 @@ class _RelayedCall:
 
     async def _forward(self, lease: ModelLease, send: Send) -> None:
         scope = self._scope
-        query = scope["query_string"]
-        target = scope["raw_path"] + (b"?" + query if query else b"")
+        target = proxy.target_of(scope)
         request = proxy.ForwardedRequest(scope["method"], target, scope["headers"], self._raw)
-        self._raw = b""
         extra = vouch(self._exchange)
         try:
             reply = await proxy.send(lease.child.socket, request, extra)
         except proxy.ProcessLost:
             raise ModelDied(self._model.spec.name) from None
+        self._has_arrived = True
         try:
             await reply.head()
             self._exchange.passed_on = True

@@ -17,9 +17,8 @@ from prometheus_client.registry import Collector
 from starlette.routing import Route
 
 from firn import __version__
+from firn.api.agents import add_agents
 from firn.api.auth import Keys
-from firn.api.body import parse_object
-from firn.api.body_reader import BodyReader
 from firn.api.dialects import JsonRoute, RouteRequest
 from firn.api.exchange import exchange_of
 from firn.api.fields import Fields
@@ -37,6 +36,9 @@ from firn.fleet.model import Model
 from firn.fleet.placement import NEVER, ModelState
 from firn.fleet.relay import Relay, check_may_load
 
+NOBODY = Namespace("")
+"""For what depends on no key."""
+
 
 class ModelListing:
     """Models as clients see them. Owner: the front."""
@@ -46,12 +48,13 @@ class ModelListing:
         self._facts: dict[str, ModelFacts] = {}
         self._began = int(time.time())
 
-    def listed(self) -> list[dict[str, Any]]:
+    def listed(self, key_id: Namespace) -> list[dict[str, Any]]:
         self._fleet.catalogue.rescan()
-        return [self.shown(self._fleet.model(spec)) for spec in self._fleet.catalogue]
+        return [self.shown(self._fleet.model(spec), key_id) for spec in self._fleet.catalogue]
 
-    def shown(self, model: Model) -> dict[str, Any]:
-        """What the model's own process reports, with what only the front knows."""
+    def shown(self, model: Model, key_id: Namespace) -> dict[str, Any]:
+        """What the model's own process reports, with what only the front knows. key_id: who asks; when
+        others last used the model is not shown."""
         spec, catalogue = model.spec, self._fleet.catalogue
         born = datetime.fromtimestamp(self._began, tz=UTC)
         facts = ModelFacts() if model.details else self._read(model)
@@ -74,7 +77,7 @@ class ModelListing:
             "state": _state(model),
             "bytes": model.footprint.nbytes,
             "pinned": spec.pinned,
-            "expires_at": _expires_at(model),
+            "expires_at": _expires_at(model, key_id),
             "aliases": list(catalogue.aliases_of(spec)),
             "default": default is not None and spec.name == default.name,
             "error": model.error.message if model.error else None,
@@ -92,17 +95,18 @@ def _state(model: Model) -> str:
     return ModelState.DRAINING.value if closing else model.state.value
 
 
-def _expires_at(model: Model) -> str | None:
-    """When it will be unloaded, unless it is used earlier."""
-    if model.expires_at == NEVER:
+def _expires_at(model: Model, key_id: Namespace) -> str | None:
+    """When this key's use lets it be unloaded, unless it is used earlier."""
+    use, now = model.uses.get(key_id), time.monotonic()
+    if model.expires_at == NEVER or use is None or not now <= use.expires_at < NEVER:
         return None
-    at = time.time() + model.expires_at - time.monotonic()
+    at = time.time() + use.expires_at - now
     return datetime.fromtimestamp(at, tz=UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def add_models(app: FastAPI, listing: ModelListing, relay: Relay) -> None:
     async def models(request: Request) -> dict[str, Any]:
-        return page(listing.listed(), request.query_params, find=_name)
+        return page(listing.listed(_key_id(request)), request.query_params, find=_name)
 
     def _name(name: str) -> str | None:
         try:
@@ -110,10 +114,19 @@ def add_models(app: FastAPI, listing: ModelListing, relay: Relay) -> None:
         except ModelNotFound:
             return None
 
-    async def model(model_id: str) -> dict[str, Any]:
-        return listing.shown(relay.find(model_id))
+    def find(model_id: str | None) -> dict[str, Any]:
+        if model_id is not None:
+            return listing.shown(relay.find(model_id), NOBODY)
+        listed = listing.listed(NOBODY)
+        if not listed:
+            raise ModelNotFound("", "none")
+        return next((entry for entry in listed if entry["default"]), listed[0])
+
+    async def model(request: Request, model_id: str) -> dict[str, Any]:
+        return listing.shown(relay.find(model_id), _key_id(request))
 
     add_routes(app, models, model)
+    add_agents(app, find)
 
 
 def add_loading(
@@ -121,7 +134,6 @@ def add_loading(
     fleet: Fleet,
     listing: ModelListing,
     relay: Relay,
-    bodies: BodyReader,
     keys: Keys,
     allow_origins: tuple[str, ...],
 ) -> None:
@@ -134,10 +146,10 @@ def add_loading(
     async def load(request: Request, model_id: str) -> dict[str, Any]:
         check(request)
         model = relay.find(model_id)
-        stay_s = await _keep_alive_s(request, bodies)
+        stay_s = await _keep_alive_s(request, relay)
         lease = fleet.try_enter(model)
         if lease is None:
-            waiter = fleet.wait_for(model)
+            waiter = fleet.wait_for(model, _key_id(request))
             try:
                 lease = await asyncio.wait_for(asyncio.shield(waiter.lease), relay.limits.wait_s)
             except TimeoutError:
@@ -146,38 +158,44 @@ def add_loading(
             finally:
                 if lease is None:
                     fleet.leave(model, waiter)
-        lease.release(keep_alive_s=stay_s)
-        return listing.shown(model)
+        lease.release(_key_id(request), keep_alive_s=stay_s)
+        return listing.shown(model, _key_id(request))
 
     async def unload(request: Request, model_id: str) -> dict[str, Any]:
         check(request)
         model = relay.find(model_id)
-        await fleet.unload(model)
-        return listing.shown(model)
+        await relay.unload(model, exchange_of(request.scope).caller)
+        return listing.shown(model, _key_id(request))
 
     add = partial(app.add_api_route, methods=["POST"], responses=error_responses())
     add("/v1/models/{model_id:path}/load", load, summary="Load a model")
     add("/v1/models/{model_id:path}/unload", unload, summary="Unload a model")
 
 
-async def _keep_alive_s(request: Request, bodies: BodyReader) -> float | None:
+def _key_id(request: Request) -> Namespace:
+    return exchange_of(request.scope).caller.key_id
+
+
+async def _keep_alive_s(request: Request, relay: Relay) -> float | None:
     """The body's keep_alive in seconds; None: not given."""
     headers = request.headers
     if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
         return None
-    return keep_alive_s(Fields(parse_object(await bodies.read(request.scope, request.receive))))
+    read = await relay.body(request.scope, request.receive, lambda body: keep_alive_s(Fields(body)))
+    return read[0]
 
 
-def add_ollama(app: FastAPI, listing: ModelListing, relay: Relay, bodies: BodyReader) -> None:
+def add_ollama(app: FastAPI, listing: ModelListing, relay: Relay) -> None:
     """Requests of Ollama's clients about models. They load no model."""
-    for route in model_routes(listing.listed, lambda name: listing.shown(relay.find(name))):
+    for route in model_routes(
+        listing.listed, lambda name, key_id: listing.shown(relay.find(name), key_id)
+    ):
 
         async def endpoint(request: Request, route: JsonRoute = route) -> JSONResponse:
             body: Mapping[str, Any] = {}
             if route.schema is not None:
-                body = parse_object(await bodies.read(request.scope, request.receive))
-            key_id = exchange_of(request.scope).caller.key_id
-            return JSONResponse(await route.answer(RouteRequest(key_id, body=body)))
+                body, _ = await relay.body(request.scope, request.receive, lambda given: given)
+            return JSONResponse(await route.answer(RouteRequest(_key_id(request), body=body)))
 
         app.router.routes.append(Route(route.path, endpoint, methods=[route.method]))
 

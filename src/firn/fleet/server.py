@@ -11,7 +11,6 @@ import signal
 import socket
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from fastapi import FastAPI
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from firn import __version__
 from firn.api.auth import Keys
 from firn.api.body_reader import BodyReader
 from firn.api.connections import http_config
@@ -36,9 +34,11 @@ from firn.api.server import add_error_shapes, new_app
 from firn.api.services import ApiLimits
 from firn.config import Config
 from firn.core.errors import SetupError
+from firn.core.fair_pool import FairPool
 from firn.fleet import routes
 from firn.fleet.activity import add_activity
 from firn.fleet.catalogue import ModelCatalogue
+from firn.fleet.downloads import Downloads
 from firn.fleet.files import check, folder_of
 from firn.fleet.fleet import Fleet
 from firn.fleet.placement import PlacementRules
@@ -48,8 +48,9 @@ from firn.fleet.router import add_router
 from firn.fleet.tree import add_tree
 from firn.host.machine import raise_descriptor_limit
 from firn.host.shutdown import ASKED_TWICE, exit_or_return, kill_after, outlives_terminal
-from firn.listener import Uvicorn, address, bind, connections, listen
+from firn.listener import Uvicorn, bind, connections, listen
 from firn.logs import configure as configure_logs
+from firn.welcome import announce
 
 log = logging.getLogger("firn.fleet")
 
@@ -61,11 +62,12 @@ LEAVE_S = 75.0
 SOCKET_PATH_NBYTES = 103
 """The longest path of a Unix socket on macOS; on Linux it is 107."""
 SOCKET_NAME_NBYTES = len("/firn-12345678/99999.sock")
-N_DECODERS = 2
+N_DECODERS = 3
+"""One of them is always left to other keys."""
 BY_BODY = (
-    "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/v1/embeddings", "/v1/tokenize",
-    "/v1/detokenize", "/v1/cache/probe", "/v1/cache/pin", "/v1/cache/unpin", "/api/embed",
-    "/api/embeddings", *RERANK_PATHS,
+    "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/v1/responses/compact",
+    "/v1/embeddings", "/v1/tokenize", "/v1/detokenize", "/v1/cache/probe", "/v1/cache/pin",
+    "/v1/cache/unpin", "/api/embed", "/api/embeddings", *RERANK_PATHS,
 )  # fmt: skip
 """POSTs whose body names the model, other than those of the dialects."""
 BY_ID = (
@@ -118,7 +120,7 @@ class FrontParts:
     fleet: Fleet
     relay: Relay
     app: FastAPI
-    pool: ThreadPoolExecutor
+    pool: FairPool
 
 
 def build(
@@ -146,7 +148,7 @@ def build(
     _check_pinned(fleet)
     dialects = discover(config.sampling.defaults())
     bodies = _body_reader(ApiLimits())
-    pool = ThreadPoolExecutor(N_DECODERS, thread_name_prefix="firn-decode")
+    pool = FairPool(N_DECODERS, name="firn-decode")
     waits = waits or WaitLimits(wait_s=config.fleet.model_wait_s)
     keys = Keys(server.api_keys, admin=server.admin_keys, share=config.cache.share_cache)
     relay = Relay(fleet, dialects, bodies, pool, keys=keys, quotas=quotas, limits=waits)
@@ -158,9 +160,10 @@ def build(
     for path, methods in BY_ID:
         app.router.routes.append(_RelayRoute(path, relay.by_id, methods))
     listing = routes.ModelListing(fleet)
-    routes.add_loading(app, fleet, listing, relay, bodies, keys, server.allow_origins)
+    routes.add_loading(app, fleet, listing, relay, keys, server.allow_origins)
     routes.add_models(app, listing, relay)
-    routes.add_ollama(app, listing, relay, bodies)
+    routes.add_ollama(app, listing, relay)
+    Downloads(fleet, relay, config).add_to(app)
     add_page(app, shown=not config.page.no_dashboard)
     routes.add_probes(app, fleet, relay, keys)
     routes.add_metrics(app, fleet, metrics)
@@ -265,11 +268,11 @@ async def _run(config: Config, catalogue: ModelCatalogue, folder: Path, sock: so
         loop.add_signal_handler(signal.SIGHUP, stop_once)
     running = asyncio.create_task(parts.fleet.run())
     names = ", ".join(spec.name for spec in catalogue)
-    log.info("firn %s serves %s at %s/v1", __version__, names, address(sock))
+    announce(names, sock, config)
     try:
         await web.serve(sockets=[sock])
     finally:
         await parts.fleet.close()
         running.cancel()
-        parts.pool.shutdown(wait=False, cancel_futures=True)
+        parts.pool.close()
     return 0

@@ -1,8 +1,8 @@
 """A model's process: serves one model on a private socket, for the front only.
 
-Run as `python -m firn.fleet.worker FD`. Settings, including API keys, arrive on standard input;
-reports are written to FD. End of input means that the front is gone: this process writes its
-records and ends.
+Run as `python -m firn.fleet.worker FD`. The task and the settings, including API keys, arrive on
+standard input; reports are written to FD. End of input means that the front is gone: this process
+writes its records and ends.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class FrontLink:
         self._orders = _orders(sys.stdin.fileno())
 
     def first_order(self) -> Mapping[str, Any]:
-        """Settings and socket. Exits if the front is already gone."""
+        """Task, settings and socket. Exits if the front is already gone."""
         order = next(self._orders, None)
         if order is None:
             raise SystemExit(1)
@@ -122,6 +122,10 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     link.listen()
     try:
+        if order["task"] == "check":
+            app.check(config)
+            link.tell("checked")
+            return exit_or_return(0)
         prompts = app.warm_prompts(config)
         with _progress(link, ModelSpec(name, config)):
             server = app.build(config, front=os.getppid())

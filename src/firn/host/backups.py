@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from firn.core.private_folder import make_private
+
 log = logging.getLogger("firn")
 
 TMUTIL = "/usr/bin/tmutil"
@@ -27,7 +29,7 @@ def exclude_from_backups(
         return False
     run = run or _run
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         if "[Excluded]" in run((TMUTIL, "isexcluded", str(folder))):
             return True
         run((TMUTIL, "addexclusion", str(folder)))

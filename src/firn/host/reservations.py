@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
+from firn.core.private_folder import make_private
+
 log = logging.getLogger("firn")
 
 TEXT_NBYTES = 256
@@ -61,7 +63,7 @@ class Reservation:
     def _open(self) -> IO[bytes]:
         """Retries, because another process may look between opening and locking. It would take this
         for a dead server's file, lock it for a moment and remove it."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(self._path.parent)
         for _ in range(N_TRIES):
             # Not in append mode: on Linux, pwrite would then ignore its offset and append.
             file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)

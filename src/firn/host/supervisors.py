@@ -11,7 +11,8 @@ import plistlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +25,7 @@ STOP_S = 90
 """Enough for running replies to end and records to be written; launchd waits 20 s by default."""
 RESTART_S = 10
 N_FILES = 65536
+NO_SESSION = "systemd's session of this user cannot be reached"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +112,11 @@ class Launchd:
 
     def install(self, service: Service) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        _write_private(self.path, plistlib.dumps(self._plist(service)))
-        self._run(("launchctl", "bootout", f"{self._domain}/{LABEL}"))  # an older one, if any
-        done = self._run(("launchctl", "bootstrap", self._domain, str(self.path)))
-        if done.code:
-            raise SetupError(f"launchd rejected {self.path}: {done.text}")
+        with _written(self.path, plistlib.dumps(self._plist(service))):
+            self._run(("launchctl", "bootout", f"{self._domain}/{LABEL}"))  # an older one, if any
+            done = self._run(("launchctl", "bootstrap", self._domain, str(self.path)))
+            if done.code:
+                raise SetupError(f"launchd rejected {self.path}: {done.text}")
 
     def _plist(self, service: Service) -> dict[str, object]:
         return {
@@ -171,11 +173,18 @@ class Systemd:
         self.path = base / "systemd" / "user" / UNIT
 
     def install(self, service: Service) -> None:
-        _write_private(self.path, self._unit(service).encode())
-        for command in (("daemon-reload",), ("enable", UNIT), ("restart", UNIT)):
-            done = self._run(("systemctl", "--user", *command))
-            if done.code:
-                raise SetupError(f"systemctl --user {' '.join(command)}: {done.text}")
+        unit = self._unit(service).encode()
+        done = self._run(("systemctl", "--user", "show", "--property=Version"))
+        if done.code:
+            raise SetupError(
+                f"{NO_SESSION} ({done.text}): log in as this user, not by su or sudo and not in a "
+                "container, or run `firn serve` under your own supervisor. Nothing was installed."
+            )
+        with _written(self.path, unit):
+            for command in (("daemon-reload",), ("enable", UNIT), ("restart", UNIT)):
+                done = self._run(("systemctl", "--user", *command))
+                if done.code:
+                    raise SetupError(f"systemctl --user {' '.join(command)}: {done.text}")
 
     def _unit(self, service: Service) -> str:
         return (
@@ -210,6 +219,8 @@ class Systemd:
             return ServiceStatus(False)
         properties = "ActiveState,SubState,MainPID"
         done = self._run(("systemctl", "--user", "show", UNIT, f"--property={properties}"))
+        if done.code:
+            return ServiceStatus(True, text=f"installed, but {NO_SESSION} ({done.text})")
         fields = dict(line.split("=", 1) for line in done.text.splitlines() if "=" in line)
         state = fields.get("ActiveState", "unknown")
         text = f"{state} ({fields.get('SubState', '?')})"
@@ -228,6 +239,21 @@ def _quoted(word: str) -> str:
         raise SetupError("A service's arguments must not contain line breaks.")
     word = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return f'"{word}"'
+
+
+@contextmanager
+def _written(path: Path, data: bytes) -> Iterator[None]:
+    """The file has this content; if something fails inside, afterwards what it had before."""
+    before = path.read_bytes() if path.exists() else None
+    _write_private(path, data)
+    try:
+        yield
+    except SetupError:
+        if before is None:
+            path.unlink()
+        else:
+            _write_private(path, before)
+        raise
 
 
 def _write_private(path: Path, data: bytes) -> None:

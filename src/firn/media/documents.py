@@ -11,11 +11,11 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from firn.core.fair_cache import FairCache
+from firn.core.fair_pool import FairPool
 from firn.core.values import Chat, DocumentPart, GenerateRequest, MessagePart, Namespace
 from firn.media import base64_text, pdf_text
 
@@ -24,7 +24,8 @@ PDF = "application/pdf"
 PDF_HEAD, PDF_HEAD_NBYTES = b"%PDF-", 1024
 """Some programs write a byte order mark or their own header before it; PDF readers accept that."""
 TEXT_TYPES = ("text/", "application/json", "application/xml", "application/x-yaml")
-N_THREADS = 2
+N_THREADS = 3
+"""One of them is always left to other owners."""
 MAX_KEPT_CHARS = 16 * MIB
 
 
@@ -49,8 +50,8 @@ class Documents:
 
     def __init__(self, limits: DocumentLimits | None = None) -> None:
         self._limits = limits or DocumentLimits()
-        self._pool = ThreadPoolExecutor(N_THREADS, thread_name_prefix="firn-documents")
-        self._kept: OrderedDict[tuple[Namespace | None, bytes], str] = OrderedDict()
+        self._pool = FairPool(N_THREADS, name="firn-documents")
+        self._kept: FairCache[bytes, str] = FairCache(MAX_KEPT_CHARS)
 
     async def gather(
         self, request: GenerateRequest, owner: Namespace | None = None
@@ -74,30 +75,25 @@ class Documents:
     async def _filled(
         self, part: DocumentPart, owner: Namespace | None, number: int, deadline: float
     ) -> DocumentPart:
-        loop = asyncio.get_running_loop()
+        loop, name = asyncio.get_running_loop(), owner or ""
+        pool = self._pool.of(name)
         try:
             if number >= self._limits.count:
                 raise UnreadableDocument(
                     f"exceeds the limit of {self._limits.count} documents per request"
                 )
-            digest, data = await loop.run_in_executor(self._pool, self._bytes, part)
-            key = (owner, digest)
-            if key not in self._kept:
+            digest, data = await loop.run_in_executor(pool, self._bytes, part)
+            text = self._kept.get(name, digest)
+            if text is None:
                 if loop.time() > deadline:
                     raise UnreadableDocument(
                         "could not be read in time after the others; send fewer"
                     )
-                read = await loop.run_in_executor(self._pool, self._text, data, part.media_type)
-                self._keep(key, read)
-            self._kept.move_to_end(key)
-            return replace(part, data="", text=self._kept[key])
+                text = await loop.run_in_executor(pool, self._text, data, part.media_type)
+                self._kept.put(name, digest, text, len(text))
+            return replace(part, data="", text=text)
         except UnreadableDocument as e:
             return replace(part, data="", fault=f"the document {e}.")
-
-    def _keep(self, key: tuple[Namespace | None, bytes], text: str) -> None:
-        self._kept[key] = text
-        while len(self._kept) > 1 and sum(map(len, self._kept.values())) > MAX_KEPT_CHARS:
-            self._kept.popitem(last=False)
 
     # --- on the pool's threads --------------------------------------------------------------------
 

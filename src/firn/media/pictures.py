@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-import threading
 import urllib.parse
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from firn.core.errors import BadPicture
+from firn.core.fair_cache import FairCache
 from firn.core.values import PicturePart, PreparedPicture, TokenArray
 from firn.media import base64_text
 from firn.media.decode import Pixels, decode
@@ -75,18 +74,14 @@ class Pictures:
         self.whole = whole
         self._processor = processor
         self._limits = limits
-        self._keep_nbytes = keep_nbytes
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[bytes, tuple[PreparedPicture, int]] = OrderedDict()
-        self._kept_nbytes = 0
+        self._kept: FairCache[bytes, PreparedPicture] = FairCache(keep_nbytes)
 
     def prepare(self, part: PicturePart) -> PreparedPicture:
         data = read(part, max_nbytes=self._limits.nbytes)
-        key = part.owner.encode() + hashlib.blake2b(data, digest_size=32).digest()
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key][0]
+        key = hashlib.blake2b(data, digest_size=32).digest()
+        known = self._kept.get(part.owner, key)
+        if known is not None:
+            return known
         try:
             pixels = decode(data, max_pixels=self._limits.pixels)
         except Undecodable as e:
@@ -98,18 +93,8 @@ class Pictures:
             raise BadPicture(part.param, why) from e
         digest = digest_of(pixels, self._processor.settings, owner=part.owner)
         prepared = PreparedPicture(digest, processed.text, processed.ids, processed.inputs)
-        self._keep(key, prepared, processed.nbytes)
+        self._kept.put(part.owner, key, prepared, processed.nbytes)
         return prepared
-
-    def _keep(self, key: bytes, prepared: PreparedPicture, nbytes: int) -> None:
-        with self._lock:
-            if key in self._kept or nbytes > self._keep_nbytes:
-                return
-            self._kept[key] = (prepared, nbytes)
-            self._kept_nbytes += nbytes
-            while self._kept_nbytes > self._keep_nbytes:
-                _, (_, freed) = self._kept.popitem(last=False)
-                self._kept_nbytes -= freed
 
 
 def digest_of(pixels: Pixels, settings: bytes, *, owner: str = "") -> bytes:

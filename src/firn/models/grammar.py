@@ -10,59 +10,51 @@ import json
 import logging
 import re
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance import LLMatcher, LLTokenizer
 
-from firn.core.errors import BadRequest, FirnError, InvalidValue, StepFailed
-from firn.core.values import Grammar, SoftenedSchema
-from firn.models.schema_depth import TOO_DEEP, is_too_deep
-from firn.models.schema_faults import is_endless, locate
-from firn.models.soften import ANYTHING, OutOfTime, soften
+from firn.core.errors import BadRequest, FirnError, GrammarFailed, InvalidValue
+from firn.core.values import Grammar, RelaxedSchema
+from firn.models.grammar_source import LIMITS, Source, assembled, on_large_stack, one_line
+from firn.models.grammar_trial import VocabularyTable
+from firn.models.relax_schema import ANYTHING
 from firn.models.tokenizer import HfTokenizer
+from firn.models.trial_process import TrialFailed, TrialProcess, VocabularySpec
 
 log = logging.getLogger("firn.grammar")
 
-MAX_KEPT = 64
-"""Compiled grammars kept: an agent sends the same ones with each turn."""
-MAX_KEPT_CHARS = 8 * 2**20
-"""Total size of their texts; the compiled forms are several times larger."""
-MAX_SOFTENED = 1024
-"""Tool schemas kept in their enforceable form."""
-MAX_SOFTENED_CHARS = 8 * 2**20
-"""Total size of their texts."""
+MAX_KEPT_NBYTES = 256 * 2**20
+"""Compiled grammars that are kept: an agent sends the same ones with each turn."""
+MAX_RELAXED_NBYTES = 32 * 2**20
+"""Schemas that are kept in their enforceable form."""
+ENTRY_NBYTES = 64 * 1024
+"""The least that a compiled grammar takes."""
+TOKEN_NBYTES = 32 * 1024
+"""The most by which its lexer grows with a token: the states of (a|b)*a(a|b){2000}. Most never grow, but
+nothing tells; to compile one again takes milliseconds, after thousands of tokens."""
 MAX_SCHEMA_CHARS = 2**18
 """Size of one tool's schema; a longer one is not enforced at all."""
-SOFTEN_S = 2.0
-"""Time to find out what can be enforced for all tools of one request."""
-LOCATE_S = 1.0
-"""Time to find which part of a refused schema is at fault; the error names the part found by then."""
 MAX_TEXT_CHARS = 4 * 2**20
-MAX_MESSAGE_CHARS = 400
 FORCED_SHARE = 64
 """Computing forced text takes time in proportion to its length. After n forced tokens, the next are
 computed n / FORCED_SHARE tokens later at the earliest, which bounds the cost per token."""
-WHITESPACE = r" {1,2}|\n {0,64}|\n\t{0,16}"
-"""Whitespace between JSON tokens. Bounded, or a confused model might write spaces forever."""
-UNFORCED = '%llguidance {"no_forcing": true}\nstart: @main'
-LIMITS = LLParserLimits(verbose_errors=False)
+TOO_COSTLY = "it takes too much time or memory to compile; use a simpler one"
+NOT_ENFORCED = RelaxedSchema(ANYTHING, ("#",))
 _NO_WORD = re.compile(r"\W+")
-_NOT_ENFORCED = SoftenedSchema(ANYTHING, ("#",))
-_Key = tuple[str, Grammar | str]
-"""Owner, and what was compiled: a grammar, or the text of a schema."""
-V = TypeVar("V")
+V = TypeVar("V", bound="_Sized")
 
 
 class Constraint:
     """One choice's state in a grammar. Owner: its row's picker, on the engine thread."""
 
-    def __init__(self, matcher: LLMatcher, n_tokens: int) -> None:
+    def __init__(self, compiled: CompiledGrammar, matcher: LLMatcher) -> None:
         self.matcher = matcher
-        self.n_tokens = n_tokens
+        self._compiled = compiled
+        self.n_tokens = compiled.n_tokens
         """How many tokens its masks cover: at least the model's vocabulary."""
         self.fault: FirnError | None = None
         """Set once and never cleared: this choice can no longer be held to its grammar."""
@@ -75,6 +67,7 @@ class Constraint:
     def take(self, tokens: Sequence[int]) -> None:
         """Advance by the tokens that were picked. Tokens after the grammar's end are ignored."""
         for token in tokens:
+            self._compiled.n_taken += 1
             if self.matcher.is_stopped() or not self.matcher.consume_token(token):
                 self.check()
                 break
@@ -114,220 +107,196 @@ class Constraint:
     def check(self) -> None:
         """Set the fault if the matcher has failed: it does not raise by itself."""
         if self.fault is None and self.matcher.is_error():
-            why = _one_line(self.matcher.get_error())
-            self.fault = StepFailed(f"The reply could not be constrained to its grammar: {why}")
+            self._compiled.is_spoiled = True
+            why = one_line(self.matcher.get_error())
+            self.fault = GrammarFailed(self._compiled.param, why)
 
 
 class CompiledGrammar:
     """A job's grammar. Shared and never advanced; any thread may start a constraint from it."""
 
-    def __init__(self, matcher: LLMatcher, n_tokens: int) -> None:
+    def __init__(self, matcher: LLMatcher, *, n_tokens: int, param: str, nbytes: int) -> None:
         self._matcher = matcher
-        self._n_tokens = n_tokens
+        self._compiled_nbytes = nbytes
+        self.n_taken = 0
+        """Tokens of all replies so far: the shared lexer grows with them, by an unknown amount."""
+        self.n_tokens = n_tokens
+        self.param = param
+        self.is_spoiled = False
+        """Set by the first constraint that fails. They all share a lexer, which stays failed."""
+
+    @property
+    def nbytes(self) -> int:
+        """At most."""
+        return self._compiled_nbytes + self.n_taken * TOKEN_NBYTES
 
     def start(self) -> Constraint:
-        return Constraint(self._matcher.deep_copy(), self._n_tokens)
+        return Constraint(self, self._matcher.deep_copy())
 
 
-class _RecentlyUsed(Generic[V]):
-    """Values by owner and source, the least recently used dropped first. Thread-safe."""
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
 
-    def __init__(self, *, max_entries: int, max_chars: int) -> None:
+
+class _Kept(Generic[V]):
+    """Values by owner and source, of a total size, which may grow. Thread-safe.
+
+    Room is made by the owner who fills the most, with what was used least recently.
+    """
+
+    def __init__(self, *, max_nbytes: int) -> None:
         self._lock = threading.Lock()
-        self._entries: OrderedDict[_Key, tuple[V, int]] = OrderedDict()
-        self._max_entries, self._max_chars = max_entries, max_chars
-        self._n_chars = 0
+        self._max_nbytes = max_nbytes
+        self._of: dict[str, OrderedDict[Grammar | str, V]] = {}
 
-    def get(self, key: _Key) -> V | None:
+    def get(self, owner: str, source: Grammar | str) -> V | None:
         with self._lock:
-            if key not in self._entries:
+            entries = self._of.get(owner)
+            if entries is None or source not in entries:
                 return None
-            self._entries.move_to_end(key)
-            return self._entries[key][0]
+            entries.move_to_end(source)
+            return entries[source]
 
-    def put(self, key: _Key, value: V, *, n_chars: int) -> None:
+    def put(self, owner: str, source: Grammar | str, value: V) -> None:
         with self._lock:
-            _, n_before = self._entries.get(key, (None, 0))
-            self._n_chars += n_chars - n_before
-            self._entries[key] = (value, n_chars)
-            while len(self._entries) > self._max_entries or self._n_chars > self._max_chars:
-                _, (_, n_dropped) = self._entries.popitem(last=False)
-                self._n_chars -= n_dropped
+            entries = self._of.setdefault(owner, OrderedDict())
+            entries[source] = value
+            entries.move_to_end(source)
+            sizes = {o: sum(v.nbytes for v in e.values()) for o, e in self._of.items()}
+            while sum(sizes.values()) > self._max_nbytes:
+                fullest = max(sizes, key=sizes.__getitem__)
+                _, dropped = self._of[fullest].popitem(last=False)
+                sizes[fullest] -= dropped.nbytes
+                if not self._of[fullest]:
+                    del self._of[fullest], sizes[fullest]
 
 
 class Compiler:
-    """Owner: the composition root. Thread-safe."""
+    """Owner: the composition root. Thread-safe.
+
+    Whatever a client sends is tried in another process first: it may end the one that compiles it.
+    """
 
     def __init__(self, tokenizer: HfTokenizer, *, vocab_size: int) -> None:
         self._hf = tokenizer
         self._vocab_size = vocab_size
-        self._compiled = _RecentlyUsed[CompiledGrammar](
-            max_entries=MAX_KEPT, max_chars=MAX_KEPT_CHARS
-        )
-        self._softened = _RecentlyUsed[SoftenedSchema](
-            max_entries=MAX_SOFTENED, max_chars=MAX_SOFTENED_CHARS
-        )
+        self._compiled = _Kept[CompiledGrammar](max_nbytes=MAX_KEPT_NBYTES)
+        self._relaxed = _Kept[_Relaxed](max_nbytes=MAX_RELAXED_NBYTES)
         self._building = threading.Lock()
-        self._tokenizer: LLTokenizer | None = None
-        self._control: tuple[str, ...] = ()
-        self._control_words: set[str] = set()
+        self._parts: _Parts | None = None
 
     def prepare(self) -> None:
         """Read the vocabulary now, not when it is first needed: a large one takes a second."""
-        self._vocabulary()
+        self._built().trial.start()
 
     def compile(self, grammar: Grammar, owner: str = "") -> CompiledGrammar:
         """Raises BadRequest, naming the parameter and the place in it.
 
         Grammars are kept per owner, so that timing does not reveal what others have sent.
         """
-        key = (owner, grammar)
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            compiled = CompiledGrammar(self._matcher(grammar), self._vocabulary().vocab_size)
-            self._compiled.put(key, compiled, n_chars=_n_chars(grammar))
+        compiled = self._compiled.get(owner, grammar)
+        if compiled is None or compiled.is_spoiled:
+            compiled = self._made(grammar)
+            self._compiled.put(owner, grammar, compiled)
         return compiled
 
-    def softener(self, owner: str) -> Callable[[Mapping[str, Any]], SoftenedSchema]:
-        """`soften` for the tools of one request, which share one time limit."""
-        left_s = SOFTEN_S
+    def relaxer(self, owner: str) -> Callable[[Sequence[Mapping[str, Any]]], list[RelaxedSchema]]:
+        """`relax` for one owner."""
+        return lambda schemas: self.relax(schemas, owner)
 
-        def soften_next(schema: Mapping[str, Any]) -> SoftenedSchema:
-            nonlocal left_s
-            began = time.thread_time()
-            softened = self.soften(schema, owner, time_s=left_s)
-            left_s -= time.thread_time() - began
-            return softened
+    def relax(self, schemas: Sequence[Mapping[str, Any]], owner: str = "") -> list[RelaxedSchema]:
+        """The schemas of one request as far as they can be enforced, and what was left out of them."""
+        texts = [json.dumps(schema) for schema in schemas]
+        kept = {text: self._relaxed.get(owner, text) for text in texts}
+        known = {text: relaxed.schema for text, relaxed in kept.items() if relaxed is not None}
+        for text, relaxed in self._newly_relaxed([t for t in kept if t not in known]):
+            known[text] = relaxed
+            self._relaxed.put(owner, text, _Relaxed(relaxed, 3 * len(text) + 4096))
+        return [known.get(text, NOT_ENFORCED) for text in texts]
 
-        return soften_next
-
-    def soften(
-        self, schema: Mapping[str, Any], owner: str = "", *, time_s: float = SOFTEN_S
-    ) -> SoftenedSchema:
-        """The schema as far as it can be enforced, and what was left out of it.
-
-        time_s: this thread's CPU time. A schema that takes longer is not enforced, and not kept.
-        """
-        text = json.dumps(schema)
-        if len(text) > MAX_SCHEMA_CHARS:
-            return _NOT_ENFORCED
-        key = (owner, text)
-        softened = self._softened.get(key)
-        if softened is not None:
-            return softened
-        if is_too_deep(schema):
-            return _NOT_ENFORCED
+    def _newly_relaxed(self, texts: Sequence[str]) -> list[tuple[str, RelaxedSchema]]:
+        """Without those that are too large, or too costly."""
+        texts = [text for text in texts if len(text) <= MAX_SCHEMA_CHARS]
+        if not texts:
+            return []
         try:
-            softened = soften(schema, self._schema_fault, time_s=time_s)
-        except OutOfTime:
-            return _NOT_ENFORCED
-        self._softened.put(key, softened, n_chars=len(text))
-        return softened
+            reply = self._built().trial.ask({"schemas": list(map(json.loads, texts))})
+        except TrialFailed:
+            return []
+        return [
+            (text, RelaxedSchema(schema, tuple(left_out), tuple(faulty)))
+            for text, (schema, left_out, faulty) in zip(texts, reply["relaxed"], strict=True)
+        ]
 
-    def _matcher(self, grammar: Grammar) -> LLMatcher:
-        every = [("", grammar), *grammar.parts]
+    def _made(self, grammar: Grammar) -> CompiledGrammar:
         if _n_chars(grammar) > MAX_TEXT_CHARS:
             raise InvalidValue(grammar.param, "the grammar is too large")
-        for _, part in every:
-            if part.kind == "json_schema" and is_too_deep(json.loads(part.text)):
-                raise InvalidValue(part.param, f"the schema is not supported: {TOO_DEEP}")
-        vocabulary = self._vocabulary()
-        sources = [(name, _source(g)) for name, g in every]
+        parts = self._built()
+        every = [grammar, *(part for _, part in grammar.parts)]
+        names = ["", *(name for name, _ in grammar.parts)]
+        sources = [Source(n, g.kind, g.text) for n, g in zip(names, every, strict=True)]
         # llguidance tokenizes the text that a grammar forces: text that spells a control token would
         # become that token, which it then refuses.
-        if any(self._spells_control(g) for _, g in every):
-            sources = [("", {"lark_grammar": UNFORCED}), ("main", sources[0][1]), *sources[1:]]
-        matcher = LLMatcher(vocabulary, _assemble(sources), log_level=0, limits=LIMITS)
+        forces = not any(map(parts.spells_control, every))
+        try:
+            reply = parts.trial.ask({"sources": sources, "forces": forces})
+        except TrialFailed:
+            raise InvalidValue(grammar.param, TOO_COSTLY) from None
+        if "refused" in reply:
+            raise InvalidValue(every[reply["refused"]].param, reply["message"])
+        text = assembled(sources, forces=forces)
+        matcher = on_large_stack(
+            lambda: LLMatcher(parts.tokenizer, text, log_level=0, limits=LIMITS)
+        )
         if matcher.is_error():
-            for _, part in grammar.parts:
-                self._refuse_alone(part)
-            self._refuse(grammar, matcher.get_error())
-        self._refuse_dead_ends(grammar, matcher)
-        return matcher
-
-    def _spells_control(self, grammar: Grammar) -> bool:
-        text = grammar.text
-        if grammar.kind in ("json_schema", "choice"):  # unescaped
-            text = json.dumps(json.loads(text), ensure_ascii=False)
-        if any(name in text for name in self._control):
-            return True
-        if grammar.kind not in ("regex", "lark"):
-            return False
-        # Expressions can write anything but letters and digits in many ways: compare only those.
-        words = _NO_WORD.sub("", text)
-        return any(len(core) > 2 and core in words for core in self._control_words)
-
-    def _refuse_alone(self, part: Grammar) -> None:
-        """Raise if this part has a fault by itself."""
-        fault = self._fault(_source(part))
-        if fault:
-            self._refuse(part, fault)
-
-    def _refuse(self, grammar: Grammar, fault: str) -> None:
-        at = ""
-        if grammar.kind == "json_schema":
-            pointer, fault = self._located(json.loads(grammar.text), fault)
-            at = f" at #{pointer}"
-        names = {"json_schema": "schema", "json_object": "schema", "lark": "grammar"}
-        name = names.get(grammar.kind, grammar.kind)
-        raise InvalidValue(grammar.param, f"the {name} is not supported{at}: {_one_line(fault)}")
-
-    def _located(self, schema: Any, fault: str) -> tuple[str, str]:
-        until = time.thread_time() + LOCATE_S
-
-        def fault_of(part: Any) -> str:
-            return self._schema_fault(part) if time.thread_time() < until else ""
-
-        return locate(schema, fault, fault_of)
-
-    def _refuse_dead_ends(self, grammar: Grammar, matcher: LLMatcher) -> None:
-        """Raise for a well-formed grammar that no text satisfies."""
-        for part in (grammar, *(g for _, g in grammar.parts)):
-            if part.kind == "json_schema" and is_endless(json.loads(part.text)):
-                raise InvalidValue(part.param, "every value of this schema would contain itself")
-        first = matcher.deep_copy()
-        allowed = np.frombuffer(first.compute_bitmask(), dtype=np.uint8)
-        if first.is_error():
-            self._refuse(grammar, first.get_error())
-        if not allowed.any() or (first.is_stopped() and not first.is_accepting()):
-            raise InvalidValue(grammar.param, "no text can satisfy this grammar")
-
-    def _schema_fault(self, schema: Any) -> str:
-        if is_too_deep(schema):
-            return TOO_DEEP
-        return self._fault({"json_schema": schema})
-
-    def _fault(self, source: dict[str, Any]) -> str:
-        return str(LLMatcher.validate_grammar(_assemble([("", source)]), limits=LIMITS))
+            raise InvalidValue(grammar.param, one_line(matcher.get_error()))
+        return CompiledGrammar(
+            matcher,
+            n_tokens=parts.tokenizer.vocab_size,
+            param=grammar.param,
+            nbytes=reply["nbytes"] + len(text) + ENTRY_NBYTES,
+        )
 
     # --- the vocabulary --------------------------------------------------------------------
 
-    def _vocabulary(self) -> LLTokenizer:
+    def _built(self) -> _Parts:
         with self._building:
-            if self._tokenizer is None:
-                tokenizer = self._read_vocabulary()
+            if self._parts is None:
+                vocabulary, tokenizer = self._read_vocabulary()
                 control = filter(tokenizer.is_special_token, sorted(self._hf.added))
                 names = (self._hf.token_bytes(t).decode("utf-8", "replace") for t in control)
-                self._control = tuple(n for n in names if n)
-                self._control_words = {_NO_WORD.sub("", name) for name in self._control}
-                self._tokenizer = tokenizer
-            return self._tokenizer
+                self._parts = _Parts(
+                    tokenizer, TrialProcess(vocabulary), tuple(n for n in names if n)
+                )
+            return self._parts
 
-    def _read_vocabulary(self) -> LLTokenizer:
-        eos = sorted(self._hf.eos)
+    def _read_vocabulary(self) -> tuple[VocabularySpec, LLTokenizer]:
+        hf = self._hf
+        # generation_config.json may name tokens that the vocabulary does not have.
+        eos = sorted(t for t in hf.eos if 0 <= t < hf.n_ids)
         if not eos:
             raise BadRequest("This model has no end token, so its replies cannot be constrained.")
         # Masks must cover all logits; those beyond the tokenizer's vocabulary are never allowed.
-        n_vocab = max(self._vocab_size, self._hf.n_ids)
-        definition = self._hf.definition
-        if definition is not None:
+        n_vocab = max(self._vocab_size, hf.n_ids)
+        if hf.definition is not None:
             try:
-                tokenizer = LLTokenizer(_unpadded(definition), n_vocab=n_vocab, eos_token=eos)
+                definition = _unpadded(hf.definition)
+                tokenizer = LLTokenizer(definition, n_vocab=n_vocab, eos_token=eos)
                 if self._agrees(tokenizer):
-                    return tokenizer
+                    return VocabularySpec(n_vocab, eos, definition=definition), tokenizer
             except ValueError as e:
                 log.info("grammars read the tokenizer token by token: %s", e)
-        return LLTokenizer(_TokenTable(self._hf), n_vocab=n_vocab, eos_token=eos)  # type: ignore[arg-type]
+        tokens = [hf.token_bytes(i) for i in range(hf.n_ids)]
+        special = sorted({*hf.added, *hf.special, *eos})
+        table: Any = VocabularyTable(
+            tokens,
+            special=special,
+            eos=eos[0],
+            encode=lambda text: hf.encode(text, add_special=False),
+        )
+        tokenizer = LLTokenizer(table, n_vocab=n_vocab, eos_token=eos)
+        return VocabularySpec(n_vocab, eos, tokens=tokens, special=special), tokenizer
 
     def _agrees(self, tokenizer: LLTokenizer) -> bool:
         """Whether it gives tokens the same bytes as they have in a reply's text."""
@@ -341,22 +310,32 @@ class Compiler:
         return True
 
 
-class _TokenTable:
-    """A tokenizer as a list of byte strings, for definitions that llguidance misreads."""
+@dataclass(frozen=True, slots=True)
+class _Relaxed:
+    schema: RelaxedSchema
+    nbytes: int
 
-    is_tokenizer_wrapper = True
 
-    def __init__(self, hf: HfTokenizer) -> None:
-        self._hf = hf
-        self.eos_token_id = min(hf.eos)
-        self.bos_token_id = None
-        self.tokens = [hf.token_bytes(i) for i in range(hf.n_ids)]
-        self.special_token_ids = sorted(hf.added | hf.special | hf.eos)
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What depends on the vocabulary. control: the texts of its control tokens."""
 
-    def __call__(self, text: str | bytes) -> list[int]:
-        if isinstance(text, bytes):
-            text = text.decode("utf-8", "replace")
-        return self._hf.encode(text, add_special=False)
+    tokenizer: LLTokenizer
+    trial: TrialProcess
+    control: tuple[str, ...]
+
+    def spells_control(self, grammar: Grammar) -> bool:
+        text = grammar.text
+        if grammar.kind in ("json_schema", "choice"):  # unescaped
+            text = json.dumps(json.loads(text), ensure_ascii=False)
+        if any(name in text for name in self.control):
+            return True
+        if grammar.kind not in ("regex", "lark"):
+            return False
+        # Expressions can write anything but letters and digits in many ways: compare only those.
+        words = _NO_WORD.sub("", text)
+        cores = {_NO_WORD.sub("", name) for name in self.control}
+        return any(len(core) > 2 and core in words for core in cores)
 
 
 def _unpadded(definition: str) -> str:
@@ -367,45 +346,3 @@ def _unpadded(definition: str) -> str:
 
 def _n_chars(grammar: Grammar) -> int:
     return len(grammar.text) + sum(len(part.text) for _, part in grammar.parts)
-
-
-# --- llguidance's languages ----------------------------------------------------------------
-
-
-def _assemble(sources: Iterable[tuple[str, dict[str, Any]]]) -> str:
-    """The first source is the grammar; it may refer to the others by name."""
-    grammars = [{"name": name, **source} if name else source for name, source in sources]
-    return json.dumps({"grammars": grammars})
-
-
-def _source(grammar: Grammar) -> dict[str, Any]:
-    match grammar.kind:
-        case "json_object":
-            return {"json_schema": _spaced({"type": "object"})}
-        case "json_schema":
-            return {"json_schema": _spaced(json.loads(grammar.text))}
-        case "regex":
-            return {"lark_grammar": f"start: /{regex_to_lark(grammar.text, use_ascii='')}/"}
-        case "choice":
-            words = [json.dumps(word, ensure_ascii=False) for word in json.loads(grammar.text)]
-            return {"lark_grammar": "start: " + " | ".join(words)}
-        case "lark":
-            return {"lark_grammar": grammar.text}
-
-
-def _spaced(schema: Any) -> Any:
-    """The schema with firn's whitespace pattern, unless it has its own."""
-    if not isinstance(schema, dict):
-        return schema
-    options = schema.get("x-guidance")
-    own = options if isinstance(options, dict) else {}
-    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, **own}}
-
-
-def _one_line(text: str) -> str:
-    """A message as one line; for a regular expression's, the line that says what is wrong."""
-    for line in text.splitlines():
-        if line.startswith("error: "):
-            text = line.removeprefix("error: ")
-    text = " ".join(text.split())
-    return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 1] + "…"

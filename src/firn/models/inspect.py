@@ -27,6 +27,7 @@ from firn.models.foreign import foreign_format
 from firn.models.layers import leaves
 from firn.models.loader import read_config, tokenizer_fault
 from firn.models.local import find
+from firn.models.mtp_load import headless_classes
 from firn.models.recognise import is_vision, stated_context_length
 from firn.models.transient import transient_of
 
@@ -120,8 +121,13 @@ def local_folder(name: str) -> Path | None:
         return folder
     try:
         return Path(mlx_utils.hf_repo_to_path(name))
-    except FileNotFoundError:  # huggingface_hub: no snapshot, or not all of it
-        return find(name)
+    except FileNotFoundError as error:  # huggingface_hub: no snapshot, or not all of it
+        local = find(name)
+        if local is None and "/" not in name:
+            raise SetupError(
+                f"There is no model folder {name}, and it is not a hub id (owner/name)."
+            ) from error
+        return local
     except ValueError as error:  # huggingface_hub: not the form of an id
         local = find(name)
         if local is not None:
@@ -343,7 +349,7 @@ def _cache_cost(folder: Path, findings: _Findings) -> CacheCost | None:
     This also finds tensors that are missing or have the wrong shape.
     """
     try:
-        model, _ = mlx_utils.load_model(folder, lazy=True)
+        model, _ = mlx_utils.load_model(folder, lazy=True, get_model_classes=headless_classes)
     except Exception as error:  # any module of mlx-lm may run here, and doctor must go on
         findings.problems.append(f"mlx-lm cannot build it: {first_line(error)}")
         return None

@@ -29,14 +29,15 @@ from firn.core.errors import SetupError
 from firn.core.values import ModelInfo
 from firn.models import local as local_models
 from firn.models import vision_load
-from firn.models.batch import why_not_batchable
 from firn.models.cpu import dtype
+from firn.models.decode.batch import why_not_batchable
 from firn.models.faults import LOAD_FAULTS, first_line
 from firn.models.fingerprint import Fingerprint, weight_files
 from firn.models.foreign import WHAT_TO_DO, foreign_format
 from firn.models.hub import HubRules, folder_of
 from firn.models.layers import MakeLayers
 from firn.models.model_arguments import IdsOnly, ModelArguments
+from firn.models.mtp_load import headless_classes
 from firn.models.picture import Picture
 from firn.models.processor import VisionProcessor
 from firn.models.recognise import context_length, is_vision
@@ -183,6 +184,22 @@ def load(
     return LoadedModel(model, info, make_layers, layers, arguments)
 
 
+def check(folder: Path, *, adapter: Path | None, trust_remote_code: bool, vision: bool) -> None:
+    """Find out what would prevent loading this model, as far as that shows without reading weights:
+    files, architecture, and the names and shapes of the tensors. Raises SetupError."""
+    config = read_config(folder)
+    _check_files(folder, adapter, vision=vision)
+    if not vision:  # mlx-vlm has no lazy way that checks as much
+        try:
+            mlx_utils.load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
+        except LOAD_FAULTS as e:
+            raise _cannot_be_loaded(folder, config, e) from e
+
+
+def _cannot_be_loaded(folder: Path, config: Mapping[str, Any], e: BaseException) -> SetupError:
+    return SetupError(f"{folder} ({config.get('model_type')}) cannot be loaded: {first_line(e)}")
+
+
 def _with_rounding(digest: bytes, *, widened: bool) -> bytes:
     """Weights that were widened to float32 are the same weights, but results are rounded differently."""
     if not widened:
@@ -302,7 +319,10 @@ def _load_weights(
 ) -> tuple[Any, dict[str, Any]]:
     try:
         model, full_config = mlx_utils.load_model(
-            folder, lazy=shard is not None, trust_remote_code=trust_remote_code
+            folder,
+            lazy=shard is not None,
+            get_model_classes=headless_classes,
+            trust_remote_code=trust_remote_code,
         )
         if shard is not None:
             shard(model)
@@ -312,8 +332,7 @@ def _load_weights(
             model.eval()
             mx.eval(model.parameters())
     except LOAD_FAULTS as e:
-        kind = config.get("model_type")
-        raise SetupError(f"{folder} ({kind}) cannot be loaded: {first_line(e)}") from e
+        raise _cannot_be_loaded(folder, config, e) from e
     return model, dict(full_config)
 
 

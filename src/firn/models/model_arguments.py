@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from firn.core.values import Prompt
-from firn.models.batch import Row
+
+PreparePass = Callable[[int], None]
+"""Called before a pass over this many tokens."""
+
+
+def unprepared(n_tokens: int) -> None:
+    """Nothing has to be prepared."""
 
 
 class ModelArguments(Protocol):
@@ -16,8 +22,8 @@ class ModelArguments(Protocol):
         """For prompt tokens [start, end)."""
         ...
 
-    def step(self, rows: Sequence[Row], width: int = 1) -> dict[str, Any]:
-        """For the next `width` tokens of each row."""
+    def step(self, positions: Sequence[int], width: int = 1) -> dict[str, Any]:
+        """For `width` tokens of each row, from these positions on."""
         ...
 
     def shift(self, prompt: Prompt) -> int:
@@ -29,7 +35,7 @@ class IdsOnly:
     def chunk(self, prompt: Prompt, start: int, end: int) -> dict[str, Any]:
         return {}
 
-    def step(self, rows: Sequence[Row], width: int = 1) -> dict[str, Any]:
+    def step(self, positions: Sequence[int], width: int = 1) -> dict[str, Any]:
         return {}
 
     def shift(self, prompt: Prompt) -> int:

@@ -23,8 +23,8 @@ from mlx import nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import ArraysCache, KVCache
 
+from firn.models.decode.rewind import TRIMMED
 from firn.models.layers import MakeLayers, kind, leaves
-from firn.models.rewind import TRIMMED
 from firn.models.vision import VisionModel
 
 STATE = "ArraysCache"

@@ -70,6 +70,26 @@ SHARED = ("embed_tokens.", "shared_head.head.")
 """Copies of the model's own tensors."""
 
 
+def headless_classes(config: dict[str, Any]) -> tuple[type[nn.Module], Any]:
+    """mlx-lm's classes of a model and its arguments. The model leaves the tensors of a head alone, which
+    some of mlx-lm's classes do only in files that were not converted."""
+    model_class, args_class = _get_classes(config=config)
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        return model_class, args_class
+    starts = _starts(family, _text(config))
+
+    class Headless(model_class):  # type: ignore[misc, valid-type]
+        def sanitize(self, weights: Weights) -> Weights:
+            own = {name: w for name, w in weights.items() if not name.startswith(starts)}
+            kept: Weights = super().sanitize(own)
+            return kept
+
+    Headless.__name__, Headless.__qualname__ = model_class.__name__, model_class.__qualname__
+    Headless.__module__ = model_class.__module__
+    return Headless, args_class
+
+
 def has_head(folder: Path, config: Mapping[str, Any]) -> bool:
     """Whether the weight files hold a head of a known family. Reads names only."""
     family = FAMILIES.get(str(config["model_type"]))
@@ -120,14 +140,20 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _tensors(folder: Path, family: Family, text: Mapping[str, Any]) -> Weights:
     """The head's tensors, by their names without the prefix. MLX reads them when they are used."""
-    prefix = family.prefix.format(n=text["num_hidden_layers"])
+    starts = _starts(family, text)
     tensors: Weights = {}
     for path in glob.glob(str(folder / "*.safetensors")):
         for name, value in _read(path).items():
-            for start in (prefix, f"language_model.{prefix}"):
+            for start in starts:
                 if name.startswith(start):
                     tensors[name.removeprefix(start)] = value
     return tensors
+
+
+def _starts(family: Family, text: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the names of the head's tensors begin with."""
+    prefix = family.prefix.format(n=text["num_hidden_layers"])
+    return prefix, f"language_model.{prefix}"
 
 
 def _read(path: str) -> Weights:
@@ -165,16 +191,23 @@ def _layer(config: Mapping[str, Any], weights: Weights) -> nn.Module:
 
 
 def _quantise(module: nn.Module, weights: Weights, config: Mapping[str, Any]) -> None:
-    settings = config.get("quantization")
-    if not settings:
-        return
-    nn.quantize(
-        module,
-        group_size=settings["group_size"],
-        bits=settings["bits"],
-        mode=settings.get("mode", "affine"),
-        class_predicate=lambda path, m: hasattr(m, "to_quantized") and f"{path}.scales" in weights,
-    )
+    """Each part as its tensors are: their shapes tell how, whatever the configuration says of others."""
+    mode = (config.get("quantization") or {}).get("mode", "affine")
+
+    def how(path: str, part: nn.Module) -> dict[str, Any] | bool:
+        scales = weights.get(f"{path}.scales")
+        if scales is None or not hasattr(part, "to_quantized"):
+            return False
+        width = int(part.weight.shape[-1])
+        bits = int(weights[f"{path}.weight"].shape[-1]) * 32 // width
+        has_biases = f"{path}.biases" in weights
+        return {
+            "group_size": width // int(scales.shape[-1]),
+            "bits": bits,
+            "mode": "affine" if has_biases else mode,
+        }
+
+    nn.quantize(module, class_predicate=how)
 
 
 def _load(module: nn.Module, weights: Weights, *, besides: str | None = None) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from firn.core.errors import SetupError
+from firn.core.private_folder import make_private
 from firn.models import wheel
 from firn.models.gguf import UnreadableGguf, convert
 
@@ -93,16 +94,17 @@ def installed_file(model: PackagedModel) -> Path | None:
     return path if path.exists() else None
 
 
-def folder_of(model: PackagedModel, root: Path) -> Path:
+def folder_of(model: PackagedModel, root: Path, *, offline: bool = False) -> Path:
     """The model's folder under `root`, made if need be. Raises SetupError.
 
-    Needs no network where the package is installed.
+    Needs no network where the package is installed; offline: nothing is fetched.
     """
     if folder := made_folder(model, root):
         return folder
+    if offline and installed_file(model) is None:
+        raise SetupError(f"{model.name} is not on this machine and --offline forbids fetching it.")
     try:
-        root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        root.mkdir(mode=0o700, exist_ok=True)
+        make_private(root)
         with _exclusive(root / f"{model.folder_name}.lock", model.name) as is_locked:
             return made_folder(model, root) or _make(model, root, sweep=is_locked)
     except OSError as e:

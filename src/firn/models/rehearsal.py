@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 
 from firn.core.values import Job, Prompt, RequestId, Sampling
-from firn.models.batch import Group, Row
-from firn.models.drafters import Draft
-from firn.models.drafters.mtp import MtpDrafter
+from firn.models.decode.batch import Group, Row
+from firn.models.decode.runner import Runner
+from firn.models.decode.steps import Speculator
 from firn.models.faults import first_line
 from firn.models.mtp import MtpModel
-from firn.models.runner import Runner
-from firn.models.speculation import DraftPlan, Speculation
+from firn.models.speculation.drafters import Draft
+from firn.models.speculation.drafters.mtp import MtpDrafter
+from firn.models.speculation.speculator import DraftPlan, Speculation
 from firn.models.traits import Traits
 
 log = logging.getLogger("firn.models")
@@ -98,11 +99,11 @@ class RehearsalSpeculation(Speculation):
         return 0
 
 
-def rehearsal_of(model: Any, speculation: Speculation | None) -> RehearsalSpeculation | None:
-    """Drafts on the same terms as the server's own speculation; None where nothing is drafted."""
-    if speculation is None:
-        return None
-    return RehearsalSpeculation(model, in_groups=speculation.in_groups, traits=speculation.traits)
+def rehearsal_of(model: Any, speculator: Speculator) -> Speculator:
+    """Drafts on the same terms as the server's own speculation, if it drafts."""
+    if not speculator.drafts:
+        return speculator
+    return RehearsalSpeculation(model, in_groups=speculator.in_groups, traits=speculator.traits)
 
 
 def rehearse(runner: Runner) -> None:
@@ -164,9 +165,9 @@ def _read(runner: Runner, prompts: Sequence[Prompt]) -> list[Row]:
 
 
 def _decode(runner: Runner, *, width: int, n_steps: int) -> None:
-    speculation = runner.speculation
-    if isinstance(speculation, RehearsalSpeculation):
-        speculation.width = width
+    speculator = runner.speculator
+    if isinstance(speculator, RehearsalSpeculation):
+        speculator.width = width
     elif width > 1:
         return
     for _ in range(n_steps):

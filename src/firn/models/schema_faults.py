@@ -9,7 +9,7 @@ MAX_CHECKS = 400
 """The most parts that a search checks."""
 UNSATISFIABLE = "Unsatisfiable"
 
-_SINGLE = ("items", "additionalProperties", "additionalItems", "contains", "propertyNames")
+_SINGLE = ("items", "additionalProperties", "additionalItems")
 _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
 _NAMED = ("properties", "patternProperties")
 _SHARED = ("$defs", "definitions")
@@ -115,10 +115,22 @@ def _is_index(step: str) -> bool:
     return step.isascii() and step.isdecimal() and len(step) < 10
 
 
+def places(root: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(pointer, schema) of every schema in it that validates something, each once, the outer first."""
+    seen: set[int] = set()
+    left = [("", root)]
+    while left:
+        pointer, schema = left.pop()
+        if isinstance(schema, dict) and id(schema) not in seen:
+            seen.add(id(schema))
+            yield pointer, schema
+            left += reversed(list(_parts(schema, pointer, root)))
+
+
 def _parts(
-    schema: Any, pointer: str, root: dict[str, Any], fault: str
+    schema: Any, pointer: str, root: dict[str, Any], fault: str = ""
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(pointer, part) of every part that is a schema of its own."""
+    """(pointer, part) of every part that is a schema of its own, and can cause this fault."""
     if not isinstance(schema, dict):
         return iter(())
     parts: list[tuple[str, Any]] = []

@@ -27,13 +27,12 @@ import numpy as np
 
 from firn.core.ports import Cursor, EngineLoad, PrefixCache
 from firn.core.values import CacheControl, ModelInfo, Namespace, Prompt, Scores
-from firn.models.batch import Row, restored_row
-from firn.models.cpu.threads import Threads
+from firn.models.decode.batch import Row, restored_row
+from firn.models.decode.kv_growth import ShapeBuckets
 from firn.models.faults import first_line
 from firn.models.layers import MakeLayers, kind, leaves
+from firn.models.model_arguments import PreparePass, unprepared
 from firn.models.placing import PLAIN
-from firn.models.room import give_room
-from firn.models.shapes import FewShapes
 
 log = logging.getLogger("firn.models")
 
@@ -95,10 +94,10 @@ class AttentionScorer:
         make_layers: MakeLayers,
         cache: PrefixCache[Cursor],
         owns_cache: bool = True,
-        threads: Threads | None = None,
-        shapes: FewShapes | None = None,
+        prepare: PreparePass = unprepared,
+        buckets: ShapeBuckets | None = None,
     ) -> None:
-        """owns_cache: whether `close` closes the cache. threads, shapes: the runner's.
+        """owns_cache: whether `close` closes the cache. prepare, buckets: the runner's.
 
         Raises ValueError for a model none of whose layers attends to the whole prompt.
         """
@@ -106,8 +105,8 @@ class AttentionScorer:
         self._make_layers = make_layers
         self._cache = cache
         self._owns_cache = owns_cache
-        self._threads = threads
-        self._shapes = shapes
+        self._prepare = prepare
+        self._buckets = buckets or ShapeBuckets()
         self._last_id = info.n_ids - 1
         self.max_tokens = info.context_length - N_LOOKAHEAD
         # Whether the lookahead can be taken back.
@@ -147,14 +146,11 @@ class AttentionScorer:
     def _read_chunk(self, reading: Reading, n_tokens: int) -> None:
         row = reading.row
         end = min(row.n_tokens + n_tokens, reading.n_total)
-        if self._shapes is not None:
-            end = self._shapes.end(row.n_tokens, end)
+        end = self._buckets.end(row.n_tokens, end)
         end = min([end, *(p for p in self._cache.stops(reading.cursor) if p > row.n_tokens)])
-        give_room(
-            row.layers, len(reading.prompt) + N_LOOKAHEAD, few_shapes=self._shapes is not None
-        )
+        self._buckets.grow(row.layers, len(reading.prompt) + N_LOOKAHEAD)
         ids, layers = np.minimum(reading.prompt.ids[row.n_tokens : end], self._last_id), row.layers
-        padded = self._shapes.fit(layers, len(ids)) if self._shapes is not None else None
+        padded = self._buckets.fit(layers, len(ids))
         if padded is not None:
             ids, layers = padded.pad(ids), padded.layers
         self._prepare(len(ids))
@@ -201,10 +197,6 @@ class AttentionScorer:
         reading.scores = mx.mean(largest[:, : len(reading.prompt)], axis=0)
         reading.pending, reading.attended = [reading.scores], {}
         mx.async_eval(reading.pending)
-
-    def _prepare(self, n_tokens: int) -> None:
-        if self._threads is not None:
-            self._threads.prepare(n_tokens)
 
     def settle(self, reading: Reading) -> bool:
         mx.eval(reading.pending)

@@ -14,9 +14,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from firn.models.decode.sampling import to_host
 from firn.models.faults import first_line
 from firn.models.layers import MakeLayers
-from firn.models.sampling import to_host
 
 LENGTHS = (13, 4, 9)
 FAR = 0.3

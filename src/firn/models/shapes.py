@@ -19,7 +19,6 @@ Owner: the engine thread, through a runner.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -27,7 +26,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from firn.core.common_chunks import common_end
-from firn.core.values import TokenArray
+from firn.models.decode.kv_growth import PaddedPass, ShapeBuckets
 from firn.models.faults import first_line
 from firn.models.layers import MakeLayers
 from firn.models.selfcheck import FAR, distance, prefilled
@@ -61,28 +60,26 @@ def growth(n_tokens: int) -> int:
     return rounded(n_tokens + 1) - n_tokens if n_tokens == rounded(n_tokens) else MIN_ROOM
 
 
-@dataclass(frozen=True, slots=True)
-class PaddedPass:
-    """width: tokens that the model is given. layers: a row's caches as the model sees them."""
+class FewShapes(ShapeBuckets):
+    common_chunk = FULL
 
-    width: int
-    layers: list[Any]
-
-    def pad(self, ids: TokenArray) -> TokenArray:
-        return np.pad(ids, (0, self.width - len(ids)))
-
-
-class FewShapes:
     def __init__(self, dtype: mx.Dtype) -> None:
         """dtype: that of the model's keys and values."""
         self._dtype = dtype
 
+    def width(self, n_new: int) -> int:
+        return width_for(n_new) or n_new
+
+    def _missing(self, n_tokens: int, n_room: int, offset: int, step: int) -> int:
+        return rounded(n_tokens + step) - offset if n_room < n_tokens + step else 0
+
+    def _step(self, n_room: int, step: int) -> int:
+        return growth(n_room)
+
     def end(self, start: int, end: int) -> int:
-        """Where to end the chunk [start, end) for a common shape; the rest is another chunk."""
         return common_end(start, end, multiple=FULL)
 
     def fit(self, layers: Sequence[Any], n_new: int) -> PaddedPass | None:
-        """How to read a row's next tokens; None: without padding. Its caches must have room."""
         if not all(type(layer) is KVCache for layer in layers):
             return None  # padding would change a recurrent state, or take up space in a window
         first = layers[0]

@@ -14,11 +14,13 @@ from functools import cached_property
 from typing import Any
 
 import jinja2
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 
-from firn.core.errors import TemplateFailed
+from firn.core.errors import TemplateFailed, TemplateTooSlow
 from firn.models.piecewise import PiecewiseEncoder
 from firn.models.plain_text import PlainText
-from firn.models.template_guard import guard
+from firn.models.template_guard import RenderTooSlow, guard
 
 log = logging.getLogger("firn.models")
 
@@ -61,7 +63,8 @@ class HfTokenizer:
 
     @cached_property
     def eos(self) -> frozenset[int]:
-        return frozenset(int(t) for t in self._wrapper.eos_token_ids)
+        """May contain ids that the vocabulary does not have: they come from configuration files."""
+        return frozenset(int(t) for t in self._wrapper.eos_token_ids if t >= 0)
 
     @cached_property
     def special(self) -> frozenset[int]:
@@ -99,10 +102,22 @@ class HfTokenizer:
     def chat_template(self) -> str | None:
         if not self._wrapper.has_chat_template:
             return None
-        template = self._hf.chat_template
-        if isinstance(template, dict):
-            template = template.get("default") or next(iter(template.values()), None)
-        return template if isinstance(template, str) else ""
+        return "\n".join(dict.fromkeys(filter(None, (self._template, self._tool_template))))
+
+    @cached_property
+    def _named_templates(self) -> Mapping[str, str]:
+        """Most models have one template; a few have one for chats with tools, and others."""
+        own = self._hf.chat_template
+        return own if isinstance(own, dict) else {"default": own} if isinstance(own, str) else {}
+
+    @property
+    def _template(self) -> str | None:
+        named = self._named_templates
+        return named.get("default") or next(iter(named.values()), None)
+
+    @property
+    def _tool_template(self) -> str | None:
+        return self._named_templates.get("tool_use") or self._template
 
     def encode(
         self, text: str, *, add_special: bool, typed: Sequence[tuple[int, int]] = ()
@@ -200,14 +215,32 @@ class HfTokenizer:
         kwargs: Mapping[str, Any],
     ) -> str:
         options: dict[str, Any] = {"add_generation_prompt": True, **kwargs}
-        if tools:
+        if tools is not None:
             options["tools"] = list(tools)
+        # Calls without tools are what is left of a chat that had them: its template stays the same.
+        about_tools = bool(tools) or any(m.get("tool_calls") for m in messages)
+        source = self._tool_template if about_tools else self._template
         try:
-            if self._wrapper._chat_template is None:  # otherwise it is one of mlx-lm's functions
-                guard(self._hf.get_chat_template(None, options.get("tools")))
-            return str(self._wrapper.apply_chat_template(list(messages), tokenize=False, **options))
+            if source is None or self._has_own_renderer:
+                return str(
+                    self._wrapper.apply_chat_template(list(messages), tokenize=False, **options)
+                )
+            guard(source)
+            options.setdefault("enable_thinking", self._wrapper.has_thinking)
+            return _render(source, list(messages), {**self._hf.special_tokens_map, **options})
+        except RenderTooSlow as e:
+            raise TemplateTooSlow(str(e)) from e
+        except RecursionError:
+            raise TemplateFailed("the messages or the tools are nested too deeply") from None
         except TEMPLATE_FAULTS as e:
             raise TemplateFailed(str(e) or type(e).__name__) from e
+
+    @cached_property
+    def _has_own_renderer(self) -> bool:
+        """Whether its template is code: one of mlx-lm's functions, or the tokenizer's own method."""
+        inherited = PreTrainedTokenizerBase.apply_chat_template
+        own = getattr(type(self._hf), "apply_chat_template", None)
+        return self._wrapper._chat_template is not None or own is not inherited
 
     @cached_property
     def _vocab(self) -> dict[str, int]:
@@ -216,6 +249,17 @@ class HfTokenizer:
     @cached_property
     def _byte_level(self) -> bool:
         return self._fast is not None and "ByteLevel" in repr(self._fast.decoder)
+
+
+def _render(source: str, messages: list[Mapping[str, Any]], options: dict[str, Any]) -> str:
+    """What `apply_chat_template` does, without leaving out fields that are None.
+
+    Some templates write a call only where a message's content is None.
+    """
+    rendered, _ = chat_template_utils.render_jinja_template(
+        [messages], chat_template=source, **options
+    )
+    return str(rendered[0])
 
 
 def _byte_alphabet() -> dict[str, int]:

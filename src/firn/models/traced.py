@@ -27,9 +27,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from firn.models.decode.ragged import Columns, RaggedKVCache, padded
 from firn.models.faults import first_line
 from firn.models.layers import MakeLayers, kind
-from firn.models.ragged import Columns, RaggedKVCache, padded
 from firn.models.selfcheck import FAR, LENGTHS, distance, prefilled
 
 log = logging.getLogger("firn.models")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from firn.core.memory_plan import DeviceKind
-from firn.models.ragged import ALL_COLUMNS, Columns
+from firn.models.decode.ragged import ALL_COLUMNS, Columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,9 @@ class Traits:
     computed; a narrower step is padded to one of them where that does no harm. n_preparing: the
     first steps of a shape, which compile kernels or are traced, and are not measured.
     layers_per_dispatch: layers that are dispatched together while the host builds the next ones; 0: a
-    step is dispatched as a whole, as on a CPU, where the host computes it itself."""
+    step is dispatched as a whole, as on a CPU, where the host computes it itself. soon_nbytes: a
+    restored past of up to this size is computed with the first chunk: waiting for it would include
+    the step in flight, and it takes less time than a decode step."""
 
     slope: float
     flat: float = 0.0
@@ -29,6 +31,7 @@ class Traits:
     columns: Columns = ALL_COLUMNS
     n_preparing: int = 0
     layers_per_dispatch: int = 0
+    soon_nbytes: int = 0
 
     def shape(self, width: int) -> int:
         """The width in which a step of at least this width is computed."""
@@ -46,5 +49,6 @@ TRAITS: dict[DeviceKind, Traits] = {
         columns=Columns(block=512),
         n_preparing=5,
         layers_per_dispatch=6,
+        soon_nbytes=64 << 20,
     ),
 }

@@ -15,7 +15,6 @@ import mlx.core as mx
 import numpy as np
 
 from firn.core.values import PictureSpan, Prompt
-from firn.models.batch import Row
 from firn.models.picture import FeatureCache, Features, Picture
 from firn.models.vision_gemma import attend_to_whole_pictures, has_whole_pictures
 from firn.models.vision_rope import RotaryPositions
@@ -81,8 +80,8 @@ class VisionModel:
             arguments |= self._with_pictures(prompt, parts, start, end)
         return arguments
 
-    def step(self, rows: Sequence[Row], width: int = 1) -> dict[str, Any]:
-        return {} if self._rope is None else {"position_ids": self._rope.step(rows, width)}
+    def step(self, positions: Sequence[int], width: int = 1) -> dict[str, Any]:
+        return {} if self._rope is None else {"position_ids": self._rope.step(positions, width)}
 
     def shift(self, prompt: Prompt) -> int:
         return 0 if self._rope is None else self._rope.shift(prompt)

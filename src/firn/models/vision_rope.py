@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from firn.core.values import Prompt
-from firn.models.batch import Row
 from firn.models.picture import Picture
 
 N_AXES = 3
@@ -63,10 +62,10 @@ class RotaryPositions:
             positions[:, max(span.end - start, 0) :] += extent.shift
         return mx.array(positions.astype(np.int32))[:, None]
 
-    def step(self, rows: Sequence[Row], width: int = 1) -> mx.array:
-        """Positions of each row's next tokens: (axes, rows, width)."""
-        first = mx.array([[row.n_tokens + row.shift] for row in rows], dtype=mx.int32)
-        return mx.broadcast_to(first + mx.arange(width), (N_AXES, len(rows), width))
+    def step(self, positions: Sequence[int], width: int = 1) -> mx.array:
+        """Positions of each row's next tokens, from these on: (axes, rows, width)."""
+        first = mx.array(list(positions), dtype=mx.int32)[:, None]
+        return mx.broadcast_to(first + mx.arange(width), (N_AXES, len(positions), width))
 
     def shift(self, prompt: Prompt) -> int:
         pairs = zip(prompt.picture_spans, prompt.picture_inputs, strict=True)

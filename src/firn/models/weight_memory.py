@@ -20,6 +20,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
+from firn.core.private_folder import make_private
 from firn.models.weight_hash import FileIdentity
 
 log = logging.getLogger("firn.models")
@@ -92,7 +93,7 @@ class WeightMemory:
     def _write(self, entries: list[dict[str, Any]]) -> None:
         """Temp file, then rename. mkstemp gives it the mode 0600."""
         text = json.dumps({"format": FORMAT, "check": _check(entries), "entries": entries})
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(self._path.parent)
         fd, temp = tempfile.mkstemp(dir=self._path.parent, prefix=f".{NAME}.")
         try:
             with os.fdopen(fd, "w", encoding="utf-8") as f:

@@ -16,6 +16,7 @@ from typing import Any
 from firn.core.errors import SetupError
 from firn.core.ranks import RankCall
 from firn.ranks.heartbeat import BEAT_S, N_SILENT, Heartbeat
+from firn.ranks.launcher import Launcher
 from firn.ranks.wire import LinkClosed, RankLink, encode
 
 log = logging.getLogger("firn.ranks")
@@ -29,6 +30,7 @@ class Follower:
         self._is_ending = False
         self._is_following = False
         self._silent_s = N_SILENT * beat_s
+        self._launcher = Launcher()
         link.listen(self._take, self._gone, name="firn-rank-0")
         self._beat = Heartbeat(link, silent=self._silent, name="0", beat_s=beat_s)
 
@@ -83,7 +85,8 @@ class Follower:
             self._gone()
 
     def heed_signals(self, *, outlives_terminal: bool) -> None:
-        """Forward a signal to rank 0, which decides when to stop; exit on a second signal.
+        """Forward a signal, or the end of the launcher, to rank 0, which decides when to stop; exit on
+        a second signal.
 
         outlives_terminal: keep running when the terminal is closed. Otherwise closing it stops the
         process, and may send its signal twice.
@@ -102,3 +105,4 @@ class Follower:
             signal.signal(number, stop)
         if not outlives_terminal:
             signal.signal(signal.SIGHUP, stop)
+        self._launcher.watch(lambda: self.answer("stop"))

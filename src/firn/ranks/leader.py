@@ -20,6 +20,7 @@ from typing import Any
 from firn.core.errors import SetupError
 from firn.core.ranks import OnAnswer, RankCall, RankLost
 from firn.ranks.heartbeat import BEAT_S, N_SILENT, Heartbeat
+from firn.ranks.launcher import Launcher
 from firn.ranks.wire import LinkClosed, RankLink, encode
 
 log = logging.getLogger("firn.ranks")
@@ -35,6 +36,7 @@ class Leader:
 
     def __init__(self, links: Mapping[int, RankLink], *, beat_s: float = BEAT_S) -> None:
         self._links = dict(links)
+        self._launcher = Launcher()
         self._lock = threading.Lock()
         self._pending = bytearray()
         self._handlers_lock = threading.Lock()
@@ -145,7 +147,7 @@ class Leader:
         be silent while it loads.
 
         lost: tells the clients that a rank is lost. asked: called when a follower receives a signal
-        to stop.
+        to stop, or the launcher is gone.
         """
         self._on_lost = lost
         for beat in self._beats:
@@ -155,6 +157,7 @@ class Leader:
             asked()
 
         self.on_answer("stop", stop)
+        self._launcher.watch(asked)
 
     def end(self) -> None:
         """Tell the others to write what they have and exit."""

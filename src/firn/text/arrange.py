@@ -21,7 +21,7 @@ LATE_SYSTEM = "<system-message>\n{}\n</system-message>"
 """How a user turn carries a later system message that the template cannot render."""
 
 EARLIER = "(The conversation began earlier.)"
-"""The first user turn of a chat that begins with the assistant, if the template requires one."""
+"""The first user turn of a chat that begins otherwise, if the template requires one."""
 NO_RESULT = "(There is no result.)"
 """The result of an abandoned call, if the template requires one."""
 
@@ -32,10 +32,14 @@ _CHANGING_LINE = re.compile(
 """Repetitions are bounded: with unbounded ones, a name of a megabyte takes quadratic time."""
 
 
-def arrange(messages: Sequence[Message], rules: TurnRules) -> tuple[Message, ...]:
-    """The messages in a form that the template can render."""
+def arrange(
+    messages: Sequence[Message], rules: TurnRules, *, with_tools: bool = False
+) -> tuple[Message, ...]:
+    """The messages in a form that the template can render. with_tools: it also gets tools."""
     leading = list(takewhile(lambda m: m.role == "system", messages))
     turns = [t for m in messages[len(leading) :] for t in _placed(m, rules)]
+    if not rules.empty_answers:
+        turns = [t for t in turns if t.role != "assistant" or t.tool_calls or t.text.strip()]
     if not rules.orphans:
         turns = _orphans_as_user_turns(turns)
     if not rules.unanswered:
@@ -47,9 +51,16 @@ def arrange(messages: Sequence[Message], rules: TurnRules) -> tuple[Message, ...
         turns = _merged(turns, "user")
     if not rules.assistant_runs:
         turns = _merged(turns, "assistant")
-    if not rules.assistant_first and turns and turns[0].role == "assistant":
+    asked = any(turn.role == "user" for turn in turns)
+    takes_first = rules.assistant_first and (asked or rules.no_question)
+    if turns and turns[0].role != "user" and not takes_first:
         turns = [Message("user", (TextPart(EARLIER),)), *turns]
-    return tuple(_with_system(_merged_system(leading), turns, rules))
+    if rules.text_before_calls and not rules.text_beside_calls:
+        turns = [t for m in turns for t in _text_before_calls(m)]
+    system = _merged_system(leading)
+    if with_tools and not rules.tools_alone and not system:
+        system = [Message("system")]
+    return tuple(_with_system(system, turns, rules)) or (Message("user", (TextPart(EARLIER),)),)
 
 
 def strip_changing_lines(text: str) -> str:
@@ -177,6 +188,14 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
         ids = {call.id for call in message.tool_calls}
         arranged += [r for r in results if r.tool_call_id not in ids]
     return arranged
+
+
+def _text_before_calls(message: Message) -> list[Message]:
+    """Makes the text beside calls a turn of its own. Reasoning stays with what it led to."""
+    if not message.tool_calls or not message.text.strip():
+        return [message]
+    text = replace(message, tool_calls=(), reasoning=None, checkpoint=False)
+    return [text, replace(message, parts=())]
 
 
 def _into_results(messages: Iterable[Message], rules: TurnRules) -> list[Message]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 import numpy as np
 
 from firn.core.ports import Tokenizer
 from firn.core.values import Message, Prompt, TokenArray
+from firn.text.arrange import strip_changing_lines
 from firn.text.essential import Opener, Ranges, essential
 from firn.text.rendering import Rendered
 
@@ -31,9 +33,18 @@ class Boundaries:
         self._opener = re.compile("|".join(map(re.escape, marks)) or "(?!)")
 
     def marked(
-        self, prompt: Prompt, rendered: Rendered, messages: Sequence[Message], *, keeps_header: bool
+        self,
+        prompt: Prompt,
+        rendered: Rendered,
+        messages: Sequence[Message],
+        *,
+        sent: Sequence[Message],
+        keeps_header: bool,
     ) -> Prompt:
-        """The prompt with the ends of its messages; the next turn shares it up to the last one."""
+        """The prompt with the ends of its messages; the next turn shares it up to the last one.
+
+        sent: the messages before they were arranged.
+        """
         ids = prompt.ids
         starts = self._message_starts(ids)
         points = {int(p) for p in starts}
@@ -41,7 +52,7 @@ class Boundaries:
             # All but the last token, which the tokenizer may merge with the reply's first.
             header, end = max(points), len(ids) - 1
             points = (points - {header} if end - header < HEADER_TOKENS else points) | {end}
-        points.update(self._end_of_system(rendered.text, ids, messages))
+        points.update(self._end_of_system(rendered.text, ids, sent))
         boundaries = tuple(sorted(p for p in points if 0 < p < len(ids)))
         return replace(prompt, boundaries=boundaries, hints=self._hints(rendered, starts, messages))
 
@@ -93,15 +104,17 @@ class Boundaries:
     def _end_of_system(
         self, text: str, ids: TokenArray, messages: Sequence[Message]
     ) -> Sequence[int]:
-        """Where the system prompt ends, in a template that puts it inside the first user message.
+        """Where the system prompt ends if it is inside the first user message.
 
         Other chats share the prompt up to there, but no token marks the place: it is found by
         counting the bytes of the tokens. With a tokenizer that changes the text, there is no
         boundary.
         """
-        if len(messages) < 2 or messages[0].role != "system" or messages[1].role != "user":
+        leading = list(takewhile(lambda m: m.role == "system", messages))
+        first = messages[len(leading) : len(leading) + 1]
+        if not leading or not first or first[0].role != "user":
             return ()
-        system, user = messages[0].text.strip(), messages[1].text.strip()
+        system, user = strip_changing_lines(leading[-1].text).strip(), first[0].text.strip()
         at = text.find(system) if system and user else -1
         if at < 0:
             return ()

@@ -194,6 +194,11 @@ class CallParser(ABC):
         self.name = ""
         self.n_calls = 0
         self.is_open = False
+        self.missing: list[str] = []
+        """What the arguments of the open call lack to be JSON, last first."""
+        self.has_arguments = False
+        """Whether anything of the arguments of the open call has been read."""
+        self._was_cut = True
         self._known_only = known_only
         self._out: list[CallPiece] = []
         self._script = self.script()
@@ -202,9 +207,11 @@ class CallParser(ABC):
         self.tape.add(text)
         return self._run()
 
-    def finish(self) -> list[CallPiece]:
-        """The reply is over. A call that lacks only its closing marker still counts."""
+    def finish(self, *, was_cut: bool = True) -> list[CallPiece]:
+        """The reply is over. A call that lacks only its closing marker still counts, and if the model
+        has ended the reply itself, the arguments become JSON."""
         self.tape.ended = True
+        self._was_cut = was_cut
         return self._run()
 
     @property
@@ -222,6 +229,8 @@ class CallParser(ABC):
         self.name = self.checked(name)
         self.n_calls += 1
         self.is_open = True
+        self.missing.clear()
+        self.has_arguments = False
         self._out.append(CallStart(self.name, call_id or None))
         self.tape.keep()
 
@@ -237,7 +246,13 @@ class CallParser(ABC):
         """Reports a piece of the JSON text of the call's arguments."""
         if text:
             self._out.append(CallArguments(well_formed(text)))
+            self.has_arguments = True
         self.tape.keep()
+
+    def complete(self) -> None:
+        """Reports what makes JSON of the arguments, which are not read any further."""
+        self.arguments("".join(reversed(self.missing)) if self.has_arguments else "{}")
+        self.end()
 
     def end(self) -> None:
         """Reports that the call's arguments are complete."""
@@ -267,12 +282,14 @@ class CallParser(ABC):
                 self.done = True
             except TextEnded:
                 self.done = True
+                if self.is_open and not self._was_cut:
+                    self.complete()
                 if self.n_calls:  # the beginning of another marker or call is not text
                     self.tape.pos = len(self.tape.text)
                     self.tape.keep()
             except NotACall:
                 self.done = True
                 if self.is_open:  # the client has seen its beginning, so the call ends here
-                    self.tape.keep()
+                    self.complete()
         pieces, self._out = self._out, []
         return pieces

@@ -7,23 +7,30 @@ be called.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from firn.core.errors import BadRequest, InvalidValue
 from firn.core.ports import Tokenizer
-from firn.core.values import Chat, GenerateRequest, Grammar, SoftenedSchema, Tool, ToolMode
+from firn.core.values import Chat, GenerateRequest, Grammar, RelaxedSchema, Tool, ToolMode
 from firn.text.call_grammar import CallGrammar
 from firn.text.formats import ReplyFormat, opens_in_reasoning, tokens_of
 from firn.text.lark import Lark, TextSymbol
 from firn.text.parsers import ToolFormat, formats
 
+EVERYTHING = "#"
+"""The place of a schema that is not enforced at all."""
 BLANK = r"/\n{0,2}/"
 """Between reasoning and the answer."""
 
-Soften = Callable[[Mapping[str, Any]], SoftenedSchema]
-"""Reduces a schema to what can be enforced."""
+Relax = Callable[[Sequence[Mapping[str, Any]]], Sequence[RelaxedSchema]]
+"""Reduces schemas to what can be enforced."""
+
+
+def as_they_are(schemas: Sequence[Mapping[str, Any]]) -> Sequence[RelaxedSchema]:
+    return [RelaxedSchema(schema) for schema in schemas]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +48,42 @@ def constraint(
     format: ReplyFormat,
     tokenizer: Tokenizer,
     prompt_tail: str,
-    soften: Soften = SoftenedSchema,
+    relax: Relax = as_they_are,
 ) -> ReplyConstraint:
     """The constraint that a request puts on its reply. Raises BadRequest."""
+    answer, left_out = _enforceable(request.grammar, relax)
     if not isinstance(request.source, Chat):
-        return ReplyConstraint(request.grammar)
+        return ReplyConstraint(answer, tuple(param + place for param, place in left_out))
     writer = _ConstraintWriter(
-        request,
+        replace(request, grammar=answer),
         request.source,
         format=format,
         tokenizer=tokenizer,
         prompt_tail=prompt_tail,
-        soften=soften,
+        relax=relax,
     )
+    writer.lark.left_out += left_out
     return writer.constraint()
+
+
+def _enforceable(
+    answer: Grammar | None, relax: Relax
+) -> tuple[Grammar | None, list[tuple[str, str]]]:
+    """The answer's form as far as it can be enforced, and the (parameter, place) of what was left out.
+    A schema with other faults stays as it is: compiling it says what they are."""
+    if answer is None or answer.kind != "json_schema":
+        return answer, []
+    [relaxed] = relax([json.loads(answer.text)])
+    if relaxed.faulty or EVERYTHING in relaxed.left_out:
+        return answer, []
+    if answer.strict and relaxed.left_out:
+        raise InvalidValue(
+            answer.param,
+            f"{relaxed.left_out[0]} cannot be enforced, and the schema is strict;"
+            " remove it from the schema, or strict from the request",
+        )
+    left_out = [(answer.param, place) for place in relaxed.left_out]
+    return replace(answer, text=json.dumps(relaxed.schema)), left_out
 
 
 class _ConstraintWriter:
@@ -68,16 +97,16 @@ class _ConstraintWriter:
         format: ReplyFormat,
         tokenizer: Tokenizer,
         prompt_tail: str,
-        soften: Soften,
+        relax: Relax,
     ) -> None:
         self._request = request
         self._chat = chat
         self._format = format
         self._template = tokenizer.chat_template or ""
         self._tail = prompt_tail
-        self._soften = soften
+        self._relax = relax
         self._tool_format = formats()[format.tool] if format.tool else None
-        self._lark = Lark(tokenizer, _control_tokens(format, self._tool_format))
+        self.lark = Lark(tokenizer, _control_tokens(format, self._tool_format))
 
     def constraint(self) -> ReplyConstraint:
         choice, answer = self._chat.tool_choice, self._request.grammar
@@ -121,7 +150,7 @@ class _ConstraintWriter:
             *([native.opens] if native and not tool_format.opens else []),
         ]
         patterns = [tool_format.bare(names)] if tool_format.bare else []
-        return self._lark.text_without([m for m in markers if m], patterns=patterns)
+        return self.lark.text_without([m for m in markers if m], patterns=patterns)
 
     def _calls(self, tools: Sequence[Tool], param: str, *, before: TextSymbol | None = None) -> str:
         """param: the request parameter that needs calls to be enforced."""
@@ -134,24 +163,28 @@ class _ConstraintWriter:
             )
         return tool_format.grammar(
             CallGrammar(
-                lark=self._lark,
-                tools=tuple(map(self._enforceable, tools)),
+                lark=self.lark,
+                tools=self._relaxed(tools),
                 parallel=self._chat.tool_choice.parallel,
                 template=self._template,
                 before=None if tool_format.splitter else before,
             )
         )
 
-    def _enforceable(self, tool: Tool) -> Tool:
-        softened = self._soften(tool.parameters)
-        for place in softened.left_out:
-            self._lark.leave_out(tool.param, place)
-        return replace(tool, parameters=softened.schema)
+    def _relaxed(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
+        every = self._relax([tool.parameters for tool in tools])
+        for tool, relaxed in zip(tools, every, strict=True):
+            for place in (*relaxed.left_out, *relaxed.faulty):
+                self.lark.leave_out(tool.param, place)
+        return tuple(
+            replace(tool, parameters=relaxed.schema)
+            for tool, relaxed in zip(tools, every, strict=True)
+        )
 
     def _result(
         self, calls: str | None, answer: Grammar | TextSymbol | None, *, param: str
     ) -> ReplyConstraint:
-        lark, tool_format = self._lark, self._tool_format
+        lark, tool_format = self.lark, self._tool_format
         strict = {tool.param for tool in self._chat.tools if tool.strict}
         for owner, place in lark.left_out:
             if owner in strict:
@@ -171,21 +204,21 @@ class _ConstraintWriter:
             )
         lead = self._reasoning(text)
         if isinstance(answer, Grammar) and not lead and not calls:
-            return ReplyConstraint(answer)
+            return ReplyConstraint(answer, left_out)
         either = " | ".join(filter(None, (calls, part)))
         return ReplyConstraint(lark.grammar(f"{lead} ({either})", param=param), left_out)
 
     def _reasoning(self, text: TextSymbol | None) -> str:
         """What may precede the constrained part: nothing, reasoning, or the rest of reasoning."""
-        think, lark = self._format.think, self._lark
-        where = [text.symbol] if text and text.is_terminal else []
+        think, lark = self._format.think, self.lark
+        like = text if text and text.is_terminal else None
         if think is None or self._tail.rstrip().endswith(think.close):
             return ""
         if opens_in_reasoning(self._tail, think):
-            return f"{lark.text_before(think.close, where=where)} {BLANK}"
+            return f"{lark.text_before(think.close, like=like)} {BLANK}"
         if self._request.reasoning.enabled is False:
             return ""
-        return f"({lark.mark(think.open)} {lark.text_before(think.close, where=where)} {BLANK})?"
+        return f"({lark.mark(think.open)} {lark.text_before(think.close, like=like)} {BLANK})?"
 
 
 def _control_tokens(format: ReplyFormat, tool_format: ToolFormat | None) -> Iterator[str]:

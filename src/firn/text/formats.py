@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 
 from firn.core.errors import SetupError
 from firn.core.ports import Tokenizer
-from firn.text.harmony_splitter import CHANNEL, END, MESSAGE, START
 from firn.text.native import NativeParser
 from firn.text.parsers import Clues, ToolFormat, formats, names
 from firn.text.splitter import ThinkTags
@@ -19,39 +20,69 @@ AUTO = "auto"
 FALLBACK = "json_tags"
 """The format that a model without one is asked to use: many have seen it in training."""
 
+
+def _tags(open: str, close: str) -> ThinkTags:
+    return ThinkTags(open, close, clues=(close,))
+
+
 THINK_TAGS: Mapping[str, ThinkTags] = MappingProxyType(
     {
-        "think": ThinkTags("<think>", "</think>"),
-        "thinking": ThinkTags("<thinking>", "</thinking>"),
-        "seed": ThinkTags("<seed:think>", "</seed:think>"),
-        "longcat": ThinkTags("<longcat_think>", "</longcat_think>"),
-        "think_bars": ThinkTags("<|think:start|>", "<|think:end|>"),
-        "magistral": ThinkTags("[THINK]", "[/THINK]"),
-        "cohere": ThinkTags("<|START_THINKING|>", "<|END_THINKING|>"),
-        "kimi_vl": ThinkTags("◁think▷", "◁/think▷"),
-        "gemma4": ThinkTags("<|channel>thought", "<channel|>"),
-        "kimi_k3": ThinkTags("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+        "hunyuan": ThinkTags(
+            "<think>",
+            "</think>",
+            answer=("<answer>", "</answer>"),
+            clues=("</think>", "<answer>"),
+        ),
+        "apriel": ThinkTags(
+            "Here are my reasoning steps:",
+            "[BEGIN FINAL RESPONSE]",
+            drop=("[END FINAL RESPONSE]",),
+            clues=("[BEGIN FINAL RESPONSE]",),
+        ),
+        "solar": ThinkTags(
+            "<|think|>",
+            "<|end|>",
+            drop=("<|begin|>assistant", "<|content|>", "<|end|>"),
+            clues=("<|begin|>assistant", "<|think|>"),
+        ),
+        "think": _tags("<think>", "</think>"),
+        "thinking": _tags("<thinking>", "</thinking>"),
+        "seed": _tags("<seed:think>", "</seed:think>"),
+        "longcat": _tags("<longcat_think>", "</longcat_think>"),
+        "minimax_m3": _tags("<mm:think>", "</mm:think>"),
+        "hy_v3": ThinkTags(
+            "<think:opensource>", "</think:opensource>", clues=(":opensource", "</think{}>")
+        ),
+        "think_bars": _tags("<|think:start|>", "<|think:end|>"),
+        "magistral": _tags("[THINK]", "[/THINK]"),
+        "cohere": _tags("<|START_THINKING|>", "<|END_THINKING|>"),
+        "apertus": _tags("<|inner_prefix|>", "<|inner_suffix|>"),
+        "kimi_vl": _tags("◁think▷", "◁/think▷"),
+        "gemma4": _tags("<|channel>thought", "<channel|>"),
+        "kimi_k3": ThinkTags(
+            "<|open|>think<|sep|>",
+            "<|close|>think<|sep|>",
+            drop=(
+                "<|open|>response<|sep|>",
+                "<|close|>response<|sep|>",
+                "<|close|>message<|sep|>",
+            ),
+            clues=("<|close|>think<|sep|>",),
+        ),
+        "deepseek_r1": ThinkTags("<think>", "</think>", implied=True),
     }
 )
-"""Reasoning formats by name, the most common first."""
-
-_DROP = {
-    THINK_TAGS["kimi_k3"]: (
-        "<|open|>response<|sep|>",
-        "<|close|>response<|sep|>",
-        "<|close|>message<|sep|>",
-    ),
-}
+"""Reasoning formats by name. Of several that match, the first is the model's."""
 
 _REASONING_ALIASES = {
-    "deepseek_r1": "think",
     "deepseek_v3": "think",
     "qwen3": "think",
     "glm45": "think",
     "minimax_m2": "think",
     "kimi_k2": "think",
-    "step3": "think",
+    "step3": "deepseek_r1",
     "seed_oss": "seed",
+    "hunyuan_a13b": "hunyuan",
     "mistral": "magistral",
     "command_a": "cohere",
     "gpt_oss": HARMONY,
@@ -65,26 +96,19 @@ class ReplyFormat:
 
     tool: the name of a tool-call format, or None if the model cannot call tools. think: its
     reasoning tags. visible: control tokens that are markup, which the splitter must see as text.
-    drop: markup around the text, which is never shown. native: the tokenizer's own parser, for
-    `whole_call`.
+    native: the tokenizer's own parser, for `whole_call`.
     """
 
     tool: str | None = None
     think: ThinkTags | None = None
     visible: frozenset[int] = frozenset()
-    drop: tuple[str, ...] = ()
     native: NativeParser | None = None
-
-    @property
-    def is_harmony(self) -> bool:
-        return self.tool == HARMONY
 
     @property
     def closing(self) -> str:
         """What ends reasoning and begins the answer; "" where there is no reasoning."""
-        if self.is_harmony:
-            return f"{END}{START}assistant{CHANNEL}final{MESSAGE}"
-        return f"\n{self.think.close}\n\n" if self.think else ""
+        closing = formats()[self.tool].closing if self.tool else ""
+        return closing or (f"\n{self.think.close}\n\n" if self.think else "")
 
 
 PLAIN = ReplyFormat()
@@ -121,9 +145,9 @@ def detect_format(
 ) -> ReplyFormat:
     """The model's format. Raises SetupError for an override that is not in the lists above.
 
-    native: the parser that the tokenizer itself names. It reads formats that no file here supports,
-    or any format if the override is "whole_call". takes_tools: whether the chat template does; if
-    not, the system prompt describes the tools and how to call them.
+    native: the parser that the tokenizer itself names. It reads formats that no file here supports, or
+    that only a weak clue shows, and any format if the override is "whole_call". takes_tools: whether the
+    chat template does; if not, the system prompt describes the tools and how to call them.
     """
     template = tokenizer.chat_template or ""
     clues = Clues(template, lambda text: tokenizer.token_id(text) is not None)
@@ -141,14 +165,22 @@ def detect_format(
         tool=tool.name if tool else None,
         think=think,
         visible=frozenset(t for t in ids if t is not None and t in tokenizer.special),
-        drop=_DROP.get(think, ()) if think else (),
         native=native,
     )
 
 
+def reads_calls(template: str, tokens: Container[str]) -> bool:
+    """Whether the template takes tools and a model's calls are read, as far as both of these show."""
+    clues = Clues(template, tokens.__contains__)
+    return "tools" in template and _tool_format(clues, None, None) is not None
+
+
 def opens_in_reasoning(prompt_tail: str, think: ThinkTags | None) -> bool:
-    """Whether the rendered prompt ends with the opening tag of reasoning."""
-    return think is not None and prompt_tail.rstrip().endswith(think.open)
+    """Whether the reply to a prompt that ends like this begins inside reasoning."""
+    if think is None:
+        return False
+    tail = prompt_tail.rstrip()
+    return tail.endswith(think.open) or (think.implied and not tail.endswith(think.close))
 
 
 def _tool_format(
@@ -161,13 +193,13 @@ def _tool_format(
             raise SetupError(_unknown("tool-call parser", override, tool_parser_names()))
         return formats()[names()[override]]
     matching = [f for f in formats().values() if f.matches(clues)]
-    if matching:
-        return max(matching, key=lambda f: f.rank)
-    return formats()["whole_call"] if native else None
+    if native:
+        matching.append(formats()["whole_call"])
+    return max(matching, key=lambda f: f.rank, default=None)
 
 
 def _think_tags(clues: Clues, override: str | None, tool: ToolFormat | None) -> ThinkTags | None:
-    if override == NONE or (tool and tool.name == HARMONY and override in (None, AUTO)):
+    if override == NONE or (tool and tool.splitter and override in (None, AUTO)):
         return None
     if override and override != AUTO:
         name = _REASONING_ALIASES.get(override, override)
@@ -175,17 +207,19 @@ def _think_tags(clues: Clues, override: str | None, tool: ToolFormat | None) -> 
             raise SetupError(_unknown("reasoning parser", override, reasoning_parser_names()))
         return THINK_TAGS.get(name)
     for tags in THINK_TAGS.values():
-        if tags.close in clues.template or all(map(clues.has_token, tokens_of(tags))):
+        if not tags.clues:
+            continue
+        in_template = all(clue in clues.template for clue in tags.clues)
+        if in_template or all(map(clues.has_token, tokens_of(tags))):
             return tags
     return None
 
 
 def tokens_of(tags: ThinkTags) -> list[str]:
-    """The control tokens that a pair of tags consists of."""
-    pieces = {"<|channel>thought": ["<|channel>"]}
-    if "<|sep|>" in tags.open:
-        return ["<|open|>", "<|close|>", "<|sep|>"]
-    return [*pieces.get(tags.open, [tags.open]), tags.close]
+    """The control tokens that the markup of reasoning may consist of."""
+    texts = (tags.open, tags.close, *tags.drop, *(tags.answer or ()))
+    tokens = (re.findall(r"<[^<>]*>", text) or [text] for text in texts)
+    return list(dict.fromkeys(chain.from_iterable(tokens)))
 
 
 def _unknown(kind: str, name: str, known: Iterable[str]) -> str:

@@ -21,10 +21,16 @@ _IN_REGEX = re.compile(r"[\\.+*?()|\[\]{}^$/]")
 
 @dataclass(frozen=True, slots=True)
 class TextSymbol:
-    """A symbol of a grammar that stands for text without calls."""
+    """A symbol of a grammar that stands for text without calls.
+
+    markers: none of these is in it; patterns: none of these matches all of it. A rule has neither: it
+    keeps control tokens out by what it is made of.
+    """
 
     symbol: str
     is_terminal: bool
+    markers: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
 
 
 class Lark:
@@ -85,7 +91,7 @@ class Lark:
             first, rest = self.rule(begins), self.rule(goes_on)
         return first
 
-    def text_without(self, markers: Sequence[str], *, patterns: Iterable[str] = ()) -> TextSymbol:
+    def text_without(self, markers: Sequence[str], *, patterns: Sequence[str] = ()) -> TextSymbol:
         """Any text that contains no marker, and that no pattern matches as a whole.
 
         Text never contains a control token. Where a marker with a control token begins with text, only
@@ -96,20 +102,24 @@ class Lark:
             chars = "".join(map(escaped, sorted(begun)))
             either = " | ".join([f"/[^{chars}]+/", *map(literal, sorted(begun))])
             return TextSymbol(self.rule(f"({either})*"), is_terminal=False)
-        inside = [f"(?s:.*){escaped(marker)}(?s:.*)" for marker in markers]
-        without = (f"~/{p}/" for p in (*inside, *patterns))
-        return TextSymbol(self.terminal(" & ".join([ANY_TEXT, *without])), is_terminal=True)
+        symbol = self.terminal(_text_that_lacks(markers, patterns))
+        return TextSymbol(symbol, True, tuple(markers), tuple(patterns))
 
     def text_then(self, text: TextSymbol, marker: str) -> str:
         """Text without calls, and the marker that ends it."""
         if text.is_terminal:
-            return self.text_before(marker, where=[text.symbol])
+            return self.text_before(marker, like=text)
         return f"{text.symbol} {self.mark(marker)}"
 
-    def text_before(self, end: str, *, where: Iterable[str] = ()) -> str:
-        """Any text without `end`, then `end`. `where`: terminals that the text must also match."""
-        without = f"~/(?s:.*){escaped(end)}(?s:.*)/"
-        text = self.terminal(" & ".join([ANY_TEXT, without, *where]))
+    def text_before(
+        self, end: str, *, like: TextSymbol | None = None, where: Iterable[str] = ()
+    ) -> str:
+        """Any text without `end`, then `end`. like: the text is also like this one. where: terminals
+        that it must match as well."""
+        markers, patterns = (like.markers, like.patterns) if like else ((), ())
+        if not any(marker in end for marker in markers):
+            markers = (*markers, end)
+        text = self.terminal(" & ".join([_text_that_lacks(markers, patterns), *where]))
         first, *rest = [p for p in self._control.split(end) if p]
         if first in self._ids:
             return " ".join([text, *map(self._symbol, (first, *rest))])
@@ -133,6 +143,13 @@ class Lark:
     def grammar(self, start: str, *, param: str) -> Grammar:
         text = "\n".join([f"start: {start}", *self._lines])
         return Grammar("lark", text, param, tuple(self._parts))
+
+
+def _text_that_lacks(markers: Iterable[str], patterns: Iterable[str]) -> str:
+    """All of it is one complement: each one more multiplies the lexer's states, and their cost."""
+    each = "|".join(map(escaped, markers))
+    patterns = [*([f"(?s:.*)({each})(?s:.*)"] if each else []), *patterns]
+    return f"{ANY_TEXT} & ~/{'|'.join(patterns)}/" if patterns else ANY_TEXT
 
 
 def literal(text: str) -> str:

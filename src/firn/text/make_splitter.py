@@ -26,7 +26,6 @@ def make_splitter(
         format.think,
         calls,
         in_reasoning=opens_in_reasoning(prompt_tail, format.think),
-        drop=format.drop,
     )
 
 

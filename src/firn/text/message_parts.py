@@ -6,6 +6,7 @@ Only parts of the newest message are refused: the user can do something about th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,8 @@ from firn.text.picture_spans import ReadyPicture
 
 MAX_PICTURES = 256
 """In one prompt: each is decoded before the prompt's length is known."""
+PICTURES_S = 120.0
+"""CPU time of this thread for the parts of one prompt, after which no other picture is prepared."""
 PARAGRAPH = "\n\n"
 
 
@@ -39,8 +42,10 @@ class PartReader:
         pictures: Pictures | None = None,
         *,
         in_results: bool = True,
+        pictures_s: float = PICTURES_S,
     ) -> None:
         self._pictures = pictures
+        self._pictures_s = pictures_s
         self._in_results = in_results
 
     def read(self, messages: Sequence[Message], *, newest: int) -> ReadableMessages:
@@ -49,10 +54,16 @@ class PartReader:
             return ReadableMessages(tuple(messages))
         readable: list[Message] = []
         notes: list[str] = []
-        n_pictures = 0
+        n_pictures, until = 0, time.thread_time() + self._pictures_s
         for i, message in enumerate(messages):
             parts: list[MessagePart] = []
             for part in message.parts:
+                if isinstance(part, PicturePart) and time.thread_time() > until:
+                    # Not replaced by a text: the same prompt may be faster next time.
+                    raise BadPicture(
+                        part.param,
+                        "the images before it took too long; send fewer or smaller ones.",
+                    )
                 try:
                     n_pictures += isinstance(part, PicturePart)
                     parts.append(self._read(part, message, n_pictures))

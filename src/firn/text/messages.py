@@ -33,6 +33,11 @@ class TemplateStyle:
     either_reasoning: bool = False
     lists: bool = False
     object_arguments: bool = False
+    empty_tools: bool = False
+
+    @property
+    def no_tools(self) -> list[Mapping[str, Any]] | None:
+        return [] if self.empty_tools else None
 
 
 COMMON = TemplateStyle()
@@ -58,9 +63,13 @@ def normalize_calls(messages: Sequence[Message], style: TemplateStyle) -> tuple[
     return tuple(map(message, messages))
 
 
+MAX_ARGUMENTS_CHARS = 1 << 16
+"""A longer text is left as it is: the API has parsed it already, within its bounds, if it could."""
+
+
 def parse_arguments(arguments: Mapping[str, Any] | str) -> Mapping[str, Any] | str:
     """The object in a JSON text, an empty one for an empty text; anything else stays text."""
-    if not isinstance(arguments, str):
+    if not isinstance(arguments, str) or len(arguments) > MAX_ARGUMENTS_CHARS:
         return arguments
     if not arguments.strip():
         return {}
@@ -88,10 +97,12 @@ def _message_dict(
         fields["tool_calls"] = [_call_dict(c, style) for c in message.tool_calls]
         if style.none_content and not fields["content"]:
             fields["content"] = None
-    if message.reasoning is not None and not (
-        style.either_reasoning and message.tool_calls and fields["content"]
-    ):
+    if message.reasoning is not None:
         fields[style.reasoning_key] = message.reasoning
+        if style.either_reasoning and message.tool_calls:
+            said = (message.reasoning, message.text)
+            fields[style.reasoning_key] = "\n\n".join(filter(None, said))
+            fields["content"] = ""
     if message.tool_call_id is not None:
         fields["tool_call_id"] = message.tool_call_id
         if style.names_results:

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
-from firn.core.errors import BadRequest, ContextTooLong, InvalidValue
+from firn.core.errors import (
+    BadRequest,
+    ContextTooLong,
+    InvalidValue,
+    TemplateFailed,
+    TemplateTooSlow,
+)
 from firn.core.ports import Pictures, Tokenizer
 from firn.core.values import (
     Chat,
@@ -25,19 +31,28 @@ from firn.core.values import (
     Reasoning,
     Source,
     TokenArray,
+    Tool,
 )
 from firn.text.arrange import arrange
 from firn.text.boundaries import Boundaries
 from firn.text.essential import essential_of_text
-from firn.text.formats import assistant_markup, markup_tokens
+from firn.text.formats import FALLBACK, assistant_markup, markup_tokens
 from firn.text.infill import detect_infill
 from firn.text.length import refuse_too_long
 from firn.text.message_parts import PartReader
 from firn.text.messages import normalize_calls, to_template, tools_to_template
-from firn.text.parsers import formats
+from firn.text.parsers import ToolFormat, formats
 from firn.text.picture_spans import PromptPictures, pictures_of
+from firn.text.plain_schema import with_plain_schema
 from firn.text.rendering import Content, Rendered
-from firn.text.template import MESSAGE_OPENERS, Template, keeps_header, shows_pictures_in_results
+from firn.text.template import (
+    MESSAGE_OPENERS,
+    Template,
+    keeps_header,
+    nearest_effort,
+    reasoning_kwargs,
+    shows_pictures_in_results,
+)
 from firn.text.tool_prompt import with_tools_as_text
 from firn.text.typed_control import TypedControl, control_texts
 from firn.text.well_formed import well_formed
@@ -84,6 +99,7 @@ class PromptMaker:
         known = {*markup_tokens(), *MESSAGE_OPENERS}
         self._typed = TypedControl(control_texts(tokenizer, known), own=own)
         self._keeps_header = lru_cache(maxsize=N_KWARGS)(self._probe_header)
+        self._effort = lru_cache(maxsize=N_KWARGS)(self._nearest_effort)
 
     def make(self, source: Source, *, reasoning: Reasoning = TEMPLATE_DEFAULT) -> Prompt:
         """Raises BadRequest, ContextTooLong, TemplateFailed."""
@@ -114,7 +130,8 @@ class PromptMaker:
     def _chat(self, chat: Chat, reasoning: Reasoning) -> Prompt:
         template = self._checked(chat)
         read = self._reader.read(chat.messages, newest=chat.newest)
-        kwargs = {**_reasoning_kwargs(reasoning), **chat.template_kwargs}
+        effort = self._effort(reasoning.effort, reasoning.enabled) if reasoning.effort else None
+        kwargs = {**reasoning_kwargs(reasoning.enabled, effort), **chat.template_kwargs}
         # Documents are long, and make no difference to the header.
         short = {k: v for k, v in kwargs.items() if k != "documents"}
         keeps = not chat.continues and self._keeps_header(json.dumps(short, sort_keys=True))
@@ -133,11 +150,10 @@ class PromptMaker:
             prompt = self._with_pictures(prompt, pictures)
         self._checked_ids(prompt.ids, param="messages", prompt=prompt)
         messages = self._arranged(content, template)
-        prompt = self._boundaries.marked(prompt, rendered, messages, keeps_header=keeps)
-        # From the messages as sent: arranging them may turn the system prompt into user text.
-        return replace(
-            prompt, essential=self._boundaries.essential(prompt, rendered, content.messages)
-        )
+        # As sent: arranging messages may turn the system prompt into user text.
+        sent = content.messages
+        prompt = self._boundaries.marked(prompt, rendered, messages, sent=sent, keeps_header=keeps)
+        return replace(prompt, essential=self._boundaries.essential(prompt, rendered, sent))
 
     def _checked(self, chat: Chat) -> Template:
         """The template, if this model can render the chat. Raises BadRequest."""
@@ -167,22 +183,42 @@ class PromptMaker:
     def _writes_calls(self) -> bool:
         return self._tool_format is not None and self._tool_format.write is not None
 
+    @property
+    def _written_format(self) -> ToolFormat:
+        """How calls of history are written where the template would lose them."""
+        written = self._tool_format if self._writes_calls else None
+        return written or formats()[FALLBACK]
+
     # --- rendering -------------------------------------------------------------------------
 
     def _arranged(self, content: Content, template: Template) -> tuple[Message, ...]:
         messages, rules = content.messages, template.rules
-        if not (rules.tools and rules.calls) and self._tool_format and self._writes_calls:
+        shows_calls = rules.tools and rules.calls and (rules.calls_alone or bool(content.tools))
+        if not shows_calls:
             tools = () if rules.tools else content.tools
-            messages = with_tools_as_text(messages, tools, self._tool_format)
-        return arrange(messages, rules)
+            messages = with_tools_as_text(messages, tools, self._written_format)
+        return arrange(messages, rules, with_tools=bool(content.tools) and rules.tools)
 
     def _render(self, content: Content, template: Template, pictures: PromptPictures | None) -> str:
-        messages = to_template(self._arranged(content, template), style=template.style)
-        return self._tokenizer.render(
-            pictures.written_out(messages) if pictures else messages,
-            tools=tools_to_template(content.tools) or None if template.rules.tools else None,
-            kwargs=content.kwargs or {},
-        )
+        plain = to_template(self._arranged(content, template), style=template.style)
+        messages = pictures.written_out(plain) if pictures else plain
+
+        def rendered(tools: Sequence[Tool]) -> str:
+            given = tools_to_template(tools) or template.style.no_tools
+            return self._tokenizer.render(messages, tools=given, kwargs=content.kwargs or {})
+
+        tools = content.tools if template.rules.tools else ()
+        try:
+            return rendered(tools)
+        except TemplateTooSlow:
+            raise
+        except TemplateFailed:
+            if not tools:
+                raise
+            # The same tools always fail, so the chat's next prompt begins like this one.
+            with suppress(TemplateFailed):
+                return rendered([with_plain_schema(tool) for tool in tools])
+            raise
 
     def _pictures_in(self, messages: Sequence[Message]) -> PromptPictures | None:
         if self._pictures is None or not pictures_of(messages):
@@ -210,6 +246,10 @@ class PromptMaker:
         """Whether the next turn's prompt contains the reply's header."""
         assert self._template is not None
         return keeps_header(self._tokenizer, self._template.style, json.loads(kwargs))
+
+    def _nearest_effort(self, effort: str, enabled: bool | None) -> str:
+        assert self._template is not None
+        return nearest_effort(self._tokenizer, self._template.style, effort, enabled=enabled)
 
     # --- ids -------------------------------------------------------------------------------
 
@@ -260,13 +300,3 @@ class PromptMaker:
 
 def _plain(ids: TokenArray) -> Prompt:
     return Prompt(ids, essential=essential_of_text(len(ids)))
-
-
-def _reasoning_kwargs(reasoning: Reasoning) -> dict[str, Any]:
-    """Template variables by the names that templates use for them."""
-    kwargs: dict[str, Any] = {}
-    if reasoning.enabled is not None:
-        kwargs["enable_thinking"] = kwargs["thinking"] = reasoning.enabled
-    if reasoning.effort is not None:
-        kwargs["reasoning_effort"] = reasoning.effort
-    return kwargs

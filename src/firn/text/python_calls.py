@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 _JSON_WORDS = {"true": True, "false": False, "null": None}
 _BEGINS_CALL = re.compile(r"\s*[\[(]*\s*\w[\w.]*\s*\(")
 _AFTER_STRING = re.compile(r"\s*(?:[,)\]}:]|$)")
+_NUMBER_LIKE = re.compile(r"(?<![\w.%/+-])[+-]?\d[\w.%/+-]*+(?::\d\d){0,2}(?=\s*[,)\]}])")
 _FAULTS = (SyntaxError, ValueError, TypeError, MemoryError, RecursionError)
 _BACKSLASH = re.compile(
     r"""\\(?:[\\'"abfnrtv\n0-7] | N\{[A-Z0-9\ -]+\} | x[0-9a-fA-F]{2} | u[0-9a-fA-F]{4}
@@ -35,45 +36,53 @@ def python_calls(text: str) -> list[PythonCall]:
     """The calls in one expression, in a list, or one per line; empty for any other text."""
     if not _BEGINS_CALL.match(text):
         return []  # parsing would take a thousand times as long
-    try:
-        body = _statements(text.strip())
-        nodes: list[ast.expr] = []
-        for statement in body:
-            if not isinstance(statement, ast.Expr):
-                return []
-            value = statement.value
-            nodes += value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
-        return [_call(node) for node in nodes]
-    except _FAULTS:
-        return []
-
-
-def _statements(text: str) -> list[ast.stmt]:
     # Backslashes of a pattern or path: Python would warn of "\d" on stderr, and reject "\users".
-    text = _BACKSLASH.sub(lambda match: match[0] if len(match[0]) > 1 else "\\\\", text)
-    try:
-        return ast.parse(text).body
-    except _FAULTS:
-        return ast.parse(_requoted(text)).body
+    text = _BACKSLASH.sub(lambda match: match[0] if len(match[0]) > 1 else "\\\\", text.strip())
+    text = text.replace("\0", "\\x00")  # which Python does not parse
+    for read in (text, _repaired(text)):
+        try:
+            return _calls(ast.parse(read).body)
+        except _FAULTS:
+            continue
+    return []
 
 
-def _requoted(text: str) -> str:
-    """Escapes what templates leave unescaped in strings: quotes and line breaks.
+def _calls(body: list[ast.stmt]) -> list[PythonCall]:
+    nodes: list[ast.expr] = []
+    for statement in body:
+        if not isinstance(statement, ast.Expr):
+            return []
+        value = statement.value
+        nodes += value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
+    return [_call(node) for node in nodes]
+
+
+def _repaired(text: str) -> str:
+    """Escapes what templates leave unescaped in strings, quotes and line breaks, and quotes what begins
+    like a number and is none: 07, 2024-10-15, 5kg.
 
     A quote closes its string only if a comma, a colon, a closing bracket or the end follows.
     """
-    chars = []
+    chars: list[str] = []
     quote = ""
     escaped = False
-    for i, char in enumerate(text):
+    i = 0
+    while i < len(text):
+        char = text[i]
+        i += 1
         if not quote:
+            number = _NUMBER_LIKE.match(text, i - 1)
+            if number and not _is_literal(number[0]):
+                chars.append(f'"{number[0]}"')
+                i = number.end()
+                continue
             quote = char if char in "'\"" else ""
             chars.append(char)
         elif escaped or char == "\\":
             escaped = not escaped
             chars.append(char)
         elif char == quote:
-            closes = _AFTER_STRING.match(text, i + 1) is not None
+            closes = _AFTER_STRING.match(text, i) is not None
             chars.append(char if closes else "\\" + char)
             quote = "" if closes else quote
         else:
@@ -81,10 +90,18 @@ def _requoted(text: str) -> str:
     return "".join(chars)
 
 
+def _is_literal(text: str) -> bool:
+    try:
+        ast.literal_eval(text)
+    except _FAULTS:
+        return False
+    return True
+
+
 class Brackets:
     """Tracks whether the brackets of a growing text are closed. Those in strings do not count.
 
-    lenient: a quote closes its string only where a string may end (see `_requoted`).
+    lenient: a quote closes its string only where a string may end (see `_repaired`).
     """
 
     def __init__(self, *, lenient: bool) -> None:
@@ -115,7 +132,7 @@ def _call(node: ast.expr) -> PythonCall:
         if keyword.arg is None:
             raise ValueError("a call with **arguments")
         value = ast.literal_eval(_JsonWords().visit(keyword.value))
-        json.dumps(value, allow_nan=False)  # raises for bytes, sets and whatever else JSON lacks
+        json.dumps(value, allow_nan=False)  # raises for bytes and whatever else JSON lacks
         arguments[keyword.arg] = value
     return PythonCall(_dotted(node.func), arguments)
 
@@ -129,7 +146,11 @@ def _dotted(node: ast.expr) -> str:
 
 
 class _JsonWords(ast.NodeTransformer):
-    """Replaces true, false and null, which templates write inside nested values."""
+    """Replaces true, false and null, which templates write inside nested values, and sets by lists."""
+
+    def visit_Set(self, node: ast.Set) -> ast.expr:
+        self.generic_visit(node)
+        return ast.copy_location(ast.List(node.elts, ast.Load()), node)
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id not in _JSON_WORDS:

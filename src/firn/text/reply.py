@@ -84,7 +84,7 @@ class ReplyReader:
         """The events for what was held back, and ChoiceFinished."""
         pieces = self._split(self._detokenizer.flush())
         if self._splitter:
-            pieces = [*pieces, *self._splitter.finish()]
+            pieces = [*pieces, *self._splitter.finish(was_cut=reason == "length")]
         events = self._events(pieces)
         if self.stopped:
             return events

@@ -29,15 +29,22 @@ class ToolSchemas:
     def __contains__(self, name: str) -> bool:
         return name in self._parameters
 
+    def keys(self, tool: str) -> Sequence[str]:
+        """The names of the declared arguments."""
+        schema = self._parameters.get(tool)
+        properties = schema.get("properties") if isinstance(schema, Mapping) else None
+        return list(properties) if isinstance(properties, Mapping) else []
+
+    def schema(self, tool: str, key: str) -> tuple[Any, Mapping[str, Any]]:
+        """(an argument's schema, None if it is not declared; the schema that its references are of)"""
+        root = self._parameters.get(tool)
+        root = root if isinstance(root, Mapping) else {}
+        properties = root.get("properties")
+        return (properties.get(key) if isinstance(properties, Mapping) else None), root
+
     def types(self, tool: str, key: str) -> frozenset[str]:
         """The JSON types that an argument may have; ANY if the schema does not specify any."""
-        schema = self._parameters.get(tool)
-        if not isinstance(schema, Mapping):
-            return ANY
-        properties = schema.get("properties")
-        if not isinstance(properties, Mapping) or key not in properties:
-            return ANY
-        return types_of(properties[key], schema)
+        return types_of(*self.schema(tool, key))
 
     def coerce(self, tool: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         return {k: coerce(v, self.types(tool, k)) for k, v in arguments.items()}

@@ -23,7 +23,9 @@ class ReplySplitter(Protocol):
 
     def feed(self, text: str) -> list[Piece]: ...
 
-    def finish(self) -> list[Piece]: ...
+    def finish(self, *, was_cut: bool = True) -> list[Piece]:
+        """The pieces that were held back. was_cut: the reply was longer than it may be."""
+        ...
 
 
 class MakeParser(Protocol):
@@ -32,8 +34,19 @@ class MakeParser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ThinkTags:
+    """How a format marks reasoning.
+
+    drop: markup around the answer, which is never shown. answer: the tags that may enclose the whole
+    answer. implied: a reply begins inside reasoning, though no tag opens it. clues: what a chat template
+    of the format contains; none: only the user can choose it.
+    """
+
     open: str
     close: str
+    drop: tuple[str, ...] = ()
+    answer: tuple[str, str] | None = None
+    implied: bool = False
+    clues: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,43 +71,53 @@ class TagSplitter:
         *,
         in_reasoning: bool,
         drop: tuple[str, ...] = (),
+        begun: str = "",
     ) -> None:
+        """drop: markup that is never shown. begun: markup of the reply that the prompt ends with."""
         self.in_reasoning = in_reasoning
         self._think = think
         self._calls = calls
-        self._drop = drop
+        self._drop = (*drop, *think.drop) if think else drop
+        self._answer = (think.answer if think else None) or ("", "")
         opens = calls.opens if calls else ()
         tags = (think.open, think.close) if think else ()
-        self._text_finder = StreamFinder((*tags, *opens, *drop))
-        self._reasoning_finder = StreamFinder((think.close, *opens) if think else ())
+        self._text_finder = StreamFinder((*tags, *self._answer, *opens, *self._drop))
+        self._reasoning_finder = StreamFinder((think.open, think.close, *opens) if think else ())
         self._parser: CallParser | None = None
-        self._n_fed = 0
+        self._n_fed = -len(begun)
         self._at_start = True
         """Neither text nor a call has arrived yet."""
         self._is_fresh = True
         """The next text may begin with a call that has no marker."""
         self._is_quoting = False
         """The last character of the text was a quotation mark."""
+        self._has_reasoned = False
+        """The reasoning has begun with something other than its tag."""
+        self._in_answer = False
+        """The tag that encloses the answer has been opened."""
         self._skip = "\n" if in_reasoning else ""
         """Characters to drop before the next text: they belong to the markup before it."""
         self._space = TextPiece("", 0)
         """Blank space that is text only if text follows."""
         self._out: list[Piece] = []
+        if begun:
+            self.feed(begun)
 
     def feed(self, text: str) -> list[Piece]:
         self._n_fed += len(text)
         self._read(text)
         return self._take_pieces()
 
-    def finish(self) -> list[Piece]:
+    def finish(self, *, was_cut: bool = True) -> list[Piece]:
         while self._parser is not None:
-            self._out.extend(self._parser.finish())
+            self._out.extend(self._parser.finish(was_cut=was_cut))
             self._read(self._leave_parser())
         if self.in_reasoning:
             self._emit_reasoning(self._reasoning_finder.flush())
         else:
             rest = self._text_finder.flush()
-            self._emit_text(rest, self._n_fed - len(rest))
+            if self._skip != SPACE:  # else another call was cut off in its marker
+                self._emit_text(rest, self._n_fed - len(rest))
             if self._space.text:
                 self._out.append(self._space)
         return self._take_pieces()
@@ -142,13 +165,15 @@ class TagSplitter:
 
     def _handle_marker(self, needle: str, at: int) -> None:
         is_quoted, self._is_quoting = self._is_quoting, False
-        if needle in self._drop:
+        opens = self._think is not None and needle == self._think.open
+        if needle in self._drop or self._encloses_answer(needle):
             self._is_fresh = self._at_start
             self._space, self._skip = TextPiece("", 0), "\n"
-        elif self._think and needle == self._think.open and is_quoted:
+        elif needle in self._answer or (opens and is_quoted):
             self._emit_text(needle, at)
-        elif self._think and needle == self._think.open:
+        elif opens:
             self.in_reasoning = True
+            self._has_reasoned = False
             self._space, self._skip = TextPiece("", 0), "\n"
         elif self._think and needle == self._think.close:
             if self._at_start:  # reasoning that was never opened, or opened and closed elsewhere
@@ -159,9 +184,18 @@ class TagSplitter:
         elif self._calls:
             self._enter_parser(needle, self._calls)
 
+    def _encloses_answer(self, needle: str) -> bool:
+        opens, closes = self._answer
+        is_tag = (needle == opens and self._at_start) or (needle == closes and self._in_answer)
+        if is_tag:
+            self._in_answer = needle == opens
+        return is_tag
+
     def _emit_text(self, text: str, at: int) -> None:
         """Passes on text; blank space at its end waits, since a call may follow."""
         self._is_quoting = text[-1:] in QUOTES
+        if at < 0:  # what the prompt has begun turned out to be no markup
+            text, at = text[-at:], 0
         if self._skip:
             bare = text.lstrip(self._skip)
             if not bare:
@@ -190,6 +224,9 @@ class TagSplitter:
             self.in_reasoning = False
             self._is_fresh = self._at_start
             self._space, self._skip = TextPiece("", 0), "\n"
+        elif needle and self._think and needle == self._think.open:
+            if self._has_reasoned:  # else the model repeats the tag that the prompt ends with
+                self._emit_reasoning(needle)
         elif needle and self._calls:
             self._enter_parser(needle, self._calls)
         return after
@@ -205,6 +242,7 @@ class TagSplitter:
         bare = text.rstrip("\n")
         self._space = TextPiece(text[len(bare) :], 0)
         if bare:
+            self._has_reasoned = True
             self._out.append(ReasoningPiece(bare))
 
     # --- calls -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from firn.text.calls import Script, TextEnded
+from firn.text.calls import Script
 from firn.text.json_calls import JsonCallParser, JsonTape
 from firn.text.schema import from_text
 
@@ -28,8 +28,8 @@ class CallTags:
     """The tags of one format, e.g. <function=NAME> <parameter=KEY> VALUE </parameter> </function>.
 
     call: empty if the name directly follows the opening marker. key_end and value_open are between key
-    and value. section_end: closes several calls; empty: nothing does. trims: a line break at each end
-    of a value is layout. cdata: a value may be in a CDATA section.
+    and value. parameter_end: {} stands for the key. section_end: closes several calls; empty: nothing
+    does. trims: a line break at each end of a value is layout. cdata: a value may be in a CDATA section.
 
     For writing calls: line: what is written between two tags. shares_section: several calls share a
     section. has_string_attribute: a parameter's tag states whether its value is a string.
@@ -49,10 +49,13 @@ class CallTags:
     shares_section: bool = False
     has_string_attribute: bool = False
 
-    @property
-    def quote(self) -> str:
-        """Names are quoted where the tag has them as an attribute."""
-        return '"' if self.call.endswith("name=") else ""
+    def quoted(self, tag: str, name: str) -> str:
+        """A tag with a name, which is quoted where the tag has it as an attribute."""
+        quote = '"' if tag.endswith("name=") else ""
+        return f"{tag}{quote}{name}{quote}"
+
+    def closes(self, key: str) -> str:
+        return self.parameter_end.replace("{}", key)
 
     @property
     def padding(self) -> str:
@@ -97,19 +100,20 @@ class TagCallParser(JsonCallParser):
         if end != tags.name_end:
             self.tape.pos -= len(end)
         self.start(_split_header(header)[0] if header.lstrip()[:1] in ('"', "'") else header)
+        if tags.call and (yield from JsonTape(self.tape).next_char()) == "{":
+            yield from self.guarded(self.stream_arguments(), tags.call_end)
+            yield from self.tape.close(tags.call_end, stray="}")
+            return
         self.arguments("{")
-        try:
-            yield from self._parameters()
-        except TextEnded:
-            if self._in_value:
-                raise
-            self.tape.pos = len(self.tape.text)  # a tag that was cut off
+        self.missing.append("}")
+        self._keys_left = list(self.schemas.keys(self.name))
+        yield from self.parameters()
         self.arguments("}")
         self.end()
 
-    def _parameters(self) -> Script[None]:
+    def parameters(self) -> Script[None]:
+        """Reads from the end of the call's tag, past its closing tag."""
         tags = self.tags
-        self._in_value = False
         separator = ""
         ends = [tags.call_end]
         if tags.section_end not in ("", tags.call_end):
@@ -124,19 +128,24 @@ class TagCallParser(JsonCallParser):
             key, attributes = _split_header(header)
             if tags.value_open:
                 yield from self.tape.until(tags.value_open)
-            self._in_value = True
-            yield from self._value(
-                separator + json.dumps(key, ensure_ascii=False) + ": ", key, attributes
-            )
-            self._in_value = False
+            yield from self.parameter(separator, key, attributes)
             separator = ", "
 
-    def _value(self, lead: str, key: str, attributes: str) -> Script[None]:
+    def parameter(self, separator: str, key: str, attributes: str) -> Script[None]:
+        """Reads a value, past its closing tag, and reports it with its key."""
+        if key in self._keys_left:
+            self._keys_left.remove(key)
+        lead = separator + json.dumps(key, ensure_ascii=False) + ": "
         types = self._types(key, attributes)
         if types == STRING:
-            yield from self._string(lead)
-            return
-        text, _ = yield from self.tape.until(self.tags.parameter_end)
+            yield from self._string(lead, key)
+        else:
+            yield from self.typed_value(lead, key, types)
+
+    def typed_value(self, lead: str, key: str, types: frozenset[str]) -> Script[None]:
+        """Reads a value that may be something else than a string."""
+        text, marker = yield from self.tape.until(*self._value_ends(key))
+        self._leave(marker, key)
         if self.tags.trims:
             text = text.removeprefix("\n").removesuffix("\n")
         wrapped = _CDATA.fullmatch(text) if self.tags.cdata else None
@@ -144,25 +153,43 @@ class TagCallParser(JsonCallParser):
         self.arguments(lead + json.dumps(value, ensure_ascii=False))
 
     def _types(self, key: str, attributes: str) -> frozenset[str]:
-        if 'string="true"' in attributes:
-            return STRING
         types = self.schemas.types(self.name, key)
+        if 'string="true"' in attributes and (not types or "string" in types):
+            return STRING
         return types - STRING if 'string="false"' in attributes else types
 
-    def _string(self, lead: str) -> Script[None]:
-        end = self.tags.parameter_end
+    def _value_ends(self, key: str) -> tuple[str, ...]:
+        """What ends a value: its closing tag; if the model has left it out, what comes next."""
+        tags = self.tags
+        opens = (tags.quoted(tags.parameter, k) for k in self._keys_left)
+        following = [tag if tag.endswith('"') else tag + tags.key_end for tag in opens]
+        if tags.call and tags.section_end:
+            following += [f"{tags.call_end}{line}{tags.section_end}" for line in ("", "\n")]
+        return (tags.closes(key), *following)
+
+    def _leave(self, marker: str, key: str) -> None:
+        """Leaves a marker to be read that does not belong to the value before it."""
+        if marker != self.tags.closes(key):
+            self.tape.pos -= len(marker)
+
+    def _string(self, lead: str, key: str) -> Script[None]:
+        ends = self._value_ends(key)
         if self.tags.cdata and (yield from self._opens_cdata()):
-            end = "]]>"
+            ends = ("]]>",)
         elif self.tags.trims:
             yield from self.tape.take("\n")
         self.arguments(lead + '"')
+        self.missing.append('"')
         line_break = marker = ""
         while not marker:
-            text, marker = yield from self.tape.flow(end)
+            text, marker = yield from self.tape.flow(*ends)
             text, line_break = line_break + text, ""
             if self.tags.trims and text.endswith("\n"):
                 text, line_break = text[:-1], "\n"
             self.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+        if len(ends) > 1:
+            self._leave(marker, key)
+        self.missing.pop()
         self.arguments('"')
 
     def _opens_cdata(self) -> Script[bool]:
@@ -177,20 +204,20 @@ class TagCallParser(JsonCallParser):
 def write_tags(tags_by_marker: Mapping[str, CallTags]) -> Callable[[str, Mapping[str, Any]], str]:
     """Makes a writer of calls in the first of these formats: strings as they are, the rest as JSON."""
     opening, tags = next(iter(tags_by_marker.items()))
-    quote, pad = tags.quote, tags.padding
+    pad = tags.padding
 
     def value(key: str, argument: Any) -> str:
         is_text = isinstance(argument, str)
         kind = f' string="{str(is_text).lower()}"' if tags.has_string_attribute else ""
         text = argument if is_text else json.dumps(argument, ensure_ascii=False)
         opens = tags.line + tags.value_open if tags.value_open else ""
-        head = f"{tags.parameter}{quote}{key}{quote}{kind}{tags.key_end}{opens}"
-        return f"{head}{pad}{text}{pad}{tags.parameter_end}{tags.line}"
+        head = f"{tags.quoted(tags.parameter, key)}{kind}{tags.key_end}{opens}"
+        return f"{head}{pad}{text}{pad}{tags.closes(key)}{tags.line}"
 
     def write(name: str, arguments: Mapping[str, Any]) -> str:
         lead = "" if opening == tags.call else opening + (tags.line if tags.call else "")
         line = "" if tags.name_end == "\n" else tags.line
-        head = f"{lead}{tags.call}{quote}{name}{quote}{tags.name_end}{line}"
+        head = f"{lead}{tags.quoted(tags.call, name)}{tags.name_end}{line}"
         body = "".join(value(key, argument) for key, argument in arguments.items())
         tail = f"{tags.call_end}{tags.line}" if tags.call else ""
         return f"{head}{body}{tail}{tags.section_end}"

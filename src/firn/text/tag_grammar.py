@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from firn.core.errors import InvalidValue
 from firn.core.values import Tool
 from firn.text.bare_values import (
     allowed_values,
@@ -49,7 +50,8 @@ class _TagGrammarWriter:
     def _call(self, tool: Tool) -> str:
         t = self._tags
         tag = "" if self._opening == t.call else t.call
-        head = f"{tag}{self._quoted(plain(tool.name, tool.param))}{t.name_end}"
+        name = t.quoted(t.call, plain(tool.name, tool.param)).removeprefix(t.call)
+        head = f"{tag}{name}{t.name_end}"
         # One line break after the name is enough.
         head += self._line if t.name_end != "\n" else ""
         tail = f"{t.call_end}{self._line}" if t.call else ""
@@ -57,47 +59,52 @@ class _TagGrammarWriter:
             self._lark.leave_out(tool.param, f"#/{key}")
         declared = parameters(tool)
         body = (
-            [self._any_parameters()]
+            [self._any_parameters(tool)]
             if declared is None
             else [self._parameter(p, tool) for p in declared]
         )
         return " ".join([self._lark.mark(head), *body, self._lark.mark(tail)])
-
-    def _quoted(self, name: str) -> str:
-        return f"{self._tags.quote}{name}{self._tags.quote}"
 
     def _parameter(self, parameter: Parameter, tool: Tool) -> str:
         t = self._tags
         types = types_of(parameter.schema, as_root(parameter.schema))
         is_raw = not types or "string" in types
         kind = f' string="{"true" if is_raw else "false"}"' if t.has_string_attribute else ""
-        head = self._lark.mark(f"{t.parameter}{self._quoted(parameter.name)}{kind}{self._opens()}")
+        opens = f"{t.quoted(t.parameter, parameter.name)}{kind}{self._opens()}"
+        head = self._lark.mark(opens)
         grammar = lark_grammar(tool)
         if grammar is not None:
-            closes = self._lark.mark(self._closes() + self._line)
+            closes = self._lark.mark(self._closes(parameter.name) + self._line)
             return self._lark.rule(f"{head} {self._lark.part(grammar)} {closes}")
         tag = self._lark.rule(f"{head} {self._value(parameter, types, tool.param)}")
         return tag if parameter.required else f"{tag}?"
 
-    def _any_parameters(self) -> str:
+    def _any_parameters(self, tool: Tool) -> str:
         """Any parameters with any text: the schema declares none."""
         t, mark = self._tags, self._lark.mark
+        if t.closes("a") != t.closes("b"):
+            raise InvalidValue(
+                tool.param, "the model's call format needs the names of the parameters"
+            )
+        before, after = t.quoted(t.parameter, "\0").split("\0")
         kind = ' string="true"' if t.has_string_attribute else ""
         key = self._lark.terminal(_KEY)
-        head = f"{mark(t.parameter + t.quote)} {key} {mark(t.quote + kind + self._opens())}"
-        tag = self._lark.rule(f"{head} {self._lark.text_before(self._closes())} {mark(self._line)}")
+        head = f"{mark(before)} {key} {mark(after + kind + self._opens())}"
+        tag = self._lark.rule(
+            f"{head} {self._lark.text_before(self._closes(''))} {mark(self._line)}"
+        )
         return f"{tag}*"
 
     def _opens(self) -> str:
         t = self._tags
         return t.key_end + (self._line + t.value_open if t.value_open else "") + t.padding
 
-    def _closes(self) -> str:
-        return self._tags.padding + self._tags.parameter_end
+    def _closes(self, key: str) -> str:
+        return self._tags.padding + self._tags.closes(key)
 
     def _value(self, parameter: Parameter, types: frozenset[str], param: str) -> str:
         name, schema = parameter.name, parameter.schema
-        end = self._lark.mark(self._closes() + self._line)
+        end = self._lark.mark(self._closes(name) + self._line)
         values = allowed_values(schema)
         if values is not None:
             texts = (v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in values)
@@ -106,5 +113,5 @@ class _TagGrammarWriter:
             return f"{self._lark.json(schema, param=param)} {end}"
         for key in unenforced_text(schema):
             self._lark.leave_out(param, f"#/properties/{name}/{key}")
-        text = self._lark.text_before(self._closes(), where=string_terminals(schema))
+        text = self._lark.text_before(self._closes(name), where=string_terminals(schema))
         return f"{text} {self._lark.mark(self._line)}"

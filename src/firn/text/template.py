@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from firn.core.errors import TemplateFailed
 from firn.core.ports import Tokenizer
-from firn.core.values import Message, PicturePart, TextPart, Tool, ToolCall
-from firn.text.messages import TemplateStyle, to_template, tools_to_template
+from firn.core.values import EFFORTS, Message, PicturePart, TextPart, Tool, ToolCall
+from firn.text.messages import TemplateStyle, normalize_calls, to_template, tools_to_template
 from firn.text.turn_rules import TurnRules, turn_rules
 
 MESSAGE_OPENERS = (
@@ -64,7 +64,7 @@ class Template:
     @classmethod
     def read(cls, tokenizer: Tokenizer) -> Template:
         style = replace(read_style(tokenizer.chat_template or ""), lists=_wants_lists(tokenizer))
-        style = replace(style, object_arguments=_wants_objects(tokenizer, style))
+        style = _probed(tokenizer, style)
         return cls(style, turn_rules(tokenizer, style), openers(tokenizer))
 
 
@@ -94,22 +94,39 @@ def _wants_lists(tokenizer: Tokenizer) -> bool:
     return not shows(_ALPHA) and shows([{"type": "text", "text": _ALPHA}])
 
 
-def _wants_objects(tokenizer: Tokenizer, style: TemplateStyle) -> bool:
-    """Whether the template fails on call arguments that are a string, or drops them."""
+def _probed(tokenizer: Tokenizer, style: TemplateStyle) -> TemplateStyle:
+    """The style with what shows a call, wherever the template fails without it or drops the call."""
 
-    def shows(arguments: Mapping[str, Any] | str) -> bool:
-        call = Message("assistant", tool_calls=(ToolCall("call00001", _ALPHA, arguments),))
-        result = Message("tool", (TextPart(_BETA),), tool_call_id="call00001")
-        chat = (Message("user", (TextPart(_GAMMA),)), call, result)
-        tools = tools_to_template((Tool(_ALPHA),))
+    def shows(
+        call: ToolCall, style: TemplateStyle, tools: Sequence[Tool] = (Tool(_ALPHA),)
+    ) -> bool:
+        result = Message("tool", (TextPart(_BETA),), tool_call_id=call.id)
+        asked = Message("user", (TextPart(_GAMMA),))
+        chat = (asked, Message("assistant", tool_calls=(call,)), result)
+        given = tools_to_template(tools) or style.no_tools
         try:
-            return _DELTA in tokenizer.render(
-                to_template(chat, style=style), tools=tools, kwargs={}
-            )
+            messages = to_template(normalize_calls(chat, style), style=style)
+            return _DELTA in tokenizer.render(messages, tools=given, kwargs={})
         except TemplateFailed:
             return False
 
-    return not shows(_DELTA) and shows({"input": _DELTA})
+    call = ToolCall("call00001", _ALPHA, {"input": _DELTA})
+    short, long = (replace(call, id=id) for id in ("call_1", "chatcmpl-tool-0123456789abcdef"))
+    text = replace(call, arguments=_DELTA)
+
+    def all_ids(style: TemplateStyle) -> bool:
+        return shows(short, style) and shows(long, style)
+
+    other_content = replace(style, none_content=not style.none_content)
+    if not shows(call, style) and shows(call, other_content):
+        style = other_content
+    if not all_ids(style) and all_ids(replace(style, short_ids=True)):
+        style = replace(style, short_ids=True)
+    if not shows(text, style) and shows(text, replace(style, object_arguments=True)):
+        style = replace(style, object_arguments=True)
+    if not shows(call, style, ()) and shows(call, replace(style, empty_tools=True), ()):
+        style = replace(style, empty_tools=True)
+    return style
 
 
 def keeps_header(tokenizer: Tokenizer, style: TemplateStyle, kwargs: Mapping[str, Any]) -> bool:
@@ -127,6 +144,34 @@ def keeps_header(tokenizer: Tokenizer, style: TemplateStyle, kwargs: Mapping[str
     except TemplateFailed:
         return False
     return then.startswith(now)
+
+
+def reasoning_kwargs(enabled: bool | None, effort: str | None) -> dict[str, Any]:
+    """Template variables by the names that templates use for them."""
+    kwargs: dict[str, Any] = {}
+    if enabled is not None:
+        kwargs["enable_thinking"] = kwargs["thinking"] = enabled
+    if effort is not None:
+        kwargs["reasoning_effort"] = effort
+    return kwargs
+
+
+def nearest_effort(
+    tokenizer: Tokenizer, style: TemplateStyle, effort: str, *, enabled: bool | None
+) -> str:
+    """The effort, or the nearest that the template takes: of two, the higher."""
+    chat = to_template((Message("user", (TextPart(_ALPHA),)),), style=style)
+    at = EFFORTS.index(effort) if effort in EFFORTS else 0
+
+    def is_taken(other: str) -> bool:
+        try:
+            tokenizer.render(chat, tools=None, kwargs=reasoning_kwargs(enabled, other))
+        except TemplateFailed:
+            return False
+        return True
+
+    others = sorted(EFFORTS, key=lambda e: (abs(EFFORTS.index(e) - at), -EFFORTS.index(e)))
+    return next(filter(is_taken, (effort, *others)), effort)
 
 
 def read_style(source: str) -> TemplateStyle:

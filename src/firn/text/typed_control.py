@@ -11,14 +11,16 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, islice
 
+from firn.core.errors import BadRequest
 from firn.core.ports import Tokenizer
 from firn.core.values import Message, MessagePart, TextPart
 from firn.text.rendering import Content, Render, Rendered, Span, joined_text, texts_of
 from firn.text.text_scanner import TextScanner
 from firn.text.typed_marks import BETWEEN, TypedMarks
 
+MAX_TYPED = 1 << 16
 _BRACKETED = re.compile(r"[<\[◁][^\s]+[>\]▷]")
 _LIKE_HTML = re.compile(r"</?[a-zA-Z][a-zA-Z0-9]*>")
 
@@ -45,27 +47,32 @@ class TypedControl:
     """Finds typed control tokens. Immutable.
 
     `own`: markup of reasoning and calls, which an assistant's message may contain as the model wrote it.
+    `most`: how many a chat may spell: finding out where they are takes time and memory for each.
     """
 
-    def __init__(self, control: Collection[str], *, own: Collection[str] = ()) -> None:
+    def __init__(
+        self, control: Collection[str], *, own: Collection[str] = (), most: int = MAX_TYPED
+    ) -> None:
         self._control = control
         self._own = own
+        self._most = most
         self._any = TextScanner(control)
         self._foreign = TextScanner(t for t in control if t not in own)
 
     def including(self, texts: Collection[str]) -> TypedControl:
         if all(text in self._control for text in texts):
             return self
-        return TypedControl({*self._control, *texts}, own=self._own)
+        return TypedControl({*self._control, *texts}, own=self._own, most=self._most)
 
     def spans(self, text: str) -> tuple[Span, ...]:
         """Every place where a control token is spelled."""
         return tuple(m.span() for m in self._any.matches(text))
 
     def render(self, content: Content, render: Render) -> Rendered:
-        """Raises TemplateFailed."""
+        """Raises TemplateFailed, BadRequest."""
         if not self._typed_in(content):
             return Rendered(render(content))
+        self._refuse_too_many(content)
         return TypedMarks(self._joined(content), render, self._find).result()
 
     def _typed_in(self, content: Content) -> bool:
@@ -74,6 +81,16 @@ class TypedControl:
         for text, is_assistant in texts_of(content):
             (own if is_assistant else others).append(text)
         return self._any.is_in(BETWEEN.join(others)) or self._foreign.is_in(BETWEEN.join(own))
+
+    def _refuse_too_many(self, content: Content) -> None:
+        left = self._most
+        for text, is_assistant in texts_of(content):
+            left -= sum(1 for _ in islice(self._find(text, is_assistant), left + 1))
+            if left < 0:
+                raise BadRequest(
+                    f"The texts spell more than {self._most} of the model's control tokens.",
+                    param="messages",
+                )
 
     def _find(self, text: str, is_assistant: bool) -> Iterator[re.Match[str]]:
         return (self._foreign if is_assistant else self._any).matches(text)

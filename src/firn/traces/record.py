@@ -22,7 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from firn.core.errors import SetupError
-from firn.core.keys import KeyTokens, key_tokens
+from firn.core.keys import KeyTokens, prompt_tokens
+from firn.core.private_folder import make_private
 from firn.core.values import ServedRequest
 from firn.traces.read import line_of
 from firn.traces.trace import TraceEntry
@@ -143,7 +144,7 @@ class Recorder:
             log.warning("--record-trace: recording stopped: %s", why)
 
     def _line(self, served: ServedRequest) -> str:
-        prompt = key_tokens(served.prompt.ids, served.prompt.picture_spans)
+        prompt = prompt_tokens(served.prompt)
         n_prompt, block = len(prompt), self._block
         root = self._hash(self._model.encode(), served.namespace.encode())
         chain = self._chain(root, np.append(prompt, np.array(served.reply, dtype=np.uint64)))
@@ -203,7 +204,7 @@ def user_salt(folder: Path) -> bytes:
     path = folder / "trace.salt"
     fresh = secrets.token_bytes(SALT_NBYTES)
     with contextlib.suppress(OSError):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(folder)
         temp = folder / f".trace.salt.{os.getpid()}"
         try:
             fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

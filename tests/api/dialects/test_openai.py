@@ -449,7 +449,7 @@ def test_a_completion_shows_logprobs_in_stream_and_fold() -> None:
     assert folded == {
         "tokens": ["H", "i", "!"],
         "token_logprobs": [-0.5, -9999.0, -0.1],
-        "top_logprobs": [{"H": -0.5, "J": -1.0}, {}, {}],
+        "top_logprobs": [{"H": -0.5, "J": -1.0}, {"i": -9999.0}, {"!": -0.1}],
         "text_offset": [0, 1, 2],
     }
     streamed = frames(completion(logprobs=2).encoder(HEAD).feed(SPOKEN))

@@ -144,6 +144,14 @@ def test_errors_name_the_parameter(real: Real, wrong: dict[str, Any]) -> None:
     assert refused.json()["error"]["param"].startswith(next(iter(wrong)))
 
 
+def test_many_documents_with_a_long_query_are_refused(real: Real) -> None:
+    """Each would be tokenized with the query: a small body would keep the tokenizer busy for minutes."""
+    refused = ask(real, query="q" * 20_000, documents=["a"] * 500)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "documents"
+    assert "characters" in refused.json()["error"]["message"]
+
+
 def test_v1_models_shows_the_capability(real: Real) -> None:
     assert "rerank" in httpx.get(f"{real.url}/v1/models").json()["data"][0]["capabilities"]
 

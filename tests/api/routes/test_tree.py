@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
@@ -75,6 +77,62 @@ def test_a_prefix_is_seen_pinned_and_forgotten(opened: Real) -> None:
     assert ask(opened, "POST", f"{path}/unpin").json()["unpinned"] == 1
     assert ask(opened, "POST", f"{path}/forget").json()["freed_bytes"] > 0
     assert ask(opened, "GET", path).status_code == 404
+
+
+@contextmanager
+def a_long_step(real: Real) -> Iterator[None]:
+    """The engine is busy with one thing, as it is with a large chunk of a prompt."""
+    begun, end = Event(), Event()
+
+    def step(_: Any) -> None:
+        begun.set()
+        end.wait(180)  # longer than any client here waits
+
+    stepped = real.server.engine.call(step)
+    try:
+        assert begun.wait(60)
+        yield
+    finally:
+        end.set()
+        stepped.result(60)
+
+
+def test_a_dashboard_that_is_opened_during_a_step_is_not_blank() -> None:
+    with serve_demo() as real:
+        say(real, LONG)
+        with ExitStack() as stack:
+            step = stack.enter_context(ExitStack())
+            step.enter_context(a_long_step(real))
+            watching = httpx.stream("GET", f"{real.url}/v1/activity", timeout=60)
+            events = Events(stack.enter_context(watching))
+            assert events.next("hello")["version"]
+            assert events.next("calls")[0]["phase"] == "done"
+            state = events.next("state")
+            assert state["engine"]["alive"]
+            assert state["weights_bytes"] > 0
+            assert "cache" not in state
+            step.close()
+            while "cache" not in state:
+                state = events.next("state")
+            assert state["cache"]["tokens"]["prompt"] > 0
+            step.enter_context(a_long_step(real))
+            again = httpx.stream("GET", f"{real.url}/v1/activity", timeout=60)
+            last = Events(stack.enter_context(again)).next("state")
+            assert last["cache"]["tokens"] == state["cache"]["tokens"], "what it said last"
+
+
+def test_a_tree_that_is_known_is_shown_during_a_step(
+    opened: Real, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree_answers, "FRESH_S", -1.0)
+    say(opened, LONG + "known")
+    before = ask(opened, "GET", "/v1/cache/tree").json()
+    assert "age_s" not in before
+    with a_long_step(opened):
+        during = ask(opened, "GET", "/v1/cache/tree").json()
+        assert during.pop("age_s") >= 0, "a page asks again soon"
+        assert during == before
+    assert "age_s" not in ask(opened, "GET", "/v1/cache/tree").json()
 
 
 class HeldQuery:

@@ -101,6 +101,18 @@ def test_what_is_not_shown_is_told_of(cache: PrefixTree) -> None:
     assert below["runs"][0]["node"] == trunk["node"]
 
 
+def test_runs_are_named_by_where_they_part(cache: PrefixTree) -> None:
+    """Siblings may begin with the same tokens of a block."""
+    store(cache, [1, 2, 3, 4, 5, 6, 70, 71, 72])
+    store(cache, [1, 2, 3, 4, 5, 6, 80, 81, 82])
+    store(cache, [1, 2, 3, 4, 5, 90])
+    store(cache, [1, 2, 3, 4, 5, 6])  # ends where others go on
+    _, trunk, *runs = look(cache, with_tokens=True)["runs"]
+    assert (trunk["parts_at"], trunk["tokens"]) == (0, [1, 2, 3, 4])
+    shown = sorted((run["parts_at"], run["tokens"]) for run in runs)
+    assert shown == [(4, [5, 6]), (5, [90]), (6, [70, 71, 72]), (6, [80, 81, 82])]
+
+
 def test_a_large_tree_is_read_in_slices(cache: PrefixTree) -> None:
     for i, j in itertools.product(range(100), range(25)):
         store(cache, [i + 1, 7, 7, 7, j + 1, 8, 8, 8, 9, 9, 9, 9, 1, i + 1, j + 1, 2])

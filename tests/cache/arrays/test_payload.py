@@ -14,12 +14,13 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from firn.cache.arrays import cuda, host, payload
 from firn.cache.arrays.payload import Payload, by_layer, evaluate, joined, stacked
-from firn.cache.codecs import Arrays, At
+from firn.cache.codecs import Arrays
 from firn.cache.commit import RowCutter
 from firn.cache.layout import Layout
 from firn.cache.parts import Part
 from firn.cache.storage import places
-from firn.models.rewind import ready
+from firn.core.ports import At, RowView
+from firn.models.decode.rewind import ready
 from tests.cache.bus import Bus
 from tests.zoo import build
 
@@ -121,7 +122,10 @@ def test_a_payload_shares_nothing_with_the_row_it_was_cut_from(n_layers: int) ->
 
 class Row:
     def __init__(self, layers: list[Any], n_tokens: int) -> None:
-        self.live_layers, self.n_tokens, self.index = layers, n_tokens, 0
+        self.layers, self.n_tokens = layers, n_tokens
+
+    def view(self) -> RowView:
+        return RowView(self.layers, At(0, self.n_tokens))
 
 
 def fed(n_tokens: int) -> list[Any]:

@@ -120,7 +120,10 @@ class Plain:
 
     def _beyond(self, ids: Tokens, shared: int) -> set[str]:
         """Everything stored was used: there never was more, or it was evicted."""
-        plain = f"diverged at token {shared}" if shared else "cold"
+        diverges = any(
+            len(s.tokens) > shared and s.tokens[:shared] == ids[:shared] for s in self.now
+        )
+        plain = f"{'diverged at' if diverges else 'new from'} token {shared}" if shared else "cold"
         more = {t for t, _ in self.ever if _n_same(t, ids) > shared}
         if not more:
             return {plain}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from firn.cache.parts import Needs, Part
-from firn.cache.planning.match import Walk, resume_points
+from firn.cache.planning.match import Walk, last_match, resume_points
 from firn.cache.tree import Mark, Node, PackedTokens, Tree
 from firn.core.keys import Key, KeyTokens
 from firn.core.values import Namespace
@@ -88,6 +88,6 @@ def test_a_picture_whose_next_block_is_gone_is_read_from_its_start() -> None:
     tree = stored(64, Part.PAGES, Part.WINDOW)
     way = Walk.of(tree, tree.root(ROOT, EVERYONE), PackedTokens(PROMPT), unbroken=[(30, 50)])
     for needs, want in ((PAGES, 30), (WINDOW, 30), (GRID, 24)):
-        match = next(resume_points(way, needs, lambda record: record.node.end <= 40))
+        match = last_match(way, needs, lambda record: record.node.end <= 40)
         assert match.n_tokens == want
         assert sum(segment.n_tokens for segment in match.segments) == want

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from firn.cache.cursor import CacheCursor
 from firn.cache.parts import Needs, Part
+from firn.cache.planning.reasons import COLD, NO_ANSWER
 from firn.cache.storage.container import Header, Name, unpack
 from firn.cache.storage.seal import Seal
 from firn.cache.storage.spill_policy import spill_policy
@@ -22,9 +24,12 @@ from firn.cache.storage.threads import IoThreads
 from firn.cache.tiers import FoundRecord
 from firn.cache.tree import PackedTokens
 from firn.core.errors import SetupError
+from firn.core.events import Admitted
 from firn.core.keys import Key, block_keys
-from firn.core.values import Namespace, Prompt, Thinned
+from firn.core.ports import EngineLoad
+from firn.core.values import CacheControl, Namespace, Prompt, Thinned
 from tests.cache.lab import ALL_KINDS, DENSE, HYBRID, SHAPES, LabEngine, Shape, nodes_of, tree
+from tests.cache.lab import prompt_of as lab_prompt
 from tests.dict_store import DictStore
 from tests.harness import Eager
 from tests.hash_engine import Outcome
@@ -326,6 +331,42 @@ def test_a_store_that_is_down_costs_nothing_and_comes_back() -> None:
         assert ask(other, [5, *PROMPT]).n_cached > 90
         store.is_down = True
         assert ask(other, [6, *PROMPT]).n_cached == 0
+
+
+def test_a_prompt_says_that_its_store_did_not_answer() -> None:
+    """What the store has of it is unknown: it would be wrong to say that it was never stored."""
+    store = DictStore()
+    with server(DENSE, store) as lab:
+        assert ask(lab, PROMPT).of(Admitted)[0].reason == COLD
+        settle(lab)
+        again = [*PROMPT[:50], *PROMPT]
+        assert ask(lab, again).of(Admitted)[0].reason == "diverged at token 50"
+        store.is_down = True
+        assert ask(lab, [5, *PROMPT]).of(Admitted)[0].reason == NO_ANSWER
+        assert ask(lab, [*PROMPT[:60], *PROMPT]).of(Admitted)[0].reason == NO_ANSWER
+        assert ask(lab, PROMPT).of(Admitted)[0].reason == "", "nothing more could be reused"
+    assert lab.tree.stats.shortfalls[NO_ANSWER] + lab.tree.stats.misses[NO_ANSWER] == 2
+
+
+def test_a_store_that_answers_late_and_has_nothing_changes_the_reason() -> None:
+    store = DictStore()
+    store.gate = threading.Event()
+    cache = tree(DENSE, block=BLOCK, clock=lambda: 0.0)
+    io = StoreIo(store, IoThreads(2))
+    cache.add_tier("store", io, namespaces=[Namespace("")], wake=lambda: None)
+    cursor = cache.open(lab_prompt(PROMPT), Namespace(""), CacheControl())
+    assert isinstance(cursor, CacheCursor)
+    cache.restore(cursor)
+    assert cursor.admission.reason == NO_ANSWER
+    store.gate.set()
+
+    def has_answered() -> bool:
+        cache.tick(EngineLoad.NONE)
+        return cursor.asking is None
+
+    wait_until(has_answered)
+    assert cursor.admission.reason == COLD
+    cache.close_cursor(cursor, None)
 
 
 def test_what_only_a_store_has_is_not_kept_in_mind_for_ever(

@@ -17,7 +17,7 @@ import numpy as np
 
 from firn.cache.parts import Part
 from firn.cache.storage.container import Header, Loaded, Name, TensorSpec, derived_key
-from firn.cache.storage.faults import Damaged, Missing, TierError
+from firn.cache.storage.faults import Damaged, Missing, TierError, TierFault
 from firn.cache.storage.io import ReadOrder, TierEntry, TierIo, WriteOrder
 from firn.cache.storage.places import places_of
 from firn.cache.storage.seal import Seal
@@ -221,7 +221,7 @@ class Direct:
         """Whether it comes back, bit for bit. Anything else that comes back is a failure."""
         try:
             loaded = self.read(one)
-        except (Missing, Damaged):
+        except (Missing, Damaged, TierFault):
             return False
         assert_same(loaded.header, one.header)
         assert [bytes(b) for b in loaded.buffers] == one.buffers

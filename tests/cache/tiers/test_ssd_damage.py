@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from firn.cache.parts import Part
-from firn.cache.storage.faults import Damaged, Missing, Unusable
+from firn.cache.storage.faults import Damaged, TierFault, Unusable
 from firn.cache.tiers._folder import path_of
+from tests.cache.tiers.folders import Clock
+from tests.cache.tiers.folders import put as put_each
 from tests.cache.tiers.records import Folder, Record, beside, chain, record
 from tests.faulty_tier import FaultyDisk, put
 
@@ -132,21 +135,63 @@ def test_another_part_of_the_same_block_is_another_record(tmp_path: Path) -> Non
         tier.read(pages)
 
 
-def test_a_permanent_read_error_is_quarantined_once(tmp_path: Path) -> None:
-    disk = FaultyDisk(tmp_path)
-    tier = Folder(tmp_path, 16 * MIB, disk=disk)
+@pytest.mark.parametrize("op", ["read", "open", "stat_open"])
+def test_a_moment_in_which_the_disk_cannot_read_costs_misses_and_no_record(
+    tmp_path: Path, op: str
+) -> None:
+    """The bytes are as they were: they are found again after a pause."""
+    disk, clock = FaultyDisk(tmp_path), Clock()
+    tier = Folder(tmp_path, 16 * MIB, disk=disk, clock=clock)
+    many = chain(40)
+    put_each(tier, *many)
+    tier.scan()
+    disk.errors[op] = errno.EIO
+    for one in many:
+        with pytest.raises(TierFault, match="I/O error"):
+            tier.read(one)
+    disk.errors.clear()
+    assert tier.names() == set(), "not at once"
+    clock.step(10)
+    assert tier.names() == {one.name for one in many}
+    assert all(tier.holds(one) for one in many)
+    counts = tier.usage().counts
+    assert counts["read_faults"] == len(many)
+    assert not counts.get("damaged")
+    assert not counts.get("quarantined")
+    clock.step(10)
+    assert tier.names() == set(), "reported once"
+
+
+def test_a_file_that_can_never_be_read_is_tried_less_and_less_and_kept(tmp_path: Path) -> None:
+    disk, clock = FaultyDisk(tmp_path), Clock()
+    tier = Folder(tmp_path, 16 * MIB, disk=disk, clock=clock)
     one = record()
     tier.write(one)
-    disk.errors["read"] = 5
-    with pytest.raises(Damaged) as caught:
+    disk.errors["read"] = errno.EIO
+    with pytest.raises(TierFault):
         tier.read(one)
-    assert caught.value.reason == "read error"
     n_reads = disk.calls["read"]
-    for _ in range(3):
-        with pytest.raises(Missing):
-            tier.read(one)
-    assert disk.calls["read"] == n_reads
-    assert tier.usage().counts["quarantined"] == 1
+    for _ in range(2 * 3600 // 10):
+        clock.step(10)
+        assert tier.names() == set()
+    assert disk.calls["read"] - n_reads <= 12, "in two hours"
+    assert (tmp_path / path_of(str(one.name))).exists()
+    disk.errors.clear()
+    assert tier.write(one).new, "what is computed again takes its place"
+    assert tier.holds(one)
+
+
+def test_a_first_scan_that_cannot_read_sets_nothing_aside(tmp_path: Path) -> None:
+    many = chain(40)
+    put_each(Folder(tmp_path, 16 * MIB), *many)
+    disk, clock = FaultyDisk(tmp_path), Clock()
+    disk.errors["read"] = errno.EIO
+    tier = Folder(tmp_path, 16 * MIB, disk=disk, clock=clock)
+    assert tier.names() == set()
+    disk.errors.clear()
+    clock.step(10)
+    assert tier.names() == {one.name for one in many}
+    assert not tier.usage().counts.get("quarantined")
 
 
 def test_a_bad_file_that_cannot_be_moved_is_not_read_again(tmp_path: Path) -> None:

@@ -8,15 +8,16 @@ import itertools
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from firn.cache.storage.faults import TierFault
+from firn.cache.storage.faults import Refused, TierFault
 from firn.cache.storage.io import TierEntry
-from firn.cache.tiers import Gone
+from firn.cache.tiers import Buffer, Gone
 from firn.cache.tiers._folder import Disk
+from firn.cache.tiers._space import FULL
 from firn.cli.cache_work import CacheFolder
 from firn.core.errors import SetupError
 from tests.cache.tiers.folders import Clock, du, put
@@ -58,7 +59,7 @@ def test_writing_pauses_and_recovers(tmp_path: Path, op: str, number: int, reaso
     assert status.state == "paused"
     assert reason in status.reason
     assert status.since > 0
-    assert tier.holds(kept)
+    assert tier.holds(kept) or number in FULL, "on a full disk it had to make room"
     n_tries = disk.calls[op]
     with pytest.raises(TierFault) as caught:
         put(tier, wanted)
@@ -238,16 +239,15 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     with mounted(tmp_path / "small", "2m"):
         tier = Folder(tmp_path / "small" / "cache", 64 * MIB, clock=clock)
         records = chain(12, nbytes=300_000)
-        n_written = 0
-        with pytest.raises(TierFault) as caught:
+        with pytest.raises(Refused, match="full"):
             put(tier, *records)
-        assert caught.value.reason == "disk full"
         n_written = int(tier.usage().counts["writes"])
         assert n_written > 2
-        assert all(tier.holds(r) for r in records[:n_written])
-        tier.evict_to(800_000)
-        clock.step(1.0)
-        put(tier, of_size(300_000, 77))
+        assert all(tier.holds(r) for r in records[:n_written]), "a chain loses nothing to its end"
+        later = [of_size(300_000, 70 + i) for i in range(3)]
+        for i, one in enumerate(later):
+            tier.write(one, used_at=tier.wall() + i)
+        assert all(tier.holds(r) for r in later)
         assert tier.usage().status.state == "ok"
         tier.tier.close()
 
@@ -340,3 +340,100 @@ def test_what_was_evicted_for_a_write_that_failed_is_told_by_the_scan(tmp_path: 
     assert gone
     assert {c.name for c in tier.scan() if isinstance(c, Gone)} == gone
     assert tier.scan() == []
+
+
+# --- a full disk ---------------------------------------------------------------------------
+
+
+class SmallDisk(Disk):
+    """A disk with little space, some of which other programs take."""
+
+    def __init__(self, folder: Path, space_nbytes: int) -> None:
+        super().__init__(folder)
+        self.space_nbytes = space_nbytes
+
+    def free_nbytes(self) -> int:
+        return self.space_nbytes - du(self.folder)
+
+    def write(self, fd: int, pieces: Sequence[Buffer]) -> None:
+        if sum(map(len, pieces)) > self.free_nbytes():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().write(fd, pieces)
+
+
+def test_on_a_full_disk_new_records_take_the_place_of_the_oldest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The limit is far away; when there is space again, the tier uses it."""
+    clock, wall = Clock(0.0), Clock()
+    disk = SmallDisk(tmp_path, 2 * MIB)
+    tier = Folder(tmp_path, 64 * MIB, disk=disk, clock=clock, wall=wall)
+    records = [of_size(200_000, i) for i in range(40)]
+    for one in records[:20]:
+        wall.step()
+        tier.write(one)
+    assert all(tier.holds(one) for one in records[15:20]), "the newest are kept"
+    assert not any(tier.holds(one) for one in records[:10])
+    assert tier.usage().status.state == "ok"
+    assert tier.usage().limit_nbytes < 2 * MIB
+    assert not tier.usage().drops
+    told = [r.message for r in caplog.records if "is full" in r.message]
+    assert len(told) == 1
+    disk.space_nbytes = 128 * MIB
+    for one in records[20:]:
+        wall.step()
+        clock.step(10.0)
+        tier.write(one)
+    clock.step(60.0)
+    tier.scan()
+    assert tier.usage().limit_nbytes == 64 * MIB
+    n_held = sum(tier.holds(one) for one in records)
+    assert n_held >= 20, "what came after the space is there beside the rest"
+
+
+def test_another_program_that_takes_the_space_leaves_the_newest_records(tmp_path: Path) -> None:
+    wall = Clock()
+    disk = SmallDisk(tmp_path, 4 * MIB)
+    tier = Folder(tmp_path, 64 * MIB, disk=disk, clock=Clock(0.0), wall=wall)
+    for i in range(10):
+        wall.step()
+        tier.write(of_size(200_000, i))
+    disk.space_nbytes = du(tmp_path)  # not a byte is left
+    for i in range(10, 13):
+        wall.step()
+        tier.write(of_size(200_000, i))
+    assert all(tier.holds(of_size(200_000, i)) for i in range(5, 13))
+    assert not tier.holds(of_size(200_000, 0))
+
+
+def test_an_old_record_does_not_push_a_newer_one_off_a_full_disk(tmp_path: Path) -> None:
+    wall = Clock()
+    disk = SmallDisk(tmp_path, MIB)
+    tier = Folder(tmp_path, 64 * MIB, disk=disk, clock=Clock(0.0), wall=wall)
+    kept = [of_size(200_000, i) for i in range(4)]
+    put(tier, *kept)
+    with pytest.raises(Refused):
+        tier.write(of_size(200_000, 9), used_at=wall.now - 1000.0)
+    assert all(tier.holds(one) for one in kept)
+    assert tier.usage().status.state == "ok"
+
+
+def test_a_clearing_is_noted_on_a_full_disk(tmp_path: Path) -> None:
+    class NoInodes(Disk):
+        """Only what is deleted makes room for a file."""
+
+        n_free = 0
+
+        def unlink(self, path: str) -> None:
+            super().unlink(path)
+            self.n_free += 1
+
+        def bury(self, root: str, at: float) -> None:
+            if not self.n_free:
+                raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+            super().bury(root, at)
+
+    tier = Folder(tmp_path, 64 * MIB, disk=NoInodes(tmp_path))
+    put(tier, *chain(5))
+    tier.tier.bury("ab" * 32, 5.0)
+    assert tier.tier.buried() == {"ab" * 32: 5.0}

@@ -52,6 +52,11 @@ def test_a_folder_of_ours_is_closed_again_and_another_is_left_alone(
     assert stat.S_IMODE((theirs / "tmp").stat().st_mode) == 0o700
 
 
+def test_folders_above_a_new_one_are_private_too(tmp_path: Path) -> None:
+    put(Folder(tmp_path / "made" / "below", MIB), record())
+    assert stat.S_IMODE((tmp_path / "made").stat().st_mode) == 0o700
+
+
 def test_strangers_files_are_neither_counted_nor_touched(
     folder: Path, opened: Callable[..., Folder]
 ) -> None:

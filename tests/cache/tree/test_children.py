@@ -55,8 +55,9 @@ def test_against_a_list(siblings: set[tuple[int, ...]], prompt: list[int], start
     children, text = made(siblings), PackedTokens(array([7] * start + prompt))
     end = start + len(prompt)
     want = sorted((shared(list(s), prompt) for s in siblings), reverse=True)
-    assert [n for _, n in children.closest(text, start)] == [n for n in want if n]
-    for child, n in children.closest(text, start):
+    longest = start + max(map(len, siblings), default=0)
+    assert [n for _, n in children.closest(text, start, longest)] == [n for n in want if n]
+    for child, n in children.closest(text, start, longest):
         assert shared(list(run_of(child)), prompt) == n
     exact = children.get(text, start, end)
     assert (exact is not None) == (tuple(prompt) in siblings)

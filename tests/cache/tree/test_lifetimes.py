@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+
+from firn.cache.tree import Node
 from firn.core.ports import EngineLoad
 from firn.core.values import CacheControl, Namespace
 from tests.cache.lab import DENSE, LabLayer, LabRow, check_tree, prompt_of, records_of, tree
@@ -49,3 +52,30 @@ def test_a_tail_stays_in_a_block_that_expires_sooner() -> None:
     cache.tick(EngineLoad.NONE)
     assert cache.probe(prompt_of([*ids[:12], 0]), Namespace("")).match.n_tokens == 12
     check_tree(cache)
+
+
+def test_what_was_evicted_is_not_remembered_until_its_time_is_over() -> None:
+    cache = tree(DENSE, block=BLOCK, clock=lambda: 0.0, limit_nbytes=8 * 1000)
+    for i in range(400):
+        ids, row = [1000 * i + at for at in range(3 * BLOCK)], LabRow(LabLayer([[]], DENSE))
+        cursor = cache.open(prompt_of([*ids, 0]), Namespace(""), CacheControl(ttl_s=30 * 86_400.0))
+        row.consume(ids)
+        cache.commit(cursor, row)
+        cache.close_cursor(cursor, row)
+    n_kept = len(records_of(cache))
+    assert 0 < n_kept < 200
+    (root,) = cache.records.tree.roots()
+    nodes = [each for each in gc.get_objects() if isinstance(each, Node) and each.root is root]
+    assert n_kept <= len(nodes) < 3 * n_kept + 200
+    check_tree(cache)
+
+
+def test_what_no_longer_expires_is_not_remembered_either() -> None:
+    cache, ids = tree(DENSE, block=BLOCK, clock=lambda: 0.0), list(range(1, 300 * BLOCK))
+    for ttl_s in (3600.0, None):
+        row = LabRow(LabLayer([[]], DENSE))
+        cursor = cache.open(prompt_of([*ids, 0]), Namespace(""), CacheControl(ttl_s=ttl_s))
+        row.consume(ids)
+        cache.commit(cursor, row)
+        cache.close_cursor(cursor, row)
+    assert len(cache.records.tree.lifetimes._queue) < 200

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 
 from firn.core import ports
+from firn.models.decode.runner import Runner
 from firn.models.ranks.runner import FollowerRunner, LeaderRunner
-from firn.models.runner import Runner
 
 LOCAL = frozenset(
     {"confirm", "force", "groups", "live_nbytes", "prefill_together", "resume", "close"}

@@ -90,6 +90,16 @@ class LoadCall(Protocol):
         ...
 
 
+@runtime_checkable
+class KeepingCall(Protocol):
+    """What an `ApiCall` may have in addition, if its encoder keeps what it has rendered."""
+
+    @property
+    def keep(self) -> Callable[[Any], None]:
+        """Called with the reply."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
     """A request to a JsonRoute. namespace: the caller's key_id, which no other key shares. body: empty
@@ -112,7 +122,8 @@ class JsonRoute:
     method: Literal["GET", "POST", "DELETE"]
     path: str
     summary: str
-    answer: Callable[[RouteRequest], Awaitable[Mapping[str, Any]]]
+    answer: Callable[[RouteRequest], Awaitable[Mapping[str, Any] | bytes]]
+    """bytes: the answer as JSON."""
     schema: Mapping[str, Any] | None = None
     computes: bool = False
 

@@ -15,7 +15,7 @@ from firn.api import fields
 from firn.api.dialects import _openai
 from firn.api.dialects._openai_chat import MAX_MESSAGES
 from firn.api.dialects._openai_tools import MAX_TOOLS, known_name, tool_name
-from firn.api.dialects._output_formats import output_format
+from firn.api.dialects._output_formats import output_format, wanted_format
 from firn.api.fields import Fields
 from firn.core.errors import InvalidValue
 from firn.core.values import (
@@ -359,4 +359,4 @@ def grammar(body: Fields) -> Grammar | None:
     """output_config.format, or output_format, its older name."""
     newer = output_format(body.object("output_config"), "format")
     older = output_format(body, "output_format")
-    return older if newer is None else newer
+    return wanted_format(body, older if newer is None else newer)

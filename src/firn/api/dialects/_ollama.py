@@ -16,6 +16,7 @@ from typing import Any
 from firn.api import fields
 from firn.api.body import INLINE_NBYTES
 from firn.api.dialects import JsonRoute, ReplyHead, _openai
+from firn.api.dialects._output_formats import wanted_format
 from firn.api.errors import ollama_error
 from firn.api.fields import Fields
 from firn.api.ollama import RENAMED, durations
@@ -28,6 +29,7 @@ from firn.core.events import (
     Failed,
     ReasoningDelta,
     TextDelta,
+    TextLogprob,
     ToolCallDelta,
     ToolCallStarted,
 )
@@ -85,13 +87,15 @@ def sampling(options: Fields, default: Sampling) -> Sampling:
     if given["seed"] == ANY_SEED:
         given["seed"] = None
     try:
-        return _openai.sampling(Fields(given, options.path), default)
+        picked = _openai.sampling(Fields(given, options.path), default)
     except InvalidValue as error:
         for ours, theirs in RENAMED.items():
             if error.param == options.name(ours):
                 why = error.message.partition(": ")[2]
                 raise InvalidValue(options.name(theirs), why) from None
         raise
+    _openai.skip_windows(options, picked)
+    return picked
 
 
 def max_tokens(options: Fields) -> int | None:
@@ -100,7 +104,19 @@ def max_tokens(options: Fields) -> int | None:
     return None if n is None or n < 0 else n
 
 
+def top_logprobs(body: Fields) -> int | None:
+    wanted = body.boolean("logprobs", False)
+    top = body.integer("top_logprobs", low=0, high=_openai.MAX_TOP_LOGPROBS)
+    if top and not wanted:
+        raise InvalidValue("top_logprobs", "needs logprobs to be true")
+    return (top or 0) if wanted else None
+
+
 def grammar(body: Fields) -> Grammar | None:
+    return wanted_format(body, _format(body))
+
+
+def _format(body: Fields) -> Grammar | None:
     """`format`: "json", or a JSON schema."""
     given = body.get("format")
     if given is None or given == "":
@@ -206,10 +222,11 @@ class LineEncoder:
 
     def _render(self, event: Event) -> bytes:
         match event:
-            case TextDelta(text=text):
-                return self._piece(text, "")
+            case TextDelta():
+                shown = self._show(event.text, "", ())
+                return self._line({**shown, **_logprobs(event.logprobs)}, done=False)
             case ReasoningDelta(text=text):
-                return self._piece("", text)
+                return self._line(self._show("", text, ()), done=False)
             case ToolCallStarted() | ToolCallDelta():
                 self._calls.take(event)
             case ChoiceFinished():
@@ -224,20 +241,19 @@ class LineEncoder:
                 return json.dumps(ollama_error(error)).encode("ascii") + b"\n"
         return b""
 
-    def _piece(self, text: str, thinking: str) -> bytes:
-        return self._line(self._show(text, thinking, ()), done=False)
-
     def _line(self, content: Mapping[str, Any], *, done: bool) -> bytes:
         return json.dumps({**self._head, **content, "done": done}).encode("ascii") + b"\n"
 
 
 def _fold(head: ReplyHead, events: Iterable[Event], call: OllamaCall) -> dict[str, Any]:
     text, thinking, calls, reason = [], [], ToolCallBuffer(), call.done_reason or "stop"
+    logprobs: list[TextLogprob] = []
     end = Ended(Usage(0, 0))
     for event in events:
         match event:
             case TextDelta():
                 text.append(event.text)
+                logprobs.extend(event.logprobs)
             case ReasoningDelta():
                 thinking.append(event.text)
             case ToolCallStarted() | ToolCallDelta():
@@ -248,7 +264,13 @@ def _fold(head: ReplyHead, events: Iterable[Event], call: OllamaCall) -> dict[st
                 end = event
     content = call.show("".join(text), "".join(thinking), calls.whole())
     counts = durations(call.began_ns, end.first_token_at) | _usage_counts(end.usage)
-    return {**_head(head), **content, "done": True, "done_reason": reason, **counts}
+    shown = {**_head(head), **content, **_logprobs(logprobs)}
+    return {**shown, "done": True, "done_reason": reason, **counts}
+
+
+def _logprobs(tokens: Sequence[TextLogprob]) -> dict[str, Any]:
+    """The member for the logprobs of these tokens; none unless they were asked for."""
+    return {"logprobs": _openai.logprob_objects(tokens)} if tokens else {}
 
 
 def _head(head: ReplyHead) -> dict[str, Any]:
@@ -266,11 +288,16 @@ def _usage_counts(usage: Usage) -> dict[str, Any]:
 
 
 def common_schema() -> dict[str, Any]:
+    extensions = _openai.common_schema()
     return {
         "model": {"type": ["string", "null"]},
         "stream": {"type": ["boolean", "null"], "description": "default: true"},
         "format": {"type": ["string", "object", "null"], "description": "'json' or a JSON schema"},
         "options": {"type": ["object", "null"]},
         "think": {"type": ["boolean", "string", "null"]},
+        "logprobs": {"type": ["boolean", "null"]},
+        "top_logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 20},
         "keep_alive": {"type": ["string", "number", "null"]},
+        "cache": extensions["cache"],
+        "cache_salt": extensions["cache_salt"],
     }

@@ -10,6 +10,7 @@ from typing import Any
 from firn.api import fields, sse
 from firn.api.dialects import ReplyHead
 from firn.api.fields import Fields
+from firn.api.ollama import keep_alive_s
 from firn.core.bounds import GREEDY_BELOW, INT_MAX, SAMPLING
 from firn.core.errors import InvalidValue
 from firn.core.events import Ended, Event, TextLogprob
@@ -18,11 +19,17 @@ from firn.core.values import CacheControl, Sampling, Usage
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
+MAX_STOP_TOKENS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_PREDICTION_CHARS = 1 << 20
 MAX_PREDICTION_PARTS = 256
 MAX_TTL_S = 10 * 365 * 86400
+MAX_SALT_CHARS = 1024
 SPECULATION = ("auto", "off")
+PENALTY_WINDOWS = (
+    "repeat_last_n", "repetition_context_size", "presence_context_size", "frequency_context_size",
+)  # fmt: skip
+"""Options of other servers: how many of the last tokens a penalty looks at."""
 
 quote = encode_basestring_ascii
 """Encodes text as a JSON string, with quotes, in ASCII."""
@@ -43,20 +50,33 @@ def sampling(body: Fields, default: Sampling) -> Sampling:
             above_low=bound.above_low,
         )
 
-    temperature = number("temperature")
+    temperature, repetition = number("temperature"), number("repetition_penalty")
+    if body.get("repetition_penalty") is None:  # as llama.cpp and LM Studio call it
+        bound = SAMPLING["repetition_penalty"]
+        repetition = body.number(
+            "repeat_penalty", repetition, low=bound.low, high=bound.high, above_low=bound.above_low
+        )
     top_k = body.integer("top_k", low=int(SAMPLING["top_k"].low))
     seed = body.integer("seed", low=-(2**63), high=2**64 - 1)
-    return Sampling(
+    picked = Sampling(
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
         top_p=number("top_p"),
         top_k=default.top_k if top_k is None else max(0, top_k),
         min_p=number("min_p"),
         seed=None if seed is None else seed % 2**64,
-        repetition_penalty=number("repetition_penalty"),
+        repetition_penalty=repetition,
         presence_penalty=number("presence_penalty"),
         frequency_penalty=number("frequency_penalty"),
         logit_bias=_logit_bias(body),
     )
+    skip_windows(body, picked)
+    return picked
+
+
+def skip_windows(body: Fields, picked: Sampling) -> None:
+    """Skip how far back penalties look, if there are none."""
+    if picked.repetition_penalty == 1 and not picked.presence_penalty + picked.frequency_penalty:
+        body.skip(*PENALTY_WINDOWS)
 
 
 def _logit_bias(body: Fields) -> tuple[tuple[int, float], ...]:
@@ -74,10 +94,13 @@ def _logit_bias(body: Fields) -> tuple[tuple[int, float], ...]:
 
 
 def max_tokens(body: Fields, *, low: int = 1) -> int | None:
-    """max_completion_tokens is the newer name and takes precedence."""
+    """max_completion_tokens is the newer name and takes precedence. n_predict is llama.cpp's, where -1
+    is no limit."""
     older = body.integer("max_tokens", low=low)
     newer = body.integer("max_completion_tokens", low=low)
-    return older if newer is None else newer
+    other = body.integer("n_predict", low=-1)
+    given = [n for n in (newer, older, None if other == -1 else other) if n is not None]
+    return given[0] if given else None
 
 
 def n_choices(body: Fields) -> int:
@@ -108,13 +131,30 @@ def cache_control(body: Fields, *, stores: bool) -> CacheControl:
     """stores: see `Defaults`."""
     cache = body.object("cache")
     ttl = cache.get("ttl")
-    return CacheControl(
-        read=cache.boolean("read", True),
+    control = CacheControl(
+        read=cache.boolean("read", body.boolean("cache_prompt", True)),  # llama.cpp's name for it
         write=cache.boolean("write", True) and stores,
         ttl_s=None
         if ttl is None
         else fields.number(ttl, cache.name("ttl"), low=0, high=MAX_TTL_S, above_low=True),
     )
+    cache.refuse_unread()
+    return control
+
+
+def cache_salt(body: Fields) -> str:
+    """What keeps this request's cached prefix apart from others of its key; empty: nothing does.
+
+    `cache_salt` as in vLLM and SGLang, which also has `extra_key`. It is combined with the caller's
+    namespace and never replaces it.
+    """
+    given = []
+    for name in ("cache_salt", "extra_key"):
+        value = body.get(name)
+        if value is not None:
+            text = fields.string(value, name, max_chars=MAX_SALT_CHARS, empty=False)
+            given.append([name, text])
+    return dumps(given) if given else ""
 
 
 def speculates(body: Fields) -> bool:
@@ -129,6 +169,7 @@ def sparse_keep(body: Fields) -> float | None:
         return None
     given = body.object("sparse_prefill")
     keep = fields.number(given.require("keep"), given.name("keep"), low=0.01, high=1)
+    given.refuse_unread()
     return round(keep, 2)
 
 
@@ -152,14 +193,30 @@ def prediction(body: Fields) -> str:
     return "".join(texts)[:MAX_PREDICTION_CHARS]
 
 
+def stop_tokens(body: Fields) -> tuple[int, ...]:
+    """`stop_token_ids`, as in vLLM and SGLang."""
+    given = body.get("stop_token_ids")
+    if given is None:
+        return ()
+    return tuple(
+        fields.integer(token, f"stop_token_ids[{i}]", low=0)
+        for i, token in enumerate(fields.array(given, "stop_token_ids", high=MAX_STOP_TOKENS))
+    )
+
+
 def include_usage(body: Fields) -> bool:
     return body.object("stream_options").boolean("include_usage", False)
 
 
 def skip_inert(body: Fields) -> None:
-    """Skip fields of OpenAI's own service that have no effect here."""
+    """Skip fields of OpenAI's own service that mean nothing here."""
     body.skip("user", "metadata", "store", "service_tier", "safety_identifier")
-    body.skip("prompt_cache_key", "prompt_cache_retention", "verbosity")
+    body.skip("prompt_cache_key", "prompt_cache_retention")
+    keep_alive_s(body)  # for a server of several models, which has read it
+    if body.get("stream_options") is not None:
+        body.object("stream_options").skip("include_obfuscation")
+    if body.get("ignore_eos"):  # then every reply has max_tokens tokens
+        body.skip("min_tokens")
 
 
 # --- rendering -----------------------------------------------------------------------------
@@ -265,6 +322,11 @@ def common_schema() -> dict[str, Any]:
         **_sampling_schema(),
         "stop": _stop_schema(),
         "n": _integer(1, MAX_CHOICES),
+        "stop_token_ids": {
+            "type": ["array", "null"],
+            "items": {"type": "integer", "minimum": 0},
+            "maxItems": MAX_STOP_TOKENS,
+        },
         "ignore_eos": BOOLEAN,
         "stream": BOOLEAN,
         "stream_options": {
@@ -315,6 +377,7 @@ def _extension_schema() -> dict[str, Any]:
             "description": "Read only this share of the uncached part of a long prompt: approximate.",
             "required": ["keep"],
             "properties": {"keep": {"type": "number", "minimum": 0.01, "maximum": 1}},
+            "additionalProperties": False,
         },
         "cache": {
             "type": ["object", "null"],
@@ -324,5 +387,12 @@ def _extension_schema() -> dict[str, Any]:
                 "write": BOOLEAN,
                 "ttl": _number(0, MAX_TTL_S, above_low=True),
             },
+            "additionalProperties": False,
+        },
+        "cache_salt": {
+            "type": ["string", "null"],
+            "minLength": 1,
+            "maxLength": MAX_SALT_CHARS,
+            "description": "Nothing cached is shared between requests with different salts.",
         },
     }

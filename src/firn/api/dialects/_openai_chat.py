@@ -9,10 +9,11 @@ from typing import Any
 from firn.api import fields
 from firn.api.body import parse
 from firn.api.dialects._openai_tools import MAX_NAME_CHARS
-from firn.api.dialects._output_formats import output_format
+from firn.api.dialects._output_formats import output_format, wanted_format
 from firn.api.fields import Fields
 from firn.core.errors import InvalidValue
 from firn.core.values import (
+    EFFORTS,
     DocumentPart,
     Grammar,
     Message,
@@ -36,7 +37,8 @@ ROLES: Mapping[str, Role] = {
     "function": "tool",
 }
 TEXT_PARTS = ("text", "input_text", "output_text")
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+OTHER_BUDGETS = ("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget_tokens")
+"""vLLM's and llama.cpp's names for thinking_budget; -1 is no limit of the request's own."""
 
 _DATA_URL = re.compile(r"data:([^,;]*)[^,]*;\s*base64\s*,", re.IGNORECASE)
 
@@ -164,19 +166,27 @@ def arguments(value: object, param: str) -> Mapping[str, Any] | str:
 
 
 def grammar(body: Fields) -> Grammar | None:
-    return output_format(body, "response_format", schema_in="json_schema")
+    return wanted_format(body, output_format(body, "response_format", schema_in="json_schema"))
 
 
 def reasoning(body: Fields) -> Reasoning:
-    """reasoning_effort or reasoning.effort; Qwen's enable_thinking and thinking_budget."""
+    """reasoning_effort or reasoning.effort; Qwen's enable_thinking and thinking_budget, by the names
+    of other servers, too."""
     effort, param = body.get("reasoning_effort"), "reasoning_effort"
     nested = body.object("reasoning")
     if effort is None:
         effort, param = nested.get("effort"), nested.name("effort")
     enabled = body.get("enable_thinking")
-    budget = body.integer("thinking_budget", low=0)
     if enabled is not None:
         enabled = fields.boolean(enabled, "enable_thinking")
+    elif nested.get("enabled") is not None:
+        enabled = nested.boolean("enabled", True)
+    budgets = [
+        body.integer("thinking_budget", low=0),
+        nested.integer("max_tokens", low=0),
+        *(body.integer(name, low=-1) for name in OTHER_BUDGETS),
+    ]
+    budget = next((n for n in budgets if n is not None and n >= 0), None)
     if effort is not None:
         effort = fields.one_of(effort, param, EFFORTS)
         if enabled is None:

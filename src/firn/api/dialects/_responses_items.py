@@ -23,7 +23,7 @@ from firn.api.dialects._openai_tools import (
     possible_mode,
     tool_name,
 )
-from firn.api.dialects._output_formats import output_format
+from firn.api.dialects._output_formats import output_format, wanted_format
 from firn.api.fields import Fields
 from firn.core.errors import InvalidValue
 from firn.core.values import (
@@ -49,6 +49,8 @@ HOSTED = frozenset(
      "mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "compaction"}
 )  # fmt: skip
 """Items of tools that OpenAI's servers run: a conversation that began there may have some."""
+
+SUMMARY = "Summary of our conversation so far, which you wrote:"
 
 JOINT = "__"
 """Joins a namespace and a name, as agents do for APIs without namespaces."""
@@ -148,6 +150,9 @@ def _decode(item: Fields, builder: _MessageBuilder) -> None:
         case "function_call_output" | "custom_tool_call_output":
             parts = _openai_chat.parts(item.require("output"), item.name("output"))
             builder.add_message(Message("tool", parts, tool_call_id=_call_id(item)))
+        case "compaction" if summary := _unsealed(item):
+            reminder = TextPart(f"{SUMMARY}{PARAGRAPH}{summary}")
+            builder.add_message(Message("user", (reminder,)))
         case _ if kind in HOSTED:
             builder.add_parts([OtherPart(kind, item.name("type"))])
         case _:
@@ -174,12 +179,14 @@ def _joined_texts(parts: Iterable[MessagePart]) -> Iterator[MessagePart]:
 
 def _reasoning(item: Fields) -> str:
     """The reasoning itself, wherever the client has kept it; else its summary."""
-    text = _joined(item, "content", "reasoning_text")
-    sealed = item.string("encrypted_content")
-    summary = _joined(item, "summary", "summary_text")
-    if not text and sealed and sealed.startswith(SEALED):
-        text = unseal(sealed)
-    return text or summary
+    text, sealed = _joined(item, "content", "reasoning_text"), _unsealed(item)
+    return text or sealed or _joined(item, "summary", "summary_text")
+
+
+def _unsealed(item: Fields) -> str:
+    """What the client has kept for this server as encrypted_content; empty if it is another's."""
+    sealed = item.string("encrypted_content") or ""
+    return unseal(sealed) if sealed.startswith(SEALED) else ""
 
 
 def _joined(item: Fields, member: str, kind: str) -> str:
@@ -318,7 +325,7 @@ def _allowed(choice: Fields, tools: ResponseTools) -> ToolChoice:
 
 
 def grammar(body: Fields) -> Grammar | None:
-    return output_format(body.object("text"), "format")
+    return wanted_format(body, output_format(body.object("text"), "format"))
 
 
 def wants_summary(body: Fields) -> bool:

@@ -56,6 +56,7 @@ class ResponseBuilder:
         self.status = "queued"
         self._blocks = ContentBlocks()
         self._usage: Usage | None = None
+        self._ended_at: int | None = None
         self._error: FirnError | None = None
 
     @property
@@ -75,7 +76,7 @@ class ResponseBuilder:
                 finish = self._blocks.finish
                 cut = finish is not None and finish.reason == "length"
                 self.status = "incomplete" if cut else "completed"
-                self._usage = event.usage
+                self._usage, self._ended_at = event.usage, int(event.ended_at)
                 return []
             case Failed():
                 self.status = "cancelled" if isinstance(event.error, Cancelled) else "failed"
@@ -101,6 +102,7 @@ class ResponseBuilder:
             "id": self.id,
             "object": "response",
             "created_at": self.head.created,
+            "completed_at": self._ended_at if self.status == "completed" else None,
             "status": self.status,
             "error": _error(self._error) if failed and self._error else None,
             "incomplete_details": {"reason": "max_output_tokens"}
@@ -108,7 +110,7 @@ class ResponseBuilder:
             else None,
             "model": self.head.model,
             "output": self.output,
-            "usage": None if self._usage is None else _usage(self._usage, self.options),
+            "usage": None if self._usage is None else usage_object(self._usage, self.options),
             **self.options.echo,
         }
 
@@ -164,7 +166,7 @@ class ResponseBuilder:
         return item
 
 
-def _usage(usage: Usage, options: ResponseOptions) -> dict[str, Any]:
+def usage_object(usage: Usage, options: ResponseOptions) -> dict[str, Any]:
     n_read = usage.n_prompt - usage.n_cached - usage.n_skipped
     written = max(n_read - 1, 0) if options.writes else 0
     return {

@@ -23,7 +23,7 @@ OVERHEAD_NBYTES = 512
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
     """A response as JSON: the input items of its own request, not those of earlier ones; its output
-    items; and the rest, with an empty `output`. A later turn reads the items of all turns, but not the
+    items; and the rest, without `output`. A later turn reads the items of all turns, but not the
     rest, which repeats the tools every time."""
 
     id: str
@@ -43,9 +43,8 @@ class StoredResponse:
         items: list[dict[str, Any]] = json.loads(self.items)
         return items
 
-    def body(self) -> dict[str, Any]:
-        response: dict[str, Any] = json.loads(self.response)
-        return response | {"output": self.output()}
+    def body(self) -> bytes:
+        return b'%b, "output": %b}' % (self.response[:-1], self.outputs)
 
     def output(self) -> list[dict[str, Any]]:
         items: list[dict[str, Any]] = json.loads(self.outputs)

@@ -41,10 +41,10 @@ def template_kwargs(body: Fields) -> Mapping[str, Any]:
     for name in TEMPLATES:
         if body.get(name) is not None:
             raise InvalidValue(name, "a request cannot replace the server's chat template")
-    given = body.get(PARAM)
-    if given is None:
-        return {}
-    variables = fields.mapping(given, PARAM)
+    given, documents = body.get(PARAM), body.get("documents")
+    variables = {} if given is None else fields.mapping(given, PARAM)
+    if documents is not None:  # vLLM's place for them
+        variables = {**variables, "documents": documents}
     if len(variables) > MAX_NAMES:
         raise InvalidValue(PARAM, f"must have at most {MAX_NAMES} members")
     size = sum(

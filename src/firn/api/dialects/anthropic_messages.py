@@ -27,6 +27,8 @@ from firn.api.dialects._content_blocks import (
     ContentBlocks,
 )
 from firn.api.dialects._openai import dumps, quote
+from firn.api.dialects._other_servers import Lacking, refuse_missing
+from firn.api.dialects._template_kwargs import template_kwargs
 from firn.api.prompting import count_tokens, decoded_request
 from firn.api.services import Services
 from firn.core.bounds import INT_MAX
@@ -43,6 +45,16 @@ from firn.core.values import (
 )
 
 ID_PREFIX = "msg_"
+ELSEWHERE: Mapping[str, Lacking] = {
+    "logprobs": Lacking("use /v1/chat/completions", (False,)),
+    "max_completion_tokens": Lacking("use max_tokens"),
+    "max_output_tokens": Lacking("use max_tokens"),
+    "n": Lacking("a message is one reply; use /v1/chat/completions", (1,)),
+    "reasoning_effort": Lacking("use output_config.effort"),
+    "response_format": Lacking("use output_config.format"),
+    "stop": Lacking("use stop_sequences", ([], "")),
+}
+"""Options of other APIs, by what they are called in this one."""
 PING = sse.named("ping", '{"type":"ping"}')
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -78,15 +90,18 @@ class AnthropicMessages:
                 messages=messages,
                 tools=tools,
                 tool_choice=_anthropic.tool_choice(members, tools),
-                template_kwargs=self._defaults.kwargs({}, reasoning),
+                template_kwargs=self._defaults.kwargs(template_kwargs(members), reasoning),
                 continues=_continues_last_message(messages),
             ),
             sampling=_openai.sampling(members, self._defaults.sampling),
             max_tokens=members.integer("max_tokens", low=0),
             stop=_anthropic.stop_sequences(members),
+            stop_tokens=_openai.stop_tokens(members),
+            ignore_eos=members.boolean("ignore_eos", False),
             grammar=_anthropic.grammar(members),
             reasoning=reasoning,
             cache=_openai.cache_control(members, stores=self._defaults.stores),
+            cache_salt=_openai.cache_salt(members),
             speculates=_openai.speculates(members),
             sparse_keep=_openai.sparse_keep(members),
         )
@@ -95,8 +110,10 @@ class AnthropicMessages:
             hides_thinking=not _anthropic.shows_thinking(members),
             counts_creation=request.cache.write and _marks_anything(members, messages),
         )
-        members.skip("metadata", "service_tier", "inference_geo", "speed", "context_management")
-        members.skip("container", "diagnostics", "user_profile_id", "betas", "workspace_id")
+        members.object("context_management")  # what it asks for is reported, but not done
+        members.skip("metadata", "service_tier", "inference_geo", "speed", "container")
+        members.skip("diagnostics", "user_profile_id", "betas", "workspace_id")
+        refuse_missing(members, ELSEWHERE)
         return MessagesCall((request,), stream, (*members.unread(), *left_out), options)
 
     def render_error(self, error: FirnError) -> dict[str, Any]:
@@ -349,6 +366,8 @@ def _schema() -> dict[str, Any]:
         "seed",
         "stream",
         "cache",
+        "cache_salt",
+        "stop_token_ids",
         "speculation",
         "sparse_prefill",
     )

@@ -8,6 +8,8 @@ from typing import Any
 from firn.api import fields
 from firn.api.dialects import _ollama, _openai, _openai_chat, _openai_tools
 from firn.api.dialects._ollama import OllamaCall, OllamaDialect
+from firn.api.dialects._other_servers import refuse_missing
+from firn.api.dialects._template_kwargs import template_kwargs
 from firn.api.fields import Fields
 from firn.api.ollama import keep_alive_s, model_name
 from firn.core.values import (
@@ -38,20 +40,24 @@ class OllamaChat(OllamaDialect):
         model = model_name(members)
         tools = _openai_tools.function_tools(members)
         reasoning = defaults.reasoning(_ollama.reasoning(members))
-        messages = _messages(members)
+        messages, kwargs = _messages(members), defaults.kwargs(template_kwargs(members), reasoning)
         request = GenerateRequest(
             model=model,
-            source=Chat(messages, tools, template_kwargs=defaults.kwargs({}, reasoning)),
+            source=Chat(messages, tools, template_kwargs=kwargs),
             sampling=_ollama.sampling(options, defaults.sampling),
             max_tokens=_ollama.max_tokens(options),
             stop=_openai.stop_strings(options),
+            top_logprobs=_ollama.top_logprobs(members),
             grammar=_ollama.grammar(members),
             reasoning=reasoning,
+            cache=_openai.cache_control(members, stores=defaults.stores),
+            cache_salt=_openai.cache_salt(members),
             speculates=_openai.speculates(members),
             sparse_keep=_openai.sparse_keep(members),
         )
         stay_s = keep_alive_s(members)
         stream = members.boolean("stream", True)
+        refuse_missing(members, under="options")
         ignored = members.unread()
         if messages:
             return OllamaCall((request,), stream, ignored, _show)

@@ -7,6 +7,8 @@ from typing import Any
 
 from firn.api.dialects import _ollama, _openai
 from firn.api.dialects._ollama import OllamaCall, OllamaDialect
+from firn.api.dialects._other_servers import refuse_missing
+from firn.api.dialects._template_kwargs import template_kwargs
 from firn.api.fields import Fields
 from firn.api.ollama import keep_alive_s, model_name
 from firn.core.errors import InvalidValue
@@ -37,10 +39,13 @@ class OllamaGenerate(OllamaDialect):
         sampling = _ollama.sampling(options, defaults.sampling)
         n_predict = _ollama.max_tokens(options)
         stop = _openai.stop_strings(options)
-        grammar = _ollama.grammar(members)
+        grammar, top_logprobs = _ollama.grammar(members), _ollama.top_logprobs(members)
+        cache = _openai.cache_control(members, stores=defaults.stores)
+        cache_salt = _openai.cache_salt(members)
         stay_s = keep_alive_s(members)
         speculates, sparse_keep = _openai.speculates(members), _openai.sparse_keep(members)
         stream = members.boolean("stream", True)
+        refuse_missing(members, under="options")
         ignored = members.unread()
         if source is None:
             done_reason = "unload" if stay_s == 0 else "load"
@@ -51,8 +56,11 @@ class OllamaGenerate(OllamaDialect):
             sampling=sampling,
             max_tokens=n_predict,
             stop=stop,
+            top_logprobs=top_logprobs,
             grammar=grammar,
             reasoning=reasoning,
+            cache=cache,
+            cache_salt=cache_salt,
             speculates=speculates,
             sparse_keep=sparse_keep,
         )
@@ -69,7 +77,7 @@ def _source(body: Fields, defaults: Defaults, reasoning: Reasoning) -> Source | 
     """None: the body has no prompt, and only asks for the model to be loaded."""
     prompt, suffix = body.string("prompt") or "", body.string("suffix")
     system, pictures = body.string("system"), _ollama.pictures(body)
-    raw = body.boolean("raw", False)
+    raw, kwargs = body.boolean("raw", False), defaults.kwargs(template_kwargs(body), reasoning)
     body.skip("context")  # from an earlier reply; firn sends none
     if not prompt and not pictures and not suffix:
         return None
@@ -84,7 +92,7 @@ def _source(body: Fields, defaults: Defaults, reasoning: Reasoning) -> Source | 
     messages = [Message("user", (TextPart(prompt), *pictures))]
     if system:
         messages.insert(0, Message("system", (TextPart(system),)))
-    return Chat(tuple(messages), template_kwargs=defaults.kwargs({}, reasoning))
+    return Chat(tuple(messages), template_kwargs=kwargs)
 
 
 def _show(text: str, thinking: str, calls: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ from firn.api.body import INLINE_NBYTES
 from firn.api.dialects import JsonRoute, ReplyHead, _openai, _openai_chat, _openai_tools
 from firn.api.dialects._custom_tools import CustomInput, custom_input
 from firn.api.dialects._openai import quote
+from firn.api.dialects._other_servers import Lacking, refuse_missing
 from firn.api.dialects._output_formats import schema_of_format
 from firn.api.dialects._template_kwargs import template_kwargs
 from firn.api.errors import openai_error
@@ -31,9 +32,28 @@ from firn.core.events import (
     ToolCallDelta,
     ToolCallStarted,
 )
-from firn.core.values import PLAIN_DEFAULTS, Chat, Defaults, GenerateRequest, Namespace, Usage
+from firn.core.values import (
+    EFFORTS,
+    PLAIN_DEFAULTS,
+    Chat,
+    Defaults,
+    GenerateRequest,
+    Namespace,
+    Usage,
+)
 
 ID_PREFIX = "chatcmpl-"
+ELSEWHERE: Mapping[str, Lacking] = {
+    "best_of": Lacking("is not supported; use n", (1,)),
+    "echo": Lacking("use /v1/completions", (False,)),
+    "add_special_tokens": Lacking("the chat template adds them; use /v1/completions", (False,)),
+    "max_output_tokens": Lacking("use max_tokens"),
+    "stop_sequences": Lacking("use stop", ([],)),
+    "suffix": Lacking("use /v1/completions", ("",)),
+    "system": Lacking("send a message with the role system"),
+    "text": Lacking("use response_format"),
+}
+"""Options of other APIs, by what they are called in this one."""
 
 
 class OpenAIChat:
@@ -62,20 +82,27 @@ class OpenAIChat:
             sampling=_openai.sampling(members, defaults.sampling),
             max_tokens=_openai.max_tokens(members),
             stop=_openai.stop_strings(members),
+            stop_tokens=_openai.stop_tokens(members),
             n=_openai.n_choices(members),
             top_logprobs=_top_logprobs(members),
             ignore_eos=members.boolean("ignore_eos", False),
             grammar=_openai_chat.grammar(members),
             reasoning=reasoning,
             cache=_openai.cache_control(members, stores=defaults.stores),
+            cache_salt=_openai.cache_salt(members),
             speculates=_openai.speculates(members),
             sparse_keep=_openai.sparse_keep(members),
             prediction=_openai.prediction(members),
         )
         stream = members.boolean("stream", False)
         include_usage = _openai.include_usage(members)
+        shape = ReplyShape(
+            offered.custom,
+            legacy_functions=offered.legacy_functions,
+            hides_reasoning=_hides_reasoning(members),
+        )
         _openai.skip_inert(members)
-        shape = ToolCallShape(offered.custom, legacy_functions=offered.legacy_functions)
+        refuse_missing(members, ELSEWHERE)
         return ChatCall((request,), stream, members.unread(), include_usage, shape)
 
     def render_error(self, error: FirnError) -> dict[str, Any]:
@@ -91,6 +118,12 @@ class OpenAIChat:
 DIALECT = OpenAIChat
 
 
+def _hides_reasoning(body: fields.Fields) -> bool:
+    """`include_reasoning`, as in vLLM, and `reasoning.exclude`."""
+    excluded = body.object("reasoning").boolean("exclude", False)
+    return excluded or not body.boolean("include_reasoning", True)
+
+
 def _top_logprobs(body: fields.Fields) -> int | None:
     wanted = body.boolean("logprobs", False)
     top = body.integer("top_logprobs", low=0, high=_openai.MAX_TOP_LOGPROBS)
@@ -100,11 +133,13 @@ def _top_logprobs(body: fields.Fields) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCallShape:
-    """How calls are shown. custom: tools that take a text. legacy_functions: as one function_call."""
+class ReplyShape:
+    """How a reply is shown. custom: tools that take a text. legacy_functions: calls are shown as one
+    function_call. hides_reasoning: what the model thinks is left out."""
 
     custom: frozenset[str] = frozenset()
     legacy_functions: bool = False
+    hides_reasoning: bool = False
 
     def reason(self, reason: FinishReason) -> str:
         return "function_call" if self.legacy_functions and reason == "tool_calls" else reason
@@ -116,7 +151,7 @@ class ChatCall:
     stream: bool
     ignored: tuple[str, ...]
     include_usage: bool
-    shape: ToolCallShape
+    shape: ReplyShape
     background = False
 
     def encoder(self, head: ReplyHead) -> ChatEncoder:
@@ -131,7 +166,7 @@ class ChatCall:
 
 
 class ChatEncoder(_openai.StreamEncoder):
-    def __init__(self, head: ReplyHead, *, include_usage: bool, shape: ToolCallShape) -> None:
+    def __init__(self, head: ReplyHead, *, include_usage: bool, shape: ReplyShape) -> None:
         super().__init__(
             head,
             id_prefix=ID_PREFIX,
@@ -160,6 +195,8 @@ class ChatEncoder(_openai.StreamEncoder):
         return self._delta(event.choice, f'"content":{quote(event.text)}', logprobs=logprobs)
 
     def _reasoning(self, event: ReasoningDelta) -> str:
+        if self._shape.hides_reasoning:
+            return ""
         return self._delta(event.choice, f'"reasoning_content":{quote(event.text)}')
 
     def _tool_call(self, event: ToolCallStarted) -> str:
@@ -252,14 +289,14 @@ class _ChatChoice:
             case ChoiceFinished():
                 self.reason = event.reason
 
-    def message(self, shape: ToolCallShape) -> dict[str, Any]:
+    def message(self, shape: ReplyShape) -> dict[str, Any]:
         text = "".join(self.text)
         message: dict[str, Any] = {
             "role": "assistant",
             "content": None if self.calls and not text else text,
             "refusal": None,
         }
-        if self.reasoning:
+        if self.reasoning and not shape.hides_reasoning:
             message["reasoning_content"] = "".join(self.reasoning)
         calls = [
             _shaped(call, "".join(pieces), shape)
@@ -272,7 +309,7 @@ class _ChatChoice:
         return message
 
 
-def _shaped(call: ToolCallStarted, arguments: str, shape: ToolCallShape) -> dict[str, Any]:
+def _shaped(call: ToolCallStarted, arguments: str, shape: ReplyShape) -> dict[str, Any]:
     if call.name in shape.custom:
         custom = {"name": call.name, "input": custom_input(arguments)}
         return {"id": call.id, "type": "custom", "custom": custom}
@@ -281,7 +318,7 @@ def _shaped(call: ToolCallStarted, arguments: str, shape: ToolCallShape) -> dict
 
 
 def _fold(
-    head: ReplyHead, events: Iterable[Event], shape: ToolCallShape, *, with_logprobs: bool
+    head: ReplyHead, events: Iterable[Event], shape: ReplyShape, *, with_logprobs: bool
 ) -> dict[str, Any]:
     replies: dict[int, _ChatChoice] = {}
     usage = Usage(0, 0)
@@ -341,11 +378,12 @@ def _schema() -> dict[str, Any]:
         "function_call": {"type": ["string", "object", "null"]},
         "parallel_tool_calls": {"type": ["boolean", "null"]},
         "response_format": schema_of_format(),
-        "reasoning_effort": {"enum": [*_openai_chat.EFFORTS, None]},
+        "reasoning_effort": {"enum": [*EFFORTS, None]},
         "enable_thinking": {"type": ["boolean", "null"]},
         "thinking_budget": {"type": ["integer", "null"], "minimum": 0},
         "chat_template_kwargs": {"type": ["object", "null"]},
         "continue_final_message": {"type": ["boolean", "null"]},
+        "include_reasoning": {"type": ["boolean", "null"]},
         "prediction": {
             "type": ["object", "null"],
             "description": "Text that the reply will probably repeat, which makes it faster.",

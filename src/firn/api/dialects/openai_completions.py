@@ -12,6 +12,7 @@ from firn.api import fields, sse
 from firn.api.body import INLINE_NBYTES
 from firn.api.dialects import JsonRoute, ReplyHead, _openai, _openai_chat
 from firn.api.dialects._openai import quote
+from firn.api.dialects._other_servers import Lacking, refuse_missing
 from firn.api.dialects._output_formats import schema_of_format
 from firn.api.errors import openai_error
 from firn.api.services import Services
@@ -45,6 +46,13 @@ from firn.core.values import (
 )
 
 ID_PREFIX = "cmpl-"
+ELSEWHERE: Mapping[str, Lacking] = {
+    "tools": Lacking("use /v1/chat/completions", ([],)),
+    "top_logprobs": Lacking("use logprobs: how many alternatives to show"),
+    "stop_sequences": Lacking("use stop", ([],)),
+    "max_output_tokens": Lacking("use max_tokens"),
+}
+"""Options of other APIs, by what they are called in this one."""
 MAX_PROMPTS = 1024
 MAX_REPLIES = 1024
 """Prompts times choices in one call."""
@@ -66,13 +74,14 @@ class OpenAICompletions:
         model = members.string("model") or ""
         sampling = _openai.sampling(members, self._defaults.sampling)
         max_tokens = _openai.max_tokens(members, low=0)
-        stop = _openai.stop_strings(members)
+        stop, stop_tokens = _openai.stop_strings(members), _openai.stop_tokens(members)
         n = _n_choices(members, n_prompts=len(sources))
         top_logprobs = members.integer("logprobs", low=0, high=_openai.MAX_TOP_LOGPROBS)
         ignore_eos = members.boolean("ignore_eos", False)
         echo = members.boolean("echo", False)
         grammar = _openai_chat.grammar(members)
         cache = _openai.cache_control(members, stores=self._defaults.stores)
+        cache_salt = _openai.cache_salt(members)
         speculates, sparse_keep = _openai.speculates(members), _openai.sparse_keep(members)
         if echo and top_logprobs is not None and isinstance(sources[0], FillInMiddle):
             raise InvalidValue("echo", "cannot be combined with logprobs and suffix")
@@ -83,12 +92,14 @@ class OpenAICompletions:
                 sampling=sampling,
                 max_tokens=max_tokens,
                 stop=stop,
+                stop_tokens=stop_tokens,
                 n=n,
                 top_logprobs=top_logprobs,
                 ignore_eos=ignore_eos,
                 echo=echo,
                 grammar=grammar,
                 cache=cache,
+                cache_salt=cache_salt,
                 speculates=speculates,
                 sparse_keep=sparse_keep,
             )
@@ -97,6 +108,7 @@ class OpenAICompletions:
         stream = members.boolean("stream", False)
         include_usage = _openai.include_usage(members)
         _openai.skip_inert(members)
+        refuse_missing(members, ELSEWHERE)
         return CompletionCall(requests, stream, members.unread(), include_usage)
 
     def render_error(self, error: FirnError) -> dict[str, Any]:
@@ -309,9 +321,10 @@ def _logprobs(tokens: Sequence[TextLogprob], offsets: TextOffsets) -> dict[str, 
 
 
 def _alternatives(token: TextLogprob) -> dict[str, float | None]:
-    """Logprobs by text. Parts of characters all have the same text: only the likeliest is shown."""
+    """Logprobs by text, the picked token's always among them. Parts of characters all have the same
+    text: only the likeliest is shown."""
     shown: dict[str, float | None] = {}
-    for text, _, logprob in token.top:
+    for text, _, logprob in (*token.top, (token.text, token.raw, token.logprob)):
         shown.setdefault(text, _openai.finite_logprob(logprob))
     return shown
 

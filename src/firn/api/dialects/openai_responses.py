@@ -11,6 +11,8 @@ from typing import Any
 from firn.api import fields, sse
 from firn.api.dialects import JsonRoute, ReplyHead, RouteRequest, _openai, _openai_chat
 from firn.api.dialects import _responses_items as items
+from firn.api.dialects._other_servers import Lacking, refuse_missing
+from firn.api.dialects._responses_compact import compacted
 from firn.api.dialects._responses_reply import (
     ID_PREFIX,
     ResponseBuilder,
@@ -35,8 +37,21 @@ from firn.core.values import (
     TextPart,
 )
 
+ELSEWHERE: Mapping[str, Lacking] = {
+    "logprobs": Lacking("use top_logprobs, or include message.output_text.logprobs", (False,)),
+    "max_completion_tokens": Lacking("use max_output_tokens"),
+    "max_tokens": Lacking("use max_output_tokens"),
+    "messages": Lacking("use input"),
+    "n": Lacking("a response has one choice; use /v1/chat/completions", (1,)),
+    "response_format": Lacking("use text.format"),
+    "stop_sequences": Lacking("use stop", ([],)),
+    "system": Lacking("use instructions"),
+}
+"""Options of other APIs, by what they are called in this one."""
 LOGPROBS = "message.output_text.logprobs"
 SEALED_REASONING = "reasoning.encrypted_content"
+MAX_ECHO_NBYTES = 2 << 20
+"""A stream repeats it several times, on the thread that serves all calls."""
 PAGE = 20
 MAX_PAGE = 100
 
@@ -73,11 +88,13 @@ class OpenAIResponses:
             sampling=_openai.sampling(members, self._defaults.sampling),
             max_tokens=members.integer("max_output_tokens", low=1),
             stop=_openai.stop_strings(members),
+            stop_tokens=_openai.stop_tokens(members),
             top_logprobs=_top_logprobs(members, include),
             ignore_eos=members.boolean("ignore_eos", False),
             grammar=items.grammar(members),
             reasoning=reasoning,
             cache=_openai.cache_control(members, stores=self._defaults.stores),
+            cache_salt=_openai.cache_salt(members),
             speculates=_openai.speculates(members),
             sparse_keep=_openai.sparse_keep(members),
         )
@@ -95,10 +112,15 @@ class OpenAIResponses:
             writes=request.cache.write,
         )
         _refuse(members)
-        _json_bytes(options.echo)
+        _check_echo(options.echo)
         keep = self._keeper(namespace, _json_bytes(own), previous) if stored else _forget
         ignored = (*members.unread(), *tools.left_out)
         return ResponsesCall((request,), stream, background, ignored, options, keep)
+
+    def _earlier(self, previous: str | None, namespace: Namespace) -> list[items.Item]:
+        """The items of the responses that this one continues."""
+        stored = () if previous is None else self._store.conversation(namespace, previous)
+        return [item for response in stored for item in (*response.input(), *response.output())]
 
     def _messages(
         self,
@@ -108,11 +130,7 @@ class OpenAIResponses:
         namespace: Namespace,
     ) -> tuple[Message, ...]:
         """Instructions apply to one response only; the items of earlier responses remain."""
-        before: list[tuple[str, items.Item]] = []
-        if previous is not None:
-            for stored in self._store.conversation(namespace, previous):
-                before += [("previous_response_id", item) for item in stored.input()]
-                before += [("previous_response_id", item) for item in stored.output()]
+        before = [("previous_response_id", item) for item in self._earlier(previous, namespace)]
         named = [(f"input[{i}]", item) for i, item in enumerate(own)]
         instructions = body.get("instructions")
         if isinstance(instructions, list):
@@ -140,7 +158,7 @@ class OpenAIResponses:
                 is_running=reply.is_running,
                 items=own,
                 outputs=json.dumps(reply.output).encode(),
-                response=json.dumps(reply.body() | {"output": []}).encode(),
+                response=json.dumps(_without_output(reply.body())).encode(),
                 item_ids=frozenset(item["id"] for item in reply.output),
             )
             if begun:
@@ -163,7 +181,7 @@ class OpenAIResponses:
     # --- further routes --------------------------------------------------------------------
 
     def routes(self, services: Services) -> tuple[JsonRoute, ...]:
-        async def get(route_request: RouteRequest) -> Mapping[str, Any]:
+        async def get(route_request: RouteRequest) -> bytes:
             if route_request.query.get("stream", "false").lower() not in ("false", "0"):
                 raise InvalidValue("stream", "a stored response cannot be streamed; leave it out")
             return self._stored(route_request).body()
@@ -179,16 +197,35 @@ class OpenAIResponses:
             if not stored.is_running:
                 raise BadRequest("This response has ended: there is nothing to cancel.")
             services.event_router.fail(stored.request, Cancelled())
-            return stored.body() | {"status": "cancelled"}
+            shown: dict[str, Any] = json.loads(stored.body())  # small: it has no output yet
+            return shown | {"status": "cancelled"}
 
         async def input_items(route_request: RouteRequest) -> Mapping[str, Any]:
             stored = self._stored(route_request)
-            return await services.in_pool(lambda: _page(stored, route_request.query))
+            return await services.in_pool(
+                route_request.namespace, lambda: _page(stored, route_request.query)
+            )
 
         async def count(route_request: RouteRequest) -> Mapping[str, Any]:
             request = await decoded_request(services, self, route_request)
             n_tokens = await count_tokens(services, request, route_request.namespace)
             return {"object": "response.input_tokens", "input_tokens": n_tokens}
+
+        def compaction(
+            body: Mapping[str, Any], namespace: Namespace
+        ) -> tuple[GenerateRequest, list[items.Item]]:
+            if body.get("stream"):
+                raise InvalidValue("stream", "a compaction is not streamed")
+            given = {**body, "input": body.get("input") or [], "store": False}
+            (request,) = self.decode(given, namespace=namespace).requests
+            members = fields.Fields(given)
+            earlier = self._earlier(members.string("previous_response_id"), namespace)
+            return request, [*earlier, *items.input_items(members)]
+
+        async def compact(route_request: RouteRequest) -> Mapping[str, Any]:
+            key_id, body = route_request.namespace, route_request.body
+            request, conversation = await services.in_pool(key_id, lambda: compaction(body, key_id))
+            return await compacted(services, request, conversation, key_id)
 
         path = f"{self.path}/{{response_id}}"
         return (
@@ -203,6 +240,14 @@ class OpenAIResponses:
                 count,
                 schema=_schema(),
             ),
+            JsonRoute(
+                "POST",
+                f"{self.path}/compact",
+                "A conversation as its user messages and a summary of the rest",
+                compact,
+                schema=_schema() | {"required": []},
+                computes=True,
+            ),
         )
 
     def _stored(self, route_request: RouteRequest) -> StoredResponse:
@@ -210,6 +255,19 @@ class OpenAIResponses:
 
 
 DIALECT = OpenAIResponses
+
+
+def _check_echo(echo: Mapping[str, Any]) -> None:
+    """Raises BadRequest for what a reply could not repeat, or only in seconds."""
+    if len(_json_bytes(echo)) > MAX_ECHO_NBYTES:
+        raise BadRequest(
+            f"Instructions, tools, metadata and other fields that every response repeats take more "
+            f"than {MAX_ECHO_NBYTES >> 20} MiB together."
+        )
+
+
+def _without_output(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if name != "output"}
 
 
 def _json_bytes(value: object) -> bytes:
@@ -242,10 +300,10 @@ def _refuse(body: fields.Fields) -> None:
     for name in ("conversation", "prompt"):
         if body.get(name) is not None:
             raise InvalidValue(name, "is not supported; send the items, or previous_response_id")
-    body.skip("truncation", "max_tool_calls", "prompt_cache_options", "moderation")
-    body.skip("access_programs", "image", "context_management")
-    body.object("stream_options").skip("include_obfuscation")
+    body.skip("truncation")  # a conversation that is too long is refused
+    body.skip("prompt_cache_options", "moderation", "access_programs", "image")
     _openai.skip_inert(body)
+    refuse_missing(body, ELSEWHERE)
 
 
 def _echo(
@@ -266,14 +324,36 @@ def _echo(
         "background": body.boolean("background", False),
         "store": stored,
         "temperature": request.sampling.temperature,
-        "text": {"format": {"type": "text"}} | (body.get("text") or {}),
+        "text": _shown_text(body.get("text") or {}),
         "tool_choice": body.get("tool_choice") or "auto",
-        "tools": body.get("tools") or [],
+        "tools": [_shown_tool(tool) for tool in body.get("tools") or ()],
         "top_logprobs": request.top_logprobs or 0,
         "top_p": request.sampling.top_p,
         "truncation": "disabled",
         "user": body.string("user"),
+        "presence_penalty": request.sampling.presence_penalty,
+        "frequency_penalty": request.sampling.frequency_penalty,
+        "max_tool_calls": body.integer("max_tool_calls", low=1),
+        "service_tier": "default",
+        "safety_identifier": body.string("safety_identifier"),
+        "prompt_cache_key": body.string("prompt_cache_key"),
     }
+
+
+def _shown_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool with every member that clients expect of a function."""
+    if tool.get("type") != "function":
+        return tool
+    shown = {"description": None, "parameters": None, **tool}
+    return shown | {"strict": bool(tool.get("strict"))}
+
+
+def _shown_text(text: Mapping[str, Any]) -> dict[str, Any]:
+    """How the text is formatted: a schema is enforced whether it is called strict or not."""
+    format = text.get("format") or {"type": "text"}
+    if format["type"] == "json_schema":
+        format = {"description": None, "strict": True, **format}
+    return {**text, "format": format}
 
 
 def _page(stored: StoredResponse, query: Mapping[str, str]) -> dict[str, Any]:

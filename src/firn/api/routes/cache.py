@@ -102,7 +102,9 @@ class CacheRoutes:
     async def _decode(self, request: Request) -> GenerateRequest:
         raw = await self._bodies.read(request.scope, request.receive)
         key_id = exchange_of(request.scope).caller.key_id
-        return await decoded(raw, self._services.pool, lambda body: self._request(body, key_id))
+        return await decoded(
+            raw, self._services.pool.of(key_id), lambda body: self._request(body, key_id)
+        )
 
     def _request(self, body: dict[str, Any], key_id: Namespace) -> GenerateRequest:
         key = "messages" if "messages" in body else "prompt"
@@ -120,9 +122,7 @@ class CacheRoutes:
         short = replace(
             generate, max_tokens=1, n=1, top_logprobs=None, grammar=None, sparse_keep=IN_FULL
         )
-        session = Session(
-            self._services, [short], id=f"{exchange.id}-pin", namespace=exchange.namespace
-        )
+        session = Session(self._services, [short], id=f"{exchange.id}-pin", caller=exchange.caller)
         with self._services.quotas.call(exchange.caller.key_id, session), closing(session):
             await session.start()
             async for batch in session:

@@ -18,6 +18,7 @@ from firn.api.fields import Fields
 from firn.api.services import Services
 from firn.core.errors import BadRequest, InvalidValue
 from firn.core.ports import Embedder
+from firn.core.values import Namespace
 
 MAX_TEXTS = 2048
 MAX_CHARS = 8 * 2**20
@@ -28,20 +29,20 @@ BATCH_TOKENS = 4096
 
 def embedding_routes(services: Services) -> tuple[JsonRoute, ...]:
     async def answer(route_request: RouteRequest) -> Mapping[str, Any]:
-        return await _answer(services, Fields(route_request.body))
+        return await _answer(services, Fields(route_request.body), route_request.namespace)
 
     return (
         JsonRoute("POST", "/v1/embeddings", "Texts as vectors", answer, _SCHEMA, computes=True),
     )
 
 
-async def _answer(services: Services, body: Fields) -> dict[str, Any]:
+async def _answer(services: Services, body: Fields, key_id: Namespace) -> dict[str, Any]:
     services.check_model(body.string("model") or "")
     encoding = body.get("encoding_format")
     if encoding is not None:
         encoding = fields.one_of(encoding, "encoding_format", ("float", "base64"))
     truncate = body.boolean("truncate", False)
-    vectors, n_tokens = await embed(services, body, truncate=truncate)
+    vectors, n_tokens = await embed(services, body, key_id, truncate=truncate)
     return {
         "object": "list",
         "model": services.engine.model.name,
@@ -58,7 +59,7 @@ async def _answer(services: Services, body: Fields) -> dict[str, Any]:
 
 
 async def embed(
-    services: Services, body: Fields, *, truncate: bool
+    services: Services, body: Fields, key_id: Namespace, *, truncate: bool
 ) -> tuple[list[list[float]], int]:
     """The vectors of the body's `input`, and how many tokens it has. Raises BadRequest."""
     embedder = services.embedder
@@ -71,7 +72,7 @@ async def embed(
     n_dims = body.integer("dimensions", low=1, high=embedder.n_dims)
     given = body.require("input")
     texts = await services.in_pool(
-        lambda: _tokens(services, embedder, _texts_or_ids(given), truncate=truncate)
+        key_id, lambda: _tokens(services, embedder, _texts_or_ids(given), truncate=truncate)
     )
     vectors: dict[int, list[float]] = {}
     for batch in batches([len(text) for text in texts]):

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 
+from firn.api.agents import add_agents
 from firn.api.fields import page_limit
 from firn.api.openapi import error_responses
 from firn.api.services import Services
@@ -17,6 +18,9 @@ from firn.core.errors import InvalidValue, ModelNotFound
 
 PAGE = 20
 MAX_PAGE = 1000
+ANTHROPIC = "anthropic-version"
+"""The header that every client of Anthropic's API sends."""
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
 Route = Callable[..., Awaitable[dict[str, Any]]]
 
 
@@ -25,20 +29,32 @@ def add_models(app: FastAPI, services: Services) -> None:
         listed = [model_object(services)]
         return page(listed, request.query_params, find=lambda name: _served(services, name))
 
-    async def model(model_id: str) -> dict[str, Any]:
-        if not services.serves(model_id):
+    def find(model_id: str | None) -> dict[str, Any]:
+        if model_id is not None and not services.serves(model_id):
             raise ModelNotFound(model_id, services.engine.model.name)
         return model_object(services)
 
+    async def model(request: Request, model_id: str) -> dict[str, Any]:
+        return find(model_id)
+
     add_routes(app, models, model)
+    add_agents(app, find)
 
 
 def add_routes(app: FastAPI, models: Route, model: Route) -> None:
     """models: returns all of them, in pages. model: returns the one with a given id."""
+
+    async def all_models(request: Request) -> dict[str, Any]:
+        listed = await models(request)
+        return listed | {"data": [_as_read_by(request, shown) for shown in listed["data"]]}
+
+    async def one_model(request: Request, model_id: str) -> dict[str, Any]:
+        return _as_read_by(request, await model(request, model_id))
+
     for method in ("GET", "HEAD"):
         app.add_api_route(
             "/v1/models",
-            models,
+            all_models,
             methods=[method],
             summary="Models served here",
             responses=error_responses(),
@@ -46,7 +62,36 @@ def add_routes(app: FastAPI, models: Route, model: Route) -> None:
             openapi_extra={"parameters": PARAMETERS},
         )
     missing: dict[int | str, dict[str, Any]] = {404: {"description": "Not served here"}}
-    app.add_api_route("/v1/models/{model_id:path}", model, summary="One model", responses=missing)
+    app.add_api_route(
+        "/v1/models/{model_id:path}", one_model, summary="One model", responses=missing
+    )
+
+
+def _as_read_by(request: Request, shown: dict[str, Any]) -> dict[str, Any]:
+    """The model, with its capabilities in the form of Anthropic's API for a client of that API."""
+    if ANTHROPIC not in request.headers:
+        return shown
+    return shown | {"capabilities": _support(frozenset(shown["capabilities"]))}
+
+
+def _support(can: frozenset[str]) -> dict[str, Any]:
+    """What firn and the model can do, under the names of Anthropic's API."""
+    yes, no = {"supported": True}, {"supported": False}
+    chats = yes if "chat" in can else no
+    thinks = yes if "thinking" in can else no
+    modes = ("adaptive", "between_tools", "disabled", "enabled")
+    return {
+        "batch": no,
+        "citations": no,
+        "code_execution": no,
+        "context_management": no,
+        "effort": thinks | dict.fromkeys(EFFORTS, thinks),
+        "image_input": yes if "vision" in can else no,
+        "pdf_input": chats,
+        "server_tools": no | {"code_execution": no, "web_search": no},
+        "structured_outputs": chats,
+        "thinking": thinks | {"types": dict.fromkeys(modes, thinks)},
+    }
 
 
 def _served(services: Services, name: str) -> str | None:

@@ -19,6 +19,7 @@ from firn.api.routes.embeddings import embed
 from firn.api.routes.models import model_object
 from firn.api.services import Services
 from firn.core.errors import InvalidValue
+from firn.core.values import Namespace
 
 API_VERSION = "0.12.0"
 """The version of Ollama that this API corresponds to: clients refuse older ones."""
@@ -39,18 +40,18 @@ ModelObject = Mapping[str, Any]
 def ollama_routes(services: Services) -> tuple[JsonRoute, ...]:
     """For a server of one model."""
 
-    def listed() -> list[ModelObject]:
+    def listed(key_id: Namespace) -> list[ModelObject]:
         return [model_object(services)]
 
-    def find(name: str) -> ModelObject:
+    def find(name: str, key_id: Namespace) -> ModelObject:
         services.check_model(name)
         return model_object(services)
 
     async def embed_all(route_request: RouteRequest) -> Mapping[str, Any]:
-        return await _embed_all(services, Fields(route_request.body))
+        return await _embed_all(services, Fields(route_request.body), route_request.namespace)
 
     async def embed_one(route_request: RouteRequest) -> Mapping[str, Any]:
-        return await _embed_one(services, Fields(route_request.body))
+        return await _embed_one(services, Fields(route_request.body), route_request.namespace)
 
     return (
         *model_routes(listed, find),
@@ -62,15 +63,20 @@ def ollama_routes(services: Services) -> tuple[JsonRoute, ...]:
 
 
 def model_routes(
-    listed: Callable[[], Sequence[ModelObject]], find: Callable[[str], ModelObject]
+    listed: Callable[[Namespace], Sequence[ModelObject]],
+    find: Callable[[str, Namespace], ModelObject],
 ) -> tuple[JsonRoute, ...]:
-    """listed: all models, as in /v1/models. find: one of them, or raises ModelNotFound."""
+    """listed: all models, as in /v1/models, for this key. find: one of them, or raises ModelNotFound."""
 
     async def tags(route_request: RouteRequest) -> Mapping[str, Any]:
-        return {"models": [tag(model) for model in listed()]}
+        return {"models": [tag(model) for model in listed(route_request.namespace)]}
 
     async def running(route_request: RouteRequest) -> Mapping[str, Any]:
-        loaded = [model for model in listed() if model["state"] in ("loaded", "draining")]
+        loaded = [
+            model
+            for model in listed(route_request.namespace)
+            if model["state"] in ("loaded", "draining")
+        ]
         return {"models": [_running(model) for model in loaded]}
 
     async def show(route_request: RouteRequest) -> Mapping[str, Any]:
@@ -78,7 +84,7 @@ def model_routes(
         name = body.string("model") or body.string("name")
         if not name:
             raise InvalidValue("model", "is required")
-        return _shown(find(name.removesuffix(TAG)))
+        return _shown(find(name.removesuffix(TAG), route_request.namespace))
 
     async def version(route_request: RouteRequest) -> Mapping[str, Any]:
         return {"version": API_VERSION, "firn": __version__}
@@ -149,11 +155,12 @@ def _shown(model: ModelObject) -> dict[str, Any]:
 # --- embeddings ----------------------------------------------------------------------------
 
 
-async def _embed_all(services: Services, body: Fields) -> dict[str, Any]:
+async def _embed_all(services: Services, body: Fields, key_id: Namespace) -> dict[str, Any]:
     began_ns = time.perf_counter_ns()
     services.check_model(model_name(body))
     keep_alive_s(body)
-    vectors, n_tokens = await embed(services, body, truncate=body.boolean("truncate", True))
+    truncate = body.boolean("truncate", True)
+    vectors, n_tokens = await embed(services, body, key_id, truncate=truncate)
     took = durations(began_ns, None)
     return {
         "model": services.engine.model.name,
@@ -164,12 +171,12 @@ async def _embed_all(services: Services, body: Fields) -> dict[str, Any]:
     }
 
 
-async def _embed_one(services: Services, body: Fields) -> dict[str, Any]:
+async def _embed_one(services: Services, body: Fields, key_id: Namespace) -> dict[str, Any]:
     """/api/embeddings, which older clients use."""
     services.check_model(model_name(body))
     keep_alive_s(body)
     prompt = fields.string(body.require("prompt"), "prompt", empty=False)
-    vectors, n_tokens = await embed(services, Fields({"input": prompt}), truncate=True)
+    vectors, n_tokens = await embed(services, Fields({"input": prompt}), key_id, truncate=True)
     return {"embedding": vectors[0], "prompt_eval_count": n_tokens}
 
 

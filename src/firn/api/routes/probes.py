@@ -58,6 +58,7 @@ def _health(services: Services, caller: Caller) -> dict[str, Any]:
     if caller.operator or not services.keys.required:
         calls = {"calls": services.event_router.n_calls}
         stages = {
+            "last_step_age_s": round(engine.last_step_age_s, 3),
             "waiting": engine.n_waiting,
             "prefilling": engine.n_prefilling,
             "decoding": engine.n_decoding,
@@ -72,7 +73,6 @@ def _health(services: Services, caller: Caller) -> dict[str, Any]:
         **calls,
         "engine": {
             "alive": engine.alive,
-            "last_step_age_s": round(engine.last_step_age_s, 3),
             **stages,
         },
         **details,

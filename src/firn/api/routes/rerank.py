@@ -13,7 +13,7 @@ from contextlib import closing
 from typing import Any
 
 from firn.api import fields
-from firn.api.auth import SHARED
+from firn.api.auth import SHARED, Caller
 from firn.api.dialects import JsonRoute, RouteRequest
 from firn.api.fields import Fields
 from firn.api.prompting import make_prompt
@@ -29,6 +29,8 @@ from firn.text.rerank import Reranker
 PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
 """Cohere's clients send the version, others do not."""
 MAX_DOCUMENTS = 1000
+MAX_CHARS = 8 * 2**20
+"""In all prompts of a request together: all are tokenized before the first is computed."""
 WAVE_DOCUMENTS = 32
 """Documents in the engine at a time: a long list must not fill its queue."""
 N_LIKELIEST = 64
@@ -59,7 +61,12 @@ async def _answer(services: Services, body: Fields, key_id: Namespace) -> dict[s
     body.skip("rank_fields", "max_chunks_per_doc", "truncation", "user")
     # Cached like the caller's other prompts.
     namespace = key_id if services.keys.private else SHARED
-    reranking = _Reranking(services, reranker, namespace)
+    reranking = _Reranking(services, reranker, Caller(key_id, namespace))
+    n_chars = (len(query) + len(instruction)) * len(documents) + sum(map(len, documents))
+    if n_chars > MAX_CHARS:  # each document is a prompt with query and instruction
+        raise InvalidValue(
+            "documents", f"have more than {MAX_CHARS} characters, each with the query; send fewer"
+        )
     prompts = await reranking.prompts(query, documents, instruction, limit=limit)
     scores = await reranking.scores(prompts)
     order = sorted(range(len(documents)), key=lambda i: -scores[i])[:top_n]
@@ -102,17 +109,18 @@ def _documents(given: object) -> list[str]:
 class _Reranking:
     """One request. Owner: its task."""
 
-    def __init__(self, services: Services, reranker: Reranker, namespace: Namespace) -> None:
+    def __init__(self, services: Services, reranker: Reranker, caller: Caller) -> None:
         self._services = services
         self._reranker = reranker
-        self._namespace = namespace
+        self._caller = caller
         self.n_cached = 0
 
     async def prompts(
         self, query: str, documents: Sequence[str], instruction: str, *, limit: int | None
     ) -> list[tuple[int, ...]]:
         return await self._services.in_pool(
-            lambda: [self._prompt(query, text, instruction, limit) for text in documents]
+            self._caller.key_id,
+            lambda: [self._prompt(query, text, instruction, limit) for text in documents],
         )
 
     def _prompt(
@@ -124,7 +132,7 @@ class _Reranking:
             document = self._cut(document, limit)
         chat = rerank.question(query, document, instruction)
         request = GenerateRequest("", chat, reasoning=rerank.NO_THINKING)
-        prompt = make_prompt(services, request, self._namespace)
+        prompt = make_prompt(services, request, self._caller.namespace)
         return tuple(prompt.ids.tolist())
 
     def _cut(self, document: str, limit: int) -> str:
@@ -185,7 +193,7 @@ class _Reranking:
             self._services,
             requests,
             id=f"rerank-{uuid.uuid4().hex}",
-            namespace=self._namespace,
+            caller=self._caller,
         )
         with closing(session):
             await session.start()

@@ -19,19 +19,22 @@ def token_routes(services: Services, dialects: Sequence[Dialect]) -> tuple[JsonR
     chat = next(d for d in dialects if d.path == "/v1/chat/completions")
 
     async def tokenize(route_request: RouteRequest) -> Mapping[str, Any]:
-        body = Fields(route_request.body)
+        body, key_id = Fields(route_request.body), route_request.namespace
         services.check_model(body.string("model") or "")
         text = body.get("text") if body.get("text") is not None else body.get("prompt")
         if text is None and body.get("messages") is None:
             raise InvalidValue("text", "is required, unless messages are given")
         if text is None:
             request = await decoded_request(services, chat, route_request)
-            prompt = await prompt_of(services, request, route_request.namespace)
-            return await services.in_pool(lambda: _token_list(services, prompt.ids.tolist()))
+            prompt = await prompt_of(services, request, key_id)
+            return await services.in_pool(
+                key_id, lambda: _token_list(services, prompt.ids.tolist())
+            )
         checked = string(text, "text", max_chars=MAX_TEXT_CHARS)
         special = body.boolean("add_special_tokens", True)
         return await services.in_pool(
-            lambda: _token_list(services, _encode(services, checked, add_special=special))
+            key_id,
+            lambda: _token_list(services, _encode(services, checked, add_special=special)),
         )
 
     async def detokenize(route_request: RouteRequest) -> Mapping[str, Any]:
@@ -41,7 +44,9 @@ def token_routes(services: Services, dialects: Sequence[Dialect]) -> tuple[JsonR
         ids = body.get(name)
         if ids is None:
             raise InvalidValue("ids", "is required")
-        return await services.in_pool(lambda: _text_of(services, ids, name))
+        return await services.in_pool(
+            route_request.namespace, lambda: _text_of(services, ids, name)
+        )
 
     return (
         JsonRoute("POST", "/v1/tokenize", "Tokens of a text or a chat", tokenize, _TOKENIZE),

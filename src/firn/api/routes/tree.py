@@ -71,19 +71,20 @@ class TreeRoutes:
     async def tree(self, request: Request) -> dict[str, Any]:
         limit = limit_of(request.query_params)
         query = (exchange_of(request.scope).visible, request.query_params.get("node"), limit)
-        return await self._answers.get(query, lambda: self._read(*query))
-
-    async def _read(
-        self, namespace: Namespace | None, node: str | None, limit: int
-    ) -> dict[str, Any]:
         with_tokens = self._services.show_text
-        answer = self._admin.browse(namespace, node, limit=limit, with_tokens=with_tokens)
-        return await self._collect(answer)
 
-    async def _collect(self, slices: SlicedQuery) -> dict[str, Any]:
+        async def read() -> dict[str, Any]:
+            visible, node, limit = query
+            answer = self._admin.browse(visible, node, limit=limit, with_tokens=with_tokens)
+            return await self._collect(request, answer)
+
+        return await self._answers.get(query, read)
+
+    async def _collect(self, request: Request, slices: SlicedQuery) -> dict[str, Any]:
         while not await asyncio.wrap_future(slices.step()):
             pass
-        return await self._services.in_pool(lambda: self._with_texts(slices.answer()))
+        key_id = exchange_of(request.scope).caller.key_id
+        return await self._services.in_pool(key_id, lambda: self._with_texts(slices.answer()))
 
     def _with_texts(self, answer: dict[str, Any]) -> dict[str, Any]:
         for run in answer.get("runs", ()):
@@ -104,7 +105,7 @@ class TreeRoutes:
     async def forget(self, request: Request, node: str) -> dict[str, Any]:
         with self._answers.changing(request.scope):
             return await self._collect(
-                self._admin.forget_node(exchange_of(request.scope).visible, node)
+                request, self._admin.forget_node(exchange_of(request.scope).visible, node)
             )
 
     async def _change(

@@ -28,7 +28,9 @@ N_UNCLOCKED = 16
 MAX_NODES = 1 << 16
 """Cap on the nodes read; the answer reports whether others were cut off."""
 N_SHOWN_TOKENS = 48
-"""Tokens shown from the beginning of a run, if its text may be shown."""
+"""Tokens shown of a run, if its text may be shown: from where it parts from the others."""
+N_LAST_TOKENS = 12
+"""Tokens shown of a run that ends where another one goes on: its last ones."""
 N_FORGOTTEN = 64
 """Nodes forgotten in one slice: each may delete files."""
 
@@ -49,8 +51,10 @@ class NodeView:
     n_leases: int
     namespace: Namespace | None
     """A root's; None for other nodes."""
+    parts_at: int
+    """Where it parts from its siblings, or what is shown of it begins."""
     head: tuple[int, ...]
-    """Its first tokens."""
+    """Its tokens from there on."""
     # Sums over the subtree, computed once everything has been read.
     n_ends: int = 0
     n_nodes: int = 0
@@ -128,12 +132,13 @@ class TreeReader:
                 if record.is_stored(tier):
                     places[tier + 1] += record.nbytes
         shown = self._with_tokens and not is_root
-        head = tuple(node.tokens[:N_SHOWN_TOKENS].tolist()) if shown else ()
+        parts_at, head = _from_parting(node) if shown else (node.start, ())
         number = len(self._nodes)
         self._nodes.append(
             NodeView(
                 node.key, parent, node.start, node.end, nbytes, tuple(places), node.used_at,
-                node.n_pins, node.n_leases, node.namespace if isinstance(node, Root) else None, head,
+                node.n_pins, node.n_leases, node.namespace if isinstance(node, Root) else None,
+                parts_at, head,
             )
         )  # fmt: skip
         todo.extend((child, number) for child in node.children)
@@ -149,6 +154,14 @@ class TreeReader:
             "cut_off": bool(self._todo),
             "runs": [_view(nodes, run, self._with_tokens) for run in runs],
         }
+
+
+def _from_parting(node: Node) -> tuple[int, tuple[int, ...]]:
+    """Where a node parts from its siblings, and the tokens from there on."""
+    at = node.parent.children.shared_with_siblings(node) if node.parent is not None else 0
+    if at >= node.n_tokens:
+        at = max(node.n_tokens - N_LAST_TOKENS, 0)
+    return node.start + at, tuple(node.tokens[at : at + N_SHOWN_TOKENS].tolist())
 
 
 def _sum(nodes: Sequence[NodeView]) -> None:
@@ -225,6 +238,7 @@ def _view(nodes: Sequence[NodeView], run: _Run, with_tokens: bool) -> dict[str, 
     if with_tokens:
         tokens = [token for each in own[:2] for token in each.head]
         view["tokens"] = tokens[:N_SHOWN_TOKENS]
+        view["parts_at"] = first.parts_at
     return view
 
 

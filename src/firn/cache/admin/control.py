@@ -5,7 +5,7 @@ Functions over the cache, run on the engine thread between two steps. They answe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
@@ -14,10 +14,11 @@ from firn.cache.off import CacheOff
 from firn.cache.parts import Part
 from firn.cache.planning.match import MEMORY
 from firn.cache.prefix import PrefixTree
+from firn.cache.records import Clearing
 from firn.cache.tiers import TierUsage
 from firn.cache.tree import Node, PartTotals, Root
 from firn.core.errors import BadRequest, NotFound
-from firn.core.keys import Key, child_key, key_tokens
+from firn.core.keys import Key, child_key, prompt_tokens
 from firn.core.values import Namespace, Prompt
 
 PIN_SHARE = 0.5
@@ -61,7 +62,23 @@ class CacheAdmin:
         return self._ask(lambda cache: unpin(cache, prompt, namespace))
 
     def clear(self, namespace: Namespace | None) -> Future[Json]:
-        return self._ask(lambda cache: clear(cache, namespace))
+        """Answers once no later process can find what was cleared. It may fail with NotForgotten."""
+
+        def start(cache: PrefixTree | CacheOff, admission: Json) -> Clearing | CacheOff:
+            return cache if isinstance(cache, CacheOff) else cache.records.clear(namespace)
+
+        answer: Future[Json] = Future()
+        answer.set_running_or_notify_cancel()
+
+        def started(clearing: Clearing | CacheOff) -> None:
+            if isinstance(clearing, CacheOff):
+                answer.set_result({"enabled": False, "why": clearing.why})
+            else:
+                freed = {"freed_bytes": clearing.nbytes}
+                _when_kept(clearing.promises, answer, freed)
+
+        _then(self._run(start), answer, started)
+        return answer
 
     def browse(
         self, namespace: Namespace | None, node: str | None, *, limit: int, with_tokens: bool
@@ -71,7 +88,7 @@ class CacheAdmin:
         return SlicedTreeQuery(self._run, reader)
 
     def forget_node(self, namespace: Namespace | None, node: str) -> SlicedTreeQuery:
-        return SlicedTreeQuery(self._run, browse.SubtreeRemoval(namespace, key_of(node)))
+        return SlicedRemoval(self._run, browse.SubtreeRemoval(namespace, key_of(node)))
 
     def node(self, namespace: Namespace | None, node: str) -> Future[Json]:
         return self._ask_node(namespace, node, browse.details)
@@ -151,6 +168,59 @@ class SlicedTreeQuery:
         if self._off is not None:
             return {"enabled": False, "why": self._off.why}
         return self._query.answer()
+
+
+class SlicedRemoval(SlicedTreeQuery):
+    """Its last slice is over once everything that was forgotten is deleted in all tiers."""
+
+    def step(self) -> Future[bool]:
+        answer: Future[bool] = Future()
+        answer.set_running_or_notify_cancel()
+
+        def deleted(cache: PrefixTree | CacheOff, admission: Json) -> list[Future[None]]:
+            return [] if isinstance(cache, CacheOff) else cache.records.tiers.deleted()
+
+        def stepped(is_last: bool) -> None:
+            if is_last:
+                promises = self._run(deleted)
+                _then(promises, answer, lambda promises: _when_kept(promises, answer, True))
+            else:
+                answer.set_result(False)
+
+        _then(super().step(), answer, stepped)
+        return answer
+
+
+def _then(future: Future[T], answer: Future[Any], go_on: Callable[[T], None]) -> None:
+    """Go on with the result of a future; an error ends the answer."""
+
+    def done(future: Future[T]) -> None:
+        error = future.exception()
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            go_on(future.result())
+
+    future.add_done_callback(done)
+
+
+def _when_kept(promises: Sequence[Future[None]], answer: Future[T], result: T) -> None:
+    """Answer when the last promise is kept, or with the error of the first that is not."""
+
+    left = iter(promises)
+
+    def go_on(kept: Future[None] | None) -> None:
+        while kept is None or kept.done():
+            if kept is not None and (error := kept.exception()) is not None:
+                answer.set_exception(error)
+                return
+            kept = next(left, None)
+            if kept is None:
+                answer.set_result(result)
+                return
+        kept.add_done_callback(go_on)
+
+    go_on(None)
 
 
 def key_of(node: str) -> Key:
@@ -345,7 +415,7 @@ def unpin(cache: PrefixTree, prompt: Prompt, namespace: Namespace) -> Json:
 
 def _key(prompt: Prompt) -> Key:
     """Identifies a prompt."""
-    return child_key(Key(b""), key_tokens(prompt.ids, prompt.picture_spans))
+    return child_key(Key(b""), prompt_tokens(prompt))
 
 
 def pinned_nbytes(cache: PrefixTree, namespace: Namespace | None = None) -> int:
@@ -355,4 +425,4 @@ def pinned_nbytes(cache: PrefixTree, namespace: Namespace | None = None) -> int:
 
 def clear(cache: PrefixTree, namespace: Namespace | None = None) -> Json:
     """Forget every record, or one namespace's. Running requests finish, but store nothing more."""
-    return {"freed_bytes": cache.records.clear(namespace)}
+    return {"freed_bytes": cache.records.clear(namespace).nbytes}

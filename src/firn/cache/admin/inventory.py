@@ -45,7 +45,8 @@ class RecordFile:
     nbytes: int
     used_at: float
     tag: Tag | None = None
-    fault: Damaged | Foreign | None = None
+    fault: Damaged | Foreign | TierFault | None = None
+    """TierFault: the disk cannot read it at present."""
 
     @property
     def path(self) -> str:
@@ -222,7 +223,12 @@ def quarantine_of(folder: Path) -> Path:
 def take_inventory(folder: Path, *, seal: Seal | None = None) -> Inventory:
     """Raises OSError when the folder cannot be read."""
     tier = SsdTier(TierOptions(str(folder), 0), guest=True)
-    files = tuple(_file(seen, tier, seal) for seen in read_heads(folder))
+    files = tuple(
+        _file(seen, tier, seal)
+        if isinstance(seen, ScannedRecord)
+        else RecordFile(seen.name, seen.nbytes, seen.used_at, fault=seen.fault)
+        for seen in read_heads(folder)
+    )
     parts: dict[Key, dict[Part, RecordFile]] = {}
     for file in files:
         if file.tag is not None:
@@ -238,8 +244,10 @@ def _file(seen: ScannedRecord, tier: SsdTier, seal: Seal | None) -> RecordFile:
         return _file(seen, tier, None)
     except (Damaged, Foreign) as e:
         return made(fault=e)
-    except (Missing, TierFault) as e:  # the others can still be listed
+    except Missing as e:  # the others can still be listed
         return made(fault=Foreign(e.reason))
+    except TierFault as e:
+        return made(fault=e)
 
 
 def _block(files: Mapping[Part, RecordFile]) -> BlockFiles:

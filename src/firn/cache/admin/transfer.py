@@ -10,13 +10,14 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import BinaryIO
 
 from firn.cache.storage.container import Header, Loaded, Name, derived_key, pack, unpack
 from firn.cache.storage.faults import Damaged, Foreign
 from firn.cache.storage.seal import Seal
-from firn.cache.tiers import Tier
+from firn.cache.tiers import Tier, Tombstones
 from firn.cache.tree import BLOCK_S
 from firn.core.keys import Key, root_key
 from firn.core.values import Namespace
@@ -83,12 +84,15 @@ def import_file(
     n_new = n_present = nbytes = 0
     moved: dict[Key, Key] = {}
     now = time.time()
+    cleared = tier.buried() if isinstance(tier, Tombstones) else {}
     for i, loaded in enumerate(_records(path)):
         header = loaded.header
         if derived_key(header, header.parent) != header.key:
             raise Damaged("another record's bytes", "the key does not follow from the tokens")
         if namespace is not None:
             header = _move(header, namespace, moved)
+        if header.created < cleared.get(header.root.hex(), -inf):
+            header = replace(header, created=now)  # it is wanted again
         pieces = pack(header, loaded.buffers, seal=seal).pieces
         stored = tier.write(str(header.name), pieces, used_at=now - BLOCK_S * i)
         n_new, n_present = n_new + stored.new, n_present + (not stored.new)

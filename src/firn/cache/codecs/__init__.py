@@ -17,7 +17,6 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
@@ -25,19 +24,12 @@ import mlx.core as mx
 
 from firn.cache.parts import Part
 from firn.core.errors import UnknownCacheLayer
+from firn.core.ports import At as At
 from firn.core.ports import LayerCache
 
 TOKEN_AXIS = -2
 Arrays = tuple[mx.array | None, ...]
 """One layer's arrays in one record; None for a slot that the layer leaves empty."""
-
-
-@dataclass(frozen=True, slots=True)
-class At:
-    """Where a row is: its index in the (possibly batched) layer, and how many tokens it holds."""
-
-    index: int
-    n_tokens: int
 
 
 class Buffers(Protocol):
@@ -82,7 +74,10 @@ class LayerCodec(Protocol):
         ...
 
     def cut(self, layer: LayerCache, at: At, start: int, end: int) -> Arrays:
-        """The row's tokens [start, end), or its state at end == at.n_tokens. Lazy; may be views."""
+        """The row's tokens [start, end), or its state at end == at.n_tokens. Lazy; may be views.
+
+        Raises TokensNotHeld where the layer has overwritten some of them.
+        """
         ...
 
     def fill(self, layer: LayerCache, pieces: Sequence[Arrays], n_tokens: int) -> None:

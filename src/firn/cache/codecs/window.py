@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from firn.cache.codecs import Arrays, At, concat_tokens, kv_token_nbytes
 from firn.cache.parts import Part
+from firn.core.errors import TokensNotHeld
 from firn.core.ports import LayerCache
 
 
@@ -27,6 +28,21 @@ class WindowCodec:
 
     def reach(self, layer: LayerCache) -> int:
         return int(getattr(layer, self.size))
+
+    def first_held(self, layer: LayerCache, at: At) -> int:
+        """The oldest of the row's tokens that the layer still holds; at.n_tokens if none can be
+        told apart."""
+        raise NotImplementedError
+
+    def cut(self, layer: LayerCache, at: At, start: int, end: int) -> Arrays:
+        first = self.first_held(layer, at)
+        if start < first:
+            raise TokensNotHeld(start, end, first=first, n_tokens=at.n_tokens)
+        return self._cut(layer, at, start, end)
+
+    def _cut(self, layer: LayerCache, at: At, start: int, end: int) -> Arrays:
+        """Tokens that the layer holds."""
+        raise NotImplementedError
 
     def fixed_nbytes(self, layer: LayerCache) -> int:
         return kv_token_nbytes(layer) * self.reach(layer)
@@ -42,9 +58,21 @@ class RotatingKVCodec(WindowCodec):
     def describe(self, layer: LayerCache) -> str | None:
         return None if layer.keep else f"window{layer.max_size}"
 
-    def cut(self, layer: LayerCache, at: At, start: int, end: int) -> Arrays:
+    def first_held(self, layer: LayerCache, at: At) -> int:
+        if _is_ragged(layer):
+            return int(layer.first_held(at.index))
+        if at.n_unread:  # it does not say how far it was written
+            return at.n_tokens
+        length = int(layer.keys.shape[2])
+        if hasattr(layer, "rotated"):  # a group's, right-justified
+            n_columns = min(length if layer.rotated else int(layer._idx), int(layer.max_size))
+        else:
+            n_columns = length if layer.offset == at.n_tokens else 0
+        return at.n_tokens - min(at.n_tokens, n_columns)
+
+    def _cut(self, layer: LayerCache, at: At, start: int, end: int) -> Arrays:
         length = layer.keys.shape[2]
-        if type(layer).__name__ == "RaggedRing":  # a drafting group's: indexed by position
+        if _is_ragged(layer):
             first = layer.column_of(start)
         else:
             first = (layer._idx - (at.n_tokens - start)) % length
@@ -74,7 +102,10 @@ class ChunkedKVCodec(WindowCodec):
     def describe(self, layer: LayerCache) -> str | None:
         return f"chunk{layer.chunk_size}"
 
-    def cut(self, layer: LayerCache, at: At, start: int, end: int) -> Arrays:
+    def first_held(self, layer: LayerCache, at: At) -> int:
+        return int(layer.start_position)
+
+    def _cut(self, layer: LayerCache, at: At, start: int, end: int) -> Arrays:
         first, last = start - layer.start_position, end - layer.start_position
         return tuple(a[:, :, first:last] for a in (layer.keys, layer.values))
 
@@ -82,6 +113,11 @@ class ChunkedKVCodec(WindowCodec):
         layer.keys, layer.values = concat_tokens(pieces)
         layer.offset = n_tokens
         layer.start_position = n_tokens - layer.keys.shape[2]
+
+
+def _is_ragged(layer: LayerCache) -> bool:
+    """Whether it is a drafting group's ring, which is indexed by position."""
+    return hasattr(layer, "column_of")
 
 
 CODECS = (RotatingKVCodec(), ChunkedKVCodec())

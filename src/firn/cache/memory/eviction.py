@@ -78,14 +78,16 @@ class MemoryTier:
         return int(self.limit_nbytes * STATE_SHARE)
 
     def shrink_to(self, nbytes: int) -> bool:
-        """Evict until at most `nbytes` are held. What parked rows hold twice is freed first."""
-        fits = self.nbytes <= nbytes
-        if fits:
-            return True
-        while not fits and (self._rows.compact() or self._evict_next(self._all)):
-            fits = self.nbytes <= nbytes
-        self._rows.trim()
-        return fits
+        """Make memory hold at most `nbytes`: evict only what trimming parked rows cannot spare.
+
+        Rows are trimmed last, each once: a row that gives many records is copied when all are gone.
+        """
+        while self.nbytes - self._rows.spare_nbytes > nbytes and self._evict_next(self._all):
+            pass
+        self._rows.forget_empty()
+        while self.nbytes > nbytes and self._rows.trim_oldest():
+            pass
+        return self.nbytes <= nbytes
 
     def let_go(self) -> None:
         """A lease or a pin has ended: some of what was set aside may be evicted now."""
@@ -122,6 +124,8 @@ class MemoryTier:
     def _evict_along(self, pages: RowPages, last_use: float) -> None:
         """Evict more of a parked row: trimming copies what stays of it, and should be rare."""
         n_to_give = self._rows.n_to_give(pages)
+        if not n_to_give:
+            return
         end = pages.end - n_to_give
         for record in sorted(pages.records, key=lambda r: -r.node.end):
             if record.node.end <= end or self._tree.order.last_use(record) > last_use + ALONG_S:

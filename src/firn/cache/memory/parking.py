@@ -66,14 +66,14 @@ class Parking:
 
     def _park(self, pages: RowPages, row: LiveRow) -> None:
         end = pages.end
-        if self._layout.is_lone(row.live_layers):
-            buffers = self._layout.take(row.live_layers)
+        layers = row.view().layers
+        if self._layout.is_lone(layers):
+            buffers = self._layout.take(layers)
         else:
             pad = -end % ROOM_TOKENS + ROOM_TOKENS
             buffers = [concat_tokens([a], pad=pad) for a in pages.views(0, end).layers]
             evaluate_layers(buffers)
-        pages.slab = Slab(buffers, 0, end)
-        self._rows.parked[pages] = self._rows.unconfirmed[pages] = None
+        self._rows.park(pages, Slab(buffers, 0, end))
         self._rows.trim()
 
     def _cut(self, pages: RowPages, row: LiveRow) -> None:
@@ -101,11 +101,8 @@ class Parking:
         """Forget the records of rows that have left, were never made, or could not be trimmed."""
         rows = self._rows
         gone = [p for r, p in rows.live.items() if not r.is_live]
-        broken = [p for p in rows.parked if p.slab is None]
-        for pages in [*gone, *broken, *rows.moving]:
+        for pages in [*gone, *rows.useless(), *rows.moving]:
             self._drop(pages, "in doubt")
-        for pages in [p for p in rows.parked if not p.records]:
-            rows.forget(pages)
 
     def discard_unconfirmed(self) -> None:
         """The device has failed: no row that was written since the last confirmation is trusted."""
@@ -153,8 +150,7 @@ class Parking:
         if self.row_for(match) is not pages:
             raise ValueError("the parked row is gone")
         n_tokens = match.n_tokens
-        del self._rows.parked[pages]
-        self._rows.moving[pages] = None
+        self._rows.start_moving(pages)
         beyond = [r for r in pages.records if r.node.end > n_tokens]
         for record in sorted(beyond, key=lambda r: -r.node.end):
             self._save(record)
@@ -174,10 +170,8 @@ class Parking:
 
     def was_taken(self, cursor: CacheCursor, pages: RowPages, row: LiveRow) -> None:
         """The new row exists, and holds the buffers now."""
-        self._rows.moving.pop(pages, None)
-        self._rows.unconfirmed.pop(pages, None)
-        pages.row, pages.chain = row, cursor.node
-        self._rows.live[row] = pages
+        pages.chain = cursor.node
+        self._rows.has_moved(pages, row)
         self._leave_old(cursor, pages)
 
     # --- after a copy ----------------------------------------------------------------------

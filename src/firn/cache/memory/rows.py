@@ -15,6 +15,7 @@ Owner: the engine thread, through `Records`.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ from firn.cache.arrays.payload import (
     gathers,
     stacked,
 )
-from firn.cache.codecs import TOKEN_AXIS, Arrays, At, nbytes_of
+from firn.cache.codecs import TOKEN_AXIS, Arrays, nbytes_of
 from firn.cache.layout import Layout
 from firn.cache.parts import Part
 from firn.cache.tree import InRow, Node, Record, Tree
@@ -39,9 +40,14 @@ from firn.core.ports import LiveRow
 
 LEAST_BLOCKS = 4
 """Shorter rows are cut into records: there are many of them, and their buffers are mostly room."""
-TRIM_SHARE = 0.25
-"""A slab is trimmed, which copies the rest of it, once more than this share and more than
-LEAST_BLOCKS blocks of it are unused. Less is left as room for the next turn."""
+WASTED_SHARE = 0.25
+"""Parked rows are trimmed, which copies the rest of them, where more than this share and more than
+LEAST_BLOCKS blocks are unused. Less is left as room for the next turn..."""
+SPARE_SHARE = 0.125
+"""... until memory is needed: then rows of which more than this share is unused are trimmed before
+anything is evicted."""
+GIVEN_SHARE = 0.25
+"""A parked row from which records are evicted gives this share at once."""
 
 
 @dataclass(eq=False, slots=True)
@@ -89,32 +95,52 @@ class Slab:
 class RowPages(InRow):
     """The pages of one row, live or parked. Its records belong to one chain of blocks."""
 
-    __slots__ = ("_end", "_layout", "chain", "row", "slab")
+    __slots__ = ("_changed", "_ends", "_layout", "_slab", "_starts", "chain", "row")
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, changed: set[RowPages]) -> None:
+        """changed: where it notes that what it takes has changed."""
         super().__init__()
         self._layout = layout
+        self._changed = changed
         self.row: LiveRow | None = None
-        self.slab: Slab | None = None
+        self._slab: Slab | None = None
         self.chain: Node | None = None
         """The last whole block that the row holds, whether or not its records are in this row."""
-        self._end = 0
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        """Where its records start and end, sorted."""
+
+    @property
+    def slab(self) -> Slab | None:
+        """Its buffers, while it is parked."""
+        return self._slab
+
+    @slab.setter
+    def slab(self, slab: Slab | None) -> None:
+        self._slab = slab
+        self._changed.add(self)
+
+    @property
+    def first(self) -> int:
+        """Where its first record starts."""
+        return self._starts[0] if self._starts else 0
 
     @property
     def end(self) -> int:
         """Where its last record ends."""
-        if self._end < 0:
-            self._end = max((r.node.end for r in self.records), default=0)
-        return self._end
+        return self._ends[-1] if self._ends else 0
 
     def add(self, record: Record) -> None:
         super().add(record)
-        self._end = max(self.end, record.node.end)
+        insort(self._starts, record.node.start)
+        insort(self._ends, record.node.end)
+        self._changed.add(self)
 
     def discard(self, record: Record) -> None:
         super().discard(record)
-        if record.node.end >= self._end:
-            self._end = -1  # computed on demand
+        del self._starts[bisect_left(self._starts, record.node.start)]
+        del self._ends[bisect_left(self._ends, record.node.end)]
+        self._changed.add(self)
 
     @property
     def is_available(self) -> bool:
@@ -129,16 +155,16 @@ class RowPages(InRow):
         if self.slab is not None:
             return Views(self.slab.views(start, end))
         assert self.row is not None, "the row is gone"
-        at = At(self.row.index, self.row.n_tokens)
-        return Views(self._layout.views(Part.PAGES, self.row.live_layers, at, start, end))
+        view = self.row.view()
+        return Views(self._layout.views(Part.PAGES, view.layers, view.at, start, end))
 
     def cut(self, start: int, end: int) -> Payload:
         """Lazy copies: they must be computed before the row continues."""
         if self.slab is not None:
             return self.slab.cut(start, end)
         assert self.row is not None, "the row is gone"
-        at = At(self.row.index, self.row.n_tokens)
-        return self._layout.cut(Part.PAGES, self.row.live_layers, at, start, end)
+        view = self.row.view()
+        return self._layout.cut(Part.PAGES, view.layers, view.at, start, end)
 
 
 def payload_of(record: Record) -> Payload:
@@ -162,7 +188,10 @@ def wait_for_row(record: Record) -> None:
 
 
 class LiveRows:
-    """All rows that hold records. `Parking` moves them from one of these tables to another."""
+    """All rows that hold records. `Parking` moves them from one of these tables to another.
+
+    What rows take beyond their records is kept as a sum: only rows that have changed are looked at.
+    """
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
@@ -172,11 +201,21 @@ class LiveRows:
         """Neither live nor parked: their buffers are being taken over by a new row."""
         self.unconfirmed: dict[RowPages, None] = {}
         """Parked since the device was last confirmed to have had no fault."""
+        self._changed: set[RowPages] = set()
+        self._n_detached = 0
+        """How many roots had been cleared when the rows were last counted."""
+        self._extra: dict[RowPages, int] = {}
+        self._extra_nbytes = 0
+        self._spare: dict[RowPages, int] = {}
+        """What trimming a parked row would free, where that is worth the copy."""
+        self._spare_nbytes = 0
+        self._useless: dict[RowPages, None] = {}
+        """Parked rows without records, or without buffers."""
 
     def of(self, row: LiveRow, layout: Layout, *, chain: Node | None = None) -> RowPages:
         pages = self.live.get(row)
         if pages is None:
-            pages = self.live[row] = RowPages(layout)
+            pages = self.live[row] = RowPages(layout, self._changed)
             pages.row = row
         pages.chain = chain or pages.chain
         return pages
@@ -186,6 +225,37 @@ class LiveRows:
         yield from self.parked
         yield from self.moving
 
+    # --- from one table to another ---------------------------------------------------------
+
+    def park(self, pages: RowPages, slab: Slab) -> None:
+        """The row has ended, and these are its buffers."""
+        pages.slab = slab
+        self.parked[pages] = self.unconfirmed[pages] = None
+
+    def start_moving(self, pages: RowPages) -> None:
+        """A new row is about to take over the buffers of a parked one."""
+        del self.parked[pages]
+        self.moving[pages] = None
+        self._changed.add(pages)
+
+    def has_moved(self, pages: RowPages, row: LiveRow) -> None:
+        """The new row exists, and holds the buffers now."""
+        self.moving.pop(pages, None)
+        self.unconfirmed.pop(pages, None)
+        pages.row = row
+        self.live[row] = pages
+
+    def forget(self, pages: RowPages) -> None:
+        """Forget a row that holds no records any more."""
+        assert not pages.records
+        for table in (self.parked, self.moving, self.unconfirmed):
+            table.pop(pages, None)
+        if pages.row is not None and self.live.get(pages.row) is pages:
+            del self.live[pages.row]
+        pages.row = pages.slab = None
+
+    # --- what they take --------------------------------------------------------------------
+
     @property
     def extra_nbytes(self) -> int:
         """Bytes that memory takes beyond those of its records.
@@ -193,13 +263,51 @@ class LiveRows:
         Negative for records in live rows, whose memory is counted with the request. Positive for
         parked rows: room, and tokens whose records are elsewhere.
         """
-        counted = [p for p in self.every() if self._is_counted(p)]
-        return sum(self._used_nbytes(p) - p.nbytes for p in counted)
+        self._recount()
+        return self._extra_nbytes
 
-    def _is_counted(self, pages: RowPages) -> bool:
-        """Whether the tree's totals contain it; not once it was cleared."""
+    @property
+    def spare_nbytes(self) -> int:
+        """How much of that `trim_oldest` can free."""
+        self._recount()
+        return self._spare_nbytes
+
+    def useless(self) -> list[RowPages]:
+        """Parked rows that have lost their buffers or their last record."""
+        self._recount()
+        return list(self._useless)
+
+    def _recount(self) -> None:
+        if self._n_detached != self._tree.n_detached:  # totals have lost the records of some rows
+            self._n_detached = self._tree.n_detached
+            self._changed.update(self.every())
+        while self._changed:
+            pages = self._changed.pop()
+            is_parked = pages in self.parked
+            extra, spare = self._measure(pages, is_parked=is_parked)
+            self._extra_nbytes += extra - self._extra.pop(pages, 0)
+            self._spare_nbytes += spare - self._spare.pop(pages, 0)
+            if extra:
+                self._extra[pages] = extra
+            if spare:
+                self._spare[pages] = spare
+            if is_parked and (pages.slab is None or not pages.records):
+                self._useless[pages] = None
+            else:
+                self._useless.pop(pages, None)
+
+    def _measure(self, pages: RowPages, *, is_parked: bool) -> tuple[int, int]:
+        """What it takes beyond its records, and what trimming it would free."""
         first = next(iter(pages.records), None)
-        return first is not None and self._tree.is_attached(first.node.root)
+        if first is None or not self._tree.is_attached(first.node.root):
+            return 0, 0
+        slab = pages.slab
+        if slab is None or not is_parked:
+            return -pages.nbytes, 0
+        n_spare = slab.n_room - (pages.end - pages.first)
+        is_worth_it = n_spare > slab.n_room * SPARE_SHARE
+        spare = slab.nbytes // slab.n_room * n_spare if is_worth_it else 0
+        return slab.nbytes - pages.nbytes, spare
 
     def view(self) -> dict[str, Any]:
         """For people. The bytes of live rows are in the memory of requests, not in the cache's."""
@@ -227,64 +335,44 @@ class LiveRows:
         slab = pages.slab
         if slab is None or not pages.records:
             return 0
-        n_spare = slab.n_room - (pages.end - slab.first)
-        return max(self._n_worth_trimming(slab) + 1 - n_spare, 0)
+        n_spare = slab.n_room - (pages.end - pages.first)
+        return max(int(slab.n_room * GIVEN_SHARE) + 1 - n_spare, 0)
 
-    def compact(self) -> bool:
-        """Trim the least recently used parked row with a wasteful front. False: there is none."""
-        trimmable = [p for p in self.parked if p.records and self._is_wasteful_in_front(p)]
-        if not trimmable:
+    def trim_oldest(self) -> bool:
+        """Trim the least recently used parked row that is worth it. False: there is none."""
+        self._recount()
+        if not self._spare:
             return False
-        pages = min(trimmable, key=lambda p: max(r.node.used_at for r in p.records))
-        self._trim(pages, _first_of(pages), pages.end)
+        pages = min(self._spare, key=_last_use)
+        self._trim(pages, pages.first)
         return True
 
-    def _trim(self, pages: RowPages, first: int, end: int) -> None:
+    def forget_empty(self) -> None:
+        """Free parked rows that have lost their last record."""
+        for pages in self.useless():
+            if not pages.records:
+                self.forget(pages)
+
+    def trim(self) -> None:
+        """Free what is far too much of parked rows, whether or not memory is needed."""
+        self.forget_empty()
+        for pages in list(self._spare):
+            slab = pages.slab
+            if slab is not None and self._is_wasteful(slab, pages.end):
+                self._trim(pages, slab.first)
+
+    def _is_wasteful(self, slab: Slab, end: int) -> bool:
+        n_most = max(int(slab.n_room * WASTED_SHARE), LEAST_BLOCKS * self._tree.block)
+        return slab.n_room - (end - slab.first) > n_most
+
+    def _trim(self, pages: RowPages, first: int) -> None:
         """If trimming fails, the row is left without a slab, and the next sweep drops it."""
         slab, pages.slab = pages.slab, None
         assert slab is not None
-        slab.trim(first, end)
+        slab.trim(first, pages.end)
         pages.slab = slab
 
-    def _is_wasteful_in_front(self, pages: RowPages) -> bool:
-        """Whether the records of many tokens at its front are elsewhere."""
-        slab = pages.slab
-        return slab is not None and _first_of(pages) - slab.first > self._n_worth_trimming(slab)
 
-    def trim(self) -> None:
-        """Free what is no longer needed of parked rows."""
-        for pages in list(self.parked):
-            if not pages.records:
-                self.forget(pages)
-            elif pages.slab is not None and self._is_wasteful(pages.slab, pages.end):
-                self._trim(pages, pages.slab.first, pages.end)
-
-    def _is_wasteful(self, slab: Slab, end: int) -> bool:
-        return slab.n_room - (end - slab.first) > self._n_worth_trimming(slab)
-
-    def _n_worth_trimming(self, slab: Slab) -> int:
-        """How many unused tokens are worth a copy of the rest."""
-        return max(int(slab.n_room * TRIM_SHARE), LEAST_BLOCKS * self._tree.block)
-
-    def _used_nbytes(self, pages: RowPages) -> int:
-        """What a parked row takes, or will take once it is trimmed; 0 for a live row."""
-        slab = pages.slab
-        if slab is None or pages not in self.parked:
-            return 0
-        nbytes, end = slab.nbytes, pages.end
-        if not self._is_wasteful(slab, end):
-            return nbytes
-        return nbytes // slab.n_room * (end - slab.first)
-
-    def forget(self, pages: RowPages) -> None:
-        """Forget a row that holds no records any more."""
-        assert not pages.records
-        for table in (self.parked, self.moving, self.unconfirmed):
-            table.pop(pages, None)
-        if pages.row is not None and self.live.get(pages.row) is pages:
-            del self.live[pages.row]
-        pages.row = pages.slab = None
-
-
-def _first_of(pages: RowPages) -> int:
-    return min(r.node.start for r in pages.records)
+def _last_use(pages: RowPages) -> float:
+    """When the row's own conversation was last used: others may use what it begins with."""
+    return next(reversed(pages.records)).node.used_at

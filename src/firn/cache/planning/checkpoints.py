@@ -31,6 +31,7 @@ def due(
     n_shared: int,
     hints: Sequence[int] = (),
     grid: int = 1,
+    replies_stay: bool = False,
 ) -> dict[int, Mark]:
     """Ascending positions after n_restored where a state should be kept, with the reason.
 
@@ -38,6 +39,8 @@ def due(
     n_shared: how many tokens the prompt shares with something stored; a branch point.
     hints: ascending positions where the caller expects to resume.
     grid: positions are rounded down to multiples of this (exact mode's chunk).
+    replies_stay: this prompt continues the end of a reply, so the next one probably will, too. Then the
+    starts of turns serve only those who go back: they are evicted first, and not written to tiers.
     """
     wanted: dict[int, Mark] = {}
 
@@ -53,7 +56,7 @@ def due(
     if boundaries:
         want(boundaries[0], Mark.SHARED)
         for boundary in boundaries[-1 - N_TURNS :]:
-            want(boundary, Mark.TURN)
+            want(boundary, Mark.PROMPT_END if replies_stay else Mark.TURN)
     for hint in hints[-N_HINTS:]:
         want(hint, Mark.SHARED)
     if n_shared > n_restored + MIN_GAP_TOKENS:

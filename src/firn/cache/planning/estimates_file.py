@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from firn.cache.planning.estimates import Estimates
+from firn.core.private_folder import make_private
 
 log = logging.getLogger("firn.cache")
 VERSION = 1
@@ -36,7 +37,7 @@ def save(path: Path, estimates: Estimates) -> None:
     text = json.dumps({"version": VERSION, **estimates.to_save()})
     temp = path.with_name(f".{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(path.parent)
         try:
             temp.touch(mode=0o600)
             temp.write_text(text, encoding="utf-8")

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from firn.cache.parts import Needs, Part
 from firn.cache.tree import Node, PackedTokens, Record, Root, Tree
@@ -39,8 +40,7 @@ def has_parts(node: Node, parts: Iterable[Part], available: Available) -> bool:
     return all(r is not None and available(r) for r in records)
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """Tokens [0, n_tokens) of a node."""
 
     node: Node
@@ -89,7 +89,7 @@ class Match:
         for segment in self.segments:
             own = [r for r in segment.node.records.values() if r in read]
             places = {origin(r) for r in own or self.records[-1:]}
-            place = next(iter(places)) if len(places) == 1 else next(iter(places - {MEMORY}))
+            place = places.pop() if len(places) == 1 else next(iter(places - {MEMORY}))
             n_tokens[place] += segment.n_tokens
         return n_tokens
 
@@ -112,7 +112,8 @@ class Walk:
     def of(cls, tree: Tree, root: Root, tokens: PackedTokens, *, unbroken: Ranges = ()) -> Walk:
         path = tree.walk(root, tokens)
         last = path[-1] if path else root
-        n_more = next((n for _, n in last.children.closest(tokens, last.end)), 0)
+        children = last.children.closest(tokens, last.end, last.end + tree.block)
+        n_more = next((n for _, n in children), 0)
         return cls(root, tokens, path, last.end + n_more, tree.block, unbroken)
 
     @property
@@ -130,59 +131,58 @@ class Walk:
         return self.path[n_blocks - 1] if n_blocks else self.root
 
 
-def resume_points(walk: Walk, needs: Needs, available: Available) -> Iterator[Match]:
-    """Every resume point, the last one first; the empty match comes at the end."""
-    path = _PathRecords.of(walk, needs, available)
-    for p, tail in _candidates(walk, path):
-        if p > 0 and walk.before(p) == p and p % needs.grid == 0:
-            records = path.records(p, tail)
-            if records is not None:
-                yield Match(p, path.segments(p, tail), records)
-    yield NOTHING
+def resume_points(walk: Walk, needs: Needs, available: Available) -> Iterator[ResumePoint]:
+    """Every resume point, the last one first; the empty one comes at the end."""
+    return ResumePoints.of(walk, needs, available).up_to(len(walk.tokens))
 
 
-def _candidates(walk: Walk, path: _PathRecords) -> Iterator[tuple[int, Node | None]]:
-    """Positions to check, the last first, each with the node that covers its partial block."""
-    if path.needs.state:
-        yield from _state_positions(walk)
-        return
-    limit = walk.limit
-    for i in range(path.n_blocks, -1, -1):
-        node = walk.node(i)
-        if path.needs.grid == 1 and node.end < limit:
-            sibling = path.closest(i)
-            if sibling is not None:
-                p = walk.before(min(node.end + sibling[1], limit))
-                if p > node.end:
-                    yield p, sibling[0]
-        if 0 < node.end <= limit:
-            p = walk.before(node.end)
-            if p == node.end:
-                yield p, None
-            elif p > node.start and path.needs.grid == 1:
-                yield p, node
-        elif node.start < limit < node.end and path.needs.grid == 1:
-            yield limit, node
-
-
-def _state_positions(walk: Walk) -> Iterator[tuple[int, Node | None]]:
-    """Every state on the way: at the ends of whole blocks, and in tails that the prompt contains."""
-    limit = walk.limit
-    for i in range(len(walk.path), -1, -1):
-        node = walk.node(i)
-        goes_on = i < len(walk.path)
-        if len(node.children) > goes_on:
-            end = min(node.end + walk.block - goes_on, limit)
-            for tail in node.children.prefixes(walk.tokens, node.end, end):
-                if Part.STATE in tail.records:
-                    yield tail.end, tail
-        if i and node.end <= limit and Part.STATE in node.records:
-            yield node.end, None
+def last_match(walk: Walk, needs: Needs, available: Available) -> Match:
+    """The last resume point, with all that a resume there reads."""
+    return next(resume_points(walk, needs, available)).match()
 
 
 @dataclass(frozen=True, slots=True)
-class _PathRecords:
-    """The available records of a path, collected once: a long path may have hundreds of resume points.
+class ResumePoint:
+    """A position where a prompt can resume. What a resume reads is collected only by `match`."""
+
+    n_tokens: int
+    n_whole: int
+    """Whole blocks of the path before it."""
+    tail: Node | None
+    """The node that covers the rest, if it is not at the end of a block."""
+    first_window: int
+    """The windows of blocks [first_window, n_whole) are read."""
+    points: ResumePoints
+
+    def match(self) -> Match:
+        if not self.n_tokens:
+            return NOTHING
+        points, tail = self.points, self.tail
+        whole = tuple(Segment(node, points.walk.block) for node in points.walk.path[: self.n_whole])
+        rest = () if tail is None else (Segment(tail, self.n_tokens - tail.start),)
+        pages = points.pages[: self.n_whole]
+        windows = points.windows[self.first_window : self.n_whole]
+        records = (*pages, *(w for w in windows if w is not None), *self.tail_records, *self.states)
+        return Match(self.n_tokens, whole + rest, records)
+
+    @property
+    def tail_records(self) -> tuple[Record, ...]:
+        """The pages and the window of the block that is shared only in part."""
+        tail, needs = self.tail, self.points.needs
+        return () if tail is None else tuple(tail.records[part] for part in needs.by_block)
+
+    @property
+    def states(self) -> tuple[Record, ...]:
+        if not (self.n_tokens and self.points.needs.state):
+            return ()
+        last = self.tail if self.tail is not None else self.points.walk.node(self.n_whole)
+        return (last.records[Part.STATE],)
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoints:
+    """The available records of a path, collected once: a long path has thousands of resume points,
+    and to find one must cost no more than to look at its last block.
 
     n_blocks: how many blocks of the path come before the first without available pages.
     windows_from: for each number of blocks, the first block from which on all have a window.
@@ -192,15 +192,16 @@ class _PathRecords:
     needs: Needs
     available: Available
     n_blocks: int
-    pages: tuple[Record, ...]
-    windows: tuple[Record | None, ...]
-    windows_from: tuple[int, ...]
+    pages: Sequence[Record]
+    windows: Sequence[Record | None]
+    windows_from: Sequence[int]
 
     @classmethod
-    def of(cls, walk: Walk, needs: Needs, available: Available) -> _PathRecords:
+    def of(cls, walk: Walk, needs: Needs, available: Available) -> ResumePoints:
         def of_part(part: Part) -> Iterator[Record | None]:
-            records = (node.records.get(part) for node in walk.path)
-            return (r if r is not None and available(r) else None for r in records)
+            for node in walk.path:
+                record = node.records.get(part)
+                yield record if record is not None and available(record) else None
 
         pages: list[Record] = []
         if needs.pages:
@@ -208,14 +209,60 @@ class _PathRecords:
                 if record is None:
                     break
                 pages.append(record)
-        windows = tuple(of_part(Part.WINDOW)) if needs.window else ()
+        windows = list(of_part(Part.WINDOW)) if needs.window else []
         windows_from = [0]
         for i, window in enumerate(windows):
             windows_from.append(windows_from[-1] if window is not None else i + 1)
         n_blocks = len(pages) if needs.pages else len(walk.path)
-        return cls(walk, needs, available, n_blocks, tuple(pages), windows, tuple(windows_from))
+        return cls(walk, needs, available, n_blocks, pages, windows, windows_from)
 
-    def closest(self, n_blocks: int) -> tuple[Node, int] | None:
+    def up_to(self, position: int) -> Iterator[ResumePoint]:
+        """The resume points at or before the position, the last one first."""
+        for p, tail in (
+            self._state_positions(position) if self.needs.state else self._ends(position)
+        ):
+            is_allowed = 0 < p <= position and p % self.needs.grid == 0
+            if is_allowed and self.walk.before(p) == p:
+                point = self._point(p, tail)
+                if point is not None:
+                    yield point
+        yield ResumePoint(0, 0, None, 0, self)
+
+    def _ends(self, position: int) -> Iterator[tuple[int, Node | None]]:
+        """Positions to check, the last first, each with the node that covers its partial block."""
+        walk, grid, limit = self.walk, self.needs.grid, self.walk.limit
+        for i in range(min(self.n_blocks, position // walk.block + 1), -1, -1):
+            node = walk.node(i)
+            if grid == 1 and node.end < limit:
+                sibling = self._closest(i)
+                if sibling is not None:
+                    p = walk.before(min(node.end + sibling[1], limit))
+                    if p > node.end:
+                        yield p, sibling[0]
+            if 0 < node.end <= limit:
+                p = walk.before(node.end)
+                if p == node.end:
+                    yield p, None
+                elif p > node.start and grid == 1:
+                    yield p, node
+            elif node.start < limit < node.end and grid == 1:
+                yield limit, node
+
+    def _state_positions(self, position: int) -> Iterator[tuple[int, Node | None]]:
+        """Every state on the way: at the ends of whole blocks, and in tails that the prompt contains."""
+        walk, limit = self.walk, self.walk.limit
+        for i in range(min(len(walk.path), position // walk.block + 1), -1, -1):
+            node = walk.node(i)
+            goes_on = i < len(walk.path)
+            if len(node.children) > goes_on:
+                end = min(node.end + walk.block - goes_on, limit)
+                for tail in node.children.prefixes(walk.tokens, node.end, end):
+                    if Part.STATE in tail.records:
+                        yield tail.end, tail
+            if i and node.end <= limit and Part.STATE in node.records:
+                yield node.end, None
+
+    def _closest(self, n_blocks: int) -> tuple[Node, int] | None:
         """The available child after this many blocks that shares most tokens, and how many.
 
         None where the path itself continues from there.
@@ -224,37 +271,24 @@ class _PathRecords:
         goes_on = n_blocks < len(path)
         if len(node.children) == goes_on or (goes_on and self._has_block(path[n_blocks])):
             return None
-        children = node.children.closest(self.walk.tokens, node.end)
+        children = node.children.closest(self.walk.tokens, node.end, node.end + self.walk.block)
         return next((c for c in islice(children, MAX_SIBLINGS) if self._has_block(c[0])), None)
 
     def _has_block(self, node: Node) -> bool:
         return has_parts(node, self.needs.by_block, self.available)
 
-    def segments(self, p: int, tail: Node | None) -> tuple[Segment, ...]:
-        """The whole blocks before p, then the node that covers the rest."""
-        n = self._n_whole(p, tail)
-        whole = tuple(Segment(node, self.walk.block) for node in self.walk.path[:n])
-        return whole if tail is None else (*whole, Segment(tail, p - tail.start))
-
-    def records(self, p: int, tail: Node | None) -> tuple[Record, ...] | None:
-        """What a resume at p reads; None if some of it is not available."""
-        n = self._n_whole(p, tail)
-        if n > self.n_blocks:
+    def _point(self, p: int, tail: Node | None) -> ResumePoint | None:
+        """The position as a resume point; None if some of what it reads is not available."""
+        walk, needs = self.walk, self.needs
+        n_whole = (p if tail is None else tail.start) // walk.block
+        first = n_whole
+        if needs.window:
+            first = max(p - needs.window, 0) // walk.block
+            if self.windows_from[n_whole] > first:
+                return None
+        last = tail if tail is not None else walk.node(n_whole)
+        state = (Part.STATE,) if needs.state else ()
+        wanted = (*needs.by_block, *state) if tail is not None else state
+        if n_whole > self.n_blocks or not has_parts(last, wanted, self.available):
             return None
-        records = list(self.pages[:n])
-        if self.needs.window:
-            first = max(p - self.needs.window, 0) // self.walk.block
-            if self.windows_from[n] > first:
-                return None
-            records += [w for w in self.windows[first:n] if w is not None]
-        last = tail if tail is not None else self.walk.node(n)
-        wanted = self.needs.by_block if tail is not None else ()
-        for part in (*wanted, *((Part.STATE,) if self.needs.state else ())):
-            record = last.records.get(part)
-            if record is None or not self.available(record):
-                return None
-            records.append(record)
-        return tuple(records)
-
-    def _n_whole(self, p: int, tail: Node | None) -> int:
-        return (p if tail is None else tail.start) // self.walk.block
+        return ResumePoint(p, n_whole, tail, first, self)

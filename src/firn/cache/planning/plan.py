@@ -12,8 +12,9 @@ work, never time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from firn.cache.parts import Needs, Part
 from firn.cache.planning.estimates import Estimates
@@ -21,9 +22,11 @@ from firn.cache.planning.match import (
     NOTHING,
     Available,
     Match,
+    ResumePoint,
+    ResumePoints,
     Walk,
     is_obtainable,
-    resume_points,
+    last_match,
 )
 from firn.cache.tree import Record
 
@@ -70,84 +73,115 @@ def make_plan(
     available: Available,
 ) -> ResumePlan:
     """available: what can be resumed from now. start: tokens that are already computed."""
-    now = next(resume_points(walk, needs, available))
+    now = last_match(walk, needs, available)
     front = max(now.n_tokens, start)
     n_prompt = len(walk.tokens)
     alone_s = estimates.prefill_s(front, n_prompt)
     if not start:  # there is no row yet: either way one is filled
-        alone_s += _fill_s(now, estimates)
+        alone_s += estimates.fill_s(now.nbytes_of(now.records))
     best, best_s = None, alone_s * (1 - MIN_GAIN)
     n_most = 0
-    for match in _targets(walk, needs, front):
-        n_most = max(n_most, match.n_tokens)
-        target = _weigh(match, front, needs, estimates, tier_of, available)
-        seconds = target.race_s + estimates.prefill_s(match.n_tokens, n_prompt)
+    points = ResumePoints.of(walk, needs, is_obtainable)
+    targets = list(_targets(points, front))
+    if not targets:
+        return ResumePlan(now)
+    costs = _ReadCosts(points, lambda r: "" if available(r) else tier_of(r))
+    for point in targets:
+        n_most = max(n_most, point.n_tokens)
+        target = _weigh(point, costs, front, estimates)
+        seconds = target.race_s + estimates.prefill_s(point.n_tokens, n_prompt)
         if seconds < best_s:
             best, best_s = target, seconds
     if best is None:
         return ResumePlan(now, is_slower=n_most > front)
+    match = best.point.match()
     patience_s, busy_s = _patience(best, front, estimates)
     return ResumePlan(
         now,
-        best.match,
-        _from_the_back(best.missing),
+        match,
+        _from_the_back(r for r in match.records if not available(r)),
         best.load_s,
         best.compute_s,
         patience_s,
         busy_s,
-        is_slower=n_most > best.match.n_tokens,
+        is_slower=n_most > match.n_tokens,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    match: Match
-    missing: tuple[Record, ...]
-    tiers: tuple[str, ...]
+    point: ResumePoint
     load_s: float
     compute_s: float
     race_s: float
-    """Time until the row reaches the match, while loading and computing race."""
+    """Time until the row reaches the point, while loading and computing race."""
 
 
-def _targets(walk: Walk, needs: Needs, front: int) -> Iterator[Match]:
+def _targets(points: ResumePoints, front: int) -> Iterator[ResumePoint]:
     """Resume points that loading can reach: the last, and others evenly spread before it."""
-    last, gap = 0, 0
-    for match in resume_points(walk, needs, is_obtainable):
-        if match.n_tokens <= front:
-            return
-        if not last or last - match.n_tokens >= gap:
-            gap = gap or (match.n_tokens - front) // MAX_TARGETS
-            last = match.n_tokens
-            yield match
+    point = next(points.up_to(len(points.walk.tokens)))
+    gap = max((point.n_tokens - front) // MAX_TARGETS, 1)
+    while point.n_tokens > front:
+        yield point
+        point = next(points.up_to(max(point.n_tokens - gap, 0)))
 
 
-def _weigh(
-    match: Match,
-    front: int,
-    needs: Needs,
-    estimates: Estimates,
-    tier_of: TierOf,
-    available: Available,
-) -> _Target:
-    missing = tuple(r for r in match.records if not available(r))
-    nbytes = Counter[str]()
-    for record in missing:
-        nbytes[tier_of(record)] += record.nbytes
+class _ReadCosts:
+    """Which bytes a resume reads, and from where. Sums along the path: a point costs no more than
+    its last block."""
+
+    def __init__(self, points: ResumePoints, place_of: TierOf) -> None:
+        """place_of: the tier of a record; '' if it need not be loaded."""
+        self._place_of = place_of
+        self._pages = _sums(points.pages, place_of)
+        self._windows = _sums(points.windows, place_of)
+
+    def of(self, point: ResumePoint) -> tuple[Counter[str], int]:
+        """Bytes to load by tier, and how many bytes fill the row in all (see `Match.nbytes_of`)."""
+        nbytes = Counter[str]()
+        for place, sums in self._pages.items():
+            nbytes[place] += sums[point.n_whole]
+        for place, sums in self._windows.items():
+            nbytes[place] += sums[point.n_whole] - sums[point.first_window]
+        for record in (*point.tail_records, *point.states):
+            nbytes[self._place_of(record)] += record.nbytes
+        n_filled = nbytes.total()
+        if point.tail is not None:
+            left_out = 1 - (point.n_tokens - point.tail.start) / point.tail.n_tokens
+            n_filled -= int(left_out * sum(r.nbytes for r in point.tail_records))
+        del nbytes[""]
+        return nbytes, n_filled
+
+
+def _sums(records: Sequence[Record | None], place_of: TierOf) -> Mapping[str, Sequence[int]]:
+    """For each place: the bytes of its records among the first n, for every n."""
+    places = ["" if r is None else place_of(r) for r in records]
+    return {
+        place: list(
+            accumulate(
+                (
+                    r.nbytes if r is not None and at == place else 0
+                    for r, at in zip(records, places, strict=True)
+                ),
+                initial=0,
+            )
+        )
+        for place in set(places)
+    }
+
+
+def _weigh(point: ResumePoint, costs: _ReadCosts, front: int, estimates: Estimates) -> _Target:
+    nbytes, n_filled = costs.of(point)
     load_s = sum(estimates.load_s(tier, n) for tier, n in nbytes.items())
-    compute_s = estimates.prefill_s(front, match.n_tokens)
-    engine_s = estimates.engine_s(sum(nbytes.values()))
-    fill_s = _fill_s(match, estimates)
-    if not needs.pages:  # windows and states are of use only once all have arrived
+    compute_s = estimates.prefill_s(front, point.n_tokens)
+    engine_s = estimates.engine_s(nbytes.total())
+    fill_s = estimates.fill_s(n_filled)
+    if not point.points.needs.pages:  # windows and states are of use only once all have arrived
         race_s = load_s + engine_s + fill_s
     else:
         share = compute_s / max(load_s + compute_s, 1e-9)
         race_s = share * (load_s + engine_s) + fill_s
-    return _Target(match, missing, tuple(nbytes), load_s, compute_s, race_s)
-
-
-def _fill_s(match: Match, estimates: Estimates) -> float:
-    return estimates.fill_s(match.nbytes_of(match.records))
+    return _Target(point, load_s, compute_s, race_s)
 
 
 def _from_the_back(records: Iterable[Record]) -> tuple[Record, ...]:

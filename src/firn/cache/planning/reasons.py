@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from firn.cache.parts import Needs, Part
 from firn.cache.planning.match import Walk, has_parts, is_obtainable
 from firn.cache.tree import Tree
@@ -13,6 +15,7 @@ NO_STATE = "no state checkpoint"
 OFF_THE_GRID = "whole chunks only"
 EVICTED = "evicted"
 COLD = "cold"
+NO_ANSWER = "a store did not answer"
 FAULT = "fault"
 
 
@@ -35,7 +38,21 @@ def why_not_more(tree: Tree, walk: Walk, needs: Needs, n_tokens: int) -> str:
         return EVICTED
     if _next_was_evicted(tree, walk):
         return EVICTED
-    return f"diverged at token {walk.n_shared}" if walk.n_shared else COLD
+    if not walk.n_shared:
+        return COLD
+    return f"{'diverged at' if _diverges(walk) else 'new from'} token {walk.n_shared}"
+
+
+def _diverges(walk: Walk) -> bool:
+    """Whether something stored goes on differently there, instead of ending there."""
+    last = walk.node(len(walk.path))
+    n_more = walk.n_shared - last.end
+    if not n_more:
+        return len(last.children) > 0
+    closest = last.children.closest(walk.tokens, last.end, last.end + walk.block)
+    return any(
+        child.n_tokens > n for child, n in takewhile(lambda each: each[1] == n_more, closest)
+    )
 
 
 def _has_all_pages(walk: Walk, needs: Needs) -> bool:

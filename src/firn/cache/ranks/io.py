@@ -20,9 +20,18 @@ from firn.cache.arrays.payload import Payload
 from firn.cache.ranks.mirror import Mirror
 from firn.cache.storage.container import Header, Loaded, Name
 from firn.cache.storage.faults import Missing, Refused, TierError, TierFault
-from firn.cache.storage.io import Changes, Io, ReadOrder, TierEntry, WriteOrder
+from firn.cache.storage.io import (
+    Changes,
+    Forgetting,
+    Io,
+    ReadOrder,
+    RootCleared,
+    TierEntry,
+    WriteOrder,
+)
 from firn.cache.storage.threads import Done
 from firn.cache.tiers import Gone, TierUsage, WriteResult
+from firn.core.keys import Key
 from firn.core.ranks import Followers, RankCall
 
 T = TypeVar("T")
@@ -50,7 +59,7 @@ class _Order(Generic[T]):
 
 
 class RankIo:
-    """Implements Io, and Receiving of storage/client.py."""
+    """Implements Io and Forgetting, and Receiving of storage/client.py."""
 
     def __init__(
         self, own: Io, followers: Followers, mirror: Mirror, *, layout: str, number_of: NumberOf
@@ -206,11 +215,13 @@ class RankIo:
         self._own.scan(self._seen_here, lambda result: self._was_scanned(0, result))
 
     def _seen_here(self, changes: Changes) -> None:
-        passed: list[TierEntry | Gone[Name]] = []
+        passed: list[TierEntry | Gone[Name] | RootCleared] = []
         with self._lock:
             for change in changes:
                 if isinstance(change, Gone):
                     self._incomplete.pop(change.name, None)
+                    passed.append(change)
+                elif isinstance(change, RootCleared):
                     passed.append(change)
                 elif change.label.layout == self._layout:
                     self._incomplete[change.name] = change
@@ -256,6 +267,19 @@ class RankIo:
             for have in self._have.values():
                 have.difference_update(names)
         self._followers.tell("delete", [str(name) for name in names])
+
+    def bury(self, root: Key, at: float, done: Done[None]) -> None:
+        """Noted by this rank: what it does not report is present nowhere."""
+        if isinstance(self._own, Forgetting):
+            self._own.bury(root, at, done)
+        else:
+            done(None)
+
+    def when_deleted(self, done: Done[None]) -> None:
+        if isinstance(self._own, Forgetting):
+            self._own.when_deleted(done)
+        else:
+            done(None)
 
     def touch(self, stamps: Mapping[Name, float]) -> None:
         if stamps:

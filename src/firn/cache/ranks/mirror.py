@@ -17,10 +17,9 @@ from itertools import count
 from typing import Any
 
 from firn.cache.arrays.payload import Payload
-from firn.cache.codecs import At
 from firn.cache.layout import Layout
 from firn.cache.parts import Part
-from firn.core.ports import LayerCache
+from firn.core.ports import At, LayerCache
 from firn.core.ranks import Followers
 
 Fill = tuple[str, list[int], int]

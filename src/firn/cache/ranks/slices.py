@@ -16,16 +16,15 @@ import numpy as np
 
 from firn.cache.arrays.host import PayloadBytes, from_host, staged, to_host
 from firn.cache.arrays.payload import Payload, evaluate, joined
-from firn.cache.codecs import At
 from firn.cache.layout import Layout
 from firn.cache.parts import Part
 from firn.cache.ranks.io import REFUSED
 from firn.cache.storage.container import Header, Loaded, Name
 from firn.cache.storage.faults import Refused, TierError
-from firn.cache.storage.io import Changes, Io, ReadOrder, WriteOrder
+from firn.cache.storage.io import Changes, Io, ReadOrder, TierEntry, WriteOrder
 from firn.cache.tiers import Gone, WriteResult
 from firn.core.keys import Key
-from firn.core.ports import LayerCache
+from firn.core.ports import At, LayerCache
 from firn.core.ranks import RankCall
 
 Answer = Callable[..., None]
@@ -187,7 +186,7 @@ class Slices:
         there = [
             str(c.name)
             for c in changes
-            if not isinstance(c, Gone) and c.label.layout == self._identity.layout
+            if isinstance(c, TierEntry) and c.label.layout == self._identity.layout
         ]
         self._answer("seen", there, gone)
 

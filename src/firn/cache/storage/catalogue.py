@@ -86,6 +86,11 @@ class RecordCatalogue:
             self.expect_namespaces([namespace])
         return self._tree.root(key, namespace)
 
+    def known_root(self, key: Key) -> Root | None:
+        """None: another model's, another layout's, or of an unknown namespace."""
+        info = self._roots.get(key)
+        return None if info is None else self._tree.root(key, info.namespace)
+
     def roots(self, namespace: Namespace) -> list[Root]:
         """All roots of a namespace, those of thinned prompts included."""
         return [self.root(namespace, recipe) for recipe in self._recipes]
@@ -111,6 +116,8 @@ class RecordCatalogue:
 
     def header(self, record: Record, tensors: tuple[TensorSpec, ...], places: Places) -> Header:
         node, root = record.node, record.node.root
+        created = max(self._wall(), root.cleared_at)  # even if a clock was set back since
+        self._tree.note_written(root, created)
         parent = root if self._names_path else node.parent
         assert parent is not None
         info = self._roots[root.key]
@@ -126,7 +133,7 @@ class RecordCatalogue:
             layout=info.layout,
             tensors=tensors,
             places=places,
-            created=self._wall(),
+            created=created,
             mark=int(record.mark),
         )
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from functools import partial
 from itertools import count
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -35,14 +36,24 @@ from firn.cache.storage.events import (
     TierEvent,
     WriteFailed,
 )
-from firn.cache.storage.faults import TierError, TierFault, Unwanted
-from firn.cache.storage.io import Changes, Io, ReadOrder, TierEntry, Wanted, WriteOrder
+from firn.cache.storage.faults import NotForgotten, TierError, TierFault, Unwanted
+from firn.cache.storage.held import HeldWindows
+from firn.cache.storage.io import (
+    Changes,
+    Forgetting,
+    Io,
+    ReadOrder,
+    TierEntry,
+    Wanted,
+    WriteOrder,
+)
 from firn.cache.storage.pace import WritePace
 from firn.cache.storage.store_io import Searchable
 from firn.cache.storage.store_search import StoreQuestion, search
 from firn.cache.storage.threads import Done
 from firn.cache.tiers import TierUsage, WriteResult
 from firn.cache.tree import Record, Tree
+from firn.core.keys import Key
 from firn.core.ports import EngineLoad
 
 log = logging.getLogger("firn.cache")
@@ -63,6 +74,8 @@ POLL_S = {
 }
 """Time limit for taking results between two steps. Long during prefill: the prompt being prefilled
 waits for them too, and a chunk takes longer than that."""
+LAVISH_SHARE = 0.75
+"""Beyond this share of the day's budget, a tier writes only what conversations continue from."""
 RESCAN_S = 10.0
 """Interval between scans for what other processes changed."""
 MAX_BATCHES = 64
@@ -109,12 +122,13 @@ class TierClient:
         stamp: Callable[[Record], float],
         wake: Callable[[], None],
         accepts: Callable[[Record], bool] = accepts_all,
+        window: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """stamp: returns the stamp to write a record with.
 
         wake: called on an I/O thread when there is something to poll.
-        accepts: whether a record belongs in this tier.
+        accepts: whether a record belongs in this tier. window: the model's, in tokens.
         """
         self.name = name
         self.number = tree.add_tier()
@@ -138,6 +152,7 @@ class TierClient:
         self._closing = False
         self._to_spill: deque[tuple[Record, float]] = deque()
         """Each record with the time from which its wait is counted."""
+        self._held = HeldWindows(tree, window)
         self._unwritten: dict[Record, None] = {}
         """An ordered set of the records that a fault of the tier kept from being written."""
         self._pending_writes: dict[Record, _PendingWrite] = {}
@@ -154,8 +169,19 @@ class TierClient:
     # --- writing ---------------------------------------------------------------------------
 
     def spill(self, record: Record) -> None:
-        """Write the record soon."""
-        self._to_spill.append((record, self._clock()))
+        """Write the record soon, or a window when it is known to be of use."""
+        if self._held.takes(record) and not self.is_store:  # other servers may branch off anywhere
+            self._held.add(record, self._clock())
+        else:
+            self._to_spill.append((record, self._clock()))
+
+    def is_worth_writing(self, record: Record) -> bool:
+        """Whether a record that leaves memory should be written: what only those need who go back in a
+        conversation is not, once little is left of the day's budget."""
+        usage = self._io.usage()
+        written, limit = usage.day_nbytes, usage.day_limit_nbytes
+        is_short = None not in (written, limit) and (written or 0) > LAVISH_SHARE * (limit or 0)
+        return not (is_short and self._held.is_passed(record))
 
     def spill_now(self, record: Record) -> None:
         """Write a record that is about to leave memory as soon as the queue has room."""
@@ -184,7 +210,7 @@ class TierClient:
         order = WriteOrder(
             self._catalogue.header(record, payload.tensors, payload.places),
             payload.fetch,
-            stamp,
+            self._tree.uses.stamp_of(stamp),
             wanted=lambda: self._tree.is_current(record),
         )
         accepted = self._io.try_write(order, self._done(partial(self._was_written, record)))
@@ -223,7 +249,9 @@ class TierClient:
     @property
     def idle(self) -> bool:
         """Whether nothing can be spilled: none left, or the queue is full and a write wakes us."""
-        return not self._to_spill or not self._io.has_room(self._to_spill[0][0].nbytes)
+        if not self._to_spill:
+            return not self._held
+        return not self._io.has_room(self._to_spill[0][0].nbytes)
 
     # --- reading ---------------------------------------------------------------------------
 
@@ -307,10 +335,38 @@ class TierClient:
         at: float,
     ) -> TierEvent:
         if isinstance(result, TierError):
-            return StoreAnswered(question, ())
+            return StoreAnswered(question, (), failed=True)
         self._ask_s.see(at - began)
         self._asked_at = at
         return StoreAnswered(question, result)
+
+    # --- forgetting ------------------------------------------------------------------------
+
+    def bury(self, root: Key, at: float) -> Future[None]:
+        """Note that what was written under this root before `at` was cleared; done once no process
+        can find it again."""
+        return self._promise(lambda io, done: io.bury(root, at, done))
+
+    def deleted(self) -> Future[None]:
+        """Done once everything that it was told to delete is gone."""
+        return self._promise(lambda io, done: io.when_deleted(done))
+
+    def _promise(self, order: Callable[[Forgetting, Done[None]], None]) -> Future[None]:
+        """It fails with NotForgotten. A store only deletes, when it can: nothing is promised of it."""
+        kept: Future[None] = Future()
+        kept.set_running_or_notify_cancel()
+
+        def done(result: TierError | None) -> None:
+            if result is None:
+                kept.set_result(None)
+            else:
+                kept.set_exception(NotForgotten(self.name, result))
+
+        if isinstance(self._io, Forgetting) and not self.is_store:
+            order(self._io, done)
+        else:
+            kept.set_result(None)
+        return kept
 
     # --- other orders ----------------------------------------------------------------------
 
@@ -319,7 +375,8 @@ class TierClient:
 
     def touch(self, stamps: Mapping[Record, float]) -> None:
         """Raise the stamps of those records that are stored here."""
-        self._io.touch({name_of(r): stamp for r, stamp in stamps.items() if self.has(r)})
+        at = self._tree.uses.stamp_of
+        self._io.touch({name_of(r): at(stamp) for r, stamp in stamps.items() if self.has(r)})
 
     def has(self, record: Record) -> bool:
         return record.is_stored(self.number)
@@ -351,6 +408,7 @@ class TierClient:
     def flush(self, timeout_s: float) -> Iterator[TierEvent]:
         """Spill all waiting records as the queue gets room; yields events that arrive meanwhile."""
         self._retry()
+        self._to_spill.extend(self._held.take_all())
         until = time.monotonic() + timeout_s
         while self._to_spill:
             if self._spill_next():
@@ -363,6 +421,7 @@ class TierClient:
     def close(self) -> None:
         self._closing = True
         self._retry()
+        self._to_spill.extend(self._held.take_all())
         while self._to_spill and self._spill_next():
             pass
         self._io.close()
@@ -382,6 +441,7 @@ class TierClient:
         yield from self.take_results(now + POLL_S[load])
         if self._results.empty():
             self.processed_until = now
+        self._to_spill.extend(self._held.take_due(now))
         while self._to_spill and (not busy or self._may_spill(load, now)):
             if not self.idle:
                 wait_for_row(self._to_spill[0][0])

@@ -59,10 +59,12 @@ class ScanEnded:
 
 @dataclass(frozen=True, slots=True)
 class StoreAnswered:
-    """The records of a prompt that a store has; none if the lookup failed."""
+    """The records of a prompt that a store has."""
 
     question: StoreQuestion
     entries: Sequence[TierEntry]
+    failed: bool = False
+    """The store could not be asked: what it has is unknown."""
 
 
 TierEvent = (

@@ -76,5 +76,18 @@ class TierFault(TierError):
     """The tier itself fails: disk full, read-only, gone. Writing pauses and is retried later."""
 
 
+class NotForgotten(FirnError):
+    """What was cleared cannot be found by this process, but may be by one that is started later."""
+
+    status = 503
+    code = "cache_not_cleared"
+
+    def __init__(self, tier: str, why: TierError) -> None:
+        super().__init__(
+            f"It was cleared from memory, but the {tier} tier could not be changed ({why.message}), so "
+            "a restarted server may find it again. firn keeps trying; repeat the request to be sure."
+        )
+
+
 class PermanentFault(TierFault):
     """A fault that an immediate retry cannot fix: wrong credentials, no such bucket."""

@@ -9,7 +9,7 @@ Owner: the engine thread, through `Records`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from firn.cache.parts import Part
@@ -18,7 +18,7 @@ from firn.cache.storage.client import TierClient
 from firn.cache.storage.container import Name
 from firn.cache.storage.io import TierEntry
 from firn.cache.storage.tier_set import TierSet
-from firn.cache.tiers import AHEAD_S, Gone
+from firn.cache.tiers import Gone
 from firn.cache.tree import Mark, Node, Record, Root, Tree
 from firn.core.keys import Key
 
@@ -36,13 +36,10 @@ class Stray(NamedTuple):
 
 
 class TierIndex:
-    def __init__(
-        self, tree: Tree, catalogue: RecordCatalogue, tiers: TierSet, *, wall: Callable[[], float]
-    ) -> None:
+    def __init__(self, tree: Tree, catalogue: RecordCatalogue, tiers: TierSet) -> None:
         self._tree = tree
         self._catalogue = catalogue
         self._tiers = tiers
-        self._wall = wall
         self._strays: dict[Key, list[Stray]] = {}
         """By the key of the missing parent."""
         self._n_strays = 0
@@ -74,10 +71,12 @@ class TierIndex:
             tier, label = self._tiers[number], entry.label
             root = self._catalogue.root_of(label)
             if root is None:
+                self._tree.uses.observe(entry.used_at)  # the folder's other models compare with it
                 continue
             if label.created < root.cleared_at:
                 tier.delete([entry.name])
                 continue
+            self._tree.note_written(root, label.created)
             node = self._catalogue.place(root, entry)
             if node is None:
                 self._add_stray(Stray(number, entry))
@@ -87,7 +86,8 @@ class TierIndex:
             self._tree.set_stored(record, number)
             if tier.is_store:
                 self._only_in_stores[record] = None
-            stamp = entry.used_at if entry.used_at < self._wall() + AHEAD_S else 0.0
+            uses = self._tree.uses
+            stamp = uses.of_stamp(entry.used_at) if uses.observe(entry.used_at) else 0.0
             self._tree.remember_use(node, self._tree.order.used_at(record, stamp))
             raised |= self._tree.order.note(record, stamp)
             self.extend_life(node, None)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Protocol, TypeVar
+from math import inf
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from firn.cache.storage.faults import (
     Foreign,
     Locked,
     Missing,
+    TierError,
     TierFault,
     Unusable,
     Unwanted,
@@ -39,9 +41,17 @@ from firn.cache.storage.faults import (
 from firn.cache.storage.seal import Seal
 from firn.cache.storage.tally import Tally
 from firn.cache.storage.threads import Done, IoThreads
-from firn.cache.tiers import Buffer, Gone, ScannedRecord, Tier, TierUsage, WriteResult
+from firn.cache.tiers import (
+    Buffer,
+    Gone,
+    ScannedRecord,
+    Tier,
+    TierUsage,
+    Tombstones,
+    WriteResult,
+)
 from firn.cache.tree import PackedTokens
-from firn.core.keys import KeyTokens
+from firn.core.keys import Key, KeyTokens
 
 log = logging.getLogger("firn.cache")
 T = TypeVar("T")
@@ -91,7 +101,15 @@ class TierEntry:
         return self.label.name
 
 
-Changes = Sequence[TierEntry | Gone[Name]]
+@dataclass(frozen=True, slots=True)
+class RootCleared:
+    """Records under this root that were written before this Unix time must not be used."""
+
+    root: Key
+    at: float
+
+
+Changes = Sequence[TierEntry | Gone[Name] | RootCleared]
 
 
 class WriteQueue(Protocol):
@@ -144,6 +162,23 @@ class Io(WriteQueue, StoredRecords, Protocol):
         ...
 
 
+@runtime_checkable
+class Forgetting(Protocol):
+    """An `Io` that can tell when what it was told to forget is gone for good, whatever happens to this
+    process. `done` is called on an I/O thread."""
+
+    def bury(self, root: Key, at: float, done: Done[None]) -> None:
+        """Note that what was written under this root before `at` was cleared. Does not delete it.
+
+        If that fails it is tried again at every scan. Scans report such notes of all processes.
+        """
+        ...
+
+    def when_deleted(self, done: Done[None]) -> None:
+        """Call `done` when nothing is left to be deleted, or with a fault if something cannot be."""
+        ...
+
+
 # --- one record in a tier ------------------------------------------------------------------
 
 
@@ -174,7 +209,8 @@ def label_of(
 
 
 class TierIo:
-    """Implements Io: a tier behind I/O threads. Owner: the cache, on the engine thread."""
+    """Implements Io and Forgetting: a tier behind I/O threads. Owner: the cache, on the engine
+    thread."""
 
     def __init__(
         self,
@@ -200,6 +236,13 @@ class TierIo:
         self._is_touching = False
         self._to_delete: dict[str, None] = {}
         self._is_deleting = False
+        self._undeleted: dict[str, TierFault] = {}
+        """Names whose deletion has failed. It is tried again with the next scan."""
+        self._when_deleted: list[Done[None]] = []
+        self._unburied: dict[str, float] = {}
+        """Clearings that are not noted yet, by root."""
+        self._cleared: dict[str, float] = {}
+        """All that are known, by this process or another."""
         self._deleting = threading.Lock()
         """Held from the moment a name leaves `_to_delete` until its record is deleted."""
 
@@ -228,6 +271,18 @@ class TierIo:
             is_idle, self._is_deleting = not self._is_deleting, True
         if is_idle:
             self.threads.upkeep(self._delete_some)
+
+    def when_deleted(self, done: Done[None]) -> None:
+        with self._lock:
+            if self._is_deleting:
+                self._when_deleted.append(done)
+                return
+        done(self._fault_of_deleting())
+
+    def bury(self, root: Key, at: float, done: Done[None]) -> None:
+        with self._lock:
+            self._unburied[root.hex()] = self._cleared[root.hex()] = at
+        self.threads.upkeep(self._bury_all, done)
 
     def touch(self, stamps: Mapping[Name, float]) -> None:
         """Only one thread touches at a time: of two, the one with the lower stamp could be last."""
@@ -265,18 +320,34 @@ class TierIo:
         packed = pack(order.header, order.fetch(), seal=self._seal)
         self._make_way(name)
         stored = self._tier.write(name, packed.pieces, used_at=order.used_at)
+        if not stored.new and self._was_cleared(order.header):
+            self._tier.delete(name)
+            stored = self._tier.write(name, packed.pieces, used_at=order.used_at)
         self._foreign.difference_update(stored.evicted)
         return WriteResult(stored.nbytes, stored.new, tuple(_parsed(stored.evicted)))
+
+    def _was_cleared(self, header: Header) -> bool:
+        """Whether the stored record of this name is older than a clearing, or damaged."""
+        at = self._cleared.get(header.root.hex())
+        if at is None:
+            return False
+        try:
+            return load(self._tier, header.name, seal=self._seal).header.created < at
+        except (Missing, Damaged):
+            return True
 
     def _make_way(self, name: str) -> None:
         """Delete the stored record of this name if it is foreign or queued for deletion."""
         with self._deleting:
             with self._lock:
-                is_to_go = name in self._foreign or name in self._to_delete
-                self._to_delete.pop(name, None)
+                doomed = (self._foreign, self._to_delete, self._undeleted)
+                is_to_go = any(name in names for names in doomed)
             if is_to_go:
                 self._tier.delete(name)
-                self._foreign.discard(name)
+                with self._lock:
+                    self._foreign.discard(name)
+                    self._to_delete.pop(name, None)
+                    self._undeleted.pop(name, None)
 
     def _read(self, order: ReadOrder) -> Loaded:
         if not order.wanted():
@@ -302,13 +373,42 @@ class TierIo:
                 with self._lock:
                     self._is_deleting = bool(self._to_delete)
                     if not self._is_deleting:
-                        return
+                        waiting, self._when_deleted = self._when_deleted, []
+                        break
                     name = next(iter(self._to_delete))
                     del self._to_delete[name]
-                with suppress(TierFault):  # go on with the others
+                try:
                     self._tier.delete(name)
+                except TierFault as e:  # go on with the others
+                    self._undeleted[name] = e
             n_done += 1
-        self.threads.upkeep(self._delete_some)
+        else:
+            self.threads.upkeep(self._delete_some)
+            return
+        for done in waiting:
+            done(self._fault_of_deleting())
+
+    def _fault_of_deleting(self) -> TierError | None:
+        return next(iter(self._undeleted.values()), None)
+
+    def _delete_again(self) -> None:
+        with self._lock:
+            names, self._undeleted = self._undeleted, {}
+        if names:
+            self._tally.add(deletes_retried=len(names))
+            self.delete(filter(None, map(Name.parse, names)))
+
+    def _bury_all(self) -> None:
+        """Raises TierFault."""
+        tier = self._tier
+        with self._lock:
+            unburied = dict(self._unburied)
+        for root, at in unburied.items():
+            if isinstance(tier, Tombstones):
+                tier.bury(root, at)
+            with self._lock:
+                if self._unburied.get(root) == at:
+                    del self._unburied[root]
 
     def _touch_all(self) -> None:
         try:
@@ -339,7 +439,16 @@ class TierIo:
                 "encrypted with another key, or not at all" if self._seal else "encrypted",
             )
 
-    def _changes(self) -> Iterator[TierEntry | Gone[Name]]:
+    def _changes(self) -> Iterator[TierEntry | Gone[Name] | RootCleared]:
+        """What was cleared comes first, so that none of it is taken for stored."""
+        with suppress(TierFault):
+            self._bury_all()
+        self._delete_again()
+        if isinstance(self._tier, Tombstones):
+            for root, at in self._tier.buried().items():
+                if at > self._cleared.get(root, -inf):
+                    self._cleared[root] = at
+                    yield RootCleared(Key(bytes.fromhex(root)), at)
         for change in self._tier.scan():
             if isinstance(change, Gone):
                 self._foreign.discard(change.name)
@@ -358,12 +467,8 @@ class TierIo:
             self._foreign.add(seen.name)
         except Damaged as e:
             self._set_aside(seen.name, e)
-        except Missing:  # removed since it was seen
+        except (Missing, TierFault):  # removed since it was seen, or reported again later
             pass
-        except TierFault as e:  # go on: the tier does not report the others a second time
-            log.warning(
-                "a record cannot be read, which costs a miss: %s (%s)", seen.name, e.message
-            )
         return None
 
     def _set_aside(self, name: str, why: Damaged) -> None:

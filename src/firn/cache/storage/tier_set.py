@@ -10,6 +10,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from itertools import chain
 
 from firn.cache.parts import Part
@@ -35,9 +36,15 @@ Reported = tuple[TierClient, TierEvent]
 
 class TierSet:
     def __init__(
-        self, tree: Tree, catalogue: RecordCatalogue, *, clock: Callable[[], float]
+        self,
+        tree: Tree,
+        catalogue: RecordCatalogue,
+        *,
+        window: int = 0,
+        clock: Callable[[], float],
     ) -> None:
         self._tree = tree
+        self._window = window
         self._catalogue = catalogue
         self._clock = clock
         self._clients: list[TierClient] = []
@@ -70,6 +77,7 @@ class TierSet:
             stamp=self._stamp,
             wake=wake,
             accepts=accepts,
+            window=self._window,
             clock=self._clock,
         )
         self._clients.append(tier)
@@ -106,8 +114,7 @@ class TierSet:
             return False
         if record.part is not Part.STATE or record.mark is not Mark.PROMPT_END:
             return True
-        above = record.node.parent
-        return above is None or not any(Part.STATE in n.records for n in above.path())
+        return not self._tree.has_state_before(record.node)
 
     def _stamp(self, record: Record) -> float:
         """The stamp to write a record with. Records it depends on are first given higher stamps."""
@@ -141,7 +148,10 @@ class TierSet:
 
     def fastest_with(self, record: Record) -> TierClient:
         """The first tier that has the record; one must have it."""
-        return next(tier for tier in self._clients if tier.has(record))
+        for tier in self._clients:
+            if tier.has(record):
+                return tier
+        raise LookupError("no tier has it")
 
     def delete(self, records: Sequence[Record]) -> None:
         for tier in self._clients:
@@ -159,6 +169,10 @@ class TierSet:
         if newer is None or newer is record or not self._tree.is_current(newer):
             return False
         return tier.has(newer) or newer.is_being_written(tier.number)
+
+    def deleted(self) -> list[Future[None]]:
+        """For each tier: done once everything that it was told to delete is gone."""
+        return [tier.deleted() for tier in self._clients]
 
     def poll(self, load: EngineLoad) -> Iterator[Reported]:
         for tier in self._clients:

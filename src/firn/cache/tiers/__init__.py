@@ -41,6 +41,7 @@ __all__ = [
     "TierOptions",
     "TierStatus",
     "TierUsage",
+    "Tombstones",
     "WriteResult",
     "discover",
     "schemes",
@@ -209,6 +210,26 @@ class Store(Tier, Protocol):
 
     def find(self, names: Sequence[str]) -> Sequence[FoundRecord]:
         """The records among these that are stored. Raises TierFault."""
+        ...
+
+
+@runtime_checkable
+class Tombstones(Tier, Protocol):
+    """A tier that notes, before anything is deleted, what must never be found again.
+
+    Deleting a namespace takes a while, and a process may be killed meanwhile. Its note stays, for the
+    next process and for others that share the tier.
+    """
+
+    def bury(self, root: str, at: float) -> None:
+        """Note that records under this root (64 hexadecimal digits) were cleared at this Unix time.
+
+        When it returns the note outlives the process. A later time is never lowered. Raises TierFault.
+        """
+        ...
+
+    def buried(self) -> Mapping[str, float]:
+        """The time of the last clearing of each root, by any process. Raises TierFault."""
         ...
 
 

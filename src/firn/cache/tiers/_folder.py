@@ -4,6 +4,7 @@
     tmp/<name>.<pid>.<n>.<nbytes>.tmp     being written; the name contains the reserved size
     quarantine/<name>.<time>              damaged records, kept for people to look at
     firn.lock                             the lock, and the page: numbers that only its holder changes
+    cleared/<root>                        when its records were last cleared: older ones are dead
     models/, CACHEDIR.TAG                 for people, and for backup programs
 
 The folder is the truth: the page may be lost at any time. Holds no state except an open lock.
@@ -17,9 +18,12 @@ import fcntl
 import logging
 import os
 import re
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,10 +32,12 @@ import numpy.typing as npt
 
 from firn.cache.storage.faults import Refused, TierFault
 from firn.cache.tiers import PEEK_NBYTES, Buffer, ScannedRecord
+from firn.core.private_folder import make_private
 
 log = logging.getLogger("firn.cache")
 
 LOCK, TMP, QUARANTINE, MODELS, TAG_FILE = "firn.lock", "tmp", "quarantine", "models", "CACHEDIR.TAG"
+CLEARED = "cleared"
 TAG_TEXT = (
     b"Signature: 8a477f597d28d172789f06886806bc55\n# The prefix cache of firn; safe to delete.\n"
 )
@@ -64,6 +70,8 @@ REASONS = {
     errno.ENOTDIR: "folder gone",
 }
 
+is_root = re.compile(r"[0-9a-f]{64}").fullmatch
+_time = struct.Struct("<d")
 is_name = re.compile(r"[0-9a-f]{64}\.[a-z]+").fullmatch
 _temp = re.compile(r"[0-9a-f]{64}\.[a-z]+\.\d+\.\d+\.(\d+)\.tmp").fullmatch
 _set_aside = re.compile(r"[0-9a-f]{64}\.[a-z]+\.\d+").fullmatch
@@ -167,8 +175,8 @@ class Disk:
     def other_nbytes(self) -> int:
         """All except records and quarantine: temp files at their reserved size, the lock, notes."""
         temps = sum(max(reserved_nbytes(temp.name), temp.nbytes) for temp in self.temps())
-        fixed = [self.stat(LOCK), self.stat(TAG_FILE), *self.files(MODELS)]
-        folders = sum(self.subfolder(sub)[0] for sub in (".", TMP, MODELS))
+        fixed = [self.stat(LOCK), self.stat(TAG_FILE), *self.files(MODELS), *self.files(CLEARED)]
+        folders = sum(self.subfolder(sub)[0] for sub in (".", TMP, MODELS, CLEARED))
         files = sum(file.nbytes for file in fixed if file is not None)
         return temps + folders + files + MARGIN_NBYTES
 
@@ -189,14 +197,15 @@ class Disk:
         return os.readv(fd, [buffer[: self.max_call_nbytes]])
 
     def read_first(self, fd: int, nbytes: int) -> memoryview:
-        """The first `nbytes` bytes of a file that was just opened."""
+        """The first `nbytes` bytes of a file that was just opened. Raises OSError; EOFError if it has
+        fewer, though it had as many a moment ago."""
         # Not a bytearray: that would be filled with zeros first.
         view = np.empty(nbytes, dtype=np.uint8).data
         have = 0
         while have < nbytes:
             n = self.read(fd, view[have:])
             if n == 0:
-                raise OSError(errno.EIO, f"the file ends at {have}")
+                raise EOFError(f"the file ends at {have}")
             have += n
         return view
 
@@ -206,7 +215,7 @@ class Disk:
     def make_folder(self) -> None:
         """Make the folder and its fixed contents. If new or ours, it is closed to other users."""
         is_new = not self.folder.exists()
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(self.folder)
         is_ours = is_new or (self.folder / LOCK).exists() or not any(self.folder.iterdir())
         if is_ours and self.folder.stat().st_mode & 0o077:
             self.folder.chmod(0o700)
@@ -318,9 +327,37 @@ class Disk:
         with contextlib.suppress(OSError):
             os.rmdir(f"{self.folder}/{sub}")
 
+    def bury(self, root: str, at: float) -> None:
+        """Raise the time at which a root was cleared. One call writes it: a process that is killed
+        leaves the old time or the new one."""
+        (self.folder / CLEARED).mkdir(mode=0o700, exist_ok=True)
+        fd = self.open(f"{CLEARED}/{root}", os.O_RDWR | os.O_CREAT)
+        try:
+            if _cleared_at(self.read_page(fd, _time.size)) < at:
+                self.write_page(fd, _time.pack(at))
+        finally:
+            self.close(fd)
+
+    def buried(self) -> dict[str, float]:
+        """When each root was cleared."""
+        times: dict[str, float] = {}
+        for file in self.files(CLEARED):
+            if is_root(file.name):
+                fd = self.open(f"{CLEARED}/{file.name}")
+                try:
+                    times[file.name] = _cleared_at(self.read_page(fd, _time.size))
+                finally:
+                    self.close(fd)
+        return times
+
     def set_mtime(self, path: str, at: float) -> None:
         ns = int(at * 1e9)
         os.utime(f"{self.folder}/{path}", ns=(ns, ns))
+
+
+def _cleared_at(raw: bytes) -> float:
+    """An empty file is one whose writer was killed before it could promise anything."""
+    return float(_time.unpack(raw)[0]) if len(raw) == _time.size else -inf
 
 
 # --- numbers that processes share ----------------------------------------------------------
@@ -457,16 +494,31 @@ def _fresh() -> Words:
 # --- without the lock ----------------------------------------------------------------------
 
 
-def read_heads(folder: Path) -> Iterator[ScannedRecord]:
-    """The beginning of every record file that may be opened, foreign ones too."""
+@dataclass(frozen=True, slots=True)
+class UnreadFile:
+    """A record file that the disk cannot read, or that may not be opened."""
+
+    name: str
+    nbytes: int
+    used_at: float
+    fault: TierFault
+
+
+def read_heads(folder: Path) -> Iterator[ScannedRecord | UnreadFile]:
+    """The beginning of every record file, foreign ones too."""
     disk = Disk(folder)
     for sub in SUBFOLDERS:
         for stat in disk.files(sub):
-            if stat.name.endswith(SUFFIX):
-                with contextlib.suppress(OSError):
-                    with open(f"{folder}/{sub}/{stat.name}", "rb") as file:
-                        head = file.read(PEEK_NBYTES)
-                    yield ScannedRecord(key_of(sub, stat.name), head, stat.size, stat.mtime)
+            if not stat.name.endswith(SUFFIX):
+                continue
+            name = key_of(sub, stat.name)
+            try:
+                with open(f"{folder}/{sub}/{stat.name}", "rb") as file:
+                    yield ScannedRecord(name, file.read(PEEK_NBYTES), stat.size, stat.mtime)
+            except FileNotFoundError:  # evicted since it was listed
+                continue
+            except OSError as e:
+                yield UnreadFile(name, stat.size, stat.mtime, fault_of(e))
 
 
 def default_limit(free_nbytes: int, used_nbytes: int = 0) -> int:

@@ -36,6 +36,8 @@ from firn.cache.tiers._folder import (
 FIRST = -inf
 """The stamp of files that are evicted before all others: foreign ones, and those that cannot be read."""
 UNLISTED = -1
+FIRST_PAUSE_S, MAX_PAUSE_S = 8.0, 3600.0
+"""Pauses before a file is tried again that the disk has failed to read."""
 HEAP_SLACK = 1024
 """The heap is tidied when it has this many entries more than twice the number of files."""
 
@@ -67,8 +69,12 @@ class KnownFiles:
         self._wall = wall
         self._subfolders = {sub: Subfolder() for sub in SUBFOLDERS}
         self._heap: list[tuple[float, str]] = []
+        self._highest = FIRST
+        """No stamp is higher."""
         self._unreported: dict[str, bool] = {}
         """Records about which the caller is wrong: whether each is actually there."""
+        self._faulty: dict[str, tuple[int, float]] = {}
+        """Files that the disk has failed to read: how often, and when they are reported again."""
         self.unreadable: dict[str, float] = {}
         """Files that must not be read, with their mtime: a new file may take over the name."""
         self.listed_at: npt.NDArray[np.int64] = np.full(len(COUNTED), UNLISTED, dtype=np.int64)
@@ -101,6 +107,7 @@ class KnownFiles:
                 self._learn(subfolder, key_of(sub, file.name), file, known)
         for key in known.keys() - subfolder.stamps.keys():
             self.unreadable.pop(key, None)
+            self._faulty.pop(key, None)
             self.report(key, is_there=False)
         self._subfolders[sub] = subfolder
         return total
@@ -114,6 +121,7 @@ class KnownFiles:
             del self.unreadable[key]
         is_usable = not is_foreign(key) and key not in self.unreadable
         subfolder.stamps[key] = stamp = self._stamp(file.mtime) if is_usable else FIRST
+        self._highest = max(self._highest, stamp)
         if key not in known or stamp < known[key]:
             heapq.heappush(self._heap, (stamp, key))
         if is_usable and (is_other or key not in known):
@@ -128,6 +136,7 @@ class KnownFiles:
         subfolder = self._subfolders[name[:2]]
         subfolder.count(name, file.nbytes)
         subfolder.stamps[name] = file.mtime
+        self._highest = max(self._highest, file.mtime)
         heapq.heappush(self._heap, (file.mtime, name))
         if len(self._heap) > HEAP_SLACK + 2 * sum(len(s.stamps) for s in self._subfolders.values()):
             self._tidy_heap()
@@ -135,6 +144,7 @@ class KnownFiles:
     def forget(self, key: str, nbytes: int) -> None:
         subfolder = self._subfolders[key[:2]]
         self.unreadable.pop(key, None)
+        self._faulty.pop(key, None)
         if subfolder.stamps.pop(key, None) is not None:
             subfolder.count(key, nbytes, n=-1)
 
@@ -167,6 +177,28 @@ class KnownFiles:
             del self._unreported[key]
         elif not is_foreign(key):
             self._unreported[key] = is_there
+
+    def report_later(self, name: str, now: float) -> None:
+        """The disk has failed to read it, and the caller takes it for gone: report it again after a
+        pause, which doubles with each failure. Any thread."""
+        n_failures, _ = self._faulty.get(name, (0, 0.0))
+        pause_s = min(FIRST_PAUSE_S * 2**n_failures, MAX_PAUSE_S)
+        self._faulty[name] = n_failures + 1, now + pause_s
+
+    def report_again(self, now: float) -> None:
+        """Report what may be readable again by now, if it is still there."""
+        for name, (n_failures, at) in list(self._faulty.items()):
+            if at <= now and name in self._subfolders[name[:2]].stamps:
+                self.report(name, is_there=True)
+                self._faulty[name] = n_failures, inf
+
+    def was_read(self, name: str) -> None:
+        """The disk can read it again. Any thread."""
+        self._faulty.pop(name, None)
+
+    def is_readable(self, name: str) -> bool:
+        """Whether nothing is known that speaks against it. Any thread."""
+        return name not in self.unreadable and name not in self._faulty
 
     def set_reported(self, names: Iterable[str]) -> None:
         """The caller has learned of these by other means."""
@@ -207,6 +239,7 @@ class KnownFiles:
         None: all others were used later than `used_at`. The file is removed from the heap;
         `put_back` those that are kept after all.
         """
+        self._believe_clock()
         while self._heap:
             stamp, key = self._heap[0]
             known = self._subfolders[key[:2]].stamps.get(key)
@@ -220,6 +253,7 @@ class KnownFiles:
                 continue
             if known > FIRST:  # another process may have used it
                 self._subfolders[key[:2]].stamps[key] = known = self._stamp(file.mtime)
+                self._highest = max(self._highest, known)
             if known > stamp:
                 heapq.heapreplace(self._heap, (known, key))
                 continue
@@ -228,6 +262,16 @@ class KnownFiles:
             heapq.heappop(self._heap)
             return file._replace(name=key)
         return None
+
+    def _believe_clock(self) -> None:
+        """After the wall clock went back, what was written while it was far ahead goes first."""
+        if self._stamp(self._highest) == self._highest:
+            return
+        self._highest = FIRST
+        for subfolder in self._subfolders.values():
+            subfolder.stamps = {key: self._stamp(at) for key, at in subfolder.stamps.items()}
+            self._highest = max(self._highest, *subfolder.stamps.values(), FIRST)
+        self._tidy_heap()
 
     def _tidy_heap(self) -> None:
         """Drop the entries of deleted files. NumPy sorts, which lets other threads run meanwhile."""

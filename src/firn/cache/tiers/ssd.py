@@ -6,6 +6,8 @@ Reads take no lock. The folder is changed under its lock (see _folder.py), excep
 written without it, to a temp file whose size was reserved before. So at every moment
 
     records + folders + temp files at their reserved size + quarantine <= limit
+
+On a full disk, the limit is what the folder has at that moment (see _space.py).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from math import inf
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -54,10 +57,12 @@ from firn.cache.tiers._folder import (
     raised_limit,
 )
 from firn.cache.tiers._known import UNLISTED, KnownFiles, is_foreign
+from firn.cache.tiers._space import FULL, DiskSpace
 
 SLACK_NBYTES = 2 * BLOCK_NBYTES
 """How much a new name may add to the size of folders."""
 HOUR_S = 3600
+T = TypeVar("T")
 SCAN_BATCH = 128
 SCAN_THREADS = 4
 SLOW_S = 3e-4
@@ -65,7 +70,7 @@ SLOW_S = 3e-4
 
 
 class SsdTier:
-    """Implements tiers.Tier. Thread-safe; its methods block and belong on I/O threads.
+    """Implements tiers.Tombstones. Thread-safe; its methods block and belong on I/O threads.
 
     The mutex guards what is known of the folder. It is never held while a record is read or written.
     """
@@ -102,6 +107,15 @@ class SsdTier:
             clock=clock,
             wall=wall,
         )
+        self._reading = Backoff(
+            paused=f"the SSD cache cannot read a record in {folder}, which costs a miss",
+            resumed=f"the SSD cache reads from {folder} again",
+            clock=clock,
+            wall=wall,
+        )
+        """Only for the log: each record has its own pause."""
+        self._clock = clock
+        self._space = DiskSpace(folder, clock, first_s=retry_s, max_s=max_retry_s)
         self._tally = Tally()
         self._serial = count()
         self._has_joined = False
@@ -131,6 +145,7 @@ class SsdTier:
         except (OSError, TierFault) as e:
             self._failed(e)
         with self._exclusive():
+            self._known.report_again(self._clock())
             gone, new = self._known.take_reports()
         yield from map(Gone, gone)
         yield from self._heads(new)
@@ -146,25 +161,26 @@ class SsdTier:
             self._tally.add(missing=1)
             raise Missing from e
         except OSError as e:
-            self._tally.add(read_faults=1)
-            raise fault_of(e) from e
+            raise self._cannot_read(name, e) from e
         try:
             size = self._disk.stat_open(fd).size
             view = self._disk.read_first(fd, size if n is None else min(n, size))
         except OSError as e:
-            raise Damaged("read error", e.strerror or "") from e
+            raise self._cannot_read(name, e) from e
+        except EOFError as e:
+            raise Damaged("truncated", str(e)) from e
         finally:
             self._disk.close(fd)
         self._tally.add(reads=1, bytes_read=len(view))
+        self._known.was_read(name)
+        if self._reading.is_paused:
+            self._reading.worked()
         return view
 
     def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> WriteResult[str]:
         try:
             self._backoff.check()
-            try:
-                stored = self._write(name, pieces, used_at)
-            except FileNotFoundError:  # someone deleted the folder: make it again
-                stored = self._write(name, pieces, used_at)
+            stored = self._with_room(lambda: self._write(name, pieces, used_at), need=_need(pieces))
         except (OSError, TierError) as e:
             fault = self._failed(e)
             self._tally.drop(fault.reason)
@@ -203,6 +219,18 @@ class SsdTier:
                 self._mark_unreadable(name)
             raise fault_of(e) if isinstance(e, OSError) else e from e
 
+    def bury(self, root: str, at: float) -> None:
+        try:
+            self._with_room(lambda: self._bury(root, at), need=BLOCK_NBYTES)
+        except OSError as e:
+            raise fault_of(e) from e
+
+    def buried(self) -> Mapping[str, float]:
+        try:
+            return self._disk.buried()
+        except OSError as e:
+            raise fault_of(e) from e
+
     def usage(self) -> TierUsage:
         """Takes no lock: numbers that change together may be a moment apart."""
         by_part = self._known.by_part()
@@ -236,6 +264,14 @@ class SsdTier:
             self._lock.close()
 
     # --- reading -----------------------------------------------------------------------------
+
+    def _cannot_read(self, name: str, error: OSError) -> TierFault:
+        """The disk may well read it later: a scan reports it again, each time after a longer while."""
+        fault = TierFault(fault_of(error).reason, f"{error.strerror} ({path_of(name)})")
+        self._tally.add(read_faults=1)
+        self._reading.failed(fault)
+        self._known.report_later(name, self._clock())
+        return fault
 
     def _list_changed(self, counters: npt.NDArray[np.int64] | None) -> dict[int, int]:
         """List what others changed, a subfolder at a time; returns the bytes of each one listed."""
@@ -271,16 +307,18 @@ class SsdTier:
         except PermissionError:
             self._mark_unreadable(name)
             return None
-        except OSError:
-            with self._exclusive():
-                self._known.report(name, is_there=True)
+        except OSError as e:
+            self._cannot_read(name, e)
             return None
         try:
             file = self._disk.stat_open(fd)
             head = self._disk.read_first(fd, min(file.size, PEEK_NBYTES))
             return ScannedRecord(name, head, file.size, file.mtime)
-        except OSError:
-            return ScannedRecord(name, b"", 0, 0.0)  # what cannot be read is no record
+        except EOFError:
+            return ScannedRecord(name, b"", 0, 0.0)  # it has no head
+        except OSError as e:
+            self._cannot_read(name, e)
+            return None
         finally:
             self._disk.close(fd)
 
@@ -292,9 +330,41 @@ class SsdTier:
 
     # --- writing -----------------------------------------------------------------------------
 
+    def _with_room(self, write: Callable[[], T], *, need: int) -> T:
+        """Write; on a full disk, within what the folder has already, evicting its oldest records."""
+        try:
+            return self._with_folder(write)
+        except OSError as e:
+            if e.errno not in FULL:
+                raise
+            full = e
+        with self._locked() as page:
+            self._space.ran_out(self._count(page))
+        try:
+            return self._with_folder(write)
+        except (OSError, TierFull) as e:
+            evictable = sum(nbytes for _, nbytes in self._known.by_part().values())
+            if (
+                isinstance(e, OSError) or evictable < need
+            ):  # when the pause is over, all of the limit is tried again
+                self._space.forget()
+                raise full from None
+            raise
+
+    def _with_folder(self, write: Callable[[], T]) -> T:
+        try:
+            return write()
+        except FileNotFoundError:  # someone deleted the folder: make it again
+            return write()
+
+    def _bury(self, root: str, at: float) -> None:
+        with self._locked() as page:
+            if self._space.is_full:
+                self._evict(page, BLOCK_NBYTES, used_at=inf, must=False)
+            self._disk.bury(root, at)
+
     def _write(self, name: str, pieces: Sequence[Buffer], used_at: float) -> WriteResult[str]:
-        nbytes = sum(len(p) for p in pieces)
-        need = allocated(nbytes) + SLACK_NBYTES
+        nbytes, need = sum(map(len, pieces)), _need(pieces)
         hour = int(self._wall()) // HOUR_S
         with self._locked() as page:
             page.check_budget(self._budget_nbytes, hour, nbytes)
@@ -322,8 +392,8 @@ class SsdTier:
         return WriteResult(taken, new=True, evicted=tuple(evicted))
 
     def _is_stored(self, name: str) -> bool:
-        """Whether the record is there or being written."""
-        if name not in self._known.unreadable and self._disk.stat(path_of(name)) is not None:
+        """Whether the record is there, as far as it can be read, or being written."""
+        if self._known.is_readable(name) and self._disk.stat(path_of(name)) is not None:
             return True
         return any(
             temp.name.startswith(f"{name}.") and not self._sweep(temp)
@@ -460,7 +530,11 @@ class SsdTier:
             self._has_joined = True
             # Never above the limit of this process, nor that of the one that started last.
             last = page.limit_nbytes or own
-            self._limit_nbytes = last if self._guest else min(own, last)
+            self._limit_nbytes = self._space.limited(
+                last if self._guest else min(own, last),
+                used=lambda: self._count(page),
+                free=self._disk.free_nbytes,
+            )
             yield page
             self._day_nbytes = page.day_nbytes(int(self._wall()) // HOUR_S)
 
@@ -492,6 +566,11 @@ class SsdTier:
         if isinstance(error, TierFault) and error.reason != "paused":
             self._backoff.failed(error)
         return error
+
+
+def _need(pieces: Sequence[Buffer]) -> int:
+    """How many bytes of the folder writing these may take."""
+    return allocated(sum(map(len, pieces))) + SLACK_NBYTES
 
 
 def open_tier(options: TierOptions) -> SsdTier:

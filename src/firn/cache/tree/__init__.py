@@ -3,6 +3,7 @@
     nodes.py      Node (a block), Record (one part of its state), Root (where a namespace begins)
     children.py   a node's children, sorted: finds what shares most with a prompt
     tree.py       Tree: adds, moves, leases, pins and removes nodes and records
+    clock.py      when a record was used: wall time that does not go back
     order.py      which record is evicted first, in memory and in tiers
     lifetimes.py  nodes that expire, and what is remembered of those that were evicted
     announce.py   what a listener is told about blocks that are added and removed

@@ -29,8 +29,10 @@ class PackedTokens:
 
     def __init__(self, tokens: KeyTokens) -> None:
         self.tokens = tokens
-        self._wide_at: list[int] = np.flatnonzero(tokens >> np.uint64(32)).tolist()
+        self._wide_at: list[int] = []
         """Positions of tokens that need 64 bits."""
+        if len(tokens) and tokens.max() >> np.uint64(32):
+            self._wide_at = np.flatnonzero(tokens >> np.uint64(32)).tolist()
         low = tokens & np.uint64(0xFFFFFFFF) if self._wide_at else tokens
         self._packed = {NARROW: low.astype(_DTYPE[NARROW]).tobytes()}
         if self._wide_at:
@@ -109,9 +111,12 @@ class Children(Generic[C]):
         there = i < len(self._children) and self._key(self._children[i]) == wanted
         return self._children[i] if there else None
 
-    def closest(self, tokens: PackedTokens, start: int) -> Iterator[tuple[C, int]]:
-        """Children that share tokens from `start` on, with how many; those that share most first."""
-        wanted = tokens.cut(start, len(tokens), self._width)
+    def closest(self, tokens: PackedTokens, start: int, end: int) -> Iterator[tuple[C, int]]:
+        """Children that share tokens from `start` on, with how many; those that share most first.
+
+        end: no child reaches further, so what follows need not be looked at.
+        """
+        wanted = tokens.cut(start, min(end, len(tokens)), self._width)
         right = self._place(wanted)
         left = right - 1
         n_left, n_right = self._shared(left, wanted), self._shared(right, wanted)
@@ -124,6 +129,12 @@ class Children(Generic[C]):
                 yield self._children[left], n_left
                 left -= 1
                 n_left = self._shared(left, wanted)
+
+    def shared_with_siblings(self, child: C) -> int:
+        """How many tokens it shares with the sibling that shares most."""
+        own = self._key(child)
+        i = self._place(own)
+        return max(self._shared(i - 1, own), self._shared(i + 1, own))
 
     def prefixes(self, tokens: PackedTokens, start: int, end: int) -> Iterator[C]:
         """Children that are a prefix of tokens [start, end), the longest first."""

@@ -26,6 +26,8 @@ class Lifetimes:
         self._clock = clock
         self._queue: list[tuple[float, int, Node]] = []
         """When to check a node: one entry per expiring node, however often its life is extended."""
+        self._n_idle = 0
+        """Entries of nodes that are gone, or no longer expire."""
         self._serial = count()
 
     def begin(self, node: Node) -> None:
@@ -48,7 +50,22 @@ class Lifetimes:
                 freed += [] if is_new else [n]
             elif is_new:
                 self._look_at(n, until)
+        self._n_idle += len(freed)
+        self._tidy()
         return freed
+
+    def end(self, node: Node) -> None:
+        """The node was removed from the tree, which is usually long before it expires."""
+        if math.isfinite(node.expires_at):
+            self._n_idle += 1
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Drop idle entries before they outnumber the others."""
+        if self._n_idle > 64 + len(self._queue) / 2:
+            self._queue = [entry for entry in self._queue if _expires(entry[-1])]
+            heapq.heapify(self._queue)
+            self._n_idle = 0
 
     def _look_at(self, node: Node, at: float) -> None:
         heapq.heappush(self._queue, (at, next(self._serial), node))
@@ -58,14 +75,19 @@ class Lifetimes:
         now = self._clock()
         while self._queue and self._queue[0][0] <= now:
             *_, node = heapq.heappop(self._queue)
-            if node.expires_at == math.inf or node.parent is None:
-                continue  # it no longer expires, or is gone
+            if not _expires(node):
+                self._n_idle -= 1
+                continue
             if node.expires_at > now:
                 self._look_at(node, node.expires_at)
             elif node.n_leases or node.n_pins:
                 self._look_at(node, now + RETRY_S)
             else:
                 yield node
+
+
+def _expires(node: Node) -> bool:
+    return node.parent is not None and node.expires_at != math.inf
 
 
 class EvictedBlocks:

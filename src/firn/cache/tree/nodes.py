@@ -118,7 +118,7 @@ class Node:
         self.n_pins = 0
         """Pins, likewise."""
         self.used_at = 0.0
-        """By the wall clock, because tiers remember it. Never earlier than a child's."""
+        """By the tree's `UseClock`. Never earlier than a child's."""
         self.stamped = -math.inf
         """The highest stamp that tiers were given for its chain: always a step above a child's."""
         self.expires_at = math.inf
@@ -187,7 +187,9 @@ class Root(Node):
     A namespace has one root for whole prompts, and one for each way in which prompts are thinned.
     """
 
-    __slots__ = ("cleared_at", "memory", "n_stored_tokens", "namespace", "pinned", "tiers")
+    __slots__ = (
+        "cleared_at", "memory", "n_stored_tokens", "namespace", "pinned", "tiers", "written_at",
+    )  # fmt: skip
 
     def __init__(self, key: Key, namespace: Namespace, n_tiers: int) -> None:
         super().__init__(key, None, 0, b"", NARROW)
@@ -201,6 +203,8 @@ class Root(Node):
         """The ends of pinned prefixes. For each: how many tokens of which prompts it keeps."""
         self.cleared_at = -math.inf
         """Wall clock. Records that were written earlier must be deleted wherever they turn up."""
+        self.written_at = -math.inf
+        """When the latest of its records was written, by the clock of whoever wrote it."""
 
     @property
     def pinned_nbytes(self) -> int:

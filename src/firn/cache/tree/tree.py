@@ -12,16 +12,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from firn.cache.parts import Part
 from firn.cache.tree.announce import Announcer, Removed, StoredBlock
 from firn.cache.tree.children import NARROW, Children, PackedTokens
+from firn.cache.tree.clock import UseClock
 from firn.cache.tree.lifetimes import EvictedBlocks, Lifetimes
 from firn.cache.tree.nodes import NO_CHILDREN, InRow, Mark, Node, PartTotals, Record, Root
 from firn.cache.tree.order import EvictionOrder
 from firn.core.keys import Key, child_key
 from firn.core.values import Namespace
+
+N_LOOKED_AT = 64
+"""Nodes that a look below a node visits."""
 
 
 class Tree:
@@ -35,14 +40,19 @@ class Tree:
     ) -> None:
         """carrier: the part of a block that every later block of its chain needs.
 
-        clock: for lifetimes. wall: for times of use, which outlive the process.
+        clock: for lifetimes. wall: for times of use, which outlive the process (see `UseClock`).
         """
         self.block = block
         self._carrier = carrier
         self._wall = wall
+        self.uses = UseClock(wall, clock)
         self._roots: dict[Key, Root] = {}
         self._by_key: dict[Key, Node] = {}
         """All nodes except roots."""
+        self.n_detached = 0
+        """How many roots were replaced by empty ones."""
+        self.version = 0
+        """Changes with every node that is added or removed."""
         self.order = EvictionOrder(block, carrier)
         self.lifetimes = Lifetimes(clock)
         self.evicted = EvictedBlocks()
@@ -75,18 +85,24 @@ class Tree:
         """Whether this root is in the tree; not once it was cleared."""
         return self._roots.get(root.key) is root
 
-    def detach(self, root: Root) -> Root:
+    def detach(self, root: Root, at: float) -> Root:
         """Replace this root with an empty one, and remove it and all below it from the totals.
 
-        A request that still has a lease on a part of it continues without the cache.
+        A request that still has a lease on a part of it continues without the cache. at: records that
+        were written earlier must not come back.
         """
         fresh = Root(root.key, root.namespace, len(self.tiers))
-        fresh.cleared_at = self._wall()
+        fresh.cleared_at = at
         self._roots[root.key] = fresh
+        self.n_detached += 1
         self.memory.add(root.memory, sign=-1)
         for total, own in zip(self.tiers, root.tiers, strict=True):
             total.add(own, sign=-1)
         return root
+
+    def note_written(self, root: Root, at: float) -> None:
+        """A record of this root was written at this time."""
+        root.written_at = max(root.written_at, at)
 
     # --- nodes -----------------------------------------------------------------------------
 
@@ -125,6 +141,7 @@ class Tree:
             parent.children = Children()
         parent.children.add(child)
         self._by_key[key] = child
+        self.version += 1
         return child
 
     def subtree(self, node: Node) -> Iterator[Node]:
@@ -149,6 +166,8 @@ class Tree:
             if self._by_key.get(node.key) is node:
                 del self._by_key[node.key]
             node.parent = None
+            self.lifetimes.end(node)
+            self.version += 1
             node = parent
 
     # --- records ---------------------------------------------------------------------------
@@ -319,7 +338,7 @@ class Tree:
 
     def use(self, node: Node, *, every_s: float = 0.0) -> None:
         """Note that the node and all above it were used now, unless that was noted recently."""
-        now = self._wall()
+        now = self.uses.now()
         if now - node.used_at < every_s:
             return
         for n in node.path_to_root():
@@ -343,12 +362,38 @@ class Tree:
                 break
             n.reused = True
             assert n.parent is not None
-            tails = n.parent.children.prefixes(PackedTokens(n.tokens), 0, n.n_tokens)
-            new += [t for t in tails if Part.STATE in t.records and not t.reused]
+            if len(n.parent.children) > 1:
+                tails = n.parent.children.prefixes(PackedTokens(n.tokens), 0, n.n_tokens)
+                new += [t for t in tails if Part.STATE in t.records and not t.reused]
             new.append(n)
         for n in new:
             n.reused = True
         return new[::-1]
+
+    def has_state_before(self, node: Node) -> bool:
+        """Whether a state is kept in the blocks before this one, at their ends or inside them."""
+        n = node.parent
+        while n is not None and n.parent is not None:
+            tails = n.parent.children.prefixes(PackedTokens(n.tokens), 0, n.n_tokens)
+            if any(Part.STATE in t.records for t in (n, *tails)):
+                return True
+            n = n.parent
+        return False
+
+    def goes_on(self, node: Node, n_tokens: int) -> bool:
+        """Whether some chain goes on for at least this many tokens after the node, as far as a short
+        look finds out. A tail goes on in the longer blocks that it begins."""
+        assert node.parent is not None
+        longer = node.parent.children.extensions(PackedTokens(node.tokens), 0, node.n_tokens)
+        todo = list(islice(longer, N_LOOKED_AT))
+        for _ in range(N_LOOKED_AT):
+            if not todo:
+                return False
+            n = todo.pop()
+            if n.end - node.end >= n_tokens:
+                return True
+            todo += islice(n.children, N_LOOKED_AT)
+        return False
 
     # --- totals ----------------------------------------------------------------------------
 

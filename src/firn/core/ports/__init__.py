@@ -16,18 +16,23 @@ from firn.core.ports.cache import (
 )
 from firn.core.ports.engine import Delivery, Embedder, Engine, EngineHealth, Publish, Recorder
 from firn.core.ports.runner import (
+    MAX_STEP_TOKENS,
+    At,
     DecodeRunner,
     LayerCache,
     LiveRow,
     PickedToken,
     PrefillRunner,
     Restored,
+    RowView,
     Runner,
 )
 from firn.core.ports.scorer import Scorer, ScorerTraits
 from firn.core.ports.text import ChatTemplate, Pictures, Tokenizer, Vocabulary
 
 __all__ = [
+    "MAX_STEP_TOKENS",
+    "At",
     "CacheAdmin",
     "CacheTimings",
     "CacheUpkeep",
@@ -50,6 +55,7 @@ __all__ = [
     "Recorder",
     "RequestCache",
     "Restored",
+    "RowView",
     "Runner",
     "Scorer",
     "ScorerTraits",

@@ -18,22 +18,43 @@ LayerCache: TypeAlias = Any
 """One layer's cache, as mlx-lm made it (untyped). Only `models` and `cache.codecs` look inside."""
 
 
+MAX_STEP_TOKENS = 32
+"""The most tokens that one decode step feeds a row: so many may be added to it at once, and so many
+may be taken back while the step is unread."""
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """Where a row is in its layers: its index in the (possibly batched) caches, and what is settled.
+
+    # [0, n_tokens) settled   [n_tokens, n_tokens + n_unread) fed to an unread step: some may be wrong
+    """
+
+    index: int
+    n_tokens: int
+    n_unread: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RowView:
+    """A row's layers as they may be read until its next step. What is cut out of a row is cut out of
+    a view, so that nothing reads tokens which may still be taken back."""
+
+    layers: list[LayerCache]
+    at: At
+
+
 class LiveRow(Protocol):
     """One sequence's state on the device."""
 
     @property
     def n_tokens(self) -> int:
-        """Tokens consumed, including those of decode steps in flight."""
+        """Tokens that it will keep, including those of plain decode steps in flight."""
         ...
 
-    @property
-    def live_layers(self) -> list[LayerCache]:
-        """The layer caches that hold this row: its own, or those of its decode group."""
-        ...
-
-    @property
-    def index(self) -> int:
-        """Which row of the live layers it is."""
+    def view(self) -> RowView:
+        """Its layers, and how many of their tokens are settled. Raises RowInDoubt after a failed
+        step."""
         ...
 
     @property

@@ -45,7 +45,7 @@ class ChatTemplate(Protocol):
 
     @property
     def chat_template(self) -> str | None:
-        """The template's source; None: the model has none."""
+        """The template's source, or of all that chats are rendered with; None: the model has none."""
         ...
 
     def render(

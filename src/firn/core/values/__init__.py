@@ -13,8 +13,8 @@ from firn.core.values.messages import (
     MessagePart,
     OtherPart,
     PicturePart,
+    RelaxedSchema,
     Role,
-    SoftenedSchema,
     TextPart,
     Tool,
     ToolCall,
@@ -31,6 +31,7 @@ from firn.core.values.prompt import (
     TokenArray,
 )
 from firn.core.values.request import (
+    EFFORTS,
     PLAIN_DEFAULTS,
     CacheControl,
     Defaults,
@@ -44,6 +45,7 @@ from firn.core.values.request import (
 )
 
 __all__ = [
+    "EFFORTS",
     "PLAIN_DEFAULTS",
     "CacheControl",
     "Chat",
@@ -65,12 +67,12 @@ __all__ = [
     "RawText",
     "RawTokens",
     "Reasoning",
+    "RelaxedSchema",
     "RequestId",
     "Role",
     "Sampling",
     "Scores",
     "ServedRequest",
-    "SoftenedSchema",
     "Source",
     "TextPart",
     "Thinned",

@@ -90,20 +90,24 @@ class Grammar:
     """A constraint on the reply, or on a part of it. `kind` names the language of `text`.
 
     parts: grammars that a lark text refers to as @name; each keeps the request parameter it came from.
+    strict: a schema is refused if a part of it cannot be enforced.
     """
 
     kind: Literal["json_object", "json_schema", "regex", "choice", "lark"]
     text: str = ""
     param: str = "response_format"
     parts: tuple[tuple[str, Grammar], ...] = ()
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class SoftenedSchema:
-    """A JSON schema reduced to what can be enforced. left_out: pointers to what was removed."""
+class RelaxedSchema:
+    """A JSON schema reduced to what can be enforced. left_out: pointers to what no grammar enforces;
+    faulty: to parts that were removed because they are malformed or contradictory."""
 
     schema: Mapping[str, Any]
     left_out: tuple[str, ...] = ()
+    faulty: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,8 @@ class Prompt:
     """Ranges that sparse prefill never skips: system prompt, tools, the newest message."""
     thinned: Thinned | None = None
     """Set if this is what sparse prefill left of a longer prompt."""
+    salt: str = ""
+    """Nothing is reused between prompts with different salts (see `core.keys`)."""
 
     def __len__(self) -> int:
         return int(self.ids.shape[0])

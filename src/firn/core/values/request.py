@@ -62,6 +62,10 @@ class CacheControl:
     ttl_s: float | None = None
 
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""How hard a model may be told to think, in order."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reasoning:
     """enabled None: the model's template decides. budget_tokens None: unbounded."""
@@ -111,6 +115,7 @@ class GenerateRequest:
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
     n: int = 1
     top_logprobs: int | None = None
     """None: no logprobs; 0: only the picked token's; k: also those of the k likeliest tokens."""
@@ -122,5 +127,7 @@ class GenerateRequest:
     speculates: bool = True
     prediction: str = ""
     """What the caller expects the reply to be, or parts of it: a source of drafts."""
+    cache_salt: str = ""
+    """Separates the cached prefixes of one key's users: see `Prompt.salt`."""
     sparse_keep: float | None = None
     """Read only this share of a long uncached prompt; None: use the server's setting."""

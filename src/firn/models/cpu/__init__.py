@@ -26,7 +26,8 @@ log = logging.getLogger("firn.models")
 def tune(choice: Choice, *, exact: bool, memo: Path) -> Blas:
     """Call it once per process, before loading a model: MLX keeps the functions it has compiled."""
     blas = attach(choice, memo=memo)
-    log.info("matrix products: %s", blas.text)
+    slow = blas.library is None
+    log.log(logging.INFO if slow else logging.DEBUG, "matrix products: %s", blas.text)
     if not exact:
         softmax.install_if_faster()
         rope.install()

@@ -21,6 +21,7 @@ from typing import Literal
 import xxhash
 
 from firn.core.errors import SetupError
+from firn.core.private_folder import make_private
 from firn.host.machine import usable_cores
 from firn.models.cpu import trial
 from firn.models.cpu.imports import NoSlot
@@ -124,7 +125,7 @@ def _trials(wanted: list[Library], memo: Path, known: dict[str, Trial]) -> dict[
     for library in wanted:
         name = _name(library)
         if name not in known:
-            log.info("trying %s OpenBLAS (once)", library.kind)
+            log.debug("trying %s OpenBLAS (once)", library.kind)
             known[name] = trial.run(library, n_threads=n_threads())
             n_new += 1
         out[library.kind] = known[name]
@@ -167,7 +168,7 @@ def _write(memo: Path, trials: Mapping[str, Trial]) -> None:
     """Best effort: without the file, the next start tries again."""
     text = json.dumps({name: asdict(t) for name, t in trials.items()}, indent=1)
     with contextlib.suppress(OSError):
-        memo.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(memo.parent)
         temp = memo.with_suffix(f".{os.getpid()}")
         temp.write_text(text)
         temp.replace(memo)

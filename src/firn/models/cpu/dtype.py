@@ -39,7 +39,7 @@ def apply(model: Any, choice: Choice) -> bool:
             free / GIB,
         )
         return False
-    log.info("the weights are widened to float32, %.1f GiB (--cpu-dtype)", need / GIB)
+    log.debug("the weights are widened to float32, %.1f GiB (--cpu-dtype)", need / GIB)
     widen(model)
     return True
 

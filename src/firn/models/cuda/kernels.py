@@ -30,6 +30,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from firn.core.private_folder import make_private
+
 log = logging.getLogger("firn.models")
 
 FOLDER = "MLX_PTX_CACHE_DIR"
@@ -90,7 +92,7 @@ def keep(folder: Path) -> None:
         return
     place = folder / _machine()
     try:
-        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(place)
         with (place / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # servers that start at the same time compile once
             os.environ[FOLDER] = str(place)

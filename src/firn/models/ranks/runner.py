@@ -27,11 +27,10 @@ from firn.core.events import TokenLogprob
 from firn.core.ports import Restored
 from firn.core.ranks import Followers
 from firn.core.values import Job, Prompt, RequestId, Sampling
-from firn.models.batch import Row
+from firn.models.decode.batch import PickedToken, Row
+from firn.models.decode.runner import Runner
+from firn.models.decode.sampling import Picker, Picks
 from firn.models.ranks.group import RankGroup
-from firn.models.runner import Runner
-from firn.models.sampling import Picker, Picks
-from firn.models.verify import PickedToken
 
 Fills = list[tuple[str, list[int], int]]
 """How a row was restored: (part, the numbers of its payloads, tokens)."""
@@ -57,7 +56,8 @@ class LeaderRunner(Runner):
     def number_of(self, layers: Sequence[Any], index: int) -> int:
         """The number of the row at this index of these layers."""
         for row, number in self._numbers.items():
-            if row.live_layers is layers and row.index == index:
+            mine = row.group.layers if row.group is not None else row.layers
+            if mine is layers and row.index == index:
                 return number
         raise LookupError("no row has these layers")
 

@@ -35,7 +35,7 @@ class ToolFormat:
     opens: the markers at which `parser` takes over. starts: single characters that are such markers at
     the beginning of a reply. tokens: control tokens of the markup, which the splitter must see as text.
     splitter: for a format that shapes the whole reply, not only its calls; `reply` then writes the
-    grammar of a reply around calls, an answer, or either.
+    grammar of a reply around calls, an answer, or either, and `closing` ends reasoning.
     grammar: writes the grammar of calls, to enforce them. write: writes a call as text.
     bare: where calls have no marker, a regular expression for replies that call one of these tools.
     example: a reply that calls get_weather with city "Paris" and days 3, and nothing else.
@@ -53,6 +53,7 @@ class ToolFormat:
     splitter: Callable[[ToolSchemas, str], ReplySplitter] | None = None
     grammar: Callable[[CallGrammar], str] | None = None
     reply: Callable[[Lark, str | None, str | None], str] | None = None
+    closing: str = ""
     write: WriteCall | None = None
     bare: Callable[[Sequence[str]], str] | None = None
     rank: int = 0

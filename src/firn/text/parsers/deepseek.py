@@ -6,6 +6,10 @@ V3.1  <...call begin>NAME<...sep>{...}<...call end>
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 from firn.core.values import Tool
 from firn.text.call_grammar import CallGrammar, plain
 from firn.text.calls import Script
@@ -43,30 +47,48 @@ class DeepSeek(SectionCallParser):
         yield from self.stream_arguments()
 
 
-def _grammar(g: CallGrammar) -> str:
-    before, between, after = "", SEP, ""
-    if FENCE in g.template:
-        before, between, after = f"{KIND}{SEP}", f"\n{FENCE}json\n", f"\n{FENCE}"
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What is written around the name and the arguments of a call, and between two calls."""
 
-    def write(tool: Tool) -> str:
-        head = g.lark.mark(f"{CALL}{before}{plain(tool.name, tool.param)}{between}")
-        return f"{head} {g.arguments(tool)} {g.lark.mark(after + CALL_END)}"
+    before: str
+    between: str
+    after: str
+    separator: str
 
-    calls = g.several(g.each(write), "\n" if after else "")
-    return f"{g.opening(SECTION)} {calls} {g.lark.mark(SECTION_END)}"
+    def grammar(self, g: CallGrammar) -> str:
+        def write(tool: Tool) -> str:
+            head = g.lark.mark(f"{self.before}{plain(tool.name, tool.param)}{self.between}")
+            return f"{head} {g.arguments(tool)} {g.lark.mark(self.after)}"
+
+        calls = g.several(g.each(write), self.separator)
+        return f"{g.opening(SECTION)} {calls} {g.lark.mark(SECTION_END)}"
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        before, after = SECTION + self.before, self.after + SECTION_END
+        return write_json(before, self.between, after)(name, arguments)
 
 
-FORMATS = (
-    ToolFormat(
-        name="deepseek",
+V3 = _Form(f"{CALL}{KIND}{SEP}", f"\n{FENCE}json\n", f"\n{FENCE}{CALL_END}", "\n")
+V31 = _Form(CALL, SEP, CALL_END, "")
+
+
+def _format(name: str, form: _Form, *aliases: str, clue: str, rank: int = 0) -> ToolFormat:
+    return ToolFormat(
+        name=name,
         parser=DeepSeek,
         opens=(SECTION, CALL),
         tokens=(SECTION, SECTION_END, CALL, CALL_END, SEP),
-        aliases=("deepseek_v3", "deepseek_v31", "deepseek_r1"),
-        example=f"{SECTION}{CALL}function{SEP}get_weather\n```json\n"
-        f'{{"city": "Paris", "days": 3}}\n```{CALL_END}{SECTION_END}',
-        matches=lambda clues: SECTION in clues.template,
-        grammar=_grammar,
-        write=write_json(SECTION + CALL, SEP, CALL_END + SECTION_END),
-    ),
+        aliases=aliases,
+        example=form.write("get_weather", {"city": "Paris", "days": 3}),
+        matches=lambda clues: SECTION in clues.template and clue in clues.template,
+        grammar=form.grammar,
+        write=form.write,
+        rank=rank,
+    )
+
+
+FORMATS = (
+    _format("deepseek", V31, "deepseek_v31", clue=""),
+    _format("deepseek_v3", V3, "deepseek_r1", clue=FENCE, rank=1),
 )

@@ -41,6 +41,7 @@ class Gemma(CallParser):
         except NotACall:
             if not self.is_open:
                 raise
+            self.complete()
             yield from self.tape.until(end)
             return
         yield from self.tape.close(end)
@@ -53,6 +54,7 @@ class Gemma(CallParser):
             name, _ = yield from self.tape.until("{", limit=256)
             self.start(name)
             self.arguments("{")
+            self.missing.append("}")
             yield from self._members("}", self.arguments, depth=0)
             self.end()
             is_next = yield from self._another()
@@ -73,6 +75,7 @@ class Gemma(CallParser):
         while True:
             yield from self.tape.skip()
             if (yield from self.tape.take(closer)):
+                self.missing.pop()
                 sink(closer)
                 return
             lead, types = separator, ANY
@@ -84,6 +87,7 @@ class Gemma(CallParser):
             yield from self.tape.skip()
             if not (yield from self.tape.take(",")):
                 yield from self.tape.expect(closer)
+                self.missing.pop()
                 sink(closer)
                 return
             separator = ", "
@@ -104,8 +108,10 @@ class Gemma(CallParser):
         char = yield from self.tape.peek()
         if char in ("{", "["):
             self.tape.pos += 1
+            closer = "}" if char == "{" else "]"
             sink(lead + char)
-            yield from self._members("}" if char == "{" else "]", sink, depth=depth + 1)
+            self.missing.append(closer)
+            yield from self._members(closer, sink, depth=depth + 1)
             return
         text, end = yield from self.tape.until(",", "}", "]")
         self.tape.pos -= len(end)
@@ -119,10 +125,12 @@ class Gemma(CallParser):
             sink(lead + json.dumps(from_text(text, types), ensure_ascii=False))
             return
         sink(lead + '"')
+        self.missing.append('"')
         marker = ""
         while not marker:
             text, marker = yield from self.tape.flow(self._quote)
             sink(json.dumps(text, ensure_ascii=False)[1:-1])
+        self.missing.pop()
         sink('"')
 
 

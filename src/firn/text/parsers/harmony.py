@@ -58,6 +58,7 @@ FORMATS = (
         matches=_matches,
         grammar=_grammar,
         reply=_reply,
+        closing=f"{END}{START}assistant{CHANNEL}final{MESSAGE}",
         rank=20,
     ),
 )

@@ -13,7 +13,8 @@ from firn.text.tag_grammar import calls_in_tags
 _DSML = "｜DSML｜"
 
 
-def _invoke(section_end: str, mark: str = "") -> CallTags:
+def invocation(section_end: str, mark: str = "") -> CallTags:
+    """mark: what the names of the tags begin with."""
     return CallTags(
         call=f"<{mark}invoke name=",
         call_end=f"</{mark}invoke>",
@@ -21,19 +22,19 @@ def _invoke(section_end: str, mark: str = "") -> CallTags:
         parameter_end=f"</{mark}parameter>",
         section_end=section_end,
         shares_section=True,
-        has_string_attribute=bool(mark),
+        has_string_attribute=mark == _DSML,
     )
 
 
 class MiniMax(TagCallParser):
     tags_by_marker: ClassVar[Mapping[str, CallTags]] = {
-        "<minimax:tool_call>": _invoke("</minimax:tool_call>")
+        "<minimax:tool_call>": invocation("</minimax:tool_call>")
     }
 
 
 class Dsml(TagCallParser):
     tags_by_marker: ClassVar[Mapping[str, CallTags]] = {
-        f"<{_DSML}{section}>": _invoke(f"</{_DSML}{section}>", _DSML)
+        f"<{_DSML}{section}>": invocation(f"</{_DSML}{section}>", _DSML)
         for section in ("function_calls", "tool_calls")
     }
 

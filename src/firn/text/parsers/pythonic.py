@@ -145,7 +145,7 @@ FORMATS = (
         starts=("[",),
         aliases=("llama4_pythonic",),
         example='[get_weather(city="Paris", days=3)]',
-        matches=lambda clues: "[func_name1(params_name1=" in clues.template,
+        matches=lambda clues: "[func_name1(" in clues.template,
         grammar=_bare_grammar,
         bare=lambda names: rf"\s*\[\s*({'|'.join(map(escaped, names))})\s*\((?s:.*)",
         write=lambda name, arguments: f"[{write_call(name, arguments)}]",

@@ -63,5 +63,6 @@ FORMATS = (
         aliases=("native", "mlx_lm"),
         example='<call>{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}</call>',
         matches=lambda clues: False,
+        rank=-15,
     ),
 )

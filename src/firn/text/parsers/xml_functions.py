@@ -1,4 +1,4 @@
-"""Calls as <function=name><parameter=key>value: Qwen3-Coder, Seed-OSS, Nemotron 3; MiniCPM's variant."""
+"""Calls as <function=name><parameter=key>value: Qwen3-Coder, Seed-OSS, Nemotron 3; two variants."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from firn.text.call_grammar import CallGrammar
+from firn.core.values import Tool
+from firn.text.call_grammar import CallGrammar, plain
+from firn.text.json_calls import write_json
 from firn.text.parsers import Clues, ToolFormat
 from firn.text.tag_calls import CallTags, TagCallParser, write_tags
 from firn.text.tag_grammar import calls_in_tags
@@ -51,6 +53,18 @@ def _is_named(clues: Clues) -> bool:
     return '<function name="' in clues.template and '<param name="' in clues.template
 
 
+def _is_json(clues: Clues) -> bool:
+    """Whether functions have JSON between their tags, as Functionary 3.1 writes them."""
+    return "<function" in clues.template and "{end_tag}" in clues.template
+
+
+def _json_grammar(g: CallGrammar) -> str:
+    def write(tool: Tool) -> str:
+        return f"{g.lark.mark(plain(tool.name, tool.param) + '>')} {g.arguments(tool)}"
+
+    return g.in_marks(_QWEN.call, g.each(write), _QWEN.call_end)
+
+
 def _xml_grammar(g: CallGrammar) -> str:
     opening = "<seed:tool_call>" if "<seed:tool_call>" in g.template else "<tool_call>"
     return calls_in_tags(g, XmlFunctions.tags_by_marker[opening], opening)
@@ -73,6 +87,17 @@ FORMATS = (
         matches=_is_xml,
         grammar=_xml_grammar,
         write=write_tags(XmlFunctions.tags_by_marker),
+    ),
+    ToolFormat(
+        name="json_functions",
+        parser=XmlFunctions,
+        opens=(_QWEN.call,),
+        aliases=("functionary_v31",),
+        example='<function=get_weather>{"city": "Paris", "days": 3}</function>',
+        matches=_is_json,
+        grammar=_json_grammar,
+        write=write_json(_QWEN.call, ">", _QWEN.call_end),
+        rank=5,
     ),
     ToolFormat(
         name="named_functions",

@@ -1,0 +1,94 @@
+"""Several rows' prompts read in one pass.
+
+mlx-lm's batched cache holds the rows' pasts right-justified. The new tokens of all rows begin at
+the next column, and shorter ones are padded at the end. So each row's tokens are contiguous, and
+the row's own caches become views of them, without a copy.
+
+    row 0   . . p p p | n n n n n        row 0 holds columns [2, 10)
+    row 1   p p p p p | n n . . .        row 1 holds columns [0, 7)
+
+Owner: the engine thread, through the runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import KVCache
+
+from firn.models.decode.batch import Row
+from firn.models.layers import MakeLayers
+from firn.models.selfcheck import FAR, LENGTHS, distance, prefilled
+
+PASTS = (5, 0, 3)
+"""Tokens already read by each of the rows that a model is tried with."""
+
+
+def can_read_together(layers: Sequence[Any]) -> bool:
+    """Whether all layers are plain attention: padding would change a recurrent state, or take up
+    space in a window."""
+    return bool(layers) and all(type(layer) is KVCache for layer in layers)
+
+
+def batched_prefill_fault(model: Any, make_layers: MakeLayers) -> str | None:
+    """Why rows come out of a padded pass differently than alone; None if they do not.
+
+    Batched decode does not prove this, because its mask has one token per row.
+    """
+    worst = min(_difference(model, make_layers, seed=seed) for seed in range(2))
+    return f"rows come out different in a padded pass ({worst:.1f})" if worst > FAR else None
+
+
+def _difference(model: Any, make_layers: MakeLayers, *, seed: int) -> float:
+    texts = [[(7 * i + 3 * j + seed) % 50 + 1 for j in range(n)] for i, n in enumerate(LENGTHS)]
+    rows, alone = [], []
+    for text, n_past in zip(texts, PASTS, strict=True):
+        alone.append(model(mx.array([text]), cache=make_layers())[0, -1])
+        row = Row(make_layers(), n_past)
+        rows.append(row)
+        if n_past:
+            prefilled(model, row.layers, text[:n_past])
+    step = BatchedPrefill(rows, [np.array(t[n:-1]) for t, n in zip(texts, PASTS, strict=True)])
+    model(step.feed, cache=step.layers)
+    step.share_out()
+    return max(
+        distance(logits, model(mx.array([text[-1:]]), cache=row.layers)[0, -1])
+        for logits, text, row in zip(alone, texts, rows, strict=True)
+    )
+
+
+class BatchedPrefill:
+    """One pass: run `feed` through the model with `layers`, then call `share_out`."""
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        tokens: Sequence[np.ndarray[Any, Any]],
+        *,
+        width_of: Callable[[int], int] = lambda n_new: n_new,
+    ) -> None:
+        """tokens: what each row consumes. width_of: the width of a pass whose longest row has so many
+        new tokens."""
+        self._rows = rows
+        self._n_new = [len(t) for t in tokens]
+        self._n_past = max(row.n_tokens for row in rows)
+        self.width = width_of(max(self._n_new))
+        ids = np.zeros((len(rows), self.width), dtype=np.int32)
+        for i, new in enumerate(tokens):
+            ids[i, : len(new)] = new
+        self.feed = mx.array(ids)
+        each = zip(*(row.layers for row in rows), strict=True)
+        self.layers = [KVCache.merge(list(layers)) for layers in each]
+
+    def share_out(self) -> None:
+        """Give each row its part of the batched caches."""
+        for i, (row, n_new) in enumerate(zip(self._rows, self._n_new, strict=True)):
+            start, end = self._n_past - row.n_tokens, self._n_past + n_new
+            for lone, batch in zip(row.layers, self.layers, strict=True):
+                lone.keys = batch.keys[i : i + 1, :, start:end]
+                lone.values = batch.values[i : i + 1, :, start:end]
+                lone.offset = end - start
+            row.n_tokens += n_new

@@ -1,0 +1,205 @@
+"""How the model is called: for a chunk of a prompt, for a step of one token a row, for one of several.
+
+A model with a prediction head is called with the hidden states that the head continues from. The head
+skips steps of one token: their tokens wait in the group's backlog until its keys are needed.
+
+Owner: the engine thread, through the runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from firn.core.values import Prompt, TokenArray
+from firn.models.decode.backlog import HeadBacklog
+from firn.models.decode.batch import Backlog, Group, NoBacklog, Row
+from firn.models.decode.early_dispatch import dispatch, dispatched_early
+from firn.models.decode.mtp_hidden import HiddenAt, carry_of
+from firn.models.decode.padding import in_blocks
+from firn.models.decode.ragged import ALL_COLUMNS, Columns
+from firn.models.model_arguments import IdsOnly, ModelArguments
+from firn.models.mtp import MtpModel
+from firn.models.placing import at_positions, shifted
+from firn.models.traced import LONE_COLUMNS, PLAIN
+
+
+class StepTrace(Protocol):
+    """Steps that a device computes from a recorded graph, without building it in Python again."""
+
+    def logits(self, ids: mx.array, layers: Sequence[Any], columns: Columns) -> mx.array | None:
+        """Feed each row its tokens (rows, width). None: nothing was done; the step must be built."""
+        ...
+
+    def had_new_shape(self) -> bool:
+        """Whether the newest step took longer than others of its shape. Resets the flag."""
+        ...
+
+
+class NoStepTrace:
+    """Every step is built."""
+
+    def logits(self, ids: mx.array, layers: Sequence[Any], columns: Columns) -> mx.array | None:
+        return None
+
+    def had_new_shape(self) -> bool:
+        return False
+
+
+class Forward:
+    """A model without a prediction head."""
+
+    def __init__(
+        self, model: Any, arguments: ModelArguments, *, trace: StepTrace, layers_per_dispatch: int
+    ) -> None:
+        """layers_per_dispatch: how many layers of a step of several tokens are dispatched together."""
+        self.model = model
+        self.arguments = arguments
+        self.trace = trace
+        self._layers_per_dispatch = layers_per_dispatch
+
+    @property
+    def takes_ids_only(self) -> bool:
+        """Whether a call needs nothing but token ids."""
+        return isinstance(self.arguments, IdsOnly)
+
+    def look_back(self, row: Row, prompt: Prompt) -> None:
+        """Called before a restored row is read or decoded further."""
+
+    def backlog(self) -> Backlog:
+        """For a new group."""
+        return NoBacklog()
+
+    def read(
+        self, row: Row, prompt: Prompt, end: int, ids: TokenArray, layers: list[Any]
+    ) -> mx.array:
+        """Logits (1, tokens, vocabulary) of prompt tokens [row.n_tokens, end), then padding.
+
+        ids: those tokens and the padding. layers: the row's, as the model sees them.
+        """
+        start = row.n_tokens
+        arguments = self.arguments.chunk(prompt, start, end) | self._carry([row])
+        n_padding = start + len(ids) - end
+        with at_positions(layers, prompt, start, end, n_padding=n_padding) as placed:
+            logits: mx.array = self.model(
+                mx.array(ids.astype("int32"))[None], cache=placed, **arguments
+            )
+        return logits
+
+    def feed(self, group: Group, tokens: Sequence[int]) -> None:
+        """Let the only row of a group consume tokens that it took."""
+        row = group.seats[0]
+        arguments = self.arguments.step([row.position], len(tokens)) | self._carry([row])
+        self.model(mx.array([tokens]), cache=seen(group), **arguments)
+
+    def step(self, group: Group) -> mx.array:
+        """Logits (seats, vocabulary) after the next token of each seat."""
+        ids = group.next_tokens
+        if len(group.seats) > 1 or group.width < LONE_COLUMNS:
+            traced = self._traced(group, ids[:, None], PLAIN)
+            if traced is not None:
+                return traced[:, -1, :]
+        return self._step(group, ids)
+
+    def stepped(self, group: Group) -> None:
+        """A step of one token was dispatched, and the rows count it."""
+
+    def wide(self, group: Group, ids: mx.array) -> mx.array:
+        """Logits (seats, tokens, vocabulary); the device has begun to compute them."""
+        n_layers = self._layers_per_dispatch
+        traced = self._traced(group, ids, group.columns)
+        if traced is not None:
+            dispatch(traced, group.layers, n_layers=n_layers)
+            return traced
+        positions = [row.position for row in group.seats]
+        arguments = self.arguments.step(positions, ids.shape[1]) | self._carry(group.seats)
+        layers = seen(group, group.columns)
+        with dispatched_early(layers, n_layers=n_layers):
+            logits: mx.array = self.model(ids, cache=layers, **arguments)
+        return logits
+
+    @property
+    def hidden(self) -> mx.array | None:
+        """The hidden states of the last call, if a head continues from them."""
+        return None
+
+    def _step(self, group: Group, ids: mx.array) -> mx.array:
+        arguments = self.arguments.step([row.position for row in group.seats])
+        logits: mx.array = self.model(ids[:, None], cache=seen(group), **arguments)
+        return logits[:, -1, :]
+
+    def _carry(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """The hidden states that a head continues from, as an argument of the model."""
+        return {}
+
+    def _traced(self, group: Group, ids: mx.array, columns: Columns) -> mx.array | None:
+        """None if the step must be built in Python: a trace takes cells for positions."""
+        if any(row.gap for row in group.seats):
+            return None
+        return self.trace.logits(ids, group.layers, columns)
+
+
+class HeadForward(Forward):
+    """A model with a prediction head."""
+
+    model: MtpModel
+
+    @property
+    def takes_ids_only(self) -> bool:
+        return False
+
+    def look_back(self, row: Row, prompt: Prompt) -> None:
+        if row.n_tokens and not row.hidden:
+            hidden = self.model.look_back(int(prompt.ids[row.n_tokens - 1]), row.layers)
+            row.hidden = [] if hidden is None else [HiddenAt(hidden, 0, 0)]
+
+    def backlog(self) -> Backlog:
+        return HeadBacklog(self.model)
+
+    def read(
+        self, row: Row, prompt: Prompt, end: int, ids: TokenArray, layers: list[Any]
+    ) -> mx.array:
+        logits = super().read(row, prompt, end, ids, layers)
+        row.hidden = [HiddenAt(self.model.hidden[:, -1:], 0, 0)]
+        return logits
+
+    def feed(self, group: Group, tokens: Sequence[int]) -> None:
+        super().feed(group, tokens)
+        group.seats[0].hidden = [HiddenAt(self.model.hidden, 0, len(tokens) - 1)]
+
+    def stepped(self, group: Group) -> None:
+        for i, row in enumerate(group.seats):
+            row.hidden = [HiddenAt(self.model.hidden, i, 0)]
+
+    @property
+    def hidden(self) -> mx.array | None:
+        return self.model.hidden
+
+    def _step(self, group: Group, ids: mx.array) -> mx.array:
+        """Without the head, which reads the token later."""
+        arguments = self.arguments.step([row.position for row in group.seats])
+        before = self.model.before(group.layers, carry_of([row.hidden for row in group.seats]))
+        logits = self.model.without_head(ids[:, None], seen(group), **arguments)
+        backlog = group.backlog
+        assert isinstance(backlog, HeadBacklog)
+        backlog.add(ids, mx.zeros_like(self.model.hidden[:, 0]) if before is None else before)
+        if backlog.is_full:
+            group.catch_up()
+        return logits[:, -1, :]
+
+    def _carry(self, rows: Sequence[Row]) -> dict[str, Any]:
+        return {"carry": carry_of([row.hidden for row in rows])}
+
+
+def forward_of(
+    model: Any, arguments: ModelArguments, *, trace: StepTrace, layers_per_dispatch: int
+) -> Forward:
+    kind = HeadForward if isinstance(model, MtpModel) else Forward
+    return kind(model, arguments, trace=trace, layers_per_dispatch=layers_per_dispatch)
+
+
+def seen(group: Group, columns: Columns = ALL_COLUMNS) -> list[Any]:
+    """The group's caches as the model sees them."""
+    return shifted(in_blocks(group.layers, columns), [row.gap for row in group.seats])

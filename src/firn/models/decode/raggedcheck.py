@@ -1,0 +1,153 @@
+"""Can this model take tokens back, and read unequal numbers of tokens in one step? Tried at load.
+
+A model whose caches cannot be rewound drafts nothing. In groups, recurrent layers must honour the
+lengths that they are given, and attention the masks and offsets of ragged caches. If a model does
+not, its rows draft only while they are alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+
+from firn.core.memory_plan import DeviceKind
+from firn.models.cuda import attention
+from firn.models.decode.batch import why_not_batchable
+from firn.models.decode.padding import in_blocks
+from firn.models.decode.ragged import Columns
+from firn.models.decode.rewind import RaggedStep, is_rewindable, ready
+from firn.models.faults import first_line
+from firn.models.layers import MakeLayers
+from firn.models.selfcheck import FAR, LENGTHS, distance, prefilled
+from firn.models.traits import TRAITS, Traits
+
+FED = (3, 1, 2)
+"""Tokens fed to each row. The last row takes back some, or all if it cannot take back a part."""
+TRIED_BLOCK = 8
+
+
+def rewind_fault(model: Any, make_layers: MakeLayers) -> str | None:
+    """Why a lone row cannot take tokens back; None if it can."""
+    try:
+        worst = _least(lambda seed: _lone_difference(model, make_layers, seed=seed))
+    except Exception as e:  # any model code runs here; a request would have failed instead
+        return f"a step cannot be undone: {first_line(e)}"
+    return f"a step cannot be undone exactly ({worst:.1f})" if worst > FAR else None
+
+
+def ragged_fault(model: Any, make_layers: MakeLayers) -> str | None:
+    """Why rows cannot draft in groups; None if they can."""
+    try:
+        worst = _least(lambda seed: _difference(model, make_layers, seed=seed))
+    except Exception as e:
+        return f"a step of unequal rows fails: {first_line(e)}"
+    return (
+        f"rows come out different in a step of unequal rows ({worst:.1f})" if worst > FAR else None
+    )
+
+
+def traits_of(model: Any, make_layers: MakeLayers, kind: DeviceKind) -> Traits:
+    """The device's traits, adapted to this model."""
+    traits = TRAITS[kind]
+    if not is_rewindable(make_layers()):  # its steps are not padded: see `Runner._launch_several`
+        traits = replace(traits, shapes=())
+    if traits.columns.block == 1 or not _gains_by_bias(model, make_layers):
+        return traits
+    return replace(traits, columns=replace(traits.columns, has_bias=True))
+
+
+def _gains_by_bias(model: Any, make_layers: MakeLayers) -> bool:
+    """Whether attention is MLX's and accepts masks of numbers. Models that apply masks by hand may
+    need booleans."""
+    n, text = LENGTHS[0], [3 * j % 50 + 1 for j in range(LENGTHS[0] + 4)]
+    cache = prefilled(model, make_layers(), text[:n])
+    group = [1, 2] if why_not_batchable(cache) is None else [1]
+
+    def logits(n_rows: int, *, has_bias: bool) -> mx.array:
+        return _wide_logits(model, cache, [text[n:]] * n_rows, Columns(TRIED_BLOCK, has_bias))
+
+    try:
+        if attention.takes_all(partial(logits, group[-1], has_bias=False)):
+            return False
+        for n_rows in group:
+            masked, biased = (logits(n_rows, has_bias=has_bias) for has_bias in (False, True))
+            if distance(masked, biased) > FAR:
+                return False
+    except Exception:  # any model code runs here; a request would have failed instead
+        return False
+    return True
+
+
+def _wide_logits(
+    model: Any, cache: list[Any], fed: Sequence[Sequence[int]], columns: Columns
+) -> mx.array:
+    layers = copy.deepcopy(cache)
+    if len(fed) > 1:
+        layers = [type(layer).merge([layer] * len(fed)) for layer in layers]
+    ids = mx.array([list(f) for f in fed])
+    logits: mx.array = model(ids, cache=in_blocks(ready(layers, columns), columns))
+    return logits
+
+
+def _least(difference: Callable[[int], float]) -> float:
+    """A near-tie in expert routing may flip one trial; a real fault shows in all of them."""
+    first = difference(0)
+    return first if first <= FAR else min(first, difference(1))
+
+
+def _lone_difference(model: Any, make_layers: MakeLayers, *, seed: int) -> float:
+    """Feed two right tokens and two wrong ones, take the wrong ones back, then feed the right ones."""
+    text = [(3 * j + seed) % 50 + 1 for j in range(LENGTHS[0] + 4)]
+    n = LENGTHS[0]
+    cache = prefilled(model, make_layers(), text[:n])
+    alone = _alone(model, copy.deepcopy(cache), text[n:])
+    layers = ready(cache)
+    kept = 2 if is_rewindable(layers) else 0
+    first = _step(model, layers, [[*text[n : n + 2], 7, 9]], [kept])
+    second = _step(model, layers, [text[n + kept :]], [len(text) - n - kept])
+    return max(distance(alone[1], first[0][1]), distance(alone[-1], second[0][-1]))
+
+
+def _difference(model: Any, make_layers: MakeLayers, *, seed: int) -> float:
+    texts = [
+        [(7 * i + 3 * j + seed) % 50 + 1 for j in range(n + fed + 1)]
+        for i, (n, fed) in enumerate(zip(LENGTHS, FED, strict=True))
+    ]
+    caches = [
+        prefilled(model, make_layers(), text[:n]) for text, n in zip(texts, LENGTHS, strict=True)
+    ]
+    alone = [
+        _alone(model, copy.deepcopy(cache), text[n:])
+        for text, n, cache in zip(texts, LENGTHS, caches, strict=True)
+    ]
+    layers = ready([type(same[0]).merge(list(same)) for same in zip(*caches, strict=True)])
+    kept = (3, 1, 1 if is_rewindable(layers) else 0)
+    fed = [t[n : n + f] for t, n, f in zip(texts, LENGTHS, FED, strict=True)]
+    first = _step(model, layers, fed, kept)
+    rest = [t[n + k : n + f + 1] for t, n, f, k in zip(texts, LENGTHS, FED, kept, strict=True)]
+    second = _step(model, layers, rest, [len(r) for r in rest])
+    off = [distance(a[n - 1], b[n - 1]) for a, b, n in zip(alone, first, FED, strict=True)]
+    off += [distance(a[-1], b[len(r) - 1]) for a, b, r in zip(alone, second, rest, strict=True)]
+    return max(off)
+
+
+def _alone(model: Any, layers: list[Any], ids: Sequence[int]) -> mx.array:
+    """Logits after each token, read in one pass: single steps of a large model are slow."""
+    logits: mx.array = model(mx.array([list(ids)]), cache=layers)[0]
+    return logits
+
+
+def _step(
+    model: Any, layers: list[Any], fed: Sequence[Sequence[int]], kept: Sequence[int]
+) -> mx.array:
+    width = max(map(len, fed))
+    step = RaggedStep(layers, [len(f) for f in fed])
+    logits: mx.array = model(mx.array([[*f, *[0] * (width - len(f))] for f in fed]), cache=layers)
+    mx.eval(logits)
+    step.settle(kept)
+    return logits

@@ -1,0 +1,337 @@
+"""Runs the model: prefill of one row, or of several short prompts in one pass; decode of all rows.
+
+Owner: the engine thread. Every mx.array of a live sequence is created and freed here.
+
+Decode is pipelined. `launch` dispatches a step and returns; `collect` reads the tokens of steps that
+were dispatched before. With nothing else to do, one step stays in flight, so that Python prepares the
+next step while the device computes this one. A row that ends has therefore consumed its last token
+already, and the next turn of the conversation can start from its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+
+from firn.core.events import TokenLogprob
+from firn.core.ports import Restored
+from firn.core.values import Job, ModelInfo, Prompt
+from firn.models.decode.ahead import Pipeline
+from firn.models.decode.batch import MAX_PADDING_TOKENS, Group, PickedToken, Row, fork
+from firn.models.decode.batched_prefill import (
+    BatchedPrefill,
+    batched_prefill_fault,
+    can_read_together,
+)
+from firn.models.decode.forward import NoStepTrace, forward_of
+from firn.models.decode.kv_growth import ShapeBuckets
+from firn.models.decode.masks import Masks
+from firn.models.decode.ragged import MAX_FEED
+from firn.models.decode.sampling import Picker, Picks, pick, score
+from firn.models.decode.steps import NoSpeculation, Speculator, Steps, picker_of
+from firn.models.device import free_unused
+from firn.models.layers import MakeLayers
+from firn.models.model_arguments import IdsOnly, ModelArguments, PreparePass, unprepared
+from firn.models.traced import TracedSteps
+from firn.models.traits import TRAITS, Traits
+
+
+class Runner:
+    """Implements core.ports.Runner."""
+
+    def __init__(
+        self,
+        model: Any,
+        info: ModelInfo,
+        *,
+        make_layers: MakeLayers,
+        max_rows: int,
+        arguments: ModelArguments | None = None,
+        prepare: PreparePass = unprepared,
+        speculator: Speculator | None = None,
+        buckets: ShapeBuckets | None = None,
+        traced: TracedSteps | None = None,
+        profile: Traits = TRAITS["cpu"],
+        max_padding: int = MAX_PADDING_TOKENS,
+    ) -> None:
+        """arguments: what the model takes besides token ids. prepare: called before each pass, with
+        its number of tokens. speculator: who drafts. buckets: how passes and buffers are sized.
+        traced: for a device that computes a step faster than the host builds it. max_padding: unused
+        cells that a group may hold, in tokens.
+        """
+        self.info = info
+        self.speculator: Speculator = speculator or NoSpeculation()
+        self._buckets = buckets or ShapeBuckets()
+        self._profile = profile
+        self._prepare = prepare
+        self._forward = forward_of(
+            model,
+            arguments or IdsOnly(),
+            trace=traced or NoStepTrace(),
+            layers_per_dispatch=self.speculator.traits.layers_per_dispatch,
+        )
+        self._steps = Steps(
+            self._forward,
+            self.speculator,
+            masks=Masks(info.vocab_size),
+            pick=self._pick,
+            pipeline=Pipeline(traced),
+            prepare=prepare,
+        )
+        self._make_layers = make_layers
+        self._max_rows = max_rows if info.batchable else 1
+        self._max_padding = max_padding
+        self._groups: list[Group] = []
+        self._memory_before = (0, 0)
+        """Memory in use, and the peak so far, when the last chunk was dispatched."""
+        self.chunk_peak_nbytes = 0
+        self._padding_is_checked = False
+        """Whether the model is known to compute padded passes correctly."""
+
+    # --- prefill ---------------------------------------------------------------------------
+
+    def start(self, restored: Restored | None) -> Row:
+        """A new row, empty or with a restored past. The past is computed now, so that it does not
+        count as the first chunk's time."""
+        layers = self._make_layers()
+        if restored is None:
+            return Row(layers)
+        restored.fill(layers)
+        is_soon = restored.nbytes < self._profile.soon_nbytes
+        (mx.async_eval if is_soon else mx.eval)([layer.state for layer in layers])
+        row = Row(layers, restored.n_tokens)
+        restored.filled(row)
+        return row
+
+    def prefill(
+        self, row: Row, prompt: Prompt, end: int, *, top_logprobs: int | None = None
+    ) -> None:
+        """Consume prompt tokens [row.n_tokens, end). Dispatched, not awaited: see `settle`.
+
+        top_logprobs: score the prompt's tokens; None computes no logits.
+        """
+        start = row.n_tokens
+        self._forward.look_back(row, prompt)
+        self._memory_before = mx.get_active_memory(), mx.get_peak_memory()
+        self._buckets.grow(row.layers, len(prompt))
+        ids, layers = prompt.ids[start:end], row.layers
+        padded = self._buckets.fit(layers, len(ids))
+        if padded is not None:
+            ids, layers = padded.pad(ids), padded.layers
+        self._prepare(len(ids))
+        self.speculator.disturbed()
+        logits = self._forward.read(row, prompt, end, ids, layers)
+        row.n_tokens = end
+        row.prompt_scores = None
+        if top_logprobs is not None:
+            row.prompt_scores = score(
+                logits[0, : end - start], prompt.ids[start + 1 : end + 1], top=top_logprobs
+            )
+        arrays = row.prompt_scores.arrays if row.prompt_scores else []
+        hidden = [at.states for at in row.hidden]
+        mx.async_eval([layer.state for layer in row.layers], arrays, hidden)
+
+    @property
+    def reads_together(self) -> bool:
+        """Whether one pass can read several prompts: plain attention, no pictures, no head."""
+        ids_only = self._forward.takes_ids_only
+        return self._max_rows > 1 and ids_only and can_read_together(self._make_layers())
+
+    def prefill_together(
+        self, rows: Sequence[Row], prompts: Sequence[Prompt], ends: Sequence[int]
+    ) -> None:
+        """Consume prompt tokens [row.n_tokens, end) of each row in one pass, padded.
+
+        The first call checks that the model computes padded passes correctly; raises ValueError if not.
+        """
+        if not self._padding_is_checked:
+            fault = batched_prefill_fault(self._forward.model, self._make_layers)
+            if fault is not None:
+                raise ValueError(fault)
+            self._padding_is_checked = True
+        self._memory_before = mx.get_active_memory(), mx.get_peak_memory()
+        step = BatchedPrefill(
+            rows,
+            [p.ids[r.n_tokens : end] for r, p, end in zip(rows, prompts, ends, strict=True)],
+            width_of=self._buckets.width,
+        )
+        self._prepare(len(rows) * step.width)
+        self.speculator.disturbed()
+        self._forward.model(step.feed, cache=step.layers)
+        step.share_out()
+        mx.async_eval([layer.state for row in rows for layer in row.layers])
+
+    def settle(self, row: Row) -> list[TokenLogprob]:
+        """Wait until the row's caches are computed. Returns the chunk's prompt logprobs, if any."""
+        mx.eval([layer.state for layer in row.layers])
+        (active, peak_before), peak = self._memory_before, mx.get_peak_memory()
+        lasting = max(active, mx.get_active_memory())
+        self.chunk_peak_nbytes = peak - lasting if peak > peak_before else 0
+        scores, row.prompt_scores = row.prompt_scores, None
+        return scores.read() if scores else []
+
+    def choices(self, row: Row, job: Job, indices: Sequence[int]) -> list[Row]:
+        """One row per choice, all with this row's past, each with its own sampler."""
+        self._buckets.end_growth(row.layers)
+        self._forward.look_back(row, job.prompt)
+        rows = [row, *(fork(row) for _ in indices[1:])]
+        try:
+            self._set_up(rows, job, indices)
+        except Exception:
+            for r in rows:
+                self.speculator.close(r)
+            raise
+        return rows
+
+    def _set_up(self, rows: Sequence[Row], job: Job, indices: Sequence[int]) -> None:
+        shift = self._forward.arguments.shift(job.prompt)
+        for choice, r in zip(indices, rows, strict=True):
+            r.shift, r.gap = shift, job.prompt.gap
+            r.ends, r.limit = job.eos, len(job.prompt) + job.max_tokens
+            r.picker = Picker(
+                job.sampling,
+                choice=choice,
+                vocab_size=self.info.vocab_size,
+                prompt=job.prompt.whole.ids,
+                top_logprobs=job.top_logprobs,
+                constraint=job.grammar.start() if job.grammar is not None else None,
+            )
+            self.speculator.open(r, replace(job, prompt=job.prompt.whole))
+
+    # --- decode ----------------------------------------------------------------------------
+
+    @property
+    def rest_tokens(self) -> int:
+        """How many tokens before a prompt's last one a step of several tokens can read as well."""
+        can = self.speculator.drafts and self._forward.takes_ids_only
+        return MAX_FEED - 1 if can else 0
+
+    def join(self, row: Row, token: int, *, before: Sequence[int] = (), n_coming: int = 0) -> None:
+        """Let the row take part in decode steps. It first consumes `before`, then `token`.
+
+        n_coming: how many rows will follow soon; the group makes room for some of them now.
+        """
+        for group in self._groups:
+            if group.has_room_for(row, self._max_rows, max_padding=self._max_padding):
+                if not self.speculator.in_groups:
+                    self._feed_pending(group)
+                n_vacant = min(
+                    n_coming,
+                    self._max_rows - len(group.rows) - 1,
+                    self._max_padding // max(group.width, row.n_tokens),
+                )
+                group.join(row, token, n_seats=1 + n_vacant)
+                row.pending = [*before, token]
+                return
+        columns, backlog = self.speculator.traits.columns, self._forward.backlog()
+        self._groups.append(Group.of_one(row, token, columns=columns, backlog=backlog))
+        row.pending = [*before, token]
+
+    def _feed_pending(self, group: Group) -> None:
+        """Let a lone row whose step was taken back consume all but its newest token.
+
+        For models whose rows can share a group only if all take equally many tokens per step.
+        """
+        group.settle()
+        row, rest = group.seats[0], group.seats[0].pending[:-1]
+        if len(group.seats) > 1 or not rest:
+            return
+        group.catch_up()
+        self._forward.feed(group, rest)
+        row.n_tokens += len(rest)
+        row.pending = row.pending[-1:]
+
+    def resume(self, row: Row, reply: Sequence[int], *, alone: bool = True) -> None:
+        """Continue after this reply, in a row whose prompt was read again after a fault.
+
+        alone: in a group of its own.
+        """
+        picker_of(row).replay(reply)
+        row.alone = alone
+        self.speculator.took(row, reply)
+
+    def force(self, row: Row, tokens: Sequence[int], *, at: int) -> None:
+        """Fix the row's tokens from position `at` on. That position must not have been picked yet."""
+        row.forced = dict(enumerate(tokens, start=at))
+
+    def leave(self, rows: Sequence[Row]) -> None:
+        """Drop rows; the others are not disturbed. Rows that never joined are accepted."""
+        for row in rows:
+            self.speculator.close(row)
+        for group in {r.group for r in rows if r.group}:
+            group.leave(rows)
+        self._groups = [g for g in self._groups if g.seats]
+        for row in rows:
+            row.layers, row.group = [], None
+
+    def groups(self) -> list[list[Row]]:
+        """The rows by group: when a step fails, all rows of its group fail."""
+        return [g.rows for g in self._groups]
+
+    def launch(self, rows: Sequence[Row]) -> None:
+        """Dispatch one decode step of the group that holds these rows."""
+        group = rows[0].group
+        assert group is not None
+        self._steps.launch(group)
+
+    def _pick(
+        self,
+        logits: mx.array,
+        pickers: Sequence[Picker],
+        forced: Sequence[int | None],
+        *,
+        allowed: mx.array | None,
+    ) -> Picks:
+        """Pick a step's tokens. Overridden for ranks: one of them picks for all."""
+        return pick(logits, pickers, forced, allowed=allowed)
+
+    def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[PickedToken]:
+        """Read the tokens of this group's steps, except the newest `keep_in_flight`.
+
+        Rows that have left are skipped.
+        """
+        group = rows[0].group
+        if group is None:
+            return []
+        if group.unread and not group.unread[-1].may_stay_in_flight:
+            keep_in_flight = 0
+        out: list[PickedToken] = []
+        while len(group.unread) > keep_in_flight:
+            for taken in self._steps.read(group, group.unread.pop(0)):
+                if taken.row.group is group:
+                    out += taken.picked()
+        return out
+
+    def confirm(self) -> None:
+        """Wait for everything that was dispatched, and raise any error the device reports for it.
+
+        MLX raises a command's error at the next use of its stream: waiting alone would not raise it.
+        """
+        mx.synchronize()
+        mx.eval(mx.array(0) + 1)
+
+    def free_memory(self) -> None:
+        """Release the memory that MLX keeps for reuse, and the buffers of failed steps."""
+        with suppress(RuntimeError):  # the fault is known
+            mx.synchronize()
+        free_unused()
+
+    def close(self) -> None:
+        """Wait for the device and end this thread's streams: MLX aborts a process that exits first."""
+        self._groups = []
+        self._forward.trace = NoStepTrace()
+        self._steps.end()
+        self.speculator.end()
+        mx.synchronize()
+        mx.clear_streams()
+
+    # --- accounting ------------------------------------------------------------------------
+
+    def live_nbytes(self) -> int:
+        """Bytes of the decoding rows' caches. Vacant seats do not count: the rows that will take them
+        are accounted for separately."""
+        return sum(group.used_nbytes for group in self._groups)

@@ -1,0 +1,1 @@
+"""Several tokens a step: who drafts, and how many tokens are tried."""

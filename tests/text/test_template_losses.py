@@ -1,0 +1,64 @@
+"""What firn says of a chat template that drops or moves text as a chat grows."""
+
+from __future__ import annotations
+
+import pytest
+
+from firn.models.tokenizer import HfTokenizer
+from firn.text.template import Template
+from firn.text.template_losses import (
+    DATE,
+    REASONING_GOES,
+    TEXT_GOES,
+    TOOLS_MOVE,
+    TURNS_CHANGE,
+    losses,
+)
+from tests import families
+
+LOSSES = {
+    "qwen3": (REASONING_GOES,),
+    "qwen35": (TURNS_CHANGE,),
+    "glm": (REASONING_GOES,),
+    "nemo": (TOOLS_MOVE, TEXT_GOES),
+    "gpt_oss": (REASONING_GOES, TEXT_GOES),
+}
+
+
+def lost(tokenizer: HfTokenizer, **kwargs: bool) -> tuple[str, ...]:
+    return losses(tokenizer, Template.read(tokenizer), kwargs=kwargs)
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_what_a_template_loses_is_told_by_name(family: str) -> None:
+    assert lost(families.tokenizer(family)) == LOSSES.get(family, ())
+
+
+def test_a_date_in_the_prompt_is_told() -> None:
+    source = "{{ strftime_now('%d %B') }}" + families.template("llama3")
+    assert lost(families.with_template("llama3", source)) == (DATE,)
+
+
+@pytest.mark.parametrize("source", ["{{ nothing.at.all }}", "{{ messages[-1].content }}", ""])
+def test_a_template_that_hardly_works_is_examined_all_the_same(source: str) -> None:
+    assert lost(families.with_template("llama3", source)) == ()
+
+
+@pytest.mark.parametrize(
+    ("condition", "variable", "value"),
+    [
+        ("or (preserve_thinking is defined and preserve_thinking)", "preserve_thinking", True),
+        ("or (clear_thinking is defined and not clear_thinking)", "clear_thinking", False),
+    ],
+)
+def test_a_variable_that_keeps_reasoning_is_named(
+    condition: str, variable: str, value: bool
+) -> None:
+    source = families.template("glm").replace(
+        "loop.index0 > turns.question", f"(loop.index0 > turns.question {condition})"
+    )
+    tokenizer = families.with_template("glm", source)
+    (phrase,) = lost(tokenizer)
+    assert phrase.startswith(REASONING_GOES)
+    assert f'{{"{variable}": {str(value).lower()}}}' in phrase
+    assert lost(tokenizer, **{variable: value}) == ()
