@@ -237,10 +237,13 @@ FORCED = [20, 21, 22, 23]
 
 
 def tell_forced(harness: Harness, prompts: Sequence[list[int]]) -> list[Result]:
-    results = harness.between_steps(lambda: [harness.submit(p, 30) for p in prompts])
-    for i in range(len(prompts)):
-        harness.engine.force(RequestId(str(i)), 0, FORCED, at=9 + i)
-    return [r.wait() for r in results]
+    def submit() -> list[Result]:
+        results = [harness.submit(p, 30) for p in prompts]
+        for i in range(len(prompts)):
+            harness.engine.force(RequestId(str(i)), 0, FORCED, at=9 + i)
+        return results
+
+    return [r.wait() for r in harness.between_steps(submit)]
 
 
 @cache
