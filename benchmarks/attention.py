@@ -20,8 +20,8 @@ import mlx.core as mx
 from products import timed
 from report import cli, grid, numbers
 
-from firn.models.cuda.attention import attention as by_kernel
-from firn.models.cuda.attention import in_float32, plain_attention
+from firn.backends.cuda.attention import attention as by_kernel
+from firn.backends.cuda.attention import in_float32, plain_attention
 from models import SHAPES
 
 N_BUFFERS = 6

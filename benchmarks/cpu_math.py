@@ -18,8 +18,8 @@ from functools import partial
 import mlx.core as mx
 from report import cli, grid
 
-from firn.models.cpu import rope as cpu_rope
-from firn.models.cpu import softmax
+from firn.backends.cpu import rope as cpu_rope
+from firn.backends.cpu import softmax
 
 ATTENTION = {
     "a chunk of 256 at 0": (1, 256, 256, "causal"),

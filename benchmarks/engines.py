@@ -17,10 +17,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from report import BenchError
 
+from firn import backends
 from firn.assembly.handles import any_cursors, any_rows
+from firn.backends.contract import BackendOptions, ComputeBackend
+from firn.cache.arrays.transfers import use
 from firn.cache.layout import Layout
 from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.cache.storage.io import TierIo
@@ -28,7 +31,7 @@ from firn.cache.storage.threads import IoThreads
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers._folder import Disk
 from firn.cache.tiers.ssd import SsdTier
-from firn.config import default_cache_dir
+from firn.config import WeightsDtype, default_cache_dir
 from firn.core.events import Admitted, Advanced, JobDone, JobFailed, Token
 from firn.core.memory_plan import BUFFER_CACHE_SHARE
 from firn.core.ports import Delivery, Scorer
@@ -46,17 +49,12 @@ from firn.engine import EngineLimits, EngineParts
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.engine.sequence import ForcedTokens
-from firn.models import cpu, cuda
-from firn.models import device as devices
-from firn.models.cpu.threads import Threads
 from firn.models.decode.batch import why_not_batchable
 from firn.models.decode.runner import Runner
-from firn.models.model_arguments import unprepared
+from firn.models.loader import LoadedModel
+from firn.models.model_arguments import IdsOnly
 from firn.models.mtp import MtpModel, PredictionHead, with_head_layer
-from firn.models.shapes import FULL, few_shapes
 from firn.models.speculation.speculator import Speculation
-from firn.models.traced import traced_steps
-from firn.models.traits import TRAITS
 from models import SHAPES, random_model
 
 MAX_ROWS = 32
@@ -115,6 +113,13 @@ class Answer:
 MakeLayers = Callable[[], list[Any]]
 
 
+def widened(dtype: WeightsDtype) -> ComputeBackend:
+    """The machine's backend, for how it widens weights alone: nothing is installed."""
+    backend = backends.find()
+    backend.weights_dtype = dtype
+    return backend
+
+
 class BenchEngine:
     """An engine with a prefix cache, and an SSD tier if a folder is given. Owner: its creator."""
 
@@ -150,16 +155,12 @@ class BenchEngine:
         self.weights: Any = None
 
         def parts() -> EngineParts:
-            machine = devices.device()
-            mx.set_cache_limit(int(machine.memory_nbytes * BUFFER_CACHE_SHARE))
-            threads = None
-            if machine.kind == "cpu":
-                blas = cpu.tune("auto", exact=False, memo=default_cache_dir() / "blas.json")
-            if machine.kind == "cuda":
-                cuda.tune()
+            backend = backends.find()
+            profile = backend.profile
+            mx.set_cache_limit(int(backend.memory_nbytes * BUFFER_CACHE_SHARE))
+            backend.install(BackendOptions(cache_folder=default_cache_dir()))
+            use(backend.transfers)
             self.weights = model or random_model(config, dtype=dtype)
-            if machine.kind == "cpu" and blas.library:
-                threads = Threads(blas.library, self.weights)
             made: Any = self.weights
             make_layers: MakeLayers = partial(make_prompt_cache, made)
             if has_head:
@@ -171,7 +172,7 @@ class BenchEngine:
             info = model_info(made, config, probe=probe, n_vocab=int(logits.shape[-1]))
             layout = Layout.of(probe)
             layout.prepare(probe)
-            weighs_hits = machine.kind == "cuda" and not uses_all_hits
+            weighs_hits = profile.weighs_hits and not uses_all_hits
             cache = PrefixTree(
                 layout,
                 CacheSettings(memory_nbytes, weighs_hits=weighs_hits),
@@ -186,23 +187,21 @@ class BenchEngine:
                     cache.keep_estimates(memo)
                 wake = lambda: self.engine.wake()  # noqa: E731
                 cache.add_tier("ssd", self._io, namespaces=[EVERYONE], wake=wake)
-            capacity = machine.memory_nbytes - info.weights_nbytes
+            capacity = backend.memory_nbytes - info.weights_nbytes
             budget = Budget(RowCost(*layout.row_cost(probe)), capacity_nbytes=capacity)
-            few = machine.kind == "cuda" and not has_head and all(type(x) is KVCache for x in probe)
-            common = FULL if few else 0
+            loaded = LoadedModel(made, info, make_layers, probe, IdsOnly())
+            execution = backend.execution(loaded, exact=False, is_shared=False)
+            common = execution.buckets.common_chunk
             runner = Runner(
                 made,
                 info,
                 make_layers=make_layers,
                 max_rows=MAX_ROWS,
-                prepare=threads.prepare if threads else unprepared,
                 speculator=speculation(made, make_layers) if speculation else None,
-                buckets=few_shapes(made, make_layers) if few else None,
-                profile=TRAITS[machine.kind],
-                traced=traced_steps(made, make_layers) if few else None,
+                execution=execution,
             )
-            largest = machine.largest_chunk if by_depth else 0
-            usual = chunk or machine.prefill_chunk
+            largest = profile.largest_chunk if by_depth else 0
+            usual = chunk or profile.prefill_chunk
             limits = EngineLimits(MAX_ROWS, 1000, usual, largest_chunk=largest, common_chunk=common)
             scores = scorer() if scorer else None
             return EngineParts(any_rows(runner), any_cursors(cache), budget, limits, scorer=scores)

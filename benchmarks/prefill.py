@@ -31,11 +31,11 @@ from engines import BenchEngine, model_info, shape_of
 from mlx_lm.models.cache import make_prompt_cache
 from report import cli, grid
 
+from firn import backends
+from firn.backends.contract import BackendOptions
 from firn.config import default_cache_dir
 from firn.core.values import Prompt
 from firn.engine.chunks import ChunkSizes
-from firn.models import cpu
-from firn.models import device as devices
 from firn.models.decode import runner
 from firn.models.decode.kv_growth import ShapeBuckets
 from models import SHAPES, random_model
@@ -61,7 +61,7 @@ class Arms:
 
     def __init__(self, engine: BenchEngine) -> None:
         self._engine = engine
-        device = devices.device()
+        device = backends.find().profile
         usual, largest = device.prefill_chunk, device.largest_chunk
         self._sizes = {"steps": ChunkSizes(usual), "room": ChunkSizes(usual)}
         self._sizes["chunks"] = ChunkSizes(usual, largest=largest)
@@ -135,9 +135,9 @@ def measure(shape: str, lengths: list[int], rounds: int, *, pauses_too: bool) ->
 
 def bare(shape: str, lengths: list[int], rounds: int) -> None:
     config, dtype = shape_of(shape)
-    device = devices.device()
-    if device.kind == "cpu":
-        cpu.tune("auto", exact=False, memo=default_cache_dir() / "blas.json")
+    backend = backends.find()
+    backend.install(BackendOptions(cache_folder=default_cache_dir()))
+    chunk = backend.profile.prefill_chunk
     model = random_model(config, dtype=dtype)
     probe = make_prompt_cache(model)
     logits = model(mx.array([[0]]), cache=probe)
@@ -150,7 +150,7 @@ def bare(shape: str, lengths: list[int], rounds: int) -> None:
         prompt, row = Prompt(np.array(ids)), runs.start(None)
         mx.reset_peak_memory()
         began = time.process_time()
-        for end in range(device.prefill_chunk, len(ids), device.prefill_chunk):
+        for end in range(chunk, len(ids), chunk):
             runs.prefill(row, prompt, end)
             runs.settle(row)
         return time.process_time() - began, mx.get_peak_memory() / 2**20

@@ -22,7 +22,7 @@ from typing import Any
 import mlx.core as mx
 from report import cli, grid, numbers
 
-from firn.models.cuda import products
+from firn.backends.cuda import products
 from models import SHAPES
 
 Product = Callable[[mx.array, mx.array], mx.array]

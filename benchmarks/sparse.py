@@ -32,11 +32,12 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from engines import Answer, BenchEngine, model_info, shape_of
+from engines import Answer, BenchEngine, model_info, shape_of, widened
 from mlx_lm.models.cache import make_prompt_cache
 from prefill import prompts
 from report import cli, grid, names, numbers, save
 
+from firn import backends
 from firn.assembly.handles import any_cursors
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
@@ -44,10 +45,10 @@ from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.core.sparse import Sparse
 from firn.core.values import CacheControl, Chat, Message, Namespace, Prompt, Scores, TextPart
 from firn.demo.facts import Placement, make_session, n_facts_for
-from firn.models import device as devices
 from firn.models import loader
+from firn.models.loader import LoadedModel
+from firn.models.model_arguments import IdsOnly
 from firn.models.scoring import N_LOOKAHEAD, AttentionScorer, Reading
-from firn.models.shapes import few_shapes
 from firn.text.prompt import PromptMaker
 from models import SHAPES, random_model
 
@@ -137,8 +138,8 @@ def answers(
     out: Path | None,
 ) -> None:
     name = {"itself": "firn-demo", "hybrid": "firn-demo-hybrid"}[draft]
-    target = loader.load(folder_of("firn-demo"), served_name="firn-demo", cpu_dtype="float32")
-    small = loader.load(folder_of(name), served_name=name, cpu_dtype="float32")
+    target = loader.load(folder_of("firn-demo"), served_name="firn-demo", form=widened("float32"))
+    small = loader.load(folder_of(name), served_name=name, form=widened("float32"))
 
     def scorer() -> AttentionScorer:
         make = RememberingScorer if once else AttentionScorer
@@ -221,8 +222,8 @@ def _scorer(config: dict[str, Any], dtype: mx.Dtype, *, cache_nbytes: int = 0) -
         settings = CacheSettings(cache_nbytes)
         layout = Layout.of(probe)
         cache = PrefixTree(layout, settings, fingerprint=info.fingerprint, dtype=info.dtype)
-    few = devices.device().kind == "cuda"
-    shapes = few_shapes(model, make_layers) if few else None
+    loaded = LoadedModel(model, info, make_layers, probe, IdsOnly())
+    shapes = backends.find().buckets(loaded)
     return TimedScorer(
         model, info, make_layers=make_layers, cache=any_cursors(cache), buckets=shapes
     )

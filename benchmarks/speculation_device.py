@@ -22,17 +22,16 @@ from typing import Any
 from engines import BenchEngine, MakeLayers, shape_of
 from report import BenchError, grid, names, numbers, save
 
+from firn import backends
 from firn.core.values import Job
-from firn.models import device as devices
 from firn.models.decode.batch import Group, Row, StepInFlight, TakenTokens
-from firn.models.decode.raggedcheck import traits_of
+from firn.models.decode.step_profile import StepProfile
 from firn.models.decode.verify import Verification
 from firn.models.speculation.draft_odds import ExpectedTokens, Odds
 from firn.models.speculation.drafters import NO_DRAFT, Draft
 from firn.models.speculation.drafters.mtp import MtpDrafter
 from firn.models.speculation.speculator import MAX_COSTLY, MAX_DRAFT, RowDrafts, Speculation
 from firn.models.speculation.step_clock import StepClock
-from firn.models.traits import Traits
 
 N_PROMPT = 512
 WARM_UP = (1.0, 0.8, 1.0)
@@ -133,8 +132,8 @@ class ListingClock(StepClock):
 class OracleSpeculation(Speculation):
     """Drafts the oracle's guesses, not the forced tokens: replies are forced only to be known."""
 
-    def __init__(self, oracle: Oracle, traits: Traits) -> None:
-        super().__init__(oracle, traits=traits)
+    def __init__(self, oracle: Oracle, profile: StepProfile) -> None:
+        super().__init__(oracle, profile=profile)
         self.oracle = oracle
         self.listing = ListingClock(self.times, self.allowance, time.perf_counter)
         self.step_clock = self.listing
@@ -255,7 +254,7 @@ def run(args: argparse.Namespace) -> None:
     def speculation(model: Any, make_layers: MakeLayers) -> OracleSpeculation:
         if isinstance(oracle, OracleHead):
             oracle.head = MtpDrafter(model)
-        return OracleSpeculation(oracle, traits_of(model, make_layers, devices.device().kind))
+        return OracleSpeculation(oracle, backends.find().step_profile(model, make_layers))
 
     began = time.perf_counter()
     with BenchEngine(

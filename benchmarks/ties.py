@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from engines import BenchEngine, MakeLayers
+from engines import BenchEngine, MakeLayers, widened
 from report import cli, grid, names, save
 from speculation import ASKS
 from speculation_device import Oracle
@@ -77,7 +77,7 @@ def prompts(name: str, folder: Path, n: int) -> list[list[int]]:
 def measure(name: str, *, n_replies: int, n_tokens: int) -> list[str]:
     folder = model_names.resolve(name, HubRules(offline=True))
     config = dict(loader.read_config(folder))
-    loaded = loader.load(folder, served_name=name, cpu_dtype="auto")
+    loaded = loader.load(folder, served_name=name, form=widened("auto"))
     known = Known()
 
     def speculation(model: Any, make_layers: MakeLayers) -> Speculation:

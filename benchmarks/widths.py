@@ -33,12 +33,13 @@ from engines import shape_of
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from report import cli, grid, names, numbers
 
-from firn.models import cuda
-from firn.models import device as devices
+from firn import backends
+from firn.backends.contract import BackendOptions
+from firn.backends.cuda.traced import PLAIN, TracedSteps
+from firn.config import default_cache_dir
 from firn.models.decode.padding import in_blocks
 from firn.models.decode.ragged import ALL_COLUMNS, Columns
 from firn.models.decode.rewind import RaggedStep, ready
-from firn.models.traced import PLAIN, TracedSteps
 from models import random_model
 
 BLOCK, CHUNK = 512, 2048
@@ -136,7 +137,7 @@ class Bench:
 
     def _logits(self, ids: mx.array, layers: list[Any], columns: Columns | None) -> mx.array:
         """columns: of a step that is traced."""
-        logits = self.traced.logits(ids, layers, columns) if columns else None
+        logits = self.traced.wide(ids, layers, columns) if columns else None
         if logits is None:
             logits = self.model(ids, cache=layers)
         return logits
@@ -199,8 +200,8 @@ def run(args: argparse.Namespace) -> None:
     if args.parts:
         parts(config, dtype, widths=numbers(args.widths), n_steps=args.steps)
         return
-    if devices.device().kind == "cuda" and not args.mlx_products:
-        cuda.tune()
+    if not args.mlx_products:
+        backends.find().install(BackendOptions(cache_folder=default_cache_dir()))
     model = random_model(config, dtype=dtype)
     rows = [["tokens", "rows", "width", "", "host", "all", "longest", "first"]]
     for n_tokens in numbers(args.tokens):

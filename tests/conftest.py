@@ -14,10 +14,12 @@ import certifi
 import pytest
 from hypothesis import HealthCheck, settings
 
-from firn.models import cpu
-from firn.models.cpu import rope, softmax
-from firn.models.cpu.blas import Blas
+from firn import backends
+from firn.backends import cpu
+from firn.backends.cpu import rope, softmax
+from firn.backends.cpu.blas import Blas
 from tests import one_blas
+from tests.backends.fakes import FAKES
 
 settings.register_profile("firn", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("firn")
@@ -30,7 +32,7 @@ HEAVY = (
     "models/test_backlog.py", "test_sparse_server.py", "contracts/test_codecs.py", "test_stores.py",
     "vision/test_mixed_batches.py", "test_ssd_faults_oracle.py", "cache/test_cache_requests.py",
     "cache/test_ssd_story.py", "cli/test_cli_commands.py", "cli/test_cli_doctor.py",
-    "fleet/test_front.py", "models/cpu/test_cpu_functions.py", "cli/test_bench.py",
+    "fleet/test_front.py", "backends/cpu/test_cpu_functions.py", "cli/test_bench.py",
     "models/test_hub.py", "vision/test_loading.py", "models/speculation/drafters/test_mtp.py",
     "host/test_shutdown.py", "vision/test_against_mlx_vlm.py", "vision/test_disk.py",
     "vision/test_guesses.py",
@@ -89,12 +91,13 @@ def _one_mlx_for_all() -> Iterator[Blas]:
 
     So all tests of a process share a fast BLAS, and none of them installs our functions in MLX.
     """
-    blas = one_blas.attach()
+    blas = one_blas.find()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "attach", lambda choice, *, memo: blas)
-        patch.setattr(cpu.blas, "attach", lambda choice, *, memo, again=False: blas)
-        patch.setattr(softmax, "install_if_faster", lambda: False)
-        patch.setattr(rope, "install", lambda: None)
+        patch.setattr(cpu, "attach", lambda choice, **more: blas)
+        patch.setattr(softmax, "install_if_faster", lambda patches: False)
+        patch.setattr(rope, "install", lambda patches: None)
+        if device := os.environ.get("FIRN_TEST_DEVICE"):
+            patch.setattr(backends, "find", FAKES[device])
         yield blas
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import numpy as np
 
+from firn.backends.cuda.traced import TracedSteps
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.planning.estimates import Estimates
@@ -46,12 +47,12 @@ from firn.engine import EngineLimits, EngineParts
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.models.decode.batch import why_not_batchable
+from firn.models.decode.execution import Execution
 from firn.models.decode.kv_growth import ShapeBuckets
 from firn.models.decode.runner import Runner
 from firn.models.mtp import MtpModel
 from firn.models.scoring import AttentionScorer
 from firn.models.speculation.speculator import Speculation
-from firn.models.traced import TracedSteps
 
 GREEDY = Sampling(temperature=0.0)
 T = TypeVar("T")
@@ -192,7 +193,7 @@ class Harness:
                 max_rows=max_rows,
                 arguments=arguments,
                 speculator=speculation() if speculation else None,
-                traced=traced(model, make_layers) if traced else None,
+                execution=Execution(trace=traced(model, make_layers)) if traced else None,
             )
             cache: Any = CacheOff()
             if cache_nbytes is not None:

@@ -8,17 +8,18 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from firn.models import cpu
-from firn.models import device as devices
-from firn.models.cpu.blas import Blas
+import mlx.core as mx
+
+from firn.backends.cpu.blas import Blas, attach
+from firn.backends.patches import Patches
 
 MEMO = Path(tempfile.gettempdir()) / f"firn-tests-{os.getuid()}" / "blas.json"
 
 
-def attach() -> Blas:
-    if devices.device().kind != "cpu":
+def find() -> Blas:
+    if mx.default_device() != mx.Device(mx.cpu):
         return Blas("a GPU's own")
-    return cpu.attach("auto", memo=MEMO)
+    return attach("auto", memo=MEMO, patches=Patches())
 
 
 def remember(home: Path) -> None:

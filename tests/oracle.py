@@ -16,11 +16,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from firn import backends
 from firn.core.values import Chat, Message, Role, TextPart
 from firn.demo.facts import FactSession, make_session
 from firn.models import loader
-from firn.models.cpu.dtype import Choice
-from firn.models.device import device
 from firn.text.prompt import PromptMaker
 from tests.harness import Harness, Result
 
@@ -61,8 +60,9 @@ class Oracle(Harness):
         self.prompts = PromptMaker(self.tokenizer, context_length=16384)
 
         def build() -> Any:
-            cpu_dtype: Choice = "auto" if device().kind == "cpu" else "model"
-            loaded = loader.load(folder, served_name=model, cpu_dtype=cpu_dtype)
+            backend = backends.find()
+            backend.weights_dtype = "auto"
+            loaded = loader.load(folder, served_name=model, form=backend)
             return loaded.model, loaded.make_layers
 
         super().__init__(build, **{"chunk": 256, "block": 64, **options})

@@ -24,7 +24,7 @@ import firn
 SOURCES = Path(firn.__file__).parent
 
 EVERYTHING = {
-    "api", "app", "assembly", "bench", "cache", "cli", "config", "core", "demo", "engine", "fleet",
+    "api", "app", "assembly", "backends", "bench", "cache", "cli", "config", "core", "demo", "engine", "fleet",
     "host", "kv_events", "listener", "logs", "media", "models", "ranks", "text", "traces", "welcome",
 }  # fmt: skip
 # fmt: off
@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "traces": {"core", "cache"},
     "bench": {"core", "traces"},
     "models": {"core", "host"},
+    "backends": {"cache", "config", "core", "host", "models"},
     "api": {"core", "text"},
     "engine": {"core", "cache"},
     "listener": {"api", "core", "host"},
@@ -46,11 +47,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kv_events": {"cache", "core"},
     "ranks": {"cache", "config", "core", "models"},
     "assembly": {
-        "api", "cache", "config", "core", "demo", "engine", "host", "kv_events", "media", "models",
+        "api", "backends", "cache", "config", "core", "demo", "engine", "host", "kv_events", "media", "models",
         "ranks", "text", "traces",
     },
     "fleet": {
-        "api", "app", "assembly", "config", "core", "demo", "engine", "host", "listener", "logs",
+        "api", "app", "assembly", "backends", "config", "core", "demo", "engine", "host", "listener", "logs",
         "models", "text", "welcome",
     },
     "app": EVERYTHING - {"cli", "fleet"},
@@ -61,8 +62,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 # fmt: on
 # The folders (or files, without .py) that may use a library; all others must not.
 MAY_USE: dict[str, tuple[str, ...]] = {
-    "mlx": ("models", "cache/codecs", "cache/arrays", "demo"),
-    "mlx_lm": ("models", "demo"),
+    "mlx": ("backends", "models", "cache/codecs", "cache/arrays", "demo"),
+    "mlx_lm": ("backends", "models", "demo"),
     "mlx_vlm": ("models", "demo"),
     "PIL": ("media", "models"),
     "llguidance": ("models",),
@@ -77,7 +78,7 @@ FACADES = ("cache/tree", "config", "core/ports", "core/values", "engine")
 """Packages whose modules nobody else imports: their __init__ lists what they offer."""
 INSIDES: dict[str, tuple[str, ...]] = {
     "cache": (
-        "arrays", "commit", "cursor", "garbage", "loading", "memory", "planning", "restore", "stats",
+        "arrays/host", "arrays/payload", "commit", "cursor", "garbage", "loading", "memory", "planning", "restore", "stats",
         "storage/catalogue", "storage/client", "storage/events", "storage/index", "storage/places",
         "storage/tally", "storage/tier_set",
     ),

@@ -7,19 +7,32 @@ from typing import Literal
 import pytest
 
 from firn.assembly.compute import compute_settings
-from firn.config import CacheConfig, Config
-from firn.models import cuda
-from firn.models import device as devices
-from firn.models.device import Device
+from firn.backends.contract import BackendOptions
+from firn.config import CacheConfig, Config, EngineConfig
+from tests.backends.fakes import pretend
 
 
-@pytest.mark.parametrize(("reuse", "kernels"), [("exact", False), ("full", True)])
-def test_exact_mode_computes_with_the_devices_own_kernels(
-    reuse: Literal["exact", "full"], kernels: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("reuse", "is_exact"), [("exact", True), ("full", False)])
+def test_exact_mode_is_the_backends_affair(
+    reuse: Literal["exact", "full"], is_exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuned: list[bool] = []
-    monkeypatch.setattr(devices, "device", lambda: Device("cuda", 1 << 36))
-    monkeypatch.setattr(cuda, "tune", lambda *, kernels, folder: tuned.append(kernels))
+    asked: list[BackendOptions] = []
+    backend = pretend("cuda", monkeypatch)
+    monkeypatch.setattr(backend, "install", asked.append)
     settings = compute_settings(Config(cache=CacheConfig(reuse=reuse)), "qwen3", "a-model")
-    assert tuned == [kernels]
-    assert settings.exact is not kernels
+    assert [options.exact for options in asked] == [is_exact]
+    assert settings.exact is is_exact
+    assert asked[0].kernels_folder is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "step_ms", "usual", "largest"),
+    [("metal", 0, 512, 2048), ("cuda", 0, 2048, 8192), ("cpu", 0, 256, 0), ("cpu", 50, 256, 256)],
+)
+def test_chunks_are_the_devices(
+    kind: str, step_ms: int, usual: int, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(kind, monkeypatch)
+    config = Config(engine=EngineConfig(max_step_ms=step_ms))
+    limits = compute_settings(config, "qwen3", "a-model").limits
+    assert (limits.prefill_chunk, limits.largest_chunk) == (usual, largest)

@@ -22,14 +22,13 @@ from firn.config import CacheConfig, Config, EngineConfig
 from firn.core.memory_plan import (
     GIB,
     MIN_CAPACITY_NBYTES,
-    DeviceKind,
     MachineMemory,
     MemoryPlan,
     ModelMemory,
 )
 from firn.engine import Budget, RowCost
 from firn.host.reservations import Reservation, Reserved
-from firn.models import device as devices
+from tests.backends.fakes import pretend, with_memory
 
 MAC = MachineMemory("metal", 48 * GIB, 64 * GIB, available_nbytes=50 * GIB)
 MODEL = ModelMemory(8 * GIB, 100 << 10, 0, context_length=100_000)
@@ -99,11 +98,10 @@ def test_capacity_follows_what_other_programs_leave(planned: Planned, tmp_path: 
 
 @pytest.mark.parametrize("kind", ["cpu", "metal", "cuda"])
 def test_a_running_servers_memory_is_watched_on_every_device(
-    kind: DeviceKind, planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = replace(MAC, kind=kind, available_nbytes=30 * GIB)
-    monkeypatch.setattr(devices, "device", lambda: devices.Device(kind, MAC.device_nbytes))
-    monkeypatch.setattr(devices, "machine_memory", lambda device: now)
+    now = replace(MAC, device=kind, available_nbytes=30 * GIB)
+    with_memory(pretend(kind, monkeypatch), now, monkeypatch)
     monkeypatch.setattr("firn.assembly.memory.reservations_folder", lambda: tmp_path)
     engine = FakeEngine(planned)
     watch = watch_engine(cast("Any", engine), front=None, is_sharded=False)

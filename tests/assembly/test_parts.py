@@ -8,25 +8,22 @@ import pytest
 
 from firn.assembly import parts
 from firn.assembly.model import ServerSpec
+from firn.backends.cuda import device
 from firn.config import CacheConfig, Config
-from firn.core.memory_plan import DeviceKind
-from firn.models import cuda
-from firn.models import device as devices
 from firn.models.decode.runner import Runner
-from firn.models.device import Device
 from firn.models.rehearsal import RehearsalSpeculation
+from tests.backends.fakes import pretend
 from tests.zoo import write_folder
 
 
 @pytest.mark.parametrize(("kind", "n_rehearsals"), [("cuda", 1), ("cpu", 0)])
 def test_a_gpu_rehearses_before_it_serves(
-    kind: DeviceKind, n_rehearsals: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, n_rehearsals: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a runner and a speculation that serve nobody."""
     rehearsed: list[Runner] = []
-    monkeypatch.setattr(devices, "device", lambda: Device(kind, 1 << 34))
-    monkeypatch.setattr(cuda, "tune", lambda *, kernels, folder: None)
-    monkeypatch.setattr(parts, "rehearse", rehearsed.append)
+    pretend(kind, monkeypatch)
+    monkeypatch.setattr(device, "rehearse", rehearsed.append)
     write_folder("qwen3", tmp_path)
     config = Config(cache=CacheConfig(no_ssd_cache=True))
     built = parts.build_parts(ServerSpec(config, tmp_path, "a-model", ()), lambda: None)

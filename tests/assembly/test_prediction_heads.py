@@ -12,6 +12,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from firn.assembly.speculation import with_head
+from firn.backends.contract import ComputeBackend
 from firn.config import Config, EngineConfig, ModelConfig
 from firn.core.errors import SetupError
 from firn.models.loader import LoadedModel
@@ -43,7 +44,7 @@ def add_broken_file(folder: Path) -> None:
 
 def heads(folder: Path, option: Any, loaded: LoadedModel) -> LoadedModel:
     config = Config(model=ModelConfig(path=str(folder)), engine=EngineConfig(speculation=option))
-    return with_head(config, loaded, exact=False, cpu_dtype="model")
+    return with_head(config, loaded, exact=False, backend=ComputeBackend())
 
 
 def test_a_sound_head_drafts(tmp_path: Path) -> None:

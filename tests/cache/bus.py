@@ -7,8 +7,10 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
-from firn.cache.arrays import cuda
+from firn.backends.cuda.bus import MAX_PIECES, BusTransfers
+from firn.cache.arrays import transfers
 
 
 class Bus:
@@ -23,9 +25,9 @@ class Bus:
     def gather(
         self, arrays: Sequence[mx.array], row: int, bounds: Sequence[tuple[int, int]]
     ) -> list[mx.array]:
-        assert cuda.can_gather(arrays)
+        assert BusTransfers(self).can_gather(arrays)  # type: ignore[arg-type]
         assert len({(a.dtype, *a.shape) for a in arrays}) == 1
-        assert 0 < len(bounds) <= cuda.MAX_PIECES
+        assert 0 < len(bounds) <= MAX_PIECES
         self.n_gathered += 1
         return [mx.stack([a[row : row + 1, :, start:end] for a in arrays]) for start, end in bounds]
 
@@ -46,3 +48,8 @@ class Bus:
         self.n_in += 1
         flat = mx.array(np.array(data.view(np.uint8)))
         return flat.view(dtype).reshape(shape)
+
+
+def drive(bus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on, records move over this bus."""
+    monkeypatch.setattr(transfers, "_in_use", [BusTransfers(bus)])

@@ -20,6 +20,9 @@ from mlx_lm.models import qwen3
 from rich.console import Console
 
 from firn.assembly import memory as memory_plans
+from firn.backends import named
+from firn.backends.contract import DeviceReport
+from firn.backends.cpu.dtype import widened_nbytes
 from firn.cli.doctor import (
     Finding,
     describe_model,
@@ -41,17 +44,16 @@ from firn.host.machine import (
     usable_cores,
     vm_stat_available,
 )
-from firn.models.cpu.dtype import widened_nbytes
-from firn.models.inspect import CacheCost, DeviceReport, ModelReport, inspect_folder
+from firn.models.inspect import CacheCost, ModelReport, inspect_folder
 from firn.text.template_losses import TOOLS_MOVE
 from tests import families
 from tests.cli import command
 
 GIB = 2**30
-MAC = DeviceReport("Metal", "Apple M9", 64 * GIB, 48 * GIB)
-LINUX = DeviceReport("CPU", "EPYC", None, None)
+MAC = DeviceReport(named("metal").profile, "Apple M9", 64 * GIB, 48 * GIB)
+LINUX = DeviceReport(named("cpu").profile, "EPYC", None, None)
 METAL = MemoryOptions(chunk=512)
-GPU = DeviceReport("CUDA", "H200", 139 * GIB, None)
+GPU = DeviceReport(named("cuda").profile, "H200", 139 * GIB, None)
 
 
 @pytest.fixture(autouse=True)
@@ -210,6 +212,7 @@ def test_the_budget_is_a_table_that_adds_up() -> None:
         budget_rows(
             machine_of(MAC, SystemMemory(64 * GIB, 40 * GIB)),
             verdict(machine_of(MAC, SystemMemory(64 * GIB, 40 * GIB)), model_of(report), METAL)[0],
+            memory_name=MAC.profile.memory_name,
         )
     )
     *taken, (left, what) = rows

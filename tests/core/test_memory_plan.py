@@ -171,7 +171,7 @@ def test_the_wired_limit_never_passes_the_weights() -> None:
 
 
 def test_a_share_of_the_device_takes_the_place_of_the_headroom() -> None:
-    gpu = MachineMemory("cuda", 80 * GIB, 512 * GIB)
+    gpu = MachineMemory("gpu", 80 * GIB, 512 * GIB, has_own_memory=True)
     half = plan_memory(gpu, model(16), replace(METAL, device_share=0.5))
     assert half.limit_nbytes == 40 * GIB
     assert plan_memory(gpu, model(16), METAL).limit_nbytes == 78 * GIB
@@ -180,7 +180,7 @@ def test_a_share_of_the_device_takes_the_place_of_the_headroom() -> None:
 
 
 @given(
-    st.sampled_from(["cpu", "metal", "cuda"]),
+    st.booleans(),
     st.integers(1, 1024),
     st.floats(0.1, 1.0),
     st.one_of(st.none(), st.integers(0, 1024)),
@@ -189,7 +189,7 @@ def test_a_share_of_the_device_takes_the_place_of_the_headroom() -> None:
     st.integers(0, 128),
 )
 def test_any_plan_that_fits_stays_within_its_limit(
-    kind: str,
+    has_own_memory: bool,
     ram: int,
     share: float,
     available: int | None,
@@ -198,10 +198,11 @@ def test_any_plan_that_fits_stays_within_its_limit(
     score: int,
 ) -> None:
     machine = MachineMemory(
-        kind,  # type: ignore[arg-type]
+        "gpu",
         int(ram * GIB * share),
         ram * GIB,
         None if available is None else available * GIB,
+        has_own_memory=has_own_memory,
     )
     of = ModelMemory(weights * GIB, per_token, 1 << 20, Transient(1 << 16, score), 40_000)
     plan = plan_memory(machine, of, METAL)

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3_text, mamba2, qwen3
 
 from firn.core.errors import SetupError
-from firn.models.inspect import CacheCost, inspect_device, inspect_folder, local_folder
+from firn.models.inspect import CacheCost, inspect_folder, local_folder
 
 BASE: dict[str, Any] = {
     "hidden_size": 32,
@@ -279,9 +279,3 @@ def test_a_name_is_a_folder_or_a_hub_id(tmp_path: Path) -> None:
     assert local_folder("firn-tests/no-such-model") is None
     with pytest.raises(SetupError, match="neither a folder nor a hub id"):
         local_folder("not an id!")
-
-
-def test_the_device_is_named() -> None:
-    report = inspect_device()
-    assert report.kind in ("Metal", "CUDA", "CPU")
-    assert report.name

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from firn.backends import named
+from firn.backends.cuda.traced import TracedSteps
 from firn.models.decode import ahead
-from firn.models.decode.raggedcheck import traits_of
+from firn.models.decode.execution import Execution
 from firn.models.decode.runner import Runner
 from firn.models.decode.steps import NoSpeculation
 from firn.models.rehearsal import REPLIES, RehearsalSpeculation, rehearsal_of, rehearse
 from firn.models.speculation.speculator import Speculation
-from firn.models.traced import TracedSteps
 from tests.harness import model_info
 from tests.models.alone import Built, plain
 from tests.models.speculation.drafters.test_mtp import built
@@ -32,7 +33,7 @@ def runner_of(parts: Built, speculation: Any, *, traced: TracedSteps | None = No
         max_rows=8,
         arguments=model if hasattr(model, "chunk") else None,  # a vision model
         speculator=speculation,
-        traced=traced,
+        execution=Execution(trace=traced) if traced else None,
     )
 
 
@@ -40,7 +41,7 @@ def rehearsal(parts: Built, **options: Any) -> RehearsalSpeculation:
     own = Speculation(**options)
     made = rehearsal_of(parts[0], own)
     assert isinstance(made, RehearsalSpeculation)
-    assert (made.in_groups, made.traits) == (own.in_groups, own.traits)
+    assert (made.in_groups, made.profile) == (own.in_groups, own.profile)
     return made
 
 
@@ -104,13 +105,13 @@ def test_steps_are_traced_and_dispatched_unread(
     monkeypatch.setattr(ahead, "_follow", watched)
     parts = plain("qwen3")()
     model = parts[0]
-    traits = traits_of(model, lambda: list(make_prompt_cache(model)), "cuda")
+    profile = named("cuda").step_profile(model, lambda: list(make_prompt_cache(model)))
     traced = TracedSteps(model)
-    rehearse(runner_of(parts, rehearsal(parts, traits=traits), traced=traced))
+    rehearse(runner_of(parts, rehearsal(parts, profile=profile), traced=traced))
     assert not caplog.records
     assert followed
     widths = {shape[1] for shape, known in traced._shapes.items() if known.step is not None}
-    assert widths == {1, traits.shape(2)}
+    assert widths == {1, profile.shape(2)}
 
 
 def test_a_fault_is_logged_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
+from firn.backends.cuda.shapes import few_shapes
 from firn.cache.off import CacheOff
 from firn.core.sparse import Sparse
 from firn.core.values import CacheControl, Namespace, Prompt, Scores
 from firn.models.scoring import N_LOOKAHEAD, AttentionScorer
-from firn.models.shapes import few_shapes
 from tests.cache.lab import n_leases, nodes_of
 from tests.harness import model_info, running, scorer_of
 from tests.models.alone import plain

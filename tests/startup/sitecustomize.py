@@ -4,10 +4,13 @@ It scans its two thousand modules for the names in them, and reads the file list
 package: more than a third of a server's start, and the tests start a hundred servers. Python runs a
 module of this name before anything else if its folder is in PYTHONPATH (tests/conftest.py), so it
 imports as little as possible until it is needed.
+
+With FIRN_TEST_DEVICE=metal all of them pretend to run on another device, too.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.machinery import PathFinder, SourceFileLoader
 
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 MODULE = "transformers.utils.import_utils"
+BACKENDS = "firn.backends"
+DEVICE = os.environ.get("FIRN_TEST_DEVICE", "")
+"""The device that processes of the tests pretend to have; empty: the machine's own."""
 
 
 class Finder:
@@ -27,6 +33,8 @@ class Finder:
     def find_spec(
         cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if name == BACKENDS and DEVICE:
+            return spec_of_pretender(name, path, target)
         if name != MODULE:
             return None
         spec = PathFinder.find_spec(name, path, target)
@@ -51,6 +59,38 @@ class Loader(SourceFileLoader):
         names.create_import_structure_from_path = outermost(
             names.create_import_structure_from_path, packages
         )
+
+
+def spec_of_pretender(
+    name: str, path: Sequence[str] | None, target: ModuleType | None
+) -> ModuleSpec | None:
+    spec = PathFinder.find_spec(name, path, target)
+    if spec is not None and type(spec.loader) is SourceFileLoader:
+        spec.loader = Pretender(name, spec.loader.path)
+    return spec
+
+
+class Pretender(SourceFileLoader):
+    """firn.backends, whose `find` gives the tests' fake of DEVICE."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+
+        def find() -> Any:
+            from importlib.util import module_from_spec, spec_from_file_location
+            from pathlib import Path
+
+            if "firn_test_fakes" not in sys.modules:
+                place = Path(__file__).parents[1] / "backends" / "fakes.py"
+                spec = spec_from_file_location("firn_test_fakes", place)
+                assert spec is not None
+                assert spec.loader is not None
+                fakes = sys.modules["firn_test_fakes"] = module_from_spec(spec)
+                spec.loader.exec_module(fakes)
+            return sys.modules["firn_test_fakes"].FAKES[DEVICE]()
+
+        names: Any = module
+        names.find = find
 
 
 def outermost(find: Callable[[Any], Any], packages: Path) -> Callable[[Any], Any]:

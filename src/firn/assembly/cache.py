@@ -81,7 +81,7 @@ def build_cache(
         limit_nbytes=limit,
         block=options.cache_block_tokens,
         exact_chunk=compute.exact_chunk,
-        weighs_hits=compute.device.kind == "cuda" and not compute.exact,
+        weighs_hits=compute.backend.profile.weighs_hits and not compute.exact,
     )
     log.info("prefix cache: %d MiB of memory, blocks of %d tokens", limit // MIB, settings.block)
     make = PrefixTree if leader_parts is None else leader_parts.make_tree
@@ -89,7 +89,9 @@ def build_cache(
         layout,
         settings,
         fingerprint=loaded.info.fingerprint,
-        dtype=computed_in(loaded, compute.arithmetic, leader_parts.text if leader_parts else ""),
+        dtype=computed_in(
+            loaded, compute.backend.arithmetic, leader_parts.text if leader_parts else ""
+        ),
     )
 
 

@@ -42,9 +42,7 @@ def load_encoder(
     folder: Path, recipe: embedder.Recipe, name: str, compute: ComputeSettings
 ) -> tuple[embedder.TextEmbedder, ModelInfo]:
     settings = loader.read_config(folder)
-    return embedder.load_encoder(
-        folder, recipe, settings, served_name=name, cpu_dtype=compute.cpu_dtype
-    )
+    return embedder.load_encoder(folder, recipe, settings, served_name=name, form=compute.backend)
 
 
 def for_any_thread(

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from firn import backends
 from firn.assembly.cache import FLUSH_S, computed_in, layout_of, seal_of, tiers_of
-from firn.assembly.compute import ComputeSettings, compute_settings, preparation_of
+from firn.assembly.compute import ComputeSettings, compute_settings
 from firn.assembly.memory import MemoryPlanner, Planned, with_reservations
 from firn.assembly.model import ServerSpec, find_folder, load_model, row_cost, served_name
 from firn.cache.prefix import CacheSettings
@@ -28,7 +29,6 @@ from firn.core.memory_plan import MachineMemory
 from firn.core.ranks import RankCall
 from firn.host.backups import exclude_from_backups
 from firn.host.shutdown import kill_after, outlives_terminal
-from firn.models import device as devices
 from firn.models import loader
 from firn.models.loader import LoadedModel
 from firn.models.ranks.group import check
@@ -77,13 +77,12 @@ def follow(config: Config, member: RankMember) -> int:
 def _build(config: Config, member: RankMember, follower: Follower) -> FollowerLoop:
     settings, folder = _checked(config, member, follower)
     name = served_name(config)
-    before = with_reservations(devices.machine_memory(devices.device()))
+    before = with_reservations(backends.find().memory())
     compute = compute_settings(config, str(settings["model_type"]), name)
-    (cpu_dtype,) = follower.expect("load").args
-    compute = replace(compute, cpu_dtype=cpu_dtype)
+    (compute.backend.weights_dtype,) = follower.expect("load").args
     loaded = load_model(ServerSpec(config, folder, name, ()), compute, shard=member.group.shard)
     planned = _planned(config, settings, before, compute, loaded)
-    devices.set_limits(compute.device.kind, planned.plan)
+    compute.backend.limit(planned.plan)
     follower.answer(
         "ready",
         {
@@ -108,7 +107,7 @@ def _build(config: Config, member: RankMember, follower: Follower) -> FollowerLo
         make_layers=loaded.make_layers,
         max_rows=config.engine.max_concurrency,
         arguments=loaded.arguments,
-        prepare=preparation_of(loaded, compute),
+        execution=compute.backend.execution(loaded, exact=compute.exact, is_shared=True),
     )
     return FollowerLoop(follower, runner.follow(member.group), slices)
 
@@ -141,7 +140,8 @@ def _planned(
     loaded: LoadedModel,
 ) -> Planned:
     info = loaded.info
-    transient = transient_of(settings, device=compute.device.kind, dtype=info.dtype)
+    fused = compute.backend.profile.fused_head_dims
+    transient = transient_of(settings, fused_head_dims=fused, dtype=info.dtype)
     planner = MemoryPlanner(config, before, compute, transient, info.context_length)
     return planner.plan(row_cost(loaded), info.weights_nbytes)
 
@@ -164,7 +164,9 @@ def _slices(
     except UnknownCacheLayer:
         return None
     settings = CacheSettings(0, options.cache_block_tokens, compute.exact_chunk)
-    text = settings.layout_text(layout, computed_in(loaded, compute.arithmetic, member.text))
+    text = settings.layout_text(
+        layout, computed_in(loaded, compute.backend.arithmetic, member.text)
+    )
     identity = Identity(loaded.info.fingerprint, text)
     slices = Slices(layout, identity, answer=follower.answer, to_self=follower.put)
     for name, tier in tiers_of(options).items():

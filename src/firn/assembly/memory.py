@@ -152,7 +152,7 @@ def with_reservations(
     """
     servers = others(
         folder or reservations_folder(),
-        device=now.kind,
+        device=now.device,
         group=os.getpid() if group is None else group,
     )
     return replace(
@@ -206,7 +206,7 @@ class MemoryWatch:
         """Reserve what this server needs, and adapt to what the machine has left."""
         now = self._look()
         needs = self._planned.reserved_nbytes(self._held_nbytes())
-        self._reservation.put(Reserved(now.kind, self._group, needs, self._used_nbytes()))
+        self._reservation.put(Reserved(now.device, self._group, needs, self._used_nbytes()))
         if self._adapt is None:
             return
         capacity = self._capacity_nbytes()

@@ -73,11 +73,11 @@ def load_model(
         picture=processor.example.inputs if processor else None,
         feature_nbytes=config.images.image_feature_cache_mb * MIB,
         memory=WeightMemory(default_cache_dir()),
-        cpu_dtype=compute.cpu_dtype,
+        form=compute.backend,
         max_context=config.engine.max_context or None,
         shard=shard,
     )
-    return speculation.with_head(config, loaded, exact=compute.exact, cpu_dtype=compute.cpu_dtype)
+    return speculation.with_head(config, loaded, exact=compute.exact, backend=compute.backend)
 
 
 def row_cost(loaded: loader.LoadedModel) -> RowCost:

@@ -12,36 +12,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from firn import backends
 from firn.assembly import embeddings, sparse, speculation
 from firn.assembly.cache import add_tiers, build_cache, cache_nbytes
-from firn.assembly.compute import (
-    ComputeSettings,
-    buckets_of,
-    compute_settings,
-    preparation_of,
-    traced_of,
-)
+from firn.assembly.compute import ComputeSettings, compute_settings
 from firn.assembly.handles import any_cursors, any_rows, any_scorings
 from firn.assembly.memory import MemoryPlanner, MemoryWatch, Planned, with_reservations
 from firn.assembly.model import ServerSpec, load_model, row_cost
+from firn.backends.contract import ComputeBackend, limit_buffer_cache, used_nbytes
 from firn.cache.off import CacheOff
 from firn.cache.prefix import PrefixTree
 from firn.cache.storage.threads import IoThreads
-from firn.config import Config, kernels_dir
+from firn.config import Config
 from firn.core.memory_plan import MIN_CAPACITY_NBYTES, MemoryPlan
 from firn.core.values import ModelInfo
 from firn.engine import Budget, Engine, EngineParts, RowCost, recipes_of
 from firn.kv_events import EventPublisher
-from firn.models import device as devices
 from firn.models import embedder, loader
-from firn.models.cuda import kernels
+from firn.models.decode.execution import Execution
 from firn.models.decode.kv_growth import ShapeBuckets
 from firn.models.decode.runner import Runner
 from firn.models.decode.steps import NoSpeculation, Speculator
-from firn.models.model_arguments import PreparePass
-from firn.models.rehearsal import rehearsal_of, rehearse
 from firn.models.speculation.speculator import Speculation
-from firn.models.traits import TRAITS
 from firn.models.transient import transient_of
 from firn.ranks.leader_parts import LeaderParts
 
@@ -73,11 +65,11 @@ class ServerParts(EngineParts):
 def build_parts(spec: ServerSpec, wake: Callable[[], None]) -> ServerParts:
     """On the engine thread. wake: makes the engine tick. Raises SetupError."""
     config, folder, leader_parts = spec.config, spec.folder, spec.leader_parts
-    machine = with_reservations(devices.machine_memory(devices.device()), group=spec.front)
+    machine = with_reservations(backends.find().memory(), group=spec.front)
     settings, recipe = loader.read_config(folder), embeddings.read_recipe(folder)
     compute = compute_settings(config, str(settings["model_type"]), spec.name)
     if leader_parts is not None:
-        compute = _prepare_ranks(spec, leader_parts, settings, compute)
+        _prepare_ranks(spec, leader_parts, settings, compute.backend)
         if recipe is not None:
             log.warning("no embeddings: the model is sharded over ranks")
             recipe = None
@@ -89,7 +81,11 @@ def build_parts(spec: ServerSpec, wake: Callable[[], None]) -> ServerParts:
         config,
         machine,
         compute,
-        transient_of(settings, device=compute.device.kind, dtype=loaded.info.dtype),
+        transient_of(
+            settings,
+            fused_head_dims=compute.backend.profile.fused_head_dims,
+            dtype=loaded.info.dtype,
+        ),
         context_length=loaded.info.context_length,
     )
     parts = _decoder_parts(
@@ -102,17 +98,16 @@ def _prepare_ranks(
     spec: ServerSpec,
     leader_parts: LeaderParts,
     settings: Mapping[str, Any],
-    compute: ComputeSettings,
-) -> ComputeSettings:
-    """Tell all ranks to load the model; returns the settings that they share. Raises SetupError."""
-    compute = replace(compute, cpu_dtype=leader_parts.dtype_for(compute.cpu_dtype))
+    backend: ComputeBackend,
+) -> None:
+    """Agree with all ranks on how to load the model, and tell them to. Raises SetupError."""
+    backend.weights_dtype = leader_parts.dtype_for(backend.weights_dtype)
     leader_parts.prepare(
         settings,
         spec.name,
         text_only=spec.config.model.text_only,
-        cpu_dtype=compute.cpu_dtype,
+        weights_dtype=backend.weights_dtype,
     )
-    return compute
 
 
 def _decoder_parts(
@@ -124,25 +119,33 @@ def _decoder_parts(
     wake: Callable[[], None],
     draft_folder: Path | None,
 ) -> ServerParts:
-    config, info, device = spec.config, loaded.info, compute.device.kind
-    put_on_tiers = _tiers(spec, device=device, wake=wake)
-    cost, prepare = row_cost(loaded), preparation_of(loaded, compute)
+    config, info, backend = spec.config, loaded.info, compute.backend
+    put_on_tiers = _tiers(spec, device=backend.profile.name, wake=wake)
+    cost, is_shared = row_cost(loaded), spec.leader_parts is not None
+    execution = backend.execution(loaded, exact=compute.exact, is_shared=is_shared)
     alone_nbytes = planner.plan(cost, info.weights_nbytes).alone_nbytes
     setup = speculation.DraftSetup(
         exact=compute.exact,
-        cpu_dtype=compute.cpu_dtype,
+        backend=backend,
         cache_nbytes=cache_nbytes(config, alone_nbytes),
         add_tiers=lambda cache, model: put_on_tiers(cache, model, _draft_io()),
         folder=draft_folder,
     )
-    drafting, padding = speculation.build(config, loaded, setup), partial(_buckets, spec, compute)
+    drafting = speculation.build(config, loaded, setup)
     scorer, drafting = sparse.build(
-        config, loaded, drafting, setup=setup, prepare=prepare, buckets_of=padding
+        config,
+        loaded,
+        drafting,
+        setup=setup,
+        prepare=execution.prepare,
+        buckets_of=(lambda _: ShapeBuckets()) if compute.exact or is_shared else backend.buckets,
     )
     cost = drafting.with_rows(cost)
     planned = _plan(planner, cost, info, drafting)
-    devices.set_limits(device, planned.plan)
-    capacity_nbytes, alone_nbytes = _capacity(spec, loaded, planned, device=device)
+    backend.limit(planned.plan)
+    capacity_nbytes, alone_nbytes = _capacity(
+        spec, loaded, planned, has_own_memory=backend.profile.has_own_memory
+    )
     budget = Budget(
         cost,
         capacity_nbytes=capacity_nbytes,
@@ -156,27 +159,21 @@ def _decoder_parts(
         _prepare_tree(config, tree, recipe=scorer.recipe if scorer else None)
         put_on_tiers(tree, info, IoThreads(max_write_nbytes=planned.plan.write_queue_nbytes))
     tree.set_room(budget.free_nbytes())
-    buckets = padding(loaded)
-    make_runner = partial(
-        _rehearsed_runner,
-        spec,
-        loaded,
-        drafting.speculation or NoSpeculation(),
-        is_gpu=device == "cuda",
-    )
     max_padding = capacity_nbytes // PADDING_PARTS // max(cost.per_token_nbytes, 1)
     return ServerParts(
         any_rows(
-            make_runner(
-                prepare=prepare,
-                buckets=buckets,
-                profile=TRAITS[device],
+            _warm_runner(
+                spec,
+                loaded,
+                drafting.speculation or NoSpeculation(),
+                backend=backend,
+                execution=execution,
                 max_padding=max_padding,
             )
         ),
         any_cursors(tree),
         budget,
-        replace(compute.limits, common_chunk=buckets.common_chunk),
+        replace(compute.limits, common_chunk=execution.buckets.common_chunk),
         scorer=None if scorer is None else any_scorings(scorer),
         tree=tree,
         speculation=drafting.speculation,
@@ -227,60 +224,46 @@ def _prepare_tree(config: Config, tree: PrefixTree, *, recipe: str | None) -> No
 
 
 def _capacity(
-    spec: ServerSpec, loaded: loader.LoadedModel, planned: Planned, *, device: str
+    spec: ServerSpec, loaded: loader.LoadedModel, planned: Planned, *, has_own_memory: bool
 ) -> tuple[int, int]:
     """The capacity for live requests and stored prefixes, and what it would be if nothing else ran
     on the machine."""
     capacity_nbytes, alone_nbytes = planned.plan.capacity_nbytes, planned.alone_nbytes
     if spec.leader_parts is not None:
-        capacity_nbytes = spec.leader_parts.begin(loaded.info, capacity_nbytes, device=device)
+        capacity_nbytes = spec.leader_parts.begin(
+            loaded.info, capacity_nbytes, has_own_memory=has_own_memory
+        )
         alone_nbytes = min(alone_nbytes, capacity_nbytes)
     return capacity_nbytes, alone_nbytes
 
 
-def _buckets(
-    spec: ServerSpec, compute: ComputeSettings, loaded: loader.LoadedModel
-) -> ShapeBuckets:
-    return buckets_of(loaded, compute) if spec.leader_parts is None else ShapeBuckets()
-
-
-def _rehearsed_runner(
+def _warm_runner(
     spec: ServerSpec,
     loaded: loader.LoadedModel,
     speculator: Speculator,
     *,
-    is_gpu: bool,
-    buckets: ShapeBuckets,
-    **options: Any,
+    backend: ComputeBackend,
+    execution: Execution,
+    max_padding: int,
 ) -> Runner:
-    """The server's runner. On a GPU, another runner first uses the model the way requests will."""
-    traced = traced_of(loaded, buckets)
-    make = partial(_runner, spec, loaded, buckets=buckets, traced=traced, **options)
-    if is_gpu and spec.leader_parts is None:
-        rehearse(make(speculator=rehearsal_of(loaded.model, speculator)))
-        kernels.note(kernels_dir())
-    return make(speculator=speculator)
+    """The server's runner, on a device that is ready for it."""
 
+    def make(speculator: Speculator) -> Runner:
+        common: dict[str, Any] = {
+            "make_layers": loaded.make_layers,
+            "max_rows": spec.config.engine.max_concurrency,
+            "arguments": loaded.arguments,
+            "speculator": speculator,
+            "execution": execution,
+        }
+        if spec.leader_parts is not None:
+            # All ranks must read and group rows in the same way, however much memory each has.
+            return spec.leader_parts.make_runner(loaded.model, loaded.info, **common)
+        return Runner(loaded.model, loaded.info, **common, max_padding=max_padding)
 
-def _runner(
-    spec: ServerSpec,
-    loaded: loader.LoadedModel,
-    *,
-    speculator: Speculator,
-    prepare: PreparePass,
-    **options: Any,
-) -> Runner:
-    common: dict[str, Any] = {
-        "make_layers": loaded.make_layers,
-        "max_rows": spec.config.engine.max_concurrency,
-        "arguments": loaded.arguments,
-        "prepare": prepare,
-        "speculator": speculator,
-    }
-    if spec.leader_parts is not None:
-        # All ranks must read and group rows in the same way, however much memory each has.
-        return spec.leader_parts.make_runner(loaded.model, loaded.info, **common)
-    return Runner(loaded.model, loaded.info, **common, **options)
+    if spec.leader_parts is None:
+        backend.warm_up(loaded.model, make, speculator)
+    return make(speculator)
 
 
 def _encoder_parts(
@@ -306,16 +289,16 @@ def watch_engine(
     planned = engine.parts.planned
     if planned is None:
         return None
-    device = devices.device()
+    backend = backends.find()
 
     def adapt(plan: MemoryPlan) -> None:
-        devices.limit_buffer_cache(plan)
+        limit_buffer_cache(plan)
         engine.call(lambda parts: parts.set_capacity(plan.capacity_nbytes))
 
     watch = MemoryWatch(
         planned,
-        look=lambda: devices.machine_memory(device),
-        used_nbytes=devices.used_nbytes,
+        look=backend.memory,
+        used_nbytes=used_nbytes,
         held_nbytes=lambda: engine.call(lambda parts: parts.budget.reserved_nbytes).result(
             ENGINE_S
         ),

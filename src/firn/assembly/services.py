@@ -17,6 +17,7 @@ from firn.assembly import embeddings, sparse, speculation
 from firn.assembly.model import ServerSpec
 from firn.assembly.parts import ServerParts
 from firn.assembly.text import TextParts
+from firn.backends.contract import allocated_nbytes
 from firn.cache.admin.control import CacheAdmin, health, snapshot
 from firn.config import Config, default_cache_dir
 from firn.core.fair_pool import FairPool
@@ -24,7 +25,6 @@ from firn.core.memory_plan import MIB
 from firn.core.ports import Tokenizer
 from firn.engine import Engine
 from firn.media.documents import Documents
-from firn.models import device as devices
 from firn.models.grammar import Compiler
 from firn.models.recognise import scoring_settings
 from firn.text import rerank
@@ -77,7 +77,7 @@ def build_services(
         recorder=recorder,
         dashboard=not config.page.no_dashboard,
         show_text=config.page.show_text,
-        allocated=devices.allocated_nbytes,
+        allocated=allocated_nbytes,
         health_details=lambda: {
             "cache": health(parts.tree),
             "speculation": speculation.view(parts.speculation),
@@ -85,7 +85,7 @@ def build_services(
         },
         extra_collectors=(
             CacheMetrics(lambda: snapshot(parts.tree)),
-            MemoryMetrics(devices.allocated_nbytes),
+            MemoryMetrics(allocated_nbytes),
             SpeculationMetrics(lambda: speculation.view(parts.speculation)),
         ),
     )

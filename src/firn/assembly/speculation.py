@@ -9,6 +9,7 @@ from pathlib import Path
 
 from firn.assembly import model_names
 from firn.assembly.handles import any_cursors
+from firn.backends.contract import ComputeBackend
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
@@ -17,10 +18,7 @@ from firn.core.errors import SetupError, UnknownCacheLayer
 from firn.core.values import ModelInfo
 from firn.engine import RowCost
 from firn.models import loader, mtp_load
-from firn.models.cpu.dtype import Choice as CpuDtype
-from firn.models.cpu.dtype import widen_as
-from firn.models.decode.raggedcheck import ragged_fault, rewind_fault, traits_of
-from firn.models.device import device
+from firn.models.decode.raggedcheck import ragged_fault, rewind_fault
 from firn.models.faults import first_line
 from firn.models.hub import HubRules
 from firn.models.mtp import MtpModel, PredictionHead, with_head_layer
@@ -67,7 +65,7 @@ class DraftSetup:
     """How a draft model is loaded and cached: like the model that it serves."""
 
     exact: bool
-    cpu_dtype: CpuDtype
+    backend: ComputeBackend
     cache_nbytes: int
     """Memory for the prefixes of the model that it serves."""
     add_tiers: Callable[[PrefixTree, ModelInfo], None]
@@ -106,7 +104,7 @@ def check_settings(config: Config) -> None:
 
 
 def with_head(
-    config: Config, loaded: loader.LoadedModel, *, exact: bool, cpu_dtype: CpuDtype
+    config: Config, loaded: loader.LoadedModel, *, exact: bool, backend: ComputeBackend
 ) -> loader.LoadedModel:
     """The model with its prediction head, if it has one that should draft. Raises SetupError."""
     option = config.engine.speculation
@@ -116,7 +114,7 @@ def with_head(
     settings = loader.read_config(folder)
     try:
         if mtp_load.has_head(folder, settings):
-            return _add_head(loaded, mtp_load.read_head(folder, settings), cpu_dtype=cpu_dtype)
+            return _add_head(loaded, mtp_load.read_head(folder, settings), backend=backend)
     except HEAD_FAULTS as e:
         if option == "mtp":
             raise SetupError(f"--speculation mtp: {first_line(e)}") from e
@@ -128,10 +126,10 @@ def with_head(
 
 
 def _add_head(
-    loaded: loader.LoadedModel, head: PredictionHead, *, cpu_dtype: CpuDtype
+    loaded: loader.LoadedModel, head: PredictionHead, *, backend: ComputeBackend
 ) -> loader.LoadedModel:
     info = loaded.info
-    widen_as(head, cpu_dtype, like=loaded.model)
+    backend.widen_as(head, like=loaded.model)
     model, make_layers = MtpModel(loaded.model, head), with_head_layer(loaded.make_layers)
     probe = mtp_load.probe(model, make_layers)
     log.info("the prediction head of %s drafts tokens", info.name)
@@ -182,24 +180,26 @@ def build(config: Config, loaded: loader.LoadedModel, setup: DraftSetup) -> Draf
     why = ragged_fault(loaded.model, loaded.make_layers) if loaded.info.batchable else None
     if why:
         log.warning("%s drafts tokens for single requests only: %s", loaded.info.name, why)
-    traits = traits_of(loaded.model, loaded.make_layers, device().kind)
+    profile = setup.backend.step_profile(loaded.model, loaded.make_layers)
     alone = discover()
     name = "lookup" if option == "auto" else option
     drafters: list[Drafter] = [alone[name]()] if name in alone else []
     if isinstance(loaded.model, MtpModel):
         drafters.append(MtpDrafter(loaded.model))
     if small is None or option not in ("auto", "model"):
-        return Drafting(Speculation(*drafters, in_groups=why is None, traits=traits))
+        return Drafting(Speculation(*drafters, in_groups=why is None, profile=profile))
     draft = open_draft(config, setup)
     try:
-        drafters.append(_drafter(draft.model, draft.cache, small))
+        drafters.append(_drafter(draft.model, draft.cache, small, setup.backend))
         draft = replace(draft, is_drafter=True)
         log.info("%s drafts tokens for %s", small, loaded.info.name)
     except SetupError as e:
         if not config.sparse.sparse_prefill:
             raise
         log.warning("%s", e)
-    speculation = Speculation(*drafters, in_groups=why is None, traits=traits) if drafters else None
+    speculation = (
+        Speculation(*drafters, in_groups=why is None, profile=profile) if drafters else None
+    )
     return Drafting(speculation, draft.model.info.weights_nbytes, draft.row_cost, draft)
 
 
@@ -209,7 +209,7 @@ def open_draft(config: Config, setup: DraftSetup) -> DraftModel:
     assert small is not None
     assert setup.folder is not None
     draft = loader.load(
-        setup.folder, served_name=small, trust_remote_code=trust, cpu_dtype=setup.cpu_dtype
+        setup.folder, served_name=small, trust_remote_code=trust, form=setup.backend
     )
     cache, cost = _cache(draft, setup.cache_nbytes // DRAFT_CACHE_DIVISOR)
     if isinstance(cache, PrefixTree):
@@ -233,7 +233,9 @@ def _cache(draft: loader.LoadedModel, nbytes: int) -> tuple[PrefixTree | CacheOf
     return tree, cost
 
 
-def _drafter(draft: loader.LoadedModel, cache: PrefixTree | CacheOff, name: str) -> ModelDrafter:
+def _drafter(
+    draft: loader.LoadedModel, cache: PrefixTree | CacheOff, name: str, backend: ComputeBackend
+) -> ModelDrafter:
     info = draft.info
     try:
         return ModelDrafter(
@@ -242,7 +244,7 @@ def _drafter(draft: loader.LoadedModel, cache: PrefixTree | CacheOff, name: str)
             cache=any_cursors(cache),
             batchable=info.batchable and ragged_fault(draft.model, draft.make_layers) is None,
             n_ids=info.n_ids,
-            traits=traits_of(draft.model, draft.make_layers, device().kind),
+            profile=backend.step_profile(draft.model, draft.make_layers),
         )
     except ValueError as e:
         raise SetupError(f"--draft-model {name} cannot draft tokens: {e}") from e

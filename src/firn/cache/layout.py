@@ -111,8 +111,8 @@ class Layout:
         return Cells(taken, at.index, [(column + start, column + end) for start, end in bounds])
 
     def prepare(self, layers: Sequence[LayerCache]) -> None:
-        """Compile the kernels for cutting and spilling, which takes seconds on CUDA. The layers
-        must hold a token."""
+        """Compile the kernels for cutting and spilling, where there are any. The layers must hold a
+        token."""
         at = At(0, 1)
         cells = self._cells(layers, at, [(0, 1)])
         if cells is not None:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -27,7 +26,8 @@ from firn.core.memory_plan import MemoryOptions
 from firn.host.machine import SystemMemory, disk_free, is_translated, memory
 
 if TYPE_CHECKING:
-    from firn.models.inspect import DeviceReport, ModelReport
+    from firn.backends.contract import ComputeBackend, DeviceReport
+    from firn.models.inspect import ModelReport
     from firn.models.timing import TimeSplit
 
 LOW_DISK_NBYTES = 2 << 30
@@ -93,11 +93,11 @@ def machine_findings(cache_dir: Path) -> Iterator[Finding]:
     yield Finding("platform", f"{platform.platform()}, {platform.machine()}")
     if is_translated():
         yield Finding("", ROSETTA, "problem")
-    device = _device()
-    if device is None:
+    backend = _backend()
+    if backend is None:
         yield Finding("device", f"MLX cannot be loaded; {INSTALL_HINT}", "problem")
     else:
-        yield from _device_findings(device)
+        yield from _device_findings(backend)
     yield _memory_finding(memory())
     yield _disk_finding(cache_dir)
 
@@ -109,27 +109,26 @@ def _version(package: str, otherwise: str, *, missing: Mark) -> Finding:
         return Finding(package, otherwise, missing)
 
 
-def _device() -> DeviceReport | None:
+def _backend() -> ComputeBackend | None:
+    """The device's; None if MLX is not installed."""
+    from firn import backends
+
     try:
-        from firn.models.inspect import inspect_device
+        return backends.find()
     except ImportError:
         return None
-    return inspect_device()
 
 
-def _device_findings(device: DeviceReport) -> Iterator[Finding]:
-    text = f"{device.kind}: {device.name}"
-    if device.memory_nbytes and device.kind != "CPU":
+def _device_findings(backend: ComputeBackend) -> Iterator[Finding]:
+    device = backend.report()
+    text = f"{device.profile.label}: {device.name}"
+    if device.memory_nbytes:
         text += f", {size(device.memory_nbytes)}"
     if device.working_set_nbytes:
         text += f", {size(device.working_set_nbytes)} recommended for one process"
     yield Finding("device", text)
-    if device.kind == "CPU":
-        from firn.models.cpu.blas import attach
-
-        blas = attach("auto", memo=default_cache_dir() / "blas.json", again=True)
-        slow = blas.library is None and sys.platform == "linux"
-        yield Finding("BLAS", blas.text, "note" if slow else "ok")
+    for topic, more, is_odd in backend.describe(default_cache_dir()):
+        yield Finding(topic, more, "note" if is_odd else "ok")
 
 
 def _memory_finding(system: SystemMemory) -> Finding:
@@ -169,8 +168,8 @@ def model_findings(name: str | None, *, n_stores: int = 0) -> Iterator[Finding]:
     if name == BUILTIN_MODEL:
         yield Finding("model", f"{name} is built in: nothing to download")
         return
-    device = _device()
-    if device is None:
+    backend = _backend()
+    if backend is None:
         yield Finding("model", f"{name} was not examined: that needs MLX", "note")
         return
     from firn.models.inspect import inspect_folder, local_folder
@@ -187,7 +186,11 @@ def model_findings(name: str | None, *, n_stores: int = 0) -> Iterator[Finding]:
         )
         yield Finding("model", text, "note")
         return
-    yield from describe_model(inspect_folder(folder), device, memory(), n_stores=n_stores)
+    device = backend.report()
+    computes_in = "float32" if device.profile.widened_share else "bfloat16"
+    fused = device.profile.fused_head_dims
+    report = inspect_folder(folder, fused_head_dims=fused, dtype=computes_in)
+    yield from describe_model(report, device, memory(), n_stores=n_stores)
     yield from template_findings(folder)
 
 
@@ -242,22 +245,18 @@ def describe_model(
 def time_model(name: str) -> Iterator[Finding]:
     """Loads the model as a server would, and measures where the time of a chunk and of a step goes."""
     from firn.assembly import model_names
-    from firn.models import cpu, cuda, loader
-    from firn.models import device as devices
+    from firn.backends.contract import BackendOptions
+    from firn.models import loader
     from firn.models.hub import HubRules
     from firn.models.timing import measure
 
-    device = devices.device()
-    cpu_dtype: Literal["auto", "model"] = "model"
-    if device.kind == "cpu":
-        blas = cpu.tune("auto", exact=False, memo=default_cache_dir() / "blas.json")
-        cpu_dtype = "auto" if blas.library else "model"
-    elif device.kind == "cuda":
-        cuda.tune(folder=kernels_dir())
+    backend = _backend()
+    assert backend is not None
+    backend.install(BackendOptions(cache_folder=default_cache_dir(), kernels_folder=kernels_dir()))
     try:
         folder = model_names.resolve(name, HubRules(offline=True))
-        loaded = loader.load(folder, served_name=name, cpu_dtype=cpu_dtype)
-        timing = measure(loaded.model, loaded.make_layers, chunk=device.prefill_chunk)
+        loaded = loader.load(folder, served_name=name, form=backend)
+        timing = measure(loaded.model, loaded.make_layers, chunk=backend.profile.prefill_chunk)
     except SetupError as error:
         yield Finding("time", error.message, "problem")
         return
@@ -298,14 +297,13 @@ def _budget(
 ) -> Iterator[Finding]:
     """The memory plan of a server with default settings, and the context that it allows."""
     from firn.assembly.memory import with_reservations
-    from firn.models.device import LARGEST_CHUNKS
 
     machine = with_reservations(machine_of(device, system))
     model = model_of(report)
-    options = MemoryOptions(chunk=LARGEST_CHUNKS[machine.kind], n_store_queues=n_stores)
+    options = MemoryOptions(chunk=device.profile.largest_chunk, n_store_queues=n_stores)
     plan, fits_alone = verdict(machine, model, options)
     topic = "budget"
-    for nbytes, text in budget_rows(machine, plan):
+    for nbytes, text in budget_rows(machine, plan, memory_name=device.profile.memory_name):
         sign = "-" if nbytes < 0 else " "
         yield Finding(topic, f"{sign}{size(abs(nbytes)):>10}  {text}")
         topic = ""

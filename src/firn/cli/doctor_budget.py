@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from firn.core.memory_plan import (
-    DeviceKind,
     MachineMemory,
     MemoryOptions,
     MemoryPlan,
@@ -19,16 +18,19 @@ from firn.core.memory_plan import (
 from firn.host.machine import SystemMemory
 
 if TYPE_CHECKING:
-    from firn.models.inspect import DeviceReport, ModelReport
-
-KINDS: dict[str, DeviceKind] = {"CPU": "cpu", "Metal": "metal", "CUDA": "cuda"}
+    from firn.backends.contract import DeviceReport
+    from firn.models.inspect import ModelReport
 
 
 def machine_of(device: DeviceReport, system: SystemMemory) -> MachineMemory:
-    kind = KINDS[device.kind]
-    device_nbytes = device.working_set_nbytes or device.memory_nbytes or system.total
-    available = None if kind == "cuda" else system.available
-    return MachineMemory(kind, device_nbytes, system.total, available)
+    has_own = device.profile.has_own_memory
+    return MachineMemory(
+        device.profile.name,
+        device.working_set_nbytes or device.memory_nbytes or system.total,
+        system.total,
+        None if has_own else system.available,
+        has_own_memory=has_own,
+    )
 
 
 def model_of(report: ModelReport) -> ModelMemory:
@@ -43,12 +45,10 @@ def model_of(report: ModelReport) -> ModelMemory:
 
 
 def as_computed(report: ModelReport, device: DeviceReport, system: SystemMemory) -> ModelReport:
-    """The report in float32, if a CPU would compute in it: larger weights, twice the cache."""
-    from firn.models.cpu.dtype import SHARE
-
-    wide = report.float32_nbytes
-    most = math.inf if system.available is None else SHARE * system.available
-    if device.kind != "CPU" or not report.weights_nbytes < wide <= most:
+    """The report in float32, if the device would compute in it: larger weights, twice the cache."""
+    wide, share = report.float32_nbytes, device.profile.widened_share
+    most = math.inf if system.available is None else share * system.available
+    if not share or not report.weights_nbytes < wide <= most:
         return report
     cost = report.cache and replace(
         report.cache,
@@ -66,10 +66,11 @@ def verdict(
     return plan_memory(machine, model, options), plan_memory(alone, model, options).fits
 
 
-def budget_rows(machine: MachineMemory, plan: MemoryPlan) -> Iterator[tuple[int, str]]:
+def budget_rows(
+    machine: MachineMemory, plan: MemoryPlan, *, memory_name: str
+) -> Iterator[tuple[int, str]]:
     """Bytes and what they are for; deductions are negative, and the last row is the rest."""
-    device = "Metal's working set" if machine.kind == "metal" else "memory of the device"
-    yield machine.device_nbytes, device
+    yield machine.device_nbytes, memory_name
     if machine.reserved_nbytes:
         yield -machine.reserved_nbytes, "reserved by other firn servers"
     if plan.headroom_nbytes:

@@ -4,7 +4,7 @@ Owner: the command that runs. Everything below it is passed values and reads no 
 """
 
 from firn.config.cache import CacheConfig, converted_dir, default_cache_dir, kernels_dir
-from firn.config.engine import EngineConfig
+from firn.config.engine import BlasChoice, EngineConfig, WeightsDtype
 from firn.config.fleet import FleetConfig, ModelTable
 from firn.config.images import ImagesConfig
 from firn.config.model import BUILTIN_MODEL, ModelConfig
@@ -23,6 +23,7 @@ __all__ = [
     "OPTIONS",
     "SECTIONS",
     "BadValue",
+    "BlasChoice",
     "CacheConfig",
     "Config",
     "EngineConfig",
@@ -40,6 +41,7 @@ __all__ = [
     "ServerConfig",
     "SparseConfig",
     "UsageError",
+    "WeightsDtype",
     "converted_dir",
     "default_cache_dir",
     "kernels_dir",

@@ -11,6 +11,8 @@ from firn.config.options import BadValue, option
 
 DRAFTERS = Path(__file__).parents[1] / "models" / "speculation" / "drafters"
 """Listed, never imported: a wrong name must be reported before a model is loaded, without MLX."""
+BlasChoice = Literal["auto", "system", "bundled", "none"]
+WeightsDtype = Literal["auto", "model", "float32"]
 
 
 def speculation(text: str) -> str:
@@ -100,12 +102,12 @@ class EngineConfig:
         metavar="auto|off|GB",
         words={"auto": 0.0, "off": 0.0},
     )
-    blas: Literal["auto", "system", "bundled", "none"] = option(
+    blas: BlasChoice = option(
         "auto",
         "Linux, CPU: the library that multiplies matrices. system: the system's OpenBLAS; bundled: the "
         "one that firn[cpu] installs; none: MLX's own; auto: the fastest.",
     )
-    cpu_dtype: Literal["auto", "model", "float32"] = option(
+    cpu_dtype: WeightsDtype = option(
         "auto",
         "CPU: compute 16-bit and quantised weights in float32, or as the model has them; "
         "auto: in float32 where that is faster and there is memory for it.",

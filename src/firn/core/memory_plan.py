@@ -12,7 +12,6 @@ Invariant: the parts of a plan that fits never exceed its limit, and it has room
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 MIB, GIB = 1 << 20, 1 << 30
 LEAST_TOKENS = 8192
@@ -40,20 +39,20 @@ MIN_SYSTEM_NBYTES, MAX_SYSTEM_NBYTES = 1 * GIB, 8 * GIB
 """Share of physical memory left to the system and other programs, and its bounds."""
 AVAILABLE_SLACK = 0.25
 """Share of the system's part that stays available while a server uses everything else."""
-CUDA_HEADROOM_NBYTES = 2 * GIB
+MAX_OWN_HEADROOM_NBYTES = 2 * GIB
+"""Left free on a device with memory of its own, or an eighth of it if that is less."""
 MIN_CAPACITY_NBYTES = 256 * MIB
 """The capacity of a model that does not fit but is served anyway."""
-
-DeviceKind = Literal["cpu", "metal", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)
 class MachineMemory:
     """What the machine reports before the model is loaded."""
 
-    kind: DeviceKind
+    device: str
+    """Its name: other servers on it share its memory."""
     device_nbytes: int
-    """Metal: the recommended working set. Elsewhere: the device's memory."""
+    """What the driver recommends for one process, or the device's memory."""
     physical_nbytes: int
     available_nbytes: int | None = None
     """What could be allocated without swapping; None: unknown."""
@@ -61,6 +60,8 @@ class MachineMemory:
     """Reserved by other firn servers of this user on this device."""
     unclaimed_nbytes: int = 0
     """The part of that which they have not allocated yet, so it still looks available."""
+    has_own_memory: bool = False
+    """The device's memory is not the machine's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +202,9 @@ def _headroom(machine: MachineMemory, options: MemoryOptions) -> int:
         return int((1 - options.device_share) * machine.device_nbytes)
     if options.headroom_nbytes is not None:
         return options.headroom_nbytes
-    if machine.kind == "cuda":
-        return min(CUDA_HEADROOM_NBYTES, machine.device_nbytes // 8)
-    # Metal's recommendation already leaves memory to the system, unless the user has raised it.
+    if machine.has_own_memory:
+        return min(MAX_OWN_HEADROOM_NBYTES, machine.device_nbytes // 8)
+    # A recommendation already leaves memory to the system, unless the user has raised it.
     left_already = machine.physical_nbytes - machine.device_nbytes
     return max(_system_nbytes(machine) - left_already, 0)
 

@@ -374,8 +374,7 @@ class Fleet:
         for key_id, n_tokens in report["computed"].items():
             self._charge(Namespace(key_id), n_tokens - model.computed.get(key_id, 0))
             model.computed[key_id] = n_tokens
-        if report["device"] != "cpu":
-            self._device_nbytes = report["device_memory"]
+        self._device_nbytes = report["device_memory"]
         background = max(int(report["calls"]) - model.n_active, 0)
         before, model.footprint = model.footprint, memory.measured(report, model.footprint)
         if model.footprint != before or background != model.n_background:

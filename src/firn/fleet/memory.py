@@ -7,18 +7,15 @@ process itself count with fixed amounts.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from firn import backends
 from firn.host import machine
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -80,7 +77,7 @@ def room(limit_nbytes: int) -> Room:
 
     limit_nbytes: set by the user; 0: derived from the device's memory.
     """
-    now = gpu_memory() or machine.memory()
+    now = backends.memory_without_mlx() or machine.memory()
     budget = limit_nbytes or int(now.total * usable_share(now.total))
     free = math.inf if now.available is None else float(now.available)
     return Room(budget, free)
@@ -92,37 +89,3 @@ def usable_share(total_nbytes: int, *, platform: str = sys.platform) -> float:
     if platform == "darwin":
         return 2 / 3 if total_nbytes <= SMALL_MAC_NBYTES else 3 / 4
     return 1 - HEADROOM_SHARE
-
-
-def gpu_memory() -> machine.SystemMemory | None:
-    """Memory of the first NVIDIA GPU; None: MLX does not use it, or nvidia-smi failed."""
-    if not _mlx_uses_cuda():
-        return None
-    command = [
-        "nvidia-smi",
-        "--query-gpu=memory.total,memory.free",
-        "--format=csv,noheader,nounits",
-    ]
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return parse_gpus(run.stdout)
-
-
-@functools.cache
-def _mlx_uses_cuda() -> bool:
-    """Whether MLX runs on CUDA, judged by the installed packages: the front must not import MLX."""
-    for package in ("mlx-cuda-13", "mlx-cuda-12", "mlx-cuda"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            metadata.distribution(package)
-            return True
-    return False
-
-
-def parse_gpus(text: str) -> machine.SystemMemory | None:
-    """Parses nvidia-smi's lines "total, free" in MiB; MLX uses the first GPU."""
-    total, _, free = text.strip().partition("\n")[0].partition(",")
-    if not (total.strip().isdigit() and free.strip().isdigit()):
-        return None
-    return machine.SystemMemory(int(total) * MIB, int(free) * MIB)

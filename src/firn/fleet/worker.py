@@ -23,7 +23,7 @@ from typing import Any
 
 import uvloop
 
-from firn import app
+from firn import app, backends
 from firn.api import warm
 from firn.api.connections import ConnectionLimits, Connections, http_config
 from firn.api.hosts import EVERY, Hosts
@@ -31,6 +31,7 @@ from firn.api.routes.models import model_object
 from firn.api.server import create_app
 from firn.api.services import Services
 from firn.assembly.cache import FLUSH_S
+from firn.backends.contract import active_nbytes
 from firn.config import Config
 from firn.core.errors import FirnError, ShuttingDown
 from firn.core.memory_plan import MIN_CAPACITY_NBYTES
@@ -44,7 +45,6 @@ from firn.host.machine import raise_descriptor_limit
 from firn.host.shutdown import end, exit_or_return, kill_after
 from firn.listener import Uvicorn
 from firn.logs import configure as configure_logs
-from firn.models import device as devices
 
 log = logging.getLogger("firn.fleet")
 
@@ -153,7 +153,7 @@ def _progress(link: FrontLink, spec: ModelSpec) -> Iterator[None]:
 
     def tell() -> None:
         while not done.wait(PROGRESS_S):
-            share = min(devices.active_nbytes() / n_weights, 0.99)
+            share = min(active_nbytes() / n_weights, 0.99)
             link.tell("progress", text=f"{share:.0%}")
 
     thread = threading.Thread(target=tell, name="firn-progress", daemon=True)
@@ -272,14 +272,14 @@ async def _report(server: app.Server, services: Services, web: Uvicorn, link: Fr
     """Report `ready` once the socket listens, and then every change."""
     while not web.started:
         await asyncio.sleep(STARTUP_POLL_S)
-    peak, last, device = 0, None, devices.device()
+    peak, last, device_nbytes = 0, None, backends.find().memory_nbytes
     message: dict[str, Any] = {"event": "ready", "model": model_object(services)}
     while True:
         report = await asyncio.wrap_future(server.engine.call(_measure))
         peak = max(peak, report.pop("live"))
         report = {**report, "live_peak": peak, "calls": server.event_router.n_calls}
         report["weights"] = server.engine.model.weights_nbytes
-        report["device"], report["device_memory"] = device.kind, device.memory_nbytes
+        report["device_memory"] = device_nbytes
         report["computed"] = services.quotas.computed()
         if report != last:
             link.tell(**message, report=report)

@@ -24,7 +24,7 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from firn.core.errors import BadRequest, SetupError
 from firn.core.values import ModelInfo
-from firn.models.cpu import dtype
+from firn.models.weight_form import AS_STORED, WeightForm
 
 Pooling = Literal["mean", "lasttoken", "cls", "max"]
 POOLING_FLAGS: Mapping[str, str] = {
@@ -231,7 +231,7 @@ def load_encoder(
     config: Mapping[str, Any],
     *,
     served_name: str,
-    cpu_dtype: dtype.Choice = "model",
+    form: WeightForm = AS_STORED,
 ) -> tuple[TextEmbedder, ModelInfo]:
     """Load a model with mlx-vlm, whose models pool and project themselves. Raises SetupError."""
     kind = str(config["model_type"])
@@ -241,7 +241,7 @@ def load_encoder(
         raise SetupError(f"{folder} ({kind}) computes embeddings: install firn[vision]") from e
     try:
         model = load_embedding_model(folder)
-        dtype.apply(model, cpu_dtype)
+        form.widen(model)
         model.pooling_config = {"pooling_mode": recipe.pooling}
 
         def encode(ids: mx.array, mask: mx.array) -> mx.array:

@@ -42,33 +42,6 @@ DTYPES = {
 PART_NAME = re.compile(r"^(model.*)-(\d{5})-of-(\d{5})\.safetensors$")
 LFS_POINTER = b"version https://git-lfs"
 
-# --- the device ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceReport:
-    """`working_set_nbytes` is what the driver lets a process use; None if it does not say."""
-
-    kind: Literal["Metal", "CUDA", "CPU"]
-    name: str
-    memory_nbytes: int | None
-    working_set_nbytes: int | None
-
-
-def inspect_device() -> DeviceReport:
-    on_gpu = mx.default_device() == mx.Device(mx.gpu)
-    info: Mapping[str, Any] = mx.device_info()
-    kind: Literal["Metal", "CUDA", "CPU"] = "CPU"
-    if on_gpu:
-        kind = "Metal" if mx.metal.is_available() else "CUDA"
-    return DeviceReport(
-        kind=kind,
-        name=str(info.get("device_name", "unknown")),
-        memory_nbytes=info.get("memory_size") or info.get("total_memory"),
-        working_set_nbytes=info.get("max_recommended_working_set_size"),
-    )
-
-
 # --- a model -------------------------------------------------------------------------------
 
 
@@ -135,7 +108,10 @@ def local_folder(name: str) -> Path | None:
         raise SetupError(f"{name} is neither a folder nor a hub id (owner/name).") from error
 
 
-def inspect_folder(folder: Path) -> ModelReport:
+def inspect_folder(
+    folder: Path, *, fused_head_dims: frozenset[int] = frozenset(), dtype: str = "bfloat16"
+) -> ModelReport:
+    """fused_head_dims, dtype: what the device that will compute it has kernels for, and computes in."""
     try:
         config = _config(folder)
     except SetupError as error:
@@ -158,7 +134,7 @@ def inspect_folder(folder: Path) -> ModelReport:
         dtype=_dtype(config, headers),
         context_length=stated_context_length(config),
         cache=cache,
-        transient=_transient(config),
+        transient=transient_of(config, fused_head_dims=fused_head_dims, dtype=dtype),
         notes=tuple(findings.notes),
         problems=tuple(findings.problems),
     )
@@ -171,12 +147,6 @@ def _config(folder: Path) -> dict[str, Any]:
         foreign = foreign_format(folder)
         raise SetupError(foreign or f"{folder} is a file; a model is a folder with a config.json.")
     return read_config(folder)
-
-
-def _transient(config: Mapping[str, Any]) -> Transient:
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    device = "cpu" if on_cpu else "metal" if mx.metal.is_available() else "cuda"
-    return transient_of(config, device=device, dtype="float32" if on_cpu else "bfloat16")
 
 
 def _check_tokenizer(folder: Path, findings: _Findings) -> None:
@@ -355,7 +325,7 @@ def _cache_cost(folder: Path, findings: _Findings) -> CacheCost | None:
         return None
     try:
         # Buffers grow in steps of 256 tokens, so this difference is exact for all of them.
-        pairs = list(zip(_traced(model, 1), _traced(model, 257), strict=True))
+        pairs = list(zip(_first_caches(model, 1), _first_caches(model, 257), strict=True))
     except Exception as error:
         findings.notes.append(f"The size of its cache could not be estimated: {first_line(error)}")
         return None
@@ -371,7 +341,7 @@ def _cache_cost(folder: Path, findings: _Findings) -> CacheCost | None:
     )
 
 
-def _traced(model: Any, n_tokens: int) -> list[Any]:
+def _first_caches(model: Any, n_tokens: int) -> list[Any]:
     """The layers' caches after a prompt. Nothing is computed: their shapes are known without it."""
     layers = make_prompt_cache(model)
     model(mx.zeros((1, n_tokens), mx.int32), cache=layers)

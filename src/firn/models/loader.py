@@ -29,7 +29,6 @@ from firn.core.errors import SetupError
 from firn.core.values import ModelInfo
 from firn.models import local as local_models
 from firn.models import vision_load
-from firn.models.cpu import dtype
 from firn.models.decode.batch import why_not_batchable
 from firn.models.faults import LOAD_FAULTS, first_line
 from firn.models.fingerprint import Fingerprint, weight_files
@@ -43,6 +42,7 @@ from firn.models.processor import VisionProcessor
 from firn.models.recognise import context_length, is_vision
 from firn.models.selfcheck import batch_fault
 from firn.models.tokenizer import HfTokenizer
+from firn.models.weight_form import AS_STORED, WeightForm
 from firn.models.weight_memory import WeightMemory
 
 log = logging.getLogger("firn.models")
@@ -131,15 +131,15 @@ def load(
     picture: Picture | None = None,
     feature_nbytes: int = FEATURE_NBYTES,
     memory: WeightMemory | None = None,
-    cpu_dtype: dtype.Choice = "model",
+    form: WeightForm = AS_STORED,
     max_context: int | None = None,
     shard: Callable[[Any], None] | None = None,
 ) -> LoadedModel:
     """Read the weights and describe the model. The caller's thread owns the arrays from then on.
 
     picture: an example from the model's processor; with it the vision tower is loaded, too. memory:
-    remembers the weights' digests from one start to the next. cpu_dtype: whether weights become
-    float32; auto: if there is memory for it. max_context: an upper limit on the context. shard:
+    remembers the weights' digests from one start to the next. form: in which
+    the device computes weights. max_context: an upper limit on the context. shard:
     reduces a model to this rank's part before its weights are read.
     """
     config = read_config(folder)
@@ -149,7 +149,7 @@ def load(
     arguments: ModelArguments = IdsOnly()
     if picture is None:
         model, config = _load_weights(folder, config, adapter, trust_remote_code, shard)
-        widened = dtype.apply(model, cpu_dtype)
+        widened = form.widen(model)
     else:
         model = arguments = vision_load.load_weights(
             folder,
@@ -158,9 +158,9 @@ def load(
             trust_remote_code=trust_remote_code,
             feature_nbytes=feature_nbytes,
         )
-        widened = dtype.apply(model.model, cpu_dtype)
+        widened = form.widen(model.model)
         vision_load.check_pictures(model, picture, kind)
-    logits, layers = _first_token(model, f"{folder} ({kind})")
+    logits, layers = _first_token(model, f"{folder} ({kind})", form)
     make_layers = partial(make_prompt_cache, model)
     why_not = why_not_batchable(layers) or batch_fault(model, make_layers, kind)
     n_vocab, (weights_dtype, weights_nbytes) = int(logits.shape[-1]), _weights(model)
@@ -207,12 +207,8 @@ def _with_rounding(digest: bytes, *, widened: bool) -> bytes:
     return hashlib.blake2b(digest, digest_size=32, person=b"firn-float32").digest()
 
 
-def _first_token(model: Any, name: str) -> tuple[mx.array, list[Any]]:
-    """Run one token to prove that the model works; returns logits and layers. Raises SetupError.
-
-    MLX's CPU backend lacks 16-bit forms of some operations, one of which mixtures of experts need. A
-    model that fails because of this runs in 32 bits.
-    """
+def _first_token(model: Any, name: str, form: WeightForm) -> tuple[mx.array, list[Any]]:
+    """Run one token to prove that the model works; returns logits and layers. Raises SetupError."""
 
     def run() -> tuple[mx.array, list[Any]]:
         layers = make_prompt_cache(model)
@@ -224,12 +220,9 @@ def _first_token(model: Any, name: str) -> tuple[mx.array, list[Any]]:
         try:
             return run()
         except RuntimeError:
-            if mx.default_device() != mx.Device(mx.cpu):
+            if not form.rescue(model):
                 raise
-            model.set_dtype(mx.float32)
-            logits_and_layers = run()
-            log.warning("MLX's CPU backend cannot run this model in 16 bits; using float32")
-            return logits_and_layers
+            return run()
     except LOAD_FAULTS as e:
         raise SetupError(f"{name} does not run on this machine: {first_line(e)}") from e
 

@@ -20,13 +20,13 @@ import numpy as np
 from firn.core.values import Job, Prompt, RequestId, Sampling
 from firn.models.decode.batch import Group, Row
 from firn.models.decode.runner import Runner
+from firn.models.decode.step_profile import StepProfile
 from firn.models.decode.steps import Speculator
 from firn.models.faults import first_line
 from firn.models.mtp import MtpModel
 from firn.models.speculation.drafters import Draft
 from firn.models.speculation.drafters.mtp import MtpDrafter
 from firn.models.speculation.speculator import DraftPlan, Speculation
-from firn.models.traits import Traits
 
 log = logging.getLogger("firn.models")
 
@@ -86,9 +86,9 @@ class ConstantDrafter:
 class RehearsalSpeculation(Speculation):
     """Tries drafts of the `width` that it is given, whatever they cost."""
 
-    def __init__(self, model: Any, *, in_groups: bool, traits: Traits) -> None:
+    def __init__(self, model: Any, *, in_groups: bool, profile: StepProfile) -> None:
         drafter = MtpDrafter(model) if isinstance(model, MtpModel) else ConstantDrafter()
-        super().__init__(drafter, in_groups=in_groups, traits=traits)
+        super().__init__(drafter, in_groups=in_groups, profile=profile)
         self.width = 1
 
     def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
@@ -103,7 +103,7 @@ def rehearsal_of(model: Any, speculator: Speculator) -> Speculator:
     """Drafts on the same terms as the server's own speculation, if it drafts."""
     if not speculator.drafts:
         return speculator
-    return RehearsalSpeculation(model, in_groups=speculator.in_groups, traits=speculator.traits)
+    return RehearsalSpeculation(model, in_groups=speculator.in_groups, profile=speculator.profile)
 
 
 def rehearse(runner: Runner) -> None:

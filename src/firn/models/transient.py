@@ -1,8 +1,8 @@
 """Memory that a prefill chunk takes while it runs, estimated from the model's configuration.
 
-Metal computes attention of more than 8 queries in one kernel only for a few head sizes (see
-`ScaledDotProductAttention::use_fallback` in MLX); for all others the scores of a chunk against its whole
-past are held in memory. MLX's CPU backend always does that. These are initial estimates: the engine
+A GPU computes attention of more than 8 queries in one kernel only for a few head sizes (see
+`ScaledDotProductAttention::use_fallback` in MLX); for all others, as on a CPU, the scores of a chunk
+against its whole past are held in memory. These are initial estimates: the engine
 corrects them by the peaks it measures.
 """
 
@@ -13,13 +13,15 @@ from typing import Any
 
 from firn.core.memory_plan import Transient
 
-FUSED_HEAD_DIMS = {"metal": frozenset({64, 80, 128}), "cuda": frozenset({64, 80, 96, 128})}
 N_HIDDEN, N_INNER, N_ATTENTION = 8, 3, 4
 """Arrays of a token's hidden, feed-forward and attention width that are alive at the same time."""
 
 
-def transient_of(config: Mapping[str, Any], *, device: str, dtype: str) -> Transient:
-    """config: a model folder's; a vision model's text part counts. dtype: what it computes in."""
+def transient_of(
+    config: Mapping[str, Any], *, fused_head_dims: frozenset[int], dtype: str
+) -> Transient:
+    """config: a model folder's; a vision model's text part counts. fused_head_dims: those that the
+    device has a kernel for. dtype: what it computes in."""
     item_nbytes = 4 if dtype == "float32" else 2
     text = config.get("text_config")
     tree: Mapping[str, Any] = {**config, **text} if isinstance(text, Mapping) else config
@@ -28,8 +30,7 @@ def transient_of(config: Mapping[str, Any], *, device: str, dtype: str) -> Trans
     inner = max(_inner_widths(tree), default=4 * hidden)
     dims = list(_head_dims(tree, hidden, n_heads))
     width = N_HIDDEN * hidden + N_INNER * inner + N_ATTENTION * n_heads * max(dims, default=0)
-    fused = FUSED_HEAD_DIMS.get(device, frozenset())
-    unfused = n_heads > 0 and any(dim not in fused for dim in dims)
+    unfused = n_heads > 0 and any(dim not in fused_head_dims for dim in dims)
     return Transient(width * item_nbytes, n_heads * item_nbytes if unfused else 0)
 
 

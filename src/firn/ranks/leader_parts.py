@@ -19,8 +19,8 @@ from firn.cache.ranks.mirror import Mirror, MirroredLayout
 from firn.cache.ranks.tree import MirroredTree
 from firn.cache.storage.io import Io
 from firn.cache.tiers import TierOptions
+from firn.config import WeightsDtype
 from firn.core.values import ModelInfo
-from firn.models.cpu.dtype import Choice as CpuDtype
 from firn.models.ranks.group import check
 from firn.models.ranks.runner import LeaderRunner
 from firn.ranks.joining import RankMember, agree
@@ -54,7 +54,12 @@ class LeaderParts:
     # --- the start -------------------------------------------------------------------------
 
     def prepare(
-        self, settings: Mapping[str, Any], name: str, *, text_only: bool, cpu_dtype: str
+        self,
+        settings: Mapping[str, Any],
+        name: str,
+        *,
+        text_only: bool,
+        weights_dtype: WeightsDtype,
     ) -> None:
         """Check that all ranks can load the model, and tell them to. Raises SetupError."""
         check(settings, self._member.group.size, name=name, text_only=text_only)
@@ -62,19 +67,19 @@ class LeaderParts:
         agree({"error": "", "options": self._options}, others)
         self._node_of = {rank: str(theirs["node"]) for rank, theirs in others.items()}
         self._nodes.update(self._node_of.values())
-        self.leader.tell("load", cpu_dtype)
+        self.leader.tell("load", weights_dtype)
 
-    def dtype_for(self, wanted: CpuDtype) -> CpuDtype:
+    def dtype_for(self, wanted: WeightsDtype) -> WeightsDtype:
         """Not `auto`: it depends on each rank's free memory, and all must compute the same."""
         return "float32" if wanted == "auto" else wanted
 
-    def begin(self, info: ModelInfo, capacity_nbytes: int, *, device: str) -> int:
+    def begin(self, info: ModelInfo, capacity_nbytes: int, *, has_own_memory: bool) -> int:
         """Wait until all have loaded the model; returns the least capacity. Raises SetupError."""
         others = self._gather("ready", timeout_s=LOAD_S)
         agree({"weights": info.fingerprint.hex(), "dtypes": info.dtype}, others)
-        capacities = [capacity_nbytes // self._n_sharing(platform.node(), device)]
+        capacities = [capacity_nbytes // self._n_sharing(platform.node(), has_own_memory)]
         for rank, theirs in others.items():
-            n_sharing = self._n_sharing(self._node_of[rank], device)
+            n_sharing = self._n_sharing(self._node_of[rank], has_own_memory)
             capacities.append(int(theirs["capacity"]) // n_sharing)
         self.leader.tell("begin", info.batchable)
         least = min(capacities)
@@ -86,9 +91,9 @@ class LeaderParts:
         answers = self.leader.gather(name, timeout_s=timeout_s)
         return {rank: call.args[0] for rank, call in answers.items()}
 
-    def _n_sharing(self, node: str, device: str) -> int:
-        """How many ranks share a machine's memory. With CUDA, each rank has its own GPU."""
-        return 1 if device == "cuda" else self._nodes[node]
+    def _n_sharing(self, node: str, has_own_memory: bool) -> int:
+        """How many ranks share the memory of one's device; with memory of its own, it has its own."""
+        return 1 if has_own_memory else self._nodes[node]
 
     # --- the parts -------------------------------------------------------------------------
 

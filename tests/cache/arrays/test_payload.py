@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from firn.cache.arrays import cuda, host, payload
+from firn.backends.cuda.bus import MAX_GATHERED, BusTransfers, CudaError
+from firn.cache.arrays import host, payload
 from firn.cache.arrays.payload import Payload, by_layer, evaluate, joined, stacked
 from firn.cache.codecs import Arrays
 from firn.cache.commit import RowCutter
@@ -21,7 +22,7 @@ from firn.cache.parts import Part
 from firn.cache.storage import places
 from firn.core.ports import At, RowView
 from firn.models.decode.rewind import ready
-from tests.cache.bus import Bus
+from tests.cache.bus import Bus, drive
 from tests.zoo import build
 
 QUICK = settings(max_examples=40, deadline=None)
@@ -213,7 +214,7 @@ def test_over_a_bus_a_record_is_one_copy_for_each_stack(
     evaluate([payload])
     bus = Bus()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda, "device", lambda: bus)
+        drive(bus, patch)
         lent = host.to_host(payload)
         again = host.from_host(lent.tensors, lent.places, host.staged(lent.fetch()))
     assert all_same(again, layers)
@@ -261,7 +262,7 @@ def test_cells_of_all_layers_are_copied_at_once(
     layout = Layout.of(kv_layers(1) if n_stacks == 1 else layers)
     want = layout.cut(Part.PAGES, layers, at, 3, 21)
     bus = Bus()
-    monkeypatch.setattr(cuda, "device", lambda: bus)
+    drive(bus, monkeypatch)
     layout.prepare(layers if at.index == 0 else kv_layers(1))
     assert not bus.why_not
     bus.n_gathered = 0
@@ -277,7 +278,7 @@ def test_pieces_of_a_row_are_copied_by_few_kernels(monkeypatch: pytest.MonkeyPat
     bounds = [(0, 8), (8, 16), (16, 24), (24, 25), (3, 4), (7, 20)]
     want = [layout.cut(Part.PAGES, layers, at, *piece) for piece in bounds]
     bus = Bus()
-    monkeypatch.setattr(cuda, "device", lambda: bus)
+    drive(bus, monkeypatch)
     got = layout.cut_pieces(Part.PAGES, layers, at, bounds)
     assert bus.n_gathered == 2
     for a, b in zip(got, want, strict=True):
@@ -291,7 +292,7 @@ def test_buffers_that_differ_are_copied_one_by_one(monkeypatch: pytest.MonkeyPat
     layout = Layout.of(layers)
     want = layout.cut(Part.PAGES, layers, At(0, 40), 3, 21)
     bus = Bus()
-    monkeypatch.setattr(cuda, "device", lambda: bus)
+    drive(bus, monkeypatch)
     got = layout.cut(Part.PAGES, layers, At(0, 40), 3, 21)
     assert all_same(got, [want.layer(i) for i in range(want.n_layers)])
     assert not bus.n_gathered
@@ -315,7 +316,7 @@ def test_what_spilling_needs_is_compiled_at_the_start(
     model(mx.array([[1]]), cache=layers)
     layout = Layout.of(layers)
     bus = Compiling()
-    monkeypatch.setattr(cuda, "device", lambda: bus)
+    drive(bus, monkeypatch)
     layout.prepare(layers)
     compiled = set(bus.types)
     assert compiled
@@ -344,7 +345,7 @@ def test_a_kernel_that_is_wrong_is_not_used(fault: str, monkeypatch: pytest.Monk
     layers = kv_layers(1)
     layout = Layout.of(layers)
     want = layout.cut(Part.PAGES, layers, At(0, 1), 0, 1)
-    monkeypatch.setattr(cuda, "device", lambda: bus)
+    drive(bus, monkeypatch)
     layout.prepare(layers)
     assert bus.why_not
     got = layout.cut(Part.PAGES, layers, At(0, 1), 0, 1)
@@ -357,26 +358,22 @@ def test_a_kernel_that_is_wrong_is_not_used(fault: str, monkeypatch: pytest.Monk
         ((2, 2, 64, 8), 3, True),
         ((2, 2, 64, 3), 2, False),
         ((2, 64, 8), 2, False),
-        ((1, 1, 1, 8), cuda.MAX_GATHERED + 1, False),
+        ((1, 1, 1, 8), MAX_GATHERED + 1, False),
     ],
     ids=["plain", "odd width", "three axes", "too many"],
 )
 def test_which_buffers_a_kernel_can_read(shape: tuple[int, ...], n: int, can: bool) -> None:
-    assert cuda.can_gather([mx.zeros(shape)] * n) is can
+    assert BusTransfers(Bus()).can_gather([mx.zeros(shape)] * n) is can
 
 
 def test_what_cannot_be_pinned_is_read_from_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(Bus):
         def stage(self, buffers: Sequence[memoryview]) -> list[memoryview]:
-            raise cuda.CudaError("cuMemHostAlloc: CUDA error 2")
+            raise CudaError("cuMemHostAlloc: CUDA error 2")
 
-    monkeypatch.setattr(cuda, "device", Full)
+    drive(Full(), monkeypatch)
     buffers = [memoryview(b"abc")]
     assert list(host.staged(buffers)) == buffers
-
-
-def test_there_is_no_bus_where_arrays_lie_in_the_host_s_memory() -> None:
-    assert cuda.device() is None
 
 
 # --- when copies are computed --------------------------------------------------------------
@@ -397,7 +394,8 @@ def test_copies_are_computed_at_once_and_awaited_where_that_holds_up_no_step(
 
         return call
 
-    monkeypatch.setattr(cuda, "device", lambda: object() if on_cuda else None)
+    if on_cuda:
+        drive(Bus(), monkeypatch)
     for name in ("eval", "async_eval"):
         monkeypatch.setattr(payload.mx, name, spy(name))
     evaluate([stacked(arrays_of([[((1, 2, 6, 4), mx.float32)]]))])

@@ -9,10 +9,9 @@ import mlx.core as mx
 import pytest
 
 from firn.cache import copies
-from firn.cache.arrays import cuda
 from firn.cache.memory.rows import RowPages
 from firn.core.values import CacheControl
-from tests.cache.bus import Bus
+from tests.cache.bus import Bus, drive
 from tests.cache.lab import check_tree, records_of
 from tests.cache.tiny import tiny
 from tests.harness import Harness, running
@@ -24,7 +23,7 @@ BLOCK = 32
 @pytest.fixture
 def bus(monkeypatch: pytest.MonkeyPatch) -> Bus:
     bus = Bus()
-    monkeypatch.setattr(cuda, "device", lambda: bus)
+    drive(bus, monkeypatch)
     return bus
 
 

@@ -13,10 +13,10 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from firn.backends import named
 from firn.core.values import RequestId, Sampling
 from firn.models.decode import ahead, verify
 from firn.models.decode.batch import VACANT_STEPS, Group
-from firn.models.decode.raggedcheck import traits_of
 from firn.models.speculation.speculator import DraftPlan
 from tests.harness import GREEDY, Harness, Result, running
 from tests.models.alone import assert_same, beginning, plain, prompt_of, said_alone
@@ -83,15 +83,15 @@ def followers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ahead.StepAhead]
 
 
 @cache
-def traits(name: str) -> Any:
+def profile(name: str) -> Any:
     model = build(name)
-    own = traits_of(model, lambda: list(make_prompt_cache(model)), "cuda")
+    own = named("cuda").step_profile(model, lambda: list(make_prompt_cache(model)))
     return dataclasses.replace(own, columns=dataclasses.replace(own.columns, block=64))
 
 
 def steady(replies: Any, *widths: int, right: float = 0.7, name: str = "qwen3") -> Steady:
     drafter = KnownReplies(replies, right=right, vocab_size=VOCAB_SIZE)
-    return Steady(drafter, widths=widths or (4,), traits=traits(name))
+    return Steady(drafter, widths=widths or (4,), profile=profile(name))
 
 
 def guessing(speculation: Steady, *, name: str = "qwen3", **options: Any) -> Any:

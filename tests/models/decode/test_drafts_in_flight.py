@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from firn.backends import named
 from firn.core.values import RequestId
 from firn.models.decode.batch import Group, Row, TakenTokens
 from firn.models.decode.steps import PlainInFlight
@@ -16,7 +17,6 @@ from firn.models.speculation.drafters import NO_DRAFT
 from firn.models.speculation.drafters.lookup import Lookup
 from firn.models.speculation.gate import MAX_OVERHEAD, MAX_REST, OverheadTimes
 from firn.models.speculation.speculator import N_REST, Speculation
-from firn.models.traits import TRAITS
 from tests.harness import GREEDY, Harness, Result, running
 from tests.models.alone import assert_same, plain, prompt_of, said_alone
 from tests.models.speculation.drafting import AnyWidth, KnownReplies
@@ -134,7 +134,7 @@ class Clock:
 def said_plainly(heard: Heard, *, draft_s: float, step_s: float, n_steps: int) -> list[int]:
     """A row takes steps of one token, one of them always in flight."""
     clock = Clock(draft_s)
-    speculation = Speculation(heard, traits=TRAITS["cuda"], clock=clock)
+    speculation = Speculation(heard, profile=named("cuda").profile.steps, clock=clock)
     row = Row([], 100, limit=1 << 30, pending=[1])
     group = row.group = Group([row], [], NO_PICKS.tokens)
     speculation.open(row, a_job())

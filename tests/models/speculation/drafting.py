@@ -7,9 +7,9 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from firn.core.values import Job
 from firn.models.decode.batch import Group
+from firn.models.decode.step_profile import PLAIN_PROFILE, StepProfile
 from firn.models.speculation.drafters import NO_DRAFT, Draft, Drafter
 from firn.models.speculation.speculator import DraftPlan, Speculation
-from firn.models.traits import TRAITS, Traits
 
 Replies = Mapping[tuple[tuple[int, ...], int], Sequence[int]]
 """Replies by prompt and choice number."""
@@ -82,9 +82,9 @@ class AnyWidth(Speculation):
         seed: int = 0,
         least: int = 1,
         most: int = 12,
-        traits: Traits = TRAITS["cpu"],
+        profile: StepProfile = PLAIN_PROFILE,
     ) -> None:
-        super().__init__(drafter, traits=traits)
+        super().__init__(drafter, profile=profile)
         self._rng = random.Random(seed)
         self._least, self._most = least, most
 

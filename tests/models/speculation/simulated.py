@@ -19,12 +19,12 @@ import numpy as np
 from firn.core.values import Job, Namespace, Prompt, RequestId, Sampling
 from firn.models.decode.batch import Group, Row, TakenTokens
 from firn.models.decode.sampling import Picks
+from firn.models.decode.step_profile import PLAIN_PROFILE, StepProfile
 from firn.models.decode.steps import PlainInFlight
 from firn.models.decode.verify import Verification
 from firn.models.speculation.draft_odds import ExpectedTokens
 from firn.models.speculation.drafters import NO_DRAFT, Draft
 from firn.models.speculation.speculator import Speculation
-from firn.models.traits import TRAITS, Traits
 
 N_FIRST = 5
 NO_PICKS = Picks(mx.array([0]), None, None, None)
@@ -38,7 +38,7 @@ class Machine:
     host_s: float
     device_s: float
     wide: dict[int, float]
-    traits: Traits = TRAITS["cpu"]
+    profile: StepProfile = PLAIN_PROFILE
     lookup_s: float = 0.0
     """The host's time to look for drafts, per row and step."""
     noise: float = 0.0
@@ -205,7 +205,7 @@ class Simulation:
         if drafts is None:
             step_in_flight = any(not s.is_counted for s in group.unread)
             return PlainInFlight(seats, NO_PICKS, step_in_flight)
-        width = self.machine.traits.shape(1 + max(map(len, drafts)))
+        width = self.machine.profile.shape(1 + max(map(len, drafts)))
         return Verification(group, seats, tuple(drafts), None, NO_PICKS, (), width)  # type: ignore[arg-type]
 
     def _read_all(self, group: Group, said: dict[Row, int]) -> None:
@@ -262,7 +262,7 @@ def gain(
     simulation = Simulation(machine, n_rows, rng)
     oracle = CostlyOracle(chance, rng, simulation) if machine.draft_s else Oracle(chance, rng)
     simulation.speculation = speculation = SlowDecisions(
-        oracle, traits=machine.traits, clock=lambda: simulation.now
+        oracle, profile=machine.profile, clock=lambda: simulation.now
     )
     speculation.simulation = simulation
     for _ in range(n_before):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from firn.backends import named
 from firn.models.decode.batch import Group, Row
+from firn.models.decode.step_profile import PLAIN_PROFILE, StepProfile
 from firn.models.decode.steps import PlainInFlight
 from firn.models.speculation import gate
 from firn.models.speculation.draft_odds import ExpectedTokens, Odds
@@ -21,18 +23,17 @@ from firn.models.speculation.step_times import (
     N_UNSEEN,
     StepTimes,
 )
-from firn.models.traits import TRAITS, Traits
 from tests.models.speculation.simulated import NO_PICKS
 
-CPU, CUDA = TRAITS["cpu"], TRAITS["cuda"]
+CPU, CUDA = PLAIN_PROFILE, named("cuda").profile.steps
 WIDTHS = CPU.widths
 
 
 def measured(
-    prices: dict[int, float], *, n_rows: int = 1, traits: Traits = CPU, change: float = 0.0
+    prices: dict[int, float], *, n_rows: int = 1, profile: StepProfile = CPU, change: float = 0.0
 ) -> StepTimes:
     """Times of a machine on which a step of each width takes as long as `prices` plain ones."""
-    times = StepTimes(traits)
+    times = StepTimes(profile)
     for _ in range(9):
         times.saw_plain(n_rows, 0.5)
         times.saw_episode(n_rows, 2, 0.5 * change)
@@ -123,7 +124,7 @@ def test_prices_lie_between_those_that_were_measured() -> None:
 
 
 def test_steps_that_are_padded_cost_what_they_are_padded_to() -> None:
-    times = measured({4: 1.15, 16: 1.2}, traits=CUDA)
+    times = measured({4: 1.15, 16: 1.2}, profile=CUDA)
     assert [times.price(1, w) for w in (2, 4, 9, 16)] == pytest.approx([1.15, 1.15, 1.2, 1.2])
     assert best_width(times, [ExpectedTokens.of([0.6] * 16)]) >= 9
 
@@ -178,7 +179,7 @@ def test_bad_measurements_are_forgotten_bit_by_bit() -> None:
 
 
 def test_a_wider_step_is_tried_again_beside_a_narrower_one_that_is_cheap() -> None:
-    times = measured({16: 1.2, 32: 4.0}, traits=CUDA)
+    times = measured({16: 1.2, 32: 4.0}, profile=CUDA)
     only(times, 16, 1.2)
     expected = ExpectedTokens.of([0.98] * 31)
 
@@ -192,7 +193,7 @@ def test_a_wider_step_is_tried_again_beside_a_narrower_one_that_is_cheap() -> No
 
 def test_a_narrower_step_is_tried_again_beside_a_wider_one_that_is_cheap() -> None:
     """Its measurements are of a bad moment, which goes unnoticed while a wider one is in use."""
-    times = measured({4: 3.0, 8: 1.05}, traits=CUDA)
+    times = measured({4: 3.0, 8: 1.05}, profile=CUDA)
     only(times, 8, 1.05)
     expected = ExpectedTokens.of([0.3] * 15)
 
@@ -209,12 +210,12 @@ def test_a_narrower_step_is_tried_again_beside_a_wider_one_that_is_cheap() -> No
 
 def test_a_width_that_was_dear_long_ago_is_believed_after_a_few_new_steps() -> None:
     """The first of them waits for the previous step; others are dispatched before that is read."""
-    times = measured({4: 3.0, 16: 1.05}, traits=CUDA)
+    times = measured({4: 3.0, 16: 1.05}, profile=CUDA)
     only(times, 16, 1.05)
     for price in (2.5, 1.0, 1.0):
         times.saw_wide(1, 4, 0.5 * price)
     assert times.price(1, 4) == pytest.approx(1.0)
-    times = measured({4: 3.0, 16: 1.05}, traits=CUDA)
+    times = measured({4: 3.0, 16: 1.05}, profile=CUDA)
     for price in (2.5, 1.0, 1.0):
         times.saw_wide(1, 4, 0.5 * price)
     assert times.price(1, 4) == pytest.approx(3.0), "what was dear just now may be so"

@@ -8,11 +8,12 @@ import statistics
 
 import pytest
 
+from firn.backends import named
+from firn.models.decode.step_profile import PLAIN_PROFILE
 from firn.models.speculation.speculator import MAX_DRAFT
-from firn.models.traits import TRAITS
 from tests.models.speculation.simulated import Machine, gain
 
-CPU, CUDA = TRAITS["cpu"], TRAITS["cuda"]
+CPU, CUDA = PLAIN_PROFILE, named("cuda").profile.steps
 
 MACHINES: dict[str, tuple[int, Machine]] = {
     # Launches take up the step: preparing one while the device computes another gains nothing.
@@ -34,7 +35,9 @@ MACHINES: dict[str, tuple[int, Machine]] = {
     "CPU, 8 rows": (8, Machine(0.001, 0.08, {2: 1.8, 9: 9.0, 17: 17.0}, CPU, 4e-5)),
     "Metal, 4 bits, 1 row": (
         1,
-        Machine(0.001, 0.012, {2: 1.2, 5: 1.6, 9: 2.4, 17: 4.0}, TRAITS["metal"], 4e-5),
+        Machine(
+            0.001, 0.012, {2: 1.2, 5: 1.6, 9: 2.4, 17: 4.0}, named("metal").profile.steps, 4e-5
+        ),
     ),
 }
 every_machine = pytest.mark.parametrize("name", MACHINES)
@@ -67,9 +70,9 @@ def test_unpredictable_text_costs_nothing_on_a_busy_machine(name: str) -> None:
 def attainable(machine: Machine, right: float) -> float:
     """The gain of the best width if everything is known from the start."""
     gains = [1.0]
-    for width in machine.traits.widths[1:]:
+    for width in machine.profile.widths[1:]:
         tokens = sum(right**i for i in range(width))
-        step_s = machine.device(machine.traits.shape(width), random.Random(0))
+        step_s = machine.device(machine.profile.shape(width), random.Random(0))
         goes_ahead = machine.goes_ahead and 2 * width - 1 <= MAX_DRAFT  # else its text is too short
         step_s = max(step_s, machine.host_s) if goes_ahead else step_s + machine.host_s
         gains.append(tokens * max(machine.host_s, machine.device_s) / step_s)

@@ -13,8 +13,9 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from firn.backends import named
 from firn.core.values import RequestId, Sampling
-from firn.models.decode.raggedcheck import ragged_fault, rewind_fault, traits_of
+from firn.models.decode.raggedcheck import ragged_fault, rewind_fault
 from firn.models.speculation.drafters.lookup import Lookup
 from firn.models.speculation.gate import StepTimes
 from tests.harness import GREEDY, Harness, Result, running
@@ -135,12 +136,12 @@ def test_steps_of_few_shapes_say_the_same(name: str) -> None:
     """As on CUDA: widths and columns are padded, where the layers can take the padding back."""
     requests, want = one_by_one(name)
     model = build(name)
-    own = traits_of(model, lambda: list(make_prompt_cache(model)), "cuda")
+    own = named("cuda").step_profile(model, lambda: list(make_prompt_cache(model)))
     assert own.columns.has_bias == (name not in MASK_BY_HAND)
     columns = dataclasses.replace(own.columns, block=64)
-    traits = dataclasses.replace(own, shapes=(4, 9), columns=columns, layers_per_dispatch=2)
+    profile = dataclasses.replace(own, shapes=(4, 9), columns=columns, layers_per_dispatch=2)
     drafter = KnownReplies(known(requests, want), right=0.7, vocab_size=VOCAB_SIZE)
-    speculation = AnyWidth(drafter, traits=traits)
+    speculation = AnyWidth(drafter, profile=profile)
     with running(plain(name), speculation=lambda: speculation, **ONE_BY_ONE) as harness:
         got = tell(harness, requests)
     n_said = sum(len(reply) for result in want for reply in result.tokens.values())
@@ -465,12 +466,12 @@ def test_a_model_whose_steps_leave_traces_drafts_nothing() -> None:
 def test_a_width_is_priced_as_it_is_computed(name: str, is_padded: bool) -> None:
     """Steps of a hybrid model are not padded: the time of a step of two tokens counts for two."""
     model = build(name)
-    traits = traits_of(model, lambda: list(make_prompt_cache(model)), "cuda")
-    times = StepTimes(traits)
+    profile = named("cuda").step_profile(model, lambda: list(make_prompt_cache(model)))
+    times = StepTimes(profile)
     for _ in range(3):
         times.saw_plain(1, 1.0)
     width = 4 if is_padded else 2
-    for _ in range(traits.n_preparing + 3):
+    for _ in range(profile.n_preparing + 3):
         times.saw_wide(1, width, 1.5)
     assert times.is_measured(1, 2)
     assert times.price(1, 2) == 1.5

@@ -17,13 +17,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from firn.cache.arrays import cuda
+from firn.cache.arrays.transfers import transfers
 from firn.cache.codecs import TOKEN_AXIS, Arrays, nbytes_of
 from firn.cache.storage.places import Places, places_of
 from firn.core.ports import LayerCache
 
-FILL_NBYTES = 512 << 20
-"""Bytes of layers that a GPU fills together: twice the memory for a moment, far fewer copies."""
 TRIED_ROW, TRIED_COLUMNS, TRIED_BOUNDS = 1, 24, ((0, 5), (5, 6), (9, 21), (23, 24), (2, 4))
 """Cells to test the gather kernel with: more pieces than one launch copies."""
 
@@ -98,24 +96,22 @@ def stacked(layers: Sequence[Arrays]) -> Payload:
 
 def gathers() -> bool:
     """Whether `gathered` can be used here."""
-    bus = cuda.device()
-    return bus is not None and bus.gathers
+    return transfers().gathers
 
 
 def gathered(cells: Cells) -> list[Payload] | None:
     """Lazy copies of these cells, one for each piece; one launch copies a few pieces of a whole
     stack. MLX would copy array by array, in 72 launches for 36 layers. None: the kernel cannot copy
     these buffers."""
-    bus = cuda.device()
-    assert bus is not None
+    bus = transfers()
     places, members = _by_kind(cells.layers, lambda a: (a.dtype, *a.shape))
     # `stacked` would put buffers that differ only in their room into one stack.
     kinds = {(some[0].dtype, some[0].shape[1], some[0].shape[-1]) for some in members}
-    if len(kinds) != len(members) or not all(map(cuda.can_gather, members)):
+    if len(kinds) != len(members) or not all(map(bus.can_gather, members)):
         return None
     payloads = []
-    for first in range(0, len(cells.bounds), cuda.MAX_PIECES):
-        some = cells.bounds[first : first + cuda.MAX_PIECES]
+    for first in range(0, len(cells.bounds), bus.max_pieces):
+        some = cells.bounds[first : first + bus.max_pieces]
         stacks = [bus.gather(arrays, cells.row, some) for arrays in members]
         payloads += [Payload(pieces, places) for pieces in zip(*stacks, strict=True)]
     return payloads
@@ -123,8 +119,8 @@ def gathered(cells: Cells) -> list[Payload] | None:
 
 def try_gathering(layers: Sequence[Arrays]) -> None:
     """Compile the kernel for buffers like these; disable it if it fails or copies other cells."""
-    bus = cuda.device()
-    if bus is None or not bus.gathers:
+    bus = transfers()
+    if not bus.gathers:
         return
     tried = [
         tuple(None if a is None else _tried(a, seed=2 * i + j) for j, a in enumerate(arrays))
@@ -226,10 +222,10 @@ def _evaluate(arrays: list[mx.array]) -> None:
 
 
 def copies_are_awaited() -> bool:
-    """Whether the engine waits for copies. Not on CUDA: it would also wait for the decode step in
+    """Whether the engine waits for copies. Not where it would also wait for the decode step in
     flight, which holds the layer's buffers anyway. A fault shows when the engine confirms what was
     committed."""
-    return cuda.device() is None
+    return transfers().awaits_copies
 
 
 def settle(layers: Sequence[LayerCache]) -> None:
@@ -238,12 +234,7 @@ def settle(layers: Sequence[LayerCache]) -> None:
 
 
 def n_at_once(payloads: Sequence[Payload | Views]) -> int:
-    """How many layers to fill together. One on a CPU, where only the size of a copy matters."""
-    if _on_cpu():
-        return 1
+    """How many layers to fill together. One where only the size of a copy matters."""
+    most = transfers().fill_nbytes
     nbytes = max(sum(p.nbytes for p in payloads), 1)
-    return max(FILL_NBYTES * payloads[0].n_layers // nbytes, 1)
-
-
-def _on_cpu() -> bool:
-    return bool(mx.default_device() == mx.Device(mx.cpu))
+    return max(most * payloads[0].n_layers // nbytes, 1)

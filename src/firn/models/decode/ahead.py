@@ -13,8 +13,9 @@ other. It may be wider or narrower than the first. By the time the first step is
 being computed. The host then knows what the second must have been fed, and compares that with what
 it was fed when it reads its tokens. A row that ends takes nothing from the second step.
 
-Only for traced steps, and rows whose picks depend on nothing but logits, seed and position: no
-grammar, no penalties, no logit bias. Nor after a thinned prompt: a trace takes cells for positions.
+Only for steps that need not be built, and rows whose picks depend on nothing but logits, seed and
+position: no grammar, no penalties, no logit bias. Nor after a thinned prompt: a trace takes cells for
+positions.
 
 Owner: the engine thread, through the runner.
 """
@@ -32,9 +33,9 @@ from firn.models.decode.batch import Group, Row
 from firn.models.decode.ragged import RaggedKVCache
 from firn.models.decode.rewind import RaggedStep
 from firn.models.decode.sampling import Picker, pick, read_logprobs, to_host
+from firn.models.decode.step_trace import NoStepTrace, RowLengths, StepTrace
 from firn.models.decode.verify import DeviceFeed, Verification, advance, taken_by
 from firn.models.layers import kind
-from firn.models.traced import RowLengths, TracedSteps
 
 log = logging.getLogger("firn.models")
 
@@ -84,26 +85,24 @@ class PipelineFault(RuntimeError):
 class Pipeline:
     """Dispatches steps with drafts before the step before them is read, until one of them fails."""
 
-    def __init__(self, traced: TracedSteps | None) -> None:
-        """traced: None for a device whose steps are not traced: each step waits for the one before."""
-        self._traced = traced
+    def __init__(self, trace: StepTrace) -> None:
+        self._trace = trace
 
     def feed(
         self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], ids: mx.array, layers: Any
     ) -> DeviceFeed | None:
         """What a step about to be dispatched is fed; None: none can follow it unread."""
-        return device_feed(rows, drafts, ids, layers) if self._traced is not None else None
+        return device_feed(rows, drafts, ids, layers) if self._trace.is_deep else None
 
     def width_of_unread(self, group: Group) -> int:
         """The width of the group's newest step, if another may follow before it is read; else 0."""
-        can = self._traced is not None and _can_be_followed(group)
+        can = self._trace.is_deep and _can_be_followed(group)
         return group.unread[-1].width if can else 0
 
     def launch(self, group: Group, drafts: DraftsAhead) -> StepAhead | None:
         """Dispatch the step after the newest one. None: nothing was done, as its shape has no trace."""
-        assert self._traced is not None
         try:
-            step = _follow(group, drafts, self._traced)
+            step = _follow(group, drafts, self._trace)
             if step is None:
                 return None
             mx.async_eval(step.picks.arrays, step.readback)
@@ -114,9 +113,9 @@ class Pipeline:
         return step
 
     def stop(self) -> None:
-        if self._traced is not None:
+        if self._trace.is_deep:
             log.warning("from now on each step with drafts is read before the next is dispatched")
-        self._traced = None
+        self._trace = NoStepTrace()
 
 
 def _can_be_followed(group: Group) -> bool:
@@ -133,7 +132,7 @@ def _can_be_followed(group: Group) -> bool:
     )
 
 
-def _follow(group: Group, follow_up: DraftsAhead, traced: TracedSteps) -> StepAhead | None:
+def _follow(group: Group, follow_up: DraftsAhead, trace: StepTrace) -> StepAhead | None:
     """Build the step after the newest one. None: nothing was done, as its shape has no trace."""
     last, width, texts = group.unread[-1], follow_up.width, follow_up.texts
     assert isinstance(last, Verification)
@@ -141,7 +140,7 @@ def _follow(group: Group, follow_up: DraftsAhead, traced: TracedSteps) -> StepAh
     fed, n_right = _next_feed(last.picks.tokens, last.fed, texts, width)
     # If the step before the last was read since, the layers do not count what the last one wrote.
     lengths = RowLengths(fed.begins, n_more=last.width if isinstance(last, StepAhead) else 0)
-    logits = traced.logits(fed.ids, group.layers, group.columns, lengths=lengths)
+    logits = trace.wide(fed.ids, group.layers, group.columns, lengths=lengths)
     if logits is None:
         return None
     rows = last.rows
@@ -154,7 +153,7 @@ def _follow(group: Group, follow_up: DraftsAhead, traced: TracedSteps) -> StepAh
     arrays = (picks.tokens, fed.ids, fed.begins)
     readback = mx.concatenate([a.reshape(-1).astype(mx.int32) for a in arrays])
     more: dict[str, Any] = {"fed": fed, "follows": last, "texts": texts, "readback": readback}
-    more["is_new"] = traced.had_new_shape()
+    more["is_new"] = trace.had_new_shape()
     return StepAhead(group, rows, (), None, picks, (), width, **more)
 
 

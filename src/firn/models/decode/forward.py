@@ -9,7 +9,7 @@ Owner: the engine thread, through the runner.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 
@@ -20,32 +20,10 @@ from firn.models.decode.early_dispatch import dispatch, dispatched_early
 from firn.models.decode.mtp_hidden import HiddenAt, carry_of
 from firn.models.decode.padding import in_blocks
 from firn.models.decode.ragged import ALL_COLUMNS, Columns
+from firn.models.decode.step_trace import StepTrace
 from firn.models.model_arguments import IdsOnly, ModelArguments
 from firn.models.mtp import MtpModel
 from firn.models.placing import at_positions, shifted
-from firn.models.traced import LONE_COLUMNS, PLAIN
-
-
-class StepTrace(Protocol):
-    """Steps that a device computes from a recorded graph, without building it in Python again."""
-
-    def logits(self, ids: mx.array, layers: Sequence[Any], columns: Columns) -> mx.array | None:
-        """Feed each row its tokens (rows, width). None: nothing was done; the step must be built."""
-        ...
-
-    def had_new_shape(self) -> bool:
-        """Whether the newest step took longer than others of its shape. Resets the flag."""
-        ...
-
-
-class NoStepTrace:
-    """Every step is built."""
-
-    def logits(self, ids: mx.array, layers: Sequence[Any], columns: Columns) -> mx.array | None:
-        return None
-
-    def had_new_shape(self) -> bool:
-        return False
 
 
 class Forward:
@@ -97,10 +75,10 @@ class Forward:
     def step(self, group: Group) -> mx.array:
         """Logits (seats, vocabulary) after the next token of each seat."""
         ids = group.next_tokens
-        if len(group.seats) > 1 or group.width < LONE_COLUMNS:
-            traced = self._traced(group, ids[:, None], PLAIN)
-            if traced is not None:
-                return traced[:, -1, :]
+        if _is_dense(group):
+            known = self.trace.plain(ids[:, None], group.layers)
+            if known is not None:
+                return known[:, -1, :]
         return self._step(group, ids)
 
     def stepped(self, group: Group) -> None:
@@ -109,10 +87,11 @@ class Forward:
     def wide(self, group: Group, ids: mx.array) -> mx.array:
         """Logits (seats, tokens, vocabulary); the device has begun to compute them."""
         n_layers = self._layers_per_dispatch
-        traced = self._traced(group, ids, group.columns)
-        if traced is not None:
-            dispatch(traced, group.layers, n_layers=n_layers)
-            return traced
+        dense = _is_dense(group)
+        known = self.trace.wide(ids, group.layers, group.columns) if dense else None
+        if known is not None:
+            dispatch(known, group.layers, n_layers=n_layers)
+            return known
         positions = [row.position for row in group.seats]
         arguments = self.arguments.step(positions, ids.shape[1]) | self._carry(group.seats)
         layers = seen(group, group.columns)
@@ -133,12 +112,6 @@ class Forward:
     def _carry(self, rows: Sequence[Row]) -> dict[str, Any]:
         """The hidden states that a head continues from, as an argument of the model."""
         return {}
-
-    def _traced(self, group: Group, ids: mx.array, columns: Columns) -> mx.array | None:
-        """None if the step must be built in Python: a trace takes cells for positions."""
-        if any(row.gap for row in group.seats):
-            return None
-        return self.trace.logits(ids, group.layers, columns)
 
 
 class HeadForward(Forward):
@@ -203,3 +176,8 @@ def forward_of(
 def seen(group: Group, columns: Columns = ALL_COLUMNS) -> list[Any]:
     """The group's caches as the model sees them."""
     return shifted(in_blocks(group.layers, columns), [row.gap for row in group.seats])
+
+
+def _is_dense(group: Group) -> bool:
+    """Whether every row's cells are its positions, for which a trace takes them."""
+    return not any(row.gap for row in group.seats)

@@ -9,26 +9,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
-from firn.core.memory_plan import DeviceKind
-from firn.models.cuda import attention
-from firn.models.decode.batch import why_not_batchable
-from firn.models.decode.padding import in_blocks
-from firn.models.decode.ragged import Columns
 from firn.models.decode.rewind import RaggedStep, is_rewindable, ready
 from firn.models.faults import first_line
 from firn.models.layers import MakeLayers
 from firn.models.selfcheck import FAR, LENGTHS, distance, prefilled
-from firn.models.traits import TRAITS, Traits
 
 FED = (3, 1, 2)
 """Tokens fed to each row. The last row takes back some, or all if it cannot take back a part."""
-TRIED_BLOCK = 8
 
 
 def rewind_fault(model: Any, make_layers: MakeLayers) -> str | None:
@@ -49,49 +40,6 @@ def ragged_fault(model: Any, make_layers: MakeLayers) -> str | None:
     return (
         f"rows come out different in a step of unequal rows ({worst:.1f})" if worst > FAR else None
     )
-
-
-def traits_of(model: Any, make_layers: MakeLayers, kind: DeviceKind) -> Traits:
-    """The device's traits, adapted to this model."""
-    traits = TRAITS[kind]
-    if not is_rewindable(make_layers()):  # its steps are not padded: see `Runner._launch_several`
-        traits = replace(traits, shapes=())
-    if traits.columns.block == 1 or not _gains_by_bias(model, make_layers):
-        return traits
-    return replace(traits, columns=replace(traits.columns, has_bias=True))
-
-
-def _gains_by_bias(model: Any, make_layers: MakeLayers) -> bool:
-    """Whether attention is MLX's and accepts masks of numbers. Models that apply masks by hand may
-    need booleans."""
-    n, text = LENGTHS[0], [3 * j % 50 + 1 for j in range(LENGTHS[0] + 4)]
-    cache = prefilled(model, make_layers(), text[:n])
-    group = [1, 2] if why_not_batchable(cache) is None else [1]
-
-    def logits(n_rows: int, *, has_bias: bool) -> mx.array:
-        return _wide_logits(model, cache, [text[n:]] * n_rows, Columns(TRIED_BLOCK, has_bias))
-
-    try:
-        if attention.takes_all(partial(logits, group[-1], has_bias=False)):
-            return False
-        for n_rows in group:
-            masked, biased = (logits(n_rows, has_bias=has_bias) for has_bias in (False, True))
-            if distance(masked, biased) > FAR:
-                return False
-    except Exception:  # any model code runs here; a request would have failed instead
-        return False
-    return True
-
-
-def _wide_logits(
-    model: Any, cache: list[Any], fed: Sequence[Sequence[int]], columns: Columns
-) -> mx.array:
-    layers = copy.deepcopy(cache)
-    if len(fed) > 1:
-        layers = [type(layer).merge([layer] * len(fed)) for layer in layers]
-    ids = mx.array([list(f) for f in fed])
-    logits: mx.array = model(ids, cache=in_blocks(ready(layers, columns), columns))
-    return logits
 
 
 def _least(difference: Callable[[int], float]) -> float:

@@ -27,17 +27,15 @@ from firn.models.decode.batched_prefill import (
     batched_prefill_fault,
     can_read_together,
 )
-from firn.models.decode.forward import NoStepTrace, forward_of
-from firn.models.decode.kv_growth import ShapeBuckets
+from firn.models.decode.execution import Execution
+from firn.models.decode.forward import forward_of
 from firn.models.decode.masks import Masks
 from firn.models.decode.ragged import MAX_FEED
 from firn.models.decode.sampling import Picker, Picks, pick, score
+from firn.models.decode.step_trace import NoStepTrace
 from firn.models.decode.steps import NoSpeculation, Speculator, Steps, picker_of
-from firn.models.device import free_unused
 from firn.models.layers import MakeLayers
-from firn.models.model_arguments import IdsOnly, ModelArguments, PreparePass, unprepared
-from firn.models.traced import TracedSteps
-from firn.models.traits import TRAITS, Traits
+from firn.models.model_arguments import IdsOnly, ModelArguments
 
 
 class Runner:
@@ -51,36 +49,31 @@ class Runner:
         make_layers: MakeLayers,
         max_rows: int,
         arguments: ModelArguments | None = None,
-        prepare: PreparePass = unprepared,
         speculator: Speculator | None = None,
-        buckets: ShapeBuckets | None = None,
-        traced: TracedSteps | None = None,
-        profile: Traits = TRAITS["cpu"],
+        execution: Execution | None = None,
         max_padding: int = MAX_PADDING_TOKENS,
     ) -> None:
-        """arguments: what the model takes besides token ids. prepare: called before each pass, with
-        its number of tokens. speculator: who drafts. buckets: how passes and buffers are sized.
-        traced: for a device that computes a step faster than the host builds it. max_padding: unused
-        cells that a group may hold, in tokens.
+        """arguments: what the model takes besides token ids. speculator: who drafts. execution: how
+        the device computes it. max_padding: unused cells that a group may hold, in tokens.
         """
         self.info = info
         self.speculator: Speculator = speculator or NoSpeculation()
-        self._buckets = buckets or ShapeBuckets()
-        self._profile = profile
-        self._prepare = prepare
+        self._execution = execution or Execution()
+        self._buckets = self._execution.buckets
+        self._prepare = self._execution.prepare
         self._forward = forward_of(
             model,
             arguments or IdsOnly(),
-            trace=traced or NoStepTrace(),
-            layers_per_dispatch=self.speculator.traits.layers_per_dispatch,
+            trace=self._execution.trace,
+            layers_per_dispatch=self.speculator.profile.layers_per_dispatch,
         )
         self._steps = Steps(
             self._forward,
             self.speculator,
             masks=Masks(info.vocab_size),
             pick=self._pick,
-            pipeline=Pipeline(traced),
-            prepare=prepare,
+            pipeline=Pipeline(self._execution.trace),
+            prepare=self._prepare,
         )
         self._make_layers = make_layers
         self._max_rows = max_rows if info.batchable else 1
@@ -101,7 +94,7 @@ class Runner:
         if restored is None:
             return Row(layers)
         restored.fill(layers)
-        is_soon = restored.nbytes < self._profile.soon_nbytes
+        is_soon = restored.nbytes < self._execution.soon_nbytes
         (mx.async_eval if is_soon else mx.eval)([layer.state for layer in layers])
         row = Row(layers, restored.n_tokens)
         restored.filled(row)
@@ -227,7 +220,7 @@ class Runner:
                 group.join(row, token, n_seats=1 + n_vacant)
                 row.pending = [*before, token]
                 return
-        columns, backlog = self.speculator.traits.columns, self._forward.backlog()
+        columns, backlog = self.speculator.profile.columns, self._forward.backlog()
         self._groups.append(Group.of_one(row, token, columns=columns, backlog=backlog))
         row.pending = [*before, token]
 
@@ -318,7 +311,7 @@ class Runner:
         """Release the memory that MLX keeps for reuse, and the buffers of failed steps."""
         with suppress(RuntimeError):  # the fault is known
             mx.synchronize()
-        free_unused()
+        self._execution.free_unused()
 
     def close(self) -> None:
         """Wait for the device and end this thread's streams: MLX aborts a process that exits first."""

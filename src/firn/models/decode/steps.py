@@ -28,9 +28,10 @@ from firn.models.decode.forward import Forward
 from firn.models.decode.masks import Masks
 from firn.models.decode.rewind import RaggedStep, is_rewindable
 from firn.models.decode.sampling import Picker, Picks, read_logprobs, to_host
+from firn.models.decode.step_profile import StepProfile
+from firn.models.decode.step_trace import NoStepTrace
 from firn.models.decode.verify import Feed, Verification
 from firn.models.model_arguments import PreparePass
-from firn.models.traits import TRAITS, Traits
 
 
 class Step(Protocol):
@@ -42,7 +43,7 @@ class Step(Protocol):
 class Speculator(Protocol):
     """Proposes drafts for a group's next step, and learns from how they turn out."""
 
-    traits: Traits
+    profile: StepProfile
     in_groups: bool
     """Whether rows that take unequal numbers of tokens can share a group."""
     drafts: bool
@@ -81,7 +82,7 @@ class Speculator(Protocol):
 class NoSpeculation:
     """One token a step."""
 
-    traits = TRAITS["cpu"]
+    profile = StepProfile()
     in_groups = True
     drafts = False
 
@@ -171,7 +172,7 @@ class Steps:
 
     def end(self) -> None:
         """Let go of what belongs to the thread's streams."""
-        self.pipeline = Pipeline(None)
+        self.pipeline = Pipeline(NoStepTrace())
 
     def read(self, group: Group, step: StepInFlight) -> list[TakenTokens]:
         """Wait for a step's tokens; the first time, the speculator learns from them."""
@@ -257,7 +258,7 @@ class VerifyStep:
         feed = Feed(tuple(group.seats), tuple(self._drafts))
         width = max(feed.lengths)
         if is_rewindable(group.layers):  # other layers would have to know about padding
-            width = steps.speculator.traits.shape(width)
+            width = steps.speculator.profile.shape(width)
         steps.prepare(len(feed.rows) * width)
         step = RaggedStep(group.layers, feed.lengths, width)
         ids, pickers = feed.ids(width), feed.pickers()

@@ -26,6 +26,7 @@ from firn.core.values import Job
 from firn.models.decode.ahead import DraftsAhead
 from firn.models.decode.batch import Group, Row, StepInFlight, TakenTokens
 from firn.models.decode.ragged import MAX_FEED
+from firn.models.decode.step_profile import PLAIN_PROFILE, StepProfile
 from firn.models.speculation.draft_bounds import forced_next, is_bound, within
 from firn.models.speculation.draft_odds import NO_TOKENS, ExpectedTokens, Odds
 from firn.models.speculation.draft_totals import DraftTotals
@@ -33,7 +34,6 @@ from firn.models.speculation.drafters import NO_DRAFT, Draft, Drafter
 from firn.models.speculation.gate import Allowance, DraftTimes, OverheadTimes, best_width
 from firn.models.speculation.step_clock import StepClock
 from firn.models.speculation.step_times import StepTimes
-from firn.models.traits import TRAITS, Traits
 
 log = logging.getLogger("firn.models")
 
@@ -96,19 +96,19 @@ class Speculation:
         self,
         *drafters: Drafter,
         in_groups: bool = True,
-        traits: Traits = TRAITS["cpu"],
+        profile: StepProfile = PLAIN_PROFILE,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """drafters: at most one may be costly (not free). in_groups: whether rows that take unequal
-        numbers of tokens can share a group. traits: the device's."""
+        numbers of tokens can share a group. profile: the device's."""
         self.totals = DraftTotals()
-        self.traits = traits
-        self.times = StepTimes(traits)
+        self.profile = profile
+        self.times = StepTimes(profile)
         self.allowance = Allowance()
         self._drafters = drafters
         self._free = [i for i, d in enumerate(drafters) if d.is_free]
         self._costly = next((i for i, d in enumerate(drafters) if not d.is_free), None)
-        self._max_draft = min(traits.widths[-1] - 1, MAX_DRAFT)
+        self._max_draft = min(profile.widths[-1] - 1, MAX_DRAFT)
         self.in_groups = in_groups
         self._clock = clock
         self.step_clock = StepClock(self.times, self.allowance, clock)
@@ -237,7 +237,7 @@ class Speculation:
         best = self._width(group).width
         if best == 1:
             return None
-        next_width = self.traits.shape(best)
+        next_width = self.profile.shape(best)
         n_most = width + next_width - 1
         of = {row: within(row, drafted.next.cut(n_most)).tokens for row, drafted in known}
         texts = tuple(of.get(row, ()) for row in group.seats)
@@ -387,7 +387,7 @@ class Speculation:
             best_width,
             self.times,
             n_seats=n_seats,
-            widths=self.traits.widths,
+            widths=self.profile.widths,
             step_in_flight=step_in_flight,
             explores=self.totals.n_draft_steps % EXPLORE_EVERY >= EXPLORE_EVERY - N_EXPLORED,
             allowance=self.allowance,

@@ -16,7 +16,7 @@ import statistics
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from firn.models.traits import Traits
+from firn.models.decode.step_profile import StepProfile
 
 N_KEPT = 9
 """Measurements kept of each kind. Their median is used, so a single slow step has no effect."""
@@ -113,8 +113,8 @@ class _Measured:
 class StepTimes:
     """How long steps take, for each number of rows."""
 
-    def __init__(self, traits: Traits) -> None:
-        self._traits = traits
+    def __init__(self, profile: StepProfile) -> None:
+        self._profile = profile
         self._rows: dict[int, _Measured] = {}
         self._episode = PRIOR_EPISODE
 
@@ -149,7 +149,7 @@ class StepTimes:
         if not rows.plain:
             return None
         measured, before = seconds / rows.plain.median, self.price(n_rows, width)
-        if is_new or rows.n_seen[width] <= self._traits.n_preparing:
+        if is_new or rows.n_seen[width] <= self._profile.n_preparing:
             return min(measured, MAX_PREPARING)
         known = rows.wide.setdefault(width, Recent())
         if width not in rows.newest:
@@ -201,7 +201,7 @@ class StepTimes:
         return change.estimate(PRIOR_CHANGE) / max(self._episode, 1.0)
 
     def is_measured(self, n_rows: int, width: int) -> bool:
-        return bool(self._of(n_rows).wide.get(self._traits.shape(width)))
+        return bool(self._of(n_rows).wide.get(self._profile.shape(width)))
 
     def price(self, n_rows: int, width: int) -> float:
         """What a wide step costs, in plain steps: measured, interpolated, or from the device's prior.
@@ -213,7 +213,7 @@ class StepTimes:
             return 1.0
         prices = self._of(n_rows).prices
         if width not in prices:
-            prices[width] = max(self._price(n_rows, self._traits.shape(width)), 1.0)
+            prices[width] = max(self._price(n_rows, self._profile.shape(width)), 1.0)
         return prices[width]
 
     def _price(self, n_rows: int, width: int) -> float:
@@ -225,7 +225,7 @@ class StepTimes:
         above = min((w for w in seen if w > width), default=None)
         if above is None:
             return seen.get(below, 1.0) * self._prior(n_rows, width) / self._prior(n_rows, below)
-        low = seen[below] if below > 1 else min(1.0 + self._traits.flat, seen[above])
+        low = seen[below] if below > 1 else min(1.0 + self._profile.flat, seen[above])
         return low + (width - below) / (above - below) * (seen[above] - low)
 
     def _measured_price(self, n_rows: int, width: int) -> float:
@@ -237,18 +237,18 @@ class StepTimes:
         """What the width would cost if its ratio to the other widths were as usual on this device:
         its own measurements may be old, or come from one bad moment. If they are new, its own
         price."""
-        if self._of(n_rows).newest.count(self._traits.shape(width)) >= N_SURE:
+        if self._of(n_rows).newest.count(self._profile.shape(width)) >= N_SURE:
             return self.price(n_rows, width)
-        shapes = {self._traits.shape(w) for w in self._traits.widths if w > 1}
-        own = self._prior(n_rows, self._traits.shape(width))
+        shapes = {self._profile.shape(w) for w in self._profile.widths if w > 1}
+        own = self._prior(n_rows, self._profile.shape(width))
         best = self.price(n_rows, width)
         for shape in shapes:
             best = min(best, self.price(n_rows, shape) * own / self._prior(n_rows, shape))
         return max(best, 1.0)
 
     def _prior(self, n_rows: int, width: int) -> float:
-        traits = self._traits
-        return 1.0 + (traits.flat + traits.slope * n_rows * (width - 1) if width > 1 else 0.0)
+        profile = self._profile
+        return 1.0 + (profile.flat + profile.slope * n_rows * (width - 1) if width > 1 else 0.0)
 
     def _of(self, n_rows: int) -> _Measured:
         rows = self._rows.get(n_rows)

@@ -17,11 +17,11 @@ from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.core.values import Job
 from firn.models.decode.batch import Group
 from firn.models.decode.ragged import Columns
+from firn.models.decode.step_profile import PLAIN_PROFILE, StepProfile
 from firn.models.speculation.drafters import NO_DRAFT, Draft
 from firn.models.speculation.drafters.lookup import Lookup
 from firn.models.speculation.drafters.model import ModelDrafter
 from firn.models.speculation.speculator import FAULT_REST_S, DraftPlan, Speculation
-from firn.models.traits import TRAITS, Traits
 from tests.harness import GREEDY, Result, running
 from tests.models.alone import plain, prompt_of
 from tests.models.speculation.drafting import NeverRests
@@ -43,7 +43,7 @@ class AsksWhenReady(NeverRests):
 
 
 def drafter(
-    name: str, *, seed: int = 0, cached: bool = True, traits: Traits = TRAITS["cpu"]
+    name: str, *, seed: int = 0, cached: bool = True, profile: StepProfile = PLAIN_PROFILE
 ) -> ModelDrafter:
     model = build(name, seed=seed)
 
@@ -55,7 +55,7 @@ def drafter(
         settings = CacheSettings(1 << 30, 32)
         layout = Layout.of(make_layers())
         cache = PrefixTree(layout, settings, fingerprint=b"small", dtype="float32")
-    return ModelDrafter(model, make_layers, cache=cache, batchable=True, chunk=32, traits=traits)
+    return ModelDrafter(model, make_layers, cache=cache, batchable=True, chunk=32, profile=profile)
 
 
 def told(requests: Any, speculation: Any = None, *, name: str = "qwen3") -> list[Result]:
@@ -98,12 +98,12 @@ def test_text_stays_the_same_whatever_it_drafts(name: str, seed: int) -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_in_few_shapes_it_drafts_the_same(has_bias: bool) -> None:
     """As on CUDA: padded to few widths, in blocks of columns."""
-    shapes = Traits(0.1, shapes=(4, 16, 32), columns=Columns(64, has_bias))
+    shapes = StepProfile(0.1, shapes=(4, 16, 32), columns=Columns(64, has_bias))
     requests, want = told_greedily()
     made: list[AsksWhenReady] = []
 
     def speculation() -> AsksWhenReady:
-        made.append(AsksWhenReady(drafter("qwen3", traits=shapes)))
+        made.append(AsksWhenReady(drafter("qwen3", profile=shapes)))
         return made[0]
 
     assert_all_equal(told(requests, speculation), want)

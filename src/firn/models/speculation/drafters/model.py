@@ -27,9 +27,9 @@ from firn.models.decode.padding import in_blocks
 from firn.models.decode.ragged import MAX_FEED, RaggedCache
 from firn.models.decode.rewind import RaggedStep, is_rewindable
 from firn.models.decode.sampling import to_host
+from firn.models.decode.step_profile import PLAIN_PROFILE, StepProfile
 from firn.models.layers import MakeLayers, leaves
 from firn.models.speculation.drafters import NO_DRAFT, Draft
-from firn.models.traits import TRAITS, Traits
 
 MAX_DRAFT = 8
 ODDS = (0.7, 0.65, 0.6, 0.55, 0.5, 0.5, 0.5, 0.5)
@@ -73,9 +73,9 @@ class ModelDrafter:
         batchable: bool,
         n_ids: int = 1 << 31,
         chunk: int = CHUNK,
-        traits: Traits = TRAITS["cpu"],
+        profile: StepProfile = PLAIN_PROFILE,
     ) -> None:
-        """n_ids: it does not know this id and those above. traits: the device's, for this model.
+        """n_ids: it does not know this id and those above. profile: the device's, for this model.
 
         Raises ValueError for a model whose tokens cannot be taken back one by one.
         """
@@ -87,7 +87,7 @@ class ModelDrafter:
         self._batchable = batchable
         self._last_id = n_ids - 1
         self._chunk = chunk
-        self._traits = traits
+        self._profile = profile
         self._readers: dict[Hashable, _DraftRow] = {}
         self._groups: list[Group] = []
 
@@ -179,7 +179,7 @@ class ModelDrafter:
                 group.join(own, last)
                 break
         else:
-            self._groups.append(Group.of_one(own, last, columns=self._traits.columns))
+            self._groups.append(Group.of_one(own, last, columns=self._profile.columns))
 
     def _catch_up(self, reader: _DraftRow) -> None:
         """Read what the row took while nothing was drafted for it."""
@@ -245,7 +245,7 @@ class ModelDrafter:
         lengths = [len(f) for f in fed]
         width = max(lengths)
         if width > 1:
-            width = self._traits.shape(width)
+            width = self._profile.shape(width)
         step = RaggedStep(group.layers, lengths, width)
         ids = mx.array([[*f, *[0] * (width - len(f))] for f in fed])
         layers = in_blocks(group.layers, group.columns) if width > 1 else group.layers
