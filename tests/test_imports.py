@@ -24,8 +24,8 @@ import firn
 SOURCES = Path(firn.__file__).parent
 
 EVERYTHING = {
-    "api", "app", "assembly", "backends", "bench", "cache", "cli", "config", "core", "demo", "engine", "fleet",
-    "host", "kv_events", "listener", "logs", "media", "models", "ranks", "text", "traces", "welcome",
+    "api", "app", "assembly", "backends", "bench", "cache", "cli", "config", "core", "demo", "engine",
+    "fleet", "host", "kv_events", "listener", "logs", "media", "models", "ranks", "text", "traces", "welcome",
 }  # fmt: skip
 # fmt: off
 MAY_IMPORT: dict[str, set[str]] = {
@@ -47,12 +47,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kv_events": {"cache", "core"},
     "ranks": {"cache", "config", "core", "models"},
     "assembly": {
-        "api", "backends", "cache", "config", "core", "demo", "engine", "host", "kv_events", "media", "models",
-        "ranks", "text", "traces",
+        "api", "backends", "cache", "config", "core", "demo", "engine", "host", "kv_events", "media",
+        "models", "ranks", "text", "traces",
     },
     "fleet": {
-        "api", "app", "assembly", "backends", "config", "core", "demo", "engine", "host", "listener", "logs",
-        "models", "text", "welcome",
+        "api", "app", "assembly", "backends", "config", "core", "demo", "engine", "host", "listener",
+        "logs", "models", "text", "welcome",
     },
     "app": EVERYTHING - {"cli", "fleet"},
     "cli": EVERYTHING,
@@ -78,7 +78,8 @@ FACADES = ("cache/tree", "config", "core/ports", "core/values", "engine")
 """Packages whose modules nobody else imports: their __init__ lists what they offer."""
 INSIDES: dict[str, tuple[str, ...]] = {
     "cache": (
-        "arrays/host", "arrays/payload", "commit", "cursor", "garbage", "loading", "memory", "planning", "restore", "stats",
+        "arrays/host", "arrays/payload", "commit", "cursor", "garbage", "loading", "memory", "planning",
+        "restore", "stats",
         "storage/catalogue", "storage/client", "storage/events", "storage/index", "storage/places",
         "storage/tally", "storage/tier_set",
     ),

@@ -104,9 +104,7 @@ def devices_in(source: str) -> list[str]:
             name = node.attr
         elif isinstance(node, ast.arg | ast.keyword):
             name = node.arg or ""
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            name = node.name
-        elif isinstance(node, ast.alias):
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.alias):
             name = node.name
         elif isinstance(node, ast.ImportFrom):
             name = node.module or ""

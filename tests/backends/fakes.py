@@ -14,7 +14,6 @@ from firn.cache.arrays.transfers import Transfers
 from firn.core.memory_plan import MachineMemory
 from firn.host.machine import memory
 
-
 if TYPE_CHECKING:
     import pytest
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache
 
+from firn.backends.cuda import shapes
 from firn.backends.cuda.shapes import (
     FULL,
     WIDTHS,
@@ -19,7 +20,6 @@ from firn.backends.cuda.shapes import (
     width_for,
 )
 from firn.core.values import Job, Prompt, RequestId, Sampling, Thinned
-from firn.backends.cuda import shapes
 from firn.models.decode.execution import Execution
 from firn.models.decode.runner import Runner
 from tests.cache.tiny import tiny

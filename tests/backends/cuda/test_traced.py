@@ -13,8 +13,8 @@ import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from firn.backends import named
-from firn.backends.cuda.traced import PLAIN, TracedSteps, traced_steps
 from firn.backends.cuda import traced as traced_module
+from firn.backends.cuda.traced import PLAIN, TracedSteps, traced_steps
 from firn.models.decode import forward
 from firn.models.decode.ragged import Columns, RaggedKVCache
 from firn.models.decode.rewind import ready
