@@ -25,7 +25,8 @@ SOURCES = Path(firn.__file__).parent
 
 EVERYTHING = {
     "api", "app", "assembly", "backends", "bench", "cache", "cli", "config", "core", "demo", "engine",
-    "fleet", "host", "kv_events", "listener", "logs", "media", "models", "ranks", "text", "traces", "welcome",
+    "fleet", "host", "kv_events", "listener", "logs", "media", "models", "ranks", "text", "traces",
+    "welcome",
 }  # fmt: skip
 # fmt: off
 MAY_IMPORT: dict[str, set[str]] = {

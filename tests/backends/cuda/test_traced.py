@@ -15,7 +15,6 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from firn.backends import named
 from firn.backends.cuda import traced as traced_module
 from firn.backends.cuda.traced import PLAIN, TracedSteps, traced_steps
-from firn.models.decode import forward
 from firn.models.decode.ragged import Columns, RaggedKVCache
 from firn.models.decode.rewind import ready
 from firn.models.speculation.step_clock import StepClock
@@ -58,7 +57,7 @@ def test_a_group_of_mlx_lms_caches(name: str, block: int) -> None:
     traced, layers, built = TracedSteps(model, n_built=0), merged(model), merged(model)
     for i in range(12):
         ids = mx.array([[i % 7], [3], [(5 * i) % 11]])
-        assert near(traced.logits(ids, layers, Columns(block)), model(ids, cache=built))
+        assert near(traced.wide(ids, layers, Columns(block)), model(ids, cache=built))
     for mine, its in zip(layers, built, strict=True):
         assert mine._idx == its._idx
         assert mx.array_equal(mine.offset, its.offset)
@@ -74,7 +73,7 @@ def test_rows_that_took_unequal_numbers(name: str) -> None:
     layers, built = ready(merged(model), columns), ready(merged(model), columns)
     for i in range(6):
         ids = mx.array([[i, 2, 3, 4], [5, i, 7, 8], [9, 1, i, 2]])
-        assert near(traced.logits(ids, layers, columns), model(ids, cache=built))
+        assert near(traced.wide(ids, layers, columns), model(ids, cache=built))
         assert [c.lengths for c in layers] == [c.lengths for c in built]
         kept = [
             layers[0].lengths[0] - 4 + 1 + i % 4,
@@ -85,7 +84,7 @@ def test_rows_that_took_unequal_numbers(name: str) -> None:
             assert isinstance(layer, RaggedKVCache)
             layer.keep(kept)
     one = mx.array([[1], [2], [3]])
-    assert near(traced.logits(one, layers, PLAIN), model(one, cache=built))
+    assert near(traced.wide(one, layers, PLAIN), model(one, cache=built))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -98,7 +97,7 @@ def test_a_lone_row_with_a_draft(name: str) -> None:
     )
     for i in range(5):
         ids = mx.array([[i, 4, 5, 6]])
-        assert near(traced.logits(ids, layers, Columns(8)), model(ids, cache=built))
+        assert near(traced.wide(ids, layers, Columns(8)), model(ids, cache=built))
         for layer in (*layers, *built):
             layer.trim(i % 4)
     assert layers[0].offset == built[0].offset
@@ -118,9 +117,9 @@ def test_a_shape_is_traced_once() -> None:
 
     traced, layers = TracedSteps(Counted(), n_built=0), merged(model)
     for _ in range(20):
-        assert traced.logits(mx.array([[1], [2], [3]]), layers, Columns(64)) is not None
+        assert traced.wide(mx.array([[1], [2], [3]]), layers, Columns(64)) is not None
     assert calls == [(3, 1)]
-    traced.logits(mx.array([[1, 1], [2, 2], [3, 3]]), layers, Columns(64))
+    traced.wide(mx.array([[1, 1], [2, 2], [3, 3]]), layers, Columns(64))
     assert calls == [(3, 1), (3, 2)]
 
 
@@ -129,11 +128,11 @@ def test_a_new_shape_is_built_for_a_while() -> None:
     model = build("qwen3")
     traced, layers = TracedSteps(model, n_built=2), merged(model)
     ids = mx.array([[1], [2], [3]])
-    is_traced = [traced.logits(ids, layers, Columns(64)) is not None for _ in range(4)]
+    is_traced = [traced.wide(ids, layers, Columns(64)) is not None for _ in range(4)]
     assert is_traced == [False, False, True, True]
     assert not traced.had_new_shape()
     wide = mx.array([[1, 1], [2, 2], [3, 3]])
-    assert traced.logits(wide, layers, Columns(64)) is None
+    assert traced.wide(wide, layers, Columns(64)) is None
     assert traced.had_new_shape()
     assert not traced.had_new_shape(), "the next step may be one that is never traced"
 
@@ -177,7 +176,7 @@ def test_old_shapes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         for width in range(1, 7):
             layers, built = merged(model), merged(model)
             ids = mx.ones((3, width), dtype=mx.int32)
-            assert near(traced.logits(ids, layers, Columns(64)), model(ids, cache=built))
+            assert near(traced.wide(ids, layers, Columns(64)), model(ids, cache=built))
             assert len(traced._shapes) <= 3
 
 
@@ -186,14 +185,14 @@ def test_buffers_are_written_in_place() -> None:
     model = build("qwen3")
     traced, layers = TracedSteps(model, n_built=0), merged(model)
     columns, ids = Columns(1 << 16), mx.array([[1], [2], [3]])
-    mx.eval(traced.logits(ids, layers, columns))
+    mx.eval(traced.wide(ids, layers, columns))
     nbytes = layers[0].keys.nbytes
     assert nbytes > 1 << 20
     mx.eval([(c.keys, c.values) for c in layers])
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     for _ in range(3):
-        mx.eval(traced.logits(ids, layers, columns))
+        mx.eval(traced.wide(ids, layers, columns))
     assert mx.get_peak_memory() - before < nbytes
 
 
@@ -201,7 +200,7 @@ def test_other_layers_are_left_alone() -> None:
     for name in ("gemma3_text", "qwen3_next", "mamba2"):
         model = build(name)
         layers = prefilled(model, [1, 2, 3])
-        assert TracedSteps(model, n_built=0).logits(mx.array([[4]]), layers, PLAIN) is None
+        assert TracedSteps(model, n_built=0).wide(mx.array([[4]]), layers, PLAIN) is None
         with pytest.raises(ValueError, match="plain attention"):
             traced_steps(model, lambda model=model: make_prompt_cache(model))
 
@@ -209,8 +208,7 @@ def test_other_layers_are_left_alone() -> None:
 def test_an_empty_cache_is_left_alone() -> None:
     model = build("qwen3")
     assert (
-        TracedSteps(model, n_built=0).logits(mx.array([[4]]), make_prompt_cache(model), PLAIN)
-        is None
+        TracedSteps(model, n_built=0).wide(mx.array([[4]]), make_prompt_cache(model), PLAIN) is None
     )
 
 
@@ -227,12 +225,12 @@ def test_a_model_that_cannot_be_traced_is_built_from_there_on(
     traced, layers = TracedSteps(Peeking(), n_built=0), merged(model)
     before = copy.copy(layers[0].keys), layers[0]._idx
     with caplog.at_level(logging.WARNING, "firn.models"):
-        assert traced.logits(mx.array([[1], [2], [3]]), layers, PLAIN) is None
+        assert traced.wide(mx.array([[1], [2], [3]]), layers, PLAIN) is None
     assert "steps are not traced from now on" in caplog.text
     assert mx.array_equal(layers[0].keys, before[0])
     assert layers[0]._idx == before[1]
     caplog.clear()
-    assert traced.logits(mx.array([[1], [2], [3]]), layers, PLAIN) is None
+    assert traced.wide(mx.array([[1], [2], [3]]), layers, PLAIN) is None
     assert not caplog.text
     with pytest.raises(ValueError):
         traced_steps(Peeking(), lambda: make_prompt_cache(model))
@@ -287,9 +285,9 @@ def test_tokens_are_fed_in_one_type() -> None:
     types: dict[bool, set[mx.Dtype]] = {False: set(), True: set()}
 
     class Watching(TracedSteps):
-        def logits(self, ids: mx.array, *arguments: Any, **more: Any) -> mx.array | None:
+        def wide(self, ids: mx.array, *arguments: Any, **more: Any) -> mx.array | None:
             types[ids.shape[1] > 1].add(ids.dtype)
-            return super().logits(ids, *arguments, **more)
+            return super().wide(ids, *arguments, **more)
 
     model = build("qwen3")
     profile = named("cuda").step_profile(model, lambda: list(make_prompt_cache(model)))
@@ -313,7 +311,7 @@ def test_a_lone_row_is_traced_until_it_is_long(
     n_columns: int, n_traced: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its attention is faster without a mask, which matters where there is much to attend to."""
-    monkeypatch.setattr(forward, "LONE_COLUMNS", n_columns)
+    monkeypatch.setattr(traced_module, "LONE_COLUMNS", n_columns)
     requests = [(list(range(1, 40)), 50, 1, GREEDY)]
     with running(plain("qwen3"), cache_nbytes=None) as harness:
         want = tell(harness, requests)

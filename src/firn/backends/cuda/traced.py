@@ -89,7 +89,7 @@ class TracedSteps:
         self._zero = mx.array([0])
 
     def plain(self, ids: mx.array, layers: Sequence[Any]) -> mx.array | None:
-        if len(ids) == 1 and layers[0].size() >= LONE_COLUMNS:
+        if len(ids) == 1 and layers[0].size() + 1 >= LONE_COLUMNS:
             return None
         return self.wide(ids, layers, PLAIN)
 

@@ -19,12 +19,49 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
+from firn.core.values import TokenArray
 from firn.models.decode.batch import Row
+from firn.models.decode.kv_growth import ShapeBuckets
 from firn.models.layers import MakeLayers
+from firn.models.model_arguments import PreparePass
 from firn.models.selfcheck import FAR, LENGTHS, distance, prefilled
 
 PASTS = (5, 0, 3)
 """Tokens already read by each of the rows that a model is tried with."""
+
+
+class BatchedPrefill:
+    """Reads several rows at once. The first time, it checks that the model computes that correctly."""
+
+    def __init__(self, model: Any, make_layers: MakeLayers) -> None:
+        self._model = model
+        self._make_layers = make_layers
+        self._is_checked = False
+
+    def can_read(self) -> bool:
+        """Whether the model's layers allow it."""
+        return can_read_together(self._make_layers())
+
+    def read(
+        self,
+        rows: Sequence[Row],
+        tokens: Sequence[TokenArray],
+        *,
+        buckets: ShapeBuckets,
+        prepare: PreparePass,
+    ) -> None:
+        """tokens: what each row consumes. Dispatched, not awaited. Raises ValueError if the model
+        computes padded passes incorrectly."""
+        if not self._is_checked:
+            fault = batched_prefill_fault(self._model, self._make_layers)
+            if fault is not None:
+                raise ValueError(fault)
+            self._is_checked = True
+        step = PaddedRows(rows, tokens, width_of=buckets.width)
+        prepare(len(rows) * step.width)
+        self._model(step.feed, cache=step.layers)
+        step.share_out()
+        mx.async_eval([layer.state for row in rows for layer in row.layers])
 
 
 def can_read_together(layers: Sequence[Any]) -> bool:
@@ -51,7 +88,7 @@ def _difference(model: Any, make_layers: MakeLayers, *, seed: int) -> float:
         rows.append(row)
         if n_past:
             prefilled(model, row.layers, text[:n_past])
-    step = BatchedPrefill(rows, [np.array(t[n:-1]) for t, n in zip(texts, PASTS, strict=True)])
+    step = PaddedRows(rows, [np.array(t[n:-1]) for t, n in zip(texts, PASTS, strict=True)])
     model(step.feed, cache=step.layers)
     step.share_out()
     return max(
@@ -60,7 +97,7 @@ def _difference(model: Any, make_layers: MakeLayers, *, seed: int) -> float:
     )
 
 
-class BatchedPrefill:
+class PaddedRows:
     """One pass: run `feed` through the model with `layers`, then call `share_out`."""
 
     def __init__(

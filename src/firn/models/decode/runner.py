@@ -20,19 +20,11 @@ import mlx.core as mx
 from firn.core.events import TokenLogprob
 from firn.core.ports import Restored
 from firn.core.values import Job, ModelInfo, Prompt
-from firn.models.decode.ahead import Pipeline
 from firn.models.decode.batch import MAX_PADDING_TOKENS, Group, PickedToken, Row, fork
-from firn.models.decode.batched_prefill import (
-    BatchedPrefill,
-    batched_prefill_fault,
-    can_read_together,
-)
+from firn.models.decode.batched_prefill import BatchedPrefill
 from firn.models.decode.execution import Execution
 from firn.models.decode.forward import forward_of
-from firn.models.decode.masks import Masks
-from firn.models.decode.ragged import MAX_FEED
 from firn.models.decode.sampling import Picker, Picks, pick, score
-from firn.models.decode.step_trace import NoStepTrace
 from firn.models.decode.steps import NoSpeculation, Speculator, Steps, picker_of
 from firn.models.layers import MakeLayers
 from firn.models.model_arguments import IdsOnly, ModelArguments
@@ -70,20 +62,18 @@ class Runner:
         self._steps = Steps(
             self._forward,
             self.speculator,
-            masks=Masks(info.vocab_size),
+            vocab_size=info.vocab_size,
             pick=self._pick,
-            pipeline=Pipeline(self._execution.trace),
             prepare=self._prepare,
         )
         self._make_layers = make_layers
+        self._batched = BatchedPrefill(model, make_layers)
         self._max_rows = max_rows if info.batchable else 1
         self._max_padding = max_padding
         self._groups: list[Group] = []
         self._memory_before = (0, 0)
         """Memory in use, and the peak so far, when the last chunk was dispatched."""
         self.chunk_peak_nbytes = 0
-        self._padding_is_checked = False
-        """Whether the model is known to compute padded passes correctly."""
 
     # --- prefill ---------------------------------------------------------------------------
 
@@ -131,32 +121,19 @@ class Runner:
     @property
     def reads_together(self) -> bool:
         """Whether one pass can read several prompts: plain attention, no pictures, no head."""
-        ids_only = self._forward.takes_ids_only
-        return self._max_rows > 1 and ids_only and can_read_together(self._make_layers())
+        return self._max_rows > 1 and self._forward.takes_ids_only and self._batched.can_read()
 
     def prefill_together(
         self, rows: Sequence[Row], prompts: Sequence[Prompt], ends: Sequence[int]
     ) -> None:
         """Consume prompt tokens [row.n_tokens, end) of each row in one pass, padded.
 
-        The first call checks that the model computes padded passes correctly; raises ValueError if not.
+        Raises ValueError if the model computes padded passes incorrectly.
         """
-        if not self._padding_is_checked:
-            fault = batched_prefill_fault(self._forward.model, self._make_layers)
-            if fault is not None:
-                raise ValueError(fault)
-            self._padding_is_checked = True
         self._memory_before = mx.get_active_memory(), mx.get_peak_memory()
-        step = BatchedPrefill(
-            rows,
-            [p.ids[r.n_tokens : end] for r, p, end in zip(rows, prompts, ends, strict=True)],
-            width_of=self._buckets.width,
-        )
-        self._prepare(len(rows) * step.width)
         self.speculator.disturbed()
-        self._forward.model(step.feed, cache=step.layers)
-        step.share_out()
-        mx.async_eval([layer.state for row in rows for layer in row.layers])
+        new = [p.ids[r.n_tokens : end] for r, p, end in zip(rows, prompts, ends, strict=True)]
+        self._batched.read(rows, new, buckets=self._buckets, prepare=self._prepare)
 
     def settle(self, row: Row) -> list[TokenLogprob]:
         """Wait until the row's caches are computed. Returns the chunk's prompt logprobs, if any."""
@@ -200,8 +177,7 @@ class Runner:
     @property
     def rest_tokens(self) -> int:
         """How many tokens before a prompt's last one a step of several tokens can read as well."""
-        can = self.speculator.drafts and self._forward.takes_ids_only
-        return MAX_FEED - 1 if can else 0
+        return self._steps.n_read_first
 
     def join(self, row: Row, token: int, *, before: Sequence[int] = (), n_coming: int = 0) -> None:
         """Let the row take part in decode steps. It first consumes `before`, then `token`.
@@ -316,9 +292,7 @@ class Runner:
     def close(self) -> None:
         """Wait for the device and end this thread's streams: MLX aborts a process that exits first."""
         self._groups = []
-        self._forward.trace = NoStepTrace()
         self._steps.end()
-        self.speculator.end()
         mx.synchronize()
         mx.clear_streams()
 

@@ -26,6 +26,7 @@ from firn.models.decode.ahead import DraftsAhead, Pipeline, PipelineFault
 from firn.models.decode.batch import Group, Row, StepInFlight, TakenTokens
 from firn.models.decode.forward import Forward
 from firn.models.decode.masks import Masks
+from firn.models.decode.ragged import MAX_FEED
 from firn.models.decode.rewind import RaggedStep, is_rewindable
 from firn.models.decode.sampling import Picker, Picks, read_logprobs, to_host
 from firn.models.decode.step_profile import StepProfile
@@ -132,17 +133,22 @@ class Steps:
         forward: Forward,
         speculator: Speculator,
         *,
-        masks: Masks,
+        vocab_size: int,
         pick: Pick,
-        pipeline: Pipeline,
         prepare: PreparePass,
     ) -> None:
         self.forward = forward
         self.speculator = speculator
-        self.masks = masks
+        self.masks = Masks(vocab_size)
         self.pick = pick
         self.prepare = prepare
-        self.pipeline = pipeline
+        self.pipeline = Pipeline(forward.trace)
+
+    @property
+    def n_read_first(self) -> int:
+        """How many tokens before its newest one a row's first step can read as well."""
+        can = self.speculator.drafts and self.forward.takes_ids_only
+        return MAX_FEED - 1 if can else 0
 
     def launch(self, group: Group) -> None:
         step = self._follow_up(group) or self._next(group).launch()
@@ -172,7 +178,9 @@ class Steps:
 
     def end(self) -> None:
         """Let go of what belongs to the thread's streams."""
-        self.pipeline = Pipeline(NoStepTrace())
+        self.forward.trace = NoStepTrace()
+        self.pipeline = Pipeline(self.forward.trace)
+        self.speculator.end()
 
     def read(self, group: Group, step: StepInFlight) -> list[TakenTokens]:
         """Wait for a step's tokens; the first time, the speculator learns from them."""
