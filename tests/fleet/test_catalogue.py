@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from firn.backends.cuda.smi import parse_gpus
 from firn.config import OPTIONS, Config, load
 from firn.core.errors import SetupError
 from firn.fleet.catalogue import ModelCatalogue, from_json, to_json
 from firn.fleet.files import check, folder_of, read_facts
-from firn.fleet.memory import Footprint, estimate, measured, parse_gpus
+from firn.fleet.memory import Footprint, estimate, measured
 from firn.fleet.merging import merge_metrics
 from tests.locked import as_a_user, locked
 

@@ -404,7 +404,7 @@ def test_who_leaves_as_the_model_is_ready_does_not_keep_it_busy(tmp_path: Path) 
 def test_a_key_pays_for_what_is_new_in_a_report(tmp_path: Path) -> None:
     charged: list[tuple[str, int]] = []
     numbers = ("calls", "bytes_per_token", "bytes_per_row", "live_peak", "weights")
-    report = {**dict.fromkeys(numbers, 0), "device": "cpu"}
+    report = {**dict.fromkeys(numbers, 0), "device_memory": 1 << 40}
     with serving(tmp_path, "a", "b", room=2) as front:
         fleet, model = front.parts.fleet, front.model("a")
         fleet._charge = lambda key, n: charged.append((str(key), n))

@@ -78,5 +78,5 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    one_blas.attach()
+    one_blas.find()
     sys.exit(main(Path(sys.argv[1])))

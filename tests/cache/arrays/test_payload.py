@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from firn.backends.cuda.bus import MAX_GATHERED, BusTransfers, CudaError
-from firn.cache.arrays import host, payload
+from firn.cache.arrays import host, payload, transfers
 from firn.cache.arrays.payload import Payload, by_layer, evaluate, joined, stacked
+from firn.cache.arrays.transfers import Transfers
 from firn.cache.codecs import Arrays
 from firn.cache.commit import RowCutter
 from firn.cache.layout import Layout
@@ -160,8 +161,7 @@ def test_layers_are_filled_alike_many_at_a_time(
         part: [kinds.cut(part, live, At(0, 48), s, s + 16) for s in (0, 16, 32)]
         for part in (Part.PAGES, Part.WINDOW)
     }
-    monkeypatch.setattr(payload, "FILL_NBYTES", nbytes)
-    monkeypatch.setattr(payload, "_on_cpu", lambda: False)
+    monkeypatch.setattr(transfers, "_in_use", [Transfers(fill_nbytes=nbytes)])
     filled: list[Any] = [KVCache(), RotatingKVCache(max_size=512), KVCache()]
     for part, payloads in pieces.items():
         kinds.fill(part, filled, payloads, 48)

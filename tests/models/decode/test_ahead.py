@@ -18,6 +18,7 @@ from firn.core.values import RequestId, Sampling
 from firn.models.decode import ahead, verify
 from firn.models.decode.batch import VACANT_STEPS, Group
 from firn.models.speculation.speculator import DraftPlan
+from tests.backends.cuda.test_traced import at_once
 from tests.harness import GREEDY, Harness, Result, running
 from tests.models.alone import assert_same, beginning, plain, prompt_of, said_alone
 from tests.models.decode.test_drafts_in_flight import FORCED, at_token, request_of
@@ -32,7 +33,6 @@ from tests.models.speculation.test_speculation import (
     tell,
 )
 from tests.models.test_placing import thin_of
-from tests.models.test_traced import at_once
 from tests.zoo import VOCAB_SIZE, build
 
 WARM = Sampling(temperature=0.9, seed=5)
