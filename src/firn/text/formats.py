@@ -33,6 +33,12 @@ THINK_TAGS: Mapping[str, ThinkTags] = MappingProxyType(
             answer=("<answer>", "</answer>"),
             clues=("</think>", "<answer>"),
         ),
+        "ernie45": ThinkTags(
+            "<think>",
+            "</think>",
+            answer=("<response>", "</response>"),
+            clues=("</think>", "<response>"),
+        ),
         "apriel": ThinkTags(
             "Here are my reasoning steps:",
             "[BEGIN FINAL RESPONSE]",
