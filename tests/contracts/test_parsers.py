@@ -164,6 +164,20 @@ def test_any_string_in_the_json_formats(format: ToolFormat, value: str) -> None:
     assert reply.calls[0].arguments == {"city": value, "days": 3}
 
 
+VLLM = """
+    apertus cohere_command3 cohere_command4 deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 ernie45
+    functiongemma gemma4 gigachat3 glm45 glm47 granite granite-20b-fc granite4 hermes hunyuan_a13b hy_v3
+    internlm jamba kimi_k2 kimi_k3 lfm2 ling3 llama3_json llama4_json llama4_pythonic longcat mimo
+    minicpm5 minimax_m2 minimax_m3 mistral muse_glimmer olmo3 openai phi4_mini_json poolside_v1
+    pythonic qwen3_coder qwen3_xml seed_oss step3p5 xlam
+"""
+"""Its names of parsers for the formats that firn reads."""
+
+
+def test_vllms_names_are_known() -> None:
+    assert set(VLLM.split()) <= set(names())
+
+
 def test_names_are_unique_and_listed() -> None:
     every = [n for f in formats().values() for n in (f.name, *f.aliases)]
     assert len(every) == len(set(every))

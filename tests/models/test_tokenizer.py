@@ -236,6 +236,17 @@ def test_a_template_knows_what_transformers_tells_every_template(tmp_path: Path)
     assert text == "</s> True False True  True"
 
 
+def test_a_template_that_wants_tools_as_text_gets_them_with_the_date(tmp_path: Path) -> None:
+    """FireFunction's refuses every chat without these two."""
+    source = "{{ 'Tools: ' + functions }}{{ ' Today is ' + datetime + '.' }}"
+    tokenizer = write_tokenizer(tmp_path, pieces_json(), chat_template=source)
+    text = tokenizer.render(HELLO, tools=None, kwargs={"datetime": "Monday"})
+    assert text == "Tools: [] Today is Monday."
+    text = tokenizer.render(HELLO, tools=[TOOL], kwargs={})
+    assert json.loads(text.removeprefix("Tools: ").partition(" Today")[0]) == [TOOL]
+    assert re.search(r"Today is \d{4}-\d\d-\d\d 00:00:00 GMT\.", text), "the same all day"
+
+
 NAMED = [
     {"name": "default", "template": "plain {{ messages[-1].content }}"},
     {"name": "tool_use", "template": "<tool_call> {{ tools | length }} {{ messages[-1].content }}"},

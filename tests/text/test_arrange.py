@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from firn.core.values import Message, PicturePart, TextPart, Tool, ToolCall
-from firn.text.arrange import arrange, strip_changing_lines
+from firn.text.arrange import BESIDE_CALL, arrange, strip_changing_lines
 from firn.text.messages import (
     TemplateStyle,
     normalize_calls,
@@ -270,12 +270,28 @@ def test_the_text_beside_calls_becomes_a_turn_where_the_template_shows_it_only_t
     apart = (assistant("x"), replace(TWO_CALLS, parts=()))
     rules = TurnRules(text_beside_calls=False)
     assert arrange(chat, rules) == (user("u"), *apart, RESULT, OTHER_RESULT, CALLS, RESULT)
-    assert arrange(chat, replace(rules, text_before_calls=False)) == chat
     one_by_one = arrange(chat[:4], replace(rules, several_calls=False, assistant_runs=False))
     assert one_by_one == (
         *(user("u"), assistant("x"), assistant(tool_calls=(CALL,), reasoning="hm"), RESULT),
         *(assistant(tool_calls=(ToolCall("c2", "g", {}),)), OTHER_RESULT),
     )
+
+
+def test_the_text_beside_calls_is_in_a_result_where_the_template_has_no_place_for_it() -> None:
+    rules = TurnRules(text_beside_calls=False, text_before_calls=False)
+    chat = (user("u"), TWO_CALLS, RESULT, OTHER_RESULT, CALLS, RESULT)
+    result = replace(RESULT, parts=(TextPart(f"{BESIDE_CALL.format('x')}\n\n{RESULT.text}"),))
+    arranged = (user("u"), replace(TWO_CALLS, parts=()), result, OTHER_RESULT, CALLS, RESULT)
+    assert arrange(chat, rules) == arranged
+    for n in range(3, len(chat)):
+        assert arrange(chat[:n], rules) == arranged[:n]
+    one_by_one = arrange(chat[:4], replace(rules, several_calls=False))
+    assert [m.text for m in one_by_one] == ["u", "", result.text, "", OTHER_RESULT.text]
+    noted = arrange((*chat[:3], user("v")), replace(rules, user_after_results=False))
+    assert noted[-1].text == f"{result.text}\n\nv"
+    waiting = arrange(chat[:2], rules)
+    assert waiting == chat[:2], "nothing carries the text of a call that has no result"
+    assert arrange(chat, replace(rules, calls=False)) == chat, "calls are text already"
 
 
 def test_tools_that_the_template_writes_into_a_system_message_get_one() -> None:

@@ -45,6 +45,7 @@ CALLS: dict[str, list[tuple[str, list[tuple[str, Any]]]]] = {
         (tagged('[{"name": "other", "arguments": {"a": 1}}, {"name": "other", "arguments": {}}]'), [("other", {"a": 1}), ("other", {})]),
         (tagged('{"name": "other", "arguments": {"a": 1}}\n{"name": "other", "arguments": {}}'), [("other", {"a": 1}), ("other", {})]),
         (tagged('{"name": "other", "arguments": {"a": 1}}}'), [("other", {"a": 1})]),
+        (tagged('{"name": "other", "arguments": {"a": 1},}'), [("other", {"a": 1})]),
         (tagged('{"name": "other", "arguments": {"a": "x\ny\tz"}}'), [("other", {"a": "x\ny\tz"})]),
         (tagged('{"name": "other", "arguments": {"a": "C:\\dir \\d+ \\u00e9 \\\' \\uZ"}}'), [("other", {"a": "C:\\dir \\d+ é ' \\uZ"})]),
         (tagged('{"name": "other", "arguments": {"a": True, "b": None, "c": -1.5e3}}'), [("other", {"a": True, "b": None, "c": -1500.0})]),

@@ -123,6 +123,16 @@ def test_think_tags_are_detected_in_the_template(name: str) -> None:
     assert detected(" reasoning ".join(tags.clues)).think == tags
 
 
+OWN_TAGS = [name for name, tags in THINK_TAGS.items() if tags.clues and name != "thinking"]
+
+
+@pytest.mark.parametrize("name", OWN_TAGS)
+def test_a_template_that_also_strips_the_commonest_tags_keeps_its_own(name: str) -> None:
+    tags = THINK_TAGS[name]
+    source = f"{{{{ content.split('</think>')[-1] }}}}{' reasoning '.join(tags.clues)}"
+    assert detected(source).think == tags
+
+
 def test_think_tags_are_detected_in_the_vocabulary() -> None:
     assert detected("", "<think>", "</think>").think == THINK
     assert detected("", "<think>").think is None

@@ -139,17 +139,21 @@ def test_a_tag_that_repeats_the_prompts_is_not_reasoning() -> None:
 @pytest.mark.parametrize(
     ("text", "said", "reasoning"),
     [
-        ("<think>\nhm\n</think>\n<answer>\nyes\n</answer>", "yes", "hm"),
-        ("<answer>yes</answer>\n", "yes", ""),
-        ("<think>hm</think>\n<answer>cut\n</ans", "cut\n</ans", "hm"),
-        ("write <answer>x</answer>", "write <answer>x</answer>", ""),
-        ("<answer>write <answer> here</answer> and go", "write <answer> here and go", ""),
-        ("yes</answer>", "yes</answer>", ""),
+        ("<think>\nhm\n</think>\n<TAG>\nyes\n</TAG>", "yes", "hm"),
+        ("<TAG>yes</TAG>\n", "yes", ""),
+        ("<think>hm</think>\n<TAG>cut\n</TAG", "cut\n</TAG", "hm"),
+        ("write <TAG>x</TAG>", "write <TAG>x</TAG>", ""),
+        ("<TAG>write <TAG> here</TAG> and go", "write <TAG> here and go", ""),
+        ("yes</TAG>", "yes</TAG>", ""),
     ],
 )
-def test_tags_around_the_answer_are_markup(text: str, said: str, reasoning: str) -> None:
+@pytest.mark.parametrize(("model", "tag"), [("hunyuan", "answer"), ("ernie45", "response")])
+def test_tags_around_the_answer_are_markup(
+    model: str, tag: str, text: str, said: str, reasoning: str
+) -> None:
+    text, said = (t.replace("TAG", tag) for t in (text, said))
     for tool in (None, "json_tags"):
-        format = ReplyFormat(tool=tool, think=THINK_TAGS["hunyuan"])
+        format = ReplyFormat(tool=tool, think=THINK_TAGS[model])
         reply = read_at_every_split(format, text)
         assert (reply.text.strip(), reply.reasoning) == (said, reasoning)
 

@@ -8,8 +8,9 @@ from firn.models.tokenizer import HfTokenizer
 from firn.text.template import Template
 from firn.text.template_losses import (
     DATE,
+    ENDS_WITH_RULES,
     REASONING_GOES,
-    TEXT_GOES,
+    TEXT_MOVES,
     TOOLS_MOVE,
     TURNS_CHANGE,
     losses,
@@ -20,8 +21,8 @@ LOSSES = {
     "qwen3": (REASONING_GOES,),
     "qwen35": (TURNS_CHANGE,),
     "glm": (REASONING_GOES,),
-    "nemo": (TOOLS_MOVE, TEXT_GOES),
-    "gpt_oss": (REASONING_GOES, TEXT_GOES),
+    "nemo": (TOOLS_MOVE, TEXT_MOVES),
+    "gpt_oss": (REASONING_GOES, TEXT_MOVES),
 }
 
 
@@ -34,9 +35,15 @@ def test_what_a_template_loses_is_told_by_name(family: str) -> None:
     assert lost(families.tokenizer(family)) == LOSSES.get(family, ())
 
 
-def test_a_date_in_the_prompt_is_told() -> None:
-    source = "{{ strftime_now('%d %B') }}" + families.template("llama3")
+@pytest.mark.parametrize("date", ["strftime_now('%d %B')", "'Tools: ' + functions + datetime"])
+def test_a_date_in_the_prompt_is_told(date: str) -> None:
+    source = f"{{{{ {date} }}}}" + families.template("llama3")
     assert lost(families.with_template("llama3", source)) == (DATE,)
+
+
+def test_instructions_after_the_newest_message_are_told() -> None:
+    source = families.template("llama3") + "Write a call, or an answer in plain text. " * 5
+    assert lost(families.with_template("llama3", source)) == (ENDS_WITH_RULES,)
 
 
 @pytest.mark.parametrize("source", ["{{ nothing.at.all }}", "{{ messages[-1].content }}", ""])

@@ -181,6 +181,18 @@ def test_odd_templates_show_tools_calls_and_results(
     assert ("Looks about." in text) == bool(tools)
 
 
+ANOTHER_BRANCH = "{% if false %}{{ '{' + message.arguments + '}' }}{% endif %}"
+
+
+@pytest.mark.parametrize("written", ["", " | tojson"])
+@pytest.mark.parametrize("before", ["", ANOTHER_BRANCH])
+def test_arguments_are_json_whichever_form_the_template_expects(written: str, before: str) -> None:
+    source = before + "{{ tools }}" + SHOWN.replace(" | tojson", written)
+    tokenizer = families.with_template("qwen3", source)
+    text = tokenizer.decode(PromptMaker(tokenizer, context_length=4096).make(CHAT).ids.tolist())
+    assert '[CALL {"at": "sky"}]' in text
+
+
 NEEDS_A_QUESTION = {
     "it looks for one": "{{ tools }}{% if not (messages | selectattr('role', 'equalto', 'user') "
     "| list) %}{{ raise_exception('no question') }}{% endif %}" + SHOWN,

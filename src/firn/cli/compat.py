@@ -150,14 +150,12 @@ PARSERS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "model.tool_call_parser": {
             "generic": "auto",
-            "deepseek_v4": "dsml",
             "glm4": "glm47",
             "granite3": "granite",
             "gpt-oss": "harmony",
             "nous": "hermes",
             "moonshot": "kimi",
             "llama4": "llama",
-            "poolside_v1": "laguna",
             "qwen3.5": "qwen3_xml",
             "step": "step3p5",
         },

@@ -6,10 +6,12 @@ sets truncation and padding on each call, which two threads must not do at the s
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
 
@@ -35,6 +37,8 @@ TEMPLATE_FAULTS = (
     NotImplementedError,
 )
 UNBOUNDED = 2**31
+_OWN_TOOLS = re.compile(r"\+ functions\b.*\+ datetime\b", re.DOTALL)
+"""FireFunction's template takes tools as JSON text, and the time: both under names of its own."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -227,6 +231,9 @@ class HfTokenizer:
                 )
             guard(source)
             options.setdefault("enable_thinking", self._wrapper.has_thinking)
+            if _OWN_TOOLS.search(source):
+                options.setdefault("functions", json.dumps(options.get("tools") or [], indent=4))
+                options.setdefault("datetime", f"{datetime.now(UTC):%Y-%m-%d} 00:00:00 GMT")
             return _render(source, list(messages), {**self._hf.special_tokens_map, **options})
         except RenderTooSlow as e:
             raise TemplateTooSlow(str(e)) from e

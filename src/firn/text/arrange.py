@@ -22,6 +22,8 @@ LATE_SYSTEM = "<system-message>\n{}\n</system-message>"
 
 EARLIER = "(The conversation began earlier.)"
 """The first user turn of a chat that begins otherwise, if the template requires one."""
+BESIDE_CALL = "<assistant-message>\n{}\n</assistant-message>"
+"""How a call's result carries the text beside the call, if the template has no place for it."""
 NO_RESULT = "(There is no result.)"
 """The result of an abandoned call, if the template requires one."""
 
@@ -46,6 +48,8 @@ def arrange(
         turns = _answered(turns)
     if not rules.several_calls:
         turns = _one_call_each(turns)
+    if rules.calls and not (rules.text_beside_calls or rules.text_before_calls):
+        turns = _text_into_results(turns)
     turns = _into_results(turns, rules)
     if not rules.user_runs:
         turns = _merged(turns, "user")
@@ -196,6 +200,19 @@ def _text_before_calls(message: Message) -> list[Message]:
         return [message]
     text = replace(message, tool_calls=(), reasoning=None, checkpoint=False)
     return [text, replace(message, parts=())]
+
+
+def _text_into_results(messages: Iterable[Message]) -> list[Message]:
+    """Moves the text beside calls to the start of the first result."""
+    arranged: list[Message] = []
+    for message in messages:
+        calling = arranged[-1] if arranged else message
+        if message.role == "tool" and calling.tool_calls and calling.text.strip():
+            arranged[-1] = replace(calling, parts=())
+            told = Message("tool", (TextPart(BESIDE_CALL.format(calling.text)),))
+            message = replace(message, parts=_join_parts([told, message]))
+        arranged.append(message)
+    return arranged
 
 
 def _into_results(messages: Iterable[Message], rules: TurnRules) -> list[Message]:

@@ -33,6 +33,12 @@ THINK_TAGS: Mapping[str, ThinkTags] = MappingProxyType(
             answer=("<answer>", "</answer>"),
             clues=("</think>", "<answer>"),
         ),
+        "ernie45": ThinkTags(
+            "<think>",
+            "</think>",
+            answer=("<response>", "</response>"),
+            clues=("</think>", "<response>"),
+        ),
         "apriel": ThinkTags(
             "Here are my reasoning steps:",
             "[BEGIN FINAL RESPONSE]",
@@ -45,8 +51,6 @@ THINK_TAGS: Mapping[str, ThinkTags] = MappingProxyType(
             drop=("<|begin|>assistant", "<|content|>", "<|end|>"),
             clues=("<|begin|>assistant", "<|think|>"),
         ),
-        "think": _tags("<think>", "</think>"),
-        "thinking": _tags("<thinking>", "</thinking>"),
         "seed": _tags("<seed:think>", "</seed:think>"),
         "longcat": _tags("<longcat_think>", "</longcat_think>"),
         "minimax_m3": _tags("<mm:think>", "</mm:think>"),
@@ -69,10 +73,13 @@ THINK_TAGS: Mapping[str, ThinkTags] = MappingProxyType(
             ),
             clues=("<|close|>think<|sep|>",),
         ),
+        "think": _tags("<think>", "</think>"),
+        "thinking": _tags("<thinking>", "</thinking>"),
         "deepseek_r1": ThinkTags("<think>", "</think>", implied=True),
     }
 )
-"""Reasoning formats by name. Of several that match, the first is the model's."""
+"""Reasoning formats by name. Of several that match, the first is the model's: many a template of another
+family strips <think> from what clients send."""
 
 _REASONING_ALIASES = {
     "deepseek_v3": "think",

@@ -49,6 +49,10 @@ MESSAGE_OPENERS = (
 _ALPHA, _BETA, _GAMMA, _DELTA = "alpha", "beta", "gamma", "delta"
 
 
+_JSON = re.compile(r'"input":\s*"delta"')
+_NO_JSON = re.compile(r"""'input':\s*'delta'|\\"input\\":""")
+"""Arguments as Python writes an object, or as JSON in a JSON string."""
+
 _NAMED = r"(?:\.{0}\b|\[['\"]{0}['\"]\])"
 """Access to a field: message.content, message['content']."""
 
@@ -97,18 +101,23 @@ def _wants_lists(tokenizer: Tokenizer) -> bool:
 def _probed(tokenizer: Tokenizer, style: TemplateStyle) -> TemplateStyle:
     """The style with what shows a call, wherever the template fails without it or drops the call."""
 
-    def shows(
+    def rendered(
         call: ToolCall, style: TemplateStyle, tools: Sequence[Tool] = (Tool(_ALPHA),)
-    ) -> bool:
+    ) -> str:
         result = Message("tool", (TextPart(_BETA),), tool_call_id=call.id)
         asked = Message("user", (TextPart(_GAMMA),))
         chat = (asked, Message("assistant", tool_calls=(call,)), result)
         given = tools_to_template(tools) or style.no_tools
         try:
             messages = to_template(normalize_calls(chat, style), style=style)
-            return _DELTA in tokenizer.render(messages, tools=given, kwargs={})
+            return tokenizer.render(messages, tools=given, kwargs={})
         except TemplateFailed:
-            return False
+            return ""
+
+    def shows(
+        call: ToolCall, style: TemplateStyle, tools: Sequence[Tool] = (Tool(_ALPHA),)
+    ) -> bool:
+        return _DELTA in rendered(call, style, tools)
 
     call = ToolCall("call00001", _ALPHA, {"input": _DELTA})
     short, long = (replace(call, id=id) for id in ("call_1", "chatcmpl-tool-0123456789abcdef"))
@@ -120,6 +129,9 @@ def _probed(tokenizer: Tokenizer, style: TemplateStyle) -> TemplateStyle:
     other_content = replace(style, none_content=not style.none_content)
     if not shows(call, style) and shows(call, other_content):
         style = other_content
+    other_arguments = replace(style, text_arguments=not style.text_arguments)
+    if _NO_JSON.search(rendered(call, style)) and _JSON.search(rendered(call, other_arguments)):
+        style = other_arguments
     if not all_ids(style) and all_ids(replace(style, short_ids=True)):
         style = replace(style, short_ids=True)
     if not shows(text, style) and shows(text, replace(style, object_arguments=True)):

@@ -6,6 +6,7 @@ All of it is the template's own doing; a prefix that it rewrites cannot be reuse
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -42,11 +43,19 @@ REASONING_GOES = (
     "it leaves out reasoning once there is another question, so the turns since the question before "
     "are computed again"
 )
-TEXT_GOES = (
-    "it drops the text that the assistant writes beside a call, or moves it behind the result"
+ENDS_WITH_RULES = (
+    "it writes instructions after the newest message, so each turn computes them again"
+)
+TEXT_MOVES = (
+    "it has no place for the text that the assistant writes beside a call, so that text is put into "
+    "the call's result"
 )
 DATE = "it writes the current date, so after midnight every chat is computed again from the start"
 
+
+_DATED = re.compile(r"strftime_now\(|\+ datetime\b")
+HEADER_CHARS = 100
+"""No template's header of a reply is longer."""
 
 KEEPING: Mapping[str, bool] = {
     "preserve_thinking": True,
@@ -71,8 +80,10 @@ def losses(
     elif rules.calls and probe.changes(THOUGHT):
         found.append(REASONING_GOES + probe.advice(THOUGHT))
     if rules.calls and not (rules.text_beside_calls or rules.text_before_calls):
-        found.append(TEXT_GOES)
-    if "strftime_now(" in (tokenizer.chat_template or ""):
+        found.append(TEXT_MOVES)
+    if probe.ends_with_rules():
+        found.append(ENDS_WITH_RULES)
+    if _DATED.search(tokenizer.chat_template or ""):
         found.append(DATE)
     return tuple(found)
 
@@ -89,6 +100,11 @@ class _GrowingChats:
         before, after = (self._text(chat) for chat in ((RULE, ASK), (RULE, ASK, ANSWER, MORE)))
         at = before.find(TOOL.name)
         return at >= 0 and after != "" and not after.startswith(before[:at])
+
+    def ends_with_rules(self) -> bool:
+        before, after = (self._text(chat) for chat in ((RULE, ASK), (RULE, ASK, ANSWER, MORE)))
+        tail = before.rpartition(ASK.text)[2]
+        return len(tail) > HEADER_CHARS and tail[:HEADER_CHARS] not in after.partition(MORE.text)[0]
 
     def changes(self, call: Message, **variable: bool) -> bool:
         """Whether a new question changes what is before the result of an earlier call."""

@@ -168,6 +168,14 @@ LACKED: list[tuple[str, Any, Any]] = [
     ("reasoning_format", "auto", "none"), ("parse_tool_calls", True, False),
     ("guided_whitespace_pattern", None, " "), ("return_hidden_states", False, True),
     ("watermarking", None, True), ("logprob_token_ids", None, [1]),
+    ("return_prompt_token_ids", False, True), ("return_token_offsets", False, True),
+    ("return_assistant_tokens_mask", False, True), ("return_sampling_mask", False, True),
+    ("return_meta_info", False, True), ("response_fields", [], ["content"]), ("n_cmpl", 1, 2),
+    ("generation_prompt", "", "Sure:"), ("input_ids", None, [1, 2]), ("custom_params", {}, {"a": 1}),
+    ("vllm_xargs", None, {"a": 1}), ("video_config", {}, {"fps": 1}), ("max_dynamic_patch", None, 4),
+    ("min_dynamic_patch", None, 1), ("use_audio_in_video", False, True),
+    ("reasoning_budget_message", "", "Stop."), ("stream_reasoning", True, False),
+    ("spaces_between_special_tokens", True, False),
 ]  # fmt: skip
 
 

@@ -170,7 +170,7 @@ FORMATS = (
         parser=Gemma,
         opens=("<start_function_call>",),
         tokens=("<start_function_call>", "<end_function_call>", "<escape>"),
-        aliases=("gemma",),
+        aliases=("gemma", "functiongemma"),
         example="<start_function_call>call:get_weather{city:<escape>Paris<escape>,days:3}"
         "<end_function_call>",
         matches=lambda clues: "<start_function_call>" in clues.template,

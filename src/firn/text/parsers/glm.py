@@ -94,7 +94,7 @@ FORMATS = (
             for name in _NAMES
             for slash in ("", "/")
         ),
-        aliases=("glm45", "glm47", "glm4_moe", "laguna", "longcat"),
+        aliases=("glm45", "glm47", "glm4_moe", "laguna", "poolside_v1", "longcat", "ling3"),
         example="<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
         "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
         matches=lambda clues: "arg_key>" in clues.template,

@@ -66,8 +66,8 @@ class JsonTags(JsonCallParser):
     def script(self) -> Script[None]:
         closer = _LAYOUTS[self.marker].closer
         yield from self.guarded(self._calls(), *filter(None, [closer]))
-        # Models often write an extra bracket; it is harmless.
-        yield from self.tape.close(closer, stray="}]")
+        # Models often write a bracket or a comma too many; it is harmless.
+        yield from self.tape.close(closer, stray="}],")
 
     def _calls(self) -> Script[None]:
         yield from self.calls()
@@ -125,7 +125,13 @@ FORMATS = (
         "qwen3",
         "json_tools",
         "granite",
+        "granite4",
         "granite_20b_fc",
+        "granite-20b-fc",
+        "ernie45",
+        "internlm",
+        "cohere_command3",
+        "cohere_command4",
         "nemotron",
         "jamba",
         "hunyuan_a13b",

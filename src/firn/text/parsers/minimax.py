@@ -63,7 +63,7 @@ FORMATS = (
         parser=Dsml,
         opens=tuple(Dsml.tags_by_marker),
         tokens=(_DSML,),
-        aliases=("deepseek_v32",),
+        aliases=("deepseek_v32", "deepseek_v4"),
         example=f'<{_DSML}function_calls>\n<{_DSML}invoke name="get_weather">\n'
         f'<{_DSML}parameter name="city" string="true">Paris</{_DSML}parameter>\n'
         f'<{_DSML}parameter name="days" string="false">3</{_DSML}parameter>\n'

@@ -81,7 +81,7 @@ FORMATS = (
         parser=XmlFunctions,
         opens=tuple(XmlFunctions.tags_by_marker),
         tokens=("<tool_call>", "</tool_call>", "<seed:tool_call>", "</seed:tool_call>"),
-        aliases=("qwen3_coder", "qwen3_xml", "seed_oss", "nemotron3", "step3p5"),
+        aliases=("qwen3_coder", "qwen3_xml", "seed_oss", "nemotron3", "step3p5", "mimo"),
         example="<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
         "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
         matches=_is_xml,
