@@ -8,41 +8,62 @@ from typing import Any
 
 import mlx.core as mx
 
+from firn.cache.arrays.host import from_host
 from firn.cache.arrays.payload import Payload
 from firn.cache.layout import Layout
 from firn.cache.memory.rows import payload_of
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
-from firn.cache.tree import Node
+from firn.cache.storage.catalogue import name_of
+from firn.cache.storage.io import load
+from firn.cache.tiers import Tier
+from firn.cache.tree import Node, Record
 from firn.core.ports import At
 from firn.models.mtp import MtpModel
 
 ROUNDING = 2e-3
 """Largest difference, relative to an array's largest value, that other chunks and batches may make."""
+LEAST_EQUAL = 0.7
+"""Least share of quantised values that stay in their step then."""
 MakeLayers = Callable[[], list[Any]]
 
 
 def wrong_records(
-    cache: PrefixTree, layout: Layout, model: Any, make_layers: MakeLayers
+    cache: PrefixTree,
+    layout: Layout,
+    model: Any,
+    make_layers: MakeLayers,
+    *,
+    rounding: float = ROUNDING,
+    tier: Tier | None = None,
 ) -> tuple[int, list[str]]:
-    """How many records memory holds, and which of them hold something else than their tokens' state.
+    """How many records there are, and which of them hold something else than their tokens' state.
 
-    Call it on the engine's thread. What a prediction head keeps is left out: it is only as good as the
-    hidden state that the head began with, and costs drafts, not answers.
+    Call it on the engine's thread. rounding: 0 compares bit for bit. tier: where records are read that
+    memory does not hold. What a prediction head keeps is left out: it is only as good as the hidden
+    state that the head began with, and costs drafts, not answers.
     """
     has_head = isinstance(model, MtpModel)
     n_compared, wrong = 0, []
     for root in cache.records.tree.roots():
         for node, fresh in _nodes(root, layout, model, make_layers()):
             for part, record in node.records.items():
-                if record.arrays is None:
-                    continue
-                n_compared += 1
                 skipped = 1 if has_head and part is Part.PAGES else 0
-                far = _distance(payload_of(record), fresh(part), skipped=skipped)
-                if far > ROUNDING:
-                    wrong.append(f"{part.value} of [{node.start}, {node.end}): {far:.3g}")
+                for payload in _payloads(record, tier):
+                    n_compared += 1
+                    far = _distance(payload, fresh(part), skipped=skipped, is_exact=not rounding)
+                    if far > rounding:
+                        wrong.append(f"{part.value} of [{node.start}, {node.end}): {far:.3g}")
     return n_compared, wrong
+
+
+def _payloads(record: Record, tier: Tier | None) -> Iterator[Payload]:
+    """What memory holds of a record, and what the tier does."""
+    if record.arrays is not None:
+        yield payload_of(record)
+    if tier is not None and record.stored:
+        loaded = load(tier, name_of(record))
+        yield from_host(loaded.header.tensors, loaded.header.places, loaded.buffers)
 
 
 def _nodes(
@@ -61,7 +82,7 @@ def _nodes(
         yield from _nodes(node, layout, model, own)
 
 
-def _distance(got: Payload, want: Payload, *, skipped: int = 0) -> float:
+def _distance(got: Payload, want: Payload, *, skipped: int = 0, is_exact: bool = False) -> float:
     """The largest relative difference of any array, but for the last `skipped` layers; infinite for
     another shape."""
     far = 0.0
@@ -74,7 +95,8 @@ def _distance(got: Payload, want: Payload, *, skipped: int = 0) -> float:
             elif a.shape != b.shape or a.dtype != b.dtype:
                 return float("inf")
             elif a.dtype == mx.uint32:  # packed: rounding moves a value to the next step
-                far = max(far, 0.0 if _share_equal(a, b) > 0.7 else 1.0)
+                least = 1.0 if is_exact else LEAST_EQUAL
+                far = max(far, 0.0 if _share_equal(a, b) >= least else 1.0)
             elif a.size:
                 a, b = a.astype(mx.float32), b.astype(mx.float32)
                 far = max(far, mx.max(mx.abs(a - b)).item() / (mx.max(mx.abs(b)).item() + 1e-9))

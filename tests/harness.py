@@ -26,6 +26,7 @@ from firn.core.events import (
     Admitted,
     Advanced,
     ChoiceDone,
+    EngineEvent,
     JobDone,
     JobFailed,
     PromptLogprobs,
@@ -71,8 +72,36 @@ class Result:
     scores: list[TokenLogprob] = field(default_factory=list)
     """Logprobs of the prompt's tokens except the first, if they were asked for."""
     reasons: dict[int, str] = field(default_factory=dict)
+    forced: dict[int, set[int]] = field(default_factory=dict)
+    """Which tokens of each reply were forced."""
     error: FirnError | None = None
     finished: threading.Event = field(default_factory=threading.Event)
+
+    def hear(self, event: EngineEvent) -> None:
+        if isinstance(event, Admitted):
+            self.n_cached = event.n_cached
+            self.tiers = dict(event.tiers)
+        elif isinstance(event, Advanced):
+            self.n_skipped = event.admission.n_skipped
+        elif isinstance(event, Token):
+            reply = self.tokens.setdefault(event.choice, [])
+            if event.forced:
+                self.forced.setdefault(event.choice, set()).add(len(reply))
+            reply.append(event.id)
+            if event.logprob:
+                self.logprobs.setdefault(event.choice, []).append(event.logprob.logprob)
+                top = [p for _, p in event.logprob.top]
+                self.margins.setdefault(event.choice, []).append(
+                    top[0] - top[1] if len(top) > 1 else 0.0
+                )
+        elif isinstance(event, PromptLogprobs):
+            assert event.start == len(self.scores) + 1
+            self.scores.extend(event.logprobs)
+        elif isinstance(event, ChoiceDone):
+            self.reasons[event.choice] = event.reason
+        elif isinstance(event, JobFailed | JobDone):
+            self.error = event.error if isinstance(event, JobFailed) else None
+            self.finished.set()
 
     def wait(self) -> Result:
         assert self.finished.wait(60), "the engine did not finish a job"
@@ -232,28 +261,7 @@ class Harness:
 
     def _publish(self, batch: Sequence[Delivery]) -> None:
         for request, event in batch:
-            result = self.results[request]
-            if isinstance(event, Admitted):
-                result.n_cached = event.n_cached
-                result.tiers = dict(event.tiers)
-            elif isinstance(event, Advanced):
-                result.n_skipped = event.admission.n_skipped
-            elif isinstance(event, Token):
-                result.tokens.setdefault(event.choice, []).append(event.id)
-                if event.logprob:
-                    result.logprobs.setdefault(event.choice, []).append(event.logprob.logprob)
-                    top = [p for _, p in event.logprob.top]
-                    result.margins.setdefault(event.choice, []).append(
-                        top[0] - top[1] if len(top) > 1 else 0.0
-                    )
-            elif isinstance(event, PromptLogprobs):
-                assert event.start == len(result.scores) + 1
-                result.scores.extend(event.logprobs)
-            elif isinstance(event, ChoiceDone):
-                result.reasons[event.choice] = event.reason
-            elif isinstance(event, JobFailed | JobDone):
-                result.error = event.error if isinstance(event, JobFailed) else None
-                result.finished.set()
+            self.results[request].hear(event)
 
     def submit(
         self,

@@ -64,9 +64,10 @@ class CacheSettings:
     def layout_text(self, layout: Layout, dtype: str) -> str:
         """What determines a record's content apart from the weights; a part of the root key."""
         mode = f"exact{self.exact_chunk}" if self.exact_chunk else "full"
-        # Earlier builds saved windows of such layouts too late: what they stored may be of other tokens.
-        pieces = ";pieces2" if layout.piece_tokens(self.block) else ""
-        return f"{layout.text};{dtype};block{self.block};{mode}{pieces}"
+        # Earlier builds saved windows too late: small ones of rows that draft, and all of a draft model,
+        # which may be served by itself. What they stored may be of other tokens.
+        windows = ";windows2" if layout.window else ""
+        return f"{layout.text};{dtype};block{self.block};{mode}{windows}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,495 @@
+"""Random use of an engine, step by step, and what it must leave behind: right records, right replies.
+
+A user asks, joins, cancels, stops and forces tokens between any two steps of the engine, which is
+driven without its thread: a seed decides what happens in which step. Steps with drafts stay in flight
+between two steps of the engine, so whatever happens finds rows whose newest tokens may be taken back.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from firn.cache.layout import Layout
+from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.cache.storage.io import TierIo
+from firn.core.ports import Delivery, EngineLoad
+from firn.core.values import Job, Namespace, Prompt, RequestId
+from firn.engine import EngineLimits, EngineParts
+from firn.engine.budget import Budget, RowCost
+from firn.engine.loop import Loop
+from firn.engine.sequence import ForcedTokens
+from firn.models.decode.batch import Group, Row
+from firn.models.decode.rewind import can_be_cut_meanwhile, is_rewindable, ready
+from firn.models.decode.runner import Runner
+from firn.models.decode.verify import Verification
+from firn.models.grammar import CompiledGrammar
+from firn.models.mtp import MtpModel, with_head_layer
+from firn.models.speculation.drafters import Draft
+from firn.models.speculation.drafters.lookup import Lookup
+from firn.models.speculation.drafters.model import ModelDrafter
+from firn.models.speculation.drafters.mtp import MtpDrafter
+from firn.models.speculation.speculator import Speculation
+from tests.audit import ROUNDING, wrong_records
+from tests.dict_tier import DictTier
+from tests.harness import GREEDY, Eager, Result, WatchedThreads, model_info
+from tests.models.alone import TIE, Built, prompt_of, with_caches
+from tests.models.grammar_lab import allowed, compiled, tokenizer
+from tests.models.integers import chunked, full, integers, quantised, state, window
+from tests.models.speculation.drafters.test_model import AsksWhenReady
+from tests.models.speculation.drafters.test_mtp import random_head
+from tests.models.speculation.drafting import AnyWidth
+from tests.zoo import VOCAB_SIZE, ZOO, Entry, build_entry
+
+CHUNK, MAX_ROWS = 64, 4
+IN_TIME_S = 120.0
+"""An engine that takes longer than this is stuck."""
+GRAMMAR = r"(the same words again, [0-9]{2}; ){2,20}end"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model, and how its cache is used.
+
+    longest: of a prompt. rounding: how far records may differ; 0: not at all. memory_tokens: of how many
+    tokens rows and records fit into memory; other records are in a tier. 0: all of them.
+    """
+
+    build: Callable[[], Built]
+    block: int = 32
+    longest: int = 400
+    kv_bits: int = 0
+    rounding: float = 0.0
+    memory_tokens: int = 0
+    may_refuse: bool = False
+    """Whether a step can add more tokens than a window holds: then some are not stored."""
+    is_exact: bool = False
+    """Resumes only where chunks end, and drafts nothing."""
+
+    @property
+    def has_head(self) -> bool:
+        return isinstance(self.build()[0], MtpModel)
+
+
+def of_zoo(name: str, *, has_head: bool = False, **config: int) -> Callable[[], Built]:
+    entry: Entry = replace(ZOO[name], config={**ZOO[name].config, **config})
+
+    def build() -> Built:
+        model = build_entry(entry)
+        if not has_head:
+            return with_caches(model)
+        make_layers = with_head_layer(lambda: list(make_prompt_cache(model)))
+        return MtpModel(model, random_head(model, entry.name)), make_layers
+
+    return build
+
+
+INTEGERS = {
+    "dense": Kind(integers(full, full)),
+    "window smaller than a draft": Kind(integers(full, window(20)), may_refuse=True),
+    "window of a third of a block": Kind(integers(window(44), full), block=128, longest=600),
+    "window smaller than a block": Kind(integers(window(80), full), block=128, longest=600),
+    "window of a block": Kind(integers(window(36), full), block=36),
+    "window just larger than a block": Kind(integers(full, window(80)), block=64),
+    "window of many blocks": Kind(integers(full, window(96)), block=16),
+    "windows alone": Kind(integers(window(44), window(70)), block=32),
+    "chunked": Kind(integers(chunked(64), full)),
+    "hybrid": Kind(integers(full, state)),
+    "hybrid with a window": Kind(integers(state, window(44), full)),
+    "states alone": Kind(integers(state, state)),
+    "stored quantised": Kind(integers(full, full), kv_bits=8),
+    "kept quantised": Kind(integers(quantised, quantised)),
+    "exact reuse": Kind(integers(full, window(80), state), is_exact=True),
+    "dense, short of memory": Kind(integers(full, full), memory_tokens=1500),
+    "window, short of memory": Kind(integers(window(44), full), block=64, memory_tokens=1500),
+    "hybrid, short of memory": Kind(integers(full, state), memory_tokens=1500),
+}
+"""Compared bit for bit."""
+_real = partial(Kind, rounding=ROUNDING)
+REAL = {
+    "qwen3": _real(of_zoo("qwen3")),
+    "gpt_oss": _real(of_zoo("gpt_oss", sliding_window=80), block=128, longest=600),
+    "gemma3": _real(of_zoo("gemma3_text")),
+    "llama4, chunked": _real(of_zoo("llama4_text")),
+    "deepseek, latent": _real(of_zoo("deepseek_v3")),
+    "qwen3_next, hybrid": _real(of_zoo("qwen3_next")),
+    "falcon_h1, both in a layer": _real(of_zoo("falcon_h1")),
+    "qwen3, quantised": _real(of_zoo("qwen3"), kv_bits=8),
+    "deepseek with a head": _real(of_zoo("deepseek_v3", has_head=True)),
+    "qwen3_next with a head": _real(of_zoo("qwen3_next", has_head=True)),
+}
+"""Architectures of mlx-lm. Other chunks and batches round differently."""
+
+
+# --- drafts ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Foreseen:
+    """A row's text, what the model will say next, and the model's caches after all but the last token
+    of both."""
+
+    text: list[int]
+    next: list[int] = field(default_factory=list)
+    layers: list[Any] = field(default_factory=list)
+
+
+class Clairvoyant:
+    """Drafts what the model itself would say, with a wrong token now and then. Costs a step a token."""
+
+    is_free = True
+
+    def __init__(self, kind: Kind, *, right: float) -> None:
+        self._right = right
+        self._rng = random.Random(0)
+        self._model, self._make_layers = kind.build()
+        self._rows: dict[Hashable, Foreseen] = {}
+
+    def odds(self, kind: int) -> float:
+        return 0.5
+
+    def open(self, row: Hashable, job: Job) -> None:
+        self._rows[row] = Foreseen(job.prompt.ids.tolist())
+
+    def prepare(self, row: Hashable) -> bool:
+        return True
+
+    def took(self, row: Hashable, tokens: Sequence[int]) -> None:
+        seen = self._rows[row]
+        seen.text += tokens
+        if seen.next[: len(tokens)] == list(tokens):
+            del seen.next[: len(tokens)]
+        else:
+            seen.next, seen.layers = [], []
+
+    def draft(self, rows: Sequence[Hashable], n_most: int) -> list[Draft]:
+        return [self._draft(self._rows[row], n_most) for row in rows]
+
+    def _draft(self, seen: Foreseen, n: int) -> Draft:
+        if not seen.layers:
+            seen.layers = self._make_layers()
+            if len(seen.text) > 1:
+                self._model(mx.array([seen.text[:-1]]), cache=seen.layers)
+        while len(seen.next) < n:
+            newest = seen.next[-1] if seen.next else seen.text[-1]
+            logits = self._model(mx.array([[newest]]), cache=seen.layers)
+            seen.next.append(int(mx.argmax(logits[0, -1]).item()))
+        tokens = [
+            t if self._rng.random() < self._right else (t + 1) % VOCAB_SIZE for t in seen.next[:n]
+        ]
+        return Draft(tuple(tokens), (0,) * n)
+
+    def close(self, row: Hashable) -> None:
+        self._rows.pop(row, None)
+
+    def end(self) -> None:
+        self._rows.clear()
+
+
+def clairvoyant(kind: Kind) -> Speculation:
+    return AnyWidth(Clairvoyant(kind, right=0.98), least=2, most=32)
+
+
+def lookups(kind: Kind) -> Speculation:
+    return AnyWidth(Lookup(), most=32)
+
+
+def draft_model(kind: Kind, small: Kind) -> Speculation:
+    model, make_layers = small.build()
+    settings = CacheSettings(1 << 30, small.block)
+    cache = PrefixTree(Layout.of(make_layers()), settings, fingerprint=b"small", dtype="float32")
+    return AsksWhenReady(ModelDrafter(model, make_layers, cache=cache, batchable=True, chunk=32))
+
+
+def own_draft_model(kind: Kind) -> Speculation:
+    """A draft model that is always right, where tokens of such a model can be taken back."""
+    can_draft = is_rewindable(kind.build()[1]())
+    return draft_model(kind, kind if can_draft else SMALL)
+
+
+SMALL = Kind(integers(window(80), full), block=128)
+Drafts = Callable[[Kind], Speculation]
+DRAFTS: dict[str, Drafts | None] = {
+    "no drafts": None,
+    "right drafts": clairvoyant,
+    "lookups": lookups,
+    "draft model": partial(draft_model, small=SMALL),
+    "right draft model": own_draft_model,
+}
+"""But for the first, forced tokens are drafted as well, and what a grammar leaves no choice about."""
+
+
+# --- use ---------------------------------------------------------------------------------------
+
+
+class WatchedRunner(Runner):
+    """Counts what happened to groups while a step with drafts was in flight."""
+
+    def watch(self) -> WatchedRunner:
+        self.seen: Counter[str] = Counter()
+        return self
+
+    def join(self, row: Row, token: int, *, before: Sequence[int] = (), n_coming: int = 0) -> None:
+        drafting = [g for g in self._groups if _has_drafts_in_flight(g)]
+        super().join(row, token, before=before, n_coming=n_coming)
+        self.seen["joined"] += row.group in drafting
+
+    def leave(self, rows: Sequence[Row]) -> None:
+        self.seen["left"] += sum(
+            r.group is not None and _has_drafts_in_flight(r.group) for r in rows
+        )
+        super().leave(rows)
+
+    def launch(self, rows: Sequence[Row]) -> None:
+        group = rows[0].group
+        assert group is not None
+        n_seats, had_drafts = len(group.seats), _has_drafts_in_flight(group)
+        super().launch(rows)
+        self.seen["shrank"] += had_drafts and len(group.seats) < n_seats
+
+
+def _has_drafts_in_flight(group: Group) -> bool:
+    return any(isinstance(step, Verification) and not step.is_settled for step in group.unread)
+
+
+@dataclass
+class Asked:
+    prompt: list[int]
+    result: Result
+    grammar: CompiledGrammar | None = None
+
+
+class Used:
+    """An engine without its thread, and what was asked of it."""
+
+    def __init__(self, kind: Kind, drafts: Drafts | None) -> None:
+        self.kind = kind
+        self.asked: list[Asked] = []
+        self.tier = DictTier(1 << 40) if kind.memory_tokens else None
+        self._threads = WatchedThreads() if kind.memory_tokens else None
+        model, make_layers = kind.build()
+        self.speculation: Speculation | None = None
+        if drafts is not None and not kind.is_exact:
+            self.speculation = drafts(kind)
+        if isinstance(model, MtpModel):
+            self.speculation = AsksWhenReady(MtpDrafter(model))
+        info = model_info(model, make_layers)
+        self.runner = WatchedRunner(
+            model, info, make_layers=make_layers, max_rows=MAX_ROWS, speculator=self.speculation
+        ).watch()
+        probe = make_layers()
+        model(mx.array([[1]]), cache=probe)  # its heads' width decides how it is quantised
+        self.layout = Layout.of(probe, kv_bits=kind.kv_bits)
+        cost = RowCost(*self.layout.row_cost(probe))
+        self.drafts_stay_in_flight = can_be_cut_meanwhile(ready(probe))
+        capacity = cost.of(kind.memory_tokens) if kind.memory_tokens else 1 << 40
+        settings = CacheSettings(1 << 30, kind.block, CHUNK if kind.is_exact else 0)
+        self.cache = PrefixTree(self.layout, settings, fingerprint=b"model", dtype="float32")
+        if self.tier is not None and self._threads is not None:
+            self.cache.records.estimates = Eager()
+            io = TierIo(self.tier, self._threads)
+            self.cache.add_tier("ssd", io, namespaces=[Namespace("")], wake=lambda: None)
+        budget = Budget(cost, capacity_nbytes=capacity, reserve_tokens=32, grow_tokens=32)
+        limits = EngineLimits(MAX_ROWS, 10_000, CHUNK, aligned=kind.is_exact)
+        self.loop = Loop(
+            EngineParts(self.runner, self.cache, budget, limits),
+            self._publish,
+            left_queue=lambda: None,
+        )
+
+    def _publish(self, batch: Sequence[Delivery]) -> None:
+        for request, event in batch:
+            self.asked[int(request)].result.hear(event)
+
+    @property
+    def running(self) -> list[int]:
+        return [i for i, a in enumerate(self.asked) if not a.result.finished.is_set()]
+
+    def ask(
+        self, prompt: list[int], n_reply: int, *, boundaries: Sequence[int] = (), **options: Any
+    ) -> Result:
+        grammar = options.get("grammar")
+        job = Job(
+            id=RequestId(str(len(self.asked))),
+            prompt=Prompt(np.array(prompt, dtype=np.int64), boundaries=tuple(boundaries)),
+            max_tokens=n_reply,
+            sampling=GREEDY,
+            **options,
+        )
+        self.asked.append(Asked(prompt, Result(), grammar))
+        self.loop.accept(job)
+        return self.asked[-1].result
+
+    def cancel(self, i: int) -> None:
+        self.loop.cancel(RequestId(str(i)))
+        self.asked[i].result.finished.set()  # nothing tells of its end
+
+    def stop(self, i: int, choice: int) -> None:
+        self.loop.stop_choice(RequestId(str(i)), choice)
+
+    def force(self, i: int, choice: int, tokens: Sequence[int]) -> None:
+        self.loop.force(RequestId(str(i)), choice, ForcedTokens(0, tuple(tokens)))
+
+    def wait(self) -> None:
+        """Until all replies are said, and everything is stored."""
+        self._step_until(lambda: not self.running and not self.loop.busy)
+        self._step_until(lambda: self.cache.settled)
+
+    def _step_until(self, is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + IN_TIME_S
+        while not is_so():
+            assert time.monotonic() < deadline, "the engine is stuck"
+            self.loop.step()
+            if not self.loop.busy:
+                self.cache.tick(EngineLoad.NONE)
+
+    def check(self) -> int:
+        """Assert that all records, those of a draft model, and all replies are right. Returns how many
+        records were compared."""
+        kind, model, make_layers = self.kind, *self.kind.build()
+        n_compared, wrong = wrong_records(
+            self.cache, self.layout, model, make_layers, rounding=kind.rounding, tier=self.tier
+        )
+        assert not wrong, f"{len(wrong)} of {n_compared} records: {wrong[:5]}"
+        faults = set(self.cache.stats.faults)
+        assert faults <= ({"commit", "close"} if kind.may_refuse else set()), faults
+        assert not (self._threads and self._threads.faults), self._threads
+        for drafter in self.speculation._drafters if self.speculation else ():
+            if isinstance(drafter, ModelDrafter):
+                self._check_drafter(drafter)
+        assert not any(asked.result.error for asked in self.asked)
+        if not (kind.kv_bits and kind.rounding):  # such prefixes are not exact
+            bad = [why for asked in self.asked for why in unlike(asked, model, make_layers)]
+            assert not bad, f"{len(bad)} replies: {bad[:5]}"
+        return n_compared
+
+    def _check_drafter(self, drafter: ModelDrafter) -> None:
+        cache: Any = drafter._cache
+        layout = Layout.of(drafter._make_layers())
+        n_compared, wrong = wrong_records(
+            cache, layout, drafter._model, drafter._make_layers, rounding=self.kind.rounding
+        )
+        assert not wrong, f"{len(wrong)} of {n_compared} of a draft model: {wrong[:5]}"
+        assert not cache.stats.faults or self.kind.may_refuse, cache.stats.faults
+        assert n_compared
+
+    def close(self) -> None:
+        self.cache.close()
+        self.runner.speculator.end()
+
+    def __enter__(self) -> Used:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self.close()
+
+
+def unlike(asked: Asked, model: Any, make_layers: Callable[[], list[Any]]) -> list[str]:
+    """The replies that the model alone would not give after the same tokens."""
+    wrong = []
+    for choice, reply in asked.result.tokens.items():
+        layers = make_layers()
+        if len(asked.prompt) > 1:
+            model(mx.array([asked.prompt[:-1]]), cache=layers)
+            mx.eval([layer.state for layer in layers])
+        logits = model(mx.array([[asked.prompt[-1], *reply[:-1]]]), cache=layers)[0]
+        if asked.grammar is not None:
+            logits = mx.where(mx.array(_permitted(asked.grammar, reply)), logits, -mx.inf)
+        best = mx.sort(logits, axis=-1)
+        margins = (best[:, -1] - best[:, -2]).tolist()
+        said = mx.argmax(logits, axis=-1).tolist()
+        forced = asked.result.forced.get(choice, set())
+        for i, (got, token) in enumerate(zip(reply, said, strict=True)):
+            if got != token and i not in forced and margins[i] > TIE:
+                n_cached = asked.result.n_cached
+                wrong.append(f"token {i} after {len(asked.prompt)}, {n_cached} of them cached")
+                break
+    return wrong
+
+
+def _permitted(grammar: CompiledGrammar, reply: Sequence[int]) -> np.ndarray:
+    """(tokens, vocabulary): what each token of the reply could have been."""
+    constraint = grammar.start()
+    table = np.zeros((len(reply), VOCAB_SIZE), dtype=bool)
+    for row, token in zip(table, reply, strict=True):
+        row[[t for t in allowed(constraint) if t < VOCAB_SIZE]] = True
+        constraint.take([token])
+    return table
+
+
+@dataclass
+class User:
+    """Does something at random between two steps."""
+
+    used: Used
+    rng: random.Random
+
+    def act(self) -> None:
+        running, rng = self.used.running, self.rng
+        choice = rng.random()
+        if choice < (0.4, 0.2, 0.1, 0.06, 0.04)[min(len(running), 4)]:
+            self._ask()
+        elif 0.4 < choice < 0.43 and running:
+            self.used.cancel(rng.choice(running))
+        elif 0.43 < choice < 0.46 and running:
+            self.used.stop(rng.choice(running), rng.randrange(2))
+        elif 0.46 < choice < 0.54 and running:
+            i = rng.choice(running)
+            if self.used.asked[i].grammar is None:
+                self.used.force(i, rng.randrange(2), prompt_of(rng, rng.randint(1, 12)))
+
+    def _ask(self) -> None:
+        rng, options = self.rng, dict[str, Any]()
+        prompt, reply = self._prompt()
+        how = rng.random()
+        if how < 0.1:
+            options |= {"grammar": compiled("regex", GRAMMAR), "eos": tokenizer().eos}
+        elif how < 0.3:
+            options["eos"] = frozenset(prompt_of(rng, 6))
+        if rng.random() < 0.2:
+            wrong = {rng.randrange(len(reply)): 17 for _ in range(3)} if reply else {}
+            options["prediction"] = tuple(wrong.get(i, t) for i, t in enumerate(reply))
+        options["n"] = rng.choice((1, 1, 1, 1, 2))
+        options["speculates"] = rng.random() < 0.95
+        n_boundaries = min(len(prompt), rng.randrange(4))
+        options["boundaries"] = sorted(rng.sample(range(len(prompt)), n_boundaries))
+        self.used.ask(prompt, rng.choice((1, 3, 40, 200, 200)), **options)
+
+    def _prompt(self) -> tuple[list[int], list[int]]:
+        """New, or something that was said: again, continued, cut off or edited. And the reply to it,
+        where that was said."""
+        rng, longest = self.rng, self.used.kind.longest
+        if not self.used.asked or rng.random() < 0.15:
+            return prompt_of(rng, rng.randint(2, longest // 2)), []
+        asked = rng.choice(self.used.asked)
+        reply = rng.choice([*asked.result.tokens.values(), []])
+        said = [*asked.prompt, *reply]
+        how = rng.random()
+        if how < (0.6 if self.used.running else 0.3):
+            return list(asked.prompt), reply  # which joins at once
+        if how < 0.7 and len(said) > 4:
+            said = said[: rng.randint(2, len(said))]
+        elif how < 0.8:
+            said[rng.randrange(len(said))] = 17
+        return [*said, *prompt_of(rng, rng.randint(1, 40))][:longest], []
+
+
+def use(kind: Kind, drafts: Drafts | None, seed: int, n_asked: int) -> Used:
+    """Use an engine until so much was asked, and check everything that it said and stored."""
+    with Used(kind, drafts) as used:
+        user = User(used, random.Random(seed))
+        while len(used.asked) < n_asked:
+            user.act()
+            used.loop.step()
+        used.wait()
+        used.check()
+    return used
