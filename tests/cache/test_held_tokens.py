@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 
 from firn.cache.codecs import codec_for
 from firn.cache.layout import Layout
@@ -149,6 +156,35 @@ def test_only_settled_tokens_are_cut(part: Part, at: At, start: int, end: int) -
     assert layout.cut(part, layers, At(0, 24), 0, 24)
     with pytest.raises(TokensNotHeld):
         layout.cut(part, layers, at, start, end)
+
+
+def quantised(n: int) -> Any:
+    layer = QuantizedKVCache(group_size=32, bits=8)
+    layer.update_and_fetch(*[mx.zeros((1, 1, n, 32))] * 2)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "at"),
+    [
+        (fed(KVCache(), [0], 20), At(0, 20)),
+        (quantised(20), At(0, 20)),
+        (KVCache.merge([fed(KVCache(), [0], n) for n in (9, 20)]), At(1, 20)),
+        (ready([KVCache.merge([fed(KVCache(), [0], n) for n in (9, 20)])])[0], At(1, 20)),
+    ],
+    ids=["alone", "quantised", "in a group", "in a drafting group"],
+)
+def test_pages_are_not_cut_out_of_a_layer_that_lags_behind_its_row(layer: Any, at: At) -> None:
+    codec = codec_for(quantised(1) if isinstance(layer, QuantizedKVCache) else KVCache())
+    assert codec.cut(layer, at, 12, 16)[0].shape[-2] == 4
+    assert codec.buffers is not None
+    ahead = At(at.index, at.n_tokens + 1)
+    for read in (
+        partial(codec.cut, layer, ahead, 12, 16),
+        partial(codec.buffers.first_column, layer, ahead),
+    ):
+        with pytest.raises(TokensNotHeld):
+            read()
 
 
 def test_a_row_shows_how_much_of_it_is_settled_and_nothing_after_a_failed_step() -> None:

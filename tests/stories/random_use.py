@@ -22,15 +22,17 @@ from mlx_lm.models.cache import make_prompt_cache
 from firn.cache.layout import Layout
 from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.cache.storage.io import TierIo
-from firn.core.ports import Delivery, EngineLoad
+from firn.core.ports import MAX_STEP_TOKENS, Delivery, EngineLoad
 from firn.core.values import Job, Namespace, Prompt, RequestId
 from firn.engine import EngineLimits, EngineParts
 from firn.engine.budget import Budget, RowCost
 from firn.engine.loop import Loop
 from firn.engine.sequence import ForcedTokens
 from firn.models.decode.batch import Group, Row
+from firn.models.decode.ragged import Columns
 from firn.models.decode.rewind import can_be_cut_meanwhile, is_rewindable, ready
 from firn.models.decode.runner import Runner
+from firn.models.decode.step_profile import StepProfile
 from firn.models.decode.verify import Verification
 from firn.models.grammar import CompiledGrammar
 from firn.models.mtp import MtpModel, with_head_layer
@@ -124,6 +126,7 @@ REAL = {
     "qwen3_next, hybrid": _real(of_zoo("qwen3_next")),
     "falcon_h1, both in a layer": _real(of_zoo("falcon_h1")),
     "qwen3, quantised": _real(of_zoo("qwen3"), kv_bits=8),
+    "mimo, windows with a head": _real(of_zoo("mimo_v2_flash", has_head=True), block=48),
     "deepseek with a head": _real(of_zoo("deepseek_v3", has_head=True)),
     "qwen3_next with a head": _real(of_zoo("qwen3_next", has_head=True)),
 }
@@ -195,12 +198,16 @@ class Clairvoyant:
         self._rows.clear()
 
 
-def clairvoyant(kind: Kind) -> Speculation:
-    return AnyWidth(Clairvoyant(kind, right=0.98), least=2, most=32)
+WIDE = StepProfile(widths=(1, 2, 5, 17, MAX_STEP_TOKENS))
+FEW_SHAPES = replace(WIDE, shapes=(4, 16, MAX_STEP_TOKENS), columns=Columns(64))
+
+
+def clairvoyant(kind: Kind, profile: StepProfile = WIDE) -> Speculation:
+    return AnyWidth(Clairvoyant(kind, right=0.98), least=2, most=MAX_STEP_TOKENS, profile=profile)
 
 
 def lookups(kind: Kind) -> Speculation:
-    return AnyWidth(Lookup(), most=32)
+    return AnyWidth(Lookup(), most=MAX_STEP_TOKENS, profile=WIDE)
 
 
 def draft_model(kind: Kind, small: Kind) -> Speculation:
@@ -221,6 +228,7 @@ Drafts = Callable[[Kind], Speculation]
 DRAFTS: dict[str, Drafts | None] = {
     "no drafts": None,
     "right drafts": clairvoyant,
+    "in few shapes": partial(clairvoyant, profile=FEW_SHAPES),
     "lookups": lookups,
     "draft model": partial(draft_model, small=SMALL),
     "right draft model": own_draft_model,

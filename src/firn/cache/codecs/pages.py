@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from firn.cache.codecs import ALL_TOKENS, Arrays, At, Buffers, concat_tokens, kv_token_nbytes
 from firn.cache.parts import Part
+from firn.core.errors import TokensNotHeld
 from firn.core.ports import LayerCache
 
 STEP = 256
@@ -26,7 +27,7 @@ class KVBuffers:
         return layer.keys, layer.values
 
     def first_column(self, layer: LayerCache, at: At) -> int:
-        return _padding(layer, at)
+        return _first_column(layer, at)
 
     def give(self, layer: LayerCache, arrays: Arrays, n_tokens: int) -> None:
         layer.keys, layer.values = arrays
@@ -41,7 +42,7 @@ class QuantizedKVBuffers:
         return (*layer.keys, *layer.values)
 
     def first_column(self, layer: LayerCache, at: At) -> int:
-        return 0
+        return _first_column(layer, at)
 
     def give(self, layer: LayerCache, arrays: Arrays, n_tokens: int) -> None:
         layer.keys, layer.values = arrays[:3], arrays[3:]
@@ -68,9 +69,9 @@ class KVCodec(PagesCodec):
         return "kv"
 
     def cut(self, layer: LayerCache, at: At, start: int, end: int) -> Arrays:
-        pad = _padding(layer, at)
+        first = _first_column(layer, at)
         row = slice(at.index, at.index + 1)
-        return tuple(a[row, :, pad + start : pad + end] for a in (layer.keys, layer.values))
+        return tuple(a[row, :, first + start : first + end] for a in (layer.keys, layer.values))
 
     def fill(self, layer: LayerCache, pieces: Sequence[Arrays], n_tokens: int) -> None:
         layer.keys, layer.values = concat_tokens(pieces, pad=_room(n_tokens))
@@ -99,8 +100,9 @@ class QuantizedKVCodec(PagesCodec):
         return f"qkv{layer.bits}x{layer.group_size}"
 
     def cut(self, layer: LayerCache, at: At, start: int, end: int) -> Arrays:
+        first = _first_column(layer, at)
         both = (*layer.keys, *layer.values)
-        return tuple(a[:, :, start:end] for a in both)
+        return tuple(a[:, :, first + start : first + end] for a in both)
 
     def fill(self, layer: LayerCache, pieces: Sequence[Arrays], n_tokens: int) -> None:
         joined = concat_tokens(pieces, pad=_room(n_tokens))
@@ -156,10 +158,20 @@ def _present(arrays: Arrays) -> list[mx.array]:
     return [a for a in arrays if a is not None]
 
 
-def _padding(layer: LayerCache, at: At) -> int:
-    """Left padding of a batched row: the batch's write position minus the row's length."""
+def _first_column(layer: LayerCache, at: At) -> int:
+    """Where the row's tokens begin: in a group's right-justified buffer after its padding, else at 0.
+
+    Raises TokensNotHeld if the layer has fewer tokens than the row: then it is not the row's.
+    """
     write_at = getattr(layer, "_idx", None)
-    return 0 if write_at is None else int(write_at) - at.n_tokens
+    if write_at is not None:
+        first, n_held = int(write_at) - at.n_tokens, int(write_at)
+    else:
+        lengths = getattr(layer, "lengths", None)  # of a drafting group
+        first, n_held = 0, int(layer.offset if lengths is None else lengths[at.index])
+    if n_held < at.n_tokens:
+        raise TokensNotHeld(0, at.n_tokens, first=0, n_tokens=n_held)
+    return first
 
 
 def _room(n_tokens: int) -> int:
