@@ -8,7 +8,6 @@ between two steps of the engine, so whatever happens finds rows whose newest tok
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -53,8 +52,6 @@ from tests.models.speculation.drafting import AnyWidth
 from tests.zoo import VOCAB_SIZE, ZOO, Entry, build_entry
 
 CHUNK, MAX_ROWS = 64, 4
-IN_TIME_S = 120.0
-"""An engine that takes longer than this is stuck."""
 GRAMMAR = r"(the same words again, [0-9]{2}; ){2,20}end"
 
 
@@ -353,9 +350,7 @@ class Used:
         self._step_until(lambda: self.cache.settled)
 
     def _step_until(self, is_so: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + IN_TIME_S
         while not is_so():
-            assert time.monotonic() < deadline, "the engine is stuck"
             self.loop.step()
             if not self.loop.busy:
                 self.cache.tick(EngineLoad.NONE)

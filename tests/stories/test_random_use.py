@@ -84,7 +84,7 @@ def test_random_use_for_minutes(name: str, drafts: str) -> None:
 def test_a_row_that_drafts_alone_is_joined_by_a_prompt_that_is_stored_whole(name: str) -> None:
     """The join reads its unread step and changes its layers, before the engine commits its tokens."""
     kind, rng = INTEGERS[name], random.Random(7)
-    stored, is_hybrid = prompt_of(rng, 90), name.startswith("hybrid")
+    stored = prompt_of(rng, 90)
     with Used(kind, clairvoyant) as used:
         used.ask(stored, 1)
         used.wait()
@@ -96,7 +96,9 @@ def test_a_row_that_drafts_alone_is_joined_by_a_prompt_that_is_stored_whole(name
             used.wait()
             assert other.n_cached == len(stored) - 1
         used.check()
-    assert is_hybrid or used.runner.seen["joined"] > 5
+    # Where it is loaded from a tier, the first row may have ended before it joins.
+    if used.drafts_stay_in_flight and not kind.memory_tokens:
+        assert used.runner.seen["joined"] > 5
 
 
 @pytest.mark.parametrize("right", [True, False])

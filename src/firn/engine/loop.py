@@ -114,6 +114,7 @@ class Loop:
         reading = self._prefill.dispatch(task) if task is not None else ()
         if step_plan.decode:
             self._decode.collect(wait=bool(reading))
+        self._prefill.begin_replies()
         inflight.flush()
         if self._decode.take_first_token_flag():
             time.sleep(YIELD_S)

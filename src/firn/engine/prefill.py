@@ -40,6 +40,8 @@ class Prefill:
         self._sizes = sizes
         self._sparse = SparsePrefill(inflight, inflight.scorer, sizes=scorer_sizes)
         self._batches = PromptBatches(inflight, self.skip_ahead)
+        self._skipped: list[PrefillTask] = []
+        """Tasks that skipped to the end of their prompts in this step."""
         self.n_chunks = 0
         """Its parity decides whose turn it is."""
 
@@ -158,7 +160,7 @@ class Prefill:
     def skip_ahead(self, task: PrefillTask) -> bool:
         """Skip what was loaded, or computed by other requests, since the last chunk.
 
-        False: nothing is left to read.
+        False: nothing is left to read, and `begin_replies` lets it join.
         """
         ahead = self._cache.advance(task.cursor, task.row.n_tokens)
         if ahead is None:
@@ -174,9 +176,20 @@ class Prefill:
                 self._inflight.emit(task.sequence.job.id, Advanced(task.sequence.admission))
         self._inflight.announce(task.sequence)
         if task.n_left == 0:
-            self._decode.begin(task)
+            self._skipped.append(task)
             return False
         return True
+
+    def begin_replies(self) -> None:
+        """Let prompts join that skipped to their end.
+
+        Not before the tokens that were read in this step are committed: a join settles the step in
+        flight, and rings keep what one step adds beside what is not committed, not what two add.
+        """
+        tasks, self._skipped = self._skipped, []
+        for task in tasks:
+            if task.number in self._inflight.tasks:  # it was not cancelled or put back
+                self._decode.begin(task)
 
     def _continue_uncached(self, task: PrefillTask) -> None:
         is_prompt, task.cursor = task.is_prompt, self._cache.blank()
