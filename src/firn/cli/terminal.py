@@ -19,6 +19,7 @@ from rich.progress import (
 )
 
 from firn.config import default_cache_dir
+from firn.core.private_folder import make_private
 
 PIPE_WIDTH = 1000
 MAX_HISTORY = 1000
@@ -76,7 +77,7 @@ def typed_lines() -> Iterator[None]:
     finally:
         readline.set_history_length(MAX_HISTORY)
         with suppress(OSError):
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(path.parent)
             path.touch(mode=0o600)
             readline.write_history_file(path)
 

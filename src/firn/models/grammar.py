@@ -10,6 +10,7 @@ import json
 import logging
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from llguidance import LLMatcher, LLTokenizer
 
-from firn.core.errors import BadRequest, FirnError, GrammarFailed, InvalidValue
+from firn.core.errors import BadRequest, FirnError, GrammarFailed, InvalidValue, KeyLimit
 from firn.core.values import Grammar, RelaxedSchema
 from firn.models.grammar_source import LIMITS, Source, assembled, on_large_stack, one_line
 from firn.models.grammar_trial import VocabularyTable
+from firn.models.mask_time import MaskTime, MaskTimes
 from firn.models.relax_schema import ANYTHING
 from firn.models.tokenizer import HfTokenizer
 from firn.models.trial_process import TrialFailed, TrialProcess, VocabularySpec
@@ -42,9 +44,11 @@ MAX_TEXT_CHARS = 4 * 2**20
 FORCED_SHARE = 64
 """Computing forced text takes time in proportion to its length. After n forced tokens, the next are
 computed n / FORCED_SHARE tokens later at the earliest, which bounds the cost per token."""
+TOO_SLOW = "it takes too much time for each token"
 TOO_COSTLY = "it takes too much time or memory to compile; use a simpler one"
 NOT_ENFORCED = RelaxedSchema(ANYTHING, ("#",))
 _NO_WORD = re.compile(r"\W+")
+T = TypeVar("T")
 V = TypeVar("V", bound="_Sized")
 
 
@@ -68,7 +72,7 @@ class Constraint:
         """Advance by the tokens that were picked. Tokens after the grammar's end are ignored."""
         for token in tokens:
             self._compiled.n_taken += 1
-            if self.matcher.is_stopped() or not self.matcher.consume_token(token):
+            if self._is_over() or not self._consume(token):
                 self.check()
                 break
             self._n_rest = max(self._n_rest - 1, 0)
@@ -76,24 +80,37 @@ class Constraint:
                 self._n_followed += 1
             else:
                 self._forced, self._n_followed = (), 0
+        if self.fault is None and self.matcher.is_stopped():
+            self._compiled.has_ended = True
+
+    def _consume(self, token: int) -> bool:
+        return self._timed(lambda: bool(self.matcher.consume_token(token)))
 
     def forced(self, n_most: int) -> Sequence[int]:
         """Up to `n_most` tokens that must come next, as far as the grammar leaves no choice."""
-        if self.fault is not None or self.matcher.is_stopped():
+        if self._is_over():
             return ()
         if self._n_followed == len(self._forced) and not self._n_rest:
-            self._forced, self._n_followed = self.matcher.compute_ff_tokens(), 0
+            self._forced, self._n_followed = self._timed(self.matcher.compute_ff_tokens), 0
             self._n_rest = len(self._forced) // FORCED_SHARE
         return self._forced[self._n_followed : self._n_followed + n_most]
 
     def permitted(self, draft: Sequence[int]) -> int:
         """How many of a draft's first tokens the grammar allows."""
-        if self.fault is not None or self.matcher.is_stopped():
+        if self._is_over():
             return 0
-        return int(self.matcher.validate_tokens(list(draft)))
+        return int(self._timed(lambda: self.matcher.validate_tokens(list(draft))))
+
+    def fill(self, address: int, nbytes: int) -> None:
+        """Write the mask for the next token to this address. Any thread, one at a time."""
+        self.look_ahead((), [address], nbytes)
 
     def look_ahead(self, draft: Sequence[int], addresses: Sequence[int], nbytes: int) -> None:
         """Write the masks for the next token and after each drafted one to these addresses."""
+        if self.fault is None and not self._is_refused():
+            self._timed(lambda: self._look_ahead(draft, addresses, nbytes))
+
+    def _look_ahead(self, draft: Sequence[int], addresses: Sequence[int], nbytes: int) -> None:
         n_consumed = 0
         for i, address in enumerate(addresses):
             self.matcher.unsafe_compute_mask_ptr(address, nbytes)
@@ -103,6 +120,26 @@ class Constraint:
         if n_consumed:
             self.matcher.rollback(n_consumed)
             self.check()
+
+    def _is_over(self) -> bool:
+        """Whether there is nothing to compute any more."""
+        return self.fault is not None or self.matcher.is_stopped() or self._is_refused()
+
+    def _is_refused(self) -> bool:
+        """Set the fault if the owner's grammars have taken too much time, and this may take more."""
+        compiled = self._compiled
+        if compiled.mask_time.is_spent and not compiled.is_trusted:
+            self.fault = GrammarFailed(compiled.param, TOO_SLOW)
+            return True
+        return False
+
+    def _timed(self, work: Callable[[], T]) -> T:
+        """The result of the work: all streams wait for it, so its owner is charged if it is slow."""
+        began = time.thread_time()
+        result = work()
+        if self._compiled.mask_time.spend(time.thread_time() - began):
+            self._compiled.is_slow = True
+        return result
 
     def check(self) -> None:
         """Set the fault if the matcher has failed: it does not raise by itself."""
@@ -115,8 +152,12 @@ class Constraint:
 class CompiledGrammar:
     """A job's grammar. Shared and never advanced; any thread may start a constraint from it."""
 
-    def __init__(self, matcher: LLMatcher, *, n_tokens: int, param: str, nbytes: int) -> None:
+    def __init__(
+        self, matcher: LLMatcher, *, n_tokens: int, param: str, nbytes: int, mask_time: MaskTime
+    ) -> None:
         self._matcher = matcher
+        self.mask_time = mask_time
+        """Its owner's."""
         self._compiled_nbytes = nbytes
         self.n_taken = 0
         """Tokens of all replies so far: the shared lexer grows with them, by an unknown amount."""
@@ -124,6 +165,15 @@ class CompiledGrammar:
         self.param = param
         self.is_spoiled = False
         """Set by the first constraint that fails. They all share a lexer, which stays failed."""
+        self.is_slow = False
+        """Whether a token has taken so long that its owner was charged."""
+        self.has_ended = False
+        """Whether a reply has reached the grammar's end."""
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether its masks are known to be fast: what begins fast may become slow later."""
+        return self.has_ended and not self.is_slow
 
     @property
     def nbytes(self) -> int:
@@ -178,11 +228,14 @@ class Compiler:
     Whatever a client sends is tried in another process first: it may end the one that compiles it.
     """
 
-    def __init__(self, tokenizer: HfTokenizer, *, vocab_size: int) -> None:
+    def __init__(
+        self, tokenizer: HfTokenizer, *, vocab_size: int, mask_times: MaskTimes | None = None
+    ) -> None:
         self._hf = tokenizer
         self._vocab_size = vocab_size
         self._compiled = _Kept[CompiledGrammar](max_nbytes=MAX_KEPT_NBYTES)
         self._relaxed = _Kept[_Relaxed](max_nbytes=MAX_RELAXED_NBYTES)
+        self._mask_times = mask_times or MaskTimes()
         self._building = threading.Lock()
         self._parts: _Parts | None = None
 
@@ -191,13 +244,20 @@ class Compiler:
         self._built().trial.start()
 
     def compile(self, grammar: Grammar, owner: str = "") -> CompiledGrammar:
-        """Raises BadRequest, naming the parameter and the place in it.
+        """Raises BadRequest, naming the parameter and the place in it; KeyLimit while the owner's
+        grammars have taken too much time, for one that is not known to be fast.
 
         Grammars are kept per owner, so that timing does not reveal what others have sent.
         """
         compiled = self._compiled.get(owner, grammar)
+        mask_time = self._mask_times.of(owner)
+        if mask_time.is_spent and not (compiled and compiled.is_trusted):
+            raise KeyLimit(
+                "Grammars of this key have taken too much time for each token; use simpler ones.",
+                retry_after_s=mask_time.recovers_in_s,
+            )
         if compiled is None or compiled.is_spoiled:
-            compiled = self._made(grammar)
+            compiled = self._made(grammar, mask_time)
             self._compiled.put(owner, grammar, compiled)
         return compiled
 
@@ -229,7 +289,7 @@ class Compiler:
             for text, (schema, left_out, faulty) in zip(texts, reply["relaxed"], strict=True)
         ]
 
-    def _made(self, grammar: Grammar) -> CompiledGrammar:
+    def _made(self, grammar: Grammar, mask_time: MaskTime) -> CompiledGrammar:
         if _n_chars(grammar) > MAX_TEXT_CHARS:
             raise InvalidValue(grammar.param, "the grammar is too large")
         parts = self._built()
@@ -256,6 +316,7 @@ class Compiler:
             n_tokens=parts.tokenizer.vocab_size,
             param=grammar.param,
             nbytes=reply["nbytes"] + len(text) + ENTRY_NBYTES,
+            mask_time=mask_time,
         )
 
     # --- the vocabulary --------------------------------------------------------------------

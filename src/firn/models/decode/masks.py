@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLExecutor
 
 from firn.models.grammar import Constraint
 
@@ -20,7 +20,7 @@ Bits = npt.NDArray[np.uint32]
 Allowed = npt.NDArray[np.bool_]
 BITS = 32
 ALL = np.uint32(0xFFFFFFFF)
-MAX_THREADS = 4
+N_THREADS = min(4, max(1, (os.cpu_count() or 2) // 2))
 MANY_ROWS = 8
 """More rows than this are worth threads: a mask takes 5 to 50 us, and so does waking a thread."""
 
@@ -38,8 +38,6 @@ class Masks:
         """
         constrained = [(i, c) for i, c in enumerate(constraints) if c is not None]
         bits = self._compute(constrained, len(constraints)).view(np.uint8)
-        for _, constraint in constrained:
-            constraint.check()
         each = np.unpackbits(bits, axis=1, count=self._vocab_size, bitorder="little")
         return each.view(np.bool_)
 
@@ -64,14 +62,17 @@ class Masks:
         n_words = max(-(-c.n_tokens // BITS) for _, c in constrained)
         bits = np.full((n_rows, n_words), ALL, dtype=np.uint32)
         start, stride = bits.ctypes.data, bits.strides[0]
-        if len(constrained) > MANY_ROWS:
-            matchers = [(c.matcher, i) for i, c in constrained]
-            self._threads.unsafe_compute_mask_ptr(matchers, start, stride, n_rows)
+
+        def fill(rows: list[tuple[int, Constraint]]) -> None:
+            for i, constraint in rows:
+                constraint.fill(start + i * stride, stride)
+
+        if len(constrained) > MANY_ROWS and N_THREADS > 1:
+            list(self._threads.map(fill, (constrained[i::N_THREADS] for i in range(N_THREADS))))
         else:
-            for i, constraint in constrained:
-                constraint.matcher.unsafe_compute_mask_ptr(start + i * stride, stride)
+            fill(constrained)
         return bits
 
     @cached_property
-    def _threads(self) -> LLExecutor:
-        return LLExecutor(min(MAX_THREADS, max(1, (os.cpu_count() or 2) // 2)))
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(N_THREADS, thread_name_prefix="firn-masks")
