@@ -36,6 +36,8 @@ from firn.config import UsageError
 from firn.core.values import Usage
 
 INTERRUPTED = 130
+MEASURED_S = 0.25
+"""A reply that took less came in one piece: its tokens per second would be nonsense."""
 HELP = """\
 /system TEXT  set the system prompt (without TEXT: show it)
 /image FILE   show a picture with the next message, or several
@@ -302,7 +304,7 @@ def summary(reply: ChatReply) -> str:
     if reply.first_token_s is not None:
         parts.append(f"first token after {reply.first_token_s:.2f} s")
         decode_s = reply.total_s - reply.first_token_s
-        if reply.usage is not None and reply.usage.n_completion > 1 and decode_s > 0:
+        if reply.usage is not None and reply.usage.n_completion > 1 and decode_s >= MEASURED_S:
             parts.append(f"{(reply.usage.n_completion - 1) / decode_s:.0f} tokens/s")
     if reply.reason == "length":
         parts.append("cut at the token limit")
