@@ -1,6 +1,7 @@
 """What a client is told whose path is no route here: most often its base URL is a little off.
 
-Clients of OpenAI's API want an address that ends in /v1, those of Anthropic's and Ollama's one that does not.
+Clients of OpenAI's API want an address that ends in /v1, those of Anthropic's and Ollama's want
+one that does not.
 """
 
 from __future__ import annotations

@@ -183,9 +183,8 @@ def _clear(
 
     location = _location(folder, config)
     chosen = to_clear(location, model=model, namespace=namespace)
-    if not yes:
-        if not confirm(f"Delete {chosen.text} from {location.folder}?"):
-            raise typer.Exit(1)
+    if not yes and not confirm(f"Delete {chosen.text} from {location.folder}?"):
+        raise typer.Exit(1)
     clear(location, chosen)
 
 
