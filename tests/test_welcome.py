@@ -9,6 +9,7 @@ from contextlib import closing
 
 import pytest
 
+from firn.api.agents import AGENTS
 from firn.config import Config, PageConfig, ServerConfig
 from firn.listener import bind
 from firn.welcome import announce, local_url, welcome
@@ -30,8 +31,11 @@ def test_a_terminal_is_told_where_the_page_and_the_api_are(
         url = local_url(sock)
     shown = dict(line.strip().split("  ", 1) for line in terminal.getvalue().splitlines() if line)
     assert shown["dashboard and chat"].strip() == url
-    assert shown["API"].split()[0] == f"{url}/v1"
-    assert f"firn agents claude --url {url}" in shown["connect an agent"]
+    assert shown["OpenAI's API"].strip() == f"{url}/v1"
+    assert shown["Anthropic's, Ollama's"].strip() == url, "their clients add the rest themselves"
+    assert shown["connect an agent"].strip() == f"firn agents claude --url {url}"
+    assert {"claude", *shown["other agents"].strip().split(", ")} == set(AGENTS)
+    assert max(map(len, terminal.getvalue().splitlines())) <= 80
     (line,) = caplog.messages
     assert "serves a-model" in line
     assert f"{url}/v1" in line

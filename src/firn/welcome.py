@@ -40,12 +40,14 @@ def welcome(url: str, config: Config, *, is_public: bool) -> str:
     there = "" if url == DEFAULT_URL else f" --url {shlex.quote(url)}"
     rows = [] if config.page.no_dashboard else [("dashboard and chat", url)]
     rows += [
-        ("API", f"{url}/v1 (OpenAI, Anthropic), {url} (Ollama)"),
+        ("OpenAI's API", f"{url}/v1"),
+        ("Anthropic's, Ollama's", url),
         ("chat here", f"firn chat{there}"),
-        ("connect an agent", f"firn agents claude{there} (or codex, opencode, aider, qwen, ...)"),
+        ("connect an agent", f"firn agents claude{there}"),
+        ("other agents", "codex, opencode, aider, qwen, cline, continue"),
     ]
     if is_public:
         port = url.rpartition(":")[2]
         rows.append(("other machines", f"http://{socket.gethostname()}:{port}"))
     rows.append(("stop", "Ctrl-C"))
-    return "\n" + "".join(f"  {name:20}{text}\n" for name, text in rows)
+    return "\n" + "".join(f"  {name:23}{text}\n" for name, text in rows)

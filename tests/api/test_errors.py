@@ -326,11 +326,31 @@ def test_a_prompt_that_is_too_long_names_both_numbers(shared_live: Live) -> None
     assert "50" in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "meant"),
+    [
+        ("POST", "/v1/v1/messages", "/v1/messages"),
+        ("POST", "/chat/completions", "/v1/chat/completions"),
+        ("POST", "/v1/chat/completions/", "/v1/chat/completions"),
+        ("POST", "//v1/responses", "/v1/responses"),
+        ("GET", "/models", "/v1/models"),
+        ("POST", "/v1/api/chat", "/api/chat"),
+    ],
+)
+def test_a_base_url_that_is_a_little_off(
+    http: httpx.Client, method: str, path: str, meant: str
+) -> None:
+    url = f"{str(http.base_url).rstrip('/')}{path}"
+    message = check_error(http.request(method, url), 404)["message"]
+    assert message.startswith(f"There is no {method} {path} here; {meant} is: check the base URL")
+
+
 def test_unknown_routes_are_404_and_methods_405(http: httpx.Client) -> None:
     assert check_error(http.get("/nowhere"), 404)["code"] == "not_found"
     assert check_error(http.post("/v1/chat/completions/"), 404)
     assert check_error(http.get("/v1/chat/completions"), 405)["code"] == "method_not_allowed"
     assert http.get("/v1/completions").headers["allow"] == "POST"
+    assert "use POST." in http.get("/v1/completions").json()["error"]["message"]
     check_error(http.delete("/v1/models"), 405)
     check_error(http.get("/v1/models/other"), 404)
     check_error(http.get("/a%0Ab%00c"), 404)

@@ -125,7 +125,7 @@ def test_bad_requests_are_refused_in_ollamas_shape(client: ollama.Client) -> Non
         client.chat("fake", MESSAGES, options={"temperature": -1})
     with pytest.raises(ollama.ResponseError, match="does not compute embeddings"):
         client.embed("fake", ["a"])
-    with pytest.raises(ollama.ResponseError, match="There is no"):
+    with pytest.raises(ollama.ResponseError, match="One with --models-dir downloads others"):
         client.pull("anything")
 
 

@@ -56,7 +56,9 @@ def test_names_stand_for_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     assert model_names.resolve("smollm2") == made
     assert model_names.resolve("./smollm2") == Path("smollm2")
-    with pytest.raises(SetupError, match="There is no model folder smollm3"):
+    with pytest.raises(
+        SetupError, match=r"There is no model folder smollm3, .* Did you mean smollm2\?"
+    ):
         model_names.resolve("smollm3")
 
 

@@ -195,6 +195,21 @@ def test_the_tokens_per_second_are_those_of_the_last_seconds(opened: Page) -> No
     assert other == 0
 
 
+def test_a_reply_that_came_in_one_piece_has_no_speed(opened: Page) -> None:
+    script = """async () => {
+        const { speed } = await import("/page/calls.js");
+        const call = { arrived_at: 100, first_token_s: 2, reply_tokens: 18, ended_s: null };
+        return [
+            speed(call, 102), // the page's clock may be behind
+            speed(call, 101.9),
+            speed({ ...call, ended_s: 2.0001 }, 110),
+            speed({ ...call, ended_s: 4 }, 110),
+            speed(call, 103),
+        ];
+    }"""
+    assert opened.evaluate(script) == [None, None, None, 8.5, 17]
+
+
 def test_the_latest_requests_fill_the_chart(opened: Page) -> None:
     """The time that is drawn fits the traffic, without what was before a long pause."""
     script = """async () => {
@@ -263,6 +278,11 @@ def test_a_page_that_is_opened_during_a_long_step_shows_what_is_known(
         expect(page.locator("#requests .call").first).to_be_visible()
         expect(page.locator(".headline dd").first).to_contain_text(re.compile(r"\d.*%"))
         expect(page.locator("#storage")).to_contain_text("MiB")
+        page.get_by_label("Message").fill("Who waits?")
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator(".headline")).to_contain_text("1 waiting")
+        expect(page.locator("#requests")).to_contain_text("1 waiting")
+        expect(page.locator("#requests")).not_to_contain_text("running")
 
 
 def test_prefixes_are_named_by_where_they_part(opened: Page, real: Real) -> None:

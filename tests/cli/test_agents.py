@@ -199,6 +199,7 @@ def test_the_servers_settings_name_the_key_and_never_show_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "line"),
     [
+        ([], 2, "firn: name the agent; choose one of claude, codex, opencode"),
         (["emacs"], 2, "firn: unknown agent 'emacs'; choose one of claude, codex"),
         (["claude", "--url", "http://127.0.0.1:1"], 1, "firn: No server answers at"),
         (["claude", "/not/there"], 1, "firn: "),

@@ -259,6 +259,15 @@ def test_clear_all(folder: Path, cache: Cache) -> None:
     assert tier.holds(TRUNK[0]), "the server goes on"
 
 
+def test_clear_without_anybody_to_ask(folder: Path, cache: Cache) -> None:
+    tier = store(folder, *ALL)
+    refused = cache("clear")
+    assert refused.exit_code == 2
+    assert "firn: nobody is there to answer; --yes does without the question\n" in refused.output
+    assert cache("clear", input="n\n").exit_code == 1
+    assert all(tier.holds(r) for r in ALL)
+
+
 def test_clear_a_model_or_a_namespace(folder: Path, cache: Cache) -> None:
     tier = store(folder, *ALL)
     assert cache("clear", "--model", "none", "--yes").exit_code == 0

@@ -518,6 +518,10 @@ def test_events_come_out_whole_byte_by_byte() -> None:
             ChatReply("a", Usage(10, 1, 0), 0.5, 0.5, stopped=False, reason="length"),
             "1 tokens, 10 of prompt (0 cached), first token after 0.50 s, cut at the token limit",
         ),
+        (
+            ChatReply("a", Usage(10, 18, 0), 0.5, 0.500001, stopped=False, reason="stop"),
+            "18 tokens, 10 of prompt (0 cached), first token after 0.50 s",
+        ),
         (ChatReply("", None, None, 1.0, stopped=True, reason=None), "stopped"),
         (ChatReply("", None, None, 1.0, stopped=False, reason="stop"), ""),
     ],

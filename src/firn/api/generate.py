@@ -35,6 +35,7 @@ from firn.api.session import MANY_LOGPROBS, Session
 from firn.api.sparse import header_of
 from firn.core.errors import Cancelled, FirnError, ShuttingDown, TimedOut
 from firn.core.events import Admitted, ChoiceFinished, Ended, Event, Failed, Started, TextDelta
+from firn.core.measure import writing_speed
 from firn.core.ports import Recorder
 from firn.core.values import Usage
 
@@ -324,9 +325,8 @@ class _Tally:
         if usage.n_drafted:
             text += f" drafted={usage.n_drafted} accepted={usage.n_accepted}"
         if first_at is not None and first_s is not None:
-            # Without the first token, whose time is that of the prefill.
-            rate = (usage.n_completion - 1) / max(now - first_at, 1e-9)
-            text += f" first={first_s:.3f}s rate={rate:.1f}/s"
+            rate = writing_speed(usage.n_completion, now - first_at)
+            text += f" first={first_s:.3f}s" + ("" if rate is None else f" rate={rate:.1f}/s")
         if self._reasons:
             text += f" finish={','.join(dict.fromkeys(self._reasons))}"
         self.exchange.summary = text

@@ -22,6 +22,7 @@ from firn.api.generate import Generate
 from firn.api.json_routes import add_json_route
 from firn.api.layers import add_layers
 from firn.api.metrics import Metrics
+from firn.api.no_route import no_route
 from firn.api.openapi import describe
 from firn.api.routes.cache import CacheRoutes
 from firn.api.routes.embeddings import embedding_routes
@@ -109,8 +110,9 @@ def add_error_shapes(app: FastAPI, shapes: ErrorShapes) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         allow = (error.headers or {}).get("Allow")
-        route = f"{request.method} {request.url.path}"
-        message = {404: f"There is no {route} here.", 405: f"{route} is not allowed."}.get(
-            error.status_code, str(error.detail)
-        )
+        message = str(error.detail)
+        if error.status_code == 404:
+            message = no_route(app.routes, request)
+        elif error.status_code == 405:
+            message = f"{request.method} {request.url.path} is not allowed; use {allow}."
         return render(request, HttpFault(error.status_code, message, allow=allow))

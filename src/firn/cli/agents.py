@@ -22,7 +22,8 @@ SHORT_CONTEXT = 32_768
 def agents(name: str, model: str | None, *, url: str, api_key: str | None) -> int:
     """Prints the settings to stdout. If that is a terminal, prints to stderr where they belong."""
     if name not in AGENTS:
-        raise UsageError(f"unknown agent {name!r}; choose one of {', '.join(AGENTS)}")
+        fault = f"unknown agent {name!r}" if name else "name the agent"
+        raise UsageError(f"{fault}; choose one of {', '.join(AGENTS)}")
     with ChatClient(url, api_key=api_key) as client:
         served = _from_server(client) if model is None else _from_folder(model, client.url)
     served = replace(served, has_key=api_key is not None)

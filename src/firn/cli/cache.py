@@ -179,11 +179,12 @@ def _clear(
 ) -> None:
     """Delete records: all of them, or a model's, or a namespace's."""
     from firn.cli.cache_work import clear, to_clear
+    from firn.cli.terminal import confirm
 
     location = _location(folder, config)
     chosen = to_clear(location, model=model, namespace=namespace)
-    if not yes:
-        typer.confirm(f"Delete {chosen.text} from {location.folder}?", abort=True)
+    if not yes and not confirm(f"Delete {chosen.text} from {location.folder}?"):
+        raise typer.Exit(1)
     clear(location, chosen)
 
 

@@ -33,6 +33,7 @@ from firn.cli.client import (
 from firn.cli.markdown import MarkdownStyler
 from firn.cli.terminal import quiet_keyboard, typed_lines
 from firn.config import UsageError
+from firn.core.measure import writing_speed
 from firn.core.values import Usage
 
 INTERRUPTED = 130
@@ -301,9 +302,10 @@ def summary(reply: ChatReply) -> str:
         parts.append(f"{usage.n_prompt} of prompt ({usage.n_cached} cached)")
     if reply.first_token_s is not None:
         parts.append(f"first token after {reply.first_token_s:.2f} s")
-        decode_s = reply.total_s - reply.first_token_s
-        if reply.usage is not None and reply.usage.n_completion > 1 and decode_s > 0:
-            parts.append(f"{(reply.usage.n_completion - 1) / decode_s:.0f} tokens/s")
+        n_tokens = reply.usage.n_completion if reply.usage is not None else 0
+        rate = writing_speed(n_tokens, reply.total_s - reply.first_token_s)
+        if rate is not None:
+            parts.append(f"{rate:.0f} tokens/s")
     if reply.reason == "length":
         parts.append("cut at the token limit")
     return ", ".join(parts)

@@ -155,7 +155,7 @@ def _agents(
         typer.Argument(
             help="claude, codex, opencode, aider, qwen, cline or continue.", metavar="AGENT"
         ),
-    ],
+    ] = "",
     model: Annotated[
         str | None,
         typer.Argument(

@@ -68,7 +68,10 @@ def _rm(
 
 def pull(
     name: Annotated[
-        str, typer.Argument(help="The id of a model on the Hugging Face hub, or smollm2.")
+        str,
+        typer.Argument(
+            help="The id of a model on the Hugging Face hub, or smollm2.", metavar="MODEL"
+        ),
     ],
     models_dir: ModelsDir = None,
     retries: Annotated[

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from firn.cli.client import ChatClient, RequestFailed, ServerNotFound
-from firn.cli.terminal import plain_console, size
+from firn.cli.terminal import confirm, plain_console, size
 from firn.config import UsageError
 from firn.core.errors import SetupError
 from firn.demo.builtin import builtin_folder
@@ -151,7 +151,7 @@ def rm(name: str, url: str, api_key: str | None, models_dir: Path | None, *, yes
         raise SetupError(f"{name} belongs to {model.owner}: remove it there ({model.folder}).")
     _refuse_in_use(name, url, api_key)
     question = f"Remove {model.name} ({size(model.nbytes)}, {model.folder})?"
-    if not yes and not typer.confirm(question):
+    if not yes and not confirm(question):
         typer.echo("Nothing was removed.")
         return 1
     typer.echo(f"{model.name} is removed: {_remove(model)}")

@@ -8,6 +8,7 @@ import termios
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -18,7 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from firn.config import default_cache_dir
+from firn.config import UsageError, default_cache_dir
 from firn.core.private_folder import make_private
 
 PIPE_WIDTH = 1000
@@ -32,6 +33,17 @@ def size(nbytes: int) -> str:
         if nbytes >= unit:
             return f"{nbytes / unit:.1f} {name}"
     return f"{nbytes} bytes"
+
+
+def confirm(question: str) -> bool:
+    """Raises UsageError where nobody is there to answer."""
+    try:
+        return typer.confirm(question)
+    except typer.Abort:
+        typer.echo()
+        if sys.stdin is not None and sys.stdin.isatty():
+            raise  # Ctrl-C, or Ctrl-D
+        raise UsageError("nobody is there to answer; --yes does without the question") from None
 
 
 def plain_console(*, soft_wrap: bool = True) -> Console:

@@ -9,6 +9,8 @@ N_KEPT = 9
 """Measurements that are kept of one quantity."""
 N_SURE = 3
 """With this many, what was believed before counts for nothing."""
+ONE_PIECE_S = 0.25
+"""What comes within this time was not written one by one."""
 
 
 class Median:
@@ -49,3 +51,13 @@ class Median:
         if self._median is None:
             self._median = statistics.median_low(self._values)
         return self._median
+
+
+def writing_speed(n_tokens: int, since_first_s: float) -> float | None:
+    """Tokens per second without the first token, whose time is that of the prefill.
+
+    None for a reply of one piece, as drafts and ends make them: its speed would be nonsense.
+    """
+    if n_tokens < 2 or since_first_s < ONE_PIECE_S:
+        return None
+    return (n_tokens - 1) / since_first_s

@@ -16,6 +16,7 @@ const STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600];
 const N_FITTED = 24; // requests that the latest ones are, unless there was a long pause between them
 const GAP = 1 / 100; // of the time shown is between two bars of a row
 const PAUSE_S = 20;
+const MEASURED_S = 0.25; // a reply that took less came in one piece: its speed would be nonsense
 const N_LISTED = 100;
 const N_DRAWN = 400;
 
@@ -108,7 +109,7 @@ export function Calls({ store, model }) {
     ${SPANS.map(([s, name]) => html`<option value=${s}>${name}</option>`)}
   </select></span>`;
   return html`<${Panel} id="requests" title="Requests" tools=${calls.length > 0 && tools}
-      note=${calls.length > 0 && `${open.length ? `${count(open.length)} running` : "none running"}, ${count(calls.length)} known${within.length > shown.length ? `, the newest ${count(shown.length)} drawn` : ""}`}>
+      note=${calls.length > 0 && `${underWay(open)}, ${count(calls.length)} known${within.length > shown.length ? `, the newest ${count(shown.length)} drawn` : ""}`}>
     ${shown.length
       ? html`<${Timeline} lanes=${lanesOf(calls, (time.to - time.from) * GAP)} calls=${shown} now=${now} time=${time} selected=${selected}
           onSelect=${setSelected} onHover=${setHovered} />
@@ -121,6 +122,12 @@ export function Calls({ store, model }) {
           : FIRST}<//>`}
     ${calls.length > 0 && html`<${Table} caption="Requests, the newest first" head=${HEAD} rows=${() => rows(calls, now)} />`}
   <//>`;
+}
+
+function underWay(open) {
+  const waiting = open.filter((c) => c.phase === "queued").length;
+  const running = open.length - waiting;
+  return [(running || !waiting) && `${running ? count(running) : "none"} running`, waiting && `${count(waiting)} waiting`].filter(Boolean).join(", ");
 }
 
 function endOf(call) {
@@ -243,8 +250,8 @@ function share(call) {
 
 export function speed(call, now) {
   if (call.first_token_s == null || call.reply_tokens < 2) return null;
-  const end = call.ended_s ?? now - call.arrived_at;
-  return (call.reply_tokens - 1) / Math.max(end - call.first_token_s, 1e-6);
+  const took = (call.ended_s ?? now - call.arrived_at) - call.first_token_s;
+  return took >= MEASURED_S ? (call.reply_tokens - 1) / took : null;
 }
 
 function Details({ call, now }) {

@@ -13,7 +13,7 @@ from firn.core.errors import SetupError
 from firn.demo.builtin import builtin_folder
 from firn.fleet.catalogue import ModelSpec
 from firn.models.local import find
-from firn.models.packaged import PACKAGED, made_folder
+from firn.models.packaged import PACKAGED, made_folder, no_such_model
 from firn.models.recognise import context_length, is_vision, scoring_settings
 from firn.text.formats import reads_calls
 from firn.text.rerank import NAMED
@@ -50,9 +50,7 @@ def check(spec: ModelSpec) -> None:
     if not (name in PACKAGED or builtin_folder(name) or _is_hub_id(name) or find(name)):
         path = Path(os.path.expanduser(name))
         if not path.exists():
-            raise SetupError(
-                f"There is no model folder {name}, and it is not a hub id (owner/name)."
-            )
+            raise no_such_model(name)
         if not (path / "config.json").exists():
             raise SetupError(f"{name} has no config.json: it is not a model folder.")
 

@@ -28,6 +28,7 @@ from firn.models.layers import leaves
 from firn.models.loader import read_config, tokenizer_fault
 from firn.models.local import find
 from firn.models.mtp_load import headless_classes
+from firn.models.packaged import no_such_model
 from firn.models.recognise import is_vision, stated_context_length
 from firn.models.transient import transient_of
 
@@ -97,9 +98,7 @@ def local_folder(name: str) -> Path | None:
     except FileNotFoundError as error:  # huggingface_hub: no snapshot, or not all of it
         local = find(name)
         if local is None and "/" not in name:
-            raise SetupError(
-                f"There is no model folder {name}, and it is not a hub id (owner/name)."
-            ) from error
+            raise no_such_model(name) from error
         return local
     except ValueError as error:  # huggingface_hub: not the form of an id
         local = find(name)

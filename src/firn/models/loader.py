@@ -37,6 +37,7 @@ from firn.models.hub import HubRules, folder_of
 from firn.models.layers import MakeLayers
 from firn.models.model_arguments import IdsOnly, ModelArguments
 from firn.models.mtp_load import headless_classes
+from firn.models.packaged import no_such_model
 from firn.models.picture import Picture
 from firn.models.processor import VisionProcessor
 from firn.models.recognise import context_length, is_vision
@@ -94,7 +95,7 @@ def resolve(name: str, rules: HubRules = HUB_RULES) -> Path:
             log.info("%s is in %s", name, downloaded)
             return downloaded
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise SetupError(f"There is no model folder {name}, and it is not a hub id (owner/name).")
+        raise no_such_model(name)
     folder = folder_of(name, rules)
     if name.upper().endswith("GGUF") and not (folder / "config.json").exists():
         raise SetupError(f"{name} is a model in llama.cpp's format; {WHAT_TO_DO}.")

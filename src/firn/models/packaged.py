@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
@@ -69,6 +70,14 @@ SMOLLM2 = PackagedModel(
 )
 """SmolLM2-135M-Instruct, Apache-2.0; the sampling is that of its model card."""
 PACKAGED: Mapping[str, PackagedModel] = MappingProxyType({SMOLLM2.name: SMOLLM2})
+
+
+def no_such_model(name: str) -> SetupError:
+    meant = get_close_matches(name.lower(), PACKAGED, n=1)
+    hint = f" Did you mean {meant[0]}?" if meant else ""
+    return SetupError(
+        f"There is no model folder {name}, and it is not a hub id (owner/name).{hint}"
+    )
 
 
 def made_folder(model: PackagedModel, root: Path) -> Path | None:
