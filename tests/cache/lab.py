@@ -221,9 +221,7 @@ class LabRunner(HashRunner):
         if restored is None:
             return HashRow(layer)
         restored.fill([layer])
-        row = HashRow(layer, restored.n_tokens)
-        restored.filled(row)
-        return row
+        return HashRow(layer, restored.n_tokens)
 
     def choices(self, row: HashRow, job: Any, indices: Sequence[int]) -> list[HashRow]:
         rows = super().choices(row, job, indices)

@@ -167,7 +167,7 @@ class Cached:
         if restored is not None:
             restored.fill([layer])
             row.n_tokens = restored.n_tokens
-            restored.filled(row)
+            self.cache.filled(cursor, row)
         row.consume(self.ids[row.n_tokens : n_tokens])
         self.cache.commit(cursor, row)
         self.cache.close_cursor(cursor, None)

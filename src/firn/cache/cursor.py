@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from firn.cache.arrays.payload import Payload
-from firn.cache.planning.match import Walk
+from firn.cache.memory.rows import RowPages
+from firn.cache.planning.match import Match, Walk
 from firn.cache.planning.plan import GRACE_S
 from firn.cache.storage.store_search import StoreQuestion
 from firn.cache.tree import InRow, Mark, Node, PackedTokens, Record, Root, Tree
@@ -93,6 +94,17 @@ class PendingQuestion:
     """Until when an answer is worth waiting for."""
 
 
+@dataclass(frozen=True, slots=True)
+class Resuming:
+    """A row that the engine is making."""
+
+    match: Match
+    taken: RowPages | None
+    """The parked row whose buffers it takes over."""
+    otherwise: Admitted
+    """The request's admission if it cannot be made."""
+
+
 @dataclass(eq=False)
 class CacheCursor:
     """
@@ -154,9 +166,8 @@ class CacheCursor:
     is_slower: bool = False
     """Some of what is stored is not loaded, because computing it is faster."""
     # --- outcome: written by the prefix cache; Loader corrects the reason in `admission`
-    unfilled: Admitted | None = None
-    """Its admission if the row that it resumes in cannot be filled; None once that row exists.
-    Written by Restorer."""
+    resuming: Resuming | None = None
+    """The row that the engine is making for it. Written by Restorer."""
     hit_kind: str = ""
     """whole, growing or branching (see Stats.hits); '' before the lookup."""
     admission: Admitted = Admitted(0)

@@ -44,6 +44,12 @@ class CacheOff:
     def advance(self, cursor: BlankCursor, n_tokens: int) -> Restored | None:
         return None
 
+    def filled(self, cursor: BlankCursor, row: LiveRow) -> None:
+        pass
+
+    def not_filled(self, cursor: BlankCursor, error: Exception) -> None:
+        pass
+
     def stops(self, cursor: BlankCursor) -> Sequence[int]:
         return ()
 

@@ -297,6 +297,16 @@ class PrefixTree:
         if cursor.loading is None:
             self._loader.unlease(cursor)
 
+    def filled(self, cursor: AnyCursor, row: LiveRow) -> None:
+        assert isinstance(cursor, CacheCursor)
+        with self._counting_faults("filled", cursor.root.namespace):
+            self._restorer.filled(cursor, row)
+
+    def not_filled(self, cursor: AnyCursor, error: Exception) -> None:
+        assert isinstance(cursor, CacheCursor)
+        self.records.failed("fill", error, namespace=cursor.root.namespace)
+        self.close_cursor(cursor, None)
+
     def stops(self, cursor: AnyCursor) -> Sequence[int]:
         if isinstance(cursor, BlankCursor) or self.settings.exact_chunk:
             return ()
@@ -390,7 +400,7 @@ class PrefixTree:
         if cursor.counted or not cursor.hit_kind:
             return
         cursor.counted = True
-        admission = cursor.unfilled or cursor.admission
+        admission = cursor.resuming.otherwise if cursor.resuming else cursor.admission
         saved = self.records.estimates.prefill_s(0, admission.n_cached)
         for stats in self.records.counts.both(cursor.root.namespace):
             stats.looked_up(

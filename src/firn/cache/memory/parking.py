@@ -13,8 +13,6 @@ Owner: the engine thread, through the prefix cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from firn.cache.arrays.payload import evaluate_layers
 from firn.cache.codecs import concat_tokens
 from firn.cache.commit import RowCutter
@@ -27,7 +25,7 @@ from firn.cache.parts import Part
 from firn.cache.planning.match import Match
 from firn.cache.records import Records
 from firn.cache.tree import Record
-from firn.core.ports import LayerCache, LiveRow
+from firn.core.ports import LiveRow
 
 ROOM_TOKENS = 256
 """Room after what is copied out of a group, so that the next turn need not copy it again."""
@@ -145,18 +143,15 @@ class Parking:
         fits = slab.first == 0 and n <= pages.end
         return pages if fits and pages.end - n <= n // 2 else None
 
-    def take(self, pages: RowPages, match: Match, layers: Sequence[LayerCache]) -> None:
-        """Give the buffers to a new row's layers. Records beyond the match are cut out of them first."""
-        if self.row_for(match) is not pages:
-            raise ValueError("the parked row is gone")
-        n_tokens = match.n_tokens
+    def take(self, pages: RowPages, match: Match) -> Slab:
+        """Give up the buffers to a new row. Records beyond the match are cut out of them first."""
         self._rows.start_moving(pages)
-        beyond = [r for r in pages.records if r.node.end > n_tokens]
+        beyond = [r for r in pages.records if r.node.end > match.n_tokens]
         for record in sorted(beyond, key=lambda r: -r.node.end):
             self._save(record)
         slab, pages.slab = pages.slab, None
         assert slab is not None
-        self._layout.give(layers, slab.layers, n_tokens)
+        return slab
 
     def _save(self, record: Record) -> None:
         """Save a record from being overwritten. What others need always gets its own arrays."""

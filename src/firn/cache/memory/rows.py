@@ -36,6 +36,7 @@ from firn.cache.codecs import TOKEN_AXIS, Arrays, nbytes_of
 from firn.cache.layout import Layout
 from firn.cache.parts import Part
 from firn.cache.tree import InRow, Node, Record, Tree
+from firn.core.errors import TokensNotHeld
 from firn.core.ports import LiveRow
 
 LEAST_BLOCKS = 4
@@ -70,16 +71,20 @@ class Slab:
         self.nbytes = sum(map(nbytes_of, self.layers))
 
     def views(self, start: int, end: int) -> list[Arrays]:
+        """Raises TokensNotHeld."""
+        if not self.first <= start <= end <= self.end:
+            raise TokensNotHeld(start, end, first=self.first, n_tokens=self.end)
         a, b = start - self.first, end - self.first
         return [
             tuple(None if x is None else x[..., a:b, :] for x in arrays) for arrays in self.layers
         ]
 
     def cut(self, start: int, end: int) -> Payload:
-        """Lazy copies."""
+        """Lazy copies. Raises TokensNotHeld."""
+        views = self.views(start, end)
         cells = Cells(self.layers, 0, [(start - self.first, end - self.first)])
         payloads = gathered(cells) if gathers() else None
-        return payloads[0] if payloads else stacked(self.views(start, end))
+        return payloads[0] if payloads else stacked(views)
 
     def trim(self, first: int, end: int) -> None:
         """Keep only tokens [first, end). One layer at a time: there is no memory for a second slab."""
