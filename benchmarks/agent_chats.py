@@ -400,7 +400,7 @@ class Engine:
 
     def _begin_reply(self, task: Task) -> None:
         cursor = task.cursor
-        task.n_cached, task.why = cursor.admission.n_cached, cursor.admission.reason
+        task.n_cached, task.why = cursor.admission.n_cached, cursor.admission.why
         task.cursor = self.cache.fork(cursor, task.reply)
         self.cache.close_cursor(cursor, None)
         task.decoding = True

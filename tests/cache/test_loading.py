@@ -209,7 +209,7 @@ def test_what_a_request_will_resume_from_stays_when_it_is_written(shape: Shape, 
         lab.io.orders.popleft()(fate)
         lab.cache.tick(EngineLoad.DECODING)
     assert lab.n_restored(cursor) == 80
-    assert cursor.admission.reason == ""
+    assert cursor.admission.why == ""
     lab.cache.close_cursor(cursor, None)
     assert n_leases(lab.cache) == 0
     lab.cache.set_room(1)

@@ -20,6 +20,7 @@ from firn.cache.storage.store_search import StoreQuestion
 from firn.cache.tree import InRow, Mark, Node, PackedTokens, Record, Root, Tree
 from firn.core.events import Admitted
 from firn.core.keys import KeyTokens
+from firn.core.reuse import Cause
 from firn.core.values import CacheControl
 
 MAX_LATE = 4
@@ -159,7 +160,7 @@ class CacheCursor:
     """Where it can resume without waiting any longer, as planned, and as far as loads have arrived."""
     n_target: int = 0
     """Where it would resume if no load failed."""
-    load_fault: str = ""
+    load_fault: Cause | None = None
     """Why the last load failed, if it did."""
     was_not_answered: bool = False
     """A store that was asked has failed, so that more may be stored."""

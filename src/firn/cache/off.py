@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from firn.core.events import Admitted
 from firn.core.ports import EngineLoad, LiveRow, Restored
+from firn.core.reuse import Cause, Reason
 from firn.core.values import CacheControl, Namespace, Prompt
 
 
@@ -15,7 +16,7 @@ from firn.core.values import CacheControl, Namespace, Prompt
 class BlankCursor:
     """A cursor that neither reads nor writes."""
 
-    admission: Admitted = Admitted(0, reason="no cache")
+    admission: Admitted = Admitted(0, reason=Reason(Cause.NO_CACHE))
     racing: bool = False
     n_expected: int = 0
 

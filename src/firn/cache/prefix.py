@@ -26,7 +26,6 @@ from firn.cache.memory.parking import Parking
 from firn.cache.off import BlankCursor
 from firn.cache.planning import checkpoints, estimates_file
 from firn.cache.planning.match import NOTHING, Match
-from firn.cache.planning.reasons import FAULT
 from firn.cache.records import Records
 from firn.cache.restore import NEIGHBOUR, Restorer
 from firn.cache.stats import Stats
@@ -44,6 +43,7 @@ from firn.cache.tree import Mark, PackedTokens, Record
 from firn.core.events import Admitted
 from firn.core.keys import prompt_tokens
 from firn.core.ports import EngineLoad, LiveRow, Restored
+from firn.core.reuse import Cause, Reason
 from firn.core.values import CacheControl, Namespace, Prompt
 
 AnyCursor = CacheCursor | BlankCursor
@@ -76,7 +76,7 @@ class Probe:
     match: Match
     n_shared: int
     tiers: dict[str, int]
-    reason: str
+    reason: Reason | None
 
 
 class PrefixTree:
@@ -204,7 +204,7 @@ class PrefixTree:
             self.records.failed("restore", e, namespace=cursor.root.namespace)
             self._stop_racing(cursor)
             cursor.writes = False
-            cursor.hit_kind, cursor.admission = "branching", Admitted(0, reason=FAULT)
+            cursor.hit_kind, cursor.admission = "branching", Admitted(0, reason=Reason(Cause.FAULT))
             return None
 
     def _restore(self, cursor: CacheCursor) -> Restored | None:

@@ -22,27 +22,19 @@ from firn.cache.memory.parking import Parking
 from firn.cache.memory.rows import RowPages, Slab
 from firn.cache.parts import Part
 from firn.cache.planning.match import MEMORY, NOTHING, Match, Segment, last_match
-from firn.cache.planning.reasons import (
-    FAULT,
-    NO_ANSWER,
-    NO_STATE,
-    NOT_YET,
-    OFF_THE_GRID,
-    SLOWER,
-    SWITCHED_OFF,
-    why_not_more,
-)
+from firn.cache.planning.reasons import why_not_more
 from firn.cache.records import Records
 from firn.cache.tree import Node, Record
 from firn.core.events import Admitted
 from firn.core.ports import LayerCache, LiveRow
+from firn.core.reuse import Cause, Reason
 
 NEIGHBOUR = "neighbour"
 """The origin of tokens that another request computed at the same time."""
 N_CLOSEST = 4
 """Sibling blocks that are checked, those that share most with the prompt first."""
-FROM_WHAT_IS_KNOWN = ("", OFF_THE_GRID, NO_STATE)
-"""Reasons that hold whatever else is stored."""
+CERTAIN = (Cause.OFF_THE_GRID, Cause.NO_STATE)
+"""Causes that hold whatever else is stored."""
 SMALL_SHARE = 1 / 8
 """A hit on at least this share of the prompt is always used."""
 Payloads = dict[tuple[Node, Part], Payload]
@@ -170,7 +162,7 @@ class Restorer:
         if cursor.writes:
             self._records.extend_life(end, cursor.control.ttl_s)
         self._move(cursor, match, payloads)
-        otherwise = replace(cursor.admission, reason=FAULT)
+        otherwise = replace(cursor.admission, reason=Reason(Cause.FAULT))
         cursor.resuming = Resuming(match, taken, otherwise)
         return StoredPrefix(
             self._layout,
@@ -244,30 +236,32 @@ class Restorer:
         tiers = Counter(dict(cursor.admission.tiers)) + self.origins(cursor, tail, jumps=True)
         n_cached = cursor.admission.n_cached + n_skipped
         why = self.why_not_more(cursor, match.n_tokens)
-        if not why and n_cached < len(cursor.prompt) - 1:  # some of it was computed
-            why = cursor.load_fault or cursor.admission.reason
+        if why is None and n_cached < len(cursor.prompt) - 1:  # some of it was computed
+            why = Reason(cursor.load_fault) if cursor.load_fault else cursor.admission.reason
         return Admitted(n_cached, tuple(tiers.items()), why)
 
-    def why_not_more(self, cursor: CacheCursor, n_tokens: int) -> str:
-        """Why a prompt that resumes at this position did not get further; '' if it could not."""
+    def why_not_more(self, cursor: CacheCursor, n_tokens: int) -> Reason | None:
+        """Why a prompt that resumes at this position did not get further; None if it could not."""
         if not cursor.control.read:
-            return SWITCHED_OFF
+            return Reason(Cause.SWITCHED_OFF)
         if n_tokens >= len(cursor.prompt) - 1:
-            return ""
+            return None
         if cursor.loading is not None:
-            return NOT_YET
+            return Reason(Cause.NOT_YET)
         if cursor.load_fault and n_tokens < cursor.n_target:
-            return cursor.load_fault
+            return Reason(cursor.load_fault)
         if cursor.is_slower:
-            return SLOWER
+            return Reason(Cause.SLOWER)
         tree = self._records.tree
         why = why_not_more(tree, cursor.walk(tree), self._needs, n_tokens)
         is_unknown = cursor.was_not_answered or cursor.asking is not None
-        return NO_ANSWER if why not in FROM_WHAT_IS_KNOWN and is_unknown else why
+        if is_unknown and why is not None and why.cause not in CERTAIN:
+            return Reason(Cause.NO_ANSWER)
+        return why
 
     def correct_reason(self, cursor: CacheCursor) -> None:
         """A store has answered, which the reason that was given before did not expect."""
-        if cursor.admission.reason == NO_ANSWER:
+        if cursor.admission.reason == Reason(Cause.NO_ANSWER):
             why = self.why_not_more(cursor, cursor.admission.n_cached)
             cursor.admission = replace(cursor.admission, reason=why)
 

@@ -229,7 +229,7 @@ def test_who_waits_hears_at_once_that_no_arrays_could_be_made(
     assert io.n_failed == sum(cache.stats.faults.values()), "the tier hears of each"
     assert cache.stats_of(Namespace("")).faults == cache.stats.faults
     cache.restore(cursor)
-    assert cursor.admission.reason == "read failed"
+    assert cursor.admission.why == "read failed"
     cache.close_cursor(cursor, None)
     cache.close()
 

@@ -355,12 +355,15 @@ def usage_view(usage: TierUsage) -> Json:
 def probe(cache: PrefixTree, prompt: Prompt, namespace: Namespace) -> Json:
     """How much would hit, from where, and why not more. Changes nothing."""
     reuse = cache.probe(prompt, namespace)
+    reason = reuse.reason
     return {
         "prompt_tokens": len(prompt),
         "cached_tokens": reuse.match.n_tokens,
         "shared_tokens": reuse.n_shared,
         "tiers": reuse.tiers,
-        "reason": reuse.reason,
+        "reason": str(reason or ""),
+        "cause": reason.cause.value if reason else None,
+        "differs_at": reason.at if reason else None,
     }
 
 
