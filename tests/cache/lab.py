@@ -354,7 +354,7 @@ def check_books(tree: PrefixTree) -> None:
     inner = tree.records.tree
     every = records_of(tree)
     held = [r for r in every if r.arrays is not None and not r.leaving]
-    _check_held(inner.memory, held)
+    _check_held(tree.records.ledger.memory, held)
     for record in held:
         assert isinstance(record.arrays, InRow) or record.arrays.nbytes == record.nbytes
     for pages in tree.records.rows.every():
@@ -365,10 +365,10 @@ def check_books(tree: PrefixTree) -> None:
         assert pages.end == max((r.node.end for r in pages.records), default=0)
         assert pages.first == min((r.node.start for r in pages.records), default=0)
     _check_rows(tree)
-    for tier, counted in enumerate(inner.tiers):
+    for tier, counted in enumerate(tree.records.ledger.tiers):
         _check_held(counted, [r for r in every if r.is_stored(tier)])
     leaving = sum(r.nbytes for r in every if r.leaving)
-    assert inner.leaving_nbytes == leaving or tree.records._cleared, (
+    assert tree.records.ledger.leaving_nbytes == leaving or tree.records._cleared, (
         "what is cleared may be leaving"
     )
     for root in inner.roots():

@@ -96,7 +96,7 @@ class Loader:
 
     def _lease(self, cursor: CacheCursor, records: Iterable[Record]) -> None:
         for record in records:
-            self._records.tree.lease_record(record)
+            self._records.ledger.lease(record)
             cursor.leased.append(record)
 
     def release(self, cursor: CacheCursor) -> None:
@@ -107,7 +107,7 @@ class Loader:
     def unlease(self, cursor: CacheCursor) -> None:
         """Let go of what it was about to resume from."""
         for record in cursor.leased:
-            self._records.tree.unlease_record(record)
+            self._records.ledger.unlease(record)
         if cursor.leased:
             cursor.leased.clear()
             self._records.memory.let_go()

@@ -39,6 +39,7 @@ class Parking:
         self._records = records
         self._copies = copies
         self._tree = records.tree
+        self._ledger = records.ledger
         self._rows = records.rows
         self._layout = layout
         self._keeps_pages_in_rows = keeps_pages_in_rows
@@ -84,7 +85,7 @@ class Parking:
         cutter = RowCutter(self._layout, row, min(r.node.start for r in records), pages.end)
         cut = cutter.cut_pages([(r.node.start, r.node.end) for r in records])
         for record, payload in zip(records, cut, strict=True):
-            self._tree.move(record, payload)
+            self._ledger.move(record, payload)
         self._copies.compute(records)
 
     def abandon(self, cursor: CacheCursor) -> None:
@@ -128,7 +129,7 @@ class Parking:
                 continue
             for node in other.chain.path():
                 if node in lost and other.holds(node):
-                    self._tree.move(lost.pop(node), other)
+                    self._ledger.move(lost.pop(node), other)
 
     # --- the next turn ---------------------------------------------------------------------
 
@@ -157,7 +158,7 @@ class Parking:
         """Save a record from being overwritten. What others need always gets its own arrays."""
         may_go = self._tree.may_evict(record) and not carries(record)
         if record.stored and may_go:
-            self._tree.release(record)
+            self._ledger.release(record)
         elif self._records.memory.make_room(record.nbytes, part=record.part) or not may_go:
             self._rows.own(record)
         else:
@@ -183,7 +184,7 @@ class Parking:
             if record.arrays is None:
                 self._records.hold(record, pages, nbytes=cursor.loaded[record][1].nbytes)
             else:
-                self._tree.move(record, pages)
+                self._ledger.move(record, pages)
             cursor.loaded.pop(record, None)
         self._rows.trim()
 
@@ -192,7 +193,7 @@ class Parking:
         old, cursor.pages = cursor.pages, pages
         if isinstance(old, RowPages) and old is not pages:
             for record in list(old.records):
-                self._tree.move(record, pages)
+                self._ledger.move(record, pages)
             self._rows.forget(old)
 
     def _moves(self, cursor: CacheCursor, record: Record) -> bool:

@@ -34,6 +34,7 @@ from firn.cache.arrays.payload import (
 )
 from firn.cache.codecs import TOKEN_AXIS, Arrays, nbytes_of
 from firn.cache.layout import Layout
+from firn.cache.ledger import Ledger
 from firn.cache.parts import Part
 from firn.cache.tree import InRow, Node, Record, Tree
 from firn.core.errors import TokensNotHeld
@@ -198,8 +199,9 @@ class LiveRows:
     What rows take beyond their records is kept as a sum: only rows that have changed are looked at.
     """
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Tree, ledger: Ledger) -> None:
         self._tree = tree
+        self._ledger = ledger
         self.live: dict[LiveRow, RowPages] = {}
         self.parked: dict[RowPages, None] = {}
         self.moving: dict[RowPages, None] = {}
@@ -333,7 +335,7 @@ class LiveRows:
         if isinstance(record.arrays, RowPages):
             payload = payload_of(record)
             evaluate([payload])
-            self._tree.move(record, payload)
+            self._ledger.move(record, payload)
 
     def n_to_give(self, pages: RowPages) -> int:
         """How many tokens must be evicted from its end until trimming is worth the copy."""
