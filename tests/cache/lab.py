@@ -351,6 +351,7 @@ def check_tree(tree: PrefixTree, *, whole: bool = True) -> None:
 
 def check_books(tree: PrefixTree) -> None:
     """The tree's totals for memory and tiers are the sums of its records."""
+    assert tree.integrity.run() == 0
     inner = tree.records.tree
     every = records_of(tree)
     held = [r for r in every if r.arrays is not None and not r.leaving]

@@ -226,6 +226,15 @@ class Ledger:
             for record in (r for node in self._tree.subtree(root) for r in node.records.values()):
                 self._count(record)
 
+    def write_off(self, record: Record) -> None:
+        """Its state is wrong: memory holds nothing of it any more, and totals are made anew."""
+        if isinstance(record.arrays, InRow) and record in record.arrays.records:
+            record.arrays.discard(record)
+        record.arrays, record.leaving, record.n_leases = None, False, 0
+        known = (1 << len(self.tiers)) - 1
+        record.stored, record.writing = record.stored & known, record.writing & known
+        self.recount()
+
     def _count(self, record: Record) -> None:
         if record.leaving:
             self.leaving_nbytes += record.nbytes

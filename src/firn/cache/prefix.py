@@ -20,6 +20,7 @@ from firn.cache.commit import Committer
 from firn.cache.copies import Copies
 from firn.cache.cursor import CacheCursor
 from firn.cache.garbage import Garbage
+from firn.cache.integrity import IntegrityCheck
 from firn.cache.layout import Layout
 from firn.cache.loading import Loader
 from firn.cache.memory.parking import Parking
@@ -109,6 +110,7 @@ class PrefixTree:
         self._restorer = Restorer(
             self.records, layout, self._parking, saves_pieces=self._committer.piece_tokens > 0
         )
+        self.integrity = IntegrityCheck(self.records)
         self._clock = clock
         self._racing: set[CacheCursor] = set()
         """Cursors for which something may still arrive."""
@@ -420,6 +422,7 @@ class PrefixTree:
             self._parking.sweep()
             if load is EngineLoad.NONE:
                 self.records.expire()
+                self.integrity.tick()
                 self._save_estimates(SAVE_ESTIMATES_S)
             if self._garbage is not None:
                 self._garbage.tick(idle=load is EngineLoad.NONE)
@@ -478,8 +481,8 @@ class PrefixTree:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is left to forget or to spill."""
-        return self.records.settled
+        """Whether nothing is left to forget, to spill or to check."""
+        return self.records.settled and not self.integrity.is_running
 
     def close(self) -> None:
         self._save_estimates(0.0)

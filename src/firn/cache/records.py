@@ -349,6 +349,11 @@ class Records:
         """Remove a node's records, wherever they are."""
         self.index.forget(list(node.records.values()))
 
+    def forget_record(self, record: Record) -> None:
+        """Remove a record whose state is wrong, wherever it is."""
+        self.ledger.write_off(record)
+        self.index.forget([record])
+
     def extend_life(self, node: Node, ttl_s: float | None) -> None:
         self.index.extend_life(node, ttl_s)
 
@@ -454,6 +459,11 @@ class Records:
         self.index.remove_if_lost(record)
 
     # --- the end ---------------------------------------------------------------------------
+
+    @property
+    def is_clearing(self) -> bool:
+        """Whether records of cleared namespaces are still being removed."""
+        return bool(self._cleared)
 
     @property
     def settled(self) -> bool:

@@ -281,6 +281,10 @@ def stats(cache: PrefixTree, namespace: Namespace | None) -> Json:
     }
     if everything:  # learned from everybody's requests
         view["estimates"] = cache.records.estimates.view()
+        view["integrity"] = {
+            "passes": cache.integrity.n_passes,
+            "violations": cache.integrity.n_violations,
+        }
     return view
 
 

@@ -227,6 +227,10 @@ class LiveRows:
         pages.chain = chain or pages.chain
         return pages
 
+    def knows(self, pages: RowPages) -> bool:
+        is_live = pages.row is not None and self.live.get(pages.row) is pages
+        return is_live or pages in self.parked or pages in self.moving
+
     def every(self) -> Iterator[RowPages]:
         yield from self.live.values()
         yield from self.parked

@@ -264,6 +264,12 @@ class TierClient:
         if len(wanters) == 1:
             self._read(record)
 
+    def is_writing(self, record: Record) -> bool:
+        return record in self._pending_writes
+
+    def will_write(self, record: Record) -> bool:
+        return any(waiting is record for waiting, _ in self._to_spill)
+
     def is_reading(self, record: Record) -> bool:
         return record in self._loading
 

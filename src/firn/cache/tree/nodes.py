@@ -165,7 +165,7 @@ NO_CHILDREN: Children[Node] = Children()
 """Shared by all nodes that have none: most nodes are leaves, and an empty list costs memory."""
 
 
-@dataclass(eq=False)
+@dataclass
 class PartTotals:
     """Size and number of the records in one place, by part."""
 

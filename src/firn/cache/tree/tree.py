@@ -238,6 +238,12 @@ class Tree:
             for n in node.path_to_root():
                 n.n_pins -= 1
 
+    def recount(self, root: Root) -> None:
+        """Make pins what they add up to, and leases at least that."""
+        for node in reversed(list(self.subtree(root))):
+            node.n_leases = max(node.n_leases, sum(child.n_leases for child in node.children))
+            node.n_pins = sum(child.n_pins for child in node.children) + (node in root.pinned)
+
     def may_evict(self, record: Record) -> bool:
         """Whether memory may let go of it. A lease on a node keeps the chain that leads to it."""
         if record.n_leases or record.node.n_pins:
