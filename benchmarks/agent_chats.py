@@ -353,7 +353,7 @@ class Engine:
 
     def _admit(self, task: Task) -> None:
         task.n_perfect = self._perfect(task.prompt.ids)
-        task.row = self._row(self.cache.restore(task.cursor))
+        task.row = self._row(task.cursor, self.cache.restore(task.cursor))
 
     def _perfect(self, ids: np.ndarray[Any, Any]) -> int:
         best = 0
@@ -364,13 +364,13 @@ class Engine:
                 best = max(best, int(differs[0]) if len(differs) else n)
         return best
 
-    def _row(self, restored: Restored | None) -> Row:
+    def _row(self, cursor: Any, restored: Restored | None) -> Row:
         row = Row(layers_of(self._kind))
         if restored is not None:
             began = time.perf_counter()
             restored.fill(row.layers)
             row.n_tokens = restored.n_tokens
-            restored.filled(row)
+            self.cache.filled(cursor, row)
             self.cache.saw_restore(restored, time.perf_counter() - began)
         return row
 
@@ -384,7 +384,7 @@ class Engine:
         task = min(ready, key=lambda t: len(t.prompt) - (t.row.n_tokens if t.row else 0))
         ahead = self.cache.advance(task.cursor, task.row.n_tokens if task.row else 0)
         if ahead is not None:
-            task.row = self._row(ahead)
+            task.row = self._row(task.cursor, ahead)
         row, last = task.row, len(task.prompt) - 1
         assert row is not None
         start = row.n_tokens
@@ -400,7 +400,7 @@ class Engine:
 
     def _begin_reply(self, task: Task) -> None:
         cursor = task.cursor
-        task.n_cached, task.why = cursor.admission.n_cached, cursor.admission.reason
+        task.n_cached, task.why = cursor.admission.n_cached, cursor.admission.why
         task.cursor = self.cache.fork(cursor, task.reply)
         self.cache.close_cursor(cursor, None)
         task.decoding = True

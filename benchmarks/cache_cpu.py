@@ -190,7 +190,7 @@ def commit(rounds: int, n_prompt: int = 1500) -> None:
                 warm.ask(tokens(i + 1, n_prompt), 2, boundaries=(n_prompt // 2,))
             cpu = commits.cpu_s / (prefill.cpu_s + settle.cpu_s)
             elapsed = commits.elapsed_s / (prefill.elapsed_s + settle.elapsed_s)
-            n_states = warm.cache.records.tree.memory.n_records[Part.STATE]
+            n_states = warm.cache.records.ledger.memory.n_records[Part.STATE]
             per_token = 1e6 * commits.cpu_s / (rounds * n_prompt)
             print(
                 f"  {name:8} {100 * cpu:5.2f}% of processor time, {100 * elapsed:5.2f}% of elapsed"

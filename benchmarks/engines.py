@@ -87,7 +87,7 @@ class Answer:
             self.n_cached, self.tiers, self.why = (
                 admission.n_cached,
                 dict(admission.tiers),
-                admission.reason,
+                admission.why,
             )
             if admission.n_skipped and not self.n_skipped:
                 self.n_skipped, self.scored_s = admission.n_skipped, now - self.asked

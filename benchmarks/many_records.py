@@ -297,7 +297,7 @@ def long_prompt_pauses(n_tokens: int, *, in_memory: bool) -> dict[str, list[floa
         record = tree.add(node, Part.PAGES, nbytes=2048, mark=Mark.TURN)
         if in_memory:
             cache.records.hold(record, payload, nbytes=2048)
-        tree.set_stored(record, 0)
+        cache.records.ledger.found(record, 0)
     cache.saw_prefill(0, 2048, 1.0)
     cache.own_process()  # as a server's does, it collects garbage between two steps
     place = "in memory" if in_memory else "in a tier"
@@ -358,7 +358,7 @@ def eviction_pauses(n_rows: int) -> tuple[dict[str, list[float]], float]:
         began = time.thread_time()
         cache.set_room(limit)
         times.append(time.thread_time() - began)
-    held = cache.records.tree.memory.total_nbytes / cache.records.memory.nbytes
+    held = cache.records.ledger.memory.total_nbytes / cache.records.memory.nbytes
     return {f"{n_rows:,} parked rows: make room for a block": times}, held
 
 

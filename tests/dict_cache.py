@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,15 @@ from firn.core.values import (
 from tests.hash_runner import GARBAGE, HashLayer
 
 WORTH_A_RESTORE = 8
+
+
+@dataclass(frozen=True)
+class DictPrefix:
+    """Implements core.ports.Restored with any function that fills the layers."""
+
+    n_tokens: int
+    fill: Callable[[list[HashLayer]], None]
+    nbytes: int = 0
 
 
 @dataclass(eq=False)
@@ -89,7 +98,7 @@ class DictCache:
             if state is not None:
                 cursor.admission = Admitted(n, (("dict", n),))
                 cursor.n_stored = n
-                return Restored(n, partial(self._fill, state))
+                return DictPrefix(n, partial(self._fill, state))
         return None
 
     def _fill(self, state: list[int], layers: list[HashLayer]) -> None:
@@ -97,6 +106,12 @@ class DictCache:
             layers[0].rows[0] = [GARBAGE]
             raise ValueError("a damaged record")
         layers[0].rows[0] = list(state)
+
+    def filled(self, cursor: DictCursor | BlankCursor, row: LiveRow) -> None:
+        pass
+
+    def not_filled(self, cursor: DictCursor | BlankCursor, error: Exception) -> None:
+        self.close_cursor(cursor, None)
 
     def stops(self, cursor: DictCursor | BlankCursor) -> Sequence[int]:
         return ()

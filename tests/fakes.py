@@ -21,6 +21,7 @@ from firn.core.events import (
     TokenLogprob,
 )
 from firn.core.ports import Delivery, EngineHealth, Publish
+from firn.core.reuse import Reason
 from firn.core.values import Job, ModelInfo, RequestId
 
 # --- tokenizer -----------------------------------------------------------------------------
@@ -173,7 +174,7 @@ class FakeEngine:
         self.reply = reply
         self.n_cached = 0
         self.tiers: tuple[tuple[str, int], ...] = ()
-        self.reason = ""
+        self.reason: Reason | None = None
         self.chunk = 1 << 20
         self.refusal: FirnError | None = None
         self.last_step_age_s = 0.0

@@ -195,9 +195,7 @@ class HashRunner:
         if restored is None:
             return HashRow(layer)
         restored.fill([layer])
-        row = HashRow(layer, restored.n_tokens)
-        restored.filled(row)
-        return row
+        return HashRow(layer, restored.n_tokens)
 
     def prefill(
         self, row: HashRow, prompt: Prompt, end: int, *, top_logprobs: int | None = None

@@ -17,6 +17,7 @@ from firn.api.activity import Activity, _Watcher
 from firn.api.auth import Caller, Keys
 from firn.api.exchange import Exchange
 from firn.api.session import Session
+from firn.core.reuse import Cause, Reason
 from firn.core.values import Namespace, Usage
 from tests.api.live import Live, serve
 from tests.api.watchers import SHARE, check_that_watchers_are_limited
@@ -57,7 +58,7 @@ def watching(live: Live, key: str | None = None) -> Iterator[Events]:
 
 def test_a_call_is_shown_from_its_queue_to_its_end(live: Live) -> None:
     live.engine.n_cached, live.engine.tiers = 3, (("ssd", 3),)
-    live.engine.reason = "diverged at token 3"
+    live.engine.reason = Reason(Cause.DIVERGED, 3)
     with watching(live) as events:
         assert events.next("calls") == []
         state = events.next("state")

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from firn.api.auth import SHARED, Keys, namespace_of
 from firn.api.services import ApiLimits
+from firn.core.reuse import Cause, Reason
 from firn.text.formats import THINK_TAGS, ReplyFormat
 from tests.api.live import Live, serve
 from tests.fakes import CHAT_TEMPLATE, FakeTokenizer
@@ -219,7 +220,7 @@ def test_one_line_a_request_says_what_was_reused_and_why_not_more(
     with serve() as live:
         live.engine.n_cached = 3
         live.engine.tiers = (("memory", 1), ("ssd", 2))
-        live.engine.reason = "diverged at token 3"
+        live.engine.reason = Reason(Cause.DIVERGED, 3)
         live.openai().completions.create(model="fake", prompt="a b c d e", max_tokens=2)
     # Another server of this module may still be writing its last line.
     lines = [r.getMessage() for r in caplog.records if "/v1/completions" in r.getMessage()]

@@ -221,9 +221,7 @@ class LabRunner(HashRunner):
         if restored is None:
             return HashRow(layer)
         restored.fill([layer])
-        row = HashRow(layer, restored.n_tokens)
-        restored.filled(row)
-        return row
+        return HashRow(layer, restored.n_tokens)
 
     def choices(self, row: HashRow, job: Any, indices: Sequence[int]) -> list[HashRow]:
         rows = super().choices(row, job, indices)
@@ -353,10 +351,11 @@ def check_tree(tree: PrefixTree, *, whole: bool = True) -> None:
 
 def check_books(tree: PrefixTree) -> None:
     """The tree's totals for memory and tiers are the sums of its records."""
+    assert tree.integrity.run() == 0
     inner = tree.records.tree
     every = records_of(tree)
     held = [r for r in every if r.arrays is not None and not r.leaving]
-    _check_held(inner.memory, held)
+    _check_held(tree.records.ledger.memory, held)
     for record in held:
         assert isinstance(record.arrays, InRow) or record.arrays.nbytes == record.nbytes
     for pages in tree.records.rows.every():
@@ -367,10 +366,10 @@ def check_books(tree: PrefixTree) -> None:
         assert pages.end == max((r.node.end for r in pages.records), default=0)
         assert pages.first == min((r.node.start for r in pages.records), default=0)
     _check_rows(tree)
-    for tier, counted in enumerate(inner.tiers):
+    for tier, counted in enumerate(tree.records.ledger.tiers):
         _check_held(counted, [r for r in every if r.is_stored(tier)])
     leaving = sum(r.nbytes for r in every if r.leaving)
-    assert inner.leaving_nbytes == leaving or tree.records._cleared, (
+    assert tree.records.ledger.leaving_nbytes == leaving or tree.records._cleared, (
         "what is cleared may be leaving"
     )
     for root in inner.roots():

@@ -26,7 +26,7 @@ def on_its_way(harness: Harness) -> dict[str, int]:
         "pins": sum(n.n_pins for n in nodes_of(cache.records.tree)),
         "orders": io.n_pending,
         "queued bytes": io.write_nbytes,
-        "records that leave": cache.records.tree.leaving_nbytes,
+        "records that leave": cache.records.ledger.leaving_nbytes,
         "a scan": int(tier.scanning),
         "results": tier._results.qsize(),
     }

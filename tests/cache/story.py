@@ -21,6 +21,7 @@ from tests import one_blas
 from tests.cache.lab import nodes_of
 from tests.cache.tiny import Build, tiny, tokens
 from tests.harness import Harness, Result
+from tests.waiting import wait_until
 
 CHUNK = BLOCK = 16
 N_HELD, N_MORE = 2, 3
@@ -93,8 +94,11 @@ def contents(harness: Harness) -> Contents:
 
 
 def open_engine(kind: str, folder: Path | None, *, memory_nbytes: int = GIB) -> Harness:
-    """All kinds share one folder: each has its own weights, and so its own records."""
-    return Harness(
+    """All kinds share one folder: each has its own weights, and so its own records.
+
+    It has been scanned: a server on a busy machine would go on with its first requests meanwhile.
+    """
+    harness = Harness(
         KINDS[kind],
         chunk=CHUNK,
         block=BLOCK,
@@ -103,6 +107,9 @@ def open_engine(kind: str, folder: Path | None, *, memory_nbytes: int = GIB) -> 
         fingerprint=kind.encode(),
         tier=SsdTier(TierOptions(str(folder), GIB)) if folder is not None else None,
     )
+    tiers = harness.cache.records.tiers
+    wait_until(lambda: not any(tier.scanning for tier in tiers))
+    return harness
 
 
 def ask(harness: Harness, ids: list[int]) -> Result:

@@ -56,7 +56,7 @@ def test_a_folder_that_may_not_be_looked_at(
 ) -> None:
     ids = words(1, 60)
     with server(tmp_path, disk=Unreadable(tmp_path)) as lab:
-        assert admission(ask(lab, ids)).reason == "cold"
+        assert admission(ask(lab, ids)).why == "cold"
         assert dict(admission(ask(lab, ids)).tiers) == {"memory": 59}
         (tier,) = lab.tree.records.tiers
         assert tier.usage().status.state == "paused"
@@ -77,7 +77,7 @@ def test_a_folder_that_takes_long_to_list(
     caplog.clear()
     disk = Waiting(tmp_path)
     with server(tmp_path, disk=disk) as lab:
-        assert admission(ask(lab, words(2, 60))).reason == "cold", "served meanwhile"
+        assert admission(ask(lab, words(2, 60))).why == "cold", "served meanwhile"
         assert sum("continues in the background" in line for line in lines(caplog)) == 1
         disk.go.set()
         (tier,) = lab.tree.records.tiers

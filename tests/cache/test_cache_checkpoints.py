@@ -282,7 +282,7 @@ def test_thinking_stripped_from_history_still_hits(shape: Shape) -> None:
         outcome = chat.turn(thinking=20)
         assert outcome.n_cached == before_generation
         (admission,) = outcome.of(Admitted)
-        assert admission.reason in (
+        assert admission.why in (
             "no state checkpoint",
             f"diverged at token {before_generation}",
         )

@@ -237,7 +237,9 @@ class OverATier(Machine):
         check_tree(self.tree, whole=False)
         memory = self.tree.records.memory
         assert memory.nbytes <= max(memory.limit_nbytes, self.n_held), "grew past the limit"
-        self.n_held = memory.nbytes + self.tree.records.tree.leaving_nbytes  # it may stay after all
+        self.n_held = (
+            memory.nbytes + self.tree.records.ledger.leaving_nbytes
+        )  # it may stay after all
         faults = {f for f in self.tree.stats.faults if not f.startswith("read: ")}
         assert not faults
         self.check_leases()
@@ -261,7 +263,7 @@ class OverATier(Machine):
         self.rest()
         tree = self.tree.records.tree
         assert n_leases(self.tree) == 0
-        assert tree.leaving_nbytes == 0
+        assert self.tree.records.ledger.leaving_nbytes == 0
         for root in tree.roots():
             for end in list(root.pinned):
                 self.tree.records.unpin(end)

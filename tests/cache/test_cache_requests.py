@@ -71,7 +71,7 @@ def test_a_prompt_sent_again_recomputes_one_token(shape: Shape, n: int) -> None:
         assert ask(lab, ids).n_cached == n - 1
         assert lab.runner.n_prefilled == n_before, "the last token makes the logits, in decode"
         (admission,) = ask(lab, ids).of(Admitted)
-        assert admission.reason == "" or n == 1
+        assert admission.why == "" or n == 1
         lab.check()
 
 
@@ -106,7 +106,7 @@ def test_reading_and_writing_can_be_switched_off() -> None:
         before = len(records_of(lab.tree))
         unread = ask(lab, ids, control=CacheControl(read=False))
         assert unread.n_cached == 0
-        assert unread.of(Admitted)[0].reason == "reading off"
+        assert unread.of(Admitted)[0].why == "reading off"
         assert len(records_of(lab.tree)) == before
         lab.check()
 

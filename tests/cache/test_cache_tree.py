@@ -132,7 +132,7 @@ class Machine(RuleBasedStateMachine):
     def admit(self, pick: int) -> None:
         request = self.one(self.waiting(), pick)
         restored = self.tree.restore(request.cursor)
-        request.row = self.row_of(restored)
+        request.row = self.row_of(request.cursor, restored)
         if restored is not None:
             assert request.row.tokens == request.ids[: restored.n_tokens]
             assert restored.n_tokens < len(request.ids)
@@ -147,7 +147,7 @@ class Machine(RuleBasedStateMachine):
         ahead = self.tree.advance(request.cursor, request.row.n_tokens)
         if ahead is not None:
             assert ahead.n_tokens > request.row.n_tokens
-            old, request.row = request.row, self.row_of(ahead)
+            old, request.row = request.row, self.row_of(request.cursor, ahead)
             old.is_live = False
             assert request.row.tokens == request.ids[: ahead.n_tokens]
         n_total = len(request.ids) - 1
@@ -337,12 +337,12 @@ class Machine(RuleBasedStateMachine):
     def decoding(self) -> list[Request]:
         return [r for r in self.requests if r.choices]
 
-    def row_of(self, restored: Any) -> LabRow:
+    def row_of(self, cursor: Any, restored: Any) -> LabRow:
         row = LabRow(LabLayer([[]], self.shape))
         if restored is not None:
             restored.fill([row.layer])
             row.n_tokens = restored.n_tokens
-            restored.filled(row)
+            self.tree.filled(cursor, row)
         return row
 
 

@@ -147,7 +147,7 @@ def test_what_is_computed_although_it_is_stored_is_in_memory_afterwards(
     with server(tmp_path, shape) as lab:
         ask(lab, ids, boundaries=[50])
     with server(tmp_path, shape, estimates=Refusing) as lab:
-        assert admission(ask(lab, ids, boundaries=[50])).reason == "slower to load"
+        assert admission(ask(lab, ids, boundaries=[50])).why == "slower to load"
         assert admission(ask(lab, ids, boundaries=[50])).tiers == (("memory", 99),)
 
 
@@ -219,7 +219,7 @@ def test_a_stalled_load_keeps_nobody_waiting(tmp_path: Path) -> None:
         disk.stall()
         outcome = ask(lab, ids)
         assert admission(outcome).n_cached == 0
-        assert admission(outcome).reason == "not yet loaded"
+        assert admission(outcome).why == "not yet loaded"
         disk.resume()
 
 
@@ -287,19 +287,19 @@ def test_a_tiny_load_says_nothing_of_a_large_one() -> None:
 def test_reasons_are_true(tmp_path: Path) -> None:
     ids = words(1, 100)
     with server(tmp_path) as lab:
-        assert admission(ask(lab, ids)).reason == "cold"
-        assert admission(ask(lab, ids)).reason == ""
+        assert admission(ask(lab, ids)).why == "cold"
+        assert admission(ask(lab, ids)).why == ""
         other = ids[:50] + words(2, 50)
-        assert admission(ask(lab, other)).reason == "diverged at token 50"
+        assert admission(ask(lab, other)).why == "diverged at token 50"
         other = ids[:50] + words(2, 53)
         chat = other + ask(lab, other).tokens()
         assert len(chat) % BLOCK, "its end is no block's"
         reason = f"new from token {len(chat)}"
-        assert admission(ask(lab, chat + words(3, 20))).reason == reason
+        assert admission(ask(lab, chat + words(3, 20))).why == reason
         reason = f"diverged at token {len(chat) - 1}"
-        assert admission(ask(lab, chat[:-1] + words(4, 20))).reason == reason
+        assert admission(ask(lab, chat[:-1] + words(4, 20))).why == reason
         control = CacheControl(read=False)
-        assert admission(ask(lab, ids, control=control)).reason == "reading off"
+        assert admission(ask(lab, ids, control=control)).why == "reading off"
 
 
 def test_an_evicted_prompt_says_so_and_an_unknown_one_does_not() -> None:
@@ -307,8 +307,8 @@ def test_an_evicted_prompt_says_so_and_an_unknown_one_does_not() -> None:
         ids = words(1, 100)
         ask(lab, ids)
         drop_memory(lab)
-        assert admission(ask(lab, ids)).reason == "evicted"
-        assert admission(ask(lab, words(2, 100))).reason == "cold"
+        assert admission(ask(lab, ids)).why == "evicted"
+        assert admission(ask(lab, words(2, 100))).why == "cold"
 
 
 def test_a_damaged_record_says_so(tmp_path: Path) -> None:
@@ -321,8 +321,8 @@ def test_a_damaged_record_says_so(tmp_path: Path) -> None:
         raw = bytearray(path.read_bytes())
         raw[-1] ^= 1
         path.write_bytes(raw)
-        assert admission(ask(lab, ids)).reason == "damaged"
-        assert admission(ask(lab, ids)).reason == ""
+        assert admission(ask(lab, ids)).why == "damaged"
+        assert admission(ask(lab, ids)).why == ""
 
 
 def test_exact_reuse_of_the_same_prompt_did_not_diverge() -> None:
@@ -331,7 +331,7 @@ def test_exact_reuse_of_the_same_prompt_did_not_diverge() -> None:
         ids = words(1, 100)
         ask(lab, ids)
         again = admission(ask(lab, ids))
-        assert (again.n_cached, again.reason) == (96, "whole chunks only")
+        assert (again.n_cached, again.why) == (96, "whole chunks only")
 
 
 # --- every resume point --------------------------------------------------------------------

@@ -181,7 +181,7 @@ class Server:
         """How much later its first token is than without a store, if none of it is in memory."""
         began = self.time.now
         cursor = self.tree.open(prompt_of(ids, ENDS), EVERYONE, CacheControl())
-        row = self._row(self.tree.restore(cursor))
+        row = self._row(cursor, self.tree.restore(cursor))
         while row.n_tokens < len(ids) - 1:
             self.time.run()
             self.tree.tick(EngineLoad.PREFILLING)
@@ -189,7 +189,7 @@ class Server:
                 self.time.now += LOAD_TICK_S
                 continue
             ahead = self.tree.advance(cursor, row.n_tokens)
-            row = self._row(ahead) if ahead is not None else row
+            row = self._row(cursor, ahead) if ahead is not None else row
             if row.n_tokens < len(ids) - 1:
                 self._compute(cursor, row, ids)
         self.time.now += self.token_s
@@ -199,12 +199,12 @@ class Server:
         self.tree.close_cursor(cursor, row)
         return first_at - began - len(ids) * self.token_s
 
-    def _row(self, restored: Any) -> LabRow:
+    def _row(self, cursor: Any, restored: Any) -> LabRow:
         row = LabRow(LabLayer([[]], self.shape))
         if restored is not None:
             restored.fill([row.layer])
             row.n_tokens = restored.n_tokens
-            restored.filled(row)
+            self.tree.filled(cursor, row)
         return row
 
     def _compute(self, cursor: Any, row: LabRow, ids: list[int]) -> None:

@@ -123,7 +123,7 @@ def test_a_jump_does_not_let_go_of_what_a_load_still_needs() -> None:
     run_orders()
     for record in records_of(cache):
         if record.node.start not in (48, 56):
-            cache.records.tree.release(record)
+            cache.records.ledger.release(record)
     cursor = cache.open(prompt_of(ids), EVERYONE, CacheControl())
     assert isinstance(cursor, CacheCursor)
     assert cache.restore(cursor) is None
@@ -167,7 +167,7 @@ class Cached:
         if restored is not None:
             restored.fill([layer])
             row.n_tokens = restored.n_tokens
-            restored.filled(row)
+            self.cache.filled(cursor, row)
         row.consume(self.ids[row.n_tokens : n_tokens])
         self.cache.commit(cursor, row)
         self.cache.close_cursor(cursor, None)
@@ -209,7 +209,7 @@ def test_what_a_request_will_resume_from_stays_when_it_is_written(shape: Shape, 
         lab.io.orders.popleft()(fate)
         lab.cache.tick(EngineLoad.DECODING)
     assert lab.n_restored(cursor) == 80
-    assert cursor.admission.reason == ""
+    assert cursor.admission.why == ""
     lab.cache.close_cursor(cursor, None)
     assert n_leases(lab.cache) == 0
     lab.cache.set_room(1)
@@ -225,7 +225,7 @@ def test_what_can_be_resumed_at_once_stays_while_more_is_loaded() -> None:
     lab.run_orders()
     for record in records_of(lab.cache):
         if record.node.end > 40:
-            lab.cache.records.tree.release(record)
+            lab.cache.records.ledger.release(record)
     cursor = lab.open()
     assert cursor.loading is not None
     lab.cache.set_room(0)

@@ -62,7 +62,7 @@ def test_a_hit_that_costs_more_than_it_saves_is_not_used(shape: Shape, n_shared:
     with engine(shape) as lab:
         ask(lab, words(1, 100), boundaries=[7, 16])
         said = ask(lab, branch(n_shared))
-        assert (said.n_cached, said.reason) == (0, "slower to load")
+        assert (said.n_cached, said.why) == (0, "slower to load")
         lab.check()
 
 
@@ -121,7 +121,7 @@ def test_a_probe_says_the_same() -> None:
             for n in (7, 32)
         ]
         assert [p.match.n_tokens for p in probes] == [0, 32]
-        assert (probes[0].reason, probes[0].n_shared) == ("slower to load", 7)
+        assert (str(probes[0].reason), probes[0].n_shared) == ("slower to load", 7)
 
 
 def test_only_the_shared_part_of_a_block_fills_a_row() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from firn.cache.ledger import Ledger
 from firn.cache.parts import Part
 from firn.cache.storage.held import HOLD_S, HeldWindows
 from firn.cache.tiers import TierOptions
@@ -143,7 +144,7 @@ def test_windows_of_a_long_reply_do_not_wait_for_its_end() -> None:
         tree.move_lease(node, child)
         node = child
         record = tree.add(node, Part.WINDOW, nbytes=1, mark=Mark.TURN)
-        tree.hold(record, object(), nbytes=1)
+        Ledger(tree).hold(record, object(), nbytes=1)
         held.add(record, float(i))
         newest += [i - r.node.start // BLOCK for r, _ in held.take_due(float(i))]
     assert newest == [0] * len(newest), "only the newest is written"
@@ -204,6 +205,6 @@ def test_a_held_window_may_be_forgotten_meanwhile() -> None:
     node = tree.child(tree.root(Key(b"root"), Namespace("")), tokens, 0, BLOCK)
     held, record = HeldWindows(tree, 6), tree.add(node, Part.WINDOW, nbytes=1, mark=Mark.TURN)
     held.add(record, 0.0)
-    tree.remove(record)
+    Ledger(tree).forget(record)
     assert list(held.take_due(1.0)) == []
     assert not held

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from firn.core import ports
-from firn.core.ports import Restored
 from firn.core.values import Job, Prompt, RequestId, Sampling
 from tests.contracts.stands import (
     RUNNERS,
@@ -21,6 +20,7 @@ from tests.contracts.stands import (
     started,
     step,
 )
+from tests.dict_cache import DictPrefix
 
 
 @pytest.mark.parametrize("kind", RUNNERS)
@@ -120,7 +120,7 @@ def test_choices_have_the_same_past(kind: str) -> None:
 def test_a_restored_row_starts_where_it_was_filled_to(kind: str) -> None:
     runner = RUNNERS[kind]()
     filled: list[list[Any]] = []
-    row = runner.start(Restored(7, filled.append))
+    row = runner.start(DictPrefix(7, filled.append))
     assert row.n_tokens == 7
     assert len(filled) == 1
     assert len(filled[0]) == len(runner.start(None).view().layers)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from firn.core.errors import InvalidValue, NeverFits, QueueFull
 from firn.core.events import Admitted, ChoiceDone, JobDone, Prefilled, Token
+from firn.core.reuse import Cause, Reason
 from firn.core.values import CacheControl, RequestId, Sampling
 from firn.engine import EngineParts
 from tests.dict_cache import DictCache
@@ -34,7 +35,7 @@ def test_events_come_in_order() -> None:
         outcome = lab.submit(prompt, 3).wait()
     tokens = [Token(0, t) for t in reply_to(prompt, 3)]
     assert outcome.events == [
-        Admitted(0, reason="no cache"),
+        Admitted(0, reason=Reason(Cause.NO_CACHE)),
         Prefilled(4, 10),
         Prefilled(9, 10),
         *tokens,

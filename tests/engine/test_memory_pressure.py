@@ -14,7 +14,7 @@ from firn.core.events import Admitted, ChoiceDone, Prefilled
 from firn.core.ports import Restored
 from firn.core.values import Job, Sampling
 from firn.engine.budget import Budget, RowCost
-from tests.dict_cache import DictCache
+from tests.dict_cache import DictCache, DictPrefix
 from tests.hash_engine import HashEngine
 from tests.hash_runner import Faults, HashRow, prompt_of
 
@@ -116,7 +116,7 @@ class Knowing(DictCache):
             return None
         known = list(cursor.prompt[:-1])
         cursor.admission = Admitted(len(known))
-        return Restored(len(known), partial(self._fill, known))
+        return DictPrefix(len(known), partial(self._fill, known))
 
 
 def test_if_one_reply_of_a_put_back_request_fails_the_request_fails() -> None:

@@ -16,7 +16,7 @@ from firn.engine.prompt_batches import MIN_SAMPLES, TRY_EVERY, TRY_FIRST, BatchT
 from firn.models.decode.batched_prefill import batched_prefill_fault, can_read_together
 from tests.cache.lab import IN_ROWS, LabEngine, tree
 from tests.cache.tiny import Build, Reference, cold_and_warm, tiny, tokens
-from tests.dict_cache import DictCache
+from tests.dict_cache import DictCache, DictPrefix
 from tests.harness import Harness, running
 from tests.hash_engine import HashEngine
 from tests.hash_runner import Faults, HashRow, reply_to
@@ -256,7 +256,7 @@ def test_a_device_fault_while_a_pass_is_chosen_puts_its_prompts_back() -> None:
         def advance(self, cursor: Any, n_tokens: int) -> Restored | None:
             if list(cursor.prompt) != bad or met:
                 return None
-            return Restored(len(bad) - 1, partial(self._fill, bad[:-1]))
+            return DictPrefix(len(bad) - 1, partial(self._fill, bad[:-1]))
 
     def fail(row: HashRow) -> None:
         if row.tokens == bad[:-1] and not met:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firn.core.events import Admitted, ChoiceDone, JobDone, Prefilled, PromptLogprobs, Token
+from firn.core.reuse import Cause, Reason
 from firn.core.values import CacheControl, Sampling
 from firn.engine.loop import GROW_EVERY
 from tests.dict_cache import DictCache
@@ -28,7 +29,7 @@ def test_prompt_logprobs_come_before_the_reply() -> None:
     with HashEngine(chunk=4) as lab:
         events = lab.submit(prompt, 1, scored=0).wait().events
     assert events == [
-        Admitted(0, reason="no cache"),
+        Admitted(0, reason=Reason(Cause.NO_CACHE)),
         PromptLogprobs(1, tuple(scores_of(prompt, 0, 4))),
         Prefilled(4, 10),
         PromptLogprobs(5, tuple(scores_of(prompt, 4, 9))),

@@ -34,6 +34,7 @@ from firn.api.exchange import Exchange, client_of, exchange_of
 from firn.api.services import Services
 from firn.api.session import Session
 from firn.core.errors import FirnError, TryLater
+from firn.core.events import reasons_in_words
 from firn.core.ports import CacheAdmin
 from firn.core.shares import Shares
 from firn.core.values import Namespace
@@ -89,6 +90,10 @@ class CallView:
     approximate: bool
     """Whether part of the prompt is skipped (sparse prefill)."""
     skipped_tokens: int
+    cause: str | None
+    """The first of the reasons as a label, as in `misses` of the statistics; None: there is none."""
+    differs_at: int | None
+    """The token from which on nothing stored goes on with the prompt."""
     differs: str | None
     """The prompt's text from where it differs from everything stored; None: it does not differ, or
     must not be shown."""
@@ -125,9 +130,10 @@ class _OpenCall:
         tiers: Counter[str] = Counter()
         for admission in admitted:
             tiers.update(dict(admission.tiers))
-        reason = ", ".join(dict.fromkeys(a.reason for a in admitted if a.reason))
+        reason = reasons_in_words(admitted)
         if reason != self.reason:
             self.reason, self.excerpt = reason, self.differs(session)
+        first = next((a.reason for a in admitted if a.reason), None)
         return CallView(
             id=self.exchange.id,
             model=self.model,
@@ -147,6 +153,8 @@ class _OpenCall:
             cached_tokens=usage.n_cached,
             tiers=dict(tiers),
             reason=reason,
+            cause=first.cause.value if first else None,
+            differs_at=first.at if first else None,
             differs=self.excerpt,
             approximate=any(a.keep is not None for a in admitted),
             skipped_tokens=usage.n_skipped,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from firn.api.services import Services
@@ -10,7 +9,6 @@ from firn.api.session import Session
 
 N_TOKENS = 48
 MAX_CHARS = 160
-_DIFFERS = re.compile(r"(?:diverged at|new from) token (\d+)")
 
 
 def first_difference(services: Services, session: Session) -> str | None:
@@ -19,9 +17,8 @@ def first_difference(services: Services, session: Session) -> str | None:
     if not services.show_text:
         return None
     for prompt, admitted in session.prompts:
-        differs = _DIFFERS.match(admitted.reason)
-        if differs is not None:
-            at = int(differs[1])
+        at = admitted.reason.at if admitted.reason else None
+        if at is not None:
             return excerpt(services, prompt.ids[at : at + N_TOKENS].tolist())
     return None
 

@@ -34,7 +34,16 @@ from firn.api.services import Services
 from firn.api.session import MANY_LOGPROBS, Session
 from firn.api.sparse import header_of
 from firn.core.errors import Cancelled, FirnError, ShuttingDown, TimedOut
-from firn.core.events import Admitted, ChoiceFinished, Ended, Event, Failed, Started, TextDelta
+from firn.core.events import (
+    Admitted,
+    ChoiceFinished,
+    Ended,
+    Event,
+    Failed,
+    Started,
+    TextDelta,
+    reasons_in_words,
+)
 from firn.core.measure import writing_speed
 from firn.core.ports import Recorder
 from firn.core.values import Usage
@@ -343,5 +352,5 @@ def _origins(admitted: Sequence[Admitted]) -> str:
     for admission in admitted:
         tiers.update(dict(admission.tiers))
     text = f" ({', '.join(f'{name} {n}' for name, n in tiers.items())})" if tiers else ""
-    reasons = ", ".join(dict.fromkeys(a.reason for a in admitted if a.reason))
+    reasons = reasons_in_words(admitted)
     return f'{text} why="{reasons}"' if reasons else text

@@ -225,7 +225,7 @@ class FollowerLoop:
         if not fills or own is None:
             self.runner.on_start(number, n_tokens, None)
         else:
-            self.runner.on_start(number, n_tokens, lambda layers: own.fill(layers, fills))
+            self.runner.on_start(number, n_tokens, own.prefix(fills, n_tokens))
 
     def _cut(
         self, number: int, part: str, row: int, index: int, n_tokens: int, start: int, end: int

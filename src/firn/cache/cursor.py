@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from firn.cache.arrays.payload import Payload
-from firn.cache.planning.match import Walk
+from firn.cache.memory.rows import RowPages
+from firn.cache.planning.match import Match, Walk
 from firn.cache.planning.plan import GRACE_S
 from firn.cache.storage.store_search import StoreQuestion
 from firn.cache.tree import InRow, Mark, Node, PackedTokens, Record, Root, Tree
 from firn.core.events import Admitted
 from firn.core.keys import KeyTokens
+from firn.core.reuse import Cause
 from firn.core.values import CacheControl
 
 MAX_LATE = 4
@@ -93,6 +95,17 @@ class PendingQuestion:
     """Until when an answer is worth waiting for."""
 
 
+@dataclass(frozen=True, slots=True)
+class Resuming:
+    """A row that the engine is making."""
+
+    match: Match
+    taken: RowPages | None
+    """The parked row whose buffers it takes over."""
+    otherwise: Admitted
+    """The request's admission if it cannot be made."""
+
+
 @dataclass(eq=False)
 class CacheCursor:
     """
@@ -147,16 +160,15 @@ class CacheCursor:
     """Where it can resume without waiting any longer, as planned, and as far as loads have arrived."""
     n_target: int = 0
     """Where it would resume if no load failed."""
-    load_fault: str = ""
+    load_fault: Cause | None = None
     """Why the last load failed, if it did."""
     was_not_answered: bool = False
     """A store that was asked has failed, so that more may be stored."""
     is_slower: bool = False
     """Some of what is stored is not loaded, because computing it is faster."""
     # --- outcome: written by the prefix cache; Loader corrects the reason in `admission`
-    unfilled: Admitted | None = None
-    """Its admission if the row that it resumes in cannot be filled; None once that row exists.
-    Written by Restorer."""
+    resuming: Resuming | None = None
+    """The row that the engine is making for it. Written by Restorer."""
     hit_kind: str = ""
     """whole, growing or branching (see Stats.hits); '' before the lookup."""
     admission: Admitted = Admitted(0)

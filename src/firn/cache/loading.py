@@ -17,13 +17,13 @@ from firn.cache.parts import Needs
 from firn.cache.planning import checkpoints
 from firn.cache.planning.match import Match, Walk, has_parts, is_obtainable, resume_points
 from firn.cache.planning.plan import GRACE_S, UNKNOWN_PATIENCE_S, ResumePlan, make_plan
-from firn.cache.planning.reasons import EVICTED, NOT_YET, SLOWER
 from firn.cache.records import Records
 from firn.cache.storage.client import TierClient
 from firn.cache.storage.events import RecordRead, StoreAnswered
 from firn.cache.storage.faults import Damaged, Missing, TierError, Unusable
 from firn.cache.storage.store_search import StoreQuestion
 from firn.cache.tree import Node, Record
+from firn.core.reuse import Cause, Reason
 
 MAX_PLANS = 3
 """How many times a prompt's loads are planned, including the first, if loads fail."""
@@ -96,7 +96,7 @@ class Loader:
 
     def _lease(self, cursor: CacheCursor, records: Iterable[Record]) -> None:
         for record in records:
-            self._records.tree.lease_record(record)
+            self._records.ledger.lease(record)
             cursor.leased.append(record)
 
     def release(self, cursor: CacheCursor) -> None:
@@ -107,7 +107,7 @@ class Loader:
     def unlease(self, cursor: CacheCursor) -> None:
         """Let go of what it was about to resume from."""
         for record in cursor.leased:
-            self._records.tree.unlease_record(record)
+            self._records.ledger.unlease(record)
         if cursor.leased:
             cursor.leased.clear()
             self._records.memory.let_go()
@@ -134,7 +134,7 @@ class Loader:
         loading = cursor.loading
         if loading is None or record not in loading.missing:
             return
-        self._fail(cursor, _reason(error))
+        self._fail(cursor, _cause(error))
         if cursor.n_plans < MAX_PLANS:
             self.begin(cursor, start=loading.front)
 
@@ -142,13 +142,13 @@ class Loader:
         """End a load that takes far longer than it should."""
         if cursor.loading is not None and cursor.clock() >= cursor.loading.deadline:
             self._records.counts.failed(cursor.root.namespace, "read: too slow")
-            self._fail(cursor, NOT_YET)
+            self._fail(cursor, Cause.NOT_YET)
 
-    def _fail(self, cursor: CacheCursor, why: str) -> None:
+    def _fail(self, cursor: CacheCursor, why: Cause) -> None:
         self.end(cursor)
         cursor.load_fault = why
-        if cursor.admission.reason:
-            cursor.admission = replace(cursor.admission, reason=why)
+        if cursor.admission.reason is not None:
+            cursor.admission = replace(cursor.admission, reason=Reason(why))
 
     def computed(self, cursor: CacheCursor, n_tokens: int) -> None:
         """`n_tokens` tokens of the prompt are computed: their loads are no longer needed."""
@@ -216,8 +216,8 @@ class Loader:
     def _correct_reason(self, cursor: CacheCursor) -> None:
         """The reason given before the store answered is no longer true: more is stored."""
         if cursor.admission.reason and (cursor.loading is not None or cursor.is_slower):
-            why = NOT_YET if cursor.loading is not None else SLOWER
-            cursor.admission = replace(cursor.admission, reason=why)
+            why = Cause.NOT_YET if cursor.loading is not None else Cause.SLOWER
+            cursor.admission = replace(cursor.admission, reason=Reason(why))
 
     def _question(self, cursor: CacheCursor) -> tuple[StoreQuestion, int]:
         """What to ask, and where the prompt could resume without an answer."""
@@ -266,8 +266,8 @@ def _wants(loading: Loading, record: Record) -> Callable[[], bool]:
     return lambda: loading.wants(record)
 
 
-def _reason(error: TierError) -> str:
+def _cause(error: TierError) -> Cause:
     if isinstance(error, Damaged):
-        return "damaged"
+        return Cause.DAMAGED
     is_gone = isinstance(error, Missing) and not isinstance(error, Unusable)
-    return EVICTED if is_gone else "read failed"
+    return Cause.EVICTED if is_gone else Cause.READ_FAILED

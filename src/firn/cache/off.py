@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from firn.core.events import Admitted
 from firn.core.ports import EngineLoad, LiveRow, Restored
+from firn.core.reuse import Cause, Reason
 from firn.core.values import CacheControl, Namespace, Prompt
 
 
@@ -15,7 +16,7 @@ from firn.core.values import CacheControl, Namespace, Prompt
 class BlankCursor:
     """A cursor that neither reads nor writes."""
 
-    admission: Admitted = Admitted(0, reason="no cache")
+    admission: Admitted = Admitted(0, reason=Reason(Cause.NO_CACHE))
     racing: bool = False
     n_expected: int = 0
 
@@ -43,6 +44,12 @@ class CacheOff:
 
     def advance(self, cursor: BlankCursor, n_tokens: int) -> Restored | None:
         return None
+
+    def filled(self, cursor: BlankCursor, row: LiveRow) -> None:
+        pass
+
+    def not_filled(self, cursor: BlankCursor, error: Exception) -> None:
+        pass
 
     def stops(self, cursor: BlankCursor) -> Sequence[int]:
         return ()

@@ -20,13 +20,13 @@ from firn.cache.commit import Committer
 from firn.cache.copies import Copies
 from firn.cache.cursor import CacheCursor
 from firn.cache.garbage import Garbage
+from firn.cache.integrity import IntegrityCheck
 from firn.cache.layout import Layout
 from firn.cache.loading import Loader
 from firn.cache.memory.parking import Parking
 from firn.cache.off import BlankCursor
 from firn.cache.planning import checkpoints, estimates_file
 from firn.cache.planning.match import NOTHING, Match
-from firn.cache.planning.reasons import FAULT
 from firn.cache.records import Records
 from firn.cache.restore import NEIGHBOUR, Restorer
 from firn.cache.stats import Stats
@@ -44,6 +44,7 @@ from firn.cache.tree import Mark, PackedTokens, Record
 from firn.core.events import Admitted
 from firn.core.keys import prompt_tokens
 from firn.core.ports import EngineLoad, LiveRow, Restored
+from firn.core.reuse import Cause, Reason
 from firn.core.values import CacheControl, Namespace, Prompt
 
 AnyCursor = CacheCursor | BlankCursor
@@ -77,7 +78,7 @@ class Probe:
     match: Match
     n_shared: int
     tiers: dict[str, int]
-    reason: str
+    reason: Reason | None
 
 
 class PrefixTree:
@@ -110,6 +111,7 @@ class PrefixTree:
         self._restorer = Restorer(
             self.records, layout, self._parking, saves_pieces=self._committer.piece_tokens > 0
         )
+        self.integrity = IntegrityCheck(self.records)
         self._clock = clock
         self._racing: set[CacheCursor] = set()
         """Cursors for which something may still arrive."""
@@ -205,7 +207,7 @@ class PrefixTree:
             self.records.failed("restore", e, namespace=cursor.root.namespace)
             self._stop_racing(cursor)
             cursor.writes = False
-            cursor.hit_kind, cursor.admission = "branching", Admitted(0, reason=FAULT)
+            cursor.hit_kind, cursor.admission = "branching", Admitted(0, reason=Reason(Cause.FAULT))
             return None
 
     def _restore(self, cursor: CacheCursor) -> Restored | None:
@@ -297,6 +299,16 @@ class PrefixTree:
         self._loader.computed(cursor, match.n_tokens)
         if cursor.loading is None:
             self._loader.unlease(cursor)
+
+    def filled(self, cursor: AnyCursor, row: LiveRow) -> None:
+        assert isinstance(cursor, CacheCursor)
+        with self._counting_faults("filled", cursor.root.namespace):
+            self._restorer.filled(cursor, row)
+
+    def not_filled(self, cursor: AnyCursor, error: Exception) -> None:
+        assert isinstance(cursor, CacheCursor)
+        self.records.failed("fill", error, namespace=cursor.root.namespace)
+        self.close_cursor(cursor, None)
 
     def stops(self, cursor: AnyCursor) -> Sequence[int]:
         if isinstance(cursor, BlankCursor) or self.settings.exact_chunk:
@@ -391,7 +403,7 @@ class PrefixTree:
         if cursor.counted or not cursor.hit_kind:
             return
         cursor.counted = True
-        admission = cursor.unfilled or cursor.admission
+        admission = cursor.resuming.otherwise if cursor.resuming else cursor.admission
         saved = self.records.estimates.prefill_s(0, admission.n_cached)
         for stats in self.records.counts.both(cursor.root.namespace):
             stats.looked_up(
@@ -411,6 +423,7 @@ class PrefixTree:
             self._parking.sweep()
             if load is EngineLoad.NONE:
                 self.records.expire()
+                self.integrity.tick()
                 self._save_estimates(SAVE_ESTIMATES_S)
             if self._garbage is not None:
                 self._garbage.tick(idle=load is EngineLoad.NONE)
@@ -469,8 +482,8 @@ class PrefixTree:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is left to forget or to spill."""
-        return self.records.settled
+        """Whether nothing is left to forget, to spill or to check."""
+        return self.records.settled and not self.integrity.is_running
 
     def close(self) -> None:
         self._save_estimates(0.0)

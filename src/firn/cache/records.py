@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from firn.cache.arrays.payload import Payload
+from firn.cache.ledger import Ledger
 from firn.cache.memory.eviction import MemoryTier
 from firn.cache.memory.rows import LiveRows, RowPages
 from firn.cache.parts import Needs, Part
@@ -88,11 +89,16 @@ class Records:
         self.wall = wall
         carrier = Part.PAGES if needs.pages else Part.WINDOW
         self.tree = Tree(identity.block, carrier=carrier, clock=clock, wall=wall)
+        self.ledger = Ledger(self.tree)
         self.catalogue = RecordCatalogue(identity, needs, self.tree, wall=wall)
-        self.rows = LiveRows(self.tree)
-        self.memory = MemoryTier(self.tree, self.rows, limit_nbytes=limit_nbytes, evict=self._evict)
-        self.tiers = TierSet(self.tree, self.catalogue, window=needs.window, clock=clock)
-        self.index = TierIndex(self.tree, self.catalogue, self.tiers)
+        self.rows = LiveRows(self.tree, self.ledger)
+        self.memory = MemoryTier(
+            self.tree, self.ledger, self.rows, limit_nbytes=limit_nbytes, evict=self._evict
+        )
+        self.tiers = TierSet(
+            self.ledger, self.tree, self.catalogue, window=needs.window, clock=clock
+        )
+        self.index = TierIndex(self.ledger, self.tree, self.catalogue, self.tiers)
         self.counts = NamespaceStats()
         self.estimates = Estimates(clock)
         self._cleared: list[Iterator[Node]] = []
@@ -133,7 +139,7 @@ class Records:
         record = node.records.get(part)
         if record is not None:
             if mark > record.mark:
-                self.tree.set_mark(record, mark)
+                self.ledger.set_mark(record, mark)
             if record.leaving:
                 self._stay(record)
             elif record.arrays is None:
@@ -143,7 +149,7 @@ class Records:
         if not has_room and not self._evict_own_chain(node, arrays.nbytes, part, spared):
             self.counts.dropped(node.root.namespace, "no room")
             return None
-        record = self.tree.add(node, part, nbytes=arrays.nbytes, mark=mark)
+        record = self.ledger.add(node, part, nbytes=arrays.nbytes, mark=mark)
         self.hold(record, arrays, nbytes=arrays.nbytes)
         self.counts.committed(node.root.namespace, part.value)
         self.index.learn_strays(node)
@@ -153,7 +159,7 @@ class Records:
         """Leave the node's pages in a row, unless memory has them already. They need no room."""
         record = node.records.get(Part.PAGES)
         if record is None:
-            record = self.tree.add(node, Part.PAGES, nbytes=nbytes, mark=Mark.TURN)
+            record = self.ledger.add(node, Part.PAGES, nbytes=nbytes, mark=Mark.TURN)
             self.counts.committed(node.root.namespace, Part.PAGES.value)
             self.index.learn_strays(node)
         if record.leaving:
@@ -164,7 +170,7 @@ class Records:
 
     def hold(self, record: Record, arrays: Payload | RowPages, *, nbytes: int) -> None:
         """Hold the record in memory from now on. The caller has made room for it."""
-        self.tree.hold(record, arrays, nbytes=nbytes)
+        self.ledger.hold(record, arrays, nbytes=nbytes)
         self.memory.added(record)
 
     def _hold_if_room(self, record: Record, arrays: Payload) -> None:
@@ -174,7 +180,7 @@ class Records:
 
     def _stay(self, record: Record) -> None:
         """Keep a record that was about to leave memory."""
-        self.tree.stop_leaving(record)
+        self.ledger.stay(record)
         self.memory.added(record)
 
     def _evict_own_chain(
@@ -215,10 +221,14 @@ class Records:
             self.tiers.spill(records)
         else:
             self._unconfirmed += [(record, record.stored) for record in records]
+            for record in records:
+                self.ledger.compute(record)
 
     def confirm(self) -> None:
         """What was committed so far is sound. From the first call on, spilling waits for this."""
         waiting, self._unconfirmed = self._unconfirmed or [], []
+        for record, _ in waiting:
+            self.ledger.verify(record)
         self.tiers.spill(record for record, _ in waiting if record.alive)
 
     def discard_unconfirmed(self) -> None:
@@ -228,7 +238,7 @@ class Records:
             if not record.alive:
                 continue
             self.counts.dropped(record.node.root.namespace, "in doubt")
-            self.tree.release(record)
+            self.ledger.release(record)
             if record.stored != stored or record.writing:
                 self.tiers.delete([record])
                 self.index.remove_lost(record)
@@ -238,7 +248,7 @@ class Records:
     def take_back(self, records: Sequence[Record]) -> None:
         """Drop what a failed commit has just added, the newest (and so the deepest) first."""
         for record in reversed(records):
-            self.tree.release(record)
+            self.ledger.release(record)
             if not record.stored:
                 self.index.remove_lost(record)
 
@@ -262,7 +272,7 @@ class Records:
                 return
             record = n.records.get(Part.WINDOW)
             if record is not None and n.start < position and mark > record.mark:
-                self.tree.set_mark(record, mark)
+                self.ledger.set_mark(record, mark)
                 self.tiers.spill([record])
 
     def unlease(self, node: Node) -> None:
@@ -299,7 +309,7 @@ class Records:
         lacking = [t for t in self.tiers.lacking(record) if t.is_worth_writing(record)]
         if lacking and not record.stored and self._leave(record, lacking):
             return
-        self.tree.release(record)
+        self.ledger.release(record)
         self.index.left_memory(record)
         self.index.remove_if_lost(record)
 
@@ -311,16 +321,16 @@ class Records:
             return False
         allowed = max(int(self.memory.limit_nbytes * LEAVING_SHARE), record.nbytes)
         self.rows.own(record)
-        self.tree.start_leaving(record)
+        self.ledger.leave(record)
         for tier in taking:
             tier.spill_now(record)
         wait_s = min(self._wait_until - self.clock(), WRITE_WAIT_S)
-        events = self.tiers.wait_for_writes(lambda: self.tree.leaving_nbytes <= allowed, wait_s)
+        events = self.tiers.wait_for_writes(lambda: self.ledger.leaving_nbytes <= allowed, wait_s)
         for tier, event in events:
             self.apply(tier, event)
             if isinstance(event, RecordWritten):  # the tier is slow, not stuck
                 self._wait_until = max(self._wait_until, self.clock() + WRITE_WAIT_S)
-        if self.tree.leaving_nbytes <= allowed or not record.leaving:
+        if self.ledger.leaving_nbytes <= allowed or not record.leaving:
             return True
         if not record.writing:  # otherwise a tier has accepted it, and will still write it
             self.counts.dropped(record.node.root.namespace, "write queue full")
@@ -329,7 +339,7 @@ class Records:
     def drop(self, records: Iterable[Record]) -> None:
         """Drop these, deepest first, from memory without writing them; what no tier has is lost."""
         for record in records:
-            self.tree.release(record)
+            self.ledger.release(record)
             if not record.obtainable and not record.writing:
                 self.index.remove_lost(record)
 
@@ -338,6 +348,11 @@ class Records:
     def forget(self, node: Node) -> None:
         """Remove a node's records, wherever they are."""
         self.index.forget(list(node.records.values()))
+
+    def forget_record(self, record: Record) -> None:
+        """Remove a record whose state is wrong, wherever it is."""
+        self.ledger.write_off(record)
+        self.index.forget([record])
 
     def extend_life(self, node: Node, ttl_s: float | None) -> None:
         self.index.extend_life(node, ttl_s)
@@ -366,7 +381,9 @@ class Records:
         return Clearing(nbytes, tuple(promises))
 
     def _clear(self, root: Root, at: float) -> None:
-        self._cleared.append(self.tree.subtree(self.tree.detach(root, at)))
+        detached = self.tree.detach(root, at)
+        self.ledger.detach(detached)
+        self._cleared.append(self.tree.subtree(detached))
         self.index.delete_strays(root)
 
     def _was_cleared(self, cleared: RootCleared) -> None:
@@ -432,16 +449,21 @@ class Records:
         """Release it if it waited for this write, unless a request is about to resume from it; delete
         it from the tier if it is outdated."""
         if not self.tree.is_current(record):
-            self.tree.set_gone(record, tier.number)
+            self.ledger.lost(record, tier.number)
             self.tiers.delete_from(tier, [record])
         if record.leaving and not record.writing:
             if record.n_leases:
                 self._stay(record)
             else:
-                self.tree.release(record)
+                self.ledger.release(record)
         self.index.remove_if_lost(record)
 
     # --- the end ---------------------------------------------------------------------------
+
+    @property
+    def is_clearing(self) -> bool:
+        """Whether records of cleared namespaces are still being removed."""
+        return bool(self._cleared)
 
     @property
     def settled(self) -> bool:

@@ -1,7 +1,9 @@
-"""Restores a prompt's stored prefix into a row.
+"""Where a prompt resumes, and with what: a `StoredPrefix`, of which the runner makes a row.
 
 Records that memory has, or that were loaded for the request, are copied into the layers of a new row; or
 the parked row of the conversation's last turn is taken over as it is.
+
+    resume -> StoredPrefix -> (the runner fills a row) -> filled
 
 Owner: the engine thread, through the prefix cache.
 """
@@ -9,41 +11,71 @@ Owner: the engine thread, through the prefix cache.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from firn.cache.arrays.payload import Payload, Views
-from firn.cache.cursor import CacheCursor, WindowPiece
+from firn.cache.cursor import CacheCursor, Resuming, WindowPiece
 from firn.cache.layout import Layout
 from firn.cache.memory.parking import Parking
-from firn.cache.memory.rows import RowPages
+from firn.cache.memory.rows import RowPages, Slab
 from firn.cache.parts import Part
 from firn.cache.planning.match import MEMORY, NOTHING, Match, Segment, last_match
-from firn.cache.planning.reasons import (
-    FAULT,
-    NO_ANSWER,
-    NO_STATE,
-    NOT_YET,
-    OFF_THE_GRID,
-    SLOWER,
-    SWITCHED_OFF,
-    why_not_more,
-)
+from firn.cache.planning.reasons import why_not_more
 from firn.cache.records import Records
 from firn.cache.tree import Node, Record
 from firn.core.events import Admitted
-from firn.core.ports import LayerCache, LiveRow, Restored
+from firn.core.ports import LayerCache, LiveRow
+from firn.core.reuse import Cause, Reason
 
 NEIGHBOUR = "neighbour"
 """The origin of tokens that another request computed at the same time."""
 N_CLOSEST = 4
 """Sibling blocks that are checked, those that share most with the prompt first."""
-FROM_WHAT_IS_KNOWN = ("", OFF_THE_GRID, NO_STATE)
-"""Reasons that hold whatever else is stored."""
+CERTAIN = (Cause.OFF_THE_GRID, Cause.NO_STATE)
+"""Causes that hold whatever else is stored."""
 SMALL_SHARE = 1 / 8
 """A hit on at least this share of the prompt is always used."""
 Payloads = dict[tuple[Node, Part], Payload]
-Pieces = list[Payload | Views]
+
+
+@dataclass(frozen=True, slots=True)
+class RowSlice:
+    """Pages that are still in a row: its tokens [start, end)."""
+
+    row: RowPages
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPrefix:
+    """Implements core.ports.Restored: the payloads of a prefix in order, or the buffers of a parked row
+    in place of its pages."""
+
+    layout: Layout
+    n_tokens: int
+    nbytes: int
+    pages: Sequence[Payload | RowSlice] = ()
+    slab: Slab | None = None
+    windows: Sequence[Payload] = ()
+    state: Payload | None = None
+
+    def fill(self, layers: list[LayerCache]) -> None:
+        layout, n = self.layout, self.n_tokens
+        if self.windows:
+            layout.fill(Part.WINDOW, layers, self.windows, n)
+        if self.state is not None:
+            layout.fill(Part.STATE, layers, [self.state], n)
+        if self.slab is not None:
+            layout.give(layers, self.slab.layers, n)
+        elif self.pages:  # views of another row's buffers must not outlive this call
+            layout.fill(Part.PAGES, layers, [_in_place(p) for p in self.pages], n)
+
+
+def _in_place(piece: Payload | RowSlice) -> Payload | Views:
+    return piece.row.views(piece.start, piece.end) if isinstance(piece, RowSlice) else piece
 
 
 class Restorer:
@@ -111,8 +143,8 @@ class Restorer:
 
     # --- resuming --------------------------------------------------------------------------
 
-    def resume(self, cursor: CacheCursor, match: Match) -> Restored:
-        """Move the cursor to the match. The layers are filled when the row is created.
+    def resume(self, cursor: CacheCursor, match: Match) -> StoredPrefix:
+        """Move the cursor to the match, and return what a row there is made of.
 
         The cursor moves last: if something fails, the request continues where it was.
         """
@@ -122,17 +154,24 @@ class Restorer:
         payloads: Payloads = {
             (r.node, r.part): _payload(cursor, r) for r in read if r.part is not Part.PAGES
         }
-        pages = _pages(cursor, match) if self._needs.pages and taken is None else []
+        windows, state = self._windows(match, payloads), match.state
+        pages = _pages(cursor, match) if self._needs.pages and taken is None else ()
+        slab = self._parking.take(taken, match) if taken is not None else None
         self._records.used(end)
         self._records.reused(end)
         if cursor.writes:
             self._records.extend_life(end, cursor.control.ttl_s)
         self._move(cursor, match, payloads)
-        return Restored(
+        otherwise = replace(cursor.admission, reason=Reason(Cause.FAULT))
+        cursor.resuming = Resuming(match, taken, otherwise)
+        return StoredPrefix(
+            self._layout,
             match.n_tokens,
-            lambda layers: self._fill(layers, cursor, match, payloads, taken or pages),
-            nbytes=match.nbytes_of(read),
-            filled=lambda row: self._filled(row, cursor, match, taken),
+            match.nbytes_of(read),
+            pages,
+            slab,
+            windows,
+            None if state is None else payloads[state.node, Part.STATE],
         )
 
     def _move(self, cursor: CacheCursor, match: Match, payloads: Payloads) -> None:
@@ -146,53 +185,27 @@ class Restorer:
             cursor.pieces = [WindowPiece(cursor.node.end, match.n_tokens, saved)]
             cursor.n_saved = match.n_tokens
         cursor.due = {p: m for p, m in cursor.due.items() if p > match.n_tokens}
-        cursor.unfilled = replace(cursor.admission, reason=FAULT)
 
-    def _fill(
-        self,
-        layers: list[LayerCache],
-        cursor: CacheCursor,
-        match: Match,
-        payloads: Payloads,
-        pages: Pieces | RowPages,
-    ) -> None:
-        try:
-            self._fill_windows_and_state(layers, match, payloads)
-            if isinstance(pages, RowPages):
-                self._parking.take(pages, match, layers)
-            elif pages:
-                self._layout.fill(Part.PAGES, layers, pages, match.n_tokens)
-                pages.clear()  # views of another row's buffers must not outlive this call
-        except Exception as e:  # the engine starts an empty row instead
-            self._records.failed("fill", e, namespace=cursor.root.namespace)
-            raise
+    def _windows(self, match: Match, payloads: Payloads) -> list[Payload]:
+        """The window layers' pieces that overlap the window before the match's end."""
+        if not self._needs.window:
+            return []
+        covered = 0
+        pieces = []
+        for segment in match.segments:
+            covered += segment.n_tokens
+            if covered > match.n_tokens - self._needs.window:
+                pieces.append(_sliced(segment, Part.WINDOW, payloads))
+        return pieces
 
-    def _fill_windows_and_state(
-        self, layers: list[LayerCache], match: Match, payloads: Payloads
-    ) -> None:
-        n = match.n_tokens
-        if self._needs.window:
-            covered = 0
-            pieces: Pieces = []
-            for segment in match.segments:
-                covered += segment.n_tokens
-                if covered > n - self._needs.window:
-                    pieces.append(_sliced(segment, Part.WINDOW, payloads))
-            self._layout.fill(Part.WINDOW, layers, pieces, n)
-        if match.state is not None:
-            self._layout.fill(Part.STATE, layers, [payloads[match.state.node, Part.STATE]], n)
-
-    def _filled(
-        self, row: LiveRow, cursor: CacheCursor, match: Match, taken: RowPages | None
-    ) -> None:
-        cursor.unfilled = None
-        try:
-            if taken is not None:
-                self._parking.was_taken(cursor, taken, row)
-            else:
-                self._parking.move_in(cursor, match, row)
-        except Exception as e:  # its records stay where they are
-            self._records.failed("filled", e, namespace=cursor.root.namespace)
+    def filled(self, cursor: CacheCursor, row: LiveRow) -> None:
+        """The row exists: the records it was made of are in it from now on."""
+        made, cursor.resuming = cursor.resuming, None
+        assert made is not None
+        if made.taken is not None:
+            self._parking.was_taken(cursor, made.taken, row)
+        else:
+            self._parking.move_in(cursor, made.match, row)
 
     # --- what is reported ------------------------------------------------------------------
 
@@ -223,43 +236,45 @@ class Restorer:
         tiers = Counter(dict(cursor.admission.tiers)) + self.origins(cursor, tail, jumps=True)
         n_cached = cursor.admission.n_cached + n_skipped
         why = self.why_not_more(cursor, match.n_tokens)
-        if not why and n_cached < len(cursor.prompt) - 1:  # some of it was computed
-            why = cursor.load_fault or cursor.admission.reason
+        if why is None and n_cached < len(cursor.prompt) - 1:  # some of it was computed
+            why = Reason(cursor.load_fault) if cursor.load_fault else cursor.admission.reason
         return Admitted(n_cached, tuple(tiers.items()), why)
 
-    def why_not_more(self, cursor: CacheCursor, n_tokens: int) -> str:
-        """Why a prompt that resumes at this position did not get further; '' if it could not."""
+    def why_not_more(self, cursor: CacheCursor, n_tokens: int) -> Reason | None:
+        """Why a prompt that resumes at this position did not get further; None if it could not."""
         if not cursor.control.read:
-            return SWITCHED_OFF
+            return Reason(Cause.SWITCHED_OFF)
         if n_tokens >= len(cursor.prompt) - 1:
-            return ""
+            return None
         if cursor.loading is not None:
-            return NOT_YET
+            return Reason(Cause.NOT_YET)
         if cursor.load_fault and n_tokens < cursor.n_target:
-            return cursor.load_fault
+            return Reason(cursor.load_fault)
         if cursor.is_slower:
-            return SLOWER
+            return Reason(Cause.SLOWER)
         tree = self._records.tree
         why = why_not_more(tree, cursor.walk(tree), self._needs, n_tokens)
         is_unknown = cursor.was_not_answered or cursor.asking is not None
-        return NO_ANSWER if why not in FROM_WHAT_IS_KNOWN and is_unknown else why
+        if is_unknown and why is not None and why.cause not in CERTAIN:
+            return Reason(Cause.NO_ANSWER)
+        return why
 
     def correct_reason(self, cursor: CacheCursor) -> None:
         """A store has answered, which the reason that was given before did not expect."""
-        if cursor.admission.reason == NO_ANSWER:
+        if cursor.admission.reason == Reason(Cause.NO_ANSWER):
             why = self.why_not_more(cursor, cursor.admission.n_cached)
             cursor.admission = replace(cursor.admission, reason=why)
 
 
-def _pages(cursor: CacheCursor, match: Match) -> Pieces:
+def _pages(cursor: CacheCursor, match: Match) -> list[Payload | RowSlice]:
     """The pages of a match in order. Consecutive ones in the same row are one piece."""
-    pieces: Pieces = []
+    pieces: list[Payload | RowSlice] = []
     start, end = 0, 0
     row: RowPages | None = None
 
     def flush() -> None:
         if row is not None:
-            pieces.append(row.views(start, end))
+            pieces.append(RowSlice(row, start, end))
 
     for segment in match.segments:
         node, n_tokens = segment.node, segment.n_tokens

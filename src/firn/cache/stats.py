@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from firn.core.reuse import Reason
 from firn.core.values import Namespace
 
 ONE_TOKEN = "one token"
@@ -42,7 +43,7 @@ class Stats:
         n_cached: int,
         n_advanced: int = 0,
         kind: str,
-        reason: str,
+        reason: Reason | None,
         tiers: Iterable[tuple[str, int]] = (),
     ) -> None:
         self.n_lookups += 1
@@ -53,10 +54,10 @@ class Stats:
         self.n_tokens_advanced += n_advanced
         if n_cached:
             self.hits[kind] += 1
-            if reason:
-                self.shortfalls[_group(reason)] += 1
+            if reason is not None:
+                self.shortfalls[reason.cause.value] += 1
         else:
-            self.misses[_group(reason) or ONE_TOKEN] += 1
+            self.misses[ONE_TOKEN if reason is None else reason.cause.value] += 1
 
     def view(self) -> dict[str, Any]:
         """A copy, as plain values."""
@@ -112,11 +113,3 @@ class NamespaceStats:
         """namespace: whose request or record it was; None: nobody's in particular."""
         for stats in (self.total,) if namespace is None else self.both(namespace):
             stats.faults[reason] += 1
-
-
-def _group(reason: str) -> str:
-    """The reason without its number, so that there are few labels."""
-    for group in ("diverged", "new"):
-        if reason.startswith(group):
-            return group
-    return reason

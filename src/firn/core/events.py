@@ -7,10 +7,12 @@ of the same stream.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from firn.core.errors import FirnError
+from firn.core.reuse import Reason
 from firn.core.values import Usage
 
 # --- engine -> session ---------------------------------------------------------------------
@@ -43,17 +45,27 @@ class AdmissionTimes:
 class Admitted:
     """The request left the queue; `n_cached` tokens of its prompt need no computing.
 
-    tiers: how many of them came from each tier. reason: why there were not more; '': no more could
-    be reused. keep: the share of the rest that sparse prefill reads; n_skipped: how many tokens it
+    tiers: how many of them came from each tier. reason: why there were not more; None: no more
+    could be reused. keep: the share of the rest that sparse prefill reads; n_skipped: how many tokens it
     skips, once known. waits: for the dashboard and the log.
     """
 
     n_cached: int
     tiers: tuple[tuple[str, int], ...] = ()
-    reason: str = ""
+    reason: Reason | None = None
     keep: float | None = None
     n_skipped: int = 0
     waits: AdmissionTimes | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def why(self) -> str:
+        """The reason in words, or nothing."""
+        return "" if self.reason is None else str(self.reason)
+
+
+def reasons_in_words(admitted: Sequence[Admitted]) -> str:
+    """Why the prompts of one call reused no more, each reason once."""
+    return ", ".join(dict.fromkeys(a.why for a in admitted if a.why))
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,11 +56,11 @@ function legends(calls) {
   return [bad ? [...TIMES, ENDED_BADLY] : TIMES, [...reused, ["computed", "computed"], ...skipped]];
 }
 
-export function why(reason) {
-  const [, kind, token] = /^(diverged at|new from) token (\d+)/.exec(reason) ?? [];
-  if (kind === "new from") return `all that is stored of it was reused; from token ${count(Number(token))} on it is new`;
-  if (kind) return `at token ${count(Number(token))} what is stored goes on differently`;
-  return REASONS[reason] ?? reason;
+export function why(call) {
+  const at = count(call.differs_at ?? 0);
+  if (call.cause === "new") return `all that is stored of it was reused; from token ${at} on it is new`;
+  if (call.cause === "diverged") return `at token ${at} what is stored goes on differently`;
+  return REASONS[call.reason] ?? call.reason;
 }
 
 /** The phases of a call: [class, from, to] in seconds since its arrival. */
@@ -239,7 +239,7 @@ function Bar({ call, now, x, y, width, focusable, chosen, onSelect, onHover }) {
 function summary(call) {
   const settled = call.admitted_s != null;
   const reused = settled ? `, ${percent(share(call))} reused` : "";
-  const left = settled ? `; why not more: ${why(call.reason)}` : "";
+  const left = settled ? `; why not more: ${why(call)}` : "";
   const failed = call.error ? ` (${call.error})` : "";
   return `${clock(call.arrived_at)} ${call.model}: ${call.phase}${failed}, ${count(call.prompt_tokens)} prompt tokens${reused}, ${count(call.reply_tokens)} written${left}`;
 }
@@ -275,7 +275,7 @@ function Details({ call, now }) {
       ${facts.map(([name, text]) => html`<div key=${name}><dt>${name}</dt><dd>${text}</dd></div>`)}
     </dl>
     ${call.error && html`<p class="why"><b>Why it failed:</b> ${call.error}</p>`}
-    ${settled && html`<p class="why"><b>Why not more was reused:</b> ${why(call.reason)}.
+    ${settled && html`<p class="why"><b>Why not more was reused:</b> ${why(call)}.
       ${call.differs && html` There the prompt goes on: <q>${call.differs}</q>`}</p>`}`;
 }
 

@@ -109,7 +109,7 @@ function probeText(probe, loaded, model) {
   if (!probe || probe.enabled === false) return "\u00a0";
   const { cached_tokens: cached, prompt_tokens: prompt } = probe;
   const tiers = Object.keys(probe.tiers ?? {}).map(tierName).join(" and ");
-  const from = cached ? (tiers ? ` from ${tiers}` : "") : `: ${why(probe.reason)}`;
+  const from = cached ? (tiers ? ` from ${tiers}` : "") : `: ${why(probe)}`;
   return `Sent now, ${count(cached)} of ${count(prompt)} tokens (${percent(cached / Math.max(prompt, 1))}) would be reused${from}.`;
 }
 
@@ -154,7 +154,7 @@ function Reuse({ turn, call, now }) {
     <p>${settled ? html`<b>${percent(cached / Math.max(prompt, 1))} reused</b>: ${count(cached)} of ${count(prompt)} tokens` : `${count(call.read_tokens)} of ${count(prompt)} tokens read`}
       ${call?.first_token_s != null && `, first token after ${seconds(call.first_token_s)}`}
       ${quick ? `, ${rate(quick)} tokens per second` : ""}
-      ${call && settled && cached < prompt - 1 ? `; ${why(call.reason)}` : ""}</p>
+      ${call && settled && cached < prompt - 1 ? `; ${why(call)}` : ""}</p>
     ${!turn.writing && html`<${Announcement}>${percent(cached / Math.max(prompt, 1))} of the prompt was reused<//>`}
   </div>`;
 }

@@ -128,8 +128,9 @@ class InFlight:
                 exc_info=e,
             )
             self.absorbed(e)
-            self.cache.close_cursor(cursor, None)
+            self.cache.not_filled(cursor, e)
             raise RestoreFailed from e
+        self.cache.filled(cursor, row)
         self.cache.saw_restore(restored, time.perf_counter() - began)
         return row
 

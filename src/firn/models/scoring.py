@@ -25,7 +25,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from firn.core.ports import Cursor, EngineLoad, PrefixCache
+from firn.core.ports import Cursor, EngineLoad, PrefixCache, Restored
 from firn.core.values import CacheControl, ModelInfo, Namespace, Prompt, Scores
 from firn.models.decode.batch import Row, restored_row
 from firn.models.decode.kv_growth import ShapeBuckets
@@ -121,7 +121,7 @@ class AttentionScorer:
 
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> Reading:
         cursor = self._cache.open(prompt, namespace, control)
-        row = restored_row(self._make_layers(), self._cache.restore(cursor))
+        row = self._row(cursor, self._cache.restore(cursor))
         last = min(int(prompt.ids[-1]), self._last_id)
         return Reading(prompt, cursor, row, mx.array([last]))
 
@@ -141,7 +141,13 @@ class AttentionScorer:
         """Continue from a longer prefix, if one has been loaded in the meantime."""
         ahead = self._cache.advance(reading.cursor, reading.row.n_tokens)
         if ahead is not None:
-            reading.row = restored_row(self._make_layers(), ahead)
+            reading.row = self._row(reading.cursor, ahead)
+
+    def _row(self, cursor: Cursor, restored: Restored | None) -> Row:
+        row = restored_row(self._make_layers(), restored)
+        if restored is not None:
+            self._cache.filled(cursor, row)
+        return row
 
     def _read_chunk(self, reading: Reading, n_tokens: int) -> None:
         row = reading.row

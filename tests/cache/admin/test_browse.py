@@ -34,7 +34,7 @@ def store(cache: PrefixTree, tokens: Sequence[int], namespace: Namespace = ALICE
         node = records.tree.child(node, text, start, min(start + BLOCK, len(tokens)))
         if Part.PAGES not in node.records:
             record = records.tree.add(node, Part.PAGES, nbytes=NBYTES, mark=Mark.TURN)
-            records.tree.hold(record, object(), nbytes=NBYTES)
+            records.ledger.hold(record, object(), nbytes=NBYTES)
             records.memory.added(record)
         records.tree.use(node)
     return node
@@ -212,7 +212,7 @@ def test_a_run_is_forgotten_with_all_below_but_for_what_is_in_use(cache: PrefixT
     removal = finish(admin.forget_node(ALICE, two.key.hex()))
     assert removal["forgotten_blocks"] == 4, "its run begins where there is no branch any more"
     assert look(cache)["runs"] == []
-    assert cache.records.tree.memory.total_nbytes == 0
+    assert cache.records.ledger.memory.total_nbytes == 0
 
 
 def test_a_large_subtree_is_listed_in_slices_before_it_is_forgotten(cache: PrefixTree) -> None:
@@ -229,7 +229,7 @@ def test_a_large_subtree_is_listed_in_slices_before_it_is_forgotten(cache: Prefi
         before = len(removal._todo)
     assert 0 < most <= 2 * browse.N_UNCLOCKED, "a slice looks at the clock"
     assert removal.answer()["forgotten_blocks"] == 3 + 2 * 1000
-    assert cache.records.tree.memory.total_nbytes == 0
+    assert cache.records.ledger.memory.total_nbytes == 0
 
 
 def test_tokens_of_a_run_begin_it(cache: PrefixTree) -> None:

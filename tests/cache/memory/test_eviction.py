@@ -196,7 +196,7 @@ def test_a_leased_record_of_any_part_stays() -> None:
     put(cache, [3])
     leased = [r for n in node_of(cache, [1, 2]).path() for r in n.records.values()]
     for record in leased:
-        cache.records.tree.lease_record(record)
+        cache.records.ledger.lease(record)
     assert not cache.records.memory.shrink_to(0)
     assert kept(cache) == {1, 2}
     assert all(r.arrays is not None for r in leased)
@@ -221,7 +221,7 @@ def test_states_have_a_share_and_pages_do_not_give_way_to_them() -> None:
         put(cache, [i])
     for i in range(1, 6):
         put(cache, [i], Part.STATE, nbytes=200)
-        held = cache.records.tree.memory.nbytes
+        held = cache.records.ledger.memory.nbytes
         assert held[Part.STATE] <= 1000 * STATE_SHARE
         assert held[Part.PAGES] == 500
     assert [n for n in range(1, 6) if Part.STATE in node_of(cache, [n]).records] == [4, 5]
@@ -272,7 +272,7 @@ def test_a_loaded_chain_with_holes_can_go() -> None:
     for i in range(1, 14):
         put(cache, range(1, i + 1))
     hole = node_of(cache, range(1, 10)).records[Part.PAGES]
-    cache.records.tree.release(hole)
+    cache.records.ledger.release(hole)
     assert cache.records.memory.shrink_to(0)
     assert cache.records.memory.nbytes == 0
 

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from firn.cache.memory import parking
-from firn.cache.memory.rows import LEAST_BLOCKS, RowPages
+from firn.cache.memory.rows import LEAST_BLOCKS, RowPages, Slab
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
 from firn.cache.tree import InRow
+from firn.core.errors import TokensNotHeld
 from firn.core.values import CacheControl, Namespace, Prompt
 from tests.cache.lab import (
     IN_ROWS,
@@ -116,6 +117,7 @@ def test_the_next_turn_goes_on_in_the_same_buffers() -> None:
                 for layer in row.layers
                 for a in (layer.keys, layer.values)
             ]
+            cache.filled(cursor, row)
             assert mx.get_peak_memory() <= n_before, "nothing was allocated"
             cache.close_cursor(cursor, row)
             runner.leave([row])
@@ -372,7 +374,7 @@ def opened_row(cache: PrefixTree, ids: list[int]) -> tuple[Any, LabRow]:
     if restored is not None:
         restored.fill([row.layer])
         row.n_tokens = restored.n_tokens
-        restored.filled(row)
+        cache.filled(cursor, row)
     return cursor, row
 
 
@@ -452,7 +454,7 @@ def test_nobody_holds_on_to_a_row_that_was_given_up_or_left_for_another() -> Non
     next_row = LabRow(LabLayer([[]], IN_ROWS))
     ahead.fill([next_row.layer])
     next_row.n_tokens = ahead.n_tokens
-    ahead.filled(next_row)
+    cache.filled(slow, next_row)
     assert set(rows.live) == {next_row, fast_row}
     cache.close_cursor(fast, None)
     assert set(rows.live) == {next_row}
@@ -462,6 +464,15 @@ def test_nobody_holds_on_to_a_row_that_was_given_up_or_left_for_another() -> Non
     cursor, row = opened([*ids, 3])
     assert row.n_tokens == 64, "what the one that was given up had computed, the other had copied"
     cache.close_cursor(cursor, row)
+
+
+def test_a_parked_row_gives_only_what_it_holds() -> None:
+    """A slice past its end would be shorter than asked for, without a word."""
+    slab = Slab([(mx.zeros((1, 1, 32, 4)),)], 8, 24)
+    assert slab.views(8, 24)[0][0].shape == (1, 1, 16, 4)
+    for start, end in [(0, 16), (16, 32)]:
+        with pytest.raises(TokensNotHeld):
+            slab.views(start, end)
 
 
 def test_only_long_rows_are_parked() -> None:

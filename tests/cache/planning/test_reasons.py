@@ -203,7 +203,7 @@ class Reasons(RuleBasedStateMachine):
         n_hoped: int,
     ) -> None:
         """Check the request's own reason, which takes into account what became of its loads."""
-        reason = cursor.admission.reason
+        reason = cursor.admission.why
         assert cursor.admission.n_cached == n_cached
         if not cursor.control.read:
             assert (n_cached, reason) == (0, "reading off")

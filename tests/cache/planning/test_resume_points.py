@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from firn.cache.ledger import Ledger
 from firn.cache.parts import Needs, Part
 from firn.cache.planning.estimates import Estimates
 from firn.cache.planning.match import NOTHING, ResumePoints, Walk, last_match
@@ -101,11 +102,12 @@ def test_a_plan_looks_at_each_record_a_few_times(needs: Needs) -> None:
     prompt = np.arange(n_blocks * BLOCK + 1, dtype=np.uint64)
     tree, n_looks = Tree(BLOCK), 0
     node: Node = tree.root(ROOT, Namespace(""))
-    tree.add_tier()
+    ledger = Ledger(tree)
+    ledger.add_tier("ssd")
     for start in range(0, n_blocks * BLOCK, BLOCK):
         node = tree.child(node, PackedTokens(prompt[start : start + BLOCK]), 0, BLOCK)
         for part in (*needs.by_block, *([Part.STATE] if needs.state else [])):
-            tree.set_stored(tree.add(node, part, nbytes=1000, mark=Mark.TURN), 0)
+            ledger.found(tree.add(node, part, nbytes=1000, mark=Mark.TURN), 0)
 
     def available(record: Record) -> bool:
         nonlocal n_looks

@@ -229,7 +229,7 @@ def test_who_waits_hears_at_once_that_no_arrays_could_be_made(
     assert io.n_failed == sum(cache.stats.faults.values()), "the tier hears of each"
     assert cache.stats_of(Namespace("")).faults == cache.stats.faults
     cache.restore(cursor)
-    assert cursor.admission.reason == "read failed"
+    assert cursor.admission.why == "read failed"
     cache.close_cursor(cursor, None)
     cache.close()
 
@@ -260,11 +260,11 @@ def test_what_leaves_memory_counts_until_every_tier_has_it() -> None:
     cache.set_room(0)
     cache.tick(EngineLoad.NONE)
     assert record.is_stored(0)
-    assert cache.records.tree.leaving_nbytes == record.nbytes
+    assert cache.records.ledger.leaving_nbytes == record.nbytes
     (done,) = late.waiting
     done(WriteResult(1, new=True))
     cache.tick(EngineLoad.NONE)
-    assert cache.records.tree.leaving_nbytes == 0
+    assert cache.records.ledger.leaving_nbytes == 0
     assert record.arrays is None
 
 
@@ -300,7 +300,13 @@ def opened() -> tuple[ManyIo, client.TierClient]:
     cache, io = tree(DENSE, block=BLOCK), ManyIo()
     inner = cache.records
     made = client.TierClient(
-        "many", io, inner.tree, inner.catalogue, stamp=inner.tree.order.stamp, wake=lambda: None
+        "many",
+        io,
+        inner.ledger,
+        inner.tree,
+        inner.catalogue,
+        stamp=inner.tree.order.stamp,
+        wake=lambda: None,
     )
     made.scan()
     assert io.is_held_up.wait(20.0)
@@ -329,6 +335,7 @@ def test_what_was_read_comes_before_what_a_scan_tells() -> None:
     root = made._catalogue.root(Namespace(""))
     node = made._tree.child(root, PackedTokens(np.zeros(8, np.uint64)), 0, 8)
     record = made._tree.add(node, Part.PAGES, nbytes=1, mark=Mark.TURN)
+    made._ledger.begin_read(record, made.number)
     made._done(partial(made._was_read, record), is_urgent=True)(Missing())
     assert isinstance(next(made.take_results(math.inf)), ReadFailed)
     made.close()

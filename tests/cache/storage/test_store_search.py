@@ -14,7 +14,6 @@ import pytest
 
 from firn.cache.cursor import CacheCursor
 from firn.cache.parts import Needs, Part
-from firn.cache.planning.reasons import COLD, NO_ANSWER
 from firn.cache.storage.container import Header, Name, unpack
 from firn.cache.storage.seal import Seal
 from firn.cache.storage.spill_policy import spill_policy
@@ -27,6 +26,7 @@ from firn.core.errors import SetupError
 from firn.core.events import Admitted
 from firn.core.keys import Key, block_keys
 from firn.core.ports import EngineLoad
+from firn.core.reuse import Cause
 from firn.core.values import CacheControl, Namespace, Prompt, Thinned
 from tests.cache.lab import ALL_KINDS, DENSE, HYBRID, SHAPES, LabEngine, Shape, nodes_of, tree
 from tests.cache.lab import prompt_of as lab_prompt
@@ -337,15 +337,19 @@ def test_a_prompt_says_that_its_store_did_not_answer() -> None:
     """What the store has of it is unknown: it would be wrong to say that it was never stored."""
     store = DictStore()
     with server(DENSE, store) as lab:
-        assert ask(lab, PROMPT).of(Admitted)[0].reason == COLD
+        assert ask(lab, PROMPT).of(Admitted)[0].why == Cause.COLD.value
         settle(lab)
         again = [*PROMPT[:50], *PROMPT]
-        assert ask(lab, again).of(Admitted)[0].reason == "diverged at token 50"
+        assert ask(lab, again).of(Admitted)[0].why == "diverged at token 50"
         store.is_down = True
-        assert ask(lab, [5, *PROMPT]).of(Admitted)[0].reason == NO_ANSWER
-        assert ask(lab, [*PROMPT[:60], *PROMPT]).of(Admitted)[0].reason == NO_ANSWER
-        assert ask(lab, PROMPT).of(Admitted)[0].reason == "", "nothing more could be reused"
-    assert lab.tree.stats.shortfalls[NO_ANSWER] + lab.tree.stats.misses[NO_ANSWER] == 2
+        assert ask(lab, [5, *PROMPT]).of(Admitted)[0].why == Cause.NO_ANSWER.value
+        assert ask(lab, [*PROMPT[:60], *PROMPT]).of(Admitted)[0].why == Cause.NO_ANSWER.value
+        assert ask(lab, PROMPT).of(Admitted)[0].why == "", "nothing more could be reused"
+    assert (
+        lab.tree.stats.shortfalls[Cause.NO_ANSWER.value]
+        + lab.tree.stats.misses[Cause.NO_ANSWER.value]
+        == 2
+    )
 
 
 def test_a_store_that_answers_late_and_has_nothing_changes_the_reason() -> None:
@@ -357,7 +361,7 @@ def test_a_store_that_answers_late_and_has_nothing_changes_the_reason() -> None:
     cursor = cache.open(lab_prompt(PROMPT), Namespace(""), CacheControl())
     assert isinstance(cursor, CacheCursor)
     cache.restore(cursor)
-    assert cursor.admission.reason == NO_ANSWER
+    assert cursor.admission.why == Cause.NO_ANSWER.value
     store.gate.set()
 
     def has_answered() -> bool:
@@ -365,7 +369,7 @@ def test_a_store_that_answers_late_and_has_nothing_changes_the_reason() -> None:
         return cursor.asking is None
 
     wait_until(has_answered)
-    assert cursor.admission.reason == COLD
+    assert cursor.admission.why == Cause.COLD.value
     cache.close_cursor(cursor, None)
 
 

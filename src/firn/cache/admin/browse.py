@@ -286,6 +286,7 @@ def details(cache: PrefixTree, node: Node) -> dict[str, Any]:
         "pinned": node in node.root.pinned,
         "pins": node.n_pins,
         "in_use": node.n_leases,
+        "where": {part.value: records.ledger.where(r) for part, r in node.records.items()},
     }
 
 

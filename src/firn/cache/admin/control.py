@@ -246,9 +246,9 @@ def stats(cache: PrefixTree, namespace: Namespace | None) -> Json:
     everything = namespace is None
     counted = cache.stats if namespace is None else cache.stats_of(namespace)
     roots = _roots(cache, namespace)
-    tree = cache.records.tree
+    ledger = cache.records.ledger
     if namespace is None:
-        in_memory, in_tiers = tree.memory, tree.tiers
+        in_memory, in_tiers = ledger.memory, ledger.tiers
     else:
         in_memory, in_tiers = _own_totals(cache, roots)
     memory: Json = {
@@ -268,7 +268,7 @@ def stats(cache: PrefixTree, namespace: Namespace | None) -> Json:
     if everything:
         memory["limit_bytes"] = cache.settings.limit_nbytes
         memory["room_bytes"] = cache.records.memory.limit_nbytes
-        memory["leaving_bytes"] = tree.leaving_nbytes
+        memory["leaving_bytes"] = ledger.leaving_nbytes
         memory |= cache.records.rows.view()
     view: Json = {
         "enabled": True,
@@ -281,6 +281,10 @@ def stats(cache: PrefixTree, namespace: Namespace | None) -> Json:
     }
     if everything:  # learned from everybody's requests
         view["estimates"] = cache.records.estimates.view()
+        view["integrity"] = {
+            "passes": cache.integrity.n_passes,
+            "violations": cache.integrity.n_violations,
+        }
     return view
 
 
@@ -306,9 +310,9 @@ def snapshot(cache: object) -> Json:
     """Counters for a scrape, from any thread: copies that need not agree with each other exactly."""
     if not isinstance(cache, PrefixTree):
         return {}
-    tree = cache.records.tree
-    places = {MEMORY: tree.memory}
-    places |= {t.name: totals for t, totals in zip(cache.records.tiers, tree.tiers, strict=True)}
+    ledger = cache.records.ledger
+    places = {MEMORY: ledger.memory}
+    places |= {t.name: totals for t, totals in zip(cache.records.tiers, ledger.tiers, strict=True)}
     nbytes = {
         place: {p.value: n for p, n in totals.nbytes.items()} for place, totals in places.items()
     }
@@ -355,12 +359,15 @@ def usage_view(usage: TierUsage) -> Json:
 def probe(cache: PrefixTree, prompt: Prompt, namespace: Namespace) -> Json:
     """How much would hit, from where, and why not more. Changes nothing."""
     reuse = cache.probe(prompt, namespace)
+    reason = reuse.reason
     return {
         "prompt_tokens": len(prompt),
         "cached_tokens": reuse.match.n_tokens,
         "shared_tokens": reuse.n_shared,
         "tiers": reuse.tiers,
-        "reason": reuse.reason,
+        "reason": str(reason or ""),
+        "cause": reason.cause.value if reason else None,
+        "differs_at": reason.at if reason else None,
     }
 
 

@@ -15,6 +15,7 @@ import heapq
 from collections.abc import Callable
 from itertools import count
 
+from firn.cache.ledger import Ledger
 from firn.cache.memory.rows import LiveRows, RowPages
 from firn.cache.parts import Part
 from firn.cache.tree import Record, Tree
@@ -29,6 +30,7 @@ class MemoryTier:
     def __init__(
         self,
         tree: Tree,
+        ledger: Ledger,
         rows: LiveRows,
         *,
         limit_nbytes: int,
@@ -36,6 +38,7 @@ class MemoryTier:
     ) -> None:
         """evict: takes a record out of memory."""
         self._tree = tree
+        self._ledger = ledger
         self._rows = rows
         self._evict = evict
         self._all = EvictionQueue(tree.order.last_use)
@@ -47,14 +50,14 @@ class MemoryTier:
 
     @property
     def nbytes(self) -> int:
-        return self._tree.memory.total_nbytes + self._rows.extra_nbytes
+        return self._ledger.memory.total_nbytes + self._rows.extra_nbytes
 
     def added(self, record: Record) -> None:
         """Memory now holds the record; room was made before."""
         self._all.push(record)
         if record.part is Part.STATE:
             self._states.push(record)
-        n_held = self._tree.memory.total_records
+        n_held = self._ledger.memory.total_records
         self._all.tidy(n_held)
         self._states.tidy(n_held)
 
@@ -63,7 +66,7 @@ class MemoryTier:
         if not self.fits_alone(nbytes, part=part):
             return False
         if part is Part.STATE:
-            while self._tree.memory.nbytes[Part.STATE] + nbytes > self._state_limit_nbytes:
+            while self._ledger.memory.nbytes[Part.STATE] + nbytes > self._state_limit_nbytes:
                 if not self._evict_next(self._states):
                     return False
         return self.shrink_to(self.limit_nbytes - nbytes)

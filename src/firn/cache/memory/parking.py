@@ -13,8 +13,6 @@ Owner: the engine thread, through the prefix cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from firn.cache.arrays.payload import evaluate_layers
 from firn.cache.codecs import concat_tokens
 from firn.cache.commit import RowCutter
@@ -27,7 +25,7 @@ from firn.cache.parts import Part
 from firn.cache.planning.match import Match
 from firn.cache.records import Records
 from firn.cache.tree import Record
-from firn.core.ports import LayerCache, LiveRow
+from firn.core.ports import LiveRow
 
 ROOM_TOKENS = 256
 """Room after what is copied out of a group, so that the next turn need not copy it again."""
@@ -41,6 +39,7 @@ class Parking:
         self._records = records
         self._copies = copies
         self._tree = records.tree
+        self._ledger = records.ledger
         self._rows = records.rows
         self._layout = layout
         self._keeps_pages_in_rows = keeps_pages_in_rows
@@ -86,7 +85,7 @@ class Parking:
         cutter = RowCutter(self._layout, row, min(r.node.start for r in records), pages.end)
         cut = cutter.cut_pages([(r.node.start, r.node.end) for r in records])
         for record, payload in zip(records, cut, strict=True):
-            self._tree.move(record, payload)
+            self._ledger.move(record, payload)
         self._copies.compute(records)
 
     def abandon(self, cursor: CacheCursor) -> None:
@@ -130,7 +129,7 @@ class Parking:
                 continue
             for node in other.chain.path():
                 if node in lost and other.holds(node):
-                    self._tree.move(lost.pop(node), other)
+                    self._ledger.move(lost.pop(node), other)
 
     # --- the next turn ---------------------------------------------------------------------
 
@@ -145,24 +144,21 @@ class Parking:
         fits = slab.first == 0 and n <= pages.end
         return pages if fits and pages.end - n <= n // 2 else None
 
-    def take(self, pages: RowPages, match: Match, layers: Sequence[LayerCache]) -> None:
-        """Give the buffers to a new row's layers. Records beyond the match are cut out of them first."""
-        if self.row_for(match) is not pages:
-            raise ValueError("the parked row is gone")
-        n_tokens = match.n_tokens
+    def take(self, pages: RowPages, match: Match) -> Slab:
+        """Give up the buffers to a new row. Records beyond the match are cut out of them first."""
         self._rows.start_moving(pages)
-        beyond = [r for r in pages.records if r.node.end > n_tokens]
+        beyond = [r for r in pages.records if r.node.end > match.n_tokens]
         for record in sorted(beyond, key=lambda r: -r.node.end):
             self._save(record)
         slab, pages.slab = pages.slab, None
         assert slab is not None
-        self._layout.give(layers, slab.layers, n_tokens)
+        return slab
 
     def _save(self, record: Record) -> None:
         """Save a record from being overwritten. What others need always gets its own arrays."""
         may_go = self._tree.may_evict(record) and not carries(record)
         if record.stored and may_go:
-            self._tree.release(record)
+            self._ledger.release(record)
         elif self._records.memory.make_room(record.nbytes, part=record.part) or not may_go:
             self._rows.own(record)
         else:
@@ -188,7 +184,7 @@ class Parking:
             if record.arrays is None:
                 self._records.hold(record, pages, nbytes=cursor.loaded[record][1].nbytes)
             else:
-                self._tree.move(record, pages)
+                self._ledger.move(record, pages)
             cursor.loaded.pop(record, None)
         self._rows.trim()
 
@@ -197,7 +193,7 @@ class Parking:
         old, cursor.pages = cursor.pages, pages
         if isinstance(old, RowPages) and old is not pages:
             for record in list(old.records):
-                self._tree.move(record, pages)
+                self._ledger.move(record, pages)
             self._rows.forget(old)
 
     def _moves(self, cursor: CacheCursor, record: Record) -> bool:

@@ -34,8 +34,10 @@ from firn.cache.arrays.payload import (
 )
 from firn.cache.codecs import TOKEN_AXIS, Arrays, nbytes_of
 from firn.cache.layout import Layout
+from firn.cache.ledger import Ledger
 from firn.cache.parts import Part
 from firn.cache.tree import InRow, Node, Record, Tree
+from firn.core.errors import TokensNotHeld
 from firn.core.ports import LiveRow
 
 LEAST_BLOCKS = 4
@@ -70,16 +72,20 @@ class Slab:
         self.nbytes = sum(map(nbytes_of, self.layers))
 
     def views(self, start: int, end: int) -> list[Arrays]:
+        """Raises TokensNotHeld."""
+        if not self.first <= start <= end <= self.end:
+            raise TokensNotHeld(start, end, first=self.first, n_tokens=self.end)
         a, b = start - self.first, end - self.first
         return [
             tuple(None if x is None else x[..., a:b, :] for x in arrays) for arrays in self.layers
         ]
 
     def cut(self, start: int, end: int) -> Payload:
-        """Lazy copies."""
+        """Lazy copies. Raises TokensNotHeld."""
+        views = self.views(start, end)
         cells = Cells(self.layers, 0, [(start - self.first, end - self.first)])
         payloads = gathered(cells) if gathers() else None
-        return payloads[0] if payloads else stacked(self.views(start, end))
+        return payloads[0] if payloads else stacked(views)
 
     def trim(self, first: int, end: int) -> None:
         """Keep only tokens [first, end). One layer at a time: there is no memory for a second slab."""
@@ -193,8 +199,9 @@ class LiveRows:
     What rows take beyond their records is kept as a sum: only rows that have changed are looked at.
     """
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Tree, ledger: Ledger) -> None:
         self._tree = tree
+        self._ledger = ledger
         self.live: dict[LiveRow, RowPages] = {}
         self.parked: dict[RowPages, None] = {}
         self.moving: dict[RowPages, None] = {}
@@ -219,6 +226,10 @@ class LiveRows:
             pages.row = row
         pages.chain = chain or pages.chain
         return pages
+
+    def knows(self, pages: RowPages) -> bool:
+        is_live = pages.row is not None and self.live.get(pages.row) is pages
+        return is_live or pages in self.parked or pages in self.moving
 
     def every(self) -> Iterator[RowPages]:
         yield from self.live.values()
@@ -328,7 +339,7 @@ class LiveRows:
         if isinstance(record.arrays, RowPages):
             payload = payload_of(record)
             evaluate([payload])
-            self._tree.move(record, payload)
+            self._ledger.move(record, payload)
 
     def n_to_give(self, pages: RowPages) -> int:
         """How many tokens must be evicted from its end until trimming is worth the copy."""

@@ -7,40 +7,31 @@ from itertools import takewhile
 from firn.cache.parts import Needs, Part
 from firn.cache.planning.match import Walk, has_parts, is_obtainable
 from firn.cache.tree import Tree
-
-SWITCHED_OFF = "reading off"
-NOT_YET = "not yet loaded"
-SLOWER = "slower to load"
-NO_STATE = "no state checkpoint"
-OFF_THE_GRID = "whole chunks only"
-EVICTED = "evicted"
-COLD = "cold"
-NO_ANSWER = "a store did not answer"
-FAULT = "fault"
+from firn.core.reuse import Cause, Reason
 
 
-def why_not_more(tree: Tree, walk: Walk, needs: Needs, n_tokens: int) -> str:
-    """Why a prompt cannot resume later than here; '' when only its last token is left.
+def why_not_more(tree: Tree, walk: Walk, needs: Needs, n_tokens: int) -> Reason | None:
+    """Why a prompt cannot resume later than here; None when only its last token is left.
 
     Considers what memory and tiers have. The caller knows whether a load was slow or failed.
     """
     n_last = len(walk.tokens) - 1
     if n_tokens >= n_last:
-        return ""
+        return None
     if n_tokens >= n_last - n_last % needs.grid:
-        return OFF_THE_GRID
+        return Reason(Cause.OFF_THE_GRID)
     limit = walk.limit
     if n_tokens < limit:
         if n_tokens >= limit - limit % needs.grid:
-            return OFF_THE_GRID
+            return Reason(Cause.OFF_THE_GRID)
         if needs.state and _has_all_pages(walk, needs):
-            return NO_STATE
-        return EVICTED
+            return Reason(Cause.NO_STATE)
+        return Reason(Cause.EVICTED)
     if _next_was_evicted(tree, walk):
-        return EVICTED
+        return Reason(Cause.EVICTED)
     if not walk.n_shared:
-        return COLD
-    return f"{'diverged at' if _diverges(walk) else 'new from'} token {walk.n_shared}"
+        return Reason(Cause.COLD)
+    return Reason(Cause.DIVERGED if _diverges(walk) else Cause.NEW, walk.n_shared)
 
 
 def _diverges(walk: Walk) -> bool:

@@ -19,6 +19,7 @@ from firn.cache.arrays.payload import Payload, evaluate, joined
 from firn.cache.layout import Layout
 from firn.cache.parts import Part
 from firn.cache.ranks.io import REFUSED
+from firn.cache.ranks.mirror import Fill
 from firn.cache.storage.container import Header, Loaded, Name
 from firn.cache.storage.faults import Refused, TierError
 from firn.cache.storage.io import Changes, Io, ReadOrder, TierEntry, WriteOrder
@@ -28,6 +29,20 @@ from firn.core.ports import At, LayerCache
 from firn.core.ranks import RankCall
 
 Answer = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True)
+class SlicedPrefix:
+    """Implements core.ports.Restored."""
+
+    layout: Layout
+    pieces: Sequence[tuple[Part, Sequence[Payload]]]
+    n_tokens: int
+    nbytes: int = 0
+
+    def fill(self, layers: list[LayerCache]) -> None:
+        for part, payloads in self.pieces:
+            self.layout.fill(part, layers, payloads, self.n_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +116,10 @@ class Slices:
             evaluate(self._fresh.values())
             self._fresh.clear()
 
-    def fill(self, layers: list[LayerCache], fills: Sequence[tuple[str, list[int], int]]) -> None:
-        for part, numbers, n_tokens in fills:
-            payloads = [self._payloads[n] for n in numbers]
-            self._layout.fill(Part(part), layers, payloads, n_tokens)
+    def prefix(self, fills: Sequence[Fill], n_tokens: int) -> SlicedPrefix:
+        """What rank 0 has filled a new row with, of this rank's slices."""
+        pieces = [(Part(part), [self._payloads[n] for n in numbers]) for part, numbers, _ in fills]
+        return SlicedPrefix(self._layout, pieces, n_tokens)
 
     # --- writing ---------------------------------------------------------------------------
 

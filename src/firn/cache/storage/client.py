@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from firn.cache.arrays.host import PayloadBytes, from_host, staged, to_host
 from firn.cache.arrays.payload import Payload
+from firn.cache.ledger import Ledger
 from firn.cache.memory.rows import payload_of, wait_for_row
 from firn.cache.planning.estimates import FIRST_LATENCY_S, STALE_S, Samples
 from firn.cache.storage.catalogue import RecordCatalogue, name_of
@@ -116,6 +117,7 @@ class TierClient:
         self,
         name: str,
         io: Io,
+        ledger: Ledger,
         tree: Tree,
         catalogue: RecordCatalogue,
         *,
@@ -131,10 +133,11 @@ class TierClient:
         accepts: whether a record belongs in this tier. window: the model's, in tokens.
         """
         self.name = name
-        self.number = tree.add_tier()
+        self.number = ledger.add_tier(name)
         self._io = io
         self._store = io if isinstance(io, Searchable) else None
         self._receiving = io if isinstance(io, Receiving) else None
+        self._ledger = ledger
         self._tree = tree
         self._catalogue = catalogue
         self._stamp = stamp
@@ -215,7 +218,7 @@ class TierClient:
         )
         accepted = self._io.try_write(order, self._done(partial(self._was_written, record)))
         if accepted:
-            self._tree.set_writing(record, self.number, on=True)
+            self._ledger.begin_write(record, self.number)
             self._pending_writes[record] = _PendingWrite(payload, stamp)
         return accepted
 
@@ -223,11 +226,10 @@ class TierClient:
         self, record: Record, result: WriteResult[Name] | TierError, at: float
     ) -> TierEvent:
         write = self._pending_writes.pop(record)
+        self._ledger.end_write(record, self.number, stored=isinstance(result, WriteResult))
         if isinstance(result, WriteResult):
-            self._tree.set_stored(record, self.number)
             self.touch(self._tree.order.note(record, write.stamp))  # it may have been used since
             return RecordWritten(record, result.evicted)
-        self._tree.set_writing(record, self.number, on=False)
         if isinstance(result, TierFault):
             self._unwritten[record] = None
         return WriteFailed(record, result)
@@ -262,11 +264,18 @@ class TierClient:
         if len(wanters) == 1:
             self._read(record)
 
+    def is_writing(self, record: Record) -> bool:
+        return record in self._pending_writes
+
+    def will_write(self, record: Record) -> bool:
+        return any(waiting is record for waiting, _ in self._to_spill)
+
     def is_reading(self, record: Record) -> bool:
         return record in self._loading
 
     def _read(self, record: Record) -> None:
         wanters = self._loading[record]
+        self._ledger.begin_read(record, self.number)
         order = ReadOrder(
             name_of(record),
             self._catalogue.tokens(record),
@@ -277,6 +286,7 @@ class TierClient:
 
     def _was_read(self, record: Record, result: Loaded | TierError, at: float) -> TierEvent | None:
         wanters = self._loading.pop(record, [])
+        self._ledger.end_read(record, self.number)
         if isinstance(result, Loaded):
             began = self._clock()
             try:
@@ -293,7 +303,7 @@ class TierClient:
                 self._loading[record] = wanters
                 self._read(record)
             return None
-        self._tree.set_gone(record, self.number)
+        self._ledger.lost(record, self.number)
         return ReadFailed(record, result)
 
     def _arrays(self, record: Record, loaded: Loaded) -> Payload:
@@ -431,7 +441,7 @@ class TierClient:
     def poll(self, load: EngineLoad) -> Iterator[TierEvent]:
         """Yield what happened in the tier, then spill as far as the engine's load allows."""
         now, busy = self._clock(), load is not EngineLoad.NONE
-        self._io.defer_writes(load.prefilling and not self._tree.leaving_nbytes)
+        self._io.defer_writes(load.prefilling and not self._ledger.leaving_nbytes)
         elapsed, self._last_poll = now - self._last_poll, now
         self._credit_s = min(self._credit_s + BUSY_SHARE * elapsed, MAX_CREDIT_S)
         if load is EngineLoad.DECODING:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from firn.cache.ledger import Ledger
 from firn.cache.parts import Part
 from firn.cache.storage.catalogue import RecordCatalogue
 from firn.cache.storage.client import TierClient
@@ -36,7 +37,10 @@ class Stray(NamedTuple):
 
 
 class TierIndex:
-    def __init__(self, tree: Tree, catalogue: RecordCatalogue, tiers: TierSet) -> None:
+    def __init__(
+        self, ledger: Ledger, tree: Tree, catalogue: RecordCatalogue, tiers: TierSet
+    ) -> None:
+        self._ledger = ledger
         self._tree = tree
         self._catalogue = catalogue
         self._tiers = tiers
@@ -82,8 +86,8 @@ class TierIndex:
                 self._add_stray(Stray(number, entry))
                 self._tree.prune(root)
                 continue
-            record = self._tree.add(node, label.part, nbytes=entry.nbytes, mark=Mark(label.mark))
-            self._tree.set_stored(record, number)
+            record = self._ledger.add(node, label.part, nbytes=entry.nbytes, mark=Mark(label.mark))
+            self._ledger.found(record, number)
             if tier.is_store:
                 self._only_in_stores[record] = None
             uses = self._tree.uses
@@ -131,7 +135,7 @@ class TierIndex:
         node = self._tree.find(name.key)
         record = node.records.get(name.part) if node is not None else None
         if record is not None:
-            self._tree.set_gone(record, tier.number)
+            self._ledger.lost(record, tier.number)
             self.remove_if_lost(record)
 
     def remove_if_lost(self, record: Record) -> None:
@@ -145,7 +149,7 @@ class TierIndex:
         if not record.alive:
             return
         node = record.node
-        self._tree.remove(record)
+        self._ledger.forget(record)
         if record.part is Part.PAGES and node.records and not len(node.children):
             self.forget(list(node.records.values()))
 
@@ -153,7 +157,7 @@ class TierIndex:
         """Remove records from the tree and from every tier."""
         self._tiers.delete(records)
         for record in records:
-            self._tree.remove(record)
+            self._ledger.forget(record)
 
     # --- what only stores have -------------------------------------------------------------
 

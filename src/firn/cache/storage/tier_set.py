@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import chain
 
+from firn.cache.ledger import Ledger
 from firn.cache.parts import Part
 from firn.cache.storage.catalogue import RecordCatalogue, name_of
 from firn.cache.storage.client import TierClient, accepts_all
@@ -37,12 +38,14 @@ Reported = tuple[TierClient, TierEvent]
 class TierSet:
     def __init__(
         self,
+        ledger: Ledger,
         tree: Tree,
         catalogue: RecordCatalogue,
         *,
         window: int = 0,
         clock: Callable[[], float],
     ) -> None:
+        self._ledger = ledger
         self._tree = tree
         self._window = window
         self._catalogue = catalogue
@@ -72,6 +75,7 @@ class TierSet:
         tier = TierClient(
             name,
             io,
+            self._ledger,
             self._tree,
             self._catalogue,
             stamp=self._stamp,

@@ -5,8 +5,8 @@ its end. A node with fewer tokens than a block is a tail. The records of a node 
 model's state that belong to its tokens, in memory, in tiers, or in both. A node without records exists
 only for those below it.
 
-Only this package writes the fields: `EvictionOrder` writes `stamped`, `Lifetimes` writes
-`expires_at`, `Tree` writes everything else. Payloads are opaque here.
+`EvictionOrder` writes `stamped`, `Lifetimes` writes `expires_at`, `Ledger` writes what a record is in;
+`Tree` writes everything else. Payloads are opaque here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Record:
     """One part of one node's state, wherever it is stored."""
 
     __slots__ = (
-        "arrays", "leaving", "mark", "n_leases", "nbytes", "node", "part", "stored", "writing",
+        "arrays", "leaving", "mark", "n_leases", "nbytes", "node", "part", "reading", "stored",
+        "verified", "writing",
     )  # fmt: skip
 
     def __init__(self, node: Node, part: Part, nbytes: int, mark: Mark) -> None:
@@ -56,6 +57,10 @@ class Record:
         """Tiers that have it: one bit each, in the order of the configuration."""
         self.writing = 0
         """Tiers that are writing it, likewise."""
+        self.reading = 0
+        """Tiers that it is being read from, likewise."""
+        self.verified = True
+        """False: it was computed, and the device has not confirmed yet that it had no fault."""
 
     @property
     def alive(self) -> bool:
@@ -74,6 +79,10 @@ class Record:
     def is_being_written(self, tier: int) -> bool:
         """Whether it is being written to this tier."""
         return bool(self.writing >> tier & 1)
+
+    def is_being_read(self, tier: int) -> bool:
+        """Whether it is being read from this tier."""
+        return bool(self.reading >> tier & 1)
 
 
 class InRow:
@@ -156,7 +165,7 @@ NO_CHILDREN: Children[Node] = Children()
 """Shared by all nodes that have none: most nodes are leaves, and an empty list costs memory."""
 
 
-@dataclass(eq=False)
+@dataclass
 class PartTotals:
     """Size and number of the records in one place, by part."""
 

@@ -1,4 +1,4 @@
-"""Tree: all known prefixes, and every change to a node or a record.
+"""Tree: all known prefixes, and every change to a node. What becomes of a record is in the ledger.
 
 A node counts the leases and pins of its whole branch; it counts as used at least as recently as
 everything below it, and lives at least as long. So evicting in the tree's order takes leaves before
@@ -13,14 +13,13 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
 
 from firn.cache.parts import Part
 from firn.cache.tree.announce import Announcer, Removed, StoredBlock
 from firn.cache.tree.children import NARROW, Children, PackedTokens
 from firn.cache.tree.clock import UseClock
 from firn.cache.tree.lifetimes import EvictedBlocks, Lifetimes
-from firn.cache.tree.nodes import NO_CHILDREN, InRow, Mark, Node, PartTotals, Record, Root
+from firn.cache.tree.nodes import NO_CHILDREN, Mark, Node, PartTotals, Record, Root
 from firn.cache.tree.order import EvictionOrder
 from firn.core.keys import Key, child_key
 from firn.core.values import Namespace
@@ -56,18 +55,15 @@ class Tree:
         self.order = EvictionOrder(block, carrier)
         self.lifetimes = Lifetimes(clock)
         self.evicted = EvictedBlocks()
-        self.memory = PartTotals()
-        self.leaving_nbytes = 0
-        self.tiers: list[PartTotals] = []
+        self._n_tiers = 0
         self.announcer: Announcer | None = None
         """Told of every whole block that is added or removed."""
 
-    def add_tier(self) -> int:
-        """Add a tier below memory; returns its number."""
-        self.tiers.append(PartTotals())
+    def add_tier(self) -> None:
+        """There is one more tier below memory."""
+        self._n_tiers += 1
         for root in self._roots.values():
             root.tiers.append(PartTotals())
-        return len(self.tiers) - 1
 
     # --- roots -----------------------------------------------------------------------------
 
@@ -75,7 +71,7 @@ class Tree:
         """The root with this key, created on first use."""
         root = self._roots.get(key)
         if root is None:
-            root = self._roots[key] = Root(key, namespace, len(self.tiers))
+            root = self._roots[key] = Root(key, namespace, self._n_tiers)
         return root
 
     def roots(self) -> list[Root]:
@@ -86,18 +82,15 @@ class Tree:
         return self._roots.get(root.key) is root
 
     def detach(self, root: Root, at: float) -> Root:
-        """Replace this root with an empty one, and remove it and all below it from the totals.
+        """Replace this root with an empty one.
 
         A request that still has a lease on a part of it continues without the cache. at: records that
         were written earlier must not come back.
         """
-        fresh = Root(root.key, root.namespace, len(self.tiers))
+        fresh = Root(root.key, root.namespace, self._n_tiers)
         fresh.cleared_at = at
         self._roots[root.key] = fresh
         self.n_detached += 1
-        self.memory.add(root.memory, sign=-1)
-        for total, own in zip(self.tiers, root.tiers, strict=True):
-            total.add(own, sign=-1)
         return root
 
     def note_written(self, root: Root, at: float) -> None:
@@ -185,17 +178,9 @@ class Tree:
                 self.announcer.announce(StoredBlock(node.key, above, node.packed, node.width))
         return record
 
-    def set_mark(self, record: Record, mark: Mark) -> None:
-        record.mark = mark
-
     def remove(self, record: Record) -> None:
-        """Forget a record, and every node that is of no use without it."""
+        """Take a record out of the tree, and every node that is of no use without it. For `Ledger`."""
         node = record.node
-        self.release(record)
-        for tier in range(len(self.tiers)):
-            self.set_gone(record, tier)
-        if not record.alive:
-            return
         del node.records[record.part]
         if (
             self.announcer is not None
@@ -215,74 +200,6 @@ class Tree:
         """Whether it carries a chain over a whole block of text."""
         whole = record.node.n_tokens == self.block and record.node.width == NARROW
         return whole and record.part is self._carrier
-
-    # --- records in memory -----------------------------------------------------------------
-
-    def hold(self, record: Record, arrays: Any, *, nbytes: int) -> None:
-        """Memory holds it from now on."""
-        assert record.arrays is None
-        if record.nbytes != nbytes:
-            self._resize(record, nbytes)
-        record.arrays = arrays
-        if isinstance(arrays, InRow):
-            arrays.add(record)
-        self._count_memory(record, +1)
-
-    def move(self, record: Record, arrays: Any) -> None:
-        """Memory holds it elsewhere from now on: in its own arrays, or in a row."""
-        assert record.arrays is not None
-        assert not record.leaving
-        if isinstance(record.arrays, InRow):
-            record.arrays.discard(record)
-        if isinstance(arrays, InRow):
-            arrays.add(record)
-        record.arrays = arrays
-
-    def start_leaving(self, record: Record) -> None:
-        """Memory no longer counts it, but keeps its arrays until it is written."""
-        assert record.arrays is not None
-        assert not record.leaving
-        self._count_memory(record, -1)
-        record.leaving = True
-        self.leaving_nbytes += record.nbytes
-
-    def stop_leaving(self, record: Record) -> None:
-        """It was about to leave memory, and stays."""
-        assert record.leaving
-        record.leaving = False
-        self.leaving_nbytes -= record.nbytes
-        self._count_memory(record, +1)
-
-    def release(self, record: Record) -> None:
-        """Memory no longer holds it."""
-        if record.arrays is None:
-            return
-        if record.leaving:
-            record.leaving = False
-            self.leaving_nbytes -= record.nbytes
-        else:
-            self._count_memory(record, -1)
-        if isinstance(record.arrays, InRow):
-            record.arrays.discard(record)
-        record.arrays = None
-
-    # --- records in tiers ------------------------------------------------------------------
-
-    def set_writing(self, record: Record, tier: int, *, on: bool) -> None:
-        record.writing = record.writing | 1 << tier if on else record.writing & ~(1 << tier)
-
-    def set_stored(self, record: Record, tier: int) -> None:
-        """A tier has it from now on."""
-        record.writing &= ~(1 << tier)
-        if not record.is_stored(tier):
-            record.stored |= 1 << tier
-            self._count_tier(record, tier, +1)
-
-    def set_gone(self, record: Record, tier: int) -> None:
-        """A tier no longer has it."""
-        if record.is_stored(tier):
-            record.stored &= ~(1 << tier)
-            self._count_tier(record, tier, -1)
 
     # --- leases and pins -------------------------------------------------------------------
 
@@ -304,13 +221,6 @@ class Tree:
             n.n_leases += 1
             n = n.parent
 
-    def lease_record(self, record: Record) -> None:
-        """Keep the record itself: a request is about to resume from it."""
-        record.n_leases += 1
-
-    def unlease_record(self, record: Record) -> None:
-        record.n_leases -= 1
-
     def pin(self, node: Node) -> None:
         """Keep the node and all above it until it is unpinned."""
         if node not in node.root.pinned:
@@ -327,6 +237,12 @@ class Tree:
             del node.root.pinned[node]
             for n in node.path_to_root():
                 n.n_pins -= 1
+
+    def recount(self, root: Root) -> None:
+        """Make pins what they add up to, and leases at least that."""
+        for node in reversed(list(self.subtree(root))):
+            node.n_leases = max(node.n_leases, sum(child.n_leases for child in node.children))
+            node.n_pins = sum(child.n_pins for child in node.children) + (node in root.pinned)
 
     def may_evict(self, record: Record) -> bool:
         """Whether memory may let go of it. A lease on a node keeps the chain that leads to it."""
@@ -394,26 +310,3 @@ class Tree:
                 return True
             todo += islice(n.children, N_LOOKED_AT)
         return False
-
-    # --- totals ----------------------------------------------------------------------------
-
-    def _count_memory(self, record: Record, sign: int) -> None:
-        root = record.node.root
-        root.memory.count(record, sign)
-        if self.is_attached(root):
-            self.memory.count(record, sign)
-
-    def _count_tier(self, record: Record, tier: int, sign: int) -> None:
-        root = record.node.root
-        root.tiers[tier].count(record, sign)
-        if self.is_attached(root):
-            self.tiers[tier].count(record, sign)
-
-    def _resize(self, record: Record, nbytes: int) -> None:
-        """Bytes on disk and in memory differ a little; all totals count the same number."""
-        stored = [tier for tier in range(len(self.tiers)) if record.is_stored(tier)]
-        for tier in stored:
-            self._count_tier(record, tier, -1)
-        record.nbytes = nbytes
-        for tier in stored:
-            self._count_tier(record, tier, +1)

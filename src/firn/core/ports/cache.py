@@ -80,6 +80,14 @@ class RequestCache(Protocol[C]):
         """A longer prefix than these tokens, if another request or a load has brought one."""
         ...
 
+    def filled(self, cursor: C, row: LiveRow) -> None:
+        """A row was made of what was restored or advanced to last."""
+        ...
+
+    def not_filled(self, cursor: C, error: Exception) -> None:
+        """No row could be made of it. This ends the cursor."""
+        ...
+
     def stops(self, cursor: C) -> Sequence[int]:
         """Ascending positions where a prefill chunk should end so that state can be kept there."""
         ...

@@ -6,7 +6,7 @@ Each runner has rows of its own class, so the ports are generic in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -67,16 +67,21 @@ R = TypeVar("R", bound=LiveRow)
 R_co = TypeVar("R_co", bound=LiveRow, covariant=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """A cached prefix for a new row: `fill` writes its `n_tokens` tokens into empty layer caches."""
+class Restored(Protocol):
+    """A cached prefix for a new row: a value, to be used once. The engine tells the cache whether a row
+    was made of it (`RequestCache.filled`, `not_filled`)."""
 
-    n_tokens: int
-    fill: Callable[[list[LayerCache]], None]
-    nbytes: int = 0
-    """Bytes of the records that are copied."""
-    filled: Callable[[LiveRow], None] = lambda row: None
-    """Called with the row that was made from these layers."""
+    @property
+    def n_tokens(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the records that are copied."""
+        ...
+
+    def fill(self, layers: list[LayerCache]) -> None:
+        """Write its tokens into empty layer caches."""
+        ...
 
 
 class PickedToken(Protocol[R_co]):

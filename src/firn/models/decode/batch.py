@@ -420,9 +420,7 @@ def restored_row(layers: list[Any], restored: Restored | None) -> Row:
     if restored is None:
         return Row(layers)
     restored.fill(layers)
-    row = Row(layers, restored.n_tokens)
-    restored.filled(row)
-    return row
+    return Row(layers, restored.n_tokens)
 
 
 def fork(row: Row) -> Row:

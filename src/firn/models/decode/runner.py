@@ -86,9 +86,7 @@ class Runner:
         restored.fill(layers)
         is_soon = restored.nbytes < self._execution.soon_nbytes
         (mx.async_eval if is_soon else mx.eval)([layer.state for layer in layers])
-        row = Row(layers, restored.n_tokens)
-        restored.filled(row)
-        return row
+        return Row(layers, restored.n_tokens)
 
     def prefill(
         self, row: Row, prompt: Prompt, end: int, *, top_logprobs: int | None = None

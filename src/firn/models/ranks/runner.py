@@ -160,10 +160,7 @@ class FollowerRunner(Runner):
         self.by_number: dict[int, Row] = {}
         return self
 
-    def on_start(
-        self, number: int, n_tokens: int, fill: Callable[[list[Any]], None] | None
-    ) -> None:
-        restored = Restored(n_tokens, fill) if fill is not None else None
+    def on_start(self, number: int, n_tokens: int, restored: Restored | None) -> None:
         self.by_number[number] = self.start(restored)
 
     def on_prefill(

@@ -100,7 +100,10 @@ class ModelDrafter:
         if job.prompt.picture_spans:  # it cannot see pictures
             return
         cursor = self._cache.open(job.prompt, job.namespace, job.cache)
-        own = restored_row(self._make_layers(), self._cache.restore(cursor))
+        restored = self._cache.restore(cursor)
+        own = restored_row(self._make_layers(), restored)
+        if restored is not None:
+            self._cache.filled(cursor, own)
         self._readers[row] = _DraftRow(job, own, cursor)
 
     def took(self, row: Hashable, tokens: Sequence[int]) -> None:
@@ -156,7 +159,7 @@ class ModelDrafter:
             layers = self._make_layers()
             ahead.fill(layers)
             own.layers, own.n_tokens = layers, ahead.n_tokens
-            ahead.filled(own)
+            self._cache.filled(reader.cursor, own)
         elif reader.cursor.racing:  # nothing waits for a draft, so wait for what is being loaded
             return False
         end = min(own.n_tokens + self._chunk, n_prompt - 1)
