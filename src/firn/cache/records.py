@@ -87,7 +87,9 @@ class Records:
         self.clock = clock
         self.wall = wall
         carrier = Part.PAGES if needs.pages else Part.WINDOW
-        self.tree = Tree(identity.block, carrier=carrier, clock=clock, wall=wall)
+        self.tree = Tree(
+            identity.block, carrier=carrier, window=needs.window, clock=clock, wall=wall
+        )
         self.catalogue = RecordCatalogue(identity, needs, self.tree, wall=wall)
         self.rows = LiveRows(self.tree)
         self.memory = MemoryTier(self.tree, self.rows, limit_nbytes=limit_nbytes, evict=self._evict)
