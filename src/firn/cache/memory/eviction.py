@@ -163,7 +163,9 @@ class EvictionQueue:
         return len(self._heap)
 
     def push(self, record: Record) -> None:
-        heapq.heappush(self._heap, (self._last_use(record), self._turn(record), next(self._serial), record))
+        heapq.heappush(
+            self._heap, (self._last_use(record), self._turn(record), next(self._serial), record)
+        )
 
     def pop(self) -> Record | None:
         """The least recently used record that memory still holds; None when there is none."""
