@@ -59,7 +59,7 @@ from firn.cache.tiers import TierUsage
 from firn.cache.tiers._folder import SUBFOLDERS, path_of
 from firn.cache.tree import Mark, Node, PackedTokens
 from firn.core.keys import Key, child_key
-from firn.core.ports import At, RowView
+from firn.core.ports import At, EngineLoad, RowView
 from firn.core.values import CacheControl, Namespace, Prompt
 
 T = TypeVar("T")
@@ -314,6 +314,7 @@ def long_prompt_pauses(n_tokens: int, *, in_memory: bool) -> dict[str, list[floa
         cursor = timed("open", lambda: cache.open(Prompt(ids), everyone, control))
         assert isinstance(cursor, CacheCursor)
         timed("plan", partial(cache._loader.plan, cursor))
+        timed("tick", partial(cache.tick, EngineLoad.DECODING))
         timed("restore", partial(cache.restore, cursor))
         timed("close", partial(cache.close_cursor, cursor, None))
     return seconds

@@ -251,6 +251,75 @@ def test_a_request_that_finds_less_than_was_planned_is_planned_again(shape: Shap
     assert n_leases(lab.cache) == 0
 
 
+# --- many records --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def few_orders(monkeypatch: pytest.MonkeyPatch) -> int:
+    n_ordered = 4
+    monkeypatch.setattr("firn.cache.loading.N_ORDERED", n_ordered)
+    monkeypatch.setattr("firn.cache.prefix.N_ORDERED", n_ordered)
+    return n_ordered
+
+
+def on_the_disk(shape: Shape = DENSE) -> Cached:
+    """Ten blocks that only the tier has."""
+    lab = Cached(shape, words(1, 81))
+    lab.compute(80)
+    lab.cache.tick(EngineLoad.NONE)
+    lab.run_orders()
+    for record in records_of(lab.cache):
+        lab.cache.records.ledger.release(record)
+    return lab
+
+
+def test_reads_are_ordered_a_few_at_a_time(few_orders: int) -> None:
+    """However long the prompts are: all of them together, between two steps."""
+    lab = on_the_disk()
+    first = lab.open()
+    assert len(lab.io.orders) == few_orders
+    lab.cache.tick(EngineLoad.DECODING)
+    second = lab.open()
+    n_before = len(lab.io.orders)
+    lab.cache.tick(EngineLoad.DECODING)
+    assert len(lab.io.orders) <= n_before + few_orders
+    lab.run_orders()
+    assert [lab.n_restored(cursor) for cursor in (first, second)] == [80, 80]
+    for cursor in (first, second):
+        lab.cache.close_cursor(cursor, None)
+    assert n_leases(lab.cache) == 0
+
+
+def test_what_is_evicted_before_its_read_is_ordered_is_planned_anew(few_orders: int) -> None:
+    lab = on_the_disk()
+    cursor = lab.open()
+    assert cursor.loading is not None
+    last = cursor.loading.to_order[-1]  # pages are read from the back
+    assert last.node.start == 0
+    second = cursor.loading.to_order[-2]
+    lab.cache.records.ledger.lost(second, 0)
+    lab.run_orders()
+    assert lab.n_restored(cursor) == 8
+    assert cursor.admission.why == "evicted"
+    lab.cache.close_cursor(cursor, None)
+    assert n_leases(lab.cache) == 0
+
+
+def test_what_is_computed_before_its_read_is_ordered_is_not_read(few_orders: int) -> None:
+    lab = on_the_disk()
+    cursor = lab.open()
+    assert lab.n_restored(cursor) == 0
+    loading = cursor.loading
+    assert loading is not None
+    row = LabRow(LabLayer([[]], lab.shape))
+    row.consume(lab.ids[:40])
+    lab.cache.commit(cursor, row)
+    lab.cache.advance(cursor, 40)
+    lab.cache.tick(EngineLoad.PREFILLING)
+    assert len(lab.io.orders) == 5, "those of the last five blocks"
+    lab.cache.close_cursor(cursor, None)
+
+
 # --- how long it may take ------------------------------------------------------------------
 
 

@@ -162,6 +162,23 @@ def test_the_positions_of_a_picture_differ() -> None:
     assert len(set(with_pictures((0, 30, CAT)))) == 30
 
 
+def test_a_picture_that_comes_again_is_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pictures of a chat come with every turn, and the engine waits for their tokens."""
+    spans, n_hashes, real = [PictureSpan(2, 7, b"seen before")], 0, keys._hash
+
+    def counted(*args: object) -> bytes:
+        nonlocal n_hashes
+        n_hashes += 1
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(keys, "_hash", counted)
+    first = key_tokens(np.arange(10), spans)
+    assert n_hashes == 5
+    later = key_tokens(np.arange(20), [PictureSpan(12, 17, b"seen before")])
+    assert n_hashes == 5
+    assert later[12:17].tolist() == first[2:7].tolist()
+
+
 def test_the_order_of_two_pictures_matters() -> None:
     one, other = (with_pictures((5, 9, a), (9, 13, b)) for a, b in ((CAT, DOG), (DOG, CAT)))
     assert one[5:9] == other[9:13]

@@ -41,6 +41,9 @@ class EchoProcess:
             body = json.loads(raw or b"{}")
             if target == "/v1/cache/stats":
                 await self.whole(writer, {"open": self.n_open - 1})
+            elif method == "DELETE" and "forgetful" in self.name:
+                error = {"message": "the disk is full", "code": "cache_not_cleared"}
+                await self.whole(writer, {"error": error}, status="503 Service Unavailable")
             elif method == "DELETE":
                 await self.whole(writer, {"deleted": target})
             elif body.get("stream"):
@@ -56,9 +59,10 @@ class EchoProcess:
             self.n_open -= 1
             writer.close()
 
-    async def whole(self, writer, value):
+    async def whole(self, writer, value, status="200 OK"):
         raw = json.dumps(value).encode()
-        head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}"
+        kind = "content-type: application/json"
+        head = f"HTTP/1.1 {status}\r\n{kind}\r\ncontent-length: {len(raw)}"
         writer.write(head.encode() + b"\r\n\r\n" + raw)
         await writer.drain()
 

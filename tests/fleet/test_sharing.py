@@ -537,6 +537,18 @@ def test_a_picture_or_a_suffix_without_a_prompt_is_read(
         assert "choices" in front.plain.post("/api/generate", json=body).json()
 
 
+def test_a_cache_that_cannot_be_cleared_is_no_success(tmp_path: Path) -> None:
+    """What one model's process could not promise, the front does not promise either."""
+    with serving(tmp_path, "a", "forgetful", room=3) as front:
+        http = front.http()
+        for name in ("a", "forgetful"):
+            http.post(f"/v1/models/{name}/load").raise_for_status()
+        refused = http.delete("/v1/cache")
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "cache_not_cleared"
+        assert http.delete("/v1/cache", params={"model": "a"}).status_code == 200
+
+
 def test_every_loaded_model_is_told_which_namespace_to_clear(tmp_path: Path) -> None:
     keys = {"server.api_keys": ["k1"], "server.admin_keys": ["boss"]}
     with serving(tmp_path, "a", "b", "c", room=3, **keys) as front:

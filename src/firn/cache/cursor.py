@@ -7,6 +7,7 @@ written by one part of the cache, which its heading names.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -55,6 +56,8 @@ class Loading:
     front: int = 0
     """How far the prompt is computed and committed by now. I/O threads read this and `over`."""
     over: bool = False
+    to_order: deque[Record] = field(default_factory=deque)
+    """Records whose reads are not ordered yet, in order."""
     nbytes: dict[str, int] = field(default_factory=dict)
     """Bytes that have arrived, by tier."""
     n_arrived: int = 0

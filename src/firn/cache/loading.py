@@ -8,6 +8,7 @@ Owner: the engine thread, through the prefix cache.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -27,6 +28,8 @@ from firn.core.reuse import Cause, Reason
 
 MAX_PLANS = 3
 """How many times a prompt's loads are planned, including the first, if loads fail."""
+N_ORDERED = 512
+"""The most reads that are ordered between two steps."""
 ASK_PATIENCE_S = 0.25
 """Computing waits no longer than this for a store's answer."""
 MIN_DEADLINE_S, DEADLINE_FACTOR = 5.0, 10.0
@@ -66,7 +69,7 @@ class Loader:
             return
         cursor.in_memory_before = frozenset(r for r in plan.target.records if r.arrays is not None)
         now = cursor.clock()
-        loading = cursor.loading = Loading(
+        cursor.loading = Loading(
             plan.target.n_tokens,
             set(plan.loads),
             now,
@@ -76,9 +79,27 @@ class Loader:
             compute_s=plan.compute_s,
             start=max(plan.now.n_tokens, start),
             front=start,
+            to_order=deque(plan.loads),
         )
-        for record in plan.loads:
+        self.order(cursor, N_ORDERED)
+
+    def order(self, cursor: CacheCursor, n_most: int) -> int:
+        """Order the next reads of its load, at most so many; returns how many.
+
+        A prompt of a million tokens has thousands: ordering all of them at once would keep running
+        streams waiting.
+        """
+        loading, n_ordered = cursor.loading, 0
+        while loading is not None and loading.to_order and n_ordered < n_most:
+            record = loading.to_order.popleft()
+            if record not in loading.missing:  # read for another request, or computed
+                continue
+            if not record.stored:
+                self.read_failed(cursor, record, Missing())
+                return n_ordered
             self._records.tiers.fastest_with(record).load(record, _wants(loading, record))
+            n_ordered += 1
+        return n_ordered
 
     def preview(self, cursor: CacheCursor) -> Match:
         """Where the prompt would resume, by loading if that pays. Loads nothing."""

@@ -22,7 +22,7 @@ from firn.cache.cursor import CacheCursor
 from firn.cache.garbage import Garbage
 from firn.cache.integrity import IntegrityCheck
 from firn.cache.layout import Layout
-from firn.cache.loading import Loader
+from firn.cache.loading import N_ORDERED, Loader
 from firn.cache.memory.parking import Parking
 from firn.cache.off import BlankCursor
 from firn.cache.planning import checkpoints, estimates_file
@@ -429,8 +429,11 @@ class PrefixTree:
                 self._garbage.tick(idle=load is EngineLoad.NONE)
             for tier, event in self.records.poll(load):
                 self._pass_on(tier, event)
+        n_left = N_ORDERED
         for cursor in list(self._racing):
             self._loader.end_if_late(cursor)
+            with self._counting_faults("tick"):
+                n_left -= self._loader.order(cursor, n_left)
             if not cursor.pending:
                 self._racing.discard(cursor)
 

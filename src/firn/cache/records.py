@@ -88,7 +88,9 @@ class Records:
         self.clock = clock
         self.wall = wall
         carrier = Part.PAGES if needs.pages else Part.WINDOW
-        self.tree = Tree(identity.block, carrier=carrier, clock=clock, wall=wall)
+        self.tree = Tree(
+            identity.block, carrier=carrier, window=needs.window, clock=clock, wall=wall
+        )
         self.ledger = Ledger(self.tree)
         self.catalogue = RecordCatalogue(identity, needs, self.tree, wall=wall)
         self.rows = LiveRows(self.tree, self.ledger)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NewType
 
 import numpy as np
@@ -42,10 +43,15 @@ def prompt_tokens(prompt: Prompt) -> KeyTokens:
 def key_tokens(ids: TokenArray, picture_spans: Sequence[PictureSpan] = ()) -> KeyTokens:
     values = ids.astype(np.uint64)
     for span in picture_spans:
-        for i in range(span.start, span.end):
-            position = (i - span.start).to_bytes(8, "little")
-            values[i] = _digest_token(b"image", [span.digest, position])
+        values[span.start : span.end] = _picture_tokens(span.digest, span.end - span.start)
     return values
+
+
+@lru_cache(maxsize=1024)
+def _picture_tokens(digest: bytes, n: int) -> KeyTokens:
+    """Remembered: a chat's pictures come again with every turn, and each has a thousand tokens."""
+    tokens = (_digest_token(b"image", [digest, i.to_bytes(8, "little")]) for i in range(n))
+    return np.fromiter(tokens, np.uint64, n)
 
 
 def _digest_token(kind: bytes, fields: Sequence[bytes]) -> np.uint64:

@@ -27,14 +27,14 @@ from firn.api.openapi import error_responses
 from firn.api.origins import check_may_change_cache, refuse_foreign_pages
 from firn.api.routes.models import add_routes, page
 from firn.api.routes.ollama import model_routes
-from firn.core.errors import ModelNotFound, NotFound
+from firn.core.errors import BadRequest, ModelNotFound, NotFound
 from firn.core.values import Namespace
 from firn.fleet import merging
 from firn.fleet.files import ModelFacts, folder_of, read_facts
 from firn.fleet.fleet import Fleet
 from firn.fleet.model import Model
 from firn.fleet.placement import NEVER, ModelState
-from firn.fleet.relay import Relay, check_may_load
+from firn.fleet.relay import Relay, RemoteFault, check_may_load
 
 NOBODY = Namespace("")
 """For what depends on no key."""
@@ -327,7 +327,14 @@ def add_cache(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
         if models and fleet.peek(models[0]) is None:
             raise fleet.not_ready(models[0], "its cache can be cleared only while it is loaded")
         target = "/v1/cache" if namespace is None else f"/v1/cache?namespace={namespace}"
-        answers = await merging.ask_loaded(fleet, request.scope, target.encode(), models)
+        loaded = [m for m in models or fleet.models.values() if fleet.peek(m) is not None]
+        answers = await merging.ask_loaded(fleet, request.scope, target.encode(), loaded)
+        for each in loaded:  # an answer says that what was cleared stays cleared
+            answer = next((a for a in answers if a.model == each.spec.name), None)
+            if answer is None:
+                raise fleet.not_ready(each, "its process did not say that its cache is cleared")
+            if answer.status >= BadRequest.status:
+                raise RemoteFault(answer.status, answer.body)
         return {"models": _by_model(answers)}
 
     add = partial(app.add_api_route, responses=error_responses())

@@ -212,7 +212,74 @@ def test_pages_take_their_node_along() -> None:
     assert list(nodes_of(cache.records.tree)) == []
 
 
+# --- windows -------------------------------------------------------------------------------
+
+WIDE = Shape(window=20)
+"""A resume reads the windows of the last three blocks, or of four around its position."""
+
+
+def put_windows(cache: PrefixTree, blocks: Sequence[int]) -> None:
+    """A chain with pages and windows, whose blocks are committed one after the other."""
+    for n in range(1, len(blocks) + 1):
+        put(cache, blocks[:n])
+        put(cache, blocks[:n], Part.WINDOW)
+    touch(cache, blocks)
+
+
+def with_windows(cache: PrefixTree) -> set[int]:
+    return {int(r.node.tokens[0]) for r in records_of(cache) if r.part is Part.WINDOW}
+
+
+def test_windows_that_a_chain_has_left_behind_go_first() -> None:
+    """Before anything that somebody may resume from, even if that was used earlier."""
+    cache = memory(WIDE, 1700)
+    put(cache, [50])
+    put_windows(cache, range(1, 9))
+    for i in range(51, 56):
+        assert with_windows(cache) == set(range(i - 50, 9)), "the furthest goes first"
+        put(cache, [i])
+    assert kept(cache) == {*range(1, 9), *range(50, 56)}
+    put(cache, [56])
+    assert kept(cache) == {*range(1, 9), *range(51, 57)}, "then what was used least recently"
+    assert with_windows(cache) == {6, 7, 8}
+    check_tree(cache)
+
+
+def test_windows_before_a_branch_stay() -> None:
+    cache = memory(WIDE, 3200)
+    put_windows(cache, range(1, 9))
+    put_windows(cache, [1, 2, 3, 4, *range(11, 15)])
+    for i in range(100, 100 + (3200 - 2400) // 100 + 3):
+        put(cache, [i])
+    assert with_windows(cache) == {2, 3, 4, 6, 7, 8, 12, 13, 14}
+    check_tree(cache)
+
+
+def test_windows_at_a_point_where_others_will_branch_off_stay() -> None:
+    cache = memory(WIDE, 1600)
+    put_windows(cache, range(1, 9))
+    cache.records.keep_window(node_of(cache, [1, 2, 3]), 24, Mark.BRANCH)
+    for i in (50, 51):
+        put(cache, [i])
+    assert with_windows(cache) == {1, 2, 3, 6, 7, 8}
+
+
 # --- states --------------------------------------------------------------------------------
+
+
+def test_of_the_states_of_a_chain_the_first_goes_first() -> None:
+    """Who goes back in a conversation goes back a few turns. All of them were used together."""
+    cache = tree(HYBRID, limit_nbytes=1000, wall=lambda: 600.0)
+    for n in range(1, 6):
+        put(cache, range(1, n + 1), nbytes=10)
+        put(cache, range(1, n + 1), Part.STATE)
+    for i in (50, 51):
+        put(cache, [i], Part.STATE)
+    assert [n for n in range(1, 6) if Part.STATE in node_of(cache, range(1, n + 1)).records] == [
+        3,
+        4,
+        5,
+    ]
 
 
 def test_states_have_a_share_and_pages_do_not_give_way_to_them() -> None:

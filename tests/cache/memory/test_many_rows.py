@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -69,25 +71,31 @@ def n_cached(cache: PrefixTree, prompt: Prompt) -> int:
     return cursor.admission.n_cached
 
 
-def n_calls(cache: PrefixTree, n_evicted: int) -> int:
-    """How many functions are called until so many blocks more are evicted, one after the other."""
+def n_calls(work: Callable[[], object]) -> int:
+    """How many functions this calls."""
     calls = 0
 
     def count(frame: Any, event: str, arg: Any) -> None:
         nonlocal calls
         calls += event in ("call", "c_call")
 
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def evict(cache: PrefixTree, n_blocks: int) -> None:
+    """Evict so many blocks more, one after the other."""
+
     def so_far() -> int:
         return cache.stats.evictions[Part.PAGES.value]
 
     before = so_far()
-    sys.setprofile(count)
-    try:
-        while so_far() < before + n_evicted:
-            cache.set_room(cache.records.memory.nbytes - 1)
-    finally:
-        sys.setprofile(None)
-    return calls
+    while so_far() < before + n_blocks:
+        cache.set_room(cache.records.memory.nbytes - 1)
 
 
 def test_to_evict_a_record_costs_the_same_however_many_rows_are_parked() -> None:
@@ -96,8 +104,21 @@ def test_to_evict_a_record_costs_the_same_however_many_rows_are_parked() -> None
         talk(few, i)
     for i in range(400):
         talk(many, i)
-    n_few, n_many = n_calls(few, 24), n_calls(many, 24)
+    n_few, n_many = (n_calls(partial(evict, cache, 24)) for cache in (few, many))
     assert n_many < 2 * n_few
+    check_tree(many)
+
+
+def test_to_drop_every_row_costs_the_same_for_each() -> None:
+    """As when the device has no memory to copy anything out of them."""
+    few, many = cache_of(), cache_of()
+    for i in range(25):
+        talk(few, i)
+    for i in range(200):
+        talk(many, i)
+    n_few, n_many = (n_calls(cache._parking.drop_all) for cache in (few, many))
+    assert n_many < 1.2 * n_few * 200 / 25
+    assert many.records.memory.nbytes == 0
     check_tree(many)
 
 

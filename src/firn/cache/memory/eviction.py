@@ -1,7 +1,8 @@
 """The memory tier: which records are held as arrays, under a limit in bytes.
 
-The least recently used record is evicted first (see tree/order.py). The last use of a leaf only
-moves forward, so the heap may hold outdated times, and a record that was used since is put back.
+The least recently used record is evicted first (see tree/order.py). Last uses move forward, so the heap
+may hold outdated times, and a record that was used since is put back. They move back only for what a
+chain has left behind, which is queued once more.
 Records that are leased or pinned are set aside until a lease or a pin ends.
 
 States have a share of memory: beyond it, a new state evicts other states, not pages.
@@ -41,8 +42,8 @@ class MemoryTier:
         self._ledger = ledger
         self._rows = rows
         self._evict = evict
-        self._all = EvictionQueue(tree.order.last_use)
-        self._states = EvictionQueue(tree.order.state_last_use)
+        self._all = EvictionQueue(tree.order.last_use, tree.order.turn)
+        self._states = EvictionQueue(tree.order.state_last_use, tree.order.turn)
         self._set_aside: dict[Record, None] = {}
         """Records of either queue that may not be evicted for now."""
         self._try_again = False
@@ -54,12 +55,18 @@ class MemoryTier:
 
     def added(self, record: Record) -> None:
         """Memory now holds the record; room was made before."""
-        self._all.push(record)
-        if record.part is Part.STATE:
-            self._states.push(record)
+        self._queue(record)
+        behind = self._tree.order.left_behind(record)
+        if behind is not None and behind.arrays is not None:
+            self._queue(behind)  # from now on it is evicted sooner
         n_held = self._ledger.memory.total_records
         self._all.tidy(n_held)
         self._states.tidy(n_held)
+
+    def _queue(self, record: Record) -> None:
+        self._all.push(record)
+        if record.part is Part.STATE:
+            self._states.push(record)
 
     def make_room(self, nbytes: int, *, part: Part) -> bool:
         """Evict until `nbytes` more fit; False when what is left may not be evicted."""
@@ -147,10 +154,11 @@ def carries(record: Record) -> bool:
 
 
 class EvictionQueue:
-    """Records by last use, the deepest first at equal times. May contain a record twice."""
+    """Records by last use, at equal times by turn. May contain a record twice."""
 
-    def __init__(self, last_use: Callable[[Record], float]) -> None:
+    def __init__(self, last_use: Callable[[Record], float], turn: Callable[[Record], int]) -> None:
         self._last_use = last_use
+        self._turn = turn
         self._heap: list[tuple[float, int, int, Record]] = []
         self._serial = count()
 
@@ -158,8 +166,9 @@ class EvictionQueue:
         return len(self._heap)
 
     def push(self, record: Record) -> None:
-        depth = record.node.start
-        heapq.heappush(self._heap, (self._last_use(record), -depth, next(self._serial), record))
+        heapq.heappush(
+            self._heap, (self._last_use(record), self._turn(record), next(self._serial), record)
+        )
 
     def pop(self) -> Record | None:
         """The least recently used record that memory still holds; None when there is none."""

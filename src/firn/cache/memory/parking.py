@@ -13,6 +13,8 @@ Owner: the engine thread, through the prefix cache.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from firn.cache.arrays.payload import evaluate_layers
 from firn.cache.codecs import concat_tokens
 from firn.cache.commit import RowCutter
@@ -110,21 +112,22 @@ class Parking:
 
     def drop_all(self) -> None:
         """Free the parked rows without a copy: what no tier has of them is lost."""
-        for pages in list(self._rows.parked):
-            self._drop(pages, "no memory")
+        rows = self._rows
+        for pages in list(rows.parked):  # none takes over what another one holds: all of them go
+            self._drop(pages, "no memory", others=[*rows.live.values(), *rows.moving])
 
-    def _drop(self, pages: RowPages, why: str) -> None:
+    def _drop(self, pages: RowPages, why: str, *, others: Iterable[RowPages] | None = None) -> None:
         """Forget the records in it, the last first, except those that another row holds, too."""
         if pages.records:
             namespace = next(iter(pages.records)).node.root.namespace
-            self._move_to_others(pages)
+            self._move_to(self._rows.every() if others is None else others, pages)
             self._records.counts.dropped(namespace, why, len(pages.records))
             self._records.drop(sorted(pages.records, key=lambda r: -r.node.start))
         self._rows.forget(pages)
 
-    def _move_to_others(self, pages: RowPages) -> None:
+    def _move_to(self, others: Iterable[RowPages], pages: RowPages) -> None:
         lost = {r.node: r for r in pages.records}
-        for other in self._rows.every():
+        for other in others:
             if other is pages or other.chain is None or not other.is_available:
                 continue
             for node in other.chain.path():

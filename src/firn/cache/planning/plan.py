@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 
 from firn.cache.parts import Needs, Part
 from firn.cache.planning.estimates import Estimates
@@ -39,6 +40,7 @@ GRACE_S = 0.005
 UNKNOWN_PATIENCE_S = 0.03
 """How long computing waits for a load while the speed of prefill is unknown."""
 
+_start = attrgetter("node.start")
 TierOf = Callable[[Record], str]
 """The name of the tier that a record is read from."""
 
@@ -186,7 +188,12 @@ def _weigh(point: ResumePoint, costs: _ReadCosts, front: int, estimates: Estimat
 
 def _from_the_back(records: Iterable[Record]) -> tuple[Record, ...]:
     """States and windows, without which nothing can resume; then pages, the last block first."""
-    return tuple(sorted(records, key=lambda r: (r.part is Part.PAGES, -r.node.start)))
+    pages, others = list[Record](), list[Record]()
+    for record in records:
+        (pages if record.part is Part.PAGES else others).append(record)
+    for some in (others, pages):
+        some.sort(key=_start, reverse=True)
+    return (*others, *pages)
 
 
 def _patience(target: _Target, front: int, estimates: Estimates) -> tuple[float, float]:

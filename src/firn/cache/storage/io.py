@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from math import inf
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -232,7 +232,7 @@ class TierIo:
         self._told_foreign = False
         self._tally = Tally()
         self._lock = threading.Lock()
-        self._to_touch: dict[str, float] = {}
+        self._to_touch: list[Mapping[Name, float]] = []
         self._is_touching = False
         self._to_delete: dict[str, None] = {}
         self._is_deleting = False
@@ -289,9 +289,7 @@ class TierIo:
         if not stamps:
             return
         with self._lock:
-            for name, stamp in stamps.items():
-                text = str(name)
-                self._to_touch[text] = max(stamp, self._to_touch.get(text, stamp))
+            self._to_touch.append(stamps)
             is_idle, self._is_touching = not self._is_touching, True
         if is_idle:
             self.threads.upkeep(self._touch_all)
@@ -421,8 +419,12 @@ class TierIo:
 
     def _next_touches(self) -> dict[str, float]:
         with self._lock:
-            stamps, self._to_touch = self._to_touch, {}
-            self._is_touching = bool(stamps)
+            some, self._to_touch = self._to_touch, []
+            self._is_touching = bool(some)
+        stamps: dict[str, float] = {}
+        for name, stamp in chain.from_iterable(each.items() for each in some):
+            text = str(name)
+            stamps[text] = max(stamp, stamps.get(text, stamp))
         return stamps
 
     def _scan(self, batch: Callable[[Changes], None]) -> None:

@@ -34,9 +34,9 @@ class PackedTokens:
         if len(tokens) and tokens.max() >> np.uint64(32):
             self._wide_at = np.flatnonzero(tokens >> np.uint64(32)).tolist()
         low = tokens & np.uint64(0xFFFFFFFF) if self._wide_at else tokens
-        self._packed = {NARROW: low.astype(_DTYPE[NARROW]).tobytes()}
+        self._packed = {NARROW: low.astype(_DTYPE[NARROW]).view(np.uint8).data}
         if self._wide_at:
-            self._packed[WIDE] = tokens.astype(_DTYPE[WIDE]).tobytes()
+            self._packed[WIDE] = tokens.astype(_DTYPE[WIDE]).view(np.uint8).data
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -48,7 +48,7 @@ class PackedTokens:
             end = min(end, self._wide_at[i]) if i < len(self._wide_at) else end
         if width not in self._packed:
             return self.tokens[start:end].astype(_DTYPE[width]).tobytes()
-        return self._packed[width][start * width : end * width]
+        return bytes(self._packed[width][start * width : end * width])
 
     def narrowest(self, start: int, end: int) -> tuple[bytes, int]:
         """Tokens [start, end) at the smallest width that holds them, and that width."""
@@ -107,6 +107,9 @@ class Children(Generic[C]):
         wanted = tokens.cut(start, end, self._width)
         if len(wanted) != (end - start) * self._width:
             return None
+        if len(self._children) == 1:
+            (child,) = self._children
+            return child if self._key(child) == wanted else None
         i = self._place(wanted)
         there = i < len(self._children) and self._key(self._children[i]) == wanted
         return self._children[i] if there else None

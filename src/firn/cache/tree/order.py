@@ -26,23 +26,50 @@ BLOCK_S = 2.0
 
 
 class EvictionOrder:
-    def __init__(self, block: int, carrier: Part) -> None:
-        """carrier: the part that every later block of a chain needs; the other parts depend on it."""
+    def __init__(self, block: int, carrier: Part, window: int) -> None:
+        """carrier: the part that every later block of a chain needs; the other parts depend on it.
+
+        window: how many tokens of windows a resume reads.
+        """
         self._block = block
         self._carrier = carrier
+        self._window = window
 
     def last_use(self, record: Record) -> float:
         """When a record counts as last used, by the wall clock.
 
         How often it was used does not count: a long conversation that has ended was used more often
         than a new one. A window or state that only a branch would need counts as used a day
-        earlier. The carrier of a chain never counts as used before what it carries. At equal times
-        the deeper record is evicted first, so a chain shrinks from its end.
+        earlier. The carrier of a chain never counts as used before what it carries.
         """
         at = record.node.used_at
-        if record.part is not self._carrier and _only_for_branches(record):
+        if record.part is not self._carrier and self._only_for_branches(record):
             at -= DAY_S
         return at
+
+    def turn(self, record: Record) -> int:
+        """Which of several records that were used at the same time is evicted first: the lowest.
+
+        A chain shrinks from its end. Of what only branches need, the deepest goes last: people go back
+        a few turns.
+        """
+        return -record.node.start if record.part is self._carrier else record.node.start
+
+    def _only_for_branches(self, record: Record) -> bool:
+        """Whether only a branch would need this record: a single chain goes on without it."""
+        if record.part is Part.STATE and record.mark is Mark.PROMPT_END:
+            return True
+        n_tokens = self._window if record.part is Part.WINDOW else 1
+        return record.mark < Mark.LATTICE and _goes_on_alone(record.node, n_tokens)
+
+    def left_behind(self, record: Record) -> Record | None:
+        """The window or state that a chain no longer needs once it has this new record."""
+        node = record.node
+        if record.part is Part.WINDOW:
+            behind = (n for n in node.path() if node.end - n.end >= self._window)
+            last = next(behind, None)
+            return None if last is None else last.records.get(Part.WINDOW)
+        return None if node.parent is None else node.parent.records.get(Part.STATE)
 
     def state_last_use(self, record: Record) -> float:
         """Like `last_use`, among states, which have their own share of memory: shared positions are
@@ -98,9 +125,11 @@ class EvictionOrder:
         return raised
 
 
-def _only_for_branches(record: Record) -> bool:
-    """Whether only a branch would need this record: a single chain continues here, without it."""
-    n = len(record.node.children)
-    if record.part is Part.STATE:
-        return record.mark is Mark.PROMPT_END or (n == 1 and record.mark < Mark.LATTICE)
-    return n == 1
+def _goes_on_alone(node: Node, n_tokens: int) -> bool:
+    """Whether a single chain goes on for at least this many tokens after the node."""
+    n = node
+    while n.end - node.end < n_tokens:
+        if len(n.children) != 1:
+            return False
+        (n,) = n.children
+    return True

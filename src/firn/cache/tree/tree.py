@@ -34,10 +34,12 @@ class Tree:
         block: int,
         *,
         carrier: Part = Part.PAGES,
+        window: int = 1,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """carrier: the part of a block that every later block of its chain needs.
+        """carrier: the part of a block that every later block of its chain needs. window: how many
+        tokens of windows a resume reads.
 
         clock: for lifetimes. wall: for times of use, which outlive the process (see `UseClock`).
         """
@@ -52,7 +54,7 @@ class Tree:
         """How many roots were replaced by empty ones."""
         self.version = 0
         """Changes with every node that is added or removed."""
-        self.order = EvictionOrder(block, carrier)
+        self.order = EvictionOrder(block, carrier, window)
         self.lifetimes = Lifetimes(clock)
         self.evicted = EvictedBlocks()
         self._n_tiers = 0
