@@ -48,6 +48,24 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         {"properties": {"a": {"type": "string"}}},
         (),
     ),
+    "true for a schema": (
+        {"not": True, "contains": True, "if": True, "then": {"const": 1}, "type": "array"},
+        {"type": "array"},
+        ("#/contains", "#/if", "#/not"),
+    ),
+    "what asks for nothing is not told": (
+        {
+            "not": False,
+            "if": {},
+            "uniqueItems": False,
+            "propertyNames": {},
+            "type": "array",
+            "unevaluatedProperties": True,
+            "dependentRequired": {},
+        },
+        {"type": "array"},
+        (),
+    ),
     "endless": (
         {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
         {"type": "object"},

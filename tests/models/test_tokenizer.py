@@ -247,6 +247,13 @@ def test_a_template_that_wants_tools_as_text_gets_them_with_the_date(tmp_path: P
     assert re.search(r"Today is \d{4}-\d\d-\d\d 00:00:00 GMT\.", text), "the same all day"
 
 
+def test_the_time_of_day_is_midnight_so_that_prompts_stay_the_same(tmp_path: Path) -> None:
+    source = "{{ strftime_now('%H:%M:%S.%f') }} {{ strftime_now('%Y-%m-%d') }}"
+    tokenizer = write_tokenizer(tmp_path, pieces_json(), chat_template=source)
+    text = tokenizer.render(HELLO, tools=None, kwargs={})
+    assert re.fullmatch(r"00:00:00\.000000 \d{4}-\d\d-\d\d", text)
+
+
 NAMED = [
     {"name": "default", "template": "plain {{ messages[-1].content }}"},
     {"name": "tool_use", "template": "<tool_call> {{ tools | length }} {{ messages[-1].content }}"},

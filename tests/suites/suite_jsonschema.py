@@ -47,10 +47,10 @@ def answers() -> dict[str, httpx.Response]:
                 "json_schema": {"name": "s", "schema": schema},
             },
             "max_tokens": MAX_TOKENS,
-            "temperature": 1,
-            "seed": 1,
+            "temperature": 1.5,  # for replies that differ
+            "seed": i,
         }
-        for schema in SCHEMAS.values()
+        for i, schema in enumerate(SCHEMAS.values())
     ]
     return dict(zip(SCHEMAS, chats(bodies), strict=True))
 

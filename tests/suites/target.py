@@ -33,23 +33,35 @@ PICTURE = (
 
 
 N_TOGETHER = 8
-BIAS = {'"': 20, "}": 20, "]": 20, ",": 20, ":": 20, '",': 20, '"}': 20, '"]': 20, "\n": -100}
+ENDS = ('"', '",', '"}', '"]', "}", "]")
+LIKELIER = (5, 30)
+"""How much likelier tokens that end a JSON value are made: with the second, a string ends at once."""
 
 
 def chats(bodies: Sequence[dict[str, Any]]) -> list[httpx.Response]:
     """The answers to these chats, several of which are asked at a time.
 
-    Tokens that end a JSON value are made likely: a tiny model would write endless strings.
+    A tiny model would write endless strings, so their ends are made likelier, and once more in what was
+    cut off all the same.
     """
-    biased = ((_ids(text), bias) for text, bias in BIAS.items())
-    bias = {str(ids[0]): bias for ids, bias in biased if len(ids) == 1}
 
     def ask(body: dict[str, Any]) -> httpx.Response:
-        given = {"model": MODEL, "logit_bias": bias, **body}
-        return httpx.post(f"{URL}/v1/chat/completions", json=given, timeout=300)
+        for bias in biases:
+            given = {"model": MODEL, "logit_bias": bias, **body}
+            answer = httpx.post(f"{URL}/v1/chat/completions", json=given, timeout=300)
+            if answer.status_code != 200 or not _is_cut(answer):
+                break
+        return answer
 
+    ids = [found[0] for found in map(_ids, ENDS) if len(found) == 1]
+    blank = {str(found[0]): -100 for found in [_ids("\n")] if len(found) == 1}
+    biases = [{**dict.fromkeys(map(str, ids), more), **blank} for more in LIKELIER]
     with ThreadPoolExecutor(N_TOGETHER) as pool:
         return list(pool.map(ask, bodies))
+
+
+def _is_cut(answer: httpx.Response) -> bool:
+    return any(choice["finish_reason"] == "length" for choice in answer.json()["choices"])
 
 
 def _ids(text: str) -> list[int]:

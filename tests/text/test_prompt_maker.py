@@ -22,8 +22,9 @@ from firn.core.values import (
     ToolChoice,
     ToolMode,
 )
+from firn.text.messages import to_template
 from firn.text.prompt import PromptMaker
-from firn.text.template import read_style
+from firn.text.template import Template, read_style
 from tests import families
 from tests.text.trained import CHATML, TrainedTokenizer, byte_level, fallback
 
@@ -287,21 +288,39 @@ def test_the_style_is_read_from_the_templates_source(source: str, trait: str) ->
     assert getattr(read_style(CHATML), trait) is False
 
 
-@pytest.mark.parametrize(
-    ("source", "key"),
-    [
-        ("{{ message.thinking }}", "thinking"),
-        ("{{ message.thinking }}{{ message.reasoning_content }}", "reasoning_content"),
-        ("{{ message.content }}", "reasoning_content"),
-    ],
+SAYS = "{% for m in messages %}[{{ m.role }}]FIELD{{ m.content }}{% endfor %}"
+PARTS = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{% if p.type == 'thinking' %}<{{ p.thinking }}>{% else %}{{ p.text }}"
+    "{% endif %}{% endfor %}{% endif %}{% endfor %}"
 )
-def test_reasoning_gets_the_key_that_the_template_reads(source: str, key: str) -> None:
-    assert read_style(source).reasoning_key == key
+THOUGHTS = {
+    "reasoning_content": (SAYS.replace("FIELD", "{{ m.reasoning_content }}"), "hmyes"),
+    "reasoning": (SAYS.replace("FIELD", "{{ m.get('reasoning', '') }}"), "hmyes"),
+    "thinking": (SAYS.replace("FIELD", "{{ m['thinking'] }}"), "hmyes"),
+    "either of two": (SAYS.replace("FIELD", "{{ m.thinking or m.reasoning_content }}"), "hmyes"),
+    "only beside calls": (
+        SAYS.replace("FIELD", "{% if m.tool_calls or loop.last %}{{ m.reasoning }}{% endif %}"),
+        "hmyes",
+    ),
+    "a part of the content": (PARTS, "<hm>yes"),
+    "nowhere": (SAYS.replace("FIELD", ""), "yes"),
+}
+
+
+@pytest.mark.parametrize("field", THOUGHTS)
+def test_reasoning_is_where_the_template_looks_for_it(field: str) -> None:
+    source, shown = THOUGHTS[field]
+    tokenizer = families.with_template("llama3", source)
+    style = Template.read(tokenizer).style
+    asked = Message("user", (TextPart("why"),))
+    chat = (asked, Message("assistant", (TextPart("yes"),), reasoning="hm"))
+    text = tokenizer.render(to_template(chat, style=style), tools=None, kwargs={})
+    assert text == f"[user]why[assistant]{shown}"
 
 
 def test_the_styles_of_families_are_read_from_their_sources() -> None:
     assert read_style(families.template("mistral")).short_ids
-    assert read_style(families.template("gpt_oss")).reasoning_key == "thinking"
 
 
 # --- continuing a reply --------------------------------------------------------------------

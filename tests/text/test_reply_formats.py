@@ -103,6 +103,11 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     ),
     "functionary 3.2": (">>>${recipient}\n${content}", (), "functionary"),
     "llama 4, another spelling": ("[func_name1(param1=value1)]", (), "pythonic_bare"),
+    "llama 4 and its tokens": (
+        "[func_name1(param1=value1)]",
+        ("<|python_start|>", "<|python_end|>"),
+        "llama4_pythonic",
+    ),
     "no tools": ("{% for m in messages %}{{ m.content }}{% endfor %}", (), None),
 }
 

@@ -10,6 +10,7 @@ from firn.text.template_losses import (
     DATE,
     ENDS_WITH_RULES,
     REASONING_GOES,
+    SETS_DATE,
     TEXT_MOVES,
     TOOLS_MOVE,
     TURNS_CHANGE,
@@ -39,6 +40,15 @@ def test_what_a_template_loses_is_told_by_name(family: str) -> None:
 def test_a_date_in_the_prompt_is_told(date: str) -> None:
     source = f"{{{{ {date} }}}}" + families.template("llama3")
     assert lost(families.with_template("llama3", source)) == (DATE,)
+
+
+@pytest.mark.parametrize("variable", ["date_string", "current_date"])
+def test_the_variable_that_sets_the_date_is_named(variable: str) -> None:
+    now = f"{{{{ {variable} if {variable} is defined else strftime_now('%d %B') }}}}"
+    tokenizer = families.with_template("llama3", now + families.template("llama3"))
+    assert lost(tokenizer) == (DATE + SETS_DATE.format(variable),)
+    rules = Template.read(tokenizer)
+    assert losses(tokenizer, rules, kwargs={variable: "26 July"}) == ()
 
 
 def test_instructions_after_the_newest_message_are_told() -> None:

@@ -121,9 +121,9 @@ class _Relaxing:
         return best
 
     def _without_unenforced(self, pointer: str, node: dict[str, Any]) -> None:
-        for keyword in [k for k in node if k in UNENFORCED | SILENT]:
-            given = node.pop(keyword)
-            if keyword in UNENFORCED and given is not (keyword != "uniqueItems"):
+        dropped = {k: node.pop(k) for k in list(node) if k in UNENFORCED | SILENT}
+        for keyword in UNENFORCED & dropped.keys():
+            if not _asks_nothing(keyword, dropped):
                 self._left_out.append(f"#{pointer}/{keyword}")
         if self._is_refused(node, "format"):  # validators may ignore formats that they do not know
             del node["format"]
@@ -157,3 +157,16 @@ class _Relaxing:
     def _leave_out(self, pointer: str, node: dict[str, Any], keyword: str) -> None:
         del node[keyword]
         self._left_out.append(f"#{pointer}/{keyword}")
+
+
+def _asks_nothing(keyword: str, given: Mapping[str, Any]) -> bool:
+    """Whether every value has what this keyword asks for. given: the keywords of its place."""
+    match keyword:
+        case "uniqueItems" | "not":
+            return given[keyword] is False
+        case "if":
+            return not {"then", "else"} & given.keys()
+        case "contains":
+            return False
+        case _:
+            return given[keyword] is True or given[keyword] == {}

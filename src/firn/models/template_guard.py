@@ -5,12 +5,16 @@ can make a recursive macro run for years, and a thread cannot be stopped from ou
 compiled template counts a tick at every iteration of a loop and every call of a macro, and checks
 the clock now and then. The guard is put into the compiled templates that transformers caches; the
 rest of rendering is transformers' own.
+
+It also stops the clock that templates read: see `date_now`.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from datetime import date, datetime
+from datetime import time as time_of_day
 from typing import Any
 
 import jinja2
@@ -47,9 +51,16 @@ def guard(source: str) -> None:
         environment.code_generator_class = _TickingGenerator
         environment.intercepted_binops = frozenset({"*", "**"})
         environment.call_binop = _bounded_binop
+        environment.globals["strftime_now"] = date_now
         fresh = environment.from_string(source)
         template.root_render_func, template.blocks = fresh.root_render_func, fresh.blocks
         environment.context_class = GuardedContext
+
+
+def date_now(form: str) -> str:
+    """The date in the form that a template asks for. The time of day is midnight: with the real one,
+    no prompt would begin like the one before."""
+    return datetime.combine(date.today(), time_of_day()).strftime(form)
 
 
 class GuardedContext(Context):

@@ -20,9 +20,10 @@ class TemplateStyle:
 
     none_content: a message that only calls tools has None as content. short_ids: call ids are nine
     letters and digits. text_arguments: arguments are JSON text. names_results: a tool's result has
-    the tool's name. reasoning_key: the field for reasoning. either_reasoning: a message with calls
-    has reasoning or content, not both. lists: content is always a list of parts. object_arguments:
-    arguments are always an object, even those that are not valid JSON.
+    the tool's name. reasoning_key: the field for reasoning. reasoning_parts: reasoning is a part of
+    the content instead. either_reasoning: a message with calls has reasoning or content, not both.
+    lists: content is always a list of parts. object_arguments: arguments are always an object, even
+    those that are not valid JSON. empty_tools: a chat without tools has an empty list of them.
     """
 
     none_content: bool = False
@@ -30,6 +31,7 @@ class TemplateStyle:
     text_arguments: bool = False
     names_results: bool = False
     reasoning_key: str = "reasoning_content"
+    reasoning_parts: bool = False
     either_reasoning: bool = False
     lists: bool = False
     object_arguments: bool = False
@@ -83,7 +85,7 @@ def parse_arguments(arguments: Mapping[str, Any] | str) -> Mapping[str, Any] | s
 def to_template(
     messages: Sequence[Message], *, style: TemplateStyle = COMMON
 ) -> list[dict[str, Any]]:
-    """Plain dicts; content is a string, or a list where there are pictures or the style wants one."""
+    """Plain dicts; content is a string, or a list where it is more than text or the style wants one."""
     tool_of_call = {c.id: c.name for m in messages for c in m.tool_calls}
     return [_message_dict(m, style, tool_of_call) for m in messages]
 
@@ -97,7 +99,7 @@ def _message_dict(
         fields["tool_calls"] = [_call_dict(c, style) for c in message.tool_calls]
         if style.none_content and not fields["content"]:
             fields["content"] = None
-    if message.reasoning is not None:
+    if message.reasoning is not None and not style.reasoning_parts:
         fields[style.reasoning_key] = message.reasoning
         if style.either_reasoning and message.tool_calls:
             said = (message.reasoning, message.text)
@@ -113,12 +115,15 @@ def _message_dict(
 
 
 def _content(message: Message, style: TemplateStyle) -> str | list[dict[str, Any]]:
-    if not style.lists and not any(isinstance(p, PicturePart) for p in message.parts):
+    thinks = style.reasoning_parts and bool(message.reasoning)
+    has_pictures = any(isinstance(p, PicturePart) for p in message.parts)
+    if not (style.lists or thinks or has_pictures):
         return message.text
-    return [
+    parts = [
         {"type": "text", "text": p.text} if isinstance(p, TextPart) else {"type": "image"}
         for p in message.parts
     ]
+    return [{"type": "thinking", "thinking": message.reasoning}, *parts] if thinks else parts
 
 
 def _call_dict(call: ToolCall, style: TemplateStyle) -> dict[str, Any]:

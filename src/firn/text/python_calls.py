@@ -146,13 +146,12 @@ def _dotted(node: ast.expr) -> str:
 
 
 class _JsonWords(ast.NodeTransformer):
-    """Replaces true, false and null, which templates write inside nested values, and sets by lists."""
+    """Replaces true, false and null, which templates write inside nested values, sets by lists, and any
+    other word by its text: some templates leave out the quotes."""
 
     def visit_Set(self, node: ast.Set) -> ast.expr:
         self.generic_visit(node)
         return ast.copy_location(ast.List(node.elts, ast.Load()), node)
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        if node.id not in _JSON_WORDS:
-            return node
-        return ast.copy_location(ast.Constant(_JSON_WORDS[node.id]), node)
+        return ast.copy_location(ast.Constant(_JSON_WORDS.get(node.id, node.id)), node)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,7 +47,17 @@ MESSAGE_OPENERS = (
 )
 """Tokens known to begin a message. Others are found by rendering a small chat."""
 
-_ALPHA, _BETA, _GAMMA, _DELTA = "alpha", "beta", "gamma", "delta"
+_ALPHA, _BETA, _GAMMA, _DELTA, _EPSILON = "alpha", "beta", "gamma", "delta", "epsilon"
+
+REASONING_FIELDS: Sequence[Mapping[str, Any]] = (
+    {"reasoning_key": "reasoning_content"},
+    {"reasoning_key": "reasoning"},
+    {"reasoning_key": "thinking"},
+    {"reasoning_parts": True},
+)
+"""Where templates look for reasoning, the commonest first."""
+_WRITTEN_PART = re.compile(r"""['"]thinking['"]""")
+"""A template that takes no parts writes the list itself."""
 
 
 _JSON = re.compile(r'"input":\s*"delta"')
@@ -68,7 +79,7 @@ class Template:
     @classmethod
     def read(cls, tokenizer: Tokenizer) -> Template:
         style = replace(read_style(tokenizer.chat_template or ""), lists=_wants_lists(tokenizer))
-        style = _probed(tokenizer, style)
+        style = _with_reasoning(tokenizer, _probed(tokenizer, style))
         return cls(style, turn_rules(tokenizer, style), openers(tokenizer))
 
 
@@ -141,6 +152,29 @@ def _probed(tokenizer: Tokenizer, style: TemplateStyle) -> TemplateStyle:
     return style
 
 
+def _with_reasoning(tokenizer: Tokenizer, style: TemplateStyle) -> TemplateStyle:
+    """The style by which reasoning is shown, in a turn that calls a tool or else in an answer."""
+    asked = Message("user", (TextPart(_ALPHA),))
+    call = ToolCall("call00001", _BETA, {"input": _GAMMA})
+    calls = Message("assistant", tool_calls=(call,), reasoning=_EPSILON)
+    answers = Message("assistant", (TextPart(_DELTA),), reasoning=_EPSILON)
+    result = Message("tool", (TextPart(_DELTA),), tool_call_id=call.id)
+    tools = tools_to_template((Tool(_BETA),))
+
+    def shows(style: TemplateStyle) -> bool:
+        chats = ((asked, calls, result), tools), ((asked, answers), style.no_tools)
+        for chat, given in chats:
+            messages = to_template(normalize_calls(chat, style), style=style)
+            with suppress(TemplateFailed):
+                text = tokenizer.render(messages, tools=given, kwargs={})
+                if _EPSILON in text and not _WRITTEN_PART.search(text):
+                    return True
+        return False
+
+    styles = (replace(style, **fields) for fields in REASONING_FIELDS)
+    return next(filter(shows, styles), style)
+
+
 def keeps_header(tokenizer: Tokenizer, style: TemplateStyle, kwargs: Mapping[str, Any]) -> bool:
     """Whether the next turn's prompt begins with all of this one's, including the reply's header.
 
@@ -192,15 +226,11 @@ def read_style(source: str) -> TemplateStyle:
     def has(pattern: str) -> bool:
         return re.search(pattern, source) is not None
 
-    says_thinking = has(r"\bmessage" + _NAMED.format("thinking"))
     return TemplateStyle(
         none_content=has(_NAMED.format("content") + r" is (?:not )?none"),
         short_ids=has(r"length\s*!=\s*9\b"),
         text_arguments=has(r"\+\s*[\w.\[\]'\"]+" + _NAMED.format("arguments") + r"\s*(?:\+|\}\})"),
         names_results=has(r"\bmessage" + _NAMED.format("name")),
-        reasoning_key="thinking"
-        if says_thinking and "reasoning_content" not in source
-        else "reasoning_content",
         either_reasoning="both content and thinking" in source,
     )
 

@@ -64,6 +64,10 @@ KEEPING: Mapping[str, bool] = {
     "truncate_history_thinking": False,
 }
 """Template variables that keep what was thought before a question, by the names of various models."""
+DATES = ("date_string", "current_date")
+"""Template variables for the date, by the names of various models."""
+SETS_DATE = "; a client that sends chat_template_kwargs with the same {} throughout a chat keeps it"
+_DAY = "hazelday"
 KEEPS = "; --default-chat-template-kwargs '{}' keeps it"
 
 
@@ -84,7 +88,9 @@ def losses(
     if probe.ends_with_rules():
         found.append(ENDS_WITH_RULES)
     if _DATED.search(tokenizer.chat_template or ""):
-        found.append(DATE)
+        variable = probe.date_variable()
+        if variable not in kwargs:
+            found.append(DATE + (SETS_DATE.format(variable) if variable else ""))
     return tuple(found)
 
 
@@ -120,7 +126,11 @@ class _GrowingChats:
                 return KEEPS.format(json.dumps({name: value}))
         return ""
 
-    def _text(self, chat: Sequence[Message], variable: Mapping[str, bool] = EMPTY) -> str:
+    def date_variable(self) -> str:
+        """The variable by which a client sets the date; "" if there is none."""
+        return next((v for v in DATES if _DAY in self._text((ASK,), {v: _DAY})), "")
+
+    def _text(self, chat: Sequence[Message], variable: Mapping[str, bool | str] = EMPTY) -> str:
         arranged = arrange(chat, self._template.rules, with_tools=True)
         messages = to_template(arranged, style=self._template.style)
         tools: Sequence[Mapping[str, Any]] = tools_to_template((TOOL,))

@@ -56,7 +56,9 @@ def request(path: str, **options: Any) -> GenerateRequest:
         ({"json_schema": SCHEMA}, "json_schema", json.dumps(SCHEMA)),
         ({"grammar": LARK}, "lark", LARK),
         ({"regex": "a+"}, "regex", "a+"),
+        ({"regex_pattern": "a+"}, "regex", "a+"),
         ({"ebnf": LARK}, "lark", LARK),
+        ({"grammar_string": LARK}, "lark", LARK),
     ],
 )
 def test_each_name_for_constrained_output_is_honoured(
@@ -129,6 +131,42 @@ def test_reasoning_as_an_object() -> None:
     assert (asked.reasoning.enabled, asked.reasoning.budget_tokens) == (False, 5)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize(
+    ("option", "enabled", "budget"),
+    [
+        ({"thinking": {"type": "disabled"}}, False, None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 7}}, True, 7),
+        ({"thinking": {"type": "auto"}}, None, None),
+        ({"think": False}, False, None),
+        ({"think": False, "enable_thinking": True}, True, None),
+    ],
+)
+def test_thinking_as_other_servers_ask_for_it(
+    path: str, option: dict[str, Any], enabled: bool | None, budget: int | None
+) -> None:
+    made = call(path, **option)
+    asked = made.requests[0].reasoning
+    assert (asked.enabled, asked.budget_tokens) == (enabled, budget)
+    assert made.ignored == ()
+
+
+@pytest.mark.parametrize(
+    ("path", "option"),
+    [
+        ("/v1/completions", {"think": True}),
+        ("/v1/completions", {"thinking": {"type": "disabled"}}),
+        ("/v1/completions", {"thinking_token_budget": 5}),
+        ("/v1/completions", {"include_reasoning": False}),
+        ("/v1/responses", {"include_reasoning": False}),
+    ],
+)
+def test_thinking_is_asked_for_where_it_has_a_place(path: str, option: dict[str, Any]) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        call(path, **option)
+    assert caught.value.param in option
+
+
 def test_documents_are_variables_of_the_template() -> None:
     source = request("/v1/chat/completions", documents=[{"text": "a"}]).source
     assert isinstance(source, Chat)
@@ -175,7 +213,13 @@ LACKED: list[tuple[str, Any, Any]] = [
     ("vllm_xargs", None, {"a": 1}), ("video_config", {}, {"fps": 1}), ("max_dynamic_patch", None, 4),
     ("min_dynamic_patch", None, 1), ("use_audio_in_video", False, True),
     ("reasoning_budget_message", "", "Stop."), ("stream_reasoning", True, False),
-    ("spaces_between_special_tokens", True, False),
+    ("spaces_between_special_tokens", True, False), ("adaptive_target", -1, 0.5), ("top_a", 0, 0.2),
+    ("smoothing_factor", 0, 0.3), ("dynamic_temperature", False, True), ("cfg_scale", 1, 1.5),
+    ("guidance_scale", 1.0, 2), ("negative_prompt", "", "no"), ("banned_tokens", [], [1]),
+    ("banned_strings", [], ["no"]), ("t_max_prompt_ms", -1, 100), ("prompt_embeds", None, "x"),
+    ("task", None, "query"), ("format", "", "json"), ("options", {}, {"num_predict": 5}),
+    ("raw", False, True), ("previous_input_messages", None, [HI[0]]),
+    ("enable_response_messages", False, True), ("grammar_triggers", [], [{"value": "x"}]),
 ]  # fmt: skip
 
 

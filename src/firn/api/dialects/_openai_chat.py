@@ -37,6 +37,8 @@ ROLES: Mapping[str, Role] = {
     "function": "tool",
 }
 TEXT_PARTS = ("text", "input_text", "output_text")
+THINKING = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
+"""Values of `thinking.type`; None: the model's template decides."""
 OTHER_BUDGETS = ("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget_tokens")
 """vLLM's and llama.cpp's names for thinking_budget; -1 is no limit of the request's own."""
 
@@ -171,19 +173,23 @@ def grammar(body: Fields) -> Grammar | None:
 
 def reasoning(body: Fields) -> Reasoning:
     """reasoning_effort or reasoning.effort; Qwen's enable_thinking and thinking_budget, by the names
-    of other servers, too."""
+    of other servers, too: `thinking`, as GLM, Kimi and DeepSeek have it, and Ollama's `think`."""
     effort, param = body.get("reasoning_effort"), "reasoning_effort"
-    nested = body.object("reasoning")
+    nested, thinking = body.object("reasoning"), body.object("thinking")
     if effort is None:
         effort, param = nested.get("effort"), nested.name("effort")
-    enabled = body.get("enable_thinking")
-    if enabled is not None:
-        enabled = fields.boolean(enabled, "enable_thinking")
-    elif nested.get("enabled") is not None:
-        enabled = nested.boolean("enabled", True)
+    kind = fields.one_of(thinking.get("type") or "auto", thinking.name("type"), tuple(THINKING))
+    switches = [
+        _switch(body, "enable_thinking"),
+        _switch(nested, "enabled"),
+        THINKING[kind],
+        _switch(body, "think"),
+    ]
+    enabled = next((on for on in switches if on is not None), None)
     budgets = [
         body.integer("thinking_budget", low=0),
         nested.integer("max_tokens", low=0),
+        thinking.integer("budget_tokens", low=0),
         *(body.integer(name, low=-1) for name in OTHER_BUDGETS),
     ]
     budget = next((n for n in budgets if n is not None and n >= 0), None)
@@ -193,3 +199,8 @@ def reasoning(body: Fields) -> Reasoning:
             enabled = effort != "none"
         effort = None if effort == "none" else effort
     return Reasoning(enabled=enabled, effort=effort, budget_tokens=budget)
+
+
+def _switch(owner: Fields, member: str) -> bool | None:
+    given = owner.get(member)
+    return None if given is None else fields.boolean(given, owner.name(member))

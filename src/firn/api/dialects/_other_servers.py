@@ -41,6 +41,13 @@ MISSING: Mapping[str, Lacking] = {
     "top_n_sigma": Lacking(_SAMPLER, (0, -1)),
     "samplers": Lacking(_SAMPLER, ([],)),
     "min_keep": Lacking(_SAMPLER, (0, 1)),
+    "adaptive_target": Lacking(_SAMPLER, (-1,)),
+    "top_a": Lacking(_SAMPLER, (0,)),
+    "smoothing_factor": Lacking(_SAMPLER, (0,)),
+    "dynamic_temperature": Lacking(_SAMPLER, (False,)),
+    "cfg_scale": Lacking("there is no second, negative prompt", (1,)),
+    "guidance_scale": Lacking("there is no second, negative prompt", (1,)),
+    "negative_prompt": Lacking("there is no second, negative prompt", ("",)),
     "use_beam_search": Lacking(
         "beams are not supported; ask for n choices and take the best", (False,)
     ),
@@ -54,6 +61,8 @@ MISSING: Mapping[str, Lacking] = {
     "vllm_xargs": Lacking("requests bring no code; use logit_bias", ({},)),
     "custom_logit_processor": Lacking("requests bring no code; use logit_bias, or a Lark grammar"),
     "allowed_token_ids": Lacking("use response_format: {'type': 'choice' | 'regex' | 'lark'}"),
+    "banned_tokens": Lacking("use logit_bias with the ids from /v1/tokenize", ([],)),
+    "banned_strings": Lacking("use logit_bias with the ids from /v1/tokenize", ([],)),
     "bad_words": Lacking("use logit_bias with the ids from /v1/tokenize", ([],)),
     "repeat_last_n": Lacking(_WINDOW, (-1,)),
     "repetition_context_size": Lacking(_WINDOW, (-1,)),
@@ -62,6 +71,7 @@ MISSING: Mapping[str, Lacking] = {
     # when a reply ends, and what is shown of it
     "min_tokens": Lacking("use ignore_eos with max_tokens, or forbid the end by logit_bias", (0,)),
     "t_max_predict_ms": Lacking("use max_tokens, or close the connection", (0, -1)),
+    "t_max_prompt_ms": Lacking("close the connection if it takes too long", (0, -1)),
     "n_indent": Lacking("use a Lark grammar", (0,)),
     "stop_regex": Lacking("use stop, or response_format: {'type': 'regex'}", ([], "")),
     "include_stop_str_in_output": Lacking(
@@ -74,6 +84,7 @@ MISSING: Mapping[str, Lacking] = {
     "reasoning_budget_message": Lacking("reasoning ends without a message", ("",)),
     "stream_reasoning": Lacking("reasoning is streamed; drop it yourself", (True,)),
     "spaces_between_special_tokens": Lacking("control tokens are never shown", (True,)),
+    "include_reasoning": Lacking("reasoning comes with the reply; drop it yourself", (True,)),
     "reasoning_in_content": Lacking("reasoning is always in reasoning_content", (False,)),
     "parse_tool_calls": Lacking("send no tools, or tool_choice none", (True,)),
     "prompt_logprobs": Lacking("use /v1/completions with echo, logprobs and max_tokens 0"),
@@ -99,6 +110,19 @@ MISSING: Mapping[str, Lacking] = {
     "add_generation_prompt": Lacking("use continue_final_message, or /v1/completions", (True,)),
     "generation_prompt": Lacking(_TEMPLATE, ("",)),
     "role_mapping": Lacking(_TEMPLATE),
+    "task": Lacking(_TEMPLATE),
+    "prompt_embeds": Lacking("send text, or token ids, as prompt", ([],)),
+    "thinking_token_budget": Lacking("use thinking_budget, in /v1/chat/completions", (-1,)),
+    "thinking": Lacking("use reasoning_effort, or /v1/chat/completions"),
+    "thinking.clear_thinking": Lacking(_TEMPLATE),
+    "think": Lacking("use reasoning_effort, or /v1/chat/completions"),
+    "format": Lacking("use response_format", ("",)),
+    "options": Lacking("its members belong into the body itself", ({},)),
+    "raw": Lacking("use /v1/completions", (False,)),
+    "previous_input_messages": Lacking(
+        "use previous_response_id, or send the whole conversation as input"
+    ),
+    "enable_response_messages": Lacking("is not supported", (False,)),
     "input_ids": Lacking("send messages; /v1/completions takes token ids as prompt", ([],)),
     "session_params": Lacking("send the whole conversation: what it shares is reused by itself"),
     "mm_processor_kwargs": Lacking(_PICTURES, ({},)),
@@ -125,13 +149,14 @@ MISSING: Mapping[str, Lacking] = {
     "structured_outputs.structural_tag": Lacking("use tools, or a Lark grammar"),
     "structural_tag": Lacking("use tools, or a Lark grammar"),
     "grammar_lazy": Lacking("use tools: a call's grammar applies where the call begins", (False,)),
+    "grammar_triggers": Lacking("use tools: a call's grammar applies where the call begins", ([],)),
     "stream_options.continuous_usage_stats": Lacking("usage is in the last event", (False,)),
 }
 """By the name of the member; what Ollama has in `options` is listed without that."""
 
 SUBORDINATE = (
     "mirostat_tau", "mirostat_eta", "xtc_threshold", "dry_base", "dry_allowed_length",
-    "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent",
+    "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent", "adaptive_decay",
 )  # fmt: skip
 """They mean nothing unless the sampler they belong to is on, which is refused."""
 

@@ -109,8 +109,10 @@ OTHER_NAMES: Mapping[str, Callable[[object, str], Grammar | None]] = {
     "guided_grammar": _lark,
     "json_schema": _json,
     "regex": _regex,
+    "regex_pattern": _regex,
     "ebnf": _lark,
     "grammar": _lark,
+    "grammar_string": _lark,
 }
 STRUCTURED_OUTPUTS: Mapping[str, Callable[[object, str], Grammar | None]] = {
     "json": _json,

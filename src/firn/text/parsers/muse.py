@@ -39,6 +39,13 @@ class MuseCall(TagCallParser):
         self.marker = SECTION
         yield from super().script()
 
+    def checked(self, name: str) -> str:
+        """A function without a namespace may be written as one in a namespace of its name."""
+        name = super().checked(name)
+        function = name.rpartition(".")[2]
+        is_doubled = name == f"{function}.{function}" and name not in self.schemas
+        return function if is_doubled and function in self.schemas else name
+
 
 class MuseSplitter(ChannelSplitter):
     header_end = MESSAGE
@@ -48,7 +55,8 @@ class MuseSplitter(ChannelSplitter):
 
     def next_headers(self) -> tuple[str, ...]:
         """The model may leave its reasoning without a word: the recipient shows where."""
-        names = ("self", "user", *(tool.name for tool in self.schemas.tools))
+        tools = [tool.name for tool in self.schemas.tools]
+        names = ("self", "user", *tools, *(f"{name}.{name}" for name in tools))
         return (START, *(f" to={name}{MESSAGE}" for name in names))
 
     def body(self, header: str) -> Kind | CallParser:

@@ -1,15 +1,19 @@
-"""Calls as Python: [get_weather(city="Paris")] between control tokens (LFM2), in tags (OLMo), bare."""
+"""Calls as Python: [get_weather(city="Paris")] between control tokens (LFM2), in tags (OLMo), bare, or
+either way (Llama 4). Between tokens LFM2 also writes JSON, if it is asked to."""
 
 from __future__ import annotations
 
+import json
 import keyword
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from firn.core.errors import InvalidValue
 from firn.core.values import Tool
 from firn.text.bare_values import unenforced_members
 from firn.text.call_grammar import CallGrammar, Parameter, parameters, unwritable
 from firn.text.calls import CallParser, NotACall, Script, TextEnded
+from firn.text.json_calls import ARGUMENT_KEYS
 from firn.text.lark import escaped
 from firn.text.parsers import Clues, ToolFormat
 from firn.text.python_calls import Brackets, PythonCall, python_calls, write_call
@@ -24,16 +28,21 @@ CLOSERS = {
 }
 
 
+LLAMA4, LLAMA4_END = "<|python_start|>", "<|python_end|>"
+
+
 class Pythonic(CallParser):
+    closers: ClassVar[Mapping[str, str]] = CLOSERS
+
     def script(self) -> Script[None]:
         try:
-            body, _ = yield from self.tape.until(CLOSERS[self.marker])
+            body, _ = yield from self.tape.until(self.closers[self.marker])
         except TextEnded:
             body, self.tape.pos = self.tape.text[self.tape.pos :], len(self.tape.text)
             # Parsing from each of many repeated markers would take quadratic time.
             if self.marker in body:
                 raise NotACall from None
-        calls = python_calls(body)
+        calls = python_calls(body) or _json_calls(body)
         if not calls:
             raise NotACall
         self.emit(calls)
@@ -81,6 +90,33 @@ class BarePythonic(Pythonic):
         self.checked(name)
 
 
+class Llama4(BarePythonic):
+    """Bare, or anywhere in a reply between control tokens."""
+
+    closers: ClassVar[Mapping[str, str]] = {LLAMA4: LLAMA4_END}
+
+    def script(self) -> Script[None]:
+        is_marked = self.marker in self.closers
+        yield from Pythonic.script(self) if is_marked else super().script()
+
+
+def _json_calls(text: str) -> list[PythonCall]:
+    """The calls in a JSON object, or in a list of them; empty for any other text."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    calls = []
+    for given in value if isinstance(value, list) else [value]:
+        if not isinstance(given, dict) or not isinstance(given.get("name"), str):
+            return []
+        arguments: Any = next((given[key] for key in ARGUMENT_KEYS if key in given), {})
+        if not isinstance(arguments, dict):
+            return []
+        calls.append(PythonCall(given["name"], arguments))
+    return calls
+
+
 def _matches(clues: Clues) -> bool:
     in_template = any(opening in clues.template for opening in CLOSERS)
     return in_template or all(map(clues.has_token, ("<|tool_call_start|>", "<|tool_call_end|>")))
@@ -89,6 +125,11 @@ def _matches(clues: Clues) -> bool:
 def _grammar(g: CallGrammar) -> str:
     opening = next((o for o in CLOSERS if o in g.template), "<|tool_call_start|>")
     return f"{g.opening(opening)} {_bare_grammar(g)} {g.lark.mark(CLOSERS[opening])}"
+
+
+def _llama4_grammar(g: CallGrammar) -> str:
+    bare = _bare_grammar(g)
+    return f"({g.opening(LLAMA4)} {bare} {g.lark.mark(LLAMA4_END)} | {bare})"
 
 
 def _bare_grammar(g: CallGrammar) -> str:
@@ -124,6 +165,18 @@ def _check_names(param: str, *names: str) -> None:
             raise unwritable(name, param)
 
 
+def _bare_calls(names: Sequence[str]) -> str:
+    return rf"\s*\[\s*({'|'.join(map(escaped, names))})\s*\((?s:.*)"
+
+
+def _write_bare(name: str, arguments: Mapping[str, Any]) -> str:
+    return f"[{write_call(name, arguments)}]"
+
+
+def _asks_for_lists(clues: Clues) -> bool:
+    return "[func_name1(" in clues.template
+
+
 FORMATS = (
     ToolFormat(
         name="pythonic",
@@ -143,11 +196,23 @@ FORMATS = (
         parser=BarePythonic,
         opens=(),
         starts=("[",),
-        aliases=("llama4_pythonic",),
         example='[get_weather(city="Paris", days=3)]',
-        matches=lambda clues: "[func_name1(" in clues.template,
+        matches=_asks_for_lists,
         grammar=_bare_grammar,
-        bare=lambda names: rf"\s*\[\s*({'|'.join(map(escaped, names))})\s*\((?s:.*)",
-        write=lambda name, arguments: f"[{write_call(name, arguments)}]",
+        bare=_bare_calls,
+        write=_write_bare,
+    ),
+    ToolFormat(
+        name="llama4_pythonic",
+        parser=Llama4,
+        opens=(LLAMA4,),
+        starts=("[",),
+        tokens=(LLAMA4, LLAMA4_END),
+        example=f'{LLAMA4}[get_weather(city="Paris", days=3)]{LLAMA4_END}',
+        matches=lambda clues: _asks_for_lists(clues) and clues.has_token(LLAMA4),
+        grammar=_llama4_grammar,
+        bare=_bare_calls,
+        write=_write_bare,
+        rank=1,
     ),
 )
