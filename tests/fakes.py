@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -120,7 +121,8 @@ class FakeTokenizer:
 
 
 def _calls(message: Mapping[str, Any]) -> str:
-    return "".join(str(call["function"]) for call in message.get("tool_calls") or ())
+    """In JSON, as templates write them: `tojson` of an object, not Python's form of one."""
+    return "".join(json.dumps(call["function"]) for call in message.get("tool_calls") or ())
 
 
 # --- engine --------------------------------------------------------------------------------
