@@ -10,7 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from firn.backends import named
 from firn.backends.cuda.traced import TracedSteps
-from firn.models.decode import ahead
+from firn.models.decode import pipelined
 from firn.models.decode.execution import Execution
 from firn.models.decode.runner import Runner
 from firn.models.decode.steps import NoSpeculation
@@ -95,14 +95,14 @@ def test_steps_are_traced_and_dispatched_unread(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     followed: list[int] = []
-    follow = ahead._follow
+    follow = pipelined._follow
 
     def watched(*arguments: Any) -> Any:
         step = follow(*arguments)
         followed.extend([step.width] if step is not None else [])
         return step
 
-    monkeypatch.setattr(ahead, "_follow", watched)
+    monkeypatch.setattr(pipelined, "_follow", watched)
     parts = plain("qwen3")()
     model = parts[0]
     profile = named("cuda").step_profile(model, lambda: list(make_prompt_cache(model)))

@@ -22,10 +22,10 @@ from typing import Protocol
 import mlx.core as mx
 
 from firn.core.values import Job
-from firn.models.decode.ahead import DraftsAhead, Pipeline, PipelineFault
 from firn.models.decode.batch import Group, Row, StepInFlight, TakenTokens
 from firn.models.decode.forward import Forward
 from firn.models.decode.masks import Masks
+from firn.models.decode.pipelined import DraftsAhead, Pipeline, PipelineFault
 from firn.models.decode.ragged import MAX_FEED
 from firn.models.decode.rewind import RaggedStep, is_rewindable
 from firn.models.decode.sampling import Picker, Picks, read_logprobs, to_host
