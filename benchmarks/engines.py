@@ -51,6 +51,7 @@ from firn.engine.engine import Engine
 from firn.engine.sequence import ForcedTokens
 from firn.models.decode.batch import why_not_batchable
 from firn.models.decode.runner import Runner
+from firn.models.decode.steps import NO_SPECULATION
 from firn.models.loader import LoadedModel
 from firn.models.model_arguments import IdsOnly
 from firn.models.mtp import MtpModel, PredictionHead, with_head_layer
@@ -197,7 +198,7 @@ class BenchEngine:
                 info,
                 make_layers=make_layers,
                 max_rows=MAX_ROWS,
-                speculator=speculation(made, make_layers) if speculation else None,
+                speculator=speculation(made, make_layers) if speculation else NO_SPECULATION,
                 execution=execution,
             )
             largest = profile.largest_chunk if by_depth else 0

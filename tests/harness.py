@@ -47,9 +47,11 @@ from firn.engine import EngineLimits, EngineParts
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.models.decode.batch import why_not_batchable
-from firn.models.decode.execution import Execution
+from firn.models.decode.execution import PLAIN_EXECUTION, Execution
 from firn.models.decode.kv_growth import ShapeBuckets
 from firn.models.decode.runner import Runner
+from firn.models.decode.steps import NO_SPECULATION
+from firn.models.model_arguments import IDS_ONLY
 from firn.models.mtp import MtpModel
 from firn.models.scoring import AttentionScorer
 from firn.models.speculation.speculator import Speculation
@@ -73,6 +75,8 @@ class Result:
     reasons: dict[int, str] = field(default_factory=dict)
     error: FirnError | None = None
     finished: threading.Event = field(default_factory=threading.Event)
+    waiting: dict[int, Callable[[], None]] = field(default_factory=dict)
+    """What to do once the reply has so many tokens; what it sends the engine comes before the next step."""
 
     def wait(self) -> Result:
         assert self.finished.wait(60), "the engine did not finish a job"
@@ -185,15 +189,17 @@ class Harness:
             model, make_layers = build()
             info = model_info(model, make_layers)
             bare = model.base if isinstance(model, MtpModel) else model
-            arguments = bare if hasattr(bare, "chunk") else None  # a vision model
+            arguments = bare if hasattr(bare, "chunk") else IDS_ONLY  # a vision model
             runner = Runner(
                 model,
                 info,
                 make_layers=make_layers,
                 max_rows=max_rows,
                 arguments=arguments,
-                speculator=speculation() if speculation else None,
-                execution=Execution(trace=traced(model, make_layers)) if traced else None,
+                speculator=speculation() if speculation else NO_SPECULATION,
+                execution=Execution(trace=traced(model, make_layers))
+                if traced
+                else PLAIN_EXECUTION,
             )
             cache: Any = CacheOff()
             if cache_nbytes is not None:
@@ -233,27 +239,32 @@ class Harness:
     def _publish(self, batch: Sequence[Delivery]) -> None:
         for request, event in batch:
             result = self.results[request]
-            if isinstance(event, Admitted):
-                result.n_cached = event.n_cached
-                result.tiers = dict(event.tiers)
-            elif isinstance(event, Advanced):
-                result.n_skipped = event.admission.n_skipped
-            elif isinstance(event, Token):
-                result.tokens.setdefault(event.choice, []).append(event.id)
-                if event.logprob:
-                    result.logprobs.setdefault(event.choice, []).append(event.logprob.logprob)
-                    top = [p for _, p in event.logprob.top]
-                    result.margins.setdefault(event.choice, []).append(
-                        top[0] - top[1] if len(top) > 1 else 0.0
-                    )
-            elif isinstance(event, PromptLogprobs):
-                assert event.start == len(result.scores) + 1
-                result.scores.extend(event.logprobs)
-            elif isinstance(event, ChoiceDone):
-                result.reasons[event.choice] = event.reason
-            elif isinstance(event, JobFailed | JobDone):
-                result.error = event.error if isinstance(event, JobFailed) else None
-                result.finished.set()
+            self._take(result, event)
+            for n in [n for n in result.waiting if len(result.reply) >= n]:
+                result.waiting.pop(n)()
+
+    def _take(self, result: Result, event: Any) -> None:
+        if isinstance(event, Admitted):
+            result.n_cached = event.n_cached
+            result.tiers = dict(event.tiers)
+        elif isinstance(event, Advanced):
+            result.n_skipped = event.admission.n_skipped
+        elif isinstance(event, Token):
+            result.tokens.setdefault(event.choice, []).append(event.id)
+            if event.logprob:
+                result.logprobs.setdefault(event.choice, []).append(event.logprob.logprob)
+                top = [p for _, p in event.logprob.top]
+                result.margins.setdefault(event.choice, []).append(
+                    top[0] - top[1] if len(top) > 1 else 0.0
+                )
+        elif isinstance(event, PromptLogprobs):
+            assert event.start == len(result.scores) + 1
+            result.scores.extend(event.logprobs)
+        elif isinstance(event, ChoiceDone):
+            result.reasons[event.choice] = event.reason
+        elif isinstance(event, JobFailed | JobDone):
+            result.error = event.error if isinstance(event, JobFailed) else None
+            result.finished.set()
 
     def submit(
         self,

@@ -30,5 +30,5 @@ def test_a_gpu_rehearses_before_it_serves(
     assert len(rehearsed) == n_rehearsals
     for runner in rehearsed:
         assert isinstance(runner.speculator, RehearsalSpeculation)
-        assert runner.speculator is not built.speculation
+        assert runner.speculator is not built.speculator
     built.cache.close()

@@ -32,8 +32,7 @@ from firn.models import embedder, loader
 from firn.models.decode.execution import Execution
 from firn.models.decode.kv_growth import ShapeBuckets
 from firn.models.decode.runner import Runner
-from firn.models.decode.steps import NoSpeculation, Speculator
-from firn.models.speculation.speculator import Speculation
+from firn.models.decode.steps import NO_SPECULATION, Speculator
 from firn.models.transient import transient_of
 from firn.ranks.leader_parts import LeaderParts
 
@@ -52,7 +51,7 @@ class ServerParts(EngineParts):
     tree: PrefixTree | CacheOff
     """The same object as `cache`, with its own type."""
     embedder: embedder.TextEmbedder | None = None
-    speculation: Speculation | None = None
+    speculator: Speculator = NO_SPECULATION
     planned: Planned | None = None
     """None: the model has no rows to plan memory for."""
 
@@ -165,7 +164,7 @@ def _decoder_parts(
             _warm_runner(
                 spec,
                 loaded,
-                drafting.speculation or NoSpeculation(),
+                drafting.speculator,
                 backend=backend,
                 execution=execution,
                 max_padding=max_padding,
@@ -176,7 +175,7 @@ def _decoder_parts(
         replace(compute.limits, common_chunk=execution.buckets.common_chunk),
         scorer=None if scorer is None else any_scorings(scorer),
         tree=tree,
-        speculation=drafting.speculation,
+        speculator=drafting.speculator,
         planned=planned,
     )
 

@@ -13,7 +13,7 @@ from firn.api.hosts import Hosts, machine_names
 from firn.api.quotas import KeyLimits, Quotas
 from firn.api.services import ApiLimits, Gather, Services
 from firn.api.speculation_metrics import SpeculationMetrics
-from firn.assembly import embeddings, sparse, speculation
+from firn.assembly import embeddings, sparse
 from firn.assembly.model import ServerSpec
 from firn.assembly.parts import ServerParts
 from firn.assembly.text import TextParts
@@ -80,13 +80,13 @@ def build_services(
         allocated=allocated_nbytes,
         health_details=lambda: {
             "cache": health(parts.tree),
-            "speculation": speculation.view(parts.speculation),
+            "speculation": parts.speculator.counters(),
             "ranks": n_ranks,
         },
         extra_collectors=(
             CacheMetrics(lambda: snapshot(parts.tree)),
             MemoryMetrics(allocated_nbytes),
-            SpeculationMetrics(lambda: speculation.view(parts.speculation)),
+            SpeculationMetrics(lambda: parts.speculator.counters()),
         ),
     )
 

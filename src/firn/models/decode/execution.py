@@ -24,3 +24,7 @@ class Execution:
     prepare: PreparePass = unprepared
     soon_nbytes: int = 0
     free_unused: Callable[[], None] = mx.clear_cache
+
+
+PLAIN_EXECUTION = Execution()
+"""Of a device about which nothing is known."""

@@ -9,6 +9,7 @@ Owner: the engine thread, through the runner.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +22,7 @@ from firn.models.decode.mtp_hidden import HiddenAt, carry_of
 from firn.models.decode.padding import in_blocks
 from firn.models.decode.ragged import ALL_COLUMNS, Columns
 from firn.models.decode.step_trace import StepTrace
+from firn.models.decode.verify import KeepStates, keep_nothing
 from firn.models.model_arguments import IdsOnly, ModelArguments
 from firn.models.mtp import MtpModel
 from firn.models.placing import at_positions, shifted
@@ -99,10 +101,9 @@ class Forward:
             logits: mx.array = self.model(ids, cache=layers, **arguments)
         return logits
 
-    @property
-    def hidden(self) -> mx.array | None:
-        """The hidden states of the last call, if a head continues from them."""
-        return None
+    def keeper(self) -> KeepStates:
+        """Keeps for each row what a head continues from after the last call, once the row advances."""
+        return keep_nothing
 
     def _step(self, group: Group, ids: mx.array) -> mx.array:
         arguments = self.arguments.step([row.position for row in group.seats])
@@ -146,9 +147,8 @@ class HeadForward(Forward):
         for i, row in enumerate(group.seats):
             row.hidden = [HiddenAt(self.model.hidden, i, 0)]
 
-    @property
-    def hidden(self) -> mx.array | None:
-        return self.model.hidden
+    def keeper(self) -> KeepStates:
+        return partial(_keep_hidden, self.model.hidden)
 
     def _step(self, group: Group, ids: mx.array) -> mx.array:
         """Without the head, which reads the token later."""
@@ -164,6 +164,15 @@ class HeadForward(Forward):
 
     def _carry(self, rows: Sequence[Row]) -> dict[str, Any]:
         return {"carry": carry_of([row.hidden for row in rows])}
+
+
+def _keep_hidden(states: mx.array, row: Row, seat: int, n_kept: int) -> None:
+    """Record where the states before the row's pending tokens are."""
+    if n_kept:
+        row.hidden = [HiddenAt(states, seat, n_kept - 1)]
+    elif row.hidden:  # taken back: each pending token but the newest was fed
+        fed = [HiddenAt(states, seat, k) for k in range(len(row.pending) - 1)]
+        row.hidden = [row.hidden[0], *fed]
 
 
 def forward_of(

@@ -253,6 +253,9 @@ class Speculation:
                 self.totals.count_row(each)
                 self.took(each.row, each.tokens)
 
+    def counters(self) -> dict[str, int]:
+        return self.totals.view()
+
     def disturbed(self) -> None:
         """The device computes something else, or the rows change: past decisions may not hold."""
         self.step_clock.disturbed()
