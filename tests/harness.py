@@ -76,7 +76,7 @@ class Result:
     error: FirnError | None = None
     finished: threading.Event = field(default_factory=threading.Event)
     waiting: dict[int, Callable[[], None]] = field(default_factory=dict)
-    """What to do once the reply has so many tokens; what it sends the engine comes before the next step."""
+    """What to do once the reply has so many tokens, before the engine's next step."""
 
     def wait(self) -> Result:
         assert self.finished.wait(60), "the engine did not finish a job"

@@ -2,8 +2,8 @@
 
 Live rows and stored records share the capacity (core.memory_plan). Records give way first: the engine
 tells the cache what is left for it. Then new requests wait, and when replies outgrow the capacity the
-youngest request is put back into the queue. A request's need is estimated from the shapes of the
-layers, times a factor learned from what rows actually used.
+youngest request is preempted: it goes back into the queue. A request's need is estimated from the
+shapes of the layers, times a factor learned from what rows actually used.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ from firn.backends.contract import BackendOptions, ComputeBackend, DeviceProfile
 from firn.backends.cuda import attention, kernels, pool, products
 from firn.backends.cuda.bias import gains_by_bias
 from firn.backends.cuda.bus import find_transfers
-from firn.backends.cuda.shapes import few_shapes
+from firn.backends.cuda.shapes import find_buckets
 from firn.backends.cuda.traced import traced_steps
+from firn.backends.warm_up import warm_up, warm_up_speculator
 from firn.cache.arrays.transfers import Transfers
 from firn.models.decode.kv_growth import ShapeBuckets
 from firn.models.decode.ragged import Columns
@@ -29,7 +30,6 @@ from firn.models.layers import MakeLayers
 from firn.models.loader import LoadedModel
 from firn.models.model_arguments import IdsOnly
 from firn.models.mtp import MtpModel
-from firn.models.rehearsal import rehearsal_of, rehearse
 
 log = logging.getLogger("firn.models")
 
@@ -89,7 +89,7 @@ class CudaBackend(ComputeBackend):
         if not isinstance(loaded.arguments, IdsOnly) or isinstance(loaded.model, MtpModel):
             return ShapeBuckets()
         return _unless_refused(
-            partial(few_shapes, loaded.model, loaded.make_layers),
+            partial(find_buckets, loaded.model, loaded.make_layers),
             "prompts are read without padding",
             ShapeBuckets(),
         )
@@ -111,8 +111,8 @@ class CudaBackend(ComputeBackend):
         self, model: Any, make_runner: Callable[[Speculator], Runner], speculator: Speculator
     ) -> None:
         """MLX compiles a kernel when it is first used, which takes seconds while all requests wait."""
-        runner = make_runner(rehearsal_of(model, speculator))
-        rehearse(runner)
+        runner = make_runner(warm_up_speculator(model, speculator))
+        warm_up(runner)
         if self._kernels_folder is not None:
             kernels.note(self._kernels_folder)
 

@@ -123,11 +123,11 @@ class PrefillRunner(Protocol[R]):
         ...
 
     @property
-    def reads_together(self) -> bool:
-        """Whether `prefill_together` can be used."""
+    def can_batch_prefill(self) -> bool:
+        """Whether `batched_prefill` can be used."""
         ...
 
-    def prefill_together(
+    def batched_prefill(
         self, rows: Sequence[R], prompts: Sequence[Prompt], ends: Sequence[int]
     ) -> None:
         """Dispatch tokens [row.n_tokens, end) of several prompts in one padded pass.

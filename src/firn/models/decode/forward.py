@@ -18,7 +18,7 @@ from firn.core.values import Prompt, TokenArray
 from firn.models.decode.backlog import HeadBacklog
 from firn.models.decode.batch import Backlog, Group, NoBacklog, Row
 from firn.models.decode.early_dispatch import dispatch, dispatched_early
-from firn.models.decode.mtp_hidden import HiddenAt, carry_of
+from firn.models.decode.mtp_hidden import HiddenAt, first_hidden
 from firn.models.decode.padding import in_blocks
 from firn.models.decode.ragged import ALL_COLUMNS, Columns
 from firn.models.decode.step_trace import StepTrace
@@ -60,7 +60,7 @@ class Forward:
         ids: those tokens and the padding. layers: the row's, as the model sees them.
         """
         start = row.n_tokens
-        arguments = self.arguments.chunk(prompt, start, end) | self._carry([row])
+        arguments = self.arguments.chunk(prompt, start, end) | self._mtp_hidden([row])
         n_padding = start + len(ids) - end
         with at_positions(layers, prompt, start, end, n_padding=n_padding) as placed:
             logits: mx.array = self.model(
@@ -71,7 +71,7 @@ class Forward:
     def feed(self, group: Group, tokens: Sequence[int]) -> None:
         """Let the only row of a group consume tokens that it took."""
         row = group.seats[0]
-        arguments = self.arguments.step([row.position], len(tokens)) | self._carry([row])
+        arguments = self.arguments.step([row.position], len(tokens)) | self._mtp_hidden([row])
         self.model(mx.array([tokens]), cache=seen(group), **arguments)
 
     def step(self, group: Group) -> mx.array:
@@ -95,7 +95,7 @@ class Forward:
             dispatch(known, group.layers, n_layers=n_layers)
             return known
         positions = [row.position for row in group.seats]
-        arguments = self.arguments.step(positions, ids.shape[1]) | self._carry(group.seats)
+        arguments = self.arguments.step(positions, ids.shape[1]) | self._mtp_hidden(group.seats)
         layers = seen(group, group.columns)
         with dispatched_early(layers, n_layers=n_layers):
             logits: mx.array = self.model(ids, cache=layers, **arguments)
@@ -110,7 +110,7 @@ class Forward:
         logits: mx.array = self.model(ids[:, None], cache=seen(group), **arguments)
         return logits[:, -1, :]
 
-    def _carry(self, rows: Sequence[Row]) -> dict[str, Any]:
+    def _mtp_hidden(self, rows: Sequence[Row]) -> dict[str, Any]:
         """The hidden states that a head continues from, as an argument of the model."""
         return {}
 
@@ -153,7 +153,7 @@ class HeadForward(Forward):
     def _step(self, group: Group, ids: mx.array) -> mx.array:
         """Without the head, which reads the token later."""
         arguments = self.arguments.step([row.position for row in group.seats])
-        before = self.model.before(group.layers, carry_of([row.hidden for row in group.seats]))
+        before = self.model.before(group.layers, first_hidden([row.hidden for row in group.seats]))
         logits = self.model.without_head(ids[:, None], seen(group), **arguments)
         backlog = group.backlog
         assert isinstance(backlog, HeadBacklog)
@@ -162,8 +162,8 @@ class HeadForward(Forward):
             group.catch_up()
         return logits[:, -1, :]
 
-    def _carry(self, rows: Sequence[Row]) -> dict[str, Any]:
-        return {"carry": carry_of([row.hidden for row in rows])}
+    def _mtp_hidden(self, rows: Sequence[Row]) -> dict[str, Any]:
+        return {"mtp_hidden": first_hidden([row.hidden for row in rows])}
 
 
 def _keep_hidden(states: mx.array, row: Row, seat: int, n_kept: int) -> None:

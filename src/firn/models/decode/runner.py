@@ -119,11 +119,11 @@ class Runner:
         mx.async_eval([layer.state for layer in row.layers], arrays, hidden)
 
     @property
-    def reads_together(self) -> bool:
+    def can_batch_prefill(self) -> bool:
         """Whether one pass can read several prompts: plain attention, no pictures, no head."""
         return self._max_rows > 1 and self._forward.takes_ids_only and self._batched.can_read()
 
-    def prefill_together(
+    def batched_prefill(
         self, rows: Sequence[Row], prompts: Sequence[Prompt], ends: Sequence[int]
     ) -> None:
         """Consume prompt tokens [row.n_tokens, end) of each row in one pass, padded.

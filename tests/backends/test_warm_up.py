@@ -10,11 +10,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from firn.backends import named
 from firn.backends.cuda.traced import TracedSteps
+from firn.backends.warm_up import REPLIES, WarmUpSpeculation, warm_up, warm_up_speculator
 from firn.models.decode import pipelined
 from firn.models.decode.execution import Execution
 from firn.models.decode.runner import Runner
 from firn.models.decode.steps import NoSpeculation
-from firn.models.rehearsal import REPLIES, RehearsalSpeculation, rehearsal_of, rehearse
 from firn.models.speculation.speculator import Speculation
 from tests.harness import model_info
 from tests.models.alone import Built, plain
@@ -37,10 +37,10 @@ def runner_of(parts: Built, speculation: Any, *, traced: TracedSteps | None = No
     )
 
 
-def rehearsal(parts: Built, **options: Any) -> RehearsalSpeculation:
+def warming(parts: Built, **options: Any) -> WarmUpSpeculation:
     own = Speculation(**options)
-    made = rehearsal_of(parts[0], own)
-    assert isinstance(made, RehearsalSpeculation)
+    made = warm_up_speculator(parts[0], own)
+    assert isinstance(made, WarmUpSpeculation)
     assert (made.in_groups, made.profile) == (own.in_groups, own.profile)
     return made
 
@@ -51,9 +51,9 @@ def test_rows_read_decode_draft_and_leave(
     name: str, in_groups: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     parts = plain(name)()
-    speculation = rehearsal(parts, in_groups=in_groups)
+    speculation = warming(parts, in_groups=in_groups)
     runner = runner_of(parts, speculation)
-    rehearse(runner)
+    warm_up(runner)
     assert not caplog.records
     assert runner.groups() == []
     assert speculation._rows == {}
@@ -66,9 +66,9 @@ def test_prompts_are_read_and_decoded_without_drafts_where_nothing_is_drafted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     nothing = NoSpeculation()
-    assert rehearsal_of(None, nothing) is nothing
+    assert warm_up_speculator(None, nothing) is nothing
     runner = runner_of(plain("qwen3")(), None)
-    rehearse(runner)
+    warm_up(runner)
     assert not caplog.records
     assert runner.groups() == []
 
@@ -76,8 +76,8 @@ def test_prompts_are_read_and_decoded_without_drafts_where_nothing_is_drafted(
 @pytest.mark.parametrize("name", gallery.FAMILIES[:2])
 def test_a_vision_model_reads_text(name: str, caplog: pytest.LogCaptureFixture) -> None:
     parts = gallery.build(name)()
-    speculation = rehearsal(parts)
-    rehearse(runner_of(parts, speculation))
+    speculation = warming(parts)
+    warm_up(runner_of(parts, speculation))
     assert not caplog.records
     assert speculation.totals.n_draft_steps
 
@@ -85,8 +85,8 @@ def test_a_vision_model_reads_text(name: str, caplog: pytest.LogCaptureFixture) 
 def test_a_prediction_head_drafts(caplog: pytest.LogCaptureFixture) -> None:
     build, _ = built("qwen3_next")
     parts = build()
-    speculation = rehearsal(parts)
-    rehearse(runner_of(parts, speculation))
+    speculation = warming(parts)
+    warm_up(runner_of(parts, speculation))
     assert not caplog.records
     assert speculation.totals.n_drafted > 0
 
@@ -107,7 +107,7 @@ def test_steps_are_traced_and_dispatched_unread(
     model = parts[0]
     profile = named("cuda").step_profile(model, lambda: list(make_prompt_cache(model)))
     traced = TracedSteps(model)
-    rehearse(runner_of(parts, rehearsal(parts, profile=profile), traced=traced))
+    warm_up(runner_of(parts, warming(parts, profile=profile), traced=traced))
     assert not caplog.records
     assert followed
     widths = {shape[1] for shape, known in traced._shapes.items() if known.step is not None}
@@ -123,5 +123,5 @@ def test_a_fault_is_logged_and_nothing_else(caplog: pytest.LogCaptureFixture) ->
 
     info = model_info(model, make_layers)
     with caplog.at_level(logging.WARNING):
-        rehearse(Runner(Failing(), info, make_layers=make_layers, max_rows=8))
+        warm_up(Runner(Failing(), info, make_layers=make_layers, max_rows=8))
     assert "no such kernel" in caplog.text
