@@ -14,7 +14,9 @@ from firn.backends.warm_up import REPLIES, WarmUpSpeculation, warm_up, warm_up_s
 from firn.models.decode import pipelined
 from firn.models.decode.execution import Execution
 from firn.models.decode.runner import Runner
+from firn.models.decode.step_trace import NoStepTrace
 from firn.models.decode.steps import NoSpeculation
+from firn.models.model_arguments import IDS_ONLY
 from firn.models.speculation.speculator import Speculation
 from tests.harness import model_info
 from tests.models.alone import Built, plain
@@ -31,9 +33,9 @@ def runner_of(parts: Built, speculation: Any, *, traced: TracedSteps | None = No
         model_info(model, make_layers),
         make_layers=make_layers,
         max_rows=8,
-        arguments=model if hasattr(model, "chunk") else None,  # a vision model
+        arguments=model if hasattr(model, "chunk") else IDS_ONLY,  # a vision model
         speculator=speculation,
-        execution=Execution(trace=traced) if traced else None,
+        execution=Execution(trace=traced or NoStepTrace()),
     )
 
 
@@ -67,7 +69,7 @@ def test_prompts_are_read_and_decoded_without_drafts_where_nothing_is_drafted(
 ) -> None:
     nothing = NoSpeculation()
     assert warm_up_speculator(None, nothing) is nothing
-    runner = runner_of(plain("qwen3")(), None)
+    runner = runner_of(plain("qwen3")(), nothing)
     warm_up(runner)
     assert not caplog.records
     assert runner.groups() == []

@@ -20,7 +20,7 @@ from firn.backends.cuda.shapes import (
     width_for,
 )
 from firn.core.values import Job, Prompt, RequestId, Sampling, Thinned
-from firn.models.decode.execution import Execution
+from firn.models.decode.execution import PLAIN_EXECUTION, Execution
 from firn.models.decode.runner import Runner
 from tests.cache.tiny import tiny
 from tests.harness import model_info
@@ -44,7 +44,7 @@ def make_runner(name: str, *, few: bool, max_rows: int = 4) -> tuple[Runner, lis
         model_info(model, make_layers),
         make_layers=make_layers,
         max_rows=max_rows,
-        execution=Execution(FewBuckets(mx.float32)) if few else None,
+        execution=Execution(FewBuckets(mx.float32)) if few else PLAIN_EXECUTION,
     )
     return runner, seen
 
