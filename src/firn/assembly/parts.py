@@ -19,7 +19,8 @@ from firn.assembly.compute import ComputeSettings, compute_settings
 from firn.assembly.handles import any_cursors, any_rows, any_scorings
 from firn.assembly.memory import MemoryPlanner, MemoryWatch, Planned, with_reservations
 from firn.assembly.model import ServerSpec, load_model, row_cost
-from firn.backends.contract import ComputeBackend, limit_buffer_cache, used_nbytes
+from firn.backends.contract import ComputeBackend, execution_of
+from firn.backends.memory import limit_buffer_cache, used_nbytes
 from firn.cache.off import CacheOff
 from firn.cache.prefix import PrefixTree
 from firn.cache.storage.threads import IoThreads
@@ -64,7 +65,7 @@ class ServerParts(EngineParts):
 def build_parts(spec: ServerSpec, wake: Callable[[], None]) -> ServerParts:
     """On the engine thread. wake: makes the engine tick. Raises SetupError."""
     config, folder, leader_parts = spec.config, spec.folder, spec.leader_parts
-    machine = with_reservations(backends.find().memory(), group=spec.front)
+    machine = with_reservations(backends.find().memory.now(), group=spec.front)
     settings, recipe = loader.read_config(folder), embeddings.read_recipe(folder)
     compute = compute_settings(config, str(settings["model_type"]), spec.name)
     if leader_parts is not None:
@@ -100,12 +101,13 @@ def _prepare_ranks(
     backend: ComputeBackend,
 ) -> None:
     """Agree with all ranks on how to load the model, and tell them to. Raises SetupError."""
-    backend.weights_dtype = leader_parts.dtype_for(backend.weights_dtype)
+    weights = backend.weights
+    weights.dtype = leader_parts.dtype_for(weights.dtype)
     leader_parts.prepare(
         settings,
         spec.name,
         text_only=spec.config.model.text_only,
-        weights_dtype=backend.weights_dtype,
+        weights_dtype=weights.dtype,
     )
 
 
@@ -121,7 +123,7 @@ def _decoder_parts(
     config, info, backend = spec.config, loaded.info, compute.backend
     put_on_tiers = _tiers(spec, device=backend.profile.name, wake=wake)
     cost, is_shared = row_cost(loaded), spec.leader_parts is not None
-    execution = backend.execution(loaded, exact=compute.exact, is_shared=is_shared)
+    execution = execution_of(backend, loaded, exact=compute.exact, is_shared=is_shared)
     alone_nbytes = planner.plan(cost, info.weights_nbytes).alone_nbytes
     setup = speculation.DraftSetup(
         exact=compute.exact,
@@ -141,7 +143,7 @@ def _decoder_parts(
     )
     cost = drafting.with_rows(cost)
     planned = _plan(planner, cost, info, drafting)
-    backend.limit(planned.plan)
+    backend.memory.limit(planned.plan)
     capacity_nbytes, alone_nbytes = _capacity(
         spec, loaded, planned, has_own_memory=backend.profile.has_own_memory
     )
@@ -296,7 +298,7 @@ def watch_engine(
 
     watch = MemoryWatch(
         planned,
-        look=backend.memory,
+        look=backend.memory.now,
         used_nbytes=used_nbytes,
         held_nbytes=lambda: engine.call(lambda parts: parts.budget.reserved_nbytes).result(
             ENGINE_S

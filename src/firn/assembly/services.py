@@ -17,7 +17,7 @@ from firn.assembly import embeddings, sparse
 from firn.assembly.model import ServerSpec
 from firn.assembly.parts import ServerParts
 from firn.assembly.text import TextParts
-from firn.backends.contract import allocated_nbytes
+from firn.backends.memory import allocated_nbytes
 from firn.cache.admin.control import CacheAdmin, health, snapshot
 from firn.config import Config, default_cache_dir
 from firn.core.fair_pool import FairPool

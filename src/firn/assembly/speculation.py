@@ -130,7 +130,7 @@ def _add_head(
     loaded: loader.LoadedModel, head: PredictionHead, *, backend: ComputeBackend
 ) -> loader.LoadedModel:
     info = loaded.info
-    backend.widen_as(head, like=loaded.model)
+    backend.weights.widen_as(head, like=loaded.model)
     model, make_layers = MtpModel(loaded.model, head), with_head_layer(loaded.make_layers)
     probe = mtp_load.probe(model, make_layers)
     log.info("the prediction head of %s drafts tokens", info.name)
@@ -210,7 +210,7 @@ def open_draft(config: Config, setup: DraftSetup) -> DraftModel:
     assert small is not None
     assert setup.folder is not None
     draft = loader.load(
-        setup.folder, served_name=small, trust_remote_code=trust, form=setup.backend
+        setup.folder, served_name=small, trust_remote_code=trust, form=setup.backend.weights
     )
     cache, cost = _cache(draft, setup.cache_nbytes // DRAFT_CACHE_DIVISOR)
     if isinstance(cache, PrefixTree):

@@ -23,8 +23,8 @@ from firn.backends.cpu.softmax import (
     install_if_faster,
     sigmoid,
 )
-from firn.backends.patches import Patches
 from firn.config import CacheConfig, Config, ModelConfig
+from firn.models.patches import Patches
 
 N_TOKENS, N_KEYS = 32, 256
 Float64 = npt.NDArray[np.float64]

@@ -25,8 +25,8 @@ from typing import Any
 import mlx.core as mx
 
 from firn.backends.cuda.source import DTYPE, MULTIPLY, compact
-from firn.backends.patches import Patches
 from firn.models.faults import first_line
+from firn.models.patches import Patches
 
 log = logging.getLogger("firn.models")
 

@@ -18,10 +18,10 @@ from firn.core.values import Prompt, TokenArray
 from firn.models.decode.backlog import HeadBacklog
 from firn.models.decode.batch import Backlog, Group, NoBacklog, Row
 from firn.models.decode.early_dispatch import dispatch, dispatched_early
+from firn.models.decode.execution import Execution
 from firn.models.decode.mtp_hidden import HiddenAt, first_hidden
 from firn.models.decode.padding import in_blocks
 from firn.models.decode.ragged import ALL_COLUMNS, Columns
-from firn.models.decode.step_trace import StepTrace
 from firn.models.decode.verify import KeepStates, keep_nothing
 from firn.models.model_arguments import IdsOnly, ModelArguments
 from firn.models.mtp import MtpModel
@@ -32,12 +32,18 @@ class Forward:
     """A model without a prediction head."""
 
     def __init__(
-        self, model: Any, arguments: ModelArguments, *, trace: StepTrace, layers_per_dispatch: int
+        self,
+        model: Any,
+        arguments: ModelArguments,
+        execution: Execution,
+        *,
+        layers_per_dispatch: int,
     ) -> None:
         """layers_per_dispatch: how many layers of a step of several tokens are dispatched together."""
         self.model = model
         self.arguments = arguments
-        self.trace = trace
+        self.trace = execution.trace
+        self._patches = execution.patches
         self._layers_per_dispatch = layers_per_dispatch
 
     @property
@@ -62,7 +68,10 @@ class Forward:
         start = row.n_tokens
         arguments = self.arguments.chunk(prompt, start, end) | self._mtp_hidden([row])
         n_padding = start + len(ids) - end
-        with at_positions(layers, prompt, start, end, n_padding=n_padding) as placed:
+        seen_at = at_positions(
+            layers, prompt, start, end, patches=self._patches, n_padding=n_padding
+        )
+        with seen_at as placed:
             logits: mx.array = self.model(
                 mx.array(ids.astype("int32"))[None], cache=placed, **arguments
             )
@@ -176,10 +185,10 @@ def _keep_hidden(states: mx.array, row: Row, seat: int, n_kept: int) -> None:
 
 
 def forward_of(
-    model: Any, arguments: ModelArguments, *, trace: StepTrace, layers_per_dispatch: int
+    model: Any, arguments: ModelArguments, execution: Execution, *, layers_per_dispatch: int
 ) -> Forward:
     kind = HeadForward if isinstance(model, MtpModel) else Forward
-    return kind(model, arguments, trace=trace, layers_per_dispatch=layers_per_dispatch)
+    return kind(model, arguments, execution, layers_per_dispatch=layers_per_dispatch)
 
 
 def seen(group: Group, columns: Columns = ALL_COLUMNS) -> list[Any]:

@@ -56,7 +56,7 @@ class Runner:
         self._forward = forward_of(
             model,
             arguments,
-            trace=execution.trace,
+            execution,
             layers_per_dispatch=speculator.profile.layers_per_dispatch,
         )
         self._steps = Steps(
