@@ -107,8 +107,8 @@ class PickedToken(Protocol[R_co]):
         ...
 
 
-class PrefillRunner(Protocol[R]):
-    """Reads prompts. Engine thread only."""
+class Runner(Protocol[R]):
+    """Runs the model. Engine thread only."""
 
     def start(self, restored: Restored | None) -> R:
         """A new row, empty or with a restored prefix."""
@@ -150,10 +150,6 @@ class PrefillRunner(Protocol[R]):
         """Peak memory of the last settled chunk, beyond what it left allocated. 0: unknown, because
         an earlier peak was higher."""
         ...
-
-
-class DecodeRunner(Protocol[R]):
-    """Generates replies. Engine thread only."""
 
     def choices(self, row: R, job: Job, indices: Sequence[int]) -> list[R]:
         """One row for each choice, all with this row's prefix, each with its own sampler."""
@@ -200,10 +196,6 @@ class DecodeRunner(Protocol[R]):
     def live_nbytes(self) -> int:
         """Device memory used by the caches of the decoding rows."""
         ...
-
-
-class Runner(PrefillRunner[R], DecodeRunner[R], Protocol[R]):
-    """Runs the model. Engine thread only."""
 
     @property
     def info(self) -> ModelInfo: ...
