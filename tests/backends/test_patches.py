@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx import nn
+from tools.house import replacements
 
 from firn.backends.contract import BackendOptions
 from firn.backends.cuda import products
@@ -19,7 +19,6 @@ from firn.backends.cuda.device import CudaBackend
 from firn.models.patches import Patches
 from tests.test_imports import SOURCES, all_places
 
-LIBRARIES = ("mlx", "mlx_lm", "mlx_vlm", "transformers")
 LIST = "models/patches"
 """The only file that replaces an attribute of somebody else's module or class."""
 
@@ -123,39 +122,10 @@ def test_what_is_replaced_for_a_pass_is_in_the_list_as_long() -> None:
 # --- nothing else does ---------------------------------------------------------------------
 
 
-def replacements(source: str) -> Iterator[str]:
-    """Where code gives an attribute of a library's module or class another value."""
-    tree = ast.parse(source)
-    foreign = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names = {a.asname or a.name.split(".")[0]: a.name for a in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names = {a.asname or a.name: node.module or "" for a in node.names}
-        else:
-            continue
-        foreign |= {name for name, home in names.items() if home.split(".")[0] in LIBRARIES}
-    for node in ast.walk(tree):
-        targets: list[ast.expr] = []
-        if isinstance(node, ast.Assign | ast.Delete):
-            targets = node.targets
-        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
-            targets = [node.target]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
-            targets = [ast.Attribute(node.args[0], "")]
-        for target in targets:
-            owner: ast.expr = target
-            while isinstance(owner, ast.Attribute | ast.Subscript):
-                owner = owner.value
-            is_attribute = isinstance(target, ast.Attribute | ast.Subscript)
-            if is_attribute and isinstance(owner, ast.Name) and owner.id in foreign:
-                yield f"{getattr(node, 'lineno', 0)}: {ast.unparse(node)}"
-
-
 @pytest.mark.parametrize("place", [place for place in all_places() if place != LIST])
 def test_libraries_are_replaced_in_the_list_alone(place: str) -> None:
     source = (SOURCES / f"{place}.py").read_text(encoding="utf-8")
-    assert list(replacements(source)) == []
+    assert list(replacements(ast.parse(source))) == []
 
 
 @pytest.mark.parametrize(
@@ -173,5 +143,5 @@ def test_libraries_are_replaced_in_the_list_alone(place: str) -> None:
 def test_a_replacement_is_seen(line: str) -> None:
     imports = "import mlx.core as mx\nfrom mlx import nn\nfrom mlx_lm.models import cache\n"
     imports += "from mlx_lm.utils import load as vars_of\n"
-    assert list(replacements(imports + line))
-    assert not list(replacements(line)), "the names are somebody else's"
+    assert list(replacements(ast.parse(imports + line)))
+    assert not list(replacements(ast.parse(line))), "the names are somebody else's"

@@ -50,7 +50,7 @@ class ServerParts(EngineParts):
     """The engine's parts, and what else the server uses on the engine thread."""
 
     tree: PrefixTree | CacheOff
-    """The same object as `cache`, with its own type."""
+    """`cache`, with its own type."""
     embedder: embedder.TextEmbedder | None = None
     speculator: Speculator = NO_SPECULATION
     planned: Planned | None = None

@@ -18,7 +18,7 @@ class DeviceProfile:
     prefill_chunk: int
     """Prompt tokens read between two decode steps. The answer's bits depend on it in exact mode."""
     largest_chunk: int
-    """The same while no row decodes and the context is short."""
+    """Prompt tokens read at once while no row decodes and the context is short."""
     varies_chunks: bool = True
     """Whether timings are good enough to choose sizes by."""
     memory_name: str = "memory of the device"

@@ -64,7 +64,7 @@ class Budget:
         self.factor = 1.0
         """Bytes actually used for each estimated byte."""
         self.chunk_factor = 1.0
-        """The same for the memory that prefill chunks take while they run."""
+        """Bytes that prefill chunks used while they ran, for each estimated byte."""
         self._transient = transient
         self._chunk_nbytes = chunk_nbytes
         self._reserve_tokens = reserve_tokens

@@ -135,7 +135,7 @@ class _ShortenedCache:
 
 
 class _PaddedCache(_ShortenedCache):
-    """The same, with more columns after the padding, all of them masked."""
+    """One with more columns after the padding, all of them masked."""
 
     def __init__(self, cache: KVCache, n_new: int, masks: _Masks) -> None:
         super().__init__(cache, n_new)

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from firn.core.values import Prompt, TokenArray
 from firn.models.decode.backlog import HeadBacklog
-from firn.models.decode.batch import Backlog, Group, NoBacklog, Row
+from firn.models.decode.batch import NO_BACKLOG, Backlog, Group, Row
 from firn.models.decode.early_dispatch import dispatch, dispatched_early
 from firn.models.decode.execution import Execution
 from firn.models.decode.mtp_hidden import HiddenAt, first_hidden
@@ -56,7 +56,7 @@ class Forward:
 
     def backlog(self) -> Backlog:
         """For a new group."""
-        return NoBacklog()
+        return NO_BACKLOG
 
     def read(
         self, row: Row, prompt: Prompt, end: int, ids: TokenArray, layers: list[Any]
