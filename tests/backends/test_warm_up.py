@@ -11,8 +11,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from firn.backends import named
 from firn.backends.cuda.traced import TracedSteps
 from firn.backends.warm_up import REPLIES, WarmUpSpeculation, warm_up, warm_up_speculator
-from firn.models.decode import pipelined
 from firn.models.decode.execution import Execution
+from firn.models.decode.pipelined import Pipeline, PipelinedVerification
 from firn.models.decode.runner import Runner
 from firn.models.decode.step_trace import NoStepTrace
 from firn.models.decode.steps import NoSpeculation
@@ -97,14 +97,14 @@ def test_steps_are_traced_and_dispatched_unread(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     followed: list[int] = []
-    follow = pipelined._follow
+    launch = Pipeline.launch
 
-    def watched(*arguments: Any) -> Any:
-        step = follow(*arguments)
+    def watched(self: Pipeline, group: Any, drafts: Any) -> PipelinedVerification | None:
+        step = launch(self, group, drafts)
         followed.extend([step.width] if step is not None else [])
         return step
 
-    monkeypatch.setattr(pipelined, "_follow", watched)
+    monkeypatch.setattr(Pipeline, "launch", watched)
     parts = plain("qwen3")()
     model = parts[0]
     profile = named("cuda").step_profile(model, lambda: list(make_prompt_cache(model)))

@@ -137,7 +137,7 @@ def _follow(group: Group, follow_up: DraftsAhead, trace: StepTrace) -> Pipelined
     last, width, texts = group.unread[-1], follow_up.width, follow_up.texts
     assert isinstance(last, Verification)
     assert last.fed is not None
-    fed, n_right = _next_feed(last.picks.tokens, last.fed, texts, width)
+    fed, n_right = next_feed(last.picks.tokens, last.fed, texts, width)
     # If the step before the last was read since, the layers do not count what the last one wrote.
     lengths = RowLengths(
         fed.begins, n_more=last.width if isinstance(last, PipelinedVerification) else 0
@@ -159,7 +159,7 @@ def _follow(group: Group, follow_up: DraftsAhead, trace: StepTrace) -> Pipelined
     return PipelinedVerification(group, rows, (), None, picks, (), width, **more)
 
 
-def _next_feed(
+def next_feed(
     tokens: mx.array, fed: DeviceFeed, texts: Sequence[Sequence[int]], width: int
 ) -> tuple[DeviceFeed, mx.array]:
     """What each row is fed in a step of this width, after one that picked these tokens; and how
