@@ -14,6 +14,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from firn.backends import named
+from firn.backends.cuda.traced import TracedSteps
 from firn.core.values import RequestId, Sampling
 from firn.models.decode import pipelined, verify
 from firn.models.decode.batch import VACANT_STEPS, Group
@@ -333,6 +334,35 @@ def test_cancelled_rows_leave_the_others_undisturbed(
     speculation = steady(by_prompt(prompts, want), right=0.8)
     with guessing(speculation) as harness:
         cancel_others(harness, prompts, want)
+    assert followers
+
+
+def test_a_shape_without_a_trace_waits_for_the_step_in_flight(
+    followers: list[PipelinedVerification], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first steps of a shape are built, and those cannot be launched unread."""
+    prompts = PROMPTS[:3]
+    want = replies_to(prompts, 60)
+    speculation = steady(by_prompt(prompts, want), *CHANGING, right=0.9)
+    launch, n_refused = Pipeline.launch, []
+
+    def watched(self: Pipeline, group: Group, drafts: Any) -> PipelinedVerification | None:
+        step = launch(self, group, drafts)
+        n_refused.extend([1] if step is None else [])
+        return step
+
+    monkeypatch.setattr(Pipeline, "launch", watched)
+    built = running(
+        plain("qwen3"),
+        traced=lambda model, make_layers: TracedSteps(model, n_built=2),
+        speculation=lambda: speculation,
+        **TOGETHER,
+    )
+    with built as harness:
+        results = together(harness, prompts, 60, GREEDY)
+        for got, expected in zip(results, want, strict=True):
+            assert_equal(got.wait(), expected)
+    assert n_refused
     assert followers
 
 
