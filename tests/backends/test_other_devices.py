@@ -69,7 +69,7 @@ def test_every_answer_is_right_cold_warm_and_after_a_restart(
 @pytest.mark.parametrize("kind", FAKES)
 def test_processes_of_the_tests_have_the_device_that_was_asked_for(kind: str) -> None:
     code = "from firn import backends; here = backends.find(); print(type(here).__name__)"
-    environ = {**os.environ, "FIRN_TEST_DEVICE": kind}
+    environ = {**os.environ, "TESTS_DEVICE": kind}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
     )

@@ -167,7 +167,7 @@ def test_a_loaded_model_uses_the_replacements() -> None:
         app.build(Config(model=ModelConfig(path="firn-demo"), cache=cache)).close()
         print(*sorted(called))
     """
-    environ = {**os.environ, "FIRN_TEST_DEVICE": ""}
+    environ = {**os.environ, "TESTS_DEVICE": ""}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
     )
