@@ -33,7 +33,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo    start the server on a built-in model, talk to it, show the times (a minute)"
 	@echo "make test    run the tests"
-	@echo "make check   formatting, lint, types, direction of imports, docs, class names"
+	@echo "make check   formatting, lint, types, direction of imports, shape of the sources, docs, class names"
 	@echo "make fmt     format and mend what the linter can mend"
 	@echo "make mutants bugs made by hand that the tests must find (ten minutes)"
 	@echo "make real    tests on a real small model, SmolLM2-135M-Instruct (fetches 93 MB)"
@@ -53,7 +53,7 @@ check: venv
 	@$(PY) -m ruff format --check $(SOURCES)
 	@$(PY) -m ruff check $(SOURCES)
 	@$(PY) -m mypy
-	@$(PY) -m pytest tests/test_imports.py tests/test_docs.py tests/test_class_names.py
+	@$(PY) -m pytest tests/test_imports.py tests/test_docs.py tests/test_class_names.py tests/test_structure.py
 	@$(PY) tools/mutants.py --check
 
 mutants: venv

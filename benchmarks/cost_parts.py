@@ -41,7 +41,7 @@ from firn.models.decode.runner import Runner
 N_PROMPT, N_REPLY, N_ALIKE = 450, 128, 7
 MEMORY_NBYTES = 24 << 30
 N_CALLS = 8
-RUNNER = ("start", "prefill", "prefill_together", "settle", "launch", "collect", "join", "leave")
+RUNNER = ("start", "prefill", "batched_prefill", "settle", "launch", "collect", "join", "leave")
 KINDS = {
     "none": (False, False),
     "stored": (False, True),

@@ -22,7 +22,7 @@ from report import BenchError
 
 from firn import backends
 from firn.assembly.handles import any_cursors, any_rows
-from firn.backends.contract import BackendOptions, ComputeBackend
+from firn.backends.contract import BackendOptions, Weights, execution_of
 from firn.cache.arrays.transfers import use
 from firn.cache.layout import Layout
 from firn.cache.prefix import CacheSettings, PrefixTree
@@ -51,6 +51,7 @@ from firn.engine.engine import Engine
 from firn.engine.sequence import ForcedTokens
 from firn.models.decode.batch import why_not_batchable
 from firn.models.decode.runner import Runner
+from firn.models.decode.steps import NO_SPECULATION
 from firn.models.loader import LoadedModel
 from firn.models.model_arguments import IdsOnly
 from firn.models.mtp import MtpModel, PredictionHead, with_head_layer
@@ -113,11 +114,11 @@ class Answer:
 MakeLayers = Callable[[], list[Any]]
 
 
-def widened(dtype: WeightsDtype) -> ComputeBackend:
-    """The machine's backend, for how it widens weights alone: nothing is installed."""
-    backend = backends.find()
-    backend.weights_dtype = dtype
-    return backend
+def widened(dtype: WeightsDtype) -> Weights:
+    """How the machine's backend widens weights; nothing is installed."""
+    weights = backends.find().weights
+    weights.dtype = dtype
+    return weights
 
 
 class BenchEngine:
@@ -157,7 +158,7 @@ class BenchEngine:
         def parts() -> EngineParts:
             backend = backends.find()
             profile = backend.profile
-            mx.set_cache_limit(int(backend.memory_nbytes * BUFFER_CACHE_SHARE))
+            mx.set_cache_limit(int(backend.memory.total_nbytes * BUFFER_CACHE_SHARE))
             backend.install(BackendOptions(cache_folder=default_cache_dir()))
             use(backend.transfers)
             self.weights = model or random_model(config, dtype=dtype)
@@ -187,17 +188,17 @@ class BenchEngine:
                     cache.keep_estimates(memo)
                 wake = lambda: self.engine.wake()  # noqa: E731
                 cache.add_tier("ssd", self._io, namespaces=[EVERYONE], wake=wake)
-            capacity = backend.memory_nbytes - info.weights_nbytes
+            capacity = backend.memory.total_nbytes - info.weights_nbytes
             budget = Budget(RowCost(*layout.row_cost(probe)), capacity_nbytes=capacity)
             loaded = LoadedModel(made, info, make_layers, probe, IdsOnly())
-            execution = backend.execution(loaded, exact=False, is_shared=False)
+            execution = execution_of(backend, loaded, exact=False, is_shared=False)
             common = execution.buckets.common_chunk
             runner = Runner(
                 made,
                 info,
                 make_layers=make_layers,
                 max_rows=MAX_ROWS,
-                speculator=speculation(made, make_layers) if speculation else None,
+                speculator=speculation(made, make_layers) if speculation else NO_SPECULATION,
                 execution=execution,
             )
             largest = profile.largest_chunk if by_depth else 0

@@ -80,6 +80,10 @@ def _few_certificates() -> str:
 
 os.environ["SSL_CERT_FILE"] = _few_certificates()
 
+# firn warns of a FIRN_ variable that it does not know; processes of the tests read another one.
+if _device := os.environ.pop("FIRN_TEST_DEVICE", ""):
+    os.environ["TESTS_DEVICE"] = _device
+
 _startup = str(Path(__file__).with_name("startup"))
 if _startup not in (_paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
     os.environ["PYTHONPATH"] = os.pathsep.join([_startup, *filter(None, _paths)])
@@ -96,7 +100,7 @@ def _one_mlx_for_all() -> Iterator[Blas]:
         patch.setattr(cpu, "attach", lambda choice, **more: blas)
         patch.setattr(softmax, "install_if_faster", lambda patches: False)
         patch.setattr(rope, "install", lambda patches: None)
-        if device := os.environ.get("FIRN_TEST_DEVICE"):
+        if device := os.environ.get("TESTS_DEVICE"):
             patch.setattr(backends, "find", FAKES[device])
         yield blas
 

@@ -48,9 +48,11 @@ from firn.engine import EngineLimits, EngineParts
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.models.decode.batch import why_not_batchable
-from firn.models.decode.execution import Execution
+from firn.models.decode.execution import PLAIN_EXECUTION, Execution
 from firn.models.decode.kv_growth import ShapeBuckets
 from firn.models.decode.runner import Runner
+from firn.models.decode.steps import NO_SPECULATION
+from firn.models.model_arguments import IDS_ONLY
 from firn.models.mtp import MtpModel
 from firn.models.scoring import AttentionScorer
 from firn.models.speculation.speculator import Speculation
@@ -76,6 +78,8 @@ class Result:
     """Which tokens of each reply were forced."""
     error: FirnError | None = None
     finished: threading.Event = field(default_factory=threading.Event)
+    waiting: dict[int, Callable[[], None]] = field(default_factory=dict)
+    """What to do once the reply has so many tokens, before the engine's next step."""
 
     def hear(self, event: EngineEvent) -> None:
         if isinstance(event, Admitted):
@@ -214,15 +218,17 @@ class Harness:
             model, make_layers = build()
             info = model_info(model, make_layers)
             bare = model.base if isinstance(model, MtpModel) else model
-            arguments = bare if hasattr(bare, "chunk") else None  # a vision model
+            arguments = bare if hasattr(bare, "chunk") else IDS_ONLY  # a vision model
             runner = Runner(
                 model,
                 info,
                 make_layers=make_layers,
                 max_rows=max_rows,
                 arguments=arguments,
-                speculator=speculation() if speculation else None,
-                execution=Execution(trace=traced(model, make_layers)) if traced else None,
+                speculator=speculation() if speculation else NO_SPECULATION,
+                execution=Execution(trace=traced(model, make_layers))
+                if traced
+                else PLAIN_EXECUTION,
             )
             cache: Any = CacheOff()
             if cache_nbytes is not None:
@@ -261,7 +267,10 @@ class Harness:
 
     def _publish(self, batch: Sequence[Delivery]) -> None:
         for request, event in batch:
-            self.results[request].hear(event)
+            result = self.results[request]
+            result.hear(event)
+            for n in [n for n in result.waiting if len(result.reply) >= n]:
+                result.waiting.pop(n)()
 
     def submit(
         self,

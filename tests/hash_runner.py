@@ -169,9 +169,9 @@ class HashRunner:
         self.largest_group = 0
         self.n_launched = 0
         self.n_freed = 0
-        self.reads_together = True
+        self.can_batch_prefill = True
         self.rest_tokens = 0
-        self.n_together = 0
+        self.n_batched = 0
         self.closed = False
         self.chunk_peak_nbytes = 0
         self._groups: list[HashGroup] = []
@@ -210,10 +210,10 @@ class HashRunner:
         self.prefills.append((row.n_tokens, end))
         row.n_tokens = end
 
-    def prefill_together(
+    def batched_prefill(
         self, rows: Sequence[HashRow], prompts: Sequence[Prompt], ends: Sequence[int]
     ) -> None:
-        self.n_together += 1
+        self.n_batched += 1
         for row, prompt, end in zip(rows, prompts, ends, strict=True):
             self.prefill(row, prompt, end)
 

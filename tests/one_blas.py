@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from firn.backends.cpu.blas import Blas, attach
-from firn.backends.patches import Patches
+from firn.models.patches import Patches
 
 MEMO = Path(tempfile.gettempdir()) / f"firn-tests-{os.getuid()}" / "blas.json"
 

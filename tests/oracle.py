@@ -61,8 +61,8 @@ class Oracle(Harness):
 
         def build() -> Any:
             backend = backends.find()
-            backend.weights_dtype = "auto"
-            loaded = loader.load(folder, served_name=model, form=backend)
+            backend.weights.dtype = "auto"
+            loaded = loader.load(folder, served_name=model, form=backend.weights)
             return loaded.model, loaded.make_layers
 
         super().__init__(build, **{"chunk": 256, "block": 64, **options})

@@ -337,21 +337,3 @@ def test_help_does_not_wait_for_heavy_libraries() -> None:
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     heavy = [line for line in run.stdout.splitlines() if line.startswith("heavy:")]
     assert heavy == ["heavy: []"] * 3
-
-
-# --- circles -------------------------------------------------------------------------------
-
-
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Imports inside functions and under TYPE_CHECKING count, too: they hide a circle, no more."""
-    places = {".".join(("firn", *p.split("/"))).removesuffix(".__init__"): p for p in all_places()}
-    graph: dict[str, set[str]] = {}
-    for module, place in places.items():
-        targets = imports_of((SOURCES / f"{place}.py").read_text(encoding="utf-8"), place)
-        names = {t.target if t.target in places else t.target.rpartition(".")[0] for t in targets}
-        graph[module] = (names & set(places)) - {module}
-    while graph:
-        free = {module for module, targets in graph.items() if not targets & graph.keys()}
-        assert free, f"a circle among {sorted(graph)}"
-        for module in free:
-            del graph[module]

@@ -1,4 +1,4 @@
-"""The shape of the house: no import cycles, and devices that only their backends know.
+"""The shape of the house: what `tools/house.py` counts, and how much of it there may be.
 
 Read from the syntax tree, like the directions of imports (`test_imports`).
 """
@@ -6,135 +6,214 @@ Read from the syntax tree, like the directions of imports (`test_imports`).
 from __future__ import annotations
 
 import ast
-import re
 from functools import cache
 
 import pytest
+from tools import house
 
-from tests.test_imports import SOURCES, all_places, imports_of
+from tests.test_imports import SOURCES, all_places
 
-DEVICES = frozenset({"cuda", "metal", "nvidia", "few_shapes", "traced", "is_gpu", "on_cpu"})
-"""Words by which code asks which device it runs on, whole or as a part of a name."""
-DEVICE_WORDS = frozenset({*DEVICES, "cpu"})
-"""As a text of its own, `cpu` counts, too; in a name it may be the processor's time or its options."""
-
-
-# --- cycles --------------------------------------------------------------------------------
+LARGE = {
+    "firn.api.activity.CallView": 26,
+    "firn.api.running.RunningRequest": 22,
+    "firn.api.services.Services": 28,
+    "firn.cache.cursor.CacheCursor": 35,
+    "firn.cache.storage.client.TierClient": 29,
+    "firn.fleet.model.Model": 31,
+}
+"""Classes that have more attributes than others may: how many, at most. No class is added."""
+IDLE = {"ScorerTraits"}
+"""Protocols that are no type of anything, and are to go. None is added."""
+LEANING = ("firn.models.speculation.",)
+"""Whose docstrings may still begin with what the one before says."""
+SAID = {
+    "assembly/memory": "the option's name, which users of other servers know",
+    "cli/compat": "another server's option",
+    "cli/doctor": "the extra's name in pyproject.toml",
+    "config/engine": "the option's name, and help texts",
+    "kv_events": "the medium's name in the protocol",
+    "models/fingerprint": "the device is a part of every key",
+}
+"""Files that may name a device, and why."""
+N_SAID = 12
+"""How many names there are in those files, at most."""
 
 
 @cache
-def edges() -> dict[str, frozenset[str]]:
-    """Which modules each module names, under TYPE_CHECKING and inside functions, too."""
-    places = set(all_places())
-    found = {}
-    for place in places:
-        source = (SOURCES / f"{place}.py").read_text(encoding="utf-8")
-        targets = {_place(item.target, places) for item in imports_of(source, place)}
-        found[place] = frozenset(t for t in targets if t is not None and t != place)
-    return found
+def sources() -> house.Tree:
+    return house.Tree(SOURCES)
 
 
-def _place(target: str, places: set[str]) -> str | None:
-    """The file that a dotted name stands for: a module, a package, or something in one of them."""
-    parts = target.split(".")
-    if parts[0] != "firn":
-        return None
-    for n in (len(parts), len(parts) - 1):
-        name = "/".join(parts[1:n])
-        for place in (name, f"{name}/__init__".lstrip("/")):
-            if place in places:
-                return place
-    return None
+def parsed(*sources: str) -> dict[str, ast.Module]:
+    return {f"m{i}": ast.parse(source) for i, source in enumerate(sources)}
 
 
-def cycles(graph: dict[str, frozenset[str]]) -> list[list[str]]:
-    """Modules that import each other in a circle (Tarjan's strongly connected components)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(node: str) -> None:
-        index[node] = low[node] = len(index)
-        stack.append(node)
-        for other in sorted(graph.get(node, ())):
-            if other not in index:
-                visit(other)
-                low[node] = min(low[node], low[other])
-            elif other in stack:
-                low[node] = min(low[node], index[other])
-        if low[node] == index[node]:
-            group = []
-            while not group or group[-1] != node:
-                group.append(stack.pop())
-            if len(group) > 1:
-                found.append(sorted(group))
-
-    for node in sorted(graph):
-        if node not in index:
-            visit(node)
-    return found
+# --- circles -------------------------------------------------------------------------------
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    assert cycles(edges()) == []
+    assert house.cycles(sources().imports()) == []
 
 
 def test_a_circle_is_seen() -> None:
-    ring = {"a": frozenset({"b"}), "b": frozenset({"c"}), "c": frozenset({"a", "d"})}
-    assert cycles(ring) == [["a", "b", "c"]]
-    assert cycles({"a": frozenset({"b"}), "b": frozenset()}) == []
+    ring = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}}
+    assert house.cycles(ring) == [["a", "b", "c"]]
+    assert house.cycles({"a": {"b"}, "b": set()}) == []
+
+
+def test_every_way_to_name_a_module_is_an_import() -> None:
+    graph = sources().imports()
+    assert "firn.cache.arrays.transfers" in graph["firn.backends.contract"]
+    assert "firn.host.machine" in graph["firn.backends"], "under TYPE_CHECKING"
+    assert "firn.backends.warm_up" in graph["firn.backends.cuda.device"]
 
 
 # --- devices -------------------------------------------------------------------------------
 
 
-def devices_in(source: str) -> list[str]:
-    """Names and texts of the code that are a device's, docstrings and messages aside."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        name = ""
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if node.value.lower() in DEVICE_WORDS:
-                found.append(f"{node.lineno}: {node.value!r}")
-            continue
-        if isinstance(node, ast.Name):
-            name = node.id
-        elif isinstance(node, ast.Attribute):
-            name = node.attr
-        elif isinstance(node, ast.arg | ast.keyword):
-            name = node.arg or ""
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.alias):
-            name = node.name
-        elif isinstance(node, ast.ImportFrom):
-            name = node.module or ""
-        words = {w.lower() for w in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
-        if words & DEVICES or any(device in name.lower() for device in ("few_shapes", "on_cpu")):
-            found.append(f"{getattr(node, 'lineno', 0)}: {name}")
-    return found
+def devices_in(place: str) -> list[str]:
+    return house.devices_in(ast.parse((SOURCES / f"{place}.py").read_text(encoding="utf-8")))
 
 
-@pytest.mark.parametrize("place", [p for p in all_places() if not p.startswith("backends/")])
+OUTSIDE = [p for p in all_places() if not p.startswith("backends/")]
+
+
+@pytest.mark.parametrize("place", [p for p in OUTSIDE if p not in SAID])
 def test_only_backends_know_devices(place: str) -> None:
-    source = (SOURCES / f"{place}.py").read_text(encoding="utf-8")
-    assert devices_in(source) == []
+    assert devices_in(place) == []
+
+
+def test_who_may_name_a_device_does_so_no_more_often() -> None:
+    named = {place: devices_in(place) for place in SAID}
+    assert all(named.values()), "a file that names none is not in the list"
+    assert sum(map(len, named.values())) <= N_SAID, named
 
 
 @pytest.mark.parametrize(
     "source",
     [
         'if kind == "cuda": pass',
+        "if kind == 'CUDA': pass",
         "x = mx.metal.is_available()",
+        "x = mx.default_device() == mx.cpu",
+        "x = mx.gpu",
+        "x = getattr(mx, 'metal')",
+        "from mlx.core import metal as m",
+        "from mlx.core import default_device",
+        "import firn.backends.cuda.pool as pool",
         "def is_cuda(): pass",
+        "async def on_metal(): pass",
+        "class MetalRunner: pass",
         "f(traced=None)",
+        "f(few_shapes=True)",
         "from firn.backends.cuda import pool",
+        "from firn import backends; backends.named('metal')",
         'kind in ("cpu", "metal")',
+        "text = f'{a} on cuda'",
+        "text = f'gpu {a}'",
+        "if profile.name.startswith('met' + 'al'): pass; x = 'nvidia-smi'",
         "if few_shapes: pass",
+        "if row.is_traced: pass",
+        "info = mx.device_info()",
+        "match kind:\n    case 'cuda': pass",
+        "match kind:\n    case metal: pass",
+        "global is_gpu",
+        "x = {'metal': 1}['cpu']",
+        "isCuda = 1",
     ],
 )
 def test_a_question_about_the_device_is_seen(source: str) -> None:
-    assert devices_in(source)
+    assert house.devices_in(ast.parse(source))
 
 
-def test_the_processors_time_and_options_are_no_device() -> None:
-    assert devices_in("cpu_s = process_time()\ncpu_dtype = 'auto'\n'on a cpu'") == []
+def test_the_processors_time_and_what_is_said_in_docstrings_are_no_device() -> None:
+    source = (
+        "'''On CUDA.'''\ncpu_s = process_time()\ncpu_dtype = 'auto'\n'''For Metal.'''\n'on a cpu'"
+    )
+    assert house.devices_in(ast.parse(source)) == []
+
+
+# --- strategies ----------------------------------------------------------------------------
+
+
+ROOM = [p for p in all_places() if p.startswith(("models/decode/", "assembly/"))]
+
+
+@pytest.mark.parametrize("place", ROOM)
+def test_nobody_asks_whether_a_strategy_is_there(place: str) -> None:
+    source = (SOURCES / f"{place}.py").read_text(encoding="utf-8")
+    assert house.optional_strategies(ast.parse(source)) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if self._mtp is not None: pass",
+        "x = None if speculation is None else speculation.view()",
+        "self.speculator = speculator or NoSpeculation()",
+        "if self._traced: pass",
+        "x = row.group.backlog and row.group.backlog.read()",
+    ],
+)
+def test_such_a_question_is_seen(source: str) -> None:
+    assert house.optional_strategies(ast.parse(source))
+
+
+def test_the_runner_is_read_in_one_go() -> None:
+    module = "firn.models.decode.runner"
+    n_lines = len((SOURCES / "models/decode/runner.py").read_text(encoding="utf-8").splitlines())
+    assert n_lines <= 310
+    assert len(sources().imports()[module]) <= 12
+
+
+# --- nouns ---------------------------------------------------------------------------------
+
+
+def test_every_protocol_is_the_type_of_something() -> None:
+    idle = house.idle_protocols(sources().modules)
+    assert {name.rpartition(".")[2] for name in idle} <= IDLE, idle
+
+
+def test_a_protocol_that_types_nothing_is_seen() -> None:
+    slices = "class A(Protocol): ...\nclass B(A, Protocol): ...\ndef f(x: B) -> None: ..."
+    assert house.idle_protocols(parsed(slices)) == ["m0.A"]
+    for use in (
+        "x: A",
+        "def f() -> list[A]: ...",
+        "cast('A', x)",
+        "class C(A): ...",
+        "X = A | int",
+    ):
+        assert house.idle_protocols(parsed("class A(Protocol): ...", use)) == []
+
+
+def test_no_class_has_more_attributes_than_a_head_holds() -> None:
+    found = house.large_classes(sources().modules)
+    assert {name for name, n in found.items() if n > LARGE.get(name, 0)} == set(), found
+    assert LARGE.keys() <= found.keys(), "a class that has become small is not in the list"
+
+
+def test_fields_and_what_methods_assign_are_attributes() -> None:
+    source = "class A:\n a: int\n def f(self) -> None:\n  self.b, self.c = 1, 2\n  x.d = 3"
+    (cls,) = ast.parse(source).body
+    assert isinstance(cls, ast.ClassDef)
+    assert house.attributes(cls) == {"a", "b", "c"}
+
+
+# --- docstrings ----------------------------------------------------------------------------
+
+
+def test_every_docstring_can_be_read_alone() -> None:
+    found = house.leaning_docs(sources().modules)
+    assert [text for text in found if not text.startswith(LEANING)] == []
+
+
+@pytest.mark.parametrize("opening", ["...", "... and", "Nor", "Likewise,", "The same"])
+def test_one_that_leans_on_the_one_before_is_seen(opening: str) -> None:
+    for source in (
+        f"'''{opening} x'''",
+        f"A = 1\n'''{opening} x'''",
+        f"class A:\n    a: int\n    '''\n    {opening} x'''",
+        f"if x:\n    def f():\n        '''{opening} x'''",
+    ):
+        assert house.leaning_docs(parsed(source))

@@ -9,6 +9,7 @@ import mlx.core as mx
 from firn import backends
 from firn.backends.contract import BackendOptions, ComputeBackend
 from firn.backends.cuda.device import CudaBackend
+from firn.backends.memory import DeviceMemory
 from firn.backends.metal import MetalBackend
 from firn.cache.arrays.transfers import Transfers
 from firn.core.memory_plan import MachineMemory
@@ -44,15 +45,21 @@ class FakeMetal(MetalBackend):
         super().__init__(self.recorded)
 
 
-class FakeCuda(CudaBackend):
-    """An NVIDIA GPU without its kernels and its driver."""
-
+class FakeCudaMemory(DeviceMemory):
     @property
-    def memory_nbytes(self) -> int:
+    def total_nbytes(self) -> int:
         return 1 << 34
 
     def _available_nbytes(self) -> int | None:
         return None
+
+
+class FakeCuda(CudaBackend):
+    """An NVIDIA GPU without its kernels and its driver."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = FakeCudaMemory(self.profile)
 
     @property
     def transfers(self) -> Transfers:  # type: ignore[override]
@@ -75,7 +82,7 @@ def pretend(kind: str, monkeypatch: pytest.MonkeyPatch) -> ComputeBackend:
 def with_memory(
     backend: ComputeBackend, now: MachineMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "memory", lambda: now)
+    monkeypatch.setattr(backend.memory, "now", lambda: now)
 
 
 def is_on_cuda() -> bool:

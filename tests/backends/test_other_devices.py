@@ -1,11 +1,14 @@
 """A whole server on a device that this machine does not have: every branch that depends on one.
 
-FIRN_TEST_DEVICE=metal runs the other tests like this, too.
+FIRN_TEST_DEVICE=metal runs the other tests like this, too, with all processes that they start.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from firn.cache.arrays import transfers
 from firn.config import CacheConfig, Config, ModelConfig
 from firn.demo.facts import FactSession, make_session
 from tests.api.real import Real, serving
-from tests.backends.fakes import FakeMetal, pretend
+from tests.backends.fakes import FAKES, FakeMetal, pretend
 
 
 def config(model: str, ssd: Path) -> Config:
@@ -61,3 +64,13 @@ def test_every_answer_is_right_cold_warm_and_after_a_restart(
         assert backend.recorded.limits[0] == ("memory", limit_nbytes)
     own = [r for r in caplog.records if r.name.startswith("firn")]
     assert [r.message for r in own if r.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize("kind", FAKES)
+def test_processes_of_the_tests_have_the_device_that_was_asked_for(kind: str) -> None:
+    code = "from firn import backends; here = backends.find(); print(type(here).__name__)"
+    environ = {**os.environ, "TESTS_DEVICE": kind}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == FAKES[kind].__name__

@@ -21,8 +21,8 @@ from rich.console import Console
 
 from firn.assembly import memory as memory_plans
 from firn.backends import named
-from firn.backends.contract import DeviceReport
 from firn.backends.cpu.dtype import widened_nbytes
+from firn.backends.report import DeviceReport
 from firn.cli.doctor import (
     Finding,
     describe_model,

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from firn.cache.off import CacheOff
 from firn.core.values import Job, Prompt, RequestId
 from firn.models.decode.batch import Group, Row
-from firn.models.decode.mtp_hidden import HiddenAt, carry_of
+from firn.models.decode.mtp_hidden import HiddenAt, first_hidden
 from firn.models.mtp import MtpModel, with_head_layer
 from firn.models.speculation import drafters
 from firn.models.speculation.drafters import NO_DRAFT, Draft, Drafter
@@ -53,7 +53,7 @@ class OnRows:
         if row is None or row.group is None:
             return
         fed = [*row.pending, *tokens[:-1]]
-        self._model(mx.array([fed]), cache=row.group.layers, carry=carry_of([row.hidden]))
+        self._model(mx.array([fed]), cache=row.group.layers, mtp_hidden=first_hidden([row.hidden]))
         row.n_tokens += len(fed)
         row.pending = [tokens[-1]]
         row.hidden = [HiddenAt(self._model.hidden, 0, len(fed) - 1)]

@@ -240,7 +240,7 @@ def test_a_fault_that_a_restore_or_a_caller_meets_puts_the_rows_of_others_in_dou
 
 
 def test_a_record_that_always_fails_is_taken_for_the_devices_fault_once() -> None:
-    """Every request for it is still answered, and the others are not put back every time."""
+    """Every request for it is still answered, and the others are not preempted every time."""
 
     class Bad(DictCache):
         def _fill(self, state: list[int], layers: list[HashLayer]) -> None:

@@ -52,7 +52,7 @@ def test_no_reply_is_cut_off_when_replies_outgrow_memory(cached: bool, n: int) -
     assert most.n_tokens <= (600 + 12 * 16 * 2) * n, "and stayed near the budget"
 
 
-def test_a_request_that_was_put_back_is_read_from_the_cache(
+def test_a_request_that_was_preempted_is_read_from_the_cache(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     cache = DictCache()
@@ -68,7 +68,7 @@ def test_a_request_that_was_put_back_is_read_from_the_cache(
     assert len(again) < 4, "but only what the cache did not have"
 
 
-def test_the_oldest_is_never_put_back() -> None:
+def test_the_oldest_is_never_preempted() -> None:
     with HashEngine(budget=small(200)) as lab:
         gate = lab.hold()
         outcomes = [lab.submit(prompt_of(i, 10), 120) for i in range(3)]
@@ -79,7 +79,7 @@ def test_the_oldest_is_never_put_back() -> None:
         assert len([e for e in first if isinstance(e, Prefilled)]) <= 2, "its prompt, once"
 
 
-def test_a_request_that_was_put_back_is_first_in_the_queue() -> None:
+def test_a_request_that_was_preempted_is_first_in_the_queue() -> None:
     with HashEngine(cache=DictCache(), budget=small(200), max_rows=2, chunk=256) as lab:
         gate = lab.hold()
         outcomes = [lab.submit(prompt_of(i, 10), 180) for i in range(2)]
@@ -89,12 +89,12 @@ def test_a_request_that_was_put_back_is_first_in_the_queue() -> None:
             outcome.wait().check()
         *before, last = lab.runner.prefills
     assert last == (0, 149), "who waited all the time"
-    assert any(start > 60 for start, _ in before), "who was put back is read again"
+    assert any(start > 60 for start, _ in before), "who was preempted is read again"
 
 
-def test_a_request_that_was_put_back_can_be_cancelled() -> None:
+def test_a_request_that_was_preempted_can_be_cancelled() -> None:
     def cancel(rows: list[HashRow]) -> None:
-        if any(sequence.was_put_back for sequence in lab.engine._loop.inflight.waiting):
+        if any(sequence.was_preempted for sequence in lab.engine._loop.inflight.waiting):
             lab.cancel(second)  # it cannot return before this is heard: the first has the memory
 
     with HashEngine(Faults(launch=cancel), cache=DictCache(), budget=small(200)) as lab:
@@ -104,7 +104,7 @@ def test_a_request_that_was_put_back_can_be_cancelled() -> None:
         gate.set()
         first.wait().check()
         assert lab.leftovers() == {}
-        assert 0 < len(second.tokens()) < 180, "it was put back within its reply"
+        assert 0 < len(second.tokens()) < 180, "it was preempted within its reply"
         assert not second.finished.is_set(), "and never came back"
 
 
@@ -119,7 +119,7 @@ class Knowing(DictCache):
         return DictPrefix(len(known), partial(self._fill, known))
 
 
-def test_if_one_reply_of_a_put_back_request_fails_the_request_fails() -> None:
+def test_if_one_reply_of_a_preempted_request_fails_the_request_fails() -> None:
     """Both are restored in one step: the second must not be opened for a request that is over."""
     n_joined: Counter[str] = Counter()
 
@@ -137,7 +137,7 @@ def test_if_one_reply_of_a_put_back_request_fails_the_request_fails() -> None:
         first.wait().check()
         assert lab.leftovers() == {}
         assert second.n_ends == 1
-        assert n_joined[second.job.id] == 2, "it was put back once, and failed when it came back"
+        assert n_joined[second.job.id] == 2, "it was preempted once, and failed when it came back"
 
 
 def test_a_lone_reply_ends_where_memory_ends() -> None:
@@ -163,7 +163,7 @@ def test_records_give_way_before_a_request_waits() -> None:
         assert cache.room_nbytes == 1000
 
 
-def test_the_youngest_request_is_put_back_when_the_capacity_shrinks() -> None:
+def test_the_youngest_request_is_preempted_when_the_capacity_shrinks() -> None:
     with HashEngine(cache=DictCache(), budget=small(10_000)) as lab:
         outcomes = [lab.submit(prompt_of(i, 20), 300, sampling=WARM) for i in range(6)]
         lab.engine.call(lambda parts: parts.set_capacity(400)).result(60)

@@ -13,7 +13,7 @@ from firn.cache.codecs import leaves
 from firn.core.ports import Restored
 from firn.engine import prefill, prompt_batches
 from firn.engine.prompt_batches import MIN_SAMPLES, TRY_EVERY, TRY_FIRST, BatchTrial
-from firn.models.decode.batched_prefill import batched_prefill_fault, can_read_together
+from firn.models.decode.batched_prefill import batched_prefill_fault, can_batch
 from tests.cache.lab import IN_ROWS, LabEngine, tree
 from tests.cache.tiny import Build, Reference, cold_and_warm, tiny, tokens
 from tests.dict_cache import DictCache, DictPrefix
@@ -37,7 +37,7 @@ class Always(BatchTrial):
         self.n_passes += n_prompts > 1
 
 
-def always_together(harness: Any) -> Always:
+def always_batched(harness: Any) -> Always:
     trial, batches = Always(), harness.engine._loop._prefill._batches
     harness.between_steps(lambda: setattr(batches, "_trial", trial))
     return trial
@@ -50,36 +50,36 @@ def submit_at_once(harness: Harness, prompts: list[list[int]], n_reply: int) -> 
 # --- the decision --------------------------------------------------------------------------
 
 
-def decide(trial: BatchTrial, n: int, *, together_s: float, alone_s: float) -> list[bool]:
+def decide(trial: BatchTrial, n: int, *, batched_s: float, alone_s: float) -> list[bool]:
     """n decisions, each followed by a pass that takes this long per token."""
     decisions = []
     for _ in range(n):
         decisions.append(trial.should_batch())
-        seconds = together_s if decisions[-1] else alone_s
+        seconds = batched_s if decisions[-1] else alone_s
         trial.saw(100 * seconds, n_tokens=100, n_prompts=2 if decisions[-1] else 1)
     return decisions
 
 
 def test_reading_together_and_alone_are_both_tried_and_the_faster_is_used() -> None:
-    decisions = decide(BatchTrial(), 60, together_s=1.0, alone_s=2.0)
+    decisions = decide(BatchTrial(), 60, batched_s=1.0, alone_s=2.0)
     assert decisions[: 2 * MIN_SAMPLES].count(True) == MIN_SAMPLES
     assert decisions[2 * MIN_SAMPLES :].count(False) == 2, "two trials"
-    decisions = decide(BatchTrial(), 60, together_s=1.0, alone_s=1.0)
+    decisions = decide(BatchTrial(), 60, batched_s=1.0, alone_s=1.0)
     assert decisions[2 * MIN_SAMPLES :].count(True) == 2, "equally fast is not worth it"
 
 
 def test_the_slower_kind_is_tried_again_now_and_then() -> None:
     trial = BatchTrial()
-    decide(trial, TRY_EVERY, together_s=2.0, alone_s=1.0)
-    later = decide(trial, 20 * TRY_EVERY, together_s=0.5, alone_s=1.0)
+    decide(trial, TRY_EVERY, batched_s=2.0, alone_s=1.0)
+    later = decide(trial, 20 * TRY_EVERY, batched_s=0.5, alone_s=1.0)
     assert all(later[-TRY_EVERY + 1 : -1]), "it has become faster, and a trial noticed"
 
 
 def test_slow_first_passes_do_not_decide_for_long() -> None:
     """On a GPU the first passes of a shape take several times as long as later ones."""
     trial = BatchTrial()
-    decide(trial, 2 * MIN_SAMPLES, together_s=5.0, alone_s=1.0)
-    later = decide(trial, 80, together_s=0.7, alone_s=1.0)
+    decide(trial, 2 * MIN_SAMPLES, batched_s=5.0, alone_s=1.0)
+    later = decide(trial, 80, batched_s=0.7, alone_s=1.0)
     n_learning = TRY_FIRST * (1 + 2 + 4)
     assert later[:n_learning].count(True) == 3, "a trial is one pass"
     assert all(later[n_learning:]), "three outvote the first ones"
@@ -94,7 +94,7 @@ def test_prompts_of_unequal_lengths_are_answered_as_alone(name: str) -> None:
     prompts = [[*head, *tokens(i, 30 + 7 * i)] for i in range(6)]
     with cold_and_warm(tiny(name), chunk=400, block=16) as (cold, warm):
         want = Reference(cold)
-        trial = always_together(warm)
+        trial = always_batched(warm)
         warm.ask([*head, 9], 2)  # so that rows begin with a cached prefix
         for asked, ids in zip(submit_at_once(warm, prompts, 6), prompts, strict=True):
             assert asked.wait().reply == want(ids, 6).reply
@@ -109,7 +109,7 @@ def test_prompts_of_unequal_lengths_are_answered_as_alone(name: str) -> None:
 
 def test_rows_of_very_different_lengths_are_not_padded_to_each_other() -> None:
     with running(tiny("llama"), chunk=400, block=16) as harness:
-        trial = always_together(harness)
+        trial = always_batched(harness)
         prompts = [tokens(1, 20), tokens(2, 300)]
         for asked in submit_at_once(harness, prompts, 3):
             asked.wait()
@@ -123,7 +123,7 @@ def test_rows_of_very_different_lengths_are_not_padded_to_each_other() -> None:
 def test_which_layers_can_be_read_together(name: str, can: bool) -> None:
     build: Build = tiny(name)
     _, make_layers = build()
-    assert can_read_together(leaves(make_layers())) is can
+    assert can_batch(leaves(make_layers())) is can
 
 
 def test_a_model_that_ignores_masks_is_refused() -> None:
@@ -142,7 +142,7 @@ def test_a_model_that_ignores_masks_is_refused() -> None:
 
 def test_exact_mode_reads_prompts_one_by_one() -> None:
     with running(tiny("llama"), chunk=32, block=16, exact=True) as harness:
-        trial = always_together(harness)
+        trial = always_batched(harness)
         for asked in submit_at_once(harness, [tokens(i, 31) for i in range(4)], 3):
             asked.wait()
         assert trial.n_passes == 0
@@ -153,7 +153,7 @@ def test_exact_mode_reads_prompts_one_by_one() -> None:
 
 def lab_of(faults: Faults | None = None, **options: Any) -> LabEngine:
     lab = LabEngine(IN_ROWS, faults, cache=tree(IN_ROWS, block=8), **options)
-    always_together(lab)
+    always_batched(lab)
     return lab
 
 
@@ -172,20 +172,20 @@ def test_what_two_prompts_share_is_computed_once() -> None:
 def test_a_prompt_that_is_being_loaded_joins_no_pass() -> None:
     cache = DictCache(racing=True)
     with HashEngine(cache=cache, chunk=400) as lab:
-        always_together(lab)
+        always_batched(lab)
         gate = lab.hold()
         outcomes = [lab.submit(words(i, 40), 2) for i in range(3)]
         gate.set()
         for outcome in outcomes:
             outcome.wait().check()
-        assert lab.runner.n_together == 0
+        assert lab.runner.n_batched == 0
         cache.racing = False
         gate = lab.hold()
         outcomes = [lab.submit(words(10 + i, 40), 2) for i in range(3)]
         gate.set()
         for outcome in outcomes:
             outcome.wait().check()
-        assert lab.runner.n_together == 1
+        assert lab.runner.n_batched == 1
 
 
 def test_each_prompt_is_charged_its_share_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,13 +209,13 @@ def test_each_prompt_is_charged_its_share_of_a_pass(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(module, "time", Clock)
     cache = Noting()
     with HashEngine(Faults(prefill=take_a_second), cache=cache, chunk=400) as lab:
-        always_together(lab)
+        always_batched(lab)
         gate = lab.hold()
         outcomes = [lab.submit(words(i, n), 2) for i, n in enumerate((41, 61))]
         gate.set()
         for outcome in outcomes:
             outcome.wait().check()
-        assert lab.runner.n_together == 1
+        assert lab.runner.n_batched == 1
     assert sorted(cache.seen) == [(40, pytest.approx(0.8)), (60, pytest.approx(1.2))]
 
 
@@ -226,7 +226,7 @@ def test_a_request_cancelled_during_a_pass_leaves_the_others_alone(gone: int) ->
     cancelled: list[int] = []
 
     def cancel(batch: Any) -> None:
-        if lab.runner.n_together and not cancelled:
+        if lab.runner.n_batched and not cancelled:
             cancelled.append(gone)
             lab.engine._loop.cancel(outcomes[gone].job.id)
 
@@ -237,7 +237,7 @@ def test_a_request_cancelled_during_a_pass_leaves_the_others_alone(gone: int) ->
         for i, outcome in enumerate(outcomes):
             if i != gone:
                 outcome.wait().check()
-        assert lab.runner.n_together == 1
+        assert lab.runner.n_batched == 1
         assert cancelled
         lab.check()
 
@@ -264,7 +264,7 @@ def test_a_device_fault_while_a_pass_is_chosen_puts_its_prompts_back() -> None:
             raise RuntimeError("a late fault of the device")
 
     with HashEngine(Faults(join=fail), cache=Late(), chunk=400) as lab:
-        always_together(lab)
+        always_batched(lab)
         gate = lab.hold()
         outcomes = [lab.submit(words(41, 39), 5), lab.submit(bad, 5), lab.submit(words(42, 41), 5)]
         gate.set()
@@ -280,13 +280,13 @@ def test_prompts_are_read_one_by_one_after_a_pass_has_failed() -> None:
         def refuse(*_: Any) -> None:
             raise ValueError("shapes cannot be broadcast")
 
-        lab.runner.prefill_together = refuse  # type: ignore[method-assign]
+        lab.runner.batched_prefill = refuse  # type: ignore[method-assign]
         gate = lab.hold()
         outcomes = [lab.submit(words(30 + i, 40), 5) for i in range(4)]
         gate.set()
         for outcome in outcomes:
             outcome.wait().check()
-        assert lab.runner.n_together == 0
+        assert lab.runner.n_batched == 0
         lab.check()
 
 
@@ -306,4 +306,4 @@ def test_prompts_that_come_and_go_are_all_answered_right() -> None:
                     outcome.wait().check()
                     assert outcome.tokens() == reply_to(ids, 7)
             lab.check()
-        assert lab.runner.n_together
+        assert lab.runner.n_batched

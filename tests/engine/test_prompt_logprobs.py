@@ -130,7 +130,7 @@ def test_a_row_that_is_read_again_sends_no_logprobs_again() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_request_that_is_put_back_before_its_first_token_sends_no_logprobs_again(n: int) -> None:
+def test_a_request_that_is_preempted_before_its_first_token_sends_no_logprobs_again(n: int) -> None:
     def shrink(row: HashRow) -> None:
         if row.job is not None and row.job.prompt_logprobs:  # memory gets short in the next step
             lab.budget.capacity_nbytes = 1

@@ -307,17 +307,17 @@ def test_a_scorer_that_fails_costs_time_and_nothing_else(
     assert "is read in full" in caplog.text
 
 
-def test_a_request_put_back_while_it_is_scored_and_then_read_in_full_says_so() -> None:
+def test_a_request_preempted_while_it_is_scored_and_then_read_in_full_says_so() -> None:
     """Most of its prompt has been cached meanwhile, so nothing is worth skipping any more."""
     prompt, cache, scorer = prompt_of(1, N_PROMPT), DictCache(), DiceScorer()
     prefix = prompt[: N_PROMPT - 20]
 
-    def put_back() -> None:
+    def preempt() -> None:
         if not cache.store:
             cache.store["", tuple(prefix)] = list(prefix)
             lab.engine._loop._recovery.put_all_back(RuntimeError("the device failed"))
 
-    scorer.at["read"] = put_back
+    scorer.at["read"] = preempt
     with HashEngine(cache=cache, scorer=scorer) as lab:
         outcome = lab.submit(prompt, 20, sparse=HALF).wait()
         outcome.check()
@@ -372,7 +372,7 @@ def test_slices_are_shorter_once_the_device_has_failed() -> None:
     assert max(n for n, _ in scorer.asked) == 256, "half of a scorer's largest"
 
 
-def test_a_thinned_request_that_was_put_back_continues_as_it_was() -> None:
+def test_a_thinned_request_that_was_preempted_continues_as_it_was() -> None:
     budget = Budget(RowCost(1, 0), capacity_nbytes=900, reserve_tokens=16, grow_tokens=16)
     with HashEngine(cache=DictCache(), scorer=DiceScorer(), budget=budget) as lab:
         gate = lab.hold()

@@ -11,6 +11,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from firn.core.values import Prompt, Thinned
+from firn.models.patches import Patches
 from firn.models.placing import at_positions, shifted, why_not_sparse
 from tests.zoo import VOCAB_SIZE, build
 
@@ -28,7 +29,7 @@ def read(model: Any, prompt: Prompt, *ends: int) -> tuple[mx.array, list[Any]]:
     layers, start = make_prompt_cache(model), 0
     for end in ends:
         ids = mx.array(prompt.ids[start:end].astype(np.int32))[None]
-        with at_positions(layers, prompt, start, end) as placed:
+        with at_positions(layers, prompt, start, end, patches=Patches()) as placed:
             logits = model(ids, cache=placed)
         start = end
     return logits[0, -1], layers
@@ -55,16 +56,18 @@ def test_a_thinned_prompt_that_has_every_token_is_the_prompt_to_the_bit() -> Non
 
 
 def test_the_rotation_is_put_back_when_a_call_fails() -> None:
-    plain, thin = mx.fast.rope, thin_of()
+    plain, thin, patches = mx.fast.rope, thin_of(), Patches()
 
     def fail() -> None:
-        with at_positions([], thin, 0, len(thin)):
+        with at_positions([], thin, 0, len(thin), patches=patches):
             assert mx.fast.rope is not plain
+            assert patches.names == ["mlx.core.fast.rope"]
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
     assert mx.fast.rope is plain
+    assert patches.names == []
 
 
 def test_rows_without_gaps_see_their_own_caches() -> None:
@@ -81,7 +84,7 @@ def layers_of(model: Any) -> Callable[[], list[Any]]:
 @pytest.mark.parametrize("name", ["llama", "qwen3", "glm4", "deepseek_v3", "mixtral"])
 def test_prompts_of_attention_models_can_be_thinned(name: str) -> None:
     model = build(name)
-    assert why_not_sparse(model, layers_of(model)) is None
+    assert why_not_sparse(model, layers_of(model), Patches()) is None
 
 
 @pytest.mark.parametrize(
@@ -97,4 +100,4 @@ def test_prompts_of_attention_models_can_be_thinned(name: str) -> None:
 )
 def test_other_models_are_refused_with_a_reason(name: str, why: str) -> None:
     model = build(name)
-    assert why in (why_not_sparse(model, layers_of(model)) or "")
+    assert why in (why_not_sparse(model, layers_of(model), Patches()) or "")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from firn.backends.cuda.shapes import few_shapes
+from firn.backends.cuda.shapes import find_buckets
 from firn.cache.off import CacheOff
 from firn.core.sparse import Sparse
 from firn.core.values import CacheControl, Namespace, Prompt, Scores
@@ -111,7 +111,7 @@ def test_the_lookahead_is_one_slice_while_nobody_waits(name: str) -> None:
 def test_padded_chunks_of_few_shapes_change_nothing() -> None:
     model, prompt = build("llama"), prompt_of(300)
     make_layers = partial(make_prompt_cache, model)
-    padded = scorer_of(lambda: (model, make_layers), buckets=few_shapes(model, make_layers))
+    padded = scorer_of(lambda: (model, make_layers), buckets=find_buckets(model, make_layers))
     scores, n_slices = scores_of(padded, prompt, slice_tokens=70)
     assert n_slices == 5 + N_LOOKAHEAD + 1
     assert np.allclose(scores, scores_of(made("llama"), prompt)[0], atol=1e-4)

@@ -5,7 +5,7 @@ package: more than a third of a server's start, and the tests start a hundred se
 module of this name before anything else if its folder is in PYTHONPATH (tests/conftest.py), so it
 imports as little as possible until it is needed.
 
-With FIRN_TEST_DEVICE=metal all of them pretend to run on another device, too.
+With TESTS_DEVICE=metal all of them pretend to run on another device, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MODULE = "transformers.utils.import_utils"
 BACKENDS = "firn.backends"
-DEVICE = os.environ.get("FIRN_TEST_DEVICE", "")
+DEVICE = os.environ.get("TESTS_DEVICE", "")
 """The device that processes of the tests pretend to have; empty: the machine's own."""
 
 

@@ -35,7 +35,7 @@ log = logging.getLogger("firn")
 FLUSH_S = 15.0
 """How long a stopping server may take to write records that are only in memory."""
 STORE_FLUSH_S = 5.0
-"""The same, for a store."""
+"""How long it may take for a store."""
 SAY_EVERY_S = 1.0
 N_STORE_THREADS = 8
 """Each store has its own, so that a hanging store does not block the disk. They mostly wait."""

@@ -6,7 +6,8 @@ import logging
 from dataclasses import dataclass
 
 from firn import backends
-from firn.backends.contract import BackendOptions, ComputeBackend, DeviceProfile
+from firn.backends.contract import BackendOptions, ComputeBackend
+from firn.backends.profile import DeviceProfile
 from firn.cache.arrays.transfers import use
 from firn.config import Config, default_cache_dir, kernels_dir
 from firn.engine import EngineLimits

@@ -42,7 +42,9 @@ def load_encoder(
     folder: Path, recipe: embedder.Recipe, name: str, compute: ComputeSettings
 ) -> tuple[embedder.TextEmbedder, ModelInfo]:
     settings = loader.read_config(folder)
-    return embedder.load_encoder(folder, recipe, settings, served_name=name, form=compute.backend)
+    return embedder.load_encoder(
+        folder, recipe, settings, served_name=name, form=compute.backend.weights
+    )
 
 
 def for_any_thread(

@@ -18,6 +18,7 @@ from firn.assembly.cache import FLUSH_S, computed_in, layout_of, seal_of, tiers_
 from firn.assembly.compute import ComputeSettings, compute_settings
 from firn.assembly.memory import MemoryPlanner, Planned, with_reservations
 from firn.assembly.model import ServerSpec, find_folder, load_model, row_cost, served_name
+from firn.backends.contract import execution_of
 from firn.cache.prefix import CacheSettings
 from firn.cache.ranks.slices import Identity, Slices
 from firn.cache.storage.io import TierIo
@@ -77,12 +78,12 @@ def follow(config: Config, member: RankMember) -> int:
 def _build(config: Config, member: RankMember, follower: Follower) -> FollowerLoop:
     settings, folder = _checked(config, member, follower)
     name = served_name(config)
-    before = with_reservations(backends.find().memory())
+    before = with_reservations(backends.find().memory.now())
     compute = compute_settings(config, str(settings["model_type"]), name)
-    (compute.backend.weights_dtype,) = follower.expect("load").args
+    (compute.backend.weights.dtype,) = follower.expect("load").args
     loaded = load_model(ServerSpec(config, folder, name, ()), compute, shard=member.group.shard)
     planned = _planned(config, settings, before, compute, loaded)
-    compute.backend.limit(planned.plan)
+    compute.backend.memory.limit(planned.plan)
     follower.answer(
         "ready",
         {
@@ -107,7 +108,7 @@ def _build(config: Config, member: RankMember, follower: Follower) -> FollowerLo
         make_layers=loaded.make_layers,
         max_rows=config.engine.max_concurrency,
         arguments=loaded.arguments,
-        execution=compute.backend.execution(loaded, exact=compute.exact, is_shared=True),
+        execution=execution_of(compute.backend, loaded, exact=compute.exact, is_shared=True),
     )
     return FollowerLoop(follower, runner.follow(member.group), slices)
 

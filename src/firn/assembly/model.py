@@ -73,7 +73,7 @@ def load_model(
         picture=processor.example.inputs if processor else None,
         feature_nbytes=config.images.image_feature_cache_mb * MIB,
         memory=WeightMemory(default_cache_dir()),
-        form=compute.backend,
+        form=compute.backend.weights,
         max_context=config.engine.max_context or None,
         shard=shard,
     )

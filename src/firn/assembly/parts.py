@@ -19,7 +19,8 @@ from firn.assembly.compute import ComputeSettings, compute_settings
 from firn.assembly.handles import any_cursors, any_rows, any_scorings
 from firn.assembly.memory import MemoryPlanner, MemoryWatch, Planned, with_reservations
 from firn.assembly.model import ServerSpec, load_model, row_cost
-from firn.backends.contract import ComputeBackend, limit_buffer_cache, used_nbytes
+from firn.backends.contract import ComputeBackend, execution_of
+from firn.backends.memory import limit_buffer_cache, used_nbytes
 from firn.cache.off import CacheOff
 from firn.cache.prefix import PrefixTree
 from firn.cache.storage.threads import IoThreads
@@ -32,8 +33,7 @@ from firn.models import embedder, loader
 from firn.models.decode.execution import Execution
 from firn.models.decode.kv_growth import ShapeBuckets
 from firn.models.decode.runner import Runner
-from firn.models.decode.steps import NoSpeculation, Speculator
-from firn.models.speculation.speculator import Speculation
+from firn.models.decode.steps import NO_SPECULATION, Speculator
 from firn.models.transient import transient_of
 from firn.ranks.leader_parts import LeaderParts
 
@@ -50,9 +50,9 @@ class ServerParts(EngineParts):
     """The engine's parts, and what else the server uses on the engine thread."""
 
     tree: PrefixTree | CacheOff
-    """The same object as `cache`, with its own type."""
+    """`cache`, with its own type."""
     embedder: embedder.TextEmbedder | None = None
-    speculation: Speculation | None = None
+    speculator: Speculator = NO_SPECULATION
     planned: Planned | None = None
     """None: the model has no rows to plan memory for."""
 
@@ -65,7 +65,7 @@ class ServerParts(EngineParts):
 def build_parts(spec: ServerSpec, wake: Callable[[], None]) -> ServerParts:
     """On the engine thread. wake: makes the engine tick. Raises SetupError."""
     config, folder, leader_parts = spec.config, spec.folder, spec.leader_parts
-    machine = with_reservations(backends.find().memory(), group=spec.front)
+    machine = with_reservations(backends.find().memory.now(), group=spec.front)
     settings, recipe = loader.read_config(folder), embeddings.read_recipe(folder)
     compute = compute_settings(config, str(settings["model_type"]), spec.name)
     if leader_parts is not None:
@@ -101,12 +101,13 @@ def _prepare_ranks(
     backend: ComputeBackend,
 ) -> None:
     """Agree with all ranks on how to load the model, and tell them to. Raises SetupError."""
-    backend.weights_dtype = leader_parts.dtype_for(backend.weights_dtype)
+    weights = backend.weights
+    weights.dtype = leader_parts.dtype_for(weights.dtype)
     leader_parts.prepare(
         settings,
         spec.name,
         text_only=spec.config.model.text_only,
-        weights_dtype=backend.weights_dtype,
+        weights_dtype=weights.dtype,
     )
 
 
@@ -122,7 +123,7 @@ def _decoder_parts(
     config, info, backend = spec.config, loaded.info, compute.backend
     put_on_tiers = _tiers(spec, device=backend.profile.name, wake=wake)
     cost, is_shared = row_cost(loaded), spec.leader_parts is not None
-    execution = backend.execution(loaded, exact=compute.exact, is_shared=is_shared)
+    execution = execution_of(backend, loaded, exact=compute.exact, is_shared=is_shared)
     alone_nbytes = planner.plan(cost, info.weights_nbytes).alone_nbytes
     setup = speculation.DraftSetup(
         exact=compute.exact,
@@ -142,7 +143,7 @@ def _decoder_parts(
     )
     cost = drafting.with_rows(cost)
     planned = _plan(planner, cost, info, drafting)
-    backend.limit(planned.plan)
+    backend.memory.limit(planned.plan)
     capacity_nbytes, alone_nbytes = _capacity(
         spec, loaded, planned, has_own_memory=backend.profile.has_own_memory
     )
@@ -165,7 +166,7 @@ def _decoder_parts(
             _warm_runner(
                 spec,
                 loaded,
-                drafting.speculation or NoSpeculation(),
+                drafting.speculator,
                 backend=backend,
                 execution=execution,
                 max_padding=max_padding,
@@ -176,7 +177,7 @@ def _decoder_parts(
         replace(compute.limits, common_chunk=execution.buckets.common_chunk),
         scorer=None if scorer is None else any_scorings(scorer),
         tree=tree,
-        speculation=drafting.speculation,
+        speculator=drafting.speculator,
         planned=planned,
     )
 
@@ -297,7 +298,7 @@ def watch_engine(
 
     watch = MemoryWatch(
         planned,
-        look=backend.memory,
+        look=backend.memory.now,
         used_nbytes=used_nbytes,
         held_nbytes=lambda: engine.call(lambda parts: parts.budget.reserved_nbytes).result(
             ENGINE_S

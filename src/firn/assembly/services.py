@@ -13,11 +13,11 @@ from firn.api.hosts import Hosts, machine_names
 from firn.api.quotas import KeyLimits, Quotas
 from firn.api.services import ApiLimits, Gather, Services
 from firn.api.speculation_metrics import SpeculationMetrics
-from firn.assembly import embeddings, sparse, speculation
+from firn.assembly import embeddings, sparse
 from firn.assembly.model import ServerSpec
 from firn.assembly.parts import ServerParts
 from firn.assembly.text import TextParts
-from firn.backends.contract import allocated_nbytes
+from firn.backends.memory import allocated_nbytes
 from firn.cache.admin.control import CacheAdmin, health, snapshot
 from firn.config import Config, default_cache_dir
 from firn.core.fair_pool import FairPool
@@ -80,13 +80,13 @@ def build_services(
         allocated=allocated_nbytes,
         health_details=lambda: {
             "cache": health(parts.tree),
-            "speculation": speculation.view(parts.speculation),
+            "speculation": parts.speculator.counters(),
             "ranks": n_ranks,
         },
         extra_collectors=(
             CacheMetrics(lambda: snapshot(parts.tree)),
             MemoryMetrics(allocated_nbytes),
-            SpeculationMetrics(lambda: speculation.view(parts.speculation)),
+            SpeculationMetrics(lambda: parts.speculator.counters()),
         ),
     )
 

@@ -15,6 +15,7 @@ from firn.core.sparse import SparseRules
 from firn.models import loader
 from firn.models.decode.kv_growth import ShapeBuckets
 from firn.models.model_arguments import PreparePass
+from firn.models.patches import Patches
 from firn.models.placing import why_not_sparse
 from firn.models.scoring import AttentionScorer
 
@@ -60,7 +61,7 @@ def build(
         return None, drafting
     if setup.exact:  # required by this model's layers
         raise SetupError(NOT_EXACT)
-    why = _why_not(loaded)
+    why = _why_not(loaded, setup.backend.patches)
     if why:
         raise SetupError(f"--sparse-prefill: {loaded.info.name} cannot skip tokens: {why}")
     draft = drafting.draft
@@ -77,6 +78,7 @@ def build(
             owns_cache=not draft.is_drafter,
             prepare=prepare,
             buckets=buckets_of(draft.model),
+            patches=setup.backend.patches,
         )
     except ValueError as e:
         raise SetupError(f"--draft-model {small} cannot score prompts: {e}") from e
@@ -84,7 +86,7 @@ def build(
     return scorer, drafting
 
 
-def _why_not(loaded: loader.LoadedModel) -> str | None:
+def _why_not(loaded: loader.LoadedModel, patches: Patches) -> str | None:
     if loaded.info.vision:
         return "its positions also encode pictures (--text-only serves it without them)"
-    return why_not_sparse(loaded.model, loaded.make_layers)
+    return why_not_sparse(loaded.model, loaded.make_layers, patches)

@@ -19,6 +19,7 @@ from firn.core.values import ModelInfo
 from firn.engine import RowCost
 from firn.models import loader, mtp_load
 from firn.models.decode.raggedcheck import ragged_fault, rewind_fault
+from firn.models.decode.steps import NO_SPECULATION, Speculator
 from firn.models.faults import first_line
 from firn.models.hub import HubRules
 from firn.models.mtp import MtpModel, PredictionHead, with_head_layer
@@ -78,7 +79,7 @@ class DraftSetup:
 class Drafting:
     """The drafters, and the device memory that they use."""
 
-    speculation: Speculation | None = None
+    speculator: Speculator = NO_SPECULATION
     weights_nbytes: int = 0
     row_cost: RowCost = RowCost(0, 0)
     draft: DraftModel | None = None
@@ -129,7 +130,7 @@ def _add_head(
     loaded: loader.LoadedModel, head: PredictionHead, *, backend: ComputeBackend
 ) -> loader.LoadedModel:
     info = loaded.info
-    backend.widen_as(head, like=loaded.model)
+    backend.weights.widen_as(head, like=loaded.model)
     model, make_layers = MtpModel(loaded.model, head), with_head_layer(loaded.make_layers)
     probe = mtp_load.probe(model, make_layers)
     log.info("the prediction head of %s drafts tokens", info.name)
@@ -197,10 +198,10 @@ def build(config: Config, loaded: loader.LoadedModel, setup: DraftSetup) -> Draf
         if not config.sparse.sparse_prefill:
             raise
         log.warning("%s", e)
-    speculation = (
-        Speculation(*drafters, in_groups=why is None, profile=profile) if drafters else None
-    )
-    return Drafting(speculation, draft.model.info.weights_nbytes, draft.row_cost, draft)
+    speculator: Speculator = NO_SPECULATION
+    if drafters:
+        speculator = Speculation(*drafters, in_groups=why is None, profile=profile)
+    return Drafting(speculator, draft.model.info.weights_nbytes, draft.row_cost, draft)
 
 
 def open_draft(config: Config, setup: DraftSetup) -> DraftModel:
@@ -209,7 +210,7 @@ def open_draft(config: Config, setup: DraftSetup) -> DraftModel:
     assert small is not None
     assert setup.folder is not None
     draft = loader.load(
-        setup.folder, served_name=small, trust_remote_code=trust, form=setup.backend
+        setup.folder, served_name=small, trust_remote_code=trust, form=setup.backend.weights
     )
     cache, cost = _cache(draft, setup.cache_nbytes // DRAFT_CACHE_DIVISOR)
     if isinstance(cache, PrefixTree):
@@ -248,8 +249,3 @@ def _drafter(
         )
     except ValueError as e:
         raise SetupError(f"--draft-model {name} cannot draft tokens: {e}") from e
-
-
-def view(speculation: Speculation | None) -> dict[str, int]:
-    """Counters, readable from any thread; empty if no tokens are drafted."""
-    return speculation.totals.view() if speculation else {}

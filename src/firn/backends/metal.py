@@ -6,31 +6,23 @@ from typing import Any
 
 import mlx.core as mx
 
-from firn.backends.contract import ComputeBackend, DeviceProfile
+from firn.backends.contract import ComputeBackend
+from firn.backends.memory import DeviceMemory
+from firn.backends.profile import DeviceProfile
 from firn.core.memory_plan import MemoryPlan
 from firn.models.decode.step_profile import StepProfile
 
-PROFILE = DeviceProfile(
-    name="metal",
-    label="Metal",
-    prefill_chunk=512,
-    largest_chunk=2048,
-    memory_name="Metal's working set",
-    fused_head_dims=frozenset({64, 80, 128}),
-    steps=StepProfile(slope=0.15),
-)
 
+class MetalMemory(DeviceMemory):
+    """Models may use what the driver recommends for one process."""
 
-class MetalBackend(ComputeBackend):
-    profile = PROFILE
-
-    def __init__(self, mlx: Any = mx) -> None:
+    def __init__(self, profile: DeviceProfile, mlx: Any) -> None:
         """mlx: has MLX's calls that only Metal knows."""
-        super().__init__()
+        super().__init__(profile)
         self._mlx = mlx
 
     @property
-    def memory_nbytes(self) -> int:
+    def total_nbytes(self) -> int:
         return int(self._mlx.device_info()["max_recommended_working_set_size"])
 
     def limit(self, plan: MemoryPlan) -> None:
@@ -38,6 +30,23 @@ class MetalBackend(ComputeBackend):
         self._mlx.set_memory_limit(plan.limit_nbytes)
         if plan.wired_nbytes:
             self._mlx.set_wired_limit(plan.wired_nbytes)
+
+
+class MetalBackend(ComputeBackend):
+    profile = DeviceProfile(
+        name="metal",
+        label="Metal",
+        prefill_chunk=512,
+        largest_chunk=2048,
+        memory_name="Metal's working set",
+        fused_head_dims=frozenset({64, 80, 128}),
+        steps=StepProfile(slope=0.15),
+    )
+
+    def __init__(self, mlx: Any = mx) -> None:
+        """mlx: has MLX's calls that only Metal knows."""
+        super().__init__()
+        self.memory = MetalMemory(self.profile, mlx)
 
 
 def backend() -> MetalBackend:

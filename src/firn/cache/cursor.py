@@ -46,9 +46,9 @@ class Loading:
     missing: set[Record]
     began: float
     patience_until: float
-    """Until this time an idle engine waits for the load instead of computing..."""
+    """Until this time an idle engine waits for the load instead of computing."""
     busy_patience_until: float
-    """... and until this time while other rows decode."""
+    """Until this time an engine with rows that decode waits for it."""
     deadline: float
     compute_s: float = 0.0
     """How long computing tokens [start, n_tokens) instead would take."""
@@ -64,9 +64,9 @@ class Loading:
     last_at: float = 0.0
     """When the last record was read."""
     taken_at: float = 0.0
-    """When the engine received it..."""
+    """When the engine received it."""
     engine_s: float = 0.0
-    """... and how much engine time receiving all of them took."""
+    """How much engine time receiving all records took."""
 
     def wants(self, record: Record) -> bool:
         """Whether it is still needed: what is before the front has been computed. Any thread."""

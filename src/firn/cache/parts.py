@@ -11,7 +11,7 @@ class Part(Enum):
     PAGES = "pages"
     """The layer's slice of a block; every block before the resume point is needed."""
     WINDOW = "window"
-    """Likewise, but only blocks that overlap the window before the resume point are needed."""
+    """The layer's slice of a block; those that overlap the window before the resume point are needed."""
     STATE = "state"
     """The whole state at one position; exactly the one at the resume point is needed."""
 

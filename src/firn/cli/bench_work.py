@@ -56,7 +56,7 @@ class BenchTargets:
 
 
 def _numbered(targets: Sequence[Target]) -> dict[str, Target]:
-    """The same server and model twice: the difference between the two is the noise."""
+    """One server and model twice: the difference between the two is the noise."""
     return {f"{t.url} ({i})": t for i, t in enumerate(targets, 1)}
 
 

@@ -26,7 +26,8 @@ from firn.core.memory_plan import MemoryOptions
 from firn.host.machine import SystemMemory, disk_free, is_translated, memory
 
 if TYPE_CHECKING:
-    from firn.backends.contract import ComputeBackend, DeviceReport
+    from firn.backends.contract import ComputeBackend
+    from firn.backends.report import DeviceReport
     from firn.models.inspect import ModelReport
     from firn.models.timing import TimeSplit
 
@@ -120,7 +121,9 @@ def _backend() -> ComputeBackend | None:
 
 
 def _device_findings(backend: ComputeBackend) -> Iterator[Finding]:
-    device = backend.report()
+    from firn.backends.report import report_of
+
+    device = report_of(backend)
     text = f"{device.profile.label}: {device.name}"
     if device.memory_nbytes:
         text += f", {size(device.memory_nbytes)}"
@@ -172,6 +175,7 @@ def model_findings(name: str | None, *, n_stores: int = 0) -> Iterator[Finding]:
     if backend is None:
         yield Finding("model", f"{name} was not examined: that needs MLX", "note")
         return
+    from firn.backends.report import report_of
     from firn.models.inspect import inspect_folder, local_folder
 
     try:
@@ -186,7 +190,7 @@ def model_findings(name: str | None, *, n_stores: int = 0) -> Iterator[Finding]:
         )
         yield Finding("model", text, "note")
         return
-    device = backend.report()
+    device = report_of(backend)
     computes_in = "float32" if device.profile.widened_share else "bfloat16"
     fused = device.profile.fused_head_dims
     report = inspect_folder(folder, fused_head_dims=fused, dtype=computes_in)
@@ -255,7 +259,7 @@ def time_model(name: str) -> Iterator[Finding]:
     backend.install(BackendOptions(cache_folder=default_cache_dir(), kernels_folder=kernels_dir()))
     try:
         folder = model_names.resolve(name, HubRules(offline=True))
-        loaded = loader.load(folder, served_name=name, form=backend)
+        loaded = loader.load(folder, served_name=name, form=backend.weights)
         timing = measure(loaded.model, loaded.make_layers, chunk=backend.profile.prefill_chunk)
     except SetupError as error:
         yield Finding("time", error.message, "problem")

@@ -18,7 +18,7 @@ from firn.core.memory_plan import (
 from firn.host.machine import SystemMemory
 
 if TYPE_CHECKING:
-    from firn.backends.contract import DeviceReport
+    from firn.backends.report import DeviceReport
     from firn.models.inspect import ModelReport
 
 

@@ -2,8 +2,8 @@
 
 Live rows and stored records share the capacity (core.memory_plan). Records give way first: the engine
 tells the cache what is left for it. Then new requests wait, and when replies outgrow the capacity the
-youngest request is put back into the queue. A request's need is estimated from the shapes of the
-layers, times a factor learned from what rows actually used.
+youngest request is preempted: it goes back into the queue. A request's need is estimated from the
+shapes of the layers, times a factor learned from what rows actually used.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Budget:
         self.factor = 1.0
         """Bytes actually used for each estimated byte."""
         self.chunk_factor = 1.0
-        """The same for the memory that prefill chunks take while they run."""
+        """Bytes that prefill chunks used while they ran, for each estimated byte."""
         self._transient = transient
         self._chunk_nbytes = chunk_nbytes
         self._reserve_tokens = reserve_tokens

@@ -152,7 +152,7 @@ class Loop:
         inflight.leave_queue()
         sequence.admitted = True
         inflight.budget.admit(sequence.job, sequence.need_nbytes)
-        if sequence.was_put_back:
+        if sequence.was_preempted:
             self._prefill.begin_again(sequence)
         else:
             self._prefill.begin(sequence)

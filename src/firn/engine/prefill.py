@@ -62,9 +62,9 @@ class Prefill:
                 self._decode.begin(task)
 
     def begin_again(self, sequence: Sequence) -> None:
-        """Start a request that was put back: read each reply up to where it was."""
+        """Start a request that was preempted: read each reply up to where it was."""
         job = sequence.job
-        sequence.was_put_back = False
+        sequence.was_preempted = False
         with self._recovery.guard(sequence):
             # The logprobs of a prompt are sent once, so its replies are read one by one.
             if not sequence.has_begun and not job.prompt_logprobs:

@@ -49,7 +49,7 @@ class BatchTrial:
     """Decides whether to read short prompts together or alone, by how long each took."""
 
     alone_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
-    together_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+    batched_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     """Seconds per token of passes of each kind."""
     _n_spaced: int = TRY_FIRST
     _n_decisions: int = 0
@@ -57,9 +57,9 @@ class BatchTrial:
 
     def should_batch(self) -> bool:
         """Whether to read the next prompts together."""
-        if len(self.together_s) < MIN_SAMPLES or len(self.alone_s) < MIN_SAMPLES:
-            return len(self.together_s) <= len(self.alone_s)
-        pays = median(self.together_s) < MAX_TIME_RATIO * median(self.alone_s)
+        if len(self.batched_s) < MIN_SAMPLES or len(self.alone_s) < MIN_SAMPLES:
+            return len(self.batched_s) <= len(self.alone_s)
+        pays = median(self.batched_s) < MAX_TIME_RATIO * median(self.alone_s)
         self._n_decisions += 1
         if self._n_decisions < self._n_spaced:
             return pays
@@ -67,7 +67,7 @@ class BatchTrial:
         return not pays
 
     def saw(self, seconds: float, *, n_tokens: int, n_prompts: int) -> None:
-        samples = self.together_s if n_prompts > 1 else self.alone_s
+        samples = self.batched_s if n_prompts > 1 else self.alone_s
         samples.append(seconds / n_tokens)
 
 
@@ -77,7 +77,7 @@ class PromptBatches:
         self._inflight = inflight
         self._skip_ahead = skip_ahead
         self._trial = BatchTrial()
-        self._is_supported = inflight.runner.reads_together and not inflight.limits.aligned
+        self._is_supported = inflight.runner.can_batch_prefill and not inflight.limits.aligned
 
     def find(self, task: PrefillTask, *, max_tokens: int) -> list[PrefillTask]:
         """The tasks to read in the same pass. max_tokens: of the whole pass."""
@@ -114,7 +114,7 @@ class PromptBatches:
         starts = [t.row.n_tokens for t in tasks]
         shares = [t.n_left / total for t in tasks]
         try:
-            self._inflight.runner.prefill_together(
+            self._inflight.runner.batched_prefill(
                 [t.row for t in tasks], [t.prompt for t in tasks], [t.n_total for t in tasks]
             )
         except (RuntimeError, MemoryError):

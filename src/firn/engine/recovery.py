@@ -2,7 +2,7 @@
 
 A request that fails ends alone. If a decode step fails, each of its rows is read again from its
 tokens, by itself, and only a request that fails alone is given up. When memory runs out, or the
-device fails, requests are put back: they lose their rows and return to the front of the queue, and
+device fails, requests are preempted: they lose their rows and return to the front of the queue, and
 once admitted each reply is read up to where it was, mostly from the cache. After a device fault,
 nothing that was computed since the device's last confirmation is trusted: neither rows nor the
 records made from them.
@@ -62,7 +62,7 @@ class Recovery:
     def guard(self, sequence: Request) -> Iterator[None]:
         """For work on one request: a fault ends that request and is not raised.
 
-        If it may be a late fault of the device, all requests are put back and tried again, once.
+        If it may be a late fault of the device, all requests are preempted and tried again, once.
         """
         try:
             yield
@@ -118,7 +118,7 @@ class Recovery:
         if may_be_device_fault(error):
             self.put_all_back(error, spared=sequences)
         for choice in choices:
-            if choice.done or not choice.sequence.admitted:  # given up or put back just now
+            if choice.done or not choice.sequence.admitted:  # given up or preempted just now
                 continue
             if choice.n_rescues > MAX_RESCUES:
                 self.fail(choice.sequence, error)
@@ -163,7 +163,7 @@ class Recovery:
                     youngest.job.id,
                     n_tokens,
                 )
-                self._put_back(youngest, keep=True)
+                self._preempt(youngest, keep=True)
         inflight.update_room()
         oldest = admitted[0] if admitted else None
         if oldest and inflight.n_admitted == 1 and budget.outgrown(oldest.job, oldest.replies):
@@ -249,7 +249,7 @@ class Recovery:
                     RuntimeError("the device failed while the prompt's logprobs were computed"),
                 )
             else:
-                self._put_back(sequence, keep=False)
+                self._preempt(sequence, keep=False)
         inflight.has_unconfirmed = False
         self._on_doubt()
         inflight.cache.discard_unconfirmed()
@@ -263,7 +263,7 @@ class Recovery:
         """Whether its prompt's logprobs are being sent: they must not be sent twice."""
         return any(task.wants_logprobs for task in self._inflight.tasks_of(sequence))
 
-    def _put_back(self, sequence: Request, *, keep: bool) -> None:
+    def _preempt(self, sequence: Request, *, keep: bool) -> None:
         """Drop its rows and put it first in the queue, with its tokens. keep: store what they hold."""
         inflight, job = self._inflight, sequence.job
         inflight.budget.release(job)
@@ -273,7 +273,7 @@ class Recovery:
         inflight.drop_rows(sequence.open_choices, keep=keep)
         inflight.cache.close_cursor(sequence.cursor, None)
         sequence.admitted = False
-        sequence.was_put_back = True
+        sequence.was_preempted = True
         sequence.need_nbytes = inflight.budget.grown_nbytes(job, sequence.replies)
         sequence.cursor = inflight.cache.blank()
         inflight.waiting.insert(0, sequence)

@@ -100,7 +100,7 @@ class Sequence:
     """The client has been told what the cache did for it."""
     need_nbytes: int = 0
     waits: AdmissionTimes | None = None
-    was_put_back: bool = False
+    was_preempted: bool = False
     """Its rows were dropped, and it waits in the queue again."""
     was_at_fault: bool = False
     """A fault in its work may have been another request's, so it was tried again, but only once."""

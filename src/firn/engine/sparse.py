@@ -50,7 +50,7 @@ class SparsePrefill:
             return
         if reason := self._why_not(task):
             log.debug("request %s is read in full: %s", job.id, reason)
-            self._keep_all(task.sequence)  # it may have been put back while it was scored
+            self._keep_all(task.sequence)  # it may have been preempted while it was scored
         else:
             with self._else_in_full(task):
                 task.scoring = self._scorer.open(job.prompt, job.namespace, job.cache)

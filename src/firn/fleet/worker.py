@@ -31,7 +31,7 @@ from firn.api.routes.models import model_object
 from firn.api.server import create_app
 from firn.api.services import Services
 from firn.assembly.cache import FLUSH_S
-from firn.backends.contract import active_nbytes
+from firn.backends.memory import active_nbytes
 from firn.config import Config
 from firn.core.errors import FirnError, ShuttingDown
 from firn.core.memory_plan import MIN_CAPACITY_NBYTES
@@ -272,7 +272,7 @@ async def _report(server: app.Server, services: Services, web: Uvicorn, link: Fr
     """Report `ready` once the socket listens, and then every change."""
     while not web.started:
         await asyncio.sleep(STARTUP_POLL_S)
-    peak, last, device_nbytes = 0, None, backends.find().memory_nbytes
+    peak, last, device_nbytes = 0, None, backends.find().memory.total_nbytes
     message: dict[str, Any] = {"event": "ready", "model": model_object(services)}
     while True:
         report = await asyncio.wrap_future(server.engine.call(_measure))

@@ -40,3 +40,6 @@ class IdsOnly:
 
     def shift(self, prompt: Prompt) -> int:
         return 0
+
+
+IDS_ONLY = IdsOnly()

@@ -83,11 +83,16 @@ class MtpModel(nn.Module):  # type: ignore[misc]
         return self._hidden
 
     def __call__(
-        self, ids: mx.array, cache: list[Any], *, carry: mx.array | None = None, **arguments: Any
+        self,
+        ids: mx.array,
+        cache: list[Any],
+        *,
+        mtp_hidden: mx.array | None = None,
+        **arguments: Any,
     ) -> mx.array:
-        """Model and head. carry: (rows, width), the hidden states before these tokens, if no layer
+        """Model and head. mtp_hidden: (rows, width), the hidden states before these tokens, if no layer
         keeps them. arguments: what a vision model takes besides ids."""
-        head_kv, first = split(cache)[1], self.before(cache, carry)
+        head_kv, first = split(cache)[1], self.before(cache, mtp_hidden)
         hidden, embeds = self._read(ids, cache, arguments)
         if first is None:
             first = mx.zeros_like(hidden[:, 0])
@@ -107,10 +112,10 @@ class MtpModel(nn.Module):  # type: ignore[misc]
         hidden states before them. Only the head's keys and values are computed, no predictions."""
         self.head(before, self._embed(ids), head_cache)
 
-    def before(self, cache: list[Any], carry: mx.array | None) -> mx.array | None:
+    def before(self, cache: list[Any], mtp_hidden: mx.array | None) -> mx.array | None:
         """(rows, width): the hidden states after the newest tokens; None where they are not known."""
         state = split(cache)[2]
-        return carry if state is None or state[0] is None else state[0][:, 0]
+        return mtp_hidden if state is None or state[0] is None else state[0][:, 0]
 
     def look_back(self, token: int, cache: list[Any]) -> mx.array | None:
         """(1, 1, width): the hidden state after a lone row's newest token, computed once more; None if

@@ -25,6 +25,7 @@ import numpy as np
 
 from firn.core.values import Prompt, Thinned, TokenArray
 from firn.models.layers import MakeLayers, kind, leaves
+from firn.models.patches import Patches
 
 PLAIN = frozenset({"KVCache", "QuantizedKVCache"})
 STATES = frozenset({"ArraysCache", "MambaCache"})
@@ -78,11 +79,17 @@ def shifted(layers: list[Any], gaps: Sequence[int]) -> list[Any]:
 
 @contextmanager
 def at_positions(
-    layers: list[Any], prompt: Prompt, start: int, end: int, *, n_padding: int = 0
+    layers: list[Any],
+    prompt: Prompt,
+    start: int,
+    end: int,
+    *,
+    patches: Patches,
+    n_padding: int = 0,
 ) -> Iterator[list[Any]]:
     """A lone row's caches for its prompt's tokens [start, end); call the model inside.
 
-    n_padding: tokens after them whose results are not used."""
+    patches: the device's. n_padding: tokens after them whose results are not used."""
     if prompt.thinned is None or prompt.position(end) == end:
         yield layers
         return
@@ -93,12 +100,8 @@ def at_positions(
         yield shifted(layers, [int(positions[0]) - start])
         return
     placed = Positions(positions)
-    plain = mx.fast.rope
-    mx.fast.rope = _rope_by_position(plain)
-    try:
+    with patches.during(mx.fast, "rope", _rope_by_position(mx.fast.rope)):
         yield [PositionedCache(layer, lambda _: placed) for layer in layers]
-    finally:
-        mx.fast.rope = plain
 
 
 def _rope_by_position(plain: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -115,7 +118,7 @@ def _rope_by_position(plain: Callable[..., mx.array]) -> Callable[..., mx.array]
 # --- which models --------------------------------------------------------------------------
 
 
-def why_not_sparse(model: Any, make_layers: MakeLayers) -> str | None:
+def why_not_sparse(model: Any, make_layers: MakeLayers, patches: Patches) -> str | None:
     """Why prompts of this model cannot be thinned; None if they can. Runs it on a few tokens."""
     kinds = {kind(layer) or type(layer).__name__ for layer in leaves(make_layers())}
     if kinds & STATES:
@@ -125,12 +128,16 @@ def why_not_sparse(model: Any, make_layers: MakeLayers) -> str | None:
     if not kinds <= PLAIN:
         return f"its layers ({', '.join(sorted(kinds - PLAIN))}) are not known to have positions"
     try:
-        return None if _agree(model, make_layers) else "its positions are not those of its caches"
+        return (
+            None
+            if _agree(model, make_layers, patches)
+            else "its positions are not those of its caches"
+        )
     except (TypeError, ValueError, AttributeError, IndexError) as e:
         return f"it does not accept positions: {e}"
 
 
-def _agree(model: Any, make_layers: MakeLayers) -> bool:
+def _agree(model: Any, make_layers: MakeLayers, patches: Patches) -> bool:
     """Whether tokens on both sides of a gap give the same logits in one pass as in two, and
     different ones from tokens without a gap."""
     ids = np.arange(1, 13, dtype=np.int64)
@@ -141,7 +148,7 @@ def _agree(model: Any, make_layers: MakeLayers) -> bool:
         layers, start = make_layers(), 0
         for end in ends:
             chunk = mx.array(prompt.ids[start:end].astype(np.int32))[None]
-            with at_positions(layers, prompt, start, end) as placed:
+            with at_positions(layers, prompt, start, end, patches=patches) as placed:
                 out = model(chunk, cache=placed)
             start = end
         last: mx.array = out[0, -1].astype(mx.float32)

@@ -32,6 +32,7 @@ from firn.models.decode.kv_growth import ShapeBuckets
 from firn.models.faults import first_line
 from firn.models.layers import MakeLayers, kind, leaves
 from firn.models.model_arguments import PreparePass, unprepared
+from firn.models.patches import Patches
 from firn.models.placing import PLAIN
 
 log = logging.getLogger("firn.models")
@@ -96,8 +97,9 @@ class AttentionScorer:
         owns_cache: bool = True,
         prepare: PreparePass = unprepared,
         buckets: ShapeBuckets | None = None,
+        patches: Patches | None = None,
     ) -> None:
-        """owns_cache: whether `close` closes the cache. prepare, buckets: the runner's.
+        """owns_cache: whether `close` closes the cache. prepare, buckets, patches: the runner's.
 
         Raises ValueError for a model none of whose layers attends to the whole prompt.
         """
@@ -107,12 +109,13 @@ class AttentionScorer:
         self._owns_cache = owns_cache
         self._prepare = prepare
         self._buckets = buckets or ShapeBuckets()
+        self._patches = patches = patches or Patches()
         self._last_id = info.n_ids - 1
         self.max_tokens = info.context_length - N_LOOKAHEAD
         # Whether the lookahead can be taken back.
         self._is_rewindable = all(kind(layer) in PLAIN for layer in leaves(make_layers()))
         self.recipe = f"sparse{VERSION};draft {info.fingerprint.hex()}"
-        with _watching_attention(2) as attended:
+        with _watching_attention(2, patches) as attended:
             layers = make_layers()
             for _ in range(2):
                 mx.eval(model(mx.array([[1]]), cache=layers))
@@ -175,7 +178,7 @@ class AttentionScorer:
                     layer.state = layer.state
         self._prepare(1)
         n_keys = reading.row.n_tokens + 1
-        with _watching_attention(n_keys) as attended:
+        with _watching_attention(n_keys, self._patches) as attended:
             logits = self._model(reading.token[:, None], cache=reading.row.layers)
         reading.row.n_tokens = n_keys
         reading.queries.append({i: layer.queries for i, layer in attended.items()})
@@ -242,7 +245,7 @@ class AttentionScorer:
 
 
 @contextmanager
-def _watching_attention(n_keys: int) -> Iterator[dict[int, LayerAttention]]:
+def _watching_attention(n_keys: int, patches: Patches) -> Iterator[dict[int, LayerAttention]]:
     """Collect the layers that attend to `n_keys` keys, by number, when the model is fed one token.
 
     Replaces MLX's attention inside the block, because models do not expose their queries.
@@ -257,11 +260,8 @@ def _watching_attention(n_keys: int) -> Iterator[dict[int, LayerAttention]]:
             attended[number] = LayerAttention(q, k, float(more["scale"]))
         return plain(q, k, v, **more)
 
-    mx.fast.scaled_dot_product_attention = attend
-    try:
+    with patches.during(mx.fast, "scaled_dot_product_attention", attend):
         yield attended
-    finally:
-        mx.fast.scaled_dot_product_attention = plain
 
 
 def _weights_of_any_head(layer: LayerAttention) -> mx.array:

@@ -57,7 +57,7 @@ class UnsupportedGrammar(ValueError):
 
 
 def for_json_string(definition: str) -> str:
-    """The same grammar, for texts between the quotes of a JSON string. Raises UnsupportedGrammar."""
+    """This grammar, for texts between the quotes of a JSON string. Raises UnsupportedGrammar."""
     if len(definition) > MAX_CHARS:
         raise UnsupportedGrammar(f"it has more than {MAX_CHARS} characters")
     try:

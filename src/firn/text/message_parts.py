@@ -112,7 +112,7 @@ class PartReader:
 
 
 def _stand_in(part: MessagePart, *, sees_pictures: bool) -> str:
-    """The same text whatever the reason, so that prompts keep their prefix."""
+    """One text whatever the reason, so that prompts keep their prefix."""
     match part:
         case PicturePart() if sees_pictures:
             return "[An image was here. It could not be shown.]"

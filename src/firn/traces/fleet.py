@@ -24,9 +24,10 @@ ROUTINGS: tuple[Routing, ...] = ("round robin", "cache-aware")
 MATCH_SHARE = 0.3
 """A prompt with a smaller share of known blocks goes to the server with the least load."""
 MAX_LOAD = 1.5
-"""A server is passed over while its load is more than this many times the mean ..."""
+"""A server is passed over while its load is more than this many times the mean, and exceeds it
+by MIN_LOAD_BLOCKS."""
 MIN_LOAD_BLOCKS = 200
-"""... and more than this many blocks above it."""
+"""By how many blocks a load must exceed the mean for its server to be passed over."""
 LOAD_FADES_S = 60.0
 """Load fades with this time constant."""
 

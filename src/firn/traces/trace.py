@@ -211,7 +211,7 @@ _ARRAYS = ("at", "n_prompt", "starts", "ends", "n_prompt_blocks", "nodes")
 
 
 def coarser(entries: Iterable[TraceEntry], factor: int) -> Iterator[TraceEntry]:
-    """The same requests in blocks `factor` times as long: a block's hash covers all before it."""
+    """These requests in blocks `factor` times as long: a block's hash covers all before it."""
     for e in entries:
         chain = (*e.blocks, *e.reply_blocks)
         kept = chain[factor - 1 :: factor]

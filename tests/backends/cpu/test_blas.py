@@ -17,8 +17,8 @@ from firn.backends.cpu import blas, openblas, trial
 from firn.backends.cpu.blas import attach
 from firn.backends.cpu.openblas import Library
 from firn.backends.cpu.trial import Trial
-from firn.backends.patches import Patches
 from firn.core.errors import SetupError
+from firn.models.patches import Patches
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems have a fast BLAS")
 
@@ -224,7 +224,7 @@ def test_products_go_to_the_library() -> None:
         import numpy as np
         from firn.backends.cpu import trial
         from firn.backends.cpu.openblas import OpenBlas, libraries
-        from firn.backends.patches import Patches
+        from firn.models.patches import Patches
         library = next(lib for lib in libraries() if lib.kind == "bundled")
         rng = np.random.default_rng(0)
         a, b = (rng.standard_normal(s, dtype=np.float32) for s in ((96, 512), (512, 256)))
@@ -252,7 +252,7 @@ def test_threads_without_a_product_soon_sleep() -> None:
         from pathlib import Path
         import mlx.core as mx
         from firn.backends.cpu.openblas import OpenBlas, libraries
-        from firn.backends.patches import Patches
+        from firn.models.patches import Patches
         library = next(lib for lib in libraries() if lib.kind == "bundled")
         OpenBlas(library, n_threads=2).attach(Patches())
         a = mx.random.normal((512, 512))

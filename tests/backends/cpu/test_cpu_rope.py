@@ -13,7 +13,7 @@ import pytest
 
 from firn.backends.cpu import rope as cpu_rope
 from firn.backends.cpu.rope import _plain_rope, install, rope
-from firn.backends.patches import Patches
+from firn.models.patches import Patches
 
 WIDTH = 32
 Float64 = npt.NDArray[np.float64]

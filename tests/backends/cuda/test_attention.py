@@ -11,7 +11,7 @@ import pytest
 
 from firn.backends.cuda import attention
 from firn.backends.cuda.attention import MAX_TOKENS, WIDTHS, suits, takes_all
-from firn.backends.patches import Patches
+from firn.models.patches import Patches
 from tests.backends.fakes import is_on_cuda
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from firn.backends import contract
+from firn.backends import memory as device_memory
 from firn.backends.cuda import pool
 from firn.backends.cuda.device import CudaBackend
 from tests.backends.fakes import pretend
@@ -58,19 +58,19 @@ def test_what_the_driver_keeps_is_not_another_programs(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         mx, "device_info", lambda: {"free_memory": 100 << 30, "memory_size": 140 << 30}
     )
-    monkeypatch.setattr(contract, "used_nbytes", lambda: 2 << 30)
+    monkeypatch.setattr(device_memory, "used_nbytes", lambda: 2 << 30)
     use(FakeDriver(reserved=20 << 30, used=2 << 30), monkeypatch)
-    assert CudaBackend().memory().available_nbytes == 120 << 30
+    assert CudaBackend().memory.now().available_nbytes == 120 << 30
     use(None, monkeypatch)
-    assert CudaBackend().memory().available_nbytes == 102 << 30
+    assert CudaBackend().memory.now().available_nbytes == 102 << 30
 
 
 @pytest.mark.parametrize("kind", ["cpu", "metal"])
 def test_elsewhere_there_is_no_such_pool(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contract, "used_nbytes", lambda: 0)
+    monkeypatch.setattr(device_memory, "used_nbytes", lambda: 0)
     use(FakeDriver(reserved=1 << 60), monkeypatch)
     backend = pretend(kind, monkeypatch)
-    now = backend.memory().available_nbytes
+    now = backend.memory.now().available_nbytes
     assert now is None or now < 1 << 60
 
 
@@ -81,7 +81,7 @@ def test_it_is_given_back_with_what_mlx_keeps(monkeypatch: pytest.MonkeyPatch) -
     mx.eval(freed)
     del freed
     assert mx.get_cache_memory() > 0
-    CudaBackend().free_unused()
+    CudaBackend().memory.free_unused()
     assert mx.get_cache_memory() == 0
     assert driver.trimmed_to == [0]
 

@@ -13,7 +13,7 @@ from firn.backends.contract import BackendOptions
 from firn.backends.cuda import products
 from firn.backends.cuda.device import CudaBackend
 from firn.backends.cuda.products import MAX_TOKENS, suits
-from firn.backends.patches import Patches
+from firn.models.patches import Patches
 from tests.backends.fakes import is_on_cuda
 
 

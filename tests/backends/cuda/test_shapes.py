@@ -13,14 +13,14 @@ from firn.backends.cuda import shapes
 from firn.backends.cuda.shapes import (
     FULL,
     WIDTHS,
-    FewShapes,
-    few_shapes,
+    FewBuckets,
+    find_buckets,
     growth,
     rounded,
     width_for,
 )
 from firn.core.values import Job, Prompt, RequestId, Sampling, Thinned
-from firn.models.decode.execution import Execution
+from firn.models.decode.execution import PLAIN_EXECUTION, Execution
 from firn.models.decode.runner import Runner
 from tests.cache.tiny import tiny
 from tests.harness import model_info
@@ -44,7 +44,7 @@ def make_runner(name: str, *, few: bool, max_rows: int = 4) -> tuple[Runner, lis
         model_info(model, make_layers),
         make_layers=make_layers,
         max_rows=max_rows,
-        execution=Execution(FewShapes(mx.float32)) if few else None,
+        execution=Execution(FewBuckets(mx.float32)) if few else PLAIN_EXECUTION,
     )
     return runner, seen
 
@@ -122,10 +122,10 @@ def test_prompts_of_any_length_are_read_in_few_shapes() -> None:
 
 def test_full_chunks_in_their_place_are_not_padded() -> None:
     layer = KVCache()
-    FewShapes(mx.float32).grow([layer], 3 * FULL)
+    FewBuckets(mx.float32).grow([layer], 3 * FULL)
     zeros = mx.zeros((1, 2, FULL, 8))
     layer.update_and_fetch(zeros, zeros)
-    few = FewShapes(mx.float32)
+    few = FewBuckets(mx.float32)
     assert few.fit([layer], FULL) is None
     padded = few.fit([layer], FULL - 1)
     assert padded is not None
@@ -141,7 +141,7 @@ def test_full_chunks_in_their_place_are_not_padded() -> None:
 @pytest.mark.parametrize("start", [0, 256, FULL, FULL + 256])
 def test_chunks_end_where_their_shapes_are_common(n_total: int, start: int) -> None:
     """Each is a multiple of a full one in a full one's place, or short enough to be padded."""
-    few, largest, n_chunks = FewShapes(mx.float32), 3 * FULL, 0
+    few, largest, n_chunks = FewBuckets(mx.float32), 3 * FULL, 0
     while start < n_total:
         end = few.end(start, min(start + largest, n_total))
         assert start < end <= n_total
@@ -164,13 +164,13 @@ def test_buffers_have_few_sizes(n: int) -> None:
 
 def test_growing_goes_from_one_size_to_the_next() -> None:
     layer = KVCache()
-    FewShapes(mx.float32).grow([layer], 3000)
+    FewBuckets(mx.float32).grow([layer], 3000)
     tokens = mx.zeros((1, 2, 3000, 8))
     layer.update_and_fetch(tokens, tokens)
     assert layer.keys.shape[-2] == rounded(3256)
-    FewShapes(mx.float32).grow([layer], 3260)
+    FewBuckets(mx.float32).grow([layer], 3260)
     assert layer.keys.shape[-2] == rounded(3260 + 256), "room for padding"
-    FewShapes(mx.float32).end_growth([layer])
+    FewBuckets(mx.float32).end_growth([layer])
     n = layer.offset = layer.keys.shape[-2]
     one = mx.zeros((1, 2, 1, 8))
     layer.update_and_fetch(one, one)
@@ -222,15 +222,15 @@ def test_a_window_in_the_mask_is_kept() -> None:
 
 def test_a_model_that_takes_its_mask_for_booleans_is_refused() -> None:
     with pytest.raises(ValueError, match="different"):
-        few_shapes(*tiny("deepseek_v3")())
+        find_buckets(*tiny("deepseek_v3")())
 
 
 def test_a_model_that_fails_the_trial_is_refused() -> None:
     model, make_layers = tiny("qwen3")()
-    assert few_shapes(model, make_layers).fit(make_layers(), 3) is not None
+    assert find_buckets(model, make_layers).fit(make_layers(), 3) is not None
     hybrid, make_hybrid = tiny("qwen3_next")()
     with pytest.raises(ValueError, match="plain attention"):
-        few_shapes(hybrid, make_hybrid)
+        find_buckets(hybrid, make_hybrid)
 
     def forgets_its_mask(ids: mx.array, cache: Any) -> mx.array:
         for layer in cache:
@@ -240,7 +240,7 @@ def test_a_model_that_fails_the_trial_is_refused() -> None:
         return out
 
     with pytest.raises(ValueError, match="different"):
-        few_shapes(forgets_its_mask, make_layers)
+        find_buckets(forgets_its_mask, make_layers)
 
     def refuses(ids: mx.array, cache: Any) -> mx.array:
         if hasattr(cache[0], "_masks"):
@@ -249,7 +249,7 @@ def test_a_model_that_fails_the_trial_is_refused() -> None:
         return out
 
     with pytest.raises(ValueError, match="no such mask"):
-        few_shapes(refuses, make_layers)
+        find_buckets(refuses, make_layers)
 
 
 def test_prompts_read_together_have_a_common_width() -> None:
@@ -259,7 +259,7 @@ def test_prompts_read_together_have_a_common_width() -> None:
     lots = []
     for r in (plain, runner):
         rows = [r.start(None) for _ in prompts]
-        r.prefill_together(rows, prompts, [len(p) - 1 for p in prompts])
+        r.batched_prefill(rows, prompts, [len(p) - 1 for p in prompts])
         for row in rows:
             r.settle(row)
         lots.append(rows)

@@ -41,11 +41,13 @@ def drafted(name: str) -> AnyWidth:
 
 def at_token(harness: Harness, prompt: list[int], n_reply: int, n: int, then: Moment) -> Result:
     """Ask, and call `then` between two steps once the reply has `n` tokens."""
-    asked = harness.submit(prompt, n_reply)
-    while len(asked.reply) < n:
-        harness.between_steps(lambda: None)
-    harness.between_steps(lambda: then(harness, asked))
-    return asked.wait()
+
+    def submit() -> Result:
+        asked = harness.submit(prompt, n_reply)
+        asked.waiting[n] = lambda: then(harness, asked)
+        return asked
+
+    return harness.between_steps(submit).wait()
 
 
 def request_of(harness: Harness) -> RequestId:

@@ -15,29 +15,40 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from firn.backends.contract import (
-    BackendOptions,
-    ComputeBackend,
-    DeviceProfile,
-    DeviceReport,
-)
+from firn.backends.contract import BackendOptions, ComputeBackend, Weights
 from firn.backends.cpu import dtype, rope, softmax
 from firn.backends.cpu.blas import Blas, attach
 from firn.backends.cpu.threads import Threads
-from firn.backends.patches import Patches
+from firn.backends.profile import DeviceProfile
 from firn.models.loader import LoadedModel
 from firn.models.model_arguments import PreparePass, unprepared
+from firn.models.patches import Patches
 
 log = logging.getLogger("firn.models")
 
 MEMO = "blas.json"
 """In the cache folder: which libraries were tried, and how fast they are."""
+
+
+class CpuWeights(Weights):
+    """In float32, if there is memory for it."""
+
+    def widen(self, model: Any) -> bool:
+        return dtype.apply(model, self.dtype)
+
+    def rescue(self, model: Any) -> bool:
+        """MLX lacks 16-bit forms of some operations here, one of which mixtures of experts need."""
+        model.set_dtype(mx.float32)
+        log.warning("MLX's CPU backend cannot run this model in 16 bits; it is tried in float32")
+        return True
+
+    def widen_as(self, part: Any, *, like: Any) -> None:
+        dtype.widen_as(part, self.dtype, like=like)
 
 
 class CpuBackend(ComputeBackend):
@@ -52,47 +63,29 @@ class CpuBackend(ComputeBackend):
 
     def __init__(self) -> None:
         super().__init__()
+        self.weights = CpuWeights()
         self.blas = Blas("MLX's own BLAS")
-        self._is_exact = False
 
     def install(self, options: BackendOptions) -> None:
         self.blas = self._attach(options, self.patches)
         slow = self.blas.library is None
         log.log(logging.INFO if slow else logging.DEBUG, "matrix products: %s", self.blas.text)
-        self._is_exact = options.exact
-        if not options.exact:
+        if options.exact:
+            self.arithmetic = self.blas.identity
+        else:
             softmax.install_if_faster(self.patches)
             rope.install(self.patches)
         # Without a fast BLAS, float32 is as slow as other dtypes and twice as large.
         is_useless = options.weights_dtype == "auto" and self.blas.library is None
-        self.weights_dtype = "model" if is_useless else options.weights_dtype
+        self.weights.dtype = "model" if is_useless else options.weights_dtype
 
     def _attach(self, options: BackendOptions, patches: Patches) -> Blas:
         assert options.cache_folder is not None
         return attach(options.blas, memo=options.cache_folder / MEMO, patches=patches)
 
-    @property
-    def arithmetic(self) -> str:
-        return self.blas.identity if self._is_exact else ""
-
-    def widen(self, model: Any) -> bool:
-        return dtype.apply(model, self.weights_dtype)
-
-    def rescue(self, model: Any) -> bool:
-        """MLX lacks 16-bit forms of some operations here, one of which mixtures of experts need."""
-        model.set_dtype(mx.float32)
-        log.warning("MLX's CPU backend cannot run this model in 16 bits; it is tried in float32")
-        return True
-
-    def widen_as(self, part: Any, *, like: Any) -> None:
-        dtype.widen_as(part, self.weights_dtype, like=like)
-
     def preparation(self, loaded: LoadedModel) -> PreparePass:
         library = self.blas.library
         return unprepared if library is None else Threads(library, loaded.model).prepare
-
-    def report(self) -> DeviceReport:
-        return replace(super().report(), memory_nbytes=None)
 
     def describe(self, cache_folder: Path) -> Iterator[tuple[str, str, bool]]:
         blas = attach("auto", memo=cache_folder / MEMO, patches=self.patches, again=True)

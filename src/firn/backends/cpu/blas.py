@@ -23,11 +23,11 @@ from firn.backends.cpu import trial
 from firn.backends.cpu.imports import NoSlot
 from firn.backends.cpu.openblas import Library, OpenBlas, libraries
 from firn.backends.cpu.trial import Trial
-from firn.backends.patches import Patches
 from firn.config import BlasChoice
 from firn.core.errors import SetupError
 from firn.core.private_folder import make_private
 from firn.host.machine import usable_cores
+from firn.models.patches import Patches
 
 log = logging.getLogger("firn.models")
 

@@ -80,7 +80,7 @@ def widen(model: Any) -> None:
 
 
 def _plain(module: Any) -> Any | None:
-    """The same layer with its weights unpacked; None for a class that has only a quantised form."""
+    """The layer with its weights unpacked; None for a class that has only a quantised form."""
     name = type(module).__name__.removeprefix("Quantized")
     home = nn if hasattr(nn, name) else sys.modules[type(module).__module__]
     cls = getattr(home, name, None)

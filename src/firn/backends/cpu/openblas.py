@@ -20,7 +20,7 @@ from typing import Literal
 
 from firn.backends.cpu import stubs
 from firn.backends.cpu.imports import MLX, find_slots
-from firn.backends.patches import Patches
+from firn.models.patches import Patches
 
 Kind = Literal["system", "bundled"]
 PRODUCTS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")

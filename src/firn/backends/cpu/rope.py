@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from firn.backends.patches import Patches
+from firn.models.patches import Patches
 
 MAX_KINDS = 256
 """Layers may have frequencies of their own. A model whose frequencies keep changing is left to MLX."""

@@ -21,7 +21,7 @@ import mlx.core as mx
 import numpy as np
 
 from firn.backends.cpu import imports, stubs
-from firn.backends.patches import Patches
+from firn.models.patches import Patches
 
 MIN_SCORES = 1 << 13
 """Below this, the additional operations cost more than they save."""

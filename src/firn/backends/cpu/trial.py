@@ -14,8 +14,8 @@ import time
 from dataclasses import asdict, dataclass
 
 from firn.backends.cpu.openblas import Library, OpenBlas
-from firn.backends.patches import Patches
 from firn.models.faults import first_line
+from firn.models.patches import Patches
 
 FORMAT = 3
 """Version of remembered trials: increment it when a trial measures something else."""

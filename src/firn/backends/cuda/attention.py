@@ -25,8 +25,8 @@ from typing import Any
 import mlx.core as mx
 
 from firn.backends.cuda.source import DTYPE, MULTIPLY, compact
-from firn.backends.patches import Patches
 from firn.models.faults import first_line
+from firn.models.patches import Patches
 
 log = logging.getLogger("firn.models")
 
@@ -413,7 +413,7 @@ def _trial(n_rows: int, n_tokens: int, n_columns: int, width: int) -> list[mx.ar
 
 
 def in_float32(q: mx.array, k: mx.array, v: mx.array, mask: mx.array, *, scale: float) -> mx.array:
-    """The same attention operation by operation, for comparison."""
+    """What `attention` computes, operation by operation, for comparison."""
     q, k, v = (x.astype(mx.float32) for x in (q, k, v))
     k, v = (mx.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
     scores = mx.where(mask, scale * q @ k.swapaxes(-1, -2), -mx.inf)

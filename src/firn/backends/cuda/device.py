@@ -12,12 +12,15 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from firn.backends.contract import BackendOptions, ComputeBackend, DeviceProfile
+from firn.backends.contract import BackendOptions, ComputeBackend
 from firn.backends.cuda import attention, kernels, pool, products
 from firn.backends.cuda.bias import gains_by_bias
 from firn.backends.cuda.bus import find_transfers
-from firn.backends.cuda.shapes import few_shapes
+from firn.backends.cuda.shapes import find_buckets
 from firn.backends.cuda.traced import traced_steps
+from firn.backends.memory import DeviceMemory
+from firn.backends.profile import DeviceProfile
+from firn.backends.warm_up import warm_up, warm_up_speculator
 from firn.cache.arrays.transfers import Transfers
 from firn.models.decode.kv_growth import ShapeBuckets
 from firn.models.decode.ragged import Columns
@@ -29,7 +32,6 @@ from firn.models.layers import MakeLayers
 from firn.models.loader import LoadedModel
 from firn.models.model_arguments import IdsOnly
 from firn.models.mtp import MtpModel
-from firn.models.rehearsal import rehearsal_of, rehearse
 
 log = logging.getLogger("firn.models")
 
@@ -52,6 +54,24 @@ widths, and see whole blocks of columns, the last ones masked."""
 T = TypeVar("T")
 
 
+class CudaMemory(DeviceMemory):
+    """The device's own. What the driver keeps of freed memory counts as available."""
+
+    @property
+    def total_nbytes(self) -> int:
+        info = mx.device_info()
+        sizes = (info.get(key) for key in ("memory_size", "total_memory", "free_memory"))
+        return int(next((n for n in sizes if n is not None), mx.get_memory_limit()))
+
+    def free_unused(self) -> None:
+        super().free_unused()
+        pool.trim()
+
+    def _available_nbytes(self) -> int | None:
+        free = mx.device_info().get("free_memory")
+        return None if free is None else int(free) + pool.unused_nbytes()
+
+
 class CudaBackend(ComputeBackend):
     profile = DeviceProfile(
         name="cuda",
@@ -67,6 +87,7 @@ class CudaBackend(ComputeBackend):
 
     def __init__(self) -> None:
         super().__init__()
+        self.memory = CudaMemory(self.profile)
         self._kernels_folder: Path | None = None
 
     def install(self, options: BackendOptions) -> None:
@@ -83,13 +104,11 @@ class CudaBackend(ComputeBackend):
         else:
             log.warning("products of a few tokens are left to MLX: %s", fault)
 
-    # --- a model ---------------------------------------------------------------------------
-
     def buckets(self, loaded: LoadedModel) -> ShapeBuckets:
         if not isinstance(loaded.arguments, IdsOnly) or isinstance(loaded.model, MtpModel):
             return ShapeBuckets()
         return _unless_refused(
-            partial(few_shapes, loaded.model, loaded.make_layers),
+            partial(find_buckets, loaded.model, loaded.make_layers),
             "prompts are read without padding",
             ShapeBuckets(),
         )
@@ -111,30 +130,14 @@ class CudaBackend(ComputeBackend):
         self, model: Any, make_runner: Callable[[Speculator], Runner], speculator: Speculator
     ) -> None:
         """MLX compiles a kernel when it is first used, which takes seconds while all requests wait."""
-        runner = make_runner(rehearsal_of(model, speculator))
-        rehearse(runner)
+        runner = make_runner(warm_up_speculator(model, speculator))
+        warm_up(runner)
         if self._kernels_folder is not None:
             kernels.note(self._kernels_folder)
 
     @cached_property
     def transfers(self) -> Transfers:
         return find_transfers()
-
-    # --- memory ----------------------------------------------------------------------------
-
-    @property
-    def memory_nbytes(self) -> int:
-        info = mx.device_info()
-        sizes = (info.get(key) for key in ("memory_size", "total_memory", "free_memory"))
-        return int(next((n for n in sizes if n is not None), mx.get_memory_limit()))
-
-    def _available_nbytes(self) -> int | None:
-        free = mx.device_info().get("free_memory")
-        return None if free is None else int(free) + pool.unused_nbytes()
-
-    def free_unused(self) -> None:
-        super().free_unused()
-        pool.trim()
 
 
 def _unless_refused(make: Callable[[], T], otherwise: str, default: T) -> T:

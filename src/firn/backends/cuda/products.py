@@ -25,8 +25,8 @@ import mlx.core as mx
 from mlx import nn
 
 from firn.backends.cuda.source import DTYPE, MULTIPLY, compact
-from firn.backends.patches import Patches
 from firn.models.faults import first_line
+from firn.models.patches import Patches
 
 MAX_TOKENS = 128
 """With more tokens, a call of cuBLAS takes more time on the device than on the host."""

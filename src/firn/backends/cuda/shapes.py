@@ -60,7 +60,7 @@ def growth(n_tokens: int) -> int:
     return rounded(n_tokens + 1) - n_tokens if n_tokens == rounded(n_tokens) else MIN_ROOM
 
 
-class FewShapes(ShapeBuckets):
+class FewBuckets(ShapeBuckets):
     common_chunk = FULL
 
     def __init__(self, dtype: mx.Dtype) -> None:
@@ -135,7 +135,7 @@ class _ShortenedCache:
 
 
 class _PaddedCache(_ShortenedCache):
-    """The same, with more columns after the padding, all of them masked."""
+    """One with more columns after the padding, all of them masked."""
 
     def __init__(self, cache: KVCache, n_new: int, masks: _Masks) -> None:
         super().__init__(cache, n_new)
@@ -152,14 +152,14 @@ class _PaddedCache(_ShortenedCache):
         return self._cache.keys[..., :n, :], self._cache.values[..., :n, :]
 
 
-def few_shapes(model: Any, make_layers: MakeLayers) -> FewShapes:
+def find_buckets(model: Any, make_layers: MakeLayers) -> FewBuckets:
     """Tries the model once. Raises ValueError, with the reason, if padding changes results."""
     ids = np.arange(N_PAST + N_NEW + 1) % 50 + 1
     plain = prefilled(model, make_layers(), ids[:N_PAST].tolist())
     padded = prefilled(model, make_layers(), ids[:N_PAST].tolist())
     if not all(type(layer) is KVCache for layer in padded):
         raise ValueError("not all of its layers are plain attention")
-    shapes = FewShapes(padded[0].keys.dtype)
+    shapes = FewBuckets(padded[0].keys.dtype)
     fitted = shapes.fit(padded, N_NEW)
     assert fitted is not None
     new = ids[N_PAST:-1]

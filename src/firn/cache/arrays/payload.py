@@ -61,7 +61,7 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """The same content in place: views of a row's buffers, which must not outlive a call."""
+    """A record's content in place: views of a row's buffers, which must not outlive a call."""
 
     layers: list[Arrays]
 

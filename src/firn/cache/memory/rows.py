@@ -44,9 +44,9 @@ LEAST_BLOCKS = 4
 """Shorter rows are cut into records: there are many of them, and their buffers are mostly room."""
 WASTED_SHARE = 0.25
 """Parked rows are trimmed, which copies the rest of them, where more than this share and more than
-LEAST_BLOCKS blocks are unused. Less is left as room for the next turn..."""
+LEAST_BLOCKS blocks are unused. Less is left as room for the next turn."""
 SPARE_SHARE = 0.125
-"""... until memory is needed: then rows of which more than this share is unused are trimmed before
+"""When memory is needed, parked rows of which more than this share is unused are trimmed before
 anything is evicted."""
 GIVEN_SHARE = 0.25
 """A parked row from which records are evicted gives this share at once."""

@@ -54,13 +54,13 @@ class ResumePlan:
     loads: tuple[Record, ...] = ()
     """What to read, in this order."""
     load_s: float = 0.0
-    """How long the loads should take..."""
+    """How long the loads should take."""
     compute_s: float = 0.0
-    """... and how long computing the same tokens should take."""
+    """How long computing the same tokens should take."""
     patience_s: float = 0.0
-    """How long computing waits for the loads while the engine has nothing else to do..."""
+    """How long computing waits for the loads while the engine has nothing else to do."""
     busy_patience_s: float = 0.0
-    """... and while other rows decode, which computing would slow down."""
+    """How long it waits while other rows decode, which computing would slow down."""
     is_slower: bool = False
     """More is stored than is loaded, because computing it is faster."""
 

@@ -112,8 +112,12 @@ class RootCleared:
 Changes = Sequence[TierEntry | Gone[Name] | RootCleared]
 
 
-class WriteQueue(Protocol):
-    """Writes that wait for an I/O thread. Bounded, so it can be full."""
+class Io(Protocol):
+    """One tier, as the engine thread uses it. Only close() waits. Writes wait in a queue that can be
+    full; other orders are always accepted.
+
+    `done` receives the outcome of an order: Unwanted if nobody wants it any more.
+    """
 
     def try_write(self, order: WriteOrder, done: Done[WriteResult[Name]]) -> bool:
         """False: the queue is full."""
@@ -126,10 +130,6 @@ class WriteQueue(Protocol):
     def defer_writes(self, defer: bool) -> None:
         """Start or stop deferring writes. Writes that have waited long begin nevertheless."""
         ...
-
-
-class StoredRecords(Protocol):
-    """The records in a tier. Orders for them are always accepted."""
 
     def read(self, order: ReadOrder, done: Done[Loaded]) -> None:
         """Every byte is verified; a damaged record is set aside."""
@@ -147,13 +147,6 @@ class StoredRecords(Protocol):
         batch: called on an I/O thread with a few changes at a time.
         """
         ...
-
-
-class Io(WriteQueue, StoredRecords, Protocol):
-    """One tier, as the engine thread uses it. Only close() waits.
-
-    `done` receives the outcome of an order: Unwanted if nobody wants it any more.
-    """
 
     def usage(self) -> TierUsage: ...
 

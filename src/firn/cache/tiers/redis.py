@@ -266,7 +266,7 @@ def _parse(raw: bytes) -> RecordHead:
 
 
 def _cut(pieces: Sequence[Buffer], nbytes: int) -> Iterator[memoryview]:
-    """The same bytes in pieces of this size, the last one shorter."""
+    """These bytes in pieces of this size, the last one shorter."""
     if pieces:
         whole = np.concatenate([np.frombuffer(p, dtype=np.uint8) for p in pieces if len(p)]).data
         for at in range(0, len(whole), nbytes):

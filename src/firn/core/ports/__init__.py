@@ -1,44 +1,34 @@
 """The seams between packages. Each has a second, small implementation in the tests.
 
-Values and opaque handles (rows, cursors) cross these boundaries; other stateful objects do not. A
-port has at most eight methods. Where one implementation serves several callers, each caller has a
-port of its own, and the whole (`Runner`, `PrefixCache`) is their sum.
+Values and opaque handles (rows, cursors) cross these boundaries; other stateful objects do not. Each
+port is the type of something: of a parameter, a field or a result.
 """
 
-from firn.core.ports.admin import CacheAdmin, PrefixAdmin, SlicedQuery, TreeAdmin
+from firn.core.ports.admin import CacheAdmin, SlicedQuery
 from firn.core.ports.cache import (
-    CacheTimings,
-    CacheUpkeep,
     Cursor,
     EngineLoad,
     PrefixCache,
-    RequestCache,
 )
 from firn.core.ports.engine import Delivery, Embedder, Engine, EngineHealth, Publish, Recorder
 from firn.core.ports.runner import (
     MAX_STEP_TOKENS,
     At,
-    DecodeRunner,
     LayerCache,
     LiveRow,
     PickedToken,
-    PrefillRunner,
     Restored,
     RowView,
     Runner,
 )
 from firn.core.ports.scorer import Scorer, ScorerTraits
-from firn.core.ports.text import ChatTemplate, Pictures, Tokenizer, Vocabulary
+from firn.core.ports.text import Pictures, Tokenizer
 
 __all__ = [
     "MAX_STEP_TOKENS",
     "At",
     "CacheAdmin",
-    "CacheTimings",
-    "CacheUpkeep",
-    "ChatTemplate",
     "Cursor",
-    "DecodeRunner",
     "Delivery",
     "Embedder",
     "Engine",
@@ -48,12 +38,9 @@ __all__ = [
     "LiveRow",
     "PickedToken",
     "Pictures",
-    "PrefillRunner",
-    "PrefixAdmin",
     "PrefixCache",
     "Publish",
     "Recorder",
-    "RequestCache",
     "Restored",
     "RowView",
     "Runner",
@@ -61,6 +48,4 @@ __all__ = [
     "ScorerTraits",
     "SlicedQuery",
     "Tokenizer",
-    "TreeAdmin",
-    "Vocabulary",
 ]

@@ -20,8 +20,12 @@ class SlicedQuery(Protocol):
         ...
 
 
-class PrefixAdmin(Protocol):
-    """The cache as a whole, and the prefix of one prompt."""
+class CacheAdmin(Protocol):
+    """The cache for people: as a whole, by prompt, and node by node.
+
+    node: a block's key in hexadecimal digits, as `browse` reports it. namespace: if given, the
+    nodes of others are not found, so a caller cannot tell whether they exist.
+    """
 
     def stats(self, namespace: Namespace | None) -> Future[dict[str, Any]]:
         """Statistics of the whole cache, or of one namespace."""
@@ -36,14 +40,6 @@ class PrefixAdmin(Protocol):
     def unpin(self, prompt: Prompt, namespace: Namespace) -> Future[dict[str, Any]]: ...
 
     def clear(self, namespace: Namespace | None) -> Future[dict[str, Any]]: ...
-
-
-class TreeAdmin(Protocol):
-    """The tree of stored prefixes, node by node.
-
-    node: a block's key in hexadecimal digits, as `browse` reports it. namespace: if given, the
-    nodes of others are not found, so a caller cannot tell whether they exist.
-    """
 
     def browse(
         self, namespace: Namespace | None, node: str | None, *, limit: int, with_tokens: bool
@@ -64,7 +60,3 @@ class TreeAdmin(Protocol):
     def forget_node(self, namespace: Namespace | None, node: str) -> SlicedQuery:
         """Deletes this node's run and everything below, except what is pinned or leased."""
         ...
-
-
-class CacheAdmin(PrefixAdmin, TreeAdmin, Protocol):
-    """All of it."""

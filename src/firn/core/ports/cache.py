@@ -65,8 +65,8 @@ class EngineLoad(Enum):
         return self in (EngineLoad.PREFILLING, EngineLoad.BOTH)
 
 
-class RequestCache(Protocol[C]):
-    """What the cache does for one request, from its arrival to its end."""
+class PrefixCache(Protocol[C]):
+    """The cache as the engine drives it: for each request, in the loop, and with its measurements."""
 
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> C:
         """Find which part of the prompt is stored and start to load it. No I/O on this thread."""
@@ -108,10 +108,6 @@ class RequestCache(Protocol[C]):
         """A cursor that neither reads nor writes."""
         ...
 
-
-class CacheUpkeep(Protocol):
-    """What the engine's loop does for the cache, independently of any request."""
-
     def together(self) -> AbstractContextManager[None]:
         """Copies everything committed inside in one go, if that is faster on the device. May be
         nested."""
@@ -147,10 +143,6 @@ class CacheUpkeep(Protocol):
 
     def close(self) -> None: ...
 
-
-class CacheTimings(Protocol):
-    """The engine's measurements, from which the cache decides whether loading beats computing."""
-
     def saw_prefill(self, start: int, end: int, seconds: float) -> None:
         """Computing prompt tokens [start, end) took this long."""
         ...
@@ -158,7 +150,3 @@ class CacheTimings(Protocol):
     def saw_restore(self, restored: Restored, seconds: float) -> None:
         """Filling a row took this long, not counting the load."""
         ...
-
-
-class PrefixCache(RequestCache[C], CacheUpkeep, CacheTimings, Protocol[C]):
-    """All of it."""

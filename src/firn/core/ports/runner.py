@@ -112,8 +112,8 @@ class PickedToken(Protocol[R_co]):
         ...
 
 
-class PrefillRunner(Protocol[R]):
-    """Reads prompts. Engine thread only."""
+class Runner(Protocol[R]):
+    """Runs the model. Engine thread only."""
 
     def start(self, restored: Restored | None) -> R:
         """A new row, empty or with a restored prefix."""
@@ -128,11 +128,11 @@ class PrefillRunner(Protocol[R]):
         ...
 
     @property
-    def reads_together(self) -> bool:
-        """Whether `prefill_together` can be used."""
+    def can_batch_prefill(self) -> bool:
+        """Whether `batched_prefill` can be used."""
         ...
 
-    def prefill_together(
+    def batched_prefill(
         self, rows: Sequence[R], prompts: Sequence[Prompt], ends: Sequence[int]
     ) -> None:
         """Dispatch tokens [row.n_tokens, end) of several prompts in one padded pass.
@@ -155,10 +155,6 @@ class PrefillRunner(Protocol[R]):
         """Peak memory of the last settled chunk, beyond what it left allocated. 0: unknown, because
         an earlier peak was higher."""
         ...
-
-
-class DecodeRunner(Protocol[R]):
-    """Generates replies. Engine thread only."""
 
     def choices(self, row: R, job: Job, indices: Sequence[int]) -> list[R]:
         """One row for each choice, all with this row's prefix, each with its own sampler."""
@@ -205,10 +201,6 @@ class DecodeRunner(Protocol[R]):
     def live_nbytes(self) -> int:
         """Device memory used by the caches of the decoding rows."""
         ...
-
-
-class Runner(PrefillRunner[R], DecodeRunner[R], Protocol[R]):
-    """Runs the model. Engine thread only."""
 
     @property
     def info(self) -> ModelInfo: ...

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from firn.core.values import PicturePart, PreparedPicture
 
 
-class Vocabulary(Protocol):
-    """The tokens of a model, one by one."""
+class Tokenizer(Protocol):
+    """A model's vocabulary, its chat template, and text to ids and back."""
 
     @property
     def eos(self) -> frozenset[int]:
@@ -39,10 +39,6 @@ class Vocabulary(Protocol):
         """The id of the one token that is exactly this text, if there is one."""
         ...
 
-
-class ChatTemplate(Protocol):
-    """The model's own format for conversations."""
-
     @property
     def chat_template(self) -> str | None:
         """The template's source, or of all that chats are rendered with; None: the model has none."""
@@ -60,10 +56,6 @@ class ChatTemplate(Protocol):
         kwargs: may override add_generation_prompt.
         """
         ...
-
-
-class Tokenizer(Vocabulary, ChatTemplate, Protocol):
-    """Text to ids and back."""
 
     def encode(
         self, text: str, *, add_special: bool, typed: Sequence[tuple[int, int]] = ()

@@ -42,9 +42,9 @@ BUFFER_TOKENS = 256
 MAX_WASTE = 2.0
 """A group is padded to its longest row: it holds at most this many cells for each one in use."""
 SLACK_TOKENS = 2048
-"""...but short rows always share a group: padding to this length costs less than a second step."""
+"""Rows up to this length always share a group: padding to it costs less than a second step."""
 MAX_PADDING_TOKENS = 1 << 20
-"""...as long as there is memory for the padding: cells that rows in one group do not use."""
+"""Such rows share a group while its unused cells are at most this many tokens: they take memory."""
 MAX_VACANT = 0.5
 """Share of a group's seats that may be vacant: each of them is computed for nothing."""
 VACANT_STEPS = 16
@@ -192,6 +192,9 @@ class NoBacklog:
         pass
 
 
+NO_BACKLOG = NoBacklog()
+
+
 @dataclass(eq=False)
 class Group:
     seats: list[Row]
@@ -218,14 +221,14 @@ class Group:
         token: int,
         *,
         columns: Columns = ALL_COLUMNS,
-        backlog: Backlog | None = None,
+        backlog: Backlog = NO_BACKLOG,
     ) -> Group:
         group = cls(
             [row],
             row.layers,
             as_picked([token]),
             columns=columns,
-            backlog=backlog or NoBacklog(),
+            backlog=backlog,
         )
         group.width = row.n_tokens
         row.layers, row.group, row.pending = [], group, [token]

@@ -40,7 +40,7 @@ class BatchedPrefill:
 
     def can_read(self) -> bool:
         """Whether the model's layers allow it."""
-        return can_read_together(self._make_layers())
+        return can_batch(self._make_layers())
 
     def read(
         self,
@@ -64,7 +64,7 @@ class BatchedPrefill:
         mx.async_eval([layer.state for row in rows for layer in row.layers])
 
 
-def can_read_together(layers: Sequence[Any]) -> bool:
+def can_batch(layers: Sequence[Any]) -> bool:
     """Whether all layers are plain attention: padding would change a recurrent state, or take up
     space in a window."""
     return bool(layers) and all(type(layer) is KVCache for layer in layers)

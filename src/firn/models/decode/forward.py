@@ -9,18 +9,20 @@ Owner: the engine thread, through the runner.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
 from firn.core.values import Prompt, TokenArray
 from firn.models.decode.backlog import HeadBacklog
-from firn.models.decode.batch import Backlog, Group, NoBacklog, Row
+from firn.models.decode.batch import NO_BACKLOG, Backlog, Group, Row
 from firn.models.decode.early_dispatch import dispatch, dispatched_early
-from firn.models.decode.mtp_hidden import HiddenAt, carry_of
+from firn.models.decode.execution import Execution
+from firn.models.decode.mtp_hidden import HiddenAt, first_hidden
 from firn.models.decode.padding import in_blocks
 from firn.models.decode.ragged import ALL_COLUMNS, Columns
-from firn.models.decode.step_trace import StepTrace
+from firn.models.decode.verify import KeepStates, keep_nothing
 from firn.models.model_arguments import IdsOnly, ModelArguments
 from firn.models.mtp import MtpModel
 from firn.models.placing import at_positions, shifted
@@ -30,12 +32,18 @@ class Forward:
     """A model without a prediction head."""
 
     def __init__(
-        self, model: Any, arguments: ModelArguments, *, trace: StepTrace, layers_per_dispatch: int
+        self,
+        model: Any,
+        arguments: ModelArguments,
+        execution: Execution,
+        *,
+        layers_per_dispatch: int,
     ) -> None:
         """layers_per_dispatch: how many layers of a step of several tokens are dispatched together."""
         self.model = model
         self.arguments = arguments
-        self.trace = trace
+        self.trace = execution.trace
+        self._patches = execution.patches
         self._layers_per_dispatch = layers_per_dispatch
 
     @property
@@ -48,7 +56,7 @@ class Forward:
 
     def backlog(self) -> Backlog:
         """For a new group."""
-        return NoBacklog()
+        return NO_BACKLOG
 
     def read(
         self, row: Row, prompt: Prompt, end: int, ids: TokenArray, layers: list[Any]
@@ -58,9 +66,12 @@ class Forward:
         ids: those tokens and the padding. layers: the row's, as the model sees them.
         """
         start = row.n_tokens
-        arguments = self.arguments.chunk(prompt, start, end) | self._carry([row])
+        arguments = self.arguments.chunk(prompt, start, end) | self._mtp_hidden([row])
         n_padding = start + len(ids) - end
-        with at_positions(layers, prompt, start, end, n_padding=n_padding) as placed:
+        seen_at = at_positions(
+            layers, prompt, start, end, patches=self._patches, n_padding=n_padding
+        )
+        with seen_at as placed:
             logits: mx.array = self.model(
                 mx.array(ids.astype("int32"))[None], cache=placed, **arguments
             )
@@ -69,7 +80,7 @@ class Forward:
     def feed(self, group: Group, tokens: Sequence[int]) -> None:
         """Let the only row of a group consume tokens that it took."""
         row = group.seats[0]
-        arguments = self.arguments.step([row.position], len(tokens)) | self._carry([row])
+        arguments = self.arguments.step([row.position], len(tokens)) | self._mtp_hidden([row])
         self.model(mx.array([tokens]), cache=seen(group), **arguments)
 
     def step(self, group: Group) -> mx.array:
@@ -93,23 +104,22 @@ class Forward:
             dispatch(known, group.layers, n_layers=n_layers)
             return known
         positions = [row.position for row in group.seats]
-        arguments = self.arguments.step(positions, ids.shape[1]) | self._carry(group.seats)
+        arguments = self.arguments.step(positions, ids.shape[1]) | self._mtp_hidden(group.seats)
         layers = seen(group, group.columns)
         with dispatched_early(layers, n_layers=n_layers):
             logits: mx.array = self.model(ids, cache=layers, **arguments)
         return logits
 
-    @property
-    def hidden(self) -> mx.array | None:
-        """The hidden states of the last call, if a head continues from them."""
-        return None
+    def keeper(self) -> KeepStates:
+        """Keeps for each row what a head continues from after the last call, once the row advances."""
+        return keep_nothing
 
     def _step(self, group: Group, ids: mx.array) -> mx.array:
         arguments = self.arguments.step([row.position for row in group.seats])
         logits: mx.array = self.model(ids[:, None], cache=seen(group), **arguments)
         return logits[:, -1, :]
 
-    def _carry(self, rows: Sequence[Row]) -> dict[str, Any]:
+    def _mtp_hidden(self, rows: Sequence[Row]) -> dict[str, Any]:
         """The hidden states that a head continues from, as an argument of the model."""
         return {}
 
@@ -146,14 +156,13 @@ class HeadForward(Forward):
         for i, row in enumerate(group.seats):
             row.hidden = [HiddenAt(self.model.hidden, i, 0)]
 
-    @property
-    def hidden(self) -> mx.array | None:
-        return self.model.hidden
+    def keeper(self) -> KeepStates:
+        return partial(_keep_hidden, self.model.hidden)
 
     def _step(self, group: Group, ids: mx.array) -> mx.array:
         """Without the head, which reads the token later."""
         arguments = self.arguments.step([row.position for row in group.seats])
-        before = self.model.before(group.layers, carry_of([row.hidden for row in group.seats]))
+        before = self.model.before(group.layers, first_hidden([row.hidden for row in group.seats]))
         logits = self.model.without_head(ids[:, None], seen(group), **arguments)
         backlog = group.backlog
         assert isinstance(backlog, HeadBacklog)
@@ -162,15 +171,24 @@ class HeadForward(Forward):
             group.catch_up()
         return logits[:, -1, :]
 
-    def _carry(self, rows: Sequence[Row]) -> dict[str, Any]:
-        return {"carry": carry_of([row.hidden for row in rows])}
+    def _mtp_hidden(self, rows: Sequence[Row]) -> dict[str, Any]:
+        return {"mtp_hidden": first_hidden([row.hidden for row in rows])}
+
+
+def _keep_hidden(states: mx.array, row: Row, seat: int, n_kept: int) -> None:
+    """Record where the states before the row's pending tokens are."""
+    if n_kept:
+        row.hidden = [HiddenAt(states, seat, n_kept - 1)]
+    elif row.hidden:  # taken back: each pending token but the newest was fed
+        fed = [HiddenAt(states, seat, k) for k in range(len(row.pending) - 1)]
+        row.hidden = [row.hidden[0], *fed]
 
 
 def forward_of(
-    model: Any, arguments: ModelArguments, *, trace: StepTrace, layers_per_dispatch: int
+    model: Any, arguments: ModelArguments, execution: Execution, *, layers_per_dispatch: int
 ) -> Forward:
     kind = HeadForward if isinstance(model, MtpModel) else Forward
-    return kind(model, arguments, trace=trace, layers_per_dispatch=layers_per_dispatch)
+    return kind(model, arguments, execution, layers_per_dispatch=layers_per_dispatch)
 
 
 def seen(group: Group, columns: Columns = ALL_COLUMNS) -> list[Any]:

@@ -29,7 +29,7 @@ Hidden = Sequence[HiddenAt]
 """Of one row: the states before each of its pending tokens."""
 
 
-def carry_of(rows: Sequence[Hidden]) -> mx.array | None:
+def first_hidden(rows: Sequence[Hidden]) -> mx.array | None:
     """(rows, width): the state before each row's first pending token; None if no row has one."""
     places = [hidden[0] if hidden else None for hidden in rows]
     first = places[0]
@@ -47,7 +47,7 @@ def carry_of(rows: Sequence[Hidden]) -> mx.array | None:
 def hidden_of(rows: Sequence[Hidden], width: int, *, like: mx.array) -> mx.array:
     """(rows, width, size): the states before each pending token; zeros where they are not known."""
     if width == 1:
-        states = carry_of(rows)
+        states = first_hidden(rows)
         if states is not None:
             return states[:, None]
     zeros = mx.zeros((like.shape[-1],), dtype=like.dtype)

@@ -52,7 +52,7 @@ def can_be_cut_meanwhile(layers: Sequence[Any]) -> bool:
 
 
 def ready(layers: Sequence[Any], columns: Columns = ALL_COLUMNS) -> list[Any]:
-    """The same caches, of classes whose rows can be rewound one by one. Done once per group."""
+    """These caches, of classes whose rows can be rewound one by one. Done once per group."""
     arrays = IndexArrays(columns)
     return [_ready(layer, arrays) for layer in layers]
 

@@ -22,12 +22,12 @@ from firn.core.ports import Restored
 from firn.core.values import Job, ModelInfo, Prompt
 from firn.models.decode.batch import MAX_PADDING_TOKENS, Group, PickedToken, Row, fork
 from firn.models.decode.batched_prefill import BatchedPrefill
-from firn.models.decode.execution import Execution
+from firn.models.decode.execution import PLAIN_EXECUTION, Execution
 from firn.models.decode.forward import forward_of
 from firn.models.decode.sampling import Picker, Picks, pick, score
-from firn.models.decode.steps import NoSpeculation, Speculator, Steps, picker_of
+from firn.models.decode.steps import NO_SPECULATION, Speculator, Steps, picker_of
 from firn.models.layers import MakeLayers
-from firn.models.model_arguments import IdsOnly, ModelArguments
+from firn.models.model_arguments import IDS_ONLY, ModelArguments
 
 
 class Runner:
@@ -40,28 +40,28 @@ class Runner:
         *,
         make_layers: MakeLayers,
         max_rows: int,
-        arguments: ModelArguments | None = None,
-        speculator: Speculator | None = None,
-        execution: Execution | None = None,
+        arguments: ModelArguments = IDS_ONLY,
+        speculator: Speculator = NO_SPECULATION,
+        execution: Execution = PLAIN_EXECUTION,
         max_padding: int = MAX_PADDING_TOKENS,
     ) -> None:
         """arguments: what the model takes besides token ids. speculator: who drafts. execution: how
         the device computes it. max_padding: unused cells that a group may hold, in tokens.
         """
         self.info = info
-        self.speculator: Speculator = speculator or NoSpeculation()
-        self._execution = execution or Execution()
-        self._buckets = self._execution.buckets
-        self._prepare = self._execution.prepare
+        self.speculator = speculator
+        self._execution = execution
+        self._buckets = execution.buckets
+        self._prepare = execution.prepare
         self._forward = forward_of(
             model,
-            arguments or IdsOnly(),
-            trace=self._execution.trace,
-            layers_per_dispatch=self.speculator.profile.layers_per_dispatch,
+            arguments,
+            execution,
+            layers_per_dispatch=speculator.profile.layers_per_dispatch,
         )
         self._steps = Steps(
             self._forward,
-            self.speculator,
+            speculator,
             vocab_size=info.vocab_size,
             pick=self._pick,
             prepare=self._prepare,
@@ -117,11 +117,11 @@ class Runner:
         mx.async_eval([layer.state for layer in row.layers], arrays, hidden)
 
     @property
-    def reads_together(self) -> bool:
+    def can_batch_prefill(self) -> bool:
         """Whether one pass can read several prompts: plain attention, no pictures, no head."""
         return self._max_rows > 1 and self._forward.takes_ids_only and self._batched.can_read()
 
-    def prefill_together(
+    def batched_prefill(
         self, rows: Sequence[Row], prompts: Sequence[Prompt], ends: Sequence[int]
     ) -> None:
         """Consume prompt tokens [row.n_tokens, end) of each row in one pass, padded.

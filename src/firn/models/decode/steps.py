@@ -1,11 +1,14 @@
 """Steps of a group: how one is dispatched, and how its tokens are read.
 
-    PlainStep    one token a row. It may be dispatched while the one before it is in flight.
-    VerifyStep   several tokens a row: those it took before, and a draft (see `verify`)
+    PlainStep       one token a row. It may be dispatched while the one before it is in flight.
+    VerifyStep      several tokens a row: those it took before, and a draft (see `verify`)
+    PipelinedStep   the same, behind a step of several tokens that is still unread (see `pipelined`)
 
-`Steps` decides which is next. The next mask of a row with a grammar needs the row's last token on the
-host. The forward pass needs it on the device only, so half of the pass is dispatched before the masks
-are computed:
+`Step.launch(group)` dispatches it and returns what is in flight, whose `read()` gives the tokens that
+each row took. `Steps.next` is the one place that decides which is next.
+
+The next mask of a row with a grammar needs the row's last token on the host. The forward pass needs it
+on the device only, so half of the pass is dispatched before the masks are computed:
 
     device   pick n | first half of forward n+1     | second half  | pick n+1 | first half ...
     host              read n -> masks -> dispatch the second half and pick n+1 -> first half of n+2 ...
@@ -15,17 +18,17 @@ Owner: the engine thread, through the runner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
 
 from firn.core.values import Job
-from firn.models.decode.ahead import DraftsAhead, Pipeline, PipelineFault
 from firn.models.decode.batch import Group, Row, StepInFlight, TakenTokens
 from firn.models.decode.forward import Forward
 from firn.models.decode.masks import Masks
+from firn.models.decode.pipelined import DraftsAhead, Pipeline, PipelineFault
 from firn.models.decode.ragged import MAX_FEED
 from firn.models.decode.rewind import RaggedStep, is_rewindable
 from firn.models.decode.sampling import Picker, Picks, read_logprobs, to_host
@@ -36,9 +39,11 @@ from firn.models.model_arguments import PreparePass
 
 
 class Step(Protocol):
-    """One step of a group, to be dispatched."""
+    """One way to compute a group's next tokens."""
 
-    def launch(self) -> StepInFlight: ...
+    def launch(self, group: Group) -> StepInFlight:
+        """Dispatch it. The caller keeps what is in flight, and reads it."""
+        ...
 
 
 class Speculator(Protocol):
@@ -77,6 +82,10 @@ class Speculator(Protocol):
         """The device computes something else, or the rows change."""
         ...
 
+    def counters(self) -> Mapping[str, int]:
+        """What was drafted since the start; empty if nothing ever is. From any thread."""
+        ...
+
     def end(self) -> None: ...
 
 
@@ -108,8 +117,14 @@ class NoSpeculation:
     def disturbed(self) -> None:
         pass
 
+    def counters(self) -> Mapping[str, int]:
+        return {}
+
     def end(self) -> None:
         pass
+
+
+NO_SPECULATION = NoSpeculation()
 
 
 class Pick(Protocol):
@@ -151,24 +166,25 @@ class Steps:
         return MAX_FEED - 1 if can else 0
 
     def launch(self, group: Group) -> None:
-        step = self._follow_up(group) or self._next(group).launch()
+        step = self.next(group).launch(group)
         step.is_new = self.forward.trace.had_new_shape() or step.is_new
         group.unread.append(step)
 
-    def _follow_up(self, group: Group) -> StepInFlight | None:
-        """A step dispatched behind one with drafts that is unread; None if there can be none."""
+    def next(self, group: Group) -> Step:
+        """The group's next step. Reads those in flight, unless it can be dispatched without that."""
         width = self.pipeline.width_of_unread(group)
         drafts = self.speculator.propose_ahead(group, width) if width else None
-        return self.pipeline.launch(group, drafts) if drafts is not None else None
+        return self.next_read(group) if drafts is None else PipelinedStep(drafts, self)
 
-    def _next(self, group: Group) -> Step:
+    def next_read(self, group: Group) -> PlainStep | VerifyStep:
+        """The next step, after those that drafts depend on are read."""
         # Drafts follow its tokens, and seats may be removed.
         self.read_all(group, but_plain=True)
         group.tick()  # before drafts are made for each seat
         drafts = self.speculator.propose(group, lambda: self.read_all(group))
         if drafts is None and any(len(r.pending) > 1 for r in group.seats):
             drafts = [()] * len(group.seats)
-        return PlainStep(group, self) if drafts is None else VerifyStep(group, drafts, self)
+        return PlainStep(self) if drafts is None else VerifyStep(drafts, self)
 
     def read_all(self, group: Group, *, but_plain: bool = False) -> None:
         """Bring all tokens of these steps to the host, where grammars and drafters see them."""
@@ -196,11 +212,11 @@ class Steps:
 
 
 class PlainStep:
-    def __init__(self, group: Group, steps: Steps) -> None:
-        self._group, self._steps = group, steps
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
 
-    def launch(self) -> PlainInFlight:
-        group, steps = self._group, self._steps
+    def launch(self, group: Group) -> PlainInFlight:
+        steps = self._steps
         is_pipelined = group.has_step_in_flight
         steps.prepare(len(group.seats))
         logits = steps.forward.step(group)
@@ -257,11 +273,12 @@ class PlainInFlight:
 class VerifyStep:
     """All tokens of its rows are on the host: drafting needed them."""
 
-    def __init__(self, group: Group, drafts: Sequence[tuple[int, ...]], steps: Steps) -> None:
-        self._group, self._drafts, self._steps = group, drafts, steps
+    def __init__(self, drafts: Sequence[tuple[int, ...]], steps: Steps) -> None:
+        """drafts: one for each seat; those of rows that only catch up are empty."""
+        self._drafts, self._steps = drafts, steps
 
-    def launch(self) -> Verification:
-        group, steps = self._group, self._steps
+    def launch(self, group: Group) -> Verification:
+        steps = self._steps
         group.make_ready()
         feed = Feed(tuple(group.seats), tuple(self._drafts))
         width = max(feed.lengths)
@@ -281,8 +298,22 @@ class VerifyStep:
             allowed = mx.array(steps.masks.fill_ahead(rows))
         picks = feed.pick(logits, pickers, allowed=allowed)
         mx.async_eval(picks.arrays)
-        hidden = steps.forward.hidden
-        return Verification(group, feed.rows, feed.drafts, step, picks, pickers, width, hidden, fed)
+        keep = steps.forward.keeper()
+        return Verification(group, feed.rows, feed.drafts, step, picks, pickers, width, keep, fed)
+
+
+class PipelinedStep:
+    """Follows a step of several tokens that is unread: the device continues the drafts itself."""
+
+    def __init__(self, drafts: DraftsAhead, steps: Steps) -> None:
+        self._drafts, self._steps = drafts, steps
+
+    def launch(self, group: Group) -> StepInFlight:
+        step = self._steps.pipeline.launch(group, self._drafts)
+        if step is not None:
+            return step
+        # Its shape has no trace yet.
+        return self._steps.next_read(group).launch(group)
 
 
 def picker_of(row: Row) -> Picker:

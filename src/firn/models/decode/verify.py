@@ -12,7 +12,7 @@ Owner: the engine thread, through a group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -21,9 +21,15 @@ import mlx.core as mx
 from firn.core.errors import RowInDoubt
 from firn.core.events import TokenLogprob
 from firn.models.decode.batch import Group, Row, TakenTokens
-from firn.models.decode.mtp_hidden import HiddenAt
 from firn.models.decode.rewind import RaggedStep, can_be_cut_meanwhile, is_rewindable
 from firn.models.decode.sampling import Picker, Picks, as_picked, pick, read_logprobs, to_host
+
+KeepStates = Callable[[Row, int, int], None]
+"""Called with a row that has advanced, its seat, and how many of the tokens it was fed it keeps."""
+
+
+def keep_nothing(row: Row, seat: int, n_kept: int) -> None:
+    """No head continues from the model's states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +112,8 @@ class Verification:
     pickers: tuple[tuple[Picker, ...], ...]
     """By row: the picker of each of its positions."""
     width: int
-    hidden: mx.array | None = None
-    """The model's hidden states, if it has a prediction head."""
+    keep: KeepStates = keep_nothing
+    """Keeps the states that a prediction head continues from."""
     fed: DeviceFeed | None = None
     """For a step that is dispatched before this one is read; None: no such step is possible."""
     is_new: bool = False
@@ -157,8 +163,7 @@ class Verification:
             at += n
             newest = pickers[taken.n_right]
             kept.append(advance(row, taken, newest, all_or_none=all_or_none))
-            if self.hidden is not None:
-                _note_hidden(row, self.hidden, i, n_kept=kept[-1])
+            self.keep(row, i, kept[-1])
             self._taken.append(taken)
         self._end(kept)
 
@@ -177,15 +182,6 @@ def taken_by(
     while n < len(draft) and picked[n] == draft[n] and picked[n] not in row.ends:
         n += 1
     return TakenTokens(row, tuple(picked[: n + 1]), tuple(logprobs[: n + 1]), len(draft), n)
-
-
-def _note_hidden(row: Row, states: mx.array, i: int, *, n_kept: int) -> None:
-    """Record where the states before the row's pending tokens are, once it has advanced."""
-    if n_kept:
-        row.hidden = [HiddenAt(states, i, n_kept - 1)]
-    elif row.hidden:  # taken back: each pending token but the newest was fed
-        fed = [HiddenAt(states, i, k) for k in range(len(row.pending) - 1)]
-        row.hidden = [row.hidden[0], *fed]
 
 
 def advance(row: Row, taken: TakenTokens, newest: Picker, *, all_or_none: bool) -> int:

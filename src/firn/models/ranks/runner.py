@@ -62,7 +62,7 @@ class LeaderRunner(Runner):
         raise LookupError("no row has these layers")
 
     @property
-    def reads_together(self) -> bool:
+    def can_batch_prefill(self) -> bool:
         """Whether one pass can read several prompts. It cannot: followers have no such pass."""
         return False
 
@@ -82,11 +82,11 @@ class LeaderRunner(Runner):
     ) -> None:
         chunk = prompt.ids[row.n_tokens : end].astype("<i4").tobytes()
         place = (self._numbers[row], row.n_tokens, end, len(prompt))
-        with self._together("prefill", *place, top_logprobs, blob=chunk):
+        with self._on_all_ranks("prefill", *place, top_logprobs, blob=chunk):
             super().prefill(row, prompt, end, top_logprobs=top_logprobs)
 
     def settle(self, row: Row) -> list[TokenLogprob]:
-        with self._together("settle", self._numbers[row]):
+        with self._on_all_ranks("settle", self._numbers[row]):
             return super().settle(row)
 
     def choices(self, row: Row, job: Job, indices: Sequence[int]) -> list[Row]:
@@ -98,27 +98,27 @@ class LeaderRunner(Runner):
 
     def join(self, row: Row, token: int, *, before: Sequence[int] = (), n_coming: int = 0) -> None:
         assert not before, "followers have no steps of several tokens"
-        with self._together("join", self._numbers[row], token, n_coming, row.alone):
+        with self._on_all_ranks("join", self._numbers[row], token, n_coming, row.alone):
             super().join(row, token, n_coming=n_coming)
 
     def leave(self, rows: Sequence[Row]) -> None:
-        with self._together("leave", [self._numbers[r] for r in rows if r in self._numbers]):
+        with self._on_all_ranks("leave", [self._numbers[r] for r in rows if r in self._numbers]):
             super().leave(rows)
         for row in rows:
             self._numbers.pop(row, None)
 
     def launch(self, rows: Sequence[Row]) -> None:
-        with self._together("launch", self._numbers[rows[0]]):
+        with self._on_all_ranks("launch", self._numbers[rows[0]]):
             super().launch(rows)
 
     def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[PickedToken]:
         if rows[0].group is None:
             return []
-        with self._together("collect", self._numbers[rows[0]], keep_in_flight):
+        with self._on_all_ranks("collect", self._numbers[rows[0]], keep_in_flight):
             return super().collect(rows, keep_in_flight=keep_in_flight)
 
     def free_memory(self) -> None:
-        with self._together("free_memory"):
+        with self._on_all_ranks("free_memory"):
             super().free_memory()
 
     def _pick(
@@ -140,7 +140,7 @@ class LeaderRunner(Runner):
         return self._numbers[row]
 
     @contextmanager
-    def _together(self, name: str, *args: Any, blob: bytes = b"") -> Iterator[None]:
+    def _on_all_ranks(self, name: str, *args: Any, blob: bytes = b"") -> Iterator[None]:
         """Send the call, then make it in the block. If it fails on this rank, the ranks' states
         differ and the group ends."""
         self.followers.tell(name, *args, blob=blob)

@@ -23,8 +23,8 @@ from functools import partial
 
 from firn.core.errors import may_be_device_fault
 from firn.core.values import Job
-from firn.models.decode.ahead import DraftsAhead
 from firn.models.decode.batch import Group, Row, StepInFlight, TakenTokens
+from firn.models.decode.pipelined import DraftsAhead
 from firn.models.decode.ragged import MAX_FEED
 from firn.models.decode.step_profile import PLAIN_PROFILE, StepProfile
 from firn.models.speculation.draft_bounds import forced_next, is_bound, within
@@ -252,6 +252,9 @@ class Speculation:
             if each.row.group is group:
                 self.totals.count_row(each)
                 self.took(each.row, each.tokens)
+
+    def counters(self) -> dict[str, int]:
+        return self.totals.view()
 
     def disturbed(self) -> None:
         """The device computes something else, or the rows change: past decisions may not hold."""

@@ -2,7 +2,7 @@
 
 On CUDA, MLX compiles a kernel when it is first used. For some kernels that takes seconds, while all
 running requests wait: the first time that a row joins others, that drafts are tried, that a request
-asks for top-p or logprobs. MLX keeps compiled kernels on disk, so only the first rehearsal on a
+asks for top-p or logprobs. MLX keeps compiled kernels on disk, so only the first warm-up on a
 machine takes long.
 
 Owner: the engine thread, before it serves.
@@ -37,7 +37,7 @@ N_PLAIN, N_WIDE = 3, 10
 can steps be dispatched before the previous one is read."""
 WIDTH = 4
 LONG_S = 5.0
-"""A rehearsal that takes longer has compiled something."""
+"""A warm-up that takes longer has compiled something."""
 REPLIES: tuple[tuple[Sampling, int | None], ...] = (
     (Sampling(temperature=0.0), None),
     (Sampling(temperature=0.7, top_p=0.9, top_k=20, min_p=0.01, seed=1), 3),
@@ -83,7 +83,7 @@ class ConstantDrafter:
         pass
 
 
-class RehearsalSpeculation(Speculation):
+class WarmUpSpeculation(Speculation):
     """Tries drafts of the `width` that it is given, whatever they cost."""
 
     def __init__(self, model: Any, *, in_groups: bool, profile: StepProfile) -> None:
@@ -99,14 +99,14 @@ class RehearsalSpeculation(Speculation):
         return 0
 
 
-def rehearsal_of(model: Any, speculator: Speculator) -> Speculator:
+def warm_up_speculator(model: Any, speculator: Speculator) -> Speculator:
     """Drafts on the same terms as the server's own speculation, if it drafts."""
     if not speculator.drafts:
         return speculator
-    return RehearsalSpeculation(model, in_groups=speculator.in_groups, profile=speculator.profile)
+    return WarmUpSpeculation(model, in_groups=speculator.in_groups, profile=speculator.profile)
 
 
-def rehearse(runner: Runner) -> None:
+def warm_up(runner: Runner) -> None:
     """Use the runner, which serves nobody, as requests will. A fault here is only logged: a request
     that meets it again will fail with it."""
     began = time.perf_counter()
@@ -115,7 +115,7 @@ def rehearse(runner: Runner) -> None:
             _reply(runner, sampling, top_logprobs)
         runner.free_memory()
     except Exception as e:  # any model code runs here
-        log.warning("the rehearsal before the first request failed: %s", first_line(e), exc_info=e)
+        log.warning("warming up before the first request failed: %s", first_line(e), exc_info=e)
     took_s = time.perf_counter() - began
     if took_s > LONG_S:
         log.info("GPU kernels compiled in %.0f s; later starts reuse them", took_s)
@@ -127,7 +127,7 @@ def _reply(runner: Runner, sampling: Sampling, top_logprobs: int | None) -> None
     ids = [1 + i % 16 for i in range(N_PROMPT)]
     prompts = [Prompt(np.array(ids[:n])) for n in (N_PROMPT, N_PROMPT - 3)]
     jobs = [
-        Job(RequestId(f"rehearsal-{i}"), prompt, n_reply, sampling, top_logprobs=top_logprobs)
+        Job(RequestId(f"warm-up-{i}"), prompt, n_reply, sampling, top_logprobs=top_logprobs)
         for i, prompt in enumerate(prompts)
     ]
     rows = [
@@ -154,8 +154,8 @@ def _read(runner: Runner, prompts: Sequence[Prompt]) -> list[Row]:
     for row, prompt in zip(rows, prompts, strict=True):
         runner.prefill(row, prompt, len(prompt) // 2)
     ends = [len(prompt) - 1 for prompt in prompts]
-    if runner.reads_together:
-        runner.prefill_together(rows, prompts, ends)
+    if runner.can_batch_prefill:
+        runner.batched_prefill(rows, prompts, ends)
     else:
         for row, prompt, end in zip(rows, prompts, ends, strict=True):
             runner.prefill(row, prompt, end)
@@ -166,7 +166,7 @@ def _read(runner: Runner, prompts: Sequence[Prompt]) -> list[Row]:
 
 def _decode(runner: Runner, *, width: int, n_steps: int) -> None:
     speculator = runner.speculator
-    if isinstance(speculator, RehearsalSpeculation):
+    if isinstance(speculator, WarmUpSpeculation):
         speculator.width = width
     elif width > 1:
         return

@@ -14,9 +14,12 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from firn.backends import named
+from firn.backends.cuda.traced import TracedSteps
 from firn.core.values import RequestId, Sampling
-from firn.models.decode import ahead, verify
+from firn.models.decode import pipelined, verify
 from firn.models.decode.batch import VACANT_STEPS, Group
+from firn.models.decode.pipelined import Pipeline, PipelinedVerification
+from firn.models.decode.sampling import to_host
 from firn.models.speculation.speculator import DraftPlan
 from tests.backends.cuda.test_traced import at_once
 from tests.harness import GREEDY, Harness, Result, running
@@ -54,32 +57,21 @@ class Steady(AnyWidth):
 
 
 @pytest.fixture
-def followers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ahead.StepAhead]]:
-    """The steps dispatched ahead. Once read, each must have begun where the host expects."""
-    made: list[ahead.StepAhead] = []
-    follow, settle = ahead._follow, ahead.StepAhead._settle
+def followers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Iterator[list[PipelinedVerification]]:
+    """The steps that were launched behind an unread one. Each began where the host expected."""
+    seen: list[PipelinedVerification] = []
+    launch = Pipeline.launch
 
-    def counted(*args: Any) -> ahead.StepAhead | None:
-        follower = follow(*args)
-        if follower is not None:
-            made.append(follower)
-        return follower
+    def watched(self: Pipeline, group: Group, drafts: Any) -> PipelinedVerification | None:
+        step = launch(self, group, drafts)
+        seen.extend([step] if step is not None else [])
+        return step
 
-    def checked(self: ahead.StepAhead) -> None:
-        follows = self.follows
-        settle(self)
-        assert follows is not None
-        assert self.fed is not None
-        held = follows.step.lengths if follows.step else []
-        begins: Any = self.fed.begins.tolist()
-        each = zip(held, begins, self.rows, strict=bool(held))
-        faults.extend((a, b) for a, b, row in each if a != b and not ahead._has_ended(row))
-
-    faults: list[tuple[int, int]] = []
-    monkeypatch.setattr(ahead, "_follow", counted)
-    monkeypatch.setattr(ahead.StepAhead, "_settle", checked)
-    yield made
-    assert faults == []
+    monkeypatch.setattr(Pipeline, "launch", watched)
+    yield seen
+    assert "each step with drafts is read before the next" not in caplog.text
 
 
 @cache
@@ -139,7 +131,10 @@ def told(name: str) -> tuple[Story, list[Result]]:
     ],
 )
 def test_an_engine_says_the_same(
-    name: str, widths: tuple[int, ...], right: float, followers: list[ahead.StepAhead]
+    name: str,
+    widths: tuple[int, ...],
+    right: float,
+    followers: list[PipelinedVerification],
 ) -> None:
     """Rows join and leave. Those with penalties draw from other logits after each token: no step may
     follow theirs unread."""
@@ -157,7 +152,7 @@ def test_an_engine_says_the_same(
 @pytest.mark.parametrize("n_rows", [1, 3])
 @pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
 def test_most_steps_follow_one_that_is_not_read(
-    sampling: Sampling, n_rows: int, right: float, followers: list[ahead.StepAhead]
+    sampling: Sampling, n_rows: int, right: float, followers: list[PipelinedVerification]
 ) -> None:
     prompts = PROMPTS[:n_rows]
     want = replies_to(prompts, 60, sampling)
@@ -166,7 +161,7 @@ def test_most_steps_follow_one_that_is_not_read(
         got = together(harness, prompts, 60, sampling)
         for g, w in zip(got, want, strict=True):
             assert_equal(g.wait(), w)
-    taken = [t for f in followers for t in f._taken]
+    taken = [t for f in followers for t in f.read()]
     n_right, n_drafted = sum(t.n_right for t in taken), sum(t.n_drafted for t in taken)
     assert len(followers) > 0.7 * speculation.totals.n_draft_steps
     assert 0.9 * n_drafted < n_right if right == 1.0 else n_right < (right + 0.1) * n_drafted
@@ -188,7 +183,7 @@ def test_the_reply_to_a_thinned_prompt_keeps_its_positions() -> None:
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("n_rows", [1, 3])
 def test_a_step_may_follow_one_of_another_width(
-    n_rows: int, sampling: Sampling, followers: list[ahead.StepAhead]
+    n_rows: int, sampling: Sampling, followers: list[PipelinedVerification]
 ) -> None:
     prompts = PROMPTS[:n_rows]
     want = replies_to(prompts, 90, sampling)
@@ -202,7 +197,7 @@ def test_a_step_may_follow_one_of_another_width(
 
 
 def test_seats_that_stayed_vacant_are_removed_between_steps(
-    followers: list[ahead.StepAhead],
+    followers: list[PipelinedVerification],
 ) -> None:
     """The remaining two rows take more steps than a vacant seat is kept for."""
     prompts, lengths = PROMPTS[:3], (15, 80, 90)
@@ -227,23 +222,27 @@ def test_what_the_device_feeds_next() -> None:
     )
     picked = mx.array([11, 12, 13, 14, 21, 99, 98, 97, 31, 0, 0], dtype=mx.uint32)
     texts = [range(11, 18), range(21, 28), range(31, 35), ()]
-    after, n_right = ahead._next_feed(picked, fed, [tuple(text) for text in texts], 4)
+    after, n_right = pipelined.next_feed(picked, fed, [tuple(text) for text in texts], 4)
     assert n_right.tolist() == [3, 1, 1, 0], "padding that happens to be picked is not right"
     assert after.ids.tolist() == [[14, 15, 16, 17], [99, 23, 24, 25], [0, 33, 34, 0], [0] * 4]
     assert after.n_drafted.tolist() == [3, 3, 2, 0]
     assert after.begins.tolist() == [104, 202, 302, 401]
     assert after.ids.dtype == fed.ids.dtype, "or the step would be traced again"
     assert after.begins.dtype == fed.begins.dtype
-    narrow, _ = ahead._next_feed(picked, fed, [tuple(text) for text in texts], 2)
+    narrow, _ = pipelined.next_feed(picked, fed, [tuple(text) for text in texts], 2)
     assert narrow.ids.tolist() == [[14, 15], [99, 23], [0, 33], [0, 0]]
     assert narrow.n_drafted.tolist() == [1, 1, 1, 0]
-    wide, _ = ahead._next_feed(picked, fed, [(*text, 50, 51) for text in texts[:2]] + [(), ()], 6)
+    wide, _ = pipelined.next_feed(
+        picked, fed, [(*text, 50, 51) for text in texts[:2]] + [(), ()], 6
+    )
     assert wide.ids.tolist()[:2] == [[14, 15, 16, 17, 50, 51], [99, 23, 24, 25, 26, 27]]
     assert wide.n_drafted.tolist() == [5, 5, 0, 0]
 
 
 @pytest.mark.parametrize("n_rows", [1, 3])
-def test_a_reply_is_stored_to_its_end_token(n_rows: int, followers: list[ahead.StepAhead]) -> None:
+def test_a_reply_is_stored_to_its_end_token(
+    n_rows: int, followers: list[PipelinedVerification]
+) -> None:
     """The next step is already under way when the end token is read."""
     prompts = PROMPTS
     whole = replies_to(prompts, 60)
@@ -260,13 +259,13 @@ def test_a_reply_is_stored_to_its_end_token(n_rows: int, followers: list[ahead.S
             again = harness.ask([*prompt, *reply, 50, 51, 52], 8)
             assert len(prompt) + len(reply) - 1 <= again.n_cached <= len(prompt) + len(reply)
             assert_same("qwen3", [*prompt, *reply, 50, 51, 52], again.reply)
-    ended = [f for f in followers if len(f._taken) < len(f.rows)]
+    ended = [f for f in followers if len(f.read()) < len(f.rows)]
     assert ended, "a row has ended while the next step was under way"
 
 
 @pytest.mark.parametrize("n_reply", [21, 22, 23, 24])
 def test_a_reply_has_as_many_tokens_as_were_asked_for(
-    n_reply: int, followers: list[ahead.StepAhead]
+    n_reply: int, followers: list[PipelinedVerification]
 ) -> None:
     prompts = PROMPTS[:3]
     whole = replies_to(prompts, 60)
@@ -295,7 +294,7 @@ def test_tokens_that_are_forced_meanwhile_come_behind_it() -> None:
 
 @pytest.mark.parametrize("widths", [(4,), CHANGING], ids=str)
 def test_tokens_that_were_forced_before_are_said_in_their_place(
-    widths: tuple[int, ...], followers: list[ahead.StepAhead]
+    widths: tuple[int, ...], followers: list[PipelinedVerification]
 ) -> None:
     prompts = PROMPTS[:3]
     speculation = steady(by_prompt(prompts, replies_to(prompts, 60)), *widths, right=0.8)
@@ -327,12 +326,43 @@ def test_a_reply_that_is_stopped_meanwhile_is_stored_as_far_as_it_is_known() -> 
             assert_same("qwen3", [*said, 50, 51, 52], again.reply)
 
 
-def test_cancelled_rows_leave_the_others_undisturbed(followers: list[ahead.StepAhead]) -> None:
+def test_cancelled_rows_leave_the_others_undisturbed(
+    followers: list[PipelinedVerification],
+) -> None:
     prompts = PROMPTS[:4]
     want = replies_to(prompts, 60)
     speculation = steady(by_prompt(prompts, want), right=0.8)
     with guessing(speculation) as harness:
         cancel_others(harness, prompts, want)
+    assert followers
+
+
+def test_a_shape_without_a_trace_waits_for_the_step_in_flight(
+    followers: list[PipelinedVerification], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first steps of a shape are built, and those cannot be launched unread."""
+    prompts = PROMPTS[:3]
+    want = replies_to(prompts, 60)
+    speculation = steady(by_prompt(prompts, want), *CHANGING, right=0.9)
+    launch, n_refused = Pipeline.launch, []
+
+    def watched(self: Pipeline, group: Group, drafts: Any) -> PipelinedVerification | None:
+        step = launch(self, group, drafts)
+        n_refused.extend([1] if step is None else [])
+        return step
+
+    monkeypatch.setattr(Pipeline, "launch", watched)
+    built = running(
+        plain("qwen3"),
+        traced=lambda model, make_layers: TracedSteps(model, n_built=2),
+        speculation=lambda: speculation,
+        **TOGETHER,
+    )
+    with built as harness:
+        results = together(harness, prompts, 60, GREEDY)
+        for got, expected in zip(results, want, strict=True):
+            assert_equal(got.wait(), expected)
+    assert n_refused
     assert followers
 
 
@@ -344,20 +374,20 @@ def test_a_step_that_fails_takes_its_rows_back_to_their_tokens(
     prompts = PROMPTS[:3]
     want = replies_to(prompts, 60)
     speculation = steady(by_prompt(prompts, want), right=0.8)
-    settle, n_settled = ahead.StepAhead._settle, []
+    n_read = []
 
-    def failing(self: ahead.StepAhead) -> None:
-        n_settled.append(self)
-        if len(n_settled) == n_before:
+    def failing(array: mx.array) -> list[int]:
+        n_read.append(array)
+        if len(n_read) == n_before:
             raise RuntimeError("the device failed")
-        settle(self)
+        return to_host(array)
 
-    monkeypatch.setattr(ahead.StepAhead, "_settle", failing)
+    monkeypatch.setattr(pipelined, "to_host", failing)
     with guessing(speculation, cache_nbytes=None, max_rows=3) as harness:
         got = [harness.submit(p, 60) for p in prompts]
         for g, w in zip(got, want, strict=True):
             assert_equal(g.wait(), w)
-    assert len(n_settled) > n_before
+    assert len(n_read) >= n_before
 
 
 @pytest.mark.parametrize("what", ["ids", "begins"])
@@ -367,7 +397,7 @@ def test_a_device_that_feeds_other_tokens_is_not_believed(
     """Whatever went wrong, the rows are read again from their tokens."""
     prompts = PROMPTS[:3]
     want = replies_to(prompts, 60)
-    next_feed, n = ahead._next_feed, [0]
+    next_feed, n = pipelined.next_feed, [0]
 
     def wrong(*args: Any) -> tuple[verify.DeviceFeed, mx.array]:
         fed, n_right = next_feed(*args)
@@ -376,7 +406,7 @@ def test_a_device_that_feeds_other_tokens_is_not_believed(
             fed = dataclasses.replace(fed, **{what: mx.maximum(getattr(fed, what) - 1, 0)})
         return fed, n_right
 
-    monkeypatch.setattr(ahead, "_next_feed", wrong)
+    monkeypatch.setattr(pipelined, "next_feed", wrong)
     speculation = steady(by_prompt(prompts, want))
     with guessing(speculation, cache_nbytes=None, max_rows=3) as harness:
         for _ in range(2):
@@ -404,10 +434,10 @@ def test_a_device_that_cannot_do_it_is_asked_once(
         raise RuntimeError("[Scan::eval_gpu] Not implemented.")
 
     if when == "it is made":
-        monkeypatch.setattr(ahead, "_next_feed", failing)
+        monkeypatch.setattr(pipelined, "next_feed", failing)
     else:
         fake = types.SimpleNamespace(**{**vars(mx), "async_eval": failing})
-        monkeypatch.setattr(ahead, "mx", fake)
+        monkeypatch.setattr(pipelined, "mx", fake)
     with guessing(speculation, cache_nbytes=None, max_rows=3) as harness:
         for _ in range(2):
             got = [harness.submit(p, 60) for p in prompts]
@@ -419,7 +449,7 @@ def test_a_device_that_cannot_do_it_is_asked_once(
 
 
 def test_a_step_that_was_read_holds_none_of_those_before_it(
-    followers: list[ahead.StepAhead],
+    followers: list[PipelinedVerification],
 ) -> None:
     prompt = PROMPTS[0]
     speculation = steady(by_prompt([prompt], replies_to([prompt], 60)))

@@ -99,7 +99,7 @@ class Pipeline:
         can = self._trace.is_deep and _can_be_followed(group)
         return group.unread[-1].width if can else 0
 
-    def launch(self, group: Group, drafts: DraftsAhead) -> StepAhead | None:
+    def launch(self, group: Group, drafts: DraftsAhead) -> PipelinedVerification | None:
         """Dispatch the step after the newest one. None: nothing was done, as its shape has no trace."""
         try:
             step = _follow(group, drafts, self._trace)
@@ -132,14 +132,16 @@ def _can_be_followed(group: Group) -> bool:
     )
 
 
-def _follow(group: Group, follow_up: DraftsAhead, trace: StepTrace) -> StepAhead | None:
+def _follow(group: Group, follow_up: DraftsAhead, trace: StepTrace) -> PipelinedVerification | None:
     """Build the step after the newest one. None: nothing was done, as its shape has no trace."""
     last, width, texts = group.unread[-1], follow_up.width, follow_up.texts
     assert isinstance(last, Verification)
     assert last.fed is not None
-    fed, n_right = _next_feed(last.picks.tokens, last.fed, texts, width)
+    fed, n_right = next_feed(last.picks.tokens, last.fed, texts, width)
     # If the step before the last was read since, the layers do not count what the last one wrote.
-    lengths = RowLengths(fed.begins, n_more=last.width if isinstance(last, StepAhead) else 0)
+    lengths = RowLengths(
+        fed.begins, n_more=last.width if isinstance(last, PipelinedVerification) else 0
+    )
     logits = trace.wide(fed.ids, group.layers, group.columns, lengths=lengths)
     if logits is None:
         return None
@@ -154,10 +156,10 @@ def _follow(group: Group, follow_up: DraftsAhead, trace: StepTrace) -> StepAhead
     readback = mx.concatenate([a.reshape(-1).astype(mx.int32) for a in arrays])
     more: dict[str, Any] = {"fed": fed, "follows": last, "texts": texts, "readback": readback}
     more["is_new"] = trace.had_new_shape()
-    return StepAhead(group, rows, (), None, picks, (), width, **more)
+    return PipelinedVerification(group, rows, (), None, picks, (), width, **more)
 
 
-def _next_feed(
+def next_feed(
     tokens: mx.array, fed: DeviceFeed, texts: Sequence[Sequence[int]], width: int
 ) -> tuple[DeviceFeed, mx.array]:
     """What each row is fed in a step of this width, after one that picked these tokens; and how
@@ -208,7 +210,7 @@ def _keys(rows: Sequence[Row], at: mx.array) -> mx.array | None:
 
 
 @dataclass(eq=False, slots=True)
-class StepAhead(Verification):
+class PipelinedVerification(Verification):
     """A step dispatched before `follows` was read; until that is read, the host lacks its input.
 
     follows: None once this step is read, or each step would keep all earlier ones alive. readback: the

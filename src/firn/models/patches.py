@@ -1,8 +1,13 @@
-"""What a backend has replaced in MLX for the whole process: one list, taken out again in reverse."""
+"""What is replaced in MLX: one list, which the device's backend owns, and which can be taken out again.
+
+MLX's functions belong to the process, so whoever replaces one records it here: a backend at the start
+(`replace`, `add`), and a pass of the model for its duration (`during`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -14,6 +19,7 @@ class Patches:
 
     @property
     def names(self) -> list[str]:
+        """What is replaced now, in the order in which it was."""
         return [name for name, _ in self._undo]
 
     def replace(self, owner: Any, name: str, new: Any) -> None:
@@ -25,6 +31,15 @@ class Patches:
     def add(self, name: str, undo: Callable[[], object]) -> None:
         """Record something that was replaced in another way."""
         self._undo.append((name, undo))
+
+    @contextmanager
+    def during(self, owner: Any, name: str, new: Any) -> Iterator[None]:
+        """Make `owner.name` another function inside the block."""
+        self.replace(owner, name, new)
+        try:
+            yield
+        finally:
+            self._undo.pop()[1]()
 
     def undo(self) -> None:
         while self._undo:
