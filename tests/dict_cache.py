@@ -69,7 +69,8 @@ class DictCache:
         self.fault: Exception | None = None
 
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> DictCursor:
-        owner = namespace if prompt.thinned is None else f"{namespace}/{prompt.thinned.recipe}"
+        recipe = prompt.positions.recipe
+        owner = f"{namespace}/{recipe}" if recipe else namespace
         cursor = DictCursor(owner, tuple(int(t) for t in prompt.ids), control)
         cursor.racing, cursor.patient = self.racing, self.patient
         self.cursors.append(cursor)

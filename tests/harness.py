@@ -33,7 +33,6 @@ from firn.core.events import (
     TokenLogprob,
 )
 from firn.core.ports import Delivery
-from firn.core.sparse import Sparse
 from firn.core.values import (
     CacheControl,
     Job,
@@ -43,7 +42,7 @@ from firn.core.values import (
     RequestId,
     Sampling,
 )
-from firn.engine import EngineLimits, EngineParts
+from firn.engine import EngineLimits, EngineParts, NoPreparation
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.models.decode.batch import why_not_batchable
@@ -51,8 +50,11 @@ from firn.models.decode.execution import Execution
 from firn.models.decode.kv_growth import ShapeBuckets
 from firn.models.decode.runner import Runner
 from firn.models.mtp import MtpModel
-from firn.models.scoring import AttentionScorer
 from firn.models.speculation.speculator import Speculation
+from firn.sparse.attention import AttentionScorer
+from firn.sparse.placing import ArgumentsByPosition
+from firn.sparse.prefill import SparsePrefill
+from firn.sparse.rules import Sparse
 
 GREEDY = Sampling(temperature=0.0)
 T = TypeVar("T")
@@ -185,7 +187,8 @@ class Harness:
             model, make_layers = build()
             info = model_info(model, make_layers)
             bare = model.base if isinstance(model, MtpModel) else model
-            arguments = bare if hasattr(bare, "chunk") else None  # a vision model
+            is_vision = hasattr(bare, "chunk")
+            arguments = bare if is_vision else ArgumentsByPosition()
             runner = Runner(
                 model,
                 info,
@@ -215,9 +218,8 @@ class Harness:
                     cache.add_tier("ssd", self.io, namespaces=known, wake=wake)
             budget = Budget(RowCost(1, 1), capacity_nbytes=capacity_nbytes)
             limits = EngineLimits(max_rows, 10_000, chunk, aligned=exact)
-            return EngineParts(
-                runner, cache, budget, limits, scorer=scorer_of(draft) if draft else None
-            )
+            preparer = SparsePrefill(scorer_of(draft)) if draft else NoPreparation()
+            return EngineParts(runner, cache, budget, limits, preparer)
 
         self.engine = Engine(parts, self._publish)
         self.engine.start()
@@ -292,7 +294,7 @@ class Harness:
                 prompt_logprobs=scored,
                 prediction=tuple(prediction),
                 speculates=speculates,
-                sparse=sparse,
+                preparation=sparse,
             )
         )
         return result

@@ -87,7 +87,7 @@ class CallView:
     reason: str
     """Why no more was reused."""
     approximate: bool
-    """Whether part of the prompt is skipped (sparse prefill)."""
+    """Whether part of the prompt is skipped."""
     skipped_tokens: int
     differs: str | None
     """The prompt's text from where it differs from everything stored; None: it does not differ, or

@@ -19,7 +19,7 @@ from firn.cache.storage.store_search import StoreQuestion
 from firn.cache.tree import InRow, Mark, Node, PackedTokens, Record, Root, Tree
 from firn.core.events import Admitted
 from firn.core.keys import KeyTokens
-from firn.core.values import CacheControl
+from firn.core.values import IN_ORDER, CacheControl, Positions
 
 MAX_LATE = 4
 """A record may be this many average read times late: several threads read, so records arrive in
@@ -118,8 +118,8 @@ class CacheCursor:
     unbroken: Sequence[tuple[int, int]] = ()
     """Ranges of the prompt inside which it cannot resume."""
     reply: Sequence[int] = ()
-    reply_at: int | None = None
-    """The first position of a thinned prompt's reply, whose key tokens carry positions, too."""
+    positions: Positions = IN_ORDER
+    """Of the tokens of prompt and reply."""
     due: dict[int, Mark] = field(default_factory=dict)
     """Positions where a state will be kept."""
     branches: list[int] = field(default_factory=list)
@@ -221,7 +221,5 @@ class CacheCursor:
         n_prompt = len(self.prompt)
         first = max(start - n_prompt, 0)
         reply = np.array(self.reply[first : max(end - n_prompt, 0)], dtype=np.uint64)
-        if self.reply_at is not None:
-            at = self.reply_at + first
-            reply |= np.arange(at, at + len(reply), dtype=np.uint64) << np.uint64(32)
+        reply |= self.positions.marks(n_prompt + first, n_prompt + first + len(reply))
         return np.concatenate([self.prompt.tokens[start:end], reply])

@@ -123,7 +123,7 @@ class PrefixTree:
     # --- before the first request ----------------------------------------------------------
 
     def expect_recipes(self, recipes: Sequence[str]) -> None:
-        """Set the ways prompts may be thinned. Call it before tiers are added and scanned."""
+        """Set the ways prompts may be prepared. Call it before tiers are added and scanned."""
         self.records.catalogue.expect_recipes(recipes)
 
     def add_tier(
@@ -174,8 +174,8 @@ class PrefixTree:
         return cursor
 
     def _cursor(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> CacheCursor:
-        thinned = prompt.thinned
-        root = self.records.catalogue.root(namespace, thinned.recipe if thinned else "")
+        recipe = prompt.positions.recipe
+        root = self.records.catalogue.root(namespace, recipe)
         tokens = PackedTokens(prompt_tokens(prompt))
         self.records.tree.lease(root)
         return CacheCursor(
@@ -190,8 +190,8 @@ class PrefixTree:
             clock=self._clock,
             patient_until=self._clock() + self.records.tiers.deadline_s,
             unbroken=prompt.unbroken,
-            reply_at=None if thinned is None else prompt.position(len(prompt)),
-            counted=thinned is not None,  # its whole prompt was looked up and counted before
+            positions=prompt.positions,
+            counted=bool(recipe),  # the prompt as it was sent was looked up and counted before
         )
 
     def restore(self, cursor: AnyCursor) -> Restored | None:
@@ -343,7 +343,7 @@ class PrefixTree:
             commit_every=cursor.commit_every,
             clock=cursor.clock,
             reply=reply,
-            reply_at=cursor.reply_at,
+            positions=cursor.positions,
             branches=list(cursor.branches),
             pieces=list(cursor.pieces),
             n_saved=cursor.n_saved,

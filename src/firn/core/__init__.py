@@ -7,7 +7,7 @@
     keys.py         the chained hash that names a block in every tier
     memory_plan.py  how a machine's memory is divided
     ranks.py        calls between the processes of one sharded model
-    bounds.py, duration.py, sparse.py, common_chunks.py   small rules that several packages share
+    bounds.py, duration.py, common_chunks.py   small rules that several packages share
 
 Imports neither mlx nor any other package of firn.
 """

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from firn.core.memory_plan import MIN_CHUNK
+from firn.engine.limits import EngineLimits
 
 ALONE_S = 1.0
 """The longest a chunk may take while no request waits: Metal kills commands after seconds."""
@@ -55,6 +56,12 @@ class TimeByDepth:
 
 
 class ChunkSizes:
+    @classmethod
+    def of(cls, limits: EngineLimits, *, scale: int = 1) -> ChunkSizes:
+        """scale: of the largest size, for a model that reads faster."""
+        largest = scale * limits.largest_chunk
+        return cls(limits.prefill_chunk, largest=largest, max_step_s=limits.max_step_s)
+
     def __init__(self, usual: int, *, largest: int = 0, max_step_s: float = 0.0) -> None:
         """largest: 0 if all have the usual size. max_step_s: 0 if the user has set no bound."""
         self._usual = usual

@@ -100,9 +100,7 @@ class PromptBatches:
         return (
             MIN_NEW_TOKENS <= task.n_left <= MAX_NEW_TOKENS
             and task.n_total <= MAX_TOKENS
-            and not task.wants_logprobs
-            and task.scoring is None
-            and task.prompt.thinned is None
+            and task.is_plain
             and not task.prompt.unbroken
             and not self._inflight.cache.stops(task.cursor)
         )

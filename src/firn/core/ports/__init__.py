@@ -27,7 +27,6 @@ from firn.core.ports.runner import (
     RowView,
     Runner,
 )
-from firn.core.ports.scorer import Scorer, ScorerTraits
 from firn.core.ports.text import ChatTemplate, Pictures, Tokenizer, Vocabulary
 
 __all__ = [
@@ -57,8 +56,6 @@ __all__ = [
     "Restored",
     "RowView",
     "Runner",
-    "Scorer",
-    "ScorerTraits",
     "SlicedQuery",
     "Tokenizer",
     "TreeAdmin",

@@ -26,13 +26,14 @@ import mlx.core as mx
 import numpy as np
 
 from firn.core.ports import Cursor, EngineLoad, PrefixCache
-from firn.core.values import CacheControl, ModelInfo, Namespace, Prompt, Scores
+from firn.core.values import CacheControl, ModelInfo, Namespace, Prompt
 from firn.models.decode.batch import Row, restored_row
 from firn.models.decode.kv_growth import ShapeBuckets
 from firn.models.faults import first_line
 from firn.models.layers import MakeLayers, kind, leaves
 from firn.models.model_arguments import PreparePass, unprepared
-from firn.models.placing import PLAIN
+from firn.sparse.placing import PLAIN
+from firn.sparse.scorer import Scores
 
 log = logging.getLogger("firn.models")
 
@@ -84,7 +85,7 @@ class Reading:
 
 
 class AttentionScorer:
-    """Implements core.ports.Scorer."""
+    """Implements sparse.scorer.Scorer."""
 
     def __init__(
         self,
