@@ -1,4 +1,8 @@
-"""What is learnt from measurements: the middle of the newest few, whatever a single slow moment was."""
+"""One way to learn a quantity from measurements: the middle of the newest few, beside a prior.
+
+A single slow moment has no effect. What is not measured any more can be forgotten bit by bit, the
+largest first: a machine can be slow by accident, but not fast.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,7 @@ class Median:
 
     @property
     def middle(self) -> float:
-        """The lower of two middle values: a machine can be slow by accident, but not fast."""
+        """The lower of two middle values. There must be a measurement."""
         if self._median is None:
             self._median = statistics.median_low(self._values)
         return self._median
