@@ -12,6 +12,7 @@ from firn.core.events import (
     Admitted,
 )
 from firn.core.ports import EngineLoad, LiveRow, Restored
+from firn.core.prefill_speed import PrefillSpeed
 from firn.core.values import (
     CacheControl,
     Namespace,
@@ -60,6 +61,7 @@ class DictCache:
         self.racing = racing
         self.patient = patient
         """Given to new cursors: whether a record is on its way that is worth waiting for."""
+        self.prefill = PrefillSpeed()
         self.cursors: list[DictCursor] = []
         """The open ones, which stand for leases."""
         self.room_nbytes: int | None = None
@@ -164,10 +166,6 @@ class DictCache:
     @property
     def settled(self) -> bool:
         return True
-
-    def saw_prefill(self, start: int, end: int, seconds: float) -> None:
-        assert start < end
-        assert seconds >= 0.0
 
     def saw_restore(self, restored: Restored, seconds: float) -> None:
         assert restored.n_tokens > 0

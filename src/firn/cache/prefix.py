@@ -44,6 +44,7 @@ from firn.cache.tree import Mark, PackedTokens, Record
 from firn.core.events import Admitted
 from firn.core.keys import prompt_tokens
 from firn.core.ports import EngineLoad, LiveRow, Restored
+from firn.core.prefill_speed import PrefillSpeed
 from firn.core.values import CacheControl, Namespace, Prompt
 
 AnyCursor = CacheCursor | BlankCursor
@@ -460,8 +461,9 @@ class PrefixTree:
                 self._parking.drop_all()
                 self.records.set_limit(limit)
 
-    def saw_prefill(self, start: int, end: int, seconds: float) -> None:
-        self.records.estimates.saw_prefill(start, end, seconds)
+    @property
+    def prefill(self) -> PrefillSpeed:
+        return self.records.estimates.prefill
 
     def saw_restore(self, restored: Restored, seconds: float) -> None:
         self.records.estimates.saw_fill(restored.nbytes, seconds)

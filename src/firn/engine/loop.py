@@ -64,7 +64,7 @@ class Loop:
         )
         self._preparer.attach(self.inflight)
         self._idle_work = self._preparer.idle_work
-        self._sizes = ChunkSizes.of(parts.limits)
+        self._sizes = ChunkSizes.of(parts.limits, parts.cache.prefill)
         self._recovery = Recovery(
             self.inflight, on_device_fault=self._shrink_chunks, on_doubt=self._idle_work.forget
         )

@@ -219,8 +219,7 @@ class Prefill:
         self._batches.settled(task, took_s)
         took_s *= task.share
         start, end = task.chunk_start, task.row.n_tokens
-        self._cache.saw_prefill(start, end, took_s)
-        self._sizes.saw(start, end, took_s)
+        self._cache.prefill.saw(start, end, took_s)
         if task.share == 1.0:
             self._inflight.budget.learn_chunk(end - start, start, self._runner.chunk_peak_nbytes)
         self._inflight.commit(task.cursor, task.row)

@@ -22,6 +22,7 @@ from typing import Generic, TypeVar
 from firn.core.errors import may_be_device_fault
 from firn.core.events import Admitted, Advanced
 from firn.core.ports import Cursor, LiveRow
+from firn.core.prefill_speed import PrefillSpeed
 from firn.core.values import Job, Prompt
 from firn.engine import (
     AS_IT_IS,
@@ -77,6 +78,8 @@ class SparsePrefill(Generic[S]):
         self._scorings: dict[int, S] = {}
         """By the number of the task whose prompt is being scored."""
         self.recipes: abc.Sequence[str] = recipes_of(scorer.recipe)
+        self._speed = PrefillSpeed()
+        """Of the small model."""
         self._inflight: InFlight
         self._sizes: ChunkSizes
         """Of the scorer's chunks; the small model reads more tokens in the same time."""
@@ -84,7 +87,7 @@ class SparsePrefill(Generic[S]):
 
     def attach(self, inflight: InFlight) -> None:
         self._inflight = inflight
-        self._sizes = ChunkSizes.of(inflight.limits, scale=SCORER_SCALE)
+        self._sizes = ChunkSizes.of(inflight.limits, self._speed, scale=SCORER_SCALE)
         self.idle_work = DeferredPrefill(inflight)
 
     def shrink(self) -> None:
@@ -166,7 +169,7 @@ class SparsePrefill(Generic[S]):
         with self._else_in_full(task):
             is_over = self._scorer.settle(scoring)
             took_s = time.perf_counter() - task.chunk_began
-            self._sizes.saw(task.chunk_start, self._n_scored(task), took_s)
+            self._speed.saw(task.chunk_start, self._n_scored(task), took_s)
             if not is_over:
                 return
             scores = self._scorer.scores(scoring)
@@ -312,7 +315,7 @@ class DeferredPrefill:
         began = time.perf_counter()
         inflight.runner.prefill(row, prompt, end)
         inflight.runner.settle(row)
-        inflight.cache.saw_prefill(start, end, time.perf_counter() - began)
+        inflight.cache.prefill.saw(start, end, time.perf_counter() - began)
         inflight.commit(cursor, row)
         return end >= n_total
 

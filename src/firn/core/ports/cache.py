@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 from firn.core.events import Admitted
 from firn.core.ports.runner import LiveRow, Restored
+from firn.core.prefill_speed import PrefillSpeed
 from firn.core.values import CacheControl, Namespace, Prompt
 
 
@@ -143,8 +144,9 @@ class CacheUpkeep(Protocol):
 class CacheTimings(Protocol):
     """The engine's measurements, from which the cache decides whether loading beats computing."""
 
-    def saw_prefill(self, start: int, end: int, seconds: float) -> None:
-        """Computing prompt tokens [start, end) took this long."""
+    @property
+    def prefill(self) -> PrefillSpeed:
+        """How fast prompts are computed: the engine teaches it, and cuts its chunks by it."""
         ...
 
     def saw_restore(self, restored: Restored, seconds: float) -> None:

@@ -65,8 +65,8 @@ class DraftTimes:
         """The estimate; for a number of rows that was never measured, the lowest of the others."""
         known = self._times.get(n_rows)
         if known:
-            return known.middle
-        return min((times.middle for times in self._times.values() if times), default=0.0)
+            return known.value
+        return min((times.value for times in self._times.values() if times), default=0.0)
 
     def age(self) -> None:
         """The drafter was passed over for a while: it is tried again eventually."""
@@ -83,7 +83,7 @@ class Overhead:
 
     def rest(self, n_rows: int, plain_s: float) -> int:
         """Steps that a row skips between drafts, to keep all rows together below MAX_OVERHEAD."""
-        share = (self.draft.value(0.0) + self.decide.value(0.0)) * n_rows / plain_s
+        share = (self.draft.beside(0.0) + self.decide.beside(0.0)) * n_rows / plain_s
         return min(max(math.ceil(share / MAX_OVERHEAD) - 1, 0), MAX_REST)
 
 

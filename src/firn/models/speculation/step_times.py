@@ -94,7 +94,7 @@ class StepTimes:
         rows.n_of[width] += 1
         if not rows.plain:
             return None
-        measured, before = seconds / rows.plain.middle, self.price(n_rows, width)
+        measured, before = seconds / rows.plain.value, self.price(n_rows, width)
         if is_new or rows.n_of[width] <= self._profile.n_preparing:
             return min(measured, MAX_PREPARING)
         times = rows.wide.setdefault(width, Median())
@@ -112,9 +112,9 @@ class StepTimes:
         rows = self._of(n_rows)
         if not rows.plain:
             return 0.0
-        rows.change.add(max(seconds / rows.plain.middle - 1.0, 0.0))
+        rows.change.add(max(seconds / rows.plain.value - 1.0, 0.0))
         rows.episode.add(min(rows.n_without[1], MAX_EPISODE))
-        return rows.change.value(PRIOR_CHANGE)
+        return rows.change.beside(PRIOR_CHANGE)
 
     def expect(self, n_rows: int, gain: float) -> None:
         """The next drafts are expected to yield this many tokens in the time of a plain step. Measuring
@@ -130,12 +130,12 @@ class StepTimes:
         return rows is not None and not rows.n_wanted
 
     def plain_s(self, n_rows: int) -> float:
-        return self._of(n_rows).plain.middle
+        return self._of(n_rows).plain.value
 
     def change(self, n_rows: int) -> float:
         """What changing to drafts and back adds to each step of an episode, in plain steps."""
         rows = self._of(n_rows)
-        return rows.change.value(PRIOR_CHANGE) / max(rows.episode.value(PRIOR_EPISODE), 1.0)
+        return rows.change.beside(PRIOR_CHANGE) / max(rows.episode.beside(PRIOR_EPISODE), 1.0)
 
     def is_measured(self, n_rows: int, width: int) -> bool:
         return bool(self._of(n_rows).wide.get(self._profile.shape(width)))
@@ -153,9 +153,9 @@ class StepTimes:
         rows, prior = self._of(n_rows), self._prior(n_rows, shape)
         if not rows.plain:
             return prior
-        plain_s = rows.plain.middle
+        plain_s = rows.plain.value
         if own := rows.wide.get(shape):
-            return own.value(prior * plain_s) / plain_s
+            return own.beside(prior * plain_s) / plain_s
         known = [w for w, times in rows.wide.items() if times]
         below = max((w for w in known if w < shape), default=1)
         above = min((w for w in known if w > shape), default=None)
