@@ -71,7 +71,7 @@ class DictCache:
         self.fault: Exception | None = None
 
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> DictCursor:
-        recipe = prompt.positions.recipe
+        recipe = prompt.recipe
         owner = f"{namespace}/{recipe}" if recipe else namespace
         cursor = DictCursor(owner, tuple(int(t) for t in prompt.ids), control)
         cursor.racing, cursor.patient = self.racing, self.patient

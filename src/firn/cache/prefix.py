@@ -175,23 +175,20 @@ class PrefixTree:
         return cursor
 
     def _cursor(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> CacheCursor:
-        recipe = prompt.positions.recipe
+        recipe = prompt.recipe
         root = self.records.catalogue.root(namespace, recipe)
         tokens = PackedTokens(prompt_tokens(prompt))
         self.records.tree.lease(root)
         return CacheCursor(
             root=root,
+            source=prompt,
             prompt=tokens,
-            boundaries=prompt.boundaries,
-            hints=prompt.hints,
             control=control,
             node=root,
             writes=control.write,
             commit_every=self._committer.commit_every,
             clock=self._clock,
             patient_until=self._clock() + self.records.tiers.deadline_s,
-            unbroken=prompt.unbroken,
-            positions=prompt.positions,
             counted=bool(recipe),  # the prompt as it was sent was looked up and counted before
         )
 
@@ -232,11 +229,11 @@ class PrefixTree:
         needs, state = self.records.needs, match.state
         has_grown = cursor.hit_kind == "growing"
         due = checkpoints.due(
-            cursor.boundaries,
+            cursor.source.boundaries,
             len(cursor.prompt),
             n_restored=match.n_tokens,
             n_shared=n_shared,
-            hints=cursor.hints,
+            hints=cursor.source.hints,
             grid=self.settings.exact_chunk or 1,
             replies_stay=has_grown if state is None else state.mark is Mark.REPLY_END,
         )
@@ -335,16 +332,14 @@ class PrefixTree:
         cursor.pages = None  # the row now belongs to the choice
         return CacheCursor(
             root=cursor.root,
+            source=cursor.source,
             prompt=cursor.prompt,
-            boundaries=cursor.boundaries,
-            hints=cursor.hints,
             control=cursor.control,
             node=cursor.node,
             writes=cursor.writes,
             commit_every=cursor.commit_every,
             clock=cursor.clock,
             reply=reply,
-            positions=cursor.positions,
             branches=list(cursor.branches),
             pieces=list(cursor.pieces),
             n_saved=cursor.n_saved,

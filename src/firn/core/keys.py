@@ -37,6 +37,14 @@ def prompt_tokens(prompt: Prompt) -> KeyTokens:
     return values
 
 
+def reply_tokens(prompt: Prompt, reply: Sequence[int], first: int) -> KeyTokens:
+    """The key tokens of a part of the reply to this prompt, from its token `first` on."""
+    start = len(prompt) + first
+    tokens: KeyTokens = np.array(reply, dtype=np.uint64)
+    tokens |= prompt.positions.marks(start, start + len(reply))
+    return tokens
+
+
 def key_tokens(ids: TokenArray, picture_spans: Sequence[PictureSpan] = ()) -> KeyTokens:
     values = ids.astype(np.uint64)
     for span in picture_spans:

@@ -194,5 +194,5 @@ class PrefillTask:
     @property
     def progress(self) -> tuple[int, int]:
         """Positions done, and all positions."""
-        end = self.prompt.positions.end
-        return end(self.row.n_tokens), end(len(self.prompt))
+        prompt = self.prompt
+        return prompt.position(self.row.n_tokens), prompt.position(len(prompt))

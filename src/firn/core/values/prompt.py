@@ -101,6 +101,15 @@ class Prompt:
         return tuple((m.start, m.end) for m in self.picture_spans) if self.whole_pictures else ()
 
     @property
+    def recipe(self) -> str:
+        """How it was prepared before it is read; '' if it is read as it was sent."""
+        return self.positions.recipe
+
+    def position(self, n_tokens: int) -> int:
+        """Where its first `n_tokens` tokens end in what was sent."""
+        return self.positions.end(n_tokens)
+
+    @property
     def has_gaps(self) -> bool:
         """Whether some of the tokens that were sent are not read."""
         return self.positions.has_gaps

@@ -18,15 +18,13 @@ from dataclasses import dataclass, field
 
 from firn.core.measure import Median
 from firn.models.speculation.draft_odds import ExpectedTokens
-from firn.models.speculation.step_times import MAX_LOSS, StepTimes
+from firn.models.speculation.step_times import MAX_LOSS, N_AGED, StepTimes
 
 START, MOST = 2.0, 10.0
 """Plain steps that drafts may lose at the start, before any were earned, and the most that are saved.
 The largest debt is START: it is paid off after 400 plain steps."""
 MIN_GAIN = 1.05
 """Tokens in the time of a plain step that drafts must promise: less is within the error of measuring."""
-MAX_OVERHEAD, MAX_REST = 0.01, 31
-"""Share of a plain step that looking for drafts in vain may take; the longest rest, in steps."""
 
 
 @dataclass(eq=False, slots=True)
@@ -82,9 +80,10 @@ class Overhead:
     decide: Median = field(default_factory=Median)
 
     def rest(self, n_rows: int, plain_s: float) -> int:
-        """Steps that a row skips between drafts, to keep all rows together below MAX_OVERHEAD."""
+        """Steps that a row skips between drafts, to keep all rows together below MAX_LOSS, but
+        never more than N_AGED: what did not pay may pay by then."""
         share = (self.draft.beside(0.0) + self.decide.beside(0.0)) * n_rows / plain_s
-        return min(max(math.ceil(share / MAX_OVERHEAD) - 1, 0), MAX_REST)
+        return min(max(math.ceil(share / MAX_LOSS) - 1, 0), N_AGED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,9 @@ N_AGED = 32
 PRIOR_CHANGE = 0.3
 """What the first step after drafts takes longer, in plain steps, before it is measured: nothing was in
 flight when it was launched."""
-PRIOR_EPISODE, MAX_EPISODE = 2.0, 16
-"""Wide steps in a row, before any were counted, and the most that are counted on."""
 MAX_OUTLIER = 4.0
 """One step is charged at most this many times the estimate before it: a hiccup of the machine."""
+
 MAX_PREPARING = 1.6
 """The most that a step of a new shape is charged, in plain steps: it compiles kernels once."""
 
@@ -78,7 +77,7 @@ class StepTimes:
     def saw_plain(self, n_rows: int, seconds: float) -> None:
         """seconds: from reading a plain step's tokens to the next one's, which was in flight."""
         rows = self._of(n_rows)
-        rows.plain.add(seconds)
+        rows.plain.add(max(seconds, 1e-9))  # a clock may stand still
         rows.count(1)
         rows.n_wanted = max(rows.n_wanted - 1, 0)
 
@@ -113,7 +112,7 @@ class StepTimes:
         if not rows.plain:
             return 0.0
         rows.change.add(max(seconds / rows.plain.value - 1.0, 0.0))
-        rows.episode.add(min(rows.n_without[1], MAX_EPISODE))
+        rows.episode.add(rows.n_without[1])
         return rows.change.beside(PRIOR_CHANGE)
 
     def expect(self, n_rows: int, gain: float) -> None:
@@ -135,7 +134,7 @@ class StepTimes:
     def change(self, n_rows: int) -> float:
         """What changing to drafts and back adds to each step of an episode, in plain steps."""
         rows = self._of(n_rows)
-        return rows.change.beside(PRIOR_CHANGE) / max(rows.episode.beside(PRIOR_EPISODE), 1.0)
+        return rows.change.beside(PRIOR_CHANGE) / max(rows.episode.beside(1.0), 1.0)
 
     def is_measured(self, n_rows: int, width: int) -> bool:
         return bool(self._of(n_rows).wide.get(self._profile.shape(width)))
