@@ -34,8 +34,7 @@ from firn.cache.tiers.ssd import SsdTier
 from firn.config import WeightsDtype, default_cache_dir
 from firn.core.events import Admitted, Advanced, JobDone, JobFailed, Token
 from firn.core.memory_plan import BUFFER_CACHE_SHARE
-from firn.core.ports import Delivery, Scorer
-from firn.core.sparse import Sparse
+from firn.core.ports import Delivery
 from firn.core.values import (
     CacheControl,
     Job,
@@ -45,7 +44,7 @@ from firn.core.values import (
     RequestId,
     Sampling,
 )
-from firn.engine import EngineLimits, EngineParts
+from firn.engine import EngineLimits, EngineParts, NoPreparation
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.engine.sequence import ForcedTokens
@@ -53,9 +52,13 @@ from firn.models.decode.batch import why_not_batchable
 from firn.models.decode.runner import Runner
 from firn.models.decode.steps import NO_SPECULATION
 from firn.models.loader import LoadedModel
-from firn.models.model_arguments import IdsOnly
+from firn.models.model_arguments import IDS_ONLY
 from firn.models.mtp import MtpModel, PredictionHead, with_head_layer
 from firn.models.speculation.speculator import Speculation
+from firn.sparse.placing import ArgumentsByPosition
+from firn.sparse.prefill import SparsePrefill
+from firn.sparse.rules import Sparse
+from firn.sparse.scorer import Scorer
 from models import SHAPES, random_model
 
 MAX_ROWS = 32
@@ -190,7 +193,8 @@ class BenchEngine:
                 cache.add_tier("ssd", self._io, namespaces=[EVERYONE], wake=wake)
             capacity = backend.memory.total_nbytes - info.weights_nbytes
             budget = Budget(RowCost(*layout.row_cost(probe)), capacity_nbytes=capacity)
-            loaded = LoadedModel(made, info, make_layers, probe, IdsOnly())
+            arguments = ArgumentsByPosition(backend.patches) if scorer else IDS_ONLY
+            loaded = LoadedModel(made, info, make_layers, probe, arguments)
             execution = execution_of(backend, loaded, exact=False, is_shared=False)
             common = execution.buckets.common_chunk
             runner = Runner(
@@ -198,14 +202,15 @@ class BenchEngine:
                 info,
                 make_layers=make_layers,
                 max_rows=MAX_ROWS,
+                arguments=arguments,
                 speculator=speculation(made, make_layers) if speculation else NO_SPECULATION,
                 execution=execution,
             )
             largest = profile.largest_chunk if by_depth else 0
             usual = chunk or profile.prefill_chunk
             limits = EngineLimits(MAX_ROWS, 1000, usual, largest_chunk=largest, common_chunk=common)
-            scores = scorer() if scorer else None
-            return EngineParts(any_rows(runner), any_cursors(cache), budget, limits, scorer=scores)
+            preparer = SparsePrefill(scorer()) if scorer else NoPreparation()
+            return EngineParts(any_rows(runner), any_cursors(cache), budget, limits, preparer)
 
         self.engine = Engine(parts, self._publish)
         self.model = self.engine.start()
@@ -229,7 +234,7 @@ class BenchEngine:
             prompt=Prompt(np.array(ids, dtype=np.int64), essential=essential),
             max_tokens=n_tokens,
             eos=eos,
-            sparse=sparse,
+            preparation=sparse,
             sampling=Sampling(temperature=0.0),
             namespace=EVERYONE,
             cache=CacheControl(read=read, write=write),

@@ -57,14 +57,15 @@ def set_buckets(of: Any, *, room: bool) -> None:
 
 
 class Arms:
-    """Switches the engine between the three arms. Each keeps what it learned about speed."""
+    """Switches the engine between the three arms."""
 
     def __init__(self, engine: BenchEngine) -> None:
         self._engine = engine
         device = backends.find().profile
         usual, largest = device.prefill_chunk, device.largest_chunk
-        self._sizes = {"steps": ChunkSizes(usual), "room": ChunkSizes(usual)}
-        self._sizes["chunks"] = ChunkSizes(usual, largest=largest)
+        speed = engine.engine.parts.cache.prefill
+        self._sizes = {"steps": ChunkSizes(usual, speed), "room": ChunkSizes(usual, speed)}
+        self._sizes["chunks"] = ChunkSizes(usual, speed, largest=largest)
 
     def take(self, name: str) -> None:
         def switch(_: object) -> None:

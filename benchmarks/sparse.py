@@ -42,13 +42,14 @@ from firn.assembly.handles import any_cursors
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
-from firn.core.sparse import Sparse
-from firn.core.values import CacheControl, Chat, Message, Namespace, Prompt, Scores, TextPart
+from firn.core.values import CacheControl, Chat, Message, Namespace, Prompt, TextPart
 from firn.demo.facts import Placement, make_session, n_facts_for
 from firn.models import loader
 from firn.models.loader import LoadedModel
 from firn.models.model_arguments import IdsOnly
-from firn.models.scoring import N_LOOKAHEAD, AttentionScorer, Reading
+from firn.sparse.attention import N_LOOKAHEAD, AttentionScorer, Reading
+from firn.sparse.rules import Sparse
+from firn.sparse.scorer import Scores
 from firn.text.prompt import PromptMaker
 from models import SHAPES, random_model
 

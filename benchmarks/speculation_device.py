@@ -26,7 +26,7 @@ from firn import backends
 from firn.core.values import Job
 from firn.models.decode.batch import Group, Row, StepInFlight, TakenTokens
 from firn.models.decode.step_profile import StepProfile
-from firn.models.decode.verify import Verification
+from firn.models.decode.steps import PlainInFlight
 from firn.models.speculation.draft_odds import ExpectedTokens, Odds
 from firn.models.speculation.drafters import NO_DRAFT, Draft
 from firn.models.speculation.drafters.mtp import MtpDrafter
@@ -121,11 +121,13 @@ class ListingClock(StepClock):
         self.step_ms: dict[str, list[float]] = {}
 
     def read(self, group: Group, taken: Sequence[TakenTokens], step: StepInFlight) -> None:
-        pace = self.paces.get(id(group))
-        if pace is not None:
-            wide = f"x{step.width}" if isinstance(step, Verification) else ""
-            kind = wide or ("drained" if self.is_draining else "back" if pace.n_wide else "plain")
-            self.step_ms.setdefault(kind, []).append(1000 * (self._clock() - pace.read_at))
+        before = self.read_at.get(id(group))
+        if before is not None:
+            kind = f"x{step.width}"
+            if isinstance(step, PlainInFlight):
+                kind = "plain" if step.is_pipelined else "back"
+                kind = "drained" if self.is_draining else kind
+            self.step_ms.setdefault(kind, []).append(1000 * (self._clock() - before))
         super().read(group, taken, step)
 
 

@@ -29,7 +29,7 @@ HEAVY = (
     "models/test_batching.py", "test_oracle.py", "contracts/test_dialects.py",
     "cache/test_cache_exact.py", "test_ssd_processes.py", "text/test_growing_chats.py",
     "traces/test_simulate.py", "cache/test_cache_faults.py", "cli/test_cli_chat.py",
-    "models/test_backlog.py", "test_sparse_server.py", "contracts/test_codecs.py", "test_stores.py",
+    "models/test_backlog.py", "sparse/test_server.py", "contracts/test_codecs.py", "test_stores.py",
     "vision/test_mixed_batches.py", "test_ssd_faults_oracle.py", "cache/test_cache_requests.py",
     "cache/test_ssd_story.py", "cli/test_cli_commands.py", "cli/test_cli_doctor.py",
     "fleet/test_front.py", "backends/cpu/test_cpu_functions.py", "cli/test_bench.py",

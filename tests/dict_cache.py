@@ -12,6 +12,7 @@ from firn.core.events import (
     Admitted,
 )
 from firn.core.ports import EngineLoad, LiveRow, Restored
+from firn.core.prefill_speed import PrefillSpeed
 from firn.core.values import (
     CacheControl,
     Namespace,
@@ -69,6 +70,7 @@ class DictCache:
         self.racing = racing
         self.patient = patient
         """Given to new cursors: whether a record is on its way that is worth waiting for."""
+        self.prefill = PrefillSpeed()
         self.cursors: list[DictCursor] = []
         """The open ones, which stand for leases."""
         self.room_nbytes: int | None = None
@@ -78,7 +80,8 @@ class DictCache:
         self.fault: Exception | None = None
 
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> DictCursor:
-        owner = namespace if prompt.thinned is None else f"{namespace}/{prompt.thinned.recipe}"
+        recipe = prompt.recipe
+        owner = f"{namespace}/{recipe}" if recipe else namespace
         cursor = DictCursor(owner, tuple(int(t) for t in prompt.ids), control)
         cursor.racing, cursor.patient = self.racing, self.patient
         self.cursors.append(cursor)
@@ -178,10 +181,6 @@ class DictCache:
     @property
     def settled(self) -> bool:
         return True
-
-    def saw_prefill(self, start: int, end: int, seconds: float) -> None:
-        assert start < end
-        assert seconds >= 0.0
 
     def saw_restore(self, restored: Restored, seconds: float) -> None:
         assert restored.n_tokens > 0

@@ -34,7 +34,6 @@ from firn.core.events import (
     TokenLogprob,
 )
 from firn.core.ports import Delivery
-from firn.core.sparse import Sparse
 from firn.core.values import (
     CacheControl,
     Job,
@@ -44,7 +43,7 @@ from firn.core.values import (
     RequestId,
     Sampling,
 )
-from firn.engine import EngineLimits, EngineParts
+from firn.engine import EngineLimits, EngineParts, NoPreparation
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.models.decode.batch import why_not_batchable
@@ -52,10 +51,13 @@ from firn.models.decode.execution import PLAIN_EXECUTION, Execution
 from firn.models.decode.kv_growth import ShapeBuckets
 from firn.models.decode.runner import Runner
 from firn.models.decode.steps import NO_SPECULATION
-from firn.models.model_arguments import IDS_ONLY
 from firn.models.mtp import MtpModel
-from firn.models.scoring import AttentionScorer
+from firn.models.patches import Patches
 from firn.models.speculation.speculator import Speculation
+from firn.sparse.attention import AttentionScorer
+from firn.sparse.placing import ArgumentsByPosition
+from firn.sparse.prefill import SparsePrefill
+from firn.sparse.rules import Sparse
 
 GREEDY = Sampling(temperature=0.0)
 T = TypeVar("T")
@@ -218,7 +220,8 @@ class Harness:
             model, make_layers = build()
             info = model_info(model, make_layers)
             bare = model.base if isinstance(model, MtpModel) else model
-            arguments = bare if hasattr(bare, "chunk") else IDS_ONLY  # a vision model
+            is_vision = hasattr(bare, "chunk")
+            arguments = bare if is_vision else ArgumentsByPosition(Patches())
             runner = Runner(
                 model,
                 info,
@@ -250,9 +253,8 @@ class Harness:
                     cache.add_tier("ssd", self.io, namespaces=known, wake=wake)
             budget = Budget(RowCost(1, 1), capacity_nbytes=capacity_nbytes)
             limits = EngineLimits(max_rows, 10_000, chunk, aligned=exact)
-            return EngineParts(
-                runner, cache, budget, limits, scorer=scorer_of(draft) if draft else None
-            )
+            preparer = SparsePrefill(scorer_of(draft)) if draft else NoPreparation()
+            return EngineParts(runner, cache, budget, limits, preparer)
 
         self.engine = Engine(parts, self._publish)
         self.engine.start()
@@ -309,7 +311,7 @@ class Harness:
                 prompt_logprobs=scored,
                 prediction=tuple(prediction),
                 speculates=speculates,
-                sparse=sparse,
+                preparation=sparse,
             )
         )
         return result

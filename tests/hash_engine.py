@@ -21,8 +21,7 @@ from firn.core.events import (
     PromptLogprobs,
     Token,
 )
-from firn.core.ports import Delivery, PrefixCache, Scorer
-from firn.core.sparse import Sparse
+from firn.core.ports import Delivery, PrefixCache
 from firn.core.values import (
     CacheControl,
     Job,
@@ -31,9 +30,12 @@ from firn.core.values import (
     RequestId,
     Sampling,
 )
-from firn.engine import EngineLimits, EngineParts
+from firn.engine import EngineLimits, EngineParts, NoPreparation
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
+from firn.sparse.prefill import SparsePrefill
+from firn.sparse.rules import Sparse
+from firn.sparse.scorer import Scorer
 from tests.hash_runner import GREEDY, Faults, HashRunner, _nothing, reply_to, scores_of
 
 WAIT_S = 60.0
@@ -144,8 +146,9 @@ class HashEngine:
             common_chunk=common_chunk,
             logprobs_chunk_nbytes=logprobs_chunk_nbytes,
         )
+        preparer = SparsePrefill(scorer) if scorer else NoPreparation()
         self.engine = Engine(
-            lambda: EngineParts(self.runner, self.cache, self.budget, limits, scorer=scorer),
+            lambda: EngineParts(self.runner, self.cache, self.budget, limits, preparer),
             self._publish,
             on_death=self._on_death,
         )
@@ -192,7 +195,7 @@ class HashEngine:
             cache=control,
             top_logprobs=scored,
             prompt_logprobs=scored is not None,
-            sparse=sparse,
+            preparation=sparse,
         )
 
     def submit(self, prompt: Sequence[int], n_reply: int = 8, **options: Any) -> Outcome:

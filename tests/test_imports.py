@@ -25,8 +25,8 @@ SOURCES = Path(firn.__file__).parent
 
 EVERYTHING = {
     "api", "app", "assembly", "backends", "bench", "cache", "cli", "config", "core", "demo", "engine",
-    "fleet", "host", "kv_events", "listener", "logs", "media", "models", "ranks", "text", "traces",
-    "welcome",
+    "fleet", "host", "kv_events", "listener", "logs", "media", "models", "ranks", "sparse", "text",
+    "traces", "welcome",
 }  # fmt: skip
 # fmt: off
 MAY_IMPORT: dict[str, set[str]] = {
@@ -47,9 +47,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "welcome": {"config", "listener"},
     "kv_events": {"cache", "core"},
     "ranks": {"cache", "config", "core", "models"},
+    "sparse": {"core", "engine", "models"},
     "assembly": {
         "api", "backends", "cache", "config", "core", "demo", "engine", "host", "kv_events", "media",
-        "models", "ranks", "text", "traces",
+        "models", "ranks", "sparse", "text", "traces",
     },
     "fleet": {
         "api", "app", "assembly", "backends", "config", "core", "demo", "engine", "host", "listener",
@@ -63,7 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # fmt: on
 # The folders (or files, without .py) that may use a library; all others must not.
 MAY_USE: dict[str, tuple[str, ...]] = {
-    "mlx": ("backends", "models", "cache/codecs", "cache/arrays", "demo"),
+    "mlx": ("backends", "models", "sparse", "cache/codecs", "cache/arrays", "demo"),
     "mlx_lm": ("backends", "models", "demo"),
     "mlx_vlm": ("models", "demo"),
     "PIL": ("media", "models"),

@@ -23,6 +23,7 @@ from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.cache.tree import InRow, Node, PartTotals, Record, Tree
 from firn.core.keys import Key, KeyTokens, child_key
 from firn.core.ports import At, Restored, RowView
+from firn.core.prefill_speed import PrefillSpeed
 from firn.core.values import Job, Prompt
 from tests.hash_engine import HashEngine
 from tests.hash_runner import GARBAGE, Faults, HashGroup, HashLayer, HashRow, HashRunner
@@ -261,11 +262,16 @@ def tree(
     return made
 
 
-class Steady(Estimates):
+class SteadySpeed(PrefillSpeed):
     """Every token costs the same, however long the machine takes: eviction is deterministic."""
 
-    def saw_prefill(self, start: int, end: int, seconds: float) -> None:
+    def saw(self, start: int, end: int, seconds: float) -> None:
         pass
+
+
+class Steady(Estimates):
+    def __init__(self) -> None:
+        super().__init__(prefill=SteadySpeed())
 
 
 class LabEngine(HashEngine):

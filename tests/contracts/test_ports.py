@@ -22,7 +22,7 @@ SUMS = {"CacheAdmin", "PrefixCache", "Runner", "Tokenizer"}
 
 
 def test_all_ports_are_here() -> None:
-    assert {"Runner", "PrefixCache", "Engine", "Tokenizer", "Cursor", "Scorer"} <= set(PORTS)
+    assert {"Runner", "PrefixCache", "Engine", "Tokenizer", "Cursor"} <= set(PORTS)
 
 
 @pytest.mark.parametrize("name", PORTS)
@@ -33,8 +33,8 @@ def test_a_port_has_few_methods(name: str) -> None:
         assert len(members(port)) <= MOST_MEMBERS + 1, "a port with a few traits in front, at most"
 
 
-@pytest.mark.parametrize("name", ["Runner", "PrefixCache", "Scorer", "Cursor", "LiveRow"])
-def test_rows_cursors_and_scorings_have_types(name: str) -> None:
+@pytest.mark.parametrize("name", ["Runner", "PrefixCache", "Cursor", "LiveRow"])
+def test_rows_and_cursors_have_types(name: str) -> None:
     """Any is allowed for JSON and for what mlx-lm makes, never for a handle that is passed back."""
     for member, function in members(PORTS[name]).items():
         function = function.fget if isinstance(function, property) else function

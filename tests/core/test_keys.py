@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from firn.core import keys
 from firn.core.keys import KeyTokens, block_keys, child_key, key_tokens, prompt_tokens, root_key
 from firn.core.values import Namespace, PictureSpan, Prompt
-from firn.engine.thinning import thinned
+from firn.sparse.selection import thinned
 
 TOKENS = st.lists(st.integers(0, 1 << 40), max_size=40)
 # Few letters, so that adjacent fields are often confusable.

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firn.core.memory_plan import MIN_CHUNK
+from firn.core.prefill_speed import PrefillSpeed
 from firn.engine.chunks import ChunkSizes
 from tests.hash_engine import HashEngine
 from tests.hash_runner import prompt_of
@@ -16,20 +17,20 @@ SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 def taught(*, base_s: float, per_depth_s: float = 0.0, **options: float) -> ChunkSizes:
     """Sizes after chunks that took `base_s` per token, and more after a longer context."""
-    sizes = ChunkSizes(512, largest=int(options.pop("largest", 2048)), **options)
+    sizes = ChunkSizes(512, PrefillSpeed(), largest=int(options.pop("largest", 2048)), **options)
     for start in (0, 512, 4096, 16_384, 65_536) * 3:
         mid = start + 256
-        sizes.saw(start, start + 512, 512 * (base_s + per_depth_s * mid))
+        sizes._speed.saw(start, start + 512, 512 * (base_s + per_depth_s * mid))
     return sizes
 
 
 def test_before_any_measurement_chunks_have_the_usual_size() -> None:
-    assert ChunkSizes(512, largest=2048).choose(0, alone=True) == 512
+    assert ChunkSizes(512, PrefillSpeed(), largest=2048).choose(0, alone=True) == 512
 
 
 def test_fixed_chunks_stay_fixed() -> None:
-    sizes = ChunkSizes(512)
-    sizes.saw(0, 512, 100.0)
+    sizes = ChunkSizes(512, PrefillSpeed())
+    sizes._speed.saw(0, 512, 100.0)
     assert sizes.choose(100_000, alone=False) == 512
 
 
@@ -69,16 +70,16 @@ def test_the_users_limit_bounds_a_chunk_while_others_wait(max_step_s: float, dep
 def test_whatever_was_measured_a_chunk_has_one_of_the_sizes(
     seen: list[tuple[int, int, float]], depth: int, alone: bool
 ) -> None:
-    sizes = ChunkSizes(512, largest=2048)
+    sizes = ChunkSizes(512, PrefillSpeed(), largest=2048)
     for start, n_tokens, seconds in seen:
-        sizes.saw(start, start + n_tokens, seconds)
+        sizes._speed.saw(start, start + n_tokens, seconds)
     assert sizes.choose(depth, alone=alone) in SIZES
 
 
 def test_a_machine_that_gets_slower_is_noticed() -> None:
     sizes = taught(base_s=1e-4)
     for _ in range(60):
-        sizes.saw(0, 2048, 2048 * 5e-3)
+        sizes._speed.saw(0, 2048, 2048 * 5e-3)
     assert sizes.choose(0, alone=True) <= 512
 
 
@@ -90,7 +91,7 @@ def test_after_a_device_fault_chunks_are_half_as_large() -> None:
     for _ in range(9):
         sizes.shrink()
     assert sizes.choose(0, alone=True) == MIN_CHUNK
-    small = ChunkSizes(8)
+    small = ChunkSizes(8, PrefillSpeed())
     small.shrink()
     assert small.choose(0, alone=True) == 8
 

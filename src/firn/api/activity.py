@@ -88,7 +88,7 @@ class CallView:
     reason: str
     """Why no more was reused."""
     approximate: bool
-    """Whether part of the prompt is skipped (sparse prefill)."""
+    """Whether part of the prompt is skipped."""
     skipped_tokens: int
     cause: str | None
     """The first of the reasons as a label, as in `misses` of the statistics; None: there is none."""

@@ -32,7 +32,6 @@ from firn.api.exchange import (
 from firn.api.metrics import Metrics
 from firn.api.services import Services
 from firn.api.session import MANY_LOGPROBS, Session
-from firn.api.sparse import header_of
 from firn.core.errors import Cancelled, FirnError, ShuttingDown, TimedOut
 from firn.core.events import (
     Admitted,
@@ -259,7 +258,7 @@ def _early_headers(call: ApiCall, session: Session) -> Headers:
     """What a client should know before it reads a reply: what is ignored, not enforced, approximate."""
     names = ((b"x-firn-ignored", call.ignored), (b"x-firn-unenforced", session.unenforced))
     listed = [(name, _listed(parts)) for name, parts in names if parts]
-    return [*listed, *header_of(session.admitted)]
+    return [*listed, *session.preparation_headers]
 
 
 def _listed(names: Sequence[str]) -> bytes:
@@ -269,7 +268,7 @@ def _listed(names: Sequence[str]) -> bytes:
 
 
 async def _until_admitted(session: Session) -> list[Event]:
-    """If sparse prefill is possible, the events until it is known whether the prompt is thinned.
+    """If part of a prompt may be skipped, the events until it is known whether it is.
 
     Stops at the first silence: the client must learn that its request is being answered.
     """
@@ -330,7 +329,7 @@ class _Tally:
         text = f" prompt={usage.n_prompt} cached={usage.n_cached}{_origins(self._session.admitted)}"
         text += f" reply={usage.n_completion}"
         if usage.n_skipped:
-            text += f" skipped={usage.n_skipped} (sparse prefill: approximate)"
+            text += f" skipped={usage.n_skipped} (approximate)"
         if usage.n_drafted:
             text += f" drafted={usage.n_drafted} accepted={usage.n_accepted}"
         if first_at is not None and first_s is not None:

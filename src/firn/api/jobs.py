@@ -10,7 +10,6 @@ from firn.api.auth import Caller
 from firn.api.prompting import gathered, make_prompt
 from firn.api.running import RunningRequest
 from firn.api.services import ApiLimits, Services
-from firn.api.sparse import refuse_sparse
 from firn.api.think_budget import ThinkBudget
 from firn.core.errors import BadRequest, ContextTooLong, InvalidValue
 from firn.core.values import (
@@ -65,7 +64,7 @@ class JobMaker:
                 raise InvalidValue("stop_token_ids", f"the model has no token {token}")
         if self._services.compile_grammar is None:
             refuse_constraints(request)
-        refuse_sparse(request, self._services.sparse)
+        self._services.preparations.check(request)
 
     async def make(self, run: RunningRequest) -> Job:
         """The job of a request. Also fills in the run, which nothing else reads meanwhile."""
@@ -104,7 +103,7 @@ class JobMaker:
             grammar=grammar,
             speculates=request.speculates,
             prediction=self._prediction(request),
-            sparse=services.sparse.of(request.sparse_keep),
+            preparation=services.preparations.of(request),
         )
 
     def _prediction(self, request: GenerateRequest) -> tuple[int, ...]:

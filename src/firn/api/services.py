@@ -12,11 +12,11 @@ from prometheus_client.registry import Collector
 from firn.api.auth import Keys
 from firn.api.event_router import EventRouter
 from firn.api.hosts import Hosts
+from firn.api.preparations import AsSent, Preparations
 from firn.api.quotas import Quotas
 from firn.core.errors import ModelNotFound
 from firn.core.fair_pool import FairPool
 from firn.core.ports import CacheAdmin, Embedder, Engine, Recorder, Tokenizer
-from firn.core.sparse import SparseRules
 from firn.core.values import (
     Defaults,
     GenerateRequest,
@@ -86,7 +86,7 @@ class Services:
     pool: FairPool
     limits: ApiLimits = ApiLimits()
     defaults: Defaults = Defaults()
-    sparse: SparseRules = SparseRules()
+    preparations: Preparations = field(default_factory=AsSent)
     keys: Keys = field(default_factory=Keys)
     hosts: Hosts = field(default_factory=Hosts)
     quotas: Quotas = field(default_factory=Quotas)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from firn.api.auth import Caller
+from firn.api.errors import Headers
 from firn.api.event_router import EventQueue
 from firn.api.jobs import JobMaker
 from firn.api.running import RunningRequest
@@ -301,9 +302,14 @@ class Session:
 
     @property
     def may_skip(self) -> bool:
-        """Whether sparse prefill may skip part of a prompt."""
-        rules = self._services.sparse
-        return any(rules.of(run.request.sparse_keep) for run in self._runs.values())
+        """Whether part of a prompt may be skipped."""
+        prepare = self._services.preparations.of
+        return any(prepare(run.request) is not None for run in self._runs.values())
+
+    @property
+    def preparation_headers(self) -> Headers:
+        """What the client should know of how its prompts are prepared."""
+        return self._services.preparations.headers(self.admitted)
 
     @property
     def unenforced(self) -> Sequence[str]:

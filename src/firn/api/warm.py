@@ -15,7 +15,6 @@ from firn.api.services import Services
 from firn.api.session import Session
 from firn.core.errors import FirnError, SetupError, ShuttingDown
 from firn.core.events import Failed, Progress
-from firn.core.sparse import IN_FULL
 from firn.core.values import PLAIN_DEFAULTS, Defaults, GenerateRequest, RawText, Sampling
 
 log = logging.getLogger("firn.warm")
@@ -55,7 +54,7 @@ async def compute(services: Services, requests: Sequence[GenerateRequest]) -> No
     for i, (request, namespace) in enumerate(jobs):
         label = f"warm prompt {i + 1} of {len(jobs)}"
         greedy = Sampling(temperature=0.0)
-        short = replace(request, max_tokens=1, n=1, sampling=greedy, sparse_keep=IN_FULL)
+        short = replace(request.in_full(), max_tokens=1, n=1, sampling=greedy)
         session = Session(services, [short], id=f"warm-{i}", caller=Caller(namespace, namespace))
         try:
             with closing(session):

@@ -1,6 +1,6 @@
-"""Where rows, cursors and scorings lose their own types.
+"""Where rows and cursors lose their own types.
 
-Each runner has its own class of rows, each cache of cursors, each scorer of scorings. The engine
+Each runner has its own class of rows, each cache of cursors. The engine
 passes them back only to the part that made them, so it need not know the classes. These casts
 express that.
 """
@@ -11,11 +11,10 @@ from typing import TypeVar, cast
 
 from firn.cache.off import CacheOff
 from firn.cache.prefix import PrefixTree
-from firn.core.ports import Cursor, LiveRow, PrefixCache, Runner, Scorer
+from firn.core.ports import Cursor, LiveRow, PrefixCache, Runner
 
 R = TypeVar("R", bound=LiveRow)
 C = TypeVar("C", bound=Cursor)
-S = TypeVar("S")
 
 
 def any_rows(runner: Runner[R]) -> Runner[LiveRow]:
@@ -30,7 +29,3 @@ def any_cursors(cache: PrefixTree | CacheOff) -> PrefixCache[Cursor]:
 
 def _any_cursors(cache: PrefixCache[C]) -> PrefixCache[Cursor]:
     return cast("PrefixCache[Cursor]", cache)
-
-
-def any_scorings(scorer: Scorer[S]) -> Scorer[object]:
-    return cast("Scorer[object]", scorer)

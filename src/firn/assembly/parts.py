@@ -6,7 +6,7 @@ Built on that thread, because MLX ties arrays to the thread that created them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from firn import backends
 from firn.assembly import embeddings, sparse, speculation
 from firn.assembly.cache import add_tiers, build_cache, cache_nbytes
 from firn.assembly.compute import ComputeSettings, compute_settings
-from firn.assembly.handles import any_cursors, any_rows, any_scorings
+from firn.assembly.handles import any_cursors, any_rows
 from firn.assembly.memory import MemoryPlanner, MemoryWatch, Planned, with_reservations
 from firn.assembly.model import ServerSpec, load_model, row_cost
 from firn.backends.contract import ComputeBackend, execution_of
@@ -27,7 +27,7 @@ from firn.cache.storage.threads import IoThreads
 from firn.config import Config
 from firn.core.memory_plan import MIN_CAPACITY_NBYTES, MemoryPlan
 from firn.core.values import ModelInfo
-from firn.engine import Budget, Engine, EngineParts, RowCost, recipes_of
+from firn.engine import Budget, Engine, EngineParts, RowCost
 from firn.kv_events import EventPublisher
 from firn.models import embedder, loader
 from firn.models.decode.execution import Execution
@@ -133,7 +133,7 @@ def _decoder_parts(
         folder=draft_folder,
     )
     drafting = speculation.build(config, loaded, setup)
-    scorer, drafting = sparse.build(
+    loaded, drafting, preparer = sparse.build(
         config,
         loaded,
         drafting,
@@ -157,7 +157,7 @@ def _decoder_parts(
         config, loaded, alone_nbytes, compute=compute, leader_parts=spec.leader_parts
     )
     if isinstance(tree, PrefixTree):
-        _prepare_tree(config, tree, recipe=scorer.recipe if scorer else None)
+        _prepare_tree(config, tree, recipes=preparer.recipes)
         put_on_tiers(tree, info, IoThreads(max_write_nbytes=planned.plan.write_queue_nbytes))
     tree.set_room(budget.free_nbytes())
     max_padding = capacity_nbytes // PADDING_PARTS // max(cost.per_token_nbytes, 1)
@@ -175,7 +175,7 @@ def _decoder_parts(
         any_cursors(tree),
         budget,
         replace(compute.limits, common_chunk=execution.buckets.common_chunk),
-        scorer=None if scorer is None else any_scorings(scorer),
+        preparer=preparer,
         tree=tree,
         speculator=drafting.speculator,
         planned=planned,
@@ -216,12 +216,11 @@ def _tiers(
     )
 
 
-def _prepare_tree(config: Config, tree: PrefixTree, *, recipe: str | None) -> None:
-    """recipe: the scorer's, if prompts may be thinned: their roots are expected in the tiers."""
+def _prepare_tree(config: Config, tree: PrefixTree, *, recipes: Sequence[str]) -> None:
+    """recipes: of prepared prompts, whose roots are expected in the tiers."""
     if config.cache.kv_events is not None:
         tree.records.tree.announcer = EventPublisher(config.cache.kv_events)
-    if recipe is not None:
-        tree.expect_recipes(recipes_of(recipe))
+    tree.expect_recipes(recipes)
 
 
 def _capacity(

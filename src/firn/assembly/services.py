@@ -56,7 +56,7 @@ def build_services(
         pool=pool,
         limits=_limits(config),
         defaults=replace(config.sampling.defaults(), stores=health(parts.tree)["reuse"]),
-        sparse=sparse.rules(config),
+        preparations=sparse.rules(config),
         keys=keys_of(config),
         hosts=Hosts((*config.server.allowed_hosts, *machine_names(config.server.host))),
         quotas=_quotas(config),

@@ -1,4 +1,4 @@
-"""A server's scorer, if it may thin prompts (sparse prefill)."""
+"""What a server needs to read prompts sparsely, if it may."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from firn.assembly.handles import any_cursors
 from firn.assembly.speculation import Drafting, DraftSetup
 from firn.config import Config
 from firn.core.errors import SetupError
-from firn.core.sparse import SparseRules
+from firn.engine import NoPreparation, Preparer
 from firn.models import loader
 from firn.models.decode.kv_growth import ShapeBuckets
 from firn.models.model_arguments import PreparePass
 from firn.models.patches import Patches
-from firn.models.placing import why_not_sparse
-from firn.models.scoring import AttentionScorer
+from firn.sparse.attention import AttentionScorer
+from firn.sparse.placing import ArgumentsByPosition, why_not_sparse
+from firn.sparse.prefill import SparsePrefill
+from firn.sparse.rules import SparseRules
 
 log = logging.getLogger("firn")
 
@@ -50,15 +52,16 @@ def build(
     setup: DraftSetup,
     prepare: PreparePass,
     buckets_of: Callable[[loader.LoadedModel], ShapeBuckets],
-) -> tuple[AttentionScorer | None, Drafting]:
-    """The scorer, if prompts may be thinned, and the drafting with the draft model's memory added.
+) -> tuple[loader.LoadedModel, Drafting, Preparer]:
+    """The model with its arguments by position if prompts may be thinned, the drafting with the draft
+    model's memory added, and the engine's preparer.
 
     That model is loaded only once, whether it drafts, scores or both. On the engine thread. Raises
     SetupError.
     """
     small = config.engine.draft_model
     if not rules(config).allowed:
-        return None, drafting
+        return loaded, drafting, NoPreparation()
     if setup.exact:  # required by this model's layers
         raise SetupError(NOT_EXACT)
     why = _why_not(loaded, setup.backend.patches)
@@ -83,7 +86,11 @@ def build(
     except ValueError as e:
         raise SetupError(f"--draft-model {small} cannot score prompts: {e}") from e
     log.info("long prompts of %s may be read sparsely, as scored by %s", loaded.info.name, small)
-    return scorer, drafting
+    return (
+        replace(loaded, arguments=ArgumentsByPosition(setup.backend.patches)),
+        drafting,
+        SparsePrefill(scorer),
+    )
 
 
 def _why_not(loaded: loader.LoadedModel, patches: Patches) -> str | None:

@@ -20,9 +20,9 @@ from firn.cache.planning.plan import GRACE_S
 from firn.cache.storage.store_search import StoreQuestion
 from firn.cache.tree import InRow, Mark, Node, PackedTokens, Record, Root, Tree
 from firn.core.events import Admitted
-from firn.core.keys import KeyTokens
+from firn.core.keys import KeyTokens, reply_tokens
 from firn.core.reuse import Cause
-from firn.core.values import CacheControl
+from firn.core.values import CacheControl, Prompt
 
 MAX_LATE = 4
 """A record may be this many average read times late: several threads read, so records arrive in
@@ -117,9 +117,9 @@ class CacheCursor:
 
     # --- the request: set when the cursor is opened or forked
     root: Root
+    source: Prompt
     prompt: PackedTokens
-    boundaries: Sequence[int]
-    hints: Sequence[int]
+    """Its key tokens."""
     control: CacheControl
     # --- position: written by Committer, and by Restorer when the row jumps
     node: Node
@@ -131,11 +131,7 @@ class CacheCursor:
     clock: Callable[[], float]
     patient_until: float = math.inf
     """The end of all waiting, except for a load that is faster than computing."""
-    unbroken: Sequence[tuple[int, int]] = ()
-    """Ranges of the prompt inside which it cannot resume."""
     reply: Sequence[int] = ()
-    reply_at: int | None = None
-    """The first position of a thinned prompt's reply, whose key tokens carry positions, too."""
     due: dict[int, Mark] = field(default_factory=dict)
     """Positions where a state will be kept."""
     branches: list[int] = field(default_factory=list)
@@ -217,7 +213,7 @@ class CacheCursor:
     def walk(self, tree: Tree) -> Walk:
         """How far the tree knows the prompt, as of now."""
         if self.known is None or self.known[0] != tree.version:
-            walk = Walk.of(tree, self.root, self.prompt, unbroken=self.unbroken)
+            walk = Walk.of(tree, self.root, self.prompt, unbroken=self.source.unbroken)
             self.known = tree.version, walk
         return self.known[1]
 
@@ -235,8 +231,5 @@ class CacheCursor:
     def _tokens(self, start: int, end: int) -> KeyTokens:
         n_prompt = len(self.prompt)
         first = max(start - n_prompt, 0)
-        reply = np.array(self.reply[first : max(end - n_prompt, 0)], dtype=np.uint64)
-        if self.reply_at is not None:
-            at = self.reply_at + first
-            reply |= np.arange(at, at + len(reply), dtype=np.uint64) << np.uint64(32)
+        reply = reply_tokens(self.source, self.reply[first : max(end - n_prompt, 0)], first)
         return np.concatenate([self.prompt.tokens[start:end], reply])

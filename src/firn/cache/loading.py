@@ -265,13 +265,13 @@ class Loader:
         """Where another server may have kept a state, beyond `n_now`."""
         if not self._needs.state:
             return ()
-        grid, ends = self._needs.grid, {*cursor.boundaries, *cursor.hints}
+        grid, ends = self._needs.grid, {*cursor.source.boundaries, *cursor.source.hints}
         ends |= checkpoints.due(
-            cursor.boundaries,
+            cursor.source.boundaries,
             len(cursor.prompt),
             n_restored=0,
             n_shared=0,
-            hints=cursor.hints,
+            hints=cursor.source.hints,
             grid=grid,
         ).keys()
         return sorted({p - p % grid for p in ends if n_now < p - p % grid <= limit})

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from firn.core.events import Admitted
 from firn.core.ports import EngineLoad, LiveRow, Restored
+from firn.core.prefill_speed import PrefillSpeed
 from firn.core.reuse import Cause, Reason
 from firn.core.values import CacheControl, Namespace, Prompt
 
@@ -35,6 +36,7 @@ class CacheOff:
 
     def __init__(self, why: str = "switched off") -> None:
         self.why = why
+        self.prefill = PrefillSpeed()
 
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> BlankCursor:
         return BlankCursor()
@@ -87,9 +89,6 @@ class CacheOff:
     @property
     def settled(self) -> bool:
         return True
-
-    def saw_prefill(self, start: int, end: int, seconds: float) -> None:
-        pass
 
     def saw_restore(self, restored: Restored, seconds: float) -> None:
         pass

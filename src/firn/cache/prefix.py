@@ -44,6 +44,7 @@ from firn.cache.tree import Mark, PackedTokens, Record
 from firn.core.events import Admitted
 from firn.core.keys import prompt_tokens
 from firn.core.ports import EngineLoad, LiveRow, Restored
+from firn.core.prefill_speed import PrefillSpeed
 from firn.core.reuse import Cause, Reason
 from firn.core.values import CacheControl, Namespace, Prompt
 
@@ -126,7 +127,7 @@ class PrefixTree:
     # --- before the first request ----------------------------------------------------------
 
     def expect_recipes(self, recipes: Sequence[str]) -> None:
-        """Set the ways prompts may be thinned. Call it before tiers are added and scanned."""
+        """Set the ways prompts may be prepared. Call it before tiers are added and scanned."""
         self.records.catalogue.expect_recipes(recipes)
 
     def add_tier(
@@ -177,24 +178,21 @@ class PrefixTree:
         return cursor
 
     def _cursor(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> CacheCursor:
-        thinned = prompt.thinned
-        root = self.records.catalogue.root(namespace, thinned.recipe if thinned else "")
+        recipe = prompt.recipe
+        root = self.records.catalogue.root(namespace, recipe)
         tokens = PackedTokens(prompt_tokens(prompt))
         self.records.tree.lease(root)
         return CacheCursor(
             root=root,
+            source=prompt,
             prompt=tokens,
-            boundaries=prompt.boundaries,
-            hints=prompt.hints,
             control=control,
             node=root,
             writes=control.write,
             commit_every=self._committer.commit_every,
             clock=self._clock,
             patient_until=self._clock() + self.records.tiers.deadline_s,
-            unbroken=prompt.unbroken,
-            reply_at=None if thinned is None else prompt.position(len(prompt)),
-            counted=thinned is not None,  # its whole prompt was looked up and counted before
+            counted=bool(recipe),  # the prompt as it was sent was looked up and counted before
         )
 
     def restore(self, cursor: AnyCursor) -> Restored | None:
@@ -234,11 +232,11 @@ class PrefixTree:
         needs, state = self.records.needs, match.state
         has_grown = cursor.hit_kind == "growing"
         due = checkpoints.due(
-            cursor.boundaries,
+            cursor.source.boundaries,
             len(cursor.prompt),
             n_restored=match.n_tokens,
             n_shared=n_shared,
-            hints=cursor.hints,
+            hints=cursor.source.hints,
             grid=self.settings.exact_chunk or 1,
             replies_stay=has_grown if state is None else state.mark is Mark.REPLY_END,
         )
@@ -347,16 +345,14 @@ class PrefixTree:
         cursor.pages = None  # the row now belongs to the choice
         return CacheCursor(
             root=cursor.root,
+            source=cursor.source,
             prompt=cursor.prompt,
-            boundaries=cursor.boundaries,
-            hints=cursor.hints,
             control=cursor.control,
             node=cursor.node,
             writes=cursor.writes,
             commit_every=cursor.commit_every,
             clock=cursor.clock,
             reply=reply,
-            reply_at=cursor.reply_at,
             branches=list(cursor.branches),
             pieces=list(cursor.pieces),
             n_saved=cursor.n_saved,
@@ -477,8 +473,9 @@ class PrefixTree:
                 self._parking.drop_all()
                 self.records.set_limit(limit)
 
-    def saw_prefill(self, start: int, end: int, seconds: float) -> None:
-        self.records.estimates.saw_prefill(start, end, seconds)
+    @property
+    def prefill(self) -> PrefillSpeed:
+        return self.records.estimates.prefill
 
     def saw_restore(self, restored: Restored, seconds: float) -> None:
         self.records.estimates.saw_fill(restored.nbytes, seconds)

@@ -45,9 +45,9 @@ class AdmissionTimes:
 class Admitted:
     """The request left the queue; `n_cached` tokens of its prompt need no computing.
 
-    tiers: how many of them came from each tier. reason: why there were not more; None: no more
-    could be reused. keep: the share of the rest that sparse prefill reads; n_skipped: how many tokens it
-    skips, once known. waits: for the dashboard and the log.
+    tiers: how many of them came from each tier. reason: why there were not more; None: no more could
+    be reused. keep: the share of the rest that is read; None: all of it. n_skipped: how many tokens
+    are not, once known. waits: for the dashboard and the log.
     """
 
     n_cached: int

@@ -4,7 +4,7 @@
     key_i = H(key_{i-1}, the block's key tokens)
 
 Key tokens have 64 bits: for text, the token id; for a position inside a picture, a hash of the picture's
-content digest and of that position, with the top bit set. In a thinned prompt, the upper half holds the
+content digest and of that position, with the top bit set. If a prompt has gaps, the upper half holds the
 token's position. If the prompt has a salt, its first key token is a hash of the salt and of that token:
 every key of its chain then depends on both the namespace and the salt. Each field is prefixed with its
 length, so that different lists of fields never hash the same bytes. Keys are the same in every process.
@@ -31,13 +31,19 @@ _DIGEST_BIT = np.uint64(1 << 63)
 
 def prompt_tokens(prompt: Prompt) -> KeyTokens:
     """The key tokens of a prompt: what its chain of keys, and every comparison, is made from."""
-    if prompt.thinned is None:
-        values = key_tokens(prompt.ids, prompt.picture_spans)
-    else:
-        values = placed_tokens(prompt.ids, prompt.thinned.positions)
+    values = key_tokens(prompt.ids, prompt.picture_spans)
+    values |= prompt.positions.marks(0, len(values))
     if prompt.salt:
         values[0] = _digest_token(b"salt", [prompt.salt.encode(), values[0].tobytes()])
     return values
+
+
+def reply_tokens(prompt: Prompt, reply: Sequence[int], first: int) -> KeyTokens:
+    """The key tokens of a part of the reply to this prompt, from its token `first` on."""
+    start = len(prompt) + first
+    tokens: KeyTokens = np.array(reply, dtype=np.uint64)
+    tokens |= prompt.positions.marks(start, start + len(reply))
+    return tokens
 
 
 def key_tokens(ids: TokenArray, picture_spans: Sequence[PictureSpan] = ()) -> KeyTokens:
@@ -57,14 +63,6 @@ def _picture_tokens(digest: bytes, n: int) -> KeyTokens:
 def _digest_token(kind: bytes, fields: Sequence[bytes]) -> np.uint64:
     """A key token that no token of text equals."""
     return np.uint64(np.frombuffer(_hash(kind, fields)[:8], dtype="<u8")[0] | _DIGEST_BIT)
-
-
-def placed_tokens(ids: TokenArray, positions: TokenArray) -> KeyTokens:
-    """Key tokens of a thinned prompt: each holds a token's id and its position.
-
-    A layer's state depends on the tokens that were read and on their positions.
-    """
-    return ids.astype(np.uint64) | (positions.astype(np.uint64) << np.uint64(32))
 
 
 def root_key(*, fingerprint: bytes, layout: str, namespace: Namespace) -> Key:

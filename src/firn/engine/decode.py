@@ -30,7 +30,7 @@ class Decode:
         """The prompt is read up to its last token, or to a short rest that the first step reads: its
         choices join the decode batch."""
         job = task.sequence.job
-        self._inflight.end_scoring(task)
+        self._inflight.end_preparation(task)
         self._inflight.announce(task.sequence, is_final=True)
         if not job.max_tokens:
             choices = [c for c in task.choices if not c.done]

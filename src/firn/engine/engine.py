@@ -188,8 +188,7 @@ class Engine(Generic[P]):
             self._on_death()
         finally:
             self._parts.cache.close()
-            if self._parts.scorer is not None:
-                self._parts.scorer.close()
+            self._parts.preparer.close()
             self._parts.runner.close()
 
     def _drain(self) -> None:

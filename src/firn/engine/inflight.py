@@ -17,9 +17,19 @@ from contextlib import contextmanager
 
 from firn.core.errors import may_be_device_fault
 from firn.core.events import EngineEvent, JobDone
-from firn.core.ports import Cursor, Delivery, EngineLoad, LiveRow, Publish, Restored
+from firn.core.ports import (
+    Cursor,
+    Delivery,
+    EngineLoad,
+    LiveRow,
+    PrefixCache,
+    Publish,
+    Restored,
+    Runner,
+)
 from firn.core.values import Prompt, RequestId
-from firn.engine.parts import EngineParts
+from firn.engine.budget import Budget
+from firn.engine.limits import EngineLimits
 from firn.engine.sequence import Choice, PrefillTask, Sequence
 
 log = logging.getLogger("firn.engine")
@@ -32,19 +42,24 @@ class RestoreFailed(Exception):
 class InFlight:
     def __init__(
         self,
-        parts: EngineParts,
+        runner: Runner[LiveRow],
+        cache: PrefixCache[Cursor],
         publish: Publish,
         *,
+        budget: Budget,
+        limits: EngineLimits,
         left_queue: Callable[[], None],
         rejoined_queue: Callable[[], None],
+        end_preparation: Callable[[PrefillTask], None],
         on_end: Callable[[Sequence], None],
     ) -> None:
         """left_queue, rejoined_queue: called for each request that no longer waits, or waits again.
-        on_end: called for each request that is over."""
-        self.runner, self.cache = parts.runner, parts.cache
-        self.budget, self.limits, self.scorer = parts.budget, parts.limits, parts.scorer
+        end_preparation: of a task that is over. on_end: called for each request that is over."""
+        self.runner, self.cache = runner, cache
+        self.budget, self.limits = budget, limits
         self.leave_queue, self.rejoin_queue = left_queue, rejoined_queue
         self._publish = publish
+        self.end_preparation = end_preparation
         self._on_end = on_end
         self.sequences: dict[RequestId, Sequence] = {}
         self.waiting: list[Sequence] = []
@@ -171,15 +186,9 @@ class InFlight:
     def drop_task(self, task: PrefillTask, *, keep: bool = True) -> None:
         """keep: store what it has read."""
         del self.tasks[task.number]
-        self.end_scoring(task)
+        self.end_preparation(task)
         self.close(task.cursor, task.row if keep else None)
         self.runner.leave([task.row])
-
-    def end_scoring(self, task: PrefillTask) -> None:
-        """The prompt is scored, or its scoring is given up."""
-        if task.scoring is not None and self.scorer is not None:
-            self.scorer.close_reading(task.scoring)
-            task.scoring = None
 
     def drop_rows(self, choices: abc.Sequence[Choice], *, keep: bool = True) -> None:
         """Drop all of them together, which is cheaper. keep: store what they have generated."""

@@ -24,12 +24,11 @@ from firn.engine.chunks import ChunkSizes
 from firn.engine.decode import Decode
 from firn.engine.faults import client_error
 from firn.engine.inflight import InFlight
-from firn.engine.parts import EngineLimits, EngineParts
+from firn.engine.parts import EngineParts
 from firn.engine.prefill import Prefill
 from firn.engine.recovery import Recovery
 from firn.engine.scheduler import PendingWork, Prefilling, StepPlan, Waiting, plan
 from firn.engine.sequence import Choice, ForcedTokens, Sequence, looked_up
-from firn.engine.sparse import DeferredPrefill
 
 log = logging.getLogger("firn.engine")
 
@@ -39,8 +38,6 @@ CALIBRATE_EVERY = 64
 """Steps between two measurements of the memory that decoding rows actually take."""
 GROW_EVERY = 16
 """Steps between two checks of how far replies have grown."""
-SCORER_SCALE = 2
-"""A scorer's largest chunk relative to the model's: the scorer is smaller."""
 
 
 class Loop:
@@ -53,18 +50,23 @@ class Loop:
         rejoined_queue: Callable[[], None] = lambda: None,
     ) -> None:
         """left_queue, rejoined_queue: called for each request that no longer waits, or waits again."""
+        self._preparer = parts.preparer
         self.inflight = InFlight(
-            parts,
+            parts.runner,
+            parts.cache,
             publish,
+            budget=parts.budget,
+            limits=parts.limits,
             left_queue=left_queue,
             rejoined_queue=rejoined_queue,
-            on_end=lambda sequence: self._deferred.add(sequence),
+            end_preparation=self._preparer.drop,
+            on_end=lambda sequence: self._idle_work.add(sequence),
         )
-        self._sizes = self._chunk_sizes(parts.limits)
-        self._scorer_sizes = self._chunk_sizes(parts.limits, scale=SCORER_SCALE)
-        self._deferred = DeferredPrefill(self.inflight)
+        self._preparer.attach(self.inflight)
+        self._idle_work = self._preparer.idle_work
+        self._sizes = ChunkSizes.of(parts.limits, parts.cache.prefill)
         self._recovery = Recovery(
-            self.inflight, on_device_fault=self._shrink_chunks, on_doubt=self._deferred.forget
+            self.inflight, on_device_fault=self._shrink_chunks, on_doubt=self._idle_work.forget
         )
         self._decode = Decode(self.inflight, self._recovery)
         self._prefill = Prefill(
@@ -72,19 +74,14 @@ class Loop:
             self._recovery,
             decode=self._decode,
             sizes=self._sizes,
-            scorer_sizes=self._scorer_sizes,
+            preparer=self._preparer,
         )
         self._n_steps = 0
         parts.cache.confirm()
 
-    @staticmethod
-    def _chunk_sizes(limits: EngineLimits, *, scale: int = 1) -> ChunkSizes:
-        largest, max_step_s = scale * limits.largest_chunk, limits.max_step_s
-        return ChunkSizes(limits.prefill_chunk, largest=largest, max_step_s=max_step_s)
-
     def _shrink_chunks(self) -> None:
         self._sizes.shrink()
-        self._scorer_sizes.shrink()
+        self._preparer.shrink()
 
     @property
     def busy(self) -> bool:
@@ -92,13 +89,13 @@ class Loop:
         inflight = self.inflight
         if inflight.rows or (inflight.waiting and not inflight.tasks):
             return True
-        if self._has_spare_work:
+        if self._has_idle_work:
             return True
         return any(not task.cursor.should_wait(busy=False) for task in inflight.tasks.values())
 
     @property
-    def _has_spare_work(self) -> bool:
-        return self._deferred.has_work and not self.inflight.sequences
+    def _has_idle_work(self) -> bool:
+        return self._idle_work.has_work and not self.inflight.sequences
 
     def step(self) -> None:
         inflight = self.inflight
@@ -121,8 +118,8 @@ class Loop:
         with inflight.cache.together():
             for task in reading:
                 self._prefill.settle(task)
-        if self._has_spare_work:
-            self._read_deferred()
+        if self._has_idle_work:
+            self._do_idle_work()
         self._recovery.confirm(in_flight=bool(inflight.rows) and not reading)
         self._n_steps += 1
         if inflight.rows and self._n_steps % CALIBRATE_EVERY == 0:
@@ -157,14 +154,12 @@ class Loop:
         else:
             self._prefill.begin(sequence)
 
-    def _read_deferred(self) -> None:
+    def _do_idle_work(self) -> None:
         try:
-            self._deferred.step()
+            self._idle_work.step()
         except Exception as e:
-            log.warning(
-                "reading the rest of a sparsely read prompt failed, giving up: %r", e, exc_info=e
-            )
-            self._recovery.put_all_back(e)  # forgets deferred prompts, too
+            log.warning("work while the engine is idle failed, giving up: %r", e, exc_info=e)
+            self._recovery.put_all_back(e)  # forgets that work, too
 
     # --- what other threads ask for, between two steps -------------------------------------
 
@@ -184,7 +179,7 @@ class Loop:
             inflight.leave_queue()
             inflight.emit(job.id, JobFailed(client_error(job, e)))
             return
-        self._deferred.pause()
+        self._idle_work.pause()
         sequence = Sequence(job, cursor, need_nbytes=need, waits=looked_up(cursor, began_at))
         inflight.sequences[job.id] = sequence
         inflight.waiting.append(sequence)
@@ -216,5 +211,5 @@ class Loop:
             self._recovery.confirm(in_flight=False)
         for request in self.inflight.sequences:
             self.inflight.emit(request, JobFailed(error))
-        self._deferred.forget()
+        self._idle_work.forget()
         self.inflight.clear()

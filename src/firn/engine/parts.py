@@ -1,29 +1,13 @@
-"""What the engine thread works with, and its limits. The thread builds them when it starts."""
+"""What the engine thread works with. The thread builds it when it starts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from firn.core.ports import Cursor, LiveRow, PrefixCache, Runner, Scorer
+from firn.core.ports import Cursor, LiveRow, PrefixCache, Runner
 from firn.engine.budget import Budget
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    max_rows: int
-    max_queue: int
-    prefill_chunk: int
-    aligned: bool = False
-    """Every chunk ends at a multiple of prefill_chunk: exact reuse needs it."""
-    largest_chunk: int = 0
-    """Chunks vary with depth and load, up to this size; 0: all have prefill_chunk tokens."""
-    max_step_s: float = 0.0
-    """How long a chunk may hold up decoding requests; 0: little longer than a usual chunk takes."""
-    common_chunk: int = 0
-    """Longer chunks begin and end at multiples of this, and the runner pads shorter ones, for a device
-    that prefers few shapes. 0: chunks end anywhere."""
-    logprobs_chunk_nbytes: int = 128 << 20
-    """Limit for the logits of a chunk whose logprobs are wanted: a large vocabulary shortens it."""
+from firn.engine.limits import EngineLimits
+from firn.engine.preparation import NoPreparation, Preparer
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +18,7 @@ class EngineParts:
     cache: PrefixCache[Cursor]
     budget: Budget
     limits: EngineLimits
-    scorer: Scorer[object] | None = None
-    """Finds which tokens of a long prompt matter; None: every prompt is read in full."""
+    preparer: Preparer = field(default_factory=NoPreparation)
 
     def set_capacity(self, nbytes: int) -> None:
         """Set how much memory live requests and stored records may take together."""

@@ -16,11 +16,11 @@ from firn.core.values import Prompt
 from firn.engine.chunks import ChunkSizes
 from firn.engine.decode import Decode
 from firn.engine.inflight import InFlight, RestoreFailed
+from firn.engine.preparation import Preparer
 from firn.engine.prompt_batches import PromptBatches
 from firn.engine.recovery import Recovery
 from firn.engine.scheduler import chunk_end
 from firn.engine.sequence import Choice, PrefillTask, Sequence
-from firn.engine.sparse import SparsePrefill
 
 
 class Prefill:
@@ -31,14 +31,14 @@ class Prefill:
         *,
         decode: Decode,
         sizes: ChunkSizes,
-        scorer_sizes: ChunkSizes,
+        preparer: Preparer,
     ) -> None:
         self._inflight = inflight
         self._runner, self._cache = inflight.runner, inflight.cache
         self._recovery = recovery
         self._decode = decode
         self._sizes = sizes
-        self._sparse = SparsePrefill(inflight, inflight.scorer, sizes=scorer_sizes)
+        self._preparer = preparer
         self._batches = PromptBatches(inflight, self.skip_ahead)
         self._skipped: list[PrefillTask] = []
         """Tasks that skipped to the end of their prompts in this step."""
@@ -56,7 +56,7 @@ class Prefill:
             task.wants_logprobs = job.prompt_logprobs
             self._inflight.update_room()  # not before the restore, whose records it might evict
             sequence.mark_started()
-            self._sparse.begin(task)
+            self._preparer.begin(task)
             self._inflight.announce(sequence)
             if task.n_left == 0:
                 self._decode.begin(task)
@@ -107,8 +107,8 @@ class Prefill:
             return ()
         chunk = self._chunk(task)
         task.chunk_start, task.chunk_began = task.row.n_tokens, time.perf_counter()
-        if task.scoring is not None:
-            return self._score(task, chunk)
+        if task.is_preparing:
+            return self._prepare(task, chunk)
         end = chunk_end(
             task.row.n_tokens,
             task.n_total,
@@ -136,11 +136,8 @@ class Prefill:
         the prompt's last token, or must be read in whole chunks.
         """
         inflight, n_done = self._inflight, task.row.n_tokens
-        is_plain = not (
+        is_plain = task.is_plain and not (
             inflight.limits.aligned
-            or task.wants_logprobs
-            or task.scoring is not None
-            or task.prompt.thinned is not None
             or len(task.choices) > 1
             or not task.sequence.job.max_tokens  # the prompt is read to be stored
         )
@@ -151,10 +148,10 @@ class Prefill:
             and not any(stop > n_done for stop in self._cache.stops(task.cursor))
         )
 
-    def _score(self, task: PrefillTask, chunk: int) -> abc.Sequence[PrefillTask]:
+    def _prepare(self, task: PrefillTask, chunk: int) -> abc.Sequence[PrefillTask]:
         with self._recovery.guard(task.sequence):
-            self._sparse.read(task, chunk)
-            return [task] if task.scoring is not None else ()
+            self._preparer.dispatch(task, chunk)
+            return [task] if task.is_preparing else ()
         return ()
 
     def skip_ahead(self, task: PrefillTask) -> bool:
@@ -216,8 +213,8 @@ class Prefill:
         if task.number not in self._inflight.tasks:  # cancelled while it ran
             return
         with self._recovery.guard(task.sequence):
-            if task.scoring is not None:
-                self._sparse.settle(task)
+            if task.is_preparing:
+                self._preparer.settle(task)
             else:
                 self._commit(task)
             self._inflight.announce(task.sequence)
@@ -235,8 +232,7 @@ class Prefill:
         self._batches.settled(task, took_s)
         took_s *= task.share
         start, end = task.chunk_start, task.row.n_tokens
-        self._cache.saw_prefill(start, end, took_s)
-        self._sizes.saw(start, end, took_s)
+        self._cache.prefill.saw(start, end, took_s)
         if task.share == 1.0:
             self._inflight.budget.learn_chunk(end - start, start, self._runner.chunk_peak_nbytes)
         self._inflight.commit(task.cursor, task.row)

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
 import numpy as np
 
+from firn.core.measure import Median
 from firn.engine.inflight import InFlight
 from firn.engine.sequence import PrefillTask
 
@@ -33,11 +32,8 @@ MIN_FILL = 0.6
 """Minimum share of a pass that is not padding: each row is padded to the longest."""
 N_SHARED = 16
 """Of two prompts whose next N_SHARED tokens agree, one waits for the other's records."""
-MIN_SAMPLES, MAX_SAMPLES = 4, 5
-"""Timings of each kind that are needed to choose the faster one, and how many are kept.
-
-The first passes of a shape take longer: three later ones outvote them.
-"""
+N_KEPT = 5
+"""Timings of each kind. The first passes of a shape take longer: three later ones outvote two."""
 MAX_TIME_RATIO = 0.95
 """Time per token together over time per token alone: above this, reading together does not pay."""
 TRY_FIRST, TRY_EVERY = 8, 64
@@ -48,8 +44,8 @@ TRY_FIRST, TRY_EVERY = 8, 64
 class BatchTrial:
     """Decides whether to read short prompts together or alone, by how long each took."""
 
-    alone_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
-    batched_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+    alone_s: Median = field(default_factory=lambda: Median(kept=N_KEPT))
+    batched_s: Median = field(default_factory=lambda: Median(kept=N_KEPT))
     """Seconds per token of passes of each kind."""
     _n_spaced: int = TRY_FIRST
     _n_decisions: int = 0
@@ -57,9 +53,9 @@ class BatchTrial:
 
     def should_batch(self) -> bool:
         """Whether to read the next prompts together."""
-        if len(self.batched_s) < MIN_SAMPLES or len(self.alone_s) < MIN_SAMPLES:
+        if not (self.batched_s.is_sure and self.alone_s.is_sure):
             return len(self.batched_s) <= len(self.alone_s)
-        pays = median(self.batched_s) < MAX_TIME_RATIO * median(self.alone_s)
+        pays = self.batched_s.value < MAX_TIME_RATIO * self.alone_s.value
         self._n_decisions += 1
         if self._n_decisions < self._n_spaced:
             return pays
@@ -68,7 +64,7 @@ class BatchTrial:
 
     def saw(self, seconds: float, *, n_tokens: int, n_prompts: int) -> None:
         samples = self.batched_s if n_prompts > 1 else self.alone_s
-        samples.append(seconds / n_tokens)
+        samples.add(seconds / n_tokens)
 
 
 class PromptBatches:
@@ -100,9 +96,7 @@ class PromptBatches:
         return (
             MIN_NEW_TOKENS <= task.n_left <= MAX_NEW_TOKENS
             and task.n_total <= MAX_TOKENS
-            and not task.wants_logprobs
-            and task.scoring is None
-            and task.prompt.thinned is None
+            and task.is_plain
             and not task.prompt.unbroken
             and not self._inflight.cache.stops(task.cursor)
         )

@@ -85,8 +85,8 @@ class Recovery:
         if sequence.job.id not in inflight.sequences:
             return
         failure = client_error(sequence.job, error)
-        # After a fault the rows are in doubt: store no more of them, and defer no prefill of the rest.
-        sequence.n_skipped = 0
+        # After a fault the rows are in doubt: store no more of them, and leave nothing to do later.
+        sequence.has_failed = True
         task_cursors = [t.cursor for t in inflight.tasks_of(sequence)]
         choice_cursors = [c.cursor for c in sequence.choices if c.cursor]
         for cursor in (sequence.cursor, *task_cursors, *choice_cursors):

@@ -88,6 +88,17 @@ def looked_up(cursor: Cursor, began_at: float) -> AdmissionTimes:
     return AdmissionTimes(began_at, now, now, loads=cursor.racing)
 
 
+class AsItIs:
+    """What a preparer has done with a request's prompt: nothing."""
+
+    def told(self, admission: Admitted) -> Admitted:
+        """What the client is told, given what the cache has done for the prompt that is read."""
+        return admission
+
+
+AS_IT_IS = AsItIs()
+
+
 @dataclass(eq=False)
 class Sequence:
     """One request, from its arrival to its end."""
@@ -104,12 +115,9 @@ class Sequence:
     """Its rows were dropped, and it waits in the queue again."""
     was_at_fault: bool = False
     """A fault in its work may have been another request's, so it was tried again, but only once."""
-    keep: float | None = None
-    """The share of its uncached prompt that sparse prefill reads; None: all of it."""
-    n_skipped: int = 0
-    """Tokens of its prompt that sparse prefill skips; `job` has the thinned prompt."""
-    whole_admission: Admitted | None = None
-    """What the cache had of its prompt before it was thinned."""
+    has_failed: bool = False
+    prepared: AsItIs = AS_IT_IS
+    """What was done with its prompt, which `job` has; `job` itself is replaced then."""
 
     def __post_init__(self) -> None:
         self.choices = [Choice(self, i) for i in range(self.job.n)]
@@ -122,12 +130,7 @@ class Sequence:
     @property
     def admission(self) -> Admitted:
         """What the cache has done for its prompt, and how long each wait took."""
-        admission, whole = self.cursor.admission, self.whole_admission
-        if whole is not None:  # the row resumed from whichever had more cached
-            admission = replace(
-                max(whole, admission, key=lambda a: a.n_cached), reason=whole.reason
-            )
-        return replace(admission, keep=self.keep, n_skipped=self.n_skipped, waits=self.waits)
+        return replace(self.prepared.told(self.cursor.admission), waits=self.waits)
 
     @property
     def open_choices(self) -> list[Choice]:
@@ -159,8 +162,8 @@ class PrefillTask:
     row: LiveRow
     wants_logprobs: bool = False
     """The logprobs of the prompt's tokens are wanted."""
-    scoring: object | None = None
-    """The scorer's handle, until it is known which tokens to read (sparse prefill)."""
+    is_preparing: bool = False
+    """Something has to be done with its prompt before it is read."""
     chunk_start: int = 0
     chunk_began: float = 0.0
     share: float = 1.0
@@ -176,6 +179,11 @@ class PrefillTask:
         return self.cursor is self.sequence.cursor
 
     @property
+    def is_plain(self) -> bool:
+        """Whether a row may read its tokens in any company, and nothing else is wanted of them."""
+        return not (self.is_preparing or self.wants_logprobs or self.prompt.has_gaps)
+
+    @property
     def n_total(self) -> int:
         return len(self.prompt) - 1
 
@@ -185,5 +193,6 @@ class PrefillTask:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Positions done, including skipped ones, and all positions."""
-        return self.prompt.position(self.row.n_tokens), self.prompt.position(len(self.prompt))
+        """Positions done, and all positions."""
+        prompt = self.prompt
+        return prompt.position(self.row.n_tokens), prompt.position(len(prompt))

@@ -15,12 +15,13 @@ import mlx.core as mx
 import numpy as np
 
 from firn.core.values import PictureSpan, Prompt
+from firn.models.model_arguments import CachesAsTheyAre
 from firn.models.picture import FeatureCache, Features, Picture
 from firn.models.vision_gemma import attend_to_whole_pictures, has_whole_pictures
 from firn.models.vision_rope import RotaryPositions
 
 
-class VisionModel:
+class VisionModel(CachesAsTheyAre):
     """Callable like mlx-lm's models; implements ModelArguments. Owner: the engine thread."""
 
     def __init__(self, model: Any, *, feature_nbytes: int) -> None:

@@ -57,7 +57,7 @@ class Boundaries:
         return replace(prompt, boundaries=boundaries, hints=self._hints(rendered, starts, messages))
 
     def essential(self, prompt: Prompt, rendered: Rendered, messages: Sequence[Message]) -> Ranges:
-        """The ranges of the prompt that sparse prefill never skips."""
+        """The ranges of the prompt that must be read whatever else is skipped."""
         starts = self._message_starts(prompt.ids)
         typed = {start for start, _ in rendered.typed}
         matches = [m for m in self._opener.finditer(rendered.text) if m.start() not in typed]

@@ -1,4 +1,4 @@
-"""What sparse prefill never skips in a prompt: system prompt, tools, the newest message. Pure.
+"""What must be read of a prompt whatever else is skipped: system prompt, tools, newest message. Pure.
 
 Messages begin at openers, and templates differ in what else they put between them: tools may be in
 a message of their own, before the first user's words or before the last user's. Where that is

@@ -19,9 +19,12 @@ from firn.backends.cuda.shapes import (
     rounded,
     width_for,
 )
-from firn.core.values import Job, Prompt, RequestId, Sampling, Thinned
+from firn.core.values import Job, Prompt, RequestId, Sampling
 from firn.models.decode.execution import PLAIN_EXECUTION, Execution
 from firn.models.decode.runner import Runner
+from firn.models.patches import Patches
+from firn.sparse.placing import ArgumentsByPosition
+from firn.sparse.thinned import Thinned
 from tests.cache.tiny import tiny
 from tests.harness import model_info
 
@@ -44,6 +47,7 @@ def make_runner(name: str, *, few: bool, max_rows: int = 4) -> tuple[Runner, lis
         model_info(model, make_layers),
         make_layers=make_layers,
         max_rows=max_rows,
+        arguments=ArgumentsByPosition(Patches()),
         execution=Execution(FewBuckets(mx.float32)) if few else PLAIN_EXECUTION,
     )
     return runner, seen
@@ -196,7 +200,7 @@ def test_scores_of_the_prompt_are_those_of_its_tokens() -> None:
 def test_skipped_tokens_keep_their_places_in_a_padded_chunk() -> None:
     whole = prompt_of(400)
     kept = np.concatenate([np.arange(30), np.arange(64, 100), np.arange(300, 321)])
-    thin = Prompt(whole.ids[kept], thinned=Thinned(kept, whole, ""))
+    thin = Prompt(whole.ids[kept], positions=Thinned(kept, whole, ""))
     rows = [read(make_runner("qwen3", few=few)[0], thin, 20, 86) for few in (False, True)]
     for mine, theirs in zip(past(rows[0]), past(rows[1]), strict=True):
         assert mx.allclose(mine, theirs, atol=1e-4)

@@ -27,7 +27,8 @@ from firn.core.events import Admitted
 from firn.core.keys import Key, block_keys
 from firn.core.ports import EngineLoad
 from firn.core.reuse import Cause
-from firn.core.values import CacheControl, Namespace, Prompt, Thinned
+from firn.core.values import CacheControl, Namespace, Prompt
+from firn.sparse.thinned import Thinned
 from tests.cache.lab import ALL_KINDS, DENSE, HYBRID, SHAPES, LabEngine, Shape, nodes_of, tree
 from tests.cache.lab import prompt_of as lab_prompt
 from tests.dict_store import DictStore
@@ -198,7 +199,7 @@ def test_what_one_server_computed_of_a_thinned_prompt_another_resumes() -> None:
     shared = dict[str, bytes]()
     whole = Prompt(np.array(PROMPT * 2))
     kept = np.concatenate([np.arange(60), np.arange(100, 140)])
-    thin = Prompt(whole.ids[kept], thinned=Thinned(kept, whole, "every other page"))
+    thin = Prompt(whole.ids[kept], positions=Thinned(kept, whole, "every other page"))
 
     def read(lab: LabEngine) -> int:
         outcome = Outcome(replace(lab.job([1], 4), prompt=thin))

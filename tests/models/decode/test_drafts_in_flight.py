@@ -15,8 +15,8 @@ from firn.models.decode.steps import PlainInFlight
 from firn.models.decode.verify import Verification
 from firn.models.speculation.drafters import NO_DRAFT
 from firn.models.speculation.drafters.lookup import Lookup
-from firn.models.speculation.gate import MAX_OVERHEAD, MAX_REST, OverheadTimes
-from firn.models.speculation.speculator import N_REST, Speculation
+from firn.models.speculation.gate import Overhead
+from firn.models.speculation.speculator import Speculation
 from tests.harness import GREEDY, Harness, Result, running
 from tests.models.alone import assert_same, plain, prompt_of, said_alone
 from tests.models.speculation.drafting import AnyWidth, KnownReplies
@@ -148,7 +148,7 @@ def said_plainly(heard: Heard, *, draft_s: float, step_s: float, n_steps: int) -
             clock.now += step_s
             step = group.unread.pop(0)
             step.is_counted = True
-            said.append(rng.randrange(1000))
+            said.append(rng.randrange(1 << 30))
             speculation.observe(group, [TakenTokens(row, (said[-1],), (None,))], step)
     speculation.close(row)
     return said
@@ -167,19 +167,20 @@ def test_a_row_rests_longer_where_drafting_takes_a_larger_share_of_a_step() -> N
         heard = Heard()
         said_plainly(heard, draft_s=draft_s, step_s=5e-3, n_steps=400)
         n_drafts.append(heard.n_drafts)
-    assert n_drafts[0] == pytest.approx(400 / (N_REST + 1), rel=0.1)
-    assert n_drafts[1] < n_drafts[0] / 3
+    assert n_drafts[0] > 390, "it takes next to nothing"
+    assert n_drafts[1] < n_drafts[0] / 10
 
 
 @pytest.mark.parametrize("n_rows", [1, 8, 32])
 def test_drafts_of_all_rows_together_take_little_of_a_step(n_rows: int) -> None:
     """Both to make them and to decide that they are not worth trying."""
-    times = OverheadTimes()
+    times = Overhead()
     for _ in range(100):
-        times.saw(15e-6)
-        times.passed_over(5e-6)
+        times.draft.add(15e-6)
+        times.decide.add(5e-6)
     rest = times.rest(n_rows, 5e-3)
-    assert rest == MAX_REST or n_rows * 20e-6 / (rest + 1) <= MAX_OVERHEAD * 5e-3 * 1.01
-    assert rest == MAX_REST or n_rows * 20e-6 / max(rest, 1) > MAX_OVERHEAD * 5e-3 or not rest
+    longest = times.rest(n_rows, 1e-6)
+    assert rest == longest or n_rows * 20e-6 / (rest + 1) <= 0.005 * 5e-3 * 1.01
+    assert rest == longest or n_rows * 20e-6 / max(rest, 1) > 0.005 * 5e-3 or not rest
     assert times.rest(n_rows, 10.0) == 0
-    assert times.rest(n_rows, 1e-6) == MAX_REST
+    assert 16 <= longest < 64, "every row is tried again"

@@ -35,7 +35,7 @@ from tests.models.speculation.test_speculation import (
     story,
     tell,
 )
-from tests.models.test_placing import thin_of
+from tests.sparse.test_placing import thin_of
 from tests.zoo import VOCAB_SIZE, build
 
 WARM = Sampling(temperature=0.9, seed=5)

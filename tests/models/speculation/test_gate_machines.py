@@ -157,3 +157,24 @@ def test_a_host_whose_speed_changes_shuts_no_drafts_out(right: float, goal: floa
         gains.append(gain(noisy, n_rows, right, n_before=1, n_replies=4, seed=seed))
     assert statistics.median(gains) > goal
     assert min(gains) > 0.85 * goal
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_machine_and_no_text_lose_more_than_two_percent(seed: int) -> None:
+    """Whatever steps cost, and however long drafts are right and wrong in turn."""
+    rng = random.Random(seed)
+    dear = rng.choice([0.02, 0.1, 0.5, 1.0])
+    machine = Machine(
+        host_s=rng.uniform(0.0002, 0.004),
+        device_s=rng.uniform(0.002, 0.05),
+        wide={w: 1.0 + rng.random() * 0.3 + dear * (w - 1) for w in (2, 4, 8, 16, 32)},
+        profile=rng.choice([CPU, CUDA]),
+        noise=rng.choice([0.0, 3.0]),
+        goes_ahead=rng.random() < 0.3,
+    )
+    period, best = rng.randrange(5, 80), rng.random()
+
+    def right(n: int) -> float:
+        return best if n // period % 2 else 0.0
+
+    assert gain(machine, rng.choice([1, 4, 8]), right, n_tokens=1500, seed=seed) > 0.98

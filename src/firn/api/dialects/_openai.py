@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from json.encoder import encode_basestring_ascii
-from typing import Any
+from typing import Any, TypedDict
 
 from firn.api import fields, sse
 from firn.api.dialects import ReplyHead
@@ -14,7 +14,7 @@ from firn.api.ollama import keep_alive_s
 from firn.core.bounds import GREEDY_BELOW, INT_MAX, SAMPLING
 from firn.core.errors import InvalidValue
 from firn.core.events import Ended, Event, TextLogprob
-from firn.core.values import CacheControl, Sampling, Usage
+from firn.core.values import CacheControl, Defaults, Sampling, Usage
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -127,6 +127,24 @@ def stop_array(given: object, param: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(strings))
 
 
+class Extensions(TypedDict):
+    """firn's own fields, by the names of `GenerateRequest`."""
+
+    cache: CacheControl
+    cache_salt: str
+    speculates: bool
+    keep: float | None
+
+
+def extensions(body: Fields, defaults: Defaults) -> Extensions:
+    return {
+        "cache": cache_control(body, stores=defaults.stores),
+        "cache_salt": cache_salt(body),
+        "speculates": speculates(body),
+        "keep": keep(body),
+    }
+
+
 def cache_control(body: Fields, *, stores: bool) -> CacheControl:
     """stores: see `Defaults`."""
     cache = body.object("cache")
@@ -163,14 +181,14 @@ def speculates(body: Fields) -> bool:
     return given is None or fields.one_of(given, "speculation", SPECULATION) == "auto"
 
 
-def sparse_keep(body: Fields) -> float | None:
+def keep(body: Fields) -> float | None:
     """The share of a long uncached prompt that must be read; None: the server's own setting."""
     if body.get("sparse_prefill") is None:
         return None
     given = body.object("sparse_prefill")
-    keep = fields.number(given.require("keep"), given.name("keep"), low=0.01, high=1)
+    share = fields.number(given.require("keep"), given.name("keep"), low=0.01, high=1)
     given.refuse_unread()
-    return round(keep, 2)
+    return round(share, 2)
 
 
 def prediction(body: Fields) -> str:
@@ -333,7 +351,7 @@ def common_schema() -> dict[str, Any]:
             "type": ["object", "null"],
             "properties": {"include_usage": BOOLEAN},
         },
-        **_extension_schema(),
+        **extension_schema(),
     }
 
 
@@ -365,7 +383,7 @@ def _stop_schema() -> dict[str, Any]:
     return {"oneOf": [{"type": "null"}, stop, several]}
 
 
-def _extension_schema() -> dict[str, Any]:
+def extension_schema() -> dict[str, Any]:
     """firn's own extensions."""
     return {
         "speculation": {

@@ -2,7 +2,7 @@
 
 Each token of a prompt is counted once: read from the cache, written to it, or neither:
     # [0, n_cached) cache_read   [n_cached, n_prompt - 1) cache_creation   the last one: input
-Tokens that sparse prefill skips are input. Whatever is computed is also stored, but only a client
+Tokens that are skipped are input. Whatever is computed is also stored, but only a client
 that marks something with cache_control sees it as cache_creation; for others it is input.
 """
 
@@ -100,10 +100,7 @@ class AnthropicMessages:
             ignore_eos=members.boolean("ignore_eos", False),
             grammar=_anthropic.grammar(members),
             reasoning=reasoning,
-            cache=_openai.cache_control(members, stores=self._defaults.stores),
-            cache_salt=_openai.cache_salt(members),
-            speculates=_openai.speculates(members),
-            sparse_keep=_openai.sparse_keep(members),
+            **_openai.extensions(members, self._defaults),
         )
         stream = members.boolean("stream", False)
         options = MessageOptions(
@@ -365,11 +362,8 @@ def _schema() -> dict[str, Any]:
         "min_p",
         "seed",
         "stream",
-        "cache",
-        "cache_salt",
         "stop_token_ids",
-        "speculation",
-        "sparse_prefill",
+        *_openai.extension_schema(),
     )
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
     text_or_blocks = {"type": ["string", "array", "null"], "items": {"type": "object"}}

@@ -50,10 +50,7 @@ class OllamaChat(OllamaDialect):
             top_logprobs=_ollama.top_logprobs(members),
             grammar=_ollama.grammar(members),
             reasoning=reasoning,
-            cache=_openai.cache_control(members, stores=defaults.stores),
-            cache_salt=_openai.cache_salt(members),
-            speculates=_openai.speculates(members),
-            sparse_keep=_openai.sparse_keep(members),
+            **_openai.extensions(members, defaults),
         )
         stay_s = keep_alive_s(members)
         stream = members.boolean("stream", True)

@@ -40,10 +40,7 @@ class OllamaGenerate(OllamaDialect):
         n_predict = _ollama.max_tokens(options)
         stop = _openai.stop_strings(options)
         grammar, top_logprobs = _ollama.grammar(members), _ollama.top_logprobs(members)
-        cache = _openai.cache_control(members, stores=defaults.stores)
-        cache_salt = _openai.cache_salt(members)
-        stay_s = keep_alive_s(members)
-        speculates, sparse_keep = _openai.speculates(members), _openai.sparse_keep(members)
+        stay_s, extensions = keep_alive_s(members), _openai.extensions(members, defaults)
         stream = members.boolean("stream", True)
         refuse_missing(members, under="options")
         ignored = members.unread()
@@ -59,10 +56,7 @@ class OllamaGenerate(OllamaDialect):
             top_logprobs=top_logprobs,
             grammar=grammar,
             reasoning=reasoning,
-            cache=cache,
-            cache_salt=cache_salt,
-            speculates=speculates,
-            sparse_keep=sparse_keep,
+            **extensions,
         )
         return OllamaCall((request,), stream, ignored, _show)
 

@@ -88,10 +88,7 @@ class OpenAIChat:
             ignore_eos=members.boolean("ignore_eos", False),
             grammar=_openai_chat.grammar(members),
             reasoning=reasoning,
-            cache=_openai.cache_control(members, stores=defaults.stores),
-            cache_salt=_openai.cache_salt(members),
-            speculates=_openai.speculates(members),
-            sparse_keep=_openai.sparse_keep(members),
+            **_openai.extensions(members, defaults),
             prediction=_openai.prediction(members),
         )
         stream = members.boolean("stream", False)

@@ -80,9 +80,7 @@ class OpenAICompletions:
         ignore_eos = members.boolean("ignore_eos", False)
         echo = members.boolean("echo", False)
         grammar = _openai_chat.grammar(members)
-        cache = _openai.cache_control(members, stores=self._defaults.stores)
-        cache_salt = _openai.cache_salt(members)
-        speculates, sparse_keep = _openai.speculates(members), _openai.sparse_keep(members)
+        extensions = _openai.extensions(members, self._defaults)
         if echo and top_logprobs is not None and isinstance(sources[0], FillInMiddle):
             raise InvalidValue("echo", "cannot be combined with logprobs and suffix")
         requests = tuple(
@@ -98,10 +96,7 @@ class OpenAICompletions:
                 ignore_eos=ignore_eos,
                 echo=echo,
                 grammar=grammar,
-                cache=cache,
-                cache_salt=cache_salt,
-                speculates=speculates,
-                sparse_keep=sparse_keep,
+                **extensions,
             )
             for source in sources
         )

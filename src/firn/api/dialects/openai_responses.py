@@ -93,10 +93,7 @@ class OpenAIResponses:
             ignore_eos=members.boolean("ignore_eos", False),
             grammar=items.grammar(members),
             reasoning=reasoning,
-            cache=_openai.cache_control(members, stores=self._defaults.stores),
-            cache_salt=_openai.cache_salt(members),
-            speculates=_openai.speculates(members),
-            sparse_keep=_openai.sparse_keep(members),
+            **_openai.extensions(members, self._defaults),
         )
         stream, background = members.boolean("stream", False), members.boolean("background", False)
         stored = members.boolean("store", True)

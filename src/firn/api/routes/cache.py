@@ -25,7 +25,6 @@ from firn.api.tree_answers import TreeAnswers
 from firn.core.errors import InvalidValue, NotFound
 from firn.core.events import Failed
 from firn.core.ports import CacheAdmin
-from firn.core.sparse import IN_FULL
 from firn.core.values import GenerateRequest, Namespace
 
 OWN_ADMISSION = frozenset({"bytes_per_token", "bytes_per_row"})
@@ -118,10 +117,8 @@ class CacheRoutes:
 
     async def _compute(self, generate: GenerateRequest, request: Request) -> None:
         exchange = exchange_of(request.scope)
-        # In full, because no part of a thinned prompt could be pinned.
-        short = replace(
-            generate, max_tokens=1, n=1, top_logprobs=None, grammar=None, sparse_keep=IN_FULL
-        )
+        # In full, because no part of a prompt with gaps could be pinned.
+        short = replace(generate.in_full(), max_tokens=1, n=1, top_logprobs=None, grammar=None)
         session = Session(self._services, [short], id=f"{exchange.id}-pin", caller=exchange.caller)
         with self._services.quotas.call(exchange.caller.key_id, session), closing(session):
             await session.start()

@@ -21,7 +21,6 @@ from firn.api.services import Services
 from firn.api.session import Session
 from firn.core.errors import BadRequest, InvalidValue
 from firn.core.events import Failed, TextDelta, TextLogprob
-from firn.core.sparse import IN_FULL
 from firn.core.values import GenerateRequest, Namespace, RawTokens, Sampling
 from firn.text import rerank
 from firn.text.rerank import Reranker
@@ -184,8 +183,7 @@ class _Reranking:
                 max_tokens=1,
                 top_logprobs=N_LIKELIEST,
                 ignore_eos=True,
-                sparse_keep=IN_FULL,  # the answer has no way to say that it is approximate
-            )
+            ).in_full()  # the answer has no way to say that it is approximate
             for ids in prompts
         ]
         by_choice: dict[int, TextLogprob] = {}

@@ -41,7 +41,7 @@ check takes that for a mistake in a script, and every new graph fails."""
 STEPS = StepProfile(
     slope=0.008,
     flat=0.1,
-    widths=(1, 2, 4, 8, 16, 32),
+    widths=(1, 4, 8, 16, 32),
     shapes=(4, 8, 16, 32),
     columns=Columns(block=512),
     n_preparing=5,

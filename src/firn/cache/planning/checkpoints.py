@@ -3,7 +3,7 @@
 States are large, so they are kept where they will be needed again: at the end of the tools and the
 system prompt, at the start of the last user turns, where the next turn may branch off (before the
 generation prompt, if history will not contain it), at a branch point that a lookup has just found, and
-on a sparse lattice of powers of two in long prompts. The ends of the prompt and of the reply cost
+on a lattice of powers of two in long prompts. The ends of the prompt and of the reply cost
 nothing extra: the first is always due, and the caller keeps the second.
 """
 

@@ -32,7 +32,7 @@ class CacheIdentity:
     block: int
 
     def root(self, namespace: Namespace, recipe: str = "") -> Key:
-        """recipe: how prompts were thinned; empty if they were not."""
+        """recipe: see `Positions`."""
         layout = self.layout_of(recipe)
         return root_key(fingerprint=self.fingerprint, layout=layout, namespace=namespace)
 
@@ -71,7 +71,7 @@ class RecordCatalogue:
                 self._roots[self._identity.root(namespace, recipe)] = info
 
     def expect_recipes(self, recipes: Iterable[str]) -> None:
-        """Prompts may be thinned in these ways: their records have separate roots."""
+        """Prompts may be prepared in these ways: their records have separate roots."""
         self._recipes = tuple(dict.fromkeys([*self._recipes, *recipes]))
         self.expect_namespaces(self.namespaces)
 
@@ -92,7 +92,7 @@ class RecordCatalogue:
         return None if info is None else self._tree.root(key, info.namespace)
 
     def roots(self, namespace: Namespace) -> list[Root]:
-        """All roots of a namespace, those of thinned prompts included."""
+        """All roots of a namespace, those of prepared prompts included."""
         return [self.root(namespace, recipe) for recipe in self._recipes]
 
     def layout_of(self, root: Root) -> str:

@@ -24,7 +24,7 @@ from firn.cache.arrays.host import PayloadBytes, from_host, staged, to_host
 from firn.cache.arrays.payload import Payload
 from firn.cache.ledger import Ledger
 from firn.cache.memory.rows import payload_of, wait_for_row
-from firn.cache.planning.estimates import FIRST_LATENCY_S, STALE_S, Samples
+from firn.cache.planning.estimates import FIRST_LATENCY_S, N_KEPT, STALE_S
 from firn.cache.storage.catalogue import RecordCatalogue, name_of
 from firn.cache.storage.container import Loaded, Name
 from firn.cache.storage.events import (
@@ -55,6 +55,7 @@ from firn.cache.storage.threads import Done
 from firn.cache.tiers import TierUsage, WriteResult
 from firn.cache.tree import Record, Tree
 from firn.core.keys import Key
+from firn.core.measure import Median
 from firn.core.ports import EngineLoad
 
 log = logging.getLogger("firn.cache")
@@ -144,7 +145,7 @@ class TierClient:
         self._wake = wake
         self.accepts = accepts
         self._clock = clock
-        self._ask_s = Samples(FIRST_LATENCY_S)
+        self._ask_s = Median(FIRST_LATENCY_S, kept=N_KEPT)
         self._asked_at = -math.inf
         self._results: queue.PriorityQueue[tuple[int, int, TakeResult]] = queue.PriorityQueue()
         """Reads and store answers first, because requests wait for them. Everything else in order
@@ -329,7 +330,7 @@ class TierClient:
     def ask_s(self) -> float | None:
         """How long the store takes to look up a prompt; None if unknown or out of date."""
         is_stale = self._clock() - self._asked_at > STALE_S
-        return None if is_stale or not self._ask_s.known else self._ask_s.value
+        return None if is_stale or not self._ask_s else self._ask_s.value
 
     def ask(self, question: StoreQuestion) -> None:
         """Find out which records of a prompt the store has."""
@@ -346,7 +347,7 @@ class TierClient:
     ) -> TierEvent:
         if isinstance(result, TierError):
             return StoreAnswered(question, (), failed=True)
-        self._ask_s.see(at - began)
+        self._ask_s.add(at - began)
         self._asked_at = at
         return StoreAnswered(question, result)
 

@@ -17,8 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean
 
-from firn.cache.planning.estimates import Samples
+from firn.core.measure import Median
 
+N_KEPT = 5
+"""Spells of which the mean slowdown counts."""
 MAX_COST = 0.01
 """Largest share by which writes may slow decoding."""
 MAX_WAIT_S = 10.0
@@ -51,7 +53,7 @@ class WritePace:
         """Whether the slowdown of the last spell has been measured."""
         self._writing, self._alone = _Steps(), _Steps()
         """Steps with a write under way since the spell began, and without one since it ended."""
-        self._slowdown = Samples(1.0, of=fmean)
+        self._slowdown = Median(1.0, kept=N_KEPT, of=fmean)
         self._last: float | None = None
 
     @property
@@ -83,13 +85,13 @@ class WritePace:
     def _measure(self) -> None:
         if not self._is_measured:
             slowdown = self._writing.mean_s / max(self._alone.mean_s, 1e-9)
-            self._slowdown.see(min(slowdown, MAX_SLOWDOWN))
+            self._slowdown.add(min(slowdown, MAX_SLOWDOWN))
             self._is_measured = True
 
     @property
     def _n_spell(self) -> int:
         """Steps of a spell: normally few, so that no one reply bears the cost of a long spell."""
-        is_harmless = self._slowdown.known and self.slowdown <= 1.0 + MAX_COST
+        is_harmless = bool(self._slowdown) and self.slowdown <= 1.0 + MAX_COST
         return LONG_STEPS if is_harmless else LEAST_STEPS
 
     def _pause_is_over(self, waited_s: float) -> bool:

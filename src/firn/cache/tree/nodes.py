@@ -193,7 +193,7 @@ class PartTotals:
 class Root(Node):
     """Where the prefixes of one namespace begin, with the totals of its records.
 
-    A namespace has one root for whole prompts, and one for each way in which prompts are thinned.
+    A namespace has one root for prompts as they were sent, and one for each way of preparing them.
     """
 
     __slots__ = (

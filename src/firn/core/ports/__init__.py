@@ -21,7 +21,6 @@ from firn.core.ports.runner import (
     RowView,
     Runner,
 )
-from firn.core.ports.scorer import Scorer, ScorerTraits
 from firn.core.ports.text import Pictures, Tokenizer
 
 __all__ = [
@@ -44,8 +43,6 @@ __all__ = [
     "Restored",
     "RowView",
     "Runner",
-    "Scorer",
-    "ScorerTraits",
     "SlicedQuery",
     "Tokenizer",
 ]

@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 from firn.core.events import Admitted
 from firn.core.ports.runner import LiveRow, Restored
+from firn.core.prefill_speed import PrefillSpeed
 from firn.core.values import CacheControl, Namespace, Prompt
 
 
@@ -143,8 +144,10 @@ class PrefixCache(Protocol[C]):
 
     def close(self) -> None: ...
 
-    def saw_prefill(self, start: int, end: int, seconds: float) -> None:
-        """Computing prompt tokens [start, end) took this long."""
+    @property
+    def prefill(self) -> PrefillSpeed:
+        """How fast prompts are computed: the engine teaches it, and cuts its chunks by it. The cache
+        decides by it whether loading beats computing."""
         ...
 
     def saw_restore(self, restored: Restored, seconds: float) -> None:

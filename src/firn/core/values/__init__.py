@@ -23,11 +23,11 @@ from firn.core.values.messages import (
 )
 from firn.core.values.model import ModelInfo
 from firn.core.values.prompt import (
+    IN_ORDER,
     PictureSpan,
+    Positions,
     PreparedPicture,
     Prompt,
-    Scores,
-    Thinned,
     TokenArray,
 )
 from firn.core.values.request import (
@@ -46,6 +46,7 @@ from firn.core.values.request import (
 
 __all__ = [
     "EFFORTS",
+    "IN_ORDER",
     "PLAIN_DEFAULTS",
     "CacheControl",
     "Chat",
@@ -62,6 +63,7 @@ __all__ = [
     "OtherPart",
     "PicturePart",
     "PictureSpan",
+    "Positions",
     "PreparedPicture",
     "Prompt",
     "RawText",
@@ -71,11 +73,9 @@ __all__ = [
     "RequestId",
     "Role",
     "Sampling",
-    "Scores",
     "ServedRequest",
     "Source",
     "TextPart",
-    "Thinned",
     "TokenArray",
     "Tool",
     "ToolCall",

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NewType
 
-from firn.core.sparse import Sparse
 from firn.core.values.prompt import Prompt
 from firn.core.values.request import CacheControl, Sampling
 
@@ -36,8 +35,9 @@ class Job:
     """Whether tokens may be drafted ahead of the model, which then verifies them."""
     prediction: tuple[int, ...] = ()
     """What the caller expects the reply to contain: a source of drafts."""
-    sparse: Sparse | None = None
-    """None: every token of the prompt is read."""
+    preparation: Any = None
+    """What the engine's preparer may do with the prompt, before it is read; opaque to the engine.
+    None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Usage:
     """Tokens that were drafted; `n_accepted` of them were accepted, as a part of `n_completion`."""
     n_accepted: int = 0
     n_skipped: int = 0
-    """Tokens of the prompt that sparse prefill skipped: the reply is approximate."""
+    """Tokens of the prompt that were not read: the reply is approximate."""
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(

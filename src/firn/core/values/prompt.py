@@ -10,8 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 TokenArray = npt.NDArray[np.int64]
-Scores = npt.NDArray[np.float32]
-"""How much each token of a prompt matters, for sparse prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +35,37 @@ class PreparedPicture:
     inputs: Any
 
 
+class Positions:
+    """Where a prompt's tokens are among those that were sent: the n-th is at position n.
+
+    A prompt of which only a part is read has others. A row's cells hold its tokens without gaps, so
+    whoever asks for a position asks here. Immutable.
+    """
+
+    has_gaps = False
+    recipe = ""
+    """How the part was chosen: a part of the root, so that other prompts never match its records."""
+
+    def end(self, n_tokens: int) -> int:
+        """The position after the first `n_tokens` tokens, which may include the reply's."""
+        return n_tokens
+
+    def at(self, start: int, end: int) -> TokenArray:
+        """The positions of tokens [start, end), which may include the reply's."""
+        return np.arange(start, end, dtype=np.int64)
+
+    def marks(self, start: int, end: int) -> npt.NDArray[np.uint64] | np.uint64:
+        """What the key tokens [start, end) contain besides the tokens' ids."""
+        return np.uint64(0)
+
+    def sent(self, prompt: Prompt) -> Prompt:
+        """The prompt as it was sent. prompt: the one with these positions."""
+        return prompt
+
+
+IN_ORDER = Positions()
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A rendered prompt.
@@ -58,9 +87,8 @@ class Prompt:
     notes: tuple[str, ...] = ()
     """How it differs from what was sent, for the log."""
     essential: tuple[tuple[int, int], ...] = ()
-    """Ranges that sparse prefill never skips: system prompt, tools, the newest message."""
-    thinned: Thinned | None = None
-    """Set if this is what sparse prefill left of a longer prompt."""
+    """Ranges that must be read whatever else is skipped: system prompt, tools, the newest message."""
+    positions: Positions = IN_ORDER
     salt: str = ""
     """Nothing is reused between prompts with different salts (see `core.keys`)."""
 
@@ -73,39 +101,24 @@ class Prompt:
         return tuple((m.start, m.end) for m in self.picture_spans) if self.whole_pictures else ()
 
     @property
-    def whole(self) -> Prompt:
-        """The prompt before anything was skipped."""
-        return self if self.thinned is None else self.thinned.whole
-
-    @property
-    def gap(self) -> int:
-        """How far positions after the prompt are ahead of its token count."""
-        return 0 if self.thinned is None else int(self.thinned.positions[-1]) + 1 - len(self)
+    def recipe(self) -> str:
+        """How it was prepared before it is read; '' if it is read as it was sent."""
+        return self.positions.recipe
 
     def position(self, n_tokens: int) -> int:
-        """Where its first `n_tokens` tokens end in the whole prompt."""
-        if self.thinned is None or not n_tokens:
-            return n_tokens
-        return int(self.thinned.positions[n_tokens - 1]) + 1
+        """Where its first `n_tokens` tokens end in what was sent."""
+        return self.positions.end(n_tokens)
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether some of the tokens that were sent are not read."""
+        return self.positions.has_gaps
+
+    @property
+    def whole(self) -> Prompt:
+        """The prompt as it was sent."""
+        return self.positions.sent(self)
 
     def grown(self, reply: Sequence[int]) -> Prompt:
         """The prompt with these tokens appended."""
-        ids = np.concatenate([self.ids, np.array(reply, dtype=np.int64)])
-        if self.thinned is None:
-            return replace(self, ids=ids)
-        end = int(self.thinned.positions[-1]) + 1
-        more = np.arange(end, end + len(reply), dtype=np.int64)
-        positions = np.concatenate([self.thinned.positions, more])
-        return replace(self, ids=ids, thinned=replace(self.thinned, positions=positions))
-
-
-@dataclass(frozen=True, slots=True)
-class Thinned:
-    """Which tokens of the whole prompt a thinned one keeps: their positions, ascending.
-
-    recipe: how they were chosen; a part of the root, so that whole prompts never match its records.
-    """
-
-    positions: TokenArray
-    whole: Prompt
-    recipe: str
+        return replace(self, ids=np.concatenate([self.ids, np.array(reply, dtype=np.int64)]))

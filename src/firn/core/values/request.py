@@ -129,5 +129,14 @@ class GenerateRequest:
     """What the caller expects the reply to be, or parts of it: a source of drafts."""
     cache_salt: str = ""
     """Separates the cached prefixes of one key's users: see `Prompt.salt`."""
-    sparse_keep: float | None = None
-    """Read only this share of a long uncached prompt; None: use the server's setting."""
+    keep: float | None = None
+    """The share of a long uncached prompt that must be read; None: the server's setting."""
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether it insists that every token of its prompt is read."""
+        return self.keep == 1
+
+    def in_full(self) -> GenerateRequest:
+        """The same request, but every token of its prompt is read."""
+        return replace(self, keep=1.0)

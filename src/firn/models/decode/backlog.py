@@ -35,8 +35,7 @@ class HeadBacklog:
         self._steps.append((ids, before))
 
     def read(self, layers: list[Any]) -> None:
-        """Let the head's KV, one of the group's layers, catch up with the others. No row has a gap:
-        prompts are thinned only when there is a draft model, and then there is no head."""
+        """Let the head's KV, one of the group's layers, catch up with the others."""
         if not self._steps:
             return
         ids, before = (mx.stack(list(x), axis=1) for x in zip(*self._steps, strict=True))

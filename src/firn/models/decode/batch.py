@@ -65,15 +65,13 @@ class Row:
     or the row has just joined; stale while steps without drafts are in flight.
     hidden: the states before each pending token, if the model has a prediction head.
     ends: tokens that end it. limit: how many tokens it may have in all, including the prompt's.
-    shift: how far rotary positions are ahead of token counts, after the prompt's pictures.
-    gap: the same for skipped parts of the prompt, which n_tokens does not count.
+    shift: how far rotary positions are ahead of token counts after the prompt: see `ModelArguments`.
     prompt_scores: those of the chunk dispatched last, if requested.
     """
 
     layers: list[Any]
     n_tokens: int = 0
     shift: int = 0
-    gap: int = 0
     picker: Picker | None = None
     group: Group | None = None
     alone: bool = False
@@ -98,7 +96,7 @@ class Row:
 
     @property
     def position(self) -> int:
-        """The rotary position of its next token, after pictures; a gap is not part of it."""
+        """The rotary position of its next token."""
         return self.n_tokens + self.shift
 
     @property
@@ -380,7 +378,7 @@ def _vacancy(row: Row) -> Row:
         top_logprobs=None,
     )
     pending = row.pending[-1:]
-    return Row([], row.n_tokens, row.shift, row.gap, greedy, pending=pending)
+    return Row([], row.n_tokens, row.shift, greedy, pending=pending)
 
 
 def place(layer: Any, other: Any, seat: int) -> None:

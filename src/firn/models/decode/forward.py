@@ -25,7 +25,6 @@ from firn.models.decode.ragged import ALL_COLUMNS, Columns
 from firn.models.decode.verify import KeepStates, keep_nothing
 from firn.models.model_arguments import IdsOnly, ModelArguments
 from firn.models.mtp import MtpModel
-from firn.models.placing import at_positions, shifted
 
 
 class Forward:
@@ -68,10 +67,7 @@ class Forward:
         start = row.n_tokens
         arguments = self.arguments.chunk(prompt, start, end) | self._mtp_hidden([row])
         n_padding = start + len(ids) - end
-        seen_at = at_positions(
-            layers, prompt, start, end, patches=self._patches, n_padding=n_padding
-        )
-        with seen_at as placed:
+        with self.arguments.reading(layers, prompt, start, end, n_padding=n_padding) as placed:
             logits: mx.array = self.model(
                 mx.array(ids.astype("int32"))[None], cache=placed, **arguments
             )
@@ -81,7 +77,7 @@ class Forward:
         """Let the only row of a group consume tokens that it took."""
         row = group.seats[0]
         arguments = self.arguments.step([row.position], len(tokens)) | self._mtp_hidden([row])
-        self.model(mx.array([tokens]), cache=seen(group), **arguments)
+        self.model(mx.array([tokens]), cache=self._seen(group), **arguments)
 
     def step(self, group: Group) -> mx.array:
         """Logits (seats, vocabulary) after the next token of each seat."""
@@ -105,7 +101,7 @@ class Forward:
             return known
         positions = [row.position for row in group.seats]
         arguments = self.arguments.step(positions, ids.shape[1]) | self._mtp_hidden(group.seats)
-        layers = seen(group, group.columns)
+        layers = self._seen(group, group.columns)
         with dispatched_early(layers, n_layers=n_layers):
             logits: mx.array = self.model(ids, cache=layers, **arguments)
         return logits
@@ -116,8 +112,13 @@ class Forward:
 
     def _step(self, group: Group, ids: mx.array) -> mx.array:
         arguments = self.arguments.step([row.position for row in group.seats])
-        logits: mx.array = self.model(ids[:, None], cache=seen(group), **arguments)
+        logits: mx.array = self.model(ids[:, None], cache=self._seen(group), **arguments)
         return logits[:, -1, :]
+
+    def _seen(self, group: Group, columns: Columns = ALL_COLUMNS) -> list[Any]:
+        """The group's caches as the model sees them."""
+        layers = in_blocks(group.layers, columns)
+        return self.arguments.seen(layers, [row.shift for row in group.seats])
 
     def _mtp_hidden(self, rows: Sequence[Row]) -> dict[str, Any]:
         """The hidden states that a head continues from, as an argument of the model."""
@@ -163,7 +164,7 @@ class HeadForward(Forward):
         """Without the head, which reads the token later."""
         arguments = self.arguments.step([row.position for row in group.seats])
         before = self.model.before(group.layers, first_hidden([row.hidden for row in group.seats]))
-        logits = self.model.without_head(ids[:, None], seen(group), **arguments)
+        logits = self.model.without_head(ids[:, None], self._seen(group), **arguments)
         backlog = group.backlog
         assert isinstance(backlog, HeadBacklog)
         backlog.add(ids, mx.zeros_like(self.model.hidden[:, 0]) if before is None else before)
@@ -191,11 +192,6 @@ def forward_of(
     return kind(model, arguments, execution, layers_per_dispatch=layers_per_dispatch)
 
 
-def seen(group: Group, columns: Columns = ALL_COLUMNS) -> list[Any]:
-    """The group's caches as the model sees them."""
-    return shifted(in_blocks(group.layers, columns), [row.gap for row in group.seats])
-
-
 def _is_dense(group: Group) -> bool:
     """Whether every row's cells are its positions, for which a trace takes them."""
-    return not any(row.gap for row in group.seats)
+    return not any(row.shift for row in group.seats)

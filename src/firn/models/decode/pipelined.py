@@ -14,8 +14,8 @@ being computed. The host then knows what the second must have been fed, and comp
 it was fed when it reads its tokens. A row that ends takes nothing from the second step.
 
 Only for steps that need not be built, and rows whose picks depend on nothing but logits, seed and
-position: no grammar, no penalties, no logit bias. Nor after a thinned prompt: a trace takes cells for
-positions.
+position: no grammar, no penalties, no logit bias. Nor where positions are ahead of token counts: a
+trace takes one for the other.
 
 Owner: the engine thread, through the runner.
 """
@@ -56,7 +56,7 @@ def device_feed(
     rows: Sequence[Row], drafts: Sequence[Sequence[int]], ids: mx.array, layers: Sequence[Any]
 ) -> DeviceFeed | None:
     """What a step about to be dispatched is fed; None: no step can follow it before it is read."""
-    if any(len(row.pending) != 1 or row.gap or not _is_free(row.picker) for row in rows):
+    if any(len(row.pending) != 1 or row.shift or not _is_free(row.picker) for row in rows):
         return None
     first = layers[0]
     if isinstance(first, RaggedKVCache):

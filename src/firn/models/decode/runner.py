@@ -158,7 +158,7 @@ class Runner:
     def _set_up(self, rows: Sequence[Row], job: Job, indices: Sequence[int]) -> None:
         shift = self._forward.arguments.shift(job.prompt)
         for choice, r in zip(indices, rows, strict=True):
-            r.shift, r.gap = shift, job.prompt.gap
+            r.shift = shift
             r.ends, r.limit = job.eos, len(job.prompt) + job.max_tokens
             r.picker = Picker(
                 job.sampling,

@@ -18,7 +18,7 @@ class StepProfile:
 
     slope: float = 0.12
     flat: float = 0.0
-    widths: tuple[int, ...] = (1, 2, 3, 5, 9, 17)
+    widths: tuple[int, ...] = (1, 2, 4, 8, 16)
     shapes: tuple[int, ...] = ()
     columns: Columns = ALL_COLUMNS
     n_preparing: int = 0

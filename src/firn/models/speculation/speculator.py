@@ -31,9 +31,9 @@ from firn.models.speculation.draft_bounds import forced_next, is_bound, within
 from firn.models.speculation.draft_odds import NO_TOKENS, ExpectedTokens, Odds
 from firn.models.speculation.draft_totals import DraftTotals
 from firn.models.speculation.drafters import NO_DRAFT, Draft, Drafter
-from firn.models.speculation.gate import Allowance, DraftTimes, OverheadTimes, best_width
+from firn.models.speculation.gate import Allowance, DraftTimes, Overhead, best_width
 from firn.models.speculation.step_clock import StepClock
-from firn.models.speculation.step_times import StepTimes
+from firn.models.speculation.step_times import MAX_OUTLIER, N_AGED, StepTimes
 
 log = logging.getLogger("firn.models")
 
@@ -42,19 +42,11 @@ SURE, SURE_ODDS = -1, 0.999
 """Source and odds of drafted tokens that are forced."""
 GRAMMAR, GRAMMAR_ODDS = -2, 0.95
 """The same for text that a grammar leaves no choice about. The model may split it into other tokens."""
-EXPLORE_EVERY, N_EXPLORED = 64, 8
-"""The last N_EXPLORED of every EXPLORE_EVERY steps with drafts may try a width that may have become
-cheaper. Several in a row: where steps are dispatched before the last one is read, the first of a
-width waits for the step before it."""
-WEAK_ODDS, N_REST = 0.4, 3
-"""A row whose drafts have odds below WEAK_ODDS is skipped for N_REST tokens or more."""
 N_PASSED = 4
-"""A row whose last N_PASSED drafts were not worth trying is skipped as well, if drafting takes long."""
-MAX_CHARGE = 4.0
-"""The most that drafting for one step is charged, in plain steps: anything above is noise."""
-MAX_COSTLY, COMPARED_WIDTH = 8, 5
-"""The most tokens that the costly drafter is asked for; the width at which its drafts are compared with
-free ones."""
+"""A row for which N_PASSED times in a row there was no draft worth trying is skipped for a while, if
+drafting takes long."""
+MAX_COSTLY = 8
+"""The most tokens that the costly drafter is asked for."""
 FAULT_REST_S = 600.0
 """How long a costly drafter stays out of use after a failure: one that always fails must not look
 like a failing device."""
@@ -66,7 +58,7 @@ class RowDrafts:
 
     has_costly: the costly drafter drafts for this row, too. is_ready: it has read the row's text.
     rest: steps until the free drafters are asked again. untold: tokens not yet passed on to them.
-    n_passed: consecutive drafts that were not worth trying.
+    n_passed: how many times in a row there was no draft, or none worth trying.
     """
 
     odds: Odds = field(default_factory=Odds)
@@ -115,10 +107,11 @@ class Speculation:
         self._odds = Odds()
         self._rows: dict[Row, RowDrafts] = {}
         self._draft_times = DraftTimes()
-        self._overhead = OverheadTimes()
-        self._costly_overhead = OverheadTimes()
+        self._overhead = Overhead()
+        self._costly_overhead = Overhead()
         self._costly_rest = 0
         """Steps until the costly drafter is considered again."""
+        self._n_costly_passed = 0
         self._costly_from = 0.0
         """When the costly drafter may be used again after a failure."""
 
@@ -156,7 +149,8 @@ class Speculation:
         else:
             began = self._clock()
             self._draft_for_free(row, drafted)
-            self._overhead.saw(self._clock() - began)
+            self._overhead.draft.add(self._clock() - began)
+            drafted.n_passed += not drafted.next.tokens
             drafted.rest = self._rest(row, drafted)
 
     def _tell(self, row: Row, drafted: RowDrafts) -> None:
@@ -288,16 +282,10 @@ class Speculation:
         return self._rest_of(row, drafted) if self._free and not is_bound(row) else 0
 
     def _rest_of(self, row: Row, drafted: RowDrafts) -> int:
-        least = N_REST if self._is_weak(drafted) else 0
         n_seats = len(row.group.seats) if row.group is not None else 0
-        if not (least or drafted.n_passed >= N_PASSED) or not self.times.knows(n_seats):
-            return least
-        plain_s = self.times.plain_s(n_seats)
-        return max(self._overhead.rest(len(self._rows), plain_s), least)
-
-    def _is_weak(self, drafted: RowDrafts) -> bool:
-        kinds = drafted.next.kinds
-        return not kinds or self._chance(drafted, drafted.source, kinds[0]) < WEAK_ODDS
+        if drafted.n_passed < N_PASSED or not self.times.knows(n_seats):
+            return 0
+        return self._overhead.rest(len(self._rows), self.times.plain_s(n_seats))
 
     def _prepare(self, known: Sequence[tuple[Row, RowDrafts]]) -> None:
         """Let the costly drafter read on for one row that is not ready. Only one: all rows wait."""
@@ -327,7 +315,7 @@ class Speculation:
         group = best.asks[0].group
         n_seats = len(group.seats) if group else 0
         if self._draft_times.saw(len(best.asks), took_s / max(n, 1)) and self.times.knows(n_seats):
-            self.allowance.settle(-min(took_s / self.times.plain_s(n_seats), MAX_CHARGE))
+            self.allowance.settle(-min(took_s / self.times.plain_s(n_seats), MAX_OUTLIER))
 
     @contextmanager
     def _costly_work(self) -> Iterator[None]:
@@ -380,9 +368,7 @@ class Speculation:
             expected = self._expected_of_free(drafted, n_pending)
             free.append(expected)
             costly = self._expected_of_costly(row, drafted, n_pending) if considers_costly else None
-            if costly is not None and costly.tokens(COMPARED_WIDTH) > expected.tokens(
-                COMPARED_WIDTH
-            ):
+            if costly is not None and costly.tokens(MAX_COSTLY) > expected.tokens(MAX_COSTLY):
                 asks.append(row)
                 expected = costly
             mixed.append(expected)
@@ -392,7 +378,6 @@ class Speculation:
             n_seats=n_seats,
             widths=self.profile.widths,
             step_in_flight=step_in_flight,
-            explores=self.totals.n_draft_steps % EXPLORE_EVERY >= EXPLORE_EVERY - N_EXPLORED,
             allowance=self.allowance,
         )
         best = choose(free)
@@ -436,17 +421,18 @@ class Speculation:
         n_seats, considered = len(group.seats), self._costly is not None and not self._costly_rest
         for _, drafted in known:
             drafted.n_passed += bool(drafted.next.tokens)
-        self.times.passed_over(n_seats)
         if not considered:
-            self._overhead.passed_over(self._clock() - began)
+            self._overhead.decide.add(self._clock() - began)
             return
         assert self._costly is not None
-        self._draft_times.forgive()
+        self._n_costly_passed += 1
+        if self._n_costly_passed % N_AGED == 0:
+            self._draft_times.age()
         kinds = [(self._costly, i) for i in range(MAX_COSTLY)]
         self._odds.fade(kinds)
         for _, drafted in known:
             drafted.odds.fade(kinds)
-        self._costly_overhead.passed_over(self._clock() - began)
+        self._costly_overhead.decide.add(self._clock() - began)
         self._costly_rest = self._rest_of_costly(n_seats)
 
     def _rest_of_costly(self, n_seats: int) -> int:

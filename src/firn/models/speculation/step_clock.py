@@ -4,7 +4,8 @@
                   ^ read early: nothing     ^ late: two steps are built before it is read
                     else is in flight
 
-The delays at both ends of an episode of wide steps are the cost of changing to drafts and back.
+A step that is read early passes its delay on to the first wide step; that of the first plain step
+afterwards is what the change costs.
 
 Owner: the engine thread, through the speculation.
 """
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from firn.models.decode.batch import Group, StepInFlight, TakenTokens
 from firn.models.decode.steps import PlainInFlight
@@ -21,52 +21,40 @@ from firn.models.speculation.gate import Allowance
 from firn.models.speculation.step_times import StepTimes
 
 
-@dataclass(eq=False, slots=True)
-class Pace:
-    """When a group's newest tokens were read. n_wide: wide steps since the last plain one. drained_s:
-    how much longer that plain step took because it was read early, to draft; None if it was not."""
-
-    read_at: float
-    n_wide: int = 0
-    drained_s: float | None = None
-
-
 class StepClock:
     def __init__(self, times: StepTimes, allowance: Allowance, clock: Callable[[], float]) -> None:
         self._times = times
         self._allowance = allowance
         self._clock = clock
-        self.paces: dict[int, Pace] = {}
-        """By the id() of the group. Missing where the device has computed something else since."""
+        self.read_at: dict[int, float] = {}
+        """When the newest tokens were read, by the id() of the group. Missing where the device has
+        computed something else since."""
         self.is_draining = False
 
     def read(self, group: Group, taken: Sequence[TakenTokens], step: StepInFlight) -> None:
         """A step's tokens were read: record how long it took, and settle its gain or loss."""
         now, n_rows = self._clock(), len(group.seats)
-        pace = self.paces.get(id(group))
-        if pace is None:
-            self.paces[id(group)] = Pace(now)
+        before = self.read_at.get(id(group))
+        self.read_at[id(group)] = now
+        if before is None:
             return
-        seconds, pace.read_at = now - pace.read_at, now
-        times, allowance = self._times, self._allowance
+        seconds, times, allowance = now - before, self._times, self._allowance
         if not isinstance(step, PlainInFlight):
-            pace.n_wide += 1
             price = times.saw_wide(n_rows, step.width, seconds, is_new=step.is_new)
             if price is not None:
                 n_taken = sum(len(t.tokens) for t in taken if t.row.group is group)
                 allowance.settle(n_taken / max(len(group.rows), 1) - price)
             return
         allowance.earn()
-        has_changed = pace.n_wide or pace.drained_s is not None
-        if has_changed and times.knows(n_rows):
-            extra_s = (pace.drained_s or 0.0) + seconds - times.plain_s(n_rows)
-            allowance.settle(-times.saw_episode(n_rows, pace.n_wide, extra_s))
-        elif self.is_draining and times.knows(n_rows):
-            pace.drained_s = seconds - times.plain_s(n_rows)
+        if self.is_draining and times.knows(n_rows):
+            # It was read early: what it took longer belongs to the step after it.
+            self.read_at[id(group)] = min(before + times.plain_s(n_rows), now)
+        elif step.is_new:
             return
-        elif step.is_pipelined and not step.is_new:
+        elif step.is_pipelined:
             times.saw_plain(n_rows, seconds)
-        pace.n_wide, pace.drained_s = 0, None
+        else:
+            allowance.settle(-times.saw_change(n_rows, seconds))
 
     @contextmanager
     def draining(self) -> Iterator[None]:
@@ -85,9 +73,8 @@ class StepClock:
             yield
         finally:
             took_s = self._clock() - began
-            for pace in self.paces.values():
-                pace.read_at += took_s
+            self.read_at = {group: at + took_s for group, at in self.read_at.items()}
 
     def disturbed(self) -> None:
         """The device computes something else, so the time until the next tokens is not a step's."""
-        self.paces.clear()
+        self.read_at.clear()

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from firn.core.values import Prompt, Thinned
+from firn.core.values import Prompt
 from firn.models.patches import Patches
-from firn.models.placing import at_positions, shifted, why_not_sparse
+from firn.sparse.placing import ArgumentsByPosition, shifted, why_not_sparse
+from firn.sparse.thinned import Thinned
 from tests.zoo import VOCAB_SIZE, build
 
 RUNS = ((0, 20), (64, 90), (91, 92), (300, 340))
@@ -22,14 +23,14 @@ def thin_of(runs: tuple[tuple[int, int], ...] = RUNS, seed: int = 1) -> Prompt:
     positions = np.concatenate([np.arange(*run) for run in runs]).astype(np.int64)
     rng = np.random.default_rng(seed)
     whole = Prompt(rng.integers(1, VOCAB_SIZE, int(positions[-1]) + 1))
-    return Prompt(whole.ids[positions], thinned=Thinned(positions, whole, "test"))
+    return Prompt(whole.ids[positions], positions=Thinned(positions, whole, "test"))
 
 
 def read(model: Any, prompt: Prompt, *ends: int) -> tuple[mx.array, list[Any]]:
     layers, start = make_prompt_cache(model), 0
     for end in ends:
         ids = mx.array(prompt.ids[start:end].astype(np.int32))[None]
-        with at_positions(layers, prompt, start, end, patches=Patches()) as placed:
+        with ArgumentsByPosition(Patches()).reading(layers, prompt, start, end) as placed:
             logits = model(ids, cache=placed)
         start = end
     return logits[0, -1], layers
@@ -59,7 +60,7 @@ def test_the_rotation_is_put_back_when_a_call_fails() -> None:
     plain, thin, patches = mx.fast.rope, thin_of(), Patches()
 
     def fail() -> None:
-        with at_positions([], thin, 0, len(thin), patches=patches):
+        with ArgumentsByPosition(patches).reading([], thin, 0, len(thin)):
             assert mx.fast.rope is not plain
             assert patches.names == ["mlx.core.fast.rope"]
             raise ZeroDivisionError

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from firn.core.sparse import Sparse
 from firn.core.values import (
     Job,
     PictureSpan,
     Prompt,
     RequestId,
 )
-from firn.engine.thinning import CHUNK, recipe_of, recipes_of, select, thinned, why_not
+from firn.sparse.rules import Sparse
+from firn.sparse.selection import CHUNK, recipe_of, recipes_of, select, thinned, why_not
 
 ROUNDING = 1e-6
 """For shares like 0.9999999999999999."""
@@ -24,7 +24,7 @@ ROUNDING = 1e-6
 
 def job_of(n_prompt: int, sparse: Sparse | None) -> Job:
     ids = np.arange(n_prompt, dtype=np.int64)
-    return Job(RequestId("r"), Prompt(ids), max_tokens=8, sparse=sparse)
+    return Job(RequestId("r"), Prompt(ids), max_tokens=8, preparation=sparse)
 
 
 def test_the_best_chunks_are_kept_with_the_first_and_the_last() -> None:
@@ -86,18 +86,17 @@ def test_a_prompt_of_which_nearly_all_is_kept_is_read_in_full() -> None:
     thin = thinned(prompt, np.arange(0, 1000, 2), start=0, recipe="r")
     assert thin is not None
     assert thin.whole is prompt
-    assert thin.gap == 499
-    assert thin.position(len(thin)) == 999
+    assert thin.positions.end(len(thin)) - len(thin) == 499
+    assert thin.positions.end(len(thin)) == 999
     grown = thin.grown([7, 8])
-    assert grown.thinned is not None
-    assert grown.thinned.positions[-3:].tolist() == [998, 999, 1000]
-    assert grown.gap == thin.gap
+    assert grown.positions.at(499, 502).tolist() == [998, 999, 1000]
+    assert grown.positions.end(len(grown)) - len(grown) == 499
+    assert grown.whole is prompt
 
 
 @pytest.mark.parametrize(
     "job",
     [
-        job_of(5000, None),
         job_of(5000, Sparse(1.0, 0)),
         job_of(1024, Sparse(0.2, 1024)),
         replace(job_of(5000, Sparse(0.2, 0)), prompt_logprobs=True),
@@ -110,7 +109,7 @@ def test_a_prompt_of_which_nearly_all_is_kept_is_read_in_full() -> None:
     ],
 )
 def test_which_prompts_may_not_be_thinned(job: Job) -> None:
-    assert why_not(job, n_expected=0, max_tokens=8192)
+    assert why_not(job, job.preparation, n_expected=0, max_tokens=8192)
 
 
 @pytest.mark.parametrize(
@@ -130,13 +129,15 @@ def test_a_prompt_of_which_too_little_may_be_skipped_is_not_even_scored(
 ) -> None:
     job = job_of(5000, Sparse(0.2, 0))
     job = replace(job, prompt=replace(job.prompt, essential=essential))
-    assert (why_not(job, n_expected=n_expected, max_tokens=8192) == "") is is_thinned
+    assert (
+        why_not(job, job.preparation, n_expected=n_expected, max_tokens=8192) == ""
+    ) is is_thinned
 
 
 def test_a_prompt_that_can_be_resumed_near_enough_is_read_in_full() -> None:
     job = job_of(5000, Sparse(0.2, 1024))
-    assert why_not(job, n_expected=3975, max_tokens=8192) == ""
-    assert why_not(job, n_expected=3976, max_tokens=8192)
+    assert why_not(job, job.preparation, n_expected=3975, max_tokens=8192) == ""
+    assert why_not(job, job.preparation, n_expected=3976, max_tokens=8192)
 
 
 def test_each_share_has_a_recipe_of_its_own_among_the_listed_ones() -> None:

@@ -14,7 +14,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from firn.core.values import Job, Prompt, Scores, Thinned, TokenArray
+from firn.core.values import Job, Prompt, TokenArray
+from firn.sparse.rules import Sparse
+from firn.sparse.scorer import Scores
+from firn.sparse.thinned import Thinned
 
 CHUNK = 32
 MAX_SHARE = 0.9
@@ -24,14 +27,12 @@ NEIGHBOUR_SHARE = 0.5
 """A chunk scores at least this share of what its neighbours do: facts cross chunk borders."""
 
 
-def why_not(job: Job, *, n_expected: int, max_tokens: int) -> str:
+def why_not(job: Job, sparse: Sparse, *, n_expected: int, max_tokens: int) -> str:
     """Why this prompt must be read in full; '' if it may be thinned.
 
     n_expected: tokens that are cached, or being loaded from a tier.
     """
-    sparse, n_prompt = job.sparse, len(job.prompt)
-    if sparse is None or job.prompt.thinned is not None:
-        return "sparse prefill was not requested"
+    n_prompt = len(job.prompt)
     if not job.max_tokens:
         return "it asks for no reply"
     if sparse.keep > MAX_SHARE:
@@ -96,9 +97,8 @@ def thinned(prompt: Prompt, positions: TokenArray, *, start: int, recipe: str) -
     n_cold = len(prompt) - start
     if len(positions) - start > MAX_SHARE * n_cold:
         return None
-    return Prompt(
-        prompt.ids[positions], thinned=Thinned(positions, prompt, recipe), salt=prompt.salt
-    )
+    thin = Thinned(positions, prompt, recipe)
+    return Prompt(prompt.ids[positions], positions=thin, salt=prompt.salt)
 
 
 def recipe_of(scorer: str, keep: float) -> str:

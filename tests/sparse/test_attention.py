@@ -13,9 +13,10 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from firn.backends.cuda.shapes import find_buckets
 from firn.cache.off import CacheOff
-from firn.core.sparse import Sparse
-from firn.core.values import CacheControl, Namespace, Prompt, Scores
-from firn.models.scoring import N_LOOKAHEAD, AttentionScorer
+from firn.core.values import CacheControl, Namespace, Prompt
+from firn.sparse.attention import N_LOOKAHEAD, AttentionScorer
+from firn.sparse.rules import Sparse
+from firn.sparse.scorer import Scores
 from tests.cache.lab import n_leases, nodes_of
 from tests.harness import model_info, running, scorer_of
 from tests.models.alone import plain
@@ -209,5 +210,5 @@ def test_a_reading_that_cannot_be_computed_is_dropped_and_its_prompt_read_in_ful
             )
             assert result.reply == want
             assert result.n_skipped == 0
-        scorer: Any = harness.engine._parts.scorer
+        scorer: Any = harness.engine._parts.preparer._scorer
         assert harness.between_steps(lambda: n_leases(scorer._cache)) == 0

@@ -17,18 +17,17 @@ from mlx_lm.models.cache import make_prompt_cache
 from firn.cache.admin.control import clear, stats
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
-from firn.core.sparse import Sparse
 from firn.core.values import (
     CacheControl,
     Namespace,
     Prompt,
-    Thinned,
 )
 from firn.demo.facts import FactSession, make_session
-from firn.engine.thinning import recipe_of
 from firn.models import loader
 from firn.models.speculation.drafters.lookup import Lookup
 from firn.models.speculation.speculator import Speculation
+from firn.sparse.rules import Sparse
+from firn.sparse.thinned import Thinned
 from tests.cache.pending import settle
 from tests.faulty_tier import Fault, FaultyTier, random_plan
 from tests.harness import Harness, Result, running
@@ -147,7 +146,7 @@ def thin_of(ids: Sequence[int], positions: Sequence[int] | range, recipe: str = 
     whole, at = Prompt(np.array(ids, dtype=np.int64)), np.array(positions, dtype=np.int64)
     if at[-1] != len(ids) - 1:
         at = np.append(at, len(ids) - 1)
-    return Prompt(whole.ids[at], thinned=Thinned(at, whole, recipe))
+    return Prompt(whole.ids[at], positions=Thinned(at, whole, recipe))
 
 
 def test_every_token_kept_is_the_exact_answer() -> None:
@@ -263,12 +262,12 @@ def thinned_for(oracle: Oracle, session: FactSession) -> Prompt:
     for start, end in (*whole.essential, (n_before - 100, n_before + 60)):
         kept[max(start, 0) : end] = True
     at = np.flatnonzero(kept).astype(np.int64)
-    return Prompt(whole.ids[at], thinned=Thinned(at, whole, RECIPE))
+    return Prompt(whole.ids[at], positions=Thinned(at, whole, RECIPE))
 
 
 def test_recipes_say_who_scored_and_how() -> None:
     with running(tiny(), draft=tiny()) as harness:
-        scorer = harness.engine.parts.scorer
-        assert scorer is not None
-        assert b"draft".hex() in scorer.recipe
-        assert recipe_of(scorer.recipe, 0.3).endswith("keep 0.30")
+        recipes = harness.engine.parts.preparer.recipes
+        assert len(recipes) == 100
+        assert all(b"draft".hex() in recipe for recipe in recipes)
+        assert recipes[29].endswith("keep 0.30")

@@ -13,48 +13,110 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import abc, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from firn.core.errors import may_be_device_fault
-from firn.core.events import Advanced
-from firn.core.ports import Cursor, LiveRow, Scorer
-from firn.core.values import Job, Prompt, Scores
-from firn.engine.chunks import ChunkSizes
-from firn.engine.inflight import InFlight, RestoreFailed
-from firn.engine.scheduler import chunk_end
-from firn.engine.sequence import PrefillTask, Sequence
-from firn.engine.thinning import recipe_of, select, thinned, why_not
+from firn.core.events import Admitted, Advanced
+from firn.core.ports import Cursor, LiveRow
+from firn.core.prefill_speed import PrefillSpeed
+from firn.core.values import Job, Prompt
+from firn.engine import (
+    AS_IT_IS,
+    AsItIs,
+    ChunkSizes,
+    IdleWork,
+    InFlight,
+    PrefillTask,
+    RestoreFailed,
+    Sequence,
+    chunk_end,
+)
+from firn.sparse.rules import Sparse
+from firn.sparse.scorer import Scorer, Scores
+from firn.sparse.selection import recipe_of, recipes_of, select, thinned, why_not
 
 log = logging.getLogger("firn.engine")
 
+S = TypeVar("S")
+
+SCORER_SCALE = 2
+"""The scorer's largest chunk relative to the model's: the scorer is smaller."""
 MAX_DEFERRED = 8
 """How many prompts may wait to be read in full; beyond that, the oldest are forgotten."""
 
 
-class SparsePrefill:
-    def __init__(
-        self, inflight: InFlight, scorer: Scorer[object] | None, *, sizes: ChunkSizes
-    ) -> None:
-        """sizes: of the scorer's chunks; the small model reads more tokens in the same time."""
-        self._inflight = inflight
+@dataclass(frozen=True, slots=True)
+class Sparsely(AsItIs):
+    """A request whose prompt is read in part.
+
+    keep: the share of its uncached tokens. n_skipped: tokens that are not read, once it is known which.
+    whole: what the cache had of the whole prompt then.
+    """
+
+    keep: float
+    n_skipped: int = 0
+    whole: Admitted | None = None
+
+    def told(self, admission: Admitted) -> Admitted:
+        whole = self.whole
+        if whole is not None:  # the row resumed from whichever had more cached
+            admission = replace(
+                max(whole, admission, key=lambda a: a.n_cached), reason=whole.reason
+            )
+        return replace(admission, keep=self.keep, n_skipped=self.n_skipped)
+
+
+class SparsePrefill(Generic[S]):
+    """Implements engine.Preparer."""
+
+    def __init__(self, scorer: Scorer[S]) -> None:
         self._scorer = scorer
-        self._sizes = sizes
+        self._scorings: dict[int, S] = {}
+        """By the number of the task whose prompt is being scored."""
+        self.recipes: abc.Sequence[str] = recipes_of(scorer.recipe)
+        self._speed = PrefillSpeed()
+        """Of the small model."""
+        self._inflight: InFlight
+        self._sizes: ChunkSizes
+        """Of the scorer's chunks; the small model reads more tokens in the same time."""
+        self.idle_work: IdleWork
+
+    def attach(self, inflight: InFlight) -> None:
+        self._inflight = inflight
+        self._sizes = ChunkSizes.of(inflight.limits, self._speed, scale=SCORER_SCALE)
+        self.idle_work = DeferredPrefill(inflight)
+
+    def shrink(self) -> None:
+        self._sizes.shrink()
+
+    def close(self) -> None:
+        self._scorer.close()
 
     def begin(self, task: PrefillTask) -> None:
         """Start to score the prompt, if it may be thinned."""
-        job = task.sequence.job
-        if self._scorer is None or job.sparse is None or job.prompt.thinned is not None:
+        job, sparse = task.sequence.job, _asked(task)
+        if sparse is None:
             return
-        if reason := self._why_not(task):
+        if reason := self._why_not(task, sparse):
             log.debug("request %s is read in full: %s", job.id, reason)
             self._keep_all(task.sequence)  # it may have been preempted while it was scored
         else:
             with self._else_in_full(task):
-                task.scoring = self._scorer.open(job.prompt, job.namespace, job.cache)
-                task.sequence.keep = job.sparse.keep
+                scoring = self._scorer.open(job.prompt, job.namespace, job.cache)
+                self._scorings[task.number] = scoring
+                task.is_preparing = True
+                task.sequence.prepared = Sparsely(sparse.keep)
+
+    def drop(self, task: PrefillTask) -> None:
+        """The prompt is scored, or its scoring is given up."""
+        task.is_preparing = False
+        scoring = self._scorings.pop(task.number, None)
+        if scoring is not None:
+            self._scorer.close_reading(scoring)
 
     @contextmanager
     def _else_in_full(self, task: PrefillTask) -> Iterator[None]:
@@ -69,54 +131,49 @@ class SparsePrefill:
                 e,
                 exc_info=e,
             )
-            sequence.job = replace(sequence.job, sparse=None)
+            sequence.job = replace(sequence.job, preparation=None)
             self._keep_all(sequence)
-            self._inflight.end_scoring(task)
+            self.drop(task)
             if may_be_device_fault(e):
                 raise
 
     def _keep_all(self, sequence: Sequence) -> None:
         """Its prompt is not thinned after all: tell a client that was told otherwise."""
-        if sequence.keep is not None:
-            sequence.keep = None
+        if isinstance(sequence.prepared, Sparsely):
+            sequence.prepared = AS_IT_IS
             if sequence.announced:
                 self._inflight.emit(sequence.job.id, Advanced(sequence.admission))
 
-    def _why_not(self, task: PrefillTask) -> str:
-        assert self._scorer is not None
+    def _why_not(self, task: PrefillTask, sparse: Sparse) -> str:
         n_expected = max(task.row.n_tokens, task.cursor.n_expected)
-        return why_not(task.sequence.job, n_expected=n_expected, max_tokens=self._scorer.max_tokens)
+        job, max_tokens = task.sequence.job, self._scorer.max_tokens
+        return why_not(job, sparse, n_expected=n_expected, max_tokens=max_tokens)
 
-    def read(self, task: PrefillTask, n_tokens: int) -> None:
-        """Dispatch the next slice of the scoring. If that fails, `task.scoring` is None afterwards.
-
-        n_tokens: the chunk that the large model would read now.
-        """
-        assert self._scorer is not None
+    def dispatch(self, task: PrefillTask, n_tokens: int) -> None:
+        """Dispatch the next slice of the scoring."""
         with self._else_in_full(task):
             alone, task.chunk_start = self._inflight.is_lone_prefill, self._n_scored(task)
             if alone:
                 chunk = self._sizes.choose(task.chunk_start, alone=True)
                 n_tokens = self._inflight.budget.chunk_tokens(task.chunk_start, most=chunk)
-            self._scorer.read(task.scoring, n_tokens, alone=alone)
+            self._scorer.read(self._scorings[task.number], n_tokens, alone=alone)
 
     def _n_scored(self, task: PrefillTask) -> int:
         """Prompt tokens that the small model has read; the lookahead to come counts as unread."""
-        assert self._scorer is not None
-        return max(len(task.prompt) - self._scorer.n_left(task.scoring), 0)
+        n_left = self._scorer.n_left(self._scorings[task.number])
+        return max(len(task.prompt) - n_left, 0)
 
     def settle(self, task: PrefillTask) -> None:
         """Wait for the slice. After the last one, thin the prompt."""
-        assert self._scorer is not None
-        scores = None
+        scores, scoring = None, self._scorings[task.number]
         with self._else_in_full(task):
-            is_over = self._scorer.settle(task.scoring)
+            is_over = self._scorer.settle(scoring)
             took_s = time.perf_counter() - task.chunk_began
-            self._sizes.saw(task.chunk_start, self._n_scored(task), took_s)
+            self._speed.saw(task.chunk_start, self._n_scored(task), took_s)
             if not is_over:
                 return
-            scores = self._scorer.scores(task.scoring)
-            self._inflight.end_scoring(task)
+            scores = self._scorer.scores(scoring)
+            self.drop(task)
         sequence = task.sequence
         prompt = None if scores is None else self._select(task, scores)
         if prompt is None:
@@ -129,10 +186,9 @@ class SparsePrefill:
 
     def _select(self, task: PrefillTask, scores: Scores) -> Prompt | None:
         """What to read of the prompt; None: all of it."""
-        sparse, start = task.sequence.job.sparse, task.row.n_tokens
-        if sparse is None or self._why_not(task):  # more may have been loaded since `begin`
+        sparse, start = _asked(task), task.row.n_tokens
+        if sparse is None or self._why_not(task, sparse):  # more may have been loaded since `begin`
             return None
-        assert self._scorer is not None
         essential = task.prompt.essential
         positions = select(scores, start=start, keep=sparse.keep, essential=essential)
         recipe = recipe_of(self._scorer.recipe, sparse.keep)
@@ -149,7 +205,10 @@ class SparsePrefill:
             len(task.prompt),
             task.row.n_tokens,
         )
-        sequence.n_skipped, sequence.whole_admission = n_skipped, task.cursor.admission
+        assert isinstance(sequence.prepared, Sparsely)
+        sequence.prepared = replace(
+            sequence.prepared, n_skipped=n_skipped, whole=task.cursor.admission
+        )
         inflight.cache.close_cursor(task.cursor, None)
         sequence.job = job = replace(sequence.job, prompt=prompt)
         cursor = inflight.cache.open(prompt, job.namespace, job.cache)
@@ -165,6 +224,12 @@ class SparsePrefill:
         task.prompt, task.cursor, sequence.cursor = prompt, cursor, cursor
         inflight.budget.admit(job, inflight.budget.grown_nbytes(job, sequence.replies))
         inflight.update_room()
+
+
+def _asked(task: PrefillTask) -> Sparse | None:
+    """What the request asks for; None: every token of its prompt must be read, or it is thinned."""
+    asked = task.sequence.job.preparation
+    return asked if isinstance(asked, Sparse) and not task.sequence.job.prompt.has_gaps else None
 
 
 @dataclass(eq=False)
@@ -191,7 +256,8 @@ class DeferredPrefill:
         """A request is over: if its prompt was thinned, read all of it later."""
         job = sequence.job
         reply = sequence.choices[0].tokens
-        if not sequence.n_skipped or not reply or not job.cache.write:
+        was_thinned = isinstance(sequence.prepared, Sparsely) and sequence.prepared.n_skipped
+        if not was_thinned or sequence.has_failed or not reply or not job.cache.write:
             return
         prompt = job.prompt.whole.grown(reply)
         self.pause()
@@ -249,7 +315,7 @@ class DeferredPrefill:
         began = time.perf_counter()
         inflight.runner.prefill(row, prompt, end)
         inflight.runner.settle(row)
-        inflight.cache.saw_prefill(start, end, time.perf_counter() - began)
+        inflight.cache.prefill.saw(start, end, time.perf_counter() - began)
         inflight.commit(cursor, row)
         return end >= n_total
 

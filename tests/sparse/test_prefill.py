@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from firn.core.events import Admitted, Advanced, Prefilled
-from firn.core.sparse import Sparse
 from firn.core.values import (
     CacheControl,
     Namespace,
     Prompt,
     Sampling,
-    Scores,
 )
 from firn.engine.budget import Budget, RowCost
-from firn.engine.thinning import select
+from firn.sparse.rules import Sparse
+from firn.sparse.scorer import Scores
+from firn.sparse.selection import select
 from tests.dict_cache import DictCache
 from tests.hash_engine import HashEngine, Outcome
 from tests.hash_runner import Faults, HashRow, prompt_of, reply_to
@@ -43,7 +43,7 @@ class Scoring:
 
 @dataclass(eq=False)
 class DiceScorer:
-    """Implements core.ports.Scorer with random scores, the same for prompts of the same length."""
+    """Implements sparse.scorer.Scorer with random scores, the same for prompts of the same length."""
 
     at: dict[str, Callable[[], None]] = field(default_factory=dict)
     """Called at each stage, to raise or to interfere there."""

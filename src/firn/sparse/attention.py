@@ -26,14 +26,15 @@ import mlx.core as mx
 import numpy as np
 
 from firn.core.ports import Cursor, EngineLoad, PrefixCache, Restored
-from firn.core.values import CacheControl, ModelInfo, Namespace, Prompt, Scores
+from firn.core.values import CacheControl, ModelInfo, Namespace, Prompt
 from firn.models.decode.batch import Row, restored_row
 from firn.models.decode.kv_growth import ShapeBuckets
 from firn.models.faults import first_line
 from firn.models.layers import MakeLayers, kind, leaves
 from firn.models.model_arguments import PreparePass, unprepared
 from firn.models.patches import Patches
-from firn.models.placing import PLAIN
+from firn.sparse.placing import PLAIN
+from firn.sparse.scorer import Scores
 
 log = logging.getLogger("firn.models")
 
@@ -85,7 +86,7 @@ class Reading:
 
 
 class AttentionScorer:
-    """Implements core.ports.Scorer."""
+    """Implements sparse.scorer.Scorer."""
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ token's position instead of the number of cells:
     cells       0 1 2 3 | 4 5 6 | 7 8          contiguous: every earlier one is seen
     positions   0 1 2 3 | 64 65 66 | 128 129   what the rotary embedding rotates by
 
-A chunk without a gap has one offset. A chunk with gaps has `Positions`, one per token. Rotary embeddings
+A chunk without a gap has one offset. A chunk with gaps has `TokenPositions`. Rotary embeddings
 take one offset per row of a batch, so while such a chunk is read `mx.fast.rope` is replaced, and rotates
 its tokens as if each were a row: a token's rotation does not depend on its neighbours.
 
@@ -23,9 +23,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from firn.core.values import Prompt, Thinned, TokenArray
+from firn.core.values import Prompt, TokenArray
 from firn.models.layers import MakeLayers, kind, leaves
+from firn.models.model_arguments import IdsOnly
 from firn.models.patches import Patches
+from firn.sparse.thinned import Thinned
 
 PLAIN = frozenset({"KVCache", "QuantizedKVCache"})
 STATES = frozenset({"ArraysCache", "MambaCache"})
@@ -34,7 +36,7 @@ TOLERANCE = 0.05
 """Share of the logits' range by which two ways to read the same tokens may differ in 16 bits."""
 
 
-class Positions:
+class TokenPositions:
     """One position for each token of a chunk. Deliberately not a number: a model that uses an offset for
     anything but rotary embeddings fails when it is tried at load."""
 
@@ -42,7 +44,7 @@ class Positions:
         self.array = mx.array(positions.astype(np.int32))
 
 
-Offset = int | mx.array | Positions
+Offset = int | mx.array | TokenPositions
 
 
 class PositionedCache:
@@ -77,36 +79,39 @@ def shifted(layers: list[Any], gaps: Sequence[int]) -> list[Any]:
     return [PositionedCache(layer, offset_of) for layer in layers]
 
 
-@contextmanager
-def at_positions(
-    layers: list[Any],
-    prompt: Prompt,
-    start: int,
-    end: int,
-    *,
-    patches: Patches,
-    n_padding: int = 0,
-) -> Iterator[list[Any]]:
-    """A lone row's caches for its prompt's tokens [start, end); call the model inside.
+class ArgumentsByPosition(IdsOnly):
+    """A text model's, whose prompts may have gaps. patches: the device's."""
 
-    patches: the device's. n_padding: tokens after them whose results are not used."""
-    if prompt.thinned is None or prompt.position(end) == end:
-        yield layers
-        return
-    positions = prompt.thinned.positions[start:end]
-    if n_padding:
-        positions = np.append(positions, positions[-1] + 1 + np.arange(n_padding))
-    if positions[-1] - positions[0] == len(positions) - 1:
-        yield shifted(layers, [int(positions[0]) - start])
-        return
-    placed = Positions(positions)
-    with patches.during(mx.fast, "rope", _rope_by_position(mx.fast.rope)):
-        yield [PositionedCache(layer, lambda _: placed) for layer in layers]
+    def __init__(self, patches: Patches) -> None:
+        self._patches = patches
+
+    def shift(self, prompt: Prompt) -> int:
+        return prompt.positions.end(len(prompt)) - len(prompt)
+
+    def seen(self, layers: list[Any], shifts: Sequence[int]) -> list[Any]:
+        return shifted(layers, shifts)
+
+    @contextmanager
+    def reading(
+        self, layers: list[Any], prompt: Prompt, start: int, end: int, *, n_padding: int = 0
+    ) -> Iterator[list[Any]]:
+        if prompt.positions.end(end) == end:
+            yield layers
+            return
+        positions = prompt.positions.at(start, end)
+        if n_padding:
+            positions = np.append(positions, positions[-1] + 1 + np.arange(n_padding))
+        if positions[-1] - positions[0] == len(positions) - 1:
+            yield shifted(layers, [int(positions[0]) - start])
+            return
+        placed = TokenPositions(positions)
+        with self._patches.during(mx.fast, "rope", _rope_by_position(mx.fast.rope)):
+            yield [PositionedCache(layer, lambda _: placed) for layer in layers]
 
 
 def _rope_by_position(plain: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def rope(x: mx.array, *args: Any, offset: Any = 0, **more: Any) -> mx.array:
-        if not isinstance(offset, Positions):
+        if not isinstance(offset, TokenPositions):
             return plain(x, *args, offset=offset, **more)
         # (1, heads, tokens, width) to (tokens, heads, 1, width), which costs no copy, and back.
         rotated = plain(x.transpose(2, 1, 0, 3), *args, offset=offset.array, **more)
@@ -142,13 +147,14 @@ def _agree(model: Any, make_layers: MakeLayers, patches: Patches) -> bool:
     different ones from tokens without a gap."""
     ids = np.arange(1, 13, dtype=np.int64)
     positions = np.concatenate([np.arange(6), np.arange(1000, 1006)]).astype(np.int64)
-    thin = Prompt(ids, thinned=Thinned(positions, Prompt(ids), ""))
+    thin = Prompt(ids, positions=Thinned(positions, Prompt(ids), ""))
+    arguments = ArgumentsByPosition(patches)
 
     def logits(prompt: Prompt, *ends: int) -> mx.array:
         layers, start = make_layers(), 0
         for end in ends:
             chunk = mx.array(prompt.ids[start:end].astype(np.int32))[None]
-            with at_positions(layers, prompt, start, end, patches=patches) as placed:
+            with arguments.reading(layers, prompt, start, end) as placed:
                 out = model(chunk, cache=placed)
             start = end
         last: mx.array = out[0, -1].astype(mx.float32)

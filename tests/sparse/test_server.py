@@ -102,7 +102,7 @@ def test_openai_chat_says_that_it_is_approximate(
     assert 0.6 * usage.prompt_tokens < n < 0.75 * usage.prompt_tokens
     assert raw.headers[HEADER] == f"keep=0.3, skipped={n}"
     wait_idle(real)
-    assert f"skipped={n} (sparse prefill: approximate)" in caplog.text
+    assert f"skipped={n} (approximate)" in caplog.text
     text = httpx.get(f"{real.url}/metrics").text
     assert 'firn_tokens_total{kind="skipped"}' in text
     again = create(model="", messages=chat(2), max_tokens=4, extra_body=KEEP)  # type: ignore[arg-type]

@@ -1,15 +1,22 @@
-"""The scorer of sparse prefill: decides which tokens of a prompt matter."""
+"""The port of what decides which tokens of a prompt matter."""
 
 from __future__ import annotations
 
 from typing import Protocol, TypeVar
 
-from firn.core.values import CacheControl, Namespace, Prompt, Scores
+import numpy as np
+import numpy.typing as npt
+
+from firn.core.values import CacheControl, Namespace, Prompt
 
 S = TypeVar("S")
+Scores = npt.NDArray[np.float32]
+"""How much each token of a prompt matters."""
 
 
-class ScorerTraits(Protocol):
+class Scorer(Protocol[S]):
+    """Scores prompts in slices. Engine thread only. `S` is a handle: one prompt's scoring."""
+
     @property
     def recipe(self) -> str:
         """Which model scores, and how: a part of the root of every prompt that it has thinned."""
@@ -19,10 +26,6 @@ class ScorerTraits(Protocol):
     def max_tokens(self) -> int:
         """The longest prompt that it can score."""
         ...
-
-
-class Scorer(ScorerTraits, Protocol[S]):
-    """Scores prompts in slices. Engine thread only. `S` is a handle: one prompt's scoring."""
 
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> S:
         """Start to score a prompt."""
