@@ -138,5 +138,5 @@ class GenerateRequest:
         return self.keep == 1
 
     def in_full(self) -> GenerateRequest:
-        """The same request, but every token of its prompt is read."""
+        """This request, but every token of its prompt is read."""
         return replace(self, keep=1.0)
