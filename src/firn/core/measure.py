@@ -77,6 +77,14 @@ class Median:
             self._values.remove(max(self._values))
             self._known = None
 
+    def sum_up(self) -> None:
+        """Let all that was measured so far count as one measurement."""
+        if self._values:
+            value = self.value
+            self._values.clear()
+            self._values.append(value)
+            self._known = None
+
     def restore(self, value: float) -> None:
         """Begin with what an earlier process learned: one measurement, which the first new one may
         contradict."""

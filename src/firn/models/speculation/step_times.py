@@ -61,8 +61,6 @@ class _Measured:
                     times.age()
         if width != 1:
             self.n_without[1] += 1
-            if self.n_without[1] % N_AGED == 0 and len(self.plain) > 1:
-                self.plain.age()
 
 
 class StepTimes:
@@ -101,6 +99,7 @@ class StepTimes:
         rows.count(width)
         if rows.n_without[1] >= rows.n_trusted:
             rows.n_wanted = N_SURE
+            rows.plain.sum_up()  # those of now shall decide
         if times.is_sure:
             return self.price(n_rows, width)
         return min(max(measured, 1.0), MAX_OUTLIER * before)
