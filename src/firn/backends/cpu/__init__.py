@@ -6,8 +6,9 @@
     rope      rotary positions of a decode step, computed once for all layers
     dtype     16-bit and quantised weights widened to float32
 
-With exact reuse only the BLAS is replaced, which is then part of the root. The others round differently
-from MLX's own, and whether softmax is replaced depends on a measurement at each start.
+The gated delta rule is computed in chunks (see `backends.recurrence`). With exact reuse only that and
+the BLAS are replaced, which are then part of the root. The others round differently from MLX's own,
+and whether softmax is replaced depends on a measurement at each start.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from firn.backends.cpu import dtype, rope, softmax
 from firn.backends.cpu.blas import Blas, attach
 from firn.backends.cpu.threads import Threads
 from firn.backends.patches import Patches
+from firn.backends.recurrence import replaced
+from firn.backends.recurrence.replaced import ChunkedDelta
 from firn.models.loader import LoadedModel
 from firn.models.model_arguments import PreparePass, unprepared
 
@@ -38,6 +41,9 @@ log = logging.getLogger("firn.models")
 
 MEMO = "blas.json"
 """In the cache folder: which libraries were tried, and how fast they are."""
+DELTA = ChunkedDelta(chunk=32, channel_chunk=16, min_work=1 << 15, max_product=1 << 18)
+"""OpenBLAS computes larger products with several threads, which wait for each other for each of many
+thousands: on a busy machine that takes longer than token after token."""
 
 
 class CpuBackend(ComputeBackend):
@@ -54,12 +60,14 @@ class CpuBackend(ComputeBackend):
         super().__init__()
         self.blas = Blas("MLX's own BLAS")
         self._is_exact = False
+        self._computes_delta = False
 
     def install(self, options: BackendOptions) -> None:
         self.blas = self._attach(options, self.patches)
         slow = self.blas.library is None
         log.log(logging.INFO if slow else logging.DEBUG, "matrix products: %s", self.blas.text)
         self._is_exact = options.exact
+        replaced.replace(self.patches, DELTA)
         if not options.exact:
             softmax.install_if_faster(self.patches)
             rope.install(self.patches)
@@ -73,9 +81,13 @@ class CpuBackend(ComputeBackend):
 
     @property
     def arithmetic(self) -> str:
-        return self.blas.identity if self._is_exact else ""
+        if not self._is_exact:
+            return ""
+        return f"{self.blas.identity} {DELTA.identity if self._computes_delta else ''}".strip()
 
     def widen(self, model: Any) -> bool:
+        replaced.replace(self.patches, DELTA)
+        self._computes_delta |= replaced.is_used_by(model)
         return dtype.apply(model, self.weights_dtype)
 
     def rescue(self, model: Any) -> bool:

@@ -16,8 +16,11 @@ from firn.backends.contract import BackendOptions, ComputeBackend, DeviceProfile
 from firn.backends.cuda import attention, kernels, pool, products
 from firn.backends.cuda.bias import gains_by_bias
 from firn.backends.cuda.bus import find_transfers
+from firn.backends.cuda.delta import KernelDelta
 from firn.backends.cuda.shapes import few_shapes
 from firn.backends.cuda.traced import traced_steps
+from firn.backends.recurrence import replaced
+from firn.backends.recurrence.replaced import ChunkedDelta
 from firn.cache.arrays.transfers import Transfers
 from firn.models.decode.kv_growth import ShapeBuckets
 from firn.models.decode.ragged import Columns
@@ -49,6 +52,9 @@ STEPS = StepProfile(
 several tokens is planned anew for each shape, which takes longer than many steps. So steps have few
 widths, and see whole blocks of columns, the last ones masked."""
 
+CHUNKED_DELTA = ChunkedDelta(chunk=64, channel_chunk=16, min_work=0)
+"""Where the kernel does not fit. It takes fewer launches than token after token even for two."""
+
 T = TypeVar("T")
 
 
@@ -68,12 +74,16 @@ class CudaBackend(ComputeBackend):
     def __init__(self) -> None:
         super().__init__()
         self._kernels_folder: Path | None = None
+        self._delta = KernelDelta(CHUNKED_DELTA)
+        self._is_exact = self._computes_delta = False
 
     def install(self, options: BackendOptions) -> None:
         os.environ.setdefault(CHECK, "0")
         self._kernels_folder = options.kernels_folder
         if options.kernels_folder is not None:
             kernels.keep(options.kernels_folder)
+        self._is_exact = options.exact
+        replaced.replace(self.patches, self._delta)
         if options.exact:
             return
         attention.install(self.patches)
@@ -83,7 +93,17 @@ class CudaBackend(ComputeBackend):
         else:
             log.warning("products of a few tokens are left to MLX: %s", fault)
 
+    @property
+    def arithmetic(self) -> str:
+        return self._delta.identity if self._is_exact and self._computes_delta else ""
+
     # --- a model ---------------------------------------------------------------------------
+
+    def widen(self, model: Any) -> bool:
+        """Nothing is widened; but only now are all modules imported that compute the model's layers."""
+        replaced.replace(self.patches, self._delta)
+        self._computes_delta |= replaced.is_used_by(model)
+        return False
 
     def buckets(self, loaded: LoadedModel) -> ShapeBuckets:
         if not isinstance(loaded.arguments, IdsOnly) or isinstance(loaded.model, MtpModel):
