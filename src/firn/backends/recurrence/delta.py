@@ -48,7 +48,7 @@ def gated_delta(
     tokens, heads), or g also (.., width); state (batch, heads, value width, width). Tokens outside
     the mask (batch, tokens) do not change the state; their y means nothing.
     """
-    n_batch, n_tokens, n_key_heads, width = q.shape
+    dtype, (n_batch, n_tokens, n_key_heads, width) = q.dtype, q.shape
     n_heads, value_width = v.shape[-2:]
     if state is None:
         state = mx.zeros((n_batch, n_heads, value_width, width), dtype=mx.float32)
@@ -77,7 +77,7 @@ def gated_delta(
     grouped = state.reshape(n_batch, n_key_heads, shared, value_width, width)
     y, after = _over_chunks(parts, beta * v, grouped.astype(mx.float32))
     y = y.transpose(1, 0, 4, 2, 3, 5).reshape(n_batch, -1, n_heads, value_width)
-    return y[:, :n_tokens], after.reshape(state.shape).astype(state.dtype)
+    return y[:, :n_tokens].astype(dtype), after.reshape(state.shape).astype(state.dtype)
 
 
 def _padded(a: mx.array, n: int, value: int) -> mx.array:
