@@ -104,7 +104,7 @@ class PromptBatches:
             and task.scoring is None
             and task.prompt.thinned is None
             and not task.prompt.unbroken
-            and not self._inflight.cache.stops(task.cursor)
+            and not any(stop < task.n_total for stop in self._inflight.cache.stops(task.cursor))
         )
 
     def prefill(self, task: PrefillTask, others: Sequence[PrefillTask]) -> bool:
@@ -119,6 +119,10 @@ class PromptBatches:
             )
         except (RuntimeError, MemoryError):
             raise  # may be the device's fault, which says nothing about the model
+        except ValueError as e:
+            log.info("prompts are read one by one: %s", e)
+            self._is_supported = False
+            return False
         except Exception as e:
             log.warning(
                 "this model cannot read several prompts in one pass; "

@@ -6,8 +6,8 @@
     rope      rotary positions of a decode step, computed once for all layers
     dtype     16-bit and quantised weights widened to float32
 
-The gated delta rule is computed in chunks (see `backends.recurrence`). With exact reuse only that and
-the BLAS are replaced, which are then part of the root. The others round differently from MLX's own,
+Recurrent layers are computed as in `backends.recurrence`. With exact reuse only the BLAS and the gated
+delta rule are replaced, which are then part of the root. The others round differently from MLX's own,
 and whether softmax is replaced depends on a measurement at each start.
 """
 
@@ -32,7 +32,7 @@ from firn.backends.cpu import dtype, rope, softmax
 from firn.backends.cpu.blas import Blas, attach
 from firn.backends.cpu.threads import Threads
 from firn.backends.patches import Patches
-from firn.backends.recurrence import replaced
+from firn.backends.recurrence import convolution, replaced, ssm
 from firn.backends.recurrence.replaced import ChunkedDelta
 from firn.models.loader import LoadedModel
 from firn.models.model_arguments import PreparePass, unprepared
@@ -44,6 +44,9 @@ MEMO = "blas.json"
 DELTA = ChunkedDelta(chunk=32, channel_chunk=16, min_work=1 << 15, max_product=1 << 18)
 """OpenBLAS computes larger products with several threads, which wait for each other for each of many
 thousands: on a busy machine that takes longer than token after token."""
+
+SSM_STEP = 64
+"""Exponentials are slow here: of 32 to 64 tokens they take about as long as the products."""
 
 
 class CpuBackend(ComputeBackend):
@@ -59,18 +62,18 @@ class CpuBackend(ComputeBackend):
     def __init__(self) -> None:
         super().__init__()
         self.blas = Blas("MLX's own BLAS")
-        self._is_exact = False
-        self._computes_delta = False
+        self._is_exact = self._is_installed = self._computes_delta = False
 
     def install(self, options: BackendOptions) -> None:
         self.blas = self._attach(options, self.patches)
         slow = self.blas.library is None
         log.log(logging.INFO if slow else logging.DEBUG, "matrix products: %s", self.blas.text)
-        self._is_exact = options.exact
-        replaced.replace(self.patches, DELTA)
+        self._is_exact, self._is_installed = options.exact, True
+        self._replace_recurrences()
         if not options.exact:
             softmax.install_if_faster(self.patches)
             rope.install(self.patches)
+            convolution.install(self.patches)
         # Without a fast BLAS, float32 is as slow as other dtypes and twice as large.
         is_useless = options.weights_dtype == "auto" and self.blas.library is None
         self.weights_dtype = "model" if is_useless else options.weights_dtype
@@ -86,9 +89,16 @@ class CpuBackend(ComputeBackend):
         return f"{self.blas.identity} {DELTA.identity if self._computes_delta else ''}".strip()
 
     def widen(self, model: Any) -> bool:
-        replaced.replace(self.patches, DELTA)
+        if self._is_installed:
+            self._replace_recurrences()
         self._computes_delta |= replaced.is_used_by(model)
         return dtype.apply(model, self.weights_dtype)
+
+    def _replace_recurrences(self) -> None:
+        """Again for each model: mlx-vlm's modules are imported with the first that needs them."""
+        replaced.replace(self.patches, DELTA)
+        if not self._is_exact:
+            ssm.shorten(self.patches, step=SSM_STEP)
 
     def rescue(self, model: Any) -> bool:
         """MLX lacks 16-bit forms of some operations here, one of which mixtures of experts need."""

@@ -75,14 +75,14 @@ class CudaBackend(ComputeBackend):
         super().__init__()
         self._kernels_folder: Path | None = None
         self._delta = KernelDelta(CHUNKED_DELTA)
-        self._is_exact = self._computes_delta = False
+        self._is_exact = self._is_installed = self._computes_delta = False
 
     def install(self, options: BackendOptions) -> None:
         os.environ.setdefault(CHECK, "0")
         self._kernels_folder = options.kernels_folder
         if options.kernels_folder is not None:
             kernels.keep(options.kernels_folder)
-        self._is_exact = options.exact
+        self._is_exact, self._is_installed = options.exact, True
         replaced.replace(self.patches, self._delta)
         if options.exact:
             return
@@ -100,8 +100,9 @@ class CudaBackend(ComputeBackend):
     # --- a model ---------------------------------------------------------------------------
 
     def widen(self, model: Any) -> bool:
-        """Nothing is widened; but only now are all modules imported that compute the model's layers."""
-        replaced.replace(self.patches, self._delta)
+        """Nothing is; but only now are all modules imported that compute the model's layers."""
+        if self._is_installed:
+            replaced.replace(self.patches, self._delta)
         self._computes_delta |= replaced.is_used_by(model)
         return False
 

@@ -120,7 +120,7 @@ class Runner:
 
     @property
     def reads_together(self) -> bool:
-        """Whether one pass can read several prompts: plain attention, no pictures, no head."""
+        """Whether one pass can read several prompts: plain attention or states, no pictures, no head."""
         return self._max_rows > 1 and self._forward.takes_ids_only and self._batched.can_read()
 
     def prefill_together(
