@@ -145,7 +145,12 @@ def test_a_recurrence_in_chunks_gives_the_same_bits(
         with cold_and_warm(tiny(name), chunk=CHUNK, block=8, exact=True) as (cold, warm):
             want, first = Reference(cold), tokens(1, 70)
             reply = want(first, 4).reply
-            for ids in (first, first + reply + tokens(2, 15), first[:61], first[:48] + tokens(3, 20)):
+            for ids in (
+                first,
+                first + reply + tokens(2, 15),
+                first[:61],
+                first[:48] + tokens(3, 20),
+            ):
                 got = warm.ask(ids, 3, boundaries=(33, 64))
                 assert same_bits(got, want(ids, 3)), (len(ids), got.n_cached)
             assert warm.cache.stats.n_tokens_cached > 100

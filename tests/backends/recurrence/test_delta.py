@@ -33,7 +33,9 @@ seeds = st.integers(0, 2**32 - 1)
 
 @given(shape=shapes, chunk=chunks, seed=seeds, n_keys=st.integers(0, 3), data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_it_is_the_rule(shape: Shape, chunk: int, seed: int, n_keys: int, data: st.DataObject) -> None:
+def test_it_is_the_rule(
+    shape: Shape, chunk: int, seed: int, n_keys: int, data: st.DataObject
+) -> None:
     """Any decays from 1 to 0, betas from 0 to 1, keys that repeat, lengths that are no multiple."""
     rng = np.random.default_rng(seed)
     arguments = Arguments.random(

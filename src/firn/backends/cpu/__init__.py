@@ -32,7 +32,7 @@ from firn.backends.cpu import dtype, rope, softmax
 from firn.backends.cpu.blas import Blas, attach
 from firn.backends.cpu.threads import Threads
 from firn.backends.patches import Patches
-from firn.backends.recurrence import convolution, replaced, ssm
+from firn.backends.recurrence import convolution, replaced, scans, ssm
 from firn.backends.recurrence.replaced import ChunkedDelta
 from firn.models.loader import LoadedModel
 from firn.models.model_arguments import PreparePass, unprepared
@@ -95,10 +95,11 @@ class CpuBackend(ComputeBackend):
         return dtype.apply(model, self.weights_dtype)
 
     def _replace_recurrences(self) -> None:
-        """Again for each model: mlx-vlm's modules are imported with the first that needs them."""
+        """Again for each model: a library's modules are imported with the first that needs them."""
         replaced.replace(self.patches, DELTA)
         if not self._is_exact:
             ssm.shorten(self.patches, step=SSM_STEP)
+            scans.replace(self.patches)
 
     def rescue(self, model: Any) -> bool:
         """MLX lacks 16-bit forms of some operations here, one of which mixtures of experts need."""

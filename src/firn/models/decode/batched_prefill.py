@@ -7,8 +7,8 @@ the row's own caches become views of them, without a copy.
     row 0   . . p p p | n n n n n        row 0 holds columns [2, 10)
     row 1   p p p p p | n n . . .        row 1 holds columns [0, 7)
 
-Recurrent layers have a state for each row, and mlx-lm's tell their models which tokens are padding: those
-do not change it.
+Recurrent layers have a state for each row, and mlx-lm's tell their models which tokens are padding:
+those do not change it.
 
 Owner: the engine thread, through the runner.
 """
