@@ -8,6 +8,9 @@
     prompts   many prompts that arrive together: the built-in hybrid model's shape and the dense one's
     first     a cold prompt's first token: Qwen3.5-9B's shape against a dense model of about its size
     servers   firn and mlx-lm's server: a cold prompt, later turns of the chat, decoding
+    families  on a CPU: a chunk of a prompt and a token with other recurrent layers, by mlx-lm's code
+              and by firn's; processor time
+    states    cutting a hybrid model's state out of a row, filling a row from it; processor time
 
 Weights are random. Everything that a ratio compares is measured in one run, in turns. On a GPU, a part
 takes at most three minutes; on two cores `layer` takes one, and `servers` a few for each model.
@@ -33,9 +36,9 @@ from report import BenchError, Column, cli, grid, names, save, table
 from servers import Server, lab, model_folder
 
 from firn.bench.client import Message, words
-from models import CONFIGS, QWEN3_06B, QWEN3_8B, write_model
+from models import COMMON, CONFIGS, QWEN3_06B, QWEN3_8B, random_model, write_model
 
-PARTS = ("layer", "prompts", "first", "servers")
+PARTS = ("layer", "prompts", "first", "servers", "families", "states")
 TF32 = "MLX_ENABLE_TF32"
 GIB = 1 << 30
 HEADS, WIDTH = (16, 32), 128
@@ -75,6 +78,65 @@ FIRST_SHAPES = {
     "tiny": (CONFIGS["hybrid"], CONFIGS["dense"]),
 }
 SERVED = {"hybrid": CONFIGS["hybrid"], "hybrid-0.6b": HYBRID_06B}
+
+SMALL: dict[str, Any] = COMMON | {
+    "hidden_size": 768,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 96,
+    "conv_kernel": 4,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "time_step_rank": 48,
+}
+JAMBA = {
+    "attn_layer_offset": 1,
+    "attn_layer_period": 2,
+    "expert_layer_offset": 1,
+    "expert_layer_period": 2,
+    "mamba_d_conv": 4,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "num_experts": 1,
+    "num_experts_per_tok": 1,
+}
+GRIFFIN = {
+    "attention_bias": False,
+    "conv1d_width": 4,
+    "logits_soft_cap": 30.0,
+    "attention_window_size": 2048,
+    "block_types": ["recurrent", "attention"],
+}
+RWKV7 = {
+    "head_dim": 64,
+    "norm_eps": 1e-5,
+    "a_low_rank_dim": 64,
+    "v_low_rank_dim": 32,
+    "gate_low_rank_dim": 128,
+    "decay_low_rank_dim": 64,
+}
+LFM2 = {
+    "norm_eps": 1e-5,
+    "conv_bias": False,
+    "conv_L_cache": 3,
+    "block_dim": 768,
+    "block_ff_dim": 1536,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": True,
+    "full_attn_idxs": [1],
+}
+MAMBA2 = CONFIGS["ssm"] | SMALL | {"num_heads": 24, "head_dim": 64, "state_size": 128}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mamba": SMALL | {"model_type": "mamba", "state_size": 16},
+    "jamba": SMALL | {"model_type": "jamba"} | JAMBA,
+    "mamba2": MAMBA2 | {"model_type": "mamba2"},
+    "recurrent_gemma": SMALL | {"model_type": "recurrent_gemma"} | GRIFFIN,
+    "rwkv7": SMALL | {"model_type": "rwkv7"} | RWKV7,
+    "lfm2": SMALL | {"model_type": "lfm2"} | LFM2,
+}
 
 Times = dict[str, list[float]]
 
@@ -325,7 +387,107 @@ def _chat(server: Server, n_words: int, args: argparse.Namespace, *, turn: int) 
     return {"cold_s": later[0], "later_s": middle(later[1:]), "decode_tok_s": middle(speeds)}
 
 
+# --- other families, and states ---------------------------------------------------------------
+
+
+def families(args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of a chunk and of a token, before and after firn's forms are installed."""
+    import mlx.core as mx
+
+    from firn.backends.contract import BackendOptions
+    from firn.backends.cpu import SSM_STEP, CpuBackend
+    from firn.backends.patches import Patches
+    from firn.backends.recurrence import convolution, scans, ssm
+    from firn.config import default_cache_dir
+
+    backend = CpuBackend()
+    backend.install(BackendOptions(exact=True, cache_folder=default_cache_dir()))  # its products
+    if backend.blas.library is not None:
+        backend.blas.library.set_threads(1)
+    results: dict[str, dict[str, float]] = {}
+    for name, config in FAMILIES.items():
+        model = random_model(config, dtype=mx.float32)
+        patches, result = Patches(), {}
+        for how in ("mlx-lm", "firn"):
+            if how == "firn":
+                convolution.install(patches)
+                ssm.shorten(patches, step=SSM_STEP)
+                scans.replace(patches)
+            for what, n_tokens in (("chunk", 256), ("token", 1)):
+                result[f"{what} {how}"] = 1000 * _processor_seconds(model, n_tokens, args.rounds)
+        patches.undo()
+        results[name] = result
+        say(f"{name}: " + ", ".join(f"{what} {ms:.1f} ms" for what, ms in result.items()))
+    return results
+
+
+def _processor_seconds(model: Any, n_tokens: int, n_rounds: int) -> float:
+    """Of n_tokens after a few others; the least of several tries."""
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
+
+    taken = []
+    for _ in range(n_rounds + 1):
+        layers = make_prompt_cache(model)
+        mx.eval(model(mx.array([[1, 2, 3, 4, 5]]), cache=layers))
+        began = time.process_time()
+        mx.eval(model(mx.array([[7] * n_tokens]), cache=layers)[:, -1], [c.state for c in layers])
+        taken.append(time.process_time() - began)
+    return min(taken)
+
+
+def states(args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds to cut a state, to fill a row from it, and of a decode step."""
+    import mlx.core as mx
+    from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+
+    from firn.backends import find
+    from firn.backends.contract import BackendOptions
+    from firn.cache.arrays.payload import evaluate
+    from firn.cache.layout import Layout
+    from firn.cache.parts import Part
+    from firn.config import default_cache_dir
+    from firn.core.ports import At
+
+    find().install(BackendOptions(cache_folder=default_cache_dir()))
+    results = {}
+    for name, config in SERVED.items():
+        model = random_model(config, dtype=mx.float32)
+        layers, empty = make_prompt_cache(model), make_prompt_cache(model)
+        mx.eval(model(mx.array([[7] * 40]), cache=layers), [c.state for c in layers])
+        layout, at = Layout.of(layers), At(0, 40)
+        payload = layout.cut(Part.STATE, layers, at, 0, 40)
+        nbytes = sum(c.nbytes for c in layers if isinstance(c, ArraysCache))
+        ms: dict[str, float] = {}
+        for _ in range(10):
+            for what in ("cut", "fill", "step"):
+                began = time.process_time()
+                if what == "cut":
+                    evaluate([layout.cut(Part.STATE, layers, at, 0, 40)])
+                elif what == "fill":
+                    layout.fill(Part.STATE, empty, [payload], 40)
+                    mx.eval([c.state for c in empty if isinstance(c, ArraysCache)])
+                else:
+                    mx.eval(model(mx.array([[7]]), cache=make_prompt_cache(model)))
+                took = 1000 * (time.process_time() - began)
+                ms[what] = min(ms.get(what, took), took)
+        say(
+            f"{name}: {nbytes / 1e6:.1f} MB, " + ", ".join(f"{k} {v:.2f} ms" for k, v in ms.items())
+        )
+        results[name] = ms | {"nbytes": nbytes}
+    return results
+
+
 # -------------------------------------------------------------------------------------------
+
+DO = {
+    "layer": layer,
+    "prompts": prompts,
+    "first": first,
+    "servers": servers,
+    "families": families,
+    "states": states,
+}
 
 
 def main() -> None:
@@ -357,9 +519,7 @@ def main() -> None:
     for part in args.parts:
         say(f"== {part}")
         began = time.perf_counter()
-        result[part] = {"layer": layer, "prompts": prompts, "first": first, "servers": servers}[
-            part
-        ](args)
+        result[part] = DO[part](args)
         say(f"== {part} took {time.perf_counter() - began:.0f} s")
         save(args.json or lab() / "hybrid.json", "hybrid", options=vars(args), result=result)
 

@@ -1,4 +1,4 @@
-"""Recurrences of single values, beside the models that they are computed for."""
+"""Selective scans, beside the models that they are computed for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models import jamba, mamba, recurrent_gemma
+from mlx_lm.models import jamba, mamba
 
 from firn.backends.patches import Patches
 from firn.backends.recurrence import scans
@@ -36,7 +36,6 @@ def logits(model: Any, layers: list[Any], n_tokens: int) -> mx.array:
         ("jamba", lambda: jamba.JambaMambaMixer.ssm_step is scans.jamba_step),
         ("mamba", lambda: mamba.MambaBlock._process_sequence is scans.mamba_sequence),
         ("mamba-falcon", lambda: mamba.MambaBlock._process_sequence is scans.mamba_sequence),
-        ("recurrent_gemma", lambda: recurrent_gemma.rnn_scan is scans.rnn_scan),
     ],
 )
 def test_models_say_the_same(

@@ -1,8 +1,8 @@
-"""Recurrences of single values, h <- a h + b: two operations a token, and the rest for many at once.
+"""Selective scans, h <- a h + b for single values: two operations a token, and the rest for many at once.
 
-mlx-lm's Jamba and Recurrent Gemma write each token's state into an array of all tokens', which copies
-that array for each token; its Mamba computes everything token by token, matrix products included. The
-order of sums is theirs. Decays are powers of two, which MLX's CPU backend computes in a fifth of the
+mlx-lm's Jamba writes each token's state into an array of all tokens', which copies that array for each
+token; its Mamba computes everything token by token, matrix products included. The order of sums is
+theirs. Decays are powers of two, which MLX's CPU backend computes in a fifth of the
 time of exponentials (see `cpu.softmax`).
 """
 
@@ -84,24 +84,16 @@ def _projected(self: Any, x: mx.array) -> Sequence[mx.array]:
     return parts
 
 
-def rnn_scan(x: mx.array, a: mx.array, h0: mx.array | None) -> tuple[mx.array, mx.array]:
-    """recurrent_gemma.rnn_scan."""
-    states = scan(mx.broadcast_to(a, x.shape), x, h0)
-    return states, states[:, -1]
-
-
 REPLACED: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
     ("mlx_lm.models.jamba", "JambaMambaMixer", "ssm_step", jamba_step),
     ("mlx_lm.models.mamba", "MambaBlock", "_process_sequence", mamba_sequence),
-    ("mlx_lm.models.recurrent_gemma", "", "rnn_scan", rnn_scan),
 )
-"""Module, class if it is a method, name."""
+"""Module, class, method."""
 
 
 def replace(patches: Patches) -> None:
     """In every one of these modules that is imported now. Calling it again replaces it in later ones."""
     for home, owner_name, name, function in REPLACED:
-        module = sys.modules.get(home)
-        owner = getattr(module, owner_name) if module and owner_name else module
+        owner = getattr(sys.modules.get(home), owner_name, None)
         if owner is not None and getattr(owner, name) is not function:
             patches.replace(owner, name, function)
