@@ -1,4 +1,4 @@
-"""Selective scans, h <- a h + b for single values: two operations a token, and the rest for many at once.
+"""Selective scans, h <- a h + b for each value: two operations a token, the rest for many at once.
 
 mlx-lm's Jamba writes each token's state into an array of all tokens', which copies that array for each
 token; its Mamba computes everything token by token, matrix products included. The order of sums is
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -78,10 +78,9 @@ def mamba_sequence(self: Any, x: mx.array, conv_cache: Any, state: mx.array | No
     return self.out_proj(nn.silu(z) * (y + self.D * x)), (conv_cache, state)
 
 
-def _projected(self: Any, x: mx.array) -> Sequence[mx.array]:
+def _projected(self: Any, x: mx.array) -> Any:
     ends = [self.time_step_rank, self.time_step_rank + self.ssm_state_size]
-    parts: Sequence[mx.array] = mx.split(self.x_proj(x), ends, axis=-1)
-    return parts
+    return mx.split(self.x_proj(x), ends, axis=-1)
 
 
 REPLACED: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
