@@ -14,7 +14,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from firn.backends.recurrence import replaced
+from firn.backends.recurrence.replaced import ChunkedDelta
 from firn.core.values import CacheControl
+from firn.models.patches import Patches
 from tests.cache.lab import check_tree, n_leases
 from tests.cache.specimens import all_same
 from tests.cache.tiny import (
@@ -117,6 +120,44 @@ def test_edited_branched_cut_and_continued(kind: str, uncached: References) -> N
             assert same_bits(got, want(ids, 3)), (len(ids), got.n_cached)
         assert warm.cache.stats.n_tokens_cached > 200
         check(warm)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
+@pytest.mark.parametrize("chunk", [8, 32])
+def test_a_recurrence_in_chunks_gives_the_same_bits(
+    name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pass of exact mode begins at a multiple of its chunk, and so do those of the recurrence,
+    whether they divide it or are cut short by it: a resumed prompt has the bits of a whole one."""
+    called: list[int] = []
+
+    class Counted(ChunkedDelta):
+        def __call__(self, q: mx.array, *more: Any) -> Any:
+            called.append(q.shape[1])
+            return super().__call__(q, *more)
+
+    library, function = replaced.mlx_lm_delta, replaced.NAMES[0]
+    plain = getattr(library, function)  # or what another test has installed
+    monkeypatch.setattr(library, function, getattr(plain, "_plain", plain))
+    patches = Patches()
+    replaced.replace(patches, Counted(chunk, chunk, min_work=0))
+    try:
+        with cold_and_warm(tiny(name), chunk=CHUNK, block=8, exact=True) as (cold, warm):
+            want, first = Reference(cold), tokens(1, 70)
+            reply = want(first, 4).reply
+            for ids in (
+                first,
+                first + reply + tokens(2, 15),
+                first[:61],
+                first[:48] + tokens(3, 20),
+            ):
+                got = warm.ask(ids, 3, boundaries=(33, 64))
+                assert same_bits(got, want(ids, 3)), (len(ids), got.n_cached)
+            assert warm.cache.stats.n_tokens_cached > 100
+            check(warm)
+    finally:
+        patches.undo()
+    assert CHUNK in called
 
 
 @EACH

@@ -25,6 +25,7 @@ from tests.hash_runner import Faults, HashRow, reply_to
 from tests.hash_runner import prompt_of as words
 
 PLAIN = ["llama", "qwen3", "gemma"]
+RECURRENT = ["qwen3_5", "qwen3_next", "mamba2", "kimi_linear", "granitemoehybrid"]
 
 
 class Always(BatchTrial):
@@ -90,7 +91,7 @@ def test_slow_first_passes_do_not_decide_for_long() -> None:
 # --- the same answers ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", [*PLAIN, *RECURRENT])
 def test_prompts_of_unequal_lengths_are_answered_as_alone(name: str) -> None:
     head = [5, 6, 7]
     prompts = [[*head, *tokens(i, 30 + 7 * i)] for i in range(6)]
@@ -120,7 +121,7 @@ def test_rows_of_very_different_lengths_are_not_padded_to_each_other() -> None:
 
 @pytest.mark.parametrize(
     ("name", "can"),
-    [("llama", True), ("llama-sliding", False), ("qwen3_5", False), ("mamba2", False)],
+    [("llama", True), ("llama-sliding", False), ("qwen3_5", True), ("mamba2", True)],
 )
 def test_which_layers_can_be_read_together(name: str, can: bool) -> None:
     build: Build = tiny(name)

@@ -65,13 +65,16 @@ class ComputeBackend:
     """Owner: the process that loads a model."""
 
     profile = PLAIN_DEVICE
-    arithmetic = ""
-    """What the bits of a result depend on, besides the model and the libraries."""
 
     def __init__(self) -> None:
         self.patches = Patches()
         self.weights = Weights()
         self.memory = DeviceMemory(self.profile)
+
+    @property
+    def arithmetic(self) -> str:
+        """What the bits of a result depend on in exact mode, besides the model and the libraries."""
+        return ""
 
     @property
     def transfers(self) -> Transfers:

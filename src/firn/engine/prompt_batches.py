@@ -98,7 +98,7 @@ class PromptBatches:
             and task.n_total <= MAX_TOKENS
             and task.is_plain
             and not task.prompt.unbroken
-            and not self._inflight.cache.stops(task.cursor)
+            and not any(stop < task.n_total for stop in self._inflight.cache.stops(task.cursor))
         )
 
     def prefill(self, task: PrefillTask, others: Sequence[PrefillTask]) -> bool:
@@ -113,6 +113,10 @@ class PromptBatches:
             )
         except (RuntimeError, MemoryError):
             raise  # may be the device's fault, which says nothing about the model
+        except ValueError as e:
+            log.info("prompts are read one by one: %s", e)
+            self._is_supported = False
+            return False
         except Exception as e:
             log.warning(
                 "this model cannot read several prompts in one pass; "

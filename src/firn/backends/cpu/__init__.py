@@ -6,8 +6,9 @@
     rope      rotary positions of a decode step, computed once for all layers
     dtype     16-bit and quantised weights widened to float32
 
-With exact reuse only the BLAS is replaced, which is then part of the root. The others round differently
-from MLX's own, and whether softmax is replaced depends on a measurement at each start.
+Recurrent layers are computed as in `backends.recurrence`. With exact reuse only the BLAS and the gated
+delta rule are replaced, which are then part of the root. The others round differently from MLX's own,
+and whether softmax is replaced depends on a measurement at each start.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from firn.backends.cpu import dtype, rope, softmax
 from firn.backends.cpu.blas import Blas, attach
 from firn.backends.cpu.threads import Threads
 from firn.backends.profile import DeviceProfile
+from firn.backends.recurrence import convolution, scans, ssm
+from firn.backends.recurrence.replaced import ChunkedDelta, Recurrences
 from firn.models.loader import LoadedModel
 from firn.models.model_arguments import PreparePass, unprepared
 from firn.models.patches import Patches
@@ -33,12 +36,22 @@ log = logging.getLogger("firn.models")
 
 MEMO = "blas.json"
 """In the cache folder: which libraries were tried, and how fast they are."""
+DELTA = ChunkedDelta(chunk=32, channel_chunk=16, min_work=1 << 15, max_product=1 << 18)
+"""OpenBLAS computes larger products with several threads, which wait for each other for each of many
+thousands: on a busy machine that takes longer than token after token."""
+
+SSM_STEP = 64
+"""Exponentials are slow here: of 32 to 64 tokens they take about as long as the products."""
 
 
 class CpuWeights(Weights):
     """In float32, if there is memory for it."""
 
+    def __init__(self, recurrences: Recurrences) -> None:
+        self._recurrences = recurrences
+
     def widen(self, model: Any) -> bool:
+        self._recurrences.loaded(model)
         return dtype.apply(model, self.dtype)
 
     def rescue(self, model: Any) -> bool:
@@ -63,18 +76,19 @@ class CpuBackend(ComputeBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weights = CpuWeights()
+        self.recurrences = Recurrences(self.patches, DELTA, self._replace_other_scans)
+        self.weights = CpuWeights(self.recurrences)
         self.blas = Blas("MLX's own BLAS")
 
     def install(self, options: BackendOptions) -> None:
         self.blas = self._attach(options, self.patches)
         slow = self.blas.library is None
         log.log(logging.INFO if slow else logging.DEBUG, "matrix products: %s", self.blas.text)
-        if options.exact:
-            self.arithmetic = self.blas.identity
-        else:
+        self.recurrences.install(exact=options.exact)
+        if not options.exact:
             softmax.install_if_faster(self.patches)
             rope.install(self.patches)
+            convolution.install(self.patches)
         # Without a fast BLAS, float32 is as slow as other dtypes and twice as large.
         is_useless = options.weights_dtype == "auto" and self.blas.library is None
         self.weights.dtype = "model" if is_useless else options.weights_dtype
@@ -82,6 +96,16 @@ class CpuBackend(ComputeBackend):
     def _attach(self, options: BackendOptions, patches: Patches) -> Blas:
         assert options.cache_folder is not None
         return attach(options.blas, memo=options.cache_folder / MEMO, patches=patches)
+
+    def _replace_other_scans(self) -> None:
+        ssm.shorten(self.patches, step=SSM_STEP)
+        scans.replace(self.patches)
+
+    @property
+    def arithmetic(self) -> str:
+        if not self.recurrences.is_exact:
+            return ""
+        return f"{self.blas.identity} {self.recurrences.identity}".strip()
 
     def preparation(self, loaded: LoadedModel) -> PreparePass:
         library = self.blas.library

@@ -12,14 +12,16 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from firn.backends.contract import BackendOptions, ComputeBackend
+from firn.backends.contract import BackendOptions, ComputeBackend, Weights
 from firn.backends.cuda import attention, kernels, pool, products
 from firn.backends.cuda.bias import gains_by_bias
 from firn.backends.cuda.bus import find_transfers
+from firn.backends.cuda.delta import KernelDelta
 from firn.backends.cuda.shapes import find_buckets
 from firn.backends.cuda.traced import traced_steps
 from firn.backends.memory import DeviceMemory
 from firn.backends.profile import DeviceProfile
+from firn.backends.recurrence.replaced import ChunkedDelta, Recurrences
 from firn.backends.warm_up import warm_up, warm_up_speculator
 from firn.cache.arrays.transfers import Transfers
 from firn.models.decode.kv_growth import ShapeBuckets
@@ -51,6 +53,9 @@ STEPS = StepProfile(
 several tokens is planned anew for each shape, which takes longer than many steps. So steps have few
 widths, and see whole blocks of columns, the last ones masked."""
 
+CHUNKED_DELTA = ChunkedDelta(chunk=64, channel_chunk=16, min_work=0)
+"""Where the kernel does not fit. It takes fewer launches than token after token even for two."""
+
 T = TypeVar("T")
 
 
@@ -72,6 +77,15 @@ class CudaMemory(DeviceMemory):
         return None if free is None else int(free) + pool.unused_nbytes()
 
 
+class CudaWeights(Weights):
+    def __init__(self, recurrences: Recurrences) -> None:
+        self._recurrences = recurrences
+
+    def widen(self, model: Any) -> bool:
+        self._recurrences.loaded(model)
+        return False
+
+
 class CudaBackend(ComputeBackend):
     profile = DeviceProfile(
         name="cuda",
@@ -89,12 +103,15 @@ class CudaBackend(ComputeBackend):
         super().__init__()
         self.memory = CudaMemory(self.profile)
         self._kernels_folder: Path | None = None
+        self.recurrences = Recurrences(self.patches, KernelDelta(CHUNKED_DELTA))
+        self.weights = CudaWeights(self.recurrences)
 
     def install(self, options: BackendOptions) -> None:
         os.environ.setdefault(CHECK, "0")
         self._kernels_folder = options.kernels_folder
         if options.kernels_folder is not None:
             kernels.keep(options.kernels_folder)
+        self.recurrences.install(exact=options.exact)
         if options.exact:
             return
         attention.install(self.patches)
@@ -103,6 +120,10 @@ class CudaBackend(ComputeBackend):
             products.install(self.patches)
         else:
             log.warning("products of a few tokens are left to MLX: %s", fault)
+
+    @property
+    def arithmetic(self) -> str:
+        return self.recurrences.identity if self.recurrences.is_exact else ""
 
     def buckets(self, loaded: LoadedModel) -> ShapeBuckets:
         if not isinstance(loaded.arguments, IdsOnly) or isinstance(loaded.model, MtpModel):

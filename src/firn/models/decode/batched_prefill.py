@@ -7,6 +7,9 @@ the row's own caches become views of them, without a copy.
     row 0   . . p p p | n n n n n        row 0 holds columns [2, 10)
     row 1   p p p p p | n n . . .        row 1 holds columns [0, 7)
 
+Recurrent layers have a state for each row, and mlx-lm's tell their models which tokens are padding:
+those do not change it.
+
 Owner: the engine thread, through the runner.
 """
 
@@ -17,7 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import ArraysCache, KVCache
 
 from firn.core.values import TokenArray
 from firn.models.decode.batch import Row
@@ -65,9 +68,9 @@ class BatchedPrefill:
 
 
 def can_batch(layers: Sequence[Any]) -> bool:
-    """Whether all layers are plain attention: padding would change a recurrent state, or take up
-    space in a window."""
-    return bool(layers) and all(type(layer) is KVCache for layer in layers)
+    """Whether all layers are plain attention or states: padding would take up space in a window. Whether
+    the model's states heed it, a trial shows."""
+    return bool(layers) and all(type(layer) in (KVCache, ArraysCache) for layer in layers)
 
 
 def batched_prefill_fault(model: Any, make_layers: MakeLayers) -> str | None:
@@ -118,13 +121,22 @@ class PaddedRows:
             ids[i, : len(new)] = new
         self.feed = mx.array(ids)
         each = zip(*(row.layers for row in rows), strict=True)
-        self.layers = [KVCache.merge(list(layers)) for layers in each]
+        self.layers = [self._merged(layers) for layers in each]
+
+    def _merged(self, layers: Sequence[Any]) -> Any:
+        batch = type(layers[0]).merge(list(layers))
+        if isinstance(batch, ArraysCache):
+            batch.prepare(lengths=self._n_new)
+        return batch
 
     def share_out(self) -> None:
         """Give each row its part of the batched caches."""
         for i, (row, n_new) in enumerate(zip(self._rows, self._n_new, strict=True)):
             start, end = self._n_past - row.n_tokens, self._n_past + n_new
             for lone, batch in zip(row.layers, self.layers, strict=True):
+                if isinstance(lone, ArraysCache):
+                    lone.cache = [None if a is None else a[i : i + 1] for a in batch.cache]
+                    continue
                 lone.keys = batch.keys[i : i + 1, :, start:end]
                 lone.values = batch.values[i : i + 1, :, start:end]
                 lone.offset = end - start

@@ -118,7 +118,7 @@ class Runner:
 
     @property
     def can_batch_prefill(self) -> bool:
-        """Whether one pass can read several prompts: plain attention, no pictures, no head."""
+        """Whether one pass can read several prompts: plain attention or states, no pictures, no head."""
         return self._max_rows > 1 and self._forward.takes_ids_only and self._batched.can_read()
 
     def batched_prefill(
