@@ -376,15 +376,18 @@ def _said(role: str, text: str) -> Message:
 
 def _chat(server: Server, n_words: int, args: argparse.Namespace, *, turn: int) -> dict[str, float]:
     """A chat that the server has never seen."""
-    messages, later, speeds = [_said("user", words(n_words, seed=(turn, "cold")))], [], []
+    messages, replies = [_said("user", words(n_words, seed=(turn, "cold")))], []
     for i in range(1 + args.turns):
         reply = server.chat(messages, args.reply, ignore_eos=True)
-        later.append(reply.first_s)
-        speeds.append((reply.n_completion - 1) / max(reply.total_s - reply.first_s, 1e-9))
+        replies.append(reply)
         messages.append(_said("assistant", reply.text))
         messages.append(_said("user", words(20, seed=(turn, i))))
-    middle = statistics.median
-    return {"cold_s": later[0], "later_s": middle(later[1:]), "decode_tok_s": middle(speeds)}
+    decoding_s = sum(r.total_s - r.first_s for r in replies)
+    return {
+        "cold_s": replies[0].first_s,
+        "later_s": statistics.median(r.first_s for r in replies[1:]),
+        "decode_tok_s": sum(r.n_completion - 1 for r in replies) / max(decoding_s, 1e-9),
+    }
 
 
 # --- other families, and states ---------------------------------------------------------------
@@ -506,7 +509,7 @@ def main() -> None:
     options.add_argument("--models", type=names, default=list(SERVED), metavar="A,B,..")
     options.add_argument("--chat-tokens", type=int, default=1000, help="servers: of the prompt")
     options.add_argument("--turns", type=int, default=3, help="servers: later ones")
-    options.add_argument("--reply", type=int, default=24, help="servers: tokens of a reply")
+    options.add_argument("--reply", type=int, default=48, help="servers: tokens of a reply")
     options.add_argument(
         "--as-installed", action="store_true", help="servers: OpenBLAS is not preloaded"
     )

@@ -128,6 +128,7 @@ QWEN3_06B = QWEN3_8B | {
 }
 SHAPES: dict[str, tuple[dict[str, Any], str]] = {
     "tiny": (CONFIGS["dense"], "float32"),
+    "hybrid": (CONFIGS["hybrid"], "float32"),
     "0.6b": (QWEN3_06B, "bfloat16"),
     "4b": (QWEN3_4B, "bfloat16"),
     "8b": (QWEN3_8B, "bfloat16"),

@@ -4,6 +4,8 @@
     cpu     a Linux CPU: BLAS, softmax, rotary positions, float32 weights
     cuda    an NVIDIA GPU: few shapes, traced steps, kernels, copies over the bus
 
+CPU and CUDA share `recurrence`: recurrent layers, for which mlx-lm has kernels on Metal only.
+
 `find` is the only place that asks which device this machine has. Nothing outside this folder does: it
 asks the backend for facts (`profile`) or for work. Assembly, the command line and the front may import
 this package; what they hand on (`Execution`, `Transfers`) belongs to the packages that use it.

@@ -41,7 +41,7 @@ from firn.models.weight_form import AsStored
 
 @dataclass(frozen=True, slots=True)
 class BackendOptions:
-    """exact: cached output must be bitwise the uncached output, computed by MLX's own kernels.
+    """exact: cached output must be bitwise the uncached output, by MLX's own kernels where it has any.
     cache_folder, kernels_folder: where it may keep what it has found out, and compiled."""
 
     exact: bool = False
