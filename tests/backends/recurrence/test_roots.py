@@ -8,8 +8,8 @@ import pytest
 
 from firn.backends.contract import BackendOptions
 from firn.backends.cpu import DELTA, CpuBackend
-from firn.backends.cuda.device import CHUNKED_DELTA, CudaBackend
 from firn.backends.cuda.delta import KernelDelta
+from firn.backends.cuda.device import CHUNKED_DELTA, CudaBackend
 from tests.cache.tiny import tiny
 
 
@@ -18,9 +18,9 @@ def test_a_root_says_how_the_delta_rule_is_computed(exact: bool, tmp_path: Path)
     backend = CpuBackend()
     backend.install(BackendOptions(exact=exact, blas="none", cache_folder=tmp_path))
     try:
-        backend.widen(tiny("llama")()[0])
+        backend.weights.widen(tiny("llama")()[0])
         assert DELTA.identity not in backend.arithmetic
-        backend.widen(tiny("qwen3_next")()[0])
+        backend.weights.widen(tiny("qwen3_next")()[0])
         assert (DELTA.identity in backend.arithmetic) is exact
     finally:
         backend.uninstall()
@@ -33,5 +33,5 @@ def test_another_form_has_another_identity() -> None:
 
 def test_an_nvidia_gpu_s_root_says_nothing_unless_it_must() -> None:
     backend = CudaBackend()
-    backend.widen(tiny("qwen3_next")()[0])
+    backend.weights.widen(tiny("qwen3_next")()[0])
     assert backend.arithmetic == "", "not exact"
