@@ -49,6 +49,7 @@ def visit(
     restored = cache.restore(cursor)
     row = runner.start(restored)
     if restored is not None:
+        cache.filled(cursor, row)
         cache.saw_restore(restored, 0.001)
     n_cached = row.n_tokens
     assert cursor.admission.n_cached == n_cached

@@ -32,6 +32,7 @@ from firn.models.decode.ragged import Columns
 from firn.models.decode.rewind import can_be_cut_meanwhile, is_rewindable, ready
 from firn.models.decode.runner import Runner
 from firn.models.decode.step_profile import StepProfile
+from firn.models.decode.steps import NO_SPECULATION
 from firn.models.decode.verify import Verification
 from firn.models.grammar import CompiledGrammar
 from firn.models.mtp import MtpModel, with_head_layer
@@ -289,7 +290,11 @@ class Used:
             self.speculation = AsksWhenReady(MtpDrafter(model))
         info = model_info(model, make_layers)
         self.runner = WatchedRunner(
-            model, info, make_layers=make_layers, max_rows=MAX_ROWS, speculator=self.speculation
+            model,
+            info,
+            make_layers=make_layers,
+            max_rows=MAX_ROWS,
+            speculator=self.speculation or NO_SPECULATION,
         ).watch()
         probe = make_layers()
         model(mx.array([[1]]), cache=probe)  # its heads' width decides how it is quantised

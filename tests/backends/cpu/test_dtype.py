@@ -11,7 +11,7 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from firn.backends.cpu import CpuWeights, dtype
+from firn.backends.cpu import CpuBackend, CpuWeights, dtype
 from firn.backends.cpu.dtype import apply, is_narrow, widen, widened_nbytes
 from firn.config import WeightsDtype
 from firn.host.machine import SystemMemory
@@ -21,7 +21,7 @@ from tests.zoo.test_zoo import FAST
 
 
 def widening(choice: WeightsDtype) -> CpuWeights:
-    weights = CpuWeights()
+    weights = CpuWeights(CpuBackend().recurrences)
     weights.dtype = choice
     return weights
 
