@@ -8,8 +8,8 @@ import pytest
 
 from firn.backends.contract import BackendOptions
 from firn.backends.cpu import DELTA, CpuBackend
-from firn.backends.cuda.device import CHUNKED_DELTA, CudaBackend
 from firn.backends.cuda.delta import KernelDelta
+from firn.backends.cuda.device import CHUNKED_DELTA, CudaBackend
 from tests.cache.tiny import tiny
 
 
