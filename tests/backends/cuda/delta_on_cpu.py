@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from firn.backends.cuda.delta import HEADER, LANES, N_THREADS, SOURCE
+from firn.backends.cuda.delta import HEADER, LANES, N_THREADS, SOURCE, tile_of
 from tests.backends.cuda.on_cpu import COMPILER, HOST, bfloat16, float32
 
 FLOATS = NDArray[np.float32]
@@ -21,6 +21,10 @@ DEVICE = r"""
 #include <algorithm>
 using std::min;
 #define __device__
+#define __shared__ static
+#define __align__(n) __attribute__((aligned(n)))
+static Barrier block(128);
+static void __syncthreads() { block.arrive_and_wait(); }
 static float __uint_as_float(unsigned u) { float f; memcpy(&f, &u, 4); return f; }
 static float __bfloat162float(__nv_bfloat16 x) { return wide(x.bits); }
 static __nv_bfloat16 __float2bfloat16(float f) { return narrow(f); }
@@ -74,6 +78,7 @@ def _text(build: Build, name: str) -> str:
         "LANES": LANES,
         "N_WARPS": N_THREADS // 32,
         "WIDTH": build.width,
+        "TILE": tile_of(build.per_channel),
         "PER_CHANNEL": int(build.per_channel),
     }
     value = "__nv_bfloat16" if build.is_half else "float"

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from firn.backends.cuda.delta import LANES, MAX_CHANNELS, N_THREADS, tile_of
 from tests.backends.cuda.delta_on_cpu import Build, DeltaOnCpu
 from tests.backends.cuda.on_cpu import bfloat16, float32, has_compiler
 from tests.backends.recurrence.reference import Arguments, Shape, in_float64, relative
@@ -44,7 +45,7 @@ def some(build: Build, n_tokens: int, *, n_values: int = 20) -> Arguments:
 
 
 @pytest.mark.parametrize("build", BUILDS, ids=str)
-@pytest.mark.parametrize("n_tokens", [1, 2, 9])
+@pytest.mark.parametrize("n_tokens", [1, 2, 9, 37])
 def test_every_build_is_the_rule(build: Build, n_tokens: int, kernels: Kernels) -> None:
     given = some(build, n_tokens)
     y, after = kernels[build](*given.all)
@@ -55,11 +56,11 @@ def test_every_build_is_the_rule(build: Build, n_tokens: int, kernels: Kernels) 
 
 def test_a_state_does_not_depend_on_how_the_prompt_is_cut(kernels: Kernels) -> None:
     build = BUILDS[0]
-    given = some(build, 7)
+    given = some(build, 37)
     _, whole = kernels[build](*given.all)
-    head = [a[:, :3] for a in given.all[:5]]
+    head = [a[:, :19] for a in given.all[:5]]
     _, state = kernels[build](*head, given.state)
-    _, state = kernels[build](*(a[:, 3:] for a in given.all[:5]), state)
+    _, state = kernels[build](*(a[:, 19:] for a in given.all[:5]), state)
     np.testing.assert_array_equal(state, whole)
 
 
@@ -70,3 +71,10 @@ def test_rows_of_a_head_may_fill_no_block(kernels: Kernels) -> None:
     want_y, want_after = in_float64(given)
     assert relative(after, want_after) < 1e-6
     assert relative(y, want_y) < 1e-6
+
+
+def test_a_block_s_shared_memory_fits_every_gpu() -> None:
+    width = LANES * MAX_CHANNELS
+    for per_channel in (False, True):
+        values = (2 + per_channel) * width + N_THREADS // LANES + 2
+        assert tile_of(per_channel) * values * 4 <= 48 << 10

@@ -67,6 +67,18 @@ def test_extremes_stay_finite_and_right(per_channel: bool, g: float, beta: float
     assert relative(state, want_state) < CLOSE
 
 
+def test_betas_of_two_are_right_too() -> None:
+    """With one key and no decay nothing fades: each token turns the state around, errors included."""
+    arguments = Arguments.random(Shape(150), np.random.default_rng(7), n_keys=1)
+    arguments = replace(
+        arguments, g=np.ones_like(arguments.g), beta=np.full_like(arguments.beta, 2)
+    )
+    want_y, want_state = in_float64(arguments)
+    y, state = gated_delta(*arguments.on_device, chunk=32)
+    assert relative(y, want_y) < 200 * CLOSE
+    assert relative(state, want_state) < 200 * CLOSE
+
+
 @pytest.mark.parametrize("decay", [0.0, 1e-3, 30.0])
 def test_a_long_sequence_is_as_exact_as_a_short_one(decay: float) -> None:
     shape = Shape(100_000, n_key_heads=1, n_heads=1, width=8, n_values=8)

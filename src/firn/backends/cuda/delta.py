@@ -5,8 +5,9 @@ launches hundreds of kernels for a prompt and a dozen for a token. Here it is on
 
     row     of the state, one for each value of a head: LANES threads of a warp, with a part of its
             channels each, in registers from the first token to the last
+    tile    of tokens, whose keys, queries and values all rows of a block read from shared memory
     token   every thread sums up its part of S k, S q and k q; the sums of a row's threads are added,
-            and then the row is updated. The next token's arrays are loaded meanwhile
+            and then the row is updated
 
     y = (g S) q + u (k q)      so that a token has to wait for sums once
 
@@ -33,136 +34,120 @@ LANES, N_THREADS = 8, 128
 MAX_CHANNELS = 32
 """Of a thread: more do not fit into its registers."""
 TOLERANCE = 1e-5
-N_TRIED = 5
+TILES = (16, 8)
+"""Tokens of a tile, and where decays take a third of the room."""
+N_TRIED = 2 * TILES[0] + 3
 TRIED_HEADS = (2, 4)
 
 HEADER = """
-template <int n>
-__device__ inline void read(float (&to)[n], const float* from, bool is_aligned) {
-  if (n % 4 == 0 && is_aligned) {
-    #pragma unroll
-    for (int i = 0; i < n / 4; ++i) {
-      const uint4 x = reinterpret_cast<const uint4*>(from)[i];
-      to[4 * i] = __uint_as_float(x.x);
-      to[4 * i + 1] = __uint_as_float(x.y);
-      to[4 * i + 2] = __uint_as_float(x.z);
-      to[4 * i + 3] = __uint_as_float(x.w);
-    }
-  } else {
-    #pragma unroll
-    for (int i = 0; i < n; ++i) {
-      to[i] = from[i];
-    }
-  }
-}
-__device__ inline void spread(float* to, unsigned both) {
-  to[0] = __uint_as_float(both << 16);
-  to[1] = __uint_as_float(both & 0xffff0000u);
-}
-template <int n>
-__device__ inline void read(float (&to)[n], const __nv_bfloat16* from, bool is_aligned) {
-  if (n % 8 == 0 && is_aligned) {
-    #pragma unroll
-    for (int i = 0; i < n / 8; ++i) {
-      const uint4 x = reinterpret_cast<const uint4*>(from)[i];
-      spread(to + 8 * i, x.x);
-      spread(to + 8 * i + 2, x.y);
-      spread(to + 8 * i + 4, x.z);
-      spread(to + 8 * i + 6, x.w);
-    }
-  } else {
-    #pragma unroll
-    for (int i = 0; i < n; ++i) {
-      to[i] = __bfloat162float(from[i]);
-    }
-  }
-}
 __device__ inline float one(const float* from) { return *from; }
 __device__ inline float one(const __nv_bfloat16* from) { return __bfloat162float(*from); }
 __device__ inline void put(float* to, float x) { *to = x; }
 __device__ inline void put(__nv_bfloat16* to, float x) { *to = __float2bfloat16(x); }
+template <int n_at_once, int n_lanes, int n>
+__device__ inline void take(float (&to)[n], const float* from, int part) {
+  #pragma unroll
+  for (int i = 0; i < n / n_at_once; ++i) {
+    const float* at = from + (i * n_lanes + part) * n_at_once;
+    if (n_at_once == 4) {
+      const uint4 x = *reinterpret_cast<const uint4*>(at);
+      to[4 * i] = __uint_as_float(x.x);
+      to[4 * i + 1] = __uint_as_float(x.y);
+      to[4 * i + 2] = __uint_as_float(x.z);
+      to[4 * i + 3] = __uint_as_float(x.w);
+    } else {
+      to[i] = *at;
+    }
+  }
+}
 """
 SOURCE = """
-    constexpr int n_rows = 32 / LANES, n = WIDTH / LANES, n_decays = PER_CHANNEL ? n : 1;
-    const int lane = threadIdx.x & 31, part = lane % LANES;
+    constexpr int n_rows = 32 / LANES, n_block_rows = N_WARPS * n_rows, n_threads = 32 * N_WARPS;
+    constexpr int n = WIDTH / LANES, n_at_once = n % 4 == 0 ? 4 : 1, n_values_of_tile = TILE * WIDTH;
+    constexpr int n_decays = PER_CHANNEL ? n : 1, g_width = PER_CHANNEL ? WIDTH : 1;
+    __shared__ __align__(16) float qs[n_values_of_tile];
+    __shared__ __align__(16) float ks[n_values_of_tile];
+    __shared__ __align__(16) float gs[TILE * g_width];
+    __shared__ float vs[TILE * n_block_rows];
+    __shared__ float betas[TILE];
+    const int thread = threadIdx.x, part = thread % LANES, line = thread / LANES;
     const int n_tokens = k_shape[1], n_key_heads = k_shape[2];
     const int n_heads = v_shape[2], n_values = v_shape[3];
     const int head = blockIdx.y % n_heads, key_head = head / (n_heads / n_key_heads);
     const int64_t batch = blockIdx.y / n_heads;
-    const int own_row = (blockIdx.x * N_WARPS + (threadIdx.x >> 5)) * n_rows + lane / LANES;
-    const bool is_writer = part == 0 && own_row < n_values;
+    const int first_row = blockIdx.x * n_block_rows, own_row = first_row + line;
     const int row = min(own_row, n_values - 1);
-    const int k_step = n_key_heads * WIDTH, v_step = n_heads * n_values;
-    const int g_step = PER_CHANNEL ? n_heads * WIDTH : n_heads;
-    const int64_t at_key = (batch * n_tokens * n_key_heads + key_head) * WIDTH + part * n;
-    const int64_t at_head = batch * n_tokens * n_heads + head;
-    const int64_t at_row = ((batch * n_heads + head) * n_values + row) * WIDTH + part * n;
-    auto q_at = q + at_key;
-    auto k_at = k + at_key;
-    auto v_at = v + at_head * n_values + row;
-    auto y_at = y + at_head * n_values + row;
-    auto g_at = g + (PER_CHANNEL ? at_head * WIDTH + part * n : at_head);
-    auto beta_at = beta + at_head;
-    const bool is_aligned = ((reinterpret_cast<size_t>(q) | reinterpret_cast<size_t>(k)
-        | reinterpret_cast<size_t>(g) | reinterpret_cast<size_t>(state)) & 15) == 0;
-    float s[n], next_q[n], next_k[n], next_g[n_decays], next_v, next_beta;
-    read(s, state + at_row, is_aligned);
-    auto load = [&]() {
-      read(next_q, q_at, is_aligned);
-      read(next_k, k_at, is_aligned);
-      read(next_g, g_at, is_aligned);
-      next_v = one(v_at);
-      next_beta = one(beta_at);
-    };
-    load();
-    for (int t = 0; t < n_tokens; ++t) {
-      float now_q[n], now_k[n], now_g[n_decays];
+    const int64_t at_row = ((batch * n_heads + head) * n_values + row) * WIDTH;
+    float s[n];
+    take<n_at_once, LANES>(s, state + at_row, part);
+    for (int begin = 0; begin < n_tokens; begin += TILE) {
+      const int n_here = min(TILE, n_tokens - begin);
+      __syncthreads();
       #pragma unroll
-      for (int i = 0; i < n; ++i) {
-        now_q[i] = next_q[i];
-        now_k[i] = next_k[i];
+      for (int i = 0; i < (n_values_of_tile + n_threads - 1) / n_threads; ++i) {
+        const int e = i * n_threads + thread, channel = e % WIDTH;
+        if (e < n_here * WIDTH) {
+          const int64_t token = batch * n_tokens + begin + e / WIDTH;
+          const int64_t from = (token * n_key_heads + key_head) * WIDTH + channel;
+          qs[e] = one(q + from);
+          ks[e] = one(k + from);
+          if (PER_CHANNEL) {
+            gs[e] = one(g + (token * n_heads + head) * WIDTH + channel);
+          }
+        }
       }
-      #pragma unroll
-      for (int i = 0; i < n_decays; ++i) {
-        now_g[i] = next_g[i];
+      for (int e = thread; e < n_here * n_block_rows; e += n_threads) {
+        const int64_t token = batch * n_tokens + begin + e / n_block_rows;
+        const int value = min(first_row + e % n_block_rows, n_values - 1);
+        vs[e] = one(v + (token * n_heads + head) * n_values + value);
       }
-      const float now_v = next_v, now_beta = next_beta;
-      if (t + 1 < n_tokens) {
-        q_at += k_step;
-        k_at += k_step;
-        v_at += v_step;
-        g_at += g_step;
-        beta_at += n_heads;
-        load();
+      if (thread < n_here) {
+        const int64_t from = (batch * n_tokens + begin + thread) * n_heads + head;
+        betas[thread] = one(beta + from);
+        if (!PER_CHANNEL) {
+          gs[thread] = one(g + from);
+        }
       }
-      float sk = 0, sq = 0, kq = 0;
-      #pragma unroll
-      for (int i = 0; i < n; ++i) {
-        s[i] *= now_g[PER_CHANNEL ? i : 0];
-        sk += s[i] * now_k[i];
-        sq += s[i] * now_q[i];
-        kq += now_k[i] * now_q[i];
+      __syncthreads();
+      for (int t = 0; t < n_here; ++t) {
+        float now_q[n], now_k[n], now_g[n_decays];
+        take<n_at_once, LANES>(now_q, qs + t * WIDTH, part);
+        take<n_at_once, LANES>(now_k, ks + t * WIDTH, part);
+        if (PER_CHANNEL) {
+          take<PER_CHANNEL ? n_at_once : 1, LANES>(now_g, gs + t * g_width, part);
+        } else {
+          now_g[0] = gs[t];
+        }
+        float sk[2] = {}, sq[2] = {}, kq[2] = {};
+        #pragma unroll
+        for (int i = 0; i < n; ++i) {
+          s[i] *= now_g[PER_CHANNEL ? i : 0];
+          sk[i % 2] += s[i] * now_k[i];
+          sq[i % 2] += s[i] * now_q[i];
+          kq[i % 2] += now_k[i] * now_q[i];
+        }
+        float old = sk[0] + sk[1], out = sq[0] + sq[1], own = kq[0] + kq[1];
+        #pragma unroll
+        for (int far = LANES / 2; far > 0; far /= 2) {
+          old += __shfl_xor_sync(0xffffffff, old, far);
+          out += __shfl_xor_sync(0xffffffff, out, far);
+          own += __shfl_xor_sync(0xffffffff, own, far);
+        }
+        const float u = betas[t] * (vs[t * n_block_rows + line] - old);
+        #pragma unroll
+        for (int i = 0; i < n; ++i) {
+          s[i] += u * now_k[i];
+        }
+        if (part == 0 && own_row < n_values) {
+          const int64_t token = batch * n_tokens + begin + t;
+          put(y + (token * n_heads + head) * n_values + row, out + u * own);
+        }
       }
-      #pragma unroll
-      for (int far = LANES / 2; far > 0; far /= 2) {
-        sk += __shfl_xor_sync(0xffffffff, sk, far);
-        sq += __shfl_xor_sync(0xffffffff, sq, far);
-        kq += __shfl_xor_sync(0xffffffff, kq, far);
-      }
-      const float u = now_beta * (now_v - sk);
-      #pragma unroll
-      for (int i = 0; i < n; ++i) {
-        s[i] += u * now_k[i];
-      }
-      if (is_writer) {
-        put(y_at, sq + u * kq);
-      }
-      y_at += v_step;
     }
     if (own_row < n_values) {
       #pragma unroll
       for (int i = 0; i < n; ++i) {
-        after[at_row + i] = s[i];
+        after[at_row + (i / n_at_once * LANES + part) * n_at_once + i % n_at_once] = s[i];
       }
     }
 """
@@ -182,6 +167,11 @@ def _kernel() -> Any:
 def fits(width: int) -> bool:
     """Whether there is a kernel for keys of this width."""
     return width % LANES == 0 and width // LANES <= MAX_CHANNELS
+
+
+def tile_of(per_channel: bool) -> int:
+    """Tokens of a tile: all that is shared must fit into 48 KiB at the greatest width."""
+    return TILES[per_channel]
 
 
 def by_kernel(
@@ -213,6 +203,7 @@ def by_kernel(
         template=[
             ("LANES", LANES),
             ("N_WARPS", n_warps),
+            ("TILE", tile_of(g.ndim == 4)),
             ("WIDTH", width),
             ("PER_CHANNEL", int(g.ndim == 4)),
         ],
