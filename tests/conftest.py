@@ -18,6 +18,7 @@ from firn import backends
 from firn.backends import cpu
 from firn.backends.cpu import rope, softmax
 from firn.backends.cpu.blas import Blas
+from firn.backends.recurrence.replaced import Recurrences
 from tests import one_blas
 from tests.backends.fakes import FAKES
 
@@ -100,6 +101,7 @@ def _one_mlx_for_all() -> Iterator[Blas]:
         patch.setattr(cpu, "attach", lambda choice, **more: blas)
         patch.setattr(softmax, "install_if_faster", lambda patches: False)
         patch.setattr(rope, "install", lambda patches: None)
+        patch.setattr(Recurrences, "_replace", lambda self: None)
         if device := os.environ.get("TESTS_DEVICE"):
             patch.setattr(backends, "find", FAKES[device])
         yield blas

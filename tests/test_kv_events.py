@@ -52,6 +52,7 @@ class Router:
         self._port = port
         self.blocks: dict[int, tuple[int | None, list[int]]] = {}
         self.seqs: list[int] = []
+        self.replayed: list[int] = []
 
     def hear(self) -> None:
         """Receives and applies the next batch."""
@@ -98,6 +99,7 @@ class Router:
             if seq == END_SEQ:
                 asked.close(0)
                 return n
+            self.replayed.append(int.from_bytes(seq, "big"))
             self.apply(payload)
             n += 1
 
@@ -285,8 +287,11 @@ def test_a_replay_begins_with_the_batch_that_is_asked_for() -> None:
     with publishing() as (lab, router):
         lab.submit(PROMPT, 1).wait()
         until(router, [PROMPT[:48]])
-        router.blocks.clear()
-        assert router.replay(router.seqs[-1]) == 1
+        start = router.seqs[-1]
+        router.replay(start)
+        assert router.replayed == list(range(start, router.replayed[-1] + 1)), (
+            "it may not be the last"
+        )
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1", "ipc:///tmp/x", "nonsense"])

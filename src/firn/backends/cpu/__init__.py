@@ -76,7 +76,7 @@ class CpuBackend(ComputeBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        self.recurrences = Recurrences(self.patches, DELTA, self._replace_other_scans)
+        self.recurrences = Recurrences(self.patches, DELTA, self._replace_other_forms)
         self.weights = CpuWeights(self.recurrences)
         self.blas = Blas("MLX's own BLAS")
 
@@ -88,7 +88,6 @@ class CpuBackend(ComputeBackend):
         if not options.exact:
             softmax.install_if_faster(self.patches)
             rope.install(self.patches)
-            convolution.install(self.patches)
         # Without a fast BLAS, float32 is as slow as other dtypes and twice as large.
         is_useless = options.weights_dtype == "auto" and self.blas.library is None
         self.weights.dtype = "model" if is_useless else options.weights_dtype
@@ -97,7 +96,8 @@ class CpuBackend(ComputeBackend):
         assert options.cache_folder is not None
         return attach(options.blas, memo=options.cache_folder / MEMO, patches=patches)
 
-    def _replace_other_scans(self) -> None:
+    def _replace_other_forms(self) -> None:
+        convolution.install(self.patches)
         ssm.shorten(self.patches, step=SSM_STEP)
         scans.replace(self.patches)
 

@@ -21,8 +21,9 @@ _plain_conv = nn.Conv1d.__call__
 
 
 def install(patches: Patches) -> None:
-    """Replace those convolutions of nn.Conv1d, for this process."""
-    patches.replace(nn.Conv1d, "__call__", _convolved)
+    """Replace those convolutions of nn.Conv1d, for this process, unless they are replaced already."""
+    if nn.Conv1d.__call__ is not _convolved:
+        patches.replace(nn.Conv1d, "__call__", _convolved)
 
 
 def suits(layer: Any, x: mx.array) -> bool:
