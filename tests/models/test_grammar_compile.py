@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ import pytest
 from firn.core.errors import BadRequest, GrammarFailed, InvalidValue
 from firn.core.values import Grammar, RelaxedSchema
 from firn.models import grammar as grammars
+from firn.models import trial_process
 from firn.models.grammar import Compiler, Constraint
 from firn.models.loader import load_tokenizer
 from firn.models.relax_schema import relax
@@ -458,3 +460,24 @@ def test_an_end_token_that_the_vocabulary_lacks_is_left_out(
     assert said is not None
     assert re.fullmatch("[a-z]{3}", made.decode(said))
     assert [made.decode([t]) for t in made.eos]
+
+
+def test_a_grammar_that_takes_long_lets_streams_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its trial is another process, which would take half of two processors from the engine."""
+    lowered: list[int] = []
+    real = os.setpriority
+
+    def lower(which: int, pid: int, priority: int) -> None:
+        lowered.append(pid)
+        real(which, pid, priority)
+
+    monkeypatch.setattr(trial_process.os, "setpriority", lower)
+    monkeypatch.setattr(trial_process, "PROMPT_S", 60.0)
+    source = Grammar("regex", "[a-c]{2,9}x")
+    assert compiler().compile(source).start().fault is None
+    assert lowered == [], "an ordinary one is tried at once"
+    monkeypatch.setattr(trial_process, "PROMPT_S", 1e-6)
+    slow = Grammar("regex", "(a|b|c|d){1,400}[e-g]{1,400}x")
+    assert compiler().compile(slow).start().fault is None
+    assert lowered
+    assert os.getpid() not in lowered

@@ -50,8 +50,8 @@ N_STEPS = 4
 STEP_S = 0.1
 """CPU time for one mask: all streams wait for it."""
 MORE, NO_MORE = b"+", b"-"
-BEGUN = b"+"
-"""Sent before the work: a child that ends after this has been ended by its grammar."""
+PID_NBYTES = 4
+"""A child sends its number before the work: one that ends after this has been ended by its grammar."""
 
 Reply = dict[str, Any]
 
@@ -134,7 +134,7 @@ def _serve(vocabulary: LLTokenizer, asked: socket.socket) -> None:
     """Answer one request and end the process."""
     try:
         _limit()
-        asked.sendall(BEGUN)
+        asked.sendall(os.getpid().to_bytes(PID_NBYTES, "big"))
         request = json.loads(_message(asked))
         reply = on_large_stack(lambda: _reply(vocabulary, request))
         asked.sendall(json.dumps(reply).encode())

@@ -5,22 +5,27 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import os
 import socket
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from firn.core.errors import Overloaded
+from firn.models.grammar_trial import PID_NBYTES
 
 log = logging.getLogger("firn.grammar")
 
 MODULE = "firn.models.grammar_trial"
 TIMEOUT_S = 60.0
 """For one trial; the first waits until the process has read the vocabulary."""
+PROMPT_S, LOW_PRIORITY = 0.1, 15
+"""A trial that takes longer has this priority from then on: no stream shall wait for a hard grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +88,8 @@ class TrialProcess:
             try:
                 with theirs:
                     self._pass_on(theirs)
-                if not mine.recv(1):
+                child = int.from_bytes(mine.recv(PID_NBYTES, socket.MSG_WAITALL), "big")
+                if not child:
                     raise BrokenPipeError
             except OSError:
                 self._drop()
@@ -91,6 +97,12 @@ class TrialProcess:
             pieces = []
             try:
                 mine.sendall(len(message).to_bytes(8, "big") + message)
+                mine.settimeout(PROMPT_S)
+                with suppress(TimeoutError):
+                    pieces.append(mine.recv(1 << 20))
+                if not pieces:
+                    _yield_to_streams(child)
+                mine.settimeout(TIMEOUT_S)
                 while piece := mine.recv(1 << 20):
                     pieces.append(piece)
             except OSError:
@@ -124,6 +136,12 @@ class TrialProcess:
         message = self._vocabulary.message()
         ours.sendall(len(message).to_bytes(8, "big") + message)
         return ours
+
+
+def _yield_to_streams(child: int) -> None:
+    """Let everything else that runs here go first."""
+    with suppress(OSError):  # it has just ended
+        os.setpriority(os.PRIO_PROCESS, child, LOW_PRIORITY)
 
 
 def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
