@@ -220,6 +220,28 @@ def test_what_is_sent_takes_no_memory() -> None:
     run(work)
 
 
+def test_logprobs_whose_text_is_held_back_take_memory_when_the_rest_is_sent() -> None:
+    async def work(_: CountingLoop) -> None:
+        router = EventRouter(replies_nbytes=100 * LOGPROB_NBYTES * 21)
+        queue = router.open([A], KEY, silence_s=60)
+        for i in range(1, 1001):
+            router.publish([(A, with_logprobs(i))])
+            (event,) = (event for _, event in await queue.take())
+            if isinstance(event, JobFailed):
+                break
+            queue.sent(n_held_logprobs=21 * i)
+        assert 90 < i <= 101
+        router.close([A], queue)
+        again = router.open([A], KEY, silence_s=60)
+        for i in range(1000):
+            router.publish([(A, with_logprobs(i))])
+            assert (await again.take())[0][1] == with_logprobs(i)
+            again.sent(n_held_logprobs=21 * 50 if i < 500 else 0)
+        router.close([A], again)
+
+    run(work)
+
+
 def test_a_long_backlog_is_taken_in_pieces() -> None:
     """The asyncio thread serves others in between."""
 

@@ -258,6 +258,27 @@ def test_tokens_of_reasoning_calls_and_markup_are_not_shown() -> None:
     assert shown(seen) == seen.text.encode()
 
 
+def test_reasoning_keeps_no_logprobs_however_long_it_is() -> None:
+    seen = run(by_byte("<think>" + "hm, " * 500), format=BOTH, logprobs=True, reason="length")
+    assert seen.reader is not None
+    assert seen.reader.n_held_logprobs <= 3 * len("<think>hm, ")
+
+
+@pytest.mark.parametrize("text", ["<think>h\u00e9\n\n", "<think>", "a<think>\nb\n", "a <think>b"])
+def test_the_first_token_after_reasoning_is_shown_whole(text: str) -> None:
+    (brown,) = byte_level().encode(" brown", add_special=False)
+    seen = run([*by_byte(text + "</think>"), brown], format=BOTH, logprobs=True)
+    assert shown(seen).endswith(b" brown")
+    assert shown(seen).strip() == seen.text.encode().strip()
+
+
+def test_a_call_keeps_its_logprobs_as_long_as_it_could_be_text() -> None:
+    call = CALL[: CALL.index("STOP")]
+    seen = run(by_byte(call), format=BOTH, tools=TOOLS, logprobs=True, reason="length")
+    assert seen.reader is not None
+    assert seen.reader.n_held_logprobs == 3 * len(call)
+
+
 def test_a_token_that_is_text_only_in_part_is_shown() -> None:
     """The space between a call and the text after it is markup, but in the text's first token."""
     ids = byte_level().encode(" brown fox", add_special=False)

@@ -2,7 +2,7 @@
 
 The engine publishes once per step; the router hands each event to the session waiting for it.
 Everything but `publish` happens on the asyncio thread. Calls, and the memory of what they have not sent
-yet, are shared by keys.
+yet, are shared by keys; without keys, by addresses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from firn.core.errors import FirnError, KeyLimit, QueueFull, ShuttingDown
 from firn.core.events import EngineEvent, JobFailed, PromptLogprobs, Token, TokenLogprob
 from firn.core.ports import Delivery
 from firn.core.shares import Share, Shares
-from firn.core.values import Namespace, RequestId
+from firn.core.values import RequestId
 
 MAX_CALLS = 2048
 """Open at a time, in any stage."""
@@ -94,10 +94,11 @@ class EventQueue:
         self._n_unsent += sum(_nbytes(event) for _, event in taken)
         return taken
 
-    def sent(self) -> None:
-        """What was taken so far takes no memory any more."""
-        self._memory.shrink(self._n_unsent)
-        self._n_unsent = 0
+    def sent(self, *, n_held_logprobs: int = 0) -> None:
+        """What was taken so far takes no memory any more, except logprobs of text that is held back."""
+        held = min(n_held_logprobs * LOGPROB_NBYTES, self._n_unsent)
+        self._memory.shrink(self._n_unsent - held)
+        self._n_unsent = held
 
     def close(self) -> None:
         self._timer.cancel()
@@ -164,22 +165,23 @@ class EventRouter:
     def open(
         self,
         ids: Iterable[RequestId],
-        key_id: Namespace,
+        client: str,
         *,
         silence_s: float,
         cancel: Callable[[], None] = lambda: None,
     ) -> EventQueue:
         """One queue for all requests of a call. Raises QueueFull; ShuttingDown while draining.
 
+        client: who gets a share of calls and memory.
         cancel: called if the call fails because what it has not sent takes too much memory.
         """
         if self._draining:
             raise ShuttingDown()
-        place = self._places.open(key_id)
+        place = self._places.open(client)
         if not place.grow():
             raise QueueFull
         self._loop = asyncio.get_running_loop()
-        memory = self._memory.open(key_id)
+        memory = self._memory.open(client)
         queue = EventQueue(silence_s=silence_s, place=place, memory=memory, cancel=cancel)
         for request in ids:
             self._queues[request] = queue

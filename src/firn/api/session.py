@@ -180,7 +180,8 @@ class Session:
     def sent(self) -> None:
         """Everything that this has returned so far is on its way to the client."""
         if self._queue is not None:
-            self._queue.sent()
+            readers = (reader for run in self._runs.values() for reader in run.readers)
+            self._queue.sent(n_held_logprobs=sum(reader.n_held_logprobs for reader in readers))
 
     def _cancel(self) -> None:
         for run in self._runs.values():

@@ -14,7 +14,7 @@ class _Entry(NamedTuple):
 
     start: int
     end: int
-    logprob: TextLogprob
+    logprob: TokenLogprob
 
 
 class LogprobBuffer:
@@ -30,9 +30,14 @@ class LogprobBuffer:
         self._hidden = tokenizer.special - visible
         self._waiting: deque[_Entry] = deque()
 
+    @property
+    def n_waiting(self) -> int:
+        """Logprobs that are kept here, judging by the last token; its alternatives count, too."""
+        return len(self._waiting) * (1 + len(self._waiting[-1].logprob.top)) if self._waiting else 0
+
     def add(self, token: Token, start: int, end: int) -> None:
         if token.logprob is not None and token.id not in self._hidden:
-            self._waiting.append(_Entry(start, end, self._shown(token.logprob)))
+            self._waiting.append(_Entry(start, end, token.logprob))
 
     def take(self, start: int, end: int) -> tuple[TextLogprob, ...]:
         """The logprobs of the tokens with text in [start, end); earlier tokens are dropped."""
@@ -40,8 +45,13 @@ class LogprobBuffer:
         while self._waiting and self._waiting[0].start < end:
             entry = self._waiting.popleft()
             if entry.end > start or entry.start >= start:
-                logprobs.append(entry.logprob)
+                logprobs.append(self._shown(entry.logprob))
         return tuple(logprobs)
+
+    def drop(self, end: int) -> None:
+        """No text before this will be shown: reasoning of any length keeps no tokens here."""
+        while self._waiting and self._waiting[0].start < end and self._waiting[0].end <= end:
+            self._waiting.popleft()
 
     def _shown(self, logprob: TokenLogprob) -> TextLogprob:
         data = self._tokenizer.token_bytes(logprob.token)

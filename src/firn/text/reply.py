@@ -62,12 +62,18 @@ class ReplyReader:
         self._logprobs = LogprobBuffer(tokenizer, format.visible) if logprobs else None
         self._is_plain = not (self._splitter or self._stops or self._logprobs)
         self._n_raw = 0
-        self._text_end = 0
+        self._piece_end = 0
+        """Where the last text or reasoning ends in the raw reply, or later: markup may lie before it."""
         self._n_calls = 0
 
     @property
     def in_reasoning(self) -> bool:
         return self._splitter is not None and self._splitter.in_reasoning
+
+    @property
+    def n_held_logprobs(self) -> int:
+        """Logprobs that wait for their text, which may be part of a call."""
+        return self._logprobs.n_waiting if self._logprobs else 0
 
     def feed(self, token: Token) -> list[Event]:
         self.n_completion += 1
@@ -106,6 +112,9 @@ class ReplyReader:
             elif isinstance(piece, ReasoningPiece):
                 events += self._flush_stops()
                 events.append(ReasoningDelta(self._choice, piece.text))
+                self._piece_end += len(piece.text)
+                if self._logprobs:
+                    self._logprobs.drop(self._piece_end)
             elif isinstance(piece, CallStart):
                 events += self._flush_stops()
                 events.append(self._start_call(piece))
@@ -116,7 +125,7 @@ class ReplyReader:
         return events
 
     def _text(self, piece: TextPiece) -> list[Event]:
-        end = self._text_end = piece.at + len(piece.text)
+        end = self._piece_end = piece.at + len(piece.text)
         if not self._stops:
             return self._deltas(piece.text, end)
         text, stop = self._stops.feed(piece.text)
@@ -127,7 +136,7 @@ class ReplyReader:
         return [*events, ChoiceFinished(self._choice, "stop", stop)]
 
     def _flush_stops(self) -> list[Event]:
-        return self._deltas(self._stops.flush(), self._text_end) if self._stops else []
+        return self._deltas(self._stops.flush(), self._piece_end) if self._stops else []
 
     def _deltas(self, text: str, end: int) -> list[Event]:
         """`end`: where the text ends in the raw reply."""
