@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from firn.api import json_routes
+from firn.api import json_routes, large_json
 from firn.api.dialects.openai_responses import OpenAIResponses
 from firn.core.errors import StepFailed
 from firn.core.values import Namespace
@@ -406,6 +406,26 @@ def test_a_response_in_the_background_can_be_deleted() -> None:
         live.log.wait_for("in the background")
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(made.id)
+
+
+def test_what_a_client_has_stored_is_rendered_in_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    dumps = large_json.dumps
+
+    def noted(*given: Any, **options: Any) -> bytes:
+        threads.append(threading.current_thread().name.partition("_")[0])
+        return dumps(*given, **options)
+
+    with serve() as live:
+        client = live.openai()
+        live.engine.hold("decode", after=4)
+        made = client.responses.create(**ASK, background=True)
+        live.engine.wait_for(lambda e: e.n_sent() == 4)
+        monkeypatch.setattr(large_json, "dumps", noted)
+        (item,) = client.responses.input_items.list(made.id)
+        assert item.type == "message"
+        assert client.responses.cancel(made.id).status == "cancelled"
+    assert threads == ["pool", "pool"]
 
 
 def test_a_response_that_fails_in_the_background_says_so() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-from firn.api import fields, sse
+from firn.api import fields, large_json, sse
 from firn.api.dialects import JsonRoute, ReplyHead, RouteRequest, _openai, _openai_chat
 from firn.api.dialects import _responses_items as items
 from firn.api.dialects._other_servers import Lacking, refuse_missing
@@ -189,18 +189,18 @@ class OpenAIResponses:
                 services.event_router.fail(dropped.request, Cancelled())
             return {"id": dropped.id, "object": "response", "deleted": True}
 
-        async def cancel(route_request: RouteRequest) -> Mapping[str, Any]:
+        async def cancel(route_request: RouteRequest) -> bytes:
             stored = self._stored(route_request)
             if not stored.is_running:
                 raise BadRequest("This response has ended: there is nothing to cancel.")
             services.event_router.fail(stored.request, Cancelled())
-            shown: dict[str, Any] = json.loads(stored.body())  # small: it has no output yet
-            return shown | {"status": "cancelled"}
+            return await services.in_pool(route_request.namespace, lambda: _cancelled(stored))
 
-        async def input_items(route_request: RouteRequest) -> Mapping[str, Any]:
+        async def input_items(route_request: RouteRequest) -> bytes:
             stored = self._stored(route_request)
             return await services.in_pool(
-                route_request.namespace, lambda: _page(stored, route_request.query)
+                route_request.namespace,
+                lambda: _json_of(_page(stored, route_request.query)),
             )
 
         async def count(route_request: RouteRequest) -> Mapping[str, Any]:
@@ -351,6 +351,16 @@ def _shown_text(text: Mapping[str, Any]) -> dict[str, Any]:
     if format["type"] == "json_schema":
         format = {"description": None, "strict": True, **format}
     return {**text, "format": format}
+
+
+def _cancelled(stored: StoredResponse) -> bytes:
+    """What its client had it repeat may be large."""
+    shown: dict[str, Any] = json.loads(stored.body())
+    return _json_of(shown | {"status": "cancelled"})
+
+
+def _json_of(answer: Mapping[str, Any]) -> bytes:
+    return large_json.dumps(answer, large_json.COMPACT, piece_items=1)
 
 
 def _page(stored: StoredResponse, query: Mapping[str, str]) -> dict[str, Any]:
