@@ -26,11 +26,18 @@ def namespace_of(key: str) -> Namespace:
 class Caller:
     """key_id: a digest of its key, under which its responses, quotas and counters are kept, so that
     no other key shares them. namespace: where its prefixes are cached; keys may share one.
-    operator: may see every caller's numbers and clear every caller's cache."""
+    operator: may see every caller's numbers and clear every caller's cache. address: of its machine;
+    empty: unknown."""
 
     key_id: Namespace
     namespace: Namespace
     operator: bool = False
+    address: str = ""
+
+    @property
+    def client(self) -> str:
+        """Who gets a share of what is limited: its key; without keys, its address."""
+        return self.key_id if self.has_key else self.address
 
     @property
     def has_key(self) -> bool:

@@ -62,12 +62,8 @@ def exchange_of(scope: Scope) -> Exchange:
 
 
 def client_of(scope: Scope) -> str:
-    """Who gets a share: its key; without keys, its address."""
-    caller = exchange_of(scope).caller
-    if caller.has_key:
-        return caller.key_id
-    address = scope.get("client")
-    return address[0] if address else ""
+    """Who gets a share, see `Caller.client`."""
+    return exchange_of(scope).caller.client
 
 
 async def send_json(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from fastapi import FastAPI
@@ -16,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from firn.api.affinity import HEADER
-from firn.api.auth import Keys
+from firn.api.auth import ANYONE, Keys
 from firn.api.body import ClientGone
 from firn.api.body_reader import BodyReader
 from firn.api.errors import ErrorShapes, InternalFault
@@ -200,9 +201,11 @@ class Authentication:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             is_open = scope["path"] in OPEN_PATHS
+            address = scope["client"][0] if scope.get("client") else ""
+            exchange_of(scope).caller = replace(ANYONE, address=address)
             try:
                 caller = self._keys.admit(scope["headers"], local=is_local(scope))
-                exchange_of(scope).caller = caller
+                exchange_of(scope).caller = replace(caller, address=caller.address or address)
                 take_place = scope.get(PLACE_KEY)
                 if take_place and not is_open and not take_place(client_of(scope)):
                     raise Overloaded("You have too many connections to this server; close some.")

@@ -68,6 +68,7 @@ class Session:
         new_tool_id: Callable[[], str] = lambda: f"call_{uuid.uuid4().hex[:24]}",
     ) -> None:
         self._services = services
+        self._client = caller.client
         self._key_id, self._namespace = caller.key_id, caller.namespace
         self._jobs = JobMaker(services, caller, new_tool_id)
         self._queue: EventQueue | None = None
@@ -110,7 +111,7 @@ class Session:
         router = services.event_router
         self._queue = router.open(
             self._runs,
-            self._key_id,
+            self._client,
             silence_s=services.limits.keep_alive_s,
             cancel=self._cancel,
         )

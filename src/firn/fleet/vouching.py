@@ -23,7 +23,7 @@ RawHeaders = Iterable[tuple[bytes, bytes]]
 def vouch(exchange: Exchange) -> list[tuple[bytes, bytes]]:
     """Headers that identify the caller and the request, and mark those sent by the dashboard."""
     caller = exchange.caller
-    text = f"{caller.key_id} {caller.namespace} {int(caller.operator)}"
+    text = f"{caller.key_id} {caller.namespace} {int(caller.operator)} {caller.address}"
     headers = [(CALLER, text.encode("ascii")), (REQUEST, exchange.id.encode("ascii"))]
     return [*headers, (PAGE, b"1")] if exchange.own_page else headers
 
@@ -34,8 +34,8 @@ class VouchedKeys(Keys):
     def admit(self, headers: RawHeaders, *, local: bool = False) -> Caller:
         for name, value in headers:
             if name == CALLER:
-                key_id, namespace, operator = value.decode("ascii").split(" ")
-                return Caller(Namespace(key_id), Namespace(namespace), operator == "1")
+                key_id, namespace, operator, address = value.decode("ascii").split(" ", 3)
+                return Caller(Namespace(key_id), Namespace(namespace), operator == "1", address)
         raise Unauthorized("This is the private socket of a firn server.")
 
 
