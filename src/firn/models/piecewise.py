@@ -12,8 +12,8 @@ tokenizer treats the beginning of a text differently, texts are not cut that way
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
-from itertools import chain, islice, pairwise, product
+from collections.abc import Collection, Iterator, Sequence, Set
+from itertools import islice, pairwise, product
 from string import ascii_lowercase
 
 import numpy as np
@@ -31,7 +31,9 @@ MAX_CHARS = 8 << 20
 N_WORDS = 12_000
 """More than the library remembers."""
 
-_SPACED_WORD = re.compile(r"[\u0120\u2581][A-Za-z]+")
+SPACES = "\u0120\u2581"
+"""How vocabularies spell the space before a word."""
+_SPACED_WORD = re.compile(rf"[{SPACES}][A-Za-z]+")
 _TWO_WORDS = re.compile(r"[A-Za-z][\u0120\u2581 ]")
 """Two words in one token, however the vocabulary spells a space."""
 _BETWEEN_WORDS = r"(?<=[A-Za-z])(?= [A-Za-z])"
@@ -81,12 +83,33 @@ class PiecewiseEncoder:
 def _fill_memory(tokenizer: Tokenizer, vocabulary: Collection[str]) -> None:
     """Give the library the words that it remembers: it keeps the first 10,000, whoever sends them,
     and is twice as fast with those."""
-    own = (f" {token[1:]}" for token in vocabulary if _SPACED_WORD.fullmatch(token))
-    others = (f" {''.join(letters)}" for letters in product(ascii_lowercase, repeat=3))
-    words = list(islice(chain(own, others), N_WORDS))
+    words = islice(_memorable(tokenizer, frozenset(vocabulary)), N_WORDS)
     # One text at a time: threads of a batch would keep each other from writing.
-    for text in ["".join(words)] if tokenizer.pre_tokenizer is not None else words:
+    for text in ["".join(words)] if _splits_words(tokenizer) else words:
         _encoded(tokenizer, [text])
+
+
+def _memorable(tokenizer: Tokenizer, vocabulary: Set[str]) -> Iterator[str]:
+    """Words with the space before them. The vocabulary's own come first, but a library that looks whole
+    words up in the vocabulary (Llama 3's) remembers only others."""
+    looks_up = getattr(tokenizer.model, "ignore_merges", False)
+    if not looks_up:
+        yield from (f" {token[1:]}" for token in vocabulary if _SPACED_WORD.fullmatch(token))
+    for length in (3, 4):
+        for letters in product(ascii_lowercase, repeat=length):
+            word = "".join(letters)
+            if not (looks_up and any(f"{space}{word}" in vocabulary for space in SPACES)):
+                yield f" {word}"
+
+
+def _splits_words(tokenizer: Tokenizer) -> bool:
+    """Whether words of a text are remembered one by one. Gemma's tokenizer replaces the spaces before it
+    would split at them."""
+    text = " two words"
+    if tokenizer.normalizer is not None:
+        text = tokenizer.normalizer.normalize_str(text)
+    split = tokenizer.pre_tokenizer
+    return split is not None and len(split.pre_tokenize_str(text)) > 1
 
 
 def _encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
