@@ -57,10 +57,10 @@ from firn.cache.storage.io import BATCH, TierEntry
 from firn.cache.storage.threads import Done
 from firn.cache.tiers import TierUsage
 from firn.cache.tiers._folder import SUBFOLDERS, path_of
-from firn.cache.tree import Mark, Node, PackedTokens
-from firn.core.keys import Key, child_key
+from firn.cache.tree import Mark, Node
+from firn.core.keys import Key, child_key, packed_tokens
 from firn.core.ports import At, EngineLoad, RowView
-from firn.core.values import CacheControl, Namespace, Prompt
+from firn.core.values import CacheControl, Namespace, PackedTokens, Prompt
 
 T = TypeVar("T")
 
@@ -311,7 +311,9 @@ def long_prompt_pauses(n_tokens: int, *, in_memory: bool) -> dict[str, list[floa
         return result
 
     for _ in range(7):
-        cursor = timed("open", lambda: cache.open(Prompt(ids), everyone, control))
+        prompt = Prompt(ids)
+        timed("key tokens, in the tokenize pool", partial(packed_tokens, prompt))
+        cursor = timed("open", partial(cache.open, prompt, everyone, control))
         assert isinstance(cursor, CacheCursor)
         timed("plan", partial(cache._loader.plan, cursor))
         timed("tick", partial(cache.tick, EngineLoad.DECODING))

@@ -16,8 +16,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from firn.core import keys
-from firn.core.keys import KeyTokens, block_keys, child_key, key_tokens, prompt_tokens, root_key
-from firn.core.values import Namespace, PictureSpan, Prompt
+from firn.core.keys import block_keys, child_key, key_tokens, prompt_tokens, root_key
+from firn.core.values import KeyTokens, Namespace, PictureSpan, Prompt
 from firn.sparse.selection import thinned
 
 TOKENS = st.lists(st.integers(0, 1 << 40), max_size=40)

@@ -20,9 +20,9 @@ from firn.cache.storage.faults import Missing, Refused, TierError, TierFault
 from firn.cache.storage.io import Changes, ReadOrder, TierIo, WriteOrder
 from firn.cache.storage.threads import Done, IoThreads
 from firn.cache.tiers import TierStatus, TierUsage, WriteResult
-from firn.cache.tree import Mark, PackedTokens
+from firn.cache.tree import Mark
 from firn.core.ports import EngineLoad
-from firn.core.values import CacheControl, Namespace, Prompt
+from firn.core.values import CacheControl, Namespace, PackedTokens, Prompt
 from tests.cache.lab import DENSE, LabEngine, LabLayer, LabRow, records_of, tree
 from tests.cache.lab import prompt_of as lab_prompt
 from tests.dict_tier import DictTier

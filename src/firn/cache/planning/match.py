@@ -17,7 +17,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from firn.cache.parts import Needs, Part
-from firn.cache.tree import Node, PackedTokens, Record, Root, Tree
+from firn.cache.tree import Node, Record, Root, Tree
+from firn.core.values import PackedTokens
 
 MAX_SIBLINGS = 64
 """Children of one node that are considered: those that share most with the prompt."""

@@ -36,7 +36,8 @@ from firn.cache.storage.faults import Damaged, Foreign, Locked, NotEncrypted
 from firn.cache.storage.places import Places
 from firn.cache.storage.seal import PIECE_NBYTES, SALT_NBYTES, TAG_NBYTES, RecordCipher, Seal
 from firn.cache.tiers import Buffer
-from firn.core.keys import Key, KeyTokens, child_key
+from firn.core.keys import Key, child_key
+from firn.core.values import KeyTokens
 
 VERSION = "2"
 ALIGN = 64
