@@ -49,8 +49,7 @@ ITEM_NBYTES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Name:
+class Name(NamedTuple):
     """A record's name, the same in every tier: `<key>.<part>`."""
 
     key: Key
