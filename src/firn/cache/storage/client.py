@@ -160,6 +160,7 @@ class TierClient:
         self._unwritten: dict[Record, None] = {}
         """An ordered set of the records that a fault of the tier kept from being written."""
         self._pending_writes: dict[Record, _PendingWrite] = {}
+        self._to_touch: list[Mapping[Record, float]] = []
         self._loading: dict[Record, list[Wanted]] = {}
         """Each record being read, with the `wanted` of every caller."""
         self._credit_s = MAX_CREDIT_S
@@ -251,7 +252,9 @@ class TierClient:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing can be spilled: none left, or the queue is full and a write wakes us."""
+        """Whether a poll could do nothing: what is left to spill waits for room, and a write wakes us."""
+        if self._to_touch:
+            return False
         if not self._to_spill:
             return not self._held
         return not self._io.has_room(self._to_spill[0][0].nbytes)
@@ -385,9 +388,16 @@ class TierClient:
         self._io.delete(names)
 
     def touch(self, stamps: Mapping[Record, float]) -> None:
-        """Raise the stamps of those records that are stored here."""
+        """Raise the stamps of those records that are stored here, at the next poll: a long prompt has
+        thousands, and the engine has just looked at all of them."""
+        if stamps:
+            self._to_touch.append(stamps)
+
+    def _touch_due(self) -> None:
+        due, self._to_touch = self._to_touch, []
         at = self._tree.uses.stamp_of
-        self._io.touch({name_of(r): at(stamp) for r, stamp in stamps.items() if self.has(r)})
+        for stamps in due:
+            self._io.touch({name_of(r): at(stamp) for r, stamp in stamps.items() if self.has(r)})
 
     def has(self, record: Record) -> bool:
         return record.is_stored(self.number)
@@ -431,6 +441,7 @@ class TierClient:
 
     def close(self) -> None:
         self._closing = True
+        self._touch_due()
         self._retry()
         self._to_spill.extend(self._held.take_all())
         while self._to_spill and self._spill_next():
@@ -449,6 +460,7 @@ class TierClient:
             self._pace.tick(now, is_writing=bool(self._pending_writes))
         else:
             self._pace.disturbed()
+        self._touch_due()
         yield from self.take_results(now + POLL_S[load])
         if self._results.empty():
             self.processed_until = now
