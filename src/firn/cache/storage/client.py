@@ -209,6 +209,7 @@ class TierClient:
         return record.is_stored(self.number) or record.is_being_written(self.number)
 
     def _write(self, record: Record) -> bool:
+        self._touch_due()  # or a full tier would evict what the record needs
         if not self._io.has_room(record.nbytes):
             return False
         payload, stamp = to_host(payload_of(record)), self._stamp(record)
@@ -252,7 +253,7 @@ class TierClient:
 
     @property
     def idle(self) -> bool:
-        """Whether a poll could do nothing: what is left to spill waits for room, and a write wakes us."""
+        """Whether a poll could do nothing: none is left, or the queue is full and a write wakes us."""
         if self._to_touch:
             return False
         if not self._to_spill:
