@@ -137,7 +137,6 @@ class TierClient:
         self.number = ledger.add_tier(name)
         self._io = io
         self._store = io if isinstance(io, Searchable) else None
-        self._receiving = io if isinstance(io, Receiving) else None
         self._ledger = ledger
         self._tree = tree
         self._catalogue = catalogue
@@ -314,9 +313,9 @@ class TierClient:
     def _arrays(self, record: Record, loaded: Loaded) -> Payload:
         header = loaded.header
         make = partial(from_host, header.tensors, header.places, loaded.buffers)
-        if self._receiving is None:
+        if not isinstance(self._io, Receiving):
             return make()
-        return self._receiving.received(name_of(record), make)
+        return self._io.received(name_of(record), make)
 
     # --- asking a store --------------------------------------------------------------------
 
