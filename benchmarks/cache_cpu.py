@@ -30,9 +30,9 @@ from firn.cache.arrays.payload import Payload
 from firn.cache.parts import Part
 from firn.cache.planning.match import Walk, resume_points
 from firn.cache.prefix import PrefixTree
-from firn.cache.tree import Mark, PackedTokens
+from firn.cache.tree import Mark
 from firn.core.keys import key_tokens
-from firn.core.values import Namespace, Prompt
+from firn.core.values import Namespace, PackedTokens, Prompt
 from tests.cache.lab import Shape, tree
 from tests.cache.tiny import Build, tiny, tokens
 from tests.harness import Harness, running

@@ -31,7 +31,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -51,19 +51,20 @@ from firn.cache.parts import Needs, Part
 from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.cache.records import Records
 from firn.cache.storage.catalogue import CacheIdentity
-from firn.cache.storage.container import Header, Label, TensorSpec, pack, unpack
+from firn.cache.storage.container import Header, Label, Loaded, TensorSpec, pack, unpack
 from firn.cache.storage.events import ScanBatch
 from firn.cache.storage.io import BATCH, TierEntry
 from firn.cache.storage.threads import Done
 from firn.cache.tiers import TierUsage
 from firn.cache.tiers._folder import SUBFOLDERS, path_of
-from firn.cache.tree import Mark, Node, PackedTokens
-from firn.core.keys import Key, child_key
+from firn.cache.tree import Mark, Node, Record
+from firn.core.keys import Key, child_key, packed_tokens
 from firn.core.ports import At, EngineLoad, RowView
-from firn.core.values import CacheControl, Namespace, Prompt
+from firn.core.values import CacheControl, Namespace, PackedTokens, Prompt
 
 T = TypeVar("T")
 
+RECORD_NBYTES = 2048
 CHAIN = 100
 """Blocks per prompt."""
 BLOCK = 256
@@ -232,7 +233,7 @@ class NoIo:
 
     def defer_writes(self, defer: bool) -> None: ...
 
-    def read(self, *args: object, **more: object) -> None: ...
+    def read(self, order: object, done: Done[Loaded]) -> None: ...
 
     def delete(self, names: object) -> None: ...
 
@@ -245,6 +246,21 @@ class NoIo:
         return TierUsage(0, 0)
 
     def close(self) -> None: ...
+
+
+class Reads(NoIo):
+    """A tier that answers reads when it is told to, each with the same bytes."""
+
+    def __init__(self) -> None:
+        self._done: list[Done[Loaded]] = []
+
+    def read(self, order: object, done: Done[Loaded]) -> None:
+        self._done.append(done)
+
+    def answer(self, header: Header) -> None:
+        waiting, self._done = self._done, []
+        for done in waiting:
+            done(Loaded(header, [memoryview(bytes(RECORD_NBYTES))]))
 
 
 def pauses(n_records: int) -> dict[str, list[float]]:
@@ -287,17 +303,20 @@ def long_prompt_pauses(n_tokens: int, *, in_memory: bool) -> dict[str, list[floa
     settings = CacheSettings(limit_nbytes=1 << 50, block=BLOCK)
     cache = PrefixTree(Layout.of([layer]), settings, fingerprint=b"benchmark", dtype="f")
     everyone, control = Namespace(""), CacheControl(write=False)
-    cache.add_tier("none", NoIo(), namespaces=[everyone], wake=lambda: None)
+    io = Reads()
+    cache.add_tier("none", io, namespaces=[everyone], wake=lambda: None)
     ids = np.random.default_rng(7).integers(0, 100_000, n_tokens)
     tokens, tree = PackedTokens(ids.astype(np.uint64)), cache.records.tree
     node: Node = cache.records.catalogue.root(everyone)
-    payload = Payload((mx.zeros((1, 2048), dtype=mx.uint8),), (((0, 0),),))
+    stored: list[Record] = []
+    payload = Payload((mx.zeros((1, RECORD_NBYTES), dtype=mx.uint8),), (((0, 0),),))
     for start in range(0, n_tokens - BLOCK + 1, BLOCK):
         node = tree.child(node, tokens, start, start + BLOCK)
-        record = tree.add(node, Part.PAGES, nbytes=2048, mark=Mark.TURN)
+        record = tree.add(node, Part.PAGES, nbytes=RECORD_NBYTES, mark=Mark.TURN)
         if in_memory:
-            cache.records.hold(record, payload, nbytes=2048)
+            cache.records.hold(record, payload, nbytes=RECORD_NBYTES)
         cache.records.ledger.found(record, 0)
+        stored.append(record)
     cache.prefill.saw(0, 2048, 1.0)
     cache.own_process()  # as a server's does, it collects garbage between two steps
     place = "in memory" if in_memory else "in a tier"
@@ -310,13 +329,30 @@ def long_prompt_pauses(n_tokens: int, *, in_memory: bool) -> dict[str, list[floa
         seconds.setdefault(f"{n_tokens:,} tokens {place}: {what}", []).append(took)
         return result
 
-    for _ in range(7):
-        cursor = timed("open", lambda: cache.open(Prompt(ids), everyone, control))
+    label = next(_entries(cache.records.catalogue.root(everyone).key, 1)).label
+    tensors = (TensorSpec("U8", (1, RECORD_NBYTES)),)
+    known = {f.name: getattr(label, f.name) for f in fields(label)}
+    header = Header(**known, tensors=tensors, places=(((0, 0),),))
+    for i in range(7):
+        prompt = Prompt(ids)
+        timed("key tokens, in the tokenize pool", partial(packed_tokens, prompt))
+        cursor = timed("open", partial(cache.open, prompt, everyone, control))
         assert isinstance(cursor, CacheCursor)
         timed("plan", partial(cache._loader.plan, cursor))
+        if is_computing := bool(i % 2 and cursor.pending):
+            timed("restore nothing", partial(cache.restore, cursor))
+        while cursor.pending:
+            io.answer(header)
+            timed("tick with what was read", partial(cache.tick, EngineLoad.DECODING))
+        if is_computing:
+            restored = timed("advance", partial(cache.advance, cursor, 0))
+        else:
+            restored = timed("restore", partial(cache.restore, cursor))
+        assert restored is not None
         timed("tick", partial(cache.tick, EngineLoad.DECODING))
-        timed("restore", partial(cache.restore, cursor))
         timed("close", partial(cache.close_cursor, cursor, None))
+        for record in stored if not in_memory else ():  # reading has brought it into memory
+            cache.records.ledger.release(record)
     return seconds
 
 

@@ -29,9 +29,8 @@ from firn.cache.parts import Needs, Part
 from firn.cache.storage.container import Name
 from firn.cache.storage.store_search import StoreQuestion, search
 from firn.cache.tiers import PEEK_NBYTES, FoundRecord, Store, TierOptions, discover
-from firn.cache.tree import PackedTokens
 from firn.core.keys import block_keys, root_key
-from firn.core.values import Namespace
+from firn.core.values import Namespace, PackedTokens
 from tests import stores
 
 BLOCK = 256

@@ -27,8 +27,9 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from firn.cache.tree import Announcement, Cleared, Removed, StoredBlock, unpacked
+from firn.cache.tree import Announcement, Cleared, Removed, StoredBlock
 from firn.core.errors import SetupError
+from firn.core.values import unpacked
 
 log = logging.getLogger("firn")
 

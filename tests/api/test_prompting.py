@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from firn.api.auth import SHARED, namespace_of
 from firn.api.prompting import make_prompt
+from firn.core import keys
+from firn.core.keys import prompt_tokens
 from firn.core.values import (
     Chat,
     GenerateRequest,
@@ -26,7 +29,7 @@ class Prompts:
 
     def make(self, source: Source, **options: Any) -> Prompt:
         self.source = source
-        return Prompt.__new__(Prompt)
+        return Prompt(np.zeros(1, np.int64))
 
 
 class Services:
@@ -61,3 +64,12 @@ def test_a_source_without_pictures_is_unchanged(source: Source) -> None:
     services: Any = Services()
     make_prompt(services, GenerateRequest("", source), namespace_of("alice"))
     assert services.prompts.source is source
+
+
+def test_a_prompt_leaves_the_pool_with_its_key_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    services: Any = Services()
+    request = GenerateRequest("", RawText("a"), cache_salt="alice")
+    prompt = make_prompt(services, request, SHARED)
+    expected = prompt_tokens(prompt)
+    monkeypatch.setattr(keys, "prompt_tokens", None)  # whoever computes them again fails
+    assert keys.packed_tokens(prompt).tokens.tolist() == expected.tolist()

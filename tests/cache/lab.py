@@ -21,10 +21,10 @@ from firn.cache.parts import Needs, Part
 from firn.cache.planning.estimates import Estimates
 from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.cache.tree import InRow, Node, PartTotals, Record, Tree
-from firn.core.keys import Key, KeyTokens, child_key
+from firn.core.keys import Key, child_key
 from firn.core.ports import At, Restored, RowView
 from firn.core.prefill_speed import PrefillSpeed
-from firn.core.values import Job, Prompt
+from firn.core.values import Job, KeyTokens, Prompt
 from tests.hash_engine import HashEngine
 from tests.hash_runner import GARBAGE, Faults, HashGroup, HashLayer, HashRow, HashRunner
 

@@ -27,9 +27,8 @@ from firn.cache.storage.faults import (
 from firn.cache.storage.io import Changes, ReadOrder, TierEntry, WriteOrder
 from firn.cache.storage.threads import Done
 from firn.cache.tiers import Gone, TierStatus, TierUsage, WriteResult
-from firn.cache.tree import PackedTokens
 from firn.core.ports import EngineLoad
-from firn.core.values import Namespace
+from firn.core.values import Namespace, PackedTokens
 from tests.cache.lab import SHAPES, Shape, check_tree, n_leases, records_of
 from tests.cache.test_cache_tree import NAMES, Machine
 from tests.cache.test_decisions import Hasty

@@ -456,7 +456,8 @@ def test_many_prompts_under_one_root_are_found_by_what_matches() -> None:
     """The lookup touches a few children, however many there are."""
     cache = tree(DENSE, block=BLOCK)
     from firn.cache.planning.match import Walk
-    from firn.cache.tree import Mark, PackedTokens
+    from firn.cache.tree import Mark
+    from firn.core.values import PackedTokens
 
     inner, root = cache.records.tree, cache.records.catalogue.root(Namespace(""))
     rng = np.random.default_rng(3)

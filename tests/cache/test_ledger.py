@@ -14,10 +14,10 @@ from firn.cache import integrity
 from firn.cache.ledger import Ledger, WrongTransition
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
-from firn.cache.tree import Mark, PackedTokens, Record, Tree
+from firn.cache.tree import Mark, Record, Tree
 from firn.core.keys import Key
 from firn.core.ports import EngineLoad
-from firn.core.values import CacheControl, Namespace
+from firn.core.values import CacheControl, Namespace, PackedTokens
 from tests.cache.lab import DENSE, IN_ROWS, LabLayer, LabRow, prompt_of, records_of, tree
 from tests.hash_runner import prompt_of as words
 from tests.test_imports import SOURCES

@@ -14,8 +14,9 @@ from firn.cache.parts import Part
 from firn.cache.storage.container import Loaded
 from firn.cache.storage.io import ReadOrder
 from firn.cache.storage.threads import Done
+from firn.core.keys import packed_tokens
 from firn.core.ports import EngineLoad
-from firn.core.values import CacheControl, Namespace
+from firn.core.values import CacheControl, KeyTokens, Namespace, PackedTokens
 from tests.cache.lab import (
     DENSE,
     HYBRID,
@@ -288,6 +289,30 @@ def test_reads_are_ordered_a_few_at_a_time(few_orders: int) -> None:
     for cursor in (first, second):
         lab.cache.close_cursor(cursor, None)
     assert n_leases(lab.cache) == 0
+
+
+def test_a_prompt_that_was_packed_before_is_not_packed_by_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lab = Cached(DENSE, words(1, 81))
+    lab.compute(80)
+    prompt = prompt_of(lab.ids)
+    packed_tokens(prompt)
+    packed: list[int] = []
+    pack = PackedTokens.__init__
+
+    def counted(self: PackedTokens, tokens: KeyTokens) -> None:
+        packed.append(len(tokens))
+        pack(self, tokens)
+
+    monkeypatch.setattr(PackedTokens, "__init__", counted)
+    for _ in range(2):
+        cursor = lab.cache.open(prompt, EVERYONE, CacheControl())
+        assert isinstance(cursor, CacheCursor)
+        assert lab.n_restored(cursor) == 80
+        lab.cache.close_cursor(cursor, None)
+    assert lab.cache.probe(prompt, EVERYONE).match.n_tokens == 80
+    assert len(prompt) not in packed
 
 
 def test_what_is_evicted_before_its_read_is_ordered_is_planned_anew(few_orders: int) -> None:

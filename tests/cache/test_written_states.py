@@ -14,9 +14,9 @@ from firn.cache.parts import Part
 from firn.cache.storage.held import HOLD_S, HeldWindows
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
-from firn.cache.tree import Mark, PackedTokens, Tree
+from firn.cache.tree import Mark, Tree
 from firn.core.keys import Key
-from firn.core.values import CacheControl, Namespace
+from firn.core.values import CacheControl, Namespace, PackedTokens
 from tests.cache.lab import ALL_KINDS, HYBRID, WINDOWED, LabEngine, Shape
 from tests.cache.test_decisions import admission, ask, drop_memory, server, settle
 from tests.hash_runner import prompt_of as words

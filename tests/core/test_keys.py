@@ -16,8 +16,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from firn.core import keys
-from firn.core.keys import KeyTokens, block_keys, child_key, key_tokens, prompt_tokens, root_key
-from firn.core.values import Namespace, PictureSpan, Prompt
+from firn.core.keys import block_keys, child_key, key_tokens, packed_tokens, prompt_tokens, root_key
+from firn.core.values import KeyTokens, Namespace, PictureSpan, Prompt
 from firn.sparse.selection import thinned
 
 TOKENS = st.lists(st.integers(0, 1 << 40), max_size=40)
@@ -259,3 +259,16 @@ def test_keys_are_the_same_in_every_process(seed: str) -> None:
     tokens = key_tokens(np.arange(32, dtype=np.int64), [PictureSpan(9, 13, bytes(range(32)))])
     assert keys == [mine.hex(), *(k.hex() for k in block_keys(mine, tokens, 4))]
     assert (keys[0][:4], keys[-1][:4]) == KNOWN
+
+
+def test_a_prompt_is_packed_once_and_a_changed_one_anew() -> None:
+    prompt = Prompt(np.arange(8, dtype=np.int64))
+    packed = packed_tokens(prompt)
+    assert packed_tokens(prompt) is packed
+    for other in (
+        replace(prompt, salt="a"),
+        prompt.grown([9]),
+        replace(prompt, ids=prompt.ids + 1),
+    ):
+        assert packed_tokens(other).tokens.tolist() == prompt_tokens(other).tolist()
+        assert packed_tokens(other).tokens.tolist() != packed.tokens.tolist()

@@ -8,6 +8,7 @@ from firn.api.auth import SHARED
 from firn.api.dialects import Dialect, RouteRequest
 from firn.api.services import Services
 from firn.core.errors import BadRequest, ContextTooLong
+from firn.core.keys import packed_tokens
 from firn.core.values import (
     Chat,
     GenerateRequest,
@@ -29,7 +30,10 @@ def make_prompt(services: Services, request: GenerateRequest, owner: Namespace) 
         ) from None
     except RecursionError:
         raise BadRequest("The prompt is nested too deeply.", param="messages") from None
-    return replace(prompt, salt=request.cache_salt) if request.cache_salt else prompt
+    if request.cache_salt:
+        prompt = replace(prompt, salt=request.cache_salt)
+    packed_tokens(prompt)  # remembered with the prompt, so that the engine's thread need not do it
+    return prompt
 
 
 def _owned(source: Source, owner: Namespace) -> Source:

@@ -17,8 +17,9 @@ from firn.cache.memory.rows import LEAST_BLOCKS
 from firn.cache.parts import Part
 from firn.cache.planning.match import has_parts, is_obtainable
 from firn.cache.records import Records
-from firn.cache.tree import Mark, Node, PackedTokens, Record
+from firn.cache.tree import Mark, Node, Record
 from firn.core.ports import LiveRow
+from firn.core.values import PackedTokens
 
 USED_EVERY_S = 60.0
 """How often a chain that is being computed is marked as used: its records may be written before it

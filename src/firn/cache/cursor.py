@@ -18,11 +18,11 @@ from firn.cache.memory.rows import RowPages
 from firn.cache.planning.match import Match, Walk
 from firn.cache.planning.plan import GRACE_S
 from firn.cache.storage.store_search import StoreQuestion
-from firn.cache.tree import InRow, Mark, Node, PackedTokens, Record, Root, Tree
+from firn.cache.tree import InRow, Mark, Node, Record, Root, Tree
 from firn.core.events import Admitted
-from firn.core.keys import KeyTokens, reply_tokens
+from firn.core.keys import reply_tokens
 from firn.core.reuse import Cause
-from firn.core.values import CacheControl, Prompt
+from firn.core.values import CacheControl, KeyTokens, PackedTokens, Prompt
 
 MAX_LATE = 4
 """A record may be this many average read times late: several threads read, so records arrive in

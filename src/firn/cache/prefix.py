@@ -40,13 +40,13 @@ from firn.cache.storage.events import (
     TierEvent,
 )
 from firn.cache.storage.io import Io
-from firn.cache.tree import Mark, PackedTokens, Record
+from firn.cache.tree import Mark, Record
 from firn.core.events import Admitted
-from firn.core.keys import prompt_tokens
+from firn.core.keys import packed_tokens
 from firn.core.ports import EngineLoad, LiveRow, Restored
 from firn.core.prefill_speed import PrefillSpeed
 from firn.core.reuse import Cause, Reason
-from firn.core.values import CacheControl, Namespace, Prompt
+from firn.core.values import CacheControl, Namespace, PackedTokens, Prompt
 
 AnyCursor = CacheCursor | BlankCursor
 SAVE_ESTIMATES_S = 300.0
@@ -180,12 +180,11 @@ class PrefixTree:
     def _cursor(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> CacheCursor:
         recipe = prompt.recipe
         root = self.records.catalogue.root(namespace, recipe)
-        tokens = PackedTokens(prompt_tokens(prompt))
         self.records.tree.lease(root)
         return CacheCursor(
             root=root,
             source=prompt,
-            prompt=tokens,
+            prompt=packed_tokens(prompt),
             control=control,
             node=root,
             writes=control.write,

@@ -18,13 +18,11 @@ from functools import lru_cache
 from typing import NewType
 
 import numpy as np
-import numpy.typing as npt
 
-from firn.core.values import Namespace, PictureSpan, Prompt, TokenArray
+from firn.core.values import KeyTokens, Namespace, PackedTokens, PictureSpan, Prompt, TokenArray
 
 FORMAT_VERSION = 1
 Key = NewType("Key", bytes)
-KeyTokens = npt.NDArray[np.uint64]
 
 _DIGEST_BIT = np.uint64(1 << 63)
 
@@ -36,6 +34,15 @@ def prompt_tokens(prompt: Prompt) -> KeyTokens:
     if prompt.salt:
         values[0] = _digest_token(b"salt", [prompt.salt.encode(), values[0].tobytes()])
     return values
+
+
+def packed_tokens(prompt: Prompt) -> PackedTokens:
+    """The prompt's key tokens for comparisons. Computed once, by the first thread that asks; it should
+    not be the engine's: a million tokens take up to 20 ms, mostly page faults."""
+    made = prompt.made
+    if made.key_tokens is None:
+        made.key_tokens = PackedTokens(prompt_tokens(prompt))
+    return made.key_tokens
 
 
 def reply_tokens(prompt: Prompt, reply: Sequence[int], first: int) -> KeyTokens:

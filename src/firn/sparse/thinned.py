@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from firn.core.keys import KeyTokens
-from firn.core.values import Positions, Prompt, TokenArray
+from firn.core.values import KeyTokens, Positions, Prompt, TokenArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)

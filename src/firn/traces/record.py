@@ -22,16 +22,16 @@ from pathlib import Path
 import numpy as np
 
 from firn.core.errors import SetupError
-from firn.core.keys import KeyTokens, prompt_tokens
+from firn.core.keys import packed_tokens
 from firn.core.private_folder import make_private
-from firn.core.values import ServedRequest
+from firn.core.values import KeyTokens, ServedRequest
 from firn.traces.read import line_of
 from firn.traces.trace import TraceEntry
 
 log = logging.getLogger("firn.traces")
 
 MAX_QUEUED_TOKENS = 4 << 20
-"""Limit for the requests that wait to be written: 32 MiB."""
+"""Limit for the requests that wait to be written: 80 MiB with their key tokens."""
 MAX_FILE_NBYTES = 1 << 30
 END_S = 2.0
 SALT_NBYTES = 32
@@ -144,7 +144,7 @@ class Recorder:
             log.warning("--record-trace: recording stopped: %s", why)
 
     def _line(self, served: ServedRequest) -> str:
-        prompt = prompt_tokens(served.prompt)
+        prompt = packed_tokens(served.prompt).tokens
         n_prompt, block = len(prompt), self._block
         root = self._hash(self._model.encode(), served.namespace.encode())
         chain = self._chain(root, np.append(prompt, np.array(served.reply, dtype=np.uint64)))

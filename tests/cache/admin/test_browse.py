@@ -15,9 +15,9 @@ from firn.cache.admin.control import CacheAdmin
 from firn.cache.off import CacheOff
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
-from firn.cache.tree import Mark, Node, PackedTokens
+from firn.cache.tree import Mark, Node
 from firn.core.errors import BadRequest, NotFound
-from firn.core.values import Namespace
+from firn.core.values import Namespace, PackedTokens
 from tests.cache.lab import DENSE
 from tests.cache.lab import tree as lab_tree
 

@@ -17,9 +17,9 @@ from firn.cache.memory.eviction import STATE_SHARE
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
 from firn.cache.storage.tier_set import Reported
-from firn.cache.tree import Mark, Node, PackedTokens, Record
+from firn.cache.tree import Mark, Node, Record
 from firn.core.ports import EngineLoad
-from firn.core.values import Namespace
+from firn.core.values import Namespace, PackedTokens
 from tests.cache.lab import DENSE, HYBRID, WINDOWED, Shape, check_tree, nodes_of, records_of, tree
 from tests.cache.test_cache_over_tier import DictIo
 

@@ -13,9 +13,9 @@ from firn.cache.parts import Needs, Part
 from firn.cache.planning.estimates import Estimates
 from firn.cache.planning.match import NOTHING, ResumePoints, Walk, last_match
 from firn.cache.planning.plan import _ReadCosts, make_plan
-from firn.cache.tree import Mark, Node, PackedTokens, Record, Tree
-from firn.core.keys import Key, KeyTokens
-from firn.core.values import Namespace
+from firn.cache.tree import Mark, Node, Record, Tree
+from firn.core.keys import Key
+from firn.core.values import KeyTokens, Namespace, PackedTokens
 
 BLOCK = 8
 ROOT = Key(b"r" * 32)

@@ -7,9 +7,9 @@ import pytest
 
 from firn.cache.parts import Needs, Part
 from firn.cache.planning.match import Walk, last_match, resume_points
-from firn.cache.tree import Mark, Node, PackedTokens, Tree
-from firn.core.keys import Key, KeyTokens
-from firn.core.values import Namespace
+from firn.cache.tree import Mark, Node, Tree
+from firn.core.keys import Key
+from firn.core.values import KeyTokens, Namespace, PackedTokens
 
 BLOCK = 8
 ROOT = Key(b"r" * 32)

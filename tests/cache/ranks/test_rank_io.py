@@ -18,9 +18,9 @@ from firn.cache.storage.faults import Damaged, Missing, Refused, TierFault, Unwa
 from firn.cache.storage.io import Changes, ReadOrder, TierEntry, WriteOrder
 from firn.cache.storage.threads import Done
 from firn.cache.tiers import Gone, TierUsage, WriteResult
-from firn.cache.tree import PackedTokens
 from firn.core.keys import Key
 from firn.core.ranks import OnAnswer, RankCall, RankLost
+from firn.core.values import PackedTokens
 
 LAYOUT = "kv16;float32 rank 0 of 3;block4;full"
 TOKENS = np.arange(4, dtype=np.uint64)

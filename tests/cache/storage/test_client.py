@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from firn.cache.arrays.payload import Payload
+from firn.cache.cursor import CacheCursor
 from firn.cache.parts import Part
 from firn.cache.storage import client
 from firn.cache.storage.container import Loaded, Name
@@ -20,9 +21,9 @@ from firn.cache.storage.faults import Missing, Refused, TierError, TierFault
 from firn.cache.storage.io import Changes, ReadOrder, TierIo, WriteOrder
 from firn.cache.storage.threads import Done, IoThreads
 from firn.cache.tiers import TierStatus, TierUsage, WriteResult
-from firn.cache.tree import Mark, PackedTokens
+from firn.cache.tree import Mark
 from firn.core.ports import EngineLoad
-from firn.core.values import CacheControl, Namespace, Prompt
+from firn.core.values import CacheControl, Namespace, PackedTokens, Prompt
 from tests.cache.lab import DENSE, LabEngine, LabLayer, LabRow, records_of, tree
 from tests.cache.lab import prompt_of as lab_prompt
 from tests.dict_tier import DictTier
@@ -39,6 +40,7 @@ class SickIo:
     status: TierStatus = TierStatus()
     written: list[Name] = field(default_factory=list)
     n_tries: int = 0
+    touched: list[set[Name]] = field(default_factory=list)
 
     def try_write(self, order: WriteOrder, done: Done[WriteResult[Name]]) -> bool:
         name = order.header.name
@@ -59,7 +61,8 @@ class SickIo:
 
     def delete(self, names: Iterable[Name]) -> None: ...
 
-    def touch(self, stamps: Mapping[Name, float]) -> None: ...
+    def touch(self, stamps: Mapping[Name, float]) -> None:
+        self.touched.append(set(stamps))
 
     def scan(self, batch: Callable[[Changes], None], done: Done[None]) -> None:
         done(None)
@@ -340,3 +343,31 @@ def test_what_was_read_comes_before_what_a_scan_tells() -> None:
     assert isinstance(next(made.take_results(math.inf)), ReadFailed)
     made.close()
     io.thread.join(20.0)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_tier_learns_of_a_use_after_the_step_in_which_it_was(stops: bool) -> None:
+    """A long prompt's restore has no time for it."""
+    now, ids = [0.0], words(1, 41)
+    io = SickIo(lambda name: None)
+    cache = tree(DENSE, block=BLOCK, clock=lambda: now[0], wall=lambda: now[0])
+    cache.add_tier("ssd", io, namespaces=[Namespace("")], wake=lambda: None)
+    with LabEngine(DENSE, cache=cache) as lab:
+        lab.submit(ids, 4).wait().check()
+        settled(lab, now)
+        now[0] += 1000.0
+        io.touched.clear()
+        prompt = Prompt(np.array(ids, dtype=np.int64))
+        cursor = cache.open(prompt, Namespace(""), CacheControl(write=False))
+        assert isinstance(cursor, CacheCursor)
+        assert cache.restore(cursor) is not None
+        used = {Name(n.key, Part.PAGES) for n in cursor.node.path()}
+        assert len(used) == 5
+        assert not io.touched
+        assert not cache.records.tiers.idle, "a poll is due"
+        if stops:
+            list(cache.records.tiers.close())
+        else:
+            cache.tick(EngineLoad.NONE)
+        assert io.touched == [used]
+        cache.close_cursor(cursor, None)

@@ -21,13 +21,12 @@ from firn.cache.storage.store_io import StoreIo
 from firn.cache.storage.store_search import N_ROUND, StoreQuestion, search
 from firn.cache.storage.threads import IoThreads
 from firn.cache.tiers import FoundRecord
-from firn.cache.tree import PackedTokens
 from firn.core.errors import SetupError
 from firn.core.events import Admitted
 from firn.core.keys import Key, block_keys
 from firn.core.ports import EngineLoad
 from firn.core.reuse import Cause
-from firn.core.values import CacheControl, Namespace, Prompt
+from firn.core.values import CacheControl, Namespace, PackedTokens, Prompt
 from firn.sparse.thinned import Thinned
 from tests.cache.lab import ALL_KINDS, DENSE, HYBRID, SHAPES, LabEngine, Shape, nodes_of, tree
 from tests.cache.lab import prompt_of as lab_prompt

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firn.cache.tree.children import NARROW, WIDE, Children, PackedTokens, unpacked
-from firn.core.keys import KeyTokens
+from firn.cache.tree.children import Children
+from firn.core.values import NARROW, WIDE, KeyTokens, PackedTokens, unpacked
 
 tokens = st.sampled_from([1, 2, 3, 1 << 20, (1 << 63) + 1, (1 << 63) + 2])
 runs = st.lists(tokens, min_size=1, max_size=6)

@@ -18,7 +18,7 @@ from firn.cache.records import Clearing
 from firn.cache.tiers import TierUsage
 from firn.cache.tree import Node, PartTotals, Root
 from firn.core.errors import BadRequest, NotFound
-from firn.core.keys import Key, child_key, prompt_tokens
+from firn.core.keys import Key, child_key, packed_tokens
 from firn.core.values import Namespace, Prompt
 
 PIN_SHARE = 0.5
@@ -422,7 +422,7 @@ def unpin(cache: PrefixTree, prompt: Prompt, namespace: Namespace) -> Json:
 
 def _key(prompt: Prompt) -> Key:
     """Identifies a prompt."""
-    return child_key(Key(b""), prompt_tokens(prompt))
+    return child_key(Key(b""), packed_tokens(prompt).tokens)
 
 
 def pinned_nbytes(cache: PrefixTree, namespace: Namespace | None = None) -> int:

@@ -17,7 +17,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from firn.cache.parts import Needs, Part
-from firn.cache.tree import Node, PackedTokens, Record, Root, Tree
+from firn.cache.tree import Node, Record, Root, Tree
+from firn.core.values import PackedTokens
 
 MAX_SIBLINGS = 64
 """Children of one node that are considered: those that share most with the prompt."""
@@ -87,9 +88,10 @@ class Match:
         """
         read, n_tokens = set(self.records), Counter[str]()
         for segment in self.segments:
-            own = [r for r in segment.node.records.values() if r in read]
-            places = {origin(r) for r in own or self.records[-1:]}
-            place = places.pop() if len(places) == 1 else next(iter(places - {MEMORY}))
+            own = [r for r in segment.node.records.values() if r in read] or self.records[-1:]
+            place = origin(own[0])
+            if place == MEMORY and len(own) > 1:
+                place = next((p for p in map(origin, own) if p != MEMORY), MEMORY)
             n_tokens[place] += segment.n_tokens
         return n_tokens
 

@@ -187,13 +187,15 @@ def _weigh(point: ResumePoint, costs: _ReadCosts, front: int, estimates: Estimat
 
 
 def _from_the_back(records: Iterable[Record]) -> tuple[Record, ...]:
-    """States and windows, without which nothing can resume; then pages, the last block first."""
+    """States and windows, without which nothing can resume; then pages, the last block first.
+
+    records: of a match, each part's in order.
+    """
     pages, others = list[Record](), list[Record]()
     for record in records:
         (pages if record.part is Part.PAGES else others).append(record)
-    for some in (others, pages):
-        some.sort(key=_start, reverse=True)
-    return (*others, *pages)
+    others.sort(key=_start, reverse=True)
+    return (*others, *reversed(pages))
 
 
 def _patience(target: _Target, front: int, estimates: Estimates) -> tuple[float, float]:

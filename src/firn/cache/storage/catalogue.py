@@ -14,9 +14,9 @@ from firn.cache.parts import Needs
 from firn.cache.storage.container import Header, Label, Name, TensorSpec
 from firn.cache.storage.io import TierEntry
 from firn.cache.storage.places import Places
-from firn.cache.tree import Node, PackedTokens, Record, Root, Tree
-from firn.core.keys import Key, KeyTokens, root_key
-from firn.core.values import Namespace
+from firn.cache.tree import Node, Record, Root, Tree
+from firn.core.keys import Key, root_key
+from firn.core.values import KeyTokens, Namespace, PackedTokens
 
 
 def name_of(record: Record) -> Name:

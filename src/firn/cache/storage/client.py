@@ -137,7 +137,6 @@ class TierClient:
         self.number = ledger.add_tier(name)
         self._io = io
         self._store = io if isinstance(io, Searchable) else None
-        self._receiving = io if isinstance(io, Receiving) else None
         self._ledger = ledger
         self._tree = tree
         self._catalogue = catalogue
@@ -160,6 +159,7 @@ class TierClient:
         self._unwritten: dict[Record, None] = {}
         """An ordered set of the records that a fault of the tier kept from being written."""
         self._pending_writes: dict[Record, _PendingWrite] = {}
+        self._to_touch: list[Mapping[Record, float]] = []
         self._loading: dict[Record, list[Wanted]] = {}
         """Each record being read, with the `wanted` of every caller."""
         self._credit_s = MAX_CREDIT_S
@@ -208,6 +208,7 @@ class TierClient:
         return record.is_stored(self.number) or record.is_being_written(self.number)
 
     def _write(self, record: Record) -> bool:
+        self._touch_due()  # or a full tier would evict what the record needs
         if not self._io.has_room(record.nbytes):
             return False
         payload, stamp = to_host(payload_of(record)), self._stamp(record)
@@ -251,7 +252,9 @@ class TierClient:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing can be spilled: none left, or the queue is full and a write wakes us."""
+        """Whether a poll could do nothing: none is left, or the queue is full and a write wakes us."""
+        if self._to_touch:
+            return False
         if not self._to_spill:
             return not self._held
         return not self._io.has_room(self._to_spill[0][0].nbytes)
@@ -310,9 +313,9 @@ class TierClient:
     def _arrays(self, record: Record, loaded: Loaded) -> Payload:
         header = loaded.header
         make = partial(from_host, header.tensors, header.places, loaded.buffers)
-        if self._receiving is None:
+        if not isinstance(self._io, Receiving):
             return make()
-        return self._receiving.received(name_of(record), make)
+        return self._io.received(name_of(record), make)
 
     # --- asking a store --------------------------------------------------------------------
 
@@ -385,9 +388,16 @@ class TierClient:
         self._io.delete(names)
 
     def touch(self, stamps: Mapping[Record, float]) -> None:
-        """Raise the stamps of those records that are stored here."""
+        """Raise the stamps of those records that are stored here, at the next poll: a long prompt has
+        thousands, and the engine has just looked at all of them."""
+        if stamps:
+            self._to_touch.append(stamps)
+
+    def _touch_due(self) -> None:
+        due, self._to_touch = self._to_touch, []
         at = self._tree.uses.stamp_of
-        self._io.touch({name_of(r): at(stamp) for r, stamp in stamps.items() if self.has(r)})
+        for stamps in due:
+            self._io.touch({name_of(r): at(stamp) for r, stamp in stamps.items() if self.has(r)})
 
     def has(self, record: Record) -> bool:
         return record.is_stored(self.number)
@@ -431,6 +441,7 @@ class TierClient:
 
     def close(self) -> None:
         self._closing = True
+        self._touch_due()
         self._retry()
         self._to_spill.extend(self._held.take_all())
         while self._to_spill and self._spill_next():
@@ -449,6 +460,7 @@ class TierClient:
             self._pace.tick(now, is_writing=bool(self._pending_writes))
         else:
             self._pace.disturbed()
+        self._touch_due()
         yield from self.take_results(now + POLL_S[load])
         if self._results.empty():
             self.processed_until = now

@@ -36,7 +36,8 @@ from firn.cache.storage.faults import Damaged, Foreign, Locked, NotEncrypted
 from firn.cache.storage.places import Places
 from firn.cache.storage.seal import PIECE_NBYTES, SALT_NBYTES, TAG_NBYTES, RecordCipher, Seal
 from firn.cache.tiers import Buffer
-from firn.core.keys import Key, KeyTokens, child_key
+from firn.core.keys import Key, child_key
+from firn.core.values import KeyTokens
 
 VERSION = "2"
 ALIGN = 64
@@ -48,8 +49,7 @@ ITEM_NBYTES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Name:
+class Name(NamedTuple):
     """A record's name, the same in every tier: `<key>.<part>`."""
 
     key: Key

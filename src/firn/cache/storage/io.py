@@ -50,8 +50,8 @@ from firn.cache.tiers import (
     Tombstones,
     WriteResult,
 )
-from firn.cache.tree import PackedTokens
-from firn.core.keys import Key, KeyTokens
+from firn.core.keys import Key
+from firn.core.values import KeyTokens, PackedTokens
 
 log = logging.getLogger("firn.cache")
 T = TypeVar("T")

@@ -24,9 +24,9 @@ from firn.cache.storage.container import Label, Name
 from firn.cache.storage.io import TierEntry
 from firn.cache.storage.store_io import Find
 from firn.cache.tiers import FoundRecord
-from firn.cache.tree import BLOCK_S, Mark, PackedTokens
+from firn.cache.tree import BLOCK_S, Mark
 from firn.core.keys import Key, block_keys, child_key
-from firn.core.values import Namespace
+from firn.core.values import Namespace, PackedTokens
 
 N_ROUND = 16
 """Names looked up in one round: as many as an S3 client looks up concurrently."""

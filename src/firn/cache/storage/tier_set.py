@@ -185,7 +185,7 @@ class TierSet:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing can be spilled at present."""
+        """Whether a poll could do nothing at present."""
         return all(tier.idle for tier in self._clients)
 
     def close(self) -> Iterator[Reported]:

@@ -12,7 +12,6 @@
 """
 
 from firn.cache.tree.announce import Announcement, Announcer, Cleared, Removed, StoredBlock
-from firn.cache.tree.children import PackedTokens, unpacked
 from firn.cache.tree.nodes import InRow, Mark, Node, PartTotals, Record, Root
 from firn.cache.tree.order import BLOCK_S, DAY_S
 from firn.cache.tree.tree import Tree
@@ -26,12 +25,10 @@ __all__ = [
     "InRow",
     "Mark",
     "Node",
-    "PackedTokens",
     "PartTotals",
     "Record",
     "Removed",
     "Root",
     "StoredBlock",
     "Tree",
-    "unpacked",
 ]

@@ -15,51 +15,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from firn.core.keys import KeyTokens
-
-NARROW, WIDE = 4, 8
-"""Bytes of a token. Ids fit 32 bits; digests of pictures, and ids with positions, need 64."""
-_DTYPE = {NARROW: ">u4", WIDE: ">u8"}
-
-
-class PackedTokens:
-    """Key tokens as bytes that sort as the tokens do, packed once for many comparisons."""
-
-    __slots__ = ("_packed", "_wide_at", "tokens")
-
-    def __init__(self, tokens: KeyTokens) -> None:
-        self.tokens = tokens
-        self._wide_at: list[int] = []
-        """Positions of tokens that need 64 bits."""
-        if len(tokens) and tokens.max() >> np.uint64(32):
-            self._wide_at = np.flatnonzero(tokens >> np.uint64(32)).tolist()
-        low = tokens & np.uint64(0xFFFFFFFF) if self._wide_at else tokens
-        self._packed = {NARROW: low.astype(_DTYPE[NARROW]).view(np.uint8).data}
-        if self._wide_at:
-            self._packed[WIDE] = tokens.astype(_DTYPE[WIDE]).view(np.uint8).data
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def cut(self, start: int, end: int, width: int) -> bytes:
-        """Tokens [start, end) at this width; a narrow cut ends before the first wide token."""
-        if self._wide_at and width == NARROW:
-            i = bisect_left(self._wide_at, start)
-            end = min(end, self._wide_at[i]) if i < len(self._wide_at) else end
-        if width not in self._packed:
-            return self.tokens[start:end].astype(_DTYPE[width]).tobytes()
-        return bytes(self._packed[width][start * width : end * width])
-
-    def narrowest(self, start: int, end: int) -> tuple[bytes, int]:
-        """Tokens [start, end) at the smallest width that holds them, and that width."""
-        narrow = self.cut(start, end, NARROW)
-        if len(narrow) == (end - start) * NARROW:
-            return narrow, NARROW
-        return self.cut(start, end, WIDE), WIDE
-
-
-def unpacked(packed: bytes, width: int) -> KeyTokens:
-    return np.frombuffer(packed, dtype=_DTYPE[width]).astype(np.uint64)
+from firn.core.values import NARROW, PACKED_DTYPE, PackedTokens, unpacked
 
 
 class PackedChild(Protocol):
@@ -166,7 +122,7 @@ class Children(Generic[C]):
     def _key(self, child: C) -> bytes:
         if child.width == self._width:
             return child.packed
-        return unpacked(child.packed, child.width).astype(_DTYPE[self._width]).tobytes()
+        return unpacked(child.packed, child.width).astype(PACKED_DTYPE[self._width]).tobytes()
 
     def _place(self, wanted: bytes) -> int:
         return bisect_left(self._children, wanted, key=self._key)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from itertools import count
 
 from firn.cache.tree.nodes import Node
-from firn.core.keys import KeyTokens, child_key
+from firn.core.keys import child_key
+from firn.core.values import KeyTokens
 
 RETRY_S = 60.0
 """A node that expires while it is in use is checked again after this time."""

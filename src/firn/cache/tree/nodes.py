@@ -18,9 +18,9 @@ from enum import IntEnum
 from typing import Any
 
 from firn.cache.parts import Part
-from firn.cache.tree.children import NARROW, Children, unpacked
-from firn.core.keys import Key, KeyTokens
-from firn.core.values import Namespace
+from firn.cache.tree.children import Children
+from firn.core.keys import Key
+from firn.core.values import NARROW, KeyTokens, Namespace, unpacked
 
 
 class Mark(IntEnum):

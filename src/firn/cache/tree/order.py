@@ -120,7 +120,8 @@ class EvictionOrder:
             stamp = n.used_at - BLOCK_S * (n.start // self._block)
             if stamp - n.stamped >= by_s or n.stamped < least:
                 n.stamped = least = stamp
-                raised.update((r, self.stamp(r)) for r in n.records.values())
+                for record in n.records.values():
+                    raised[record] = self.stamp(record)
             least += BLOCK_S
         return raised
 

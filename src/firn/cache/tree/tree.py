@@ -16,13 +16,13 @@ from itertools import islice
 
 from firn.cache.parts import Part
 from firn.cache.tree.announce import Announcer, Removed, StoredBlock
-from firn.cache.tree.children import NARROW, Children, PackedTokens
+from firn.cache.tree.children import Children
 from firn.cache.tree.clock import UseClock
 from firn.cache.tree.lifetimes import EvictedBlocks, Lifetimes
 from firn.cache.tree.nodes import NO_CHILDREN, Mark, Node, PartTotals, Record, Root
 from firn.cache.tree.order import EvictionOrder
 from firn.core.keys import Key, child_key
-from firn.core.values import Namespace
+from firn.core.values import NARROW, Namespace, PackedTokens
 
 N_LOOKED_AT = 64
 """Nodes that a look below a node visits."""

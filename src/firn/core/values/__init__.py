@@ -5,6 +5,14 @@ the session passes a `Job` to the engine.
 """
 
 from firn.core.values.job import Job, Namespace, RequestId, ServedRequest, Usage
+from firn.core.values.key_tokens import (
+    NARROW,
+    PACKED_DTYPE,
+    WIDE,
+    KeyTokens,
+    PackedTokens,
+    unpacked,
+)
 from firn.core.values.messages import (
     Chat,
     DocumentPart,
@@ -47,7 +55,10 @@ from firn.core.values.request import (
 __all__ = [
     "EFFORTS",
     "IN_ORDER",
+    "NARROW",
+    "PACKED_DTYPE",
     "PLAIN_DEFAULTS",
+    "WIDE",
     "CacheControl",
     "Chat",
     "Defaults",
@@ -56,11 +67,13 @@ __all__ = [
     "GenerateRequest",
     "Grammar",
     "Job",
+    "KeyTokens",
     "Message",
     "MessagePart",
     "ModelInfo",
     "Namespace",
     "OtherPart",
+    "PackedTokens",
     "PicturePart",
     "PictureSpan",
     "Positions",
@@ -82,4 +95,5 @@ __all__ = [
     "ToolChoice",
     "ToolMode",
     "Usage",
+    "unpacked",
 ]

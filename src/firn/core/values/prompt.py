@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from firn.core.values.key_tokens import PackedTokens
 
 TokenArray = npt.NDArray[np.int64]
 
@@ -66,6 +68,15 @@ class Positions:
 IN_ORDER = Positions()
 
 
+@dataclass(slots=True)
+class MadeOfPrompt:
+    """What was computed from a prompt, and only from it, and is remembered. Any thread may fill it in:
+    whoever does finds the same."""
+
+    key_tokens: PackedTokens | None = None
+    """Written by `core.keys.packed_tokens`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A rendered prompt.
@@ -91,6 +102,8 @@ class Prompt:
     positions: Positions = IN_ORDER
     salt: str = ""
     """Nothing is reused between prompts with different salts (see `core.keys`)."""
+    made: MadeOfPrompt = field(default_factory=MadeOfPrompt, init=False, repr=False, compare=False)
+    """Never copied: `replace` makes another prompt, of which nothing is known yet."""
 
     def __len__(self) -> int:
         return int(self.ids.shape[0])
