@@ -239,6 +239,20 @@ def test_plain_steps_of_a_new_shape_are_not_measured() -> None:
     assert times.plain_s(1) == 5.0
 
 
+def test_drafts_do_not_pay_for_the_beginnings_of_replies() -> None:
+    """Nothing is in flight when a reply's first steps are launched, as after drafts."""
+    now, allowance = 0.0, Allowance()
+    clock = StepClock(StepTimes(CPU), allowance, lambda: now)
+    for _ in range(20):
+        clock.disturbed()
+        row = Row([], 100, limit=1 << 30, pending=[1])
+        group = Group([row], [], NO_PICKS.tokens)
+        for i in range(6):
+            now += 9.0 if i < 2 else 5.0
+            clock.read(group, [], PlainInFlight((row,), NO_PICKS, is_pipelined=i > 1))
+    assert allowance.steps > Allowance().steps
+
+
 def test_losses_shut_drafts_out_until_they_are_earned_again() -> None:
     times, allowance = measured(FLAT), Allowance()
 

@@ -29,6 +29,8 @@ class StepClock:
         self.read_at: dict[int, float] = {}
         """When the newest tokens were read, by the id() of the group. Missing where the device has
         computed something else since."""
+        self._has_drafted: set[int] = set()
+        """Groups whose newest step was one with drafts, or was read early for drafts."""
         self.is_draining = False
 
     def read(self, group: Group, taken: Sequence[TakenTokens], step: StepInFlight) -> None:
@@ -39,7 +41,10 @@ class StepClock:
         if before is None:
             return
         seconds, times, allowance = now - before, self._times, self._allowance
+        has_drafted = id(group) in self._has_drafted
+        self._has_drafted.discard(id(group))
         if not isinstance(step, PlainInFlight):
+            self._has_drafted.add(id(group))
             price = times.saw_wide(n_rows, step.width, seconds, is_new=step.is_new)
             if price is not None:
                 n_taken = sum(len(t.tokens) for t in taken if t.row.group is group)
@@ -48,12 +53,13 @@ class StepClock:
         allowance.earn()
         if self.is_draining and times.knows(n_rows):
             # It was read early: what it took longer belongs to the step after it.
+            self._has_drafted.add(id(group))
             self.read_at[id(group)] = min(before + times.plain_s(n_rows), now)
         elif step.is_new:
             return
         elif step.is_pipelined:
             times.saw_plain(n_rows, seconds)
-        else:
+        elif has_drafted:  # else a reply has just begun, which no drafts are to blame for
             allowance.settle(-times.saw_change(n_rows, seconds))
 
     @contextmanager
@@ -78,3 +84,4 @@ class StepClock:
     def disturbed(self) -> None:
         """The device computes something else, so the time until the next tokens is not a step's."""
         self.read_at.clear()
+        self._has_drafted.clear()
