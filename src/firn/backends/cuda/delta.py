@@ -25,7 +25,7 @@ from typing import Any
 import mlx.core as mx
 
 from firn.backends.cuda.source import DTYPE, compact
-from firn.backends.recurrence.delta import gated_delta
+from firn.backends.recurrence.delta import completed, gated_delta
 from firn.models.faults import first_line
 
 log = logging.getLogger("firn.models")
@@ -186,12 +186,7 @@ def by_kernel(
     """As `recurrence.delta.gated_delta`; keys must have a width that `fits`."""
     n_batch, _, _, width = q.shape
     n_heads, n_values = v.shape[-2:]
-    if state is None:
-        state = mx.zeros((n_batch, n_heads, n_values, width), dtype=mx.float32)
-    if mask is not None:
-        inside = mask[..., None]
-        beta = mx.where(inside, beta, 0)
-        g = mx.where(inside if g.ndim == 3 else inside[..., None], g, 1)
+    g, beta, state = completed(q, v, g, beta, state, mask)
     dtype = DTYPE if q.dtype == k.dtype == v.dtype == DTYPE else mx.float32
     n_warps = N_THREADS // 32
     n_blocks = -(-n_values // (n_warps * (32 // LANES)))

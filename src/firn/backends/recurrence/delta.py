@@ -50,12 +50,7 @@ def gated_delta(
     """
     dtype, (n_batch, n_tokens, n_key_heads, width) = q.dtype, q.shape
     n_heads, value_width = v.shape[-2:]
-    if state is None:
-        state = mx.zeros((n_batch, n_heads, value_width, width), dtype=mx.float32)
-    if mask is not None:
-        inside = mask[..., None]
-        beta = mx.where(inside, beta, 0)
-        g = mx.where(inside if g.ndim == 3 else inside[..., None], g, 1)
+    g, beta, state = completed(q, v, g, beta, state, mask)
     size = min(chunk, 1 << (n_tokens - 1).bit_length())
     n_missing = -n_tokens % size
     if n_missing:
@@ -78,6 +73,24 @@ def gated_delta(
     y, after = _over_chunks(parts, beta * v, grouped.astype(mx.float32))
     y = y.transpose(1, 0, 4, 2, 3, 5).reshape(n_batch, -1, n_heads, value_width)
     return y[:, :n_tokens].astype(dtype), after.reshape(state.shape).astype(state.dtype)
+
+
+def completed(
+    q: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    state: mx.array | None,
+    mask: mx.array | None,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """g, beta and state: tokens outside the mask leave the state alone, which begins empty."""
+    if state is None:
+        state = mx.zeros((len(v), *v.shape[2:], q.shape[-1]), dtype=mx.float32)
+    if mask is not None:
+        inside = mask[..., None]
+        beta = mx.where(inside, beta, 0)
+        g = mx.where(inside if g.ndim == 3 else inside[..., None], g, 1)
+    return g, beta, state
 
 
 def _padded(a: mx.array, n: int, value: int) -> mx.array:
