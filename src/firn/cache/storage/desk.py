@@ -451,21 +451,25 @@ class TierDesk:
                 self.scanning, self._last_scan = False, self._clock()
         return outcome
 
-    def take_outdated_writes(self, timeout_s: float) -> Iterator[TierEvent]:
-        """Yield events until no pending write is outdated, for at most `timeout_s`."""
-        until = time.monotonic() + timeout_s
-        while any(not self._tree.is_current(r) for r in self._writing):
-            left = until - time.monotonic()
-            if left <= 0:
-                return
-            yield from self.take_events(self._clock(), wait_s=left)
-
     # --- the end -----------------------------------------------------------------------------
 
-    def flush(self, timeout_s: float) -> Iterator[TierEvent]:
-        """Spill all waiting records as the queue gets room; yields events that arrive meanwhile."""
+    def close(self) -> Iterator[TierEvent]:
+        """Write what should be kept, in bounded time; yields events that arrive meanwhile."""
         self._retry()
         self._to_spill.release_all()
+        # Other servers hardly need the records of the last few seconds.
+        yield from self._flush(0.0 if self.is_store else SPILL_S)
+        yield from self._take_outdated_writes(CLOSE_S)
+        self._touch_due()
+        self._worker.close()
+        while (outcome := self._worker.poll()) is not None:
+            if isinstance(outcome, Confirmed):
+                self._keep(outcome)
+        for order in list(self._promises):  # its thread hangs
+            self._keep(Confirmed(order, IoClosed()))
+
+    def _flush(self, timeout_s: float) -> Iterator[TierEvent]:
+        """Spill all waiting records as the queue gets room."""
         until = time.monotonic() + timeout_s
         while self._to_spill:
             if self._spill_next():
@@ -475,18 +479,14 @@ class TierDesk:
                 return
             yield from self.take_events(self._clock(), wait_s=left)
 
-    def close(self) -> None:
-        self._touch_due()
-        self._retry()
-        self._to_spill.release_all()
-        while self._to_spill and self._spill_next():
-            pass
-        self._worker.close()
-        while (outcome := self._worker.poll()) is not None:
-            if isinstance(outcome, Confirmed):
-                self._keep(outcome)
-        for order in list(self._promises):  # its thread hangs
-            self._keep(Confirmed(order, IoClosed()))
+    def _take_outdated_writes(self, timeout_s: float) -> Iterator[TierEvent]:
+        """Wait until no pending write is outdated."""
+        until = time.monotonic() + timeout_s
+        while any(not self._tree.is_current(r) for r in self._writing):
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            yield from self.take_events(self._clock(), wait_s=left)
 
 
 Reported = tuple[TierDesk, TierEvent]
@@ -641,9 +641,5 @@ class Desk:
     def close(self) -> Iterator[Reported]:
         """Write what should be kept and close the tiers; yields events that arrive meanwhile."""
         for tier in self._tiers:
-            if not tier.is_store:  # other servers hardly need the records of the last few seconds
-                for event in tier.flush(SPILL_S):
-                    yield tier, event
-            for event in tier.take_outdated_writes(CLOSE_S):
+            for event in tier.close():
                 yield tier, event
-            tier.close()
