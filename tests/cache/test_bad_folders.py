@@ -14,6 +14,7 @@ from firn.cache.tiers._folder import Disk, FileStat
 from tests.cache.test_decisions import admission, ask, server, settle
 from tests.cache.tiers.folders import Lockless
 from tests.hash_runner import prompt_of as words
+from tests.waiting import wait_until
 
 
 class Unreadable(Disk):
@@ -59,7 +60,7 @@ def test_a_folder_that_may_not_be_looked_at(
         assert admission(ask(lab, ids)).why == "cold"
         assert dict(admission(ask(lab, ids)).tiers) == {"memory": 59}
         (tier,) = lab.tree.records.tiers
-        assert tier.usage().status.state == "paused"
+        wait_until(lambda: tier.usage().status.state == "paused")
         assert "no permission" in tier.usage().status.reason
     assert len(lines(caplog)) == 1
     assert "no permission" in lines(caplog)[0]
