@@ -242,19 +242,6 @@ def _advise(
     ssd_gb: Annotated[
         str | None, typer.Option(help="Sizes of an SSD to try, in GiB.", metavar="X,Y,..")
     ] = None,
-    servers: Annotated[
-        int,
-        typer.Option(
-            help="Play it against N servers behind a router, with and without a store.",
-            min=1,
-            max=4096,
-            metavar="N",
-        ),
-    ] = 1,
-    store_ttl: Annotated[
-        str,
-        typer.Option(help="How long that store keeps unused records: 12h, 7d.", metavar="TIME"),
-    ] = "7d",
     workers: Annotated[
         int, typer.Option(help="Processes to use; 0 for one per core.", min=0, metavar="N")
     ] = 0,
@@ -271,6 +258,4 @@ def _advise(
         ssd_gb=ssd_gb,
         workers=workers,
         as_json=as_json,
-        servers=servers,
-        store_ttl=store_ttl,
     )

@@ -7,8 +7,7 @@ are the end of its path, which no later request shares. A block's place is the n
 were used after that request, plus the number of adjacent blocks before it on the path. Sums over
 requests are kept in a binary indexed tree.
 
-SimulatedMemory does the same for one size at a time; tests compare the two. Here, requests with the
-same arrival time count as consecutive.
+Tests compare it with the cache itself. Requests with the same arrival time count as consecutive.
 """
 
 from __future__ import annotations
