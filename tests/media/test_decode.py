@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from firn.media.decode import decode
-from firn.media.faults import Undecodable
+from firn.media.headers import Undecodable
 
 MANY = 1_000_000
 

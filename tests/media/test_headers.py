@@ -15,8 +15,7 @@ from PIL import Image
 
 from firn.media import decode as decoding
 from firn.media.decode import decode
-from firn.media.faults import Undecodable
-from firn.media.headers import check
+from firn.media.headers import Undecodable, check
 from tests.media.test_decode import chunk, colours, saved
 
 MIB = 1 << 20

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from firn.traces.advise import advise, knee
-from firn.traces.simulate import SimulatedSsd, play
-from firn.traces.stack import play_all
+from firn.traces.simulate import SimulatedSsd, play, play_all
 from tests.traces.test_simulate import small_trace
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from benchmarks.agent_trace import agent_trace
 
-from firn.traces.simulate import SimulatedSsd, play
-from firn.traces.stack import play_all
+from firn.traces.simulate import SimulatedSsd, play, play_all
 from firn.traces.trace import Trace, TraceEntry
 from tests.traces.played import BLOCK, play_for_real
 

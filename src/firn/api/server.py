@@ -15,14 +15,12 @@ from firn.api.body_reader import BodyReader
 from firn.api.dashboard import add_page
 from firn.api.dialects import discover
 from firn.api.docs_page import add_docs
-from firn.api.errors import ErrorShapes, HttpFault, error_headers
-from firn.api.excerpts import first_difference
+from firn.api.errors import ErrorShapes, HttpFault, error_headers, no_route
 from firn.api.exchange import exchange_of
 from firn.api.generate import Generate
 from firn.api.json_routes import add_json_route
 from firn.api.layers import add_layers
 from firn.api.metrics import Metrics
-from firn.api.no_route import no_route
 from firn.api.openapi import describe
 from firn.api.routes.cache import CacheRoutes
 from firn.api.routes.embeddings import embedding_routes
@@ -34,7 +32,7 @@ from firn.api.routes.rerank import rerank_routes
 from firn.api.routes.tokens import token_routes
 from firn.api.routes.tree import TreeRoutes
 from firn.api.services import Services
-from firn.api.tree_answers import TreeAnswers
+from firn.api.tree_answers import TreeAnswers, first_difference
 from firn.core.errors import FirnError
 
 

@@ -10,9 +10,9 @@ from firn.api.auth import Keys
 from firn.api.cache_metrics import CacheMetrics, MemoryMetrics
 from firn.api.event_router import EventRouter
 from firn.api.hosts import Hosts, machine_names
+from firn.api.metrics import SpeculationMetrics
 from firn.api.quotas import KeyLimits, Quotas
 from firn.api.services import ApiLimits, Gather, Services
-from firn.api.speculation_metrics import SpeculationMetrics
 from firn.assembly import embeddings, sparse
 from firn.assembly.model import ServerSpec
 from firn.assembly.parts import ServerParts

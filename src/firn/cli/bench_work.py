@@ -15,8 +15,7 @@ from firn.bench import chats as chats_bench
 from firn.bench import replay as replay_bench
 from firn.bench import throughput as throughput_bench
 from firn.bench.client import Target, target
-from firn.bench.contest import in_turns
-from firn.bench.report import BenchError, Column, document, numbers, table
+from firn.bench.report import BenchError, Column, document, in_turns, numbers, table
 from firn.cli.terminal import steps_progress
 from firn.config import UsageError
 from firn.traces.read import read

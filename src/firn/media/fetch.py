@@ -19,7 +19,7 @@ import httpx
 
 from firn.core.errors import BadPicture
 from firn.core.values import Chat, GenerateRequest, MessagePart, Namespace, PicturePart
-from firn.media.faults import one_line
+from firn.media.headers import one_line
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolve = Callable[[str, int], Awaitable[list[str]]]

@@ -12,7 +12,9 @@ import contextlib
 import struct
 from collections.abc import Iterator
 
-from firn.media.faults import SEVERAL_PICTURES, Undecodable
+SEVERAL_PICTURES = "is animated or has several pages; send one of them"
+MAX_CHARS = 200
+
 
 MAX_TAGS = 1024
 MAX_STRIPS = 100_000
@@ -25,7 +27,6 @@ MAX_COMMENT_NBYTES = 1 << 20
 MAX_RUNS_NBYTES = 2 << 20
 MAX_SCANNED_PIXELS = 1_000_000_000
 MIN_SCANS = 16
-
 TAG_NBYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4,
               16: 8, 17: 8, 18: 8}  # fmt: skip
 STRIP_OFFSETS, TILE_OFFSETS = 273, 324
@@ -33,6 +34,15 @@ TIFF_HEADS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+", b"MM*\0", b"II\0*")
 EXIF = b"Exif\0\0"
 TOO_MANY_BLOCKS = "has too many blocks for a picture"
 TOO_MANY_EXIF = "has Exif data in too many pieces for a picture"
+
+
+class Undecodable(Exception):
+    """What is wrong with the picture, as the end of a sentence that begins with "the image"."""
+
+
+def one_line(error: BaseException) -> str:
+    """The error's message on one line; the name of its class if it has no message."""
+    return " ".join(str(error).split())[:MAX_CHARS] or type(error).__name__
 
 
 def check(data: bytes) -> None:

@@ -19,7 +19,7 @@ from firn.core.fair_cache import FairCache
 from firn.core.values import PicturePart, PreparedPicture, TokenArray
 from firn.media import base64_text
 from firn.media.decode import Pixels, decode
-from firn.media.faults import Undecodable, one_line
+from firn.media.headers import Undecodable, one_line
 
 MIB = 1 << 20
 UNQUOTED_CHARS = 1 << 14

@@ -38,12 +38,10 @@ from firn.text.boundaries import Boundaries
 from firn.text.essential import essential_of_text
 from firn.text.formats import FALLBACK, assistant_markup, markup_tokens
 from firn.text.infill import detect_infill
-from firn.text.length import refuse_too_long
 from firn.text.message_parts import PartReader
 from firn.text.messages import normalize_calls, to_template, tools_to_template
 from firn.text.parsers import ToolFormat, formats
 from firn.text.picture_spans import PromptPictures, pictures_of
-from firn.text.plain_schema import with_plain_schema
 from firn.text.rendering import Content, Rendered
 from firn.text.template import (
     MESSAGE_OPENERS,
@@ -53,9 +51,17 @@ from firn.text.template import (
     reasoning_kwargs,
     shows_pictures_in_results,
 )
-from firn.text.tool_prompt import with_tools_as_text
+from firn.text.tool_prompt import with_plain_schema, with_tools_as_text
 from firn.text.typed_control import TypedControl, control_texts
 from firn.text.well_formed import well_formed
+
+SUSPICIOUS_CHARS = 8
+"""Per token of the context: a longer text is first tokenized in slices. Prose and code have three
+to five characters per token; a text that has more, but fits, is tokenized twice."""
+SLICE_CHARS = 1 << 18
+SLACK_TOKENS = 64
+"""Per slice: the most tokens that cutting the text may add."""
+
 
 TAIL_TOKENS = 64
 N_KWARGS = 64
@@ -63,6 +69,27 @@ N_KWARGS = 64
 TEMPLATE_DEFAULT = Reasoning()
 """The template decides whether the model reasons."""
 CONTINUE = {"add_generation_prompt": False, "continue_final_message": True}
+
+
+def refuse_too_long(text: str, tokenizer: Tokenizer, *, limit: int) -> None:
+    """Raises ContextTooLong, with an estimate of the token count; a text that may fit passes. To
+    tokenize all of it takes long."""
+    n_chars = len(text)
+    if n_chars <= max(limit * SUSPICIOUS_CHARS, SLICE_CHARS):
+        return
+    if n_chars > limit * tokenizer.max_token_chars:
+        n_tokens = len(tokenizer.encode(text[:SLICE_CHARS], add_special=False))
+        raise _too_long(n_tokens, SLICE_CHARS, n_chars, limit)
+    n_tokens = 0
+    for start in range(0, n_chars, SLICE_CHARS):
+        piece = text[start : start + SLICE_CHARS]
+        n_tokens += max(len(tokenizer.encode(piece, add_special=False)) - SLACK_TOKENS, 0)
+        if n_tokens >= limit:
+            raise _too_long(n_tokens, start + len(piece), n_chars, limit)
+
+
+def _too_long(n_tokens: int, n_seen: int, n_chars: int, limit: int) -> ContextTooLong:
+    return ContextTooLong(max(n_tokens * n_chars // n_seen, limit), limit, estimated=True)
 
 
 class PromptMaker:
