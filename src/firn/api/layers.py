@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -26,6 +26,7 @@ from firn.api.errors import ErrorShapes, InternalFault
 from firn.api.exchange import PLACE_KEY, SCOPE_KEY, Exchange, client_of, exchange_of, send_error
 from firn.api.hosts import Hosts, is_local
 from firn.core.errors import FirnError, HostNotAllowed, Overloaded, TooManyRequests, Unauthorized
+from firn.core.lru import Lru
 from firn.core.values import Namespace
 
 WINDOW_S = 60.0
@@ -63,15 +64,15 @@ class RequestRate:
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_minute = per_minute
         self._clock = clock
-        self._times: OrderedDict[str, deque[float]] = OrderedDict()
+        self._times: Lru[str, deque[float]] = Lru(MAX_CLIENTS)
 
     def take(self, client: str) -> float:
         """Count a request and return 0.0; or return the seconds to wait, and count nothing."""
         now = self._clock()
-        times = self._times.setdefault(client, deque())
-        self._times.move_to_end(client)
-        while len(self._times) > MAX_CLIENTS:
-            self._times.popitem(last=False)
+        times = self._times.get(client)
+        if times is None:
+            times = deque[float]()
+            self._times.put(client, times)
         while times and times[0] <= now - WINDOW_S:
             times.popleft()
         if len(times) >= self._per_minute:

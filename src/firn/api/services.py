@@ -18,6 +18,7 @@ from firn.core.errors import ModelNotFound
 from firn.core.events import Admitted
 from firn.core.fair_pool import FairPool
 from firn.core.ports import CacheAdmin, Embedder, Engine, Recorder, Tokenizer
+from firn.core.units import MIB
 from firn.core.values import (
     Defaults,
     GenerateRequest,
@@ -94,8 +95,8 @@ class ApiLimits:
     requests_per_minute: int | None = None
     max_rows: int = 32
     max_requests: int = 1024
-    body_nbytes: int = 64 * 2**20
-    bodies_nbytes: int = 1024 * 2**20
+    body_nbytes: int = 64 * MIB
+    bodies_nbytes: int = 1024 * MIB
     keep_alive_s: float = 5.0
     stale_after_s: float = 30.0
 

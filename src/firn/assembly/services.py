@@ -21,8 +21,8 @@ from firn.backends.memory import allocated_nbytes
 from firn.cache.admin.control import CacheAdmin, health, snapshot
 from firn.config import Config, default_cache_dir
 from firn.core.fair_pool import FairPool
-from firn.core.memory_plan import MIB
 from firn.core.ports import Tokenizer
+from firn.core.units import MIB
 from firn.engine import Engine
 from firn.media.documents import Documents
 from firn.models.grammar import Compiler

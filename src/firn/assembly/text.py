@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from firn.config import Config
-from firn.core.memory_plan import MIB
 from firn.core.ports import Pictures
+from firn.core.units import MIB
 from firn.core.values import ModelInfo
 from firn.models import loader
 from firn.models.processor import VisionProcessor

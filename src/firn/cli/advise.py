@@ -11,11 +11,11 @@ from typing import Any
 from firn.bench.report import grid
 from firn.cli.terminal import plain_console, steps_progress
 from firn.config import UsageError
+from firn.core.units import GIB
 from firn.traces.advise import Advice, advise
 from firn.traces.read import read
 from firn.traces.trace import Trace, TraceError
 
-GIB = 1 << 30
 MILLION = 1_000_000
 SPANS = ((86_400, "days"), (3600, "hours"), (60, "minutes"))
 

@@ -21,6 +21,7 @@ from firn.cli.parameters import (
     command_group,
 )
 from firn.config import CacheConfig, default_cache_dir, load
+from firn.core.units import GIB
 
 MAX_GIB = 1 << 20
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def _gc(
     """Evict the least recently used prefixes, from their ends, until the rest fits."""
     from firn.cli.cache_work import gc
 
-    gc(_location(folder, config), max_nbytes=int(max_gb * 2**30))
+    gc(_location(folder, config), max_nbytes=int(max_gb * GIB))
 
 
 def _clear(

@@ -31,6 +31,7 @@ from firn.core.memory_plan import (
     Transient,
     plan_memory,
 )
+from firn.core.units import GIB
 from firn.host.machine import SystemMemory, disk_free, is_translated, memory
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from firn.models.inspect import ModelReport
     from firn.models.timing import TimeSplit
 
-LOW_DISK_NBYTES = 2 << 30
+LOW_DISK_NBYTES = 2 * GIB
 """With less, neither a cache on disk nor a download makes sense."""
 ROSETTA = (
     "This Python was built for Intel Macs and runs under Rosetta: MLX needs one for Apple silicon "

@@ -35,6 +35,7 @@ from firn.api.services import ApiLimits
 from firn.config import Config
 from firn.core.errors import SetupError
 from firn.core.fair_pool import FairPool
+from firn.core.units import GIB
 from firn.fleet import routes
 from firn.fleet.activity import add_activity
 from firn.fleet.catalogue import ModelCatalogue
@@ -53,7 +54,6 @@ from firn.welcome import announce
 
 log = logging.getLogger("firn.fleet")
 
-GIB = 1 << 30
 DRAIN_S = 20.0
 """How long running requests may continue when the server stops, before they are cut off."""
 LEAVE_S = 75.0

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from firn.core.fair_cache import FairCache
 from firn.core.fair_pool import FairPool
+from firn.core.units import MIB
 from firn.core.values import Chat, DocumentPart, GenerateRequest, MessagePart, Namespace
 from firn.media import base64_text, pdf_text
 
-MIB = 1 << 20
 PDF = "application/pdf"
 PDF_HEAD, PDF_HEAD_NBYTES = b"%PDF-", 1024
 """Some programs write a byte order mark or their own header before it; PDF readers accept that."""

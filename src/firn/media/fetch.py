@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import httpx
 
 from firn.core.errors import BadPicture
+from firn.core.units import MIB
 from firn.core.values import Chat, GenerateRequest, MessagePart, Namespace, PicturePart
 from firn.media.headers import one_line
 
@@ -25,7 +26,6 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 """All addresses of a host name; raises OSError."""
 
-MIB = 1 << 20
 MAX_REDIRECTS = 3
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MAX_AT_ONCE = 8

@@ -12,6 +12,8 @@ import contextlib
 import struct
 from collections.abc import Iterator
 
+from firn.core.units import MIB
+
 SEVERAL_PICTURES = "is animated or has several pages; send one of them"
 MAX_CHARS = 200
 
@@ -23,8 +25,8 @@ MAX_EXIF_SEGMENTS = 8
 MAX_JUNK_NBYTES = 4096
 MAX_CHUNKS = 50_000
 MAX_BLOCKS = 400_000
-MAX_COMMENT_NBYTES = 1 << 20
-MAX_RUNS_NBYTES = 2 << 20
+MAX_COMMENT_NBYTES = MIB
+MAX_RUNS_NBYTES = 2 * MIB
 MAX_SCANNED_PIXELS = 1_000_000_000
 MIN_SCANS = 16
 TAG_NBYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4,

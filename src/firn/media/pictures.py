@@ -16,12 +16,12 @@ from typing import Any, Protocol
 
 from firn.core.errors import BadPicture
 from firn.core.fair_cache import FairCache
+from firn.core.units import MIB
 from firn.core.values import PicturePart, PreparedPicture, TokenArray
 from firn.media import base64_text
 from firn.media.decode import Pixels, decode
 from firn.media.headers import Undecodable, one_line
 
-MIB = 1 << 20
 UNQUOTED_CHARS = 1 << 14
 _DATA_URL = re.compile(r"data:(?P<kind>[^,]*?)(?P<base64>;\s*base64)?\s*,", re.IGNORECASE)
 

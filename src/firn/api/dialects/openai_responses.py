@@ -27,6 +27,7 @@ from firn.api.services import Services
 from firn.core.bounds import INT_MAX
 from firn.core.errors import BadRequest, Cancelled, FirnError, InvalidValue
 from firn.core.events import Event
+from firn.core.units import MIB
 from firn.core.values import (
     PLAIN_DEFAULTS,
     Chat,
@@ -50,7 +51,7 @@ ELSEWHERE: Mapping[str, Lacking] = {
 """Options of other APIs, by what they are called in this one."""
 LOGPROBS = "message.output_text.logprobs"
 SEALED_REASONING = "reasoning.encrypted_content"
-MAX_ECHO_NBYTES = 2 << 20
+MAX_ECHO_NBYTES = 2 * MIB
 """A stream repeats it several times, on the thread that serves all calls."""
 PAGE = 20
 MAX_PAGE = 100
