@@ -25,14 +25,13 @@ from firn.api.errors import Headers, InternalFault
 from firn.api.exchange import (
     Exchange,
     exchange_of,
-    send_error,
     send_json,
     send_raw_json,
 )
 from firn.api.metrics import Metrics
 from firn.api.services import Services
 from firn.api.session import MANY_LOGPROBS, Session
-from firn.core.errors import Cancelled, FirnError, ShuttingDown, TimedOut
+from firn.core.errors import Cancelled, ShuttingDown, TimedOut
 from firn.core.events import (
     Admitted,
     ChoiceFinished,
@@ -76,15 +75,11 @@ class Generate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
-        try:
-            call = await self._decode(scope, receive, exchange)
-            if call.requests:
-                key_id = exchange.caller.key_id
-                exchange.conversation = conversation_of(scope["headers"], call.requests[0], key_id)
-            await while_connected(receive, lambda: self._answer(call, exchange, send))
-        except FirnError as error:
-            exchange.fault = error
-            await send_error(send, error, self._dialect.render_error)
+        call = await self._decode(scope, receive, exchange)
+        if call.requests:
+            key_id = exchange.caller.key_id
+            exchange.conversation = conversation_of(scope["headers"], call.requests[0], key_id)
+        await while_connected(receive, lambda: self._answer(call, exchange, send))
 
     async def _decode(self, scope: Scope, receive: Receive, exchange: Exchange) -> ApiCall:
         services = self._services

@@ -30,7 +30,7 @@ from firn.api.layers import add_layers
 from firn.api.openapi import describe
 from firn.api.quotas import KeyLimits, Quotas
 from firn.api.routes.rerank import PATHS as RERANK_PATHS
-from firn.api.server import add_error_shapes, new_app
+from firn.api.server import add_route_errors, new_app
 from firn.api.services import ApiLimits
 from firn.config import Config
 from firn.core.errors import SetupError
@@ -170,7 +170,7 @@ def build(
     add_tree(app, fleet, relay)
     add_router(app, fleet, relay)
     add_activity(app, fleet, relay)
-    add_error_shapes(app, shapes)
+    add_route_errors(app)
     add_layers(
         app,
         shapes=shapes,
