@@ -37,7 +37,8 @@ def read_header(path: Path, *, exact: bool = False) -> dict[str, TensorPlace]:
         text = file.read(base - 8)
     try:
         entries: dict[str, Any] = json.loads(text)
-        tensors = {name: _place(entries[name], base) for name in entries if name != "__metadata__"}
+        places = ((k, given) for k, given in entries.items() if k != "__metadata__")
+        tensors = {name: _place(given, base) for name, given in places}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError("has a damaged header; download it again.") from error
     end = max((t.start + t.nbytes for t in tensors.values()), default=base)
