@@ -49,10 +49,10 @@ class BenchTargets:
         if len(set(urls)) > 1:
             return {t.url: t for t in targets}
         by_model = {t.model: t for t in targets}
-        return by_model if len(by_model) == len(targets) else _numbered(targets)
+        return by_model if len(by_model) == len(targets) else _number(targets)
 
 
-def _numbered(targets: Sequence[Target]) -> dict[str, Target]:
+def _number(targets: Sequence[Target]) -> dict[str, Target]:
     """One server and model twice: the difference between the two is the noise."""
     return {f"{t.url} ({i})": t for i, t in enumerate(targets, 1)}
 

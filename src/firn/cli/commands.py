@@ -75,22 +75,22 @@ def make_cli(start: Start | None = None) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     cli.callback(invoke_without_command=True)(_firn)
-    cli.command("serve", cls=OptionsCommand)(_guarded(with_config(serve)))
-    cli.command("chat")(_guarded(_chat))
-    cli.command("agents")(_guarded(_agents))
-    cli.command("doctor")(_guarded(_doctor))
+    cli.command("serve", cls=OptionsCommand)(_guard(with_config(serve)))
+    cli.command("chat")(_guard(_chat))
+    cli.command("agents")(_guard(_agents))
+    cli.command("doctor")(_guard(_doctor))
     config = typer.Typer(help="Show the settings.", no_args_is_help=True, rich_markup_mode=None)
-    config.command("show", cls=OptionsCommand)(_guarded(with_config(_show)))
+    config.command("show", cls=OptionsCommand)(_guard(with_config(_show)))
     cli.add_typer(config, name="config")
-    cli.command("pull")(_guarded(pull))
-    cli.add_typer(models_app(_guarded), name="models")
-    cli.add_typer(cache_app(_guarded), name="cache")
-    cli.add_typer(service_app(_guarded), name="service")
-    cli.add_typer(bench_app(_guarded), name="bench")
+    cli.command("pull")(_guard(pull))
+    cli.add_typer(models_app(_guard), name="models")
+    cli.add_typer(cache_app(_guard), name="cache")
+    cli.add_typer(service_app(_guard), name="service")
+    cli.add_typer(bench_app(_guard), name="bench")
     return cli
 
 
-def _guarded(command: Callable[..., None]) -> Callable[..., None]:
+def _guard(command: Callable[..., None]) -> Callable[..., None]:
     """Shows a named error as one line on stderr: exit code 2 for a wrong flag, 1 otherwise."""
 
     @functools.wraps(command)

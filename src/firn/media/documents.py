@@ -65,14 +65,14 @@ class Documents:
             return request
         documents = [p for p in _parts(source) if isinstance(p, DocumentPart) and _is_unread(p)]
         deadline = asyncio.get_running_loop().time() + self._limits.total_s
-        filled = [self._filled(p, owner, i, deadline) for i, p in enumerate(documents)]
+        filled = [self._fill(p, owner, i, deadline) for i, p in enumerate(documents)]
         read = dict(zip(map(id, documents), await asyncio.gather(*filled), strict=True))
         messages = tuple(
             replace(m, parts=tuple(read.get(id(p), p) for p in m.parts)) for m in source.messages
         )
         return replace(request, source=replace(source, messages=messages))
 
-    async def _filled(
+    async def _fill(
         self, part: DocumentPart, owner: Namespace | None, number: int, deadline: float
     ) -> DocumentPart:
         loop, name = asyncio.get_running_loop(), owner or ""

@@ -142,7 +142,7 @@ def _from_data_url(part: PicturePart, max_nbytes: int) -> bytes:
         raise _too_large(part, max_nbytes)
     body = part.url[head.end() :]
     if "%" in body:
-        body = _unquoted(body)
+        body = _unquote(body)
     if not head["base64"]:
         return body.encode("latin-1", "replace")
     try:
@@ -151,7 +151,7 @@ def _from_data_url(part: PicturePart, max_nbytes: int) -> bytes:
         raise BadPicture(part.param, "the data URL is not valid base64.") from e
 
 
-def _unquoted(text: str) -> str:
+def _unquote(text: str) -> str:
     """The text with its escapes decoded, each byte as a character.
 
     In slices, because `unquote_to_bytes` makes an object of every escape: for a data URL of 27 MiB

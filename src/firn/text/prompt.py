@@ -155,7 +155,7 @@ class PromptMaker:
         return self._tokenizer.decode([int(t) for t in prompt.ids[-TAIL_TOKENS:]])
 
     def _chat(self, chat: Chat, reasoning: Reasoning) -> Prompt:
-        template = self._checked(chat)
+        template = self._check(chat)
         read = self._reader.read(chat.messages, newest=chat.newest)
         effort = self._effort(reasoning.effort, reasoning.enabled) if reasoning.effort else None
         kwargs = {**reasoning_kwargs(reasoning.enabled, effort), **chat.template_kwargs}
@@ -176,13 +176,13 @@ class PromptMaker:
         if pictures is not None:
             prompt = self._with_pictures(prompt, pictures)
         self._checked_ids(prompt.ids, param="messages", prompt=prompt)
-        messages = self._arranged(content, template)
+        messages = self._arrange(content, template)
         # As sent: arranging messages may turn the system prompt into user text.
         sent = content.messages
         prompt = self._boundaries.marked(prompt, rendered, messages, sent=sent, keeps_header=keeps)
         return replace(prompt, essential=self._boundaries.essential(prompt, rendered, sent))
 
-    def _checked(self, chat: Chat) -> Template:
+    def _check(self, chat: Chat) -> Template:
         """The template, if this model can render the chat. Raises BadRequest."""
         if self._template is None:
             raise BadRequest(
@@ -218,7 +218,7 @@ class PromptMaker:
 
     # --- rendering -------------------------------------------------------------------------
 
-    def _arranged(self, content: Content, template: Template) -> tuple[Message, ...]:
+    def _arrange(self, content: Content, template: Template) -> tuple[Message, ...]:
         messages, rules = content.messages, template.rules
         shows_calls = rules.tools and rules.calls and (rules.calls_alone or bool(content.tools))
         if not shows_calls:
@@ -227,7 +227,7 @@ class PromptMaker:
         return arrange(messages, rules, with_tools=bool(content.tools) and rules.tools)
 
     def _render(self, content: Content, template: Template, pictures: PromptPictures | None) -> str:
-        plain = to_template(self._arranged(content, template), style=template.style)
+        plain = to_template(self._arrange(content, template), style=template.style)
         messages = pictures.written_out(plain) if pictures else plain
 
         def rendered(tools: Sequence[Tool]) -> str:

@@ -92,10 +92,10 @@ def with_tools_as_text(
     assert write is not None
     names = {c.id: c.name for m in messages for c in m.tool_calls}
     turns = [_as_text(m, write, names.get(m.tool_call_id or "", "")) for m in messages]
-    return (*_introduced(tools, write), *turns) if tools else tuple(turns)
+    return (*_introduce(tools, write), *turns) if tools else tuple(turns)
 
 
-def _introduced(tools: Sequence[Tool], write: WriteCall) -> list[Message]:
+def _introduce(tools: Sequence[Tool], write: WriteCall) -> list[Message]:
     lines = [json.dumps(t["function"], ensure_ascii=False) for t in tools_to_template(tools)]
     example = write("name_of_the_tool", {"name_of_an_argument": "value"})
     text = INTRODUCTION.format(tools="\n".join(lines), example=example)

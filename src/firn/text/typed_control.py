@@ -103,7 +103,7 @@ class TypedControl:
         if not self._typed_in(content):
             return Rendered(render(content))
         self._refuse_too_many(content)
-        return TypedMarks(self._joined(content), render, self._find).result()
+        return TypedMarks(self._join(content), render, self._find).result()
 
     def _typed_in(self, content: Content) -> bool:
         others: list[str] = []
@@ -125,7 +125,7 @@ class TypedControl:
     def _find(self, text: str, is_assistant: bool) -> Iterator[re.Match[str]]:
         return (self._foreign if is_assistant else self._any).matches(text)
 
-    def _joined(self, content: Content) -> Content:
+    def _join(self, content: Content) -> Content:
         """Joins adjacent texts of a message if they spell a token only together."""
 
         def whole(message: Message) -> Message:

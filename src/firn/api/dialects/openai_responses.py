@@ -195,7 +195,7 @@ class OpenAIResponses:
             if not stored.is_running:
                 raise BadRequest("This response has ended: there is nothing to cancel.")
             services.event_router.fail(stored.request, Cancelled())
-            return await services.in_pool(route_request.namespace, lambda: _cancelled(stored))
+            return await services.in_pool(route_request.namespace, lambda: _cancel(stored))
 
         async def input_items(route_request: RouteRequest) -> bytes:
             stored = self._stored(route_request)
@@ -354,7 +354,7 @@ def _shown_text(text: Mapping[str, Any]) -> dict[str, Any]:
     return {**text, "format": format}
 
 
-def _cancelled(stored: StoredResponse) -> bytes:
+def _cancel(stored: StoredResponse) -> bytes:
     """What its client had it repeat may be large."""
     shown: dict[str, Any] = json.loads(stored.body())
     return _json_of(shown | {"status": "cancelled"})

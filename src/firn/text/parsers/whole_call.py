@@ -20,7 +20,7 @@ class WholeCall(CallParser):
 
     def script(self) -> Script[None]:
         body = yield from self._body()
-        parsed = self._parsed(body)
+        parsed = self._parse(body)
         for call in parsed if isinstance(parsed, list) else [parsed]:
             self._emit(call)
 
@@ -38,7 +38,7 @@ class WholeCall(CallParser):
         start, self.tape.pos = self.tape.pos, len(self.tape.text)
         return self.tape.text[start:]
 
-    def _parsed(self, body: str) -> object:
+    def _parse(self, body: str) -> object:
         try:
             return self._native.parse(body, tools_to_template(self.schemas.tools))
         except Exception as e:
