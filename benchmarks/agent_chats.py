@@ -392,7 +392,7 @@ class Engine:
         end = min(start + CHUNK - start % CHUNK, last, *stops)
         if end > start:
             row.consume(end - start)
-            self.cache.prefill.saw(start, end, PREFILL_S * (end - start))
+            self.cache.prefill.observe(start, end, PREFILL_S * (end - start))
             self.cache.commit(task.cursor, row)
         if row.n_tokens >= last:
             self._begin_reply(task)

@@ -59,7 +59,7 @@ def decide(trial: BatchTrial, n: int, *, batched_s: float, alone_s: float) -> li
     for _ in range(n):
         decisions.append(trial.should_batch())
         seconds = batched_s if decisions[-1] else alone_s
-        trial.saw(100 * seconds, n_tokens=100, n_prompts=2 if decisions[-1] else 1)
+        trial.observe(100 * seconds, n_tokens=100, n_prompts=2 if decisions[-1] else 1)
     return decisions
 
 

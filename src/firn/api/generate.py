@@ -160,7 +160,7 @@ class Generate:
         events: list[Event] = []
         async for batch in session:
             events.extend(batch)
-        tally.see(events)
+        tally.observe(events)
         if isinstance(events[-1], Failed):
             raise events[-1].error
         raw = await self._services.offload(
@@ -189,7 +189,7 @@ class Generate:
                     partial(encoder.feed, batch),
                     when=n_logprobs > MANY_LOGPROBS,
                 )
-                tally.see(batch)
+                tally.observe(batch)
                 if frames:
                     await send({"type": "http.response.body", "body": frames, "more_body": True})
                 if not isinstance(call, KeepingCall):
@@ -199,7 +199,7 @@ class Generate:
         except Exception:
             logger.exception("%s failed while its reply was streamed", tally.exchange.id)
             failed = Failed(InternalFault(tally.exchange.id))
-            tally.see([failed])
+            tally.observe([failed])
             has_ended = True
             frames = encoder.feed([failed])
             await send({"type": "http.response.body", "body": frames, "more_body": True})
@@ -235,7 +235,7 @@ async def _run_in_background(
         with stack:
             async for batch in session:
                 events.extend(batch)
-            tally.see(events)
+            tally.observe(events)
     except Exception:
         logger.exception("%s failed in the background", head.request)
         events.append(Failed(InternalFault(head.request)))
@@ -308,7 +308,7 @@ class _Tally:
         self._recorder = recorder
         self._reasons: list[str] = []
 
-    def see(self, events: list[Event]) -> None:
+    def observe(self, events: list[Event]) -> None:
         for event in events:
             if type(event) is ChoiceFinished:
                 self._reasons.append(event.reason)

@@ -117,7 +117,7 @@ class Loop:
             time.sleep(YIELD_S)
         with inflight.cache.together():
             for task in reading:
-                self._prefill.settle(task)
+                self._prefill.finish_chunk(task)
         if self._has_idle_work:
             self._do_idle_work()
         self._recovery.confirm(in_flight=bool(inflight.rows) and not reading)

@@ -29,7 +29,7 @@ class UnreadCalls:
         self._texts: list[str] = []
         self._has_calls = False
 
-    def see(self, events: Iterable[Event]) -> str | None:
+    def observe(self, events: Iterable[Event]) -> str | None:
         """The text to give to `mark`: the whole reply, if it ended by itself, no call was read in it
         and it names a tool. Else None."""
         for event in events:

@@ -35,7 +35,7 @@ class TraceError(FirnError):
 class TraceEntry:
     """One request. blocks: hashes of its prompt's whole blocks, each of all tokens up to its end.
 
-    reply_blocks: likewise for the blocks that its reply has filled. first_s: seconds until the
+    reply_blocks: hashes of the blocks that its reply has filled. first_s: seconds until the
     first token. cached: reused tokens by tier. token_nbytes: a token's size in the cache, 0 if
     unknown.
     """
