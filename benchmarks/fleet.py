@@ -25,7 +25,7 @@ import numpy as np
 from report import cli, grid, numbers, save
 from servers import lab
 
-from firn.core.duration import seconds
+from firn.core.units import seconds
 from firn.traces.read import read
 from firn.traces.simulate import TELL_EVERY, Progress, SimulatedSsd
 from firn.traces.trace import Ints, Trace

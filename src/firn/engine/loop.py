@@ -22,8 +22,7 @@ from firn.core.ports import Publish
 from firn.core.values import Job, RequestId
 from firn.engine.chunks import ChunkSizes
 from firn.engine.decode import Decode
-from firn.engine.faults import client_error
-from firn.engine.inflight import InFlight
+from firn.engine.inflight import InFlight, client_error
 from firn.engine.parts import EngineParts
 from firn.engine.prefill import Prefill
 from firn.engine.recovery import Recovery

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from firn.core.errors import SetupError
 from firn.core.ports import Tokenizer
-from firn.text.native import NativeParser
+from firn.text.calls import NativeParser
 from firn.text.parsers import Clues, ToolFormat, formats, names
 from firn.text.splitter import ThinkTags
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from firn.text.calls import CallParser, NotACall, Script, TextEnded
+from firn.text.calls import CallParser, NativeParser, NotACall, Script, TextEnded
 from firn.text.messages import tools_to_template
-from firn.text.native import NativeParser
 from firn.text.parsers import ToolFormat
 from firn.text.schema import ToolSchemas
 
