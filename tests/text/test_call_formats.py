@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from firn.text.calls import NativeParser
-from firn.text.formats import THINK_TAGS, ReplyFormat
+from firn.text.formats import THINK_TAGS, ReplyFormat, make_splitter
 from firn.text.json_calls import SectionCallParser
-from firn.text.make_splitter import make_splitter
 from firn.text.parsers import formats
 from firn.text.parsers.harmony import HarmonySplitter
 from firn.text.pieces import TextPiece

@@ -25,8 +25,7 @@ from firn.core.events import (
 from firn.core.ports import Tokenizer
 from firn.core.values import Tool, ToolChoice, ToolMode
 from firn.text.detokenizer import Detokenizer
-from firn.text.formats import ReplyFormat
-from firn.text.make_splitter import make_splitter
+from firn.text.formats import ReplyFormat, make_splitter
 from firn.text.pieces import CallArguments, CallStart, Piece, ReasoningPiece, TextPiece
 from firn.text.stream_finder import StreamFinder
 

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from firn.core.events import ChoiceFinished, Event, TextDelta, ToolCallStarted
 from firn.core.values import Tool
-from firn.text.formats import ReplyFormat
+from firn.text.formats import ReplyFormat, make_splitter
 from firn.text.json_calls import ARGUMENT_KEYS, NAME_KEYS
-from firn.text.make_splitter import make_splitter
 from firn.text.parsers import ToolFormat, formats
 from firn.text.pieces import CallArguments, CallStart
 
