@@ -22,8 +22,8 @@ from firn.models.decode.sampling import Picks
 from firn.models.decode.step_profile import PLAIN_PROFILE, StepProfile
 from firn.models.decode.steps import PlainInFlight
 from firn.models.decode.verify import Verification
-from firn.models.speculation.draft_odds import ExpectedTokens
 from firn.models.speculation.drafters import NO_DRAFT, Draft
+from firn.models.speculation.odds import ExpectedTokens
 from firn.models.speculation.speculator import Speculation
 
 N_FIRST = 5
@@ -121,9 +121,10 @@ class SlowDecisions(Speculation):
 
     simulation: Simulation
 
-    def _expected_of_costly(self, *arguments: Any) -> ExpectedTokens | None:
-        self.simulation.take(self.simulation.machine.decide_s)
-        return super()._expected_of_costly(*arguments)
+    def _expected(self, row: Row, n_pending: int) -> tuple[ExpectedTokens, ExpectedTokens]:
+        if self._costly is not None:
+            self.simulation.take(self.simulation.machine.decide_s)
+        return super()._expected(row, n_pending)
 
 
 TEXT = (*range(1, 1001), *range(1, 1001))
@@ -176,7 +177,9 @@ class Simulation:
         step = self._next(group, said)
         slowness = self.machine.slowness(self.now)
         self._n_steps[step.width] += 1
-        first_s = self.machine.first_s if self._is_new(step.width) else 0.0
+        slow_at_first = self.machine.first_s > 0.0 or self.machine.goes_ahead
+        step.is_new = slow_at_first and self._is_new(step.width)
+        first_s = self.machine.first_s if step.is_new else 0.0
         self.now += (self.machine.host_s + first_s) * slowness
         begun = max(self.now, self._free_at)
         took_s = self.machine.device(step.width, self.rng) * slowness

@@ -20,6 +20,8 @@ from firn.core.values import Job
 
 ON_A_MODEL = frozenset({"model", "mtp"})
 """Drafters that need a loaded model: `assembly` creates those."""
+MAX_CHAIN = 8
+"""The most tokens that a drafter which is not free is asked for: each takes a pass of its model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,8 @@ NO_DRAFT = Draft()
 
 
 class Drafter(Protocol):
-    """Drafts for any number of rows; a row is identified by any hashable object."""
+    """Drafts for any number of rows; a row is identified by any hashable object. One that derives from
+    this class may leave out what it does not need to know."""
 
     is_free: bool
     """Whether drafting takes next to no time. It is then done after each token, whether or not the
