@@ -14,7 +14,7 @@ from firn.models.speculation import gate
 from firn.models.speculation.gate import Allowance, Unlimited
 from firn.models.speculation.odds import ExpectedTokens, Odds
 from firn.models.speculation.step_clock import StepClock
-from firn.models.speculation.step_times import Shape, StepTimes
+from firn.models.speculation.step_times import N_AGED, Shape, StepTimes
 from tests.models.speculation.simulated import NO_PICKS
 
 CPU, CUDA = PLAIN_PROFILE, named("cuda").profile.steps
@@ -222,6 +222,20 @@ def test_plain_steps_of_a_slow_moment_are_found_out() -> None:
         times.saw_plain(1, 0.5)
     assert times.plain_s(1) == pytest.approx(0.5)
     assert best_width(times, [WEAK]) == 1
+
+
+def test_plain_steps_that_took_longer_than_wide_ones_are_not_believed_for_long() -> None:
+    """However much drafts gain by them: most of those kept may have been hiccups."""
+    times = measured({16: 0.7})
+    times.saw_plain(1, 0.5)
+    for _ in range(N_AGED):
+        assert times.knows(1)
+        times.saw_wide(1, Shape(16), 0.35)
+        times.trust(1, 10.0)
+    assert not times.knows(1)
+    for _ in range(N_SURE - 1):
+        times.saw_plain(1, 0.25)
+    assert times.price(1, 16) == pytest.approx(1.4)
 
 
 def test_drafts_that_are_never_right_are_not_tried_because_wide_steps_seem_cheap() -> None:

@@ -47,7 +47,8 @@ class _OfRows:
     fresh: set[Shape] = field(default_factory=set)
     n_measured: int = 0
     n_wide: int = 0
-    """Wide steps since plain ones were measured."""
+    """Wide steps since plain ones were measured, and how many of them took less than those."""
+    n_cheap: int = 0
 
     def count(self, shape: Shape) -> None:
         """A step of this shape was measured."""
@@ -73,7 +74,7 @@ class StepTimes:
         rows = self._of(n_rows)
         rows.plain.add(max(seconds, 1e-9))  # a clock may stand still
         rows.count(Shape(1))
-        rows.n_wide = 0
+        rows.n_wide = rows.n_cheap = 0
 
     def saw_wide(self, n_rows: int, shape: Shape, seconds: float, *, is_new: bool = False) -> float:
         """Returns what to charge for it, in plain steps: its price; or what it took, as long as that is
@@ -87,6 +88,7 @@ class StepTimes:
         rows.n_wide += 1
         if not rows.plain:
             return price()
+        rows.n_cheap += seconds < rows.plain.value
         measured, most = seconds / rows.plain.value, MAX_OUTLIER * price()
         times = rows.wide.setdefault(shape, Median())
         if not is_new:
@@ -99,9 +101,10 @@ class StepTimes:
         """The next drafts promise this many tokens in the time of a plain step. To measure plain steps
         instead yields `gain - 1` less each, which must be at most MAX_LOSS of all."""
         rows = self._of(n_rows)
-        if rows.n_wide >= (N_SURE - 1) * (gain - 1.0) / (MAX_LOSS * gain):
+        is_due = rows.n_wide >= (N_SURE - 1) * (gain - 1.0) / (MAX_LOSS * gain)
+        if is_due or rows.n_cheap >= N_AGED:  # no wide step is cheaper
             rows.plain.sum_up()  # those of now shall decide
-            rows.n_wide = 0
+            rows.n_wide = rows.n_cheap = 0
 
     # --- asking ----------------------------------------------------------------------------
 
