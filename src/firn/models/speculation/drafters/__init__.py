@@ -54,7 +54,7 @@ class Drafter(Protocol):
 
     def open(self, row: Hashable, job: Job) -> None:
         """A row begins its reply to this job's prompt."""
-        ...
+        return
 
     def prepare(self, row: Hashable) -> bool:
         """Get ready to draft for this row, a little per call; True once it can."""
@@ -62,7 +62,7 @@ class Drafter(Protocol):
 
     def took(self, row: Hashable, tokens: Sequence[int]) -> None:
         """These tokens are now the end of the row's reply. Unknown rows are ignored."""
-        ...
+        return
 
     def draft(self, rows: Sequence[Hashable], n_most: int) -> list[Draft]:
         """For each row, up to `n_most` tokens after all that it took; NO_DRAFT for unknown rows, or if
@@ -71,11 +71,11 @@ class Drafter(Protocol):
 
     def close(self, row: Hashable) -> None:
         """The row is gone. Unknown rows are ignored."""
-        ...
+        return
 
     def end(self) -> None:
         """The engine is stopping: keep what is worth keeping, free the rest."""
-        ...
+        return
 
 
 def discover() -> dict[str, Callable[[], Drafter]]:

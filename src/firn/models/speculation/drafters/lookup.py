@@ -51,7 +51,8 @@ class Lookup:
 
     def odds(self, kind: int) -> float:
         """After a match of n tokens, n of n + 3 are right."""
-        return 2**kind / (2**kind + 3)
+        n = 1 << kind
+        return n / (n + 3)
 
     def open(self, row: Hashable, job: Job) -> None:
         past = _Replies() if job.prompt.salt else self._use(job.namespace, _Replies())
