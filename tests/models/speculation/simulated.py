@@ -25,6 +25,8 @@ from firn.models.decode.verify import Verification
 from firn.models.speculation.drafters import NO_DRAFT, Draft
 from firn.models.speculation.odds import ExpectedTokens
 from firn.models.speculation.speculator import Speculation
+from firn.models.speculation.step_clock import StepClock
+from firn.models.speculation.step_times import Shape, StepTimes
 
 N_FIRST = 5
 NO_PICKS = Picks(mx.array([0]), None, None, None)
@@ -125,6 +127,16 @@ class SlowDecisions(Speculation):
         if self._costly is not None:
             self.simulation.take(self.simulation.machine.decide_s)
         return super()._expected(row, n_pending)
+
+
+class PriorPrices(StepTimes):
+    """Believes of wide steps what the device's profile says."""
+
+    def saw_wide(self, n_rows: int, shape: Shape, seconds: float, *, is_new: bool = False) -> float:
+        return max(seconds / self.plain_s(n_rows), 1.0) if self.plain_s(n_rows) else 1.0
+
+    def is_measured(self, n_rows: int, width: int, *, is_asked: bool = False) -> bool:
+        return True
 
 
 TEXT = (*range(1, 1001), *range(1, 1001))
@@ -258,8 +270,10 @@ def gain(
     n_replies: int = 1,
     n_before: int = 0,
     seed: int = 0,
+    learns: bool = True,
 ) -> float:
-    """Tokens per second relative to no speculation. The first `n_before` replies do not count."""
+    """Tokens per second relative to no speculation. The first `n_before` replies do not count. learns:
+    what steps cost, beyond the device's prior."""
     rng = random.Random(seed)
     chance = right if callable(right) else lambda n: right
     simulation = Simulation(machine, n_rows, rng)
@@ -268,6 +282,10 @@ def gain(
         oracle, profile=machine.profile, clock=lambda: simulation.now
     )
     speculation.simulation = simulation
+    if not learns:
+        speculation.times = times = PriorPrices(machine.profile)
+        clock, allowance = lambda: simulation.now, speculation.allowance
+        speculation.step_clock = StepClock(times, allowance, clock)
     for _ in range(n_before):
         simulation.run(n_tokens)
     with_it = sum(simulation.run(n_tokens) for _ in range(n_replies))
