@@ -82,7 +82,7 @@ def measure(name: str, *, n_replies: int, n_tokens: int) -> list[str]:
     known = Known()
 
     def speculation(model: Any, make_layers: MakeLayers) -> Speculation:
-        return Always(known, allowance=Unlimited())
+        return Always(known, allowance=Unlimited)
 
     build = partial(
         BenchEngine, config, dtype=mx.float32, memory_nbytes=1 << 28, model=loaded.model

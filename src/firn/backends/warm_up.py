@@ -77,7 +77,7 @@ class WarmUpSpeculation(Speculation):
 
     def __init__(self, model: Any, *, in_groups: bool, profile: StepProfile) -> None:
         drafter = MtpDrafter(model) if isinstance(model, MtpModel) else ConstantDrafter()
-        super().__init__(drafter, in_groups=in_groups, profile=profile, allowance=Unlimited())
+        super().__init__(drafter, in_groups=in_groups, profile=profile, allowance=Unlimited)
         self.width = 1
 
     def _plan(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:

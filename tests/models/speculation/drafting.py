@@ -71,7 +71,7 @@ class Tireless(Speculation):
     """Drafts whatever is lost by it."""
 
     def __init__(self, *drafters: Drafter, **options: Any) -> None:
-        super().__init__(*drafters, allowance=Unlimited(), **options)
+        super().__init__(*drafters, allowance=Unlimited, **options)
 
 
 class AnyWidth(Tireless):

@@ -26,7 +26,7 @@ from firn.models.speculation.drafters import NO_DRAFT, Draft
 from firn.models.speculation.odds import ExpectedTokens
 from firn.models.speculation.speculator import Speculation
 from firn.models.speculation.step_clock import StepClock
-from firn.models.speculation.step_times import Shape, StepTimes
+from firn.models.speculation.step_times import StepShape, StepTimes
 
 N_FIRST = 5
 NO_PICKS = Picks(mx.array([0]), None, None, None)
@@ -53,6 +53,8 @@ class Machine:
     """The factor by which everything is slowed down, as a function of time."""
     draft_s: float = 0.0
     """Time per drafted token, for all rows together. 0: drafts are free."""
+    look_s: float = 0.0
+    """The host's time for a free drafter to draft for a row, which the speculation can avoid."""
     decide_s: float = 0.0
     """The host's time to weigh drafts that are not free, per row."""
 
@@ -102,6 +104,20 @@ class Oracle:
         self._n.clear()
 
 
+class SlowOracle(Oracle):
+    """The host takes a while to look for its drafts."""
+
+    def __init__(
+        self, right: Callable[[int], float], rng: random.Random, simulation: Simulation
+    ) -> None:
+        super().__init__(right, rng)
+        self._simulation = simulation
+
+    def draft(self, rows: Sequence[Hashable], n_most: int) -> list[Draft]:
+        self._simulation.take(self._simulation.machine.look_s * len(rows))
+        return super().draft(rows, n_most)
+
+
 class CostlyOracle(Oracle):
     """Its drafts take the machine a while."""
 
@@ -132,7 +148,9 @@ class SlowDecisions(Speculation):
 class PriorPrices(StepTimes):
     """Believes of wide steps what the device's profile says."""
 
-    def saw_wide(self, n_rows: int, shape: Shape, seconds: float, *, is_new: bool = False) -> float:
+    def saw_wide(
+        self, n_rows: int, shape: StepShape, seconds: float, *, is_new: bool = False
+    ) -> float:
         return max(seconds / self.plain_s(n_rows), 1.0) if self.plain_s(n_rows) else 1.0
 
     def is_measured(self, n_rows: int, width: int, *, is_asked: bool = False) -> bool:
@@ -277,7 +295,8 @@ def gain(
     rng = random.Random(seed)
     chance = right if callable(right) else lambda n: right
     simulation = Simulation(machine, n_rows, rng)
-    oracle = CostlyOracle(chance, rng, simulation) if machine.draft_s else Oracle(chance, rng)
+    kind = CostlyOracle if machine.draft_s else SlowOracle
+    oracle = kind(chance, rng, simulation)
     simulation.speculation = speculation = SlowDecisions(
         oracle, profile=machine.profile, clock=lambda: simulation.now
     )

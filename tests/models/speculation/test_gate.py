@@ -14,7 +14,7 @@ from firn.models.speculation import gate
 from firn.models.speculation.gate import Allowance, Unlimited
 from firn.models.speculation.odds import ExpectedTokens, Odds
 from firn.models.speculation.step_clock import StepClock
-from firn.models.speculation.step_times import N_AGED, Shape, StepTimes
+from firn.models.speculation.step_times import N_AGED, StepShape, StepTimes
 from tests.models.speculation.simulated import NO_PICKS
 
 CPU, CUDA = PLAIN_PROFILE, named("cuda").profile.steps
@@ -29,7 +29,7 @@ def measured(prices: dict[int, float], *, n_rows: int = 1, profile: StepProfile 
     for _ in range(9):
         times.saw_plain(n_rows, 0.5)
         for width, price in prices.items():
-            times.saw_wide(n_rows, Shape(width), 0.5 * price)
+            times.saw_wide(n_rows, StepShape(width), 0.5 * price)
     return times
 
 
@@ -138,14 +138,14 @@ def test_prices_follow_a_machine_that_becomes_slower() -> None:
         times.saw_plain(1, 1.5)
     assert times.price(1, 9) == 1.0, "what is known of wide ones is of another moment: it is tried"
     for _ in range(9):
-        times.saw_wide(1, Shape(9), 4.5)
+        times.saw_wide(1, StepShape(9), 4.5)
     assert times.price(1, 9) == pytest.approx(3.0)
 
 
 def test_single_slow_steps_say_nothing() -> None:
     times = measured({9: 1.5})
     for _ in range(4):
-        charged = times.saw_wide(1, Shape(9), 50.0)
+        charged = times.saw_wide(1, StepShape(9), 50.0)
         assert charged == pytest.approx(1.5)
     for _ in range(3):
         times.saw_plain(1, 50.0)
@@ -179,11 +179,11 @@ def test_another_width_is_tried_again_beside_one_that_is_cheap(used: int, other:
     times = measured({used: 1.2, other: 4.0}, profile=CUDA)
     before = times.price(1, other)
     for _ in range(LONG):
-        times.saw_wide(1, Shape(used), 0.5 * 1.2)
+        times.saw_wide(1, StepShape(used), 0.5 * 1.2)
     assert before == pytest.approx(4.0)
     assert times.price(1, other) < 2.0
     for _ in range(N_SURE):
-        times.saw_wide(1, Shape(other), 0.5 * 4.0)
+        times.saw_wide(1, StepShape(other), 0.5 * 4.0)
     assert times.price(1, other) == pytest.approx(4.0), "now it is known"
 
 
@@ -192,7 +192,7 @@ def n_believed(times: StepTimes, gain: float) -> int:
     times.saw_plain(1, 0.5)
     n = 0
     while times.knows(1):
-        times.saw_wide(1, Shape(2), 0.7)
+        times.saw_wide(1, StepShape(2), 0.7)
         times.trust(1, gain)
         n += 1
     for _ in range(N_SURE - 1):
@@ -216,7 +216,7 @@ def test_plain_steps_of_a_slow_moment_are_found_out() -> None:
     for _ in range(9):
         times.saw_plain(1, 1.0)
     while times.knows(1):
-        times.saw_wide(1, Shape(2), 0.7)
+        times.saw_wide(1, StepShape(2), 0.7)
         times.trust(1, 1.4)
     for _ in range(N_SURE - 1):
         times.saw_plain(1, 0.5)
@@ -230,7 +230,7 @@ def test_plain_steps_that_took_longer_than_wide_ones_are_not_believed_for_long()
     times.saw_plain(1, 0.5)
     for _ in range(N_AGED):
         assert times.knows(1)
-        times.saw_wide(1, Shape(16), 0.35)
+        times.saw_wide(1, StepShape(16), 0.35)
         times.trust(1, 10.0)
     assert not times.knows(1)
     for _ in range(N_SURE - 1):
@@ -243,7 +243,7 @@ def test_drafts_that_are_never_right_are_not_tried_because_wide_steps_seem_cheap
     times = measured(dict.fromkeys(WIDTHS[1:], 0.7))
     assert best_width(times, [WEAK]) == 1
     assert best_width(times, [KEEN]) > 1
-    assert times.saw_wide(1, Shape(9), 0.35) == 1.0, "nothing is earned by it"
+    assert times.saw_wide(1, StepShape(9), 0.35) == 1.0, "nothing is earned by it"
 
 
 def test_steps_that_compile_kernels_are_not_measured() -> None:
@@ -252,12 +252,12 @@ def test_steps_that_compile_kernels_are_not_measured() -> None:
     for _ in range(5):
         times.saw_plain(1, 0.01)
     for _ in range(5):
-        assert times.saw_wide(1, Shape(16), 3.0, is_new=True) < 3.0
+        assert times.saw_wide(1, StepShape(16), 3.0, is_new=True) < 3.0
     assert not times.is_measured(1, 16)
     for _ in range(N_SURE):
-        assert times.saw_wide(1, Shape(16), 0.012) == pytest.approx(1.2)
+        assert times.saw_wide(1, StepShape(16), 0.012) == pytest.approx(1.2)
     for _ in range(9):
-        assert times.saw_wide(1, Shape(16), 3.0, is_new=True) < 2.0, "a block of columns later"
+        assert times.saw_wide(1, StepShape(16), 3.0, is_new=True) < 2.0, "a block of columns later"
     assert times.price(1, 16) < 1.3
 
 
@@ -268,9 +268,9 @@ def test_steps_whose_cost_is_not_known_yet_are_charged_what_they_take() -> None:
     for _ in range(5):
         times.saw_plain(1, 0.01)
     prior = times.price(1, 16)
-    assert times.saw_wide(1, Shape(16), 0.5) == pytest.approx(2 * prior)
-    assert times.saw_wide(1, Shape(16), 0.5) == pytest.approx(50.0)
-    assert times.saw_wide(1, Shape(4), 0.5, is_new=True) == pytest.approx(2 * prior, rel=0.2)
+    assert times.saw_wide(1, StepShape(16), 0.5) == pytest.approx(2 * prior)
+    assert times.saw_wide(1, StepShape(16), 0.5) == pytest.approx(50.0)
+    assert times.saw_wide(1, StepShape(4), 0.5, is_new=True) == pytest.approx(2 * prior, rel=0.2)
 
 
 def test_plain_steps_of_a_new_shape_are_not_measured() -> None:
@@ -345,7 +345,7 @@ def test_drafts_that_take_time_must_be_worth_it() -> None:
         times = measured(FLAT)
         for _ in range(9):
             for width, price in FLAT.items():
-                times.saw_wide(1, Shape(width, True), 0.5 * (price + draft_s * (width - 1)))
+                times.saw_wide(1, StepShape(width, True), 0.5 * (price + draft_s * (width - 1)))
         return best_width(times, [expected], is_asked=True)
 
     assert best(0.0) > best(0.2) > 1
@@ -356,7 +356,7 @@ def test_a_slow_drafter_is_asked_again_after_a_while() -> None:
     times = measured(FLAT)
     for width in WIDTHS[1:]:
         for _ in range(N_SURE):
-            times.saw_wide(1, Shape(width, True), 50.0)
+            times.saw_wide(1, StepShape(width, True), 50.0)
     assert best_width(times, [KEEN], is_asked=True) == 1
     for _ in range(LONG):
         times.saw_plain(1, 0.5)

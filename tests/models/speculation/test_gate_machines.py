@@ -145,6 +145,14 @@ def test_a_drafter_that_is_never_right_costs_little_however_long_it_takes_to_dec
         assert gain(each, 4, 0.0, n_tokens=1000) > 0.97
 
 
+@pytest.mark.parametrize("look_s", [1e-5, 1e-4, 1e-3])
+def test_looking_in_vain_for_long_shuts_no_drafts_out(look_s: float) -> None:
+    """However long it takes, and nothing is known of any width yet when drafts begin to be right."""
+    machine = Machine(0.0005, 0.005, {2: 1.1, 17: 2.0}, CPU, look_s=look_s)
+    assert gain(machine, 4, -1.0, n_tokens=1000) > 0.98
+    assert gain(machine, 4, lambda n: 0.95 if n > 1000 else -1.0, n_tokens=4000) > 1.5
+
+
 @pytest.mark.parametrize(("right", "goal"), [(0.5, 1.4), (0.8, 2.2)])
 def test_a_host_whose_speed_changes_shuts_no_drafts_out(right: float, goal: float) -> None:
     """Everything takes up to twice as long, by a factor that changes every twenty steps or so."""

@@ -18,7 +18,7 @@ def is_bound(row: Row) -> bool:
     return bool(row.forced) or (row.picker is not None and row.picker.constraint is not None)
 
 
-class Bound(Drafter):
+class DecidedText(Drafter):
     """Drafts what is decided without the model. Its rows are the runner's own."""
 
     is_free = True
@@ -55,7 +55,7 @@ def forced_next(row: Row) -> list[int]:
     return tokens
 
 
-BOUND = (Bound(0.999, forced_next), Bound(0.95, forced_by_grammar))
+DECIDED = (DecidedText(0.999, forced_next), DecidedText(0.95, forced_by_grammar))
 """Asked before all other drafters."""
 
 

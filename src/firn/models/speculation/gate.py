@@ -3,8 +3,9 @@
     a step of width w pays if   tokens(w) / price(w)  >  MIN_GAIN
 
 `step_times` supplies the prices, `odds` the expected tokens. However wrong these are, losses are
-bounded: what drafts lose, and the host's time to look for them in vain, is paid out of an allowance of
-MAX_LOSS of the time of plain steps. While that is spent, nothing is drafted.
+bounded: what drafts lose is paid out of an allowance of MAX_LOSS of the time of plain steps, and the
+host's time to look for drafts in vain out of another: looking must not take what trying needs. While
+one is spent, nothing is tried, or nobody looks.
 
 Owner: the engine thread, through the speculation.
 """

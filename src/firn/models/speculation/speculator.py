@@ -25,7 +25,7 @@ from firn.models.decode.batch import Group, Row, StepInFlight, TakenTokens
 from firn.models.decode.pipelined import DraftsAhead
 from firn.models.decode.ragged import MAX_FEED
 from firn.models.decode.step_profile import PLAIN_PROFILE, StepProfile
-from firn.models.speculation.bounds import BOUND, is_bound, within
+from firn.models.speculation.bounds import DECIDED, is_bound, within
 from firn.models.speculation.draft_totals import DraftTotals
 from firn.models.speculation.drafters import MAX_CHAIN, NO_DRAFT, Draft, Drafter
 from firn.models.speculation.gate import Allowance, best_width
@@ -76,17 +76,18 @@ class Speculation:
         in_groups: bool = True,
         profile: StepProfile = PLAIN_PROFILE,
         clock: Callable[[], float] = time.perf_counter,
-        allowance: Allowance | None = None,
+        allowance: Callable[[], Allowance] = Allowance,
     ) -> None:
         """drafters: at most one may be costly (not free). in_groups: whether rows that take unequal
-        numbers of tokens can share a group. profile: the device's. allowance: what drafts may lose."""
+        numbers of tokens can share a group. profile: the device's. allowance: what drafts may lose, and
+        looking for them."""
         self.totals = DraftTotals()
         self.profile = profile
         self.in_groups = in_groups
         self.times = StepTimes(profile)
-        self.allowance = allowance or Allowance()
+        self.allowance, self.looking = allowance(), allowance()
         self.step_clock = StepClock(self.times, self.allowance, clock)
-        self._drafters: tuple[Drafter, ...] = (*BOUND, *drafters)
+        self._drafters: tuple[Drafter, ...] = (*DECIDED, *drafters)
         self._free = [i for i, d in enumerate(self._drafters) if d.is_free]
         self._costly = next((i for i, d in enumerate(self._drafters) if not d.is_free), None)
         self._max_draft = min(profile.widths[-1] - 1, MAX_DRAFT)
@@ -94,7 +95,7 @@ class Speculation:
         self._odds = Odds()
         self._rows: dict[Row, RowDrafts] = {}
         self._asked: set[Row] = set()
-        """Rows for whose newest step the costly drafter drafted."""
+        """Rows for whose newest step with drafts the costly drafter drafted."""
         self._vain_s = 0.0
         """The host's time to look for drafts and weigh them, since a step with drafts."""
         self._n_passed = 0
@@ -130,13 +131,14 @@ class Speculation:
             self._drafters[self._costly].took(row, tokens)
         drafted.untold += tokens
         drafted.next = NO_DRAFT
-        if self.allowance.is_open:
+        if self.looking.is_open:
             self._look(row, drafted)
 
     def close(self, row: Row) -> None:
         drafted = self._rows.pop(row, None)
         if drafted is not None:
             self.disturbed()
+            self._asked.discard(row)
             self._tell(row, drafted)
             for drafter in self._drafters:
                 drafter.close(row)
@@ -163,7 +165,8 @@ class Speculation:
         drafts = self._propose(group, known, read_all)
         plain_s = self.times.plain_s(len(group.seats))
         if drafts is None and plain_s:
-            self.allowance.settle(-self._vain_s / plain_s)
+            self.looking.earn()
+            self.looking.settle(-self._vain_s / plain_s)
         self._vain_s = 0.0  # what led to a step with drafts is part of its time
         return drafts
 
@@ -181,12 +184,13 @@ class Speculation:
                 read_all()
         with self._weighing():
             for row, drafted in known:
-                if not drafted.next.tokens or is_bound(row):  # tokens may be forced now
-                    self._look(row, drafted)
+                if is_bound(row) or (not drafted.next.tokens and self.looking.is_open):
+                    self._look(row, drafted)  # tokens may be forced now
                 drafted.next = within(row, drafted.next)
             plan = self._plan(group)
             if plan.width == 1:
                 return None
+        self._asked.difference_update(row for row, _ in known)
         self._ask(plan)
         drafts: list[tuple[int, ...]] = []
         for row in group.seats:
@@ -202,11 +206,12 @@ class Speculation:
         if self._costly is not None or not known:
             return None
         for row, drafted in known:
-            if not drafted.next.tokens:
+            if not drafted.next.tokens and self.looking.is_open:
                 self._look(row, drafted)
         best = self._plan(group).width
         if best == 1:
             return None
+        self._vain_s = 0.0
         next_width = self.profile.shape(best)
         n_most = width + next_width - 1
         of = {row: within(row, drafted.next.cut(n_most)).tokens for row, drafted in known}
@@ -264,7 +269,9 @@ class Speculation:
 
         step_in_flight: a step has been launched whose tokens have not been read.
         """
-        if not self.allowance.is_open:
+        has_drafts = any(self._rows[r].next.tokens for r in group.rows if r in self._rows)
+        can_ask = self._costly is not None and self.looking.is_open
+        if not self.allowance.is_open or not (has_drafts or can_ask):
             return DraftPlan(1)
         n_seats = len(group.seats)
         free: list[ExpectedTokens] = []
@@ -300,7 +307,7 @@ class Speculation:
         kinds, source = drafted.next.kinds, drafted.source
         chances = {kind: self._chance(drafted, source, kind) for kind in set(kinds)}
         free = ExpectedTokens.of(map(chances.__getitem__, kinds), n_pending=n_pending)
-        is_decided = bool(row.forced) or (source < len(BOUND) and bool(kinds))
+        is_decided = bool(row.forced) or (source < len(DECIDED) and bool(kinds))
         if self._costly is None or not drafted.is_ready or is_decided:
             return free, none
         odds = [self._chance(drafted, self._costly, i) for i in range(MAX_CHAIN)]
@@ -329,7 +336,7 @@ class Speculation:
 
     def _ask(self, plan: DraftPlan) -> None:
         """Ask the costly drafter for drafts of the rows that gain by them."""
-        self._asked = set(plan.asks)
+        self._asked.update(plan.asks)
         if self._costly is None or not plan.asks:
             return
         drafts: Sequence[Draft] = ()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from firn.models.decode.batch import Group, StepInFlight, TakenTokens
 from firn.models.decode.steps import PlainInFlight
 from firn.models.speculation.gate import Allowance
-from firn.models.speculation.step_times import Shape, StepTimes
+from firn.models.speculation.step_times import StepShape, StepTimes
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class _WideStep:
     """A step with drafts whose time may still grow. n_tokens: taken, per row."""
 
     n_rows: int
-    shape: Shape
+    shape: StepShape
     seconds: float
     n_tokens: float
     is_new: bool
@@ -65,7 +65,7 @@ class StepClock:
             n_tokens = sum(len(t.tokens) for t in taken if t.row.group is group)
             self._last[id(group)] = _WideStep(
                 n_rows,
-                Shape(step.width, is_asked),
+                StepShape(step.width, is_asked),
                 seconds,
                 n_tokens / max(len(group.rows), 1),
                 step.is_new,

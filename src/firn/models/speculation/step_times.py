@@ -31,7 +31,7 @@ N_AGED = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class StepShape:
     """width: tokens of a row, as computed. is_asked: a costly drafter drafted, in the step's time."""
 
     width: int
@@ -43,14 +43,14 @@ class _OfRows:
     """For one number of rows. fresh: shapes measured of late."""
 
     plain: Median = field(default_factory=Median)
-    wide: dict[Shape, Median] = field(default_factory=dict)
-    fresh: set[Shape] = field(default_factory=set)
+    wide: dict[StepShape, Median] = field(default_factory=dict)
+    fresh: set[StepShape] = field(default_factory=set)
     n_measured: int = 0
     n_wide: int = 0
     """Wide steps since plain ones were measured, and how many of them took less than those."""
     n_cheap: int = 0
 
-    def count(self, shape: Shape) -> None:
+    def count(self, shape: StepShape) -> None:
         """A step of this shape was measured."""
         self.fresh.add(shape)
         self.n_measured += 1
@@ -73,10 +73,12 @@ class StepTimes:
         """seconds: from reading a plain step's tokens to the next one's, which was in flight."""
         rows = self._of(n_rows)
         rows.plain.add(max(seconds, 1e-9))  # a clock may stand still
-        rows.count(Shape(1))
+        rows.count(StepShape(1))
         rows.n_wide = rows.n_cheap = 0
 
-    def saw_wide(self, n_rows: int, shape: Shape, seconds: float, *, is_new: bool = False) -> float:
+    def saw_wide(
+        self, n_rows: int, shape: StepShape, seconds: float, *, is_new: bool = False
+    ) -> float:
         """Returns what to charge for it, in plain steps: its price; or what it took, as long as that is
         hardly known.
 
@@ -117,7 +119,7 @@ class StepTimes:
         return self._of(n_rows).plain.value
 
     def is_measured(self, n_rows: int, width: int, *, is_asked: bool = False) -> bool:
-        return bool(self._of(n_rows).wide.get(Shape(self.profile.shape(width), is_asked)))
+        return bool(self._of(n_rows).wide.get(StepShape(self.profile.shape(width), is_asked)))
 
     def price(self, n_rows: int, width: int, *, is_asked: bool = False) -> float:
         """What a wide step costs, in plain steps.
@@ -125,10 +127,10 @@ class StepTimes:
         Never less than one. Where it seems less, the plain steps were measured in a slower moment, and
         wrong drafts must not be tried because of that.
         """
-        shape = Shape(self.profile.shape(width), is_asked)
+        shape = StepShape(self.profile.shape(width), is_asked)
         return max(self._price(n_rows, shape), 1.0) if width > 1 else 1.0
 
-    def _price(self, n_rows: int, shape: Shape) -> float:
+    def _price(self, n_rows: int, shape: StepShape) -> float:
         rows, plain_s = self._of(n_rows), self.plain_s(n_rows)
         known = {s.width: t for s, t in rows.wide.items() if t and s.is_asked == shape.is_asked}
         narrower = max((w for w in known if w < shape.width), default=0)
@@ -136,7 +138,7 @@ class StepTimes:
         if not plain_s:
             return self._prior(n_rows, shape.width)
         if shape.is_asked and not known:
-            prior = self._price(n_rows, Shape(shape.width))
+            prior = self._price(n_rows, StepShape(shape.width))
         else:
             prior = self._prior(n_rows, shape.width)
             if narrower:
