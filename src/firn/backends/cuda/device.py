@@ -46,7 +46,6 @@ STEPS = StepProfile(
     widths=(1, 4, 8, 16, 32),
     shapes=(4, 8, 16, 32),
     columns=Columns(block=512),
-    n_preparing=5,
     layers_per_dispatch=6,
 )
 """A step takes about as long as its kernel launches, however many tokens it has; but attention of
