@@ -23,7 +23,6 @@ from firn.backends.contract import ComputeBackend, execution_of
 from firn.backends.memory import limit_buffer_cache, used_nbytes
 from firn.cache.off import CacheOff
 from firn.cache.prefix import PrefixTree
-from firn.cache.storage.threads import IoThreads
 from firn.config import Config
 from firn.core.memory_plan import MIN_CAPACITY_NBYTES, MemoryPlan
 from firn.core.values import ModelInfo
@@ -129,7 +128,7 @@ def _decoder_parts(
         exact=compute.exact,
         backend=backend,
         cache_nbytes=cache_nbytes(config, alone_nbytes),
-        add_tiers=lambda cache, model: put_on_tiers(cache, model, _draft_io()),
+        add_tiers=lambda cache, model: put_on_tiers(cache, model, speculation.DRAFT_QUEUE_NBYTES),
         folder=draft_folder,
     )
     drafting = speculation.build(config, loaded, setup)
@@ -158,7 +157,7 @@ def _decoder_parts(
     )
     if isinstance(tree, PrefixTree):
         _prepare_tree(config, tree, recipes=preparer.recipes)
-        put_on_tiers(tree, info, IoThreads(max_write_nbytes=planned.plan.write_queue_nbytes))
+        put_on_tiers(tree, info, planned.plan.write_queue_nbytes)
     tree.set_room(budget.free_nbytes())
     max_padding = capacity_nbytes // PADDING_PARTS // max(cost.per_token_nbytes, 1)
     return ServerParts(
@@ -198,14 +197,10 @@ def _plan(
     return planned
 
 
-def _draft_io() -> IoThreads:
-    return IoThreads(max_write_nbytes=speculation.DRAFT_QUEUE_NBYTES)
-
-
 def _tiers(
     spec: ServerSpec, *, device: str, wake: Callable[[], None]
-) -> Callable[[PrefixTree, ModelInfo, IoThreads], None]:
-    """Adds the tiers below memory to a cache."""
+) -> Callable[[PrefixTree, ModelInfo, int], None]:
+    """Adds the tiers below memory to a cache, with room for this many bytes that wait to be written."""
     return partial(
         add_tiers,
         spec.config,

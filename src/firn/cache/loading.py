@@ -9,7 +9,7 @@ Owner: the engine thread, through the prefix cache.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
@@ -19,9 +19,9 @@ from firn.cache.planning import checkpoints
 from firn.cache.planning.match import Match, Walk, has_parts, is_obtainable, resume_points
 from firn.cache.planning.plan import GRACE_S, UNKNOWN_PATIENCE_S, ResumePlan, make_plan
 from firn.cache.records import Records
-from firn.cache.storage.client import TierClient
-from firn.cache.storage.events import RecordRead, StoreAnswered
+from firn.cache.storage.desk import TierDesk
 from firn.cache.storage.faults import Damaged, Missing, TierError, Unusable
+from firn.cache.storage.orders import RecordRead, StoreAnswered
 from firn.cache.storage.store_search import StoreQuestion
 from firn.cache.tree import Node, Record
 from firn.core.reuse import Cause, Reason
@@ -97,7 +97,7 @@ class Loader:
             if not record.stored:
                 self.read_failed(cursor, record, Missing())
                 return n_ordered
-            self._records.tiers.fastest_with(record).load(record, _wants(loading, record))
+            self._records.tiers.fastest_with(record).load(record, loading)
             n_ordered += 1
         return n_ordered
 
@@ -135,7 +135,7 @@ class Loader:
 
     # --- what is under way -----------------------------------------------------------------
 
-    def was_read(self, cursor: CacheCursor, tier: TierClient, event: RecordRead) -> None:
+    def was_read(self, cursor: CacheCursor, tier: TierDesk, event: RecordRead) -> None:
         record = event.record
         loading = cursor.loading
         if loading is None or record not in loading.missing:
@@ -220,7 +220,7 @@ class Loader:
         for tier in stores:
             tier.ask(question)
 
-    def store_answered(self, cursor: CacheCursor, tier: TierClient, event: StoreAnswered) -> None:
+    def store_answered(self, cursor: CacheCursor, tier: TierDesk, event: StoreAnswered) -> None:
         """The tree now knows what the store has: plan again."""
         asking = cursor.asking
         if asking is None or asking.question is not event.question:
@@ -281,10 +281,6 @@ def _obtainable_blocks(walk: Walk, needs: Needs) -> list[Node]:
     """The path up to the first block whose carrier is not here: stores are asked from there on."""
     carrier = needs.by_block[:1]
     return list(takewhile(lambda node: has_parts(node, carrier, is_obtainable), walk.path))
-
-
-def _wants(loading: Loading, record: Record) -> Callable[[], bool]:
-    return lambda: loading.wants(record)
 
 
 def _cause(error: TierError) -> Cause:

@@ -31,16 +31,17 @@ from firn.cache.records import Records
 from firn.cache.restore import NEIGHBOUR, Restorer
 from firn.cache.stats import Stats
 from firn.cache.storage.catalogue import CacheIdentity
-from firn.cache.storage.client import TierClient, accepts_all
-from firn.cache.storage.events import (
+from firn.cache.storage.desk import TierDesk
+from firn.cache.storage.orders import (
     ReadFailed,
     RecordRead,
     ScanBatch,
     StoreAnswered,
     TierEvent,
+    Worker,
 )
-from firn.cache.storage.io import Io
-from firn.cache.tree import Mark, Record
+from firn.cache.storage.spill_policy import EVERYTHING, SpillPolicy
+from firn.cache.tree import Mark
 from firn.core.events import Admitted
 from firn.core.keys import packed_tokens
 from firn.core.ports import EngineLoad, LiveRow, Restored
@@ -133,19 +134,17 @@ class PrefixTree:
     def add_tier(
         self,
         name: str,
-        io: Io,
+        worker: Worker,
         *,
         namespaces: Sequence[Namespace],
-        wake: Callable[[], None],
-        accepts: Callable[[Record], bool] = accepts_all,
+        policy: SpillPolicy = EVERYTHING,
     ) -> None:
         """Add a tier below memory and the existing tiers.
 
-        namespaces: whose records are recognised in it. wake: makes the engine tick, from any thread.
-        accepts: which records are written there.
+        namespaces: whose records are recognised in it. policy: which records are written there.
         """
         self.records.catalogue.expect_namespaces(namespaces)
-        self.records.add_tier(name, io, wake=wake, accepts=accepts)
+        self.records.add_tier(name, worker, policy)
 
     def keep_estimates(self, path: Path) -> None:
         """Start with the estimates that an earlier process saved at `path`, and save them there."""
@@ -432,7 +431,7 @@ class PrefixTree:
             if not cursor.pending:
                 self._racing.discard(cursor)
 
-    def _pass_on(self, tier: TierClient, event: TierEvent) -> None:
+    def _pass_on(self, tier: TierDesk, event: TierEvent) -> None:
         """Pass an event that the tree has processed to the cursors that wait for something."""
         match event:
             case RecordRead():
