@@ -12,6 +12,7 @@
               firn's; on a CPU 256 tokens and processor time
     states    cutting a hybrid model's state out of a row, filling a row from it, a decode step; on a CPU
               processor time
+    convolutions  short ones, by MLX and tap by tap
 
 Weights are random. Everything that a ratio compares is measured in one run, in turns. On a GPU, a part
 takes at most three minutes; on two cores `layer` takes one, and `servers` a few for each model.
@@ -48,7 +49,7 @@ from models import (
     write_model,
 )
 
-PARTS = ("layer", "prompts", "first", "servers", "families", "states")
+PARTS = ("layer", "prompts", "first", "servers", "families", "states", "convolutions")
 TF32 = "MLX_ENABLE_TF32"
 GIB = 1 << 30
 HEADS, WIDTH = (16, 32), 128
@@ -509,6 +510,25 @@ def states(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
+def convolutions(args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of one of four taps and 8,192 channels: MLX's own, and a product for each tap."""
+    import mlx.core as mx
+    from mlx import nn
+
+    from firn.backends.recurrence.convolution import taps
+
+    n_channels, results = 8192, {}
+    layer = nn.Conv1d(n_channels, n_channels, 4, groups=n_channels, bias=False)
+    layer.set_dtype(mx.bfloat16 if mx.default_device() == mx.Device(mx.gpu) else mx.float32)
+    forms: dict[str, Callable[[Any], Any]] = {"MLX": layer, "taps": lambda x: taps(x, layer.weight)}
+    for n_tokens in (1, 64, args.tokens):
+        x = mx.random.normal((1, n_tokens + 3, n_channels)).astype(layer.weight.dtype)
+        ms = {name: 1000 * _seconds(form, [x], 10 * args.rounds) for name, form in forms.items()}
+        results[str(n_tokens)] = ms
+        say(f"{n_tokens} tokens: " + ", ".join(f"{name} {t:.3f} ms" for name, t in ms.items()))
+    return results
+
+
 # -------------------------------------------------------------------------------------------
 
 DO = {
@@ -518,6 +538,7 @@ DO = {
     "servers": servers,
     "families": families,
     "states": states,
+    "convolutions": convolutions,
 }
 
 

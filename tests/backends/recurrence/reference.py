@@ -158,7 +158,12 @@ def _where(mask: Array | None, t: int, state: Array, before: Array) -> Array:
     return kept
 
 
+TINY = float(np.finfo(np.float32).tiny) / 2.0**-24
+"""What is shorter has fewer digits in float32."""
+
+
 def relative(got: Any, want: Array) -> float:
-    """The distance, over the length of what was wanted."""
+    """The distance, over the length of what was wanted; of next to nothing, the distance."""
     length = float(np.linalg.norm(want))
-    return float(np.linalg.norm(np.asarray(got, dtype=np.float64) - want)) / (length or 1.0)
+    far = float(np.linalg.norm(np.asarray(got, dtype=np.float64) - want))
+    return far / (length if length > TINY else 1.0)

@@ -124,7 +124,13 @@ GatedSum = Callable[[mx.array, mx.array, mx.array | None], Result]
 
 
 def recurrent_gemma(form: GatedSum) -> list[Replacement]:
-    def rnn_scan(x: mx.array, a: mx.array, h0: mx.array | None) -> Result:
-        return form(x, a, h0)
+    homes = homes_of("recurrent_gemma")
+    return [Replacement(home, "rnn_scan", partial(_rnn_scan, form)) for home in homes]
 
-    return [Replacement(h, "rnn_scan", lambda _: rnn_scan) for h in homes_of("recurrent_gemma")]
+
+def _rnn_scan(form: GatedSum, plain: Function) -> Function:
+    def rnn_scan(x: mx.array, a: mx.array, h0: mx.array | None) -> Result:
+        """A token alone takes the library two operations."""
+        return (form if x.shape[1] > 1 else plain)(x, a, h0)
+
+    return rnn_scan
