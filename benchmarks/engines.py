@@ -152,7 +152,7 @@ class BenchEngine:
         drafts tokens, from the model and the function that makes its caches. has_head: the model
         has a prediction head. scorer: makes what scores long prompts. chunk: of prefill; 0 for the
         device's. by_depth: the chunk grows while nobody waits, as in a server. uses_all_hits: also
-        those that a server on a GPU would not use. pads: prompts, where the device prefers few shapes."""
+        those that a server on a GPU would not use. pads: prompts, where the device wants few shapes."""
         self.config = config
         self._answers: dict[RequestId, Answer] = {}
         self._ids = itertools.count()

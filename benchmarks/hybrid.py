@@ -220,12 +220,12 @@ def _layer(args: argparse.Namespace, *, is_cuda: bool) -> dict[str, Any]:
     forms: dict[str, Callable[..., Any]] = {"loop": gated_delta_ops, "chunks": DELTA}
     if is_cuda:
         from firn.backends.cuda.device import CHUNKED_DELTA
-        from firn.backends.cuda.recurrence import Build, Rule, delta_by_kernel, fault
+        from firn.backends.cuda.recurrence import KernelBuild, Rule, delta_by_kernel, fault
         from firn.backends.recurrence.forms import Chunked, ChunkedDelta
 
         forms["plain chunks"] = ChunkedDelta(Chunked(64), channel_chunk=16)
         forms["chunks"] = CHUNKED_DELTA
-        why = fault(Build(Rule.DELTA, WIDTH, WIDTH, False))
+        why = fault(KernelBuild(Rule.DELTA, WIDTH, WIDTH, False))
         say(f"the kernel: {why or 'works'}")
         if why is None:
             forms["kernel"] = delta_by_kernel
@@ -421,7 +421,7 @@ def families(args: argparse.Namespace) -> dict[str, Any]:
     from firn.backends.cpu import CpuBackend
     from firn.config import default_cache_dir
 
-    backend = backends.find()
+    backend: Any = backends.find()
     is_cpu = isinstance(backend, CpuBackend)
     n_tokens, dtype = (256, mx.float32) if is_cpu else (args.tokens, mx.bfloat16)
     results: dict[str, dict[str, float]] = {}

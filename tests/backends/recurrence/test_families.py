@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from firn.backends.cuda.recurrence import Build, Builds, KernelLinear, Rule
+from firn.backends.cuda.recurrence import KernelBuild, KernelBuilds, KernelLinear, Rule
 from firn.backends.recurrence import families, replacements, scans, ssm
 from firn.backends.recurrence.forms import Chunked, ChunkedLinear, ChunkedWkv
 from firn.backends.recurrence.replacements import Replacement, homes_of
@@ -150,9 +150,9 @@ def test_padding_moves_no_state_of_mamba_2(lengths: list[int], patches: Patches)
 
 def test_a_kernel_that_does_not_work_leaves_its_rules_to_chunks(patches: Patches) -> None:
     """Which widths have none is known without a GPU."""
-    builds = Builds()
+    builds = KernelBuilds()
     form = KernelLinear(builds, LINEAR)
-    builds.assume(Build(Rule.LINEAR, 8, 8, False), "there is no GPU")
+    builds.assume(KernelBuild(Rule.LINEAR, 8, 8, False), "there is no GPU")
     one = mx.ones((1, 5, 2, 8))
     y, state = form(one, one, one, mx.ones((1, 5, 2)), mx.zeros((1, 2, 8, 8)))
     assert mx.array_equal(state, mx.full((1, 2, 8, 8), 5.0))

@@ -12,7 +12,7 @@ from firn.backends.contract import BackendOptions
 from firn.backends.cpu import DELTA, CpuBackend
 from firn.backends.cuda import recurrence
 from firn.backends.cuda.device import CHUNKED_DELTA, CudaBackend
-from firn.backends.cuda.recurrence import Build, Builds, KernelDelta, Rule
+from firn.backends.cuda.recurrence import KernelBuild, KernelBuilds, KernelDelta, Rule
 from tests.backends.recurrence.reference import Arguments, Shape
 from tests.cache.tiny import tiny
 
@@ -31,7 +31,7 @@ def test_a_root_says_how_the_delta_rule_is_computed(exact: bool, tmp_path: Path)
 
 
 def test_another_form_has_another_identity() -> None:
-    kernel = KernelDelta(Builds(), CHUNKED_DELTA)
+    kernel = KernelDelta(KernelBuilds(), CHUNKED_DELTA)
     assert len({DELTA.identity, CHUNKED_DELTA.identity, kernel.identity}) == 3
 
 
@@ -44,7 +44,7 @@ def test_what_was_stored_before_is_found_where_nothing_changed() -> None:
 
 def test_a_machine_whose_kernel_fails_has_another_root(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bits differ, and a shared store holds both machines' records."""
-    build = Build(Rule.DELTA, 16, 24, False)
+    build = KernelBuild(Rule.DELTA, 16, 24, False)
     monkeypatch.setattr(recurrence, "delta_by_kernel", lambda *_: pytest.fail("it does not work"))
     backend = CudaBackend()
     backend.recurrences.is_exact = True
@@ -61,13 +61,13 @@ def test_a_machine_whose_kernel_fails_has_another_root(monkeypatch: pytest.Monke
 
 def test_other_rules_without_a_kernel_change_no_root_of_this_one() -> None:
     builds = _builds(fault=None)
-    builds.assume(Build(Rule.WKV, 16, 16, True), "the driver is too old")
+    builds.assume(KernelBuild(Rule.WKV, 16, 16, True), "the driver is too old")
     assert KernelDelta(builds, CHUNKED_DELTA).identity == recurrence.DELTA_IDENTITY
 
 
-def _builds(*, fault: str | None) -> Builds:
-    builds = Builds()
-    builds.assume(Build(Rule.DELTA, 16, 24, False), fault)
+def _builds(*, fault: str | None) -> KernelBuilds:
+    builds = KernelBuilds()
+    builds.assume(KernelBuild(Rule.DELTA, 16, 24, False), fault)
     return builds
 
 

@@ -16,7 +16,7 @@ from firn.backends.contract import BackendOptions, ComputeBackend, Weights
 from firn.backends.cuda import attention, kernels, pool, products, scans
 from firn.backends.cuda.bias import gains_by_bias
 from firn.backends.cuda.bus import find_transfers
-from firn.backends.cuda.recurrence import Builds, KernelDelta, KernelLinear, KernelWkv
+from firn.backends.cuda.recurrence import KernelBuilds, KernelDelta, KernelLinear, KernelWkv
 from firn.backends.cuda.shapes import find_buckets
 from firn.backends.cuda.traced import traced_steps
 from firn.backends.memory import DeviceMemory
@@ -62,7 +62,7 @@ CHUNKS, SHORT_CHUNKS = Chunked(64, has_tf32=True), Chunked(16, has_tf32=True)
 CHUNKED_DELTA = ChunkedDelta(CHUNKS, channel_chunk=16)
 
 
-def _other_forms(builds: Builds) -> list[Replacement]:
+def _other_forms(builds: KernelBuilds) -> list[Replacement]:
     linear = KernelLinear(builds, ChunkedLinear(CHUNKS))
     return [
         *families.lightning(linear, families.LING + families.LING_HYBRID),
@@ -120,7 +120,7 @@ class CudaBackend(ComputeBackend):
         super().__init__()
         self.memory = CudaMemory(self.profile)
         self._kernels_folder: Path | None = None
-        builds = Builds()
+        builds = KernelBuilds()
         others = _other_forms(builds)
         self.recurrences = Recurrences(
             self.patches,

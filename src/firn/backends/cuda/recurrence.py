@@ -310,7 +310,7 @@ def wkv_by_kernel(
     return _launch(Rule.WKV, r, k, v, w, None, state, (a, b))
 
 
-class Build(NamedTuple):
+class KernelBuild(NamedTuple):
     """One of the kernel. Their types of values need no trial of their own."""
 
     rule: Rule
@@ -319,30 +319,30 @@ class Build(NamedTuple):
     per_channel: bool
 
     @classmethod
-    def of(cls, rule: Rule, k: mx.array, v: mx.array, g: mx.array) -> Build:
+    def of(cls, rule: Rule, k: mx.array, v: mx.array, g: mx.array) -> KernelBuild:
         return cls(rule, k.shape[-1], v.shape[-1], g.ndim == 4)
 
 
 @dataclass(eq=False)
-class Builds:
+class KernelBuilds:
     """Which builds of the kernel work on this machine; each is tried when it is first needed."""
 
-    _works: dict[Build, bool] = field(default_factory=dict)
+    _works: dict[KernelBuild, bool] = field(default_factory=dict)
 
-    def work(self, build: Build) -> bool:
+    def work(self, build: KernelBuild) -> bool:
         if build not in self._works:
             self.assume(
                 build, fault(build) if fits(build.width) else f"keys of width {build.width}"
             )
         return self._works[build]
 
-    def assume(self, build: Build, fault: str | None) -> None:
+    def assume(self, build: KernelBuild, fault: str | None) -> None:
         """fault: why it does not work; None if it does."""
         self._works[build] = fault is None
         if fault is not None:
             log.warning("%s is computed without a kernel: %s", build.rule.name.lower(), fault)
 
-    def without(self, rule: Rule) -> list[Build]:
+    def without(self, rule: Rule) -> list[KernelBuild]:
         """Those of this rule that have been needed and do not work."""
         return sorted(b for b, works in self._works.items() if b.rule == rule and not works)
 
@@ -351,7 +351,7 @@ class Builds:
 class KernelDelta:
     """The kernel, or `otherwise` where it does not fit or did not work when it was first needed."""
 
-    builds: Builds
+    builds: KernelBuilds
     otherwise: ChunkedDelta
 
     @property
@@ -380,12 +380,12 @@ class KernelDelta:
         return form(q, k, v, g, beta, state, mask)
 
     def _works(self, q: mx.array, v: mx.array, g: mx.array) -> bool:
-        return self.builds.work(Build.of(Rule.DELTA, q, v, g))
+        return self.builds.work(KernelBuild.of(Rule.DELTA, q, v, g))
 
 
 @dataclass(eq=False)
 class KernelLinear:
-    builds: Builds
+    builds: KernelBuilds
     otherwise: ChunkedLinear
 
     def suits(self, k: mx.array, v: mx.array) -> bool:
@@ -401,13 +401,13 @@ class KernelLinear:
         mask: mx.array | None = None,
         beta: mx.array | None = None,
     ) -> tuple[mx.array, mx.array]:
-        works = self.builds.work(Build.of(Rule.LINEAR, k, v, g))
+        works = self.builds.work(KernelBuild.of(Rule.LINEAR, k, v, g))
         return (linear_by_kernel if works else self.otherwise)(q, k, v, g, state, mask, beta)
 
 
 @dataclass(eq=False)
 class KernelWkv:
-    builds: Builds
+    builds: KernelBuilds
     otherwise: ChunkedWkv
 
     def suits(self, k: mx.array, v: mx.array) -> bool:
@@ -424,11 +424,11 @@ class KernelWkv:
         state: mx.array,
         mask: mx.array | None = None,
     ) -> tuple[mx.array, mx.array]:
-        works = self.builds.work(Build.of(Rule.WKV, k, v, w))
+        works = self.builds.work(KernelBuild.of(Rule.WKV, k, v, w))
         return (wkv_by_kernel if works else self.otherwise)(r, w, k, v, a, b, state, mask)
 
 
-def fault(build: Build) -> str | None:
+def fault(build: KernelBuild) -> str | None:
     """Compile this build and try it. Returns why it cannot be used; None if it can."""
     kernel, reference, given, n_values = _trial(build)
     try:
@@ -449,7 +449,7 @@ def fault(build: Build) -> str | None:
 Form = Callable[..., tuple[mx.array, mx.array]]
 
 
-def _trial(build: Build) -> tuple[Form, Form, list[mx.array], int]:
+def _trial(build: KernelBuild) -> tuple[Form, Form, list[mx.array], int]:
     """The kernel, what it should compute, arguments, and how many of these models have in bfloat16."""
     n_key_heads, n_heads = TRIED_HEADS
     width, n_values = build.width, build.n_values

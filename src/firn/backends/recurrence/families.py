@@ -85,8 +85,8 @@ def _gla(form: LinearForm, plain: Function) -> Function:
             h = mx.zeros((n_batch, n_heads, width, v.shape[-1]), dtype=dtype)
         # In float32: rounded to 16 bits, as mlx-lm has them in one of these, slow ones would be none.
         decays = mx.broadcast_to(mx.exp(g.astype(mx.float32)), (n_batch, n_tokens, n_heads))
-        given = [a.swapaxes(1, 2) for a in (q * scale, k, v)]
-        y, after = form(*given, decays, h.swapaxes(-1, -2), more.get("mask"))
+        q, k, v = (a.swapaxes(1, 2) for a in (q * scale, k, v))
+        y, after = form(q, k, v, decays, h.swapaxes(-1, -2), more.get("mask"))
         return y.swapaxes(1, 2), after.swapaxes(-1, -2)
 
     return recurrent_gla

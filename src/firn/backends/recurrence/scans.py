@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from firn.backends.recurrence.replacements import Function, Replacement, homes_of
+from firn.backends.recurrence.replacements import Replacement, homes_of
 
 SPAN = 64
 """Tokens whose states, (channels, state size) each, are in memory at the same time."""
@@ -98,16 +98,13 @@ def _projected(self: Any, x: mx.array) -> Any:
     return mx.split(self.x_proj(x), ends, axis=-1)
 
 
-def _always(new: Function) -> Callable[[Function], Function]:
-    return lambda _: new
-
-
 def selective_scans(form: Selective) -> list[Replacement]:
     """Jamba's and Mamba's layers, computed by this form."""
-    methods = {"jamba": ("JambaMambaMixer.ssm_step", _jamba_step)}
-    methods["mamba"] = ("MambaBlock._process_sequence", _mamba_sequence)
+    jamba, mamba = partial(_jamba_step, form), partial(_mamba_sequence, form)
     return [
-        Replacement(home, path, _always(partial(method, form)))
-        for family, (path, method) in methods.items()
-        for home in homes_of(family)
+        *(Replacement(h, "JambaMambaMixer.ssm_step", lambda _: jamba) for h in homes_of("jamba")),
+        *(
+            Replacement(h, "MambaBlock._process_sequence", lambda _: mamba)
+            for h in homes_of("mamba")
+        ),
     ]
