@@ -195,6 +195,7 @@ def n_believed(times: StepTimes, gain: float) -> int:
         times.saw_wide(1, StepShape(2), 0.7)
         times.trust(1, gain)
         n += 1
+        assert n < LONG
     for _ in range(N_SURE - 1):
         assert best_width(times, [KEEN]) == 1
         times.saw_plain(1, 0.5)
@@ -215,9 +216,12 @@ def test_plain_steps_of_a_slow_moment_are_found_out() -> None:
     times = StepTimes(CPU)
     for _ in range(9):
         times.saw_plain(1, 1.0)
+    n = 0
     while times.knows(1):
         times.saw_wide(1, StepShape(2), 0.7)
         times.trust(1, 1.4)
+        n += 1
+        assert n < LONG
     for _ in range(N_SURE - 1):
         times.saw_plain(1, 0.5)
     assert times.plain_s(1) == pytest.approx(0.5)

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from firn.core.errors import may_be_device_fault
+from firn.core.measure import Median
 from firn.core.values import Job
 from firn.models.decode.batch import Group, Row, StepInFlight, TakenTokens
 from firn.models.decode.pipelined import DraftsAhead
@@ -97,7 +98,10 @@ class Speculation:
         self._asked: set[Row] = set()
         """Rows for whose newest step with drafts the costly drafter drafted."""
         self._vain_s = 0.0
-        """The host's time to look for drafts and weigh them, since a step with drafts."""
+        """The host's time to look for drafts and weigh them, since the last step."""
+        self._n_looks = 0
+        self._look_s = Median()
+        """Such a time, for each row: a single one may meet a hiccup of the machine."""
         self._n_passed = 0
         """How often the costly drafter was considered, and not asked."""
         self._costly_from = 0.0
@@ -163,11 +167,11 @@ class Speculation:
             return None
         self._prepare(known)
         drafts = self._propose(group, known, read_all)
-        plain_s = self.times.plain_s(len(group.seats))
-        if drafts is None and plain_s:
-            self.looking.earn()
-            self.looking.settle(-self._vain_s / plain_s)
-        self._vain_s = 0.0  # what led to a step with drafts is part of its time
+        plain_s, n_looks = self.times.plain_s(len(group.seats)), self._n_looks
+        if drafts is None and plain_s and n_looks:
+            self._look_s.add(self._vain_s / n_looks)
+            self.looking.settle(-self._look_s.value * n_looks / plain_s)
+        self._vain_s, self._n_looks = 0.0, 0  # what led to a step with drafts is part of its time
         return drafts
 
     def _propose(
@@ -211,7 +215,7 @@ class Speculation:
         best = self._plan(group).width
         if best == 1:
             return None
-        self._vain_s = 0.0
+        self._vain_s, self._n_looks = 0.0, 0
         next_width = self.profile.shape(best)
         n_most = width + next_width - 1
         of = {row: within(row, drafted.next.cut(n_most)).tokens for row, drafted in known}
@@ -223,6 +227,8 @@ class Speculation:
         """A step's tokens were read: learn what it cost and how good its drafts were."""
         self.step_clock.read(group, taken, step, is_asked=any(t.row in self._asked for t in taken))
         self.totals.count_step(taken)
+        if step.width == 1:
+            self.looking.earn()
         with self._weighing():
             for each in taken:
                 if each.row.group is group:
@@ -241,6 +247,7 @@ class Speculation:
     def _look(self, row: Row, drafted: RowDrafts) -> None:
         """Draft what comes next from free sources."""
         self._tell(row, drafted)
+        self._n_looks += 1
         drafted.next = NO_DRAFT
         for i in self._free:
             draft = self._drafters[i].draft([row], self._max_draft)[0]
@@ -273,6 +280,7 @@ class Speculation:
         can_ask = self._costly is not None and self.looking.is_open
         if not self.allowance.is_open or not (has_drafts or can_ask):
             return DraftPlan(1)
+        self._n_looks += can_ask
         n_seats = len(group.seats)
         free: list[ExpectedTokens] = []
         mixed: list[ExpectedTokens] = []
