@@ -16,8 +16,10 @@ A perfect cache has every token of every request that was computed before, at an
     short       requests that reused at least 32 tokens less
     MB/turn     bytes written to the disk per request; `states`: the share of states in what is stored
 
-Memory is a share of what the same requests take where there is room for everything. `--kill-after`
-drops the cache and everything that is queued for the disk after so many requests, as kill -9 would.
+Memory is a share of what the same requests take where there is room for everything. It is what rows
+under way leave for records, and as in the engine the cache is told so when a row begins and ends.
+`--kill-after` drops the cache and everything that is queued for the disk after so many requests, as
+kill -9 would.
 
 Takes two minutes; one kind at one size takes a few seconds.
 """
@@ -37,8 +39,8 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from best_reuse import Stay, best_reuse, n_common
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from report import BenchError, cli, grid, names, save
 from servers import lab
 

@@ -413,7 +413,8 @@ def test_what_a_live_row_holds_too_takes_no_memory() -> None:
     assert row.n_tokens == 80
     (pages,) = cache.records.rows.parked
     cache.set_room(nbytes)
-    assert pages.slab is not None and pages.slab.first == 0, "there is room: it stays whole"
+    assert pages.slab is not None
+    assert pages.slab.first == 0, "there is room: it stays whole"
     cache.set_room(nbytes * 6 // 10)
     assert cache.records.memory.nbytes <= nbytes * 6 // 10
     assert not cache.stats.evictions
@@ -442,7 +443,8 @@ def test_of_rows_that_hold_the_same_the_one_parked_last_keeps_it() -> None:
         row.consume(ids[row.n_tokens :])
         cache.close_cursor(cursor, row)
     first, last = cache.records.rows.parked
-    assert first.records and last.records
+    assert first.records
+    assert last.records
     cache.set_room(cache.records.memory.nbytes * 8 // 10)
     assert not cache.stats.evictions
     assert (first.first, last.first) == (80, 0)
