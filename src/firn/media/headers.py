@@ -9,6 +9,7 @@ specific.
 from __future__ import annotations
 
 import contextlib
+import re
 import struct
 from collections.abc import Iterator
 
@@ -34,6 +35,8 @@ TAG_NBYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4
 STRIP_OFFSETS, TILE_OFFSETS = 273, 324
 TIFF_HEADS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+", b"MM*\0", b"II\0*")
 EXIF = b"Exif\0\0"
+_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd8]")
+"""A JPEG marker in or after a scan, but not a restart."""
 TOO_MANY_BLOCKS = "has too many blocks for a picture"
 TOO_MANY_EXIF = "has Exif data in too many pieces for a picture"
 
@@ -127,11 +130,26 @@ def _check_jpeg(data: bytes) -> None:
 
 
 def _check_scans(data: bytes, first: int, n_pixels: int) -> None:
-    """Limits the scans of a progressive picture: each is a pass over all of its pixels."""
-    end = data.find(b"\xff\xd9", first)
-    n_scans = data.count(b"\xff\xda", first, end if end >= 0 else len(data))
-    if n_scans > MIN_SCANS and n_scans * n_pixels > MAX_SCANNED_PIXELS:
-        raise Undecodable(f"is written in {n_scans} passes over its pixels; save it without them")
+    """Limits the scans of a progressive picture: each is a pass over all of its pixels.
+
+    Follows the segments, as a decoder does: a comment may contain what looks like the end.
+    """
+    at, n_scans = first, 0
+    for _ in range(MAX_SEGMENTS):
+        marker = _MARKER.search(data, at)
+        if marker is None or marker[0] == b"\xff\xd9":
+            return
+        if marker[0] == b"\xff\xda":
+            n_scans += 1
+            if n_scans > MIN_SCANS and n_scans * n_pixels > MAX_SCANNED_PIXELS:
+                raise Undecodable(
+                    f"is written in at least {n_scans} passes over its pixels; save it without them"
+                )
+        at = marker.end()
+        if marker[0] != b"\xff\x01":  # the only one that has no length
+            (n,) = struct.unpack_from(">H", data, at)
+            at += max(n, 2)
+    raise Undecodable("has too many segments for a picture")
 
 
 def _check_gif(data: bytes) -> None:
