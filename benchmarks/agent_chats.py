@@ -41,12 +41,12 @@ from report import BenchError, cli, grid, names, save
 from servers import lab
 
 from firn.cache.layout import Layout
-from firn.cache.prefix import AnyCursor, CacheSettings, PrefixTree
+from firn.cache.prefix import CacheSettings, PrefixCache
 from firn.cache.storage.io import TierIo
 from firn.cache.storage.threads import IoThreads
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
-from firn.core.ports import At, EngineLoad, Restored, RowView
+from firn.core.ports import At, Cursor, EngineLoad, Restored, RowView
 from firn.core.values import CacheControl, Namespace, Prompt
 
 GIB = 1 << 30
@@ -212,7 +212,7 @@ class Task:
     ask: Ask
     script: int
     prompt: Prompt
-    cursor: AnyCursor
+    cursor: Cursor
     n_perfect: int = 0
     row: Row | None = None
     reply: list[int] = field(default_factory=list)
@@ -249,7 +249,7 @@ class Engine:
     def _start(self) -> None:
         layout = Layout.of(layers_of(self._kind))
         settings = CacheSettings(self._limit, BLOCK)
-        self.cache = PrefixTree(layout, settings, fingerprint=b"bench", dtype="float16")
+        self.cache = PrefixCache(layout, settings, fingerprint=b"bench", dtype="float16")
         self._threads = IoThreads()
         self._tier: SsdTier | None = None
         if self._folder is not None:
@@ -353,7 +353,7 @@ class Engine:
 
     def _admit(self, task: Task) -> None:
         task.n_perfect = self._perfect(task.prompt.ids)
-        task.row = self._row(task.cursor, self.cache.restore(task.cursor))
+        task.row = self._row(task.cursor, task.cursor.restore())
 
     def _perfect(self, ids: np.ndarray[Any, Any]) -> int:
         best = 0
@@ -370,7 +370,7 @@ class Engine:
             began = time.perf_counter()
             restored.fill(row.layers)
             row.n_tokens = restored.n_tokens
-            self.cache.filled(cursor, row)
+            cursor.filled(row)
             self.cache.saw_restore(restored, time.perf_counter() - began)
         return row
 
@@ -382,18 +382,18 @@ class Engine:
         if not ready:
             return 0
         task = min(ready, key=lambda t: len(t.prompt) - (t.row.n_tokens if t.row else 0))
-        ahead = self.cache.advance(task.cursor, task.row.n_tokens if task.row else 0)
+        ahead = task.cursor.advance(task.row.n_tokens if task.row else 0)
         if ahead is not None:
             task.row = self._row(task.cursor, ahead)
         row, last = task.row, len(task.prompt) - 1
         assert row is not None
         start = row.n_tokens
-        stops = [s for s in self.cache.stops(task.cursor) if s > start]
+        stops = [s for s in task.cursor.stops() if s > start]
         end = min(start + CHUNK - start % CHUNK, last, *stops)
         if end > start:
             row.consume(end - start)
             self.cache.prefill.saw(start, end, PREFILL_S * (end - start))
-            self.cache.commit(task.cursor, row)
+            task.cursor.commit(row)
         if row.n_tokens >= last:
             self._begin_reply(task)
         return end - start
@@ -401,8 +401,8 @@ class Engine:
     def _begin_reply(self, task: Task) -> None:
         cursor = task.cursor
         task.n_cached, task.why = cursor.admission.n_cached, cursor.admission.why
-        task.cursor = self.cache.fork(cursor, task.reply)
-        self.cache.close_cursor(cursor, None)
+        task.cursor = cursor.fork(task.reply)
+        cursor.close(None)
         task.decoding = True
 
     def _decode(self, task: Task) -> bool:
@@ -413,10 +413,10 @@ class Engine:
         row.consume(len(task.prompt) + len(task.reply) - 1 - row.n_tokens)
         if len(task.reply) < len(reply):
             if task.cursor.commit_due(row.n_tokens):
-                self.cache.commit(task.cursor, row)
+                task.cursor.commit(row)
             return False
         self._computed.append(task.known)
-        self.cache.close_cursor(task.cursor, row)
+        task.cursor.close(row)
         row.is_live = False
         self.outcomes.append(Outcome(len(task.prompt), task.n_perfect, task.n_cached, task.why))
         return True

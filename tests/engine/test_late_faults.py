@@ -182,7 +182,7 @@ def test_a_request_that_meets_anothers_fault_is_not_given_up() -> None:
 
 
 class TellsWhereItCommits(DictCache):
-    """Its commit is the next use of the device and absorbs the fault, as `PrefixTree` does."""
+    """Its commit is the next use of the device and absorbs the fault, as `PrefixCache` does."""
 
     def __init__(self, device: LateDevice) -> None:
         super().__init__()

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from firn.cache.off import BlankCursor
 from firn.core.errors import StepFailed
 from firn.core.events import Admitted, ChoiceDone, Prefilled
-from firn.core.ports import Restored
+from firn.core.ports import NullCursor, Restored
 from firn.core.values import Job, Sampling
 from firn.engine.budget import Budget, RowCost
 from tests.dict_cache import DictCache, DictPrefix
@@ -112,7 +111,7 @@ class Knowing(DictCache):
     """A cache that has every prompt."""
 
     def restore(self, cursor: Any) -> Restored | None:
-        if isinstance(cursor, BlankCursor):
+        if isinstance(cursor, NullCursor):
             return None
         known = list(cursor.prompt[:-1])
         cursor.admission = Admitted(len(known))

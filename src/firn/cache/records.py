@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
@@ -43,6 +43,7 @@ from firn.cache.storage.index import TierIndex
 from firn.cache.storage.io import Io, RootCleared
 from firn.cache.storage.tier_set import Reported, TierSet
 from firn.cache.tree import Cleared, Mark, Node, Record, Root, Tree
+from firn.core.clock import SYSTEM_CLOCK, Clock
 from firn.core.errors import may_be_device_fault
 from firn.core.ports import EngineLoad
 from firn.core.values import Namespace
@@ -80,25 +81,21 @@ class Records:
         needs: Needs,
         *,
         limit_nbytes: int,
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.identity = identity
         self.needs = needs
         self.clock = clock
-        self.wall = wall
         carrier = Part.PAGES if needs.pages else Part.WINDOW
-        self.tree = Tree(
-            identity.block, carrier=carrier, window=needs.window, clock=clock, wall=wall
-        )
+        self.tree = Tree(identity.block, carrier=carrier, window=needs.window, clock=clock)
         self.ledger = Ledger(self.tree)
-        self.catalogue = RecordCatalogue(identity, needs, self.tree, wall=wall)
+        self.catalogue = RecordCatalogue(identity, needs, self.tree, wall=clock.wall)
         self.rows = LiveRows(self.tree, self.ledger)
         self.memory = MemoryTier(
             self.tree, self.ledger, self.rows, limit_nbytes=limit_nbytes, evict=self._evict
         )
         self.tiers = TierSet(
-            self.ledger, self.tree, self.catalogue, window=needs.window, clock=clock
+            self.ledger, self.tree, self.catalogue, window=needs.window, clock=clock.elapsed
         )
         self.index = TierIndex(self.ledger, self.tree, self.catalogue, self.tiers)
         self.counts = NamespaceStats()
@@ -228,6 +225,7 @@ class Records:
 
     def confirm(self) -> None:
         """What was committed so far is sound. From the first call on, spilling waits for this."""
+        self.rows.unconfirmed.clear()
         waiting, self._unconfirmed = self._unconfirmed or [], []
         for record, _ in waiting:
             self.ledger.verify(record)
@@ -299,7 +297,7 @@ class Records:
         """Set memory's limit. Evictions wait while tiers keep writing; if none does, WRITE_WAIT_S
         in all."""
         self.memory.limit_nbytes = nbytes
-        self._wait_until = self.clock() + WRITE_WAIT_S
+        self._wait_until = self.clock.elapsed() + WRITE_WAIT_S
         try:
             self.memory.shrink_to(nbytes)
         finally:
@@ -326,12 +324,12 @@ class Records:
         self.ledger.leave(record)
         for tier in taking:
             tier.spill_now(record)
-        wait_s = min(self._wait_until - self.clock(), WRITE_WAIT_S)
+        wait_s = min(self._wait_until - self.clock.elapsed(), WRITE_WAIT_S)
         events = self.tiers.wait_for_writes(lambda: self.ledger.leaving_nbytes <= allowed, wait_s)
         for tier, event in events:
             self.apply(tier, event)
             if isinstance(event, RecordWritten):  # the tier is slow, not stuck
-                self._wait_until = max(self._wait_until, self.clock() + WRITE_WAIT_S)
+                self._wait_until = max(self._wait_until, self.clock.elapsed() + WRITE_WAIT_S)
         if self.ledger.leaving_nbytes <= allowed or not record.leaving:
             return True
         if not record.writing:  # otherwise a tier has accepted it, and will still write it
@@ -377,7 +375,9 @@ class Records:
         for root in [root for name in names for root in self.catalogue.roots(name)]:
             nbytes += root.memory.total_nbytes
             # Later than all of its records, even if a clock was set back since.
-            at = max(self.wall(), math.nextafter(max(root.written_at, root.cleared_at), math.inf))
+            at = max(
+                self.clock.wall(), math.nextafter(max(root.written_at, root.cleared_at), math.inf)
+            )
             self._clear(root, at)
             promises += [tier.bury(root.key, at) for tier in self.tiers]
         return Clearing(nbytes, tuple(promises))
@@ -478,6 +478,18 @@ class Records:
             self._forget_cleared()
         for tier, event in self.tiers.close():
             self.apply(tier, event)
+        if self.tree.announcer is not None:
+            self.tree.announcer.close()
+
+    # --- faults ----------------------------------------------------------------------------
+
+    @contextmanager
+    def absorbing(self, where: str, *, namespace: Namespace | None = None) -> Iterator[None]:
+        """A fault inside costs a miss."""
+        try:
+            yield
+        except Exception as e:
+            self.failed(where, e, namespace=namespace)
 
     def failed(self, where: str, error: Exception, *, namespace: Namespace | None = None) -> None:
         """Log and count a fault in the cache, which costs a miss. namespace: see NamespaceStats."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from firn.cache.prefix import PrefixTree
+from firn.cache.prefix import PrefixCache
 from firn.cache.ranks.io import RankIo
 from firn.cache.ranks.mirror import Mirror, MirroredLayout
 from firn.cache.ranks.tree import MirroredTree
@@ -109,7 +109,7 @@ class LeaderParts:
     def options_of(self, options: TierOptions) -> TierOptions:
         return replace(options, location=str(self._member.folder(Path(options.location))))
 
-    def io_over(self, own: Io, tree: PrefixTree) -> RankIo:
+    def io_over(self, own: Io, tree: PrefixCache) -> RankIo:
         assert isinstance(tree, MirroredTree)
         return RankIo(
             own,

@@ -1,0 +1,167 @@
+"""A cursor is a request and three values, and each value has one writer."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import fields
+from typing import Any, TypeGuard
+
+import pytest
+
+from firn.cache import cursor as values
+from firn.cache.prefix import PrefixCache
+from tests.test_imports import SOURCES
+
+WRITERS = {
+    values.Committed: "cache/commit.py",
+    values.Loads: "cache/loading.py",
+    values.Loading: "cache/loading.py",
+    values.PendingQuestion: "cache/loading.py",
+    values.Reuse: "cache/restore.py",
+}
+MAX_FIELDS = 12
+MAX_METHODS = 20
+MUTATORS = frozenset({
+    "add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popleft",
+    "remove", "setdefault", "update",
+})  # fmt: skip
+
+
+def names_of(value: type) -> set[str]:
+    return {field.name for field in fields(value)}
+
+
+def sources() -> dict[str, ast.Module]:
+    return {
+        path.relative_to(SOURCES).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+        for path in SOURCES.rglob("*.py")
+    }
+
+
+def written(tree: ast.Module, *, through: str) -> set[str]:
+    """Fields of the value `cursor.<through>` that are assigned, deleted or changed in place, also by way
+    of a local name for it."""
+    aliases, fields_of = {through}, dict[str, str]()
+    for node in ast.walk(tree):
+        for target, value in _pairs(node) if isinstance(node, ast.Assign) else ():
+            if isinstance(target, ast.Name) and is_value(value, aliases):
+                aliases.add(target.id)
+            elif isinstance(target, ast.Name) and is_field(value, aliases):
+                fields_of[target.id] = value.attr
+    found = set()
+    for node in ast.walk(tree):
+        for place in places(node):
+            is_inside = isinstance(node, ast.Call) or isinstance(place, ast.Subscript)
+            while isinstance(place, ast.Subscript):
+                place = place.value
+            if isinstance(place, ast.Attribute) and is_value(place.value, aliases):
+                found.add(place.attr)
+            elif isinstance(place, ast.Name) and is_inside and place.id in fields_of:
+                found.add(fields_of[place.id])
+    return found
+
+
+def _pairs(node: ast.Assign) -> list[tuple[ast.expr, ast.expr]]:
+    pairs = []
+    for target in node.targets:
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            pairs += list(zip(target.elts, node.value.elts, strict=False))
+        else:
+            pairs.append((target, node.value))
+    return pairs
+
+
+def is_value(node: ast.expr, aliases: set[str]) -> bool:
+    """Whether this is the value: `x.committed`, or a local name for it."""
+    if isinstance(node, ast.Attribute):
+        return node.attr in aliases
+    return isinstance(node, ast.Name) and node.id in aliases
+
+
+def is_field(node: ast.expr, aliases: set[str]) -> TypeGuard[ast.Attribute]:
+    return isinstance(node, ast.Attribute) and is_value(node.value, aliases)
+
+
+def places(node: ast.AST) -> list[ast.expr]:
+    """What a statement or a call changes."""
+    targets: list[ast.expr] = []
+    if isinstance(node, ast.Assign | ast.Delete):
+        targets = node.targets
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For):
+        targets = [node.target]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        targets = [node.func.value] if node.func.attr in MUTATORS else []
+    flat: list[ast.expr] = []
+    for target in targets:
+        flat += target.elts if isinstance(target, ast.Tuple) else [target]
+    return flat
+
+
+THROUGH = {
+    "committed": values.Committed,
+    "loads": values.Loads,
+    "loading": values.Loading,
+    "asking": values.PendingQuestion,
+    "reuse": values.Reuse,
+}
+"""By which names the values are reached."""
+
+
+@pytest.mark.parametrize("name", THROUGH)
+def test_each_value_has_one_writer(name: str) -> None:
+    value = THROUGH[name]
+    writers = {
+        path
+        for path, tree in sources().items()
+        if path.startswith("cache/") and written(tree, through=name) & names_of(value)
+    }
+    assert writers == {WRITERS[value]}
+
+
+@pytest.mark.parametrize("value", WRITERS)
+def test_a_value_is_small_enough_to_be_read(value: Any) -> None:
+    if value is not values.Loading:  # one load, from its order to its end
+        assert len(fields(value)) <= MAX_FIELDS
+    assert value.__doc__
+
+
+def test_the_request_never_changes() -> None:
+    assert values.CacheRequest.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "cursor.committed.node = node",
+        "x.cursor.committed.n_saved += 1",
+        "committed = cursor.committed\ncommitted.due = {}",
+        "a, b = cursor.committed, 1\na.writes = False",
+        "cursor.committed.pieces.append(piece)",
+        "cursor.committed.due.pop(3, None)",
+        "cursor.committed.due[3] = mark",
+        "del cursor.committed.due[3]",
+        "cursor.committed.node, x = node, 1",
+        "for cursor.committed.node in nodes: pass",
+        "due = cursor.committed.due\ndue[3] = mark",
+        "committed = cursor.committed\npieces = committed.pieces\npieces.clear()",
+    ],
+)
+def test_a_writer_is_seen(source: str) -> None:
+    assert written(ast.parse(source), through="committed")
+
+
+def test_a_reader_is_none() -> None:
+    source = (
+        "node = cursor.committed.node\nx = cursor.committed.due.get(3)\nx = 1\nself.node = node"
+    )
+    assert written(ast.parse(source), through="committed") == set()
+
+
+def test_the_prefix_cache_has_few_methods() -> None:
+    methods = [n for n, value in vars(PrefixCache).items() if callable(value) or is_property(value)]
+    own = [name for name in methods if name not in ("__class_getitem__",)]
+    assert len(own) <= MAX_METHODS, own
+
+
+def is_property(value: Any) -> bool:
+    return isinstance(value, property)
