@@ -38,7 +38,6 @@ OUT = {
     "committed": "Committer.commit",
     "cut": "KVCodec.cut",
     "held": "Ledger.hold",
-    "verified": "Ledger.verify",
     "spilled": "TierClient.spill",
     "ordered": "TierIo.try_write",
     "packed": "pack",
@@ -52,8 +51,8 @@ BACK = {
     "read": "SsdTier.read",
     "verified": "unpack",
     "made arrays": "from_host",
-    "given to the cursor": "Loader._was_read",
-    "restored": "Restorer._resume",
+    "given to the cursor": "Loader.was_read",
+    "made a value": "Restorer._resume",
     "filled into the row": "KVCodec.fill",
 }
 MAX_OUT, MAX_BACK, MAX_FILES = 34, 34, 18

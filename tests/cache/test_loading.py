@@ -260,7 +260,6 @@ def test_a_request_that_finds_less_than_was_planned_is_planned_again(shape: Shap
 def few_orders(monkeypatch: pytest.MonkeyPatch) -> int:
     n_ordered = 4
     monkeypatch.setattr("firn.cache.loading.N_ORDERED", n_ordered)
-    monkeypatch.setattr("firn.cache.prefix.N_ORDERED", n_ordered)
     return n_ordered
 
 

@@ -19,7 +19,7 @@ from firn.cache.planning.match import ANYWHERE, Match, Walk, has_parts, resume_p
 from firn.cache.planning.plan import GRACE_S, UNKNOWN_PATIENCE_S, ResumePlan, make_plan
 from firn.cache.records import Records
 from firn.cache.storage.client import TierClient
-from firn.cache.storage.events import ReadFailed, RecordRead, StoreAnswered, TierEvent
+from firn.cache.storage.events import ReadFailed, RecordRead, StoreAnswered
 from firn.cache.storage.faults import Damaged, Missing, TierError, Unusable
 from firn.cache.storage.store_search import StoreQuestion
 from firn.cache.tree import Node, Record
@@ -46,12 +46,6 @@ class Loader:
 
     # --- beginning -------------------------------------------------------------------------
 
-    def open(self, cursor: CacheCursor) -> None:
-        """A request has come: load what is worth loading, and ask stores for more."""
-        if cursor.request.control.read:
-            self._begin(cursor)
-            self._ask(cursor)
-
     def plan(self, cursor: CacheCursor, *, start: int = 0) -> ResumePlan:
         """start: tokens of the prompt that are already computed."""
         plan = make_plan(
@@ -65,8 +59,10 @@ class Loader:
         cursor.loads.is_slower = plan.is_slower
         return plan
 
-    def _begin(self, cursor: CacheCursor, *, start: int = 0) -> None:
+    def begin(self, cursor: CacheCursor, *, start: int = 0) -> None:
         """Lease what the prompt can resume from now, and load what is worth loading."""
+        if not cursor.request.control.read:
+            return
         loads, plan = cursor.loads, self.plan(cursor, start=start)
         loads.n_plans += 1
         loads.n_ready = plan.now.n_tokens
@@ -106,7 +102,7 @@ class Loader:
             if record not in loading.missing:  # read for another request, or computed
                 continue
             if not record.stored:
-                self._read_failed(cursor, record, Missing())
+                self._plan_without(cursor, Missing())
                 return n_ordered
             self._records.tiers.fastest_with(record).load(record, _wants(loading, record))
             n_ordered += 1
@@ -123,7 +119,7 @@ class Loader:
         if match.n_tokens >= loads.n_ready or loads.n_plans >= MAX_PLANS:
             return False
         self._end(cursor)
-        self._begin(cursor)
+        self.begin(cursor)
         return True
 
     def unlease(self, cursor: CacheCursor) -> None:
@@ -137,16 +133,31 @@ class Loader:
 
     # --- what is under way -----------------------------------------------------------------
 
-    def take(self, tier: TierClient, event: TierEvent) -> None:
-        """Give what a tier reports, and the tree knows by now, to the cursors that wait for it."""
-        for cursor in list(self.racing):
-            match event:
-                case RecordRead():
-                    self._was_read(cursor, tier, event)
-                case ReadFailed(record, error):
-                    self._read_failed(cursor, record, error)
-                case StoreAnswered():
-                    self._store_answered(cursor, tier, event)
+    def was_read(self, tier: TierClient, event: RecordRead) -> None:
+        """Give a record to the cursors that wait for it."""
+        for cursor in self._waiting_for(event.record):
+            loads, loading = cursor.loads, cursor.loads.loading
+            assert loading is not None
+            loading.missing.discard(event.record)
+            loading.nbytes[tier.name] = loading.nbytes.get(tier.name, 0) + event.record.nbytes
+            loading.n_arrived += 1
+            loading.last_at, loading.taken_at = event.at, cursor.request.clock.elapsed()
+            loading.engine_s += event.array_s
+            loads.loaded[event.record] = tier.name, event.arrays
+            if not loading.missing:
+                loads.n_ready = loading.n_tokens
+                self._end(cursor)
+
+    def read_failed(self, event: ReadFailed) -> None:
+        for cursor in self._waiting_for(event.record):
+            self._plan_without(cursor, event.error)
+
+    def _waiting_for(self, record: Record) -> list[CacheCursor]:
+        return [
+            cursor
+            for cursor in self.racing
+            if (load := cursor.loads.loading) is not None and record in load.missing
+        ]
 
     def tick(self) -> Iterator[CacheCursor]:
         """Order what is to be read next; yields the cursors that something may have happened to."""
@@ -159,29 +170,13 @@ class Loader:
                 self.racing.pop(cursor, None)
             yield cursor
 
-    def _was_read(self, cursor: CacheCursor, tier: TierClient, event: RecordRead) -> None:
-        record, loads = event.record, cursor.loads
-        loading = loads.loading
-        if loading is None or record not in loading.missing:
-            return
-        loading.missing.discard(record)
-        loading.nbytes[tier.name] = loading.nbytes.get(tier.name, 0) + record.nbytes
-        loading.n_arrived += 1
-        loading.last_at, loading.taken_at = event.at, cursor.request.clock.elapsed()
-        loading.engine_s += event.array_s
-        loads.loaded[record] = tier.name, event.arrays
-        if not loading.missing:
-            loads.n_ready = loading.n_tokens
-            self._end(cursor)
-
-    def _read_failed(self, cursor: CacheCursor, record: Record, error: TierError) -> None:
-        """Plan again without the record."""
+    def _plan_without(self, cursor: CacheCursor, error: TierError) -> None:
+        """A record of its load cannot be read, and the tree knows that: plan again."""
         loading = cursor.loads.loading
-        if loading is None or record not in loading.missing:
-            return
+        assert loading is not None
         self._fail(cursor, _cause(error))
         if cursor.loads.n_plans < MAX_PLANS:
-            self._begin(cursor, start=loading.front)
+            self.begin(cursor, start=loading.front)
 
     def _end_if_late(self, cursor: CacheCursor) -> None:
         """End a load that takes far longer than it should."""
@@ -239,10 +234,10 @@ class Loader:
 
     # --- asking stores ---------------------------------------------------------------------
 
-    def _ask(self, cursor: CacheCursor) -> None:
+    def ask(self, cursor: CacheCursor) -> None:
         """Ask shared stores for what they have of the prompt beyond what the tree knows."""
         stores = [tier for tier in self._records.tiers if tier.is_store]
-        if not stores:
+        if not (stores and cursor.request.control.read):
             return
         question, n_now = self._question(cursor)
         compute_s = self._records.estimates.prefill_s(n_now, len(cursor.request.prompt))
@@ -257,21 +252,22 @@ class Loader:
         for tier in stores:
             tier.ask(question)
 
-    def _store_answered(self, cursor: CacheCursor, tier: TierClient, event: StoreAnswered) -> None:
+    def store_answered(self, tier: TierClient, event: StoreAnswered) -> None:
         """The tree now knows what the store has: plan again."""
-        loads = cursor.loads
-        asking = loads.asking
-        if asking is None or asking.question is not event.question:
-            return
-        asking.tiers.discard(tier.number)
-        loads.was_not_answered |= event.failed
-        if not asking.tiers:
-            loads.asking = None
-        if event.entries:
-            self._end(cursor)
-            self._begin(cursor, start=cursor.committed.node.end)
-            if loads.loading is not None or loads.is_slower:
-                loads.news = LoadNews(Cause.SLOWER if loads.loading is None else Cause.NOT_YET)
+        for cursor in list(self.racing):
+            loads, asking = cursor.loads, cursor.loads.asking
+            if asking is None or asking.question is not event.question:
+                continue
+            asking.tiers.discard(tier.number)
+            loads.was_not_answered |= event.failed
+            if not asking.tiers:
+                loads.asking = None
+            if event.entries:
+                self._end(cursor)
+                self.begin(cursor, start=cursor.committed.node.end)
+                if loads.loading is not None or loads.is_slower:
+                    cause = Cause.SLOWER if loads.loading is None else Cause.NOT_YET
+                    loads.news = LoadNews(cause)
 
     def _question(self, cursor: CacheCursor) -> tuple[StoreQuestion, int]:
         """What to ask, and where the prompt could resume without an answer."""

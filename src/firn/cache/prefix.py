@@ -28,7 +28,7 @@ from firn.cache.restore import Restorer
 from firn.cache.stats import Stats
 from firn.cache.storage.catalogue import CacheIdentity
 from firn.cache.storage.client import accepts_all
-from firn.cache.storage.events import ScanBatch
+from firn.cache.storage.events import ReadFailed, RecordRead, ScanBatch, StoreAnswered
 from firn.cache.storage.io import Io
 from firn.cache.tree import Record
 from firn.core.clock import SYSTEM_CLOCK, Clock
@@ -147,7 +147,8 @@ class PrefixCache:
             self.records.failed("open", e, namespace=namespace)
             return NullCursor()
         try:
-            self.loader.open(cursor)
+            self.loader.begin(cursor)
+            self.loader.ask(cursor)
         except Exception as e:  # what memory has can still be restored
             self.records.failed("open", e, namespace=namespace)
             self.loader.stop(cursor)
@@ -186,9 +187,15 @@ class PrefixCache:
             if self._garbage is not None:
                 self._garbage.tick(idle=is_idle)
             for tier, event in self.records.poll(load):
-                self.loader.take(tier, event)
-                if isinstance(event, ScanBatch) and self._garbage is not None:
-                    self._garbage.keep(n_new=len(event.changes))
+                match event:
+                    case RecordRead():
+                        self.loader.was_read(tier, event)
+                    case ReadFailed():
+                        self.loader.read_failed(event)
+                    case StoreAnswered():
+                        self.loader.store_answered(tier, event)
+                    case ScanBatch(changes) if self._garbage is not None:
+                        self._garbage.keep(n_new=len(changes))
         for cursor in self.loader.tick():
             self.restorer.correct_reason(cursor)
 
