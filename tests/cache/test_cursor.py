@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import ast
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import pytest
 
 from firn.cache import cursor as values
-from firn.cache.prefix import PrefixCache
+from firn.cache.prefix import PrefixCache, PrefixCursor
+from firn.cache.storage.io import TierIo
+from firn.cache.storage.threads import IoThreads
+from firn.cache.tiers import TierOptions
+from firn.cache.tiers.ssd import SsdTier
+from firn.core.ports import EngineLoad
+from firn.core.values import CacheControl, Namespace
+from tests.cache.lab import DENSE, LabLayer, LabRow, n_leases, prompt_of, records_of, tree
+from tests.hash_runner import prompt_of as words
 from tests.test_imports import SOURCES
+from tests.waiting import POLL_S
 
 WRITERS = {
     values.Committed: "cache/commit.py",
@@ -165,3 +178,57 @@ def test_the_prefix_cache_has_few_methods() -> None:
 
 def is_property(value: Any) -> bool:
     return isinstance(value, property)
+
+
+# --- what is held for a request ends with it -----------------------------------------------
+
+
+EVERYONE = Namespace("")
+DEADLINE_S = 30.0
+
+
+@contextmanager
+def server_over(folder: Path) -> Iterator[PrefixCache]:
+    cache = tree(DENSE, block=8, clock=time.monotonic)
+    tier = SsdTier(TierOptions(str(folder), limit_nbytes=1 << 30))
+    cache.add_tier("ssd", TierIo(tier, IoThreads()), namespaces=[EVERYONE], wake=lambda: None)
+    try:
+        yield cache
+    finally:
+        cache.close()
+
+
+def tick_until(cache: PrefixCache, is_done: Callable[[], bool]) -> None:
+    until = time.monotonic() + DEADLINE_S
+    while not is_done():
+        cache.tick(EngineLoad.NONE)
+        assert time.monotonic() < until
+        time.sleep(POLL_S)
+
+
+def test_an_ended_cursor_waits_for_nothing_and_holds_nothing(tmp_path: Path) -> None:
+    """It is closed while its load is under way; then another one resumes from what was loaded."""
+    ids = words(1, 81)
+    with server_over(tmp_path) as cache:
+        row = LabRow(LabLayer([[]], DENSE))
+        first = cache.open(prompt_of(ids), EVERYONE, CacheControl())
+        row.consume(ids[:-1])
+        first.commit(row)
+        first.close(row)
+        tick_until(cache, lambda: all(r.stored for r in records_of(cache)))
+        cache.set_room(0)
+        cache.set_room(1 << 40)
+        left = cache.open(prompt_of(ids), EVERYONE, CacheControl())
+        assert left.racing
+        assert list(cache.loader.racing) == [left]
+        left.close(None)
+        assert list(cache.loader.racing) == []
+        assert n_leases(cache) == 0
+        taken = cache.open(prompt_of(ids), EVERYONE, CacheControl())
+        assert isinstance(taken, PrefixCursor)
+        tick_until(cache, lambda: not taken.racing)
+        assert taken.restore() is not None
+        assert taken.admission.n_cached == 80
+        taken.close(None)
+        assert taken.loads.loaded == {}
+        assert n_leases(cache) == 0

@@ -158,3 +158,20 @@ def test_chats_of_a_batch_are_stored_as_those_of_one(monkeypatch: pytest.MonkeyP
         results = [harness.submit(ids, 8) for ids in turns]
         for ids, result in zip(turns, results, strict=True):
             assert result.wait().n_cached >= len(ids) - 2
+
+
+def test_a_choice_stops_when_the_copies_that_its_prompt_waits_for_fail(device: Device) -> None:
+    """It has begun in the same step, below a block that was taken back."""
+    cache = tree(DENSE, block=BLOCK)
+    device.fault = RuntimeError("out of memory")
+    with cache.together():
+        cursor, row = opened(cache, 1)
+        cursor.commit(row)
+        choice = cursor.fork([])
+        cursor.close(None)
+    assert isinstance(choice, PrefixCursor)
+    assert not choice.writes
+    choice.commit(row)
+    choice.close(row)
+    assert records_of(cache) == []
+    check_tree(cache)
