@@ -74,17 +74,19 @@ class Kind:
 
 _ADDRESS = ("--host", HOST, "--port", "{port}")
 _MLX_LM = ("python", str(Path(__file__).parent / "bounded.py"), "mlx_lm.server")
-KINDS: dict[str, Kind] = {
-    "firn": Kind(
-        venv="firn",
-        command=(
-            *("firn", "serve", "{model}", *_ADDRESS, "--cache-memory-mb", "{memory_mb}"),
-            *("--ssd-cache-dir", "{ssd}", "--ssd-cache-max-gb", "{ssd_gb}"),
-        ),
-        packages=("firn", "mlx", "mlx-lm"),
-        env={},
-        cache_folders=("{ssd}",),
+_FIRN = Kind(
+    venv="firn",
+    command=(
+        *("firn", "serve", "{model}", *_ADDRESS, "--cache-memory-mb", "{memory_mb}"),
+        *("--ssd-cache-dir", "{ssd}", "--ssd-cache-max-gb", "{ssd_gb}"),
     ),
+    packages=("firn", "mlx", "mlx-lm"),
+    env={},
+    cache_folders=("{ssd}",),
+)
+KINDS: dict[str, Kind] = {
+    "firn": _FIRN,
+    "firn-before": replace(_FIRN, venv="firn-before"),
     "firn-memory": Kind(
         venv="firn",
         command=(

@@ -4,6 +4,7 @@
 #   FIRN_LAB=folder       where it all goes (default: firn-lab in the temporary folder); 3 GB
 #   FIRN_MLX=cpu|cuda13   which MLX to install on Linux (default: cpu)
 #   PYTHON=python3.12     the interpreter to make the environments with
+#   BEFORE=commit         also install firn as of this commit, as the server "firn-before"
 #
 # Each server has an environment of its own, with the versions that docs/decisions.md names.
 set -euo pipefail
@@ -55,6 +56,12 @@ environment firn firn || true
 if [ ! -e "$lab/firn/.ready" ] || [ "$here/../pyproject.toml" -nt "$lab/firn/.ready" ]; then
   install firn --editable "$here/..$extra"
   touch "$lab/firn/.ready"
+fi
+if [ -n "${BEFORE:-}" ]; then
+  rm -rf "${lab:?}/before" && mkdir "$lab/before"
+  git -C "$here/.." archive "$BEFORE" | tar -x -C "$lab/before" || fail "there is no commit $BEFORE"
+  environment firn-before firn || true
+  install firn-before --editable "$lab/before$extra"
 fi
 for model in dense hybrid window ssm; do
   [ -e "$lab/models/$model/config.json" ] ||

@@ -14,8 +14,7 @@ import pytest
 
 from firn.cache import cursor as values
 from firn.cache.prefix import PrefixCache, PrefixCursor
-from firn.cache.storage.io import TierIo
-from firn.cache.storage.threads import IoThreads
+from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
 from firn.core.ports import EngineLoad
@@ -191,7 +190,7 @@ DEADLINE_S = 30.0
 def server_over(folder: Path) -> Iterator[PrefixCache]:
     cache = tree(DENSE, block=8, clock=time.monotonic)
     tier = SsdTier(TierOptions(str(folder), limit_nbytes=1 << 30))
-    cache.add_tier("ssd", TierIo(tier, IoThreads()), namespaces=[EVERYONE], wake=lambda: None)
+    cache.add_tier("ssd", TierWorker(tier), namespaces=[EVERYONE])
     try:
         yield cache
     finally:

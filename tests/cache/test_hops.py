@@ -24,11 +24,10 @@ from mlx_lm.models.cache import KVCache
 
 from firn.cache.layout import Layout
 from firn.cache.prefix import CacheSettings, PrefixCache
-from firn.cache.storage.io import TierIo
-from firn.cache.storage.threads import IoThreads
+from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
-from firn.core.ports import At, EngineLoad, RowView
+from firn.core.ports import At, Cursor, EngineLoad, RowView
 from firn.core.values import CacheControl, Namespace, Prompt
 from tests.test_docs import INLINE_CODE
 from tests.test_imports import SOURCES
@@ -39,8 +38,8 @@ OUT = {
     "committed": "Committer.commit",
     "cut": "KVCodec.cut",
     "held": "Ledger.hold",
-    "spilled": "TierClient.spill",
-    "ordered": "TierIo.try_write",
+    "spilled": "SpillQueue.add",
+    "ordered": "TierWorker.submit",
     "packed": "pack",
     "written": "SsdTier.write",
     "known as stored": "Ledger.end_write",
@@ -48,7 +47,7 @@ OUT = {
 BACK = {
     "looked up": "Walk.of",
     "planned": "make_plan",
-    "ordered": "TierIo.read",
+    "ordered": "TierWorker.submit",
     "read": "SsdTier.read",
     "verified": "unpack",
     "made arrays": "from_host",
@@ -56,7 +55,7 @@ BACK = {
     "made a value": "Restorer.restore",
     "filled into the row": "KVCodec.fill",
 }
-MAX_OUT, MAX_BACK, MAX_FILES = 32, 31, 18
+MAX_OUT, MAX_BACK, MAX_FILES = 35, 32, 18
 BLOCK = 8
 DEADLINE_S = 30.0
 
@@ -69,10 +68,12 @@ class Trace:
         self.reached: set[str] = set()
         self.hops: set[tuple[str, str]] = set()
         """(file, function)"""
+        self.is_counting = False
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_qualname in self._names and is_ours(code):
+        is_waypoint = event == "call" and code.co_qualname in self._names and is_ours(code)
+        if is_waypoint and self.is_counting:
             self.reached.add(code.co_qualname)
             self.hops |= set(hops_of(frame))
 
@@ -81,8 +82,8 @@ class Trace:
         return {file for file, _ in self.hops}
 
     @contextmanager
-    def on(self) -> Iterator[None]:
-        """Trace this thread, and those that are started inside."""
+    def watching(self) -> Iterator[None]:
+        """Watch this thread, and those that are started inside."""
         sys.setprofile(self)
         threading.setprofile(self)
         try:
@@ -90,6 +91,14 @@ class Trace:
         finally:
             sys.setprofile(None)
             threading.setprofile(None)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        self.is_counting = True
+        try:
+            yield
+        finally:
+            self.is_counting = False
 
 
 def is_ours(code: CodeType) -> bool:
@@ -136,7 +145,7 @@ def cache_over(folder: Path) -> PrefixCache:
         dtype="float32",
     )
     tier = SsdTier(TierOptions(str(folder), limit_nbytes=1 << 30))
-    cache.add_tier("ssd", TierIo(tier, IoThreads()), namespaces=[Namespace("")], wake=lambda: None)
+    cache.add_tier("ssd", TierWorker(tier), namespaces=[Namespace("")])
     cache.confirm()
     return cache
 
@@ -144,7 +153,7 @@ def cache_over(folder: Path) -> PrefixCache:
 PROMPT = Prompt(np.arange(BLOCK + 1, dtype=np.int64))
 
 
-def write_a_record(cache: PrefixCache) -> None:
+def write_a_record(cache: PrefixCache) -> Cursor:
     row = KVRow()
     cursor = cache.open(PROMPT, Namespace(""), CacheControl())
     assert cursor.restore() is None
@@ -153,10 +162,10 @@ def write_a_record(cache: PrefixCache) -> None:
     cache.confirm()
     (totals,) = cache.records.ledger.tiers
     tick_until(cache, lambda: totals.total_records == 1)
-    cursor.close(None)
+    return cursor
 
 
-def read_it_back(cache: PrefixCache) -> None:
+def read_it_back(cache: PrefixCache) -> tuple[Cursor, KVRow]:
     row = KVRow()
     cursor = cache.open(PROMPT, Namespace(""), CacheControl())
     tick_until(cache, lambda: not cursor.racing)
@@ -165,7 +174,7 @@ def read_it_back(cache: PrefixCache) -> None:
     restored.fill(row.layers)
     cursor.filled(row)
     assert row.n_tokens == BLOCK
-    cursor.close(row)
+    return cursor, row
 
 
 def tick_until(cache: PrefixCache, is_done: Any) -> None:
@@ -178,13 +187,17 @@ def tick_until(cache: PrefixCache, is_done: Any) -> None:
 
 def walked(folder: Path) -> tuple[Trace, Trace]:
     out, back = Trace(OUT), Trace(BACK)
-    with out.on():
+    with out.watching():
         cache = cache_over(folder)
-        write_a_record(cache)
+        with out.counting():
+            cursor = write_a_record(cache)
+        cursor.close(None)
     cache.close()
-    with back.on():
+    with back.watching():
         cache = cache_over(folder)
-        read_it_back(cache)
+        with back.counting():
+            cursor, row = read_it_back(cache)
+        cursor.close(row)
     cache.close()
     return out, back
 
