@@ -126,34 +126,15 @@ class NullAdmin:
     def stats(self, namespace: Namespace | None) -> Future[Json]:
         return self._run(lambda admission: {**self._off, "admission": admission})
 
-    def probe(self, prompt: Prompt, namespace: Namespace) -> Future[Json]:
-        return self._nothing()
+    def _nothing(self, *args: object, **named: object) -> Future[Json]:
+        return _answered(self._off)
 
-    def pin(self, prompt: Prompt, namespace: Namespace) -> Future[Json]:
-        return self._nothing()
+    probe = pin = unpin = clear = node = pin_node = unpin_node = _nothing
 
-    def unpin(self, prompt: Prompt, namespace: Namespace) -> Future[Json]:
-        return self._nothing()
-
-    def clear(self, namespace: Namespace | None) -> Future[Json]:
-        return self._nothing()
-
-    def browse(
-        self, namespace: Namespace | None, node: str | None, *, limit: int, with_tokens: bool
-    ) -> NullQuery:
+    def _no_query(self, *args: object, **named: object) -> NullQuery:
         return NullQuery(self._off)
 
-    def forget_node(self, namespace: Namespace | None, node: str) -> NullQuery:
-        return NullQuery(self._off)
-
-    def node(self, namespace: Namespace | None, node: str) -> Future[Json]:
-        return self._nothing()
-
-    def pin_node(self, namespace: Namespace | None, node: str) -> Future[Json]:
-        return self._nothing()
-
-    def unpin_node(self, namespace: Namespace | None, node: str) -> Future[Json]:
-        return self._nothing()
+    browse = forget_node = _no_query
 
     def health(self) -> Json:
         return {"reuse": False, "why": self._why}
@@ -164,9 +145,6 @@ class NullAdmin:
     @property
     def _off(self) -> Json:
         return {"enabled": False, "why": self._why}
-
-    def _nothing(self) -> Future[Json]:
-        return _answered(self._off)
 
 
 class NullQuery:
