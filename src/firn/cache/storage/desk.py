@@ -36,12 +36,12 @@ from firn.cache.storage.orders import (
     ConfirmOrder,
     DeleteOrder,
     Demand,
-    Outcome,
     ReadFailed,
     ReadOrder,
     ReadOver,
     RecordRead,
     RecordWritten,
+    ScanBatch,
     ScanEnded,
     ScanOrder,
     StoreAnswered,
@@ -273,9 +273,9 @@ class TierDesk:
         self._writing[record] = _Writing(order, payload, stamp)
         return True
 
-    def _write_over(
-        self, record: Record, result: WriteResult[Name] | TierError
-    ) -> RecordWritten | WriteFailed:
+    def _write_over(self, outcome: WriteOver) -> RecordWritten | WriteFailed:
+        record, result = outcome.order.record, outcome.result
+        assert record is not None
         stamp = self._writing.pop(record).stamp
         self._ledger.end_write(record, self.number, stored=isinstance(result, WriteResult))
         if isinstance(result, WriteResult):
@@ -349,10 +349,11 @@ class TierDesk:
         """Find out which records of a prompt the store has."""
         self._worker.submit(AskOrder(question, self._clock()))
 
-    def _answered(self, answer: StoreAnswered) -> None:
+    def _answered(self, answer: StoreAnswered) -> StoreAnswered:
         if not answer.failed:
             self._ask_s.add(answer.took_s)
             self._asked_at = answer.at
+        return answer
 
     def scan(self) -> None:
         """Find out what is stored, or what others changed since the last scan."""
@@ -408,48 +409,42 @@ class TierDesk:
         if not self._worker.n_results:
             self.processed_until = now
         self._to_spill.release_due(now)
-        self._spill_some(load, now)
-        if not self.scanning and now - self._last_scan > RESCAN_S:
-            self._retry()
-            self.scan()
-
-    def _spill_some(self, load: EngineLoad, now: float) -> None:
         while self._to_spill and self._to_spill.may_write(load, now, n_pending=len(self._writing)):
             if self._can_spill:
                 wait_for_row(self._to_spill.first)
             began = self._clock()
             if not self._spill_next():
-                return
+                break
             self._to_spill.spent(self._clock() - began)
             if load is EngineLoad.NONE and self._worker.n_results:
-                return  # a request may be waiting for them: spill the rest at the next poll
+                break  # a request may be waiting for them: spill the rest at the next poll
+        if not self.scanning and now - self._last_scan > RESCAN_S:
+            self._retry()
+            self.scan()
 
     def take_events(self, until: float, *, wait_s: float = 0.0) -> Iterator[TierEvent]:
         """Yield what can be taken before `until`. wait_s: how long to wait for the first outcome."""
         while (outcome := self._worker.poll(wait_s=wait_s)) is not None:
             wait_s = 0.0
-            event = self._event(outcome)
+            event: TierEvent | None = None
+            match outcome:
+                case WriteOver():
+                    event = self._write_over(outcome)
+                case ReadOver():
+                    event = self._read_over(outcome)
+                case StoreAnswered():
+                    event = self._answered(outcome)
+                case ScanBatch():
+                    event = outcome
+                case ScanEnded():
+                    event = outcome
+                    self.scanning, self._last_scan = False, self._clock()
+                case Confirmed():
+                    self._keep(outcome)
             if event is not None:
                 yield event
             if self._clock() > until:
                 return
-
-    def _event(self, outcome: Outcome) -> TierEvent | None:
-        match outcome:
-            case WriteOver(WriteOrder(record=Record() as record), result):
-                return self._write_over(record, result)
-            case ReadOver():
-                return self._read_over(outcome)
-            case WriteOver():
-                return None
-            case Confirmed():
-                self._keep(outcome)
-                return None
-            case StoreAnswered():
-                self._answered(outcome)
-            case ScanEnded():
-                self.scanning, self._last_scan = False, self._clock()
-        return outcome
 
     # --- the end -----------------------------------------------------------------------------
 

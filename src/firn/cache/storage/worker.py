@@ -339,33 +339,30 @@ class TierWorker:
     def _carried_out(self, order: Order) -> object:
         """The result, or the TierError that ended it."""
         try:
-            return self._result(order)
+            match order:
+                case ReadOrder():
+                    header, buffers = self.records.read(order)
+                    return Loaded(header, list(staged(buffers)))  # here, to spare the engine
+                case WriteOrder():
+                    return self.records.write(order)
+                case AskOrder():
+                    return self.records.ask(order.question)
+                case DeleteOrder():
+                    self._delete_some()
+                case TouchOrder():
+                    self._touch()
+                case BuryOrder():
+                    self.records.bury()
+                case ScanOrder():
+                    self._scan()
+                case ConfirmOrder():
+                    pass
         except TierError as e:
             return e.with_traceback(None)  # it would keep the bytes
         except BaseException as e:  # the outermost frame of the thread
             what = type(order).__name__
             log.warning("cache I/O: a %s failed, which costs a miss: %r", what, e, exc_info=e)
             return TierError("internal error", repr(e))
-
-    def _result(self, order: Order) -> object:
-        match order:
-            case ReadOrder():
-                header, buffers = self.records.read(order)
-                return Loaded(header, list(staged(buffers)))  # here, to spare the engine
-            case AskOrder():
-                return self.records.ask(order.question)
-            case WriteOrder():
-                return self.records.write(order)
-            case DeleteOrder():
-                self._delete_some()
-            case TouchOrder():
-                self._touch()
-            case BuryOrder():
-                self.records.bury()
-            case ScanOrder():
-                self._scan()
-            case ConfirmOrder():
-                pass
         return None
 
     def _delete_some(self) -> None:
