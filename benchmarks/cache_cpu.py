@@ -82,7 +82,7 @@ def filled(shape: Shape, *, states: int = 0, windows: bool = True) -> tuple[Pref
 
     def add(node: Any, part: Part) -> None:
         payload = Payload((array[None],), (((0, 0),),))
-        cache.records.keep(node, part, payload, Mark.TURN)
+        cache.records.keep(node, part, payload, Mark.TURN, [])
 
     def grow(node: Any, tokens: Any) -> Any:
         child = cache.records.tree.child(node, PackedTokens(tokens), 0, len(tokens))

@@ -200,7 +200,7 @@ class Committer:
             if node is not last and not self._store(cursor, node, cutter, new):
                 return
             if not _is_held(node, Part.STATE):
-                self._keep(node, Part.STATE, cutter.cut(Part.STATE, 0, n), mark, new)
+                self._records.keep(node, Part.STATE, cutter.cut(Part.STATE, 0, n), mark, new)
 
     def _store(self, cursor: CacheCursor, node: Node, cutter: RowCutter, new: list[Record]) -> bool:
         """Store the node's pages and window, unless memory has them. False: there is no room."""
@@ -213,17 +213,11 @@ class Committer:
                     arrays = _join_pieces(cursor.committed.pieces, node.start, node.end)
                 else:
                     arrays = cutter.cut(part, node.start, node.end)
-                if not self._keep(node, part, arrays, Mark.TURN, new):
+                if not self._records.keep(node, part, arrays, Mark.TURN, new):
                     cursor.committed.writes = False
                     return False
         self._records.extend_life(node, cursor.request.control.ttl_s)
         return True
-
-    def _keep(self, node: Node, part: Part, arrays: Payload, mark: Mark, new: list[Record]) -> bool:
-        record = self._records.keep(node, part, arrays, mark, spared=new)
-        if record is not None and record.arrays is arrays:
-            new.append(record)
-        return record is not None
 
     def _stays_in_row(self, cursor: CacheCursor) -> bool:
         """Whether pages stay in the row: only if it is long, or one launch can cut all of them."""

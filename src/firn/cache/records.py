@@ -122,12 +122,12 @@ class Records:
         part: Part,
         arrays: Payload,
         mark: Mark,
-        *,
-        spared: Collection[Record] = (),
-    ) -> Record | None:
-        """Hold in memory what was computed, whether or not a tier has it; None: there is no room.
+        new: list[Record],
+    ) -> bool:
+        """Hold in memory what was computed, whether or not a tier has it; False: there is no room.
 
-        spared: records of the node's chain that must not be evicted for it.
+        new: the records that the same commit has added, which are not evicted for it. If these arrays
+        are held, their record is added.
         """
         record = node.records.get(part)
         if record is not None:
@@ -135,18 +135,20 @@ class Records:
                 self.ledger.set_mark(record, mark)
             if record.leaving:
                 self._stay(record)
-            elif record.arrays is None:
-                self._hold_if_room(record, arrays)
-            return record
+            elif record.arrays is None and self._hold_if_room(record, arrays):
+                new.append(record)
+            return True
         has_room = self.memory.make_room(arrays.nbytes, part=part)
-        if not has_room and not self._evict_own_chain(node, arrays.nbytes, part, spared):
+        if not has_room and not self._evict_own_chain(node, arrays.nbytes, part, new):
             self.counts.dropped(node.root.namespace, "no room")
-            return None
+            return False
         record = self.ledger.add(node, part, nbytes=arrays.nbytes, mark=mark)
-        self.hold(record, arrays, nbytes=arrays.nbytes)
+        self.ledger.hold(record, arrays, nbytes=arrays.nbytes)
+        self.memory.added(record)
+        new.append(record)
         self.counts.committed(node.root.namespace, part.value)
         self.index.learn_strays(node)
-        return record
+        return True
 
     def keep_in_row(self, node: Node, pages: RowPages, nbytes: int) -> Record:
         """Leave the node's pages in a row, unless memory has them already. They need no room."""
@@ -166,10 +168,12 @@ class Records:
         self.ledger.hold(record, arrays, nbytes=nbytes)
         self.memory.added(record)
 
-    def _hold_if_room(self, record: Record, arrays: Payload) -> None:
-        has_room = self.memory.make_room(arrays.nbytes, part=record.part)
-        if has_room and record.alive:  # else making room removed it, with its block's pages
-            self.hold(record, arrays, nbytes=arrays.nbytes)
+    def _hold_if_room(self, record: Record, arrays: Payload) -> bool:
+        """Whether memory holds it now. Not if making room removed it, with its block's pages."""
+        if not self.memory.make_room(arrays.nbytes, part=record.part) or not record.alive:
+            return False
+        self.hold(record, arrays, nbytes=arrays.nbytes)
+        return True
 
     def _stay(self, record: Record) -> None:
         """Keep a record that was about to leave memory."""

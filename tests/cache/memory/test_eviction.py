@@ -54,7 +54,7 @@ def put(
     try:
         cache.records.tree.use(node)
         arrays = Payload((mx.zeros((1, nbytes), dtype=mx.uint8),), (((0, 0),),))
-        return cache.records.keep(node, part, arrays, mark)
+        return node.records[part] if cache.records.keep(node, part, arrays, mark, []) else None
     finally:
         cache.records.unlease(node)
 
