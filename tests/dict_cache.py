@@ -93,7 +93,7 @@ class DictCursor:
             self.n_stored = n
 
     def fork(self, reply: Sequence[int]) -> DictCursor:
-        forked = DictCursor(self.cache, self.namespace, self.prompt, self.control, reply)
+        forked = type(self)(self.cache, self.namespace, self.prompt, self.control, reply)
         forked.n_stored = self.n_stored
         self.cache.cursors.append(forked)
         return forked
@@ -112,6 +112,9 @@ class DictCache:
 
     `corrupt`: restoring raises half-way, as a damaged record might.
     """
+
+    cursor = DictCursor
+    """The class of its cursors, which a test may replace."""
 
     def __init__(
         self, *, corrupt: bool = False, racing: bool = False, patient: bool = False
@@ -133,7 +136,7 @@ class DictCache:
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> DictCursor:
         recipe = prompt.recipe
         owner = f"{namespace}/{recipe}" if recipe else namespace
-        cursor = DictCursor(self, owner, tuple(int(t) for t in prompt.ids), control)
+        cursor = self.cursor(self, owner, tuple(int(t) for t in prompt.ids), control)
         cursor.racing, cursor.patient = self.racing, self.patient
         self.cursors.append(cursor)
         return cursor

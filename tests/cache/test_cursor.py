@@ -6,7 +6,7 @@ import ast
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -19,7 +19,17 @@ from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
 from firn.core.ports import EngineLoad
 from firn.core.values import CacheControl, Namespace
-from tests.cache.lab import DENSE, LabLayer, LabRow, n_leases, prompt_of, records_of, tree
+from tests.cache.lab import (
+    DENSE,
+    HYBRID,
+    WINDOWED,
+    LabLayer,
+    LabRow,
+    n_leases,
+    prompt_of,
+    records_of,
+    tree,
+)
 from tests.hash_runner import prompt_of as words
 from tests.test_imports import SOURCES
 from tests.waiting import POLL_S
@@ -231,3 +241,44 @@ def test_an_ended_cursor_waits_for_nothing_and_holds_nothing(tmp_path: Path) -> 
         taken.close(None)
         assert taken.loads.loaded == {}
         assert n_leases(cache) == 0
+
+
+def test_nothing_is_due_before_the_end_of_a_jump() -> None:
+    """Prompts that stop nowhere are computed together: what was jumped over must not keep one apart."""
+    ids = words(1, 97)
+    cache = tree(HYBRID, block=8)
+    prompt = replace(prompt_of(ids), boundaries=(20, 60))
+    first, late = (cache.open(prompt, EVERYONE, CacheControl()) for _ in range(2))
+    assert first.restore() is None
+    assert late.restore() is None
+    assert list(late.stops()) == [20, 60, 96]
+    row = LabRow(LabLayer([[]], HYBRID))
+    for stop in sorted({*range(8, 65, 8), 20, 60}):
+        row.consume(ids[row.n_tokens : stop])
+        first.commit(row)
+    ahead = late.advance(0)
+    assert ahead is not None
+    assert ahead.n_tokens == 60
+    assert list(late.stops()) == [96]
+    for cursor in (first, late):
+        cursor.close(None)
+    assert n_leases(cache) == 0
+
+
+def test_a_row_that_resumes_inside_a_block_keeps_the_window_it_was_given() -> None:
+    """A ring overwrites these tokens before the block is whole: they cannot be cut out of it later."""
+    ids = words(1, 45)
+    cache = tree(WINDOWED, block=8)
+    row = LabRow(LabLayer([[]], WINDOWED))
+    first = cache.open(prompt_of(ids), EVERYONE, CacheControl())
+    row.consume(ids[:-1])
+    first.commit(row)
+    first.close(row)
+    later = cache.open(prompt_of([*ids, *words(2, 20)]), EVERYONE, CacheControl())
+    assert isinstance(later, PrefixCursor)
+    restored = later.restore()
+    assert restored is not None
+    assert restored.n_tokens == 44
+    (piece,) = later.committed.pieces
+    assert (piece.start, piece.end) == (40, later.committed.n_saved) == (40, 44)
+    later.close(None)
