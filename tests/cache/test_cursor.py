@@ -10,21 +10,32 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import numpy as np
 import pytest
 
 from firn.cache import cursor as values
+from firn.cache.ledger import Ledger
+from firn.cache.parts import Part
+from firn.cache.planning.estimates import Estimates
+from firn.cache.planning.estimates_file import SAVE_EVERY_S, EstimatesFile
 from firn.cache.prefix import PrefixCache, PrefixCursor
 from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
+from firn.cache.tree import Mark, Tree
+from firn.core.keys import Key
 from firn.core.ports import EngineLoad
-from firn.core.values import CacheControl, Namespace
+from firn.core.reuse import Cause, Reason
+from firn.core.values import CacheControl, KeyTokens, Namespace, PackedTokens
 from tests.cache.lab import (
     DENSE,
     HYBRID,
+    IN_ROWS,
     WINDOWED,
     LabLayer,
     LabRow,
+    SetClock,
+    Shape,
     n_leases,
     prompt_of,
     records_of,
@@ -197,8 +208,8 @@ DEADLINE_S = 30.0
 
 
 @contextmanager
-def server_over(folder: Path) -> Iterator[PrefixCache]:
-    cache = tree(DENSE, block=8, clock=time.monotonic)
+def server_over(folder: Path, shape: Shape = DENSE) -> Iterator[PrefixCache]:
+    cache = tree(shape, block=8, clock=time.monotonic)
     tier = SsdTier(TierOptions(str(folder), limit_nbytes=1 << 30))
     cache.add_tier("ssd", TierWorker(tier), namespaces=[EVERYONE])
     try:
@@ -282,3 +293,108 @@ def test_a_row_that_resumes_inside_a_block_keeps_the_window_it_was_given() -> No
     (piece,) = later.committed.pieces
     assert (piece.start, piece.end) == (40, later.committed.n_saved) == (40, 44)
     later.close(None)
+
+
+def stored_on(cache: PrefixCache, ids: list[int], shape: Shape) -> None:
+    """Have a prompt stored in the tier, and nothing of it in memory."""
+    row = LabRow(LabLayer([[]], shape))
+    cursor = cache.open(prompt_of(ids), EVERYONE, CacheControl())
+    row.consume(ids[:-1])
+    cursor.commit(row)
+    cursor.close(row)
+    tick_until(cache, lambda: all(r.stored for r in records_of(cache)))
+    cache.set_room(0)
+    cache.set_room(1 << 40)
+
+
+def test_what_is_computed_but_not_committed_is_still_loaded(tmp_path: Path) -> None:
+    ids = words(1, 81)
+    with server_over(tmp_path) as cache:
+        stored_on(cache, ids, DENSE)
+        cursor = cache.open(prompt_of(ids), EVERYONE, CacheControl())
+        assert isinstance(cursor, PrefixCursor)
+        loading = cursor.loads.loading
+        assert loading is not None
+        cursor.advance(40)
+        assert loading.front == 0
+        assert len(loading.missing) == 10
+        cursor.close(None)
+
+
+def test_what_moved_into_the_row_is_held_there_alone(tmp_path: Path) -> None:
+    ids = words(1, 81)
+    with server_over(tmp_path, IN_ROWS) as cache:
+        stored_on(cache, ids, IN_ROWS)
+        cursor = cache.open(prompt_of(ids), EVERYONE, CacheControl())
+        assert isinstance(cursor, PrefixCursor)
+        tick_until(cache, lambda: not cursor.racing)
+        restored = cursor.restore()
+        assert restored is not None
+        assert len(cursor.loads.loaded) == 10
+        layer = LabLayer([[]], IN_ROWS)
+        restored.fill([layer])
+        cursor.filled(LabRow(layer, restored.n_tokens))
+        assert cursor.loads.loaded == {}
+        cursor.close(None)
+        assert n_leases(cache) == 0
+
+
+def test_what_was_cleared_meanwhile_is_not_committed() -> None:
+    cache, ids = tree(DENSE, block=8), words(1, 41)
+    cursor = cache.open(prompt_of(ids), EVERYONE, CacheControl())
+    assert isinstance(cursor, PrefixCursor)
+    row = LabRow(LabLayer([[]], DENSE))
+    row.consume(ids[:16])
+    cursor.commit(row)
+    cache.records.clear(EVERYONE)
+    row.consume(ids[16:40])
+    cursor.commit(row)
+    assert cursor.committed.node.end == 16
+    cursor.close(row)
+    assert records_of(cache) == []
+
+
+def test_a_reason_is_corrected_by_what_happens_after_it_was_given() -> None:
+    cache = tree(DENSE, block=8)
+    cursor = cache.open(prompt_of(words(1, 41)), EVERYONE, CacheControl())
+    assert isinstance(cursor, PrefixCursor)
+    cursor.loads.news = values.LoadNews(Cause.DAMAGED)
+    assert cursor.restore() is None
+    cache.restorer.correct_reason(cursor)
+    assert cursor.admission.reason == Reason(Cause.COLD), "it was given with all that is known"
+    cursor.loads.news = values.LoadNews(Cause.DAMAGED)
+    cache.restorer.correct_reason(cursor)
+    assert cursor.admission.reason == Reason(Cause.DAMAGED)
+    cursor.close(None)
+
+
+def test_a_record_is_read_from_the_fastest_tier_that_has_it() -> None:
+    inner = Tree(8)
+    ledger = Ledger(inner)
+    for name in ("ssd", "s3", "redis"):
+        ledger.add_tier(name)
+    node = inner.child(inner.root(Key(b"r" * 32), EVERYONE), PackedTokens(tokens_of(8)), 0, 8)
+    record = inner.add(node, Part.PAGES, nbytes=1, mark=Mark.TURN)
+    with pytest.raises(LookupError):
+        assert record.fastest_tier
+    for tier in (2, 1, 0):
+        ledger.found(record, tier)
+        assert record.fastest_tier == tier
+
+
+def test_estimates_are_saved_now_and_then_and_at_the_end(tmp_path: Path) -> None:
+    now = [0.0]
+    path = tmp_path / "estimates"
+    known = Estimates()
+    known.prefill.saw(0, 256, 0.1)
+    file = EstimatesFile(path, known, SetClock(lambda: now[0]))
+    for now[0], is_saved in ((SAVE_EVERY_S - 1, False), (SAVE_EVERY_S, True)):
+        file.tick()
+        assert path.exists() == is_saved
+    path.unlink()
+    file.save()
+    assert path.exists()
+
+
+def tokens_of(n_tokens: int) -> KeyTokens:
+    return np.arange(n_tokens, dtype=np.uint64)
