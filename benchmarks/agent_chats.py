@@ -42,8 +42,7 @@ from servers import lab
 
 from firn.cache.layout import Layout
 from firn.cache.prefix import CacheSettings, PrefixCache
-from firn.cache.storage.io import TierIo
-from firn.cache.storage.threads import IoThreads
+from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
 from firn.core.ports import At, Cursor, EngineLoad, Restored, RowView
@@ -250,12 +249,12 @@ class Engine:
         layout = Layout.of(layers_of(self._kind))
         settings = CacheSettings(self._limit, BLOCK)
         self.cache = PrefixCache(layout, settings, fingerprint=b"bench", dtype="float16")
-        self._threads = IoThreads()
         self._tier: SsdTier | None = None
+        self._worker: TierWorker | None = None
         if self._folder is not None:
             self._tier = SsdTier(TierOptions(str(self._folder), 50 * GIB))
-            io = TierIo(self._tier, self._threads)
-            self.cache.add_tier("ssd", io, namespaces=[NAMESPACE], wake=lambda: None)
+            self._worker = TierWorker(self._tier)
+            self.cache.add_tier("ssd", self._worker, namespaces=[NAMESPACE])
 
     def run(self, scripts: Sequence[Script], *, kill_after: int = 1 << 60) -> None:
         serial = itertools.count()
@@ -312,7 +311,7 @@ class Engine:
             memory = self.cache.records.memory
             self.peak_nbytes = max(self.peak_nbytes, memory.nbytes)
         until = time.perf_counter() + SETTLE_S
-        while self._threads.n_pending or not self.cache.settled:
+        while (self._worker and self._worker.n_pending) or not self.cache.settled:
             if time.perf_counter() > until:
                 raise BenchError("the disk does not keep up")
             self.cache.tick(EngineLoad.NONE)
@@ -322,10 +321,11 @@ class Engine:
     def _kill(self, waiting: deque[Task], tasks: list[Task]) -> None:
         """As if the process were killed; the requests are sent again."""
         self._count_writes()
-        with self._threads._work:  # nothing that is queued is written any more
-            for queue in self._threads._queues.values():
-                queue.clear()
-        self._threads.close(timeout_s=5.0)
+        if self._worker is not None:
+            with self._worker._work:  # nothing that is queued is written any more
+                for queue in (self._worker._reads, self._worker._upkeep, self._worker._writes):
+                    queue.clear()
+            self._worker.close()
         if self._folder is None:
             self._computed.clear()
         self._start()
@@ -343,7 +343,6 @@ class Engine:
 
     def close(self) -> None:
         self.cache.close()
-        self._threads.close()
 
     # --- a request -------------------------------------------------------------------------
 

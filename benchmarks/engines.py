@@ -26,8 +26,7 @@ from firn.backends.contract import BackendOptions, Weights, execution_of
 from firn.cache.arrays.transfers import use
 from firn.cache.layout import Layout
 from firn.cache.prefix import CacheSettings, PrefixCache
-from firn.cache.storage.io import TierIo
-from firn.cache.storage.threads import IoThreads
+from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers._folder import Disk
 from firn.cache.tiers.ssd import SsdTier
@@ -154,7 +153,7 @@ class BenchEngine:
         self.config = config
         self._answers: dict[RequestId, Answer] = {}
         self._ids = itertools.count()
-        self._io: TierIo | None = None
+        self._worker: TierWorker | None = None
         self._tier: SsdTier | None = None
         self.weights: Any = None
 
@@ -186,11 +185,11 @@ class BenchEngine:
             if ssd is not None:
                 options = TierOptions(str(ssd), ssd_limit_nbytes)
                 self._tier = SsdTier(options, disk=disk) if disk else SsdTier(options)
-                self._io = TierIo(self._tier, IoThreads())
+                wake = lambda: self.engine.wake()  # noqa: E731
+                self._worker = TierWorker(self._tier, wake=wake)
                 if memo is not None:
                     cache.keep_estimates(memo)
-                wake = lambda: self.engine.wake()  # noqa: E731
-                cache.add_tier("ssd", self._io, namespaces=[EVERYONE], wake=wake)
+                cache.add_tier("ssd", self._worker, namespaces=[EVERYONE])
             capacity = backend.memory.total_nbytes - info.weights_nbytes
             budget = Budget(RowCost(*layout.row_cost(probe)), capacity_nbytes=capacity)
             arguments = ArgumentsByPosition(backend.patches) if scorer else IDS_ONLY
@@ -280,11 +279,11 @@ class BenchEngine:
 
     def settle(self) -> None:
         """Waits until everything that was committed is written."""
-        if self._io is None:
+        if self._worker is None:
             return
         deadline = time.monotonic() + SETTLE_TIMEOUT_S
         while time.monotonic() < deadline:
-            if self.call(lambda cache: cache.settled) and not self._io.threads.write_nbytes:
+            if self.call(lambda cache: cache.settled) and not self._worker.write_nbytes:
                 self.call(lambda cache: None)  # a tick between the two calls has taken the results
                 return
             time.sleep(0.02)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import shutil
 import signal
@@ -29,6 +30,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -43,6 +45,7 @@ from mlx_lm.models.cache import KVCache
 from report import BenchError, cli, grid, save
 from servers import free_port
 
+from firn.cache.arrays.host import from_host
 from firn.cache.arrays.payload import Payload
 from firn.cache.garbage import Garbage
 from firn.cache.layout import Layout
@@ -50,10 +53,25 @@ from firn.cache.parts import Needs, Part
 from firn.cache.prefix import CacheSettings, PrefixCache, PrefixCursor
 from firn.cache.records import Records
 from firn.cache.storage.catalogue import CacheIdentity
-from firn.cache.storage.container import Header, Label, Loaded, TensorSpec, pack, unpack
-from firn.cache.storage.events import ScanBatch
-from firn.cache.storage.io import BATCH, TierEntry
-from firn.cache.storage.threads import Done
+from firn.cache.storage.container import (
+    Header,
+    Label,
+    Loaded,
+    TensorSpec,
+    TierEntry,
+    pack,
+    unpack,
+)
+from firn.cache.storage.orders import (
+    Order,
+    Outcome,
+    ReadOrder,
+    ReadOver,
+    ScanBatch,
+    WriteOrder,
+    outcome_of,
+)
+from firn.cache.storage.tier_records import BATCH
 from firn.cache.tiers import TierUsage
 from firn.cache.tiers._folder import SUBFOLDERS, path_of
 from firn.cache.tree import Mark, Node, Record
@@ -221,25 +239,46 @@ def measure(model: str, folder: Path, n_records: int) -> dict[str, float]:
         return figures | {"delete_gap_s": gap, "delete_s": took}
 
 
-class NoIo:
+class NoWorker:
     """A tier that does nothing: its records are only learned and forgotten."""
 
-    def try_write(self, *args: object, **more: object) -> bool:
-        return False
+    is_store, deadline_s = False, math.inf
+
+    def __init__(self) -> None:
+        self._over: deque[Outcome] = deque()
+        self._reads: list[ReadOrder] = []
+
+    @property
+    def n_results(self) -> int:
+        return len(self._over)
+
+    def submit(self, order: Order) -> bool:
+        match order:
+            case WriteOrder():
+                return False
+            case ReadOrder():
+                self._reads.append(order)
+            case _ if outcome := outcome_of(order, None, 0.0):
+                self._over.append(outcome)
+        return True
+
+    def answer(self, header: Header) -> None:
+        """End all reads, each with the same bytes."""
+        waiting, self._reads = self._reads, []
+        for order in waiting:
+            loaded = Loaded(header, [memoryview(bytes(RECORD_NBYTES))])
+            self._over.append(ReadOver(order, loaded, time.monotonic()))
+
+    def poll(self, *, wait_s: float = 0.0) -> Outcome | None:
+        return self._over.popleft() if self._over else None
+
+    def arrays(self, order: ReadOrder, loaded: Loaded) -> Payload:
+        return from_host(loaded.header.tensors, loaded.header.places, loaded.buffers)
 
     def has_room(self, nbytes: int) -> bool:
         return False
 
     def defer_writes(self, defer: bool) -> None: ...
-
-    def read(self, order: object, done: Done[Loaded]) -> None: ...
-
-    def delete(self, names: object) -> None: ...
-
-    def touch(self, stamps: object) -> None: ...
-
-    def scan(self, batch: object, done: Done[None]) -> None:
-        done(None)
 
     def usage(self) -> TierUsage:
         return TierUsage(0, 0)
@@ -247,26 +286,11 @@ class NoIo:
     def close(self) -> None: ...
 
 
-class Reads(NoIo):
-    """A tier that answers reads when it is told to, each with the same bytes."""
-
-    def __init__(self) -> None:
-        self._done: list[Done[Loaded]] = []
-
-    def read(self, order: object, done: Done[Loaded]) -> None:
-        self._done.append(done)
-
-    def answer(self, header: Header) -> None:
-        waiting, self._done = self._done, []
-        for done in waiting:
-            done(Loaded(header, [memoryview(bytes(RECORD_NBYTES))]))
-
-
 def pauses(n_records: int) -> dict[str, list[float]]:
     """Processor time of each piece of work between two steps of the engine."""
     identity = CacheIdentity(b"benchmark", "benchmark", BLOCK)
     records = Records(identity, Needs(pages=True, window=0, state=False), limit_nbytes=1 << 30)
-    records.add_tier("none", NoIo(), wake=lambda: None)
+    records.add_tier("none", NoWorker())
     (tier,) = records.tiers
     root = records.catalogue.root(Namespace("")).key
     seconds: dict[str, list[float]] = {"learn a batch": [], "clear": [], "let go of a batch": []}
@@ -302,8 +326,8 @@ def long_prompt_pauses(n_tokens: int, *, in_memory: bool) -> dict[str, list[floa
     settings = CacheSettings(limit_nbytes=1 << 50, block=BLOCK)
     cache = PrefixCache(Layout.of([layer]), settings, fingerprint=b"benchmark", dtype="f")
     everyone, control = Namespace(""), CacheControl(write=False)
-    io = Reads()
-    cache.add_tier("none", io, namespaces=[everyone], wake=lambda: None)
+    worker = NoWorker()
+    cache.add_tier("none", worker, namespaces=[everyone])
     ids = np.random.default_rng(7).integers(0, 100_000, n_tokens)
     tokens, tree = PackedTokens(ids.astype(np.uint64)), cache.records.tree
     node: Node = cache.records.catalogue.root(everyone)
@@ -341,7 +365,7 @@ def long_prompt_pauses(n_tokens: int, *, in_memory: bool) -> dict[str, list[floa
         if is_computing := bool(i % 2 and cursor.loads.are_pending):
             timed("restore nothing", cursor.restore)
         while cursor.loads.are_pending:
-            io.answer(header)
+            worker.answer(header)
             timed("tick with what was read", partial(cache.tick, EngineLoad.DECODING))
         if is_computing:
             restored = timed("advance", partial(cursor.advance, 0))

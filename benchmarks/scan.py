@@ -33,8 +33,8 @@ try:
 
     from firn.cache.parts import Part
     from firn.cache.storage.container import Header, TensorSpec, pack
-    from firn.cache.storage.io import Changes, TierIo
-    from firn.cache.storage.threads import IoThreads
+    from firn.cache.storage.orders import ScanBatch, ScanOrder
+    from firn.cache.storage.worker import TierWorker
     from firn.cache.tiers import TierOptions
     from firn.cache.tiers._folder import SUBFOLDERS, path_of
     from firn.cache.tiers.ssd import SsdTier
@@ -48,6 +48,8 @@ BLOCK = 256
 CHAIN = 100
 """Blocks per prompt."""
 MIB = 1 << 20
+SCAN_S = 600.0
+"""Longest time between two reports of a scan."""
 
 
 def fill(folder: Path, n_records: int) -> None:
@@ -120,19 +122,16 @@ def measure(folder: Path) -> dict[str, Any]:
     time.sleep(2.0)
     quiet_s = quiet.stop()
     before = rss_nbytes()
-    io = TierIo(SsdTier(TierOptions(str(folder), 1 << 40)), IoThreads())
-    done, seen = threading.Event(), [0, 0.0]
+    worker = TierWorker(SsdTier(TierOptions(str(folder), 1 << 40)))
+    seen = [0, 0.0]
     waiter, began = Waiter(), time.perf_counter()
 
-    def batch(changes: Changes) -> None:
-        seen[1] = seen[1] or time.perf_counter() - began
-        seen[0] += len(changes)
-
     def scan() -> float:
-        done.clear()
         start = time.perf_counter()
-        io.scan(batch, lambda result: done.set())
-        done.wait()
+        worker.submit(ScanOrder())
+        while isinstance(outcome := worker.poll(wait_s=SCAN_S), ScanBatch):
+            seen[1] = seen[1] or time.perf_counter() - began
+            seen[0] += len(outcome.changes)
         return time.perf_counter() - start
 
     figures = {
@@ -144,7 +143,7 @@ def measure(folder: Path) -> dict[str, Any]:
         "rss_nbytes": rss_nbytes() - before,
         "again_s": scan(),
     }
-    io.close()
+    worker.close()
     return figures
 
 

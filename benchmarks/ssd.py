@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import queue
 import shutil
 import statistics
 import tempfile
@@ -38,8 +37,8 @@ try:
 
     from firn.cache.parts import Part
     from firn.cache.storage.container import Header, TensorSpec
-    from firn.cache.storage.io import ReadOrder, TierIo, WriteOrder
-    from firn.cache.storage.threads import IoThreads
+    from firn.cache.storage.orders import ReadOrder, ReadOver, WriteOrder, WriteOver
+    from firn.cache.storage.worker import TierWorker
     from firn.cache.tiers import TierError, TierOptions, WriteResult
     from firn.cache.tiers.ssd import SsdTier
     from firn.core.keys import Key, child_key
@@ -50,6 +49,8 @@ except ImportError as error:
 
 BLOCK = 256
 MB = 1e6
+WAIT_S = 600.0
+"""Longest time for one record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,33 +117,43 @@ def headers(shape: Shape, n: int) -> list[Header]:
 
 
 @contextmanager
-def tier_io(folder: Path, limit_nbytes: int) -> Iterator[TierIo]:
+def worker_on(folder: Path, limit_nbytes: int) -> Iterator[TierWorker]:
     tier = SsdTier(TierOptions(str(folder), limit_nbytes))
     list(tier.scan())
-    io = TierIo(tier, IoThreads())
+    worker = TierWorker(tier)
     try:
-        yield io
+        yield worker
     finally:
-        io.close()
+        worker.close()
         tier.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Implements orders.RecordBytes."""
+
+    buffers: Sequence[Any]
+
+    def fetch(self) -> Sequence[Any]:
+        return self.buffers
 
 
 def write_records(
     folder: Path, records: Sequence[Header], *, buffers: Sequence[Any], limit_nbytes: int
 ) -> float:
     """Seconds until all records are files on the disk."""
-    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    with tier_io(folder, limit_nbytes) as io:
+    content = Bytes(buffers)
+    with worker_on(folder, limit_nbytes) as worker:
         os.sync()
         start = time.perf_counter()
         n_open = 0
         for header in records:
-            while not io.try_write(WriteOrder(header, lambda: buffers, time.time()), results.put):
-                _check(results.get(), WriteResult)  # the queue is full: a write must end first
+            while not worker.submit(WriteOrder(header, content, time.time())):
+                _check_write(worker)  # the queue is full: a write must end first
                 n_open -= 1
             n_open += 1
         for _ in range(n_open):
-            _check(results.get(), WriteResult)
+            _check_write(worker)
         os.sync()
         return time.perf_counter() - start
 
@@ -155,23 +166,23 @@ def read_records(
     use: Callable[[Any], Any],
 ) -> float:
     """Seconds until all records are read, verified and passed to `use`, as they arrive."""
-    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
     kept = []
-    with tier_io(folder, limit_nbytes) as io:
+    with worker_on(folder, limit_nbytes) as worker:
         start = time.perf_counter()
         for header in records:
-            io.read(ReadOrder(header.name, header.tokens), results.put)
+            worker.submit(ReadOrder(header.name, header.tokens))
         for _ in records:
-            loaded = results.get()
-            if isinstance(loaded, TierError):
-                raise BenchError(f"a record could not be read: {loaded}")
-            kept.append(use(loaded))
+            outcome = worker.poll(wait_s=WAIT_S)
+            if not isinstance(outcome, ReadOver) or isinstance(outcome.result, TierError):
+                raise BenchError(f"a record could not be read: {outcome}")
+            kept.append(use(outcome.result))
         return time.perf_counter() - start
 
 
-def _check(result: Any, wanted: type) -> None:
-    if not isinstance(result, wanted):
-        raise BenchError(f"a record could not be written: {result}")
+def _check_write(worker: TierWorker) -> None:
+    outcome = worker.poll(wait_s=WAIT_S)
+    if not isinstance(outcome, WriteOver) or not isinstance(outcome.result, WriteResult):
+        raise BenchError(f"a record could not be written: {outcome}")
 
 
 def array_maker() -> Callable[[Any], Any] | None:

@@ -15,7 +15,7 @@ from firn.cache.memory.rows import payload_of
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixCache
 from firn.cache.storage.catalogue import name_of
-from firn.cache.storage.io import load
+from firn.cache.storage.container import load
 from firn.cache.tiers import Tier
 from firn.cache.tree import Node, Record
 from firn.core.ports import At

@@ -17,8 +17,7 @@ from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.planning.estimates import Estimates
 from firn.cache.prefix import CacheSettings, PrefixCache
-from firn.cache.storage.io import TierIo
-from firn.cache.storage.threads import IoJob, IoThreads
+from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import Tier
 from firn.core.clock import SYSTEM_CLOCK, Clock
 from firn.core.errors import FirnError
@@ -166,25 +165,6 @@ class Eager(Estimates):
         return 1e6
 
 
-class WatchedThreads(IoThreads):
-    """Records callbacks that fail, for which a server only logs a warning."""
-
-    def __init__(self) -> None:
-        self.faults: list[Exception] = []
-        super().__init__()
-
-    def _tell(self, job: IoJob, result: Any) -> None:
-        def done(result: Any) -> None:
-            try:
-                told(result)
-            except Exception as e:
-                self.faults.append(e)
-                raise
-
-        told, job.done = job.done, done
-        super()._tell(job, result)
-
-
 class Harness:
     """An engine on one model, with a table of results filled by its publish calls."""
 
@@ -245,12 +225,11 @@ class Harness:
                 )
                 if tier is not None:
                     cache.records.estimates = Eager()
-                    self.io_threads = WatchedThreads()
-                    self.io = TierIo(tier, self.io_threads)
+                    wake = lambda: self.engine.wake()  # noqa: E731
+                    self.worker = TierWorker(tier, wake=wake, clock=clock.elapsed)
                     known = [Namespace(n) for n in namespaces]
                     cache.expect_recipes(recipes)
-                    wake = lambda: self.engine.wake()  # noqa: E731
-                    cache.add_tier("ssd", self.io, namespaces=known, wake=wake)
+                    cache.add_tier("ssd", self.worker, namespaces=known)
             budget = Budget(RowCost(1, 1), capacity_nbytes=capacity_nbytes)
             limits = EngineLimits(max_rows, 10_000, chunk, aligned=exact)
             preparer = SparsePrefill(scorer_of(draft)) if draft else NoPreparation()

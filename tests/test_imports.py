@@ -82,8 +82,8 @@ INSIDES: dict[str, tuple[str, ...]] = {
     "cache": (
         "arrays/host", "arrays/payload", "commit", "cursor", "garbage", "loading", "memory", "planning",
         "restore", "stats",
-        "storage/catalogue", "storage/client", "storage/events", "storage/index", "storage/places",
-        "storage/tally", "storage/tier_set",
+        "storage/catalogue", "storage/desk", "storage/index", "storage/places", "storage/spill",
+        "storage/tally", "storage/tier_records",
     ),
 }  # fmt: skip
 """Modules and folders that only their own package imports."""
@@ -267,7 +267,7 @@ def test_every_package_has_its_line() -> None:
         ("cache/prefix", "import mlx.core"),
         ("cache/records", "from firn.cache.tree.nodes import Node"),
         ("assembly/cache", "from firn.cache.planning.plan import make_plan"),
-        ("assembly/cache", "from firn.cache.storage.client import TierClient"),
+        ("assembly/cache", "from firn.cache.storage.desk import TierDesk"),
         ("cache/arraysish", "import mlx.core"),
         ("cache/codecs/pages", "from mlx_lm.models.cache import KVCache"),
         ("models/runner", "from firn.demo import model"),
@@ -299,8 +299,8 @@ def test_a_wrong_import_is_seen(place: str, source: str) -> None:
         ("api/server", "from firn.text import prompt\nfrom .sse import data"),
         ("models/loader", "import mlx.core as mx\nfrom mlx_lm import utils\nimport mlx_vlm"),
         ("cache/codecs/pages", "import mlx.core"),
-        ("cache/records", "from firn.cache.storage.client import TierClient"),
-        ("assembly/cache", "from firn.cache.storage.io import TierIo"),
+        ("cache/records", "from firn.cache.storage.desk import TierDesk"),
+        ("assembly/cache", "from firn.cache.storage.worker import TierWorker"),
         ("cache/arrays/host", "import mlx.core"),
         ("cli/doctor", "from firn.models.inspect import inspect_folder"),
         ("cli/__init__", "from firn import __version__"),

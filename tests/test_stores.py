@@ -46,8 +46,8 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The built-in model computes faster than a store answers; here it waits for the answer."""
     monkeypatch.setattr("firn.cache.loading.UNKNOWN_PATIENCE_S", WAIT_S)
     monkeypatch.setattr("firn.cache.loading.ASK_PATIENCE_S", WAIT_S)
-    monkeypatch.setattr("firn.cache.storage.client.TierClient.deadline_s", WAIT_S)
-    monkeypatch.setattr("firn.cache.storage.client.RESCAN_S", 0.1)
+    monkeypatch.setattr("firn.cache.storage.desk.TierDesk.deadline_s", WAIT_S)
+    monkeypatch.setattr("firn.cache.storage.desk.RESCAN_S", 0.1)
     for name, value in stores.CREDENTIALS.items():
         monkeypatch.setenv(name, value)
 
@@ -108,7 +108,7 @@ class Machine:
             below = cache.records.tiers[-1]
             nodes = nodes_of(cache.records.tree)
             writing = any(r.writing for n in nodes for r in n.records.values())
-            return bool(below._to_spill or writing or below._results.qsize())
+            return bool(below._to_spill or writing or below._worker.n_results)
 
         wait_until(lambda: not self.real.server.engine.call(is_busy).result(WAIT_S))
 

@@ -13,22 +13,22 @@ DEADLINE_S = 60.0
 
 def on_its_way(harness: Harness) -> dict[str, int]:
     """Everything that must be zero when no request is under way. Call on the engine thread."""
-    cache, health, io = harness.cache, harness.engine.health(), harness.io.threads
+    cache, health, worker = harness.cache, harness.engine.health(), harness.worker
     (tier,) = cache.records.tiers
     pending = {
         "requests": health.n_waiting + health.n_prefilling + health.n_decoding,
         "memory of requests": harness.engine.parts.budget.view()["held_bytes"],
         "cursors that race": len(cache.loader.racing),
-        "loads": len(tier._loading),
+        "loads": len(tier._reading),
         "records to spill": len(tier._to_spill),
         "records being written": sum(r.writing != 0 for r in records_of(cache)),
         "leases": n_leases(cache),
         "pins": sum(n.n_pins for n in nodes_of(cache.records.tree)),
-        "orders": io.n_pending,
-        "queued bytes": io.write_nbytes,
+        "orders": worker.n_pending,
+        "queued bytes": worker.write_nbytes,
         "records that leave": cache.records.ledger.leaving_nbytes,
         "a scan": int(tier.scanning),
-        "results": tier._results.qsize(),
+        "results": worker.n_results,
     }
     return {what: n for what, n in pending.items() if n}
 
@@ -40,4 +40,3 @@ def settle(harness: Harness) -> None:
         assert time.monotonic() < until, left
         time.sleep(POLL_S)
     harness.between_steps(lambda: check_books(harness.cache))
-    assert harness.io_threads.faults == []

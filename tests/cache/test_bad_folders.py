@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from firn.cache.storage import tier_set
+from firn.cache.storage import desk
 from firn.cache.tiers._folder import Disk, FileStat
 from tests.cache.test_decisions import admission, ask, server, settle
 from tests.cache.tiers.folders import Lockless
@@ -70,7 +70,7 @@ def test_a_folder_that_takes_long_to_list(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr(tier_set, "FIRST_SCAN_S", 0.01)
+    monkeypatch.setattr(desk, "FIRST_SCAN_S", 0.01)
     ids = words(1, 60)
     with server(tmp_path) as lab:
         ask(lab, ids)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,7 +14,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule, run_s
 from firn.cache import records
 from firn.cache.admin import control as admin
 from firn.cache.parts import Part
-from firn.cache.storage.container import Header, Loaded, Name
+from firn.cache.storage.container import Header, Loaded, Name, TierEntry
 from firn.cache.storage.faults import (
     Damaged,
     Missing,
@@ -24,11 +23,11 @@ from firn.cache.storage.faults import (
     TierFull,
     Unwanted,
 )
-from firn.cache.storage.io import Changes, ReadOrder, TierEntry, WriteOrder
-from firn.cache.storage.threads import Done
+from firn.cache.storage.orders import ReadOrder, ScanOrder, WriteOrder
 from firn.cache.tiers import Gone, TierStatus, TierUsage, WriteResult
 from firn.core.ports import EngineLoad
 from firn.core.values import Namespace, PackedTokens
+from tests.cache.fake_worker import FakeWorker
 from tests.cache.lab import SHAPES, Shape, check_tree, n_leases, records_of
 from tests.cache.test_cache_tree import NAMES, Machine
 from tests.cache.test_decisions import Hasty
@@ -37,31 +36,31 @@ Fate = str
 FATES = st.sampled_from(["well", "well", "well", "well", "fault", "evict", "evict", "damaged"])
 
 
-@dataclass
-class DictIo:
+class DictWorker(FakeWorker):
     """A tier whose orders wait until they are told to run, and may then end badly."""
 
-    carrier: Part
-    """The part of a block that the next block needs."""
-    stored: dict[Name, tuple[Header, list[memoryview]]] = field(default_factory=dict)
-    stamps: dict[Name, float] = field(default_factory=dict)
-    orders: deque[Callable[[Fate], None]] = field(default_factory=deque)
-    damaged: set[Name] = field(default_factory=set)
-    gone: list[Name] = field(default_factory=list)
-    """Records that somebody else deleted; the next scan reports them."""
-    rng: random.Random = field(default_factory=lambda: random.Random(3))
-    paused: bool = False
-    scanned: bool = False
+    def __init__(self, carrier: Part) -> None:
+        super().__init__()
+        self.carrier = carrier
+        """The part of a block that the next block needs."""
+        self.stored: dict[Name, tuple[Header, list[memoryview]]] = {}
+        self.stamps: dict[Name, float] = {}
+        self.orders: deque[Callable[[Fate], None]] = deque()
+        self.damaged: set[Name] = set()
+        self.gone: list[Name] = []
+        """Records that somebody else deleted; the next scan reports them."""
+        self.rng = random.Random(3)
+        self.paused = self.scanned = False
 
-    def try_write(self, order: WriteOrder, done: Done[WriteResult[Name]]) -> bool:
+    def write(self, order: WriteOrder) -> bool:
         if not self.has_room(0):
             return False
-        self.orders.append(lambda fate: done(self._write(order, fate)))
+        self.orders.append(lambda fate: self.end(order, self._write(order, fate)))
         return True
 
     def _write(self, order: WriteOrder, fate: Fate) -> WriteResult[Name] | TierError:
         header = order.header
-        if not order.wanted():
+        if not order.wanted or order.content is None:
             return Unwanted()
         self.paused = fate == "fault"
         if self.paused:
@@ -74,7 +73,7 @@ class DictIo:
             assert not self.is_needed(oldest), "evicted before what needs it"
             evicted.append(oldest)
             del self.stored[oldest]
-        self.stored[header.name] = header, [memoryview(bytes(b)) for b in order.fetch()]
+        self.stored[header.name] = header, [memoryview(bytes(b)) for b in order.content.fetch()]
         self.stamps[header.name] = order.used_at
         self.gone = [name for name in self.gone if name != header.name]
         return WriteResult(1, new=True, evicted=tuple(evicted))
@@ -94,14 +93,12 @@ class DictIo:
     def has_room(self, nbytes: int) -> bool:
         return len(self.orders) < 12
 
-    def defer_writes(self, defer: bool) -> None: ...
-
-    def read(self, order: ReadOrder, done: Done[Loaded]) -> None:
-        self.orders.append(lambda fate: done(self._read(order, fate)))
+    def read(self, order: ReadOrder) -> None:
+        self.orders.append(lambda fate: self.end(order, self._read(order, fate)))
 
     def _read(self, order: ReadOrder, fate: Fate) -> Loaded | TierError:
         name = order.name
-        if not order.wanted():
+        if not order.wanted:
             return Unwanted()
         if name not in self.stored:
             return Missing()
@@ -120,10 +117,10 @@ class DictIo:
             if name in self.stored:
                 self.stamps[name] = max(self.stamps[name], stamp)
 
-    def scan(self, batch: Callable[[Changes], None], done: Done[None]) -> None:
+    def scan(self, order: ScanOrder) -> None:
         """In any order: a tier's stamps may come from a clock that was wrong."""
         gone, self.gone = self.gone, []
-        batch([Gone(name) for name in gone])
+        self.seen([Gone(name) for name in gone])
         if not self.scanned:
             self.scanned = True
             every = [
@@ -131,27 +128,25 @@ class DictIo:
                 for name, (h, raw) in self.stored.items()
             ]
             self.rng.shuffle(every)
-            batch(every)
-        done(None)
+            self.seen(every)
+        self.end(order, None)
 
     def usage(self) -> TierUsage:
         return TierUsage(0, 1 << 20, TierStatus("paused" if self.paused else "ok"))
-
-    def close(self) -> None: ...
 
 
 class OverATier(Machine):
     @initialize(limit=st.sampled_from([60, 200, 600, 1 << 30]))
     def start(self, limit: int) -> None:
         super().start(limit)
-        self.io = DictIo(Part.PAGES if self.shape.pages else Part.WINDOW)
+        self.io = DictWorker(Part.PAGES if self.shape.pages else Part.WINDOW)
         self.asked: list[tuple[int, int, list[int]]] = []
         self.add_tier()
 
     def add_tier(self) -> None:
         self.tree.records.estimates = Hasty()
         names = [Namespace(name) for name in NAMES]
-        self.tree.add_tier("ssd", self.io, namespaces=names, wake=lambda: None)
+        self.tree.add_tier("ssd", self.io, namespaces=names)
 
     @rule(
         base=st.integers(0, 2),

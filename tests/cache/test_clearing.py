@@ -18,9 +18,9 @@ import pytest
 from firn.cache.admin.control import CacheAdmin, Json
 from firn.cache.admin.transfer import export, import_file
 from firn.cache.storage.catalogue import name_of
+from firn.cache.storage.container import load
 from firn.cache.storage.faults import NotForgotten
-from firn.cache.storage.io import TierIo, load
-from firn.cache.storage.threads import IoThreads
+from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers._folder import Disk
 from firn.cache.tiers.ssd import SsdTier
@@ -61,11 +61,9 @@ class Server(LabEngine):
         cache.records.estimates = Patient()
         super().__init__(DENSE, cache=cache)
         tier = SsdTier(TierOptions(str(folder), GIB), disk=self.disk)
-        self.io = TierIo(tier, IoThreads())
+        self.worker = TierWorker(tier, wake=self.engine.wake)
         self.between_steps(
-            lambda: cache.add_tier(
-                "ssd", self.io, namespaces=[ALICE, BOB, EVERYONE], wake=self.engine.wake
-            )
+            lambda: cache.add_tier("ssd", self.worker, namespaces=[ALICE, BOB, EVERYONE])
         )
         self.admin = CacheAdmin(self.tree, self._run, pin_cap_nbytes=0)
 
@@ -181,7 +179,7 @@ def test_what_cannot_be_deleted_is_tried_again(tmp_path: Path) -> None:
         settle(lab)
         lab.disk.refuses_deletes = True
         lab.clear()
-        lab.tick_until(lambda: len(lab.io._undeleted) == len(lab.files))
+        lab.tick_until(lambda: len(lab.worker.records._undeleted) == len(lab.files))
         lab.disk.refuses_deletes = False
         lab.rescan()
         lab.tick_until(lambda: not lab.files)
@@ -196,7 +194,7 @@ def test_a_name_that_could_not_be_deleted_is_written_anew(tmp_path: Path) -> Non
         settle(lab)
         lab.disk.refuses_deletes = True
         lab.clear()
-        lab.tick_until(lambda: len(lab.io._undeleted) == len(lab.files))
+        lab.tick_until(lambda: len(lab.worker.records._undeleted) == len(lab.files))
         lab.disk.refuses_deletes = False
         ask(lab, ids)
         settle(lab)
@@ -217,7 +215,7 @@ def test_a_clearing_that_cannot_be_kept_is_no_success(tmp_path: Path) -> None:
         assert lab.n_cached(ids) == 0, "this server has forgotten it all the same"
         lab.disk.refuses_notes = False
         lab.rescan()
-        assert lab.io._tier.buried(), "the next scan has noted it"  # type: ignore[attr-defined]
+        assert lab.worker.records.tier.buried(), "the next scan has noted it"  # type: ignore[attr-defined]
         assert lab.clear() == {"freed_bytes": 0}
 
 
@@ -243,7 +241,7 @@ def test_what_is_imported_after_a_clearing_is_found(tmp_path: Path) -> None:
     with server(folder) as first:
         ask(first, ids)
         settle(first)
-        tier = first.io._tier
+        tier = first.worker.records.tier
         names = [name_of(r) for r in sorted(records_of(first.tree), key=lambda r: r.node.start)]
         export(names, partial(load, tier), archive)
         first.clear()

@@ -19,8 +19,7 @@ from firn.cache.parts import Part
 from firn.cache.planning.estimates import Estimates
 from firn.cache.planning.estimates_file import SAVE_EVERY_S, EstimatesFile
 from firn.cache.prefix import PrefixCache, PrefixCursor
-from firn.cache.storage.io import TierIo
-from firn.cache.storage.threads import IoThreads
+from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
 from firn.cache.tree import Mark, Tree
@@ -212,7 +211,7 @@ DEADLINE_S = 30.0
 def server_over(folder: Path, shape: Shape = DENSE) -> Iterator[PrefixCache]:
     cache = tree(shape, block=8, clock=time.monotonic)
     tier = SsdTier(TierOptions(str(folder), limit_nbytes=1 << 30))
-    cache.add_tier("ssd", TierIo(tier, IoThreads()), namespaces=[EVERYONE], wake=lambda: None)
+    cache.add_tier("ssd", TierWorker(tier), namespaces=[EVERYONE])
     try:
         yield cache
     finally:

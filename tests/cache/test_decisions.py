@@ -19,8 +19,7 @@ from firn.cache.admin import control as admin
 from firn.cache.parts import Part
 from firn.cache.planning.estimates import Estimates
 from firn.cache.prefix import PrefixCache
-from firn.cache.storage.io import TierIo
-from firn.cache.storage.threads import IoThreads
+from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers._folder import Disk
 from firn.cache.tiers.ssd import SsdTier
@@ -96,10 +95,10 @@ def server(
     cache = tree(shape, block=BLOCK, limit_nbytes=limit_nbytes, clock=time.monotonic)
     cache.records.estimates = estimates()
     options = TierOptions(str(folder), GIB)
-    io = TierIo(tier or SsdTier(options, disk=disk), IoThreads())
     with LabEngine(shape, cache=cache, chunk=chunk) as lab:
         names = [Namespace("")]
-        lab.between_steps(lambda: cache.add_tier("ssd", io, namespaces=names, wake=lab.engine.wake))
+        worker = TierWorker(tier or SsdTier(options, disk=disk), wake=lab.engine.wake)
+        lab.between_steps(lambda: cache.add_tier("ssd", worker, namespaces=names))
         yield lab
         settle(lab)
 
@@ -250,7 +249,7 @@ def test_a_row_jumps_ahead_when_the_load_lands_first(tmp_path: Path) -> None:
         def land(*_: object) -> None:
             if len(lab.runner.prefills) == 2:
                 disk.resume()
-                wait_until(lambda: tier._results.qsize() >= len(tier._loading))
+                wait_until(lambda: tier._worker.n_results >= len(tier._reading))
 
         disk.stall()
         lab.runner.faults.prefill = land

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeVar
@@ -20,18 +20,18 @@ from hypothesis import strategies as st
 
 from firn.cache.loading import ASK_PATIENCE_S
 from firn.cache.planning.estimates import Estimates
-from firn.cache.storage.container import Loaded, Name, pack, unpack
+from firn.cache.storage.container import Name, pack, unpack
 from firn.cache.storage.faults import Missing, TierError, TierFault, Unwanted
-from firn.cache.storage.io import Changes, ReadOrder, WriteOrder
+from firn.cache.storage.orders import AskOrder, Order, ReadOrder, WriteOrder
 from firn.cache.storage.spill_policy import spill_policy
-from firn.cache.storage.store_io import Find
-from firn.cache.storage.threads import Done
-from firn.cache.tiers import FoundRecord, TierUsage, WriteResult
+from firn.cache.storage.store_search import search
+from firn.cache.tiers import FoundRecord, WriteResult
 from firn.cache.tiers._store import DEADLINE_S
 from firn.core.ports import EngineLoad
 from firn.core.values import CacheControl, Namespace
 from firn.engine.engine import LOAD_TICK_S
 from firn.engine.scheduler import chunk_end
+from tests.cache.fake_worker import FakeWorker
 from tests.cache.lab import DENSE, SHAPES, LabLayer, LabRow, SetClock, Shape, prompt_of, tree
 from tests.hash_runner import prompt_of as words
 
@@ -76,50 +76,48 @@ class Takes:
     """How many reads are answered before the others hang."""
 
 
-class SlowStore:
-    """Implements Io and Searchable. Records are shared; time is the test's."""
+class SlowStore(FakeWorker):
+    """Records are shared; time is the test's."""
+
+    is_store = True
 
     def __init__(self, time: Time, records: dict[Name, bytes], takes: Takes) -> None:
+        super().__init__(time)
         self.time = time
         self.records = records
         self.takes = takes
         self.free_at = [0.0] * N_THREADS
         """When each thread is done with what it was given."""
 
-    @property
-    def deadline_s(self) -> float:
-        return self.takes.deadline
+        self.deadline_s = takes.deadline
 
-    def _call(self, seconds: float, work: Callable[[], T], done: Done[T]) -> None:
+    def _call(self, seconds: float, order: Order, work: Callable[[], object]) -> None:
         def end() -> None:
             try:
                 if seconds > self.takes.deadline:
                     raise TierFault("too slow")
-                done(work())
+                self.end(order, work())
             except TierError as e:
-                done(e)
+                self.end(order, e)
 
         self.time.after(min(seconds, self.takes.deadline), end)
 
-    def ask(self, search: Callable[[Find], T], done: Done[T]) -> None:
-        n_rounds = 0
+    def ask(self, order: AskOrder) -> None:
+        n_rounds, under_way = 1, search(order.question)
+        try:
+            names = next(under_way)
+            while True:
+                there = {name: self.records[name] for name in names if name in self.records}
+                found = {n: FoundRecord(str(n), len(raw), 1e9) for n, raw in there.items()}
+                names = under_way.send(found)
+                n_rounds += 1
+        except StopIteration as end:
+            entries = end.value
+        self._call(self.takes.find * n_rounds, order, lambda: entries)
 
-        def find(names: Sequence[Name]) -> dict[Name, FoundRecord]:
-            nonlocal n_rounds
-            n_rounds += 1
-            there = ((name, self.records.get(name)) for name in names)
-            return {
-                name: FoundRecord(str(name), len(raw), 1e9)
-                for name, raw in there
-                if raw is not None
-            }
-
-        entries = search(find)
-        self._call(self.takes.find * n_rounds, lambda: entries, done)
-
-    def read(self, order: ReadOrder, done: Done[Loaded]) -> None:
-        def work() -> Loaded:
-            if not order.wanted():
+    def read(self, order: ReadOrder) -> None:
+        def work() -> object:
+            if not order.wanted:
                 raise Unwanted
             if order.name not in self.records:
                 raise Missing
@@ -130,33 +128,19 @@ class SlowStore:
         thread = self.free_at.index(min(self.free_at))
         begins = max(self.free_at[thread], self.time.now)
         self.free_at[thread] = begins + min(seconds, self.takes.deadline)
-        self.time.after(begins - self.time.now, lambda: self._call(seconds, work, done))
+        self.time.after(begins - self.time.now, lambda: self._call(seconds, order, work))
 
-    def try_write(self, order: WriteOrder, done: Done[WriteResult[Name]]) -> bool:
-        def work() -> WriteResult[Name]:
-            record = b"".join(pack(order.header, order.fetch()).pieces)
+    def write(self, order: WriteOrder) -> bool:
+        assert order.content is not None
+        content = order.content
+
+        def work() -> object:
+            record = b"".join(pack(order.header, content.fetch()).pieces)
             self.records[order.header.name] = record
             return WriteResult(len(record), new=True)
 
-        self._call(self.takes.write, work, done)
+        self._call(self.takes.write, order, work)
         return True
-
-    def scan(self, batch: Callable[[Changes], None], done: Done[None]) -> None:
-        done(None)
-
-    def has_room(self, nbytes: int) -> bool:
-        return True
-
-    def defer_writes(self, defer: bool) -> None: ...
-
-    def delete(self, names: Iterable[Name]) -> None: ...
-
-    def touch(self, stamps: Mapping[Name, float]) -> None: ...
-
-    def usage(self) -> TierUsage:
-        return TierUsage(0, 0)
-
-    def close(self) -> None: ...
 
 
 class Server:
@@ -173,8 +157,7 @@ class Server:
             "store",
             self.store,
             namespaces=[EVERYONE],
-            wake=lambda: None,
-            accepts=spill_policy("all", BLOCK),
+            policy=spill_policy("all", BLOCK),
         )
 
     def late_s(self, ids: list[int]) -> float:

@@ -24,8 +24,7 @@ from mlx_lm.models.cache import KVCache
 
 from firn.cache.layout import Layout
 from firn.cache.prefix import CacheSettings, PrefixCache
-from firn.cache.storage.io import TierIo
-from firn.cache.storage.threads import IoThreads
+from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
 from firn.core.ports import At, Cursor, EngineLoad, RowView
@@ -39,8 +38,8 @@ OUT = {
     "committed": "Committer.commit",
     "cut": "KVCodec.cut",
     "held": "Ledger.hold",
-    "spilled": "TierClient.spill",
-    "ordered": "TierIo.try_write",
+    "spilled": "SpillQueue.add",
+    "ordered": "TierWorker.submit",
     "packed": "pack",
     "written": "SsdTier.write",
     "known as stored": "Ledger.end_write",
@@ -48,7 +47,7 @@ OUT = {
 BACK = {
     "looked up": "Walk.of",
     "planned": "make_plan",
-    "ordered": "TierIo.read",
+    "ordered": "TierWorker.submit",
     "read": "SsdTier.read",
     "verified": "unpack",
     "made arrays": "from_host",
@@ -56,7 +55,7 @@ BACK = {
     "made a value": "Restorer.restore",
     "filled into the row": "KVCodec.fill",
 }
-MAX_OUT, MAX_BACK, MAX_FILES = 30, 31, 18
+MAX_OUT, MAX_BACK, MAX_FILES = 30, 30, 18
 BLOCK = 8
 DEADLINE_S = 30.0
 
@@ -146,7 +145,7 @@ def cache_over(folder: Path) -> PrefixCache:
         dtype="float32",
     )
     tier = SsdTier(TierOptions(str(folder), limit_nbytes=1 << 30))
-    cache.add_tier("ssd", TierIo(tier, IoThreads()), namespaces=[Namespace("")], wake=lambda: None)
+    cache.add_tier("ssd", TierWorker(tier), namespaces=[Namespace("")])
     cache.confirm()
     return cache
 

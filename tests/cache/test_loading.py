@@ -12,9 +12,7 @@ from firn.cache.cursor import MAX_LATE, Loading
 from firn.cache.loading import DEADLINE_FACTOR, MIN_DEADLINE_S
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixCursor
-from firn.cache.storage.container import Loaded
-from firn.cache.storage.io import ReadOrder
-from firn.cache.storage.threads import Done
+from firn.cache.storage.orders import ReadOrder
 from firn.core.keys import packed_tokens
 from firn.core.ports import EngineLoad
 from firn.core.values import CacheControl, KeyTokens, Namespace, PackedTokens
@@ -32,8 +30,8 @@ from tests.cache.lab import (
     tree,
 )
 from tests.cache.planning.test_plan import Told
-from tests.cache.storage.test_client import SickIo
-from tests.cache.test_cache_over_tier import DictIo
+from tests.cache.storage.test_desk import SickWorker
+from tests.cache.test_cache_over_tier import DictWorker
 from tests.cache.test_decisions import Hasty
 from tests.hash_runner import prompt_of as words
 
@@ -104,9 +102,13 @@ def test_a_load_whose_arrays_take_the_engine_longer_than_computing_does_not_win(
 
 def test_a_jump_does_not_let_go_of_what_a_load_still_needs() -> None:
     """Blocks 6 and 7 are in memory, the rest is loaded; a neighbour computes the first four."""
-    cache, io, ids = tree(DENSE, block=BLOCK, limit_nbytes=GIB), DictIo(Part.PAGES), words(1, 81)
+    cache, io, ids = (
+        tree(DENSE, block=BLOCK, limit_nbytes=GIB),
+        DictWorker(Part.PAGES),
+        words(1, 81),
+    )
     cache.records.estimates = Hasty()
-    cache.add_tier("ssd", io, namespaces=[EVERYONE], wake=lambda: None)
+    cache.add_tier("ssd", io, namespaces=[EVERYONE])
 
     def run_orders() -> None:
         while io.orders:
@@ -150,9 +152,9 @@ class Cached:
 
     def __init__(self, shape: Shape, ids: Sequence[int]) -> None:
         self.shape, self.ids = shape, ids
-        self.cache, self.io = tree(shape, block=BLOCK, limit_nbytes=GIB), DictIo(Part.PAGES)
+        self.cache, self.io = tree(shape, block=BLOCK, limit_nbytes=GIB), DictWorker(Part.PAGES)
         self.cache.records.estimates = Hasty()
-        self.cache.add_tier("ssd", self.io, namespaces=[EVERYONE], wake=lambda: None)
+        self.cache.add_tier("ssd", self.io, namespaces=[EVERYONE])
 
     def run_orders(self) -> None:
         while self.io.orders:
@@ -348,17 +350,17 @@ def test_what_is_computed_before_its_read_is_ordered_is_not_read(few_orders: int
 # --- how long it may take ------------------------------------------------------------------
 
 
-class MuteIo(SickIo):
+class MuteWorker(SickWorker):
     """Reads never end."""
 
-    def read(self, order: ReadOrder, done: Done[Loaded]) -> None: ...
+    def read(self, order: ReadOrder) -> None: ...
 
 
 def test_a_load_that_should_take_long_is_given_time() -> None:
     now, load_s = [0.0], 60.0
     cache, ids = tree(DENSE, block=8, clock=lambda: now[0]), words(1, 400)
     cache.records.estimates = Told(lambda nbytes: load_s)
-    cache.add_tier("ssd", MuteIo(lambda name: None), namespaces=[EVERYONE], wake=lambda: None)
+    cache.add_tier("ssd", MuteWorker(lambda name: None), namespaces=[EVERYONE])
     with LabEngine(DENSE, cache=cache) as lab:
         lab.submit(ids, 1).wait().check()
         lab.between_steps(lambda: cache.set_room(0))

@@ -10,8 +10,7 @@ import pytest
 from firn.cache import records
 from firn.cache.admin import control as admin
 from firn.cache.prefix import PrefixCache
-from firn.cache.storage.io import TierIo
-from firn.cache.storage.threads import IoThreads
+from firn.cache.storage.worker import TierWorker
 from firn.core.ports import EngineLoad
 from firn.core.values import CacheControl, Namespace, Prompt
 from tests.cache.lab import (
@@ -63,8 +62,8 @@ def test_a_prompt_that_is_longer_than_memory_is_stored_to_its_end(
 
 def opened(stored: dict[str, bytes], *, limit_nbytes: int) -> PrefixCache:
     cache = tree(DENSE, block=BLOCK, limit_nbytes=limit_nbytes)
-    io = TierIo(DictTier(1 << 20, stored), IoThreads(1))
-    cache.add_tier("ssd", io, namespaces=[NS], wake=lambda: None)
+    io = TierWorker(DictTier(1 << 20, stored), n_threads=1)
+    cache.add_tier("ssd", io, namespaces=[NS])
     return cache
 
 

@@ -78,7 +78,7 @@ class Teller:
         settle(small)
         again = [ask(small, ids) for ids in PROMPTS]
         settle(small)
-        stats, usage = small.cache.stats, small.io.usage()
+        stats, usage = small.cache.stats, small.worker.usage()
         small.close()
         return Told(
             cold,
@@ -204,11 +204,11 @@ def test_a_token_is_stored_once_and_as_it_is(
         n_files, nbytes = on_disk(tmp_path, Part.PAGES)
         wanted = n_distinct(texts) * token_nbytes
         assert wanted <= nbytes <= wanted * 1.03 + n_files * HEADER_NBYTES
-        written = warm.io.usage().counts["bytes_written"]
+        written = warm.worker.usage().counts["bytes_written"]
         for ids in prompts:
             warm.ask(ids, 4)
         settle(warm)
-        assert warm.io.usage().counts["bytes_written"] == written, "a record was written twice"
+        assert warm.worker.usage().counts["bytes_written"] == written, "a record was written twice"
 
 
 def row_nbytes(build: Build) -> tuple[int, int]:

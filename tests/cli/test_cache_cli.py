@@ -19,9 +19,8 @@ from click.testing import Result
 
 from firn.cache.admin.inventory import ModelNote, note_model, prefixes, records_of, take_inventory
 from firn.cache.parts import Part
-from firn.cache.storage.container import Name
+from firn.cache.storage.container import Name, load
 from firn.cache.storage.faults import Refused, TierFault
-from firn.cache.storage.io import load
 from firn.cache.storage.seal import load_seal
 from firn.cache.tiers._folder import Disk, path_of
 from firn.cache.tiers.ssd import SsdTier

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from typing import Any
 
@@ -10,11 +10,12 @@ import numpy as np
 
 from firn.cache.storage.container import Loaded, Name
 from firn.cache.storage.faults import Missing, TierFull
-from firn.cache.storage.io import Changes, Done, ReadOrder, WriteOrder
-from firn.cache.tiers import TierUsage, WriteResult
+from firn.cache.storage.orders import ReadOrder, WriteOrder
+from firn.cache.tiers import WriteResult
 from firn.core.ports import EngineLoad
 from firn.core.values import CacheControl, Namespace, Prompt
 from firn.traces.trace import Trace
+from tests.cache.fake_worker import FakeWorker
 from tests.cache.lab import DENSE, LabLayer, LabRow, Steady, tree
 
 BLOCK = 4
@@ -23,36 +24,33 @@ BLOCK_NBYTES = 2 * 4 * BLOCK
 NOBODY = Namespace("")
 
 
-class RecordIo:
-    """Implements storage.io.Io: keeps the tier contract, completes every call immediately, and has
-    room for `n_records` records."""
+class RecordWorker(FakeWorker):
+    """Keeps the tier contract, completes every order immediately, and has room for `n_records`."""
 
     def __init__(self, n_records: int) -> None:
+        super().__init__()
         self._n_records = n_records
         self._held: dict[Name, Loaded] = {}
         self._stamps: dict[Name, float] = {}
 
-    def try_write(self, order: WriteOrder, done: Done[WriteResult[Name]]) -> bool:
+    def write(self, order: WriteOrder) -> bool:
         name, evicted = order.header.name, ()
         if len(self._held) >= self._n_records:
             oldest, stamp = min(self._stamps.items(), key=itemgetter(1))
             if stamp > order.used_at:
-                done(TierFull())
+                self.end(order, TierFull())
                 return True
             del self._held[oldest], self._stamps[oldest]
             evicted = (oldest,)
-        self._held[name] = Loaded(order.header, [memoryview(bytearray(b)) for b in order.fetch()])
+        assert order.content is not None
+        buffers = [memoryview(bytearray(b)) for b in order.content.fetch()]
+        self._held[name] = Loaded(order.header, buffers)
         self._stamps[name] = order.used_at
-        done(WriteResult(BLOCK_NBYTES, new=True, evicted=evicted))
+        self.end(order, WriteResult(BLOCK_NBYTES, new=True, evicted=evicted))
         return True
 
-    def has_room(self, nbytes: int) -> bool:
-        return True
-
-    def defer_writes(self, defer: bool) -> None: ...
-
-    def read(self, order: ReadOrder, done: Done[Loaded]) -> None:
-        done(self._held.get(order.name) or Missing())
+    def read(self, order: ReadOrder) -> None:
+        self.end(order, self._held.get(order.name) or Missing())
 
     def delete(self, names: Iterable[Name]) -> None:
         for name in names:
@@ -63,14 +61,6 @@ class RecordIo:
         for name, stamp in stamps.items():
             if name in self._stamps:
                 self._stamps[name] = max(self._stamps[name], stamp)
-
-    def scan(self, batch: Callable[[Changes], None], done: Done[None]) -> None:
-        done(None)
-
-    def usage(self) -> TierUsage:
-        return TierUsage(0, 1 << 20)
-
-    def close(self) -> None: ...
 
 
 class Eager(Steady):
@@ -102,7 +92,7 @@ def play_for_real(
     )
     cache.records.estimates = Eager()
     if ssd_blocks:
-        cache.add_tier("ssd", RecordIo(ssd_blocks), namespaces=[NOBODY], wake=lambda: None)
+        cache.add_tier("ssd", RecordWorker(ssd_blocks), namespaces=[NOBODY])
     found = []
     for i in range(len(trace)):
         now[0] = float(trace.at[i])

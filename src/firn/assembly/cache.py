@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import platform
 import re
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,13 +13,12 @@ from firn.cache.admin.inventory import ModelNote, note_model
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixCache
-from firn.cache.storage.io import Io, TierIo
+from firn.cache.storage.orders import Worker
 from firn.cache.storage.seal import Seal, load_seal
 from firn.cache.storage.spill_policy import spill_policy
 from firn.cache.storage.store_address import parse_address
-from firn.cache.storage.store_io import StoreIo
-from firn.cache.storage.threads import IoThreads
-from firn.cache.tiers import Store, TierOptions, discover
+from firn.cache.storage.worker import TierWorker
+from firn.cache.tiers import TierOptions, discover
 from firn.config import CacheConfig, Config, default_cache_dir
 from firn.core.errors import SetupError, UnknownCacheLayer
 from firn.core.memory_plan import GIB, MIB, STORE_QUEUE_NBYTES
@@ -36,9 +33,8 @@ FLUSH_S = 15.0
 """How long a stopping server may take to write records that are only in memory."""
 STORE_FLUSH_S = 5.0
 """How long it may take for a store."""
-SAY_EVERY_S = 1.0
 N_STORE_THREADS = 8
-"""Each store has its own, so that a hanging store does not block the disk. They mostly wait."""
+"""They mostly wait."""
 
 
 def check_settings(config: CacheConfig) -> None:
@@ -135,7 +131,7 @@ def add_tiers(
     config: Config,
     cache: PrefixCache,
     model: ModelInfo,
-    threads: IoThreads,
+    write_queue_nbytes: int,
     *,
     device: str,
     namespaces: Sequence[Namespace],
@@ -152,45 +148,36 @@ def add_tiers(
             options = leader_parts.options_of(options)
         folder = Path(options.location)
         exclude_from_backups(folder)
-        own = TierIo(
+        own = TierWorker(
             kinds[name](options),
-            threads,
             seal=seal,
+            max_write_nbytes=write_queue_nbytes,
             flush_timeout_s=FLUSH_S,
-            progress=FlushProgress(),
+            wake=wake,
         )
-        io: Io = own if leader_parts is None else leader_parts.io_over(own, cache)
+        worker: Worker = own if leader_parts is None else leader_parts.worker_over(own, cache)
         where = re.sub(r"[^\w-]", "-", f"{device}-{platform.node()}")
         cache.keep_estimates(folder / "models" / f"{model.fingerprint.hex()}.{where}.estimates")
-        cache.add_tier(name, io, namespaces=namespaces, wake=wake)
+        cache.add_tier(name, worker, namespaces=namespaces)
         note_model(folder, model.fingerprint, ModelNote(model.name, model.path))
-        limit = io.usage().limit_nbytes / GIB
+        limit = worker.usage().limit_nbytes / GIB
         log.info(
             "%s cache: %s, at most %.3g GiB (--no-ssd-cache turns it off)", name, folder, limit
         )
     for address in map(parse_address, config.cache.tiers):
-        accepts = spill_policy(address.spill, cache.settings.block)
-        store = kinds[address.kind](address.options)
-        assert isinstance(store, Store)
-        own_threads = IoThreads(N_STORE_THREADS, max_write_nbytes=STORE_QUEUE_NBYTES)
-        io = StoreIo(store, own_threads, seal=seal, flush_timeout_s=STORE_FLUSH_S)
-        cache.add_tier(address.kind, io, namespaces=namespaces, wake=wake, accepts=accepts)
+        policy = spill_policy(address.spill, cache.settings.block)
+        worker = TierWorker(
+            kinds[address.kind](address.options),
+            seal=seal,
+            n_threads=N_STORE_THREADS,
+            max_write_nbytes=STORE_QUEUE_NBYTES,
+            flush_timeout_s=STORE_FLUSH_S,
+            wake=wake,
+        )
+        cache.add_tier(address.kind, worker, namespaces=namespaces, policy=policy)
         log.info("%s store: %s, spill %s", address.kind, address.shown, address.spill)
 
 
 def seal_of(config: Config) -> Seal | None:
     key_file = config.cache.ssd_cache_key_file
     return load_seal(key_file) if key_file else None
-
-
-class FlushProgress:
-    """Logs how much remains to be written before exit, once a second."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._next_at = -math.inf
-
-    def __call__(self, n_left: int, nbytes_left: int) -> None:
-        if self._clock() >= self._next_at:
-            self._next_at = self._clock() + SAY_EVERY_S
-            log.info("writing records before exit: %d left, %d MiB", n_left, nbytes_left // MIB)

@@ -21,9 +21,8 @@ from firn.assembly.model import ServerSpec, find_folder, load_model, row_cost, s
 from firn.backends.contract import execution_of
 from firn.cache.prefix import CacheSettings
 from firn.cache.ranks.slices import Identity, Slices
-from firn.cache.storage.io import TierIo
-from firn.cache.storage.threads import IoThreads
-from firn.cache.tiers import TierOptions, discover
+from firn.cache.storage.worker import TierWorker
+from firn.cache.tiers import OpenTier, TierOptions, discover
 from firn.config import Config
 from firn.core.errors import SetupError, UnknownCacheLayer
 from firn.core.memory_plan import MachineMemory
@@ -42,7 +41,9 @@ log = logging.getLogger("firn.ranks")
 
 END_S = FLUSH_S + 10.0
 """How long it may take to end once it is told to."""
-PAYLOADS = frozenset({"cut", "tokens", "copied", "joined", "drop", "arrive", "touch", "defer"})
+PAYLOADS = frozenset(
+    {"cut", "tokens", "copied", "joined", "drop", "arrive", "touch", "defer", "poll"}
+)
 """Calls before which lazily cut payloads need not be evaluated."""
 
 
@@ -169,20 +170,30 @@ def _slices(
         layout, computed_in(loaded, compute.backend.arithmetic, member.text)
     )
     identity = Identity(loaded.info.fingerprint, text)
-    slices = Slices(layout, identity, answer=follower.answer, to_self=follower.put)
-    for name, tier in tiers_of(options).items():
-        slices.add_tier(_tier(config, member, name, tier, write_queue_nbytes))
-    return slices
+    workers = [
+        _worker(config, member, follower, discover()[name], tier, write_queue_nbytes)
+        for name, tier in tiers_of(options).items()
+    ]
+    return Slices(layout, identity, answer=follower.answer, worker=next(iter(workers), None))
 
 
-def _tier(
-    config: Config, member: RankMember, name: str, options: TierOptions, write_queue_nbytes: int
-) -> TierIo:
+def _worker(
+    config: Config,
+    member: RankMember,
+    follower: Follower,
+    open_tier: OpenTier,
+    options: TierOptions,
+    write_queue_nbytes: int,
+) -> TierWorker:
     folder = member.folder(Path(options.location))
     exclude_from_backups(folder)
-    tier = discover()[name](replace(options, location=str(folder)))
-    threads = IoThreads(max_write_nbytes=write_queue_nbytes)
-    return TierIo(tier, threads, seal=seal_of(config), flush_timeout_s=FLUSH_S)
+    return TierWorker(
+        open_tier(replace(options, location=str(folder))),
+        seal=seal_of(config),
+        max_write_nbytes=write_queue_nbytes,
+        flush_timeout_s=FLUSH_S,
+        wake=lambda: follower.put(RankCall("poll")),
+    )
 
 
 @dataclass(eq=False)

@@ -23,7 +23,6 @@ from firn.backends.contract import ComputeBackend, execution_of
 from firn.backends.memory import limit_buffer_cache, used_nbytes
 from firn.cache.off import CacheOff
 from firn.cache.prefix import PrefixCache
-from firn.cache.storage.threads import IoThreads
 from firn.config import Config
 from firn.core.memory_plan import MIN_CAPACITY_NBYTES, MemoryPlan
 from firn.core.values import ModelInfo
@@ -127,7 +126,7 @@ def _decoder_parts(
         exact=compute.exact,
         backend=backend,
         cache_nbytes=cache_nbytes(config, alone_nbytes),
-        add_tiers=lambda cache, model: put_on_tiers(cache, model, _draft_io()),
+        add_tiers=lambda cache, model: put_on_tiers(cache, model, speculation.DRAFT_QUEUE_NBYTES),
         folder=draft_folder,
     )
     drafting = speculation.build(config, loaded, setup)
@@ -156,7 +155,7 @@ def _decoder_parts(
     )
     if isinstance(cache, PrefixCache):
         _prepare_cache(config, cache, recipes=preparer.recipes)
-        put_on_tiers(cache, info, IoThreads(max_write_nbytes=planned.plan.write_queue_nbytes))
+        put_on_tiers(cache, info, planned.plan.write_queue_nbytes)
     cache.set_room(budget.free_nbytes())
     max_padding = capacity_nbytes // PADDING_PARTS // max(cost.per_token_nbytes, 1)
     return ServerParts(
@@ -195,14 +194,10 @@ def _plan(
     return planned
 
 
-def _draft_io() -> IoThreads:
-    return IoThreads(max_write_nbytes=speculation.DRAFT_QUEUE_NBYTES)
-
-
 def _tiers(
     spec: ServerSpec, *, device: str, wake: Callable[[], None]
-) -> Callable[[PrefixCache, ModelInfo, IoThreads], None]:
-    """Adds the tiers below memory to a cache."""
+) -> Callable[[PrefixCache, ModelInfo, int], None]:
+    """Adds the tiers below memory to a cache, with room for this many bytes that wait to be written."""
     return partial(
         add_tiers,
         spec.config,

@@ -9,7 +9,7 @@ Owner: the engine thread, through the prefix cache.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 
 from firn.cache.cursor import CacheCursor, Loading, LoadNews, PendingQuestion
@@ -18,9 +18,9 @@ from firn.cache.planning import checkpoints
 from firn.cache.planning.match import ANYWHERE, Match, Walk, has_parts, resume_points
 from firn.cache.planning.plan import GRACE_S, UNKNOWN_PATIENCE_S, ResumePlan, make_plan
 from firn.cache.records import Records
-from firn.cache.storage.client import TierClient
-from firn.cache.storage.events import ReadFailed, RecordRead, StoreAnswered
+from firn.cache.storage.desk import TierDesk
 from firn.cache.storage.faults import Damaged, Missing, TierError, Unusable
+from firn.cache.storage.orders import ReadFailed, RecordRead, StoreAnswered
 from firn.cache.storage.store_search import StoreQuestion
 from firn.cache.tree import Node, Record
 from firn.core.reuse import Cause
@@ -104,7 +104,7 @@ class Loader:
             if not record.stored:
                 self._plan_without(cursor, Missing())
                 return n_ordered
-            self._records.tiers.fastest_with(record).load(record, _wants(loading, record))
+            self._records.tiers.fastest_with(record).load(record, loading)
             n_ordered += 1
         return n_ordered
 
@@ -133,7 +133,7 @@ class Loader:
 
     # --- what is under way -----------------------------------------------------------------
 
-    def was_read(self, tier: TierClient, event: RecordRead) -> None:
+    def was_read(self, tier: TierDesk, event: RecordRead) -> None:
         """Give a record to the cursors that wait for it."""
         for cursor in self._waiting_for(event.record):
             loads, loading = cursor.loads, cursor.loads.loading
@@ -252,7 +252,7 @@ class Loader:
         for tier in stores:
             tier.ask(question)
 
-    def store_answered(self, tier: TierClient, event: StoreAnswered) -> None:
+    def store_answered(self, tier: TierDesk, event: StoreAnswered) -> None:
         """The tree now knows what the store has: plan again."""
         for cursor in list(self.racing):
             loads, asking = cursor.loads, cursor.loads.asking
@@ -311,10 +311,6 @@ def _obtainable_blocks(walk: Walk, needs: Needs) -> list[Node]:
     """The path up to the first block whose carrier is not here: stores are asked from there on."""
     carrier = needs.by_block[:1]
     return list(takewhile(lambda node: has_parts(node, carrier, ANYWHERE), walk.path))
-
-
-def _wants(loading: Loading, record: Record) -> Callable[[], bool]:
-    return lambda: loading.wants(record)
 
 
 def _cause(error: TierError) -> Cause:

@@ -8,7 +8,7 @@ Owner: the engine thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,10 +27,14 @@ from firn.cache.records import Records
 from firn.cache.restore import Restorer
 from firn.cache.stats import Stats
 from firn.cache.storage.catalogue import CacheIdentity
-from firn.cache.storage.client import accepts_all
-from firn.cache.storage.events import ReadFailed, RecordRead, ScanBatch, StoreAnswered
-from firn.cache.storage.io import Io
-from firn.cache.tree import Record
+from firn.cache.storage.orders import (
+    ReadFailed,
+    RecordRead,
+    ScanBatch,
+    StoreAnswered,
+    Worker,
+)
+from firn.cache.storage.spill_policy import EVERYTHING, SpillPolicy
 from firn.core.clock import SYSTEM_CLOCK, Clock
 from firn.core.keys import packed_tokens
 from firn.core.ports import Cursor, EngineLoad, LiveRow, NullCursor, Restored
@@ -114,19 +118,17 @@ class PrefixCache:
     def add_tier(
         self,
         name: str,
-        io: Io,
+        worker: Worker,
         *,
         namespaces: Sequence[Namespace],
-        wake: Callable[[], None],
-        accepts: Callable[[Record], bool] = accepts_all,
+        policy: SpillPolicy = EVERYTHING,
     ) -> None:
         """Add a tier below memory and the existing tiers.
 
-        namespaces: whose records are recognised in it. wake: makes the engine tick, from any thread.
-        accepts: which records are written there.
+        namespaces: whose records are recognised in it. policy: which records are written there.
         """
         self.records.catalogue.expect_namespaces(namespaces)
-        self.records.add_tier(name, io, wake=wake, accepts=accepts)
+        self.records.add_tier(name, worker, policy)
 
     def keep_estimates(self, path: Path) -> None:
         """Start with the estimates that an earlier process saved at `path`, and save them there."""

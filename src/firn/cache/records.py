@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,22 +26,23 @@ from firn.cache.parts import Needs, Part
 from firn.cache.planning.estimates import Estimates
 from firn.cache.stats import NamespaceStats
 from firn.cache.storage.catalogue import CacheIdentity, RecordCatalogue
-from firn.cache.storage.client import TierClient, accepts_all
 from firn.cache.storage.container import Name
-from firn.cache.storage.events import (
+from firn.cache.storage.desk import Desk, Reported, TierDesk
+from firn.cache.storage.faults import TierError
+from firn.cache.storage.index import TierIndex
+from firn.cache.storage.orders import (
     ReadFailed,
     RecordRead,
     RecordWritten,
+    RootCleared,
     ScanBatch,
     ScanEnded,
     StoreAnswered,
     TierEvent,
+    Worker,
     WriteFailed,
 )
-from firn.cache.storage.faults import TierError
-from firn.cache.storage.index import TierIndex
-from firn.cache.storage.io import Io, RootCleared
-from firn.cache.storage.tier_set import Reported, TierSet
+from firn.cache.storage.spill_policy import EVERYTHING, SpillPolicy
 from firn.cache.tree import Cleared, Mark, Node, Record, Root, Tree
 from firn.core.clock import SYSTEM_CLOCK, Clock
 from firn.core.errors import may_be_device_fault
@@ -94,7 +95,7 @@ class Records:
         self.memory = MemoryTier(
             self.tree, self.ledger, self.rows, limit_nbytes=limit_nbytes, evict=self._evict
         )
-        self.tiers = TierSet(
+        self.tiers = Desk(
             self.ledger, self.tree, self.catalogue, window=needs.window, clock=clock.elapsed
         )
         self.index = TierIndex(self.ledger, self.tree, self.catalogue, self.tiers)
@@ -108,16 +109,9 @@ class Records:
         self._wait_until = math.inf
         """No eviction waits for tiers beyond this time."""
 
-    def add_tier(
-        self,
-        name: str,
-        io: Io,
-        *,
-        wake: Callable[[], None],
-        accepts: Callable[[Record], bool] = accepts_all,
-    ) -> None:
+    def add_tier(self, name: str, worker: Worker, policy: SpillPolicy = EVERYTHING) -> None:
         """Add a tier below the existing ones, and learn what it has."""
-        for tier, event in self.tiers.add(name, io, wake=wake, accepts=accepts):
+        for tier, event in self.tiers.add(name, worker, policy):
             self.apply(tier, event)
 
     # --- computed --------------------------------------------------------------------------
@@ -211,9 +205,10 @@ class Records:
             for tier in self.tiers.lacking(record):
                 if tier.writes:
                     tier.spill_now(record)
-            events = self.tiers.wait_for_writes(lambda: bool(record.stored), WRITE_WAIT_S)
-            for tier, event in events:
+            for tier, event in () if record.stored else self.tiers.take_writes(WRITE_WAIT_S):
                 self.apply(tier, event)
+                if record.stored:
+                    break
         return record.alive and bool(record.stored)
 
     # --- confirmed by the device -----------------------------------------------------------
@@ -317,7 +312,7 @@ class Records:
         self.index.left_memory(record)
         self.index.remove_if_lost(record)
 
-    def _leave(self, record: Record, tiers: Sequence[TierClient]) -> bool:
+    def _leave(self, record: Record, tiers: Sequence[TierDesk]) -> bool:
         """Have it written first. False: no tier accepts it, or too much waits to be written."""
         taking = [tier for tier in tiers if record.is_being_written(tier.number) or tier.writes]
         if not taking:
@@ -328,17 +323,24 @@ class Records:
         self.ledger.leave(record)
         for tier in taking:
             tier.spill_now(record)
-        wait_s = min(self._wait_until - self.clock.elapsed(), WRITE_WAIT_S)
-        events = self.tiers.wait_for_writes(lambda: self.ledger.leaving_nbytes <= allowed, wait_s)
-        for tier, event in events:
-            self.apply(tier, event)
-            if isinstance(event, RecordWritten):  # the tier is slow, not stuck
-                self._wait_until = max(self._wait_until, self.clock.elapsed() + WRITE_WAIT_S)
+        self._wait_for_room(allowed)
         if self.ledger.leaving_nbytes <= allowed or not record.leaving:
             return True
         if not record.writing:  # otherwise a tier has accepted it, and will still write it
             self.counts.dropped(record.node.root.namespace, "write queue full")
         return False
+
+    def _wait_for_room(self, allowed_nbytes: int) -> None:
+        """Wait until no more than this is leaving memory, for a bounded time."""
+        wait_s = min(self._wait_until - self.clock.elapsed(), WRITE_WAIT_S)
+        if self.ledger.leaving_nbytes <= allowed_nbytes:
+            return
+        for tier, event in self.tiers.take_writes(wait_s):
+            self.apply(tier, event)
+            if isinstance(event, RecordWritten):  # the tier is slow, not stuck
+                self._wait_until = max(self._wait_until, self.clock.elapsed() + WRITE_WAIT_S)
+            if self.ledger.leaving_nbytes <= allowed_nbytes:
+                return
 
     def drop(self, records: Iterable[Record]) -> None:
         """Drop these, deepest first, from memory without writing them; what no tier has is lost."""
@@ -390,6 +392,7 @@ class Records:
         detached = self.tree.detach(root, at)
         self.ledger.detach(detached)
         self._cleared.append(self.tree.subtree(detached))
+        self.tiers.give_up_below(root)
         self.index.delete_strays(root)
 
     def _was_cleared(self, cleared: RootCleared) -> None:
@@ -417,7 +420,7 @@ class Records:
             self.apply(tier, event)
             yield tier, event
 
-    def apply(self, tier: TierClient, event: TierEvent) -> None:
+    def apply(self, tier: TierDesk, event: TierEvent) -> None:
         match event:
             case RecordRead(record, arrays, _, array_s):
                 self.estimates.saw_arrays(record.nbytes, array_s)
@@ -446,12 +449,12 @@ class Records:
             case ScanEnded():
                 self.index.drop_most_strays()
 
-    def _was_written(self, tier: TierClient, record: Record, evicted: Sequence[Name]) -> None:
+    def _was_written(self, tier: TierDesk, record: Record, evicted: Sequence[Name]) -> None:
         self._write_ended(tier, record)
         for name in evicted:
             self.index.left_tier(tier, name)
 
-    def _write_ended(self, tier: TierClient, record: Record) -> None:
+    def _write_ended(self, tier: TierDesk, record: Record) -> None:
         """Release it if it waited for this write, unless a request is about to resume from it; delete
         it from the tier if it is outdated."""
         if not self.tree.is_current(record):

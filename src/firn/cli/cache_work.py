@@ -21,6 +21,7 @@ from firn.cache.admin.inventory import (
 )
 from firn.cache.admin.transfer import export as write_export
 from firn.cache.admin.transfer import import_file
+from firn.cache.storage.container import load
 from firn.cache.storage.faults import (
     Damaged,
     Foreign,
@@ -30,7 +31,6 @@ from firn.cache.storage.faults import (
     TierError,
     TierFault,
 )
-from firn.cache.storage.io import load
 from firn.cache.storage.seal import Seal, load_seal
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from firn.cache.prefix import PrefixCache
-from firn.cache.ranks.io import RankIo
 from firn.cache.ranks.mirror import Mirror, MirroredLayout
 from firn.cache.ranks.tree import MirroredTree
-from firn.cache.storage.io import Io
+from firn.cache.ranks.worker import RankWorker
+from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import TierOptions
 from firn.config import WeightsDtype
 from firn.core.values import ModelInfo
@@ -109,12 +109,5 @@ class LeaderParts:
     def options_of(self, options: TierOptions) -> TierOptions:
         return replace(options, location=str(self._member.folder(Path(options.location))))
 
-    def io_over(self, own: Io, tree: PrefixCache) -> RankIo:
-        assert isinstance(tree, MirroredTree)
-        return RankIo(
-            own,
-            self.leader,
-            self._mirror,
-            layout=tree.records.identity.layout,
-            number_of=tree.number_of,
-        )
+    def worker_over(self, own: TierWorker, tree: PrefixCache) -> RankWorker:
+        return RankWorker(own, self.leader, self._mirror, layout=tree.records.identity.layout)

@@ -16,12 +16,12 @@ from firn.cache.arrays.payload import Payload
 from firn.cache.memory.eviction import STATE_SHARE
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixCache
-from firn.cache.storage.tier_set import Reported
+from firn.cache.storage.desk import Reported
 from firn.cache.tree import Mark, Node, Record
 from firn.core.ports import EngineLoad
 from firn.core.values import Namespace, PackedTokens
 from tests.cache.lab import DENSE, HYBRID, WINDOWED, Shape, check_tree, nodes_of, records_of, tree
-from tests.cache.test_cache_over_tier import DictIo
+from tests.cache.test_cache_over_tier import DictWorker
 
 BLOCK = 8
 
@@ -365,10 +365,10 @@ def test_the_room_shrinks_and_grows() -> None:
 
 def unwritten(
     n_blocks: int, *, clock: Callable[[], float] = lambda: 0.0
-) -> tuple[PrefixCache, DictIo]:
+) -> tuple[PrefixCache, DictWorker]:
     """A cache whose records wait for a tier that does nothing until it is told to."""
-    cache, io = tree(DENSE, block=BLOCK, clock=clock), DictIo(Part.PAGES)
-    cache.add_tier("ssd", io, namespaces=[Namespace("")], wake=lambda: None)
+    cache, io = tree(DENSE, block=BLOCK, clock=clock), DictWorker(Part.PAGES)
+    cache.add_tier("ssd", io, namespaces=[Namespace("")])
     for n in range(1, n_blocks + 1):
         record = put(cache, range(1, n + 1))
         assert record is not None
@@ -396,11 +396,11 @@ def test_all_that_leaves_together_waits_once_for_a_tier_that_hangs(
     now = [0.0]
     cache, _ = unwritten(10, clock=lambda: now[0])
 
-    def nothing_is_written(is_done: object, timeout_s: float) -> Sequence[Reported]:
+    def nothing_is_written(timeout_s: float) -> Sequence[Reported]:
         now[0] += timeout_s
         return ()
 
-    monkeypatch.setattr(cache.records.tiers, "wait_for_writes", nothing_is_written)
+    monkeypatch.setattr(cache.records.tiers, "take_writes", nothing_is_written)
     cache.set_room(0)
     assert now[0] == pytest.approx(records.WRITE_WAIT_S)
     cache.set_room(1 << 30)
@@ -414,14 +414,14 @@ def test_all_that_leaves_together_waits_for_a_tier_that_writes(
     cache, io = unwritten(10, clock=lambda: now[0])
     (tier,) = cache.records.tiers
 
-    def one_is_written(is_done: Callable[[], bool], timeout_s: float) -> Iterator[Reported]:
+    def one_is_written(timeout_s: float) -> Iterator[Reported]:
         took_s = 0.8 * records.WRITE_WAIT_S
-        if io.orders and took_s <= timeout_s and not is_done():
+        if io.orders and took_s <= timeout_s:
             now[0] += took_s
             io.orders.popleft()("well")
-            yield from ((tier, event) for event in tier.take_results(math.inf, wait_s=0.0))
+            yield from ((tier, event) for event in tier.take_events(math.inf))
 
-    monkeypatch.setattr(cache.records.tiers, "wait_for_writes", one_is_written)
+    monkeypatch.setattr(cache.records.tiers, "take_writes", one_is_written)
     cache.set_room(0)
     assert not cache.stats.dropped
     assert now[0] > 3 * records.WRITE_WAIT_S

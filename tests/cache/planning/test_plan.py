@@ -11,7 +11,7 @@ from firn.cache.planning.estimates import Estimates
 from firn.cache.planning.plan import MAX_TARGETS, ResumePlan
 from firn.core.values import CacheControl, Namespace, Prompt
 from tests.cache.lab import DENSE, LabEngine, records_of, tree
-from tests.cache.storage.test_client import SickIo
+from tests.cache.storage.test_desk import SickWorker
 from tests.hash_runner import prompt_of as words
 from tests.waiting import wait_until
 
@@ -57,7 +57,7 @@ def planned(
     """
     ids = words(1, BLOCK * N_BLOCKS)
     cache = tree(DENSE, block=BLOCK)
-    cache.add_tier("ssd", SickIo(lambda name: None), namespaces=[EVERYONE], wake=lambda: None)
+    cache.add_tier("ssd", SickWorker(lambda name: None), namespaces=[EVERYONE])
     with LabEngine(DENSE, cache=cache) as lab:
         lab.submit(ids, 1).wait().check()
         total = sum(r.nbytes for r in records_of(cache))

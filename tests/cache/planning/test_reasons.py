@@ -39,7 +39,7 @@ from tests.cache.lab import (
     prompt_of,
     tree,
 )
-from tests.cache.test_cache_over_tier import DictIo
+from tests.cache.test_cache_over_tier import DictWorker
 from tests.cache.test_cache_tree import BASES, BLOCK, CHUNK
 from tests.cache.test_decisions import Hasty, Refusing
 
@@ -153,9 +153,9 @@ class Reasons(RuleBasedStateMachine):
             clock=lambda: self.now,
             wall=lambda: 1e9 + next(ticks),
         )
-        self.io = DictIo(Part.PAGES)
+        self.io = DictWorker(Part.PAGES)
         self.ever: set[tuple[Tokens, int]] = set()
-        self.tree.add_tier("ssd", self.io, namespaces=[EVERYONE], wake=lambda: None)
+        self.tree.add_tier("ssd", self.io, namespaces=[EVERYONE])
         self.decide(refusing=False)
 
     @rule(

@@ -20,6 +20,7 @@ from firn.cache.storage.container import (
     TensorSpec,
     _framed,
     _metadata,
+    head_nbytes,
     pack,
     read_header,
     unpack,
@@ -40,7 +41,7 @@ def opened(folder: Path, seal: Seal | None) -> Folder:
 
 
 def peeked(raw: bytes, seal: Seal | None) -> Tag:
-    return read_header(raw[:4096], len(raw), more=lambda n: raw[:n], seal=seal)
+    return read_header(raw[: max(4096, head_nbytes(raw[:4096], len(raw)))], len(raw), seal=seal)
 
 
 def test_round_trip() -> None:

@@ -20,6 +20,6 @@ def test_a_state_that_no_message_ends_at_cannot_be_asked_for() -> None:
         assert {r.mark >= Mark.TURN for r in states} == {True, False}
         for record in states:
             assert is_findable(record, BLOCK) == (record.mark >= Mark.TURN)
-            assert takes(record) == (record.mark >= Mark.TURN)
+            assert takes.accepts(record) == (record.mark >= Mark.TURN)
         pages = [r for r in records_of(cache) if r.part is Part.PAGES]
         assert all(is_findable(r, BLOCK) for r in pages if r.node.n_tokens == BLOCK)

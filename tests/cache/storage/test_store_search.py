@@ -14,12 +14,11 @@ import pytest
 
 from firn.cache.parts import Needs, Part
 from firn.cache.prefix import PrefixCursor
-from firn.cache.storage.container import Header, Name, unpack
+from firn.cache.storage.container import Header, Name, TierEntry, unpack
 from firn.cache.storage.seal import Seal
 from firn.cache.storage.spill_policy import spill_policy
-from firn.cache.storage.store_io import StoreIo
 from firn.cache.storage.store_search import N_ROUND, StoreQuestion, search
-from firn.cache.storage.threads import IoThreads
+from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import FoundRecord
 from firn.core.errors import SetupError
 from firn.core.events import Admitted
@@ -63,14 +62,21 @@ def question(n_tokens: int, *, n_known: int = 0) -> StoreQuestion:
     )
 
 
-class CountedFind:
-    def __init__(self, there: set[Name]) -> None:
-        self.there = there
-        self.rounds: list[int] = []
+class Searched:
+    """A search over these names, to its end."""
 
-    def __call__(self, names: Sequence[Name]) -> dict[Name, FoundRecord]:
-        self.rounds.append(len(names))
-        return {n: FoundRecord(str(n), 100, 1e9) for n in names if n in self.there}
+    def __init__(self, asked: StoreQuestion, there: set[Name]) -> None:
+        self.rounds: list[int] = []
+        self.entries: list[TierEntry] = []
+        under_way = search(asked)
+        try:
+            names = next(under_way)
+            while True:
+                self.rounds.append(len(names))
+                found = {n: FoundRecord(str(n), 100, 1e9) for n in names if n in there}
+                names = under_way.send(found)
+        except StopIteration as end:
+            self.entries = end.value
 
 
 def chain_names(asked: StoreQuestion) -> list[Name]:
@@ -82,7 +88,7 @@ def test_a_chain_of_any_length_is_found_to_its_end(n_blocks: int) -> None:
     asked = question(n_blocks * BLOCK + 1)
     names = chain_names(asked)
     for n_there in range(n_blocks + 1):
-        entries = search(asked, CountedFind(set(names[:n_there])))
+        entries = Searched(asked, set(names[:n_there])).entries
         assert [entry.name for entry in entries] == names[:n_there]
         assert [entry.label.start for entry in entries] == [i * BLOCK for i in range(n_there)]
 
@@ -93,32 +99,32 @@ def test_a_long_prompt_costs_a_few_dozen_names() -> None:
     names = chain_names(asked)
     most_names = most_rounds = 0
     for n_there in range(0, 391, 7):
-        find = CountedFind(set(names[:n_there]))
-        assert len(search(asked, find)) == n_there
+        find = Searched(asked, set(names[:n_there]))
+        assert len(find.entries) == n_there
         most_names, most_rounds = (
             max(most_names, sum(find.rounds)),
             max(most_rounds, len(find.rounds)),
         )
     assert most_rounds <= 4
     assert most_names <= 11 + 2 * N_ROUND + 1
-    cold = CountedFind(set())
-    assert search(asked, cold) == []
+    cold = Searched(asked, set())
+    assert cold.entries == []
     assert cold.rounds == [11], "a prompt that nobody knows costs one round"
 
 
 def test_what_lies_behind_a_hole_is_not_reached() -> None:
     asked = question(30 * BLOCK + 1)
     names = chain_names(asked)
-    assert search(asked, CountedFind(set(names[1:]))) == []
-    entries = search(asked, CountedFind(set(names) - {names[16]}))
+    assert Searched(asked, set(names[1:])).entries == []
+    entries = Searched(asked, set(names) - {names[16]}).entries
     assert len(entries) == 16
 
 
 def test_only_what_is_not_known_is_asked_for() -> None:
     asked = question(30 * BLOCK + 1, n_known=10)
     assert asked.keys == block_keys(asked.root, asked.prompt.tokens, BLOCK)[10:]
-    find = CountedFind(set(chain_names(asked)[:4]))
-    assert [entry.label.start for entry in search(asked, find)] == [80, 88, 96, 104]
+    entries = Searched(asked, set(chain_names(asked)[:4])).entries
+    assert [entry.label.start for entry in entries] == [80, 88, 96, 104]
     assert question(30 * BLOCK, n_known=29).is_empty
 
 
@@ -139,17 +145,12 @@ def server(
     cache = tree(shape, block=BLOCK, clock=clock, **options)
     cache.records.estimates = Eager()
     with LabEngine(shape, cache=cache) as lab:
-        io = StoreIo(store, IoThreads(4), seal=seal)
+        worker = TierWorker(store, seal=seal, wake=lab.engine.wake, clock=clock)
+        policy = spill_policy(spill, BLOCK)
         lab.between_steps(
-            lambda: cache.add_tier(
-                "store",
-                io,
-                namespaces=[Namespace("")],
-                wake=lab.engine.wake,
-                accepts=spill_policy(spill, BLOCK),
-            )
+            lambda: cache.add_tier("store", worker, namespaces=[Namespace("")], policy=policy)
         )
-        lab.io = io  # type: ignore[attr-defined]
+        lab.worker = worker  # type: ignore[attr-defined]
         yield lab
 
 
@@ -161,7 +162,7 @@ def settle(lab: LabEngine) -> None:
         writing = any(
             r.writing for n in nodes_of(lab.tree.records.tree) for r in n.records.values()
         )
-        return bool(tier._to_spill or tier._loading or writing or tier._results.qsize())
+        return bool(tier._to_spill or tier._reading or writing or tier._worker.n_results)
 
     wait_until(lambda: not lab.between_steps(is_busy))
 
@@ -304,7 +305,7 @@ def test_damaged_and_exchanged_records_are_misses() -> None:
         ask(second, PROMPT)
         settle(second)
         second.check()
-        assert second.io.usage().counts["damaged"] >= 1  # type: ignore[attr-defined]
+        assert second.worker.usage().counts["damaged"] >= 1  # type: ignore[attr-defined]
 
 
 def test_a_store_that_does_not_answer_keeps_nobody_waiting() -> None:
@@ -356,8 +357,8 @@ def test_a_store_that_answers_late_and_has_nothing_changes_the_reason() -> None:
     store = DictStore()
     store.gate = threading.Event()
     cache = tree(DENSE, block=BLOCK, clock=lambda: 0.0)
-    io = StoreIo(store, IoThreads(2))
-    cache.add_tier("store", io, namespaces=[Namespace("")], wake=lambda: None)
+    worker = TierWorker(store, clock=lambda: 0.0)
+    cache.add_tier("store", worker, namespaces=[Namespace("")])
     cursor = cache.open(lab_prompt(PROMPT), Namespace(""), CacheControl())
     assert isinstance(cursor, PrefixCursor)
     cursor.restore()

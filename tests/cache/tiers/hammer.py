@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from firn.cache.parts import Part
+from firn.cache.storage.container import TierEntry
 from firn.cache.storage.faults import Refused
-from firn.cache.storage.io import TierEntry
 from tests.cache.tiers.records import Folder, beside, chain
 
 FAMILIES = [chain(5, first=1000 * i, nbytes=20_000 + 30_000 * (i % 4)) for i in range(12)]

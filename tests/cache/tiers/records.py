@@ -16,12 +16,19 @@ from typing import Any
 import numpy as np
 
 from firn.cache.parts import Part
-from firn.cache.storage.container import Header, Loaded, Name, TensorSpec, derived_key
-from firn.cache.storage.faults import Damaged, Missing, TierError, TierFault
-from firn.cache.storage.io import ReadOrder, TierEntry, TierIo, WriteOrder
+from firn.cache.storage.container import (
+    Header,
+    Loaded,
+    Name,
+    TensorSpec,
+    TierEntry,
+    derived_key,
+)
+from firn.cache.storage.faults import Damaged, Missing, TierFault
+from firn.cache.storage.orders import ReadOrder, RootCleared, WriteOrder
 from firn.cache.storage.places import places_of
 from firn.cache.storage.seal import Seal
-from firn.cache.storage.threads import IoThreads
+from firn.cache.storage.tier_records import TierRecords
 from firn.cache.tiers import Gone, Tier, TierOptions, TierUsage, WriteResult
 from firn.cache.tiers.ssd import SsdTier
 from firn.core.keys import Key, root_key
@@ -50,6 +57,9 @@ class Record:
     @property
     def name(self) -> Name:
         return self.header.name
+
+    def fetch(self) -> list[bytes]:
+        return self.buffers
 
 
 def root(namespace: str = "ns", fingerprint: bytes = FINGERPRINT) -> Key:
@@ -139,36 +149,6 @@ def beside(pages: Record, part: Part) -> Record:
     return Record(made, fill(made))
 
 
-class Inline(IoThreads):
-    """No threads: every order is carried out immediately."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-    def read(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        try:
-            result = work()
-        except TierError as e:
-            result = e
-        done(result)
-
-    def upkeep(
-        self, work: Callable[[], Any], done: Callable[[Any], None] = lambda result: None
-    ) -> None:
-        self.read(work, done)
-
-    def try_write(
-        self,
-        work: Callable[[], Any],
-        done: Callable[[Any], None],
-        *,
-        nbytes: int,
-        tier: object = None,
-    ) -> bool:
-        self.read(work, done)
-        return True
-
-
 class Direct:
     """Writes records to a tier and reads them back. Raises its faults."""
 
@@ -176,15 +156,12 @@ class Direct:
         self, tier: Tier, *, seal: Seal | None = None, wall: Callable[[], float] = time.time
     ) -> None:
         self.tier = tier
-        self.io = TierIo(tier, Inline(), seal=seal)
+        self.records = TierRecords(tier, seal=seal)
         self.wall = wall
 
     def write(self, one: Record, *, used_at: float | None = None) -> WriteResult[Name]:
         at = self.stamp(one) if used_at is None else used_at
-        results: list[Any] = []
-        self.io.try_write(WriteOrder(one.header, lambda: one.buffers, at), results.append)
-        result: WriteResult[Name] = _raised(results)
-        return result
+        return self.records.write(WriteOrder(one.header, one, at))
 
     def stamp(self, one: Record) -> float:
         """As the tree stamps: a child below its parent, a state below its pages."""
@@ -192,17 +169,10 @@ class Direct:
         return self.wall() - 4.0 * depth - 2.0 * (one.header.part is not Part.PAGES)
 
     def read(self, one: Record) -> Loaded:
-        results: list[Any] = []
-        self.io.read(ReadOrder(one.name, one.header.tokens), results.append)
-        loaded: Loaded = _raised(results)
-        return loaded
+        return self.records.read(ReadOrder(one.name, one.header.tokens))
 
-    def scan(self) -> list[TierEntry | Gone[Name]]:
-        changes: list[TierEntry | Gone[Name]] = []
-        results: list[Any] = []
-        self.io.scan(changes.extend, results.append)
-        _raised(results)
-        return changes
+    def scan(self) -> list[TierEntry | Gone[Name] | RootCleared]:
+        return [change for some in self.records.scan() for change in some]
 
     def names(self) -> set[Name]:
         """What a scan finds."""
@@ -215,7 +185,7 @@ class Direct:
         self.tier.touch({str(r.name): self.stamp(r) if at is None else at for r in records})
 
     def usage(self) -> TierUsage:
-        return self.io.usage()
+        return self.records.usage()
 
     def holds(self, one: Record) -> bool:
         """Whether it comes back, bit for bit. Anything else that comes back is a failure."""
@@ -248,13 +218,6 @@ class Folder(Direct):
 
     def evict_to(self, nbytes: int) -> int:
         return self.tier.evict_to(nbytes)
-
-
-def _raised(results: list[Any]) -> Any:
-    (result,) = results
-    if isinstance(result, TierError):
-        raise result
-    return result
 
 
 def assert_same(a: Header, b: Header) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from firn.cache.storage.container import TierEntry
 from firn.cache.storage.faults import Refused, TierFault
-from firn.cache.storage.io import TierEntry
 from firn.cache.tiers import Buffer, Gone
 from firn.cache.tiers._folder import Disk
 from firn.cache.tiers._space import FULL

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from firn.cache.parts import Part
-from firn.cache.storage.container import Name
+from firn.cache.storage.container import Name, TierEntry
 from firn.cache.storage.faults import TierFull
-from firn.cache.storage.io import TierEntry
 from firn.cache.tiers._folder import Disk
 from tests.cache.tiers.folders import Clock
 from tests.cache.tiers.records import Folder, Record, beside, chain, of_size, record

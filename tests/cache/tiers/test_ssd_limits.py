@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import pytest
 
+from firn.cache.storage.container import TierEntry
 from firn.cache.storage.faults import Refused
-from firn.cache.storage.io import TierEntry
 from firn.cache.tiers import TierOptions, _known
 from firn.cache.tiers._folder import (
     DEFAULT_LIMIT_NBYTES,

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from firn.cache.parts import Part
-from firn.cache.storage.container import Name
+from firn.cache.storage.container import Name, TierEntry
 from firn.cache.storage.faults import TierFull
-from firn.cache.storage.io import TierEntry
 from firn.cache.tiers import Gone
 from tests.cache.tiers.folders import Clock, du
 from tests.cache.tiers.records import Folder, Record, beside, chain

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from firn.cache.storage.container import TensorSpec, pack
-from firn.cache.storage.io import TierEntry
+from firn.cache.storage.container import TensorSpec, TierEntry, pack
 from firn.cache.tiers._folder import SUBFOLDERS, Disk, path_of
 from tests.cache.tiers.records import Folder, Record, record
 

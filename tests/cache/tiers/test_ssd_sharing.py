@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from firn.cache.parts import Part
+from firn.cache.storage.container import TierEntry
 from firn.cache.storage.faults import Missing, TierFault
-from firn.cache.storage.io import TierEntry
 from firn.cache.tiers import Gone
 from firn.cache.tiers._folder import (
     Disk,

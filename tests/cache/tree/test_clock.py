@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from firn.cache.storage.io import TierIo
-from firn.cache.storage.threads import IoThreads
+from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
 from firn.cache.tree.clock import UseClock
@@ -145,8 +144,9 @@ def server(folder: Path, clocks: Clocks, *, n_records: int = 150) -> Iterator[La
     cache.records.estimates = Patient()
     tier = SsdTier(TierOptions(str(folder), limit_nbytes), wall=clocks.wall)
     with LabEngine(DENSE, cache=cache, chunk=16) as lab:
-        names, io = [Namespace("")], TierIo(tier, IoThreads())
-        lab.between_steps(lambda: cache.add_tier("ssd", io, namespaces=names, wake=lab.engine.wake))
+        names = [Namespace("")]
+        worker = TierWorker(tier, wake=lab.engine.wake)
+        lab.between_steps(lambda: cache.add_tier("ssd", worker, namespaces=names))
         yield lab
         settle(lab)
 

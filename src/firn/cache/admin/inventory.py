@@ -14,9 +14,8 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from firn.cache.parts import Part
-from firn.cache.storage.container import Label, Name, Tag
+from firn.cache.storage.container import Label, Name, Tag, label_of
 from firn.cache.storage.faults import Damaged, Foreign, Missing, NotEncrypted, TierFault
-from firn.cache.storage.io import label_of
 from firn.cache.storage.seal import Seal
 from firn.cache.tiers import ScannedRecord, TierOptions
 from firn.cache.tiers._folder import MODELS, QUARANTINE, Disk, path_of, peek, read_heads
@@ -239,7 +238,7 @@ def take_inventory(folder: Path, *, seal: Seal | None = None) -> Inventory:
 def _file(seen: ScannedRecord, tier: SsdTier, seal: Seal | None) -> RecordFile:
     made = partial(RecordFile, seen.name, seen.nbytes, seen.used_at)
     try:
-        return made(tag=label_of(seen, more=lambda n: tier.read(seen.name, n), seal=seal))
+        return made(tag=label_of(tier, seen, seal=seal))
     except NotEncrypted:  # a server with the key does not read it, but it can be listed and cleared
         return _file(seen, tier, None)
     except (Damaged, Foreign) as e:

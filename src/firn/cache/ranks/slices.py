@@ -1,7 +1,7 @@
 """A follower's slices of rank 0's records: payloads by number in memory, files by name in its tier.
 
 A follower decides nothing. It reports what it has written, read, seen and evicted, from which rank
-0 knows which records all ranks have. `on_x` handles rank 0's call `x`.
+0 knows which records all ranks have. `on_x` handles rank 0's call `x`; on_poll its own.
 
 Owner: the follower's main thread, which makes and frees every array here.
 """
@@ -14,19 +14,30 @@ from typing import Any
 
 import numpy as np
 
-from firn.cache.arrays.host import PayloadBytes, from_host, staged, to_host
+from firn.cache.arrays.host import PayloadBytes, from_host, to_host
 from firn.cache.arrays.payload import Payload, evaluate, joined
 from firn.cache.layout import Layout
 from firn.cache.parts import Part
-from firn.cache.ranks.io import REFUSED
 from firn.cache.ranks.mirror import Fill
-from firn.cache.storage.container import Header, Loaded, Name
+from firn.cache.ranks.worker import REFUSED
+from firn.cache.storage.container import Header, Loaded, Name, TierEntry
 from firn.cache.storage.faults import Refused, TierError
-from firn.cache.storage.io import Changes, Io, ReadOrder, TierEntry, WriteOrder
+from firn.cache.storage.orders import (
+    Changes,
+    DeleteOrder,
+    ReadOrder,
+    ReadOver,
+    ScanBatch,
+    ScanEnded,
+    ScanOrder,
+    TouchOrder,
+    Worker,
+    WriteOrder,
+    WriteOver,
+)
 from firn.cache.tiers import Gone, WriteResult
 from firn.core.keys import Key
 from firn.core.ports import At, LayerCache
-from firn.core.ranks import RankCall
 
 Answer = Callable[..., None]
 
@@ -60,24 +71,22 @@ class Slices:
         identity: Identity,
         *,
         answer: Answer,
-        to_self: Callable[[RankCall], None],
+        worker: Worker | None = None,
     ) -> None:
-        """answer: sends rank 0 an answer, from any thread. to_self: queues a call for the owner."""
+        """answer: sends rank 0 an answer. worker: of this rank's tier; None: it has none."""
         self._layout = layout
         self._identity = identity
         self._answer = answer
-        self._to_self = to_self
-        self._io: Io | None = None
+        self._worker = worker
         self._payloads: dict[int, Payload] = {}
         self._fresh: dict[int, Payload] = {}
         """Payloads that are not computed yet."""
-        self._lent: dict[int, PayloadBytes] = {}
-        """Arrays that are being written, by the write's number."""
+        self._lent: dict[WriteOrder, tuple[int, PayloadBytes]] = {}
+        """Each write's number, and the arrays that are being written."""
+        self._reads: dict[ReadOrder, int] = {}
+        """Each read's number."""
         self._loaded: dict[int, Loaded] = {}
         """What was read and rank 0 has not taken yet, by the read's number."""
-
-    def add_tier(self, io: Io) -> None:
-        self._io = io
 
     # --- payloads --------------------------------------------------------------------------
 
@@ -126,28 +135,22 @@ class Slices:
     def on_write(
         self, serial: int, number: int, used_at: float, fields: dict[str, Any], tokens: bytes
     ) -> None:
-        assert self._io is not None
+        assert self._worker is not None
         self.compute()
         lent = to_host(self._payloads[number])
-        header = self._header(fields, tokens, lent)
-        self._lent[serial] = lent
-        is_accepted = self._io.try_write(
-            WriteOrder(header, lent.fetch, used_at), lambda result: self._written(serial, result)
-        )
-        if not is_accepted:
-            self._written(serial, Refused("write queue full"))
+        order = WriteOrder(self._header(fields, tokens, lent), lent, used_at)
+        if self._worker.submit(order):
+            self._lent[order] = serial, lent
+        else:
+            self._answer("written", serial, [REFUSED, "write queue full"], [])
 
-    def _written(self, serial: int, result: WriteResult[Name] | TierError) -> None:
-        """On an I/O thread, where no array may be freed."""
-        self._to_self(RankCall("unlend", (serial,)))
+    def _written(self, order: WriteOrder, result: WriteResult[Name] | TierError) -> None:
+        serial, _ = self._lent.pop(order)
         if isinstance(result, WriteResult):
             self._answer("written", serial, None, [str(name) for name in result.evicted])
             return
         kind = REFUSED if isinstance(result, Refused) else "fault"
         self._answer("written", serial, [kind, result.reason], [])
-
-    def on_unlend(self, serial: int) -> None:
-        del self._lent[serial]
 
     def _header(self, fields: dict[str, Any], tokens: bytes, lent: PayloadBytes) -> Header:
         return Header(
@@ -170,19 +173,20 @@ class Slices:
 
     def on_read(self, serial: int, name: str, tokens: bytes) -> None:
         parsed = Name.parse(name)
-        assert self._io is not None
+        assert self._worker is not None
         assert parsed is not None
         order = ReadOrder(parsed, np.frombuffer(tokens, dtype="<u8"))
-        self._io.read(order, lambda result: self._was_read(serial, result))
+        self._reads[order] = serial
+        self._worker.submit(order)
 
-    def _was_read(self, serial: int, result: Loaded | TierError) -> None:
-        """On an I/O thread."""
+    def _read(self, order: ReadOrder, result: Loaded | TierError) -> None:
+        serial = self._reads.pop(order)
         if isinstance(result, TierError):
             self._answer("read", serial, result.reason)
         elif result.header.layout != self._identity.layout:
             self._answer("read", serial, "another rank's slice")
         else:
-            self._loaded[serial] = Loaded(result.header, list(staged(result.buffers)))
+            self._loaded[serial] = result
             self._answer("read", serial, "")
 
     def on_discard_read(self, serial: int) -> None:
@@ -191,10 +195,10 @@ class Slices:
     # --- what there is ---------------------------------------------------------------------
 
     def on_scan(self) -> None:
-        if self._io is None:
+        if self._worker is None:
             self._answer("scanned")
         else:
-            self._io.scan(self._seen, lambda result: self._answer("scanned"))
+            self._worker.submit(ScanOrder())
 
     def _seen(self, changes: Changes) -> None:
         gone = [str(c.name) for c in changes if isinstance(c, Gone)]
@@ -206,18 +210,32 @@ class Slices:
         self._answer("seen", there, gone)
 
     def on_delete(self, names: Sequence[str]) -> None:
-        if self._io is not None:
-            self._io.delete([name for text in names if (name := Name.parse(text))])
+        if self._worker is not None:
+            self._worker.submit(DeleteOrder([n for text in names if (n := Name.parse(text))]))
 
     def on_touch(self, stamps: dict[str, float]) -> None:
-        if self._io is not None:
-            self._io.touch({name: at for text, at in stamps.items() if (name := Name.parse(text))})
+        if self._worker is not None:
+            known = {n: at for text, at in stamps.items() if (n := Name.parse(text))}
+            self._worker.submit(TouchOrder(known))
 
     def on_defer(self, defer: bool) -> None:
-        if self._io is not None:
-            self._io.defer_writes(defer)
+        if self._worker is not None:
+            self._worker.defer_writes(defer)
+
+    def on_poll(self) -> None:
+        """The tier has done something: tell rank 0."""
+        while self._worker is not None and (outcome := self._worker.poll()) is not None:
+            match outcome:
+                case WriteOver(order, result):
+                    self._written(order, result)
+                case ReadOver(order, result):
+                    self._read(order, result)
+                case ScanEnded():
+                    self._answer("scanned")
+                case ScanBatch(changes):
+                    self._seen(changes)
 
     def close(self) -> None:
         """Write what is queued, in bounded time."""
-        if self._io is not None:
-            self._io.close()
+        if self._worker is not None:
+            self._worker.close()

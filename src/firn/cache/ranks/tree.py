@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from firn.cache.prefix import CacheSettings, PrefixCache
-from firn.cache.ranks.mirror import MirroredLayout, number_of
-from firn.cache.storage.container import Name
+from firn.cache.ranks.mirror import MirroredLayout
 from firn.core.ports import EngineLoad
 
 
@@ -32,13 +31,6 @@ class MirroredTree(PrefixCache):
         super().tick(load)
         self._mirror.tell_dropped()
         self._flush()
-
-    def number_of(self, name: Name) -> int:
-        """The number of the payload that memory holds of a record. Raises LookupError."""
-        node = self.records.tree.find(name.key)
-        if node is None or name.part not in node.records:
-            raise LookupError(f"{name} is not in memory")
-        return number_of(node.records[name.part].arrays)
 
     def close(self) -> None:
         if not self._mirror.is_over:  # without the others nothing more can be stored

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from firn.cache.parts import Needs
-from firn.cache.storage.container import Header, Label, Name, TensorSpec
-from firn.cache.storage.io import TierEntry
+from firn.cache.storage.container import Header, Label, Name, TensorSpec, TierEntry
 from firn.cache.storage.places import Places
 from firn.cache.tree import Node, Record, Root, Tree
 from firn.core.keys import Key, root_key

@@ -12,7 +12,8 @@ for the JSON after it, `sums` for the tensors; and `nbytes`, the length of the d
 An encrypted record is a safetensors file, too: its metadata lacks tokens and layout, `head` is the
 whole JSON above, sealed, and its only tensor, `body`, consists of sealed pieces.
 
-Pure functions over bytes. They hash, so they belong on I/O threads.
+Functions over bytes, and at the end two that read them from a tier. They hash, so they belong on I/O
+threads.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,9 +36,9 @@ from firn.cache.storage import places as _places
 from firn.cache.storage.faults import Damaged, Foreign, Locked, NotEncrypted
 from firn.cache.storage.places import Places
 from firn.cache.storage.seal import PIECE_NBYTES, SALT_NBYTES, TAG_NBYTES, RecordCipher, Seal
-from firn.cache.tiers import Buffer
+from firn.cache.tiers import Buffer, ScannedRecord, Tier
 from firn.core.keys import Key, child_key
-from firn.core.values import KeyTokens
+from firn.core.values import KeyTokens, PackedTokens
 
 VERSION = "2"
 ALIGN = 64
@@ -135,6 +136,22 @@ class Loaded(NamedTuple):
 
 
 _BLOCK = re.compile(r"\bblock(\d+)\b")
+
+
+@dataclass(frozen=True, slots=True)
+class TierEntry:
+    """A record that a tier has, as a scan or a store reports it."""
+
+    label: Label
+    nbytes: int
+    used_at: float
+    """Unix time."""
+    tokens: PackedTokens
+    """The label's tokens, packed on the I/O thread to save the engine's time."""
+
+    @property
+    def name(self) -> Name:
+        return self.label.name
 
 
 def derived_key(label: Label, parent: Key) -> Key:
@@ -276,19 +293,23 @@ def _bound(plain: dict[str, str]) -> bytes:
 # --- reading -------------------------------------------------------------------------------
 
 
-def read_header(
-    head: Buffer, nbytes: int, *, more: Callable[[int], Buffer], seal: Seal | None = None
-) -> Tag:
+def head_nbytes(head: Buffer, nbytes: int) -> int:
+    """How many of a record's first bytes `read_header` needs; `head` has some of its `nbytes`.
+
+    Raises Damaged or Foreign.
+    """
+    first = bytes(head)
+    return 8 + len(_PREFIX) + _meta_nbytes(first[8:], _text_nbytes(first, nbytes))
+
+
+def read_header(head: Buffer, nbytes: int, *, seal: Seal | None = None) -> Tag:
     """What a scan needs, from the first bytes of a record of `nbytes`. Tensors are not read.
 
-    `more(n)` returns the first n bytes if `head` is too short. Returns a Label, or only a Tag if
-    the record is encrypted with another key. Raises Damaged or Foreign.
+    Returns a Label, or only a Tag if the record is encrypted with another key. Raises Damaged or
+    Foreign.
     """
     first = bytes(head)
     n_text = _text_nbytes(first, nbytes)
-    need = 8 + len(_PREFIX) + _meta_nbytes(first[8:], n_text)
-    if need > len(first):
-        first = bytes(more(need))
     fields, _ = _fields(first[8:], n_text)
     try:
         if 8 + n_text + int(fields["nbytes"]) != nbytes:
@@ -458,3 +479,31 @@ def _sums(fields: dict[str, str], header: Header) -> list[str]:
     if len(text) != 16 * n:
         raise Damaged("unreadable header", "number of checksums")
     return [text[16 * i : 16 * i + 16] for i in range(n)]
+
+
+# --- one record in a tier ------------------------------------------------------------------
+
+
+def load(tier: Tier, name: Name, *, seal: Seal | None = None) -> Loaded:
+    """Read and verify a record. Raises Missing, Foreign, Damaged, TierFault."""
+    loaded = unpack(tier.read(str(name)), seal=seal)
+    if loaded.header.name != name:
+        raise Damaged("another record's bytes")
+    return loaded
+
+
+def label_of(tier: Tier, seen: ScannedRecord, *, seal: Seal | None = None) -> Tag:
+    """The header of what a scan has found: a Label, or only a Tag without the key. Raises Missing,
+    Foreign, Damaged, TierFault."""
+    name = Name.parse(seen.name)
+    if name is None:
+        raise Foreign("a name of another format")
+    head, n_needed = seen.head, head_nbytes(seen.head, seen.nbytes)
+    if n_needed > len(head):
+        head = tier.read(seen.name, n_needed)
+    tag = read_header(head, seen.nbytes, seal=seal)
+    if tag.name != name:
+        raise Damaged("another record's bytes")
+    if isinstance(tag, Label) and derived_key(tag, tag.parent) != tag.key:
+        raise Damaged("another record's bytes", "the key does not follow from the tokens")
+    return tag

@@ -15,6 +15,13 @@ class TierError(FirnError):
         self.reason = reason
 
 
+class IoClosed(TierError):
+    """The worker was closed before it reached the order."""
+
+    def __init__(self) -> None:
+        super().__init__("closed")
+
+
 # --- reading -------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ wait. All others are written when they leave memory.
     |  block  |  block  |  block  |  block  |  block  | end
                                   |<------ window --->|     written: what overlaps it
 
-Owner: the engine thread, through a tier's client.
+Owner: the engine thread, through a tier's spill queue.
 """
 
 from __future__ import annotations

@@ -15,10 +15,8 @@ from typing import NamedTuple
 from firn.cache.ledger import Ledger
 from firn.cache.parts import Part
 from firn.cache.storage.catalogue import RecordCatalogue
-from firn.cache.storage.client import TierClient
-from firn.cache.storage.container import Name
-from firn.cache.storage.io import TierEntry
-from firn.cache.storage.tier_set import TierSet
+from firn.cache.storage.container import Name, TierEntry
+from firn.cache.storage.desk import Desk, TierDesk
 from firn.cache.tiers import Gone
 from firn.cache.tree import Mark, Node, Record, Root, Tree
 from firn.core.keys import Key
@@ -37,9 +35,7 @@ class Stray(NamedTuple):
 
 
 class TierIndex:
-    def __init__(
-        self, ledger: Ledger, tree: Tree, catalogue: RecordCatalogue, tiers: TierSet
-    ) -> None:
+    def __init__(self, ledger: Ledger, tree: Tree, catalogue: RecordCatalogue, tiers: Desk) -> None:
         self._ledger = ledger
         self._tree = tree
         self._catalogue = catalogue
@@ -52,7 +48,7 @@ class TierIndex:
 
     # --- a tier has a record ---------------------------------------------------------------
 
-    def learn(self, tier: TierClient, changes: Iterable[TierEntry | Gone[Name]]) -> None:
+    def learn(self, tier: TierDesk, changes: Iterable[TierEntry | Gone[Name]]) -> None:
         """Apply what a tier reports about its records."""
         raised: dict[Record, float] = {}
         for change in changes:
@@ -130,7 +126,7 @@ class TierIndex:
 
     # --- nobody has a record ---------------------------------------------------------------
 
-    def left_tier(self, tier: TierClient, name: Name) -> None:
+    def left_tier(self, tier: TierDesk, name: Name) -> None:
         """A tier no longer has this record."""
         node = self._tree.find(name.key)
         record = node.records.get(name.part) if node is not None else None

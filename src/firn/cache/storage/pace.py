@@ -9,7 +9,7 @@ between them, and the steps of a spell are compared with those of the pause that
 
 Means are compared: a write that holds up one step in twenty does not show in a median.
 
-Owner: the engine thread, through a tier's client.
+Owner: the engine thread, through a tier's spill queue.
 """
 
 from __future__ import annotations

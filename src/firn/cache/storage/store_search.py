@@ -10,24 +10,28 @@ For a prompt of 100,000 tokens that takes a few dozen names, in three rounds. Bl
 hits are assumed to be there: if one is not, its read is a miss, and the request resumes from a
 shorter prefix.
 
-Pure except for `find`; runs on an I/O thread.
+Pure: it yields the names to look up next, and is sent what was found of them. A worker does the
+looking up, and runs the search on an I/O thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from firn.cache.parts import Needs, Part
-from firn.cache.storage.container import Label, Name
-from firn.cache.storage.io import TierEntry
-from firn.cache.storage.store_io import Find
+from firn.cache.storage.container import Label, Name, TierEntry
 from firn.cache.tiers import FoundRecord
 from firn.cache.tree import BLOCK_S, Mark
 from firn.core.keys import Key, block_keys, child_key
 from firn.core.values import Namespace, PackedTokens
 
+R = TypeVar("R")
+Found = Mapping[Name, FoundRecord]
+"""Which of the names that were looked up the store has."""
+Search = Generator[Sequence[Name], Found, R]
 N_ROUND = 16
 """Names looked up in one round: as many as an S3 client looks up concurrently."""
 N_STATES = 16
@@ -97,34 +101,34 @@ class StoreQuestion:
         return child_key(parent, tail) if n_tail else parent
 
 
-def search(question: StoreQuestion, find: Find) -> list[TierEntry]:
-    """The records that the store has, parents before their children. Raises TierFault."""
+def search(question: StoreQuestion) -> Search[list[TierEntry]]:
+    """Returns the records that the store has, parents before their children."""
     carrier = question.carrier
     if carrier is None:
-        return _lone_states(question, find)
+        return (yield from _lone_states(question))
     names = [Name(key, carrier) for key in question.keys]
-    hits = _chain(names, find)
+    hits = yield from _chain(names)
     n_found = max(hits, default=-1) + 1
     entries = [_block(question, i, carrier, _near(hits, i)) for i in range(n_found)]
     ends = [question.n_known + n_found]
     if question.needs.state:
-        states = _states(question, n_found, find)
+        states = yield from _states(question, n_found)
         entries += [entry for p in states for entry in states[p]]
         ends = [p // question.block for p in list(states)[-N_RESUMES:]]
     if carrier is Part.PAGES and question.needs.window:
-        entries += _windows(question, ends, find)
+        entries += yield from _windows(question, ends)
     return entries
 
 
 # --- how far the chain goes ----------------------------------------------------------------
 
 
-def _chain(names: Sequence[Name], find: Find) -> dict[int, FoundRecord]:
+def _chain(names: Sequence[Name]) -> Search[dict[int, FoundRecord]]:
     """The hits before the first miss, by index. Other names before it were not looked up."""
     hits: dict[int, FoundRecord] = {}
     first_miss, asked = len(names), _powers(len(names))
     while asked:
-        answer = find([names[i] for i in asked])
+        answer = yield [names[i] for i in asked]
         hits |= {i: answer[names[i]] for i in asked if names[i] in answer}
         first_miss = min((i for i in asked if i not in hits), default=first_miss)
         last_hit = max((i for i in hits if i < first_miss), default=-1)
@@ -158,29 +162,30 @@ def _near(hits: Mapping[int, FoundRecord], i: int) -> FoundRecord:
 # --- what else a resume needs --------------------------------------------------------------
 
 
-def _windows(question: StoreQuestion, ends: Sequence[int], find: Find) -> Iterator[TierEntry]:
+def _windows(question: StoreQuestion, ends: Sequence[int]) -> Search[list[TierEntry]]:
     """The windows needed to resume after each of `ends`, which are numbers of whole blocks."""
     n_blocks = min(-(-question.needs.window // question.block) + 1, N_WINDOWS)
     blocks = sorted({i for end in ends for i in range(max(end - n_blocks, 0), end)})
     names = {Name(question.key_after(i + 1), Part.WINDOW): i for i in blocks}
-    windows = find(list(names)) if names else {}
-    for name, i in names.items():
-        if name in windows:
-            start = i * question.block
-            yield _entry(question, name, start, start + question.block, windows[name])
+    windows = yield from _look_up(list(names))
+    starts = {name: i * question.block for name, i in names.items() if name in windows}
+    return [
+        _entry(question, name, start, start + question.block, windows[name])
+        for name, start in starts.items()
+    ]
 
 
-def _states(question: StoreQuestion, n_found: int, find: Find) -> dict[int, list[TierEntry]]:
+def _states(question: StoreQuestion, n_found: int) -> Search[dict[int, list[TierEntry]]]:
     """States on the chain by position, with the other parts of the tail if inside a block."""
     end = (question.n_known + n_found + 1) * question.block
-    states = _find_states(question, [p for p in question.states if p < end], find)
+    states = yield from _find_states(question, [p for p in question.states if p < end])
     tails = {
         Name(question.key_at(p), part): p
         for p in states
         if p % question.block
         for part in question.needs.by_block
     }
-    parts = find(list(tails)) if tails else {}
+    parts = yield from _look_up(list(tails))
     entries: dict[int, list[TierEntry]] = {}
     for p, state in states.items():
         start = (p - 1) // question.block * question.block
@@ -192,9 +197,9 @@ def _states(question: StoreQuestion, n_found: int, find: Find) -> dict[int, list
     return entries
 
 
-def _lone_states(question: StoreQuestion, find: Find) -> list[TierEntry]:
+def _lone_states(question: StoreQuestion) -> Search[list[TierEntry]]:
     """States of a model that stores nothing else: each record names all tokens before it."""
-    states = _find_states(question, question.states, find)
+    states = yield from _find_states(question, question.states)
     return [
         _entry(question, Name(question.key_at(p), Part.STATE), 0, p, state)
         for p, state in states.items()
@@ -202,12 +207,16 @@ def _lone_states(question: StoreQuestion, find: Find) -> list[TierEntry]:
 
 
 def _find_states(
-    question: StoreQuestion, positions: Sequence[int], find: Find
-) -> dict[int, FoundRecord]:
+    question: StoreQuestion, positions: Sequence[int]
+) -> Search[dict[int, FoundRecord]]:
     """The states that the store has at the last of these positions."""
     names = {p: Name(question.key_at(p), Part.STATE) for p in positions[-N_STATES:]}
-    states = find(list(names.values())) if names else {}
+    states = yield from _look_up(list(names.values()))
     return {p: states[name] for p, name in names.items() if name in states}
+
+
+def _look_up(names: Sequence[Name]) -> Search[Found]:
+    return (yield names) if names else {}
 
 
 def _block(question: StoreQuestion, i: int, part: Part, stored: FoundRecord) -> TierEntry:

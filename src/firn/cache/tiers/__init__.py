@@ -9,7 +9,7 @@ The contract tests find new modules automatically.
                      breaker (_backoff.py), a bandwidth limit (_bandwidth.py)
 
 A tier knows names and bytes: no chains, no arrays, no namespaces. Checksums, encryption and headers
-belong to cache/storage/io.py, which calls tiers on I/O threads. `firn cache` opens folders
+belong to cache/storage/tier_records.py, which calls tiers on I/O threads. `firn cache` opens folders
 directly.
 """
 

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 import pytest
 
 from firn.cache.storage.faults import TierFault
-from firn.cache.storage.io import TierIo
-from firn.cache.storage.threads import IoThreads
+from firn.cache.storage.orders import ScanOrder, TouchOrder
+from firn.cache.storage.worker import TierWorker
 from tests.cache.tiers.records import chain
 from tests.dict_tier import DictTier
+from tests.waiting import wait_until
 
 WAIT_S = 20.0
 
@@ -37,17 +38,16 @@ class SlowTier(DictTier):
 @pytest.mark.parametrize(("second", "third"), [(5.0, 7.0), (7.0, 5.0)])
 def test_the_highest_stamp_comes_last(second: float, third: float) -> None:
     name, other = (one.name for one in chain(2))
-    tier, was_free = SlowTier(), threading.Event()
-    io = TierIo(tier, IoThreads(2))
-    io.touch({name: 3.0})
+    tier = SlowTier()
+    worker = TierWorker(tier, n_threads=2)
+    worker.submit(TouchOrder({name: 3.0}))
     assert tier.begun.wait(WAIT_S)
-    io.touch({name: second})
-    io.touch({name: third, other: 1.0})
-    io.touch({})
-    io.threads.upkeep(was_free.set)
-    assert was_free.wait(WAIT_S), "the other thread has done what it was given"
+    worker.submit(TouchOrder({name: second}))
+    worker.submit(TouchOrder({name: third, other: 1.0}))
+    worker.submit(ScanOrder())
+    assert worker.poll(wait_s=WAIT_S), "the other thread has done what it was given"
     tier.gate.set()
-    io.close()
+    worker.close()
     assert tier.touches == [{str(name): 3.0}, {str(name): 7.0, str(other): 1.0}]
 
 
@@ -55,12 +55,11 @@ def test_the_highest_stamp_comes_last(second: float, third: float) -> None:
 def test_after_a_fault_others_are_touched(fault: Exception) -> None:
     name, other = (one.name for one in chain(2))
     tier = SlowTier(fault)
-    io = TierIo(tier, IoThreads(2))
-    io.touch({name: 3.0})
+    worker = TierWorker(tier, n_threads=2)
+    worker.submit(TouchOrder({name: 3.0}))
     assert tier.begun.wait(WAIT_S)
     tier.gate.set()
-    while io._is_touching:
-        threading.Event().wait(0.01)
-    io.touch({other: 4.0})
-    io.close()
+    wait_until(lambda: not worker.n_pending)
+    worker.submit(TouchOrder({other: 4.0}))
+    worker.close()
     assert tier.touches == [{str(other): 4.0}]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,16 +12,27 @@ import pytest
 
 from firn.cache.arrays.payload import Payload
 from firn.cache.parts import Part
-from firn.cache.ranks.io import RankIo
 from firn.cache.ranks.mirror import Mirror, number_of
-from firn.cache.storage.container import Header, Label, Loaded, Name
+from firn.cache.ranks.worker import RankWorker
+from firn.cache.storage.container import Header, Label, Loaded, Name, TierEntry
 from firn.cache.storage.faults import Damaged, Missing, Refused, TierFault, Unwanted
-from firn.cache.storage.io import Changes, ReadOrder, TierEntry, WriteOrder
-from firn.cache.storage.threads import Done
-from firn.cache.tiers import Gone, TierUsage, WriteResult
+from firn.cache.storage.orders import (
+    Changes,
+    Order,
+    Outcome,
+    ReadOrder,
+    ReadOver,
+    ScanBatch,
+    ScanEnded,
+    ScanOrder,
+    WriteOrder,
+    WriteOver,
+)
+from firn.cache.tiers import Gone, WriteResult
 from firn.core.keys import Key
 from firn.core.ranks import OnAnswer, RankCall, RankLost
 from firn.core.values import PackedTokens
+from tests.cache.fake_worker import FakeWorker
 
 LAYOUT = "kv16;float32 rank 0 of 3;block4;full"
 TOKENS = np.arange(4, dtype=np.uint64)
@@ -82,67 +94,98 @@ class Others:
         return [call for call in self.told if call.name == what]
 
 
-@dataclass(eq=False)
-class OwnIo:
+class OwnWorker(FakeWorker):
     """Rank 0's own tier; the test decides how its orders end."""
 
-    done: Done[Any] = lambda result: None
-    batch: Callable[[Changes], None] = lambda changes: None
-    scanned: Done[None] = lambda result: None
-    deleted: list[Name] = field(default_factory=list)
-    takes: bool = True
+    def __init__(self) -> None:
+        super().__init__()
+        self.results = self
+        self.orders: list[Order] = []
+        self.deleted: list[Name] = []
+        self.takes = True
+        self.n_nudges = 0
 
-    def try_write(self, order: WriteOrder, done: Done[WriteResult[Name]]) -> bool:
-        self.done = done
+    def nudge(self) -> None:
+        self.n_nudges += 1
+
+    def write(self, order: WriteOrder) -> bool:
+        self.orders.append(order)
         return self.takes
 
-    def has_room(self, nbytes: int) -> bool:
-        return True
+    def read(self, order: ReadOrder) -> None:
+        self.orders.append(order)
 
-    def defer_writes(self, defer: bool) -> None: ...
-
-    def read(self, order: ReadOrder, done: Done[Loaded]) -> None:
-        self.done = done
+    def scan(self, order: ScanOrder) -> None:
+        self.orders.append(order)
 
     def delete(self, names: Iterable[Name]) -> None:
         self.deleted += names
 
-    def touch(self, stamps: Mapping[Name, float]) -> None: ...
+    def arrays(self, order: ReadOrder, loaded: Loaded) -> Payload:
+        return Payload((), ())
 
-    def scan(self, batch: Callable[[Changes], None], done: Done[None]) -> None:
-        self.batch, self.scanned = batch, done
+    def done(self, result: Any) -> None:
+        """End the last order."""
+        self.end(self.orders[-1], result)
 
-    def usage(self) -> TierUsage:
-        return TierUsage(0, 1)
-
-    def close(self) -> None: ...
+    def batch(self, changes: Changes) -> None:
+        self.seen(changes)
 
 
 class Case:
     def __init__(self) -> None:
-        self.own, self.others = OwnIo(), Others()
-        self.results: list[Any] = []
-        self.seen: list[Any] = []
-        mirror = Mirror(self.others)
-        self.io = RankIo(self.own, self.others, mirror, layout=LAYOUT, number_of=lambda name: 7)
+        self.own, self.others = OwnWorker(), Others()
+        self.mirror = Mirror(self.others)
+        own: Any = self.own
+        self.worker = RankWorker(own, self.others, self.mirror, layout=LAYOUT)
+        self._outcomes: list[Outcome] = []
+
+    def _polled(self) -> list[Outcome]:
+        while (outcome := self.worker.poll()) is not None:
+            self._outcomes.append(outcome)
+        return self._outcomes
+
+    @property
+    def results(self) -> list[Any]:
+        """How reads and writes have ended."""
+        return [o.result for o in self._polled() if isinstance(o, ReadOver | WriteOver)]
+
+    @property
+    def scans(self) -> int:
+        return sum(isinstance(o, ScanEnded) for o in self._polled())
+
+    def order(self, number: int) -> WriteOrder:
+        payload = self.mirror.made(Payload((), ()), "cut")
+        record: Any = SimpleNamespace(arrays=payload)
+        return WriteOrder(header(number), None, 1.0, record)
 
     def write(self, number: int) -> int:
         """Returns the order's number."""
-        self.io.try_write(WriteOrder(header(number), list, 1.0), self.results.append)
+        self.worker.submit(self.order(number))
         return int(self.others.were_told("write")[-1].args[0])
 
     def read(self, number: int) -> int:
-        self.io.read(ReadOrder(name(number), TOKENS), self.results.append)
+        self.worker.submit(ReadOrder(name(number), TOKENS))
         return int(self.others.were_told("read")[-1].args[0])
 
     def scan(self) -> None:
-        self.io.scan(self.seen.extend, self.results.append)
+        self.worker.submit(ScanOrder())
+
+    def _seen(self) -> list[Any]:
+        return [c for o in self._polled() if isinstance(o, ScanBatch) for c in o.changes]
 
     def there(self) -> list[Name]:
-        return [change.name for change in self.seen if isinstance(change, TierEntry)]
+        return [change.name for change in self._seen() if isinstance(change, TierEntry)]
 
     def gone(self) -> list[Name]:
-        return [change.name for change in self.seen if isinstance(change, Gone)]
+        return [change.name for change in self._seen() if isinstance(change, Gone)]
+
+    def taken(self) -> Payload:
+        """What the tree makes of the read that has just ended."""
+        (outcome,) = self._polled()
+        assert isinstance(outcome, ReadOver)
+        assert isinstance(outcome.result, Loaded)
+        return self.worker.arrays(outcome.order, outcome.result)
 
 
 # --- writing -------------------------------------------------------------------------------
@@ -184,7 +227,9 @@ def test_what_rank_0_does_not_want_any_more() -> None:
 def test_a_full_queue_here_asks_nobody() -> None:
     case = Case()
     case.own.takes = False
-    assert not case.io.try_write(WriteOrder(header(1), list, 1.0), case.results.append)
+    order = case.order(1)
+    case.others.told.clear()
+    assert not case.worker.submit(order)
     assert not case.others.told
 
 
@@ -195,8 +240,8 @@ def test_what_one_evicts_goes_everywhere() -> None:
     case.own.done(WriteResult(10, new=True, evicted=(name(8),)))
     case.others.say(1, "written", serial, None, [str(name(9))])
     case.others.say(2, "written", serial, None, [])
-    assert case.own.deleted == [name(9)]
     assert case.gone() == [name(9)]
+    assert case.own.deleted == [name(9)]
     deleted = [text for call in case.others.were_told("delete") for text in call.args[0]]
     assert set(deleted) == {str(name(8)), str(name(9))}
     assert case.results == [WriteResult(10, new=True, evicted=(name(8),))]
@@ -254,11 +299,12 @@ def test_what_rank_0_has_no_arrays_for_nobody_keeps() -> None:
         case.others.say(rank, "read", serial, "")
     case.own.done(Loaded(header(1), []))
 
-    def make() -> Payload:
+    def fail(order: ReadOrder, loaded: Loaded) -> Payload:
         raise MemoryError("no room")
 
+    case.own.arrays = fail  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
-        case.io.received(name(1), make)
+        case.taken()
     assert [call.args for call in case.others.were_told("discard_read")] == [(serial,)]
     assert not case.others.were_told("arrive")
 
@@ -269,7 +315,7 @@ def test_what_rank_0_takes_all_keep() -> None:
     for rank in (1, 2):
         case.others.say(rank, "read", serial, "")
     case.own.done(Loaded(header(1), []))
-    taken = case.io.received(name(1), lambda: Payload((), ()))
+    taken = case.taken()
     assert [call.args for call in case.others.were_told("arrive")] == [(number_of(taken), serial)]
     assert not case.others.were_told("discard_read")
 
@@ -315,7 +361,8 @@ def test_a_scan_ends_when_all_have_scanned() -> None:
     case = Case()
     case.scan()
     case.others.say(1, "scanned")
-    case.own.scanned(None)
-    assert not case.results
+    case.own.done(None)
+    assert not case.scans
     case.others.say(2, "scanned")
-    assert case.results == [None]
+    assert case.scans == 1
+    assert case.own.n_nudges == 2, "the engine is woken for what others say"

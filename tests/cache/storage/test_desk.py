@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import numpy as np
@@ -14,16 +12,15 @@ import pytest
 from firn.cache.arrays.payload import Payload
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixCursor
-from firn.cache.storage import client
+from firn.cache.storage import desk, worker
 from firn.cache.storage.container import Loaded, Name
-from firn.cache.storage.events import ReadFailed, ScanBatch
-from firn.cache.storage.faults import Missing, Refused, TierError, TierFault
-from firn.cache.storage.io import Changes, ReadOrder, TierIo, WriteOrder
-from firn.cache.storage.threads import Done, IoThreads
+from firn.cache.storage.faults import NotForgotten, Refused, TierError, TierFault, Unwanted
+from firn.cache.storage.orders import ReadOrder, WriteOrder
+from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import TierStatus, TierUsage, WriteResult
-from firn.cache.tree import Mark
 from firn.core.ports import EngineLoad
-from firn.core.values import CacheControl, Namespace, PackedTokens, Prompt
+from firn.core.values import CacheControl, Namespace, Prompt
+from tests.cache.fake_worker import FakeWorker
 from tests.cache.lab import DENSE, LabEngine, LabLayer, LabRow, records_of, tree
 from tests.cache.lab import prompt_of as lab_prompt
 from tests.dict_tier import DictTier
@@ -32,59 +29,46 @@ from tests.hash_runner import prompt_of as words
 BLOCK = 8
 
 
-@dataclass
-class SickIo:
-    """Writes fail as `fault` decides; others count as stored. Runs on the caller's thread."""
+class SickWorker(FakeWorker):
+    """Writes fail as `fault` decides; others count as stored."""
 
-    fault: Callable[[Name], TierError | None]
-    status: TierStatus = TierStatus()
-    written: list[Name] = field(default_factory=list)
-    n_tries: int = 0
-    touched: list[set[Name]] = field(default_factory=list)
+    def __init__(
+        self, fault: Callable[[Name], TierError | None], status: TierStatus | None = None
+    ) -> None:
+        super().__init__()
+        self.fault, self.status = fault, status or TierStatus()
+        self.written: list[Name] = []
+        self.n_tries = 0
+        self.touched: list[set[Name]] = []
 
-    def try_write(self, order: WriteOrder, done: Done[WriteResult[Name]]) -> bool:
+    def write(self, order: WriteOrder) -> bool:
         name = order.header.name
         self.n_tries += 1
         fault = self.fault(name)
         if fault is None:
             self.written.append(name)
-        done(fault or WriteResult(1, new=True))
+        self.end(order, fault or WriteResult(1, new=True))
         return True
-
-    def has_room(self, nbytes: int) -> bool:
-        return True
-
-    def defer_writes(self, defer: bool) -> None: ...
-
-    def read(self, order: ReadOrder, done: Done[Loaded]) -> None:
-        raise AssertionError("nothing is read here")
-
-    def delete(self, names: Iterable[Name]) -> None: ...
 
     def touch(self, stamps: Mapping[Name, float]) -> None:
         self.touched.append(set(stamps))
 
-    def scan(self, batch: Callable[[Changes], None], done: Done[None]) -> None:
-        done(None)
-
     def usage(self) -> TierUsage:
         return TierUsage(0, 1 << 20, self.status)
-
-    def close(self) -> None: ...
 
 
 def settled(lab: LabEngine, now: list[float]) -> None:
     """Let enough time pass for a retry, and enough steps to process its result."""
-    now[0] += client.RESCAN_S + 1
+    now[0] += desk.RESCAN_S + 1
     for _ in range(8):
         lab.between_steps(partial(lab.cache.tick, EngineLoad.NONE))  # type: ignore[union-attr]
 
 
 def test_a_fault_that_ends() -> None:
     now, ids = [0.0], words(1, 40)
-    io = SickIo(lambda name: TierFault("disk full"), TierStatus("paused", "disk full"))
+    io = SickWorker(lambda name: TierFault("disk full"), TierStatus("paused", "disk full"))
     cache = tree(DENSE, block=BLOCK, clock=lambda: now[0])
-    cache.add_tier("ssd", io, namespaces=[Namespace("")], wake=lambda: None)
+    cache.add_tier("ssd", io, namespaces=[Namespace("")])
     with LabEngine(DENSE, cache=cache) as lab:
         lab.submit(ids, 4).wait().check()
         settled(lab, now)
@@ -103,9 +87,9 @@ def test_a_fault_that_ends() -> None:
 @pytest.mark.parametrize("load", [EngineLoad.DECODING, EngineLoad.PREFILLING, EngineLoad.BOTH])
 def test_a_server_that_is_never_idle_writes_all_the_same(load: EngineLoad) -> None:
     now, ids = [0.0], words(1, 41)
-    io = SickIo(lambda name: None)
+    io = SickWorker(lambda name: None)
     cache = tree(DENSE, block=BLOCK, clock=lambda: now[0])
-    cache.add_tier("ssd", io, namespaces=[Namespace("")], wake=lambda: None)
+    cache.add_tier("ssd", io, namespaces=[Namespace("")])
     cursor = cache.open(Prompt(np.array(ids, dtype=np.int64)), Namespace(""), CacheControl())
     row = LabRow(LabLayer([[]], DENSE))
     row.consume(ids[:40])
@@ -119,9 +103,9 @@ def test_a_server_that_is_never_idle_writes_all_the_same(load: EngineLoad) -> No
 
 def test_what_has_its_time_is_not_written_where_it_would_outlive_it() -> None:
     now, ids = [0.0], words(1, 40)
-    io = SickIo(lambda name: None)
+    io = SickWorker(lambda name: None)
     cache = tree(DENSE, block=BLOCK, clock=lambda: now[0])
-    cache.add_tier("ssd", io, namespaces=[Namespace("")], wake=lambda: None)
+    cache.add_tier("ssd", io, namespaces=[Namespace("")])
     with LabEngine(DENSE, cache=cache) as lab:
         lab.submit(ids, 4, control=CacheControl(ttl_s=1000.0)).wait().check()
         settled(lab, now)
@@ -133,9 +117,9 @@ def test_what_has_its_time_is_not_written_where_it_would_outlive_it() -> None:
 
 def test_a_stop_writes_more_than_the_queue_holds() -> None:
     stored: dict[str, bytes] = {}
-    io = TierIo(DictTier(1 << 20, stored), IoThreads(1, max_write_nbytes=1))
+    io = TierWorker(DictTier(1 << 20, stored), n_threads=1, max_write_nbytes=1)
     cache = tree(DENSE, block=BLOCK)
-    cache.add_tier("ssd", io, namespaces=[Namespace("")], wake=lambda: None)
+    cache.add_tier("ssd", io, namespaces=[Namespace("")])
     ids = words(1, 81)
     cursor = cache.open(Prompt(np.array(ids, dtype=np.int64)), Namespace(""), CacheControl())
     row = LabRow(LabLayer([[]], DENSE))
@@ -150,9 +134,9 @@ def test_a_stop_writes_more_than_the_queue_holds() -> None:
 
 def test_a_refusal_is_not_asked_for_again_and_again() -> None:
     now = [0.0]
-    io = SickIo(lambda name: Refused("write budget"))
+    io = SickWorker(lambda name: Refused("write budget"))
     cache = tree(DENSE, block=BLOCK, clock=lambda: now[0])
-    cache.add_tier("ssd", io, namespaces=[Namespace("")], wake=lambda: None)
+    cache.add_tier("ssd", io, namespaces=[Namespace("")])
     with LabEngine(DENSE, cache=cache) as lab:
         lab.submit(words(1, 40), 4).wait().check()
         settled(lab, now)
@@ -164,9 +148,9 @@ def test_a_refusal_is_not_asked_for_again_and_again() -> None:
 
 def test_what_left_memory_meanwhile_is_not_held_on_to() -> None:
     now = [0.0]
-    io = SickIo(lambda name: TierFault("disk full"))
+    io = SickWorker(lambda name: TierFault("disk full"))
     cache = tree(DENSE, block=BLOCK, clock=lambda: now[0])
-    cache.add_tier("ssd", io, namespaces=[Namespace("")], wake=lambda: None)
+    cache.add_tier("ssd", io, namespaces=[Namespace("")])
     with LabEngine(DENSE, cache=cache) as lab:
         lab.submit(words(1, 40), 4).wait().check()
         settled(lab, now)
@@ -183,14 +167,14 @@ def test_what_left_memory_meanwhile_is_not_held_on_to() -> None:
 # --- records that were read in vain --------------------------------------------------------
 
 
-class NoArrays(TierIo):
+class NoArrays(TierWorker):
     """Counts the records whose arrays could not be made."""
 
     n_failed = 0
 
-    def received(self, name: Name, make: Callable[[], Payload]) -> Payload:
+    def arrays(self, order: ReadOrder, loaded: Loaded) -> Payload:
         try:
-            return make()
+            return super().arrays(order, loaded)
         except RuntimeError:
             self.n_failed += 1
             raise
@@ -202,15 +186,14 @@ def test_who_waits_hears_at_once_that_no_arrays_could_be_made(
     def from_host(*args: object) -> Payload:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(client, "from_host", from_host)
+    monkeypatch.setattr(worker, "from_host", from_host)
     stored: dict[str, bytes] = {}
     ids = words(1, 41)
     writer = tree(DENSE, block=BLOCK)
     writer.add_tier(
         "ssd",
-        TierIo(DictTier(1 << 20, stored), IoThreads(1)),
+        TierWorker(DictTier(1 << 20, stored), n_threads=1),
         namespaces=[Namespace("")],
-        wake=lambda: None,
     )
     row = LabRow(LabLayer([[]], DENSE))
     row.consume(ids)
@@ -220,8 +203,8 @@ def test_who_waits_hears_at_once_that_no_arrays_could_be_made(
     assert len(stored) > 4
 
     cache, woken = tree(DENSE, block=BLOCK), threading.Event()
-    io = NoArrays(DictTier(1 << 20, stored), IoThreads(1))
-    cache.add_tier("ssd", io, namespaces=[Namespace("")], wake=woken.set)
+    io = NoArrays(DictTier(1 << 20, stored), n_threads=1, wake=woken.set)
+    cache.add_tier("ssd", io, namespaces=[Namespace("")])
     cursor = cache.open(lab_prompt(ids), Namespace(""), CacheControl())
     assert cursor.racing
     while cursor.racing:
@@ -237,23 +220,23 @@ def test_who_waits_hears_at_once_that_no_arrays_could_be_made(
     cache.close()
 
 
-class LateIo(SickIo):
+class LateWorker(SickWorker):
     """Writes end when the test says so."""
 
     def __init__(self) -> None:
         super().__init__(lambda name: None)
-        self.waiting: list[Done[WriteResult[Name]]] = []
+        self.waiting: list[WriteOrder] = []
 
-    def try_write(self, order: WriteOrder, done: Done[WriteResult[Name]]) -> bool:
-        self.waiting.append(done)
+    def write(self, order: WriteOrder) -> bool:
+        self.waiting.append(order)
         return True
 
 
 def test_what_leaves_memory_counts_until_every_tier_has_it() -> None:
-    late, ids = LateIo(), words(1, 9)
+    late, ids = LateWorker(), words(1, 9)
     cache = tree(DENSE, block=BLOCK)
-    for name, io in (("fast", SickIo(lambda name: None)), ("slow", late)):
-        cache.add_tier(name, io, namespaces=[Namespace("")], wake=lambda: None)
+    for name, io in (("fast", SickWorker(lambda name: None)), ("slow", late)):
+        cache.add_tier(name, io, namespaces=[Namespace("")])
     cursor = cache.open(Prompt(np.array(ids, dtype=np.int64)), Namespace(""), CacheControl())
     row = LabRow(LabLayer([[]], DENSE))
     row.consume(ids[:8])
@@ -264,94 +247,23 @@ def test_what_leaves_memory_counts_until_every_tier_has_it() -> None:
     cache.tick(EngineLoad.NONE)
     assert record.is_stored(0)
     assert cache.records.ledger.leaving_nbytes == record.nbytes
-    (done,) = late.waiting
-    done(WriteResult(1, new=True))
+    (order,) = late.waiting
+    late.end(order, WriteResult(1, new=True))
     cache.tick(EngineLoad.NONE)
     assert cache.records.ledger.leaving_nbytes == 0
     assert record.arrays is None
 
 
-# --- scans that are faster than the engine -------------------------------------------------
-
-
-class ManyIo(SickIo):
-    """A scan of a thousand batches, on a thread of its own."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda name: None)
-        self.n_told = 0
-        self.is_held_up = threading.Event()
-        self.thread = threading.Thread(target=lambda: None)
-
-    def scan(self, batch: Callable[[Changes], None], done: Done[None]) -> None:
-        def tell() -> None:
-            for _ in range(N_BATCHES):
-                if self.n_told == client.MAX_BATCHES:
-                    self.is_held_up.set()
-                batch([])
-                self.n_told += 1
-            done(None)
-
-        self.thread = threading.Thread(target=tell)
-        self.thread.start()
-
-
-N_BATCHES = 1000
-
-
-def opened() -> tuple[ManyIo, client.TierClient]:
-    cache, io = tree(DENSE, block=BLOCK), ManyIo()
-    inner = cache.records
-    made = client.TierClient(
-        "many",
-        io,
-        inner.ledger,
-        inner.tree,
-        inner.catalogue,
-        stamp=inner.tree.order.stamp,
-        wake=lambda: None,
-    )
-    made.scan()
-    assert io.is_held_up.wait(20.0)
-    return io, made
-
-
-def test_a_scan_waits_for_an_engine_that_has_no_time() -> None:
-    io, made = opened()
-    assert io.n_told <= client.MAX_BATCHES, "the rest would lie about in memory"
-    n_seen = 0
-    while made.scanning:
-        n_seen += sum(isinstance(n, ScanBatch) for n in made.take_results(math.inf, wait_s=5.0))
-    assert n_seen == N_BATCHES
-    io.thread.join()
-
-
-def test_a_stop_ends_a_scan_that_waits() -> None:
-    io, made = opened()
-    made.close()
-    io.thread.join(20.0)
-    assert not io.thread.is_alive()
-
-
-def test_what_was_read_comes_before_what_a_scan_tells() -> None:
-    io, made = opened()
-    root = made._catalogue.root(Namespace(""))
-    node = made._tree.child(root, PackedTokens(np.zeros(8, np.uint64)), 0, 8)
-    record = made._tree.add(node, Part.PAGES, nbytes=1, mark=Mark.TURN)
-    made._ledger.begin_read(record, made.number)
-    made._done(partial(made._was_read, record), is_urgent=True)(Missing())
-    assert isinstance(next(made.take_results(math.inf)), ReadFailed)
-    made.close()
-    io.thread.join(20.0)
+# --- what tiers hear -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_tier_learns_of_a_use_after_the_step_in_which_it_was(stops: bool) -> None:
     """A long prompt's restore has no time for it."""
     now, ids = [0.0], words(1, 41)
-    io = SickIo(lambda name: None)
+    io = SickWorker(lambda name: None)
     cache = tree(DENSE, block=BLOCK, clock=lambda: now[0], wall=lambda: now[0])
-    cache.add_tier("ssd", io, namespaces=[Namespace("")], wake=lambda: None)
+    cache.add_tier("ssd", io, namespaces=[Namespace("")])
     with LabEngine(DENSE, cache=cache) as lab:
         lab.submit(ids, 4).wait().check()
         settled(lab, now)
@@ -371,3 +283,75 @@ def test_a_tier_learns_of_a_use_after_the_step_in_which_it_was(stops: bool) -> N
             cache.tick(EngineLoad.NONE)
         assert io.touched == [used]
         cursor.close(None)
+
+
+def test_what_is_cleared_before_its_write_has_begun_is_not_written() -> None:
+    late, ids = LateWorker(), words(1, 17)
+    cache = tree(DENSE, block=BLOCK)
+    cache.add_tier("ssd", late, namespaces=[Namespace("")])
+    cursor = cache.open(lab_prompt(ids), Namespace(""), CacheControl())
+    row = LabRow(LabLayer([[]], DENSE))
+    row.consume(ids[:16])
+    cursor.commit(row)
+    cursor.close(None)
+    cache.tick(EngineLoad.NONE)
+    first, second = late.waiting
+    assert first.record is not None
+    cache.records.forget(first.record.node)
+    assert (first.wanted, second.wanted) == (False, True)
+    cache.records.clear(Namespace(""))
+    assert not second.wanted
+    for order in late.waiting:
+        late.end(order, Unwanted())
+    cache.tick(EngineLoad.NONE)
+    assert records_of(cache) == []
+
+
+def test_an_engine_that_leaves_results_for_later_is_not_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody wakes it for them again."""
+    monkeypatch.setitem(desk.POLL_S, EngineLoad.NONE, -1.0)
+    late, ids = LateWorker(), words(1, 17)
+    cache = tree(DENSE, block=BLOCK)
+    cache.add_tier("ssd", late, namespaces=[Namespace("")])
+    cursor = cache.open(lab_prompt(ids), Namespace(""), CacheControl())
+    row = LabRow(LabLayer([[]], DENSE))
+    row.consume(ids[:16])
+    cursor.commit(row)
+    cursor.close(None)
+    cache.tick(EngineLoad.NONE)
+    assert cache.settled
+    for order in late.waiting:
+        late.end(order, WriteResult(1, new=True))
+    cache.tick(EngineLoad.NONE)
+    assert not cache.settled
+    cache.tick(EngineLoad.NONE)
+    assert cache.settled
+
+
+class HungTier(DictTier):
+    """Has noted and deleted nothing when the server stops."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.gate = threading.Event()
+
+    def bury(self, root: str, at: float) -> None:
+        self.gate.wait(20.0)
+
+    def buried(self) -> Mapping[str, float]:
+        return {}
+
+
+def test_a_stop_ends_what_was_promised() -> None:
+    tier, cache = HungTier(), tree(DENSE, block=BLOCK)
+    cache.add_tier(
+        "ssd", TierWorker(tier, n_threads=1, flush_timeout_s=0.05), namespaces=[Namespace("")]
+    )
+    promises = [p for _ in range(2) for p in cache.records.clear(Namespace("")).promises]
+    cache.close()
+    for promise in promises:
+        with pytest.raises(NotForgotten):
+            promise.result(0)
+    tier.gate.set()
