@@ -11,12 +11,15 @@ drives it, four rows at a time, over real layer caches with few numbers per toke
 A perfect cache has every token of every request that was computed before, at any position. Columns:
 
     reused      tokens that were not computed, as a share of what a perfect cache would not have computed
+    best        the largest such share that is possible with that memory (benchmarks/best_reuse.py)
     worst       the worst such share of a request that could have reused more than 1,000 tokens
     short       requests that reused at least 32 tokens less
     MB/turn     bytes written to the disk per request; `states`: the share of states in what is stored
 
-Memory is a share of what the same requests take where there is room for everything. `--kill-after`
-drops the cache and everything that is queued for the disk after so many requests, as kill -9 would.
+Memory is a share of what the same requests take where there is room for everything. It is what rows
+under way leave for records, and as in the engine the cache is told so when a row begins and ends.
+`--kill-after` drops the cache and everything that is queued for the disk after so many requests, as
+kill -9 would.
 
 Takes two minutes; one kind at one size takes a few seconds.
 """
@@ -36,6 +39,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from best_reuse import Stay, best_reuse, n_common
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from report import BenchError, cli, grid, names, save
 from servers import lab
@@ -56,6 +60,8 @@ PREFILL_S, STEP_S = 1 / 50_000, 0.002
 SETTLE_S = 30.0
 WINDOW = 512
 TOKEN_DIM = 16
+PAGE_NBYTES = 2 * 2 * TOKEN_DIM
+"""What the pages of a token take."""
 STATE_TOKENS = 3000
 """A state takes as much as the pages of this many tokens, as in Qwen3-Next-80B."""
 NAMESPACE = Namespace("")
@@ -67,7 +73,7 @@ LOADS = {
 }
 """By whether it is prefilling, and decoding."""
 FEW_TOKENS = 32
-COLUMNS = ("requests", "reused", "worst", "short", "MB/turn", "states", "seconds")
+COLUMNS = ("requests", "reused", "best", "worst", "short", "MB/turn", "states", "seconds")
 
 
 # --- the traffic ---------------------------------------------------------------------------
@@ -213,6 +219,7 @@ class Task:
     prompt: Prompt
     cursor: Cursor
     n_perfect: int = 0
+    began: int = 0
     row: Row | None = None
     reply: list[int] = field(default_factory=list)
     decoding: bool = False
@@ -229,9 +236,13 @@ class Task:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     n_prompt: int
-    n_perfect: int
     n_cached: int
     why: str
+    stay: Stay
+
+    @property
+    def n_perfect(self) -> int:
+        return self.stay.n_wanted
 
 
 class Engine:
@@ -242,6 +253,7 @@ class Engine:
         self.outcomes: list[Outcome] = []
         self.peak_nbytes = 0
         self._computed: list[np.ndarray[Any, Any]] = []
+        self._events = itertools.count()
         self.written: Counter[str] = Counter()
         self._start()
 
@@ -351,17 +363,12 @@ class Engine:
         return Task(ask, script, prompt, self.cache.open(prompt, NAMESPACE, CacheControl()))
 
     def _admit(self, task: Task) -> None:
-        task.n_perfect = self._perfect(task.prompt.ids)
+        task.n_perfect, task.began = self._perfect(task.prompt.ids), next(self._events)
         task.row = self._row(task.cursor, task.cursor.restore())
+        self.cache.set_room(self._limit)
 
     def _perfect(self, ids: np.ndarray[Any, Any]) -> int:
-        best = 0
-        for known in self._computed:
-            n = min(len(known), len(ids) - 1)
-            if n > best:
-                differs = np.flatnonzero(known[:n] != ids[:n])
-                best = max(best, int(differs[0]) if len(differs) else n)
-        return best
+        return max((n_common(known, ids[:-1]) for known in self._computed), default=0)
 
     def _row(self, cursor: Any, restored: Restored | None) -> Row:
         row = Row(layers_of(self._kind))
@@ -391,7 +398,7 @@ class Engine:
         end = min(start + CHUNK - start % CHUNK, last, *stops)
         if end > start:
             row.consume(end - start)
-            self.cache.prefill.saw(start, end, PREFILL_S * (end - start))
+            self.cache.prefill.observe(start, end, PREFILL_S * (end - start))
             task.cursor.commit(row)
         if row.n_tokens >= last:
             self._begin_reply(task)
@@ -415,9 +422,11 @@ class Engine:
                 task.cursor.commit(row)
             return False
         self._computed.append(task.known)
+        stay = Stay(task.known, task.n_perfect, task.began, next(self._events))
         task.cursor.close(row)
         row.is_live = False
-        self.outcomes.append(Outcome(len(task.prompt), task.n_perfect, task.n_cached, task.why))
+        self.cache.set_room(self._limit)
+        self.outcomes.append(Outcome(len(task.prompt), task.n_cached, str(task.why or ""), stay))
         return True
 
 
@@ -440,10 +449,13 @@ def measure(
             if o.n_cached < o.n_perfect - 1:
                 print(f"  {o.n_prompt} {o.n_perfect} {o.n_cached} {o.why}")
     written = engine.written
+    n_perfect = max(sum(o.n_perfect for o in known), 1)
+    n_kept = limit_nbytes // PAGE_NBYTES
+    best = 1.0 if folder else best_reuse([o.stay for o in engine.outcomes], n_kept) / n_perfect
     return {
         "requests": len(engine.outcomes),
-        "reused": sum(min(o.n_cached, o.n_perfect) for o in known)
-        / max(sum(o.n_perfect for o in known), 1),
+        "reused": sum(min(o.n_cached, o.n_perfect) for o in known) / n_perfect,
+        "best": best,
         "worst": min(shares),
         "short": sum(o.n_cached < o.n_perfect - FEW_TOKENS for o in known),
         "MB/turn": written["all"] / len(engine.outcomes) / 1e6 if folder else None,

@@ -9,7 +9,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.engine.sequence import ForcedTokens
 from firn.models.decode.batch import why_not_batchable
+from firn.models.decode.kv_growth import ShapeBuckets
 from firn.models.decode.runner import Runner
 from firn.models.decode.steps import NO_SPECULATION
 from firn.models.loader import LoadedModel
@@ -143,13 +144,14 @@ class BenchEngine:
         chunk: int = 0,
         by_depth: bool = False,
         uses_all_hits: bool = False,
+        pads: bool = True,
     ) -> None:
         """disk: the SSD's system calls. memo: where estimates outlive the engine. model: an
         existing one; the weights of a large one take time and memory. speculation: makes what
         drafts tokens, from the model and the function that makes its caches. has_head: the model
         has a prediction head. scorer: makes what scores long prompts. chunk: of prefill; 0 for the
         device's. by_depth: the chunk grows while nobody waits, as in a server. uses_all_hits: also
-        those that a server on a GPU would not use."""
+        those that a server on a GPU would not use. pads: prompts, where the device wants few shapes."""
         self.config = config
         self._answers: dict[RequestId, Answer] = {}
         self._ids = itertools.count()
@@ -195,6 +197,8 @@ class BenchEngine:
             arguments = ArgumentsByPosition(backend.patches) if scorer else IDS_ONLY
             loaded = LoadedModel(made, info, make_layers, probe, arguments)
             execution = execution_of(backend, loaded, exact=False, is_shared=False)
+            if not pads:
+                execution = replace(execution, buckets=ShapeBuckets())
             common = execution.buckets.common_chunk
             runner = Runner(
                 made,

@@ -23,16 +23,46 @@ import time
 from pathlib import Path
 
 import numpy as np
+from agent_trace import agent_trace
 from report import cli, grid, save
 from servers import lab
 
-from firn.traces.agents import agent_trace
 from firn.traces.read import read
-from firn.traces.simulate import SimulatedMemory, SimulatedSsd, SimulatedTier, play
+from firn.traces.simulate import SimulatedSsd, SimulatedTier, play
 from firn.traces.trace import Ints, Trace
 
 HOUR_S = 3600.0
 SHARES = (0.01, 0.05, 0.2)
+
+
+class SimulatedMemory(SimulatedTier):
+    """Evicts in the tree's order, but nothing that the running request has used or added."""
+
+    def __init__(self, trace: Trace, *, n_blocks: int) -> None:
+        super().__init__(trace, n_blocks=n_blocks)
+        self._last = np.full(trace.n_nodes, -1, dtype=np.int32)
+        """The request that used a block last."""
+        self._at: list[float] = trace.at.tolist()
+
+    def _rank(self, node: int) -> float:
+        last: int = self._last[node]
+        return self._at[last]
+
+    def _use(self, i: int, path: Ints, n_there: int, n_hit: int) -> None:
+        self._last[path] = i
+
+    def _store(self, i: int, path: Ints, start: int) -> None:
+        new = path[start : max(self._n_blocks, start)]  # everything but its own path can be evicted
+        leased = []
+        while self._n_stored + len(new) > self._n_blocks:
+            self._lowest()
+            if self._last[self._heap[0][3][-1]] == i:
+                leased.append(heapq.heappop(self._heap))
+            else:
+                self._drop_lowest()
+        for entry in leased:
+            heapq.heappush(self._heap, entry)
+        self._add(i, new, start)
 
 
 class UsesInMemory(SimulatedMemory):

@@ -8,9 +8,11 @@
     prompts   many prompts that arrive together: the built-in hybrid model's shape and the dense one's
     first     a cold prompt's first token: Qwen3.5-9B's shape against a dense model of about its size
     servers   firn and mlx-lm's server: a cold prompt, later turns of the chat, decoding
-    families  on a CPU: a chunk of a prompt and a token with other recurrent layers, by mlx-lm's code
-              and by firn's; processor time
-    states    cutting a hybrid model's state out of a row, filling a row from it; processor time
+    families  a chunk of a prompt and a token with other recurrent layers, by mlx-lm's code and by
+              firn's; on a CPU 256 tokens and processor time
+    states    cutting a hybrid model's state out of a row, filling a row from it, a decode step; on a CPU
+              processor time
+    convolutions  short ones, by MLX and tap by tap
 
 Weights are random. Everything that a ratio compares is measured in one run, in turns. On a GPU, a part
 takes at most three minutes; on two cores `layer` takes one, and `servers` a few for each model.
@@ -36,42 +38,24 @@ from report import BenchError, Column, cli, grid, names, save, table
 from servers import Server, lab, model_folder
 
 from firn.bench.client import Message, words
-from models import COMMON, CONFIGS, QWEN3_06B, QWEN3_8B, random_model, write_model
+from models import (
+    COMMON,
+    CONFIGS,
+    HYBRID_06B,
+    QWEN3_06B,
+    QWEN3_8B,
+    QWEN35_9B,
+    random_model,
+    write_model,
+)
 
-PARTS = ("layer", "prompts", "first", "servers", "families", "states")
+PARTS = ("layer", "prompts", "first", "servers", "families", "states", "convolutions")
 TF32 = "MLX_ENABLE_TF32"
 GIB = 1 << 30
 HEADS, WIDTH = (16, 32), 128
 """Key heads, value heads; of each. Qwen3.5-9B's."""
 N_EXACT = 192
 """Tokens that are compared with float64."""
-LINEAR: dict[str, Any] = {
-    "model_type": "qwen3_next",
-    "architectures": ["Qwen3NextForCausalLM"],
-    "full_attention_interval": 4,
-    "partial_rotary_factor": 0.25,
-    "linear_num_key_heads": HEADS[0],
-    "linear_num_value_heads": HEADS[1],
-    "linear_key_head_dim": WIDTH,
-    "linear_value_head_dim": WIDTH,
-    "linear_conv_kernel_dim": 4,
-    "num_experts": 0,
-    "num_experts_per_tok": 0,
-    "decoder_sparse_step": 1,
-    "moe_intermediate_size": 0,
-    "shared_expert_intermediate_size": 0,
-    "mlp_only_layers": [],
-}
-QWEN35_9B = QWEN3_8B | LINEAR
-QWEN35_9B |= {
-    "vocab_size": 248_320,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-}
-HYBRID_06B = QWEN3_06B | LINEAR
-HYBRID_06B |= {"vocab_size": 32_768, "num_hidden_layers": 24, "linear_num_value_heads": HEADS[0]}
 FIRST_SHAPES = {
     "9b": (QWEN35_9B, QWEN3_8B),
     "0.6b": (HYBRID_06B, QWEN3_06B),
@@ -128,6 +112,29 @@ LFM2 = {
     "block_auto_adjust_ff_dim": True,
     "full_attn_idxs": [1],
 }
+LING = {
+    "max_position_embeddings": 16_384,
+    "moe_intermediate_size": 512,
+    "num_experts": 8,
+    "num_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 2,
+    "layer_group_size": 2,
+    "group_norm_size": 2,
+    "use_qk_norm": True,
+}
+LATENT = {
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 256,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "partial_rotary_factor": 0.5,
+}
 MAMBA2 = CONFIGS["ssm"] | SMALL | {"num_heads": 24, "head_dim": 64, "state_size": 128}
 FAMILIES: dict[str, dict[str, Any]] = {
     "mamba": SMALL | {"model_type": "mamba", "state_size": 16},
@@ -136,7 +143,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": SMALL | {"model_type": "recurrent_gemma"} | GRIFFIN,
     "rwkv7": SMALL | {"model_type": "rwkv7"} | RWKV7,
     "lfm2": SMALL | {"model_type": "lfm2"} | LFM2,
+    "bailing_moe_linear": SMALL | {"model_type": "bailing_moe_linear"} | LING,
+    "bailing_hybrid": SMALL | {"model_type": "bailing_hybrid"} | LING | LATENT,
 }
+WIDE = {"hidden_size": 4096, "intermediate_size": 8192, "num_attention_heads": 32}
+WIDE |= {"num_key_value_heads": 32, "head_dim": 128, "time_step_rank": 256}
+OF_WIDE: dict[str, dict[str, Any]] = {
+    "mamba2": {"num_heads": 128},
+    "rwkv7": {"head_dim": 64},
+    "lfm2": {"block_dim": 4096, "block_ff_dim": 8192},
+}
+"""On a GPU: layers of models of about 7 billion weights."""
 
 Times = dict[str, list[float]]
 
@@ -202,14 +219,16 @@ def _layer(args: argparse.Namespace, *, is_cuda: bool) -> dict[str, Any]:
     backends.find().install(BackendOptions(cache_folder=default_cache_dir()))
     forms: dict[str, Callable[..., Any]] = {"loop": gated_delta_ops, "chunks": DELTA}
     if is_cuda:
-        from firn.backends.cuda.delta import by_kernel, fault
         from firn.backends.cuda.device import CHUNKED_DELTA
+        from firn.backends.cuda.recurrence import KernelBuild, Rule, delta_by_kernel, fault
+        from firn.backends.recurrence.forms import Chunked, ChunkedDelta
 
+        forms["plain chunks"] = ChunkedDelta(Chunked(64), channel_chunk=16)
         forms["chunks"] = CHUNKED_DELTA
-        why = fault(WIDTH, WIDTH, False)
+        why = fault(KernelBuild(Rule.DELTA, WIDTH, WIDTH, False))
         say(f"the kernel: {why or 'works'}")
         if why is None:
-            forms["kernel"] = by_kernel
+            forms["kernel"] = delta_by_kernel
     rows = [["tokens", "rows", *(f"{name} ms" for name in forms), *_over(forms)]]
     result: dict[str, Any] = {"ms": {}, "error": {}}
     for n_tokens, n_rows in ((1, 1), (1, 8), (8, 1), (64, 1), (512, 1), (args.tokens, 1)):
@@ -397,45 +416,50 @@ def families(args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of a chunk and of a token, before and after firn's forms are installed."""
     import mlx.core as mx
 
+    from firn import backends
     from firn.backends.contract import BackendOptions
-    from firn.backends.cpu import SSM_STEP, CpuBackend
-    from firn.backends.recurrence import convolution, scans, ssm
+    from firn.backends.cpu import CpuBackend
     from firn.config import default_cache_dir
-    from firn.models.patches import Patches
 
-    backend = CpuBackend()
-    backend.install(BackendOptions(exact=True, cache_folder=default_cache_dir()))  # its products
-    if backend.blas.library is not None:
-        backend.blas.library.set_threads(1)
+    backend: Any = backends.find()
+    is_cpu = isinstance(backend, CpuBackend)
+    n_tokens, dtype = (256, mx.float32) if is_cpu else (args.tokens, mx.bfloat16)
     results: dict[str, dict[str, float]] = {}
     for name, config in FAMILIES.items():
-        model = random_model(config, dtype=mx.float32)
-        patches, result = Patches(), {}
+        if name not in args.families and args.families:
+            continue
+        if not is_cpu:
+            config = config | WIDE | OF_WIDE.get(name, {})
+        backend.uninstall()
+        options = BackendOptions(exact=True, cache_folder=default_cache_dir())
+        backend.install(options)  # its products alone
+        if isinstance(backend, CpuBackend) and backend.blas.library is not None:
+            backend.blas.library.set_threads(1)
+        model, result = random_model(config, dtype=dtype), {}
         for how in ("mlx-lm", "firn"):
             if how == "firn":
-                convolution.install(patches)
-                ssm.shorten(patches, step=SSM_STEP)
-                scans.replace(patches)
-            for what, n_tokens in (("chunk", 256), ("token", 1)):
-                result[f"{what} {how}"] = 1000 * _processor_seconds(model, n_tokens, args.rounds)
-        patches.undo()
+                backend.recurrences.install(exact=False)
+            for what, n in (("chunk", n_tokens), ("token", 1)):
+                result[f"{what} {how}"] = 1000 * _pass_seconds(model, n, args.rounds, is_cpu=is_cpu)
         results[name] = result
-        say(f"{name}: " + ", ".join(f"{what} {ms:.1f} ms" for what, ms in result.items()))
+        say(f"{name}: " + ", ".join(f"{what} {ms:.2f} ms" for what, ms in result.items()))
+        del model
+        _free()
     return results
 
 
-def _processor_seconds(model: Any, n_tokens: int, n_rounds: int) -> float:
-    """Of n_tokens after a few others; the least of several tries."""
+def _pass_seconds(model: Any, n_tokens: int, n_rounds: int, *, is_cpu: bool) -> float:
+    """Of n_tokens after a few others; the least of several tries. On a CPU processor time."""
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 
-    taken = []
+    taken, clock = [], time.process_time if is_cpu else time.perf_counter
     for _ in range(n_rounds + 1):
         layers = make_prompt_cache(model)
-        mx.eval(model(mx.array([[1, 2, 3, 4, 5]]), cache=layers))
-        began = time.process_time()
+        mx.eval(model(mx.array([[1, 2, 3, 4, 5]]), cache=layers), [c.state for c in layers])
+        began = clock()
         mx.eval(model(mx.array([[7] * n_tokens]), cache=layers)[:, -1], [c.state for c in layers])
-        taken.append(time.process_time() - began)
+        taken.append(clock() - began)
     return min(taken)
 
 
@@ -447,15 +471,19 @@ def states(args: argparse.Namespace) -> dict[str, Any]:
     from firn.backends import find
     from firn.backends.contract import BackendOptions
     from firn.cache.arrays.payload import evaluate
+    from firn.cache.arrays.transfers import use
     from firn.cache.layout import Layout
     from firn.cache.parts import Part
     from firn.config import default_cache_dir
     from firn.core.ports import At
 
-    find().install(BackendOptions(cache_folder=default_cache_dir()))
-    results = {}
+    backend, results = find(), {}
+    backend.install(BackendOptions(cache_folder=default_cache_dir()))
+    is_cpu = mx.default_device() == mx.Device(mx.cpu)
+    clock = time.process_time if is_cpu else time.perf_counter
+    use(backend.transfers)
     for name, config in SERVED.items():
-        model = random_model(config, dtype=mx.float32)
+        model: Any = random_model(config, dtype=mx.float32 if is_cpu else mx.bfloat16)
         layers, empty = make_prompt_cache(model), make_prompt_cache(model)
         mx.eval(model(mx.array([[7] * 40]), cache=layers), [c.state for c in layers])
         layout, at = Layout.of(layers), At(0, 40)
@@ -464,7 +492,8 @@ def states(args: argparse.Namespace) -> dict[str, Any]:
         ms: dict[str, float] = {}
         for _ in range(10):
             for what in ("cut", "fill", "step"):
-                began = time.process_time()
+                mx.synchronize()
+                began = clock()
                 if what == "cut":
                     evaluate([layout.cut(Part.STATE, layers, at, 0, 40)])
                 elif what == "fill":
@@ -472,12 +501,31 @@ def states(args: argparse.Namespace) -> dict[str, Any]:
                     mx.eval([c.state for c in empty if isinstance(c, ArraysCache)])
                 else:
                     mx.eval(model(mx.array([[7]]), cache=make_prompt_cache(model)))
-                took = 1000 * (time.process_time() - began)
+                took = 1000 * (clock() - began)
                 ms[what] = min(ms.get(what, took), took)
         say(
             f"{name}: {nbytes / 1e6:.1f} MB, " + ", ".join(f"{k} {v:.2f} ms" for k, v in ms.items())
         )
         results[name] = ms | {"nbytes": nbytes}
+    return results
+
+
+def convolutions(args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of one of four taps and 8,192 channels: MLX's own, and a product for each tap."""
+    import mlx.core as mx
+    from mlx import nn
+
+    from firn.backends.recurrence.convolution import taps
+
+    n_channels, results = 8192, {}
+    layer = nn.Conv1d(n_channels, n_channels, 4, groups=n_channels, bias=False)
+    layer.set_dtype(mx.bfloat16 if mx.default_device() == mx.Device(mx.gpu) else mx.float32)
+    forms: dict[str, Callable[[Any], Any]] = {"MLX": layer, "taps": lambda x: taps(x, layer.weight)}
+    for n_tokens in (1, 64, args.tokens):
+        x = mx.random.normal((1, n_tokens + 3, n_channels)).astype(layer.weight.dtype)
+        ms = {name: 1000 * _seconds(form, [x], 10 * args.rounds) for name, form in forms.items()}
+        results[str(n_tokens)] = ms
+        say(f"{n_tokens} tokens: " + ", ".join(f"{name} {t:.3f} ms" for name, t in ms.items()))
     return results
 
 
@@ -490,6 +538,7 @@ DO = {
     "servers": servers,
     "families": families,
     "states": states,
+    "convolutions": convolutions,
 }
 
 
@@ -500,6 +549,7 @@ def main() -> None:
     options.add_argument("--parts", type=names, default=list(PARTS[:3]), metavar="A,B,..")
     options.add_argument("--rounds", type=int, default=3, help="after one that warms up")
     options.add_argument("--tokens", type=int, default=4096, help="layer: of the longest call")
+    options.add_argument("--families", type=names, default=[], metavar="A,B,..", help="these alone")
     options.add_argument("--prompts", type=int, default=24)
     options.add_argument("--total-tokens", type=int, default=46_000, help="prompts: of all")
     options.add_argument("--shape", choices=FIRST_SHAPES, default="9b")

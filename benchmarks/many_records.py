@@ -340,7 +340,7 @@ def long_prompt_pauses(n_tokens: int, *, in_memory: bool) -> dict[str, list[floa
             cache.records.hold(record, payload, nbytes=RECORD_NBYTES)
         cache.records.ledger.found(record, 0)
         stored.append(record)
-    cache.prefill.saw(0, 2048, 1.0)
+    cache.prefill.observe(0, 2048, 1.0)
     cache.own_process()  # as a server's does, it collects garbage between two steps
     place = "in memory" if in_memory else "in a tier"
     seconds: dict[str, list[float]] = {}

@@ -126,10 +126,38 @@ QWEN3_06B = QWEN3_8B | {
     "num_attention_heads": 16,
     "tie_word_embeddings": True,
 }
+LINEAR: dict[str, Any] = {
+    "model_type": "qwen3_next",
+    "architectures": ["Qwen3NextForCausalLM"],
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 0,
+    "num_experts_per_tok": 0,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 0,
+    "shared_expert_intermediate_size": 0,
+    "mlp_only_layers": [],
+}
+QWEN35_9B = QWEN3_8B | LINEAR
+QWEN35_9B |= {
+    "vocab_size": 248_320,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+}
+HYBRID_06B = QWEN3_06B | LINEAR
+HYBRID_06B |= {"vocab_size": 32_768, "num_hidden_layers": 24, "linear_num_value_heads": 16}
 SHAPES: dict[str, tuple[dict[str, Any], str]] = {
     "tiny": (CONFIGS["dense"], "float32"),
     "hybrid": (CONFIGS["hybrid"], "float32"),
     "0.6b": (QWEN3_06B, "bfloat16"),
+    "hybrid-0.6b": (HYBRID_06B, "bfloat16"),
     "4b": (QWEN3_4B, "bfloat16"),
     "8b": (QWEN3_8B, "bfloat16"),
 }

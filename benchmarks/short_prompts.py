@@ -79,6 +79,7 @@ def main() -> None:
     options.add_argument(
         "--device-run", type=float, default=0.0, metavar="SECONDS", help="begin no round after that"
     )
+    options.add_argument("--unpadded", action="store_true", help="a GPU's prompts have any shape")
     args = options.parse_args()
     if args.rounds < 1 or args.streams < 2:
         raise BenchError("at least one round and two streams, please")
@@ -86,7 +87,7 @@ def main() -> None:
     config, dtype = shape_of(args.shape)
     results: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
     rng = np.random.default_rng(5)
-    with BenchEngine(config, dtype=dtype, memory_nbytes=8 * GIB) as engine:
+    with BenchEngine(config, dtype=dtype, memory_nbytes=8 * GIB, pads=not args.unpadded) as engine:
         chosen = engine.engine._loop._prefill._batches._trial
         ways = {"one by one": Fixed(False), "together": Fixed(True), "chosen": chosen}
         for i in range(args.rounds + 1):

@@ -27,10 +27,10 @@ from firn.core.values import Job
 from firn.models.decode.batch import Group, Row, StepInFlight, TakenTokens
 from firn.models.decode.step_profile import StepProfile
 from firn.models.decode.steps import PlainInFlight
-from firn.models.speculation.draft_odds import ExpectedTokens, Odds
 from firn.models.speculation.drafters import NO_DRAFT, Draft
 from firn.models.speculation.drafters.mtp import MtpDrafter
-from firn.models.speculation.speculator import MAX_COSTLY, MAX_DRAFT, RowDrafts, Speculation
+from firn.models.speculation.odds import ExpectedTokens, Odds
+from firn.models.speculation.speculator import MAX_DRAFT, RowDrafts, Speculation
 from firn.models.speculation.step_clock import StepClock
 
 N_PROMPT = 512
@@ -120,7 +120,14 @@ class ListingClock(StepClock):
         super().__init__(*arguments)
         self.step_ms: dict[str, list[float]] = {}
 
-    def read(self, group: Group, taken: Sequence[TakenTokens], step: StepInFlight) -> None:
+    def read(
+        self,
+        group: Group,
+        taken: Sequence[TakenTokens],
+        step: StepInFlight,
+        *,
+        is_asked: bool = False,
+    ) -> None:
         before = self.read_at.get(id(group))
         if before is not None:
             kind = f"x{step.width}"
@@ -128,7 +135,7 @@ class ListingClock(StepClock):
                 kind = "plain" if step.is_pipelined else "back"
                 kind = "drained" if self.is_draining else kind
             self.step_ms.setdefault(kind, []).append(1000 * (self._clock() - before))
-        super().read(group, taken, step)
+        super().read(group, taken, step, is_asked=is_asked)
 
 
 class OracleSpeculation(Speculation):
@@ -153,22 +160,19 @@ class OracleSpeculation(Speculation):
         ]
         return "; ".join([*each, f"allowance {self.allowance.steps:.1f}"])
 
-    def _draft_for_free(self, row: Row, drafted: RowDrafts) -> None:
-        drafted.next, drafted.source = NO_DRAFT, 0
+    def _look(self, row: Row, drafted: RowDrafts) -> None:
+        drafted.next = NO_DRAFT
         if self.oracle.is_free:
             self._tell(row, drafted)
             drafted.next = self.oracle.draft([row], MAX_DRAFT)[0]
+            drafted.source = self._free[-1]
 
-    def _rest(self, row: Row, drafted: RowDrafts) -> int:
-        return self._rest_of(row, drafted) if self.oracle.is_free else 0
-
-    def _expected_of_costly(
-        self, row: Row, drafted: RowDrafts | None, n_pending: int
-    ) -> ExpectedTokens | None:
-        if drafted is None or not drafted.is_ready or self.oracle.is_free:
-            return None
-        odds = [self._chance(drafted, 0, i) for i in range(MAX_COSTLY)]
-        return ExpectedTokens.of(odds, n_pending=n_pending)
+    def _expected(self, row: Row, n_pending: int) -> tuple[ExpectedTokens, ExpectedTokens]:
+        forced, row.forced = row.forced, {}
+        try:
+            return super()._expected(row, n_pending)
+        finally:
+            row.forced = forced
 
 
 def rate(engine: BenchEngine, *, n_streams: int, n_tokens: int, seed: int, guesses: bool) -> float:

@@ -26,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from firn.cache.parts import Needs, Part
-from firn.cache.storage.container import Name
+from firn.cache.storage.container import Name, TierEntry
 from firn.cache.storage.store_search import StoreQuestion, search
 from firn.cache.tiers import PEEK_NBYTES, FoundRecord, Store, TierOptions, discover
 from firn.core.keys import block_keys, root_key
@@ -88,12 +88,23 @@ def fill(store: Store, asked: StoreQuestion, share: float) -> int:
     return n
 
 
+def searched(asked: StoreQuestion, find: Counted) -> list[TierEntry]:
+    under_way = search(asked)
+    try:
+        names = next(under_way)
+        while True:
+            names = under_way.send(find(names))
+    except StopIteration as end:
+        entries: list[TierEntry] = end.value
+        return entries
+
+
 def ask_all(label: str, store: Store, n_tokens: int) -> None:
     for share in (0.0, 0.5, 0.95, 1.0):
         asked = question(n_tokens, seed=int(100 * share))
         n_there = fill(store, asked, share)
         find = Counted(store)
-        seconds, records = timed(partial(search, asked, find))
+        seconds, records = timed(partial(searched, asked, find))
         assert len(records) == n_there
         rounds, names = find.n_rounds // 5, find.n_names // 5
         print(

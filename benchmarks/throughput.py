@@ -23,7 +23,7 @@ from typing import Any
 from report import BenchError, cli, names, numbers, save, table
 from servers import Bare, Server, kind_of, lab, model_folder
 
-from firn.bench.contest import rotated
+from firn.bench.report import rotated
 from firn.bench.throughput import (
     N_LONG_WORDS,
     N_REPLY,

@@ -31,6 +31,7 @@ from firn.models import loader
 from firn.models.decode.batch import Group
 from firn.models.hub import HubRules
 from firn.models.speculation.drafters import Draft
+from firn.models.speculation.gate import Unlimited
 from firn.models.speculation.speculator import DraftPlan, Speculation
 from firn.text.prompt import PromptMaker
 
@@ -52,7 +53,7 @@ class Known(Oracle):
 
 
 class Always(Speculation):
-    def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
+    def _plan(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
         return DraftPlan(1 + N_GUESSES)
 
 
@@ -81,7 +82,7 @@ def measure(name: str, *, n_replies: int, n_tokens: int) -> list[str]:
     known = Known()
 
     def speculation(model: Any, make_layers: MakeLayers) -> Speculation:
-        return Always(known)
+        return Always(known, allowance=Unlimited)
 
     build = partial(
         BenchEngine, config, dtype=mx.float32, memory_nbytes=1 << 28, model=loaded.model

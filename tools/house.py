@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -272,6 +272,30 @@ def _dotted(node: ast.AST) -> str:
     return ast.unparse(node) if isinstance(node, ast.Attribute) else ""
 
 
+# --- constants -----------------------------------------------------------------------------
+
+
+def constants_in(tree: ast.Module) -> list[str]:
+    """Names in capitals that are assigned a number, or numbers, at the top of a module. A tuple of names
+    counts as so many."""
+    found = []
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and _is_number(node.value):
+            named = [n.id for t in _targets(node) for n in ast.walk(t) if isinstance(n, ast.Name)]
+            found += [name for name in named if name.strip("_").isupper()]
+    return found
+
+
+def _is_number(value: ast.expr | None) -> bool:
+    """Whether it is made of numbers alone, perhaps calculated."""
+    nodes = list(ast.walk(value)) if value is not None else []
+    constants = [n.value for n in nodes if isinstance(n, ast.Constant)]
+    numbers = [c for c in constants if isinstance(c, int | float) and not isinstance(c, bool)]
+    return (
+        bool(numbers) and numbers == constants and not any(isinstance(n, ast.Call) for n in nodes)
+    )
+
+
 # --- patches -------------------------------------------------------------------------------
 
 
@@ -342,6 +366,16 @@ def _files(tree: Tree, *places: str) -> Iterable[tuple[str, ast.Module]]:
             yield module, parsed
 
 
+def _by_room(tree: Tree) -> list[str]:
+    """How many numeric constants each room has, the most first."""
+    rooms: Counter[str] = Counter()
+    for module, parsed in tree.modules.items():
+        parts = module.split(".")[1:] or ["firn"]
+        n_parts = 2 if parts[0] in ("models", "cache") and len(parts) > 2 else 1
+        rooms["/".join(parts[:n_parts])] += len(constants_in(parsed))
+    return [f"{room} {n}" for room, n in rooms.most_common() if n]
+
+
 RUNNERS = ("firn.models.runner", "firn.models.decode.runner")
 BACKENDS = ("firn.backends", "firn.models.cuda", "firn.models.cpu", "firn.models.device")
 DECODE = ("firn.models.decode", "firn.models.ranks", "firn.models.runner")
@@ -349,7 +383,8 @@ DECODE = ("firn.models.decode", "firn.models.ranks", "firn.models.runner")
 
 def main() -> None:
     here = Path(__file__).resolve().parent.parent / "src" / "firn"
-    tree = Tree(Path(sys.argv[1]) if len(sys.argv) > 1 else here)
+    folders = [argument for argument in sys.argv[1:] if argument != "-v"]
+    tree = Tree(Path(folders[0]) if folders else here)
     rings = cycles(tree.imports())
     outside = {
         module: parsed
@@ -368,6 +403,7 @@ def main() -> None:
         ("callables that the cache takes", len(callables_taken(in_cache))),
         ("docstrings that lean on the one before", len(leaning_docs(tree.modules))),
         ("places outside backends that name a device", sum(map(len, in_devices.values()))),
+        ("numeric constants", sum(len(constants_in(parsed)) for parsed in tree.modules.values())),
         ("statements that patch MLX, outside the list", sum(map(len, patched.values()))),
     ]
     for module, parsed in _files(tree, *RUNNERS):
@@ -381,6 +417,7 @@ def main() -> None:
         listing["callables"] = callables_taken(in_cache)
         listing["classes"], listing["docs"] = large, leaning_docs(tree.modules)
         listing["devices"] = {m: d for m, d in in_devices.items() if d}
+        listing["constants"] = _by_room(tree)
         listing["patches"] = {m: d for m, d in patched.items() if d}
         for name, value in listing.items():
             print(name, value, sep="\n  ")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -35,11 +33,9 @@ from firn.engine import Engine
 from firn.host.awake import Awake
 from firn.host.machine import raise_descriptor_limit
 from firn.host.shutdown import (
-    ASKED_TWICE,
     end_at_next_signal,
     exit_or_return,
     kill_after,
-    outlives_terminal,
 )
 from firn.listener import Uvicorn, bind, connections, listen
 from firn.logs import configure as configure_logs
@@ -214,27 +210,17 @@ async def _run(
     )
     loop = asyncio.get_running_loop()
 
-    def stop() -> None:
-        if web.should_exit:
-            os._exit(ASKED_TWICE)
+    def begin_stop() -> None:
         log.info("stopping; running requests have %.0f s to finish", DRAIN_S)
         kill_after(LEAVE_S)
         server.event_router.drain()
         loop.call_later(DRAIN_S, server.event_router.fail_all, ShuttingDown())
-        web.should_exit = True
 
-    def stop_once() -> None:
-        if not web.should_exit:
-            stop()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
-    if not outlives_terminal():  # closing a terminal sends it twice: from the system and the shell
-        loop.add_signal_handler(signal.SIGHUP, stop_once)
+    stop = web.stop_at_signals(begin_stop)
     if server.ranks is not None:
         server.ranks.watch(
             lost=lambda: loop.call_soon_threadsafe(server.lose_rank),
-            asked=lambda: loop.call_soon_threadsafe(stop_once),
+            asked=lambda: loop.call_soon_threadsafe(stop),
         )
     watching = asyncio.create_task(watch(server, web))
     await warm.compute(server.services, prompts)

@@ -1,11 +1,14 @@
-"""How a server listens: its address, uvicorn without its signal handlers, a connection limit."""
+"""How a server listens: its address, uvicorn with firn's signal handlers, a connection limit."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
+import os
+import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import uvicorn
@@ -13,6 +16,7 @@ import uvicorn
 from firn.api.connections import ConnectionLimits, Connections
 from firn.core.errors import SetupError
 from firn.host.machine import raise_descriptor_limit
+from firn.host.shutdown import ASKED_TWICE, outlives_terminal
 
 RESERVED_FILES = 64
 """Descriptors that are never connections: records being read and written, logs, the model."""
@@ -57,6 +61,27 @@ class Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def stop_at_signals(self, begin: Callable[[], None]) -> Callable[[], None]:
+        """At the first SIGINT or SIGTERM, or when its terminal is closed, call `begin` and stop serving;
+        at the second signal end the process. Returns what stops it without a signal, once."""
+
+        def stop() -> None:
+            if self.should_exit:
+                os._exit(ASKED_TWICE)
+            begin()
+            self.should_exit = True
+
+        def stop_once() -> None:
+            if not self.should_exit:
+                stop()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop)
+        if not outlives_terminal():  # closing one sends it twice: from the system and the shell
+            loop.add_signal_handler(signal.SIGHUP, stop_once)
+        return stop_once
 
 
 def connections() -> Connections:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firn.api.auth import Keys
-from firn.api.rate_limit import MAX_CLIENTS, RequestRate
+from firn.api.layers import MAX_CLIENTS, RequestRate
 from firn.api.services import ApiLimits
 from tests.api.live import GREETING, serve
 

@@ -12,7 +12,7 @@ import pytest
 from firn.api.think_budget import LOOKAHEAD_TOKENS, ThinkBudget, ThinkingEnd
 from firn.core.events import Token
 from firn.text.formats import THINK_TAGS, ReplyFormat
-from firn.text.harmony_splitter import CONTROL
+from firn.text.parsers.harmony import CONTROL
 from tests.api.live import Live
 from tests.api.scripted import scripted_server
 from tests.fakes import END, START, FakeTokenizer

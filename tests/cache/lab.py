@@ -284,7 +284,7 @@ class SetClock(Clock):
 class SteadySpeed(PrefillSpeed):
     """Every token costs the same, however long the machine takes: eviction is deterministic."""
 
-    def saw(self, start: int, end: int, seconds: float) -> None:
+    def observe(self, start: int, end: int, seconds: float) -> None:
         pass
 
 

@@ -15,7 +15,7 @@ import mlx.core as mx
 import pytest
 
 from firn.backends.recurrence import replaced
-from firn.backends.recurrence.replaced import ChunkedDelta
+from firn.backends.recurrence.forms import Chunked, ChunkedDelta
 from firn.core.values import CacheControl
 from firn.models.patches import Patches
 from tests.cache.lab import check_tree, n_leases
@@ -140,7 +140,7 @@ def test_a_recurrence_in_chunks_gives_the_same_bits(
     plain = getattr(library, function)  # or what another test has installed
     monkeypatch.setattr(library, function, getattr(plain, "_plain", plain))
     patches = Patches()
-    replaced.replace(patches, Counted(chunk, chunk, min_work=0))
+    replaced.replace(patches, Counted(Chunked(chunk), channel_chunk=chunk))
     try:
         with cold_and_warm(tiny(name), chunk=CHUNK, block=8, exact=True) as (cold, warm):
             want, first = Reference(cold), tokens(1, 70)

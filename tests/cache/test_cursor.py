@@ -386,7 +386,7 @@ def test_estimates_are_saved_now_and_then_and_at_the_end(tmp_path: Path) -> None
     now = [0.0]
     path = tmp_path / "estimates"
     known = Estimates()
-    known.prefill.saw(0, 256, 0.1)
+    known.prefill.observe(0, 256, 0.1)
     file = EstimatesFile(path, known, SetClock(lambda: now[0]))
     for now[0], is_saved in ((SAVE_EVERY_S - 1, False), (SAVE_EVERY_S, True)):
         file.tick()

@@ -275,7 +275,7 @@ def test_loads_and_computing_meet(tmp_path: Path, shape: Shape) -> None:
 
 def test_a_tiny_load_says_nothing_of_a_large_one() -> None:
     known = Estimates()
-    known.prefill.saw(0, 512, 0.1)
+    known.prefill.observe(0, 512, 0.1)
     known.saw_load("ssd", 50_000, 0.06)  # "hi", right after the start
     assert known.load_s("ssd", 100 << 20) < known.prefill_s(0, 1484)
 

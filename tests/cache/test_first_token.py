@@ -195,7 +195,7 @@ class Server:
         end = chunk_end(start, len(ids) - 1, chunk=CHUNK, stops=stops)
         self.time.now += (end - start) * self.token_s
         row.consume(ids[start:end])
-        self.tree.prefill.saw(start, end, (end - start) * self.token_s)
+        self.tree.prefill.observe(start, end, (end - start) * self.token_s)
         cursor.commit(row)
 
     def settle(self) -> None:

@@ -7,20 +7,19 @@ import signal
 import subprocess
 import sys
 import threading
-import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.agent_trace import agent_trace
 from typer.testing import Result
 
-from firn.bench import plot, replay, report, throughput
+from firn.bench import replay, report, throughput
 from firn.bench.client import Target, TimedReply, words
 from firn.bench.report import BenchError, Column
 from firn.config import CacheConfig, Config, LogConfig, ModelConfig
-from firn.traces.agents import agent_trace
 from firn.traces.read import line_of, read
 from firn.traces.trace import TraceEntry
 from tests.api.live import serve
@@ -57,24 +56,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 @dataclass(frozen=True)
 class Chats:
-    """What a benchmark of chats printed, wrote and drew."""
+    """What a benchmark of chats printed and wrote."""
 
     stdout: str
     out: Path
-    picture: Path
 
 
 @pytest.fixture(scope="module")
 def chats(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Chats:
     """Its requests are in the server's trace."""
-    tmp = tmp_path_factory.mktemp("chats")
-    out, picture = tmp / "out.json", tmp / "out.svg"
+    out = tmp_path_factory.mktemp("chats") / "out.json"
     run = firn(
         *("bench", "chats", "--url", place.url, "--rounds", "1", "--sessions", "2", "--turns", "2"),
-        *("--json", str(out), "--plot", str(picture)),
+        *("--json", str(out)),
     )
     assert run.exit_code == 0, run.output
-    return Chats(run.stdout, out, picture)
+    return Chats(run.stdout, out)
 
 
 def test_chats_reuse_what_they_share(chats: Chats) -> None:
@@ -87,7 +84,6 @@ def test_chats_reuse_what_they_share(chats: Chats) -> None:
     assert cold < 64, "the salt makes every round new"
     assert shared > 500, "the system prompt was known"
     assert all(n > m for n, m in zip(later, found["prompt_tokens"][0], strict=True)), "all before"
-    assert ET.fromstring(chats.picture.read_text()).tag.endswith("svg")
 
 
 def test_a_server_beside_itself(place: Place) -> None:
@@ -372,9 +368,6 @@ def test_ratios_and_their_range() -> None:
         ["a", "/", "best", "rival", "1.00"],
         ["from", "-", "to", "0.50", "-", "1.50"],
     ]
-    picture = ET.fromstring(plot.svg("a < b", [column], rounds=rounds))
-    bars = [e for e in picture.iter() if e.tag.endswith("rect")]
-    assert len(bars) == 1 + 2 + 2, "the ground, two bars, two in the legend"
 
 
 def test_words_differ_by_their_seed() -> None:

@@ -25,13 +25,17 @@ from firn.backends.cpu.dtype import widened_nbytes
 from firn.backends.report import DeviceReport
 from firn.cli.doctor import (
     Finding,
+    as_computed,
+    budget_rows,
     describe_model,
     doctor,
     machine_findings,
+    machine_of,
     model_findings,
+    model_of,
     template_findings,
+    verdict,
 )
-from firn.cli.doctor_budget import as_computed, budget_rows, machine_of, model_of, verdict
 from firn.cli.terminal import size
 from firn.config import BUILTIN_MODEL
 from firn.core.memory_plan import MemoryOptions

@@ -63,7 +63,7 @@ def visit(
         start = row.n_tokens
         runner.prefill(row, prompt, end)
         runner.settle(row)
-        cache.prefill.saw(start, end, 0.001)
+        cache.prefill.observe(start, end, 0.001)
         cursor.commit(row)
         cache.tick(EngineLoad.DECODING)
     (row,) = runner.choices(row, job_of(prompt), [0])

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from firn.core.duration import FOREVER, seconds
+from firn.core.units import FOREVER, seconds
 
 
 @pytest.mark.parametrize(

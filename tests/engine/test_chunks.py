@@ -20,7 +20,7 @@ def taught(*, base_s: float, per_depth_s: float = 0.0, **options: float) -> Chun
     sizes = ChunkSizes(512, PrefillSpeed(), largest=int(options.pop("largest", 2048)), **options)
     for start in (0, 512, 4096, 16_384, 65_536) * 3:
         mid = start + 256
-        sizes._speed.saw(start, start + 512, 512 * (base_s + per_depth_s * mid))
+        sizes._speed.observe(start, start + 512, 512 * (base_s + per_depth_s * mid))
     return sizes
 
 
@@ -30,7 +30,7 @@ def test_before_any_measurement_chunks_have_the_usual_size() -> None:
 
 def test_fixed_chunks_stay_fixed() -> None:
     sizes = ChunkSizes(512, PrefillSpeed())
-    sizes._speed.saw(0, 512, 100.0)
+    sizes._speed.observe(0, 512, 100.0)
     assert sizes.choose(100_000, alone=False) == 512
 
 
@@ -72,14 +72,14 @@ def test_whatever_was_measured_a_chunk_has_one_of_the_sizes(
 ) -> None:
     sizes = ChunkSizes(512, PrefillSpeed(), largest=2048)
     for start, n_tokens, seconds in seen:
-        sizes._speed.saw(start, start + n_tokens, seconds)
+        sizes._speed.observe(start, start + n_tokens, seconds)
     assert sizes.choose(depth, alone=alone) in SIZES
 
 
 def test_a_machine_that_gets_slower_is_noticed() -> None:
     sizes = taught(base_s=1e-4)
     for _ in range(60):
-        sizes._speed.saw(0, 2048, 2048 * 5e-3)
+        sizes._speed.observe(0, 2048, 2048 * 5e-3)
     assert sizes.choose(0, alone=True) <= 512
 
 

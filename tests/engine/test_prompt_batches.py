@@ -36,7 +36,7 @@ class Always(BatchTrial):
     def should_batch(self) -> bool:
         return True
 
-    def saw(self, seconds: float, *, n_tokens: int, n_prompts: int) -> None:
+    def observe(self, seconds: float, *, n_tokens: int, n_prompts: int) -> None:
         self.n_passes += n_prompts > 1
 
 
@@ -59,7 +59,7 @@ def decide(trial: BatchTrial, n: int, *, batched_s: float, alone_s: float) -> li
     for _ in range(n):
         decisions.append(trial.should_batch())
         seconds = batched_s if decisions[-1] else alone_s
-        trial.saw(100 * seconds, n_tokens=100, n_prompts=2 if decisions[-1] else 1)
+        trial.observe(100 * seconds, n_tokens=100, n_prompts=2 if decisions[-1] else 1)
     return decisions
 
 
@@ -202,7 +202,7 @@ def test_each_prompt_is_charged_its_share_of_a_pass(monkeypatch: pytest.MonkeyPa
     class Noting(PrefillSpeed):
         seen: ClassVar[list[tuple[int, float]]] = []
 
-        def saw(self, start: int, end: int, seconds: float) -> None:
+        def observe(self, start: int, end: int, seconds: float) -> None:
             self.seen.append((end - start, seconds))
 
     def take_a_second(row: Any, chunk: Any) -> None:

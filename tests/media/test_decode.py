@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import tracemalloc
 import zlib
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from firn.media.decode import decode
-from firn.media.faults import Undecodable
+from firn.media.headers import Undecodable
 
 MANY = 1_000_000
 
@@ -92,6 +93,19 @@ def test_sixteen_bits_are_scaled(kind: str) -> None:
     np.testing.assert_array_equal(got[0, :, 0], [0, 1, 128, 255])
 
 
+def test_a_large_picture_of_sixteen_bits_takes_no_numbers_of_64_bits_for_all_of_it() -> None:
+    values = np.arange(4_000_000, dtype=np.uint32).reshape(2000, 2000).astype(np.uint16)
+    data = saved(Image.fromarray(values), compress_level=1)
+    tracemalloc.start()
+    try:
+        got = decode(data, max_pixels=values.size)
+        _, peak_nbytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    np.testing.assert_array_equal(got[:, :, 0], (values / 257.0).round())
+    assert peak_nbytes < 20 * values.size
+
+
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_a_turned_cameras_picture_is_upright(orientation: int) -> None:
     """All eight ways to hold a camera show the same picture."""
@@ -136,6 +150,8 @@ FAULTS = {
     "a flipped byte": (PNG[:50] + bytes([PNG[50] ^ 255]) + PNG[51:], "is damaged"),
     "a bomb": (huge_png(60_000, 60_000), "pixels"),
     "too many pixels": (saved(Image.new("1", (1001, 1000))), "1001 x 1000"),
+    "a row without end": (huge_png(100_000, 1), "no side may be over 65535"),
+    "rows without end": (huge_png(1, 100_000), "no side may be over 65535"),
     "animated": (
         saved(colours(), "GIF", save_all=True, append_images=[colours().rotate(180)]),
         "animated",

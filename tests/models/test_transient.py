@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from firn.backends import named
-from firn.core.memory_plan import GIB
+from firn.core.units import GIB
 from firn.models.transient import transient_of
 
 METAL = named("metal").profile.fused_head_dims

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from firn.core.values import Tool
-from firn.text.formats import ReplyFormat
-from firn.text.make_splitter import make_splitter
-from firn.text.native import NativeParser
+from firn.text.calls import NativeParser
+from firn.text.formats import ReplyFormat, make_splitter
 from firn.text.pieces import CallArguments, CallStart, Piece, ReasoningPiece, TextPiece
 
 WEATHER = Tool(

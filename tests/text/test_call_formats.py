@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from firn.text.formats import THINK_TAGS, ReplyFormat
-from firn.text.harmony_splitter import HarmonySplitter
+from firn.text.calls import NativeParser
+from firn.text.formats import THINK_TAGS, ReplyFormat, make_splitter
 from firn.text.json_calls import SectionCallParser
-from firn.text.make_splitter import make_splitter
-from firn.text.native import NativeParser
 from firn.text.parsers import formats
+from firn.text.parsers.harmony import HarmonySplitter
 from firn.text.pieces import TextPiece
 from firn.text.python_calls import python_calls
 from firn.text.schema import ToolSchemas

@@ -9,8 +9,7 @@ import pytest
 
 from firn.core.errors import ContextTooLong
 from firn.core.values import Chat, Message, RawText, TextPart
-from firn.text.length import SLICE_CHARS, refuse_too_long
-from firn.text.prompt import PromptMaker
+from firn.text.prompt import SLICE_CHARS, PromptMaker, refuse_too_long
 from tests.fakes import FakeTokenizer
 
 

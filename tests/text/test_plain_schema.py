@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from firn.core.errors import TemplateFailed, TemplateTooSlow
 from firn.core.values import Chat, Message, Reasoning, TextPart, Tool
-from firn.text.plain_schema import with_plain_schema
 from firn.text.prompt import PromptMaker
+from firn.text.tool_prompt import with_plain_schema
 from tests import families
 
 MACRO = """

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from firn.core.errors import SetupError
+from firn.text.calls import NativeParser
 from firn.text.formats import (
     THINK_TAGS,
     ReplyFormat,
@@ -14,7 +15,6 @@ from firn.text.formats import (
     reasoning_parser_names,
     tool_parser_names,
 )
-from firn.text.native import NativeParser
 from firn.text.parsers import formats
 
 THINK = THINK_TAGS["think"]

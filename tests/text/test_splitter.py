@@ -4,8 +4,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from firn.text.formats import THINK_TAGS, ReplyFormat
-from firn.text.make_splitter import make_splitter
+from firn.text.formats import THINK_TAGS, ReplyFormat, make_splitter
 from firn.text.splitter import ThinkTags
 from tests.text.replies import TOOLS, Reply, read, read_at_every_split
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from firn.text.stops import StopMatcher
+from firn.text.reply import StopMatcher
 from firn.text.stream_finder import StreamFinder
 
 

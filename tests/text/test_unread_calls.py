@@ -59,27 +59,27 @@ def test_text_about_calls_is_not_a_call(text: str) -> None:
 
 def test_a_call_is_noticed_across_deltas_and_reported_at_the_end() -> None:
     watch = UnreadCalls(TOOLS)
-    assert watch.see([TextDelta(0, "<tool_")]) is None
-    assert watch.see([TextDelta(0, 'call>{"name": "get_weather", ')]) is None
-    assert watch.see([TextDelta(0, '"arguments": {}}</tool_call>')]) is None
-    text = watch.see([ChoiceFinished(0, "stop")])
+    assert watch.observe([TextDelta(0, "<tool_")]) is None
+    assert watch.observe([TextDelta(0, 'call>{"name": "get_weather", ')]) is None
+    assert watch.observe([TextDelta(0, '"arguments": {}}</tool_call>')]) is None
+    text = watch.observe([ChoiceFinished(0, "stop")])
     assert text == '<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>'
     assert watch.mark(text) == "<tool_call>"
 
 
 def test_a_reply_that_names_no_tool_is_not_looked_at() -> None:
     watch = UnreadCalls(TOOLS)
-    assert watch.see([TextDelta(0, "<tool_call>{}"), ChoiceFinished(0, "stop")]) is None
+    assert watch.observe([TextDelta(0, "<tool_call>{}"), ChoiceFinished(0, "stop")]) is None
 
 
 def test_a_reply_that_was_cut_short_is_not_reported() -> None:
     watch = UnreadCalls(TOOLS)
     said = '<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>'
-    assert watch.see([TextDelta(0, said), ChoiceFinished(0, "length")]) is None
+    assert watch.observe([TextDelta(0, said), ChoiceFinished(0, "length")]) is None
 
 
 def test_a_reply_with_a_call_that_was_read_is_not_reported() -> None:
     watch = UnreadCalls(TOOLS)
     events = [TextDelta(0, "<tool_call>"), ToolCallStarted(0, 0, "a", "get_weather")]
-    assert watch.see(events) is None
-    assert watch.see([ChoiceFinished(0, "tool_calls")]) is None
+    assert watch.observe(events) is None
+    assert watch.observe([ChoiceFinished(0, "tool_calls")]) is None

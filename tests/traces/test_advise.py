@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from firn.traces.advise import advise, knee
-from firn.traces.simulate import SimulatedMemory, SimulatedSsd, play
+from firn.traces.simulate import SimulatedSsd, play, play_all
 from tests.traces.test_simulate import small_trace
 
 
@@ -18,7 +18,7 @@ def test_a_table_is_what_its_tiers_do_by_themselves() -> None:
     )
     found = advise(trace, memory=memory, ssd=ssd, workers=1)
     share = trace.block / trace.n_prompt_tokens
-    of_memory = {n: play(SimulatedMemory(trace, n_blocks=n)) for n in memory}
+    of_memory = play_all(trace, memory)
     of_ssd = {n: play(SimulatedSsd(trace, n_blocks=n)) for n in ssd}
     for m in memory:
         assert found.alone[m] == pytest.approx(share * of_memory[m].sum())

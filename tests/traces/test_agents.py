@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from firn.traces.agents import DAY_S, USUAL, agent_trace
+from benchmarks.agent_trace import DAY_S, USUAL, agent_trace
+
 from firn.traces.trace import Trace
 
 ENTRIES = agent_trace(3000, seed=1)

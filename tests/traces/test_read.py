@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from firn.traces.read import SESSION_BLOCK, TURN_S, line_of, read
-from firn.traces.trace import Trace, TraceEntry, TraceError, coarser
+from firn.traces.trace import Trace, TraceEntry, TraceError
 
 
 def write(path: Path, *objects: Any) -> Path:
@@ -168,12 +168,6 @@ def test_a_line_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(f"{line_of(entry, block=512)}\n")
     assert entries(path) == [entry]
-
-
-def test_coarser_blocks_share_what_whole_ones_share() -> None:
-    fine = [TraceEntry(0, 13, 4, (1, 2, 3), (4,)), TraceEntry(1, 13, 4, (1, 2, 9))]
-    coarse = list(coarser(fine, 2))
-    assert [(e.blocks, e.reply_blocks) for e in coarse] == [((2,), (4,)), ((2,), ())]
 
 
 def test_a_trace_survives_a_folder(tmp_path: Path) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from benchmarks.agent_trace import agent_trace
 
-from firn.traces.agents import agent_trace
-from firn.traces.simulate import SimulatedMemory, SimulatedSsd, SimulatedTier, play
-from firn.traces.stack import play_all
+from firn.traces.simulate import SimulatedSsd, play, play_all
 from firn.traces.trace import Trace, TraceEntry
 from tests.traces.played import BLOCK, play_for_real
 
@@ -27,7 +26,7 @@ def test_memory_holds_what_the_cache_holds(seed: int, share: float) -> None:
     trace = small_trace(seed)
     n_blocks = int(trace.n_nodes * share)
     expected = play_for_real(trace, memory_blocks=n_blocks)
-    assert play(SimulatedMemory(trace, n_blocks=n_blocks)).tolist() == expected
+    assert play_all(trace, [n_blocks])[n_blocks].tolist() == expected
 
 
 @pytest.mark.parametrize(("seed", "share"), [(1, 0.05), (2, 0.15), (1, 0.4)])
@@ -45,45 +44,45 @@ def test_two_tiers_hold_what_the_better_one_holds(memory: float, ssd: float) -> 
     n_memory, n_ssd = int(trace.n_nodes * memory), int(trace.n_nodes * ssd)
     real = play_for_real(trace, memory_blocks=n_memory, ssd_blocks=n_ssd)
     alone = (
-        play(SimulatedMemory(trace, n_blocks=n_memory)),
+        play_all(trace, [n_memory])[n_memory],
         play(SimulatedSsd(trace, n_blocks=n_ssd)),
     )
     assert np.maximum(*alone).sum() == pytest.approx(sum(real), rel=0.01)
     assert sum(real) > alone[0].sum()
 
 
-@pytest.mark.parametrize("store", [SimulatedMemory, SimulatedSsd])
-def test_without_limits_everything_comes_back(store: type[SimulatedTier]) -> None:
+def test_without_limits_everything_comes_back() -> None:
     trace = small_trace(3)
-    assert play(store(trace, n_blocks=trace.n_nodes)).tolist() == trace.known.tolist()
+    n = trace.n_nodes
+    assert play(SimulatedSsd(trace, n_blocks=n)).tolist() == trace.known.tolist()
+    assert play_all(trace, [n])[n].tolist() == trace.known.tolist()
 
 
 def test_least_recently_used_goes_first() -> None:
     chains = [(1,), (2,), (1,), (3,), (1,), (2,)]
     entries = [TraceEntry(float(i), BLOCK + 1, 1, chain) for i, chain in enumerate(chains)]
-    found = play(SimulatedMemory(Trace.of(entries, block=BLOCK), n_blocks=2))
+    found = play_all(Trace.of(entries, block=BLOCK), [2])[2]
     assert found.tolist() == [0, 0, 1, 0, 1, 0]
 
 
 def test_a_prompt_longer_than_the_tier_keeps_its_beginning() -> None:
     chain = tuple(range(1, 11))
     entries = [TraceEntry(float(i), 10 * BLOCK + 1, 1, chain) for i in range(2)]
-    found = play(SimulatedMemory(Trace.of(entries, block=BLOCK), n_blocks=4))
+    found = play_all(Trace.of(entries, block=BLOCK), [4])[4]
     assert found.tolist() == [0, 4]
 
 
-@pytest.mark.parametrize("store", [SimulatedMemory, SimulatedSsd])
-def test_prompts_shorter_than_a_block_are_nothing(store: type[SimulatedTier]) -> None:
+def test_prompts_shorter_than_a_block_are_nothing() -> None:
     trace = Trace.of([TraceEntry(0, 3, 1, ()), TraceEntry(1, 3, 1, ())], block=BLOCK)
-    assert play(store(trace, n_blocks=1)).tolist() == [0, 0]
+    assert play(SimulatedSsd(trace, n_blocks=1)).tolist() == [0, 0]
+    assert play_all(trace, [1])[1].tolist() == [0, 0]
     assert trace.known.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_one_pass_for_all_sizes_says_the_same(seed: int) -> None:
-    trace = small_trace(seed, 600)
-    sizes = [1, 7, 40, 41, trace.n_nodes // 3, trace.n_nodes]
+    trace = small_trace(seed, 120)
+    sizes = [1, 7, 40, 41, trace.n_nodes // 3]
     found = play_all(trace, sizes)
     for size in sizes:
-        expected = play(SimulatedMemory(trace, n_blocks=size))
-        assert found[size].tolist() == expected.tolist(), size
+        assert found[size].tolist() == play_for_real(trace, memory_blocks=size), size

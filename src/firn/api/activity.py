@@ -115,7 +115,7 @@ class _OpenCall:
     last: CallView | None = None
     looked_at: float = -TICK_S
 
-    def seen(self, now: float) -> CallView:
+    def current(self, now: float) -> CallView:
         """As it is, or was less than half a tick ago: however many watch, it is inspected once. The same
         object as long as nothing has changed."""
         if self.last is None or now - self.looked_at >= TICK_S / 2:
@@ -219,7 +219,7 @@ class Activity:
         now = time.monotonic()
         for id, (key_id, call) in self._open.items():
             if _may_see(caller, key_id):
-                view = call.seen(now)
+                view = call.current(now)
                 if watcher.calls.get(id) is not view:
                     watcher.calls[id] = view
                     views.append(view)

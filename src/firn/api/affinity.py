@@ -29,10 +29,10 @@ def conversation_of(
     for name, value in headers:
         if name == HEADER and _is_name(value):
             return value.decode("ascii")
-    return _derived(request, owner)
+    return _derive(request, owner)
 
 
-def _derived(request: GenerateRequest, owner: Namespace) -> str:
+def _derive(request: GenerateRequest, owner: Namespace) -> str:
     source = request.source
     if not isinstance(source, Chat):
         return ""

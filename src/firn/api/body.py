@@ -101,7 +101,7 @@ async def decoded(
 def parse_object(raw: bytes) -> dict[str, Any]:
     try:
         json_bounds.check(raw)
-        value = _parsed(raw.decode("utf-8-sig"))  # some editors begin files with a byte order mark
+        value = _parse(raw.decode("utf-8-sig"))  # some editors begin files with a byte order mark
     except UnicodeDecodeError as error:
         raise BadRequest(f"The body is not UTF-8: {error.reason} at byte {error.start}.") from None
     except json.JSONDecodeError as error:
@@ -122,10 +122,10 @@ def parse(text: str) -> object:
     """
     if len(text) > INLINE_NBYTES:
         json_bounds.check(text.encode("utf-8", "surrogatepass"))
-    return _parsed(text)
+    return _parse(text)
 
 
-def _parsed(text: str) -> object:
+def _parse(text: str) -> object:
     try:
         value = json.loads(text, parse_int=_integer, parse_float=_float)
     except json.JSONDecodeError:

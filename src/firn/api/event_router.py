@@ -15,11 +15,12 @@ from firn.core.errors import FirnError, KeyLimit, QueueFull, ShuttingDown
 from firn.core.events import EngineEvent, JobFailed, PromptLogprobs, Token, TokenLogprob
 from firn.core.ports import Delivery
 from firn.core.shares import Share, Shares
+from firn.core.units import GIB
 from firn.core.values import RequestId
 
 MAX_CALLS = 2048
 """Open at a time, in any stage."""
-REPLIES_NBYTES = 1 << 30
+REPLIES_NBYTES = GIB
 """Memory for what has been computed and not sent yet, of all calls together."""
 TOKEN_NBYTES, LOGPROB_NBYTES = 200, 600
 """What a token and each of its logprobs take, rendered once."""

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.types import Scope, Send
 
 from firn.api.auth import ANYONE, Caller
-from firn.api.errors import Headers, RenderError, error_headers
+from firn.api.errors import Headers
 from firn.core.errors import FirnError
 from firn.core.shares import Share
 from firn.core.values import Namespace
@@ -82,7 +82,3 @@ async def send_raw_json(
     ]
     await send({"type": "http.response.start", "status": status, "headers": start})
     await send({"type": "http.response.body", "body": raw})
-
-
-async def send_error(send: Send, error: FirnError, render: RenderError) -> None:
-    await send_json(send, render(error), status=error.status, headers=error_headers(error))

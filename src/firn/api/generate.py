@@ -25,14 +25,13 @@ from firn.api.errors import Headers, InternalFault
 from firn.api.exchange import (
     Exchange,
     exchange_of,
-    send_error,
     send_json,
     send_raw_json,
 )
 from firn.api.metrics import Metrics
 from firn.api.services import Services
 from firn.api.session import MANY_LOGPROBS, Session
-from firn.core.errors import Cancelled, FirnError, ShuttingDown, TimedOut
+from firn.core.errors import Cancelled, ShuttingDown, TimedOut
 from firn.core.events import (
     Admitted,
     ChoiceFinished,
@@ -76,15 +75,11 @@ class Generate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
-        try:
-            call = await self._decode(scope, receive, exchange)
-            if call.requests:
-                key_id = exchange.caller.key_id
-                exchange.conversation = conversation_of(scope["headers"], call.requests[0], key_id)
-            await while_connected(receive, lambda: self._answer(call, exchange, send))
-        except FirnError as error:
-            exchange.fault = error
-            await send_error(send, error, self._dialect.render_error)
+        call = await self._decode(scope, receive, exchange)
+        if call.requests:
+            key_id = exchange.caller.key_id
+            exchange.conversation = conversation_of(scope["headers"], call.requests[0], key_id)
+        await while_connected(receive, lambda: self._answer(call, exchange, send))
 
     async def _decode(self, scope: Scope, receive: Receive, exchange: Exchange) -> ApiCall:
         services = self._services
@@ -165,7 +160,7 @@ class Generate:
         events: list[Event] = []
         async for batch in session:
             events.extend(batch)
-        tally.see(events)
+        tally.observe(events)
         if isinstance(events[-1], Failed):
             raise events[-1].error
         raw = await self._services.offload(
@@ -194,7 +189,7 @@ class Generate:
                     partial(encoder.feed, batch),
                     when=n_logprobs > MANY_LOGPROBS,
                 )
-                tally.see(batch)
+                tally.observe(batch)
                 if frames:
                     await send({"type": "http.response.body", "body": frames, "more_body": True})
                 if not isinstance(call, KeepingCall):
@@ -204,7 +199,7 @@ class Generate:
         except Exception:
             logger.exception("%s failed while its reply was streamed", tally.exchange.id)
             failed = Failed(InternalFault(tally.exchange.id))
-            tally.see([failed])
+            tally.observe([failed])
             has_ended = True
             frames = encoder.feed([failed])
             await send({"type": "http.response.body", "body": frames, "more_body": True})
@@ -240,7 +235,7 @@ async def _run_in_background(
         with stack:
             async for batch in session:
                 events.extend(batch)
-            tally.see(events)
+            tally.observe(events)
     except Exception:
         logger.exception("%s failed in the background", head.request)
         events.append(Failed(InternalFault(head.request)))
@@ -313,7 +308,7 @@ class _Tally:
         self._recorder = recorder
         self._reasons: list[str] = []
 
-    def see(self, events: list[Event]) -> None:
+    def observe(self, events: list[Event]) -> None:
         for event in events:
             if type(event) is ChoiceFinished:
                 self._reasons.append(event.reason)

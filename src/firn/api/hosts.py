@@ -1,9 +1,10 @@
-"""Which host names are this server's own, and which callers are on this machine.
+"""Which host names are this server's own, and which callers may change what is stored.
 
 A web page can make its own name point to 127.0.0.1 and then talk to this server as if it were the
 page's own (DNS rebinding). The browser still sends the page's name as Host, so the server answers
 only to names that nobody else can own. It also answers to IP addresses: a page loaded from one of
-those came from this server.
+those came from this server. What is stored may be changed by callers with a key, which a web page
+does not know, and by programs on this machine.
 """
 
 from __future__ import annotations
@@ -11,19 +12,45 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from starlette.types import Scope
 
-from firn.core.errors import HostNotAllowed
+from firn.api.exchange import exchange_of
+from firn.core.errors import Forbidden, HostNotAllowed
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
-
 EVERY = "*"
 _HOST = re.compile(r"(?:(?P<name>[^\[\]:]*)|\[(?P<ipv6>[^\[\]]*:[^\[\]]*)\])(?::\d*)?")
 OWN_NAMES = ("localhost", "host.docker.internal", "host.containers.internal")
 """The last two are this machine as seen from a container; nobody can register them."""
 FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via"})
+
+
+def refuse_foreign_pages(scope: Scope, allowed: Sequence[str]) -> None:
+    """Raises Forbidden for a page without a key, unless the operator allows its origin.
+
+    For routes without a body. With one, the browser sends a preflight (see `check_content_type`).
+    """
+    origins = [v.decode("latin-1") for name, v in scope["headers"] if name == b"origin"]
+    is_allowed = bool(origins) and all("*" in allowed or origin in allowed for origin in origins)
+    is_allowed = is_allowed or bool(exchange_of(scope).own_page)
+    has_key = exchange_of(scope).caller.has_key
+    if is_from_browser(scope["headers"]) and not is_allowed and not has_key:
+        raise Forbidden("A web page from another origin cannot do that; see --allow-origin.")
+
+
+def check_may_change_cache(scope: Scope) -> None:
+    """Raises Forbidden if this caller may not change the cache."""
+    caller = exchange_of(scope).caller
+    if caller.has_key:
+        return  # it can change only its own records
+    if not caller.operator:
+        raise Forbidden(
+            "The cache can be changed only from the server's own machine, or with a key."
+        )
+    if is_from_browser(scope["headers"]) and not exchange_of(scope).own_page:
+        raise Forbidden("A web page from another origin cannot change the cache.")
 
 
 def machine_names(bound: str) -> tuple[str, ...]:

@@ -25,7 +25,6 @@ from firn.core.values import (
     ToolChoice,
     ToolMode,
 )
-from firn.text.call_check import CallCheck
 from firn.text.constraint import constraint
 from firn.text.formats import PLAIN
 from firn.text.reply import ReplyReader
@@ -138,8 +137,6 @@ class JobMaker:
         left_out = run.unenforced = enforced.left_out
         if left_out and isinstance(source, Chat):
             logger.info("%s: no grammar can enforce %s", run.id, ", ".join(left_out))
-            loose = [t for t in source.tools if any(p.startswith(f"{t.param}#") for p in left_out)]
-            run.call_checks = [CallCheck(loose) for _ in range(run.request.n)]
         if enforced.grammar is None:
             return None
         return services.compile_grammar(enforced.grammar, self._namespace)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from firn.core.units import MIB
+
 Bytes = npt.NDArray[np.uint8]
 
 MAX_CONTAINERS = 100_000
 MAX_NAMES = 200_000
 MAX_VALUES = 1_000_000
-PIECE_NBYTES = 1 << 20
+PIECE_NBYTES = MIB
 QUOTE, BACKSLASH = ord('"'), ord("\\")
 
 

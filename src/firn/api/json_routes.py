@@ -15,8 +15,8 @@ from firn.api.body_reader import BodyReader
 from firn.api.dialects import JsonRoute, RouteRequest
 from firn.api.exchange import exchange_of
 from firn.api.generate import while_connected
+from firn.api.hosts import refuse_foreign_pages
 from firn.api.openapi import error_responses
-from firn.api.origins import refuse_foreign_pages
 from firn.api.quotas import FixedMeter
 from firn.api.services import Services
 

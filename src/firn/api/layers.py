@@ -1,4 +1,5 @@
-"""The layers around every route, outermost first: log and ids, host names, CORS, API keys, rate limit.
+"""The layers around every route, outermost first: log and ids, host names, CORS, errors, API keys,
+rate limit. Whoever refuses a request raises a FirnError; only `Errors` and `RequestLog` render it.
 
 They are plain ASGI apps: none of them costs anything per token.
 """
@@ -6,8 +7,10 @@ They are plain ASGI apps: none of them costs anything per token.
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -20,15 +23,19 @@ from firn.api.affinity import HEADER
 from firn.api.auth import ANYONE, Keys
 from firn.api.body import ClientGone
 from firn.api.body_reader import BodyReader
-from firn.api.errors import ErrorShapes, InternalFault
-from firn.api.exchange import PLACE_KEY, SCOPE_KEY, Exchange, client_of, exchange_of, send_error
+from firn.api.errors import ErrorShapes, InternalFault, error_headers
+from firn.api.exchange import PLACE_KEY, SCOPE_KEY, Exchange, client_of, exchange_of, send_json
 from firn.api.hosts import Hosts, is_local
-from firn.api.rate_limit import RateLimit
-from firn.core.errors import FirnError, HostNotAllowed, Overloaded, Unauthorized
+from firn.core.errors import FirnError, HostNotAllowed, Overloaded, TooManyRequests, Unauthorized
+from firn.core.lru import Lru
 from firn.core.values import Namespace
 
-logger = logging.getLogger("firn.api")
+WINDOW_S = 60.0
+MAX_CLIENTS = 10_000
+"""Clients that are remembered; beyond that, the least recent one is forgotten."""
 
+
+logger = logging.getLogger("firn.api")
 OPEN_PATHS = frozenset({"/", "/v1", "/v1/", "/health", "/ready"})
 """For supervisors and browsers: they need no key, and are logged at DEBUG."""
 POLLED_PATHS = frozenset({"/metrics", "/v1/loads"})
@@ -49,6 +56,49 @@ EXPOSED_HEADERS = (
 MAX_WHY_CHARS = 300
 
 
+class RequestRate:
+    """When each client's requests of the last minute arrived.
+
+    Owner: its layer, on the asyncio thread.
+    """
+
+    def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_minute = per_minute
+        self._clock = clock
+        self._times: Lru[str, deque[float]] = Lru(MAX_CLIENTS)
+
+    def take(self, client: str) -> float:
+        """Count a request and return 0.0; or return the seconds to wait, and count nothing."""
+        now = self._clock()
+        times = self._times.get(client)
+        if times is None:
+            times = deque[float]()
+            self._times.put(client, times)
+        while times and times[0] <= now - WINDOW_S:
+            times.popleft()
+        if len(times) >= self._per_minute:
+            return min(times[0] + WINDOW_S - now, WINDOW_S)
+        times.append(now)
+        return 0.0
+
+
+class RateLimit:
+    """A layer around the routes, inside Authentication, which identifies the caller. Only POSTs
+    count, not queries for models and health."""
+
+    def __init__(self, app: ASGIApp, *, per_minute: int) -> None:
+        self._app = app
+        self._per_minute = per_minute
+        self._rate = RequestRate(per_minute)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            wait_s = self._rate.take(client_of(scope))
+            if wait_s > 0:
+                raise TooManyRequests(self._per_minute, retry_after_s=math.ceil(wait_s))
+        await self._app(scope, receive, send)
+
+
 def add_layers(
     app: FastAPI,
     *,
@@ -62,8 +112,9 @@ def add_layers(
 ) -> None:
     """Put the layers around an app that has all its routes. The last one added is the outermost."""
     if requests_per_minute:
-        app.add_middleware(RateLimit, per_minute=requests_per_minute, shapes=shapes)
-    app.add_middleware(Authentication, keys=keys, shapes=shapes)
+        app.add_middleware(RateLimit, per_minute=requests_per_minute)
+    app.add_middleware(Authentication, keys=keys)
+    app.add_middleware(Errors, shapes=shapes)
     if allow_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -72,7 +123,7 @@ def add_layers(
             allow_headers=["*"],
             expose_headers=list(EXPOSED_HEADERS),
         )
-    app.add_middleware(HostCheck, hosts=hosts, shapes=shapes)
+    app.add_middleware(HostCheck, hosts=hosts)
     routes = frozenset(route.path for route in app.routes if isinstance(route, Route))
     app.add_middleware(RequestLog, shapes=shapes, metrics=metrics, bodies=bodies, routes=routes)
 
@@ -87,6 +138,8 @@ class RequestCounts(Protocol):
 
 class RequestLog:
     """The outermost layer: gives an exchange its id, catches all faults, logs a line at its end.
+
+    What is refused outside of CORS is answered here, and so are bugs.
 
     routes: paths with a metric of their own; all other paths, which clients may make up, share one.
     """
@@ -126,12 +179,14 @@ class RequestLog:
             await self._app(scope, receive, tagged)
         except ClientGone:
             exchange.gone = True
-        except Exception:
-            logger.exception("%s %s %a failed", exchange.id, scope["method"], scope["path"][:200])
+        except Exception as error:
+            fault = error if isinstance(error, FirnError) else InternalFault(exchange.id)
+            if exchange.status or fault is not error:
+                what = scope["method"], scope["path"][:200]
+                logger.exception("%s %s %a failed", exchange.id, *what)
             if exchange.status:
                 raise  # too late for an error status: the server closes the connection
-            exchange.fault = InternalFault(exchange.id)
-            await send_error(tagged, exchange.fault, self._shapes.of(scope["path"]))
+            await refuse(scope, tagged, fault, self._shapes)
         finally:
             self._bodies.release(exchange)
             self._log(exchange, scope)
@@ -164,13 +219,35 @@ def _why(fault: FirnError | None) -> str:
     return "" if fault is None else f" error={fault.code} {fault.message[:MAX_WHY_CHARS]!a}"
 
 
+async def refuse(scope: Scope, send: Send, error: FirnError, shapes: ErrorShapes) -> None:
+    """Answer with this error, in the shape of the API that the path belongs to."""
+    exchange_of(scope).fault = error
+    body = shapes.of(scope["path"])(error)
+    await send_json(send, body, status=error.status, headers=error_headers(error))
+
+
+class Errors:
+    """Answers what is refused inside CORS, so that a browser may read why."""
+
+    def __init__(self, app: ASGIApp, *, shapes: ErrorShapes) -> None:
+        self._app = app
+        self._shapes = shapes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except FirnError as error:
+            if exchange_of(scope).status:
+                raise
+            await refuse(scope, send, error, self._shapes)
+
+
 class HostCheck:
     """Refuses requests for other host names. Outside CORS, so that no page can read the answer."""
 
-    def __init__(self, app: ASGIApp, *, hosts: Hosts, shapes: ErrorShapes) -> None:
+    def __init__(self, app: ASGIApp, *, hosts: Hosts) -> None:
         self._app = app
         self._hosts = hosts
-        self._shapes = shapes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -178,12 +255,10 @@ class HostCheck:
             return
         try:
             self._hosts.check(scope["headers"])
-        except HostNotAllowed as error:
-            if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1008})
-            else:
-                exchange_of(scope).fault = error
-                await send_error(send, error, self._shapes.of(scope["path"]))
+        except HostNotAllowed:
+            if scope["type"] == "http":
+                raise
+            await send({"type": "websocket.close", "code": 1008})
             return
         if scope["type"] == "http" and exchange_of(scope).own_page is None:
             exchange_of(scope).own_page = self._hosts.is_own_page(scope["headers"])
@@ -193,10 +268,9 @@ class HostCheck:
 class Authentication:
     """Admits callers by their API key. Inside CORS, so that a browser may read the refusal."""
 
-    def __init__(self, app: ASGIApp, *, keys: Keys, shapes: ErrorShapes) -> None:
+    def __init__(self, app: ASGIApp, *, keys: Keys) -> None:
         self._app = app
         self._keys = keys
-        self._shapes = shapes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -209,10 +283,7 @@ class Authentication:
                 take_place = scope.get(PLACE_KEY)
                 if take_place and not is_open and not take_place(client_of(scope)):
                     raise Overloaded("You have too many connections to this server; close some.")
-            except (Unauthorized, Overloaded) as error:
-                needs_key = isinstance(error, Overloaded) or not is_page_file(scope["path"])
-                if not is_open and needs_key:
-                    exchange_of(scope).fault = error
-                    await send_error(send, error, self._shapes.of(scope["path"]))
-                    return
+            except Unauthorized:
+                if not is_open and not is_page_file(scope["path"]):
+                    raise
         await self._app(scope, receive, send)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from firn.api.event_router import EventRouter
@@ -14,6 +13,32 @@ from firn.core.ports import Engine
 from firn.core.values import Namespace, Usage
 
 FIRST_TOKEN_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+CALLS = "Calls in progress."
+
+
+class SpeculationMetrics(Collector):
+    def __init__(self, snapshot: Callable[[], Mapping[str, int]]) -> None:
+        """snapshot: see `DraftTotals.view`; empty if nothing is ever drafted. Must not block."""
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterable[Metric]:
+        totals = self._snapshot()
+        steps = CounterMetricFamily(
+            "firn_decode_steps", "Decode steps of groups of rows, by kind", labels=["kind"]
+        )
+        if totals:
+            steps.add_metric(["plain"], totals["steps"] - totals["draft_steps"])
+            steps.add_metric(["drafts"], totals["draft_steps"])
+        yield steps
+        tokens = CounterMetricFamily(
+            "firn_speculation_tokens",
+            "Tokens of decode steps: drafted, accepted, and taken in total; "
+            "row_steps is how many there would be at one per step",
+            labels=["kind"],
+        )
+        for kind in ("drafted", "accepted", "taken", "row_steps") if totals else ():
+            tokens.add_metric([kind], totals[kind])
+        yield tokens
 
 
 class Counters:
@@ -112,9 +137,6 @@ class Metrics:
         if key_id not in self._by_key:
             self._by_key[key_id] = Counters(_CallGauge(lambda: self._n_calls(key_id)))
         return self._by_key[key_id]
-
-
-CALLS = "Calls in progress."
 
 
 class _CallGauge(Collector):

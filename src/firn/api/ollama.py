@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from firn.api.fields import Fields
-from firn.core import duration
+from firn.core import units
 from firn.core.errors import InvalidValue
 
 TAG = ":latest"
@@ -28,7 +28,7 @@ def keep_alive_s(body: Fields) -> float | None:
         stay = body.get(name)
         if stay is not None:
             try:
-                return duration.seconds(stay)
+                return units.seconds(stay)
             except ValueError as e:
                 raise InvalidValue(name, str(e)) from None
     return None

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from firn.api.think_budget import ThinkBudget
 from firn.core.events import Admitted, Token, TokenLogprob
 from firn.core.values import GenerateRequest, Prompt, RequestId, TokenArray, Usage
-from firn.text.call_check import CallCheck
 from firn.text.reply import ReplyReader
 from firn.text.unread_calls import UnreadCalls
 
@@ -27,8 +26,6 @@ class RunningRequest:
     """One per choice, if thinking is limited."""
     call_watches: list[UnreadCalls] = field(default_factory=list)
     """One per choice, if tools were offered."""
-    call_checks: list[CallCheck] = field(default_factory=list)
-    """One per choice, if no grammar keeps calls to their schema."""
     unenforced: tuple[str, ...] = ()
     """Parts of the request that no grammar enforces in the reply."""
     finished: set[int] = field(default_factory=set)

@@ -1,11 +1,11 @@
-"""Builds the HTTP app from routes, layers and error shapes. No logic of its own."""
+"""Builds the HTTP app from routes and layers. No logic of its own."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import NoReturn
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
@@ -15,14 +15,11 @@ from firn.api.body_reader import BodyReader
 from firn.api.dashboard import add_page
 from firn.api.dialects import discover
 from firn.api.docs_page import add_docs
-from firn.api.errors import ErrorShapes, HttpFault, error_headers
-from firn.api.excerpts import first_difference
-from firn.api.exchange import exchange_of
+from firn.api.errors import ErrorShapes, HttpFault, no_route
 from firn.api.generate import Generate
 from firn.api.json_routes import add_json_route
 from firn.api.layers import add_layers
 from firn.api.metrics import Metrics
-from firn.api.no_route import no_route
 from firn.api.openapi import describe
 from firn.api.routes.cache import CacheRoutes
 from firn.api.routes.embeddings import embedding_routes
@@ -34,8 +31,7 @@ from firn.api.routes.rerank import rerank_routes
 from firn.api.routes.tokens import token_routes
 from firn.api.routes.tree import TreeRoutes
 from firn.api.services import Services
-from firn.api.tree_answers import TreeAnswers
-from firn.core.errors import FirnError
+from firn.api.tree_answers import TreeAnswers, first_difference
 
 
 def create_app(services: Services) -> FastAPI:
@@ -72,7 +68,7 @@ def create_app(services: Services) -> FastAPI:
     add_activity(app, services, activity)
     add_page(app, shown=services.dashboard)
     add_probes(app, services, metrics)
-    add_error_shapes(app, shapes)
+    add_route_errors(app)
     add_layers(
         app,
         shapes=shapes,
@@ -96,23 +92,15 @@ def new_app() -> FastAPI:
     return app
 
 
-def add_error_shapes(app: FastAPI, shapes: ErrorShapes) -> None:
-    def render(request: Request, error: FirnError) -> JSONResponse:
-        exchange_of(request.scope).fault = error
-        body = shapes.of(request.url.path)(error)
-        headers = {name.decode(): value.decode("latin-1") for name, value in error_headers(error)}
-        return JSONResponse(body, status_code=error.status, headers=headers)
-
-    @app.exception_handler(FirnError)
-    async def firn_error(request: Request, error: FirnError) -> JSONResponse:
-        return render(request, error)
+def add_route_errors(app: FastAPI) -> None:
+    """A path or method that no route has is an error like any other, see `layers.Errors`."""
 
     @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+    async def http_error(request: Request, error: HTTPException) -> NoReturn:
         allow = (error.headers or {}).get("Allow")
         message = str(error.detail)
         if error.status_code == 404:
             message = no_route(app.routes, request)
         elif error.status_code == 405:
             message = f"{request.method} {request.url.path} is not allowed; use {allow}."
-        return render(request, HttpFault(error.status_code, message, allow=allow))
+        raise HttpFault(error.status_code, message, allow=allow)

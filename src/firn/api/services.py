@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from prometheus_client.registry import Collector
 
 from firn.api.auth import Keys
+from firn.api.errors import Headers
 from firn.api.event_router import EventRouter
 from firn.api.hosts import Hosts
-from firn.api.preparations import AsSent, Preparations
 from firn.api.quotas import Quotas
 from firn.core.errors import ModelNotFound
+from firn.core.events import Admitted
 from firn.core.fair_pool import FairPool
 from firn.core.ports import CacheAdmin, Embedder, Engine, Recorder, Tokenizer
+from firn.core.units import MIB
 from firn.core.values import (
     Defaults,
     GenerateRequest,
@@ -31,12 +33,39 @@ from firn.text.formats import ReplyFormat
 from firn.text.rerank import Reranker
 
 T = TypeVar("T")
-
 STAND_INS = ("claude", "gpt-")
 """Prefixes of model ids that the served model answers to, whatever it is."""
-
 Gather = Callable[[GenerateRequest, Namespace], Awaitable[GenerateRequest]]
 """Adds what a request refers to, on the asyncio thread. Anything it caches belongs to the owner."""
+
+
+class Preparations(Protocol):
+    """Any thread."""
+
+    def check(self, request: GenerateRequest) -> None:
+        """Raises InvalidValue if the request asks for what is not possible here."""
+        ...
+
+    def of(self, request: GenerateRequest) -> Any:
+        """The job's `preparation`; None: its prompt is read as it is."""
+        ...
+
+    def headers(self, admitted: Sequence[Admitted]) -> Headers:
+        """What a client should know of these prompts before it reads the reply."""
+        ...
+
+
+class AsSent:
+    """Every prompt is read as it was sent."""
+
+    def check(self, request: GenerateRequest) -> None:
+        pass
+
+    def of(self, request: GenerateRequest) -> Any:
+        return None
+
+    def headers(self, admitted: Sequence[Admitted]) -> Headers:
+        return ()
 
 
 class Prompts(Protocol):
@@ -66,8 +95,8 @@ class ApiLimits:
     requests_per_minute: int | None = None
     max_rows: int = 32
     max_requests: int = 1024
-    body_nbytes: int = 64 * 2**20
-    bodies_nbytes: int = 1024 * 2**20
+    body_nbytes: int = 64 * MIB
+    bodies_nbytes: int = 1024 * MIB
     keep_alive_s: float = 5.0
     stale_after_s: float = 30.0
 

@@ -215,9 +215,7 @@ class Session:
         self, run: RunningRequest, choice: int, events: list[Event], out: list[Event]
     ) -> None:
         out.extend(events)
-        for fault in run.call_checks[choice].see(events) if run.call_checks else ():
-            logger.warning("%s %s", run.id, fault)
-        text = run.call_watches[choice].see(events) if run.call_watches else None
+        text = run.call_watches[choice].observe(events) if run.call_watches else None
         if text is not None and len(text) > LONG_REPLY:
             watch = run.call_watches[choice]
             self._services.pool.submit(

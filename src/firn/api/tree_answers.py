@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import Scope
 
-from firn.api.origins import check_may_change_cache
+from firn.api.hosts import check_may_change_cache
+from firn.api.services import Services
+from firn.api.session import Session
 from firn.core.values import Namespace
+
+N_TOKENS = 48
+MAX_CHARS = 160
+
 
 FRESH_S = 1.0
 """Dashboards that show the same tree share an answer of up to this age."""
@@ -21,9 +27,27 @@ PATIENCE_S = 0.5
 """How long a dashboard that has an older answer waits for a new one: the engine reads the tree between
 two steps, and a step may take many seconds."""
 MAX_ANSWERS = 16
-
 TreeQuery = tuple[Namespace | None, str | None, int]
 """What the caller sees, the node to begin at, and the most runs to return."""
+
+
+def first_difference(services: Services, session: Session) -> str | None:
+    """The text of the first prompt that goes on where nothing stored does, from that token on; None:
+    no prompt did, or text must not be shown."""
+    if not services.show_text:
+        return None
+    for prompt, admitted in session.prompts:
+        at = admitted.reason.at if admitted.reason else None
+        if at is not None:
+            return excerpt(services, prompt.ids[at : at + N_TOKENS].tolist())
+    return None
+
+
+def excerpt(services: Services, ids: Iterable[int]) -> str:
+    """The beginning of these tokens' text, on one line. Ids that are not tokens of the model, such
+    as the digest that stands for a picture, are left out."""
+    known = [id for id in ids if 0 <= id < services.engine.model.n_ids]
+    return " ".join(services.tokenizer.decode(known).split())[:MAX_CHARS]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import TierOptions, discover
 from firn.config import CacheConfig, Config, default_cache_dir
 from firn.core.errors import SetupError, UnknownCacheLayer
-from firn.core.memory_plan import GIB, MIB, STORE_QUEUE_NBYTES
+from firn.core.memory_plan import STORE_QUEUE_NBYTES
+from firn.core.units import GIB, MIB
 from firn.core.values import ModelInfo, Namespace
 from firn.host.backups import exclude_from_backups
 from firn.models.loader import LoadedModel

@@ -77,13 +77,13 @@ def follow(config: Config, member: RankMember) -> int:
 
 
 def _build(config: Config, member: RankMember, follower: Follower) -> FollowerLoop:
-    settings, folder = _checked(config, member, follower)
+    settings, folder = _check(config, member, follower)
     name = served_name(config)
     before = with_reservations(backends.find().memory.now())
     compute = compute_settings(config, str(settings["model_type"]), name)
     (compute.backend.weights.dtype,) = follower.expect("load").args
     loaded = load_model(ServerSpec(config, folder, name, ()), compute, shard=member.group.shard)
-    planned = _planned(config, settings, before, compute, loaded)
+    planned = _plan(config, settings, before, compute, loaded)
     compute.backend.memory.limit(planned.plan)
     follower.answer(
         "ready",
@@ -114,7 +114,7 @@ def _build(config: Config, member: RankMember, follower: Follower) -> FollowerLo
     return FollowerLoop(follower, runner.follow(member.group), slices)
 
 
-def _checked(config: Config, member: RankMember, follower: Follower) -> tuple[dict[str, Any], Path]:
+def _check(config: Config, member: RankMember, follower: Follower) -> tuple[dict[str, Any], Path]:
     """The model's config and folder, after telling rank 0 whether the model can be sharded here.
 
     Does not return if it cannot: rank 0 reports why and ends all ranks.
@@ -134,7 +134,7 @@ def _checked(config: Config, member: RankMember, follower: Follower) -> tuple[di
     return settings, folder
 
 
-def _planned(
+def _plan(
     config: Config,
     settings: dict[str, Any],
     before: MachineMemory,

@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING
 
 from firn.config import Config, default_cache_dir
 from firn.core.memory_plan import (
-    GIB,
     LEAST_TOKENS,
-    MIB,
     MIN_CAPACITY_NBYTES,
     MachineMemory,
     MemoryOptions,
@@ -27,6 +25,7 @@ from firn.core.memory_plan import (
     Transient,
     plan_memory,
 )
+from firn.core.units import GIB, MIB
 from firn.host.reservations import Reservation, Reserved, others
 
 if TYPE_CHECKING:  # `firn doctor` plans memory without loading mlx

@@ -13,7 +13,7 @@ from firn.assembly.compute import ComputeSettings
 from firn.cache.layout import Layout
 from firn.config import Config, ModelConfig, default_cache_dir, of_model, with_model
 from firn.core.errors import UnknownCacheLayer
-from firn.core.memory_plan import MIB
+from firn.core.units import MIB
 from firn.core.values import Namespace
 from firn.engine import RowCost
 from firn.models import loader

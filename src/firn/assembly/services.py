@@ -10,9 +10,9 @@ from firn.api.auth import Keys
 from firn.api.cache_metrics import CacheMetrics, MemoryMetrics
 from firn.api.event_router import EventRouter
 from firn.api.hosts import Hosts, machine_names
+from firn.api.metrics import SpeculationMetrics
 from firn.api.quotas import KeyLimits, Quotas
 from firn.api.services import ApiLimits, Gather, Services
-from firn.api.speculation_metrics import SpeculationMetrics
 from firn.assembly import embeddings, sparse
 from firn.assembly.model import ServerSpec
 from firn.assembly.parts import ServerParts
@@ -21,8 +21,8 @@ from firn.backends.memory import allocated_nbytes
 from firn.cache.admin.control import admin_of
 from firn.config import Config, default_cache_dir
 from firn.core.fair_pool import FairPool
-from firn.core.memory_plan import MIB
 from firn.core.ports import Tokenizer
+from firn.core.units import MIB
 from firn.engine import Engine
 from firn.media.documents import Documents
 from firn.models.grammar import Compiler

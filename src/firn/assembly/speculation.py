@@ -14,6 +14,7 @@ from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixCache
 from firn.config import Config
 from firn.core.errors import SetupError, UnknownCacheLayer
+from firn.core.units import MIB
 from firn.core.values import ModelInfo
 from firn.engine import RowCost
 from firn.models import loader, mtp_load
@@ -31,7 +32,7 @@ log = logging.getLogger("firn")
 
 DRAFT_CACHE_DIVISOR = 8
 """The draft model's prefixes get at most this fraction (1 / N) of the memory for the model's."""
-DRAFT_QUEUE_NBYTES = 64 << 20
+DRAFT_QUEUE_NBYTES = 64 * MIB
 """For the draft model's records waiting to be written, which are small."""
 
 HEAD_FAULTS = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from firn.config import Config
-from firn.core.memory_plan import MIB
 from firn.core.ports import Pictures
+from firn.core.units import MIB
 from firn.core.values import ModelInfo
 from firn.models import loader
 from firn.models.processor import VisionProcessor
 from firn.models.tokenizer import HfTokenizer
+from firn.text.calls import NativeParser
 from firn.text.formats import ReplyFormat, detect_format
-from firn.text.native import NativeParser
 from firn.text.prompt import PromptMaker
 from firn.text.template import Template
 from firn.text.template_losses import losses

@@ -24,8 +24,9 @@ from firn.models.decode.step_profile import StepProfile
 from firn.models.decode.steps import Speculator
 from firn.models.faults import first_line
 from firn.models.mtp import MtpModel
-from firn.models.speculation.drafters import Draft
+from firn.models.speculation.drafters import Draft, Drafter
 from firn.models.speculation.drafters.mtp import MtpDrafter
+from firn.models.speculation.gate import Unlimited
 from firn.models.speculation.speculator import DraftPlan, Speculation
 
 log = logging.getLogger("firn.models")
@@ -56,7 +57,7 @@ REPLIES: tuple[tuple[Sampling, int | None], ...] = (
 """How each reply is sampled, and how many alternatives its logprobs have."""
 
 
-class ConstantDrafter:
+class ConstantDrafter(Drafter):
     """A drafter that always drafts the same token."""
 
     is_free = True
@@ -64,23 +65,11 @@ class ConstantDrafter:
     def odds(self, kind: int) -> float:
         return 0.5
 
-    def open(self, row: Hashable, job: Job) -> None:
-        pass
-
     def prepare(self, row: Hashable) -> bool:
         return True
 
-    def took(self, row: Hashable, tokens: Sequence[int]) -> None:
-        pass
-
     def draft(self, rows: Sequence[Hashable], n_most: int) -> list[Draft]:
         return [Draft((1,) * n_most, (0,) * n_most) for _ in rows]
-
-    def close(self, row: Hashable) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
 
 
 class WarmUpSpeculation(Speculation):
@@ -88,15 +77,12 @@ class WarmUpSpeculation(Speculation):
 
     def __init__(self, model: Any, *, in_groups: bool, profile: StepProfile) -> None:
         drafter = MtpDrafter(model) if isinstance(model, MtpModel) else ConstantDrafter()
-        super().__init__(drafter, in_groups=in_groups, profile=profile)
+        super().__init__(drafter, in_groups=in_groups, profile=profile, allowance=Unlimited)
         self.width = 1
 
-    def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
+    def _plan(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
         asks = () if self._costly is None or self.width == 1 else tuple(group.rows)
         return DraftPlan(self.width, asks)
-
-    def _rest_of_costly(self, n_seats: int) -> int:
-        return 0
 
 
 def warm_up_speculator(model: Any, speculator: Speculator) -> Speculator:

@@ -18,12 +18,32 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from firn.core.errors import FirnError
 
+T = TypeVar("T")
+
+
 Round = Mapping[str, float | None]
 Rounds = Mapping[str, Sequence[Round]]
+
+
+def in_turns(
+    servers: Mapping[str, T], rounds: int, play: Callable[[T], dict[str, Any]]
+) -> dict[str, list[dict[str, Any]]]:
+    """Calls `play` with each server: A B, then B A, and so on."""
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
+    for i in range(rounds):
+        for name, server in rotated(list(servers.items()), i):
+            results[name].append(play(server))
+    return results
+
+
+def rotated(items: Sequence[T], turn: int) -> list[T]:
+    """The items, beginning with another one each turn, so that none is always first."""
+    k = turn % len(items)
+    return [*items[k:], *items[:k]]
 
 
 class BenchError(FirnError):

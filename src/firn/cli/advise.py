@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from firn.bench.report import grid
-from firn.cli.advise_fleet import show_fleet
 from firn.cli.terminal import plain_console, steps_progress
 from firn.config import UsageError
-from firn.core.duration import MAX_S, seconds
+from firn.core.units import GIB
 from firn.traces.advise import Advice, advise
 from firn.traces.read import read
 from firn.traces.trace import Trace, TraceError
 
-GIB = 1 << 30
 MILLION = 1_000_000
 SPANS = ((86_400, "days"), (3600, "hours"), (60, "minutes"))
 
@@ -52,8 +50,6 @@ def run(
     ssd_gb: str | None,
     workers: int,
     as_json: bool,
-    servers: int = 1,
-    store_ttl: str = "7d",
 ) -> None:
     try:
         source = read(path, model=model)
@@ -63,17 +59,6 @@ def run(
     scale = Scale(trace, token_bytes or trace.token_nbytes)
     memory = _sizes("--memory-gb", memory_gb, scale)
     ssd = _sizes("--ssd-gb", ssd_gb, scale)
-    if servers > 1:
-        show_fleet(
-            trace,
-            n_servers=servers,
-            sizes=ssd,
-            ttl_s=_ttl_s(store_ttl),
-            block_nbytes=trace.block * (token_bytes or trace.token_nbytes),
-            size_text=scale.text,
-            as_json=as_json,
-        )
-        return
     with steps_progress("playing") as progress:
         advice = advise(
             trace,
@@ -87,13 +72,6 @@ def run(
         print(json.dumps(_json(trace, advice, scale), indent=2))
     else:
         _show(trace, advice, scale)
-
-
-def _ttl_s(text: str) -> float:
-    try:
-        return min(max(seconds(text), 1.0), MAX_S)
-    except ValueError as e:
-        raise UsageError(f"--store-ttl {text}: {e}") from None
 
 
 def _sizes(flag: str, text: str | None, scale: Scale) -> list[int]:

@@ -39,9 +39,6 @@ Json = Annotated[
     Path | None,
     typer.Option("--json", help="Write every round to this file; - for stdout.", metavar="FILE"),
 ]
-Plot = Annotated[
-    Path | None, typer.Option("--plot", help="Draw the result as SVG.", metavar="FILE")
-]
 
 
 def bench_app(guarded: Guard) -> typer.Typer:
@@ -62,12 +59,11 @@ def _chats(
     sessions: Annotated[int, typer.Option(help="Chats in rotation.", min=2, metavar="N")] = 6,
     turns: Annotated[int, typer.Option(help="Turns of each chat.", min=2, metavar="N")] = 3,
     json: Json = None,
-    plot: Plot = None,
 ) -> None:
     """Time to first token of chats that share a system prompt: cold, shared, later turns."""
     from firn.cli.bench_work import BenchTargets, chats
 
-    servers = BenchTargets(url, compare, model, api_key, json, plot)
+    servers = BenchTargets(url, compare, model, api_key, json)
     chats(servers, rounds=rounds, sessions=sessions, turns=turns)
 
 
@@ -89,12 +85,11 @@ def _throughput(
         typer.Option("--no-gap", help="Skip the long prompt that arrives while others generate."),
     ] = False,
     json: Json = None,
-    plot: Plot = None,
 ) -> None:
     """Tokens per second by number of streams, and the longest pause while a long prompt arrives."""
     from firn.cli.bench_work import BenchTargets, throughput
 
-    servers = BenchTargets(url, compare, model, api_key, json, plot)
+    servers = BenchTargets(url, compare, model, api_key, json)
     throughput(servers, rounds=rounds, concurrency=concurrency, requests=requests, gap=not no_gap)
 
 
@@ -128,12 +123,11 @@ def _replay(
         typer.Option(help="Only this model's requests, if the trace has several.", metavar="NAME"),
     ] = None,
     json: Json = None,
-    plot: Plot = None,
 ) -> None:
     """Play a trace with made-up text that shares prefixes as the trace does."""
     from firn.bench.replay import ReplayPace
     from firn.cli.bench_work import BenchTargets, replay
 
-    servers = BenchTargets(url, compare, model, api_key, json, plot)
+    servers = BenchTargets(url, compare, model, api_key, json)
     pace = ReplayPace(speed, streams, max_prompt, max_reply)
     replay(servers, trace, rounds=rounds, requests=requests, pace=pace, trace_model=trace_model)

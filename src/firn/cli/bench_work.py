@@ -15,9 +15,7 @@ from firn.bench import chats as chats_bench
 from firn.bench import replay as replay_bench
 from firn.bench import throughput as throughput_bench
 from firn.bench.client import Target, target
-from firn.bench.contest import in_turns
-from firn.bench.plot import svg
-from firn.bench.report import BenchError, Column, document, numbers, table
+from firn.bench.report import BenchError, Column, document, in_turns, numbers, table
 from firn.cli.terminal import steps_progress
 from firn.config import UsageError
 from firn.traces.read import read
@@ -36,7 +34,6 @@ class BenchTargets:
     models: Sequence[str] | None
     api_key: str | None
     json: Path | None
-    plot: Path | None
 
     def targets(self) -> dict[str, Target]:
         """Servers by the names that the table shows. Raises BenchError if one does not answer."""
@@ -52,10 +49,10 @@ class BenchTargets:
         if len(set(urls)) > 1:
             return {t.url: t for t in targets}
         by_model = {t.model: t for t in targets}
-        return by_model if len(by_model) == len(targets) else _numbered(targets)
+        return by_model if len(by_model) == len(targets) else _number(targets)
 
 
-def _numbered(targets: Sequence[Target]) -> dict[str, Target]:
+def _number(targets: Sequence[Target]) -> dict[str, Target]:
     """One server and model twice: the difference between the two is the noise."""
     return {f"{t.url} ({i})": t for i, t in enumerate(targets, 1)}
 
@@ -139,8 +136,6 @@ def _contest(
     options = {k: str(v) for k, v in asdict(servers).items() if v is not None and k != "api_key"}
     content = document(benchmark, options=options, result={"rounds": results})
     _write(servers.json, json.dumps(content, indent=1) + "\n")
-    if servers.plot is not None:
-        _write(servers.plot, svg(f"firn bench {benchmark}: {title}", columns, rounds=results))
 
 
 def _write(path: Path | None, text: str) -> None:

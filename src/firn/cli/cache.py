@@ -24,6 +24,7 @@ from firn.cli.parameters import (
     command_group,
 )
 from firn.config import CacheConfig, default_cache_dir, load
+from firn.core.units import GIB
 
 MAX_GIB = 1 << 20
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def _gc(
     """Evict the least recently used prefixes, from their ends, until the rest fits."""
     from firn.cli.cache_work import gc
 
-    gc(_location(folder, config), max_nbytes=int(max_gb * 2**30))
+    gc(_location(folder, config), max_nbytes=int(max_gb * GIB))
 
 
 def _clear(
@@ -264,19 +265,6 @@ def _advise(
     ssd_gb: Annotated[
         str | None, typer.Option(help="Sizes of an SSD to try, in GiB.", metavar="X,Y,..")
     ] = None,
-    servers: Annotated[
-        int,
-        typer.Option(
-            help="Play it against N servers behind a router, with and without a store.",
-            min=1,
-            max=4096,
-            metavar="N",
-        ),
-    ] = 1,
-    store_ttl: Annotated[
-        str,
-        typer.Option(help="How long that store keeps unused records: 12h, 7d.", metavar="TIME"),
-    ] = "7d",
     workers: Annotated[
         int, typer.Option(help="Processes to use; 0 for one per core.", min=0, metavar="N")
     ] = 0,
@@ -293,6 +281,4 @@ def _advise(
         ssd_gb=ssd_gb,
         workers=workers,
         as_json=as_json,
-        servers=servers,
-        store_ttl=store_ttl,
     )

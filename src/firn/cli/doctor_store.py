@@ -11,8 +11,8 @@ from firn.cache.storage.store_probe import PROBE_NBYTES, StoreReport, probe
 from firn.cache.tiers import Store, discover
 from firn.cli.findings import Finding
 from firn.core.errors import SetupError
+from firn.core.units import MIB
 
-MIB = 1 << 20
 SLOW_ANSWER_S = 0.1
 """A lookup takes up to three round trips: a slower store is seldom worth one."""
 STEPS = {"ask": "be queried", "write": "be written to", "read": "be read", "delete": "delete"}

@@ -29,15 +29,15 @@ class MarkdownStyler:
 
     def feed(self, text: str) -> list[Styled]:
         self._held += text
-        return list(self._styled(is_end=False))
+        return list(self._style(is_end=False))
 
     def flush(self) -> list[Styled]:
         """What was held back. The next reply begins anew."""
-        rest = list(self._styled(is_end=True))
+        rest = list(self._style(is_end=True))
         self._starts_line, self._in_fence, self._line_style = True, False, PLAIN
         return rest
 
-    def _styled(self, *, is_end: bool) -> Iterator[Styled]:
+    def _style(self, *, is_end: bool) -> Iterator[Styled]:
         while self._held:
             if self._starts_line:
                 if not is_end and _MAY_BE_BLOCK.fullmatch(self._held):

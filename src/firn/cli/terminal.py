@@ -21,11 +21,12 @@ from rich.progress import (
 
 from firn.config import UsageError, default_cache_dir
 from firn.core.private_folder import make_private
+from firn.core.units import GIB, KIB, MIB
 
 PIPE_WIDTH = 1000
 MAX_HISTORY = 1000
 """Lines that were typed into chats and are kept."""
-UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+UNITS = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 
 
 def size(nbytes: int) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from firn.config.options import BadValue, Option, option
-from firn.core import duration
+from firn.core import units
 from firn.core.errors import SetupError
 
 SHARED_SECTIONS = frozenset({"server", "fleet"})
@@ -26,7 +26,7 @@ OWN_NAMES = ("path", "pinned", "keep_alive", "aliases")
 
 def keep_alive(text: str) -> str:
     try:
-        duration.seconds(text)
+        units.seconds(text)
     except ValueError as e:
         raise BadValue(f"{text!r} {e}") from None
     return text
@@ -168,7 +168,7 @@ def _keep_alive(file: Path, place: str, value: object) -> str | None:
     if value is None:
         return None
     try:
-        duration.seconds(value)
+        units.seconds(value)
     except ValueError as e:
         raise SetupError(f"{file}: {place}: {value!r} {e}") from None
     return str(value)

@@ -128,7 +128,7 @@ class Option:
             raise BadValue("is empty")
         if text.lower() in self.spec.words:
             return self.spec.words[text.lower()]
-        return self._checked(self._converted(text))
+        return self._check(self._convert(text))
 
     def accept(self, value: object, *, base: Path) -> Any:
         """A value from a TOML file: it must have the right type. Paths are relative to `base`."""
@@ -147,9 +147,9 @@ class Option:
             value = float(value)
         if type(value) is not self.scalar:
             raise BadValue(f"{self._shown(value)} is not {_NEEDS[self.scalar]}")
-        return self._checked(value)
+        return self._check(value)
 
-    def _converted(self, text: str) -> Any:
+    def _convert(self, text: str) -> Any:
         if self.scalar is bool:
             if text.lower() in _TRUE + _FALSE:
                 return text.lower() in _TRUE
@@ -161,7 +161,7 @@ class Option:
         except ValueError:
             raise BadValue(f"{self._shown(text)} is not {_NEEDS[self.scalar]}") from None
 
-    def _checked(self, value: Any) -> Any:
+    def _check(self, value: Any) -> Any:
         low, high = self.spec.low, self.spec.high
         if self.choices and value not in self.choices:
             listed = ", ".join(map(str, self.choices))
@@ -189,17 +189,17 @@ def options_of(section: str, cls: type) -> Iterator[Option]:
     """The table of a class whose fields were all made by `option()`."""
     hints = get_type_hints(cls)
     for item in fields(cls):
-        scalar, many, choices = _unwrapped(hints[item.name])
+        scalar, many, choices = _unwrap(hints[item.name])
         spec = item.metadata["spec"]
         yield Option(section, item.name, scalar, many, choices, item.default, spec)
 
 
-def _unwrapped(hint: Any) -> tuple[type, bool, tuple[Any, ...]]:
+def _unwrap(hint: Any) -> tuple[type, bool, tuple[Any, ...]]:
     """The scalar type, whether it is a list, and the choices, if there are any."""
     if get_origin(hint) in (Union, types.UnionType):
         (hint,) = (arg for arg in get_args(hint) if arg is not type(None))
     if get_origin(hint) is tuple:
-        scalar, _, choices = _unwrapped(get_args(hint)[0])
+        scalar, _, choices = _unwrap(get_args(hint)[0])
         return scalar, True, choices
     if get_origin(hint) is Literal:
         return type(get_args(hint)[0]), False, get_args(hint)

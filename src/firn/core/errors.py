@@ -6,6 +6,8 @@ code, and the name of the request parameter at fault. Nothing is ever classified
 
 from __future__ import annotations
 
+from firn.core.units import GIB
+
 
 class FirnError(Exception):
     """Any fault that firn names. The message is one line that a user can act on."""
@@ -81,8 +83,8 @@ class NeverFits(BadRequest):
 
     def __init__(self, need_nbytes: int, have_nbytes: int) -> None:
         super().__init__(
-            f"This request needs about {need_nbytes / 2**30:.2f} GiB of device memory, but only "
-            f"{have_nbytes / 2**30:.2f} GiB can be freed. Shorten the prompt or ask for fewer "
+            f"This request needs about {need_nbytes / GIB:.2f} GiB of device memory, but only "
+            f"{have_nbytes / GIB:.2f} GiB can be freed. Shorten the prompt or ask for fewer "
             "replies.",
             param="messages",
         )
@@ -305,8 +307,8 @@ class ModelTooLarge(FirnError):
 
     def __init__(self, name: str, need_nbytes: int, budget_nbytes: int) -> None:
         super().__init__(
-            f"The model {name!r} needs about {need_nbytes / 2**30:.2f} GiB; all models together "
-            f"may use {budget_nbytes / 2**30:.2f} GiB (--model-memory-gb).",
+            f"The model {name!r} needs about {need_nbytes / GIB:.2f} GiB; all models together "
+            f"may use {budget_nbytes / GIB:.2f} GiB (--model-memory-gb).",
             param="model",
         )
 

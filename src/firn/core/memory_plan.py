@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MIB, GIB = 1 << 20, 1 << 30
+from firn.core.units import GIB, MIB
+
 LEAST_TOKENS = 8192
 """The shortest context that is worth serving."""
 DEEP_TOKENS = 32768

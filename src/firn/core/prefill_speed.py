@@ -53,7 +53,7 @@ class PrefillSpeed:
 
     # --- learning --------------------------------------------------------------------------
 
-    def saw(self, start: int, end: int, seconds: float) -> None:
+    def observe(self, start: int, end: int, seconds: float) -> None:
         """Reading tokens [start, end) of a prompt took so long."""
         n = end - start
         if n < MIN_CHUNK_TOKENS:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from firn.core.errors import NeverFits
 from firn.core.memory_plan import Transient
+from firn.core.units import MIB
 from firn.core.values import Job, RequestId
 
 REPLY_RESERVE_TOKENS = 1024
@@ -25,7 +26,7 @@ LEARNING_RATE = 0.2
 MIN_FACTOR, MAX_FACTOR = 0.5, 4.0
 CHUNK_LEARNING_RATE = 0.25
 MIN_CHUNK_FACTOR, MAX_CHUNK_FACTOR = 0.25, 4.0
-TEACHING_CHUNK_NBYTES = 16 << 20
+TEACHING_CHUNK_NBYTES = 16 * MIB
 """The memory of a smaller chunk cannot be told apart from other allocations at that moment."""
 
 NO_TRANSIENT = Transient(0)

@@ -15,7 +15,7 @@ from collections import abc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from firn.core.errors import may_be_device_fault
+from firn.core.errors import FirnError, StepFailed, may_be_device_fault
 from firn.core.events import EngineEvent, JobDone
 from firn.core.ports import (
     Cursor,
@@ -27,12 +27,20 @@ from firn.core.ports import (
     Restored,
     Runner,
 )
-from firn.core.values import Prompt, RequestId
+from firn.core.values import Job, Prompt, RequestId
 from firn.engine.budget import Budget
 from firn.engine.limits import EngineLimits
 from firn.engine.sequence import Choice, PrefillTask, Sequence
 
 log = logging.getLogger("firn.engine")
+
+
+def client_error(job: Job, error: Exception) -> FirnError:
+    """The error to send to the client. One that firn has no name for is logged with its traceback."""
+    if isinstance(error, FirnError):
+        return error
+    log.warning("request %s failed: %r", job.id, error, exc_info=error)
+    return StepFailed(f"The model failed on this request: {error}")
 
 
 class RestoreFailed(Exception):

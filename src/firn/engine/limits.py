@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from firn.core.units import MIB
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
@@ -19,5 +21,5 @@ class EngineLimits:
     common_chunk: int = 0
     """Longer chunks begin and end at multiples of this, and the runner pads shorter ones, for a device
     that prefers few shapes. 0: chunks end anywhere."""
-    logprobs_chunk_nbytes: int = 128 << 20
+    logprobs_chunk_nbytes: int = 128 * MIB
     """Limit for the logits of a chunk whose logprobs are wanted: a large vocabulary shortens it."""

@@ -22,8 +22,7 @@ from firn.core.ports import Publish
 from firn.core.values import Job, RequestId
 from firn.engine.chunks import ChunkSizes
 from firn.engine.decode import Decode
-from firn.engine.faults import client_error
-from firn.engine.inflight import InFlight
+from firn.engine.inflight import InFlight, client_error
 from firn.engine.parts import EngineParts
 from firn.engine.prefill import Prefill
 from firn.engine.recovery import Recovery
@@ -117,7 +116,7 @@ class Loop:
             time.sleep(YIELD_S)
         with inflight.cache.together():
             for task in reading:
-                self._prefill.settle(task)
+                self._prefill.finish_chunk(task)
         if self._has_idle_work:
             self._do_idle_work()
         self._recovery.confirm(in_flight=bool(inflight.rows) and not reading)

@@ -206,15 +206,15 @@ class Prefill:
             min(chunk, limits.logprobs_chunk_nbytes // (4 * self._runner.info.vocab_size)), 1
         )
 
-    # --- settling --------------------------------------------------------------------------
+    # --- finishing -------------------------------------------------------------------------
 
-    def settle(self, task: PrefillTask) -> None:
+    def finish_chunk(self, task: PrefillTask) -> None:
         """Wait for the task's chunk, and commit it."""
         if task.number not in self._inflight.tasks:  # cancelled while it ran
             return
         with self._recovery.guard(task.sequence):
             if task.is_preparing:
-                self._preparer.settle(task)
+                self._preparer.finish_slice(task)
             else:
                 self._commit(task)
             self._inflight.announce(task.sequence)
@@ -229,10 +229,10 @@ class Prefill:
             event = PromptLogprobs(task.chunk_start + 1, tuple(logprobs))
             self._inflight.emit(task.sequence.job.id, event)
         took_s = time.perf_counter() - task.chunk_began
-        self._batches.settled(task, took_s)
+        self._batches.observe(task, took_s)
         took_s *= task.share
         start, end = task.chunk_start, task.row.n_tokens
-        self._cache.prefill.saw(start, end, took_s)
+        self._cache.prefill.observe(start, end, took_s)
         if task.share == 1.0:
             self._inflight.budget.learn_chunk(end - start, start, self._runner.chunk_peak_nbytes)
         self._inflight.commit(task.cursor, task.row)

@@ -61,7 +61,7 @@ class Preparer(Protocol):
         """
         ...
 
-    def settle(self, task: PrefillTask) -> None:
+    def finish_slice(self, task: PrefillTask) -> None:
         """Wait for the slice."""
         ...
 
@@ -107,7 +107,7 @@ class NoPreparation:
     def dispatch(self, task: PrefillTask, n_tokens: int) -> None:
         pass
 
-    def settle(self, task: PrefillTask) -> None:
+    def finish_slice(self, task: PrefillTask) -> None:
         pass
 
     def drop(self, task: PrefillTask) -> None:

@@ -62,7 +62,7 @@ class BatchTrial:
         self._n_decisions, self._n_spaced = 0, min(2 * self._n_spaced, TRY_EVERY)
         return not pays
 
-    def saw(self, seconds: float, *, n_tokens: int, n_prompts: int) -> None:
+    def observe(self, seconds: float, *, n_tokens: int, n_prompts: int) -> None:
         samples = self.batched_s if n_prompts > 1 else self.alone_s
         samples.add(seconds / n_tokens)
 
@@ -131,11 +131,11 @@ class PromptBatches:
         task.others = list(others)
         return True
 
-    def settled(self, task: PrefillTask, seconds: float) -> None:
+    def observe(self, task: PrefillTask, seconds: float) -> None:
         """The pass that this task led took `seconds`."""
         if task.could_batch or task.others:
             n_tokens = task.row.n_tokens - task.chunk_start
-            self._trial.saw(
+            self._trial.observe(
                 seconds, n_tokens=int(n_tokens / task.share), n_prompts=1 + len(task.others)
             )
 

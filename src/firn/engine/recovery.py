@@ -20,8 +20,7 @@ from contextlib import contextmanager, suppress
 from firn.core.errors import DeviceFailing, is_out_of_memory, may_be_device_fault
 from firn.core.events import ChoiceDone, JobFailed
 from firn.core.ports import LiveRow, NullCursor
-from firn.engine.faults import client_error
-from firn.engine.inflight import InFlight
+from firn.engine.inflight import InFlight, client_error
 from firn.engine.sequence import Choice
 from firn.engine.sequence import Sequence as Request
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from firn.api.services import STAND_INS
 from firn.config import OPTIONS, SECTIONS, Config
-from firn.core import duration
+from firn.core import units
 from firn.core.errors import SetupError
 
 EVERY = "*"
@@ -28,7 +28,7 @@ class ModelSpec:
     name: str
     config: Config
     pinned: bool = False
-    keep_alive_s: float = duration.FOREVER
+    keep_alive_s: float = units.FOREVER
     aliases: tuple[str, ...] = ()
 
     @property
@@ -158,7 +158,7 @@ def _check_events(config: Config, specs: Iterable[ModelSpec]) -> None:
 
 
 def _spec(config: Config, name: str, path: str) -> ModelSpec:
-    keep_alive_s = duration.seconds(config.fleet.keep_alive)
+    keep_alive_s = units.seconds(config.fleet.keep_alive)
     return ModelSpec(name, child_config(config, name, path), keep_alive_s=keep_alive_s)
 
 
@@ -171,7 +171,7 @@ def _table_spec(config: Config, name: str) -> ModelSpec:
         name,
         child_config(config, name, table.path, table.values),
         pinned=table.pinned,
-        keep_alive_s=duration.seconds(keep_alive),
+        keep_alive_s=units.seconds(keep_alive),
         aliases=table.aliases,
     )
 

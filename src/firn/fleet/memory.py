@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from firn import backends
+from firn.core.units import GIB, MIB
 from firn.host import machine
 
-MIB, GIB = 1 << 20, 1 << 30
 PROCESS_NBYTES = 256 * MIB
 """Python, MLX and their libraries."""
 RECORDS_FLOOR_NBYTES = 64 * MIB

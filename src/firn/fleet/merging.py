@@ -71,7 +71,7 @@ def merge_metrics(texts: Mapping[str, str]) -> str:
     """Merges texts in Prometheus's format, by model: each sample is labelled with its model."""
     families: dict[str, _MetricFamily] = {}
     for model, text in texts.items():
-        label = f'model="{_escaped(model)}"'
+        label = f'model="{_escape(model)}"'
         family = _MetricFamily()
         for line in text.splitlines():
             if line.startswith("# HELP "):
@@ -82,7 +82,7 @@ def merge_metrics(texts: Mapping[str, str]) -> str:
                 if len(family.head) == 1:
                     family.head.append(line)
             elif line and not line.startswith("#"):
-                family.samples.append(_labelled(line, label))
+                family.samples.append(_label(line, label))
     return "".join(_lines([*family.head, *family.samples]) for family in families.values())
 
 
@@ -90,7 +90,7 @@ def _lines(lines: Sequence[str]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _labelled(sample: str, label: str) -> str:
+def _label(sample: str, label: str) -> str:
     name, brace, rest = sample.partition("{")
     if brace and " " not in name:
         return f"{name}{{{label},{rest}"
@@ -98,5 +98,5 @@ def _labelled(sample: str, label: str) -> str:
     return f"{name}{{{label}}} {rest}"
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -18,11 +18,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from firn.core.units import MIB
 from firn.fleet.catalogue import ModelSpec, to_json
 
 log = logging.getLogger("firn.fleet")
 
-MAX_LINE_NBYTES = 1 << 20
+MAX_LINE_NBYTES = MIB
 Message = Mapping[str, Any]
 
 

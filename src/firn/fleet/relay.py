@@ -19,8 +19,7 @@ from firn.api.auth import Caller, Keys
 from firn.api.body import INLINE_NBYTES, ClientGone, decoded
 from firn.api.body_reader import BodyReader
 from firn.api.dialects import ApiCall, Dialect, Encoder, ReplyHead
-from firn.api.errors import ErrorShapes
-from firn.api.exchange import Exchange, exchange_of, send_error, send_json, send_raw_json
+from firn.api.exchange import Exchange, exchange_of, send_json, send_raw_json
 from firn.api.fields import Fields
 from firn.api.generate import while_connected
 from firn.api.ollama import keep_alive_s
@@ -106,7 +105,6 @@ class Relay:
         self._fleet = fleet
         self._keys = keys
         self._dialects = {dialect.path: dialect for dialect in dialects}
-        self._shapes = ErrorShapes(dialects)
         self._bodies = bodies
         self._pool = pool
         self._quotas = quotas
@@ -126,38 +124,33 @@ class Relay:
 
     async def by_body(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI app: a POST whose body names its model."""
-        exchange = exchange_of(scope)
-        try:
-            if self.draining:
-                raise ShuttingDown()
-            request, raw = await self.body(scope, receive, _parse)
-            model = self.find(request.model)
-            call = _RelayedCall(self, model, scope, raw, request)
-            if await call.asks_to_unload():
-                await self.unload(model, exchange.caller)
-                await call.answer_unloaded(send)
-                return
-            # The model's process counts the tokens and reports them.
-            with self._quotas.call(exchange.caller.key_id, FixedMeter()):
-                await while_connected(receive, lambda: call.answer(send))
-        except FirnError as error:
-            exchange.fault = error
-            await send_error(send, error, self._shapes.of(scope["path"]))
+        caller = exchange_of(scope).caller
+        if self.draining:
+            raise ShuttingDown()
+        request, raw = await self.body(scope, receive, _parse)
+        model = self.find(request.model)
+        call = _RelayedCall(self, model, scope, raw, request)
+        if await call.asks_to_unload():
+            await self.unload(model, caller)
+            await call.answer_unloaded(send)
+            return
+        # The model's process counts the tokens and reports them.
+        with self._quotas.call(caller.key_id, FixedMeter()):
+            await while_connected(receive, lambda: call.answer(send))
 
     async def by_id(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI app: a request about a stored response, for the model whose process has it.
 
         Responses are lost with that process, so no model is loaded for this.
         """
-        exchange, target = exchange_of(scope), proxy.target_of(scope)
+        target = proxy.target_of(scope)
         answers = await merging.ask_loaded(self._fleet, scope, target)
         found = next((answer for answer in answers if answer.status != NotFound.status), None)
         if found is not None:
             await send_raw_json(send, found.body, status=found.status)
             return
         id = str(scope["path_params"]["response_id"])
-        exchange.fault = NotFound(f"You have no response {id[:64]!r}.", param="response_id")
-        await send_error(send, exchange.fault, self._shapes.of(scope["path"]))
+        raise NotFound(f"You have no response {id[:64]!r}.", param="response_id")
 
     async def body(
         self, scope: Scope, receive: Receive, decode: Callable[[dict[str, Any]], T]

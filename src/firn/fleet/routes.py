@@ -22,9 +22,9 @@ from firn.api.auth import Keys
 from firn.api.dialects import JsonRoute, RouteRequest
 from firn.api.exchange import exchange_of
 from firn.api.fields import Fields
+from firn.api.hosts import check_may_change_cache, refuse_foreign_pages
 from firn.api.ollama import keep_alive_s
 from firn.api.openapi import error_responses
-from firn.api.origins import check_may_change_cache, refuse_foreign_pages
 from firn.api.routes.models import add_routes, page
 from firn.api.routes.ollama import model_routes
 from firn.core.errors import BadRequest, ModelNotFound, NotFound

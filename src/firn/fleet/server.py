@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import shutil
-import signal
 import socket
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -30,11 +29,12 @@ from firn.api.layers import add_layers
 from firn.api.openapi import describe
 from firn.api.quotas import KeyLimits, Quotas
 from firn.api.routes.rerank import PATHS as RERANK_PATHS
-from firn.api.server import add_error_shapes, new_app
+from firn.api.server import add_route_errors, new_app
 from firn.api.services import ApiLimits
 from firn.config import Config
 from firn.core.errors import SetupError
 from firn.core.fair_pool import FairPool
+from firn.core.units import GIB
 from firn.fleet import routes
 from firn.fleet.activity import add_activity
 from firn.fleet.catalogue import ModelCatalogue
@@ -44,17 +44,15 @@ from firn.fleet.fleet import Fleet
 from firn.fleet.placement import PlacementRules
 from firn.fleet.process import Launch, launch
 from firn.fleet.relay import Relay, WaitLimits
-from firn.fleet.router import add_router
-from firn.fleet.tree import add_tree
+from firn.fleet.router import add_router, add_tree
 from firn.host.machine import raise_descriptor_limit
-from firn.host.shutdown import ASKED_TWICE, exit_or_return, kill_after, outlives_terminal
+from firn.host.shutdown import exit_or_return, kill_after
 from firn.listener import Uvicorn, bind, connections, listen
 from firn.logs import configure as configure_logs
 from firn.welcome import announce
 
 log = logging.getLogger("firn.fleet")
 
-GIB = 1 << 30
 DRAIN_S = 20.0
 """How long running requests may continue when the server stops, before they are cut off."""
 LEAVE_S = 75.0
@@ -171,7 +169,7 @@ def build(
     add_tree(app, fleet, relay)
     add_router(app, fleet, relay)
     add_activity(app, fleet, relay)
-    add_error_shapes(app, shapes)
+    add_route_errors(app)
     add_layers(
         app,
         shapes=shapes,
@@ -248,24 +246,14 @@ async def _run(config: Config, catalogue: ModelCatalogue, folder: Path, sock: so
     )
     loop = asyncio.get_running_loop()
 
-    def stop() -> None:
-        if web.should_exit:
-            os._exit(ASKED_TWICE)  # the models' processes notice it and end
+    def begin_stop() -> None:
         log.info("stopping; running requests have %.0f s to finish", DRAIN_S)
         kill_after(LEAVE_S)
         parts.relay.draining = True
         parts.fleet.drain()
         loop.call_later(DRAIN_S, parts.fleet.abort_replies)
-        web.should_exit = True
 
-    def stop_once() -> None:
-        if not web.should_exit:
-            stop()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
-    if not outlives_terminal():  # closing a terminal sends it twice: from the system and the shell
-        loop.add_signal_handler(signal.SIGHUP, stop_once)
+    web.stop_at_signals(begin_stop)  # a second one ends the process; the models' notice it and end
     running = asyncio.create_task(parts.fleet.run())
     names = ", ".join(spec.name for spec in catalogue)
     announce(names, sock, config)

@@ -112,7 +112,7 @@ class Launchd:
 
     def install(self, service: Service) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with _written(self.path, plistlib.dumps(self._plist(service))):
+        with _write(self.path, plistlib.dumps(self._plist(service))):
             self._run(("launchctl", "bootout", f"{self._domain}/{LABEL}"))  # an older one, if any
             done = self._run(("launchctl", "bootstrap", self._domain, str(self.path)))
             if done.code:
@@ -180,7 +180,7 @@ class Systemd:
                 f"{NO_SESSION} ({done.text}): log in as this user, not by su or sudo and not in a "
                 "container, or run `firn serve` under your own supervisor. Nothing was installed."
             )
-        with _written(self.path, unit):
+        with _write(self.path, unit):
             for command in (("daemon-reload",), ("enable", UNIT), ("restart", UNIT)):
                 done = self._run(("systemctl", "--user", *command))
                 if done.code:
@@ -193,7 +193,7 @@ class Systemd:
             "StartLimitIntervalSec=0\n"
             "\n"
             "[Service]\n"
-            f"ExecStart={' '.join(map(_quoted, service.command))}\n"
+            f"ExecStart={' '.join(map(_quote, service.command))}\n"
             "Environment=PYTHONUNBUFFERED=1\n"
             "Restart=on-failure\n"
             f"RestartSec={RESTART_S}\n"
@@ -233,7 +233,7 @@ class Systemd:
         return ("journalctl", "--user", f"--unit={UNIT}", f"--lines={n_lines}", "--no-pager", *more)
 
 
-def _quoted(word: str) -> str:
+def _quote(word: str) -> str:
     """Quoted for systemd: nothing in it is read as a specifier, a variable or a second word."""
     if "\n" in word:
         raise SetupError("A service's arguments must not contain line breaks.")
@@ -242,7 +242,7 @@ def _quoted(word: str) -> str:
 
 
 @contextmanager
-def _written(path: Path, data: bytes) -> Iterator[None]:
+def _write(path: Path, data: bytes) -> Iterator[None]:
     """The file has this content; if something fails inside, afterwards what it had before."""
     before = path.read_bytes() if path.exists() else None
     _write_private(path, data)

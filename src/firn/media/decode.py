@@ -14,14 +14,16 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from firn.media.faults import SEVERAL_PICTURES, Undecodable, one_line
-from firn.media.headers import check
+from firn.media.headers import SEVERAL_PICTURES, Undecodable, check, one_line
 
 Pixels = npt.NDArray[np.uint8]
 """(height, width, 3)."""
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 SHOWN_FORMATS = "PNG, JPEG, WebP, GIF, BMP or TIFF"
+MAX_SIDE = 65_535
+"""Of a JPEG file, the longest there is. Pillow keeps a pointer for every row."""
+SLICE_PIXELS = 1 << 20
 DAMAGE = (
     OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError,
     ZeroDivisionError, NotImplementedError, MemoryError, struct.error, zlib.error,
@@ -57,6 +59,8 @@ def _check(image: Image.Image, max_pixels: int) -> None:
         raise Undecodable(
             f"has {width} x {height} pixels; the limit is {max_pixels / 1e6:g} million"
         )
+    if max(width, height) > MAX_SIDE:
+        raise Undecodable(f"is {width} x {height} pixels; no side may be over {MAX_SIDE}")
     # A camera's MPO file has several views of one scene; the first is the picture. The structure
     # check has already counted the frames of GIF and TIFF files: a decoder would take longer.
     if image.format in ("PNG", "WEBP") and getattr(image, "is_animated", False):
@@ -76,9 +80,15 @@ def _to_rgb(image: Image.Image) -> Pixels:
 
 
 def _from_wide(image: Image.Image) -> Pixels:
-    """Scales 16-bit grey values: Pillow's own conversion clips everything above 255."""
-    values = np.asarray(image).astype(np.int64)
-    if values.min() < 0 or values.max() > 65535:
-        raise Undecodable("has values beyond 16 bits")
-    grey = (values / 257.0).round().astype(np.uint8)
-    return np.repeat(grey[:, :, None], 3, axis=2)
+    """Scales 16-bit grey values: Pillow's own conversion clips everything above 255.
+
+    In slices, because numbers of 64 bits take eight times the memory of a large picture.
+    """
+    values = np.asarray(image)
+    flat, grey = values.reshape(-1), np.empty(values.size, dtype=np.uint8)
+    for start in range(0, len(flat), SLICE_PIXELS):
+        piece = flat[start : start + SLICE_PIXELS].astype(np.int64)
+        if piece.min() < 0 or piece.max() > 65535:
+            raise Undecodable("has values beyond 16 bits")
+        grey[start : start + SLICE_PIXELS] = (piece / 257.0).round()
+    return np.repeat(grey.reshape(*values.shape, 1), 3, axis=2)

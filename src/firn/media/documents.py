@@ -16,10 +16,10 @@ from pathlib import Path
 
 from firn.core.fair_cache import FairCache
 from firn.core.fair_pool import FairPool
+from firn.core.units import MIB
 from firn.core.values import Chat, DocumentPart, GenerateRequest, MessagePart, Namespace
 from firn.media import base64_text, pdf_text
 
-MIB = 1 << 20
 PDF = "application/pdf"
 PDF_HEAD, PDF_HEAD_NBYTES = b"%PDF-", 1024
 """Some programs write a byte order mark or their own header before it; PDF readers accept that."""
@@ -65,14 +65,14 @@ class Documents:
             return request
         documents = [p for p in _parts(source) if isinstance(p, DocumentPart) and _is_unread(p)]
         deadline = asyncio.get_running_loop().time() + self._limits.total_s
-        filled = [self._filled(p, owner, i, deadline) for i, p in enumerate(documents)]
+        filled = [self._fill(p, owner, i, deadline) for i, p in enumerate(documents)]
         read = dict(zip(map(id, documents), await asyncio.gather(*filled), strict=True))
         messages = tuple(
             replace(m, parts=tuple(read.get(id(p), p) for p in m.parts)) for m in source.messages
         )
         return replace(request, source=replace(source, messages=messages))
 
-    async def _filled(
+    async def _fill(
         self, part: DocumentPart, owner: Namespace | None, number: int, deadline: float
     ) -> DocumentPart:
         loop, name = asyncio.get_running_loop(), owner or ""

@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 import httpx
 
 from firn.core.errors import BadPicture
+from firn.core.units import MIB
 from firn.core.values import Chat, GenerateRequest, MessagePart, Namespace, PicturePart
-from firn.media.faults import one_line
+from firn.media.headers import one_line
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 """All addresses of a host name; raises OSError."""
 
-MIB = 1 << 20
 MAX_REDIRECTS = 3
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MAX_AT_ONCE = 8
@@ -145,7 +145,7 @@ class Fetcher:
         self, client: httpx.AsyncClient, url: httpx.URL, part: PicturePart
     ) -> bytes | httpx.URL:
         """The body, or the URL that the server redirects to."""
-        address = await self._checked(url, part)
+        address = await self._check(url, part)
         pinned = url.copy_with(host=str(address), userinfo=b"")
         async with client.stream(
             "GET",
@@ -172,7 +172,7 @@ class Fetcher:
                     )
             return bytes(body)
 
-    async def _checked(self, url: httpx.URL, part: PicturePart) -> Address:
+    async def _check(self, url: httpx.URL, part: PicturePart) -> Address:
         """An address to connect to, if the URL may be fetched. Raises BadPicture."""
         schemes = ("https", "http") if self._limits.plain_http else ("https",)
         if url.scheme not in schemes:
@@ -184,7 +184,7 @@ class Fetcher:
         port = url.port or (443 if url.scheme == "https" else 80)
         if port > 65535:
             raise BadPicture(part.param, "the image's address has a port above 65535.")
-        addresses = [_parsed(a) for a in await self._resolve(url.host, port)]
+        addresses = [_parse(a) for a in await self._resolve(url.host, port)]
         if not addresses or not all(map(is_public, addresses)):
             raise BadPicture(part.param, "the image's address is not on the public internet.")
         return addresses[0]
@@ -217,7 +217,7 @@ def is_public(address: Address) -> bool:
     )
 
 
-def _parsed(text: str) -> Address:
+def _parse(text: str) -> Address:
     return ipaddress.ip_address(text.partition("%")[0])
 
 

@@ -9,10 +9,15 @@ specific.
 from __future__ import annotations
 
 import contextlib
+import re
 import struct
 from collections.abc import Iterator
 
-from firn.media.faults import SEVERAL_PICTURES, Undecodable
+from firn.core.units import MIB
+
+SEVERAL_PICTURES = "is animated or has several pages; send one of them"
+MAX_CHARS = 200
+
 
 MAX_TAGS = 1024
 MAX_STRIPS = 100_000
@@ -21,18 +26,28 @@ MAX_EXIF_SEGMENTS = 8
 MAX_JUNK_NBYTES = 4096
 MAX_CHUNKS = 50_000
 MAX_BLOCKS = 400_000
-MAX_COMMENT_NBYTES = 1 << 20
-MAX_RUNS_NBYTES = 2 << 20
+MAX_COMMENT_NBYTES = MIB
+MAX_RUNS_NBYTES = 2 * MIB
 MAX_SCANNED_PIXELS = 1_000_000_000
 MIN_SCANS = 16
-
 TAG_NBYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4,
               16: 8, 17: 8, 18: 8}  # fmt: skip
 STRIP_OFFSETS, TILE_OFFSETS = 273, 324
 TIFF_HEADS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+", b"MM*\0", b"II\0*")
 EXIF = b"Exif\0\0"
+_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd8]")
+"""A JPEG marker in or after a scan, but not a restart."""
 TOO_MANY_BLOCKS = "has too many blocks for a picture"
 TOO_MANY_EXIF = "has Exif data in too many pieces for a picture"
+
+
+class Undecodable(Exception):
+    """What is wrong with the picture, as the end of a sentence that begins with "the image"."""
+
+
+def one_line(error: BaseException) -> str:
+    """The error's message on one line; the name of its class if it has no message."""
+    return " ".join(str(error).split())[:MAX_CHARS] or type(error).__name__
 
 
 def check(data: bytes) -> None:
@@ -115,11 +130,26 @@ def _check_jpeg(data: bytes) -> None:
 
 
 def _check_scans(data: bytes, first: int, n_pixels: int) -> None:
-    """Limits the scans of a progressive picture: each is a pass over all of its pixels."""
-    end = data.find(b"\xff\xd9", first)
-    n_scans = data.count(b"\xff\xda", first, end if end >= 0 else len(data))
-    if n_scans > MIN_SCANS and n_scans * n_pixels > MAX_SCANNED_PIXELS:
-        raise Undecodable(f"is written in {n_scans} passes over its pixels; save it without them")
+    """Limits the scans of a progressive picture: each is a pass over all of its pixels.
+
+    Follows the segments, as a decoder does: a comment may contain what looks like the end.
+    """
+    at, n_scans = first, 0
+    for _ in range(MAX_SEGMENTS):
+        marker = _MARKER.search(data, at)
+        if marker is None or marker[0] == b"\xff\xd9":
+            return
+        if marker[0] == b"\xff\xda":
+            n_scans += 1
+            if n_scans > MIN_SCANS and n_scans * n_pixels > MAX_SCANNED_PIXELS:
+                raise Undecodable(
+                    f"is written in at least {n_scans} passes over its pixels; save it without them"
+                )
+        at = marker.end()
+        if marker[0] != b"\xff\x01":  # the only one that has no length
+            (n,) = struct.unpack_from(">H", data, at)
+            at += max(n, 2)
+    raise Undecodable("has too many segments for a picture")
 
 
 def _check_gif(data: bytes) -> None:

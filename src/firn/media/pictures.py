@@ -16,12 +16,12 @@ from typing import Any, Protocol
 
 from firn.core.errors import BadPicture
 from firn.core.fair_cache import FairCache
+from firn.core.units import MIB
 from firn.core.values import PicturePart, PreparedPicture, TokenArray
 from firn.media import base64_text
 from firn.media.decode import Pixels, decode
-from firn.media.faults import Undecodable, one_line
+from firn.media.headers import Undecodable, one_line
 
-MIB = 1 << 20
 UNQUOTED_CHARS = 1 << 14
 _DATA_URL = re.compile(r"data:(?P<kind>[^,]*?)(?P<base64>;\s*base64)?\s*,", re.IGNORECASE)
 
@@ -142,7 +142,7 @@ def _from_data_url(part: PicturePart, max_nbytes: int) -> bytes:
         raise _too_large(part, max_nbytes)
     body = part.url[head.end() :]
     if "%" in body:
-        body = _unquoted(body)
+        body = _unquote(body)
     if not head["base64"]:
         return body.encode("latin-1", "replace")
     try:
@@ -151,7 +151,7 @@ def _from_data_url(part: PicturePart, max_nbytes: int) -> bytes:
         raise BadPicture(part.param, "the data URL is not valid base64.") from e
 
 
-def _unquoted(text: str) -> str:
+def _unquote(text: str) -> str:
     """The text with its escapes decoded, each byte as a character.
 
     In slices, because `unquote_to_bytes` makes an object of every escape: for a data URL of 27 MiB

@@ -24,6 +24,7 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from firn.core.errors import BadRequest, SetupError
 from firn.core.values import ModelInfo
+from firn.models.tensor_header import read_header
 from firn.models.weight_form import AS_STORED, WeightForm
 
 Pooling = Literal["mean", "lasttoken", "cls", "max"]
@@ -119,8 +120,7 @@ def _has_body(folder: Path) -> bool:
     """Whether tensor names have a generating model's prefix; sentence-transformers drops it."""
     for path in folder.glob("model*.safetensors"):
         try:
-            with path.open("rb") as f:
-                header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+            header = read_header(path)
         except (OSError, ValueError):  # the loader will explain
             return True
         if any(name.startswith("layers.") for name in header):

@@ -30,6 +30,7 @@ from firn.models.local import find
 from firn.models.mtp_load import headless_classes
 from firn.models.packaged import no_such_model
 from firn.models.recognise import is_vision, stated_context_length
+from firn.models.tensor_header import TensorPlace, read_header
 from firn.models.transient import transient_of
 
 DTYPES = {
@@ -41,7 +42,6 @@ DTYPES = {
     "F8_E5M2": "float8",
 }
 PART_NAME = re.compile(r"^(model.*)-(\d{5})-of-(\d{5})\.safetensors$")
-LFS_POINTER = b"version https://git-lfs"
 
 # --- a model -------------------------------------------------------------------------------
 
@@ -167,13 +167,7 @@ def _check_tokenizer(folder: Path, findings: _Findings) -> None:
 # --- weights -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorHeader:
-    dtype: str
-    nbytes: int
-
-
-_Header = dict[str, _TensorHeader]
+_Header = dict[str, TensorPlace]
 
 
 def _headers(folder: Path, findings: _Findings) -> Iterator[tuple[str, _Header]]:
@@ -184,33 +178,9 @@ def _headers(folder: Path, findings: _Findings) -> Iterator[tuple[str, _Header]]
         findings.problems.append(foreign or "The weights are missing: no model*.safetensors file.")
     for path in files:
         try:
-            yield path.name, _header(path)
+            yield path.name, read_header(path, exact=True)
         except (OSError, ValueError) as error:
             findings.problems.append(f"{path.name}: {first_line(error)}")
-
-
-def _header(path: Path) -> _Header:
-    """Raises ValueError with what is wrong. Reads the header only."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        if LFS_POINTER.startswith(start) and start:
-            raise ValueError("is a git-lfs pointer, not the weights; run `git lfs pull`.")
-        n_header = int.from_bytes(start, "little")
-        if len(start) < 8 or 8 + n_header > size:
-            raise ValueError("is truncated or not a safetensors file; download it again.")
-        try:
-            entries = json.loads(file.read(n_header))
-            spans = {k: v["data_offsets"] for k, v in entries.items() if k != "__metadata__"}
-            tensors = {
-                k: _TensorHeader(entries[k]["dtype"], end - at) for k, (at, end) in spans.items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError("has a damaged header; download it again.") from error
-    end = 8 + n_header + max((end for _, end in spans.values()), default=0)
-    if end != size:
-        raise ValueError(f"has {size} bytes where its header promises {end}; download it again.")
-    return tensors
 
 
 def _check_index(folder: Path, headers: Mapping[str, _Header], findings: _Findings) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from firn.core.lru import Lru
 from firn.core.values import TokenArray
 
 
@@ -70,25 +70,19 @@ class FeatureCache:
     def __init__(self, limit_nbytes: int) -> None:
         self.limit_nbytes = limit_nbytes
         self.n_hits = self.n_misses = 0
-        self._features: OrderedDict[bytes, Features] = OrderedDict()
+        self._features: Lru[bytes, Features] = Lru(limit_nbytes)
 
     def get(self, digest: bytes) -> Features | None:
         features = self._features.get(digest)
         if features is None:
             self.n_misses += 1
-            return None
-        self.n_hits += 1
-        self._features.move_to_end(digest)
+        else:
+            self.n_hits += 1
         return features
 
     def put(self, digest: bytes, features: Features) -> None:
         """Keep evaluated features. Those larger than the limit are not kept, and evict nothing."""
-        if features.nbytes > self.limit_nbytes:
-            return
-        self._features[digest] = features
-        self._features.move_to_end(digest)
-        while self.nbytes > self.limit_nbytes:
-            self._features.popitem(last=False)
+        self._features.put(digest, features, features.nbytes)
 
     def clear(self) -> None:
         self.n_hits = self.n_misses = 0
@@ -96,7 +90,7 @@ class FeatureCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(f.nbytes for f in self._features.values())
+        return self._features.size
 
     def __len__(self) -> int:
         return len(self._features)

@@ -7,7 +7,6 @@ mlx-vlm keeps those of one request on the model, which does not work for a batch
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from firn.core.lru import Lru
 from firn.core.values import Prompt
 from firn.models.picture import Picture
 
@@ -44,7 +44,7 @@ class RotaryPositions:
 
     def __init__(self, language: Any) -> None:
         self._language = language
-        self._extents: OrderedDict[bytes, Extent] = OrderedDict()
+        self._extents: Lru[bytes, Extent] = Lru(MAX_KEPT)
 
     def chunk(self, prompt: Prompt, start: int, end: int) -> mx.array:
         """Positions of prompt tokens [start, end): (axes, 1, n)."""
@@ -81,9 +81,8 @@ class RotaryPositions:
     def _extent(self, digest: bytes, picture: Picture) -> Extent:
         extent = self._extents.get(digest)
         if extent is None:
-            extent = self._extents[digest] = self._compute(picture)
-            if len(self._extents) > MAX_KEPT:
-                self._extents.popitem(last=False)
+            extent = self._compute(picture)
+            self._extents.put(digest, extent)
         return extent
 
     def _compute(self, picture: Picture) -> Extent:

@@ -10,25 +10,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import struct
 import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
 from firn.core.errors import SetupError
 from firn.models.page_cache import CachedFile
+from firn.models.tensor_header import read_header
 
 PIECE_NBYTES = 4 << 20
 MAX_THREADS = 8
 POLL_S = 0.05
 """How long to wait for the loader while the page cache holds nothing that is still to be hashed."""
-MAX_HEADER_NBYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,39 +181,19 @@ def _reads(ordered: Sequence[tuple[int, _HashedTensor]]) -> Iterator[_Read]:
         yield _Read(file, first, end - first, tuple(together))
 
 
-# --- headers -------------------------------------------------------------------------------
-
-
 def _tensors(paths: Sequence[Path]) -> Iterator[tuple[int, _HashedTensor]]:
     """The number of the file and the tensor, for each. Raises SetupError."""
     n_seen: Counter[str] = Counter()
     for i, path in enumerate(paths):
         try:
-            for name, tensor in _header(path):
+            for name, place in read_header(path).items():
+                label = json.dumps([name, place.dtype, place.shape]).encode()
+                tensor = _HashedTensor(label, place.dtype, place.start, place.nbytes)
                 # If two files have a tensor of the same name, the loader keeps the last one.
                 tensor.label += f"\0{n_seen[name]}".encode() if n_seen[name] else b""
                 n_seen[name] += 1
                 yield i, tensor
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, struct.error) as e:
+        except (OSError, ValueError) as e:
             raise SetupError(
                 f"{path.name} in {path.parent} is not a readable safetensors file: {e}"
             ) from e
-
-
-def _header(path: Path) -> Iterator[tuple[str, _HashedTensor]]:
-    with path.open("rb") as f:
-        (n_header,) = struct.unpack("<Q", f.read(8))
-        if n_header > MAX_HEADER_NBYTES:
-            raise ValueError("header too large")
-        header: dict[str, Any] = json.loads(f.read(n_header))
-        base, size = 8 + n_header, os.fstat(f.fileno()).st_size
-    if base > size:
-        raise ValueError("the header ends past the end of the file")
-    for name, tensor in header.items():
-        if name == "__metadata__":
-            continue
-        start, end = tensor["data_offsets"]
-        if not 0 <= start <= end <= size - base:
-            raise ValueError(f"{name} is outside the file")
-        label = json.dumps([name, tensor["dtype"], tensor["shape"]]).encode()
-        yield name, _HashedTensor(label, str(tensor["dtype"]), base + start, end - start)

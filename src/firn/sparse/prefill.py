@@ -163,13 +163,13 @@ class SparsePrefill(Generic[S]):
         n_left = self._scorer.n_left(self._scorings[task.number])
         return max(len(task.prompt) - n_left, 0)
 
-    def settle(self, task: PrefillTask) -> None:
+    def finish_slice(self, task: PrefillTask) -> None:
         """Wait for the slice. After the last one, thin the prompt."""
         scores, scoring = None, self._scorings[task.number]
         with self._else_in_full(task):
             is_over = self._scorer.settle(scoring)
             took_s = time.perf_counter() - task.chunk_began
-            self._speed.saw(task.chunk_start, self._n_scored(task), took_s)
+            self._speed.observe(task.chunk_start, self._n_scored(task), took_s)
             if not is_over:
                 return
             scores = self._scorer.scores(scoring)
@@ -315,7 +315,7 @@ class DeferredPrefill:
         began = time.perf_counter()
         inflight.runner.prefill(row, prompt, end)
         inflight.runner.settle(row)
-        inflight.cache.prefill.saw(start, end, time.perf_counter() - began)
+        inflight.cache.prefill.observe(start, end, time.perf_counter() - began)
         inflight.commit(cursor, row)
         return end >= n_total
 

@@ -39,7 +39,7 @@ def arrange(
 ) -> tuple[Message, ...]:
     """The messages in a form that the template can render. with_tools: it also gets tools."""
     leading = list(takewhile(lambda m: m.role == "system", messages))
-    turns = [t for m in messages[len(leading) :] for t in _placed(m, rules)]
+    turns = [t for m in messages[len(leading) :] for t in _place(m, rules)]
     if not rules.empty_answers:
         turns = [t for t in turns if t.role != "assistant" or t.tool_calls or t.text.strip()]
     if not rules.orphans:
@@ -52,9 +52,9 @@ def arrange(
         turns = _text_into_results(turns)
     turns = _into_results(turns, rules)
     if not rules.user_runs:
-        turns = _merged(turns, "user")
+        turns = _merge(turns, "user")
     if not rules.assistant_runs:
-        turns = _merged(turns, "assistant")
+        turns = _merge(turns, "assistant")
     asked = any(turn.role == "user" for turn in turns)
     takes_first = rules.assistant_first and (asked or rules.no_question)
     if turns and turns[0].role != "user" and not takes_first:
@@ -82,7 +82,7 @@ def _merged_system(messages: Sequence[Message]) -> list[Message]:
         # An empty system message is deliberate (no default prompt); one emptied by stripping isn't.
         if stripped.parts or not message.parts:
             kept.append(stripped)
-    return [_joined(kept)] if kept else []
+    return [_join(kept)] if kept else []
 
 
 def _with_system(system: list[Message], turns: list[Message], rules: TurnRules) -> list[Message]:
@@ -95,10 +95,10 @@ def _with_system(system: list[Message], turns: list[Message], rules: TurnRules) 
         return turns
     if not turns or turns[0].role != "user":
         return [opening, *turns]
-    return [_joined([opening, turns[0]]), *turns[1:]]
+    return [_join([opening, turns[0]]), *turns[1:]]
 
 
-def _placed(message: Message, rules: TurnRules) -> list[Message]:
+def _place(message: Message, rules: TurnRules) -> list[Message]:
     """A late system message in a form that the template can show; any other message unchanged."""
     if message.role != "system":
         return [message]
@@ -224,21 +224,21 @@ def _into_results(messages: Iterable[Message], rules: TurnRules) -> list[Message
             groups[-1].append(message)
         else:
             groups.append([message])
-    return [_joined(group) if len(group) > 1 else group[0] for group in groups]
+    return [_join(group) if len(group) > 1 else group[0] for group in groups]
 
 
 # --- merging -------------------------------------------------------------------------------
 
 
-def _merged(messages: Iterable[Message], side: Role) -> list[Message]:
+def _merge(messages: Iterable[Message], side: Role) -> list[Message]:
     merged: list[Message] = []
     for role, run in groupby(messages, key=lambda m: m.role):
         group = list(run)
-        merged += [_joined(group)] if role == side and len(group) > 1 else group
+        merged += [_join(group)] if role == side and len(group) > 1 else group
     return merged
 
 
-def _joined(messages: Sequence[Message]) -> Message:
+def _join(messages: Sequence[Message]) -> Message:
     return replace(
         messages[0],
         parts=_join_parts(messages),

@@ -9,18 +9,45 @@ else.
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from firn.text.pieces import CallArguments, CallPiece, CallStart
 from firn.text.schema import ToolSchemas
 from firn.text.well_formed import well_formed
 
+ParseCall = Callable[[str, Sequence[dict[str, Any]]], object]
+"""(the text between the markers, the tools as OpenAI writes them) -> a call, or a list of calls.
+
+A call is {"name": ..., "arguments": {...}}, with an "id" where the model gave one. Any exception
+means that the text is not a call.
+"""
+
+
 T = TypeVar("T")
 Script = Generator[None, None, T]
-
 SPACE = " \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class NativeParser:
+    """`closes` is "" for a format whose calls run to the end of the reply."""
+
+    name: str
+    opens: str
+    closes: str
+    parse: ParseCall
+
+    @property
+    def tokens(self) -> list[str]:
+        """Every text in the markers that may be a control token."""
+        tokens = [self.opens, self.closes]
+        for marker in (self.opens, self.closes):
+            tokens += re.findall(r"<[^<>]*>", marker)
+        return [t for t in tokens if t]
 
 
 class NotACall(Exception):

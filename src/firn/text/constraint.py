@@ -164,14 +164,14 @@ class _ConstraintWriter:
         return tool_format.grammar(
             CallGrammar(
                 lark=self.lark,
-                tools=self._relaxed(tools),
+                tools=self._relax_tools(tools),
                 parallel=self._chat.tool_choice.parallel,
                 template=self._template,
                 before=None if tool_format.splitter else before,
             )
         )
 
-    def _relaxed(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
+    def _relax_tools(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
         every = self._relax([tool.parameters for tool in tools])
         for tool, relaxed in zip(tools, every, strict=True):
             for place in (*relaxed.left_out, *relaxed.faulty):

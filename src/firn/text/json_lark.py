@@ -118,7 +118,7 @@ class _Quoting:
             kind, text = tokens[at]
             at += 1
             if kind == "imports":
-                yield from self._imported(text)
+                yield from self._import_names(text)
                 continue
             if kind == "name" and not statement.name and not _has_colon(tokens[: at - 1]):
                 statement.name = text
@@ -156,7 +156,7 @@ class _Quoting:
             raise UnsupportedGrammar("what %ignore names cannot be written inside a JSON string")
         return renamed
 
-    def _imported(self, statement: str) -> Iterator[_Statement]:
+    def _import_names(self, statement: str) -> Iterator[_Statement]:
         """Definitions of the library's terminals that JSON escapes; the others are still imported."""
         listed = re.fullmatch(r"%import\s+common\s*\(([^)]*)\)\s*", statement)
         single = re.fullmatch(r"%import\s+common\.(\w+)(?:\s*->\s*(\w+))?\s*", statement)
@@ -216,12 +216,12 @@ class _Quoting:
         """A class of characters: some as they are, the others as JSON escapes them."""
         others = _special_of(chars)
         if not others:
-            return f"/{_slashed(chars)}{run}/"
+            return f"/{_escape_slashes(chars)}{run}/"
         key = chars + run
         if key not in self._sets:
             self._sets[key] = f"q_chars{len(self._sets)}"
             shown = [json.dumps(SPECIAL[c]) for c in others]
-            plain = f"/[{_slashed(chars)}&&{_PLAIN}]{run}/"
+            plain = f"/[{_escape_slashes(chars)}&&{_PLAIN}]{run}/"
             self._lines.append(f"{self._sets[key]}: {' | '.join([plain, *shown])}")
         return self._sets[key]
 
@@ -280,10 +280,10 @@ def _quoted_string(token: str) -> str:
 def _in_class(char: str) -> str:
     if len(char) != 1:
         raise UnsupportedGrammar("a range needs a single character at each end")
-    return _slashed(re.escape(char))
+    return _escape_slashes(re.escape(char))
 
 
-def _slashed(text: str) -> str:
+def _escape_slashes(text: str) -> str:
     return text.replace("/", "\\/")
 
 

@@ -71,7 +71,7 @@ class PromptPictures:
             n_more += len(picture.text) - len(self._placeholder)
             grown.append((end, n_more))
             at = end
-        return Rendered("".join([*pieces, text[at:]]), _moved(rendered.typed, grown))
+        return Rendered("".join([*pieces, text[at:]]), _move(rendered.typed, grown))
 
     def _placeholders(self, rendered: Rendered) -> Iterator[int]:
         typed = {start for start, _ in rendered.typed}
@@ -96,7 +96,7 @@ class PromptPictures:
         return tuple(spans)
 
 
-def _moved(spans: Sequence[Span], grown: Sequence[tuple[int, int]]) -> tuple[Span, ...]:
+def _move(spans: Sequence[Span], grown: Sequence[tuple[int, int]]) -> tuple[Span, ...]:
     moved: list[Span] = []
     i, n_more = 0, 0
     for start, end in spans:

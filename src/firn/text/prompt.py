@@ -38,12 +38,10 @@ from firn.text.boundaries import Boundaries
 from firn.text.essential import essential_of_text
 from firn.text.formats import FALLBACK, assistant_markup, markup_tokens
 from firn.text.infill import detect_infill
-from firn.text.length import refuse_too_long
 from firn.text.message_parts import PartReader
 from firn.text.messages import normalize_calls, to_template, tools_to_template
 from firn.text.parsers import ToolFormat, formats
 from firn.text.picture_spans import PromptPictures, pictures_of
-from firn.text.plain_schema import with_plain_schema
 from firn.text.rendering import Content, Rendered
 from firn.text.template import (
     MESSAGE_OPENERS,
@@ -53,9 +51,17 @@ from firn.text.template import (
     reasoning_kwargs,
     shows_pictures_in_results,
 )
-from firn.text.tool_prompt import with_tools_as_text
+from firn.text.tool_prompt import with_plain_schema, with_tools_as_text
 from firn.text.typed_control import TypedControl, control_texts
 from firn.text.well_formed import well_formed
+
+SUSPICIOUS_CHARS = 8
+"""Per token of the context: a longer text is first tokenized in slices. Prose and code have three
+to five characters per token; a text that has more, but fits, is tokenized twice."""
+SLICE_CHARS = 1 << 18
+SLACK_TOKENS = 64
+"""Per slice: the most tokens that cutting the text may add."""
+
 
 TAIL_TOKENS = 64
 N_KWARGS = 64
@@ -63,6 +69,27 @@ N_KWARGS = 64
 TEMPLATE_DEFAULT = Reasoning()
 """The template decides whether the model reasons."""
 CONTINUE = {"add_generation_prompt": False, "continue_final_message": True}
+
+
+def refuse_too_long(text: str, tokenizer: Tokenizer, *, limit: int) -> None:
+    """Raises ContextTooLong, with an estimate of the token count; a text that may fit passes. To
+    tokenize all of it takes long."""
+    n_chars = len(text)
+    if n_chars <= max(limit * SUSPICIOUS_CHARS, SLICE_CHARS):
+        return
+    if n_chars > limit * tokenizer.max_token_chars:
+        n_tokens = len(tokenizer.encode(text[:SLICE_CHARS], add_special=False))
+        raise _too_long(n_tokens, SLICE_CHARS, n_chars, limit)
+    n_tokens = 0
+    for start in range(0, n_chars, SLICE_CHARS):
+        piece = text[start : start + SLICE_CHARS]
+        n_tokens += max(len(tokenizer.encode(piece, add_special=False)) - SLACK_TOKENS, 0)
+        if n_tokens >= limit:
+            raise _too_long(n_tokens, start + len(piece), n_chars, limit)
+
+
+def _too_long(n_tokens: int, n_seen: int, n_chars: int, limit: int) -> ContextTooLong:
+    return ContextTooLong(max(n_tokens * n_chars // n_seen, limit), limit, estimated=True)
 
 
 class PromptMaker:
@@ -128,7 +155,7 @@ class PromptMaker:
         return self._tokenizer.decode([int(t) for t in prompt.ids[-TAIL_TOKENS:]])
 
     def _chat(self, chat: Chat, reasoning: Reasoning) -> Prompt:
-        template = self._checked(chat)
+        template = self._check(chat)
         read = self._reader.read(chat.messages, newest=chat.newest)
         effort = self._effort(reasoning.effort, reasoning.enabled) if reasoning.effort else None
         kwargs = {**reasoning_kwargs(reasoning.enabled, effort), **chat.template_kwargs}
@@ -149,13 +176,13 @@ class PromptMaker:
         if pictures is not None:
             prompt = self._with_pictures(prompt, pictures)
         self._checked_ids(prompt.ids, param="messages", prompt=prompt)
-        messages = self._arranged(content, template)
+        messages = self._arrange(content, template)
         # As sent: arranging messages may turn the system prompt into user text.
         sent = content.messages
         prompt = self._boundaries.marked(prompt, rendered, messages, sent=sent, keeps_header=keeps)
         return replace(prompt, essential=self._boundaries.essential(prompt, rendered, sent))
 
-    def _checked(self, chat: Chat) -> Template:
+    def _check(self, chat: Chat) -> Template:
         """The template, if this model can render the chat. Raises BadRequest."""
         if self._template is None:
             raise BadRequest(
@@ -191,7 +218,7 @@ class PromptMaker:
 
     # --- rendering -------------------------------------------------------------------------
 
-    def _arranged(self, content: Content, template: Template) -> tuple[Message, ...]:
+    def _arrange(self, content: Content, template: Template) -> tuple[Message, ...]:
         messages, rules = content.messages, template.rules
         shows_calls = rules.tools and rules.calls and (rules.calls_alone or bool(content.tools))
         if not shows_calls:
@@ -200,7 +227,7 @@ class PromptMaker:
         return arrange(messages, rules, with_tools=bool(content.tools) and rules.tools)
 
     def _render(self, content: Content, template: Template, pictures: PromptPictures | None) -> str:
-        plain = to_template(self._arranged(content, template), style=template.style)
+        plain = to_template(self._arrange(content, template), style=template.style)
         messages = pictures.written_out(plain) if pictures else plain
 
         def rendered(tools: Sequence[Tool]) -> str:

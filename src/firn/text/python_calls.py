@@ -39,7 +39,7 @@ def python_calls(text: str) -> list[PythonCall]:
     # Backslashes of a pattern or path: Python would warn of "\d" on stderr, and reject "\users".
     text = _BACKSLASH.sub(lambda match: match[0] if len(match[0]) > 1 else "\\\\", text.strip())
     text = text.replace("\0", "\\x00")  # which Python does not parse
-    for read in (text, _repaired(text)):
+    for read in (text, _repair(text)):
         try:
             return _calls(ast.parse(read).body)
         except _FAULTS:
@@ -57,7 +57,7 @@ def _calls(body: list[ast.stmt]) -> list[PythonCall]:
     return [_call(node) for node in nodes]
 
 
-def _repaired(text: str) -> str:
+def _repair(text: str) -> str:
     """Escapes what templates leave unescaped in strings, quotes and line breaks, and quotes what begins
     like a number and is none: 07, 2024-10-15, 5kg.
 
@@ -101,7 +101,7 @@ def _is_literal(text: str) -> bool:
 class Brackets:
     """Tracks whether the brackets of a growing text are closed. Those in strings do not count.
 
-    lenient: a quote closes its string only where a string may end (see `_repaired`).
+    lenient: a quote closes its string only where a string may end (see `_repair`).
     """
 
     def __init__(self, *, lenient: bool) -> None:

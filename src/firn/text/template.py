@@ -79,7 +79,7 @@ class Template:
     @classmethod
     def read(cls, tokenizer: Tokenizer) -> Template:
         style = replace(read_style(tokenizer.chat_template or ""), lists=_wants_lists(tokenizer))
-        style = _with_reasoning(tokenizer, _probed(tokenizer, style))
+        style = _with_reasoning(tokenizer, _probe(tokenizer, style))
         return cls(style, turn_rules(tokenizer, style), openers(tokenizer))
 
 
@@ -109,7 +109,7 @@ def _wants_lists(tokenizer: Tokenizer) -> bool:
     return not shows(_ALPHA) and shows([{"type": "text", "text": _ALPHA}])
 
 
-def _probed(tokenizer: Tokenizer, style: TemplateStyle) -> TemplateStyle:
+def _probe(tokenizer: Tokenizer, style: TemplateStyle) -> TemplateStyle:
     """The style with what shows a call, wherever the template fails without it or drops the call."""
 
     def rendered(

@@ -95,8 +95,8 @@ class TypedMarks:
             plain = self._render(self._content)
         except TemplateFailed:
             # It may have refused the content because of a token that is only text.
-            return self._unmarked(self._render(self._marked(self._places)))
-        spans = self._aligned(plain, self._places)
+            return self._unmark(self._render(self._marked(self._places)))
+        spans = self._align(plain, self._places)
         if spans is None:
             spans = self._without_inspected(plain)
         return Rendered(plain, tuple(sorted(set(spans))))
@@ -120,7 +120,7 @@ class TypedMarks:
 
         return with_texts(self._content, mark)
 
-    def _aligned(self, plain: str, places: Sequence[_TypedPlace]) -> list[Span] | None:
+    def _align(self, plain: str, places: Sequence[_TypedPlace]) -> list[Span] | None:
         """Where these places are in the plain text; None if marks change the rest of it."""
         self._n_renderings += 1
         try:
@@ -143,7 +143,7 @@ class TypedMarks:
             at += len(spelled) + len(piece)
         return spans if at == len(plain) else None
 
-    def _unmarked(self, marked: str) -> Rendered:
+    def _unmark(self, marked: str) -> Rendered:
         pieces = self._mark.split(marked)
         text, spans = pieces[0], []
         for mark, piece in zip(pieces[1::2], pieces[2::2], strict=True):
@@ -162,13 +162,13 @@ class TypedMarks:
 
         Such tokens stay unmarked, and points next to them show where they are in the plain text.
         """
-        kept = self._uninspected(plain)
+        kept = self._hide_inspected(plain)
         known = set(kept)
         left: dict[int, list[_TypedPlace]] = {}
         for place in self._places:
             if place not in known:
                 left.setdefault(place.leaf, []).append(place)
-        typed = self._aligned(plain, kept) or []
+        typed = self._align(plain, kept) or []
         lost: list[_TypedPlace] = []
         for places in left.values():
             spans = self._beside(plain, places)
@@ -178,7 +178,7 @@ class TypedMarks:
                 typed += spans
         return typed + self._by_context(plain, lost)
 
-    def _uninspected(self, plain: str) -> list[_TypedPlace]:
+    def _hide_inspected(self, plain: str) -> list[_TypedPlace]:
         """The places that can be marked together: all places of a token, or none."""
         kinds: dict[str, list[_TypedPlace]] = {}
         for place in self._places:
@@ -188,7 +188,7 @@ class TypedMarks:
         while unsure and self._may_render(MAX_RENDERINGS):
             groups = unsure.pop()
             places = [p for group in groups for p in group]
-            if self._aligned(plain, [*kept, *places]) is not None:
+            if self._align(plain, [*kept, *places]) is not None:
                 kept += places
             elif len(groups) > 1:
                 half = len(groups) // 2
@@ -207,7 +207,7 @@ class TypedMarks:
         for point in dict.fromkeys(points):
             if not self._may_render(2 * MAX_RENDERINGS):
                 break
-            points_found = self._aligned(plain, [_TypedPlace(leaf, point, point)])
+            points_found = self._align(plain, [_TypedPlace(leaf, point, point)])
             if points_found is not None:
                 spans: list[Span] = []
                 for at, _ in points_found:

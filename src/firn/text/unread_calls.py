@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from firn.core.events import ChoiceFinished, Event, TextDelta, ToolCallStarted
 from firn.core.values import Tool
-from firn.text.formats import ReplyFormat
+from firn.text.formats import ReplyFormat, make_splitter
 from firn.text.json_calls import ARGUMENT_KEYS, NAME_KEYS
-from firn.text.make_splitter import make_splitter
 from firn.text.parsers import ToolFormat, formats
 from firn.text.pieces import CallArguments, CallStart
 
@@ -29,7 +28,7 @@ class UnreadCalls:
         self._texts: list[str] = []
         self._has_calls = False
 
-    def see(self, events: Iterable[Event]) -> str | None:
+    def observe(self, events: Iterable[Event]) -> str | None:
         """The text to give to `mark`: the whole reply, if it ended by itself, no call was read in it
         and it names a tool. Else None."""
         for event in events:

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from firn.traces.simulate import SimulatedSsd, play
-from firn.traces.stack import play_all
+from firn.traces.simulate import SimulatedSsd, play, play_all
 from firn.traces.trace import Ints, Trace
 
 ENOUGH = 0.01

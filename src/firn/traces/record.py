@@ -24,6 +24,7 @@ import numpy as np
 from firn.core.errors import SetupError
 from firn.core.keys import packed_tokens
 from firn.core.private_folder import make_private
+from firn.core.units import GIB
 from firn.core.values import KeyTokens, ServedRequest
 from firn.traces.read import line_of
 from firn.traces.trace import TraceEntry
@@ -32,7 +33,7 @@ log = logging.getLogger("firn.traces")
 
 MAX_QUEUED_TOKENS = 4 << 20
 """Limit for the requests that wait to be written: 80 MiB with their key tokens."""
-MAX_FILE_NBYTES = 1 << 30
+MAX_FILE_NBYTES = GIB
 END_S = 2.0
 SALT_NBYTES = 32
 ID_BITS = 52

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +35,7 @@ class TraceError(FirnError):
 class TraceEntry:
     """One request. blocks: hashes of its prompt's whole blocks, each of all tokens up to its end.
 
-    reply_blocks: likewise for the blocks that its reply has filled. first_s: seconds until the
+    reply_blocks: hashes of the blocks that its reply has filled. first_s: seconds until the
     first token. cached: reused tokens by tier. token_nbytes: a token's size in the cache, 0 if
     unknown.
     """
@@ -208,15 +208,3 @@ class _Chains:
 
 _NOTHING = np.zeros(0, dtype=np.int32)
 _ARRAYS = ("at", "n_prompt", "starts", "ends", "n_prompt_blocks", "nodes")
-
-
-def coarser(entries: Iterable[TraceEntry], factor: int) -> Iterator[TraceEntry]:
-    """These requests in blocks `factor` times as long: a block's hash covers all before it."""
-    for e in entries:
-        chain = (*e.blocks, *e.reply_blocks)
-        kept = chain[factor - 1 :: factor]
-        n = len(e.blocks) // factor
-        yield TraceEntry(
-            e.at_s, e.n_prompt, e.n_reply, kept[:n], kept[n:], e.cached, e.first_s, e.model,
-            e.token_nbytes,
-        )  # fmt: skip

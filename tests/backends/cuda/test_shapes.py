@@ -206,11 +206,30 @@ def test_skipped_tokens_keep_their_places_in_a_padded_chunk() -> None:
         assert mx.allclose(mine, theirs, atol=1e-4)
 
 
-def test_rows_with_a_window_or_a_state_are_not_padded() -> None:
-    for name in ("qwen3_next", "gemma3_text"):
-        runner, seen = make_runner(name, few=True)
-        read(runner, prompt_of(60), 20, 59)
-        assert [width for width, _ in seen] == [20, 39]
+@pytest.mark.parametrize("name", ["gemma3_text", "mamba2"])
+def test_rows_with_a_window_or_without_attention_are_not_padded(name: str) -> None:
+    runner, seen = make_runner(name, few=True)
+    read(runner, prompt_of(60), 20, 59)
+    assert [width for width, _ in seen] == [20, 39]
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "granitemoehybrid", "lfm2"])
+def test_padding_moves_no_state(name: str) -> None:
+    """It is not taken for the last tokens of a convolution either."""
+    prompt = prompt_of(400)
+    plain, (padded, seen) = make_runner(name, few=False)[0], make_runner(name, few=True)
+    ends = (1, 20, 21, 90, 399)
+    a, b = read(plain, prompt, *ends), read(padded, prompt, *ends)
+    assert {width for width, _ in seen} <= set(WIDTHS)
+    assert a.n_tokens == b.n_tokens == 399
+    for mine, theirs in zip(a.layers, b.layers, strict=True):
+        assert getattr(theirs, "lengths", None) is None, "no later pass has padding of this one"
+        kept = zip(_arrays(mine), _arrays(theirs), strict=True)
+        assert all(mx.allclose(one, other, atol=1e-3) for one, other in kept)
+
+
+def _arrays(layer: Any) -> list[mx.array]:
+    return list(layer.keys_and_values() if type(layer) is KVCache else layer.cache)
 
 
 def test_a_window_in_the_mask_is_kept() -> None:
@@ -232,9 +251,10 @@ def test_a_model_that_takes_its_mask_for_booleans_is_refused() -> None:
 def test_a_model_that_fails_the_trial_is_refused() -> None:
     model, make_layers = tiny("qwen3")()
     assert find_buckets(model, make_layers).fit(make_layers(), 3) is not None
-    hybrid, make_hybrid = tiny("qwen3_next")()
     with pytest.raises(ValueError, match="plain attention"):
-        find_buckets(hybrid, make_hybrid)
+        find_buckets(*tiny("mamba2")())
+    with pytest.raises(ValueError, match="different"):
+        find_buckets(*tiny("olmo_hybrid")())
 
     def forgets_its_mask(ids: mx.array, cache: Any) -> mx.array:
         for layer in cache:

@@ -145,7 +145,7 @@ def test_a_row_that_grows_has_a_new_shape_now_and_then(width: int) -> None:
     profile = dataclasses.replace(own, columns=dataclasses.replace(own.columns, block=64))
 
     class Watching(StepClock):
-        def read(self, group: Any, taken: Any, step: Any) -> None:
+        def read(self, group: Any, taken: Any, step: Any, **more: Any) -> None:
             steps.append(step)
 
     def speculation() -> AnyWidth:

@@ -12,8 +12,8 @@ import pytest
 from mlx import nn
 from mlx_lm.models import gated_delta, llama, qwen3_next
 
-from firn.backends.recurrence import replaced
-from firn.backends.recurrence.replaced import ChunkedDelta
+from firn.backends.recurrence import forms, replaced
+from firn.backends.recurrence.forms import Chunked, ChunkedDelta
 from firn.models.patches import Patches
 from tests.backends.recurrence.reference import Arguments, Shape
 
@@ -24,7 +24,7 @@ class Recorded(ChunkedDelta):
     """Remembers how many tokens it was called with."""
 
     def __init__(self, *, min_work: int = 0) -> None:
-        super().__init__(chunk=16, channel_chunk=16, min_work=min_work)
+        super().__init__(Chunked(16, min_work=min_work), channel_chunk=16)
         object.__setattr__(self, "calls", [])
 
     def __call__(self, q: mx.array, *more: Any) -> Any:
@@ -90,8 +90,8 @@ def test_states_of_each_token_are_left_to_the_library(
 
 def test_a_large_product_makes_chunks_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    monkeypatch.setattr(replaced, "gated_delta", lambda *_, chunk: sizes.append(chunk))
-    rule = ChunkedDelta(chunk=32, channel_chunk=16, min_work=0, max_product=1 << 18)
+    monkeypatch.setattr(forms, "gated_delta", lambda *_, chunk, **__: sizes.append(chunk))
+    rule = ChunkedDelta(Chunked(32, max_product=1 << 18), channel_chunk=16)
     for width in (32, 64, 128, 192, 256, 1024):
         q, g = mx.zeros((1, 1, 1, width)), mx.zeros((1, 1, 1))
         rule(q, q, q, g, g)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from mlx import nn
 from mlx_lm.models import ssm as mlx_lm_ssm
 
-from firn.backends.recurrence import convolution, ssm
+from firn.backends.recurrence import convolution, replacements, ssm
 from firn.models.patches import Patches
 
 ENOUGH = convolution.MIN_VALUES
@@ -23,7 +22,7 @@ ENOUGH = convolution.MIN_VALUES
 def patches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Patches]:
     """Of a process where no backend is installed: another test may have left one."""
     installed = mlx_lm_ssm.ssm_attn
-    monkeypatch.setattr(mlx_lm_ssm, "ssm_attn", getattr(installed, "func", installed))
+    monkeypatch.setattr(mlx_lm_ssm, "ssm_attn", getattr(installed, replacements.MARK, installed))
     made = Patches()
     yield made
     made.undo()
@@ -101,20 +100,20 @@ def test_shorter_chunks_are_the_same_layer(
     lengths: list[int] | None, step: int, patches: Patches
 ) -> None:
     want = update(130, lengths)
-    ssm.shorten(patches, step=step)
-    ssm.shorten(patches, step=step)
+    for _ in range(2):
+        replacements.install(patches, ssm.shortened(step))
     for got, plain in zip(update(130, lengths), want, strict=True):
         assert mx.allclose(got, plain, rtol=1e-4, atol=1e-4)
     patches.undo()
-    assert not isinstance(mlx_lm_ssm.ssm_attn, partial)
+    assert not hasattr(mlx_lm_ssm.ssm_attn, replacements.MARK)
 
 
 def test_what_is_imported_later_is_shortened_then(
     patches: Patches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ssm.shorten(patches, step=16)
+    replacements.install(patches, ssm.shortened(16))
     module = ModuleType(ssm.HOMES[1])
     module.ssm_attn = lambda *, step=256: step  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, ssm.HOMES[1], module)
-    ssm.shorten(patches, step=16)
+    replacements.install(patches, ssm.shortened(16))
     assert module.ssm_attn() == 16  # type: ignore[attr-defined]

@@ -400,6 +400,56 @@ def test_a_row_that_was_written_to_before_a_fault_is_not_trusted_with_what_was_c
     cursor.close(None)
 
 
+def test_what_a_live_row_holds_too_takes_no_memory() -> None:
+    """Another conversation with the same beginning is under way: the parked one gives that up, and
+    nothing else."""
+    cache, system = tree(IN_ROWS, block=8), words(1, 80)
+    one, other = [*system, *words(2, 80)], [*system, *words(3, 80)]
+    cursor, row = opened_row(cache, one)
+    row.consume(one)
+    cursor.close(row)
+    nbytes = cache.records.memory.nbytes
+    cursor, row = opened_row(cache, other)
+    assert row.n_tokens == 80
+    (pages,) = cache.records.rows.parked
+    cache.set_room(nbytes)
+    assert pages.slab is not None
+    assert pages.slab.first == 0, "there is room: it stays whole"
+    cache.set_room(nbytes * 6 // 10)
+    assert cache.records.memory.nbytes <= nbytes * 6 // 10
+    assert not cache.stats.evictions
+    row.consume(other[80:])
+    cursor.close(row)
+    assert len(cache.records.rows.parked) == 2
+    for ids in (one, other):
+        cursor, row = opened_row(cache, [*ids, 3])
+        assert row.n_tokens == 160
+        cursor.close(None)
+
+
+def test_of_rows_that_hold_the_same_the_one_parked_last_keeps_it() -> None:
+    """Records of its own before and after what another row holds would keep all between them."""
+    cache, system = tree(IN_ROWS, block=8), words(1, 80)
+    rows, chats = [], [[*system, *words(i, 80)] for i in (2, 3)]
+    for ids in chats:
+        rows.append(opened_row(cache, ids))
+    for n in (40, 80):  # side by side, so that each has computed a part of the beginning
+        for (cursor, row), ids in zip(rows, chats, strict=True):
+            row.consume(ids[row.n_tokens : n])
+            cursor.commit(row)
+        rows.reverse()
+        chats.reverse()
+    for (cursor, row), ids in zip(rows, chats, strict=True):
+        row.consume(ids[row.n_tokens :])
+        cursor.close(row)
+    first, last = cache.records.rows.parked
+    assert first.records
+    assert last.records
+    cache.set_room(cache.records.memory.nbytes * 8 // 10)
+    assert not cache.stats.evictions
+    assert (first.first, last.first) == (80, 0)
+
+
 def test_a_live_row_is_not_evicted() -> None:
     """Its memory belongs to the request: eviction would free nothing and cost the next turn."""
     cache, ids = tree(IN_ROWS, block=8), words(1, 90)

@@ -31,7 +31,7 @@ def attend(known: Estimates, *starts: int, times: int = 50) -> None:
     """Chunks of 256 on a machine that takes 1 ms a token and 1 us more for each one before it."""
     for _ in range(times):
         for start in starts:
-            known.prefill.saw(start, start + 256, 256 * (1e-3 + 1e-6 * (start + 128)))
+            known.prefill.observe(start, start + 256, 256 * (1e-3 + 1e-6 * (start + 128)))
 
 
 def test_deep_tokens_cost_what_deep_tokens_cost() -> None:
@@ -55,29 +55,29 @@ def test_what_was_never_seen_is_the_line_drawn_on() -> None:
 
 def test_noise_never_makes_depth_cheaper_nor_dearer_than_it_can_be() -> None:
     known = Estimates()
-    known.prefill.saw(0, 256, 1.0)
-    known.prefill.saw(256, 512, 0.5)
+    known.prefill.observe(0, 256, 1.0)
+    known.prefill.observe(256, 512, 0.5)
     assert known.prefill.seconds_per_token(10_000) == known.prefill.seconds_per_token(1000)
     known = Estimates()
-    known.prefill.saw(0, 256, 0.001)
-    known.prefill.saw(256, 512, 1.0)
+    known.prefill.observe(0, 256, 0.001)
+    known.prefill.observe(256, 512, 1.0)
     assert known.prefill.seconds_per_token(3840) <= 10 * known.prefill.seconds_per_token(384) + 1e-9
 
 
 def test_the_end_of_a_chunk_is_no_measure() -> None:
     known = Estimates()
-    known.prefill.saw(0, 256, 0.256)
-    known.prefill.saw(256, 258, 1.0)
+    known.prefill.observe(0, 256, 0.256)
+    known.prefill.observe(256, 258, 1.0)
     assert known.prefill_s(256, 512) == pytest.approx(0.256)
 
 
 def test_a_chunk_that_compiled_its_kernels_is_soon_forgotten() -> None:
     known = Estimates()
-    known.prefill.saw(0, 2048, 3.0)
-    known.prefill.saw(0, 2048, 0.06)
+    known.prefill.observe(0, 2048, 3.0)
+    known.prefill.observe(0, 2048, 0.06)
     assert known.prefill_s(0, 2048) == pytest.approx(0.06)
-    known.prefill.saw(0, 2048, 0.06)
-    known.prefill.saw(0, 2048, 1.5)
+    known.prefill.observe(0, 2048, 0.06)
+    known.prefill.observe(0, 2048, 1.5)
     assert known.prefill_s(0, 2048) == pytest.approx(0.06), "one that met with other work"
 
 
@@ -89,7 +89,7 @@ def gpu_chunk_s(n_tokens: int) -> float:
 def test_a_short_chunk_costs_more_than_its_share_and_says_nothing_of_long_ones() -> None:
     known = Estimates()
     for n in (2048, 64, 2048, 256, 512, 2048):
-        known.prefill.saw(8192, 8192 + n, gpu_chunk_s(n))
+        known.prefill.observe(8192, 8192 + n, gpu_chunk_s(n))
     for n in (64, 256, 1000, 2048):
         assert known.prefill_s(8192, 8192 + n) == pytest.approx(gpu_chunk_s(n), rel=0.01)
     both = gpu_chunk_s(2048) + gpu_chunk_s(256)
@@ -98,9 +98,9 @@ def test_a_short_chunk_costs_more_than_its_share_and_says_nothing_of_long_ones()
 
 def test_short_chunks_are_the_measure_until_a_whole_one_comes() -> None:
     known = Estimates()
-    known.prefill.saw(0, 64, gpu_chunk_s(64))
+    known.prefill.observe(0, 64, gpu_chunk_s(64))
     assert known.prefill_s(0, 64) == pytest.approx(gpu_chunk_s(64))
-    known.prefill.saw(64, 64 + 2048, gpu_chunk_s(2048))
+    known.prefill.observe(64, 64 + 2048, gpu_chunk_s(2048))
     assert known.prefill_s(0, 2048) == pytest.approx(gpu_chunk_s(2048))
 
 
@@ -209,7 +209,7 @@ def test_a_slow_disk_is_given_another_chance() -> None:
 def taught() -> Estimates:
     known = Estimates()
     attend(known, 0, 4096, 16_384)
-    known.prefill.saw(0, 32, 0.1)
+    known.prefill.observe(0, 32, 0.1)
     known.saw_arrays(100 * MB, 0.02)
     known.saw_fill(100 * MB, 0.01)
     known.saw_fill(MB, 0.004)
@@ -236,7 +236,7 @@ def test_the_next_process_knows_what_this_one_learned() -> None:
 def test_what_was_kept_is_thrown_away_when_it_contradicts_what_is_seen() -> None:
     later = Estimates()
     later.restore(taught().to_save())
-    later.prefill.saw(0, 256, 256 * 1e-5)  # a hundred times as fast: another machine
+    later.prefill.observe(0, 256, 256 * 1e-5)  # a hundred times as fast: another machine
     assert later.prefill_s(0, 256 * 60) == pytest.approx(256 * 60 * 1e-5)
     later.saw_load("ssd", 100 * MB, 20.0)
     assert later.tiers["ssd"].load_s(100 * MB) == pytest.approx(20.0, rel=0.01)
@@ -246,10 +246,10 @@ def test_what_was_kept_of_shorter_chunks_contradicts_nothing() -> None:
     """On a GPU, a chunk of 2048 tokens takes hardly longer than one of 128."""
     before, later = Estimates(), Estimates()
     for start in (0, 16_384):
-        before.prefill.saw(start, start + 128, gpu_chunk_s(128))
+        before.prefill.observe(start, start + 128, gpu_chunk_s(128))
     later.restore(before.to_save())
-    later.prefill.saw(4096, 4096 + 2048, gpu_chunk_s(2048))
-    later.prefill.saw(16_384, 16_384 + 2048, 1.5 * gpu_chunk_s(2048))
+    later.prefill.observe(4096, 4096 + 2048, gpu_chunk_s(2048))
+    later.prefill.observe(16_384, 16_384 + 2048, 1.5 * gpu_chunk_s(2048))
     assert later.chunk_s(4096) == pytest.approx(gpu_chunk_s(2048))
 
 
@@ -268,7 +268,7 @@ def test_nonsense_is_not_taken(wrong: dict[str, object]) -> None:
 
 def test_what_is_known_is_shown() -> None:
     known = Estimates()
-    known.prefill.saw(0, 1000, 0.5)
+    known.prefill.observe(0, 1000, 0.5)
     known.saw_load("ssd", 100 * MB, FIRST_LATENCY_S + 0.1)
     assert known.view() == {
         "prefill_tokens_per_s": {"500": 2000},

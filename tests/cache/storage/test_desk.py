@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import numpy as np
@@ -226,6 +226,10 @@ class LateWorker(SickWorker):
     def __init__(self) -> None:
         super().__init__(lambda name: None)
         self.waiting: list[WriteOrder] = []
+        self.deleted: list[Name] = []
+
+    def delete(self, names: Iterable[Name]) -> None:
+        self.deleted += names
 
     def write(self, order: WriteOrder) -> bool:
         self.waiting.append(order)
@@ -305,6 +309,32 @@ def test_what_is_cleared_before_its_write_has_begun_is_not_written() -> None:
         late.end(order, Unwanted())
     cache.tick(EngineLoad.NONE)
     assert records_of(cache) == []
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_the_end_of_an_outdated_write_spares_what_is_written_anew(is_back: bool) -> None:
+    """It had begun before it was cleared. Its record has the new one's name."""
+    late, ids = LateWorker(), words(1, 9)
+    cache = tree(DENSE, block=BLOCK)
+    cache.add_tier("ssd", late, namespaces=[Namespace("")])
+
+    def compute() -> None:
+        cursor = cache.open(lab_prompt(ids), Namespace(""), CacheControl())
+        row = LabRow(LabLayer([[]], DENSE))
+        row.consume(ids[:8])
+        cursor.commit(row)
+        cursor.close(None)
+        cache.tick(EngineLoad.NONE)
+
+    compute()
+    cache.records.clear(Namespace(""))
+    if is_back:
+        compute()
+    (old, *new) = late.waiting
+    assert len(new) == is_back
+    late.end(old, WriteResult(1, new=True))
+    cache.tick(EngineLoad.NONE)
+    assert late.deleted == ([] if is_back else [old.header.name])
 
 
 def test_an_engine_that_leaves_results_for_later_is_not_done(

@@ -22,13 +22,13 @@ from tests.cache.pending import settle
 from tests.harness import Harness, running
 from tests.models.alone import prompt_of
 from tests.models.speculation.drafters.test_mtp import NAMES, built
-from tests.models.speculation.drafting import NeverRests
+from tests.models.speculation.drafting import Tireless
 
 BLOCK = 32
 N_DRAFTED = 4
 
 
-class DraftsAt(NeverRests):
+class DraftsAt(Tireless):
     """Asks the head where `drafts_at` is true; in between, the head skips steps."""
 
     def __init__(self, drafter: Any, *, drafts_at: Callable[[int], bool]) -> None:
@@ -37,7 +37,7 @@ class DraftsAt(NeverRests):
         self.told: dict[int, Draft] = {}
         """Drafts by the number of known tokens of the row, including the newest."""
 
-    def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
+    def _plan(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
         asks = [row for row in group.rows if self._drafts_at(row.n_tokens)]
         return DraftPlan(1 + N_DRAFTED, tuple(asks)) if asks else DraftPlan(1)
 

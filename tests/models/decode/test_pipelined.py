@@ -52,7 +52,7 @@ class Steady(AnyWidth):
         super().__init__(*args, **options)
         self._widths, self._rng = widths, random.Random(5)
 
-    def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
+    def _plan(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
         return DraftPlan(self._rng.choice(self._widths))
 
 

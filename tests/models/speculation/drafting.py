@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 from firn.core.values import Job
 from firn.models.decode.batch import Group
 from firn.models.decode.step_profile import PLAIN_PROFILE, StepProfile
 from firn.models.speculation.drafters import NO_DRAFT, Draft, Drafter
+from firn.models.speculation.gate import Unlimited
 from firn.models.speculation.speculator import DraftPlan, Speculation
 
 Replies = Mapping[tuple[tuple[int, ...], int], Sequence[int]]
@@ -65,14 +67,14 @@ class KnownReplies:
         self._known.clear()
 
 
-class NeverRests(Speculation):
-    """Weighs a costly drafter at every step, however long that takes."""
+class Tireless(Speculation):
+    """Drafts whatever is lost by it."""
 
-    def _rest_of_costly(self, n_seats: int) -> int:
-        return 0
+    def __init__(self, *drafters: Drafter, **options: Any) -> None:
+        super().__init__(*drafters, allowance=Unlimited, **options)
 
 
-class AnyWidth(Speculation):
+class AnyWidth(Tireless):
     """Tries drafts of random length, whether or not that pays."""
 
     def __init__(
@@ -88,5 +90,5 @@ class AnyWidth(Speculation):
         self._rng = random.Random(seed)
         self._least, self._most = least, most
 
-    def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
+    def _plan(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
         return DraftPlan(self._rng.randint(self._least, self._most))

@@ -22,9 +22,11 @@ from firn.models.decode.sampling import Picks
 from firn.models.decode.step_profile import PLAIN_PROFILE, StepProfile
 from firn.models.decode.steps import PlainInFlight
 from firn.models.decode.verify import Verification
-from firn.models.speculation.draft_odds import ExpectedTokens
 from firn.models.speculation.drafters import NO_DRAFT, Draft
+from firn.models.speculation.odds import ExpectedTokens
 from firn.models.speculation.speculator import Speculation
+from firn.models.speculation.step_clock import StepClock
+from firn.models.speculation.step_times import StepShape, StepTimes
 
 N_FIRST = 5
 NO_PICKS = Picks(mx.array([0]), None, None, None)
@@ -51,6 +53,8 @@ class Machine:
     """The factor by which everything is slowed down, as a function of time."""
     draft_s: float = 0.0
     """Time per drafted token, for all rows together. 0: drafts are free."""
+    look_s: float = 0.0
+    """The host's time for a free drafter to draft for a row, which the speculation can avoid."""
     decide_s: float = 0.0
     """The host's time to weigh drafts that are not free, per row."""
 
@@ -100,6 +104,20 @@ class Oracle:
         self._n.clear()
 
 
+class SlowOracle(Oracle):
+    """The host takes a while to look for its drafts."""
+
+    def __init__(
+        self, right: Callable[[int], float], rng: random.Random, simulation: Simulation
+    ) -> None:
+        super().__init__(right, rng)
+        self._simulation = simulation
+
+    def draft(self, rows: Sequence[Hashable], n_most: int) -> list[Draft]:
+        self._simulation.take(self._simulation.machine.look_s * len(rows))
+        return super().draft(rows, n_most)
+
+
 class CostlyOracle(Oracle):
     """Its drafts take the machine a while."""
 
@@ -121,9 +139,22 @@ class SlowDecisions(Speculation):
 
     simulation: Simulation
 
-    def _expected_of_costly(self, *arguments: Any) -> ExpectedTokens | None:
-        self.simulation.take(self.simulation.machine.decide_s)
-        return super()._expected_of_costly(*arguments)
+    def _expected(self, row: Row, n_pending: int) -> tuple[ExpectedTokens, ExpectedTokens]:
+        if self._costly is not None:
+            self.simulation.take(self.simulation.machine.decide_s)
+        return super()._expected(row, n_pending)
+
+
+class PriorPrices(StepTimes):
+    """Believes of wide steps what the device's profile says."""
+
+    def saw_wide(
+        self, n_rows: int, shape: StepShape, seconds: float, *, is_new: bool = False
+    ) -> float:
+        return max(seconds / self.plain_s(n_rows), 1.0) if self.plain_s(n_rows) else 1.0
+
+    def is_measured(self, n_rows: int, width: int, *, is_asked: bool = False) -> bool:
+        return True
 
 
 TEXT = (*range(1, 1001), *range(1, 1001))
@@ -176,7 +207,9 @@ class Simulation:
         step = self._next(group, said)
         slowness = self.machine.slowness(self.now)
         self._n_steps[step.width] += 1
-        first_s = self.machine.first_s if self._is_new(step.width) else 0.0
+        slow_at_first = self.machine.first_s > 0.0 or self.machine.goes_ahead
+        step.is_new = slow_at_first and self._is_new(step.width)
+        first_s = self.machine.first_s if step.is_new else 0.0
         self.now += (self.machine.host_s + first_s) * slowness
         begun = max(self.now, self._free_at)
         took_s = self.machine.device(step.width, self.rng) * slowness
@@ -255,16 +288,23 @@ def gain(
     n_replies: int = 1,
     n_before: int = 0,
     seed: int = 0,
+    learns: bool = True,
 ) -> float:
-    """Tokens per second relative to no speculation. The first `n_before` replies do not count."""
+    """Tokens per second relative to no speculation. The first `n_before` replies do not count. learns:
+    what steps cost, beyond the device's prior."""
     rng = random.Random(seed)
     chance = right if callable(right) else lambda n: right
     simulation = Simulation(machine, n_rows, rng)
-    oracle = CostlyOracle(chance, rng, simulation) if machine.draft_s else Oracle(chance, rng)
+    kind = CostlyOracle if machine.draft_s else SlowOracle
+    oracle = kind(chance, rng, simulation)
     simulation.speculation = speculation = SlowDecisions(
         oracle, profile=machine.profile, clock=lambda: simulation.now
     )
     speculation.simulation = simulation
+    if not learns:
+        speculation.times = times = PriorPrices(machine.profile)
+        clock, allowance = lambda: simulation.now, speculation.allowance
+        speculation.step_clock = StepClock(times, allowance, clock)
     for _ in range(n_before):
         simulation.run(n_tokens)
     with_it = sum(simulation.run(n_tokens) for _ in range(n_replies))

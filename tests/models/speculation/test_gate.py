@@ -6,14 +6,15 @@ import pytest
 
 from firn.backends import named
 from firn.core.measure import N_SURE
-from firn.models.decode.batch import Group, Row
+from firn.models.decode.batch import Group, Row, StepInFlight, TakenTokens
 from firn.models.decode.step_profile import PLAIN_PROFILE, StepProfile
 from firn.models.decode.steps import PlainInFlight
+from firn.models.decode.verify import Verification
 from firn.models.speculation import gate
-from firn.models.speculation.draft_odds import ExpectedTokens, Odds
-from firn.models.speculation.gate import Allowance
+from firn.models.speculation.gate import Allowance, Unlimited
+from firn.models.speculation.odds import ExpectedTokens, Odds
 from firn.models.speculation.step_clock import StepClock
-from firn.models.speculation.step_times import StepTimes
+from firn.models.speculation.step_times import N_AGED, StepShape, StepTimes
 from tests.models.speculation.simulated import NO_PICKS
 
 CPU, CUDA = PLAIN_PROFILE, named("cuda").profile.steps
@@ -22,17 +23,13 @@ LONG = 1000
 """Steps after which whatever is not measured any more is forgotten."""
 
 
-def measured(
-    prices: dict[int, float], *, n_rows: int = 1, profile: StepProfile = CPU, change: float = 0.0
-) -> StepTimes:
+def measured(prices: dict[int, float], *, n_rows: int = 1, profile: StepProfile = CPU) -> StepTimes:
     """Times of a machine on which a step of each width takes as long as `prices` plain ones."""
     times = StepTimes(profile)
     for _ in range(9):
         times.saw_plain(n_rows, 0.5)
-        times.saw_change(n_rows, 0.5 + 0.5 * change)
-        times.expect(n_rows, 5.0)
         for width, price in prices.items():
-            times.saw_wide(n_rows, width, 0.5 * price)
+            times.saw_wide(n_rows, StepShape(width), 0.5 * price)
     return times
 
 
@@ -41,12 +38,15 @@ def best_width(
     rows: list[ExpectedTokens],
     *,
     n_seats: int = 1,
-    step_in_flight: bool = False,
-    profile: StepProfile = CPU,
+    is_asked: bool = False,
 ) -> int:
     return gate.best_width(
-        times, rows, n_seats=n_seats, widths=profile.widths, step_in_flight=step_in_flight
+        times, rows, Unlimited(gate.MOST), n_seats=n_seats, is_asked=is_asked
     ).width
+
+
+def wide(group: Group, width: int) -> Verification:
+    return Verification(group, tuple(group.seats), ((),), None, NO_PICKS, (), width)
 
 
 FLAT = {w: 1.0 + 0.01 * (w - 1) for w in WIDTHS[1:]}
@@ -81,12 +81,24 @@ def test_drafts_are_as_long_as_they_stay_right() -> None:
     assert 1 < widths[2] < widths[4]
 
 
-def test_a_step_in_flight_is_given_up_only_for_more_than_that_costs() -> None:
-    times = measured(dict.fromkeys(WIDTHS[1:], 1.5), change=2.0)
-    some = ExpectedTokens.of([0.5] * 16)
-    assert best_width(times, [some], step_in_flight=False) > 1, "2 tokens for 1.5"
-    assert best_width(times, [some], step_in_flight=True) == 1, "and 2 for the change"
-    assert best_width(times, [KEEN], step_in_flight=True) > 1
+def test_what_the_change_to_drafts_and_back_takes_longer_is_the_price_of_drafts() -> None:
+    """Single steps with drafts between plain ones, the first of which follow nothing in flight."""
+    now, times, allowance = 0.0, StepTimes(CPU), Allowance()
+    clock = StepClock(times, allowance, lambda: now)
+    row = Row([], 100, limit=1 << 30, pending=[1])
+    group = row.group = Group([row], [], NO_PICKS.tokens)
+    for i in range(30):
+        steps: list[tuple[float, StepInFlight]] = [
+            (5.0, PlainInFlight((row,), NO_PICKS, is_pipelined=True)),
+            (6.0, wide(group, 2)),
+            (8.0, PlainInFlight((row,), NO_PICKS)),
+        ]
+        for seconds, step in steps[:1] if i < N_SURE else steps:
+            now += seconds
+            clock.read(group, [TakenTokens(row, (1,), (None,))], step)
+    assert times.plain_s(1) == 5.0
+    assert times.price(1, 2) == pytest.approx((6.0 + 3.0) / 5.0)
+    assert allowance.steps == -gate.CREDIT
 
 
 def test_rows_without_drafts_pay_for_those_with_some() -> None:
@@ -104,18 +116,20 @@ def test_tokens_that_must_be_fed_again_leave_less_room_for_drafts() -> None:
     assert best_width(measured(FLAT), [ExpectedTokens.of([0.9] * 16, n_pending=16)]) == 1
 
 
-def test_prices_lie_between_those_that_were_measured() -> None:
+def test_the_price_of_a_width_that_was_not_measured_fits_those_that_were() -> None:
     times = measured({5: 2.0, 9: 6.0})
     assert times.price(1, 5) == pytest.approx(2.0)
-    assert times.price(1, 3) == pytest.approx(1.5)
-    assert times.price(1, 9) < times.price(1, 17)
+    assert times.price(1, 3) < 2.0
+    assert times.price(1, 17) > 6.0
     assert times.price(3, 5) > times.price(3, 1) == 1.0, "of other numbers of rows nothing is known"
+    assert measured({9: 1.1}).price(1, 5) < 1.2 < measured({}).price(1, 5)
+    assert times.price(1, 5, is_asked=True) == times.price(1, 5)
 
 
 def test_steps_that_are_padded_cost_what_they_are_padded_to() -> None:
     times = measured({4: 1.15, 16: 1.2}, profile=CUDA)
     assert [times.price(1, w) for w in (2, 4, 9, 16)] == pytest.approx([1.15, 1.15, 1.2, 1.2])
-    assert best_width(times, [ExpectedTokens.of([0.8] * 16)], profile=CUDA) == 16
+    assert best_width(times, [ExpectedTokens.of([0.8] * 16)]) == 16
 
 
 def test_prices_follow_a_machine_that_becomes_slower() -> None:
@@ -124,14 +138,14 @@ def test_prices_follow_a_machine_that_becomes_slower() -> None:
         times.saw_plain(1, 1.5)
     assert times.price(1, 9) == 1.0, "what is known of wide ones is of another moment: it is tried"
     for _ in range(9):
-        times.saw_wide(1, 9, 4.5)
+        times.saw_wide(1, StepShape(9), 4.5)
     assert times.price(1, 9) == pytest.approx(3.0)
 
 
 def test_single_slow_steps_say_nothing() -> None:
     times = measured({9: 1.5})
     for _ in range(4):
-        charged = times.saw_wide(1, 9, 50.0)
+        charged = times.saw_wide(1, StepShape(9), 50.0)
         assert charged == pytest.approx(1.5)
     for _ in range(3):
         times.saw_plain(1, 50.0)
@@ -139,11 +153,16 @@ def test_single_slow_steps_say_nothing() -> None:
 
 
 def test_a_quick_change_to_drafts_and_back_counts_as_no_gain() -> None:
-    """A change to drafts and back costs something or nothing: a gain would pay for bad drafts."""
-    times = measured(FLAT)
-    for _ in range(9):
-        assert times.saw_change(1, 0.1) == 0.0
-    assert times.change(1) == 0.0
+    """It costs something or nothing: a gain would pay for bad drafts."""
+    now, times = 0.0, measured(FLAT)
+    clock = StepClock(times, Allowance(), lambda: now)
+    row = Row([], 100, limit=1 << 30, pending=[1])
+    group = row.group = Group([row], [], NO_PICKS.tokens)
+    for _ in range(20):
+        for seconds, step in ((0.6, wide(group, 2)), (0.1, PlainInFlight((row,), NO_PICKS))):
+            now += seconds
+            clock.read(group, [], step)
+    assert times.price(1, 2) == pytest.approx(1.2)
 
 
 def test_drafts_that_were_dear_are_tried_again_after_a_while() -> None:
@@ -160,23 +179,24 @@ def test_another_width_is_tried_again_beside_one_that_is_cheap(used: int, other:
     times = measured({used: 1.2, other: 4.0}, profile=CUDA)
     before = times.price(1, other)
     for _ in range(LONG):
-        times.saw_wide(1, used, 0.5 * 1.2)
+        times.saw_wide(1, StepShape(used), 0.5 * 1.2)
     assert before == pytest.approx(4.0)
     assert times.price(1, other) < 2.0
     for _ in range(N_SURE):
-        times.saw_wide(1, other, 0.5 * 4.0)
+        times.saw_wide(1, StepShape(other), 0.5 * 4.0)
     assert times.price(1, other) == pytest.approx(4.0), "now it is known"
 
 
 def n_believed(times: StepTimes, gain: float) -> int:
     """The number of wide steps until plain ones are measured again."""
     times.saw_plain(1, 0.5)
-    times.expect(1, gain)
     n = 0
     while times.knows(1):
-        times.saw_wide(1, 2, 0.7)
+        times.saw_wide(1, StepShape(2), 0.7)
+        times.trust(1, gain)
         n += 1
-    for _ in range(N_SURE):
+        assert n < LONG
+    for _ in range(N_SURE - 1):
         assert best_width(times, [KEEN]) == 1
         times.saw_plain(1, 0.5)
     assert times.knows(1)
@@ -187,8 +207,8 @@ def n_believed(times: StepTimes, gain: float) -> int:
 def test_plain_steps_are_measured_again_at_a_cost_of_half_a_percent(gain: float) -> None:
     """Where drafts gain little, all depends on plain steps, and a few may be of a slow moment."""
     n = n_believed(measured({2: 1.4}), gain)
-    assert N_SURE * (gain - 1.0) <= 0.005 * n * gain
-    assert N_SURE * (gain - 1.0) > 0.005 * (n - 1) * gain
+    assert (N_SURE - 1) * (gain - 1.0) <= 0.005 * n * gain
+    assert (N_SURE - 1) * (gain - 1.0) > 0.005 * (n - 1) * gain
 
 
 def test_plain_steps_of_a_slow_moment_are_found_out() -> None:
@@ -196,13 +216,30 @@ def test_plain_steps_of_a_slow_moment_are_found_out() -> None:
     times = StepTimes(CPU)
     for _ in range(9):
         times.saw_plain(1, 1.0)
-    times.expect(1, 1.4)
+    n = 0
     while times.knows(1):
-        times.saw_wide(1, 2, 0.7)
-    for _ in range(N_SURE):
+        times.saw_wide(1, StepShape(2), 0.7)
+        times.trust(1, 1.4)
+        n += 1
+        assert n < LONG
+    for _ in range(N_SURE - 1):
         times.saw_plain(1, 0.5)
     assert times.plain_s(1) == pytest.approx(0.5)
     assert best_width(times, [WEAK]) == 1
+
+
+def test_plain_steps_that_took_longer_than_wide_ones_are_not_believed_for_long() -> None:
+    """However much drafts gain by them: most of those kept may have been hiccups."""
+    times = measured({16: 0.7})
+    times.saw_plain(1, 0.5)
+    for _ in range(N_AGED):
+        assert times.knows(1)
+        times.saw_wide(1, StepShape(16), 0.35)
+        times.trust(1, 10.0)
+    assert not times.knows(1)
+    for _ in range(N_SURE - 1):
+        times.saw_plain(1, 0.25)
+    assert times.price(1, 16) == pytest.approx(1.4)
 
 
 def test_drafts_that_are_never_right_are_not_tried_because_wide_steps_seem_cheap() -> None:
@@ -210,7 +247,7 @@ def test_drafts_that_are_never_right_are_not_tried_because_wide_steps_seem_cheap
     times = measured(dict.fromkeys(WIDTHS[1:], 0.7))
     assert best_width(times, [WEAK]) == 1
     assert best_width(times, [KEEN]) > 1
-    assert times.saw_wide(1, 9, 0.35) == 1.0, "nothing is earned by it"
+    assert times.saw_wide(1, StepShape(9), 0.35) == 1.0, "nothing is earned by it"
 
 
 def test_steps_that_compile_kernels_are_not_measured() -> None:
@@ -218,13 +255,26 @@ def test_steps_that_compile_kernels_are_not_measured() -> None:
     times = StepTimes(CUDA)
     for _ in range(5):
         times.saw_plain(1, 0.01)
-    for _ in range(CUDA.n_preparing):
-        assert (times.saw_wide(1, 16, 3.0) or 0.0) < 2.0
+    for _ in range(5):
+        assert times.saw_wide(1, StepShape(16), 3.0, is_new=True) < 3.0
     assert not times.is_measured(1, 16)
-    assert times.saw_wide(1, 16, 0.012) == pytest.approx(1.2)
+    for _ in range(N_SURE):
+        assert times.saw_wide(1, StepShape(16), 0.012) == pytest.approx(1.2)
     for _ in range(9):
-        assert (times.saw_wide(1, 16, 3.0, is_new=True) or 0.0) < 2.0, "a block of columns later"
+        assert times.saw_wide(1, StepShape(16), 3.0, is_new=True) < 2.0, "a block of columns later"
     assert times.price(1, 16) < 1.3
+
+
+def test_steps_whose_cost_is_not_known_yet_are_charged_what_they_take() -> None:
+    """Each of four widths could lose more than drafts may, otherwise; but a single slow one may be a
+    hiccup."""
+    times = StepTimes(CUDA)
+    for _ in range(5):
+        times.saw_plain(1, 0.01)
+    prior = times.price(1, 16)
+    assert times.saw_wide(1, StepShape(16), 0.5) == pytest.approx(2 * prior)
+    assert times.saw_wide(1, StepShape(16), 0.5) == pytest.approx(50.0)
+    assert times.saw_wide(1, StepShape(4), 0.5, is_new=True) == pytest.approx(2 * prior, rel=0.2)
 
 
 def test_plain_steps_of_a_new_shape_are_not_measured() -> None:
@@ -254,68 +304,67 @@ def test_drafts_do_not_pay_for_the_beginnings_of_replies() -> None:
 
 
 def test_losses_shut_drafts_out_until_they_are_earned_again() -> None:
-    times, allowance = measured(FLAT), Allowance()
-
-    def width() -> int:
-        best = gate.best_width(times, [KEEN], n_seats=1, widths=WIDTHS, allowance=allowance)
-        return best.width
-
-    assert width() > 1
-    lost = 0.0
-    while width() > 1:
+    allowance, lost, n_plain = Allowance(), 0.0, 0
+    while allowance.is_open:
         allowance.settle(-0.25)
         lost += 0.25
-    n_plain = 0
-    while width() == 1:
+    while not allowance.is_open:
         allowance.earn()
         n_plain += 1
-    assert n_plain >= 0.25 / 0.005 or lost == gate.START
+    assert n_plain >= 0.25 / 0.005 or lost == gate.CREDIT
     for _ in range(1000):
         allowance.settle(5.0)
     allowance.settle(-gate.MOST)
-    assert width() == 1, "gains of long ago pay for little"
+    assert not allowance.is_open, "gains of long ago pay for little"
+
+
+def test_what_may_lose_more_than_is_left_is_not_tried() -> None:
+    """Nothing is known of any width but its prior."""
+    times = measured({})
+
+    def width(steps: float) -> int:
+        return gate.best_width(times, [KEEN], Allowance(steps), n_seats=1).width
+
+    assert width(gate.CREDIT) == WIDTHS[-1]
+    assert 1 < width(0.5) < WIDTHS[-1]
+    assert width(0.01) == 1
+    assert gate.best_width(measured(FLAT), [KEEN], Allowance(0.01), n_seats=1).width > 1
 
 
 def test_however_much_is_lost_drafts_get_another_chance() -> None:
     allowance = Allowance()
     allowance.settle(-1e6)
     n_plain = 0
-    while not allowance.covers(0.0):
+    while not allowance.is_open:
         allowance.earn()
         n_plain += 1
     assert n_plain <= LONG / 2
 
 
 def test_drafts_that_take_time_must_be_worth_it() -> None:
-    times, expected = measured(FLAT), ExpectedTokens.of([0.7] * 8)
+    """The time to draft is in the time of the step."""
+    expected = ExpectedTokens.of([0.7] * 8)
 
     def best(draft_s: float) -> int:
-        chosen = gate.best_width(
-            times, [expected], n_seats=1, widths=WIDTHS, draft_s=lambda w: 0.5 * draft_s * (w - 1)
-        )
-        return chosen.width
+        times = measured(FLAT)
+        for _ in range(9):
+            for width, price in FLAT.items():
+                times.saw_wide(1, StepShape(width, True), 0.5 * (price + draft_s * (width - 1)))
+        return best_width(times, [expected], is_asked=True)
 
     assert best(0.0) > best(0.2) > 1
     assert best(2.0) == 1
 
 
-def test_the_first_draft_for_each_number_of_rows_is_no_measure() -> None:
-    times = gate.DraftTimes()
-    assert not times.saw(1, 100.0)
-    assert times.of(1) == 0.0
-    assert times.saw(1, 1.0)
-    assert not times.saw(4, 100.0)
-    assert times.of(4) == times.of(1) == 1.0
-
-
 def test_a_slow_drafter_is_asked_again_after_a_while() -> None:
-    times = gate.DraftTimes()
-    for seconds in (100.0, 1.0, 50.0, 1.0):
-        times.saw(1, seconds)
-    assert times.of(1) == 1.0
-    for _ in range(3):
-        times.age()
-    assert times.of(1) == 0.0
+    times = measured(FLAT)
+    for width in WIDTHS[1:]:
+        for _ in range(N_SURE):
+            times.saw_wide(1, StepShape(width, True), 50.0)
+    assert best_width(times, [KEEN], is_asked=True) == 1
+    for _ in range(LONG):
+        times.saw_plain(1, 0.5)
+    assert best_width(times, [KEEN], is_asked=True) > 1
 
 
 def test_odds_are_learnt_and_forgotten() -> None:
@@ -328,3 +377,14 @@ def test_odds_are_learnt_and_forgotten() -> None:
         odds.saw((0, 3), False)
     assert odds.of((0, 3), 0.5) < 0.1
     assert odds.of((0, 4), 0.5) == 0.5
+
+
+def test_odds_of_a_drafter_that_is_not_asked_are_forgotten() -> None:
+    odds = Odds()
+    for _ in range(100):
+        odds.saw((2, 0), False)
+        odds.saw((1, 0), False)
+    for _ in range(10):
+        odds.age(2)
+    assert odds.of((2, 0), 0.7) > 0.6
+    assert odds.of((1, 0), 0.7) < 0.1, "another one's stay"

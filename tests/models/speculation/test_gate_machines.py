@@ -145,6 +145,14 @@ def test_a_drafter_that_is_never_right_costs_little_however_long_it_takes_to_dec
         assert gain(each, 4, 0.0, n_tokens=1000) > 0.97
 
 
+@pytest.mark.parametrize("look_s", [1e-5, 1e-4, 1e-3])
+def test_looking_in_vain_for_long_shuts_no_drafts_out(look_s: float) -> None:
+    """However long it takes, and nothing is known of any width yet when drafts begin to be right."""
+    machine = Machine(0.0005, 0.005, {2: 1.1, 17: 2.0}, CPU, look_s=look_s)
+    assert gain(machine, 4, -1.0, n_tokens=1000) > 0.98
+    assert gain(machine, 4, lambda n: 0.95 if n > 1000 else -1.0, n_tokens=4000) > 1.5
+
+
 @pytest.mark.parametrize(("right", "goal"), [(0.5, 1.4), (0.8, 2.2)])
 def test_a_host_whose_speed_changes_shuts_no_drafts_out(right: float, goal: float) -> None:
     """Everything takes up to twice as long, by a factor that changes every twenty steps or so."""
@@ -178,3 +186,23 @@ def test_no_machine_and_no_text_lose_more_than_two_percent(seed: int) -> None:
         return best if n // period % 2 else 0.0
 
     assert gain(machine, rng.choice([1, 4, 8]), right, n_tokens=1500, seed=seed) > 0.98
+
+
+def test_what_steps_cost_is_worth_learning() -> None:
+    """On machines that are unlike their profile: flatter or steeper, by a factor of ten or more."""
+    learned, believed = [], []
+    for seed in range(12):
+        rng = random.Random(seed)
+        flat, dear = rng.choice([0.0, 0.3, 0.8]), rng.choice([0.0, 0.02, 0.1, 0.5])
+        wide = {w: 1.0 + flat + dear * (w - 1) for w in (2, 4, 8, 16, 32)}
+        profile = CUDA if dear > 0.05 else CPU
+        machine, n_rows = (
+            Machine(0.001, rng.uniform(0.005, 0.05), wide, profile),
+            rng.choice([4, 8]),
+        )
+        for gains, learns in ((learned, True), (believed, False)):
+            gains.append(
+                gain(machine, n_rows, 0.8, n_before=1, n_replies=3, seed=seed, learns=learns)
+            )
+    assert statistics.mean(learned) > 1.1 * statistics.mean(believed)
+    assert min(learned) > 0.95

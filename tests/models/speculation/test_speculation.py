@@ -17,7 +17,7 @@ from firn.backends import named
 from firn.core.values import RequestId, Sampling
 from firn.models.decode.raggedcheck import ragged_fault, rewind_fault
 from firn.models.speculation.drafters.lookup import Lookup
-from firn.models.speculation.gate import StepTimes
+from firn.models.speculation.step_times import StepShape, StepTimes
 from tests.harness import GREEDY, Harness, Result, running
 from tests.models.alone import TIE, beginning, plain, prompt_of, said_alone
 from tests.models.decode.test_batching import CountedModel
@@ -471,7 +471,7 @@ def test_a_width_is_priced_as_it_is_computed(name: str, is_padded: bool) -> None
     for _ in range(3):
         times.saw_plain(1, 1.0)
     width = 4 if is_padded else 2
-    for _ in range(profile.n_preparing + 3):
-        times.saw_wide(1, width, 1.5)
+    for _ in range(3):
+        times.saw_wide(1, StepShape(width), 1.5)
     assert times.is_measured(1, 2)
     assert times.price(1, 2) == 1.5

@@ -150,7 +150,7 @@ def _decode(item: Fields, builder: _MessageBuilder) -> None:
         case "function_call_output" | "custom_tool_call_output":
             parts = _openai_chat.parts(item.require("output"), item.name("output"))
             builder.add_message(Message("tool", parts, tool_call_id=_call_id(item)))
-        case "compaction" if summary := _unsealed(item):
+        case "compaction" if summary := _unseal(item):
             reminder = TextPart(f"{SUMMARY}{PARAGRAPH}{summary}")
             builder.add_message(Message("user", (reminder,)))
         case _ if kind in HOSTED:
@@ -179,17 +179,17 @@ def _joined_texts(parts: Iterable[MessagePart]) -> Iterator[MessagePart]:
 
 def _reasoning(item: Fields) -> str:
     """The reasoning itself, wherever the client has kept it; else its summary."""
-    text, sealed = _joined(item, "content", "reasoning_text"), _unsealed(item)
-    return text or sealed or _joined(item, "summary", "summary_text")
+    text, sealed = _join(item, "content", "reasoning_text"), _unseal(item)
+    return text or sealed or _join(item, "summary", "summary_text")
 
 
-def _unsealed(item: Fields) -> str:
+def _unseal(item: Fields) -> str:
     """What the client has kept for this server as encrypted_content; empty if it is another's."""
     sealed = item.string("encrypted_content") or ""
     return unseal(sealed) if sealed.startswith(SEALED) else ""
 
 
-def _joined(item: Fields, member: str, kind: str) -> str:
+def _join(item: Fields, member: str, kind: str) -> str:
     given = item.get(member)
     if given is None:
         return ""

@@ -234,7 +234,7 @@ class ResponseEncoder:
         custom = block.kind == "call" and block.name in self._options.custom_tools
         match change:
             case BlockOpened():
-                return self._opened(block)
+                return self._open(block)
             case BlockGrown() if not custom:
                 where, part = self._current
                 logprobs = ""
@@ -248,7 +248,7 @@ class ResponseEncoder:
             case BlockGrown():
                 return self._input_delta(self._input.feed(change.piece))
             case BlockClosed():
-                return self._closed(block, custom=custom)
+                return self._close(block, custom=custom)
 
     def _input_delta(self, text: str) -> str:
         """The frame of a piece of the text that a call passes to its tool."""
@@ -257,7 +257,7 @@ class ResponseEncoder:
         where, part = self._current
         return self._frame(f"{part}.delta", f'{where},"delta":{quote(text)}')
 
-    def _opened(self, block: ContentBlock) -> str:
+    def _open(self, block: ContentBlock) -> str:
         """Frames for an empty block: what it already contains follows as its first delta."""
         self._input = CustomInput()
         block = ContentBlock(block.index, block.kind, block.id, block.name)
@@ -271,7 +271,7 @@ class ResponseEncoder:
         where = self._current[0]
         return added + self._frame(f"{kind}.added", f'{where},"part":{dumps(shown)}')
 
-    def _closed(self, block: ContentBlock, *, custom: bool) -> str:
+    def _close(self, block: ContentBlock, *, custom: bool) -> str:
         where, kind = self._current
         text = custom_input(block.text) if custom else block.text
         frames = self._input_delta(self._input.flush()) if custom else ""

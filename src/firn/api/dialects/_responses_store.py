@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from firn.core.errors import InvalidValue, NotFound
+from firn.core.units import MIB
 from firn.core.values import Namespace, RequestId
 
 MAX_COUNT = 1000
-MAX_NBYTES = 64 * 2**20
+MAX_NBYTES = 64 * MIB
 MAX_LINKS = 1000
 """Responses of one conversation that are followed, each to the one before it."""
 OVERHEAD_NBYTES = 512

@@ -27,6 +27,7 @@ from firn.api.services import Services
 from firn.core.bounds import INT_MAX
 from firn.core.errors import BadRequest, Cancelled, FirnError, InvalidValue
 from firn.core.events import Event
+from firn.core.units import MIB
 from firn.core.values import (
     PLAIN_DEFAULTS,
     Chat,
@@ -50,7 +51,7 @@ ELSEWHERE: Mapping[str, Lacking] = {
 """Options of other APIs, by what they are called in this one."""
 LOGPROBS = "message.output_text.logprobs"
 SEALED_REASONING = "reasoning.encrypted_content"
-MAX_ECHO_NBYTES = 2 << 20
+MAX_ECHO_NBYTES = 2 * MIB
 """A stream repeats it several times, on the thread that serves all calls."""
 PAGE = 20
 MAX_PAGE = 100
@@ -194,7 +195,7 @@ class OpenAIResponses:
             if not stored.is_running:
                 raise BadRequest("This response has ended: there is nothing to cancel.")
             services.event_router.fail(stored.request, Cancelled())
-            return await services.in_pool(route_request.namespace, lambda: _cancelled(stored))
+            return await services.in_pool(route_request.namespace, lambda: _cancel(stored))
 
         async def input_items(route_request: RouteRequest) -> bytes:
             stored = self._stored(route_request)
@@ -353,7 +354,7 @@ def _shown_text(text: Mapping[str, Any]) -> dict[str, Any]:
     return {**text, "format": format}
 
 
-def _cancelled(stored: StoredResponse) -> bytes:
+def _cancel(stored: StoredResponse) -> bytes:
     """What its client had it repeat may be large."""
     shown: dict[str, Any] = json.loads(stored.body())
     return _json_of(shown | {"status": "cancelled"})

@@ -50,7 +50,7 @@ async def _answer(services: Services, body: Fields, key_id: Namespace) -> dict[s
             {
                 "object": "embedding",
                 "index": i,
-                "embedding": _packed(vector) if encoding == "base64" else vector,
+                "embedding": _pack(vector) if encoding == "base64" else vector,
             }
             for i, vector in enumerate(vectors)
         ],
@@ -157,7 +157,7 @@ def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
         yield batch
 
 
-def _packed(vector: Sequence[float]) -> str:
+def _pack(vector: Sequence[float]) -> str:
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 

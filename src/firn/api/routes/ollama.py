@@ -98,7 +98,7 @@ def model_routes(
 
 
 def tag(model: ModelObject) -> dict[str, Any]:
-    name = _tagged(model["id"])
+    name = _tag(model["id"])
     return {
         "name": name,
         "model": name,
@@ -109,7 +109,7 @@ def tag(model: ModelObject) -> dict[str, Any]:
     }
 
 
-def _tagged(name: str) -> str:
+def _tag(name: str) -> str:
     return name if ":" in name else f"{name}{TAG}"
 
 

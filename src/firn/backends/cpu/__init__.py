@@ -26,8 +26,9 @@ from firn.backends.cpu import dtype, rope, softmax
 from firn.backends.cpu.blas import Blas, attach
 from firn.backends.cpu.threads import Threads
 from firn.backends.profile import DeviceProfile
-from firn.backends.recurrence import convolution, scans, ssm
-from firn.backends.recurrence.replaced import ChunkedDelta, Recurrences
+from firn.backends.recurrence import convolution, families, replacements, scans, ssm
+from firn.backends.recurrence.forms import Chunked, ChunkedDelta, ChunkedLinear, ChunkedWkv
+from firn.backends.recurrence.replaced import Recurrences
 from firn.models.loader import LoadedModel
 from firn.models.model_arguments import PreparePass, unprepared
 from firn.models.patches import Patches
@@ -36,12 +37,20 @@ log = logging.getLogger("firn.models")
 
 MEMO = "blas.json"
 """In the cache folder: which libraries were tried, and how fast they are."""
-DELTA = ChunkedDelta(chunk=32, channel_chunk=16, min_work=1 << 15, max_product=1 << 18)
+DELTA = ChunkedDelta(Chunked(32, min_work=1 << 15, max_product=1 << 18), channel_chunk=16)
+LINEAR = ChunkedLinear(Chunked(64, min_tokens=4, max_product=1 << 18))
+WKV = ChunkedWkv(Chunked(8, min_tokens=8, max_product=1 << 18))
 """OpenBLAS computes larger products with several threads, which wait for each other for each of many
 thousands: on a busy machine that takes longer than token after token."""
 
 SSM_STEP = 64
 """Exponentials are slow here: of 32 to 64 tokens they take about as long as the products."""
+OTHER_FORMS = (
+    *families.lightning(LINEAR, families.LING),
+    *families.rwkv7(WKV),
+    *scans.selective_scans(scans.selective),
+    *ssm.shortened(SSM_STEP),
+)
 
 
 class CpuWeights(Weights):
@@ -98,8 +107,7 @@ class CpuBackend(ComputeBackend):
 
     def _replace_other_forms(self) -> None:
         convolution.install(self.patches)
-        ssm.shorten(self.patches, step=SSM_STEP)
-        scans.replace(self.patches)
+        replacements.install(self.patches, OTHER_FORMS)
 
     @property
     def arithmetic(self) -> str:

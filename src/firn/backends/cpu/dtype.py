@@ -17,11 +17,11 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from firn.config import WeightsDtype
+from firn.core.units import GIB
 from firn.host.machine import memory
 
 log = logging.getLogger("firn.models")
 
-GIB = 1 << 30
 SHARE = 0.6
 """Share of the available memory that widened weights may take; caches need the rest."""
 

@@ -13,15 +13,19 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from firn.backends.contract import BackendOptions, ComputeBackend, Weights
-from firn.backends.cuda import attention, kernels, pool, products
+from firn.backends.cuda import attention, kernels, pool, products, scans
 from firn.backends.cuda.bias import gains_by_bias
 from firn.backends.cuda.bus import find_transfers
-from firn.backends.cuda.delta import KernelDelta
+from firn.backends.cuda.recurrence import KernelBuilds, KernelDelta, KernelLinear, KernelWkv
 from firn.backends.cuda.shapes import find_buckets
 from firn.backends.cuda.traced import traced_steps
 from firn.backends.memory import DeviceMemory
 from firn.backends.profile import DeviceProfile
-from firn.backends.recurrence.replaced import ChunkedDelta, Recurrences
+from firn.backends.recurrence import families, replacements, ssm
+from firn.backends.recurrence.forms import Chunked, ChunkedDelta, ChunkedLinear, ChunkedWkv
+from firn.backends.recurrence.replaced import Recurrences
+from firn.backends.recurrence.replacements import Replacement
+from firn.backends.recurrence.scans import selective_scans
 from firn.backends.warm_up import warm_up, warm_up_speculator
 from firn.cache.arrays.transfers import Transfers
 from firn.models.decode.kv_growth import ShapeBuckets
@@ -46,15 +50,27 @@ STEPS = StepProfile(
     widths=(1, 4, 8, 16, 32),
     shapes=(4, 8, 16, 32),
     columns=Columns(block=512),
-    n_preparing=5,
     layers_per_dispatch=6,
 )
 """A step takes about as long as its kernel launches, however many tokens it has; but attention of
 several tokens is planned anew for each shape, which takes longer than many steps. So steps have few
 widths, and see whole blocks of columns, the last ones masked."""
 
-CHUNKED_DELTA = ChunkedDelta(chunk=64, channel_chunk=16, min_work=0)
-"""Where the kernel does not fit. It takes fewer launches than token after token even for two."""
+CHUNKS, SHORT_CHUNKS = Chunked(64, has_tf32=True), Chunked(16, has_tf32=True)
+"""Where a kernel does not fit. They take fewer launches than token after token even for two."""
+CHUNKED_DELTA = ChunkedDelta(CHUNKS, channel_chunk=16)
+
+
+def _other_forms(builds: KernelBuilds) -> list[Replacement]:
+    linear = KernelLinear(builds, ChunkedLinear(CHUNKS))
+    return [
+        *families.lightning(linear, families.LING + families.LING_HYBRID),
+        *ssm.as_linear_attention(linear),
+        *families.rwkv7(KernelWkv(builds, ChunkedWkv(SHORT_CHUNKS))),
+        *families.recurrent_gemma(scans.gated_sum),
+        *selective_scans(scans.selective),
+    ]
+
 
 T = TypeVar("T")
 
@@ -103,7 +119,13 @@ class CudaBackend(ComputeBackend):
         super().__init__()
         self.memory = CudaMemory(self.profile)
         self._kernels_folder: Path | None = None
-        self.recurrences = Recurrences(self.patches, KernelDelta(CHUNKED_DELTA))
+        builds = KernelBuilds()
+        others = _other_forms(builds)
+        self.recurrences = Recurrences(
+            self.patches,
+            KernelDelta(builds, CHUNKED_DELTA),
+            partial(replacements.install, self.patches, others),
+        )
         self.weights = CudaWeights(self.recurrences)
 
     def install(self, options: BackendOptions) -> None:

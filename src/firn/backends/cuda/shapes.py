@@ -13,17 +13,20 @@ The padding is written after the row's end, where nothing is read and the next t
 written. A wide chunk that begins at a multiple of FULL needs no mask, because a token sees only
 those before it and padding comes last. Such a chunk sees columns up to its own padded end.
 
+Recurrent layers are told how many tokens are not padding, which do not change their states. Whether
+the model heeds that, a trial shows.
+
 Owner: the engine thread, through a runner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import ArraysCache, KVCache
 
 from firn.core.common_chunks import common_end
 from firn.models.decode.kv_growth import PaddedPass, ShapeBuckets
@@ -80,20 +83,45 @@ class FewBuckets(ShapeBuckets):
         return common_end(start, end, multiple=FULL)
 
     def fit(self, layers: Sequence[Any], n_new: int) -> PaddedPass | None:
-        if not all(type(layer) is KVCache for layer in layers):
-            return None  # padding would change a recurrent state, or take up space in a window
-        first = layers[0]
+        first = _paged(layers)
+        if first is None:
+            return None
         offset, n_room = first.offset, first.step if first.keys is None else first.keys.shape[-2]
         width = width_for(n_new)
         if not width or offset + width > n_room or (n_new == FULL and offset % FULL == 0):
             return None
         if width > NARROW and offset % FULL == 0:
-            return PaddedPass(width, [_ShortenedCache(layer, n_new) for layer in layers])
+            return _padded_pass(width, layers, n_new, lambda layer: _ShortenedCache(layer, n_new))
         n_columns = n_room
         if width > NARROW:
             n_columns = min(-(-(offset + width) // FULL) * FULL, n_room)
         masks = _Masks(offset, width, n_columns, self._dtype)
-        return PaddedPass(width, [_PaddedCache(layer, n_new, masks) for layer in layers])
+        return _padded_pass(width, layers, n_new, lambda layer: _PaddedCache(layer, n_new, masks))
+
+
+def _paged(layers: Sequence[Any]) -> KVCache | None:
+    """The first layer of plain attention. None if there is none, so nothing is planned, or if there are
+    other layers than these and states: padding would take up space in a window."""
+    if not all(type(layer) in (KVCache, ArraysCache) for layer in layers):
+        return None
+    return next((layer for layer in layers if type(layer) is KVCache), None)
+
+
+def _padded_pass(
+    width: int, layers: Sequence[Any], n_new: int, pages: Callable[[KVCache], Any]
+) -> PaddedPass:
+    seen = [
+        pages(layer) if type(layer) is KVCache else _padded_state(layer, n_new) for layer in layers
+    ]
+    return PaddedPass(width, seen)
+
+
+def _padded_state(layer: ArraysCache, n_new: int) -> ArraysCache:
+    """One that writes into this, and knows which tokens are padding."""
+    seen = ArraysCache(len(layer.cache))
+    seen.cache = layer.cache
+    seen.prepare(lengths=[n_new])
+    return seen
 
 
 class _Masks:
@@ -157,9 +185,10 @@ def find_buckets(model: Any, make_layers: MakeLayers) -> FewBuckets:
     ids = np.arange(N_PAST + N_NEW + 1) % 50 + 1
     plain = prefilled(model, make_layers(), ids[:N_PAST].tolist())
     padded = prefilled(model, make_layers(), ids[:N_PAST].tolist())
-    if not all(type(layer) is KVCache for layer in padded):
-        raise ValueError("not all of its layers are plain attention")
-    shapes = FewBuckets(padded[0].keys.dtype)
+    pages = _paged(padded)
+    if pages is None:
+        raise ValueError("not all of its layers are plain attention or states")
+    shapes = FewBuckets(pages.keys.dtype)
     fitted = shapes.fit(padded, N_NEW)
     assert fitted is not None
     new = ids[N_PAST:-1]

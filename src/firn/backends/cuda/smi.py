@@ -7,7 +7,7 @@ import functools
 import subprocess
 from importlib import metadata
 
-from firn.core.memory_plan import MIB
+from firn.core.units import MIB
 from firn.host.machine import SystemMemory
 
 

@@ -25,10 +25,20 @@ alone; the same call gives the same bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import mlx.core as mx
-import numpy as np
+
+from firn.backends.recurrence.chunks import (
+    Product,
+    decays_between,
+    in_chunks,
+    inverse,
+    joined,
+    levels,
+    since_begin,
+    size_of,
+    until_end,
+)
 
 
 def gated_delta(
@@ -41,6 +51,7 @@ def gated_delta(
     mask: mx.array | None = None,
     *,
     chunk: int,
+    multiply: Product = mx.matmul,
 ) -> tuple[mx.array, mx.array]:
     """What mlx_lm.models.gated_delta.gated_delta_ops computes. chunk: tokens, a power of two.
 
@@ -51,28 +62,17 @@ def gated_delta(
     dtype, (n_batch, n_tokens, n_key_heads, width) = q.dtype, q.shape
     n_heads, value_width = v.shape[-2:]
     g, beta, state = completed(q, v, g, beta, state, mask)
-    size = min(chunk, 1 << (n_tokens - 1).bit_length())
-    n_missing = -n_tokens % size
-    if n_missing:
-        q, k, v, beta = (_padded(a, n_missing, 0) for a in (q, k, v, beta))
-        g = _padded(g, n_missing, 1)
+    size = size_of(chunk, n_tokens)
     shared = n_heads // n_key_heads
-
-    def chunked(a: mx.array, *, is_key: bool = False) -> mx.array:
-        """(chunks, batch, key heads, heads of each, tokens, ...)"""
-        heads = (n_key_heads, 1 if is_key else shared)
-        a = a.astype(mx.float32).reshape(n_batch, -1, size, *heads, *a.shape[3:])
-        axes = (1, 0, 3, 4, 2, *range(5, a.ndim))
-        return mx.contiguous(a.transpose(*axes))
-
-    q, k = chunked(q, is_key=True), chunked(k, is_key=True)
-    v, g, beta = chunked(v), chunked(g), chunked(beta)[..., None]
+    q, k = (in_chunks(a, size, (n_key_heads, 1)) for a in (q, k))
+    v, beta = (in_chunks(a, size, (n_key_heads, shared)) for a in (v, beta))
+    g, beta = in_chunks(g, size, (n_key_heads, shared), padding=1), beta[..., None]
     within = _per_head if g.ndim == 5 else _per_channel
-    parts = within(q, k, g, beta)
+    parts = within(q, k, g, beta, multiply)
     grouped = state.reshape(n_batch, n_key_heads, shared, value_width, width)
-    y, after = _over_chunks(parts, beta * v, grouped.astype(mx.float32))
-    y = y.transpose(1, 0, 4, 2, 3, 5).reshape(n_batch, -1, n_heads, value_width)
-    return y[:, :n_tokens].astype(dtype), after.reshape(state.shape).astype(state.dtype)
+    y, after = _over_chunks(parts, beta * v, grouped.astype(mx.float32), multiply)
+    after = after.reshape(state.shape).astype(state.dtype)
+    return joined(y, n_tokens).astype(dtype), after
 
 
 def completed(
@@ -93,12 +93,6 @@ def completed(
     return g, beta, state
 
 
-def _padded(a: mx.array, n: int, value: int) -> mx.array:
-    """With n more tokens."""
-    more = mx.full((a.shape[0], n, *a.shape[2:]), value, dtype=a.dtype)
-    return mx.concatenate([a, more], axis=1)
-
-
 @dataclass(frozen=True, slots=True)
 class _Chunks:
     """What a chunk takes besides its values and the state before it; arrays begin with the chunks."""
@@ -116,15 +110,13 @@ class _Chunks:
     """Of the whole chunk."""
 
 
-def _per_head(q: mx.array, k: mx.array, g: mx.array, beta: mx.array) -> _Chunks:
-    size = g.shape[-1]
-    later = mx.triu(mx.ones((size, size), dtype=mx.bool_), 1)  # of the column than of the row
-    between = mx.triu(mx.cumprod(mx.where(later, g[..., None, :], 1), axis=-1))
+def _per_head(q: mx.array, k: mx.array, g: mx.array, beta: mx.array, multiply: Product) -> _Chunks:
+    between = decays_between(g)
     since = mx.cumprod(g, axis=-1)[..., None]
-    products = (k @ k.swapaxes(-1, -2)) * between
+    products = multiply(k, k.swapaxes(-1, -2)) * between
     return _Chunks(
-        inverse=_inverse(products * beta.swapaxes(-1, -2)),
-        reads=(k @ q.swapaxes(-1, -2)) * between,
+        inverse=inverse(products * beta.swapaxes(-1, -2), multiply),
+        reads=multiply(k, q.swapaxes(-1, -2)) * between,
         k_in=(since * beta) * k,
         q_in=since * q,
         k_out=between[..., -1:] * k,
@@ -132,63 +124,44 @@ def _per_head(q: mx.array, k: mx.array, g: mx.array, beta: mx.array) -> _Chunks:
     )
 
 
-def _per_channel(q: mx.array, k: mx.array, g: mx.array, beta: mx.array) -> _Chunks:
+def _per_channel(
+    q: mx.array, k: mx.array, g: mx.array, beta: mx.array, multiply: Product
+) -> _Chunks:
     """Two tokens whose decay is a product of channels: as seen from a border between them, with one
     of the powers of two as the distance of borders."""
     size = g.shape[-2]
     system, reads = mx.zeros(1), mx.eye(size) * (k * q).sum(axis=-1, keepdims=True)
-    for level, mask in enumerate(_levels(size)):
+    for level, mask in enumerate(levels(size)):
         blocks = g.reshape(*g.shape[:-2], -1, 1 << level, g.shape[-1])
-        since = mx.cumprod(blocks, axis=-2).reshape(g.shape)
-        until = mx.cumprod(blocks, axis=-2, reverse=True, inclusive=False).reshape(g.shape)
+        since, until = since_begin(blocks).reshape(g.shape), until_end(blocks).reshape(g.shape)
         before = until * k
-        system = system + (before @ (since * k * beta).swapaxes(-1, -2)) * mask
-        reads = reads + (before @ (since * q).swapaxes(-1, -2)) * mask
-    since = mx.cumprod(g, axis=-2)
-    until = mx.cumprod(g, axis=-2, reverse=True, inclusive=False)
+        system = system + multiply(before, (since * k * beta).swapaxes(-1, -2)) * mask
+        reads = reads + multiply(before, (since * q).swapaxes(-1, -2)) * mask
+    since = since_begin(g)
     return _Chunks(
-        inverse=_inverse(mx.broadcast_to(system, reads.shape)),
+        inverse=inverse(mx.broadcast_to(system, reads.shape), multiply),
         reads=reads,
         k_in=since * beta * k,
         q_in=since * q,
-        k_out=until * k,
+        k_out=until_end(g) * k,
         decay=since[..., -1:, :],
     )
 
 
-@cache
-def _levels(size: int) -> list[mx.array]:
-    """Above the diagonal: the squares that join two blocks of 1, 2, 4, ... tokens into one."""
-    block = [np.arange(size) >> level for level in range(size.bit_length() - 1)]
-    masks = [(b[None] == b[:, None] + 1) & (b[None] % 2 == 1) for b in block]
-    return [mx.array(mask.astype(np.float32)) for mask in masks]
-
-
-def _inverse(system: mx.array) -> mx.array:
-    """Of 1 + system, a strictly upper triangle, by blocks:
-
-    | A  X |-1   | A'  -A' X B' |
-    | .  B |   = | .       B'   |
-    """
-    size = system.shape[-1]
-    inverse = mx.eye(size)
-    for level, mask in enumerate(_levels(size)):
-        square = system * mask
-        inverse = inverse - (inverse @ square @ inverse if level else square)
-    return inverse
-
-
-def _over_chunks(parts: _Chunks, v: mx.array, state: mx.array) -> tuple[mx.array, mx.array]:
+def _over_chunks(
+    parts: _Chunks, v: mx.array, state: mx.array, multiply: Product
+) -> tuple[mx.array, mx.array]:
     """v: times beta. Returns y of all chunks, and the state after them."""
-    inverse, reads = parts.inverse.swapaxes(-1, -2), parts.reads.swapaxes(-1, -2)
+    inverted, reads = parts.inverse.swapaxes(-1, -2), parts.reads.swapaxes(-1, -2)
     if v.shape[-2] > 1:
-        news, k_in = inverse @ v, inverse @ parts.k_in
+        news, k_in = multiply(inverted, v), multiply(inverted, parts.k_in)
     else:
         news, k_in = v, parts.k_in
     y = []
     for i in range(len(v)):
         before = state.swapaxes(-1, -2)
-        news_i = news[i] - k_in[i] @ before
-        y.append(parts.q_in[i] @ before + reads[i] @ news_i)
-        state = parts.decay[i] * state + news_i.swapaxes(-1, -2) @ parts.k_out[i]
+        news_i = news[i] - multiply(k_in[i], before)
+        y.append(multiply(parts.q_in[i], before) + multiply(reads[i], news_i))
+        more = multiply(news_i.swapaxes(-1, -2), parts.k_out[i])
+        state = parts.decay[i] * state + more
     return mx.stack(y), state

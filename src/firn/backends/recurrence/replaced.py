@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_lm.models import gated_delta as mlx_lm_delta
 
-from firn.backends.recurrence.delta import gated_delta
 from firn.models.patches import Patches
 
 HOMES = (mlx_lm_delta.__name__, "mlx_vlm.models.gated_delta", "mlx_vlm.models.qwen3_5.gated_delta")
@@ -42,40 +40,6 @@ class DeltaRule(Protocol):
     ) -> tuple[mx.array, mx.array]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkedDelta:
-    """chunk, channel_chunk: tokens of a chunk whose decays are of heads, or of channels. min_work:
-    tokens times elements of the state; below this, the operations on chunks take longer than they
-    save. max_product: multiplications of a matrix product, for which chunks are made shorter."""
-
-    chunk: int
-    channel_chunk: int
-    min_work: int
-    max_product: int = sys.maxsize
-
-    @property
-    def identity(self) -> str:
-        return f"delta-{self.chunk}-{self.channel_chunk}-{self.min_work}-{self.max_product}"
-
-    def suits(self, q: mx.array, v: mx.array, g: mx.array) -> bool:
-        return v.size * q.shape[-1] >= self.min_work
-
-    def __call__(
-        self,
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        g: mx.array,
-        beta: mx.array,
-        state: mx.array | None = None,
-        mask: mx.array | None = None,
-    ) -> tuple[mx.array, mx.array]:
-        chunk = self.chunk if g.ndim == 3 else self.channel_chunk
-        room = max(self.max_product // (q.shape[-1] * v.shape[-1]), 1)
-        chunk = min(chunk, 1 << (room.bit_length() - 1))
-        return gated_delta(q, k, v, g, beta, state, mask, chunk=chunk)
-
-
 def replace(patches: Patches, rule: DeltaRule) -> None:
     """In every module of HOMES that is imported now. Calling it again replaces it in later ones."""
     for module in filter(None, map(sys.modules.get, HOMES)):
@@ -103,14 +67,14 @@ class Recurrences:
     ) -> None:
         """replace_others: replaces what is not the delta rule, except in exact mode."""
         self._patches = patches
-        self._rule = rule
+        self.rule = rule
         self._replace_others = replace_others
         self.is_exact = self._is_installed = self._computes_delta = False
 
     @property
     def identity(self) -> str:
         """What the bits of a loaded model's layers depend on."""
-        return self._rule.identity if self._computes_delta else ""
+        return self.rule.identity if self._computes_delta else ""
 
     def install(self, *, exact: bool) -> None:
         self.is_exact, self._is_installed = exact, True
@@ -123,7 +87,7 @@ class Recurrences:
         self._computes_delta |= is_used_by(model)
 
     def _replace(self) -> None:
-        replace(self._patches, self._rule)
+        replace(self._patches, self.rule)
         if not self.is_exact:
             self._replace_others()
 

@@ -9,14 +9,14 @@ time of exponentials (see `cpu.softmax`).
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from mlx import nn
 
-from firn.models.patches import Patches
+from firn.backends.recurrence.replacements import Replacement, homes_of
 
 SPAN = 64
 """Tokens whose states, (channels, state size) each, are in memory at the same time."""
@@ -51,15 +51,30 @@ def selective(
     return mx.concatenate(y, axis=1), state
 
 
-def jamba_step(self: Any, x: mx.array, a: mx.array, state: mx.array | None = None) -> Any:
+def gated_sum(x: mx.array, a: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
+    """Recurrent Gemma: x and a (batch, tokens, channels). Returns h <- a h + x after each token, and
+    after the last."""
+    states = scan(a, x, state)
+    return states, states[:, -1]
+
+
+Selective = Callable[..., tuple[mx.array, mx.array | None]]
+"""As `selective`."""
+
+
+def _jamba_step(
+    form: Selective, self: Any, x: mx.array, a: mx.array, state: mx.array | None = None
+) -> Any:
     """JambaMambaMixer.ssm_step."""
     delta, b, c = _projected(self, x)
     delta, b, c = self.dt_layernorm(delta), self.b_layernorm(b), self.c_layernorm(c)
-    y, state = selective(x, nn.softplus(self.dt_proj(delta)), b, c, a, state)
+    y, state = form(x, nn.softplus(self.dt_proj(delta)), b, c, a, state)
     return y + self.D * x, state
 
 
-def mamba_sequence(self: Any, x: mx.array, conv_cache: Any, state: mx.array | None) -> Any:
+def _mamba_sequence(
+    form: Selective, self: Any, x: mx.array, conv_cache: Any, state: mx.array | None
+) -> Any:
     """MambaBlock._process_sequence."""
     x, z = self.in_proj(x).split(indices_or_sections=2, axis=-1)
     n_before = self.conv_kernel_size - 1
@@ -74,7 +89,7 @@ def mamba_sequence(self: Any, x: mx.array, conv_cache: Any, state: mx.array | No
         eps = self.args.mixer_rms_eps
         delta, b, c = (mx.fast.rms_norm(a, weight=None, eps=eps) for a in (delta, b, c))
     a = -mx.exp(self.A_log)
-    y, state = selective(x, nn.softplus(self.dt_proj(delta)), b, c, a, state)
+    y, state = form(x, nn.softplus(self.dt_proj(delta)), b, c, a, state)
     return self.out_proj(nn.silu(z) * (y + self.D * x)), (conv_cache, state)
 
 
@@ -83,16 +98,13 @@ def _projected(self: Any, x: mx.array) -> Any:
     return mx.split(self.x_proj(x), ends, axis=-1)
 
 
-REPLACED: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
-    ("mlx_lm.models.jamba", "JambaMambaMixer", "ssm_step", jamba_step),
-    ("mlx_lm.models.mamba", "MambaBlock", "_process_sequence", mamba_sequence),
-)
-"""Module, class, method."""
-
-
-def replace(patches: Patches) -> None:
-    """In every one of these modules that is imported now. Calling it again replaces it in later ones."""
-    for home, owner_name, name, function in REPLACED:
-        owner = getattr(sys.modules.get(home), owner_name, None)
-        if owner is not None and getattr(owner, name) is not function:
-            patches.replace(owner, name, function)
+def selective_scans(form: Selective) -> list[Replacement]:
+    """Jamba's and Mamba's layers, computed by this form."""
+    jamba, mamba = partial(_jamba_step, form), partial(_mamba_sequence, form)
+    return [
+        *(Replacement(h, "JambaMambaMixer.ssm_step", lambda _: jamba) for h in homes_of("jamba")),
+        *(
+            Replacement(h, "MambaBlock._process_sequence", lambda _: mamba)
+            for h in homes_of("mamba")
+        ),
+    ]

@@ -92,6 +92,8 @@ class MemoryTier:
 
         Rows are trimmed last, each once: a row that gives many records is copied when all are gone.
         """
+        if self.nbytes - self._rows.spare_nbytes > nbytes:
+            self._rows.gather()
         while self.nbytes - self._rows.spare_nbytes > nbytes and self._evict_next(self._all):
             pass
         self._rows.forget_empty()

@@ -48,6 +48,8 @@ LEAST_BLOCKS blocks are unused. Less is left as room for the next turn."""
 SPARE_SHARE = 0.125
 """When memory is needed, parked rows of which more than this share is unused are trimmed before
 anything is evicted."""
+N_GATHERED = 16
+"""Rows of which is looked at whether others hold the same, once memory is needed: those used last."""
 GIVEN_SHARE = 0.25
 """A parked row from which records are evicted gives this share at once."""
 
@@ -101,7 +103,7 @@ class Slab:
 class RowPages(InRow):
     """The pages of one row, live or parked. Its records belong to one chain of blocks."""
 
-    __slots__ = ("_changed", "_ends", "_layout", "_slab", "_starts", "chain", "row")
+    __slots__ = ("_changed", "_ends", "_layout", "_slab", "_starts", "chain", "n_gathered", "row")
 
     def __init__(self, layout: Layout, changed: set[RowPages]) -> None:
         """changed: where it notes that what it takes has changed."""
@@ -112,6 +114,8 @@ class RowPages(InRow):
         self._slab: Slab | None = None
         self.chain: Node | None = None
         """The last whole block that the row holds, whether or not its records are in this row."""
+        self.n_gathered = 0
+        """Up to here, `gather` has brought the records of its chain into this row."""
         self._starts: list[int] = []
         self._ends: list[int] = []
         """Where its records start and end, sorted."""
@@ -218,6 +222,8 @@ class LiveRows:
         self._spare_nbytes = 0
         self._useless: dict[RowPages, None] = {}
         """Parked rows without records, or without buffers."""
+        self._to_gather: dict[RowPages, None] = {}
+        """Rows that may hold tokens whose records are in parked rows, the last one parked last."""
 
     def of(self, row: LiveRow, layout: Layout, *, chain: Node | None = None) -> RowPages:
         pages = self.live.get(row)
@@ -225,6 +231,7 @@ class LiveRows:
             pages = self.live[row] = RowPages(layout, self._changed)
             pages.row = row
         pages.chain = chain or pages.chain
+        self._gather_later(pages)
         return pages
 
     def knows(self, pages: RowPages) -> bool:
@@ -242,6 +249,7 @@ class LiveRows:
         """The row has ended, and these are its buffers."""
         pages.slab = slab
         self.parked[pages] = self.unconfirmed[pages] = None
+        self._gather_later(pages)
 
     def start_moving(self, pages: RowPages) -> None:
         """A new row is about to take over the buffers of a parked one."""
@@ -259,11 +267,41 @@ class LiveRows:
     def forget(self, pages: RowPages) -> None:
         """Forget a row that holds no records any more."""
         assert not pages.records
-        for table in (self.parked, self.moving, self.unconfirmed):
+        for table in (self.parked, self.moving, self.unconfirmed, self._to_gather):
             table.pop(pages, None)
         if pages.row is not None and self.live.get(pages.row) is pages:
             del self.live[pages.row]
         pages.row = pages.slab = None
+
+    # --- tokens that several rows hold ------------------------------------------------------
+
+    def gather(self) -> None:
+        """Where several rows hold the same tokens, leave their records to a live row, which takes no
+        memory, or else to the row parked last: the others can then be trimmed.
+
+        Not done before memory is needed: a parked row that is whole is continued without a copy.
+        """
+        rows, self._to_gather = self._to_gather, {}
+        for pages in sorted(rows, key=lambda p: p.row is not None):
+            if pages.is_available and pages.chain is not None:
+                self._gather(pages, pages.chain)
+
+    def _gather_later(self, pages: RowPages) -> None:
+        self._to_gather.pop(pages, None)
+        self._to_gather[pages] = None
+        while len(self._to_gather) > N_GATHERED:
+            del self._to_gather[next(iter(self._to_gather))]
+
+    def _gather(self, pages: RowPages, chain: Node) -> None:
+        for node in chain.path():
+            if node.end <= pages.n_gathered:
+                break
+            record = node.records.get(Part.PAGES)
+            if record is None or record.leaving or node.n_pins or not pages.holds(node):
+                continue
+            if isinstance(record.arrays, RowPages) and record.arrays in self.parked:
+                self._ledger.move(record, pages)
+        pages.n_gathered = chain.end
 
     # --- what they take --------------------------------------------------------------------
 

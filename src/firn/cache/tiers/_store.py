@@ -29,8 +29,8 @@ from firn.cache.tiers._backoff import CircuitBreaker
 from firn.cache.tiers._bandwidth import Bandwidth
 from firn.cache.tiers._calls import RetriedCalls
 from firn.core.errors import SetupError
+from firn.core.units import MIB
 
-MIB = 1 << 20
 DEADLINE_S, WRITE_MB_PER_S = 5.0, 64.0
 TOO_LARGE = 1e12
 """Settings that are numbers must be below this."""

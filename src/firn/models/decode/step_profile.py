@@ -11,8 +11,7 @@ from firn.models.decode.ragged import ALL_COLUMNS, Columns
 class StepProfile:
     """slope: what each additional token of each row adds to a step, in plain steps. flat: what any
     step of several tokens adds. widths: to choose from, in tokens of a row. shapes: widths that are
-    computed; a narrower step is padded to one of them where that does no harm. n_preparing: the
-    first steps of a shape, which compile kernels or are traced, and are not measured.
+    computed; a narrower step is padded to one of them where that does no harm.
     layers_per_dispatch: layers that are dispatched together while the host builds the next ones; 0: a
     step is dispatched as a whole."""
 
@@ -21,7 +20,6 @@ class StepProfile:
     widths: tuple[int, ...] = (1, 2, 4, 8, 16)
     shapes: tuple[int, ...] = ()
     columns: Columns = ALL_COLUMNS
-    n_preparing: int = 0
     layers_per_dispatch: int = 0
 
     def shape(self, width: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from firn.models.decode.batch import TakenTokens
 
@@ -31,11 +31,4 @@ class DraftTotals:
         self.n_accepted += taken.n_right
 
     def view(self) -> dict[str, int]:
-        return {
-            "steps": self.n_steps,
-            "draft_steps": self.n_draft_steps,
-            "row_steps": self.n_row_steps,
-            "taken": self.n_taken,
-            "drafted": self.n_drafted,
-            "accepted": self.n_accepted,
-        }
+        return {name.removeprefix("n_"): n for name, n in asdict(self).items()}

@@ -4,8 +4,8 @@
                   ^ read early: nothing     ^ late: two steps are built before it is read
                     else is in flight
 
-A step that is read early passes its delay on to the first wide step; that of the first plain step
-afterwards is what the change costs.
+Whatever takes longer than a plain step is the wide ones' doing: a step that is read early passes its
+delay on to the first wide step, and that of the first plain step afterwards is added to the last one.
 
 Owner: the engine thread, through the speculation.
 """
@@ -14,11 +14,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from firn.models.decode.batch import Group, StepInFlight, TakenTokens
 from firn.models.decode.steps import PlainInFlight
 from firn.models.speculation.gate import Allowance
-from firn.models.speculation.step_times import StepTimes
+from firn.models.speculation.step_times import StepShape, StepTimes
+
+
+@dataclass(slots=True)
+class _WideStep:
+    """A step with drafts whose time may still grow. n_tokens: taken, per row."""
+
+    n_rows: int
+    shape: StepShape
+    seconds: float
+    n_tokens: float
+    is_new: bool
 
 
 class StepClock:
@@ -29,38 +41,49 @@ class StepClock:
         self.read_at: dict[int, float] = {}
         """When the newest tokens were read, by the id() of the group. Missing where the device has
         computed something else since."""
-        self._has_drafted: set[int] = set()
-        """Groups whose newest step was one with drafts, or was read early for drafts."""
+        self._last: dict[int, _WideStep] = {}
+        """The groups' newest steps, where these had drafts."""
         self.is_draining = False
 
-    def read(self, group: Group, taken: Sequence[TakenTokens], step: StepInFlight) -> None:
-        """A step's tokens were read: record how long it took, and settle its gain or loss."""
-        now, n_rows = self._clock(), len(group.seats)
+    def read(
+        self,
+        group: Group,
+        taken: Sequence[TakenTokens],
+        step: StepInFlight,
+        *,
+        is_asked: bool = False,
+    ) -> None:
+        """A step's tokens were read. is_asked: a costly drafter drafted for it."""
+        now, n_rows, times = self._clock(), len(group.seats), self._times
         before = self.read_at.get(id(group))
         self.read_at[id(group)] = now
+        last = self._last.pop(id(group), None)
         if before is None:
             return
-        seconds, times, allowance = now - before, self._times, self._allowance
-        has_drafted = id(group) in self._has_drafted
-        self._has_drafted.discard(id(group))
+        seconds = now - before
         if not isinstance(step, PlainInFlight):
-            self._has_drafted.add(id(group))
-            price = times.saw_wide(n_rows, step.width, seconds, is_new=step.is_new)
-            if price is not None:
-                n_taken = sum(len(t.tokens) for t in taken if t.row.group is group)
-                allowance.settle(n_taken / max(len(group.rows), 1) - price)
-            return
-        allowance.earn()
-        if self.is_draining and times.knows(n_rows):
-            # It was read early: what it took longer belongs to the step after it.
-            self._has_drafted.add(id(group))
-            self.read_at[id(group)] = min(before + times.plain_s(n_rows), now)
-        elif step.is_new:
-            return
-        elif step.is_pipelined:
-            times.saw_plain(n_rows, seconds)
-        elif has_drafted:  # else a reply has just begun, which no drafts are to blame for
-            allowance.settle(-times.saw_change(n_rows, seconds))
+            n_tokens = sum(len(t.tokens) for t in taken if t.row.group is group)
+            self._last[id(group)] = _WideStep(
+                n_rows,
+                StepShape(step.width, is_asked),
+                seconds,
+                n_tokens / max(len(group.rows), 1),
+                step.is_new,
+            )
+        else:
+            self._allowance.earn()
+            if self.is_draining and times.knows(n_rows):
+                self.read_at[id(group)] = min(before + times.plain_s(n_rows), now)
+            elif step.is_pipelined and not step.is_new:
+                times.saw_plain(n_rows, seconds)
+            elif last is not None and not step.is_new:  # else a reply has just begun
+                last.seconds += max(seconds - times.plain_s(last.n_rows), 0.0)
+        if last is not None:
+            self._settle(last)
+
+    def _settle(self, step: _WideStep) -> None:
+        price = self._times.saw_wide(step.n_rows, step.shape, step.seconds, is_new=step.is_new)
+        self._allowance.settle(step.n_tokens - price)
 
     @contextmanager
     def draining(self) -> Iterator[None]:
@@ -83,5 +106,7 @@ class StepClock:
 
     def disturbed(self) -> None:
         """The device computes something else, so the time until the next tokens is not a step's."""
+        for step in self._last.values():
+            self._settle(step)
         self.read_at.clear()
-        self._has_drafted.clear()
+        self._last.clear()

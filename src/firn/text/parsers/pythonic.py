@@ -66,14 +66,14 @@ class BarePythonic(Pythonic):
     def script(self) -> Script[None]:
         yield from self._could_be_a_call()
         for _ in range(MAX_TRIES):
-            yield from self._closed()
+            yield from self._close()
             calls = python_calls(self.tape.text[: self.tape.pos])
             if calls:
                 self.emit(calls)
                 return
         raise NotACall
 
-    def _closed(self) -> Script[None]:
+    def _close(self) -> Script[None]:
         """Reads to a bracket that may close the list: trying every one would be quadratic."""
         while True:
             start = self._n_scanned

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from firn.text.calls import CallParser, NotACall, Script, TextEnded
+from firn.text.calls import CallParser, NativeParser, NotACall, Script, TextEnded
 from firn.text.messages import tools_to_template
-from firn.text.native import NativeParser
 from firn.text.parsers import ToolFormat
 from firn.text.schema import ToolSchemas
 
@@ -20,7 +19,7 @@ class WholeCall(CallParser):
 
     def script(self) -> Script[None]:
         body = yield from self._body()
-        parsed = self._parsed(body)
+        parsed = self._parse(body)
         for call in parsed if isinstance(parsed, list) else [parsed]:
             self._emit(call)
 
@@ -38,7 +37,7 @@ class WholeCall(CallParser):
         start, self.tape.pos = self.tape.pos, len(self.tape.text)
         return self.tape.text[start:]
 
-    def _parsed(self, body: str) -> object:
+    def _parse(self, body: str) -> object:
         try:
             return self._native.parse(body, tools_to_template(self.schemas.tools))
         except Exception as e:

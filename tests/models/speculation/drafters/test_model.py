@@ -24,19 +24,19 @@ from firn.models.speculation.drafters.model import ModelDrafter
 from firn.models.speculation.speculator import FAULT_REST_S, DraftPlan, Speculation
 from tests.harness import GREEDY, Result, running
 from tests.models.alone import plain, prompt_of
-from tests.models.speculation.drafting import NeverRests
+from tests.models.speculation.drafting import Tireless
 from tests.models.speculation.test_speculation import SAMPLINGS, Story, assert_equal, story, tell
 from tests.zoo import build
 
 
-class AsksWhenReady(NeverRests):
+class AsksWhenReady(Tireless):
     """Asks the costly drafter for most rows that are ready, for a random number of tokens."""
 
     def __init__(self, *drafters: Any, seed: int = 0, **more: Any) -> None:
         super().__init__(*drafters, **more)
         self._rng = random.Random(seed)
 
-    def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
+    def _plan(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
         ready = [r for r in group.rows if r in self._rows and self._rows[r].is_ready]
         asks = [r for r in ready if self._rng.random() < 0.8]
         return DraftPlan(self._rng.randint(1, 9), tuple(asks))

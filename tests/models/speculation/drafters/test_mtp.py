@@ -23,7 +23,7 @@ from firn.models.speculation.speculator import DraftPlan
 from tests.harness import GREEDY, running
 from tests.models.alone import Built, plain, prompt_of
 from tests.models.speculation.drafters.test_model import AsksWhenReady, assert_all_equal
-from tests.models.speculation.drafting import NeverRests
+from tests.models.speculation.drafting import Tireless
 from tests.models.speculation.test_speculation import SAMPLINGS, story, tell
 from tests.zoo import ZOO, build, weights
 from tests.zoo.folder import write
@@ -113,14 +113,14 @@ def test_all_drafts_of_a_head_that_agrees_are_accepted(name: str) -> None:
     assert totals.n_accepted == totals.n_drafted
 
 
-class NotesDrafts(NeverRests):
+class NotesDrafts(Tireless):
     """Asks for four tokens after every step, and records them."""
 
     def __init__(self, drafter: Any) -> None:
         super().__init__(drafter)
         self.told: list[Draft] = []
 
-    def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
+    def _plan(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
         return DraftPlan(5, tuple(group.rows))
 
     def _ask(self, best: DraftPlan) -> None:
@@ -157,9 +157,9 @@ class DraftsEvery(NotesDrafts):
         self._every = every
         self.drafts_at: dict[int, tuple[int, ...]] = {}
 
-    def _width(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
+    def _plan(self, group: Group, *, step_in_flight: bool = False) -> DraftPlan:
         asks = (group.rows[0].n_tokens + len(group.rows[0].pending)) % self._every == 0
-        return super()._width(group, step_in_flight=step_in_flight) if asks else DraftPlan(1)
+        return super()._plan(group, step_in_flight=step_in_flight) if asks else DraftPlan(1)
 
     def _ask(self, best: DraftPlan) -> None:
         super()._ask(best)

@@ -20,6 +20,8 @@ from firn.core.values import Job
 
 ON_A_MODEL = frozenset({"model", "mtp"})
 """Drafters that need a loaded model: `assembly` creates those."""
+MAX_CHAIN = 8
+"""The most tokens that a drafter which is not free is asked for: each takes a pass of its model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,8 @@ NO_DRAFT = Draft()
 
 
 class Drafter(Protocol):
-    """Drafts for any number of rows; a row is identified by any hashable object."""
+    """Drafts for any number of rows; a row is identified by any hashable object. One that derives from
+    this class may leave out what it does not need to know."""
 
     is_free: bool
     """Whether drafting takes next to no time. It is then done after each token, whether or not the
@@ -51,7 +54,7 @@ class Drafter(Protocol):
 
     def open(self, row: Hashable, job: Job) -> None:
         """A row begins its reply to this job's prompt."""
-        ...
+        return
 
     def prepare(self, row: Hashable) -> bool:
         """Get ready to draft for this row, a little per call; True once it can."""
@@ -59,7 +62,7 @@ class Drafter(Protocol):
 
     def took(self, row: Hashable, tokens: Sequence[int]) -> None:
         """These tokens are now the end of the row's reply. Unknown rows are ignored."""
-        ...
+        return
 
     def draft(self, rows: Sequence[Hashable], n_most: int) -> list[Draft]:
         """For each row, up to `n_most` tokens after all that it took; NO_DRAFT for unknown rows, or if
@@ -68,11 +71,11 @@ class Drafter(Protocol):
 
     def close(self, row: Hashable) -> None:
         """The row is gone. Unknown rows are ignored."""
-        ...
+        return
 
     def end(self) -> None:
         """The engine is stopping: keep what is worth keeping, free the rest."""
-        ...
+        return
 
 
 def discover() -> dict[str, Callable[[], Drafter]]:

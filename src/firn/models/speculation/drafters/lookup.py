@@ -3,7 +3,7 @@
 It searches the request's own prediction of its reply, the prompt, the reply so far, and earlier
 replies in the same namespace, up to a bounded number of tokens. The longest match is followed for
 as long as it holds. The longer the match, the better the draft: the kind of a drafted token depends
-on the length of the match before it (KINDS).
+on the length of the match before it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,10 @@ KEPT_NBYTES, TOKEN_NBYTES = 64 << 20, 256
 KEPT_NAMESPACES = 64
 MIN_REPLY, MAX_REPLY = 16, 1 << 13
 """Shorter replies are not kept; of longer ones, the first tokens are."""
-KINDS = (2, 3, 4, 6, 9, 17, 33)
-"""The shortest match of each kind."""
-KIND_OF = tuple(sum(n >= k for k in KINDS[1:]) for n in range(KINDS[-1] + 1))
-KINDS_FROM = KIND_OF + (len(KINDS) - 1,) * 64
-"""KINDS_FROM[n:] are the kinds of the tokens drafted after a match of length n."""
-ODDS = (0.25, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95)
+MAX_LENGTH = 32
+"""Tokens: after longer matches, drafts are not better."""
+PREDICTED = 8
+"""What a prediction counts for before any of it was right: a match of so many tokens."""
 
 
 class Lookup:
@@ -52,7 +50,9 @@ class Lookup:
         """By the id() of their tokens: the choices of a request share its prompt and prediction."""
 
     def odds(self, kind: int) -> float:
-        return ODDS[kind]
+        """After a match of n tokens, n of n + 3 are right."""
+        n = 1 << kind
+        return n / (n + 3)
 
     def open(self, row: Hashable, job: Job) -> None:
         past = _Replies() if job.prompt.salt else self._use(job.namespace, _Replies())
@@ -223,7 +223,7 @@ class _RowText:
         # A prediction covers the whole reply, so it is followed from the start.
         self._follows: Sequence[int] | TokenArray = self._prediction.ids
         self._at = 0
-        self._length = KINDS[-3] if len(job.prediction) else 0
+        self._length = PREDICTED if len(job.prediction) else 0
 
     @property
     def keeps(self) -> bool:
@@ -246,8 +246,8 @@ class _RowText:
             return NO_DRAFT
         follows = self._follows[self._at : self._at + n_most]
         tokens = tuple(follows.tolist() if isinstance(follows, np.ndarray) else follows)
-        start = min(self._length, KINDS[-1])
-        return Draft(tokens, KINDS_FROM[start : start + len(tokens)])
+        lengths = range(self._length, self._length + len(tokens))
+        return Draft(tokens, tuple(kind_of(n) for n in lengths))
 
     def _search(self) -> None:
         end = self._end()
@@ -270,6 +270,11 @@ class _RowText:
         if n_prompt <= 0:
             return self.reply[-MAX_COMPARED:]
         return [*self._prompt.ids[-n_prompt:].tolist(), *self.reply]
+
+
+def kind_of(length: int) -> int:
+    """The kind of a token drafted after a match of this length: kinds begin at 2, 4, 8, 16 and 32."""
+    return min(length, MAX_LENGTH).bit_length() - 1
 
 
 def _match(tokens: Sequence[int], at: int, end: Sequence[int]) -> int:

@@ -29,10 +29,10 @@ from firn.models.decode.rewind import RaggedStep, is_rewindable
 from firn.models.decode.sampling import to_host
 from firn.models.decode.step_profile import PLAIN_PROFILE, StepProfile
 from firn.models.layers import MakeLayers, leaves
-from firn.models.speculation.drafters import NO_DRAFT, Draft
+from firn.models.speculation.drafters import MAX_CHAIN, NO_DRAFT, Draft
 
-MAX_DRAFT = 8
-ODDS = (0.7, 0.65, 0.6, 0.55, 0.5, 0.5, 0.5, 0.5)
+ODDS = 0.6
+"""That a drafted token is right, before anything is known."""
 CHUNK = 512
 
 
@@ -92,7 +92,7 @@ class ModelDrafter:
         self._groups: list[Group] = []
 
     def odds(self, kind: int) -> float:
-        return ODDS[kind]
+        return ODDS
 
     # --- rows ------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class ModelDrafter:
 
     def draft(self, rows: Sequence[Hashable], n_most: int) -> list[Draft]:
         drafts: dict[Hashable, Draft] = {}
-        n = min(n_most, MAX_DRAFT)
+        n = min(n_most, MAX_CHAIN)
         ready = [row for row in rows if row in self._readers and n > 0 and self.prepare(row)]
         for group in self._groups:
             asked = [r for r in ready if self._readers[r].row.group is group]

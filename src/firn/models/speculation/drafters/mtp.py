@@ -18,13 +18,13 @@ from firn.models.decode.mtp_hidden import hidden_of
 from firn.models.decode.rewind import RaggedStep
 from firn.models.decode.sampling import to_host
 from firn.models.mtp import MtpModel, split
-from firn.models.speculation.drafters import NO_DRAFT, Draft
+from firn.models.speculation.drafters import MAX_CHAIN, NO_DRAFT, Draft, Drafter
 
-MAX_DRAFT = 8
-ODDS = (0.8, 0.6, 0.5, 0.4, 0.4, 0.4, 0.4, 0.4)
+ODDS = 0.6
+"""That a drafted token is right, before anything is known."""
 
 
-class MtpDrafter:
+class MtpDrafter(Drafter):
     """Its rows are the runner's own. Owner: the engine thread, through the speculation."""
 
     is_free = False
@@ -34,7 +34,7 @@ class MtpDrafter:
         self._rows: set[Hashable] = set()
 
     def odds(self, kind: int) -> float:
-        return ODDS[kind]
+        return ODDS
 
     def open(self, row: Hashable, job: Job) -> None:
         self._rows.add(row)
@@ -42,12 +42,9 @@ class MtpDrafter:
     def prepare(self, row: Hashable) -> bool:
         return row in self._rows
 
-    def took(self, row: Hashable, tokens: Sequence[int]) -> None:
-        pass
-
     def draft(self, rows: Sequence[Hashable], n_most: int) -> list[Draft]:
         drafts: dict[Hashable, Draft] = {}
-        n = min(n_most, MAX_DRAFT)
+        n = min(n_most, MAX_CHAIN)
         live = [r for r in rows if r in self._rows and isinstance(r, Row) and r.group is not None]
         for group in {id(r.group): r.group for r in live if r.group is not None}.values():
             asked = [r for r in live if r.group is group]

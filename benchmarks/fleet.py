@@ -1,4 +1,9 @@
-"""A trace played against several servers behind a router, with or without a shared store.
+"""How much do several servers behind a router reuse of a trace, with and without a shared store?
+
+    .venv/bin/python benchmarks/fleet.py fleet.jsonl --servers 8 --ssd-gb 16,64,256
+
+A simulation: no server runs. `benchmarks/agent_trace.py` makes traces. Takes a minute for each size
+with 60,000 requests.
 
 Each server has an SSD of its own, with the cache's eviction order (simulate.py). The store takes
 blocks that are used a second time and keeps them for `ttl_s` after their last use; a server also
@@ -9,13 +14,19 @@ request.
 
 from __future__ import annotations
 
+import argparse
 import math
-from dataclasses import dataclass
-from itertools import cycle
-from typing import Literal
+from dataclasses import asdict, dataclass
+from itertools import cycle, product
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
+from report import cli, grid, numbers, save
+from servers import lab
 
+from firn.core.units import seconds
+from firn.traces.read import read
 from firn.traces.simulate import TELL_EVERY, Progress, SimulatedSsd
 from firn.traces.trace import Ints, Trace
 
@@ -154,3 +165,56 @@ class _Router:
     def sent(self, i: int, server: int, n_computed: int) -> None:
         self._owner[self._trace.path(i)] = server
         self._load[server] += n_computed
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("trace", type=Path)
+    options.add_argument("--servers", type=int, default=8)
+    options.add_argument("--ssd-gb", default="16,64,256", help="each server's, in GiB")
+    options.add_argument(
+        "--store-ttl", default="7d", help="how long the store keeps what is unused"
+    )
+    options.add_argument("--token-bytes", type=int, default=0, help="(default: the trace's)")
+    options.add_argument("--out", type=Path, help="JSON file (default: fleet.json in the lab)")
+    args = options.parse_args()
+    source = read(args.trace)
+    trace = Trace.of(source.entries, block=source.block)
+    block_nbytes = trace.block * (args.token_bytes or trace.token_nbytes)
+    if not block_nbytes:
+        options.error("the trace does not say how many bytes a token takes; add --token-bytes")
+    sizes, runs = numbers(args.ssd_gb), list[dict[str, Any]]()
+    rows = [
+        ["routing", "store", *(f"{gb} GiB each" for gb in sizes), "read", "written", "TiB kept"]
+    ]
+    for routing, has_store in product(ROUTINGS, (False, True)):
+        played = [
+            play_fleet(
+                trace,
+                n_servers=args.servers,
+                n_blocks=max(round(gb * 2**30 / block_nbytes), 1),
+                routing=routing,
+                ttl_s=seconds(args.store_ttl) if has_store else None,
+            )
+            for gb in sizes
+        ]
+        runs += [
+            {"routing": routing, "store": has_store, "ssd_gb": gb, **asdict(result)}
+            for gb, result in zip(sizes, played, strict=True)
+        ]
+        first = played[0]
+        traffic = (first.n_read / len(trace), first.n_written / len(trace))
+        kept_tib = first.n_kept * block_nbytes / 2**40
+        cells = [*(f"{p.reused:.1%}" for p in played), *(f"{n:.1f}" for n in traffic)]
+        rows.append([routing, "yes" if has_store else "no", *cells, f"{kept_tib:.1f}"])
+    unlimited = float(trace.known.sum()) * trace.block / max(trace.n_prompt_tokens, 1)
+    print(f"One server with everything would reuse {unlimited:.1%} of the prompt tokens.")
+    print(f"Blocks read and written a prompt, and TiB kept, are those with {sizes[0]} GiB each.\n")
+    print(grid(rows))
+    save(args.out or lab() / "fleet.json", "fleet", options=vars(args), result={"runs": runs})
+
+
+if __name__ == "__main__":
+    cli(main)

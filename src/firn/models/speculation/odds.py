@@ -9,12 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 MEMORY = 300.0
-"""Effective number of drafted tokens remembered, for each kind."""
+"""Drafted tokens of each kind that are remembered: what came before them counts for less and less."""
 PRIOR_WEIGHT = 8.0
-FADING = 0.99
-"""Factor applied to what is known of a kind after each step that decided not to try it."""
-HOPELESS = 1e-3
-"""After a drafted token less likely than this to be accepted, further ones count for nothing."""
+"""As many drafted tokens as what a drafter promises counts for."""
 Kind = tuple[int, int]
 """Which drafter, and which of its kinds of drafted tokens."""
 
@@ -32,12 +29,12 @@ class Odds:
         self._all[kind] = n * fading + 1.0
         self._right[kind] = self._right.get(kind, 0.0) * fading + is_right
 
-    def fade(self, kinds: Iterable[Kind]) -> None:
-        """These kinds were not tried."""
-        for kind in kinds:
-            if kind in self._all:
-                self._all[kind] *= FADING
-                self._right[kind] *= FADING
+    def age(self, source: int) -> None:
+        """This drafter was not tried for a while: what is known of it counts half."""
+        for kind in self._all:
+            if kind[0] == source:
+                self._all[kind] /= 2
+                self._right[kind] /= 2
 
     def of(self, kind: Kind, prior: float) -> float:
         right, n = self._right.get(kind, 0.0), self._all.get(kind, 0.0)
@@ -61,15 +58,9 @@ class ExpectedTokens:
         for p in odds:
             chance *= p
             gains.append(gains[-1] + chance)
-            if chance < HOPELESS:
-                break
         return cls(n_pending, tuple(gains))
 
     def tokens(self, width: int) -> float:
         """Expected tokens from a step of this width."""
         n_drafted = min(max(width - self.n_pending, 0), len(self.gains) - 1)
         return self.gains[n_drafted]
-
-
-NO_TOKENS = ExpectedTokens()
-"""For a row without drafts."""

@@ -1,6 +1,8 @@
 """Synthetic traffic of coding agents, generated from a seed: for benchmarks and tests.
 
-    python -m firn.traces.agents 20000 > trace.jsonl
+    .venv/bin/python benchmarks/agent_trace.py 20000 > trace.jsonl
+
+Takes a second for 5,000 requests.
 
 People work by day on projects of their own, with a few kinds of agents. A session grows turn by
 turn from a shared prompt of tools and system text. Some turns start sub-agents, which run in

@@ -1,15 +1,47 @@
-"""What may be drafted for a row: tokens that are forced, and where a draft must end. Pure."""
+"""What may be drafted for a row: tokens that can hardly be wrong, and where a draft must end.
+
+Tokens can hardly be wrong if they are forced (the end of a thinking budget), or if a grammar leaves no
+choice about them. These two are asked before all drafters.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
+
 from firn.models.decode.batch import Row
 from firn.models.decode.ragged import MAX_FEED
-from firn.models.speculation.drafters import NO_DRAFT, Draft
+from firn.models.speculation.drafters import NO_DRAFT, Draft, Drafter
 
 
 def is_bound(row: Row) -> bool:
     """Whether something other than the model decides its next tokens."""
     return bool(row.forced) or (row.picker is not None and row.picker.constraint is not None)
+
+
+class DecidedText(Drafter):
+    """Drafts what is decided without the model. Its rows are the runner's own."""
+
+    is_free = True
+
+    def __init__(self, odds: float, decided: Callable[[Row], Sequence[int]]) -> None:
+        """decided: the next tokens of a row, as far as they are."""
+        self._odds, self._decided = odds, decided
+
+    def odds(self, kind: int) -> float:
+        return self._odds
+
+    def prepare(self, row: Hashable) -> bool:
+        return True
+
+    def draft(self, rows: Sequence[Hashable], n_most: int) -> list[Draft]:
+        tokens = [self._decided(row)[:n_most] if isinstance(row, Row) else () for row in rows]
+        return [Draft(tuple(t), (0,) * len(t)) for t in tokens]
+
+
+def forced_by_grammar(row: Row) -> Sequence[int]:
+    """Text that a grammar leaves no choice about. The model may split it into other tokens."""
+    constraint = row.picker.constraint if row.picker is not None else None
+    return () if constraint is None else constraint.forced(MAX_FEED - 1)
 
 
 def forced_next(row: Row) -> list[int]:
@@ -21,6 +53,10 @@ def forced_next(row: Row) -> list[int]:
         tokens.append(row.forced[at])
         at += 1
     return tokens
+
+
+DECIDED = (DecidedText(0.999, forced_next), DecidedText(0.95, forced_by_grammar))
+"""Asked before all other drafters."""
 
 
 def within(row: Row, draft: Draft) -> Draft:

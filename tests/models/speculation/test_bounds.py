@@ -6,7 +6,7 @@ import pytest
 
 from firn.models.decode.batch import Row
 from firn.models.decode.ragged import MAX_FEED
-from firn.models.speculation.draft_bounds import forced_next, within
+from firn.models.speculation.bounds import forced_next, within
 from firn.models.speculation.drafters import NO_DRAFT, Draft
 
 END = 2

@@ -1,9 +1,10 @@
-"""How long something is kept: "30m", "1h30m", "90", 90; 0: not at all; negative: forever."""
-
-from __future__ import annotations
+"""Units of memory in bytes, and of time in seconds."""
 
 import math
 import re
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
 
 FOREVER = math.inf
 UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
