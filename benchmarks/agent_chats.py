@@ -45,11 +45,11 @@ from report import BenchError, cli, grid, names, save
 from servers import lab
 
 from firn.cache.layout import Layout
-from firn.cache.prefix import AnyCursor, CacheSettings, PrefixTree
+from firn.cache.prefix import CacheSettings, PrefixCache
 from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
-from firn.core.ports import At, EngineLoad, Restored, RowView
+from firn.core.ports import At, Cursor, EngineLoad, Restored, RowView
 from firn.core.values import CacheControl, Namespace, Prompt
 
 GIB = 1 << 30
@@ -217,7 +217,7 @@ class Task:
     ask: Ask
     script: int
     prompt: Prompt
-    cursor: AnyCursor
+    cursor: Cursor
     n_perfect: int = 0
     began: int = 0
     row: Row | None = None
@@ -260,7 +260,7 @@ class Engine:
     def _start(self) -> None:
         layout = Layout.of(layers_of(self._kind))
         settings = CacheSettings(self._limit, BLOCK)
-        self.cache = PrefixTree(layout, settings, fingerprint=b"bench", dtype="float16")
+        self.cache = PrefixCache(layout, settings, fingerprint=b"bench", dtype="float16")
         self._tier: SsdTier | None = None
         self._worker: TierWorker | None = None
         if self._folder is not None:
@@ -364,7 +364,7 @@ class Engine:
 
     def _admit(self, task: Task) -> None:
         task.n_perfect, task.began = self._perfect(task.prompt.ids), next(self._events)
-        task.row = self._row(task.cursor, self.cache.restore(task.cursor))
+        task.row = self._row(task.cursor, task.cursor.restore())
         self.cache.set_room(self._limit)
 
     def _perfect(self, ids: np.ndarray[Any, Any]) -> int:
@@ -376,7 +376,7 @@ class Engine:
             began = time.perf_counter()
             restored.fill(row.layers)
             row.n_tokens = restored.n_tokens
-            self.cache.filled(cursor, row)
+            cursor.filled(row)
             self.cache.saw_restore(restored, time.perf_counter() - began)
         return row
 
@@ -388,18 +388,18 @@ class Engine:
         if not ready:
             return 0
         task = min(ready, key=lambda t: len(t.prompt) - (t.row.n_tokens if t.row else 0))
-        ahead = self.cache.advance(task.cursor, task.row.n_tokens if task.row else 0)
+        ahead = task.cursor.advance(task.row.n_tokens if task.row else 0)
         if ahead is not None:
             task.row = self._row(task.cursor, ahead)
         row, last = task.row, len(task.prompt) - 1
         assert row is not None
         start = row.n_tokens
-        stops = [s for s in self.cache.stops(task.cursor) if s > start]
+        stops = [s for s in task.cursor.stops() if s > start]
         end = min(start + CHUNK - start % CHUNK, last, *stops)
         if end > start:
             row.consume(end - start)
             self.cache.prefill.observe(start, end, PREFILL_S * (end - start))
-            self.cache.commit(task.cursor, row)
+            task.cursor.commit(row)
         if row.n_tokens >= last:
             self._begin_reply(task)
         return end - start
@@ -407,8 +407,8 @@ class Engine:
     def _begin_reply(self, task: Task) -> None:
         cursor = task.cursor
         task.n_cached, task.why = cursor.admission.n_cached, cursor.admission.why
-        task.cursor = self.cache.fork(cursor, task.reply)
-        self.cache.close_cursor(cursor, None)
+        task.cursor = cursor.fork(task.reply)
+        cursor.close(None)
         task.decoding = True
 
     def _decode(self, task: Task) -> bool:
@@ -419,11 +419,11 @@ class Engine:
         row.consume(len(task.prompt) + len(task.reply) - 1 - row.n_tokens)
         if len(task.reply) < len(reply):
             if task.cursor.commit_due(row.n_tokens):
-                self.cache.commit(task.cursor, row)
+                task.cursor.commit(row)
             return False
         self._computed.append(task.known)
         stay = Stay(task.known, task.n_perfect, task.began, next(self._events))
-        self.cache.close_cursor(task.cursor, row)
+        task.cursor.close(row)
         row.is_live = False
         self.cache.set_room(self._limit)
         self.outcomes.append(Outcome(len(task.prompt), task.n_cached, str(task.why or ""), stay))

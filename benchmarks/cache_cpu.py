@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from firn.cache.arrays.payload import Payload
 from firn.cache.parts import Part
 from firn.cache.planning.match import Walk, resume_points
-from firn.cache.prefix import PrefixTree
-from firn.cache.tree import Mark
+from firn.cache.prefix import PrefixCache
+from firn.cache.tree import Mark, Record
 from firn.core.keys import key_tokens
 from firn.core.values import Namespace, PackedTokens, Prompt
 from tests.cache.lab import Shape, tree
@@ -71,7 +71,7 @@ def _text_config(name: str) -> dict[str, Any]:
 # --- match ---------------------------------------------------------------------------------
 
 
-def filled(shape: Shape, *, states: int = 0, windows: bool = True) -> tuple[PrefixTree, Prompt]:
+def filled(shape: Shape, *, states: int = 0, windows: bool = True) -> tuple[PrefixCache, Prompt]:
     """10,000 blocks: the prompt's own 390, and other conversations that branch off it."""
     cache = tree(shape, block=BLOCK)
     ids = np.random.default_rng(1).integers(0, 150_000, N_PROMPT, dtype=np.int64)
@@ -82,7 +82,7 @@ def filled(shape: Shape, *, states: int = 0, windows: bool = True) -> tuple[Pref
 
     def add(node: Any, part: Part) -> None:
         payload = Payload((array[None],), (((0, 0),),))
-        cache.records.keep(node, part, payload, Mark.TURN)
+        cache.records.keep(node, part, payload, Mark.TURN, [])
 
     def grow(node: Any, tokens: Any) -> Any:
         child = cache.records.tree.child(node, PackedTokens(tokens), 0, len(tokens))
@@ -115,12 +115,16 @@ class Times(NamedTuple):
     n_cached: int
 
 
-def time_match(cache: PrefixTree, prompt: Prompt, rounds: int) -> Times:
+class InMemory:
+    """What may be resumed from without a load."""
+
+    def has(self, record: Record) -> bool:
+        return record.arrays is not None
+
+
+def time_match(cache: PrefixCache, prompt: Prompt, rounds: int) -> Times:
     root = cache.records.catalogue.root(Namespace(""))
     needs = cache.records.needs
-
-    def available(record: Any) -> bool:
-        return record.arrays is not None
 
     keys_s, match_s = [], []
     for _ in range(rounds):
@@ -128,7 +132,7 @@ def time_match(cache: PrefixTree, prompt: Prompt, rounds: int) -> Times:
         text = PackedTokens(key_tokens(prompt.ids))
         middle = time.process_time()
         walk = Walk.of(cache.records.tree, root, text)
-        match = next(resume_points(walk, needs, available))
+        match = next(resume_points(walk, needs, InMemory()))
         match_s.append(time.process_time() - middle)
         keys_s.append(middle - began)
     return Times(1e3 * statistics.median(keys_s), 1e3 * statistics.median(match_s), match.n_tokens)
@@ -183,7 +187,7 @@ def commit(rounds: int, n_prompt: int = 1500) -> None:
     for name, build in models().items():
         with running(build, chunk=512, block=BLOCK) as warm:
             warm.ask(tokens(0, 600), 2)
-            commits = Watch(warm.cache, "commit")
+            commits = Watch(warm.cache.committer, "commit")
             prefill = Watch(warm.runner, "prefill")
             settle = Watch(warm.runner, "settle")
             for i in range(rounds):
@@ -208,8 +212,10 @@ def decode(rounds: int, n_rows: int = 4, n_reply: int = 300) -> None:
             running(build, chunk=512, block=BLOCK, cache_nbytes=None) as off,
             running(build, chunk=512, block=BLOCK) as on,
         ):
-            names = ("commit", "close_cursor", "fork", "tick", "open", "restore")
-            inside = [Watch(on.cache, name) for name in names]
+            cache = on.cache
+            inside = [Watch(cache, "open"), Watch(cache, "tick"), Watch(cache.parking, "end")]
+            inside += [Watch(cache.committer, name) for name in ("commit", "commit_tail", "fork")]
+            inside += [Watch(cache.restorer, "restore")]
             times: dict[str, list[tuple[float, float]]] = {"off": [], "on": []}
             for i in range(rounds + 1):
                 both = [("off", off), ("on", on)]

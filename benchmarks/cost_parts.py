@@ -34,7 +34,7 @@ from typing import Any
 from engines import BenchEngine, shape_of
 from report import cli, grid
 
-from firn.cache.prefix import PrefixTree
+from firn.cache.prefix import PrefixCache, PrefixCursor
 from firn.cache.storage.pace import WritePace
 from firn.models.decode.runner import Runner
 
@@ -91,11 +91,16 @@ def timed_calls() -> Iterator[dict[str, float]]:
 
         return call
 
-    cache = [n for n, v in vars(PrefixTree).items() if callable(v) and not n.startswith("_")]
-    places = [*((PrefixTree, n) for n in cache), *((Runner, n) for n in RUNNER)]
+    places: list[tuple[type, str]] = [
+        (owner, name)
+        for owner in (PrefixCache, PrefixCursor)
+        for name, value in vars(owner).items()
+        if callable(value) and not name.startswith("_")
+    ]
+    places += [(Runner, name) for name in RUNNER]
     kept = [(owner, name, getattr(owner, name)) for owner, name in places]
     for owner, name, method in kept:
-        label = f"{'cache' if owner is PrefixTree else 'runner'}.{name}"
+        label = f"{'runner' if owner is Runner else 'cache'}.{name}"
         setattr(owner, name, timed(label, method))
     try:
         yield spent

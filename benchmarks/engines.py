@@ -21,11 +21,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from report import BenchError
 
 from firn import backends
-from firn.assembly.handles import any_cursors, any_rows
+from firn.assembly.handles import any_rows
 from firn.backends.contract import BackendOptions, Weights, execution_of
 from firn.cache.arrays.transfers import use
 from firn.cache.layout import Layout
-from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.cache.prefix import CacheSettings, PrefixCache
 from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers._folder import Disk
@@ -178,7 +178,7 @@ class BenchEngine:
             layout = Layout.of(probe)
             layout.prepare(probe)
             weighs_hits = profile.weighs_hits and not uses_all_hits
-            cache = PrefixTree(
+            cache = PrefixCache(
                 layout,
                 CacheSettings(memory_nbytes, weighs_hits=weighs_hits),
                 fingerprint=info.fingerprint,
@@ -213,7 +213,7 @@ class BenchEngine:
             usual = chunk or profile.prefill_chunk
             limits = EngineLimits(MAX_ROWS, 1000, usual, largest_chunk=largest, common_chunk=common)
             preparer = SparsePrefill(scorer()) if scorer else NoPreparation()
-            return EngineParts(any_rows(runner), any_cursors(cache), budget, limits, preparer)
+            return EngineParts(any_rows(runner), cache, budget, limits, preparer)
 
         self.engine = Engine(parts, self._publish)
         self.model = self.engine.start()
@@ -277,7 +277,7 @@ class BenchEngine:
         self.engine.call(submit).result()
         return [self._answers[job.id] for job, _ in asked]
 
-    def call(self, function: Callable[[PrefixTree], Any]) -> Any:
+    def call(self, function: Callable[[PrefixCache], Any]) -> Any:
         """Calls a function with the cache on the engine thread."""
         return self.engine.call(lambda parts: function(parts.cache)).result()  # type: ignore[arg-type]
 
@@ -296,7 +296,7 @@ class BenchEngine:
     def forget_memory(self) -> None:
         """Drops all records from memory, so that they are only on the SSD."""
 
-        def shrink(cache: PrefixTree) -> None:
+        def shrink(cache: PrefixCache) -> None:
             room = cache.records.memory.limit_nbytes
             cache.set_room(0)
             cache.set_room(room)

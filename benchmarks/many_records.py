@@ -47,11 +47,10 @@ from servers import free_port
 
 from firn.cache.arrays.host import from_host
 from firn.cache.arrays.payload import Payload
-from firn.cache.cursor import CacheCursor
 from firn.cache.garbage import Garbage
 from firn.cache.layout import Layout
 from firn.cache.parts import Needs, Part
-from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.cache.prefix import CacheSettings, PrefixCache, PrefixCursor
 from firn.cache.records import Records
 from firn.cache.storage.catalogue import CacheIdentity
 from firn.cache.storage.container import (
@@ -325,7 +324,7 @@ def long_prompt_pauses(n_tokens: int, *, in_memory: bool) -> dict[str, list[floa
     layer = KVCache()
     layer.update_and_fetch(mx.zeros((1, 1, 1, 1)), mx.zeros((1, 1, 1, 1)))
     settings = CacheSettings(limit_nbytes=1 << 50, block=BLOCK)
-    cache = PrefixTree(Layout.of([layer]), settings, fingerprint=b"benchmark", dtype="f")
+    cache = PrefixCache(Layout.of([layer]), settings, fingerprint=b"benchmark", dtype="f")
     everyone, control = Namespace(""), CacheControl(write=False)
     worker = NoWorker()
     cache.add_tier("none", worker, namespaces=[everyone])
@@ -361,20 +360,20 @@ def long_prompt_pauses(n_tokens: int, *, in_memory: bool) -> dict[str, list[floa
         prompt = Prompt(ids)
         timed("key tokens, in the tokenize pool", partial(packed_tokens, prompt))
         cursor = timed("open", partial(cache.open, prompt, everyone, control))
-        assert isinstance(cursor, CacheCursor)
-        timed("plan", partial(cache._loader.plan, cursor))
-        if is_computing := bool(i % 2 and cursor.pending):
-            timed("restore nothing", partial(cache.restore, cursor))
-        while cursor.pending:
+        assert isinstance(cursor, PrefixCursor)
+        timed("plan", partial(cache.loader.plan, cursor))
+        if is_computing := bool(i % 2 and cursor.loads.are_pending):
+            timed("restore nothing", cursor.restore)
+        while cursor.loads.are_pending:
             worker.answer(header)
             timed("tick with what was read", partial(cache.tick, EngineLoad.DECODING))
         if is_computing:
-            restored = timed("advance", partial(cache.advance, cursor, 0))
+            restored = timed("advance", partial(cursor.advance, 0))
         else:
-            restored = timed("restore", partial(cache.restore, cursor))
+            restored = timed("restore", cursor.restore)
         assert restored is not None
         timed("tick", partial(cache.tick, EngineLoad.DECODING))
-        timed("close", partial(cache.close_cursor, cursor, None))
+        timed("close", partial(cursor.close, None))
         for record in stored if not in_memory else ():  # reading has brought it into memory
             cache.records.ledger.release(record)
     return seconds
@@ -404,14 +403,14 @@ def eviction_pauses(n_rows: int) -> tuple[dict[str, list[float]], float]:
     """Processor time of making room for a block while many rows are parked, and how much of memory
     records take once it was halved."""
     settings = CacheSettings(limit_nbytes=1 << 50, block=BLOCK)
-    cache = PrefixTree(Layout.of(Row(1).layers), settings, fingerprint=b"benchmark", dtype="f")
+    cache = PrefixCache(Layout.of(Row(1).layers), settings, fingerprint=b"benchmark", dtype="f")
     random, n_tokens = np.random.default_rng(7), 16 * BLOCK
     cache.own_process()
     for _ in range(n_rows):
         prompt = Prompt(random.integers(0, 100_000, n_tokens + 1))
         cursor, row = cache.open(prompt, Namespace(""), CacheControl()), Row(n_tokens)
-        cache.commit(cursor, row)
-        cache.close_cursor(cursor, row)
+        cursor.commit(row)
+        cursor.close(row)
         row.is_live = False
     taken, block_nbytes = cache.records.memory.nbytes, BLOCK * 128
     times: list[float] = []

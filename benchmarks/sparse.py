@@ -38,10 +38,9 @@ from prefill import prompts
 from report import cli, grid, names, numbers, save
 
 from firn import backends
-from firn.assembly.handles import any_cursors
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
-from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.cache.prefix import CacheSettings, PrefixCache
 from firn.core.values import CacheControl, Chat, Message, Namespace, Prompt, TextPart
 from firn.demo.facts import Placement, make_session, n_facts_for
 from firn.models import loader
@@ -144,7 +143,7 @@ def answers(
 
     def scorer() -> AttentionScorer:
         make = RememberingScorer if once else AttentionScorer
-        cache = any_cursors(CacheOff())
+        cache = CacheOff()
         return make(small.model, small.info, make_layers=small.make_layers, cache=cache)
 
     config = {"model_type": "qwen3"}
@@ -218,16 +217,14 @@ def _scorer(config: dict[str, Any], dtype: mx.Dtype, *, cache_nbytes: int = 0) -
     logits = model(mx.array([[0]]), cache=probe)
     mx.eval(logits)
     info = model_info(model, config, probe=probe, n_vocab=int(logits.shape[-1]))
-    cache: PrefixTree | CacheOff = CacheOff()
+    cache: PrefixCache | CacheOff = CacheOff()
     if cache_nbytes:
         settings = CacheSettings(cache_nbytes)
         layout = Layout.of(probe)
-        cache = PrefixTree(layout, settings, fingerprint=info.fingerprint, dtype=info.dtype)
+        cache = PrefixCache(layout, settings, fingerprint=info.fingerprint, dtype=info.dtype)
     loaded = LoadedModel(model, info, make_layers, probe, IdsOnly())
     shapes = backends.find().buckets(loaded)
-    return TimedScorer(
-        model, info, make_layers=make_layers, cache=any_cursors(cache), buckets=shapes
-    )
+    return TimedScorer(model, info, make_layers=make_layers, cache=cache, buckets=shapes)
 
 
 def _draft_of(shape: str) -> tuple[dict[str, Any], mx.Dtype]:

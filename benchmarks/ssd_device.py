@@ -21,7 +21,7 @@ from disks import Temperature, drop, sequential_s
 from engines import Answer, BenchEngine, shape_of
 from report import grid
 
-from firn.cache.prefix import PrefixTree
+from firn.cache.prefix import PrefixCache
 
 N_NEW = 256
 GIB = 1 << 30
@@ -132,7 +132,7 @@ class DeviceRun:
         point.temperature.append(drop(self._folder.rglob("*.safetensors")))
 
     def _forced(self, ask: Callable[[], Answer]) -> Answer:
-        def prefer_loading(cache: PrefixTree) -> Any:
+        def prefer_loading(cache: PrefixCache) -> Any:
             real = cache.records.estimates
             cache.records.estimates = PreferLoading(real)  # type: ignore[assignment]
             return real

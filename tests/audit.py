@@ -13,7 +13,7 @@ from firn.cache.arrays.payload import Payload
 from firn.cache.layout import Layout
 from firn.cache.memory.rows import payload_of
 from firn.cache.parts import Part
-from firn.cache.prefix import PrefixTree
+from firn.cache.prefix import PrefixCache
 from firn.cache.storage.catalogue import name_of
 from firn.cache.storage.container import load
 from firn.cache.tiers import Tier
@@ -29,7 +29,7 @@ MakeLayers = Callable[[], list[Any]]
 
 
 def wrong_records(
-    cache: PrefixTree,
+    cache: PrefixCache,
     layout: Layout,
     model: Any,
     make_layers: MakeLayers,

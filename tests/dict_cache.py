@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-from firn.cache.off import BlankCursor
 from firn.core.events import (
     Admitted,
 )
@@ -34,6 +33,9 @@ class DictPrefix:
 
 @dataclass(eq=False)
 class DictCursor:
+    """Implements core.ports.Cursor."""
+
+    cache: DictCache
     namespace: str
     prompt: tuple[int, ...]
     control: CacheControl
@@ -55,12 +57,64 @@ class DictCursor:
     def tokens(self) -> tuple[int, ...]:
         return (*self.prompt, *self.reply)
 
+    def restore(self) -> Restored | None:
+        return self._longest(1)
+
+    def advance(self, n_tokens: int) -> Restored | None:
+        return self._longest(n_tokens + WORTH_A_RESTORE)
+
+    def _longest(self, n_least: int) -> Restored | None:
+        if not self.control.read:
+            return None
+        for n in range(len(self.prompt) - 1, n_least - 1, -1):
+            state = self.cache.store.get((self.namespace, self.prompt[:n]))
+            if state is not None:
+                self.admission = Admitted(n, (("dict", n),))
+                self.n_stored = n
+                return DictPrefix(n, partial(self.cache.fill, state))
+        return None
+
+    def filled(self, row: LiveRow) -> None:
+        pass
+
+    def not_filled(self, error: Exception) -> None:
+        self.close(None)
+
+    def stops(self) -> Sequence[int]:
+        return ()
+
+    def commit(self, row: LiveRow) -> None:
+        assert not self.closed, "a commit after the end"
+        n = row.n_tokens
+        if self.control.write and 0 < n <= len(self.tokens):
+            view = row.view()
+            state = view.layers[0].rows[view.at.index]
+            self.cache.put((self.namespace, self.tokens[:n]), list(state[:n]))
+            self.n_stored = n
+
+    def fork(self, reply: Sequence[int]) -> DictCursor:
+        forked = type(self)(self.cache, self.namespace, self.prompt, self.control, reply)
+        forked.n_stored = self.n_stored
+        self.cache.cursors.append(forked)
+        return forked
+
+    def close(self, row: LiveRow | None) -> None:
+        if self.closed:
+            return
+        if row is not None:
+            self.commit(row)
+        self.closed = True
+        self.cache.cursors.remove(self)
+
 
 class DictCache:
-    """Implements core.ports.PrefixCache: whole prefixes in a dictionary.
+    """Implements core.ports.EngineCache: whole prefixes in a dictionary.
 
     `corrupt`: restoring raises half-way, as a damaged record might.
     """
+
+    cursor = DictCursor
+    """The class of its cursors, which a test may replace."""
 
     def __init__(
         self, *, corrupt: bool = False, racing: bool = False, patient: bool = False
@@ -82,80 +136,24 @@ class DictCache:
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> DictCursor:
         recipe = prompt.recipe
         owner = f"{namespace}/{recipe}" if recipe else namespace
-        cursor = DictCursor(owner, tuple(int(t) for t in prompt.ids), control)
+        cursor = self.cursor(self, owner, tuple(int(t) for t in prompt.ids), control)
         cursor.racing, cursor.patient = self.racing, self.patient
         self.cursors.append(cursor)
         return cursor
 
-    def restore(self, cursor: DictCursor | BlankCursor) -> Restored | None:
-        return self._longest(cursor, 1)
+    def put(self, key: tuple[str, tuple[int, ...]], state: list[int]) -> None:
+        if key not in self.store:
+            self._in_doubt.append(key)
+        self.store[key] = state
 
-    def advance(self, cursor: DictCursor | BlankCursor, n_tokens: int) -> Restored | None:
-        return self._longest(cursor, n_tokens + WORTH_A_RESTORE)
-
-    def _longest(self, cursor: DictCursor | BlankCursor, n_least: int) -> Restored | None:
-        if isinstance(cursor, BlankCursor) or not cursor.control.read:
-            return None
-        for n in range(len(cursor.prompt) - 1, n_least - 1, -1):
-            state = self.store.get((cursor.namespace, cursor.prompt[:n]))
-            if state is not None:
-                cursor.admission = Admitted(n, (("dict", n),))
-                cursor.n_stored = n
-                return DictPrefix(n, partial(self._fill, state))
-        return None
-
-    def _fill(self, state: list[int], layers: list[HashLayer]) -> None:
+    def fill(self, state: list[int], layers: list[HashLayer]) -> None:
         if self.corrupt:
             layers[0].rows[0] = [GARBAGE]
             raise ValueError("a damaged record")
         layers[0].rows[0] = list(state)
 
-    def filled(self, cursor: DictCursor | BlankCursor, row: LiveRow) -> None:
-        pass
-
-    def not_filled(self, cursor: DictCursor | BlankCursor, error: Exception) -> None:
-        self.close_cursor(cursor, None)
-
-    def stops(self, cursor: DictCursor | BlankCursor) -> Sequence[int]:
-        return ()
-
-    def commit(self, cursor: DictCursor | BlankCursor, row: LiveRow) -> None:
-        if isinstance(cursor, BlankCursor):
-            return
-        assert not cursor.closed, "a commit after the end"
-        n = row.n_tokens
-        if cursor.control.write and 0 < n <= len(cursor.tokens):
-            view = row.view()
-            state = view.layers[0].rows[view.at.index]
-            key = cursor.namespace, cursor.tokens[:n]
-            if key not in self.store:
-                self._in_doubt.append(key)
-            self.store[key] = list(state[:n])
-            cursor.n_stored = n
-
     def together(self) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def fork(
-        self, cursor: DictCursor | BlankCursor, reply: Sequence[int]
-    ) -> DictCursor | BlankCursor:
-        if isinstance(cursor, BlankCursor):
-            return cursor
-        forked = DictCursor(cursor.namespace, cursor.prompt, cursor.control, reply)
-        forked.n_stored = cursor.n_stored
-        self.cursors.append(forked)
-        return forked
-
-    def close_cursor(self, cursor: DictCursor | BlankCursor, row: LiveRow | None) -> None:
-        if isinstance(cursor, BlankCursor) or cursor.closed:
-            return
-        if row is not None:
-            self.commit(cursor, row)
-        cursor.closed = True
-        self.cursors.remove(cursor)
-
-    def blank(self) -> BlankCursor:
-        return BlankCursor()
 
     def confirm(self) -> None:
         self._in_doubt.clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,9 +16,10 @@ from firn.backends.cuda.traced import TracedSteps
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.planning.estimates import Estimates
-from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.cache.prefix import CacheSettings, PrefixCache
 from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import Tier
+from firn.core.clock import SYSTEM_CLOCK, Clock
 from firn.core.errors import FirnError
 from firn.core.events import (
     Admitted,
@@ -142,7 +142,7 @@ def scorer_of(
     """A scorer with its own prefix cache."""
     model, make_layers = draft()
     info = model_info(model, make_layers, "draft")
-    cache = PrefixTree(
+    cache = PrefixCache(
         Layout.of(make_layers()), CacheSettings(1 << 28, 32), fingerprint=b"draft", dtype="float32"
     )
     return AttentionScorer(model, info, make_layers=make_layers, cache=cache, buckets=buckets)
@@ -182,7 +182,7 @@ class Harness:
         kv_bits: int = 0,
         tier: Tier | None = None,
         namespaces: Sequence[str] = ("",),
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = SYSTEM_CLOCK,
         speculation: Callable[[], Speculation] | None = None,
         draft: Callable[[], tuple[Any, Callable[[], list[Any]]]] | None = None,
         recipes: Sequence[str] = (),
@@ -220,13 +220,13 @@ class Harness:
                 if kv_bits:  # the heads' width decides how they are quantised
                     model(mx.array([[1]]), cache=layers)
                 layout = Layout.of(layers, kv_bits=kv_bits)
-                cache = PrefixTree(
+                cache = PrefixCache(
                     layout, settings, fingerprint=fingerprint, dtype=info.dtype, clock=clock
                 )
                 if tier is not None:
                     cache.records.estimates = Eager()
                     wake = lambda: self.engine.wake()  # noqa: E731
-                    self.worker = TierWorker(tier, wake=wake, clock=clock)
+                    self.worker = TierWorker(tier, wake=wake, clock=clock.elapsed)
                     known = [Namespace(n) for n in namespaces]
                     cache.expect_recipes(recipes)
                     cache.add_tier("ssd", self.worker, namespaces=known)
@@ -239,7 +239,7 @@ class Harness:
         self.engine.start()
 
     @property
-    def cache(self) -> PrefixTree:
+    def cache(self) -> PrefixCache:
         return self.engine._parts.cache  # type: ignore[return-value]
 
     @property

@@ -21,7 +21,7 @@ from firn.core.events import (
     PromptLogprobs,
     Token,
 )
-from firn.core.ports import Delivery, PrefixCache
+from firn.core.ports import Delivery, EngineCache
 from firn.core.values import (
     CacheControl,
     Job,
@@ -115,7 +115,7 @@ class HashEngine:
         self,
         faults: Faults | None = None,
         *,
-        cache: PrefixCache | None = None,
+        cache: EngineCache | None = None,
         max_rows: int = 8,
         max_queue: int = 10_000,
         chunk: int = 8,

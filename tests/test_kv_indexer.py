@@ -22,7 +22,7 @@ import httpx
 import pytest
 
 from firn.api.auth import SHARED
-from firn.cache.prefix import PrefixTree
+from firn.cache.prefix import PrefixCache
 from firn.config import CacheConfig, Config, ModelConfig
 from firn.engine import EngineParts
 from tests import stores
@@ -186,7 +186,7 @@ def n_stored(real: Real, ids: list[int]) -> int:
     """Whole blocks of the prompt that the server itself could resume from."""
 
     def look(parts: EngineParts) -> int:
-        assert isinstance(parts.cache, PrefixTree)
+        assert isinstance(parts.cache, PrefixCache)
         return parts.cache.probe(prompt_of(ids), SHARED).n_shared
 
     return real.server.engine.call(look).result(WAIT_S) // BLOCK

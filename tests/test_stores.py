@@ -18,7 +18,7 @@ from uuid import uuid4
 import httpx
 import pytest
 
-from firn.cache.prefix import PrefixTree
+from firn.cache.prefix import PrefixCache
 from firn.cache.storage.store_address import parse_address
 from firn.cache.tiers import discover
 from firn.cache.tiers._store import StoreTier
@@ -104,7 +104,7 @@ class Machine:
 
         def is_busy(parts: EngineParts) -> bool:
             cache = parts.cache
-            assert isinstance(cache, PrefixTree)
+            assert isinstance(cache, PrefixCache)
             below = cache.records.tiers[-1]
             nodes = nodes_of(cache.records.tree)
             writing = any(r.writing for n in nodes for r in n.records.values())
@@ -130,7 +130,7 @@ def machine(
     with serving(Path(), config=config) as real:
 
         def eager(parts: EngineParts) -> None:
-            assert isinstance(parts.cache, PrefixTree)
+            assert isinstance(parts.cache, PrefixCache)
             parts.cache.records.estimates = Eager()
 
         real.server.engine.call(eager).result(WAIT_S)

@@ -17,12 +17,13 @@ LARGE = {
     "firn.api.activity.CallView": 26,
     "firn.api.running.RunningRequest": 22,
     "firn.api.services.Services": 28,
-    "firn.cache.cursor.CacheCursor": 35,
     "firn.fleet.model.Model": 31,
 }
 """Classes that have more attributes than others may: how many, at most. No class is added."""
 IDLE = {"ScorerTraits"}
 """Protocols that are no type of anything, and are to go. None is added."""
+MAX_CALLABLES = 42
+"""Parameters of the cache that are functions to call back, at most."""
 LEANING = ("firn.models.speculation.",)
 """Whose docstrings may still begin with what the one before says."""
 SAID = {
@@ -197,6 +198,26 @@ def test_fields_and_what_methods_assign_are_attributes() -> None:
     (cls,) = ast.parse(source).body
     assert isinstance(cls, ast.ClassDef)
     assert house.attributes(cls) == {"a", "b", "c"}
+
+
+def test_the_cache_is_called_back_in_few_places() -> None:
+    found = house.callables_taken(dict(house._files(sources(), "firn.cache")))
+    assert len(found) <= MAX_CALLABLES, found
+
+
+def test_callables_are_seen_by_whatever_name_they_are_taken() -> None:
+    source = """
+Done = Callable[[int], None]
+def f(a: Callable[[], float], *, b: Done | None = None, c: int = 0) -> Done: ...
+@dataclass(frozen=True)
+class A:
+    done: Done
+    n: int
+class B:
+    done: Done
+"""
+    found = house.callables_taken(parsed(source))
+    assert [text.split(" ")[1] for text in found] == ["f(a)", "f(b)", "A.done"]
 
 
 # --- docstrings ----------------------------------------------------------------------------

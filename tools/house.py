@@ -166,6 +166,44 @@ def large_classes(modules: dict[str, ast.Module]) -> dict[str, int]:
     return found
 
 
+# --- callables -----------------------------------------------------------------------------
+
+
+def callables_taken(modules: dict[str, ast.Module]) -> list[str]:
+    """Parameters that are functions to call back: of functions, and fields that a dataclass is made
+    with. A name for a kind of function (`Done = Callable[...]`) is one, wherever it is defined."""
+    kinds = {"Callable"}
+    for tree in modules.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and _base(node.value) == "Callable":
+                kinds |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    found = []
+    for module, tree in modules.items():
+        for node in ast.walk(tree):
+            for name, annotation in _taken(node):
+                if annotation is not None and kinds & _words(annotation):
+                    found.append(f"{module}:{annotation.lineno}: {name}")
+    return found
+
+
+def _taken(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        spec = node.args
+        every = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, spec.vararg, spec.kwarg]
+        yield from ((f"{node.name}({a.arg})", a.annotation) for a in every if a is not None)
+    elif isinstance(node, ast.ClassDef) and any("dataclass" in _base(d) for d in _calls(node)):
+        fields = [f for f in node.body if isinstance(f, ast.AnnAssign)]
+        yield from ((f"{node.name}.{ast.unparse(f.target)}", f.annotation) for f in fields)
+
+
+def _calls(node: ast.ClassDef) -> list[ast.expr]:
+    return [d.func if isinstance(d, ast.Call) else d for d in node.decorator_list]
+
+
+def _words(annotation: ast.expr) -> set[str]:
+    return {part.id for part in ast.walk(annotation) if isinstance(part, ast.Name)}
+
+
 # --- docstrings ----------------------------------------------------------------------------
 
 
@@ -354,6 +392,7 @@ def main() -> None:
         if not any(module == home or module.startswith(f"{home}.") for home in BACKENDS)
     }
     large = large_classes(tree.modules)
+    in_cache = dict(_files(tree, "firn.cache"))
     in_devices = {m: devices_in(parsed) for m, parsed in outside.items()}
     patched = {m: list(replacements(parsed)) for m, parsed in tree.modules.items()}
     rows: list[tuple[str, object]] = [
@@ -361,6 +400,7 @@ def main() -> None:
         ("import cycles; modules in them", (len(rings), sum(map(len, rings)))),
         ("protocols nobody uses as a type", len(idle_protocols(tree.modules))),
         ("classes over 20 attributes; the most", (len(large), max(large.values(), default=0))),
+        ("callables that the cache takes", len(callables_taken(in_cache))),
         ("docstrings that lean on the one before", len(leaning_docs(tree.modules))),
         ("places outside backends that name a device", sum(map(len, in_devices.values()))),
         ("numeric constants", sum(len(constants_in(parsed)) for parsed in tree.modules.values())),
@@ -374,6 +414,7 @@ def main() -> None:
     if "-v" in sys.argv:
         listing: dict[str, object] = defaultdict(list)
         listing["cycles"], listing["protocols"] = rings, idle_protocols(tree.modules)
+        listing["callables"] = callables_taken(in_cache)
         listing["classes"], listing["docs"] = large, leaning_docs(tree.modules)
         listing["devices"] = {m: d for m, d in in_devices.items() if d}
         listing["constants"] = _by_room(tree)

@@ -107,6 +107,7 @@ def test_the_tree_pins_and_forgets(opened: Page, real: Real) -> None:
     chosen = opened.locator("#tree .details")
     expect(chosen).to_contain_text("Saves")
     expect(chosen).to_contain_text("each time")
+    expect(chosen).to_contain_text("next: ")
     expect(chosen.locator("q")).to_contain_text("Snow that has lain")
     opened.get_by_role("button", name="Pin", exact=True).click()
     expect(chosen.get_by_role("button", name="Unpin")).to_be_visible()

@@ -19,8 +19,9 @@ from firn.cache.codecs import ALL_TOKENS, Arrays, Buffers
 from firn.cache.layout import Layout
 from firn.cache.parts import Needs, Part
 from firn.cache.planning.estimates import Estimates
-from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.cache.prefix import CacheSettings, PrefixCache
 from firn.cache.tree import InRow, Node, PartTotals, Record, Tree
+from firn.core.clock import Clock
 from firn.core.keys import Key, child_key
 from firn.core.ports import At, Restored, RowView
 from firn.core.prefill_speed import PrefillSpeed
@@ -248,18 +249,36 @@ def tree(
     clock: Callable[[], float] = lambda: 0.0,
     wall: Callable[[], float] = time.time,
     fingerprint: bytes = b"lab",
-) -> PrefixTree:
+) -> PrefixCache:
     settings = CacheSettings(
         limit_nbytes=limit_nbytes,
         block=block,
         exact_chunk=exact_chunk,
         weighs_hits=weighs_hits,
     )
-    made = PrefixTree(
-        shape.layout(), settings, fingerprint=fingerprint, dtype="tokens", clock=clock, wall=wall
+    made = PrefixCache(
+        shape.layout(),
+        settings,
+        fingerprint=fingerprint,
+        dtype="tokens",
+        clock=SetClock(clock, wall),
     )
     made.records.estimates = Steady()
     return made
+
+
+class SetClock(Clock):
+    """Two clocks that a test sets."""
+
+    def __init__(self, elapsed: Callable[[], float], wall: Callable[[], float] = time.time) -> None:
+        self._elapsed = elapsed
+        self._wall = wall
+
+    def elapsed(self) -> float:
+        return self._elapsed()
+
+    def wall(self) -> float:
+        return self._wall()
 
 
 class SteadySpeed(PrefillSpeed):
@@ -282,7 +301,7 @@ class LabEngine(HashEngine):
         shape: Shape,
         faults: Faults | None = None,
         *,
-        cache: PrefixTree | None = None,
+        cache: PrefixCache | None = None,
         group_rows: int = 1 << 30,
         chunk: int = 16,
         **options: Any,
@@ -331,17 +350,17 @@ def nodes_of(tree: Tree) -> Iterator[Node]:
         yield from (node for node in tree.subtree(root) if node is not root)
 
 
-def records_of(tree: PrefixTree) -> list[Record]:
+def records_of(tree: PrefixCache) -> list[Record]:
     return [r for n in nodes_of(tree.records.tree) for r in n.records.values()]
 
 
-def n_leases(tree: PrefixTree) -> int:
+def n_leases(tree: PrefixCache) -> int:
     inner = tree.records.tree
     leased = sum(root.n_leases for root in inner.roots())
     return leased + sum(r.n_leases for r in records_of(tree))
 
 
-def check_tree(tree: PrefixTree, *, whole: bool = True) -> None:
+def check_tree(tree: PrefixCache, *, whole: bool = True) -> None:
     """Every chain is whole, nothing is left over, and the books are right.
 
     whole: nothing below memory has been lost, so no chain has a hole.
@@ -355,7 +374,7 @@ def check_tree(tree: PrefixTree, *, whole: bool = True) -> None:
     check_books(tree)
 
 
-def check_books(tree: PrefixTree) -> None:
+def check_books(tree: PrefixCache) -> None:
     """The tree's totals for memory and tiers are the sums of its records."""
     assert tree.integrity.run() == 0
     inner = tree.records.tree
@@ -385,7 +404,7 @@ def check_books(tree: PrefixTree) -> None:
         assert root.n_stored_tokens == sum(n.n_tokens for n in with_records)
 
 
-def _check_rows(tree: PrefixTree) -> None:
+def _check_rows(tree: PrefixCache) -> None:
     """What rows take beyond their records, counted again."""
     rows, extra = tree.records.rows, 0
     for pages in rows.every():
@@ -402,7 +421,7 @@ def _check_held(counted: PartTotals, records: Sequence[Record]) -> None:
         assert counted.nbytes[part] == sum(r.nbytes for r in mine)
 
 
-def _check_node(node: Node, tree: PrefixTree, *, whole: bool) -> None:
+def _check_node(node: Node, tree: PrefixCache, *, whole: bool) -> None:
     assert node.parent is not None
     assert node in list(node.parent.children)
     assert node.key == child_key(node.parent.key, node.tokens)
@@ -431,7 +450,7 @@ def _check_branch(node: Node) -> None:
         assert node.used_at >= child.used_at or node.parent is None
 
 
-def longest(tree: PrefixTree, root: Key, values: KeyTokens) -> int:
+def longest(tree: PrefixCache, root: Key, values: KeyTokens) -> int:
     """The longest resumable prefix, by trying every position on every chain of the tree."""
     start = next((r for r in tree.records.tree.roots() if r.key == root), None)
     if start is None:

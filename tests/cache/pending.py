@@ -18,7 +18,7 @@ def on_its_way(harness: Harness) -> dict[str, int]:
     pending = {
         "requests": health.n_waiting + health.n_prefilling + health.n_decoding,
         "memory of requests": harness.engine.parts.budget.view()["held_bytes"],
-        "cursors that race": len(cache._racing),
+        "cursors that race": len(cache.loader.racing),
         "loads": len(tier._reading),
         "records to spill": len(tier._to_spill),
         "records being written": sum(r.writing != 0 for r in records_of(cache)),

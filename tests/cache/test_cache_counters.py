@@ -300,7 +300,7 @@ def test_what_happens_to_records_and_requests_is_counted_for_their_namespace(
             lab.submit(words(i, 24 * BLOCK), 2, namespace=name).wait().check()
         lab.submit(words(99, 80 * BLOCK), 2, namespace="bob").wait().check()
         with monkeypatch.context() as patch:
-            patch.setattr(cache._restorer, "match", lambda cursor: 1 // 0)
+            patch.setattr(cache.restorer, "match", lambda cursor: 1 // 0)
             lab.submit(words(1, 60), 2, namespace="alice").wait().check()
         everything = lab.between_steps(lambda: admin.stats(cache, None))
         own = {

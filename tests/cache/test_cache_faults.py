@@ -20,7 +20,8 @@ from firn.cache import commit, copies
 from firn.cache.admin import control as admin
 from firn.cache.arrays import payload
 from firn.cache.parts import Part
-from firn.cache.prefix import AnyCursor, PrefixTree
+from firn.cache.prefix import PrefixCache
+from firn.core.ports import Cursor
 from firn.core.values import CacheControl, Namespace, Sampling
 from tests.cache.lab import (
     ALL_KINDS,
@@ -71,7 +72,7 @@ class Saboteur:
         if self.n_calls - 1 == self.at:
             raise Injected(f"call {self.at}: {where}")
 
-    def sabotage(self, cache: PrefixTree) -> None:
+    def sabotage(self, cache: PrefixCache) -> None:
         records = cache.records
         owners = {
             "memory": records.memory,
@@ -117,7 +118,7 @@ def script(lab: LabEngine) -> list[Outcome]:
     return said
 
 
-def cache_of(shape: Shape) -> PrefixTree:
+def cache_of(shape: Shape) -> PrefixCache:
     return tree(shape, block=8, limit_nbytes=2400 if shape.state else 800)
 
 
@@ -246,15 +247,15 @@ def test_a_jump_that_fails_leaves_the_request_where_it_was(
     cache, ids = tree(shape, block=8), prompt_of(1, 65)
     prompt = replace(lab_prompt(ids), boundaries=(20, 44))
 
-    def opened() -> tuple[AnyCursor, LabRow]:
+    def opened() -> tuple[Cursor, LabRow]:
         cursor = cache.open(prompt, Namespace(""), CacheControl())
-        assert cache.restore(cursor) is None
+        assert cursor.restore() is None
         return cursor, LabRow(LabLayer([[]], shape))
 
-    def read(cursor: AnyCursor, row: LabRow, end: int) -> None:
-        for stop in sorted({*range(8, end + 1, 8), *(p for p in cache.stops(cursor) if p < end)}):
+    def read(cursor: Cursor, row: LabRow, end: int) -> None:
+        for stop in sorted({*range(8, end + 1, 8), *(p for p in cursor.stops() if p < end)}):
             row.consume(ids[row.n_tokens : stop])
-            cache.commit(cursor, row)
+            cursor.commit(row)
 
     def fail(*args: object) -> None:
         raise Injected(where)
@@ -263,12 +264,12 @@ def test_a_jump_that_fails_leaves_the_request_where_it_was(
     read(first, first_row, 64)
     with monkeypatch.context() as broken:
         broken.setattr(cache.records, where, fail)
-        assert cache.advance(late, 0) is None
+        assert late.advance(0) is None
     assert cache.stats.faults == {"advance": 1}
     read(late, late_row, 24)
     check_tree(cache)
     for cursor, row in ((late, late_row), (first, first_row)):
-        cache.close_cursor(cursor, row)
+        cursor.close(row)
     check_tree(cache)
     assert n_leases(cache) == 0
 
@@ -308,7 +309,7 @@ def test_leases_hold_pages_between_match_and_fill() -> None:
     with LabEngine(DENSE, cache=cache) as lab:
         lab.submit(prompt_of(1, 41), 1).wait().check()
     cursor = cache.open(lab_prompt(prompt_of(1, 45)), Namespace(""), CacheControl())
-    restored = cache.restore(cursor)
+    restored = cursor.restore()
     assert restored is not None
     assert restored.n_tokens == 41
     cache.records.memory.shrink_to(0)
@@ -316,7 +317,7 @@ def test_leases_hold_pages_between_match_and_fill() -> None:
     layer = LabLayer([[]], DENSE)
     restored.fill([layer])
     assert layer.rows[0] == prompt_of(1, 41), "and what was matched of the next one"
-    cache.close_cursor(cursor, None)
+    cursor.close(None)
     assert n_leases(cache) == 0
     cache.records.memory.shrink_to(0)
     assert records_of(cache) == []

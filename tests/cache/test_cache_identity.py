@@ -23,7 +23,7 @@ from firn.cache.admin.control import clear, pin, unpin
 from firn.cache.arrays.host import from_host, to_host
 from firn.cache.arrays.payload import Payload, evaluate, stacked
 from firn.cache.codecs import Arrays
-from firn.cache.prefix import PrefixTree
+from firn.cache.prefix import PrefixCache
 from firn.cache.storage.container import Header, pack, unpack
 from firn.core.keys import Key
 from firn.core.values import CacheControl, Namespace, PictureSpan, Prompt
@@ -103,14 +103,14 @@ def with_pictures(*spans: tuple[int, int, bytes]) -> Prompt:
     return replace(prompt_of(words(1, 60)), picture_spans=tuple(PictureSpan(*s) for s in spans))
 
 
-def store(cache: PrefixTree, prompt: Prompt) -> None:
+def store(cache: PrefixCache, prompt: Prompt) -> None:
     """Commit a whole prompt, without a model."""
     cursor = cache.open(prompt, Namespace(""), CacheControl())
-    assert cache.restore(cursor) is None
+    assert cursor.restore() is None
     row = LabRow(LabLayer([[]], DENSE))
     row.consume([int(t) for t in prompt.ids])
-    cache.commit(cursor, row)
-    cache.close_cursor(cursor, row)
+    cursor.commit(row)
+    cursor.close(row)
 
 
 @pytest.mark.parametrize(

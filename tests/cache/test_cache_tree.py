@@ -27,6 +27,7 @@ from hypothesis.stateful import (
 )
 
 from firn.cache.admin import control as admin
+from firn.cache.cursor import CacheCursor
 from firn.cache.parts import Part
 from firn.cache.tree import Node, Record
 from firn.core.errors import BadRequest
@@ -131,12 +132,12 @@ class Machine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 99))
     def admit(self, pick: int) -> None:
         request = self.one(self.waiting(), pick)
-        restored = self.tree.restore(request.cursor)
+        restored = request.cursor.restore()
         request.row = self.row_of(request.cursor, restored)
         if restored is not None:
             assert request.row.tokens == request.ids[: restored.n_tokens]
             assert restored.n_tokens < len(request.ids)
-            assert request.cursor.control.read
+            assert request.cursor.request.control.read
         assert request.cursor.admission.n_cached == request.row.n_tokens
 
     @precondition(lambda self: self.reading())
@@ -144,7 +145,7 @@ class Machine(RuleBasedStateMachine):
     def read_chunk(self, pick: int) -> None:
         request = self.one(self.reading(), pick)
         assert request.row is not None
-        ahead = self.tree.advance(request.cursor, request.row.n_tokens)
+        ahead = request.cursor.advance(request.row.n_tokens)
         if ahead is not None:
             assert ahead.n_tokens > request.row.n_tokens
             old, request.row = request.row, self.row_of(request.cursor, ahead)
@@ -152,10 +153,10 @@ class Machine(RuleBasedStateMachine):
             assert request.row.tokens == request.ids[: ahead.n_tokens]
         n_total = len(request.ids) - 1
         if request.row.n_tokens < n_total:
-            stops = self.tree.stops(request.cursor)
+            stops = request.cursor.stops()
             end = chunk_end(request.row.n_tokens, n_total, chunk=CHUNK, stops=stops)
             request.row.consume(request.ids[request.row.n_tokens : end])
-            self.tree.commit(request.cursor, request.row)
+            request.cursor.commit(request.row)
 
     @precondition(lambda self: self.read())
     @rule(pick=st.integers(0, 99), n=st.integers(1, 3))
@@ -168,9 +169,9 @@ class Machine(RuleBasedStateMachine):
             row = LabRow(layer, request.row.n_tokens)
             if i == 0:
                 row, row.layer = request.row, layer
-            cursor = self.tree.fork(request.cursor, reply)
+            cursor = request.cursor.fork(reply)
             request.choices.append(Choice(cursor, row, reply))
-        self.tree.close_cursor(request.cursor, None)
+        request.cursor.close(None)
 
     @precondition(lambda self: self.decoding())
     @rule(pick=st.integers(0, 99), n=st.integers(1, 9))
@@ -182,7 +183,7 @@ class Machine(RuleBasedStateMachine):
             choice.row.consume([([*request.ids, *choice.reply])[choice.row.n_tokens]])
             choice.reply.append(self.rng.randint(1, 3))
             if choice.cursor.commit_due(choice.row.n_tokens):
-                self.tree.commit(choice.cursor, choice.row)
+                choice.cursor.commit(choice.row)
 
     @precondition(lambda self: self.decoding())
     @rule(pick=st.integers(0, 99), ahead=st.booleans(), failed=st.booleans())
@@ -199,7 +200,7 @@ class Machine(RuleBasedStateMachine):
             self.set_room(self.room)
 
     def end(self, cursor: Any, row: LabRow | None, *, failed: bool) -> None:
-        self.tree.close_cursor(cursor, None if failed else row)
+        cursor.close(None if failed else row)
         if row is not None:
             row.is_live = False
             if failed and self.shape.in_rows:
@@ -213,7 +214,7 @@ class Machine(RuleBasedStateMachine):
             self.end(choice.cursor, choice.row, failed=failed)
         if not request.choices:
             self.end(request.cursor, request.row, failed=failed)
-        self.tree.close_cursor(request.cursor, request.row)  # a second time does nothing
+        request.cursor.close(request.row)  # a second time does nothing
         self.leave(request)
 
     def leave(self, request: Request) -> None:
@@ -281,7 +282,7 @@ class Machine(RuleBasedStateMachine):
     def check_leases(self) -> None:
         cursors = [r.cursor for r in self.requests if not r.choices and not r.cursor.closed]
         cursors += [c.cursor for r in self.requests for c in r.choices]
-        ends = [t.node for t in cursors if hasattr(t, "node")]
+        ends = [t.committed.node for t in cursors if isinstance(t, CacheCursor)]
         ends = [n for n in ends if self.tree.records.tree.is_attached(n.root)]
         want = Counter(above for n in ends for above in (*n.path(), n.root))
         nodes = [*self.tree.records.tree.roots(), *nodes_of(self.tree.records.tree)]
@@ -342,7 +343,7 @@ class Machine(RuleBasedStateMachine):
         if restored is not None:
             restored.fill([row.layer])
             row.n_tokens = restored.n_tokens
-            self.tree.filled(cursor, row)
+            cursor.filled(row)
         return row
 
 

@@ -17,8 +17,6 @@ import pytest
 
 from firn.cache.admin.control import CacheAdmin, Json
 from firn.cache.admin.transfer import export, import_file
-from firn.cache.off import CacheOff
-from firn.cache.prefix import PrefixTree
 from firn.cache.storage.catalogue import name_of
 from firn.cache.storage.container import load
 from firn.cache.storage.faults import NotForgotten
@@ -67,10 +65,10 @@ class Server(LabEngine):
         self.between_steps(
             lambda: cache.add_tier("ssd", self.worker, namespaces=[ALICE, BOB, EVERYONE])
         )
-        self.admin = CacheAdmin(self._run, pin_cap_nbytes=0)
+        self.admin = CacheAdmin(self.tree, self._run, pin_cap_nbytes=0)
 
-    def _run(self, function: Callable[[PrefixTree | CacheOff, Json], Any], /) -> Future[Any]:
-        return self.engine.call(lambda _: function(self.tree, {}))
+    def _run(self, function: Callable[[Json], Any], /) -> Future[Any]:
+        return self.engine.call(lambda _: function({}))
 
     def clear(self, namespace: Namespace | None = None) -> Json:
         return self.admin.clear(namespace).result(WAIT_S)

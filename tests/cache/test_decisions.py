@@ -18,7 +18,7 @@ from firn.cache import records
 from firn.cache.admin import control as admin
 from firn.cache.parts import Part
 from firn.cache.planning.estimates import Estimates
-from firn.cache.prefix import PrefixTree
+from firn.cache.prefix import PrefixCache
 from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers._folder import Disk
@@ -131,7 +131,7 @@ def drop_memory(lab: LabEngine) -> None:
     lab.between_steps(lambda: lab.tree.set_room(GIB))
 
 
-def in_memory(cache: PrefixTree) -> int:
+def in_memory(cache: PrefixCache) -> int:
     return sum(r.arrays is not None for r in records_of(cache))
 
 
@@ -358,10 +358,10 @@ def test_admission_does_not_evict_what_is_about_to_be_resumed() -> None:
         ask(lab, ids)
     cursor = cache.open(lab_prompt([*ids, 1]), Namespace(""), CacheControl())
     cache.set_room(0)
-    restored = cache.restore(cursor)
+    restored = cursor.restore()
     assert restored is not None
     assert restored.n_tokens == 200
-    cache.close_cursor(cursor, None)
+    cursor.close(None)
 
 
 # --- pins, clearing ------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from firn.core.values import CacheControl, Namespace
 from firn.engine.engine import LOAD_TICK_S
 from firn.engine.scheduler import chunk_end
 from tests.cache.fake_worker import FakeWorker
-from tests.cache.lab import DENSE, SHAPES, LabLayer, LabRow, Shape, prompt_of, tree
+from tests.cache.lab import DENSE, SHAPES, LabLayer, LabRow, SetClock, Shape, prompt_of, tree
 from tests.hash_runner import prompt_of as words
 
 T = TypeVar("T")
@@ -151,7 +151,7 @@ class Server:
     ) -> None:
         self.time, self.shape, self.token_s = time, shape, token_s
         self.tree = tree(shape, block=BLOCK, clock=time, wall=lambda: 1e9 + time.now)
-        self.tree.records.estimates = Estimates(clock=time)
+        self.tree.records.estimates = Estimates(SetClock(time))
         self.store = SlowStore(time, records, takes)
         self.tree.add_tier(
             "store",
@@ -164,14 +164,14 @@ class Server:
         """How much later its first token is than without a store, if none of it is in memory."""
         began = self.time.now
         cursor = self.tree.open(prompt_of(ids, ENDS), EVERYONE, CacheControl())
-        row = self._row(cursor, self.tree.restore(cursor))
+        row = self._row(cursor, cursor.restore())
         while row.n_tokens < len(ids) - 1:
             self.time.run()
             self.tree.tick(EngineLoad.PREFILLING)
             if cursor.should_wait(busy=False):
                 self.time.now += LOAD_TICK_S
                 continue
-            ahead = self.tree.advance(cursor, row.n_tokens)
+            ahead = cursor.advance(row.n_tokens)
             row = self._row(cursor, ahead) if ahead is not None else row
             if row.n_tokens < len(ids) - 1:
                 self._compute(cursor, row, ids)
@@ -179,7 +179,7 @@ class Server:
         assert row.tokens == ids[:-1]
         first_at = self.time.now
         row.consume(ids[-1:])
-        self.tree.close_cursor(cursor, row)
+        cursor.close(row)
         return first_at - began - len(ids) * self.token_s
 
     def _row(self, cursor: Any, restored: Any) -> LabRow:
@@ -187,16 +187,16 @@ class Server:
         if restored is not None:
             restored.fill([row.layer])
             row.n_tokens = restored.n_tokens
-            self.tree.filled(cursor, row)
+            cursor.filled(row)
         return row
 
     def _compute(self, cursor: Any, row: LabRow, ids: list[int]) -> None:
-        start, stops = row.n_tokens, self.tree.stops(cursor)
+        start, stops = row.n_tokens, cursor.stops()
         end = chunk_end(start, len(ids) - 1, chunk=CHUNK, stops=stops)
         self.time.now += (end - start) * self.token_s
         row.consume(ids[start:end])
         self.tree.prefill.observe(start, end, (end - start) * self.token_s)
-        self.tree.commit(cursor, row)
+        cursor.commit(row)
 
     def settle(self) -> None:
         for _ in range(20):
@@ -322,6 +322,6 @@ def test_what_the_engine_has_had_no_time_to_take_is_not_late(is_read: bool) -> N
     time.run()
     if not is_read:
         server.tree.tick(EngineLoad.PREFILLING)
-    server.tree.close_cursor(cursor, None)
+    cursor.close(None)
     latency_s = server.tree.records.estimates.tiers["store"].latency_s.value
     assert latency_s == pytest.approx(0.002 if is_read else 1.0, rel=0.1)

@@ -13,6 +13,7 @@ from firn.cache.garbage import GROWN_BUSY_BYTES, GROWN_IDLE_BYTES, IDLE_EVERY_S,
 SCRIPT = """
 import gc
 from firn.cache.garbage import BUSY_EVERY_S, IDLE_EVERY_S, MANY, Garbage
+from firn.core.clock import Clock
 
 class Cycle:
     alive = 0
@@ -22,10 +23,14 @@ class Cycle:
     def __del__(self):
         Cycle.alive -= 1
 
+class Now(Clock):
+    def elapsed(self):
+        return now
+
 now = 0.0
 passes = []
 gc.callbacks.append(lambda phase, info: phase == "stop" and passes.append(info["generation"]))
-garbage = Garbage(lambda: now)
+garbage = Garbage(Now())
 kept = [Cycle() for _ in range(200_000)]
 assert 2 not in passes, "a full collection of its own accord"
 garbage.keep(n_new=MANY - 1)
@@ -73,6 +78,7 @@ def test_full_collections_come_when_there_is_time() -> None:
 TRIM = """
 import sys, threading, time
 from firn.cache.garbage import Garbage
+from firn.core.clock import Clock
 
 idle, after_s, n_mib = sys.argv[1] == "idle", float(sys.argv[2]), int(sys.argv[3])
 
@@ -80,8 +86,12 @@ def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
 
+class Now(Clock):
+    def elapsed(self):
+        return now
+
 now = 0.0
-garbage = Garbage(lambda: now)
+garbage = Garbage(Now())
 made = threading.Event(), threading.Event()
 
 def other_thread():  # its memory is its own, in glibc

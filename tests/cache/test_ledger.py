@@ -13,7 +13,7 @@ import pytest
 from firn.cache import integrity
 from firn.cache.ledger import Ledger, WrongTransition
 from firn.cache.parts import Part
-from firn.cache.prefix import PrefixTree
+from firn.cache.prefix import PrefixCache
 from firn.cache.tree import Mark, Record, Tree
 from firn.core.keys import Key
 from firn.core.ports import EngineLoad
@@ -152,41 +152,41 @@ def test_a_history_is_of_one_record() -> None:
 # --- the check of the books ----------------------------------------------------------------
 
 
-def filled(shape: Any = DENSE) -> PrefixTree:
+def filled(shape: Any = DENSE) -> PrefixCache:
     cache, ids = tree(shape, block=BLOCK), words(1, 50)
     cursor = cache.open(prompt_of(ids), Namespace(""), CacheControl())
     row = LabRow(LabLayer([[]], shape))
     row.consume(ids[:49])
-    cache.commit(cursor, row)
-    cache.close_cursor(cursor, row)
+    cursor.commit(row)
+    cursor.close(row)
     assert cache.integrity.run() == 0
     return cache
 
 
-def first(cache: PrefixTree) -> Record:
+def first(cache: PrefixCache) -> Record:
     return min(records_of(cache), key=lambda r: r.node.start)
 
 
-def last(cache: PrefixTree) -> Record:
+def last(cache: PrefixCache) -> Record:
     return max(records_of(cache), key=lambda r: r.node.start)
 
 
-def out_of_row(cache: PrefixTree) -> None:
+def out_of_row(cache: PrefixCache) -> None:
     record = last(cache)
     del record.arrays.records[record]
 
 
-def leaves_for_ever(cache: PrefixTree) -> None:
+def leaves_for_ever(cache: PrefixCache) -> None:
     cache.records.ledger.leave(last(cache))
 
 
-def leaves_from_nowhere(cache: PrefixTree) -> None:
+def leaves_from_nowhere(cache: PrefixCache) -> None:
     record = last(cache)
     cache.records.ledger.release(record)
     record.leaving = True
 
 
-FAULTS: dict[str, tuple[Callable[[PrefixTree], Any], str]] = {
+FAULTS: dict[str, tuple[Callable[[PrefixCache], Any], str]] = {
     "a write that nobody makes": (lambda c: setattr(last(c), "writing", 1), "tier that does not exist"),
     "a tier that is not there": (lambda c: setattr(last(c), "stored", 4), "tier that does not exist"),
     "leaving for ever": (leaves_for_ever, "nobody writes it"),
@@ -200,7 +200,7 @@ FAULTS: dict[str, tuple[Callable[[PrefixTree], Any], str]] = {
 
 @pytest.mark.parametrize(("spoil", "said"), FAULTS.values(), ids=FAULTS)
 def test_a_wrong_record_is_told_counted_and_forgotten(
-    spoil: Callable[[PrefixTree], Any], said: str, caplog: pytest.LogCaptureFixture
+    spoil: Callable[[PrefixCache], Any], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = filled(IN_ROWS if spoil is out_of_row else DENSE)
     record, n_records = last(cache), len(records_of(cache))
@@ -250,8 +250,8 @@ def test_it_runs_in_slices_while_the_engine_is_idle(monkeypatch: pytest.MonkeyPa
     cursor = cache.open(prompt_of(ids), Namespace(""), CacheControl())
     row = LabRow(LabLayer([[]], DENSE))
     row.consume(ids[:49])
-    cache.commit(cursor, row)
-    cache.close_cursor(cursor, row)
+    cursor.commit(row)
+    cursor.close(row)
     cache.tick(EngineLoad.NONE)
     assert cache.integrity.n_passes == 0, "it was just started"
     now[0] = integrity.EVERY_S

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from firn.cache import records
-from firn.cache.cursor import MAX_LATE, CacheCursor, Loading
+from firn.cache.cursor import MAX_LATE, Loading
 from firn.cache.loading import DEADLINE_FACTOR, MIN_DEADLINE_S
 from firn.cache.parts import Part
+from firn.cache.prefix import PrefixCursor
 from firn.cache.storage.orders import ReadOrder
 from firn.core.keys import packed_tokens
 from firn.core.ports import EngineLoad
@@ -118,8 +119,8 @@ def test_a_jump_does_not_let_go_of_what_a_load_still_needs() -> None:
         cursor = cache.open(prompt_of(ids), EVERYONE, CacheControl(read=False))
         row = LabRow(LabLayer([[]], DENSE))
         row.consume(ids[:n_tokens])
-        cache.commit(cursor, row)
-        cache.close_cursor(cursor, None)
+        cursor.commit(row)
+        cursor.close(None)
 
     compute(80)
     cache.tick(EngineLoad.NONE)
@@ -128,19 +129,19 @@ def test_a_jump_does_not_let_go_of_what_a_load_still_needs() -> None:
         if record.node.start not in (48, 56):
             cache.records.ledger.release(record)
     cursor = cache.open(prompt_of(ids), EVERYONE, CacheControl())
-    assert isinstance(cursor, CacheCursor)
-    assert cache.restore(cursor) is None
+    assert isinstance(cursor, PrefixCursor)
+    assert cursor.restore() is None
     compute(32)
-    ahead = cache.advance(cursor, 0)
+    ahead = cursor.advance(0)
     assert ahead is not None
     assert ahead.n_tokens == 32
     cache.set_room(0)
     cache.set_room(GIB)
     run_orders()
-    ahead = cache.advance(cursor, 32)
+    ahead = cursor.advance(32)
     assert ahead is not None
     assert ahead.n_tokens == 80
-    cache.close_cursor(cursor, None)
+    cursor.close(None)
 
 
 # --- what a plan relies on -----------------------------------------------------------------
@@ -164,24 +165,24 @@ class Cached:
         """The row is not kept; a recurrent state is committed where it ends."""
         prompt = prompt_of(self.ids[: n_tokens + 1], [n_tokens])
         cursor = self.cache.open(prompt, EVERYONE, CacheControl())
-        restored = self.cache.restore(cursor)
+        restored = cursor.restore()
         layer = LabLayer([[]], self.shape)
         row = LabRow(layer)
         if restored is not None:
             restored.fill([layer])
             row.n_tokens = restored.n_tokens
-            self.cache.filled(cursor, row)
+            cursor.filled(row)
         row.consume(self.ids[row.n_tokens : n_tokens])
-        self.cache.commit(cursor, row)
-        self.cache.close_cursor(cursor, None)
+        cursor.commit(row)
+        cursor.close(None)
 
-    def open(self) -> CacheCursor:
+    def open(self) -> PrefixCursor:
         cursor = self.cache.open(prompt_of(self.ids), EVERYONE, CacheControl())
-        assert isinstance(cursor, CacheCursor)
+        assert isinstance(cursor, PrefixCursor)
         return cursor
 
-    def n_restored(self, cursor: CacheCursor) -> int:
-        restored = self.cache.restore(cursor)
+    def n_restored(self, cursor: PrefixCursor) -> int:
+        restored = cursor.restore()
         return 0 if restored is None else restored.n_tokens
 
 
@@ -213,7 +214,7 @@ def test_what_a_request_will_resume_from_stays_when_it_is_written(shape: Shape, 
         lab.cache.tick(EngineLoad.DECODING)
     assert lab.n_restored(cursor) == 80
     assert cursor.admission.why == ""
-    lab.cache.close_cursor(cursor, None)
+    cursor.close(None)
     assert n_leases(lab.cache) == 0
     lab.cache.set_room(1)
     assert lab.cache.records.memory.nbytes == 0, "once it has resumed, it may go"
@@ -230,10 +231,10 @@ def test_what_can_be_resumed_at_once_stays_while_more_is_loaded() -> None:
         if record.node.end > 40:
             lab.cache.records.ledger.release(record)
     cursor = lab.open()
-    assert cursor.loading is not None
+    assert cursor.loads.loading is not None
     lab.cache.set_room(0)
     assert lab.n_restored(cursor) == 40
-    lab.cache.close_cursor(cursor, None)
+    cursor.close(None)
 
 
 @KINDS
@@ -243,14 +244,14 @@ def test_a_request_that_finds_less_than_was_planned_is_planned_again(shape: Shap
     lab.cache.tick(EngineLoad.NONE)
     lab.run_orders()
     cursor = lab.open()
-    assert cursor.loading is None, "all of it is in memory"
+    assert cursor.loads.loading is None, "all of it is in memory"
     lab.cache.records.drop(records_of(lab.cache))  # as when the device has no memory
     assert lab.n_restored(cursor) == 0
     lab.run_orders()
-    ahead = lab.cache.advance(cursor, 0)
+    ahead = cursor.advance(0)
     assert ahead is not None
     assert ahead.n_tokens == 80
-    lab.cache.close_cursor(cursor, None)
+    cursor.close(None)
     assert n_leases(lab.cache) == 0
 
 
@@ -261,7 +262,6 @@ def test_a_request_that_finds_less_than_was_planned_is_planned_again(shape: Shap
 def few_orders(monkeypatch: pytest.MonkeyPatch) -> int:
     n_ordered = 4
     monkeypatch.setattr("firn.cache.loading.N_ORDERED", n_ordered)
-    monkeypatch.setattr("firn.cache.prefix.N_ORDERED", n_ordered)
     return n_ordered
 
 
@@ -289,7 +289,7 @@ def test_reads_are_ordered_a_few_at_a_time(few_orders: int) -> None:
     lab.run_orders()
     assert [lab.n_restored(cursor) for cursor in (first, second)] == [80, 80]
     for cursor in (first, second):
-        lab.cache.close_cursor(cursor, None)
+        cursor.close(None)
     assert n_leases(lab.cache) == 0
 
 
@@ -310,9 +310,9 @@ def test_a_prompt_that_was_packed_before_is_not_packed_by_the_engine(
     monkeypatch.setattr(PackedTokens, "__init__", counted)
     for _ in range(2):
         cursor = lab.cache.open(prompt, EVERYONE, CacheControl())
-        assert isinstance(cursor, CacheCursor)
+        assert isinstance(cursor, PrefixCursor)
         assert lab.n_restored(cursor) == 80
-        lab.cache.close_cursor(cursor, None)
+        cursor.close(None)
     assert lab.cache.probe(prompt, EVERYONE).match.n_tokens == 80
     assert len(prompt) not in packed
 
@@ -320,15 +320,15 @@ def test_a_prompt_that_was_packed_before_is_not_packed_by_the_engine(
 def test_what_is_evicted_before_its_read_is_ordered_is_planned_anew(few_orders: int) -> None:
     lab = on_the_disk()
     cursor = lab.open()
-    assert cursor.loading is not None
-    last = cursor.loading.to_order[-1]  # pages are read from the back
+    assert cursor.loads.loading is not None
+    last = cursor.loads.loading.to_order[-1]  # pages are read from the back
     assert last.node.start == 0
-    second = cursor.loading.to_order[-2]
+    second = cursor.loads.loading.to_order[-2]
     lab.cache.records.ledger.lost(second, 0)
     lab.run_orders()
     assert lab.n_restored(cursor) == 8
     assert cursor.admission.why == "evicted"
-    lab.cache.close_cursor(cursor, None)
+    cursor.close(None)
     assert n_leases(lab.cache) == 0
 
 
@@ -336,15 +336,15 @@ def test_what_is_computed_before_its_read_is_ordered_is_not_read(few_orders: int
     lab = on_the_disk()
     cursor = lab.open()
     assert lab.n_restored(cursor) == 0
-    loading = cursor.loading
+    loading = cursor.loads.loading
     assert loading is not None
     row = LabRow(LabLayer([[]], lab.shape))
     row.consume(lab.ids[:40])
-    lab.cache.commit(cursor, row)
-    lab.cache.advance(cursor, 40)
+    cursor.commit(row)
+    cursor.advance(40)
     lab.cache.tick(EngineLoad.PREFILLING)
     assert len(lab.io.orders) == 5, "those of the last five blocks"
-    lab.cache.close_cursor(cursor, None)
+    cursor.close(None)
 
 
 # --- how long it may take ------------------------------------------------------------------
@@ -367,15 +367,15 @@ def test_a_load_that_should_take_long_is_given_time() -> None:
 
         def load() -> None:
             cursor = cache.open(prompt_of([*ids, 1]), EVERYONE, CacheControl(write=False))
-            assert isinstance(cursor, CacheCursor)
+            assert isinstance(cursor, PrefixCursor)
             for now[0], is_loading in (
                 (MIN_DEADLINE_S + 1, True),
                 (DEADLINE_FACTOR * load_s + 1, False),
             ):
                 cache.tick(EngineLoad.NONE)
-                assert (cursor.loading is not None) == is_loading
-            cache.close_cursor(cursor, None)
+                assert (cursor.loads.loading is not None) == is_loading
+            cursor.close(None)
             assert cache.stats.faults["read: too slow"] == 1
-            assert cache.stats_of(EVERYONE).faults == cache.stats.faults
+            assert cache.records.counts.of(EVERYONE).faults == cache.stats.faults
 
         lab.between_steps(load)

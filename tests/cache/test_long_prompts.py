@@ -9,7 +9,7 @@ import pytest
 
 from firn.cache import records
 from firn.cache.admin import control as admin
-from firn.cache.prefix import PrefixTree
+from firn.cache.prefix import PrefixCache
 from firn.cache.storage.worker import TierWorker
 from firn.core.ports import EngineLoad
 from firn.core.values import CacheControl, Namespace, Prompt
@@ -60,7 +60,7 @@ def test_a_prompt_that_is_longer_than_memory_is_stored_to_its_end(
         assert dict(admission(ask(lab, ids)).tiers) == {"ssd": N - 1}
 
 
-def opened(stored: dict[str, bytes], *, limit_nbytes: int) -> PrefixTree:
+def opened(stored: dict[str, bytes], *, limit_nbytes: int) -> PrefixCache:
     cache = tree(DENSE, block=BLOCK, limit_nbytes=limit_nbytes)
     io = TierWorker(DictTier(1 << 20, stored), n_threads=1)
     cache.add_tier("ssd", io, namespaces=[NS])
@@ -76,10 +76,10 @@ def test_a_device_in_doubt_takes_back_what_had_to_leave_memory() -> None:
     row = LabRow(LabLayer([[]], DENSE))
     for start in range(0, 80, 16):
         row.consume(ids[start : start + 16])
-        cache.commit(cursor, row)
+        cursor.commit(row)
     assert len(stored) > 4, "written before it was confirmed: there was no room for more"
     cache.discard_unconfirmed()
-    cache.close_cursor(cursor, None)
+    cursor.close(None)
     assert records_of(cache) == []
     for _ in range(3):
         cache.tick(EngineLoad.NONE)
@@ -93,13 +93,13 @@ def test_what_another_request_leads_to_stays_in_memory() -> None:
     prompt = Prompt(np.array(ids, dtype=np.int64))
     first, row = cache.open(prompt, NS, CacheControl()), LabRow(LabLayer([[]], DENSE))
     row.consume(ids[:64])
-    cache.commit(first, row)
+    first.commit(row)
     in_use = [r for r in records_of(cache) if r.arrays is not None]
     other = cache.open(prompt, NS, CacheControl())
-    assert cache.restore(other) is not None
+    assert other.restore() is not None
     row.consume(ids[64:160])
-    cache.commit(first, row)
+    first.commit(row)
     assert all(r.arrays is not None for r in in_use), "the other request may be about to fill a row"
     for cursor in (first, other):
-        cache.close_cursor(cursor, None)
+        cursor.close(None)
     cache.close()

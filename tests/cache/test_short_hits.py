@@ -131,9 +131,9 @@ def test_only_the_shared_part_of_a_block_fills_a_row() -> None:
 
         def nbytes(n_shared: int) -> tuple[int, int]:
             cursor = cache.open(prompt_of(branch(n_shared)), Namespace(""), CacheControl())
-            restored = cache.restore(cursor)
+            restored = cursor.restore()
             assert restored is not None
-            cache.close_cursor(cursor, None)
+            cursor.close(None)
             return restored.n_tokens, restored.nbytes
 
         (n_whole, whole), (n_part, part) = (

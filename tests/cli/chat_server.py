@@ -85,6 +85,8 @@ class ChatServer:
     key: str | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    """Paths of GET requests."""
     url: str = ""
 
     @property
@@ -115,6 +117,7 @@ def serving(
 def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            server.asked.append(self.path)
             if self._allowed():
                 Wire(self).refuse(200, server.models)
 

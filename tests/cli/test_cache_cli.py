@@ -36,6 +36,7 @@ from tests.cache.tiers.records import (
     record,
 )
 from tests.cli import command
+from tests.cli.chat_server import serving
 from tests.faulty_tier import put
 
 MIB = 1 << 20
@@ -176,6 +177,38 @@ def test_stats_where_the_numbers_cannot_be_read(folder: Path, cache: Cache) -> N
     result = cache("stats", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.output)["limit_bytes"] is None
+
+
+# --- where ---------------------------------------------------------------------------------
+
+
+WHERE = "held in memory, stored in ssd; next: used, or evicted"
+
+
+def test_a_running_server_says_where_a_block_is(folder: Path, cache: Cache) -> None:
+    """The first digits are enough where the folder has it; a block of memory alone needs all."""
+    store(folder, *ALL)
+    whole = key(TRUNK[2], 64)
+    answer = {"node": whole, "tokens": 24, "bytes": 3 << 20, "where": {"pages": WHERE}}
+    with serving(models=answer) as server:
+        for text in (whole[:10], whole, "ab" * 32):
+            result = cache("where", text, "--url", server.url)
+            assert result.exit_code == 0, result.output
+            assert server.asked[-1] == f"/v1/cache/tree/{whole if text in whole else text}"
+    lines = [line.strip().split(None, 1) for line in result.output.splitlines()]
+    assert lines == [["key", whole], ["prefix", "24 tokens, 3.0 MiB"], ["pages", WHERE]]
+
+
+def test_a_server_that_does_not_know_says_so(folder: Path, cache: Cache) -> None:
+    with serving(models={"enabled": False, "why": "switched off"}) as server:
+        result = cache("where", "ab" * 32, "--url", server.url)
+        assert result.exit_code == 1
+        assert "has no prefix cache: switched off" in result.output
+    with serving(models={"data": []}) as server:
+        result = cache("where", "ab" * 32, "--url", server.url)
+        assert "does not look like a firn server" in result.output
+    result = cache("where", "ab" * 32, "--url", server.url)
+    assert "No server answers" in result.output
 
 
 # --- verify, gc, clear ---------------------------------------------------------------------

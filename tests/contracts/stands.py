@@ -16,7 +16,7 @@ import numpy as np
 
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
-from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.cache.prefix import CacheSettings, PrefixCache
 from firn.core.values import CacheControl, Job, Prompt, RequestId, Sampling
 from firn.models.decode.runner import Runner
 from tests.dict_cache import DictCache
@@ -51,10 +51,10 @@ RUNNERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def tree_over(runner: Any) -> PrefixTree:
+def tree_over(runner: Any) -> PrefixCache:
     settings = CacheSettings(1 << 30, block=8)
     layout = Layout.of(runner.start(None).view().layers)
-    return PrefixTree(layout, settings, fingerprint=b"model", dtype="float32")
+    return PrefixCache(layout, settings, fingerprint=b"model", dtype="float32")
 
 
 @dataclass(frozen=True)

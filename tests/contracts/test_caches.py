@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from firn.core import ports
-from firn.core.ports import EngineLoad
+from firn.core.ports import EngineLoad, NullCursor
 from firn.core.values import CacheControl, Namespace, Prompt
 from tests.contracts.stands import (
     CACHES,
@@ -24,9 +24,9 @@ from tests.contracts.stands import (
 @pytest.mark.parametrize("kind", CACHES)
 def test_caches_and_cursors_have_the_ports_shape(kind: str) -> None:
     at = stand(kind)
-    assert_fits(ports.PrefixCache, at.cache)
+    assert_fits(ports.EngineCache, at.cache)
     cursor = at.cache.open(prompt_of(5), Namespace(""), EVERYTHING)
-    for found in (cursor, at.cache.fork(cursor, []), at.cache.blank()):
+    for found in (cursor, cursor.fork([]), NullCursor()):
         assert_fits(ports.Cursor, found)
 
 
@@ -46,17 +46,17 @@ def visit(
     cursor = cache.open(prompt, Namespace(namespace), control)
     assert not cursor.racing
     assert not cursor.should_wait(busy=False)
-    restored = cache.restore(cursor)
+    restored = cursor.restore()
     row = runner.start(restored)
     if restored is not None:
-        cache.filled(cursor, row)
+        cursor.filled(row)
         cache.saw_restore(restored, 0.001)
     n_cached = row.n_tokens
     assert cursor.admission.n_cached == n_cached
     assert n_cached < len(prompt), "a token is left to make the logits"
-    cache.commit(cursor, row)
+    cursor.commit(row)
     while row.n_tokens < len(prompt) - 1:
-        stops = list(cache.stops(cursor))
+        stops = list(cursor.stops())
         assert stops == sorted(set(stops))
         assert all(0 < stop < len(prompt) for stop in stops)
         end = min([row.n_tokens + 8, len(prompt) - 1, *(s for s in stops if s > row.n_tokens)])
@@ -64,19 +64,19 @@ def visit(
         runner.prefill(row, prompt, end)
         runner.settle(row)
         cache.prefill.observe(start, end, 0.001)
-        cache.commit(cursor, row)
+        cursor.commit(row)
         cache.tick(EngineLoad.DECODING)
     (row,) = runner.choices(row, job_of(prompt), [0])
     said: list[int] = []
-    mine = cache.fork(cursor, said)
-    cache.close_cursor(cursor, None)
+    mine = cursor.fork(said)
+    cursor.close(None)
     runner.join(row, int(prompt.ids[-1]))
     for _ in range(n_reply):
         said += [p.token for p in step(runner)]
         if mine.commit_due(row.n_tokens):
-            cache.commit(mine, row)
-    cache.close_cursor(mine, row)
-    cache.close_cursor(mine, None)
+            mine.commit(row)
+    mine.close(row)
+    mine.close(None)
     runner.leave([row])
     return n_cached, said
 
@@ -127,20 +127,20 @@ def test_a_blank_cursor_neither_reads_nor_writes(kind: str) -> None:
     at = stand(kind)
     prompt = prompt_of(40)
     visit(at, prompt)
-    cursor = at.cache.blank()
+    cursor = NullCursor()
     assert not cursor.racing
     assert not cursor.should_wait(busy=False)
-    assert at.cache.restore(cursor) is None
-    assert at.cache.advance(cursor, 0) is None
-    assert list(at.cache.stops(cursor)) == []
+    assert cursor.restore() is None
+    assert cursor.advance(0) is None
+    assert list(cursor.stops()) == []
     row = at.runner.start(None)
     read(at.runner, row, prompt_of(40, salt=3))
     assert not cursor.commit_due(1 << 20)
-    at.cache.commit(cursor, row)
-    forked = at.cache.fork(cursor, [])
+    cursor.commit(row)
+    forked = cursor.fork([])
     assert not forked.commit_due(1 << 20)
-    at.cache.close_cursor(forked, row)
-    at.cache.close_cursor(cursor, row)
+    forked.close(row)
+    cursor.close(row)
     assert visit(at, prompt_of(40, salt=3))[0] == 0
 
 
@@ -174,11 +174,11 @@ def test_a_cursor_given_up_half_way_leaves_what_was_done(kind: str) -> None:
     at = stand(kind)
     prompt = prompt_of(60)
     cursor = at.cache.open(prompt, Namespace(""), EVERYTHING)
-    row = at.runner.start(at.cache.restore(cursor))
+    row = at.runner.start(cursor.restore())
     at.runner.prefill(row, prompt, 32)
     at.runner.settle(row)
-    at.cache.commit(cursor, row)
-    at.cache.close_cursor(cursor, row)
+    cursor.commit(row)
+    cursor.close(row)
     at.runner.leave([row])
     n_cached, said = visit(at, prompt)
     assert (n_cached == 32) == at.keeps

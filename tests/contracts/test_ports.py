@@ -21,7 +21,7 @@ PORTS = {
 
 
 def test_all_ports_are_here() -> None:
-    assert {"Runner", "PrefixCache", "Engine", "Tokenizer", "Cursor"} <= set(PORTS)
+    assert {"Runner", "EngineCache", "Engine", "Tokenizer", "Cursor"} <= set(PORTS)
 
 
 @pytest.mark.parametrize("name", PORTS)
@@ -29,7 +29,7 @@ def test_a_port_has_few_methods(name: str) -> None:
     assert len(members(PORTS[name])) <= MOST_MEMBERS
 
 
-@pytest.mark.parametrize("name", ["Runner", "PrefixCache", "Cursor", "LiveRow"])
+@pytest.mark.parametrize("name", ["Runner", "EngineCache", "Cursor", "LiveRow"])
 def test_rows_and_cursors_have_types(name: str) -> None:
     """Any is allowed for JSON and for what mlx-lm makes, never for a handle that is passed back."""
     for member, function in members(PORTS[name]).items():

@@ -181,20 +181,26 @@ def test_a_request_that_meets_anothers_fault_is_not_given_up() -> None:
 # --- faults that somebody else absorbs -----------------------------------------------------
 
 
+class TellingCursor(DictCursor):
+    """Its commit is the next use of the device and absorbs the fault, as a `PrefixCursor`'s does."""
+
+    cache: TellsWhereItCommits
+
+    def commit(self, row: LiveRow) -> None:
+        try:
+            self.cache.device.tell()
+        except RuntimeError as e:
+            self.cache.fault = e
+        else:
+            super().commit(row)
+
+
 class TellsWhereItCommits(DictCache):
-    """Its commit is the next use of the device and absorbs the fault, as `PrefixTree` does."""
+    cursor = TellingCursor
 
     def __init__(self, device: LateDevice) -> None:
         super().__init__()
         self.device = device
-
-    def commit(self, cursor: DictCursor, row: LiveRow) -> None:  # type: ignore[override]
-        try:
-            self.device.tell()
-        except RuntimeError as e:
-            self.fault = e
-        else:
-            super().commit(cursor, row)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 4])
@@ -243,7 +249,7 @@ def test_a_record_that_always_fails_is_taken_for_the_devices_fault_once() -> Non
     """Every request for it is still answered, and the others are not preempted every time."""
 
     class Bad(DictCache):
-        def _fill(self, state: list[int], layers: list[HashLayer]) -> None:
+        def fill(self, state: list[int], layers: list[HashLayer]) -> None:
             raise RuntimeError("a damaged record")
 
     cache = Bad()

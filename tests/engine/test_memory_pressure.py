@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from firn.cache.off import BlankCursor
 from firn.core.errors import StepFailed
 from firn.core.events import Admitted, ChoiceDone, Prefilled
 from firn.core.ports import Restored
 from firn.core.values import Job, Sampling
 from firn.engine.budget import Budget, RowCost
-from tests.dict_cache import DictCache, DictPrefix
+from tests.dict_cache import DictCache, DictCursor, DictPrefix
 from tests.hash_engine import HashEngine
 from tests.hash_runner import Faults, HashRow, prompt_of
 
@@ -108,15 +107,17 @@ def test_a_request_that_was_preempted_can_be_cancelled() -> None:
         assert not second.finished.is_set(), "and never came back"
 
 
-class Knowing(DictCache):
-    """A cache that has every prompt."""
+class KnowingCursor(DictCursor):
+    """Every prompt is stored."""
 
-    def restore(self, cursor: Any) -> Restored | None:
-        if isinstance(cursor, BlankCursor):
-            return None
-        known = list(cursor.prompt[:-1])
-        cursor.admission = Admitted(len(known))
-        return DictPrefix(len(known), partial(self._fill, known))
+    def restore(self) -> Restored | None:
+        known = list(self.prompt[:-1])
+        self.admission = Admitted(len(known))
+        return DictPrefix(len(known), partial(self.cache.fill, known))
+
+
+class Knowing(DictCache):
+    cursor = KnowingCursor
 
 
 def test_if_one_reply_of_a_preempted_request_fails_the_request_fails() -> None:

@@ -18,7 +18,7 @@ from firn.engine.prompt_batches import TRY_EVERY, TRY_FIRST, BatchTrial
 from firn.models.decode.batched_prefill import batched_prefill_fault, can_batch
 from tests.cache.lab import IN_ROWS, LabEngine, tree
 from tests.cache.tiny import Build, Reference, cold_and_warm, tiny, tokens
-from tests.dict_cache import DictCache, DictPrefix
+from tests.dict_cache import DictCache, DictCursor, DictPrefix
 from tests.harness import Harness, running
 from tests.hash_engine import HashEngine
 from tests.hash_runner import Faults, HashRow, reply_to
@@ -251,16 +251,19 @@ def test_a_device_fault_while_a_pass_is_chosen_puts_its_prompts_back() -> None:
     bad = words(40, 40)
     met: list[int] = []
 
-    class Late(DictCache):
-        """Has this prompt, but only from the second lookup on."""
+    class LateCursor(DictCursor):
+        """This prompt is stored, but found only by the second lookup."""
 
-        def restore(self, cursor: Any) -> Restored | None:
+        def restore(self) -> Restored | None:
             return None
 
-        def advance(self, cursor: Any, n_tokens: int) -> Restored | None:
-            if list(cursor.prompt) != bad or met:
+        def advance(self, n_tokens: int) -> Restored | None:
+            if list(self.prompt) != bad or met:
                 return None
-            return DictPrefix(len(bad) - 1, partial(self._fill, bad[:-1]))
+            return DictPrefix(len(bad) - 1, partial(self.cache.fill, bad[:-1]))
+
+    class Late(DictCache):
+        cursor = LateCursor
 
     def fail(row: HashRow) -> None:
         if row.tokens == bad[:-1] and not met:

@@ -19,7 +19,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from firn.cache.layout import Layout
-from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.cache.prefix import CacheSettings, PrefixCache
 from firn.cache.storage.worker import TierWorker
 from firn.core.ports import MAX_STEP_TOKENS, Delivery, EngineLoad
 from firn.core.values import Job, Namespace, Prompt, RequestId
@@ -211,7 +211,7 @@ def lookups(kind: Kind) -> Speculation:
 def draft_model(kind: Kind, small: Kind) -> Speculation:
     model, make_layers = small.build()
     settings = CacheSettings(1 << 30, small.block)
-    cache = PrefixTree(Layout.of(make_layers()), settings, fingerprint=b"small", dtype="float32")
+    cache = PrefixCache(Layout.of(make_layers()), settings, fingerprint=b"small", dtype="float32")
     return AsksWhenReady(ModelDrafter(model, make_layers, cache=cache, batchable=True, chunk=32))
 
 
@@ -302,7 +302,7 @@ class Used:
         self.drafts_stay_in_flight = can_be_cut_meanwhile(ready(probe))
         capacity = cost.of(kind.memory_tokens) if kind.memory_tokens else 1 << 40
         settings = CacheSettings(1 << 30, kind.block, CHUNK if kind.is_exact else 0)
-        self.cache = PrefixTree(self.layout, settings, fingerprint=b"model", dtype="float32")
+        self.cache = PrefixCache(self.layout, settings, fingerprint=b"model", dtype="float32")
         if self.tier is not None:
             self.cache.records.estimates = Eager()
             self.cache.add_tier("ssd", TierWorker(self.tier), namespaces=[Namespace("")])

@@ -103,19 +103,19 @@ def play_for_real(
         while cursor.racing:
             cache.tick(EngineLoad.NONE)
         row = LabRow(LabLayer([[]], DENSE))
-        restored = cache.restore(cursor)
+        restored = cursor.restore()
         if restored is not None:
             restored.fill([row.layer])
             row.n_tokens = restored.n_tokens
         found.append(cursor.admission.n_cached // BLOCK)
         row.consume(tokens[row.n_tokens : n_prompt_blocks * BLOCK])
-        cache.commit(cursor, row)
+        cursor.commit(row)
         reply = tokens[n_prompt_blocks * BLOCK + 1 : -1].tolist()
-        answer = cache.fork(cursor, reply)
-        cache.close_cursor(cursor, None)
+        answer = cursor.fork(reply)
+        cursor.close(None)
         row.consume(tokens[n_prompt_blocks * BLOCK : len(path) * BLOCK])
-        cache.commit(answer, row)
-        cache.close_cursor(answer, row)
+        answer.commit(row)
+        answer.close(row)
         cache.tick(EngineLoad.NONE)
         if not keeps_memory:
             _empty_memory(cache)

@@ -12,7 +12,7 @@ from firn.assembly.compute import ComputeSettings
 from firn.cache.admin.inventory import ModelNote, note_model
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
-from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.cache.prefix import CacheSettings, PrefixCache
 from firn.cache.storage.orders import Worker
 from firn.cache.storage.seal import Seal, load_seal
 from firn.cache.storage.spill_policy import spill_policy
@@ -61,7 +61,7 @@ def build_cache(
     *,
     compute: ComputeSettings,
     leader_parts: LeaderParts | None = None,
-) -> PrefixTree | CacheOff:
+) -> PrefixCache | CacheOff:
     """leader_parts: set if the model is sharded: each rank then holds a slice of every record."""
     options = config.cache
     if options.disable_prefix_cache:
@@ -81,7 +81,7 @@ def build_cache(
         weighs_hits=compute.backend.profile.weighs_hits and not compute.exact,
     )
     log.info("prefix cache: %d MiB of memory, blocks of %d tokens", limit // MIB, settings.block)
-    make = PrefixTree if leader_parts is None else leader_parts.make_tree
+    make = PrefixCache if leader_parts is None else leader_parts.make_tree
     return make(
         layout,
         settings,
@@ -130,7 +130,7 @@ def tiers_of(config: CacheConfig) -> dict[str, TierOptions]:
 
 def add_tiers(
     config: Config,
-    cache: PrefixTree,
+    cache: PrefixCache,
     model: ModelInfo,
     write_queue_nbytes: int,
     *,

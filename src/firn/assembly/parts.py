@@ -16,13 +16,13 @@ from firn import backends
 from firn.assembly import embeddings, sparse, speculation
 from firn.assembly.cache import add_tiers, build_cache, cache_nbytes
 from firn.assembly.compute import ComputeSettings, compute_settings
-from firn.assembly.handles import any_cursors, any_rows
+from firn.assembly.handles import any_rows
 from firn.assembly.memory import MemoryPlanner, MemoryWatch, Planned, with_reservations
 from firn.assembly.model import ServerSpec, load_model, row_cost
 from firn.backends.contract import ComputeBackend, execution_of
 from firn.backends.memory import limit_buffer_cache, used_nbytes
 from firn.cache.off import CacheOff
-from firn.cache.prefix import PrefixTree
+from firn.cache.prefix import PrefixCache
 from firn.config import Config
 from firn.core.memory_plan import MIN_CAPACITY_NBYTES, MemoryPlan
 from firn.core.values import ModelInfo
@@ -48,8 +48,7 @@ PADDING_PARTS = 8
 class ServerParts(EngineParts):
     """The engine's parts, and what else the server uses on the engine thread."""
 
-    tree: PrefixTree | CacheOff
-    """`cache`, with its own type."""
+    cache: PrefixCache | CacheOff
     embedder: embedder.TextEmbedder | None = None
     speculator: Speculator = NO_SPECULATION
     planned: Planned | None = None
@@ -57,8 +56,7 @@ class ServerParts(EngineParts):
 
     def own_process(self) -> None:
         """The process serves only this model: let the cache control garbage collection."""
-        if isinstance(self.tree, PrefixTree):
-            self.tree.own_process()
+        self.cache.own_process()
 
 
 def build_parts(spec: ServerSpec, wake: Callable[[], None]) -> ServerParts:
@@ -152,13 +150,13 @@ def _decoder_parts(
         transient=planner.transient,
         chunk_nbytes=planned.plan.chunk_nbytes,
     )
-    tree = build_cache(
+    cache = build_cache(
         config, loaded, alone_nbytes, compute=compute, leader_parts=spec.leader_parts
     )
-    if isinstance(tree, PrefixTree):
-        _prepare_tree(config, tree, recipes=preparer.recipes)
-        put_on_tiers(tree, info, planned.plan.write_queue_nbytes)
-    tree.set_room(budget.free_nbytes())
+    if isinstance(cache, PrefixCache):
+        _prepare_cache(config, cache, recipes=preparer.recipes)
+        put_on_tiers(cache, info, planned.plan.write_queue_nbytes)
+    cache.set_room(budget.free_nbytes())
     max_padding = capacity_nbytes // PADDING_PARTS // max(cost.per_token_nbytes, 1)
     return ServerParts(
         any_rows(
@@ -171,11 +169,10 @@ def _decoder_parts(
                 max_padding=max_padding,
             )
         ),
-        any_cursors(tree),
-        budget,
-        replace(compute.limits, common_chunk=execution.buckets.common_chunk),
+        cache=cache,
+        budget=budget,
+        limits=replace(compute.limits, common_chunk=execution.buckets.common_chunk),
         preparer=preparer,
-        tree=tree,
         speculator=drafting.speculator,
         planned=planned,
     )
@@ -199,7 +196,7 @@ def _plan(
 
 def _tiers(
     spec: ServerSpec, *, device: str, wake: Callable[[], None]
-) -> Callable[[PrefixTree, ModelInfo, int], None]:
+) -> Callable[[PrefixCache, ModelInfo, int], None]:
     """Adds the tiers below memory to a cache, with room for this many bytes that wait to be written."""
     return partial(
         add_tiers,
@@ -211,11 +208,11 @@ def _tiers(
     )
 
 
-def _prepare_tree(config: Config, tree: PrefixTree, *, recipes: Sequence[str]) -> None:
+def _prepare_cache(config: Config, cache: PrefixCache, *, recipes: Sequence[str]) -> None:
     """recipes: of prepared prompts, whose roots are expected in the tiers."""
     if config.cache.kv_events is not None:
-        tree.records.tree.announcer = EventPublisher(config.cache.kv_events)
-    tree.expect_recipes(recipes)
+        cache.records.tree.announcer = EventPublisher(config.cache.kv_events)
+    cache.expect_recipes(recipes)
 
 
 def _capacity(
@@ -268,9 +265,9 @@ def _encoder_parts(
     encoder, info = embeddings.load_encoder(spec.folder, recipe, spec.name, compute)
     runner = Runner(None, info, make_layers=embedder.refuse_to_generate, max_rows=1)
     budget = Budget(RowCost(1, 1), capacity_nbytes=MIN_CAPACITY_NBYTES)
-    tree = CacheOff("an embedding model")
+    cache = CacheOff("an embedding model")
     return ServerParts(
-        any_rows(runner), any_cursors(tree), budget, compute.limits, tree=tree, embedder=encoder
+        any_rows(runner), cache=cache, budget=budget, limits=compute.limits, embedder=encoder
     )
 
 

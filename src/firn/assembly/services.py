@@ -18,7 +18,7 @@ from firn.assembly.model import ServerSpec
 from firn.assembly.parts import ServerParts
 from firn.assembly.text import TextParts
 from firn.backends.memory import allocated_nbytes
-from firn.cache.admin.control import CacheAdmin, health, snapshot
+from firn.cache.admin.control import admin_of
 from firn.config import Config, default_cache_dir
 from firn.core.fair_pool import FairPool
 from firn.core.ports import Tokenizer
@@ -45,6 +45,11 @@ def build_services(
 ) -> Services:
     """engine: must be running, so that its model is known."""
     config, model, parts = spec.config, engine.model, engine.parts
+    admin = admin_of(
+        parts.cache,
+        lambda f: engine.call(lambda parts: f(parts.budget.view())),
+        pin_cap_nbytes=config.cache.cache_pin_max_mb * MIB,
+    )
     grammars = Compiler(text.tokenizer, vocab_size=model.vocab_size)
     pool.submit("", grammars.prepare)
     return Services(
@@ -55,7 +60,7 @@ def build_services(
         event_router=event_router,
         pool=pool,
         limits=_limits(config),
-        defaults=replace(config.sampling.defaults(), stores=health(parts.tree)["reuse"]),
+        defaults=replace(config.sampling.defaults(), stores=admin.health()["reuse"]),
         preparations=sparse.rules(config),
         keys=keys_of(config),
         hosts=Hosts((*config.server.allowed_hosts, *machine_names(config.server.host))),
@@ -70,21 +75,18 @@ def build_services(
         read_documents=Documents().gather,
         compile_grammar=grammars.compile,
         relaxer=grammars.relaxer,
-        cache_admin=CacheAdmin(
-            lambda f: engine.call(lambda parts: f(parts.tree, parts.budget.view())),
-            pin_cap_nbytes=config.cache.cache_pin_max_mb * MIB,
-        ),
+        cache_admin=admin,
         recorder=recorder,
         dashboard=not config.page.no_dashboard,
         show_text=config.page.show_text,
         allocated=allocated_nbytes,
         health_details=lambda: {
-            "cache": health(parts.tree),
+            "cache": admin.health(),
             "speculation": parts.speculator.counters(),
             "ranks": n_ranks,
         },
         extra_collectors=(
-            CacheMetrics(lambda: snapshot(parts.tree)),
+            CacheMetrics(admin.snapshot),
             MemoryMetrics(allocated_nbytes),
             SpeculationMetrics(lambda: parts.speculator.counters()),
         ),

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from firn.assembly import speculation
-from firn.assembly.handles import any_cursors
 from firn.assembly.speculation import Drafting, DraftSetup
 from firn.config import Config
 from firn.core.errors import SetupError
@@ -77,7 +76,7 @@ def build(
             draft.model.model,
             draft.model.info,
             make_layers=draft.model.make_layers,
-            cache=any_cursors(draft.cache),
+            cache=draft.cache,
             owns_cache=not draft.is_drafter,
             prepare=prepare,
             buckets=buckets_of(draft.model),

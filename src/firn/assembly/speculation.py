@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from firn.assembly import model_names
-from firn.assembly.handles import any_cursors
 from firn.backends.contract import ComputeBackend
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
-from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.cache.prefix import CacheSettings, PrefixCache
 from firn.config import Config
 from firn.core.errors import SetupError, UnknownCacheLayer
 from firn.core.units import MIB
@@ -45,17 +44,12 @@ class DraftModel:
     """A draft model, which has the model's tokens, and its prefix cache."""
 
     model: loader.LoadedModel
-    cache: PrefixTree | CacheOff
+    cache: PrefixCache | CacheOff
     row_cost: RowCost
+    cache_nbytes: int = 0
+    """Limit for its prefixes, including those waiting to be written."""
     is_drafter: bool = False
     """Whether a drafter uses it and closes its cache."""
-
-    @property
-    def cache_nbytes(self) -> int:
-        """Limit for its prefixes, including those waiting to be written."""
-        if isinstance(self.cache, CacheOff):
-            return 0
-        return self.cache.settings.limit_nbytes + DRAFT_QUEUE_NBYTES
 
     def fit(self, cache_nbytes: int) -> None:
         """Keep its prefixes within this limit, including those waiting to be written."""
@@ -70,7 +64,7 @@ class DraftSetup:
     backend: ComputeBackend
     cache_nbytes: int
     """Memory for the prefixes of the model that it serves."""
-    add_tiers: Callable[[PrefixTree, ModelInfo], None]
+    add_tiers: Callable[[PrefixCache, ModelInfo], None]
     """Adds the tiers below memory to a cache."""
     folder: Path | None = None
     """The draft model's, as found by `find_draft`."""
@@ -213,37 +207,35 @@ def open_draft(config: Config, setup: DraftSetup) -> DraftModel:
     draft = loader.load(
         setup.folder, served_name=small, trust_remote_code=trust, form=setup.backend.weights
     )
-    cache, cost = _cache(draft, setup.cache_nbytes // DRAFT_CACHE_DIVISOR)
-    if isinstance(cache, PrefixTree):
-        setup.add_tiers(cache, draft.info)
-    return DraftModel(draft, cache, cost)
+    return _with_cache(draft, setup)
 
 
-def _cache(draft: loader.LoadedModel, nbytes: int) -> tuple[PrefixTree | CacheOff, RowCost]:
+def _with_cache(draft: loader.LoadedModel, setup: DraftSetup) -> DraftModel:
     try:
         layout = Layout.of(draft.probe)
     except UnknownCacheLayer as e:
         log.warning("%s recomputes every prompt: %s", draft.info.name, e)
-        return CacheOff(str(e)), RowCost(0, 0)
-    cost = RowCost(*layout.row_cost(draft.probe))
+        return DraftModel(draft, CacheOff(str(e)), RowCost(0, 0))
+    cost, nbytes = RowCost(*layout.row_cost(draft.probe)), setup.cache_nbytes // DRAFT_CACHE_DIVISOR
     if not nbytes:
-        return CacheOff(), cost
+        return DraftModel(draft, CacheOff(), cost)
     info = draft.info
-    tree = PrefixTree(
+    cache = PrefixCache(
         layout, CacheSettings(limit_nbytes=nbytes), fingerprint=info.fingerprint, dtype=info.dtype
     )
-    return tree, cost
+    setup.add_tiers(cache, info)
+    return DraftModel(draft, cache, cost, nbytes + DRAFT_QUEUE_NBYTES)
 
 
 def _drafter(
-    draft: loader.LoadedModel, cache: PrefixTree | CacheOff, name: str, backend: ComputeBackend
+    draft: loader.LoadedModel, cache: PrefixCache | CacheOff, name: str, backend: ComputeBackend
 ) -> ModelDrafter:
     info = draft.info
     try:
         return ModelDrafter(
             draft.model,
             draft.make_layers,
-            cache=any_cursors(cache),
+            cache=cache,
             batchable=info.batchable and ragged_fault(draft.model, draft.make_layers) is None,
             n_ids=info.n_ids,
             profile=backend.step_profile(draft.model, draft.make_layers),

@@ -5,19 +5,19 @@ A prompt is cut into blocks. A record is one part of one block's state: pages, a
 
 What happens to a prefix, and where:
 
-    looked up  prefix.open makes a cursor; loading.py plans what to resume from and what to load
-    restored   prefix.restore, or prefix.advance while the prompt is read: restore.py fills a row from
+    looked up  cache.open makes a cursor; loading.py plans what to resume from and what to load
+    restored   cursor.restore, or cursor.advance while the prompt is read: restore.py fills a row from
                records, or memory/parking.py hands over the previous turn's row
-    committed  prefix.commit: commit.py cuts new blocks out of the row, records.py keeps them
-    spilled    prefix.tick: storage/ writes new records to tiers/, and collects what was read
+    committed  cursor.commit: commit.py cuts new blocks out of the row, records.py keeps them
+    spilled    cache.tick: storage/ writes new records to tiers/, and collects what was read
     evicted    memory/eviction.py, when memory runs short; what a tier has can be loaded again
 
 Read in this order:
 
     parts.py, layout.py  what a record of this model consists of
     tree/                nodes and records; eviction order; lifetimes. No arrays, no files
-    prefix.py            what the engine calls: open, restore, advance, commit, fork, close_cursor, tick
-    cursor.py            a request's place in the tree, and what it waits for
+    prefix.py            what the engine calls: the cache, and a cursor for each request
+    cursor.py            a request's four values: what it asks, is committed, is loaded, was reused
     planning/            decisions, pure: where to resume, what to load, which states to keep
     commit.py, copies.py row -> records; the copies of all rows of a step, computed together
     restore.py           records -> row

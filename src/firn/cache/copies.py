@@ -10,7 +10,7 @@ Owner: the engine thread, through the prefix cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,23 +19,21 @@ from firn.cache.records import Records
 from firn.cache.tree import Record
 
 
-def _nothing() -> None:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class _CopyOrder:
-    """Records whose copies must be computed, and callbacks for the outcome."""
+@dataclass(eq=False, slots=True)
+class CopyOrder:
+    """Records whose copies must be computed. Written by `Copies`."""
 
     records: Sequence[Record]
-    done: Callable[[], None]
-    failed: Callable[[], None]
+    are_new: bool = True
+    """They were just committed: once computed they may be spilled."""
+    has_failed: bool = False
+    """They could not be computed, and were taken back."""
 
 
 class Copies:
     def __init__(self, records: Records) -> None:
         self._records = records
-        self._waiting: list[_CopyOrder] | None = None
+        self._waiting: list[CopyOrder] | None = None
         """None: each order is computed immediately."""
 
     @contextmanager
@@ -51,37 +49,26 @@ class Copies:
         finally:
             orders, self._waiting = self._waiting, None
             if orders:
-                self._compute_late(orders)
+                with self._records.absorbing("commit"):
+                    self._compute(orders)
 
-    def _compute_late(self, orders: Sequence[_CopyOrder]) -> None:
-        try:
-            self._compute(orders)
-        except Exception as e:
-            self._records.failed("commit", e)
-
-    def compute(
-        self,
-        records: Sequence[Record],
-        *,
-        done: Callable[[], None] = _nothing,
-        failed: Callable[[], None] = _nothing,
-    ) -> None:
+    def compute(self, order: CopyOrder) -> None:
         """Compute what these records hold. If that fails they are taken back, and the error is
         raised unless the computation was deferred (see `together`)."""
-        order = _CopyOrder(records, done, failed)
         if self._waiting is None:
             self._compute([order])
-        elif records:
+        elif order.records:
             self._waiting.append(order)
 
-    def _compute(self, orders: Sequence[_CopyOrder]) -> None:
+    def _compute(self, orders: Sequence[CopyOrder]) -> None:
         records = [record for order in orders for record in order.records]
         try:
             evaluate(r.arrays for r in records if isinstance(r.arrays, Payload))
         except Exception:
             self._records.take_back(records)
             for order in orders:
-                order.failed()
+                order.has_failed = True
             raise
         for order in orders:
-            order.done()
+            if order.are_new:
+                self._records.committed([r for r in order.records if r.alive])

@@ -21,8 +21,9 @@ import ctypes
 import gc
 import os
 import threading
-import time
 from collections.abc import Callable
+
+from firn.core.clock import SYSTEM_CLOCK, Clock
 
 IDLE_EVERY_S, BUSY_EVERY_S = 60.0, 600.0
 """The time between two full collections."""
@@ -35,10 +36,10 @@ LOOK_EVERY_S = 0.25
 
 
 class Garbage:
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         """From now on Python itself collects young objects only."""
         self._clock = clock
-        self._collected_at = clock()
+        self._collected_at = clock.elapsed()
         self._heap = Heap(clock)
         gc.set_threshold(*gc.get_threshold()[:2], NEVER)
         gc.freeze()
@@ -53,29 +54,29 @@ class Garbage:
     def tick(self, *, idle: bool) -> None:
         """Trim the heap if it has grown; now and then, collect all that is not frozen."""
         self._heap.tick(idle=idle)
-        if self._clock() - self._collected_at < (IDLE_EVERY_S if idle else BUSY_EVERY_S):
+        if self._clock.elapsed() - self._collected_at < (IDLE_EVERY_S if idle else BUSY_EVERY_S):
             return
         gc.collect()
         if idle:
             gc.freeze()
             self._heap.trim()
-        self._collected_at = self._clock()
+        self._collected_at = self._clock.elapsed()
 
 
 class Heap:
     """The C library's heap. A separate thread trims it, because that may take 100 ms."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._malloc_trim = _malloc_trim()
-        self._looked_at = clock()
+        self._looked_at = clock.elapsed()
         self._resident = _resident_bytes()
         self._trimming = threading.Lock()
 
     def tick(self, *, idle: bool) -> None:
-        if self._clock() - self._looked_at < LOOK_EVERY_S:
+        if self._clock.elapsed() - self._looked_at < LOOK_EVERY_S:
             return
-        self._looked_at = self._clock()
+        self._looked_at = self._clock.elapsed()
         grown = _resident_bytes() - self._resident
         if grown >= (GROWN_IDLE_BYTES if idle else GROWN_BUSY_BYTES):
             self.trim()

@@ -35,7 +35,7 @@ class IntegrityCheck:
         self._records = records
         self._ledger = records.ledger
         self._pass: Iterator[Node] | None = None
-        self._began_at = records.clock()
+        self._began_at = records.clock.elapsed()
         self._began_with = 0
         """How many transitions there had been when the last pass began."""
         self._sums = Sums(0)
@@ -54,7 +54,7 @@ class IntegrityCheck:
 
     def _is_due(self) -> bool:
         has_changed = self._ledger.n_transitions != self._began_with
-        return has_changed and self._records.clock() - self._began_at >= EVERY_S
+        return has_changed and self._records.clock.elapsed() - self._began_at >= EVERY_S
 
     def run(self) -> int:
         """A whole pass now; returns how many violations were found."""
@@ -66,7 +66,7 @@ class IntegrityCheck:
 
     def step(self, n_nodes: int) -> None:
         if self._pass is None:
-            self._began_at = self._records.clock()
+            self._began_at = self._records.clock.elapsed()
             self._began_with = self._ledger.n_transitions
             self._sums = Sums(len(self._ledger.tiers))
             self._pass = self._nodes()

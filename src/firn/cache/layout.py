@@ -84,17 +84,24 @@ class Layout:
 
         Only settled tokens, and only those that the layers still hold; else raises TokensNotHeld.
         """
-        return self.cut_pieces(part, layers, at, [(start, end)])[0]
+        cut = self._gathered(part, layers, at, [(start, end)])
+        return cut[0] if cut else stacked(self.views(part, layers, at, start, end))
 
     def cut_pieces(
         self, part: Part, layers: Sequence[LayerCache], at: At, bounds: Sequence[tuple[int, int]]
     ) -> list[Payload]:
         """Like `cut`, for several pieces."""
+        cut = self._gathered(part, layers, at, bounds)
+        return cut or [stacked(self.views(part, layers, at, *piece)) for piece in bounds]
+
+    def _gathered(
+        self, part: Part, layers: Sequence[LayerCache], at: At, bounds: Sequence[tuple[int, int]]
+    ) -> list[Payload] | None:
+        """The pieces, cut by one kernel; None where there is none for it."""
         for start, end in bounds:
             _check_settled(part, at, start, end)
         cells = self._cells(layers, at, bounds) if part is Part.PAGES else None
-        payloads = gathered(cells) if cells is not None else None
-        return payloads or [stacked(self.views(part, layers, at, *piece)) for piece in bounds]
+        return gathered(cells) if cells is not None else None
 
     def _cells(
         self, layers: Sequence[LayerCache], at: At, bounds: Sequence[tuple[int, int]]

@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
-from firn.core.events import Admitted
-from firn.core.ports import EngineLoad, LiveRow, Restored
+from firn.core.ports import EngineLoad, NullCursor, Restored
 from firn.core.prefill_speed import PrefillSpeed
-from firn.core.reuse import Cause, Reason
 from firn.core.values import CacheControl, Namespace, Prompt
 
 
-@dataclass(frozen=True, slots=True)
-class BlankCursor:
-    """A cursor that neither reads nor writes."""
-
-    admission: Admitted = Admitted(0, reason=Reason(Cause.NO_CACHE))
-    racing: bool = False
-    n_expected: int = 0
-
-    def should_wait(self, *, busy: bool) -> bool:
-        return False
-
-    def commit_due(self, n_tokens: int) -> bool:
-        return False
-
-
 class CacheOff:
-    """Implements core.ports.PrefixCache: every lookup misses, nothing is stored.
+    """Implements core.ports.EngineCache: every lookup misses, nothing is stored.
 
     why: the reason, for /health and stats.
     """
@@ -38,38 +19,14 @@ class CacheOff:
         self.why = why
         self.prefill = PrefillSpeed()
 
-    def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> BlankCursor:
-        return BlankCursor()
-
-    def restore(self, cursor: BlankCursor) -> Restored | None:
-        return None
-
-    def advance(self, cursor: BlankCursor, n_tokens: int) -> Restored | None:
-        return None
-
-    def filled(self, cursor: BlankCursor, row: LiveRow) -> None:
+    def own_process(self) -> None:
         pass
 
-    def not_filled(self, cursor: BlankCursor, error: Exception) -> None:
-        pass
-
-    def stops(self, cursor: BlankCursor) -> Sequence[int]:
-        return ()
-
-    def commit(self, cursor: BlankCursor, row: LiveRow) -> None:
-        pass
+    def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> NullCursor:
+        return NullCursor()
 
     def together(self) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def fork(self, cursor: BlankCursor, reply: Sequence[int]) -> BlankCursor:
-        return cursor
-
-    def close_cursor(self, cursor: BlankCursor, row: LiveRow | None) -> None:
-        pass
-
-    def blank(self) -> BlankCursor:
-        return BlankCursor()
 
     def confirm(self) -> None:
         pass

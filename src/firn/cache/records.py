@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
@@ -44,6 +44,7 @@ from firn.cache.storage.orders import (
 )
 from firn.cache.storage.spill_policy import EVERYTHING, SpillPolicy
 from firn.cache.tree import Cleared, Mark, Node, Record, Root, Tree
+from firn.core.clock import SYSTEM_CLOCK, Clock
 from firn.core.errors import may_be_device_fault
 from firn.core.ports import EngineLoad
 from firn.core.values import Namespace
@@ -81,24 +82,22 @@ class Records:
         needs: Needs,
         *,
         limit_nbytes: int,
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.identity = identity
         self.needs = needs
         self.clock = clock
-        self.wall = wall
         carrier = Part.PAGES if needs.pages else Part.WINDOW
-        self.tree = Tree(
-            identity.block, carrier=carrier, window=needs.window, clock=clock, wall=wall
-        )
+        self.tree = Tree(identity.block, carrier=carrier, window=needs.window, clock=clock)
         self.ledger = Ledger(self.tree)
-        self.catalogue = RecordCatalogue(identity, needs, self.tree, wall=wall)
+        self.catalogue = RecordCatalogue(identity, needs, self.tree, wall=clock.wall)
         self.rows = LiveRows(self.tree, self.ledger)
         self.memory = MemoryTier(
             self.tree, self.ledger, self.rows, limit_nbytes=limit_nbytes, evict=self._evict
         )
-        self.tiers = Desk(self.ledger, self.tree, self.catalogue, window=needs.window, clock=clock)
+        self.tiers = Desk(
+            self.ledger, self.tree, self.catalogue, window=needs.window, clock=clock.elapsed
+        )
         self.index = TierIndex(self.ledger, self.tree, self.catalogue, self.tiers)
         self.counts = NamespaceStats()
         self.estimates = Estimates(clock)
@@ -123,12 +122,12 @@ class Records:
         part: Part,
         arrays: Payload,
         mark: Mark,
-        *,
-        spared: Collection[Record] = (),
-    ) -> Record | None:
-        """Hold in memory what was computed, whether or not a tier has it; None: there is no room.
+        new: list[Record],
+    ) -> bool:
+        """Hold in memory what was computed, whether or not a tier has it; False: there is no room.
 
-        spared: records of the node's chain that must not be evicted for it.
+        new: the records that the same commit has added, which are not evicted for it. If these arrays
+        are held, their record is added.
         """
         record = node.records.get(part)
         if record is not None:
@@ -136,18 +135,20 @@ class Records:
                 self.ledger.set_mark(record, mark)
             if record.leaving:
                 self._stay(record)
-            elif record.arrays is None:
-                self._hold_if_room(record, arrays)
-            return record
+            elif record.arrays is None and self._hold_if_room(record, arrays):
+                new.append(record)
+            return True
         has_room = self.memory.make_room(arrays.nbytes, part=part)
-        if not has_room and not self._evict_own_chain(node, arrays.nbytes, part, spared):
+        if not has_room and not self._evict_own_chain(node, arrays.nbytes, part, new):
             self.counts.dropped(node.root.namespace, "no room")
-            return None
+            return False
         record = self.ledger.add(node, part, nbytes=arrays.nbytes, mark=mark)
-        self.hold(record, arrays, nbytes=arrays.nbytes)
+        self.ledger.hold(record, arrays, nbytes=arrays.nbytes)
+        self.memory.added(record)
+        new.append(record)
         self.counts.committed(node.root.namespace, part.value)
         self.index.learn_strays(node)
-        return record
+        return True
 
     def keep_in_row(self, node: Node, pages: RowPages, nbytes: int) -> Record:
         """Leave the node's pages in a row, unless memory has them already. They need no room."""
@@ -167,10 +168,12 @@ class Records:
         self.ledger.hold(record, arrays, nbytes=nbytes)
         self.memory.added(record)
 
-    def _hold_if_room(self, record: Record, arrays: Payload) -> None:
-        has_room = self.memory.make_room(arrays.nbytes, part=record.part)
-        if has_room and record.alive:  # else making room removed it, with its block's pages
-            self.hold(record, arrays, nbytes=arrays.nbytes)
+    def _hold_if_room(self, record: Record, arrays: Payload) -> bool:
+        """Whether memory holds it now. Not if making room removed it, with its block's pages."""
+        if not self.memory.make_room(arrays.nbytes, part=record.part) or not record.alive:
+            return False
+        self.hold(record, arrays, nbytes=arrays.nbytes)
+        return True
 
     def _stay(self, record: Record) -> None:
         """Keep a record that was about to leave memory."""
@@ -221,6 +224,7 @@ class Records:
 
     def confirm(self) -> None:
         """What was committed so far is sound. From the first call on, spilling waits for this."""
+        self.rows.unconfirmed.clear()
         waiting, self._unconfirmed = self._unconfirmed or [], []
         for record, _ in waiting:
             self.ledger.verify(record)
@@ -292,7 +296,7 @@ class Records:
         """Set memory's limit. Evictions wait while tiers keep writing; if none does, WRITE_WAIT_S
         in all."""
         self.memory.limit_nbytes = nbytes
-        self._wait_until = self.clock() + WRITE_WAIT_S
+        self._wait_until = self.clock.elapsed() + WRITE_WAIT_S
         try:
             self.memory.shrink_to(nbytes)
         finally:
@@ -328,13 +332,13 @@ class Records:
 
     def _wait_for_room(self, allowed_nbytes: int) -> None:
         """Wait until no more than this is leaving memory, for a bounded time."""
-        wait_s = min(self._wait_until - self.clock(), WRITE_WAIT_S)
+        wait_s = min(self._wait_until - self.clock.elapsed(), WRITE_WAIT_S)
         if self.ledger.leaving_nbytes <= allowed_nbytes:
             return
         for tier, event in self.tiers.take_writes(wait_s):
             self.apply(tier, event)
             if isinstance(event, RecordWritten):  # the tier is slow, not stuck
-                self._wait_until = max(self._wait_until, self.clock() + WRITE_WAIT_S)
+                self._wait_until = max(self._wait_until, self.clock.elapsed() + WRITE_WAIT_S)
             if self.ledger.leaving_nbytes <= allowed_nbytes:
                 return
 
@@ -377,7 +381,9 @@ class Records:
         for root in [root for name in names for root in self.catalogue.roots(name)]:
             nbytes += root.memory.total_nbytes
             # Later than all of its records, even if a clock was set back since.
-            at = max(self.wall(), math.nextafter(max(root.written_at, root.cleared_at), math.inf))
+            at = max(
+                self.clock.wall(), math.nextafter(max(root.written_at, root.cleared_at), math.inf)
+            )
             self._clear(root, at)
             promises += [tier.bury(root.key, at) for tier in self.tiers]
         return Clearing(nbytes, tuple(promises))
@@ -479,6 +485,18 @@ class Records:
             self._forget_cleared()
         for tier, event in self.tiers.close():
             self.apply(tier, event)
+        if self.tree.announcer is not None:
+            self.tree.announcer.close()
+
+    # --- faults ----------------------------------------------------------------------------
+
+    @contextmanager
+    def absorbing(self, where: str, *, namespace: Namespace | None = None) -> Iterator[None]:
+        """A fault inside costs a miss."""
+        try:
+            yield
+        except Exception as e:
+            self.failed(where, e, namespace=namespace)
 
     def failed(self, where: str, error: Exception, *, namespace: Namespace | None = None) -> None:
         """Log and count a fault in the cache, which costs a miss. namespace: see NamespaceStats."""

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from firn.cli.parameters import (
+    DEFAULT_URL,
+    ApiKey,
     CacheDir,
     Command,
     ConfigFile,
     Guard,
     TraceArgument,
+    Url,
     command_group,
 )
 from firn.config import CacheConfig, default_cache_dir, load
@@ -44,6 +47,7 @@ def cache_app(guarded: Guard) -> typer.Typer:
     commands: dict[str, Command] = {
         "ls": _ls,
         "show": _show,
+        "where": _where,
         "stats": _stats,
         "verify": _verify,
         "gc": _gc,
@@ -118,6 +122,24 @@ def _show(
     from firn.cli.cache_view import show
 
     show(_location(folder, config, key_file), key, model=model, whole=whole)
+
+
+def _where(
+    key: KeyText,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    folder: CacheDir = None,
+    config: ConfigFile = None,
+) -> None:
+    """Ask a running server where a block's records are, and what may happen to them next.
+
+    KEY is a block's key. The first digits are enough if the block is on the SSD as well.
+    """
+    from firn.cli.cache_view import where
+    from firn.cli.client import ChatClient
+
+    with ChatClient(url, api_key=api_key) as client:
+        where(client, _location(folder, config), key)
 
 
 def _stats(

@@ -1,4 +1,4 @@
-"""The commands of `firn cache` that only read: ls, show, stats. They take no lock."""
+"""The commands of `firn cache` that only read: ls, show, where, stats. They take no lock."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from firn.cache.admin.inventory import BlockFiles, Inventory, ModelRecords, Pref
 from firn.cache.parts import Part
 from firn.cache.storage.container import Header, load
 from firn.cli.cache_work import CacheFolder
+from firn.cli.client import ChatClient
 from firn.cli.terminal import plain_console, size
 from firn.core.errors import FirnError
 
+KEY_DIGITS = 64
+"""Digits of a whole key."""
 SHORT = 12
 """Digits of a key that are shown: enough to tell records apart."""
 IMAGE_BIT = 1 << 63
@@ -134,6 +137,28 @@ def show(location: CacheFolder, key: str, *, model: str | None, whole: bool) -> 
     if tokens:
         console.print()
         console.print(_text_of(tokens, model or _recorded_model(inventory, block)), markup=False)
+
+
+# --- where ---------------------------------------------------------------------------------
+
+
+def where(client: ChatClient, location: CacheFolder, key: str) -> None:
+    """What a running server says of a block."""
+    if len(key) < KEY_DIGITS:
+        key = location.inventory().find(key).tag.key.hex()
+    block = client.stored_block(key)
+    console = plain_console()
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("key", block["node"])
+    table.add_row("prefix", f"{block['tokens']:,} tokens, {size(block['bytes'])}")
+    for part, text in block["where"].items():
+        table.add_row(Text(str(part)), Text(str(text)))
+    console.print(table)
+
+
+# --- facts of a block ----------------------------------------------------------------------
 
 
 def _facts(inventory: Inventory, block: BlockFiles) -> list[tuple[str, str]]:

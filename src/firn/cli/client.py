@@ -198,6 +198,22 @@ class ChatClient:
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise RequestFailed(f"{self.url} does not look like an OpenAI-style server.") from error
 
+    def stored_block(self, key: str) -> dict[str, Any]:
+        """What the server's cache knows of the prefix that ends with this block."""
+        try:
+            response = self._http.get(f"/v1/cache/tree/{key}", timeout=self._list_timeout_s)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            self._raise_failure(error)
+        self._check(response)
+        try:
+            block: dict[str, Any] = response.json()
+            if block.get("enabled") is False:
+                raise RequestFailed(f"{self.url} has no prefix cache: {block.get('why')}")
+            str(block["node"]), dict(block["where"])
+            return block
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RequestFailed(f"{self.url} does not look like a firn server.") from error
+
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         try:
             response = self._http.post(path, json=body)

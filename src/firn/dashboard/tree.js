@@ -239,6 +239,7 @@ function Chosen({ run, places, model, now, onEnter, onChanged }) {
     ["last use", ago(Math.max(now - run.used_at, 0))],
     ["shared by", `${count(run.ends)} stored ${run.ends === 1 ? "prompt" : "prompts"}${run.in_use ? `, ${count(run.in_use)} in use now` : ""}`],
   ];
+  for (const [part, where] of Object.entries(details?.where || {})) facts.push([`last block: ${part}`, where]);
   if (run.more) facts.push(["not drawn", `${count(run.more.runs)} more below, ${bytes(run.more.bytes)}`]);
   return html`<div class="details">
     <dl class="facts">${facts.map(([k, v]) => html`<div key=${k}><dt>${k}</dt><dd>${v}</dd></div>`)}</dl>

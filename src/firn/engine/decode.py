@@ -42,7 +42,7 @@ class Decode:
         with self._recovery.guard(task.sequence):
             with self._inflight.closing_on_error(task.cursor):
                 self._join(task)
-            self._inflight.cache.close_cursor(task.cursor, None)
+            task.cursor.close(None)
 
     def _join(self, task: PrefillTask) -> None:
         *rest, last = task.prompt.ids[task.row.n_tokens :].tolist()
@@ -60,7 +60,7 @@ class Decode:
             if choice.n_rescues or choice.tokens:
                 self._runner.resume(row, choice.tokens, alone=choice.n_rescues > 0)
             reply = ListTail(choice.tokens, len(task.prompt) - len(task.sequence.job.prompt))
-            choice.cursor = self._inflight.cache.fork(task.cursor, reply)
+            choice.cursor = task.cursor.fork(reply)
             self._runner.join(row, last, before=rest, n_coming=n_coming)
             self._inflight.rows[row] = choice
             if choice.forced.tokens:

@@ -20,9 +20,9 @@ from firn.core.events import EngineEvent, JobDone
 from firn.core.ports import (
     Cursor,
     Delivery,
+    EngineCache,
     EngineLoad,
     LiveRow,
-    PrefixCache,
     Publish,
     Restored,
     Runner,
@@ -51,7 +51,7 @@ class InFlight:
     def __init__(
         self,
         runner: Runner[LiveRow],
-        cache: PrefixCache[Cursor],
+        cache: EngineCache,
         publish: Publish,
         *,
         budget: Budget,
@@ -151,19 +151,19 @@ class InFlight:
                 exc_info=e,
             )
             self.absorbed(e)
-            self.cache.not_filled(cursor, e)
+            cursor.not_filled(e)
             raise RestoreFailed from e
-        self.cache.filled(cursor, row)
+        cursor.filled(row)
         self.cache.saw_restore(restored, time.perf_counter() - began)
         return row
 
     def commit(self, cursor: Cursor, row: LiveRow) -> None:
-        self.cache.commit(cursor, row)
+        cursor.commit(row)
         self.has_unconfirmed = True
 
     def close(self, cursor: Cursor, row: LiveRow | None) -> None:
         """row: what it has computed is stored; None: store nothing more."""
-        self.cache.close_cursor(cursor, row)
+        cursor.close(row)
         if row is not None:
             self.has_unconfirmed = True
 
@@ -182,7 +182,7 @@ class InFlight:
         try:
             yield
         except Exception:
-            self.cache.close_cursor(cursor, None)
+            cursor.close(None)
             raise
 
     def update_room(self) -> None:
@@ -235,7 +235,7 @@ class InFlight:
         self.drop_rows(sequence.open_choices)
         for choice in sequence.open_choices:
             choice.done = True
-        self.cache.close_cursor(sequence.cursor, None)
+        sequence.cursor.close(None)
         if sequence.admitted:
             self.budget.release(sequence.job)
             self.update_room()

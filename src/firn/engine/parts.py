@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from firn.core.ports import Cursor, LiveRow, PrefixCache, Runner
+from firn.core.ports import EngineCache, LiveRow, Runner
 from firn.engine.budget import Budget
 from firn.engine.limits import EngineLimits
 from firn.engine.preparation import NoPreparation, Preparer
@@ -15,7 +15,7 @@ class EngineParts:
     """Owner: the engine thread."""
 
     runner: Runner[LiveRow]
-    cache: PrefixCache[Cursor]
+    cache: EngineCache
     budget: Budget
     limits: EngineLimits
     preparer: Preparer = field(default_factory=NoPreparation)

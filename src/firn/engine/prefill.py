@@ -11,7 +11,7 @@ import time
 from collections import abc
 
 from firn.core.events import Advanced, Prefilled, PromptLogprobs
-from firn.core.ports import Cursor
+from firn.core.ports import Cursor, NullCursor
 from firn.core.values import Prompt
 from firn.engine.chunks import ChunkSizes
 from firn.engine.decode import Decode
@@ -84,13 +84,13 @@ class Prefill:
     def _open(
         self, sequence: Sequence, prompt: Prompt, choices: list[Choice], cursor: Cursor
     ) -> PrefillTask:
-        restored = self._cache.restore(cursor)
+        restored = cursor.restore()
         if restored is not None:
             try:
                 row = self._inflight.restore(sequence.job.id, cursor, restored)
                 return self._inflight.add_task(sequence, prompt, choices, cursor, row)
             except RestoreFailed:
-                cursor = self._cache.blank()
+                cursor = NullCursor()
         with self._inflight.closing_on_error(cursor):
             row = self._runner.start(None)
         return self._inflight.add_task(sequence, prompt, choices, cursor, row)
@@ -113,7 +113,7 @@ class Prefill:
             task.row.n_tokens,
             task.n_total,
             chunk=chunk,
-            stops=self._cache.stops(task.cursor),
+            stops=task.cursor.stops(),
             unbroken=task.prompt.unbroken,
             aligned=self._inflight.limits.aligned,
             common=self._inflight.limits.common_chunk,
@@ -145,7 +145,7 @@ class Prefill:
             is_plain
             and 0 < n_done < task.n_total <= n_done + self._runner.rest_tokens
             and inflight.is_lone_prefill
-            and not any(stop > n_done for stop in self._cache.stops(task.cursor))
+            and not any(stop > n_done for stop in task.cursor.stops())
         )
 
     def _prepare(self, task: PrefillTask, chunk: int) -> abc.Sequence[PrefillTask]:
@@ -159,7 +159,7 @@ class Prefill:
 
         False: nothing is left to read, and `begin_replies` lets it join.
         """
-        ahead = self._cache.advance(task.cursor, task.row.n_tokens)
+        ahead = task.cursor.advance(task.row.n_tokens)
         if ahead is None:
             return True
         try:
@@ -189,7 +189,7 @@ class Prefill:
                 self._decode.begin(task)
 
     def _continue_uncached(self, task: PrefillTask) -> None:
-        is_prompt, task.cursor = task.is_prompt, self._cache.blank()
+        is_prompt, task.cursor = task.is_prompt, NullCursor()
         if is_prompt:
             task.sequence.cursor = task.cursor
 

@@ -98,7 +98,7 @@ class PromptBatches:
             and task.n_total <= MAX_TOKENS
             and task.is_plain
             and not task.prompt.unbroken
-            and not any(stop < task.n_total for stop in self._inflight.cache.stops(task.cursor))
+            and not any(stop < task.n_total for stop in task.cursor.stops())
         )
 
     def prefill(self, task: PrefillTask, others: Sequence[PrefillTask]) -> bool:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 
 from firn.core.errors import DeviceFailing, is_out_of_memory, may_be_device_fault
 from firn.core.events import ChoiceDone, JobFailed
-from firn.core.ports import LiveRow
+from firn.core.ports import LiveRow, NullCursor
 from firn.engine.inflight import InFlight, client_error
 from firn.engine.sequence import Choice
 from firn.engine.sequence import Sequence as Request
@@ -89,7 +89,7 @@ class Recovery:
         task_cursors = [t.cursor for t in inflight.tasks_of(sequence)]
         choice_cursors = [c.cursor for c in sequence.choices if c.cursor]
         for cursor in (sequence.cursor, *task_cursors, *choice_cursors):
-            inflight.cache.close_cursor(cursor, None)
+            cursor.close(None)
         inflight.retire(sequence)
         inflight.emit(sequence.job.id, JobFailed(failure))
 
@@ -137,12 +137,12 @@ class Recovery:
             if choice.row is not None:
                 del inflight.rows[choice.row]
             if choice.cursor is not None:
-                inflight.cache.close_cursor(choice.cursor, None)
+                choice.cursor.close(None)
             choice.row = choice.cursor = None
 
     def _reread(self, choice: Choice) -> None:
         prompt = choice.sequence.job.prompt.grown(choice.tokens)
-        row, cursor = self._inflight.runner.start(None), self._inflight.cache.blank()
+        row, cursor = self._inflight.runner.start(None), NullCursor()
         self._inflight.add_task(choice.sequence, prompt, [choice], cursor, row)
 
     # --- memory ----------------------------------------------------------------------------
@@ -270,10 +270,10 @@ class Recovery:
         for task in inflight.tasks_of(sequence):
             inflight.drop_task(task, keep=keep)
         inflight.drop_rows(sequence.open_choices, keep=keep)
-        inflight.cache.close_cursor(sequence.cursor, None)
+        sequence.cursor.close(None)
         sequence.admitted = False
         sequence.was_preempted = True
         sequence.need_nbytes = inflight.budget.grown_nbytes(job, sequence.replies)
-        sequence.cursor = inflight.cache.blank()
+        sequence.cursor = NullCursor()
         inflight.waiting.insert(0, sequence)
         inflight.rejoin_queue()

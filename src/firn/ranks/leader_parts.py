@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from firn.cache.prefix import PrefixTree
+from firn.cache.prefix import PrefixCache
 from firn.cache.ranks.mirror import Mirror, MirroredLayout
 from firn.cache.ranks.tree import MirroredTree
 from firn.cache.ranks.worker import RankWorker
@@ -109,5 +109,5 @@ class LeaderParts:
     def options_of(self, options: TierOptions) -> TierOptions:
         return replace(options, location=str(self._member.folder(Path(options.location))))
 
-    def worker_over(self, own: TierWorker, tree: PrefixTree) -> RankWorker:
+    def worker_over(self, own: TierWorker, tree: PrefixCache) -> RankWorker:
         return RankWorker(own, self.leader, self._mirror, layout=tree.records.identity.layout)

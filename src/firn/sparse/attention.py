@@ -25,7 +25,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from firn.core.ports import Cursor, EngineLoad, PrefixCache, Restored
+from firn.core.ports import Cursor, EngineCache, EngineLoad, Restored
 from firn.core.values import CacheControl, ModelInfo, Namespace, Prompt
 from firn.models.decode.batch import Row, restored_row
 from firn.models.decode.kv_growth import ShapeBuckets
@@ -94,7 +94,7 @@ class AttentionScorer:
         info: ModelInfo,
         *,
         make_layers: MakeLayers,
-        cache: PrefixCache[Cursor],
+        cache: EngineCache,
         owns_cache: bool = True,
         prepare: PreparePass = unprepared,
         buckets: ShapeBuckets | None = None,
@@ -125,7 +125,7 @@ class AttentionScorer:
 
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> Reading:
         cursor = self._cache.open(prompt, namespace, control)
-        row = self._row(cursor, self._cache.restore(cursor))
+        row = self._row(cursor, cursor.restore())
         last = min(int(prompt.ids[-1]), self._last_id)
         return Reading(prompt, cursor, row, mx.array([last]))
 
@@ -143,21 +143,21 @@ class AttentionScorer:
 
     def _jump(self, reading: Reading) -> None:
         """Continue from a longer prefix, if one has been loaded in the meantime."""
-        ahead = self._cache.advance(reading.cursor, reading.row.n_tokens)
+        ahead = reading.cursor.advance(reading.row.n_tokens)
         if ahead is not None:
             reading.row = self._row(reading.cursor, ahead)
 
     def _row(self, cursor: Cursor, restored: Restored | None) -> Row:
         row = restored_row(self._make_layers(), restored)
         if restored is not None:
-            self._cache.filled(cursor, row)
+            cursor.filled(row)
         return row
 
     def _read_chunk(self, reading: Reading, n_tokens: int) -> None:
         row = reading.row
         end = min(row.n_tokens + n_tokens, reading.n_total)
         end = self._buckets.end(row.n_tokens, end)
-        end = min([end, *(p for p in self._cache.stops(reading.cursor) if p > row.n_tokens)])
+        end = min([end, *(p for p in reading.cursor.stops() if p > row.n_tokens)])
         self._buckets.grow(row.layers, len(reading.prompt) + N_LOOKAHEAD)
         ids, layers = np.minimum(reading.prompt.ids[row.n_tokens : end], self._last_id), row.layers
         padded = self._buckets.fit(layers, len(ids))
@@ -173,7 +173,7 @@ class AttentionScorer:
         if not reading.n_generated and not self._is_rewindable:
             # The lookahead is not part of any prompt, and this model's state cannot be rewound:
             # store the row first. From then on the cache may give its buffers to another row.
-            self._cache.close_cursor(reading.cursor, reading.row)
+            reading.cursor.close(reading.row)
             for layer in leaves(reading.row.layers):
                 if kind(layer) in PLAIN:
                     layer.state = layer.state
@@ -212,7 +212,7 @@ class AttentionScorer:
         mx.eval(reading.pending)
         reading.pending = []
         if not reading.n_generated:
-            self._cache.commit(reading.cursor, reading.row)
+            reading.cursor.commit(reading.row)
         return reading.scores is not None
 
     def scores(self, reading: Reading) -> Scores:
@@ -236,9 +236,9 @@ class AttentionScorer:
             mx.eval(pending)  # while a step is in flight, the next write would copy
         except (RuntimeError, ValueError, MemoryError) as e:
             log.warning("dropping what the draft model has read of a prompt: %s", first_line(e))
-            self._cache.close_cursor(reading.cursor, None)
+            reading.cursor.close(None)
         else:
-            self._cache.close_cursor(reading.cursor, row)
+            reading.cursor.close(row)
 
     def close(self) -> None:
         if self._owns_cache:

@@ -21,7 +21,7 @@ from typing import Generic, TypeVar
 
 from firn.core.errors import may_be_device_fault
 from firn.core.events import Admitted, Advanced
-from firn.core.ports import Cursor, LiveRow
+from firn.core.ports import Cursor, LiveRow, NullCursor
 from firn.core.prefill_speed import PrefillSpeed
 from firn.core.values import Job, Prompt
 from firn.engine import (
@@ -209,15 +209,15 @@ class SparsePrefill(Generic[S]):
         sequence.prepared = replace(
             sequence.prepared, n_skipped=n_skipped, whole=task.cursor.admission
         )
-        inflight.cache.close_cursor(task.cursor, None)
+        task.cursor.close(None)
         sequence.job = job = replace(sequence.job, prompt=prompt)
         cursor = inflight.cache.open(prompt, job.namespace, job.cache)
-        restored = inflight.cache.restore(cursor)
+        restored = cursor.restore()
         if restored is not None and restored.n_tokens > task.row.n_tokens:
             try:
                 row = inflight.restore(job.id, cursor, restored)
             except RestoreFailed:
-                cursor = inflight.cache.blank()
+                cursor = NullCursor()
             else:
                 inflight.runner.leave([task.row])
                 task.row = row
@@ -291,7 +291,7 @@ class DeferredPrefill:
         inflight.budget.admit(job, need)
         inflight.update_room()
         deferred.cursor = inflight.cache.open(job.prompt, job.namespace, job.cache)
-        restored = inflight.cache.restore(deferred.cursor)
+        restored = deferred.cursor.restore()
         deferred.row = inflight.runner.start(restored)
         return True
 
@@ -308,7 +308,7 @@ class DeferredPrefill:
             start,
             n_total,
             chunk=inflight.budget.chunk_tokens(start, most=inflight.limits.prefill_chunk),
-            stops=inflight.cache.stops(cursor),
+            stops=cursor.stops(),
             aligned=inflight.limits.aligned,
             common=inflight.limits.common_chunk,
         )

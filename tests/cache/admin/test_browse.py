@@ -10,22 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from firn.cache.admin import browse
-from firn.cache.admin.control import CacheAdmin
+from firn.cache.admin import browse, control
 from firn.cache.off import CacheOff
 from firn.cache.parts import Part
-from firn.cache.prefix import PrefixTree
+from firn.cache.prefix import PrefixCache
 from firn.cache.tree import Mark, Node
 from firn.core.errors import BadRequest, NotFound
 from firn.core.values import Namespace, PackedTokens
-from tests.cache.lab import DENSE
+from tests.cache.lab import DENSE, SetClock
 from tests.cache.lab import tree as lab_tree
 
 BLOCK, NBYTES = 4, 100
 ALICE, BOB = Namespace("alice"), Namespace("bob")
 
 
-def store(cache: PrefixTree, tokens: Sequence[int], namespace: Namespace = ALICE) -> Node:
+def store(cache: PrefixCache, tokens: Sequence[int], namespace: Namespace = ALICE) -> Node:
     """Add records for every block of these tokens, as if computed. Returns the last node."""
     records = cache.records
     node: Node = records.catalogue.root(namespace)
@@ -40,16 +39,16 @@ def store(cache: PrefixTree, tokens: Sequence[int], namespace: Namespace = ALICE
     return node
 
 
-def admin_of(cache: PrefixTree | CacheOff, cap_nbytes: int = 1 << 30) -> CacheAdmin:
+def admin_of(cache: PrefixCache | CacheOff, cap_nbytes: int = 1 << 30) -> Any:
     def run(function: Any) -> Future[Any]:
         future: Future[Any] = Future()
         try:
-            future.set_result(function(cache, {}))
+            future.set_result(function({}))
         except Exception as e:
             future.set_exception(e)
         return future
 
-    return CacheAdmin(run, pin_cap_nbytes=cap_nbytes)
+    return control.admin_of(cache, run, pin_cap_nbytes=cap_nbytes)
 
 
 def finish(asked: Any) -> dict[str, Any]:
@@ -58,14 +57,14 @@ def finish(asked: Any) -> dict[str, Any]:
     return dict(asked.answer())
 
 
-def look(cache: PrefixTree, namespace: Namespace | None = None, **options: Any) -> dict[str, Any]:
+def look(cache: PrefixCache, namespace: Namespace | None = None, **options: Any) -> dict[str, Any]:
     options = {"node": None, "limit": 100, "with_tokens": False, **options}
     node = options.pop("node")
     return finish(admin_of(cache).browse(namespace, node, **options))
 
 
 @pytest.fixture
-def cache() -> PrefixTree:
+def cache() -> PrefixCache:
     return lab_tree(DENSE, block=BLOCK)
 
 
@@ -74,7 +73,7 @@ SHARED = list(range(1, 13))
 ONE, TWO = [*SHARED, 50, 51, 52, 53, 54], [*SHARED, 60, 61, 62, 63]
 
 
-def test_runs_end_where_prompts_part(cache: PrefixTree) -> None:
+def test_runs_end_where_prompts_part(cache: PrefixCache) -> None:
     end_one, end_two = store(cache, ONE), store(cache, TWO)
     root, trunk, first, second = look(cache)["runs"]
     assert root["namespace"] == "alice"
@@ -88,7 +87,7 @@ def test_runs_end_where_prompts_part(cache: PrefixTree) -> None:
     assert "tokens" not in trunk
 
 
-def test_what_is_not_shown_is_told_of(cache: PrefixTree) -> None:
+def test_what_is_not_shown_is_told_of(cache: PrefixCache) -> None:
     for last in range(20):
         store(cache, [*SHARED, 100 + last])
     view = look(cache, limit=5)
@@ -101,7 +100,7 @@ def test_what_is_not_shown_is_told_of(cache: PrefixTree) -> None:
     assert below["runs"][0]["node"] == trunk["node"]
 
 
-def test_runs_are_named_by_where_they_part(cache: PrefixTree) -> None:
+def test_runs_are_named_by_where_they_part(cache: PrefixCache) -> None:
     """Siblings may begin with the same tokens of a block."""
     store(cache, [1, 2, 3, 4, 5, 6, 70, 71, 72])
     store(cache, [1, 2, 3, 4, 5, 6, 80, 81, 82])
@@ -113,12 +112,12 @@ def test_runs_are_named_by_where_they_part(cache: PrefixTree) -> None:
     assert shown == [(4, [5, 6]), (5, [90]), (6, [70, 71, 72]), (6, [80, 81, 82])]
 
 
-def test_a_large_tree_is_read_in_slices(cache: PrefixTree) -> None:
+def test_a_large_tree_is_read_in_slices(cache: PrefixCache) -> None:
     for i, j in itertools.product(range(100), range(25)):
         store(cache, [i + 1, 7, 7, 7, j + 1, 8, 8, 8, 9, 9, 9, 9, 1, i + 1, j + 1, 2])
     ticking = itertools.count(step=browse.SLICE_S)
     reader = browse.TreeReader(
-        None, None, limit=600, with_tokens=False, clock=lambda: next(ticking)
+        None, None, limit=600, with_tokens=False, clock=SetClock(lambda: next(ticking))
     )
     n_slices, most, before = 0, 0, 0
     while not reader.step(cache):
@@ -133,11 +132,13 @@ def test_a_large_tree_is_read_in_slices(cache: PrefixTree) -> None:
     assert not answer["cut_off"]
 
 
-def test_nodes_that_go_while_it_is_read(cache: PrefixTree) -> None:
+def test_nodes_that_go_while_it_is_read(cache: PrefixCache) -> None:
     store(cache, ONE)
     end = store(cache, TWO)
     ticking = itertools.count(step=1.0)
-    reader = browse.TreeReader(None, None, limit=10, with_tokens=False, clock=lambda: next(ticking))
+    reader = browse.TreeReader(
+        None, None, limit=10, with_tokens=False, clock=SetClock(lambda: next(ticking))
+    )
     while len(reader._nodes) < 1 + len(SHARED) // BLOCK:
         reader.step(cache)
     assert end in [node for node, _ in reader._todo or ()]
@@ -150,7 +151,7 @@ def test_nodes_that_go_while_it_is_read(cache: PrefixTree) -> None:
 
 
 def test_more_than_anybody_looks_at_is_cut_off(
-    cache: PrefixTree, monkeypatch: pytest.MonkeyPatch
+    cache: PrefixCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(browse, "MAX_NODES", 20)
     for last in range(60):
@@ -160,7 +161,7 @@ def test_more_than_anybody_looks_at_is_cut_off(
     assert view["nodes"] <= 20 + browse.N_UNCLOCKED
 
 
-def test_a_namespace_sees_its_own(cache: PrefixTree) -> None:
+def test_a_namespace_sees_its_own(cache: PrefixCache) -> None:
     mine, theirs = store(cache, ONE, ALICE), store(cache, TWO, BOB)
     names = {run.get("namespace") for run in look(cache)["runs"]}
     assert {"alice", "bob"} <= names
@@ -178,7 +179,7 @@ def test_a_namespace_sees_its_own(cache: PrefixTree) -> None:
     assert admin.node(BOB, theirs.key.hex()).result()["tokens"] == len(TWO)
 
 
-def test_a_prefix_says_what_it_saves_and_is_pinned(cache: PrefixTree) -> None:
+def test_a_prefix_says_what_it_saves_and_is_pinned(cache: PrefixCache) -> None:
     end = store(cache, ONE)
     admin = admin_of(cache)
     details = admin.node(ALICE, end.key.hex()).result()
@@ -196,7 +197,7 @@ def test_a_prefix_says_what_it_saves_and_is_pinned(cache: PrefixTree) -> None:
         admin_of(cache, cap_nbytes=NBYTES).pin_node(ALICE, end.key.hex()).result()
 
 
-def test_a_run_is_forgotten_with_all_below_but_for_what_is_in_use(cache: PrefixTree) -> None:
+def test_a_run_is_forgotten_with_all_below_but_for_what_is_in_use(cache: PrefixCache) -> None:
     one, two = store(cache, ONE), store(cache, TWO)
     trunk = one.parent.parent if one.parent else None
     assert trunk is not None
@@ -215,14 +216,14 @@ def test_a_run_is_forgotten_with_all_below_but_for_what_is_in_use(cache: PrefixT
     assert cache.records.ledger.memory.total_nbytes == 0
 
 
-def test_a_large_subtree_is_listed_in_slices_before_it_is_forgotten(cache: PrefixTree) -> None:
+def test_a_large_subtree_is_listed_in_slices_before_it_is_forgotten(cache: PrefixCache) -> None:
     last = None
     for i in range(1000):
         last = store(cache, [*SHARED, 1 + i // 30, 1 + i % 30, 1, 1, 2, 2, 2, 2])
     assert last is not None
     trunk = next(n for n in last.path_to_root() if n.end == len(SHARED))
     ticking = itertools.count(step=browse.SLICE_S)
-    removal = browse.SubtreeRemoval(ALICE, trunk.key, clock=lambda: next(ticking))
+    removal = browse.SubtreeRemoval(ALICE, trunk.key, clock=SetClock(lambda: next(ticking)))
     most, before = 0, 0
     while not removal.step(cache):
         most = max(most, len(removal._todo) - before)
@@ -232,7 +233,7 @@ def test_a_large_subtree_is_listed_in_slices_before_it_is_forgotten(cache: Prefi
     assert cache.records.ledger.memory.total_nbytes == 0
 
 
-def test_tokens_of_a_run_begin_it(cache: PrefixTree) -> None:
+def test_tokens_of_a_run_begin_it(cache: PrefixCache) -> None:
     store(cache, ONE)
     (_, run) = look(cache, with_tokens=True)["runs"]
     assert run["tokens"] == ONE[: 2 * BLOCK]

@@ -15,7 +15,7 @@ from firn.cache import records
 from firn.cache.arrays.payload import Payload
 from firn.cache.memory.eviction import STATE_SHARE
 from firn.cache.parts import Part
-from firn.cache.prefix import PrefixTree
+from firn.cache.prefix import PrefixCache
 from firn.cache.storage.desk import Reported
 from firn.cache.tree import Mark, Node, Record
 from firn.core.ports import EngineLoad
@@ -26,13 +26,13 @@ from tests.cache.test_cache_over_tier import DictWorker
 BLOCK = 8
 
 
-def memory(shape: Shape, limit_nbytes: int) -> PrefixTree:
+def memory(shape: Shape, limit_nbytes: int) -> PrefixCache:
     """A cache whose wall clock advances by ten minutes each time it is read."""
     ticks = count(1)
     return tree(shape, limit_nbytes=limit_nbytes, wall=lambda: next(ticks) * 600.0)
 
 
-def node_of(cache: PrefixTree, blocks: Sequence[int]) -> Node:
+def node_of(cache: PrefixCache, blocks: Sequence[int]) -> Node:
     """The node at the end of a chain of blocks, each full of one number."""
     node: Node = cache.records.catalogue.root(Namespace(""))
     for block in blocks:
@@ -42,7 +42,7 @@ def node_of(cache: PrefixTree, blocks: Sequence[int]) -> Node:
 
 
 def put(
-    cache: PrefixTree,
+    cache: PrefixCache,
     blocks: Sequence[int],
     part: Part = Part.PAGES,
     *,
@@ -54,16 +54,16 @@ def put(
     try:
         cache.records.tree.use(node)
         arrays = Payload((mx.zeros((1, nbytes), dtype=mx.uint8),), (((0, 0),),))
-        return cache.records.keep(node, part, arrays, mark)
+        return node.records[part] if cache.records.keep(node, part, arrays, mark, []) else None
     finally:
         cache.records.unlease(node)
 
 
-def touch(cache: PrefixTree, blocks: Sequence[int]) -> None:
+def touch(cache: PrefixCache, blocks: Sequence[int]) -> None:
     cache.records.used(node_of(cache, blocks))
 
 
-def kept(cache: PrefixTree) -> set[int]:
+def kept(cache: PrefixCache) -> set[int]:
     """The last number of each chain that is held."""
     return {int(r.node.tokens[0]) for r in records_of(cache)}
 
@@ -218,7 +218,7 @@ WIDE = Shape(window=20)
 """A resume reads the windows of the last three blocks, or of four around its position."""
 
 
-def put_windows(cache: PrefixTree, blocks: Sequence[int]) -> None:
+def put_windows(cache: PrefixCache, blocks: Sequence[int]) -> None:
     """A chain with pages and windows, whose blocks are committed one after the other."""
     for n in range(1, len(blocks) + 1):
         put(cache, blocks[:n])
@@ -226,7 +226,7 @@ def put_windows(cache: PrefixTree, blocks: Sequence[int]) -> None:
     touch(cache, blocks)
 
 
-def with_windows(cache: PrefixTree) -> set[int]:
+def with_windows(cache: PrefixCache) -> set[int]:
     return {int(r.node.tokens[0]) for r in records_of(cache) if r.part is Part.WINDOW}
 
 
@@ -365,7 +365,7 @@ def test_the_room_shrinks_and_grows() -> None:
 
 def unwritten(
     n_blocks: int, *, clock: Callable[[], float] = lambda: 0.0
-) -> tuple[PrefixTree, DictWorker]:
+) -> tuple[PrefixCache, DictWorker]:
     """A cache whose records wait for a tier that does nothing until it is told to."""
     cache, io = tree(DENSE, block=BLOCK, clock=clock), DictWorker(Part.PAGES)
     cache.add_tier("ssd", io, namespaces=[Namespace("")])

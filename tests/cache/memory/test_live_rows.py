@@ -15,7 +15,7 @@ import pytest
 from firn.cache.memory import parking
 from firn.cache.memory.rows import LEAST_BLOCKS, RowPages, Slab
 from firn.cache.parts import Part
-from firn.cache.prefix import PrefixTree
+from firn.cache.prefix import PrefixCache
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
 from firn.cache.tree import InRow
@@ -106,7 +106,7 @@ def test_the_next_turn_goes_on_in_the_same_buffers() -> None:
             cache, runner = harness.cache, harness.runner
             where = addresses(before)
             cursor = cache.open(prompt, Namespace(""), CacheControl())
-            restored = cache.restore(cursor)
+            restored = cursor.restore()
             assert restored is not None
             assert (restored.n_tokens, restored.nbytes) == (len(ids), 0)
             mx.reset_peak_memory()
@@ -117,9 +117,9 @@ def test_the_next_turn_goes_on_in_the_same_buffers() -> None:
                 for layer in row.layers
                 for a in (layer.keys, layer.values)
             ]
-            cache.filled(cursor, row)
+            cursor.filled(row)
             assert mx.get_peak_memory() <= n_before, "nothing was allocated"
-            cache.close_cursor(cursor, row)
+            cursor.close(row)
             runner.leave([row])
             return [where, taken, addresses(before)]
 
@@ -366,15 +366,15 @@ def test_a_row_that_fails_while_it_is_trimmed_is_forgotten() -> None:
         assert parked(harness) != [row]
 
 
-def opened_row(cache: PrefixTree, ids: list[int]) -> tuple[Any, LabRow]:
+def opened_row(cache: PrefixCache, ids: list[int]) -> tuple[Any, LabRow]:
     """A request's cursor, and its row, filled with what the cache had."""
     cursor = cache.open(prompt_of(ids), Namespace(""), CacheControl())
-    restored = cache.restore(cursor)
+    restored = cursor.restore()
     row = LabRow(LabLayer([[]], IN_ROWS))
     if restored is not None:
         restored.fill([row.layer])
         row.n_tokens = restored.n_tokens
-        cache.filled(cursor, row)
+        cursor.filled(row)
     return cursor, row
 
 
@@ -384,20 +384,20 @@ def test_a_row_that_was_written_to_before_a_fault_is_not_trusted_with_what_was_c
     cache.confirm()
     cursor, row = opened_row(cache, ids[:60])
     row.consume(ids[:59])
-    cache.commit(cursor, row)
-    cache.close_cursor(cursor, row)
+    cursor.commit(row)
+    cursor.close(row)
     cache.confirm()
     cursor, row = opened_row(cache, ids)
     assert row.n_tokens == 59
     row.consume(ids[row.n_tokens : 89])
-    cache.commit(cursor, row)
-    cache.close_cursor(cursor, row)
+    cursor.commit(row)
+    cursor.close(row)
     assert cache.records.rows.parked
     cache.discard_unconfirmed()
     assert not cache.records.rows.parked
     cursor, row = opened_row(cache, ids)
     assert row.n_tokens == 0
-    cache.close_cursor(cursor, None)
+    cursor.close(None)
 
 
 def test_what_a_live_row_holds_too_takes_no_memory() -> None:
@@ -407,7 +407,7 @@ def test_what_a_live_row_holds_too_takes_no_memory() -> None:
     one, other = [*system, *words(2, 80)], [*system, *words(3, 80)]
     cursor, row = opened_row(cache, one)
     row.consume(one)
-    cache.close_cursor(cursor, row)
+    cursor.close(row)
     nbytes = cache.records.memory.nbytes
     cursor, row = opened_row(cache, other)
     assert row.n_tokens == 80
@@ -419,12 +419,12 @@ def test_what_a_live_row_holds_too_takes_no_memory() -> None:
     assert cache.records.memory.nbytes <= nbytes * 6 // 10
     assert not cache.stats.evictions
     row.consume(other[80:])
-    cache.close_cursor(cursor, row)
+    cursor.close(row)
     assert len(cache.records.rows.parked) == 2
     for ids in (one, other):
         cursor, row = opened_row(cache, [*ids, 3])
         assert row.n_tokens == 160
-        cache.close_cursor(cursor, None)
+        cursor.close(None)
 
 
 def test_of_rows_that_hold_the_same_the_one_parked_last_keeps_it() -> None:
@@ -436,12 +436,12 @@ def test_of_rows_that_hold_the_same_the_one_parked_last_keeps_it() -> None:
     for n in (40, 80):  # side by side, so that each has computed a part of the beginning
         for (cursor, row), ids in zip(rows, chats, strict=True):
             row.consume(ids[row.n_tokens : n])
-            cache.commit(cursor, row)
+            cursor.commit(row)
         rows.reverse()
         chats.reverse()
     for (cursor, row), ids in zip(rows, chats, strict=True):
         row.consume(ids[row.n_tokens :])
-        cache.close_cursor(cursor, row)
+        cursor.close(row)
     first, last = cache.records.rows.parked
     assert first.records
     assert last.records
@@ -455,17 +455,17 @@ def test_a_live_row_is_not_evicted() -> None:
     cache, ids = tree(IN_ROWS, block=8), words(1, 90)
     cursor, row = opened_row(cache, ids)
     row.consume(ids[:89])
-    cache.commit(cursor, row)
+    cursor.commit(row)
     n_records = len(records_of(cache))
     assert n_records == 11
     cache.set_room(0)
     assert len(records_of(cache)) == n_records
     assert not cache.stats.evictions
     cache.set_room(1 << 30)
-    cache.close_cursor(cursor, row)
+    cursor.close(row)
     cursor, row = opened_row(cache, ids)
     assert row.n_tokens == 89
-    cache.close_cursor(cursor, None)
+    cursor.close(None)
 
 
 def test_what_others_need_of_a_row_that_is_taken_over_stays() -> None:
@@ -473,15 +473,15 @@ def test_what_others_need_of_a_row_that_is_taken_over_stays() -> None:
     cache, ids = tree(IN_ROWS, block=8), words(1, 162)
     cursor, row = opened_row(cache, ids)
     row.consume(ids[:161])
-    cache.commit(cursor, row)
-    cache.close_cursor(cursor, row)
+    cursor.commit(row)
+    cursor.close(row)
     (end,) = [r.node for r in records_of(cache) if r.node.end == 152]
     cache.records.pin(end)
     cache.set_room(0)
     assert cache.records.rows.parked
     cursor, row = opened_row(cache, [*ids[:130], *words(2, 20)])
     assert row.n_tokens == 130
-    cache.close_cursor(cursor, row)
+    cursor.close(row)
     blocks = [n for n in end.path() if n.n_tokens == 8]
     assert len(blocks) == 19
     assert all(n.records[Part.PAGES].arrays is not None for n in blocks)
@@ -495,25 +495,25 @@ def test_nobody_holds_on_to_a_row_that_was_given_up_or_left_for_another() -> Non
     ids = words(1, 90)
     slow, slow_row = opened(ids)
     slow_row.consume(ids[:16])
-    cache.commit(slow, slow_row)
+    slow.commit(slow_row)
     fast, fast_row = opened(ids)
     fast_row.consume(ids[fast_row.n_tokens : 64])
-    cache.commit(fast, fast_row)
-    ahead = cache.advance(slow, slow_row.n_tokens)
+    fast.commit(fast_row)
+    ahead = slow.advance(slow_row.n_tokens)
     assert ahead is not None
     next_row = LabRow(LabLayer([[]], IN_ROWS))
     ahead.fill([next_row.layer])
     next_row.n_tokens = ahead.n_tokens
-    cache.filled(slow, next_row)
+    slow.filled(next_row)
     assert set(rows.live) == {next_row, fast_row}
-    cache.close_cursor(fast, None)
+    fast.close(None)
     assert set(rows.live) == {next_row}
-    cache.close_cursor(slow, next_row)
+    slow.close(next_row)
     assert rows.live == {}
     assert rows.parked
     cursor, row = opened([*ids, 3])
     assert row.n_tokens == 64, "what the one that was given up had computed, the other had copied"
-    cache.close_cursor(cursor, row)
+    cursor.close(row)
 
 
 def test_a_parked_row_gives_only_what_it_holds() -> None:

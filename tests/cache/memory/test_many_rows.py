@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache
 
 from firn.cache.layout import Layout
 from firn.cache.parts import Part
-from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.cache.prefix import CacheSettings, PrefixCache
 from firn.core.ports import At, RowView
 from firn.core.values import CacheControl, Namespace, Prompt
 from tests.cache.lab import check_tree, records_of
@@ -46,28 +46,28 @@ class Row:
         self.layers = [layer_of(self.n_tokens, self.n_room)]
 
 
-def cache_of(limit_nbytes: int = 1 << 40) -> PrefixTree:
+def cache_of(limit_nbytes: int = 1 << 40) -> PrefixCache:
     settings = CacheSettings(limit_nbytes=limit_nbytes, block=BLOCK)
-    return PrefixTree(Layout.of([layer_of(1, 1)]), settings, fingerprint=b"", dtype="u8")
+    return PrefixCache(Layout.of([layer_of(1, 1)]), settings, fingerprint=b"", dtype="u8")
 
 
-def talk(cache: PrefixTree, seed: int, *, room: float = 1.0) -> Prompt:
+def talk(cache: PrefixCache, seed: int, *, room: float = 1.0) -> Prompt:
     """A conversation that is computed and parked. room: of its buffers, as a share of its tokens."""
     n = N_BLOCKS * BLOCK
     prompt = Prompt(np.random.default_rng(seed).integers(0, 100_000, n + 1))
     cursor = cache.open(prompt, EVERYONE, CacheControl())
-    cache.restore(cursor)
+    cursor.restore()
     row = Row(n, int(n * room))
-    cache.commit(cursor, row)
-    cache.close_cursor(cursor, row)
+    cursor.commit(row)
+    cursor.close(row)
     row.is_live = False
     return prompt
 
 
-def n_cached(cache: PrefixTree, prompt: Prompt) -> int:
+def n_cached(cache: PrefixCache, prompt: Prompt) -> int:
     cursor = cache.open(prompt, EVERYONE, CacheControl(write=False))
-    cache.restore(cursor)
-    cache.close_cursor(cursor, None)
+    cursor.restore()
+    cursor.close(None)
     return cursor.admission.n_cached
 
 
@@ -87,7 +87,7 @@ def n_calls(work: Callable[[], object]) -> int:
     return calls
 
 
-def evict(cache: PrefixTree, n_blocks: int) -> None:
+def evict(cache: PrefixCache, n_blocks: int) -> None:
     """Evict so many blocks more, one after the other."""
 
     def so_far() -> int:
@@ -116,7 +116,7 @@ def test_to_drop_every_row_costs_the_same_for_each() -> None:
         talk(few, i)
     for i in range(200):
         talk(many, i)
-    n_few, n_many = (n_calls(cache._parking.drop_all) for cache in (few, many))
+    n_few, n_many = (n_calls(cache.parking.drop_all) for cache in (few, many))
     assert n_many < 1.2 * n_few * 200 / 25
     assert many.records.memory.nbytes == 0
     check_tree(many)

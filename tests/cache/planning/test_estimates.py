@@ -15,6 +15,7 @@ from firn.cache.planning.estimates import (
     STALE_S,
     Estimates,
 )
+from tests.cache.lab import SetClock
 
 MB = 10**6
 
@@ -173,7 +174,7 @@ def test_one_slow_load_among_many_is_no_measure() -> None:
 
 @pytest.mark.parametrize("nbytes", [1 << 10, 2 << 20, 64 << 20])
 def test_what_never_arrives_is_slow(nbytes: int) -> None:
-    now, estimates = [0.0], Estimates(clock=lambda: now[0])
+    now, estimates = [0.0], Estimates(SetClock(lambda: now[0]))
     assert not estimates.saw_delay("ssd", nbytes, 0.001), "given up before it could arrive"
     assert estimates.load_s("ssd", nbytes) < 0.05
     assert estimates.saw_delay("ssd", nbytes, 3.0)
@@ -187,7 +188,7 @@ def test_what_never_arrives_is_slow(nbytes: int) -> None:
 
 
 def test_one_load_that_never_arrives_among_many_that_do_is_no_measure() -> None:
-    estimates = Estimates(clock=lambda: 0.0)
+    estimates = Estimates(SetClock(lambda: 0.0))
     for _ in range(3):
         estimates.saw_load("ssd", 1 << 10, 0.001)
     assert estimates.saw_delay("ssd", 1 << 10, 3.0)
@@ -196,7 +197,7 @@ def test_one_load_that_never_arrives_among_many_that_do_is_no_measure() -> None:
 
 def test_a_slow_disk_is_given_another_chance() -> None:
     clock = Clock()
-    known = Estimates(clock)
+    known = Estimates(SetClock(clock))
     known.saw_load("ssd", 100 * MB, 10.0)
     slow = known.load_s("ssd", 100 * MB)
     clock.now += STALE_S - 1

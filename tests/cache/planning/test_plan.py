@@ -73,8 +73,8 @@ def planned(
         def look() -> tuple[ResumePlan, list[int]]:
             cache.records.estimates = Told(lambda nbytes: load_s(nbytes / total), engine_s / total)
             cursor = cache._cursor(prompt, EVERYONE, CacheControl(write=False))
-            plan = cache._loader.plan(cursor)
-            cache.records.unlease(cursor.node)
+            plan = cache.loader.plan(cursor)
+            cache.records.unlease(cursor.committed.node)
             return plan, [r.node.start // BLOCK for r in plan.loads]
 
         return lab.between_steps(look)

@@ -171,11 +171,11 @@ class Reasons(RuleBasedStateMachine):
         before = self.probe(tuple(ids), plain)
         bounds = sorted({len(ids) // 3, len(ids) - 2} - {0, -1})
         cursor = self.tree.open(prompt_of(ids, bounds), EVERYONE, CacheControl(read=read))
-        n_hoped = cursor.loading.n_tokens if cursor.loading else 0
+        n_hoped = cursor.loads.loading.n_tokens if cursor.loads.loading else 0
         failed = set()
         if not is_late:
             failed = self.run_orders()
-        restored = self.tree.restore(cursor)
+        restored = cursor.restore()
         n_cached = 0 if restored is None else restored.n_tokens
         self.check(tuple(ids), cursor, n_cached, before, failed=failed, n_hoped=n_hoped)
         self.compute(ids, cursor, restored)
@@ -205,7 +205,7 @@ class Reasons(RuleBasedStateMachine):
         """Check the request's own reason, which takes into account what became of its loads."""
         reason = cursor.admission.why
         assert cursor.admission.n_cached == n_cached
-        if not cursor.control.read:
+        if not cursor.request.control.read:
             assert (n_cached, reason) == (0, "reading off")
         elif n_cached >= len(ids) - 1:
             assert reason == ""
@@ -222,12 +222,12 @@ class Reasons(RuleBasedStateMachine):
             restored.fill([row.layer])
             row.n_tokens = restored.n_tokens
         while row.n_tokens < len(ids) - 1:
-            stops = self.tree.stops(cursor)
+            stops = cursor.stops()
             end = chunk_end(row.n_tokens, len(ids) - 1, chunk=CHUNK, stops=stops)
             row.consume(ids[row.n_tokens : end])
-            self.tree.commit(cursor, row)
+            cursor.commit(row)
         row.consume(ids[-1:])
-        self.tree.close_cursor(cursor, row)
+        cursor.close(row)
 
     def run_orders(self) -> set[str]:
         """Run all queued orders and those they cause. Returns the reasons for failed reads."""

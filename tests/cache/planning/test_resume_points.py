@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,11 +32,31 @@ NEEDS = [
 ]
 
 
+class Some:
+    """Records that may be used: those that are anywhere."""
+
+    def __init__(self, where: Mapping[Record, str]) -> None:
+        self._where = where
+
+    def has(self, record: Record) -> bool:
+        return record in self._where
+
+
+class Held(Some):
+    """Records that need not be loaded."""
+
+    def has(self, record: Record) -> bool:
+        return not self._where[record]
+
+
 def grown(needs: Needs, rng: random.Random) -> tuple[Walk, dict[Record, str]]:
     """A prompt of twelve blocks and a half, in a tree with branches, tails and holes; and where each
     record is. Some are nowhere."""
     tree, prompt = Tree(BLOCK), np.arange(100, dtype=np.uint64)
     where: dict[Record, str] = {}
+    ledger = Ledger(tree)
+    for name in PLACES[1:]:
+        ledger.add_tier(name)
     node: Node = tree.root(ROOT, Namespace(""))
 
     def add(parent: Node, tokens: KeyTokens, n: int) -> Node:
@@ -44,6 +66,8 @@ def grown(needs: Needs, rng: random.Random) -> tuple[Walk, dict[Record, str]]:
             if rng.random() < 0.97:
                 record = tree.add(child, part, nbytes=rng.randint(1, 999), mark=Mark.TURN)
                 where[record] = rng.choice(PLACES)
+                if where[record]:
+                    ledger.found(record, PLACES.index(where[record]) - 1)
         return child
 
     for _ in range(rng.randint(0, 13)):
@@ -66,8 +90,8 @@ def test_what_a_point_costs_is_what_its_records_add_up_to(needs: Needs) -> None:
     n_seen = 0
     for seed in range(150):
         walk, where = grown(needs, random.Random(seed))
-        points = ResumePoints.of(walk, needs, where.__contains__)
-        costs = _ReadCosts(points, where.__getitem__)
+        points = ResumePoints.of(walk, needs, Some(where))
+        costs = _ReadCosts(points, Held(where), PLACES[1:])
         for point in points.up_to(len(walk.tokens)):
             match = point.match()
             to_load = Counter[str]()
@@ -85,10 +109,10 @@ def test_what_a_point_costs_is_what_its_records_add_up_to(needs: Needs) -> None:
 def test_points_up_to_a_position_are_those_that_lie_there(needs: Needs) -> None:
     for seed in range(60):
         walk, where = grown(needs, random.Random(seed))
-        points = ResumePoints.of(walk, needs, where.__contains__)
+        points = ResumePoints.of(walk, needs, Some(where))
         every = [p.match() for p in points.up_to(len(walk.tokens))]
         assert every[-1] == NOTHING
-        assert every[0] == last_match(walk, needs, where.__contains__)
+        assert every[0] == last_match(walk, needs, Some(where))
         for position in range(101):
             there = [p.match() for p in points.up_to(position)]
             assert there == [m for m in every if m.n_tokens <= position]
@@ -109,17 +133,22 @@ def test_a_plan_looks_at_each_record_a_few_times(needs: Needs) -> None:
         for part in (*needs.by_block, *([Part.STATE] if needs.state else [])):
             ledger.found(tree.add(node, part, nbytes=1000, mark=Mark.TURN), 0)
 
-    def available(record: Record) -> bool:
-        nonlocal n_looks
-        n_looks += 1
-        return False
+    class Counting:
+        def has(self, record: Record) -> bool:
+            nonlocal n_looks
+            n_looks += 1
+            return False
 
-    def tier_of(record: Record) -> str:
-        nonlocal n_looks
-        n_looks += 1
-        return "ssd"
+    class Names(Sequence[str]):
+        def __getitem__(self, tier: Any) -> Any:
+            nonlocal n_looks
+            n_looks += 1
+            return ("ssd",)[tier]
+
+        def __len__(self) -> int:
+            return 1
 
     walk = Walk.of(tree, tree.root(ROOT, Namespace("")), PackedTokens(prompt))
-    plan = make_plan(walk, needs, Estimates(), tier_of, available=available)
+    plan = make_plan(walk, needs, Estimates(), Names(), available=Counting())
     assert plan.target.n_tokens == n_blocks * BLOCK
     assert n_looks < 10 * n_blocks

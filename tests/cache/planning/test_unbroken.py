@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
 from firn.cache.parts import Needs, Part
 from firn.cache.planning.match import Walk, last_match, resume_points
-from firn.cache.tree import Mark, Node, Tree
+from firn.cache.tree import Mark, Node, Record, Tree
 from firn.core.keys import Key
 from firn.core.values import KeyTokens, Namespace, PackedTokens
 
@@ -28,9 +30,19 @@ def stored(n_tokens: int, *parts: Part) -> Tree:
     return tree
 
 
+@dataclass(frozen=True)
+class Before:
+    """Only what ends before this position may be used."""
+
+    end: int
+
+    def has(self, record: Record) -> bool:
+        return record.node.end <= self.end
+
+
 def resumes(tree: Tree, needs: Needs, *unbroken: tuple[int, int]) -> list[int]:
     way = Walk.of(tree, tree.root(ROOT, EVERYONE), PackedTokens(PROMPT), unbroken=unbroken)
-    return [m.n_tokens for m in resume_points(way, needs, lambda record: True)]
+    return [m.n_tokens for m in resume_points(way, needs, Before(1 << 30))]
 
 
 def resume(tree: Tree, needs: Needs, *unbroken: tuple[int, int]) -> int:
@@ -88,6 +100,6 @@ def test_a_picture_whose_next_block_is_gone_is_read_from_its_start() -> None:
     tree = stored(64, Part.PAGES, Part.WINDOW)
     way = Walk.of(tree, tree.root(ROOT, EVERYONE), PackedTokens(PROMPT), unbroken=[(30, 50)])
     for needs, want in ((PAGES, 30), (WINDOW, 30), (GRID, 24)):
-        match = last_match(way, needs, lambda record: record.node.end <= 40)
+        match = last_match(way, needs, Before(40))
         assert match.n_tokens == want
         assert sum(segment.n_tokens for segment in match.segments) == want

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from firn.cache.arrays.payload import Payload
-from firn.cache.cursor import CacheCursor
 from firn.cache.parts import Part
+from firn.cache.prefix import PrefixCursor
 from firn.cache.storage import desk, worker
 from firn.cache.storage.container import Loaded, Name
 from firn.cache.storage.faults import NotForgotten, Refused, TierError, TierFault, Unwanted
@@ -93,12 +93,12 @@ def test_a_server_that_is_never_idle_writes_all_the_same(load: EngineLoad) -> No
     cursor = cache.open(Prompt(np.array(ids, dtype=np.int64)), Namespace(""), CacheControl())
     row = LabRow(LabLayer([[]], DENSE))
     row.consume(ids[:40])
-    cache.commit(cursor, row)
+    cursor.commit(row)
     for _ in range(20):
         now[0] += 1.0
         cache.tick(load)
     assert len(io.written) == 5
-    cache.close_cursor(cursor, None)
+    cursor.close(None)
 
 
 def test_what_has_its_time_is_not_written_where_it_would_outlive_it() -> None:
@@ -124,8 +124,8 @@ def test_a_stop_writes_more_than_the_queue_holds() -> None:
     cursor = cache.open(Prompt(np.array(ids, dtype=np.int64)), Namespace(""), CacheControl())
     row = LabRow(LabLayer([[]], DENSE))
     row.consume(ids[:80])
-    cache.commit(cursor, row)
-    cache.close_cursor(cursor, None)
+    cursor.commit(row)
+    cursor.close(None)
     names = {str(Name(r.node.key, r.part)) for r in records_of(cache)}
     assert len(names) == 10
     cache.close()
@@ -198,7 +198,7 @@ def test_who_waits_hears_at_once_that_no_arrays_could_be_made(
     row = LabRow(LabLayer([[]], DENSE))
     row.consume(ids)
     cursor = writer.open(lab_prompt(ids), Namespace(""), CacheControl())
-    writer.close_cursor(cursor, row)
+    cursor.close(row)
     writer.close()
     assert len(stored) > 4
 
@@ -213,10 +213,10 @@ def test_who_waits_hears_at_once_that_no_arrays_could_be_made(
         cache.tick(EngineLoad.NONE)
     assert set(cache.stats.faults) == {"read: no arrays"}
     assert io.n_failed == sum(cache.stats.faults.values()), "the tier hears of each"
-    assert cache.stats_of(Namespace("")).faults == cache.stats.faults
-    cache.restore(cursor)
+    assert cache.records.counts.of(Namespace("")).faults == cache.stats.faults
+    cursor.restore()
     assert cursor.admission.why == "read failed"
-    cache.close_cursor(cursor, None)
+    cursor.close(None)
     cache.close()
 
 
@@ -244,8 +244,8 @@ def test_what_leaves_memory_counts_until_every_tier_has_it() -> None:
     cursor = cache.open(Prompt(np.array(ids, dtype=np.int64)), Namespace(""), CacheControl())
     row = LabRow(LabLayer([[]], DENSE))
     row.consume(ids[:8])
-    cache.commit(cursor, row)
-    cache.close_cursor(cursor, None)
+    cursor.commit(row)
+    cursor.close(None)
     (record,) = records_of(cache)
     cache.set_room(0)
     cache.tick(EngineLoad.NONE)
@@ -275,9 +275,9 @@ def test_a_tier_learns_of_a_use_after_the_step_in_which_it_was(stops: bool) -> N
         io.touched.clear()
         prompt = Prompt(np.array(ids, dtype=np.int64))
         cursor = cache.open(prompt, Namespace(""), CacheControl(write=False))
-        assert isinstance(cursor, CacheCursor)
-        assert cache.restore(cursor) is not None
-        used = {Name(n.key, Part.PAGES) for n in cursor.node.path()}
+        assert isinstance(cursor, PrefixCursor)
+        assert cursor.restore() is not None
+        used = {Name(n.key, Part.PAGES) for n in cursor.committed.node.path()}
         assert len(used) == 5
         assert not io.touched
         assert not cache.records.tiers.idle, "a poll is due"
@@ -286,7 +286,7 @@ def test_a_tier_learns_of_a_use_after_the_step_in_which_it_was(stops: bool) -> N
         else:
             cache.tick(EngineLoad.NONE)
         assert io.touched == [used]
-        cache.close_cursor(cursor, None)
+        cursor.close(None)
 
 
 def test_what_is_cleared_before_its_write_has_begun_is_not_written() -> None:
@@ -296,8 +296,8 @@ def test_what_is_cleared_before_its_write_has_begun_is_not_written() -> None:
     cursor = cache.open(lab_prompt(ids), Namespace(""), CacheControl())
     row = LabRow(LabLayer([[]], DENSE))
     row.consume(ids[:16])
-    cache.commit(cursor, row)
-    cache.close_cursor(cursor, None)
+    cursor.commit(row)
+    cursor.close(None)
     cache.tick(EngineLoad.NONE)
     first, second = late.waiting
     assert first.record is not None
@@ -322,8 +322,8 @@ def test_the_end_of_an_outdated_write_spares_what_is_written_anew(is_back: bool)
         cursor = cache.open(lab_prompt(ids), Namespace(""), CacheControl())
         row = LabRow(LabLayer([[]], DENSE))
         row.consume(ids[:8])
-        cache.commit(cursor, row)
-        cache.close_cursor(cursor, None)
+        cursor.commit(row)
+        cursor.close(None)
         cache.tick(EngineLoad.NONE)
 
     compute()
@@ -348,8 +348,8 @@ def test_an_engine_that_leaves_results_for_later_is_not_done(
     cursor = cache.open(lab_prompt(ids), Namespace(""), CacheControl())
     row = LabRow(LabLayer([[]], DENSE))
     row.consume(ids[:16])
-    cache.commit(cursor, row)
-    cache.close_cursor(cursor, None)
+    cursor.commit(row)
+    cursor.close(None)
     cache.tick(EngineLoad.NONE)
     assert cache.settled
     for order in late.waiting:

@@ -65,7 +65,7 @@ class Server:
         self.cursor = self.cache.open(prompt, Namespace(""), CacheControl())
         row = LabRow(LabLayer([[]], DENSE))
         row.consume(ids[:-1])
-        self.cache.commit(self.cursor, row)
+        self.cursor.commit(row)
         self.cache.confirm()
 
     def decode(self, n_steps: int) -> None:

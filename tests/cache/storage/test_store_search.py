@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from firn.cache.cursor import CacheCursor
 from firn.cache.parts import Needs, Part
+from firn.cache.prefix import PrefixCursor
 from firn.cache.storage.container import Header, Name, TierEntry, unpack
 from firn.cache.storage.seal import Seal
 from firn.cache.storage.spill_policy import spill_policy
@@ -360,18 +360,18 @@ def test_a_store_that_answers_late_and_has_nothing_changes_the_reason() -> None:
     worker = TierWorker(store, clock=lambda: 0.0)
     cache.add_tier("store", worker, namespaces=[Namespace("")])
     cursor = cache.open(lab_prompt(PROMPT), Namespace(""), CacheControl())
-    assert isinstance(cursor, CacheCursor)
-    cache.restore(cursor)
+    assert isinstance(cursor, PrefixCursor)
+    cursor.restore()
     assert cursor.admission.why == Cause.NO_ANSWER.value
     store.gate.set()
 
     def has_answered() -> bool:
         cache.tick(EngineLoad.NONE)
-        return cursor.asking is None
+        return cursor.loads.asking is None
 
     wait_until(has_answered)
     assert cursor.admission.why == Cause.COLD.value
-    cache.close_cursor(cursor, None)
+    cursor.close(None)
 
 
 def test_what_only_a_store_has_is_not_kept_in_mind_for_ever(

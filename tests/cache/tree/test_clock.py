@@ -15,6 +15,7 @@ from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
 from firn.cache.tree.clock import UseClock
+from firn.core.clock import Clock
 from firn.core.values import Namespace
 from tests.cache.lab import DENSE, LabEngine, tree
 from tests.cache.memory.test_eviction import kept, put, touch
@@ -28,7 +29,7 @@ YEAR_S = 365 * DAY_S
 
 
 @dataclass
-class Clocks:
+class Clocks(Clock):
     """Set by hand: a wall clock, and one that never goes back."""
 
     wall_s: float = 1000.0
@@ -51,7 +52,7 @@ class Clocks:
 @pytest.mark.parametrize("ahead_s", [0.0, 60.0, DAY_S, YEAR_S])
 def test_after_a_clock_that_was_ahead_time_goes_on_at_its_pace(ahead_s: float) -> None:
     clocks = Clocks()
-    uses = UseClock(clocks.wall, clocks.elapsed)
+    uses = UseClock(clocks)
     clocks.wall_s += ahead_s
     before = uses.now()
     clocks.wall_s -= ahead_s
@@ -64,7 +65,7 @@ def test_after_a_clock_that_was_ahead_time_goes_on_at_its_pace(ahead_s: float) -
 
 def test_two_uses_at_once_keep_their_order_while_the_clock_is_behind() -> None:
     clocks = Clocks()
-    uses = UseClock(clocks.wall, clocks.elapsed)
+    uses = UseClock(clocks)
     first = uses.now()
     clocks.wall_s -= 60.0
     assert first < uses.now() < uses.now()
@@ -72,7 +73,7 @@ def test_two_uses_at_once_keep_their_order_while_the_clock_is_behind() -> None:
 
 def test_once_the_wall_clock_has_caught_up_it_counts_again() -> None:
     clocks = Clocks()
-    uses = UseClock(clocks.wall, clocks.elapsed)
+    uses = UseClock(clocks)
     clocks.wall_s += 60.0
     uses.now()
     clocks.wall_s -= 60.0
@@ -84,7 +85,7 @@ def test_once_the_wall_clock_has_caught_up_it_counts_again() -> None:
 def test_what_tiers_remember_was_before_now() -> None:
     """A start with a clock that is hours behind, as a board without a battery has."""
     clocks = Clocks()
-    uses = UseClock(clocks.wall, clocks.elapsed)
+    uses = UseClock(clocks)
     assert uses.observe(clocks.wall_s + DAY_S)
     assert uses.now() > clocks.wall_s + DAY_S
     assert uses.stamp_of(uses.now()) > clocks.wall_s + DAY_S
@@ -92,14 +93,14 @@ def test_what_tiers_remember_was_before_now() -> None:
 
 def test_what_cannot_be_is_not_believed() -> None:
     clocks = Clocks()
-    uses = UseClock(clocks.wall, clocks.elapsed)
+    uses = UseClock(clocks)
     assert not uses.observe(clocks.wall_s + YEAR_S)
     assert uses.now() == clocks.wall_s
 
 
 def test_tiers_are_told_the_right_time_after_one_that_nobody_believes() -> None:
     clocks = Clocks()
-    uses = UseClock(clocks.wall, clocks.elapsed)
+    uses = UseClock(clocks)
     clocks.wall_s += YEAR_S
     ahead = uses.now()
     clocks.wall_s -= YEAR_S

@@ -22,10 +22,10 @@ def test_a_block_costs_the_same_however_long_the_prompt_is() -> None:
     for at in range(0, len(ids), BLOCK):
         now += 1.0
         row.consume(ids[at : at + BLOCK])
-        cache.commit(cursor, row)
+        cursor.commit(row)
     lifetimes = cache.records.tree.lifetimes
     assert len(lifetimes._queue) == len(ids) // BLOCK
-    cache.close_cursor(cursor, None)
+    cursor.close(None)
     now += TTL_S - 0.5
     assert list(lifetimes.expired()) == []
     now += 1.0
@@ -43,8 +43,8 @@ def test_a_tail_stays_in_a_block_that_expires_sooner() -> None:
         row = LabRow(LabLayer([[]], DENSE))
         cursor = cache.open(prompt_of([*ids[:n], 0]), Namespace(""), CacheControl(ttl_s=ttl_s))
         row.consume(ids[:n])
-        cache.commit(cursor, row)
-        cache.close_cursor(cursor, row)
+        cursor.commit(row)
+        cursor.close(row)
 
     say(12, 10 * TTL_S)
     say(2 * BLOCK, TTL_S)
@@ -60,8 +60,8 @@ def test_what_was_evicted_is_not_remembered_until_its_time_is_over() -> None:
         ids, row = [1000 * i + at for at in range(3 * BLOCK)], LabRow(LabLayer([[]], DENSE))
         cursor = cache.open(prompt_of([*ids, 0]), Namespace(""), CacheControl(ttl_s=30 * 86_400.0))
         row.consume(ids)
-        cache.commit(cursor, row)
-        cache.close_cursor(cursor, row)
+        cursor.commit(row)
+        cursor.close(row)
     n_kept = len(records_of(cache))
     assert 0 < n_kept < 200
     (root,) = cache.records.tree.roots()
@@ -76,6 +76,6 @@ def test_what_no_longer_expires_is_not_remembered_either() -> None:
         row = LabRow(LabLayer([[]], DENSE))
         cursor = cache.open(prompt_of([*ids, 0]), Namespace(""), CacheControl(ttl_s=ttl_s))
         row.consume(ids)
-        cache.commit(cursor, row)
-        cache.close_cursor(cursor, row)
+        cursor.commit(row)
+        cursor.close(row)
     assert len(cache.records.tree.lifetimes._queue) < 200

@@ -13,7 +13,7 @@ import pytest
 
 from firn.cache.admin import control as admin
 from firn.cache.parts import Part
-from firn.cache.prefix import PrefixTree
+from firn.cache.prefix import PrefixCache
 from firn.cache.tree import BLOCK_S, DAY_S
 from firn.core.values import Namespace
 from tests.cache.lab import ALL_KINDS, DENSE, HYBRID, LabEngine, Shape, nodes_of, records_of
@@ -31,7 +31,7 @@ def stamps(folder: Path) -> dict[str, float]:
     return {p.name.removesuffix(".safetensors"): p.stat().st_mtime for p in folder.glob("??/*")}
 
 
-def needs(cache: PrefixTree) -> list[tuple[str, str]]:
+def needs(cache: PrefixCache) -> list[tuple[str, str]]:
     """Stored records, and what each of them needs: its own pages, or those of the block before."""
     pairs = []
     for record in (r for r in records_of(cache) if r.stored):

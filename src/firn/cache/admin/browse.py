@@ -8,16 +8,16 @@ its new state. The runs are made on another thread, from what was read.
 from __future__ import annotations
 
 import heapq
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Any
 
 from firn.cache.planning.match import MEMORY
-from firn.cache.prefix import PrefixTree
+from firn.cache.prefix import PrefixCache
 from firn.cache.tree import Node, Root
+from firn.core.clock import SYSTEM_CLOCK, Clock
 from firn.core.keys import Key
 from firn.core.values import Namespace
 
@@ -73,7 +73,7 @@ class TreeReader:
         *,
         limit: int,
         with_tokens: bool,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """namespace: the only one to show; None: all. node: begin with the run that contains it.
 
@@ -89,8 +89,8 @@ class TreeReader:
         self._head: dict[str, Any] = {"enabled": True}
         self.is_known = True
 
-    def step(self, cache: PrefixTree) -> bool:
-        until = self._clock() + SLICE_S
+    def step(self, cache: PrefixCache) -> bool:
+        until = self._clock.elapsed() + SLICE_S
         if self._todo is None:
             self._begin(cache)
         todo = self._todo
@@ -98,11 +98,11 @@ class TreeReader:
         while todo and len(self._nodes) < MAX_NODES:
             for _ in range(min(N_UNCLOCKED, len(todo))):
                 self._read(*todo.popleft(), todo)
-            if self._clock() > until:
+            if self._clock.elapsed() > until:
                 break
         return not todo or len(self._nodes) >= MAX_NODES
 
-    def _begin(self, cache: PrefixTree) -> None:
+    def _begin(self, cache: PrefixCache) -> None:
         records = cache.records
         tops: list[Node] = [
             root
@@ -245,7 +245,7 @@ def _view(nodes: Sequence[NodeView], run: _Run, with_tokens: bool) -> dict[str, 
 # --- one node ------------------------------------------------------------------------------
 
 
-def find(cache: PrefixTree, key: Key, namespace: Namespace | None) -> Node | None:
+def find(cache: PrefixCache, key: Key, namespace: Namespace | None) -> Node | None:
     """The node, if it belongs to this namespace. Nodes of others seem not to exist."""
     records = cache.records
     node = records.tree.find(key)
@@ -261,7 +261,7 @@ def run_start(node: Node) -> Node:
     return node
 
 
-def details(cache: PrefixTree, node: Node) -> dict[str, Any]:
+def details(cache: PrefixCache, node: Node) -> dict[str, Any]:
     """The size of the prefix that ends here, and how much time it saves when it is used again."""
     records = cache.records
     missing: dict[str, int] = {}
@@ -290,7 +290,7 @@ def details(cache: PrefixTree, node: Node) -> dict[str, Any]:
     }
 
 
-def unpin_below(cache: PrefixTree, node: Node) -> int:
+def unpin_below(cache: PrefixCache, node: Node) -> int:
     """Unpin every pinned prefix that ends in this run or below it; returns how many there were."""
     first = run_start(node)
     ends = [end for end in node.root.pinned if any(n is first for n in end.path())]
@@ -310,7 +310,7 @@ class SubtreeRemoval:
         namespace: Namespace | None,
         node: Key,
         *,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._namespace = namespace
         self._node = node
@@ -320,7 +320,7 @@ class SubtreeRemoval:
         self._n_nodes = self._n_kept = self._nbytes = 0
         self.is_known = True
 
-    def step(self, cache: PrefixTree) -> bool:
+    def step(self, cache: PrefixCache) -> bool:
         """All nodes are listed first, because leaves are removed before their parents."""
         if self._unlisted is None:
             top = find(cache, self._node, self._namespace)
@@ -330,14 +330,14 @@ class SubtreeRemoval:
         return self._list(self._unlisted) and self._forget(cache)
 
     def _list(self, unlisted: Iterator[Node]) -> bool:
-        until = self._clock() + SLICE_S
+        until = self._clock.elapsed() + SLICE_S
         while some := list(islice(unlisted, N_UNCLOCKED)):
             self._todo += some
-            if self._clock() > until:
+            if self._clock.elapsed() > until:
                 return False
         return True
 
-    def _forget(self, cache: PrefixTree) -> bool:
+    def _forget(self, cache: PrefixCache) -> bool:
         for _ in range(min(N_FORGOTTEN, len(self._todo))):
             node = self._todo.pop()
             if node.n_leases or node.n_pins:

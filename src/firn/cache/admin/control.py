@@ -13,7 +13,7 @@ from firn.cache.admin import browse
 from firn.cache.off import CacheOff
 from firn.cache.parts import Part
 from firn.cache.planning.match import MEMORY
-from firn.cache.prefix import PrefixTree
+from firn.cache.prefix import PrefixCache
 from firn.cache.records import Clearing
 from firn.cache.tiers import TierUsage
 from firn.cache.tree import Node, PartTotals, Root
@@ -28,56 +28,44 @@ T = TypeVar("T")
 
 
 class RunOnEngine(Protocol):
-    """Runs a function on the engine thread.
+    """Runs a function on the engine thread, between two steps. It receives the state of memory
+    admission."""
 
-    The function receives the cache and the state of memory admission.
-    """
-
-    def __call__(self, function: Callable[[PrefixTree | CacheOff, Json], T], /) -> Future[T]: ...
+    def __call__(self, function: Callable[[Json], T], /) -> Future[T]: ...
 
 
 class CacheAdmin:
-    """Implements core.ports.CacheAdmin: each question runs on the engine thread, between two steps."""
+    """Implements core.ports.CacheAdmin."""
 
-    def __init__(self, run: RunOnEngine, *, pin_cap_nbytes: int) -> None:
+    def __init__(self, cache: PrefixCache, run: RunOnEngine, *, pin_cap_nbytes: int) -> None:
+        self._cache = cache
         self._run = run
         self._pin_cap_nbytes = pin_cap_nbytes
 
     def stats(self, namespace: Namespace | None) -> Future[Json]:
-        def answer(cache: PrefixTree | CacheOff, admission: Json) -> Json:
-            if isinstance(cache, CacheOff):
-                return {"enabled": False, "why": cache.why, "admission": admission}
-            return {**stats(cache, namespace), "admission": admission}
-
-        return self._run(answer)
+        return self._run(
+            lambda admission: {**stats(self._cache, namespace), "admission": admission}
+        )
 
     def probe(self, prompt: Prompt, namespace: Namespace) -> Future[Json]:
-        return self._ask(lambda cache: probe(cache, prompt, namespace))
+        return self._run(lambda _: probe(self._cache, prompt, namespace))
 
     def pin(self, prompt: Prompt, namespace: Namespace) -> Future[Json]:
         cap = self._pin_cap_nbytes
-        return self._ask(lambda cache: pin(cache, prompt, namespace, cap_nbytes=cap))
+        return self._run(lambda _: pin(self._cache, prompt, namespace, cap_nbytes=cap))
 
     def unpin(self, prompt: Prompt, namespace: Namespace) -> Future[Json]:
-        return self._ask(lambda cache: unpin(cache, prompt, namespace))
+        return self._run(lambda _: unpin(self._cache, prompt, namespace))
 
     def clear(self, namespace: Namespace | None) -> Future[Json]:
         """Answers once no later process can find what was cleared. It may fail with NotForgotten."""
-
-        def start(cache: PrefixTree | CacheOff, admission: Json) -> Clearing | CacheOff:
-            return cache if isinstance(cache, CacheOff) else cache.records.clear(namespace)
-
         answer: Future[Json] = Future()
         answer.set_running_or_notify_cancel()
 
-        def started(clearing: Clearing | CacheOff) -> None:
-            if isinstance(clearing, CacheOff):
-                answer.set_result({"enabled": False, "why": clearing.why})
-            else:
-                freed = {"freed_bytes": clearing.nbytes}
-                _when_kept(clearing.promises, answer, freed)
+        def started(clearing: Clearing) -> None:
+            _when_kept(clearing.promises, answer, {"freed_bytes": clearing.nbytes})
 
-        _then(self._run(start), answer, started)
+        _then(self._run(lambda _: self._cache.records.clear(namespace)), answer, started)
         return answer
 
     def browse(
@@ -85,50 +73,107 @@ class CacheAdmin:
     ) -> SlicedTreeQuery:
         key = None if node is None else key_of(node)
         reader = browse.TreeReader(namespace, key, limit=limit, with_tokens=with_tokens)
-        return SlicedTreeQuery(self._run, reader)
+        return SlicedTreeQuery(self._cache, self._run, reader)
 
     def forget_node(self, namespace: Namespace | None, node: str) -> SlicedTreeQuery:
-        return SlicedRemoval(self._run, browse.SubtreeRemoval(namespace, key_of(node)))
+        removal = browse.SubtreeRemoval(namespace, key_of(node))
+        return SlicedRemoval(self._cache, self._run, removal)
 
     def node(self, namespace: Namespace | None, node: str) -> Future[Json]:
-        return self._ask_node(namespace, node, browse.details)
+        key = key_of(node)
+        return self._run(
+            lambda _: browse.details(self._cache, known_node(self._cache, key, namespace))
+        )
 
     def pin_node(self, namespace: Namespace | None, node: str) -> Future[Json]:
-        def pin(cache: PrefixTree, end: Node) -> Json:
-            pin_end(cache, end, cap_nbytes=self._pin_cap_nbytes)
-            return browse.details(cache, end)
-
-        return self._ask_node(namespace, node, pin)
-
-    def unpin_node(self, namespace: Namespace | None, node: str) -> Future[Json]:
-        def unpin(cache: PrefixTree, top: Node) -> Json:
-            return {"unpinned": browse.unpin_below(cache, top), **browse.details(cache, top)}
-
-        return self._ask_node(namespace, node, unpin)
-
-    def _ask_node(
-        self,
-        namespace: Namespace | None,
-        node: str,
-        question: Callable[[PrefixTree, Node], Json],
-    ) -> Future[Json]:
         key = key_of(node)
 
-        def answer(cache: PrefixTree) -> Json:
-            known = browse.find(cache, key, namespace)
-            if known is None:
-                raise no_such_node()
-            return question(cache, known)
+        def pin(_: Json) -> Json:
+            end = known_node(self._cache, key, namespace)
+            pin_end(self._cache, end, cap_nbytes=self._pin_cap_nbytes)
+            return browse.details(self._cache, end)
 
-        return self._ask(answer)
+        return self._run(pin)
 
-    def _ask(self, question: Callable[[PrefixTree], Json]) -> Future[Json]:
-        def answer(cache: PrefixTree | CacheOff, admission: Json) -> Json:
-            if isinstance(cache, CacheOff):
-                return {"enabled": False, "why": cache.why}
-            return question(cache)
+    def unpin_node(self, namespace: Namespace | None, node: str) -> Future[Json]:
+        key = key_of(node)
 
-        return self._run(answer)
+        def unpin(_: Json) -> Json:
+            top = known_node(self._cache, key, namespace)
+            n_unpinned = browse.unpin_below(self._cache, top)
+            return {"unpinned": n_unpinned, **browse.details(self._cache, top)}
+
+        return self._run(unpin)
+
+    def health(self) -> Json:
+        """Whether reuse is on, and which tiers accept writes. From any thread."""
+        statuses = {tier.name: tier.usage().status for tier in self._cache.records.tiers}
+        tiers = {name: {"state": s.state, "reason": s.reason} for name, s in statuses.items()}
+        return {"reuse": True, **tiers}
+
+    def snapshot(self) -> Json:
+        """Counters for a scrape, from any thread: copies that need not agree with each other exactly."""
+        return snapshot(self._cache)
+
+
+class NullAdmin:
+    """Implements core.ports.CacheAdmin for a server without a prefix cache: there is nothing to see."""
+
+    def __init__(self, off: CacheOff, run: RunOnEngine) -> None:
+        self._why = off.why
+        self._run = run
+
+    def stats(self, namespace: Namespace | None) -> Future[Json]:
+        return self._run(lambda admission: {**self._off, "admission": admission})
+
+    def _nothing(self, *args: object, **named: object) -> Future[Json]:
+        return _answered(self._off)
+
+    probe = pin = unpin = clear = node = pin_node = unpin_node = _nothing
+
+    def _no_query(self, *args: object, **named: object) -> NullQuery:
+        return NullQuery(self._off)
+
+    browse = forget_node = _no_query
+
+    def health(self) -> Json:
+        return {"reuse": False, "why": self._why}
+
+    def snapshot(self) -> Json:
+        return {}
+
+    @property
+    def _off(self) -> Json:
+        return {"enabled": False, "why": self._why}
+
+
+class NullQuery:
+    """Implements core.ports.SlicedQuery: it has its answer already."""
+
+    def __init__(self, answer: Json) -> None:
+        self._answer = answer
+
+    def step(self) -> Future[bool]:
+        return _answered(True)
+
+    def answer(self) -> Json:
+        return self._answer
+
+
+def admin_of(
+    cache: PrefixCache | CacheOff, run: RunOnEngine, *, pin_cap_nbytes: int
+) -> CacheAdmin | NullAdmin:
+    if isinstance(cache, CacheOff):
+        return NullAdmin(cache, run)
+    return CacheAdmin(cache, run, pin_cap_nbytes=pin_cap_nbytes)
+
+
+def known_node(cache: PrefixCache, key: Key, namespace: Namespace | None) -> Node:
+    """Raises NotFound."""
+    node = browse.find(cache, key, namespace)
+    if node is None:
+        raise no_such_node()
+    return node
 
 
 class TreeQuery(Protocol):
@@ -137,7 +182,7 @@ class TreeQuery(Protocol):
     is_known: bool
     """Whether the node in question exists and the caller may see it."""
 
-    def step(self, cache: PrefixTree) -> bool:
+    def step(self, cache: PrefixCache) -> bool:
         """Do a slice; True when there is no more to do."""
         ...
 
@@ -147,17 +192,14 @@ class TreeQuery(Protocol):
 class SlicedTreeQuery:
     """Implements core.ports.SlicedQuery over a TreeQuery, whose slices run on the engine thread."""
 
-    def __init__(self, run: RunOnEngine, query: TreeQuery) -> None:
+    def __init__(self, cache: PrefixCache, run: RunOnEngine, query: TreeQuery) -> None:
+        self._cache = cache
         self._run = run
         self._query = query
-        self._off: CacheOff | None = None
 
     def step(self) -> Future[bool]:
-        def go_on(cache: PrefixTree | CacheOff, admission: Json) -> bool:
-            if isinstance(cache, CacheOff):
-                self._off = cache
-                return True
-            done = self._query.step(cache)
+        def go_on(_: Json) -> bool:
+            done = self._query.step(self._cache)
             if not self._query.is_known:
                 raise no_such_node()
             return done
@@ -165,8 +207,6 @@ class SlicedTreeQuery:
         return self._run(go_on)
 
     def answer(self) -> Json:
-        if self._off is not None:
-            return {"enabled": False, "why": self._off.why}
         return self._query.answer()
 
 
@@ -177,18 +217,21 @@ class SlicedRemoval(SlicedTreeQuery):
         answer: Future[bool] = Future()
         answer.set_running_or_notify_cancel()
 
-        def deleted(cache: PrefixTree | CacheOff, admission: Json) -> list[Future[None]]:
-            return [] if isinstance(cache, CacheOff) else cache.records.tiers.deleted()
-
         def stepped(is_last: bool) -> None:
             if is_last:
-                promises = self._run(deleted)
+                promises = self._run(lambda _: self._cache.records.tiers.deleted())
                 _then(promises, answer, lambda promises: _when_kept(promises, answer, True))
             else:
                 answer.set_result(False)
 
         _then(super().step(), answer, stepped)
         return answer
+
+
+def _answered(answer: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(answer)
+    return future
 
 
 def _then(future: Future[T], answer: Future[Any], go_on: Callable[[T], None]) -> None:
@@ -238,13 +281,13 @@ def no_such_node() -> NotFound:
 # --- how full it is ------------------------------------------------------------------------
 
 
-def stats(cache: PrefixTree, namespace: Namespace | None) -> Json:
+def stats(cache: PrefixCache, namespace: Namespace | None) -> Json:
     """Statistics of all namespaces, or of one without revealing anything about the others.
 
     Reads totals that are kept up to date: the cost does not depend on how much is stored.
     """
     everything = namespace is None
-    counted = cache.stats if namespace is None else cache.stats_of(namespace)
+    counted = cache.stats if namespace is None else cache.records.counts.of(namespace)
     roots = _roots(cache, namespace)
     ledger = cache.records.ledger
     if namespace is None:
@@ -288,12 +331,12 @@ def stats(cache: PrefixTree, namespace: Namespace | None) -> Json:
     return view
 
 
-def _roots(cache: PrefixTree, namespace: Namespace | None) -> list[Root]:
+def _roots(cache: PrefixCache, namespace: Namespace | None) -> list[Root]:
     roots = cache.records.tree.roots()
     return [root for root in roots if namespace in (None, root.namespace)]
 
 
-def _own_totals(cache: PrefixTree, roots: list[Root]) -> tuple[PartTotals, list[PartTotals]]:
+def _own_totals(cache: PrefixCache, roots: list[Root]) -> tuple[PartTotals, list[PartTotals]]:
     memory, tiers = PartTotals(), [PartTotals() for _ in cache.records.tiers]
     for root in roots:
         memory.add(root.memory)
@@ -306,10 +349,8 @@ def _totals_view(totals: PartTotals) -> Json:
     return {"records": totals.total_records, "used_bytes": totals.total_nbytes}
 
 
-def snapshot(cache: object) -> Json:
-    """Counters for a scrape, from any thread: copies that need not agree with each other exactly."""
-    if not isinstance(cache, PrefixTree):
-        return {}
+def snapshot(cache: PrefixCache) -> Json:
+    """See `CacheAdmin.snapshot`."""
     ledger = cache.records.ledger
     places = {MEMORY: ledger.memory}
     places |= {t.name: totals for t, totals in zip(cache.records.tiers, ledger.tiers, strict=True)}
@@ -321,18 +362,6 @@ def snapshot(cache: object) -> Json:
     limits |= {name: usage.limit_nbytes for name, usage in usages.items()}
     counts = {name: dict(usage.counts) for name, usage in usages.items()}
     return {**cache.stats.view(), "bytes": nbytes, "limits": limits, "operations": counts}
-
-
-def health(cache: object) -> Json:
-    """Whether reuse is on, and which tiers accept writes. From any thread."""
-    if isinstance(cache, CacheOff):
-        return {"reuse": False, "why": cache.why}
-    view: Json = {"reuse": True}
-    if isinstance(cache, PrefixTree):
-        for tier in cache.records.tiers:
-            status = tier.usage().status
-            view[tier.name] = {"state": status.state, "reason": status.reason}
-    return view
 
 
 def usage_view(usage: TierUsage) -> Json:
@@ -356,7 +385,7 @@ def usage_view(usage: TierUsage) -> Json:
 # --- one prompt ----------------------------------------------------------------------------
 
 
-def probe(cache: PrefixTree, prompt: Prompt, namespace: Namespace) -> Json:
+def probe(cache: PrefixCache, prompt: Prompt, namespace: Namespace) -> Json:
     """How much would hit, from where, and why not more. Changes nothing."""
     reuse = cache.probe(prompt, namespace)
     reason = reuse.reason
@@ -371,7 +400,7 @@ def probe(cache: PrefixTree, prompt: Prompt, namespace: Namespace) -> Json:
     }
 
 
-def pin(cache: PrefixTree, prompt: Prompt, namespace: Namespace, *, cap_nbytes: int) -> Json:
+def pin(cache: PrefixCache, prompt: Prompt, namespace: Namespace, *, cap_nbytes: int) -> Json:
     """Keep whatever is stored of this prompt until it is unpinned."""
     match = cache.probe(prompt, namespace).match
     if match.segments:
@@ -381,7 +410,7 @@ def pin(cache: PrefixTree, prompt: Prompt, namespace: Namespace, *, cap_nbytes: 
     return {"pinned_tokens": match.n_tokens, "pinned_bytes": pinned_nbytes(cache, namespace)}
 
 
-def pin_end(cache: PrefixTree, end: Node, *, cap_nbytes: int) -> None:
+def pin_end(cache: PrefixCache, end: Node, *, cap_nbytes: int) -> None:
     """Keep the prefix that ends here. Raises BadRequest if that is more than may be pinned."""
     allowed = _may_pin_nbytes(cache, end.root, cap_nbytes)
     was_pinned = end in end.root.pinned
@@ -393,7 +422,7 @@ def pin_end(cache: PrefixTree, end: Node, *, cap_nbytes: int) -> None:
         raise BadRequest(f"With this prefix {more} bytes would be pinned; the limit is {allowed}.")
 
 
-def _may_pin_nbytes(cache: PrefixTree, root: Root, cap_nbytes: int) -> int:
+def _may_pin_nbytes(cache: PrefixCache, root: Root, cap_nbytes: int) -> int:
     """Bytes that may be pinned under this root: a share of memory, less other roots' pins."""
     size = cache.records.memory.limit_nbytes
     all_keys = min(cap_nbytes, int(PIN_SHARE * size))
@@ -401,7 +430,7 @@ def _may_pin_nbytes(cache: PrefixTree, root: Root, cap_nbytes: int) -> int:
     return max(min(all_keys - others, all_keys), 0)
 
 
-def unpin(cache: PrefixTree, prompt: Prompt, namespace: Namespace) -> Json:
+def unpin(cache: PrefixCache, prompt: Prompt, namespace: Namespace) -> Json:
     """Unpin what was pinned of this prompt, except what a longer pinned prompt shares.
 
     By now the prompt may match a different node than the one pinned for it.
@@ -425,11 +454,11 @@ def _key(prompt: Prompt) -> Key:
     return child_key(Key(b""), packed_tokens(prompt).tokens)
 
 
-def pinned_nbytes(cache: PrefixTree, namespace: Namespace | None = None) -> int:
+def pinned_nbytes(cache: PrefixCache, namespace: Namespace | None = None) -> int:
     """Bytes pinned in all namespaces, or in one."""
     return sum(root.pinned_nbytes for root in _roots(cache, namespace))
 
 
-def clear(cache: PrefixTree, namespace: Namespace | None = None) -> Json:
+def clear(cache: PrefixCache, namespace: Namespace | None = None) -> Json:
     """Forget every record, or one namespace's. Running requests finish, but store nothing more."""
     return {"freed_bytes": cache.records.clear(namespace).nbytes}

@@ -19,7 +19,7 @@ from itertools import count
 from firn.cache.ledger import Ledger
 from firn.cache.memory.rows import LiveRows, RowPages
 from firn.cache.parts import Part
-from firn.cache.tree import Record, Tree
+from firn.cache.tree import EvictionOrder, Record, Tree
 
 STATE_SHARE = 0.5
 """The share of memory that states may take."""
@@ -42,8 +42,8 @@ class MemoryTier:
         self._ledger = ledger
         self._rows = rows
         self._evict = evict
-        self._all = EvictionQueue(tree.order.last_use, tree.order.turn)
-        self._states = EvictionQueue(tree.order.state_last_use, tree.order.turn)
+        self._all = EvictionQueue(tree.order)
+        self._states = StateQueue(tree.order)
         self._set_aside: dict[Record, None] = {}
         """Records of either queue that may not be evicted for now."""
         self._try_again = False
@@ -158,9 +158,8 @@ def carries(record: Record) -> bool:
 class EvictionQueue:
     """Records by last use, at equal times by turn. May contain a record twice."""
 
-    def __init__(self, last_use: Callable[[Record], float], turn: Callable[[Record], int]) -> None:
-        self._last_use = last_use
-        self._turn = turn
+    def __init__(self, order: EvictionOrder) -> None:
+        self._order = order
         self._heap: list[tuple[float, int, int, Record]] = []
         self._serial = count()
 
@@ -168,9 +167,8 @@ class EvictionQueue:
         return len(self._heap)
 
     def push(self, record: Record) -> None:
-        heapq.heappush(
-            self._heap, (self._last_use(record), self._turn(record), next(self._serial), record)
-        )
+        turn, serial = self._order.turn(record), next(self._serial)
+        heapq.heappush(self._heap, (self._last_use(record), turn, serial, record))
 
     def pop(self) -> Record | None:
         """The least recently used record that memory still holds; None when there is none."""
@@ -183,6 +181,9 @@ class EvictionQueue:
             self.push(record)  # it was used since
         return None
 
+    def _last_use(self, record: Record) -> float:
+        return self._order.last_use(record)
+
     def tidy(self, n_held: int) -> None:
         """Drop entries of records that are gone, before they outnumber the others."""
         if len(self._heap) > 64 + 4 * n_held:
@@ -190,3 +191,10 @@ class EvictionQueue:
             self._heap.clear()
             for record in live:
                 self.push(record)
+
+
+class StateQueue(EvictionQueue):
+    """States by how soon they should give way to other states."""
+
+    def _last_use(self, record: Record) -> float:
+        return self._order.state_last_use(record)

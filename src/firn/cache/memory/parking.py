@@ -13,20 +13,19 @@ Owner: the engine thread, through the prefix cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from firn.cache.arrays.payload import evaluate_layers
 from firn.cache.codecs import concat_tokens
 from firn.cache.commit import RowCutter
-from firn.cache.copies import Copies
-from firn.cache.cursor import CacheCursor
+from firn.cache.copies import Copies, CopyOrder
 from firn.cache.layout import Layout
 from firn.cache.memory.eviction import carries
 from firn.cache.memory.rows import LEAST_BLOCKS, RowPages, Slab
 from firn.cache.parts import Part
 from firn.cache.planning.match import Match
 from firn.cache.records import Records
-from firn.cache.tree import Record
+from firn.cache.tree import Node, Record
 from firn.core.ports import LiveRow
 
 ROOM_TOKENS = 256
@@ -88,13 +87,12 @@ class Parking:
         cut = cutter.cut_pages([(r.node.start, r.node.end) for r in records])
         for record, payload in zip(records, cut, strict=True):
             self._ledger.move(record, payload)
-        self._copies.compute(records)
+        self._copies.compute(CopyOrder(records, are_new=False))
 
-    def abandon(self, cursor: CacheCursor) -> None:
-        """The cursor's row leaves, and must not be kept."""
-        if isinstance(cursor.pages, RowPages) and cursor.pages.row is not None:
-            self._drop(cursor.pages, "in doubt")
-        cursor.pages = None
+    def abandon(self, pages: RowPages | None) -> None:
+        """The row of these leaves, and must not be kept."""
+        if pages is not None and pages.row is not None:
+            self._drop(pages, "in doubt")
 
     # --- faults ----------------------------------------------------------------------------
 
@@ -167,39 +165,43 @@ class Parking:
         else:
             self._records.drop([record])
 
-    def was_taken(self, cursor: CacheCursor, pages: RowPages, row: LiveRow) -> None:
-        """The new row exists, and holds the buffers now."""
-        pages.chain = cursor.node
+    def was_taken(self, pages: RowPages, row: LiveRow, *, chain: Node) -> None:
+        """The new row exists, and holds the buffers now. chain: the last whole block it begins with."""
+        pages.chain = chain
         self._rows.has_moved(pages, row)
-        self._leave_old(cursor, pages)
 
     # --- after a copy ----------------------------------------------------------------------
 
-    def move_in(self, cursor: CacheCursor, match: Match, row: LiveRow) -> None:
-        """Move the records that the row was filled from into the row."""
-        if not self._keeps_pages_in_rows:
-            return
-        pages = self._rows.of(row, self._layout, chain=cursor.node)
-        self._leave_old(cursor, pages)
+    def row_of(self, row: LiveRow, *, chain: Node) -> RowPages | None:
+        """A new row, to keep records in; None: they are not kept in rows."""
+        return self._rows.of(row, self._layout, chain=chain) if self._keeps_pages_in_rows else None
+
+    def move_in(
+        self, pages: RowPages, match: Match, loaded: Mapping[Record, int]
+    ) -> Sequence[Record]:
+        """Move the records that the row was filled from into the row; returns those that moved.
+
+        loaded: those that memory may not have, and their bytes.
+        """
         whole = [s.node for s in match.segments if s.n_tokens == s.node.n_tokens]
         records = [node.records[Part.PAGES] for node in whole if Part.PAGES in node.records]
-        for record in [r for r in records if self._moves(cursor, r)]:
+        moving = [r for r in records if self._moves(r, is_loaded=r in loaded)]
+        for record in moving:
             if record.arrays is None:
-                self._records.hold(record, pages, nbytes=cursor.loaded[record][1].nbytes)
+                self._records.hold(record, pages, nbytes=loaded[record])
             else:
                 self._ledger.move(record, pages)
-            cursor.loaded.pop(record, None)
         self._rows.trim()
+        return moving
 
-    def _leave_old(self, cursor: CacheCursor, pages: RowPages) -> None:
-        """The cursor has a new row, and its old one will leave: the new one holds the same, and more."""
-        old, cursor.pages = cursor.pages, pages
-        if isinstance(old, RowPages) and old is not pages:
+    def leave_old(self, old: RowPages | None, pages: RowPages) -> None:
+        """A request has a new row, and its old one will leave: the new one holds the same, and more."""
+        if old is not None and old is not pages:
             for record in list(old.records):
                 self._ledger.move(record, pages)
             self._rows.forget(old)
 
-    def _moves(self, cursor: CacheCursor, record: Record) -> bool:
+    def _moves(self, record: Record, *, is_loaded: bool) -> bool:
         """Whether it moves into the new row. Not if it is pinned, and must survive a fault of that
         row, nor if it is in a row that a turn can still continue."""
         if record.leaving or record.node.n_pins:
@@ -207,4 +209,4 @@ class Parking:
         arrays = record.arrays
         if isinstance(arrays, RowPages):
             return arrays.slab is not None and arrays.slab.first > 0
-        return arrays is not None or record in cursor.loaded
+        return arrays is not None or is_loaded

@@ -15,12 +15,12 @@ Owner: the engine thread.
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from firn.core.clock import SYSTEM_CLOCK, Clock
 from firn.core.measure import Median
 from firn.core.prefill_speed import PrefillSpeed
 
@@ -99,7 +99,7 @@ class FillSpeed:
 
 @dataclass(eq=False)
 class Estimates:
-    clock: Callable[[], float] = time.monotonic
+    clock: Clock = SYSTEM_CLOCK
     tiers: defaultdict[str, TierSpeed] = field(default_factory=lambda: defaultdict(TierSpeed))
     array_s: Median = field(default_factory=lambda: Median(kept=N_KEPT))
     """Seconds per byte on the engine thread, from loaded bytes to arrays."""
@@ -124,14 +124,14 @@ class Estimates:
 
     def saw_load(self, tier: str, nbytes: int, seconds: float) -> None:
         """Bytes of one prompt's loads, and the seconds from the order to the last of them."""
-        self.tiers[tier].see(nbytes, seconds, now=self.clock())
+        self.tiers[tier].see(nbytes, seconds, now=self.clock.elapsed())
 
     def saw_delay(self, tier: str, nbytes: int, seconds: float) -> bool:
         """Some of the bytes of one prompt's loads had not arrived after `seconds`.
 
         Returns whether that was longer than expected; if so, it counts as a load of that duration.
         """
-        return self.tiers[tier].see_delay(nbytes, seconds, now=self.clock())
+        return self.tiers[tier].see_delay(nbytes, seconds, now=self.clock.elapsed())
 
     def saw_arrays(self, nbytes: int, seconds: float) -> None:
         if nbytes >= SMALL_NBYTES:
@@ -148,7 +148,7 @@ class Estimates:
 
     def load_s(self, tier: str, nbytes: int) -> float:
         """How long loading this many bytes takes, from the order to the last byte."""
-        return self.tiers[tier].expected_s(nbytes, now=self.clock()) if nbytes else 0.0
+        return self.tiers[tier].expected_s(nbytes, now=self.clock.elapsed()) if nbytes else 0.0
 
     def engine_s(self, nbytes: int) -> float:
         """How much of the engine's own time this many loaded bytes take."""

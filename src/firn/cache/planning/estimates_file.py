@@ -12,10 +12,33 @@ import os
 from pathlib import Path
 
 from firn.cache.planning.estimates import Estimates
+from firn.core.clock import Clock
 from firn.core.private_folder import make_private
 
 log = logging.getLogger("firn.cache")
 VERSION = 1
+
+
+SAVE_EVERY_S = 300.0
+"""How often an idle server saves its estimates."""
+
+
+class EstimatesFile:
+    def __init__(self, path: Path, estimates: Estimates, clock: Clock) -> None:
+        """Take over what an earlier process learned, if it can be used."""
+        self._path = path
+        self._estimates = estimates
+        self._clock = clock
+        self._saved_at = clock.elapsed()
+        load(path, estimates)
+
+    def tick(self) -> None:
+        if self._clock.elapsed() - self._saved_at >= SAVE_EVERY_S:
+            self.save()
+
+    def save(self) -> None:
+        self._saved_at = self._clock.elapsed()
+        save(self._path, self._estimates)
 
 
 def load(path: Path, estimates: Estimates) -> None:

@@ -11,10 +11,10 @@ continue: pages cover [0, p), windows cover [p - reach, p), a state is exactly a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from firn.cache.parts import Needs, Part
 from firn.cache.tree import Node, Record, Root, Tree
@@ -24,21 +24,30 @@ MAX_SIBLINGS = 64
 """Children of one node that are considered: those that share most with the prompt."""
 MEMORY = "memory"
 
-Available = Callable[[Record], bool]
-"""Whether a resume may use a record: because memory has it, or because a tier does."""
 Ranges = Sequence[tuple[int, int]]
 """Half-open ranges of positions."""
 
 
-def is_obtainable(record: Record) -> bool:
-    """Whether memory or a tier has it: the `Available` that includes loading."""
-    return record.obtainable
+class Available(Protocol):
+    """What a resume may use. A cursor is: it uses what memory has, or was loaded for it."""
+
+    def has(self, record: Record) -> bool: ...
+
+
+class Anywhere:
+    """What memory or a tier has may be used: it can be loaded."""
+
+    def has(self, record: Record) -> bool:
+        return record.obtainable
+
+
+ANYWHERE = Anywhere()
 
 
 def has_parts(node: Node, parts: Iterable[Part], available: Available) -> bool:
     """Whether a resume may use the node's records of all these parts."""
     records = (node.records.get(part) for part in parts)
-    return all(r is not None and available(r) for r in records)
+    return all(r is not None and available.has(r) for r in records)
 
 
 class Segment(NamedTuple):
@@ -81,17 +90,15 @@ class Match:
             at = end
         return Match(self.n_tokens - start, tuple(segments), self.records)
 
-    def origins(self, origin: Callable[[Record], str]) -> Counter[str]:
-        """Tokens by the origin of their records.
+    def tokens_by(self, origins: Mapping[Record, str]) -> Counter[str]:
+        """Tokens by the origin of their records, all of which must have one.
 
         Blocks of which no record is read are contained in the last state.
         """
         read, n_tokens = set(self.records), Counter[str]()
         for segment in self.segments:
             own = [r for r in segment.node.records.values() if r in read] or self.records[-1:]
-            place = origin(own[0])
-            if place == MEMORY and len(own) > 1:
-                place = next((p for p in map(origin, own) if p != MEMORY), MEMORY)
+            place = next((p for p in (origins[r] for r in own) if p != MEMORY), MEMORY)
             n_tokens[place] += segment.n_tokens
         return n_tokens
 
@@ -203,7 +210,7 @@ class ResumePoints:
         def of_part(part: Part) -> Iterator[Record | None]:
             for node in walk.path:
                 record = node.records.get(part)
-                yield record if record is not None and available(record) else None
+                yield record if record is not None and available.has(record) else None
 
         pages: list[Record] = []
         if needs.pages:

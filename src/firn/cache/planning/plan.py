@@ -12,7 +12,7 @@ work, never time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
@@ -20,13 +20,13 @@ from operator import attrgetter
 from firn.cache.parts import Needs, Part
 from firn.cache.planning.estimates import Estimates
 from firn.cache.planning.match import (
+    ANYWHERE,
     NOTHING,
     Available,
     Match,
     ResumePoint,
     ResumePoints,
     Walk,
-    is_obtainable,
     last_match,
 )
 from firn.cache.tree import Record
@@ -41,8 +41,6 @@ UNKNOWN_PATIENCE_S = 0.03
 """How long computing waits for a load while the speed of prefill is unknown."""
 
 _start = attrgetter("node.start")
-TierOf = Callable[[Record], str]
-"""The name of the tier that a record is read from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +67,13 @@ def make_plan(
     walk: Walk,
     needs: Needs,
     estimates: Estimates,
-    tier_of: TierOf,
+    tiers: Sequence[str],
     *,
     start: int = 0,
     available: Available,
 ) -> ResumePlan:
-    """available: what can be resumed from now. start: tokens that are already computed."""
+    """available: what can be resumed from now. tiers: their names, the fastest first. start: tokens
+    that are already computed."""
     now = last_match(walk, needs, available)
     front = max(now.n_tokens, start)
     n_prompt = len(walk.tokens)
@@ -83,11 +82,11 @@ def make_plan(
         alone_s += estimates.fill_s(now.nbytes_of(now.records))
     best, best_s = None, alone_s * (1 - MIN_GAIN)
     n_most = 0
-    points = ResumePoints.of(walk, needs, is_obtainable)
+    points = ResumePoints.of(walk, needs, ANYWHERE)
     targets = list(_targets(points, front))
     if not targets:
         return ResumePlan(now)
-    costs = _ReadCosts(points, lambda r: "" if available(r) else tier_of(r))
+    costs = _ReadCosts(points, available, tiers)
     for point in targets:
         n_most = max(n_most, point.n_tokens)
         target = _weigh(point, costs, front, estimates)
@@ -101,7 +100,7 @@ def make_plan(
     return ResumePlan(
         now,
         match,
-        _from_the_back(r for r in match.records if not available(r)),
+        _from_the_back(r for r in match.records if not available.has(r)),
         best.load_s,
         best.compute_s,
         patience_s,
@@ -132,11 +131,11 @@ class _ReadCosts:
     """Which bytes a resume reads, and from where. Sums along the path: a point costs no more than
     its last block."""
 
-    def __init__(self, points: ResumePoints, place_of: TierOf) -> None:
-        """place_of: the tier of a record; '' if it need not be loaded."""
-        self._place_of = place_of
-        self._pages = _sums(points.pages, place_of)
-        self._windows = _sums(points.windows, place_of)
+    def __init__(self, points: ResumePoints, available: Available, tiers: Sequence[str]) -> None:
+        self._available = available
+        self._tiers = tiers
+        self._pages = self._sums(points.pages)
+        self._windows = self._sums(points.windows)
 
     def of(self, point: ResumePoint) -> tuple[Counter[str], int]:
         """Bytes to load by tier, and how many bytes fill the row in all (see `Match.nbytes_of`)."""
@@ -146,7 +145,7 @@ class _ReadCosts:
         for place, sums in self._windows.items():
             nbytes[place] += sums[point.n_whole] - sums[point.first_window]
         for record in (*point.tail_records, *point.states):
-            nbytes[self._place_of(record)] += record.nbytes
+            nbytes[self._place(record)] += record.nbytes
         n_filled = nbytes.total()
         if point.tail is not None:
             left_out = 1 - (point.n_tokens - point.tail.start) / point.tail.n_tokens
@@ -154,22 +153,27 @@ class _ReadCosts:
         del nbytes[""]
         return nbytes, n_filled
 
-
-def _sums(records: Sequence[Record | None], place_of: TierOf) -> Mapping[str, Sequence[int]]:
-    """For each place: the bytes of its records among the first n, for every n."""
-    places = ["" if r is None else place_of(r) for r in records]
-    return {
-        place: list(
-            accumulate(
-                (
-                    r.nbytes if r is not None and at == place else 0
-                    for r, at in zip(records, places, strict=True)
-                ),
-                initial=0,
+    def _sums(self, records: Sequence[Record | None]) -> Mapping[str, Sequence[int]]:
+        """For each place: the bytes of its records among the first n, for every n."""
+        places = ["" if r is None else self._place(r) for r in records]
+        return {
+            place: list(
+                accumulate(
+                    (
+                        r.nbytes if r is not None and at == place else 0
+                        for r, at in zip(records, places, strict=True)
+                    ),
+                    initial=0,
+                )
             )
-        )
-        for place in set(places)
-    }
+            for place in set(places)
+        }
+
+    def _place(self, record: Record) -> str:
+        """The tier that it is read from; '' if it need not be loaded."""
+        if self._available.has(record):
+            return ""
+        return self._tiers[record.fastest_tier]
 
 
 def _weigh(point: ResumePoint, costs: _ReadCosts, front: int, estimates: Estimates) -> _Target:

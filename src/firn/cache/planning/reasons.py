@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import takewhile
 
 from firn.cache.parts import Needs, Part
-from firn.cache.planning.match import Walk, has_parts, is_obtainable
+from firn.cache.planning.match import ANYWHERE, Walk, has_parts
 from firn.cache.tree import Tree
 from firn.core.reuse import Cause, Reason
 
@@ -49,7 +49,7 @@ def _diverges(walk: Walk) -> bool:
 def _has_all_pages(walk: Walk, needs: Needs) -> bool:
     """Whether only a state is missing."""
     pages = (Part.PAGES,) if needs.pages else ()
-    return all(has_parts(node, pages, is_obtainable) for node in walk.path)
+    return all(has_parts(node, pages, ANYWHERE) for node in walk.path)
 
 
 def _next_was_evicted(tree: Tree, walk: Walk) -> bool:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.cache.prefix import CacheSettings, PrefixCache
 from firn.cache.ranks.mirror import MirroredLayout
 from firn.core.ports import EngineLoad
 
 
-class MirroredTree(PrefixTree):
+class MirroredTree(PrefixCache):
     def __init__(
         self,
         layout: MirroredLayout,

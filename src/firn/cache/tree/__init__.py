@@ -13,7 +13,7 @@
 
 from firn.cache.tree.announce import Announcement, Announcer, Cleared, Removed, StoredBlock
 from firn.cache.tree.nodes import InRow, Mark, Node, PartTotals, Record, Root
-from firn.cache.tree.order import BLOCK_S, DAY_S
+from firn.cache.tree.order import BLOCK_S, DAY_S, EvictionOrder
 from firn.cache.tree.tree import Tree
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Announcement",
     "Announcer",
     "Cleared",
+    "EvictionOrder",
     "InRow",
     "Mark",
     "Node",

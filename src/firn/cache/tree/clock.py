@@ -14,26 +14,24 @@ Owner: the tree.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from firn.cache.tiers import AHEAD_S
+from firn.core.clock import Clock
 
 TICK_S = 0.001
 """While the wall clock is behind, two uses are at least this far apart."""
 
 
 class UseClock:
-    def __init__(self, wall: Callable[[], float], elapsed: Callable[[], float]) -> None:
-        """elapsed: never goes back."""
-        self._wall = wall
-        self._elapsed = elapsed
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._latest = -math.inf
-        self._read_at = elapsed()
+        self._read_at = clock.elapsed()
         self._shift_s = 0.0
         """How far times of use are ahead of those that tiers are told."""
 
     def now(self) -> float:
-        read_at, wall = self._elapsed(), self._wall() + self._shift_s
+        read_at, wall = self._clock.elapsed(), self._clock.wall() + self._shift_s
         passed_s, self._read_at = read_at - self._read_at, read_at
         if wall < self._latest:
             behind_s = self._latest + max(passed_s, TICK_S) - wall
@@ -44,7 +42,7 @@ class UseClock:
 
     def observe(self, stamp: float) -> bool:
         """Somebody has used a record at this time, by a tier. False: that cannot be."""
-        if stamp >= self._wall() + AHEAD_S:
+        if stamp >= self._clock.wall() + AHEAD_S:
             return False
         self._latest = max(self._latest, self.of_stamp(stamp))
         return True

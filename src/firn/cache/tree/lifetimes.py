@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 
 from firn.cache.tree.nodes import Node
+from firn.core.clock import Clock
 from firn.core.keys import child_key
 from firn.core.values import KeyTokens
 
@@ -23,7 +24,7 @@ N_REMEMBERED = 1 << 16
 class Lifetimes:
     """A node lives at least as long as every node below it."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._queue: list[tuple[float, int, Node]] = []
         """When to check a node: one entry per expiring node, however often its life is extended."""
@@ -40,7 +41,7 @@ class Lifetimes:
 
         Returns the nodes that would have expired and now will not.
         """
-        until = math.inf if ttl_s is None else self._clock() + ttl_s
+        until = math.inf if ttl_s is None else self._clock.elapsed() + ttl_s
         freed = []
         for n in node.path():
             if n.expires_at >= until:
@@ -73,7 +74,7 @@ class Lifetimes:
 
     def expired(self) -> Iterator[Node]:
         """Nodes that have expired; one that is in use is checked again after RETRY_S."""
-        now = self._clock()
+        now = self._clock.elapsed()
         while self._queue and self._queue[0][0] <= now:
             *_, node = heapq.heappop(self._queue)
             if not _expires(node):

@@ -56,9 +56,9 @@ class Record:
         self.stored = 0
         """Tiers that have it: one bit each, in the order of the configuration."""
         self.writing = 0
-        """Tiers that are writing it, likewise."""
+        """Tiers that are writing it: bits as in `stored`."""
         self.reading = 0
-        """Tiers that it is being read from, likewise."""
+        """Tiers that it is being read from: bits as in `stored`."""
         self.verified = True
         """False: it was computed, and the device has not confirmed yet that it had no fault."""
 
@@ -71,6 +71,13 @@ class Record:
     def obtainable(self) -> bool:
         """Whether memory or a tier has it."""
         return self.arrays is not None or self.stored != 0
+
+    @property
+    def fastest_tier(self) -> int:
+        """The first tier that has it; one must."""
+        if not self.stored:
+            raise LookupError("no tier has it")
+        return (self.stored & -self.stored).bit_length() - 1
 
     def is_stored(self, tier: int) -> bool:
         """Whether this tier has it."""

@@ -10,8 +10,7 @@ Owner: the engine thread, through the prefix cache.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 
 from firn.cache.parts import Part
@@ -21,6 +20,7 @@ from firn.cache.tree.clock import UseClock
 from firn.cache.tree.lifetimes import EvictedBlocks, Lifetimes
 from firn.cache.tree.nodes import NO_CHILDREN, Mark, Node, PartTotals, Record, Root
 from firn.cache.tree.order import EvictionOrder
+from firn.core.clock import SYSTEM_CLOCK, Clock
 from firn.core.keys import Key, child_key
 from firn.core.values import NARROW, Namespace, PackedTokens
 
@@ -35,18 +35,14 @@ class Tree:
         *,
         carrier: Part = Part.PAGES,
         window: int = 1,
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """carrier: the part of a block that every later block of its chain needs. window: how many
         tokens of windows a resume reads.
-
-        clock: for lifetimes. wall: for times of use, which outlive the process (see `UseClock`).
         """
         self.block = block
         self._carrier = carrier
-        self._wall = wall
-        self.uses = UseClock(wall, clock)
+        self.uses = UseClock(clock)
         self._roots: dict[Key, Root] = {}
         self._by_key: dict[Key, Node] = {}
         """All nodes except roots."""

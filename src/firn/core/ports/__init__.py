@@ -5,11 +5,7 @@ port is the type of something: of a parameter, a field or a result.
 """
 
 from firn.core.ports.admin import CacheAdmin, SlicedQuery
-from firn.core.ports.cache import (
-    Cursor,
-    EngineLoad,
-    PrefixCache,
-)
+from firn.core.ports.cache import Cursor, EngineCache, EngineLoad, NullCursor
 from firn.core.ports.engine import Delivery, Embedder, Engine, EngineHealth, Publish, Recorder
 from firn.core.ports.runner import (
     MAX_STEP_TOKENS,
@@ -31,13 +27,14 @@ __all__ = [
     "Delivery",
     "Embedder",
     "Engine",
+    "EngineCache",
     "EngineHealth",
     "EngineLoad",
     "LayerCache",
     "LiveRow",
+    "NullCursor",
     "PickedToken",
     "Pictures",
-    "PrefixCache",
     "Publish",
     "Recorder",
     "Restored",

@@ -1,25 +1,26 @@
 """The prefix cache as the engine thread drives it.
 
-No method raises, and none changes an answer: a fault inside is a counted miss. A cursor is a
-handle: the cache makes it, the engine passes it back. Each cache has cursors of its own class, so
-the ports are generic in it.
+No method raises, and none changes an answer: a fault inside is a counted miss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from firn.core.events import Admitted
 from firn.core.ports.runner import LiveRow, Restored
 from firn.core.prefill_speed import PrefillSpeed
+from firn.core.reuse import Cause, Reason
 from firn.core.values import CacheControl, Namespace, Prompt
 
 
 class Cursor(Protocol):
-    """One request's position in the tree of known prefixes."""
+    """One request at the cache: restore, advance before a chunk, commit after it; fork for each choice,
+    whose reply is committed as it grows; close at the end."""
 
     @property
     def admission(self) -> Admitted:
@@ -44,12 +45,80 @@ class Cursor(Protocol):
         """
         ...
 
+    def restore(self) -> Restored | None:
+        """What can be copied into a new row right now; None: nothing."""
+        ...
+
+    def advance(self, n_tokens: int) -> Restored | None:
+        """A longer prefix than these tokens, if another request or a load has brought one."""
+        ...
+
+    def filled(self, row: LiveRow) -> None:
+        """A row was made of what was restored or advanced to last."""
+        ...
+
+    def not_filled(self, error: Exception) -> None:
+        """No row could be made of it. This ends the cursor."""
+        ...
+
+    def stops(self) -> Sequence[int]:
+        """Ascending positions where a prefill chunk should end so that state can be kept there."""
+        ...
+
     def commit_due(self, n_tokens: int) -> bool:
         """Whether to commit once the row holds this many tokens."""
         ...
 
+    def commit(self, row: LiveRow) -> None:
+        """Store what the row has finished since the last commit."""
+        ...
 
-C = TypeVar("C", bound=Cursor)
+    def fork(self, reply: Sequence[int]) -> Cursor:
+        """A choice's own cursor from here on. reply: its token list, which will grow."""
+        ...
+
+    def close(self, row: LiveRow | None) -> None:
+        """End the request: store its tail if a row is given, release its leases. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NullCursor:
+    """A cursor that neither reads nor writes: of a request that the cache has nothing to do with."""
+
+    admission: Admitted = Admitted(0, reason=Reason(Cause.NO_CACHE))
+    n_expected: int = 0
+    racing: bool = False
+
+    def should_wait(self, *, busy: bool) -> bool:
+        return False
+
+    def restore(self) -> Restored | None:
+        return None
+
+    def advance(self, n_tokens: int) -> Restored | None:
+        return None
+
+    def filled(self, row: LiveRow) -> None:
+        pass
+
+    def not_filled(self, error: Exception) -> None:
+        pass
+
+    def stops(self) -> Sequence[int]:
+        return ()
+
+    def commit_due(self, n_tokens: int) -> bool:
+        return False
+
+    def commit(self, row: LiveRow) -> None:
+        pass
+
+    def fork(self, reply: Sequence[int]) -> NullCursor:
+        return self
+
+    def close(self, row: LiveRow | None) -> None:
+        pass
 
 
 class EngineLoad(Enum):
@@ -66,47 +135,12 @@ class EngineLoad(Enum):
         return self in (EngineLoad.PREFILLING, EngineLoad.BOTH)
 
 
-class PrefixCache(Protocol[C]):
-    """The cache as the engine drives it: for each request, in the loop, and with its measurements."""
+class EngineCache(Protocol):
+    """The cache as the engine drives it: a cursor for each request, in the loop, and with its
+    measurements."""
 
-    def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> C:
+    def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> Cursor:
         """Find which part of the prompt is stored and start to load it. No I/O on this thread."""
-        ...
-
-    def restore(self, cursor: C) -> Restored | None:
-        """What can be copied into a new row right now; None: nothing."""
-        ...
-
-    def advance(self, cursor: C, n_tokens: int) -> Restored | None:
-        """A longer prefix than these tokens, if another request or a load has brought one."""
-        ...
-
-    def filled(self, cursor: C, row: LiveRow) -> None:
-        """A row was made of what was restored or advanced to last."""
-        ...
-
-    def not_filled(self, cursor: C, error: Exception) -> None:
-        """No row could be made of it. This ends the cursor."""
-        ...
-
-    def stops(self, cursor: C) -> Sequence[int]:
-        """Ascending positions where a prefill chunk should end so that state can be kept there."""
-        ...
-
-    def commit(self, cursor: C, row: LiveRow) -> None:
-        """Store what the row has finished since the last commit."""
-        ...
-
-    def fork(self, cursor: C, reply: Sequence[int]) -> C:
-        """A choice's own cursor from here on. reply: its token list, which will grow."""
-        ...
-
-    def close_cursor(self, cursor: C, row: LiveRow | None) -> None:
-        """End the request: store its tail if a row is given, release its leases. Idempotent."""
-        ...
-
-    def blank(self) -> C:
-        """A cursor that neither reads nor writes."""
         ...
 
     def together(self) -> AbstractContextManager[None]:

@@ -69,7 +69,7 @@ R_co = TypeVar("R_co", bound=LiveRow, covariant=True)
 
 class Restored(Protocol):
     """A cached prefix for a new row: a value, to be used once. The engine tells the cache whether a row
-    was made of it (`RequestCache.filled`, `not_filled`)."""
+    was made of it (`Cursor.filled`, `not_filled`)."""
 
     @property
     def n_tokens(self) -> int: ...

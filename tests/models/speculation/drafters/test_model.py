@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
-from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.cache.prefix import CacheSettings, PrefixCache
 from firn.core.values import Job
 from firn.models.decode.batch import Group
 from firn.models.decode.ragged import Columns
@@ -54,7 +54,7 @@ def drafter(
     if cached:
         settings = CacheSettings(1 << 30, 32)
         layout = Layout.of(make_layers())
-        cache = PrefixTree(layout, settings, fingerprint=b"small", dtype="float32")
+        cache = PrefixCache(layout, settings, fingerprint=b"small", dtype="float32")
     return ModelDrafter(model, make_layers, cache=cache, batchable=True, chunk=32, profile=profile)
 
 

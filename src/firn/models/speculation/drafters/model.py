@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from firn.core.ports import Cursor, EngineLoad, PrefixCache
+from firn.core.ports import Cursor, EngineCache, EngineLoad
 from firn.core.values import Job
 from firn.models.decode.batch import Group, Row, restored_row
 from firn.models.decode.padding import in_blocks
@@ -69,7 +69,7 @@ class ModelDrafter:
         model: Any,
         make_layers: MakeLayers,
         *,
-        cache: PrefixCache[Cursor],
+        cache: EngineCache,
         batchable: bool,
         n_ids: int = 1 << 31,
         chunk: int = CHUNK,
@@ -100,10 +100,10 @@ class ModelDrafter:
         if job.prompt.picture_spans:  # it cannot see pictures
             return
         cursor = self._cache.open(job.prompt, job.namespace, job.cache)
-        restored = self._cache.restore(cursor)
+        restored = cursor.restore()
         own = restored_row(self._make_layers(), restored)
         if restored is not None:
-            self._cache.filled(cursor, own)
+            cursor.filled(own)
         self._readers[row] = _DraftRow(job, own, cursor)
 
     def took(self, row: Hashable, tokens: Sequence[int]) -> None:
@@ -124,7 +124,7 @@ class ModelDrafter:
         if reader is None:
             return
         self._cut(reader.row.group)
-        self._cache.close_cursor(reader.cursor, reader.row)
+        reader.cursor.close(reader.row)
         group = reader.row.group
         if group is not None:
             group.leave([reader.row])
@@ -154,12 +154,12 @@ class ModelDrafter:
 
     def _read_prompt(self, reader: _DraftRow) -> bool:
         own, n_prompt = reader.row, len(reader.job.prompt)
-        ahead = self._cache.advance(reader.cursor, own.n_tokens)
+        ahead = reader.cursor.advance(own.n_tokens)
         if ahead is not None:
             layers = self._make_layers()
             ahead.fill(layers)
             own.layers, own.n_tokens = layers, ahead.n_tokens
-            self._cache.filled(reader.cursor, own)
+            reader.cursor.filled(own)
         elif reader.cursor.racing:  # nothing waits for a draft, so wait for what is being loaded
             return False
         end = min(own.n_tokens + self._chunk, n_prompt - 1)
@@ -168,13 +168,13 @@ class ModelDrafter:
             self._model(mx.array(ids.astype(np.int32))[None], cache=own.layers)
             own.n_tokens = end
             mx.eval([layer.state for layer in own.layers])
-            self._cache.commit(reader.cursor, own)
+            reader.cursor.commit(own)
         return own.n_tokens == n_prompt - 1
 
     def _join(self, reader: _DraftRow) -> None:
         own = reader.row
-        cursor, reader.cursor = reader.cursor, self._cache.fork(reader.cursor, reader.reply)
-        self._cache.close_cursor(cursor, None)
+        cursor, reader.cursor = reader.cursor, reader.cursor.fork(reader.reply)
+        cursor.close(None)
         last = int(reader.job.prompt.ids[-1])
         for group in self._groups:
             if self._batchable and group.has_room_for(own, 1 << 30):
@@ -198,7 +198,7 @@ class ModelDrafter:
     def _commit(self, reader: _DraftRow) -> None:
         """Called after each pass over true tokens: windows forget old ones."""
         if reader.cursor.commit_due(reader.row.n_tokens):
-            self._cache.commit(reader.cursor, reader.row)
+            reader.cursor.commit(reader.row)
 
     # --- drafting --------------------------------------------------------------------------
 
