@@ -27,7 +27,7 @@ from firn.core.reuse import Cause
 
 MAX_PLANS = 3
 """How many times a prompt's loads are planned, including the first, if loads fail."""
-N_ORDERED = 256
+N_ORDERED = 64
 """The most reads that are ordered between two steps."""
 ASK_PATIENCE_S = 0.25
 """Computing waits no longer than this for a store's answer."""

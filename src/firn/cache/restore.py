@@ -409,26 +409,21 @@ def _used_all(match: Match) -> bool:
 def _pages(cursor: CacheCursor, match: Match) -> list[Payload | RowSlice]:
     """The pages of a match in order. Consecutive ones in the same row are one piece."""
     pieces: list[Payload | RowSlice] = []
-    start, end = 0, 0
+    loaded = cursor.loads.loaded
     row: RowPages | None = None
-
-    def flush() -> None:
-        if row is not None:
-            pieces.append(RowSlice(row, start, end))
-
-    for segment in match.segments:
-        node, n_tokens = segment.node, segment.n_tokens
-        arrays = _arrays(cursor, node.records[Part.PAGES])
-        if isinstance(arrays, RowPages):
-            if arrays is not row:
-                flush()
-                row, start = arrays, node.start
-            end = node.start + n_tokens
-        else:
-            flush()
-            row = None
+    start = at = 0
+    for node, n_tokens in match.segments:
+        record = node.records[Part.PAGES]
+        arrays = loaded[record][1] if record in loaded else record.arrays
+        if arrays is not row:
+            if row is not None:
+                pieces.append(RowSlice(row, start, at))
+            row, start = (arrays if isinstance(arrays, RowPages) else None), at
+        if row is None:
             pieces.append(arrays if n_tokens == node.n_tokens else arrays.tokens(0, n_tokens))
-    flush()
+        at += n_tokens
+    if row is not None:
+        pieces.append(RowSlice(row, start, at))
     return pieces
 
 

@@ -95,11 +95,14 @@ class Match:
 
         Blocks of which no record is read are contained in the last state.
         """
-        read, n_tokens = set(self.records), Counter[str]()
-        for segment in self.segments:
-            own = [r for r in segment.node.records.values() if r in read] or self.records[-1:]
-            place = next((p for p in (origins[r] for r in own) if p != MEMORY), MEMORY)
-            n_tokens[place] += segment.n_tokens
+        places: dict[Node, str] = {}
+        for record in self.records:
+            if places.get(record.node, MEMORY) == MEMORY:
+                places[record.node] = origins[record]
+        contained = places[self.records[-1].node] if self.records else MEMORY
+        n_tokens = Counter[str]()
+        for node, n in self.segments:
+            n_tokens[places.get(node, contained)] += n
         return n_tokens
 
 
