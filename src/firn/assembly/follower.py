@@ -20,7 +20,6 @@ from firn.assembly.memory import MemoryPlanner, Planned, with_reservations
 from firn.assembly.model import ServerSpec, find_folder, load_model, row_cost, served_name
 from firn.backends.contract import execution_of
 from firn.cache.prefix import CacheSettings
-from firn.cache.ranks.slices import Identity, Slices
 from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import OpenTier, TierOptions, discover
 from firn.config import Config
@@ -31,11 +30,12 @@ from firn.host.backups import exclude_from_backups
 from firn.host.shutdown import kill_after, outlives_terminal
 from firn.models import loader
 from firn.models.loader import LoadedModel
-from firn.models.ranks.group import check
-from firn.models.ranks.runner import FollowerRunner, in_step
 from firn.models.transient import transient_of
+from firn.ranks.cache.slices import Identity, Slices
 from firn.ranks.follower import Follower
+from firn.ranks.group import check
 from firn.ranks.joining import RankMember, check_options, form, options_digest
+from firn.ranks.runner import FollowerRunner, in_step
 
 log = logging.getLogger("firn.ranks")
 

@@ -25,8 +25,8 @@ from firn import __version__
 from firn.config import Config
 from firn.core.errors import SetupError
 from firn.core.ranks import RankCall
-from firn.models.ranks.group import RankGroup
 from firn.ranks.follower import Follower
+from firn.ranks.group import RankGroup
 from firn.ranks.leader import Leader
 from firn.ranks.wire import LinkClosed, RankLink, encode
 

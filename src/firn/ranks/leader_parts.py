@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from firn.cache.prefix import PrefixCache
-from firn.cache.ranks.mirror import Mirror, MirroredLayout
-from firn.cache.ranks.tree import MirroredTree
-from firn.cache.ranks.worker import RankWorker
 from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import TierOptions
 from firn.config import WeightsDtype
 from firn.core.values import ModelInfo
-from firn.models.ranks.group import check
-from firn.models.ranks.runner import LeaderRunner
+from firn.ranks.cache.mirror import Mirror, MirroredLayout
+from firn.ranks.cache.tree import MirroredTree
+from firn.ranks.cache.worker import RankWorker
+from firn.ranks.group import check
 from firn.ranks.joining import RankMember, agree
 from firn.ranks.leader import Leader
+from firn.ranks.runner import LeaderRunner
 
 log = logging.getLogger("firn.ranks")
 

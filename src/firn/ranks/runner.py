@@ -30,7 +30,7 @@ from firn.core.values import Job, Prompt, RequestId, Sampling
 from firn.models.decode.batch import PickedToken, Row
 from firn.models.decode.runner import Runner
 from firn.models.decode.sampling import Picker, Picks
-from firn.models.ranks.group import RankGroup
+from firn.ranks.group import RankGroup
 
 Fills = list[tuple[str, list[int], int]]
 """How a row was restored: (part, the numbers of its payloads, tokens)."""

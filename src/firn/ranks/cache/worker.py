@@ -18,7 +18,6 @@ from itertools import count
 from typing import Any
 
 from firn.cache.arrays.payload import Payload
-from firn.cache.ranks.mirror import Mirror, number_of
 from firn.cache.storage.container import Header, Loaded, Name, TierEntry
 from firn.cache.storage.faults import Missing, Refused, TierError, TierFault
 from firn.cache.storage.orders import (
@@ -39,6 +38,7 @@ from firn.cache.storage.orders import (
 from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import Gone, TierUsage, WriteResult
 from firn.core.ranks import Followers, RankCall
+from firn.ranks.cache.mirror import Mirror, number_of
 
 REFUSED = "refused"
 

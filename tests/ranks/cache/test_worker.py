@@ -12,8 +12,6 @@ import pytest
 
 from firn.cache.arrays.payload import Payload
 from firn.cache.parts import Part
-from firn.cache.ranks.mirror import Mirror, number_of
-from firn.cache.ranks.worker import RankWorker
 from firn.cache.storage.container import Header, Label, Loaded, Name, TierEntry
 from firn.cache.storage.faults import Damaged, Missing, Refused, TierFault, Unwanted
 from firn.cache.storage.orders import (
@@ -32,6 +30,8 @@ from firn.cache.tiers import Gone, WriteResult
 from firn.core.keys import Key
 from firn.core.ranks import OnAnswer, RankCall, RankLost
 from firn.core.values import PackedTokens
+from firn.ranks.cache.mirror import Mirror, number_of
+from firn.ranks.cache.worker import RankWorker
 from tests.cache.fake_worker import FakeWorker
 
 LAYOUT = "kv16;float32 rank 0 of 3;block4;full"

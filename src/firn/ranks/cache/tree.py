@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from firn.cache.prefix import CacheSettings, PrefixCache
-from firn.cache.ranks.mirror import MirroredLayout
 from firn.core.ports import EngineLoad
+from firn.ranks.cache.mirror import MirroredLayout
 
 
 class MirroredTree(PrefixCache):

@@ -6,7 +6,7 @@ import inspect
 
 from firn.core import ports
 from firn.models.decode.runner import Runner
-from firn.models.ranks.runner import FollowerRunner, LeaderRunner
+from firn.ranks.runner import FollowerRunner, LeaderRunner
 
 LOCAL = frozenset(
     {"confirm", "force", "groups", "live_nbytes", "batched_prefill", "resume", "close"}

@@ -11,7 +11,7 @@ from mlx.nn.layers.distributed import shard_linear
 
 from firn.backends.cpu.dtype import widen
 from firn.core.errors import SetupError
-from firn.models.ranks.group import check
+from firn.ranks.group import check
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 

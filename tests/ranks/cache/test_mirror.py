@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from firn.cache.arrays.payload import stacked
-from firn.cache.ranks.mirror import N_DROPPED, Mirror, number_of
+from firn.ranks.cache.mirror import N_DROPPED, Mirror, number_of
 
 
 class Followers:

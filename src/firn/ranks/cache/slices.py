@@ -18,8 +18,6 @@ from firn.cache.arrays.host import PayloadBytes, from_host, to_host
 from firn.cache.arrays.payload import Payload, evaluate, joined
 from firn.cache.layout import Layout
 from firn.cache.parts import Part
-from firn.cache.ranks.mirror import Fill
-from firn.cache.ranks.worker import REFUSED
 from firn.cache.storage.container import Header, Loaded, Name, TierEntry
 from firn.cache.storage.faults import Refused, TierError
 from firn.cache.storage.orders import (
@@ -38,6 +36,8 @@ from firn.cache.storage.orders import (
 from firn.cache.tiers import Gone, WriteResult
 from firn.core.keys import Key
 from firn.core.ports import At, LayerCache
+from firn.ranks.cache.mirror import Fill
+from firn.ranks.cache.worker import REFUSED
 
 Answer = Callable[..., None]
 
