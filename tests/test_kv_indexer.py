@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 import pytest
 
-from firn.api.auth import SHARED
+from firn.api.http.auth import SHARED
 from firn.cache.prefix import PrefixCache
 from firn.config import CacheConfig, Config, ModelConfig
 from firn.engine import EngineParts

@@ -14,8 +14,8 @@ from tools import house
 from tests.test_imports import SOURCES, all_places
 
 LARGE = {
-    "firn.api.activity.CallView": 26,
-    "firn.api.running.RunningRequest": 22,
+    "firn.api.observe.activity.CallView": 26,
+    "firn.api.calls.running.RunningRequest": 22,
     "firn.api.services.Services": 28,
     "firn.fleet.model.Model": 31,
 }

@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 
-from firn.api.agents import AGENTS
+from firn.api.routes.agents import AGENTS
 from firn.config import Config, PageConfig, ServerConfig
 from firn.listener import bind
 from firn.welcome import announce, local_url, welcome

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import uvicorn
 import uvloop
 
-from firn.api import warm
-from firn.api.connections import http_config
-from firn.api.event_router import EventRouter
+from firn.api.calls import warm
+from firn.api.calls.event_router import EventRouter
+from firn.api.http.connections import http_config
 from firn.api.server import create_app
 from firn.api.services import Services
 from firn.assembly import sparse, speculation

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import uvicorn
 
-from firn.api.connections import ConnectionLimits, Connections
+from firn.api.http.connections import ConnectionLimits, Connections
 from firn.core.errors import SetupError
 from firn.host.machine import raise_descriptor_limit
 from firn.host.shutdown import ASKED_TWICE, outlives_terminal

@@ -15,8 +15,8 @@ import anthropic
 import openai
 import uvicorn
 
-from firn.api.connections import Connections, http_config
-from firn.api.event_router import EventRouter
+from firn.api.calls.event_router import EventRouter
+from firn.api.http.connections import Connections, http_config
 from firn.api.server import create_app
 from firn.api.services import ApiLimits, Services
 from firn.core.fair_pool import FairPool

@@ -14,7 +14,7 @@ import anthropic
 import openai
 
 from firn import app
-from firn.api.connections import Connections, http_config
+from firn.api.http.connections import Connections, http_config
 from firn.api.server import create_app
 from firn.config import CacheConfig, Config, ModelConfig, ServerConfig
 from firn.models.tokenizer import HfTokenizer

@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from firn.api.auth import SHARED, Keys, namespace_of
+from firn.api.http.auth import SHARED, Keys, namespace_of
 from firn.api.services import ApiLimits
 from firn.core.reuse import Cause, Reason
 from firn.text.formats import THINK_TAGS, ReplyFormat

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from firn.api.auth import Keys
+from firn.api.http.auth import Keys
 from tests.api.live import GREETING, serve
 from tests.fleet.fronts import ECHO, Running, config, fronting
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from firn.api.auth import SHARED
+from firn.api.http.auth import SHARED
 from firn.config import CacheConfig, Config, EngineConfig, ModelConfig, PageConfig
 from firn.engine import EngineParts
 from tests.api.real import Real, serving

@@ -13,8 +13,8 @@ import pytest
 import yaml
 from typer.testing import Result
 
-from firn.api.agents import AGENTS, ServedModel
-from firn.api.auth import Keys
+from firn.api.http.auth import Keys
+from firn.api.routes.agents import AGENTS, ServedModel
 from firn.api.services import ApiLimits
 from firn.cli.agents import agents
 from firn.cli.parameters import DEFAULT_URL

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firn.api import sse
+from firn.api.calls.event_router import EventRouter
 from firn.api.dialects import ApiCall, Dialect, JsonRoute, ReplyHead, RouteRequest, discover
-from firn.api.event_router import EventRouter
+from firn.api.http import sse
 from firn.api.services import Services
 from firn.core.errors import BadRequest, Cancelled, FirnError, InvalidValue, StepFailed
 from firn.core.events import (

@@ -21,7 +21,7 @@ import ollama
 import openai
 import uvicorn
 
-from firn.api.connections import Connections, http_config
+from firn.api.http.connections import Connections, http_config
 from firn.config import Config, load
 from firn.fleet import server
 from firn.fleet.catalogue import ModelCatalogue

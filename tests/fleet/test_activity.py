@@ -9,14 +9,14 @@ from pathlib import Path
 
 import httpx
 
-from firn.api.auth import ANYONE
-from firn.api.event_router import EventRouter
-from firn.api.exchange import Exchange
+from firn.api.calls.event_router import EventRouter
+from firn.api.http.auth import ANYONE
+from firn.api.http.exchange import Exchange
 from firn.fleet import server
 from firn.fleet.catalogue import ModelCatalogue
 from firn.fleet.vouching import VouchedKeys, vouch
 from tests.api.live import serve
-from tests.api.watchers import SHARE, check_that_watchers_are_limited
+from tests.api.observe.watchers import SHARE, check_that_watchers_are_limited
 from tests.fleet.fronts import config
 
 

@@ -20,10 +20,10 @@ from typing import Any
 import openai
 import pytest
 
-from firn.api import body
-from firn.api.auth import SHARED, namespace_of
-from firn.api.body import INLINE_NBYTES
 from firn.api.dialects.openai_chat import OpenAIChat
+from firn.api.http import body
+from firn.api.http.auth import SHARED, namespace_of
+from firn.api.http.body import INLINE_NBYTES
 from firn.core.values import Namespace
 from firn.fleet.model import Model
 from firn.fleet.placement import NEVER, ModelState, PlacementRules

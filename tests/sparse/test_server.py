@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from firn import app
-from firn.api import warm
+from firn.api.calls import warm
 from firn.config import CacheConfig, Config, EngineConfig, ModelConfig, ServerConfig, SparseConfig
 from firn.core.errors import SetupError
 from tests.api.real import Real, serving

@@ -10,28 +10,28 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from firn import __version__
-from firn.api.activity import Activity, add_activity
-from firn.api.body_reader import BodyReader
-from firn.api.dashboard import add_page
+from firn.api.calls.generate import Generate
 from firn.api.dialects import discover
-from firn.api.docs_page import add_docs
-from firn.api.errors import ErrorShapes, HttpFault, no_route
-from firn.api.generate import Generate
-from firn.api.json_routes import add_json_route
-from firn.api.layers import add_layers
-from firn.api.metrics import Metrics
-from firn.api.openapi import describe
+from firn.api.http.body_reader import BodyReader
+from firn.api.http.errors import ErrorShapes, HttpFault, no_route
+from firn.api.http.layers import add_layers
+from firn.api.observe.activity import Activity, add_activity
+from firn.api.observe.dashboard import add_page
+from firn.api.observe.metrics import Metrics
 from firn.api.routes.cache import CacheRoutes
+from firn.api.routes.docs_page import add_docs
 from firn.api.routes.embeddings import embedding_routes
+from firn.api.routes.json_routes import add_json_route
 from firn.api.routes.load import LoadRoutes
 from firn.api.routes.models import add_models
 from firn.api.routes.ollama import ollama_routes
+from firn.api.routes.openapi import describe
 from firn.api.routes.probes import add_probes
 from firn.api.routes.rerank import rerank_routes
 from firn.api.routes.tokens import token_routes
 from firn.api.routes.tree import TreeRoutes
+from firn.api.routes.tree_answers import TreeAnswers, first_difference
 from firn.api.services import Services
-from firn.api.tree_answers import TreeAnswers, first_difference
 
 
 def create_app(services: Services) -> FastAPI:

@@ -9,11 +9,11 @@ from typing import Any, Protocol, TypeVar
 
 from prometheus_client.registry import Collector
 
-from firn.api.auth import Keys
-from firn.api.errors import Headers
-from firn.api.event_router import EventRouter
-from firn.api.hosts import Hosts
-from firn.api.quotas import Quotas
+from firn.api.calls.event_router import EventRouter
+from firn.api.calls.quotas import Quotas
+from firn.api.http.auth import Keys
+from firn.api.http.errors import Headers
+from firn.api.http.hosts import Hosts
 from firn.core.errors import ModelNotFound
 from firn.core.events import Admitted
 from firn.core.fair_pool import FairPool

@@ -6,12 +6,12 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from firn.api.auth import Keys
-from firn.api.cache_metrics import CacheMetrics, MemoryMetrics
-from firn.api.event_router import EventRouter
-from firn.api.hosts import Hosts, machine_names
-from firn.api.metrics import SpeculationMetrics
-from firn.api.quotas import KeyLimits, Quotas
+from firn.api.calls.event_router import EventRouter
+from firn.api.calls.quotas import KeyLimits, Quotas
+from firn.api.http.auth import Keys
+from firn.api.http.hosts import Hosts, machine_names
+from firn.api.observe.cache_metrics import CacheMetrics, MemoryMetrics
+from firn.api.observe.metrics import SpeculationMetrics
 from firn.api.services import ApiLimits, Gather, Services
 from firn.assembly import embeddings, sparse
 from firn.assembly.model import ServerSpec

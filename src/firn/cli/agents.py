@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from firn.api.agents import AGENTS, KEY_VARIABLE, ServedModel, UnknownContext
+from firn.api.routes.agents import AGENTS, KEY_VARIABLE, ServedModel, UnknownContext
 from firn.cli.client import ChatClient, RequestFailed
 from firn.cli.parameters import DEFAULT_URL
 from firn.config import UsageError

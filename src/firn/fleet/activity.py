@@ -18,9 +18,9 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.types import Scope
 
-from firn.api import sse
-from firn.api.activity import MAX_WATCHERS, QUIET_TICKS, TICK_S, ActivityResponse, hello
-from firn.api.exchange import exchange_of
+from firn.api.http import sse
+from firn.api.http.exchange import exchange_of
+from firn.api.observe.activity import MAX_WATCHERS, QUIET_TICKS, TICK_S, ActivityResponse, hello
 from firn.core.shares import Shares
 from firn.fleet import proxy
 from firn.fleet.fleet import Fleet

@@ -19,10 +19,10 @@ from pathlib import Path
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from firn.api.exchange import exchange_of
-from firn.api.fields import Fields
-from firn.api.ollama import TAG
-from firn.api.openapi import error_responses
+from firn.api.http.exchange import exchange_of
+from firn.api.http.fields import Fields
+from firn.api.routes.ollama_fields import TAG
+from firn.api.routes.openapi import error_responses
 from firn.config import Config
 from firn.core.errors import BadRequest, FirnError, Forbidden, InvalidValue, ModelNotFound
 from firn.fleet.catalogue import ModelSpec

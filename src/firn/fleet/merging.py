@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.types import Scope
 
-from firn.api.exchange import exchange_of
+from firn.api.http.exchange import exchange_of
 from firn.fleet import proxy
 from firn.fleet.fleet import Fleet
 from firn.fleet.model import Model

@@ -14,16 +14,16 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from firn.api import sse
-from firn.api.auth import Caller, Keys
-from firn.api.body import INLINE_NBYTES, ClientGone, decoded
-from firn.api.body_reader import BodyReader
+from firn.api.calls.generate import while_connected
+from firn.api.calls.quotas import FixedMeter, Quotas
 from firn.api.dialects import ApiCall, Dialect, Encoder, ReplyHead
-from firn.api.exchange import Exchange, exchange_of, send_json, send_raw_json
-from firn.api.fields import Fields
-from firn.api.generate import while_connected
-from firn.api.ollama import keep_alive_s
-from firn.api.quotas import FixedMeter, Quotas
+from firn.api.http import sse
+from firn.api.http.auth import Caller, Keys
+from firn.api.http.body import INLINE_NBYTES, ClientGone, decoded
+from firn.api.http.body_reader import BodyReader
+from firn.api.http.exchange import Exchange, exchange_of, send_json, send_raw_json
+from firn.api.http.fields import Fields
+from firn.api.routes.ollama_fields import keep_alive_s
 from firn.core.errors import (
     FirnError,
     Forbidden,

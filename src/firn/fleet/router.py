@@ -17,7 +17,7 @@ from fastapi.responses import Response
 from starlette.types import Scope
 
 from firn import __version__
-from firn.api.openapi import error_responses
+from firn.api.routes.openapi import error_responses
 from firn.api.routes.tree import PARAMETERS, PATH
 from firn.fleet import merging
 from firn.fleet.fleet import Fleet

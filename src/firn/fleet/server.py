@@ -18,16 +18,16 @@ from fastapi import FastAPI
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from firn.api.auth import Keys
-from firn.api.body_reader import BodyReader
-from firn.api.connections import http_config
-from firn.api.dashboard import add_page
+from firn.api.calls.quotas import KeyLimits, Quotas
 from firn.api.dialects import discover
-from firn.api.errors import ErrorShapes
-from firn.api.hosts import Hosts, machine_names
-from firn.api.layers import add_layers
-from firn.api.openapi import describe
-from firn.api.quotas import KeyLimits, Quotas
+from firn.api.http.auth import Keys
+from firn.api.http.body_reader import BodyReader
+from firn.api.http.connections import http_config
+from firn.api.http.errors import ErrorShapes
+from firn.api.http.hosts import Hosts, machine_names
+from firn.api.http.layers import add_layers
+from firn.api.observe.dashboard import add_page
+from firn.api.routes.openapi import describe
 from firn.api.routes.rerank import PATHS as RERANK_PATHS
 from firn.api.server import add_route_errors, new_app
 from firn.api.services import ApiLimits

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from firn.api.auth import Caller, Keys
-from firn.api.exchange import SCOPE_KEY, Exchange
+from firn.api.http.auth import Caller, Keys
+from firn.api.http.exchange import SCOPE_KEY, Exchange
 from firn.core.errors import Unauthorized
 from firn.core.values import Namespace
 

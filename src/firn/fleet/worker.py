@@ -24,9 +24,9 @@ from typing import Any
 import uvloop
 
 from firn import app, backends
-from firn.api import warm
-from firn.api.connections import ConnectionLimits, Connections, http_config
-from firn.api.hosts import EVERY, Hosts
+from firn.api.calls import warm
+from firn.api.http.connections import ConnectionLimits, Connections, http_config
+from firn.api.http.hosts import EVERY, Hosts
 from firn.api.routes.models import model_object
 from firn.api.server import create_app
 from firn.api.services import Services

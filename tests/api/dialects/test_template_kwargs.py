@@ -12,7 +12,7 @@ from firn.api.dialects._template_kwargs import (
     MAX_SIZE,
     template_kwargs,
 )
-from firn.api.fields import Fields
+from firn.api.http.fields import Fields
 from firn.core.errors import InvalidValue
 
 PARAM = "chat_template_kwargs"

@@ -14,7 +14,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_model
 
-from firn.api.auth import SHARED
+from firn.api.http.auth import SHARED
 from firn.config import CacheConfig, Config, EngineConfig, ModelConfig
 from firn.core.values import Reasoning
 from firn.text import rerank

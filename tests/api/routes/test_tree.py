@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from firn.api import tree_answers
+from firn.api.routes import tree_answers
 from firn.config import CacheConfig, Config, ModelConfig, PageConfig, ServerConfig
 from firn.core.ports import SlicedQuery
+from tests.api.observe.test_activity import Events
 from tests.api.real import Real, serving
-from tests.api.test_activity import Events
 from tests.waiting import wait_until
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 20

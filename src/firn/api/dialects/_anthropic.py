@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from firn.api import fields
 from firn.api.dialects import _openai
 from firn.api.dialects._openai_chat import MAX_MESSAGES
 from firn.api.dialects._openai_tools import MAX_TOOLS, known_name, tool_name
 from firn.api.dialects._output_formats import output_format, wanted_format
-from firn.api.fields import Fields
+from firn.api.http import fields
+from firn.api.http.fields import Fields
 from firn.core.errors import InvalidValue
 from firn.core.values import (
     DocumentPart,

@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from firn.api import fields
 from firn.api.dialects._output_formats import lark
-from firn.api.fields import Fields
+from firn.api.http import fields
+from firn.api.http.fields import Fields
 from firn.core.values import Grammar, Tool
 from firn.text.json_lark import MAX_CHARS
 

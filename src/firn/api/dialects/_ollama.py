@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from firn.api import fields
-from firn.api.body import INLINE_NBYTES
 from firn.api.dialects import JsonRoute, ReplyHead, _openai
 from firn.api.dialects._output_formats import wanted_format
-from firn.api.errors import ollama_error
-from firn.api.fields import Fields
-from firn.api.ollama import RENAMED, durations
+from firn.api.http import fields
+from firn.api.http.body import INLINE_NBYTES
+from firn.api.http.errors import ollama_error
+from firn.api.http.fields import Fields
+from firn.api.routes.ollama_fields import RENAMED, durations
 from firn.api.services import Services
 from firn.core.errors import FirnError, InvalidValue
 from firn.core.events import (

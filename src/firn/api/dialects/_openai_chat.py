@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from firn.api import fields
-from firn.api.body import parse
 from firn.api.dialects._openai_tools import MAX_NAME_CHARS
 from firn.api.dialects._output_formats import output_format, wanted_format
-from firn.api.fields import Fields
+from firn.api.http import fields
+from firn.api.http.body import parse
+from firn.api.http.fields import Fields
 from firn.core.errors import InvalidValue
 from firn.core.values import (
     EFFORTS,

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from firn.api import fields
 from firn.api.dialects._custom_tools import custom_tool
-from firn.api.fields import Fields
+from firn.api.http import fields
+from firn.api.http.fields import Fields
 from firn.core.errors import InvalidValue
 from firn.core.values import Tool, ToolChoice, ToolMode
 

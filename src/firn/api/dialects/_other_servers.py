@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from firn.api.fields import Fields
+from firn.api.http.fields import Fields
 from firn.core.errors import InvalidValue
 
 

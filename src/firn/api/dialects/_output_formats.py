@@ -11,9 +11,9 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from firn.api import fields
-from firn.api.body import parse
-from firn.api.fields import Fields
+from firn.api.http import fields
+from firn.api.http.body import parse
+from firn.api.http.fields import Fields
 from firn.core.errors import InvalidValue
 from firn.core.values import Grammar
 from firn.text.json_lark import MAX_CHARS

@@ -13,11 +13,11 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from firn.api.auth import SHARED, Caller
+from firn.api.calls.session import Session
 from firn.api.dialects._responses_items import Item, seal
 from firn.api.dialects._responses_reply import ID_PREFIX, ResponseOptions, usage_object
+from firn.api.http.auth import SHARED, Caller
 from firn.api.services import Services
-from firn.api.session import Session
 from firn.core.errors import StepFailed
 from firn.core.events import Ended, Failed, TextDelta
 from firn.core.values import (

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-from firn.api import fields
 from firn.api.dialects import _openai_chat
 from firn.api.dialects._custom_tools import custom_tool
 from firn.api.dialects._openai_chat import MAX_MESSAGES, ROLES
@@ -24,7 +23,8 @@ from firn.api.dialects._openai_tools import (
     tool_name,
 )
 from firn.api.dialects._output_formats import output_format, wanted_format
-from firn.api.fields import Fields
+from firn.api.http import fields
+from firn.api.http.fields import Fields
 from firn.core.errors import InvalidValue
 from firn.core.values import (
     Grammar,

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from firn.api import sse
 from firn.api.dialects import ReplyHead, _openai
 from firn.api.dialects._content_blocks import (
     BlockClosed,
@@ -19,6 +18,7 @@ from firn.api.dialects._content_blocks import (
 from firn.api.dialects._custom_tools import CustomInput, custom_input
 from firn.api.dialects._openai import dumps, quote
 from firn.api.dialects._responses_items import NamespacedTool, seal
+from firn.api.http import sse
 from firn.core.errors import Cancelled, FirnError
 from firn.core.events import Ended, Event, Failed, Progress, Started
 from firn.core.values import Usage

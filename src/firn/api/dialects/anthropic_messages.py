@@ -15,8 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from firn.api import fields, sse
-from firn.api.body import INLINE_NBYTES
+from firn.api.calls.prompting import count_tokens, decoded_request
 from firn.api.dialects import JsonRoute, ReplyHead, RouteRequest, _anthropic, _openai
 from firn.api.dialects._content_blocks import (
     BlockClosed,
@@ -29,7 +28,8 @@ from firn.api.dialects._content_blocks import (
 from firn.api.dialects._openai import dumps, quote
 from firn.api.dialects._other_servers import Lacking, refuse_missing
 from firn.api.dialects._template_kwargs import template_kwargs
-from firn.api.prompting import count_tokens, decoded_request
+from firn.api.http import fields, sse
+from firn.api.http.body import INLINE_NBYTES
 from firn.api.services import Services
 from firn.core.bounds import INT_MAX
 from firn.core.errors import ContextTooLong, FirnError

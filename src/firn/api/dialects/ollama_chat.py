@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from firn.api import fields
 from firn.api.dialects import _ollama, _openai, _openai_chat, _openai_tools
 from firn.api.dialects._ollama import OllamaCall, OllamaDialect
 from firn.api.dialects._other_servers import refuse_missing
 from firn.api.dialects._template_kwargs import template_kwargs
-from firn.api.fields import Fields
-from firn.api.ollama import keep_alive_s, model_name
+from firn.api.http import fields
+from firn.api.http.fields import Fields
+from firn.api.routes.ollama_fields import keep_alive_s, model_name
 from firn.core.values import (
     Chat,
     GenerateRequest,

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from firn.api import fields, sse
-from firn.api.body import INLINE_NBYTES
 from firn.api.dialects import JsonRoute, ReplyHead, _openai, _openai_chat, _openai_tools
 from firn.api.dialects._custom_tools import CustomInput, custom_input
 from firn.api.dialects._openai import quote
 from firn.api.dialects._other_servers import Lacking, refuse_missing
 from firn.api.dialects._output_formats import schema_of_format
 from firn.api.dialects._template_kwargs import template_kwargs
-from firn.api.errors import openai_error
+from firn.api.http import fields, sse
+from firn.api.http.body import INLINE_NBYTES
+from firn.api.http.errors import openai_error
 from firn.api.services import Services
 from firn.core.errors import FirnError, InvalidValue
 from firn.core.events import (

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from firn.api import fields, sse
-from firn.api.body import INLINE_NBYTES
 from firn.api.dialects import JsonRoute, ReplyHead, _openai, _openai_chat
 from firn.api.dialects._openai import quote
 from firn.api.dialects._other_servers import Lacking, refuse_missing
 from firn.api.dialects._output_formats import schema_of_format
-from firn.api.errors import openai_error
+from firn.api.http import fields, sse
+from firn.api.http.body import INLINE_NBYTES
+from firn.api.http.errors import openai_error
 from firn.api.services import Services
 from firn.core.bounds import INT_MAX
 from firn.core.errors import FirnError, InvalidValue

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-from firn.api import fields, large_json, sse
+from firn.api.calls.prompting import count_tokens, decoded_request
 from firn.api.dialects import JsonRoute, ReplyHead, RouteRequest, _openai, _openai_chat
 from firn.api.dialects import _responses_items as items
 from firn.api.dialects._other_servers import Lacking, refuse_missing
@@ -21,8 +21,8 @@ from firn.api.dialects._responses_reply import (
 )
 from firn.api.dialects._responses_store import ResponseStore, StoredResponse
 from firn.api.dialects._template_kwargs import template_kwargs
-from firn.api.errors import openai_error
-from firn.api.prompting import count_tokens, decoded_request
+from firn.api.http import fields, large_json, sse
+from firn.api.http.errors import openai_error
 from firn.api.services import Services
 from firn.core.bounds import INT_MAX
 from firn.core.errors import BadRequest, Cancelled, FirnError, InvalidValue

@@ -13,15 +13,15 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 
-from firn.api.body import decoded
-from firn.api.body_reader import BodyReader
+from firn.api.calls.prompting import prompt_of
+from firn.api.calls.session import Session
 from firn.api.dialects import Dialect
-from firn.api.exchange import exchange_of
-from firn.api.openapi import error_responses
-from firn.api.prompting import prompt_of
+from firn.api.http.body import decoded
+from firn.api.http.body_reader import BodyReader
+from firn.api.http.exchange import exchange_of
+from firn.api.routes.openapi import error_responses
+from firn.api.routes.tree_answers import TreeAnswers
 from firn.api.services import Services
-from firn.api.session import Session
-from firn.api.tree_answers import TreeAnswers
 from firn.core.errors import InvalidValue, NotFound
 from firn.core.events import Failed
 from firn.core.ports import CacheAdmin

@@ -12,9 +12,9 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from firn.api import fields
 from firn.api.dialects import JsonRoute, RouteRequest
-from firn.api.fields import Fields
+from firn.api.http import fields
+from firn.api.http.fields import Fields
 from firn.api.services import Services
 from firn.core.errors import BadRequest, InvalidValue
 from firn.core.ports import Embedder

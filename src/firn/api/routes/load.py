@@ -16,9 +16,9 @@ from typing import Any
 from fastapi import FastAPI, Request
 
 from firn import __version__
-from firn.api.exchange import exchange_of
-from firn.api.metrics import Metrics
-from firn.api.openapi import error_responses
+from firn.api.http.exchange import exchange_of
+from firn.api.observe.metrics import Metrics
+from firn.api.routes.openapi import error_responses
 from firn.api.services import Services
 from firn.core.errors import Forbidden
 

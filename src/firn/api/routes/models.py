@@ -9,9 +9,9 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 
-from firn.api.agents import add_agents
-from firn.api.fields import page_limit
-from firn.api.openapi import error_responses
+from firn.api.http.fields import page_limit
+from firn.api.routes.agents import add_agents
+from firn.api.routes.openapi import error_responses
 from firn.api.services import Services
 from firn.core.bounds import SAMPLING
 from firn.core.errors import InvalidValue, ModelNotFound

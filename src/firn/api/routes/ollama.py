@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from firn import __version__
-from firn.api import fields
 from firn.api.dialects import JsonRoute, RouteRequest
-from firn.api.fields import Fields
-from firn.api.ollama import RENAMED, TAG, durations, keep_alive_s, model_name
+from firn.api.http import fields
+from firn.api.http.fields import Fields
 from firn.api.routes.embeddings import embed
 from firn.api.routes.models import model_object
+from firn.api.routes.ollama_fields import RENAMED, TAG, durations, keep_alive_s, model_name
 from firn.api.services import Services
 from firn.core.errors import InvalidValue
 from firn.core.values import Namespace

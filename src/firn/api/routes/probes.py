@@ -16,10 +16,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from firn import __version__
-from firn.api.auth import Caller
-from firn.api.cache_metrics import CacheMetrics, own_snapshot
-from firn.api.exchange import exchange_of
-from firn.api.metrics import Metrics
+from firn.api.http.auth import Caller
+from firn.api.http.exchange import exchange_of
+from firn.api.observe.cache_metrics import CacheMetrics, own_snapshot
+from firn.api.observe.metrics import Metrics
 from firn.api.services import Services
 
 

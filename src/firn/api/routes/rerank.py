@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
-from firn.api import fields
-from firn.api.auth import SHARED, Caller
+from firn.api.calls.prompting import make_prompt
+from firn.api.calls.session import Session
 from firn.api.dialects import JsonRoute, RouteRequest
-from firn.api.fields import Fields
-from firn.api.prompting import make_prompt
+from firn.api.http import fields
+from firn.api.http.auth import SHARED, Caller
+from firn.api.http.fields import Fields
 from firn.api.services import Services
-from firn.api.session import Session
 from firn.core.errors import BadRequest, InvalidValue
 from firn.core.events import Failed, TextDelta, TextLogprob
 from firn.core.values import GenerateRequest, Namespace, RawTokens, Sampling

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from firn.api.calls.prompting import decoded_request, prompt_of
 from firn.api.dialects import Dialect, JsonRoute, RouteRequest
-from firn.api.fields import Fields, array, integer, string
-from firn.api.prompting import decoded_request, prompt_of
+from firn.api.http.fields import Fields, array, integer, string
 from firn.api.services import Services
 from firn.core.errors import BadRequest, InvalidValue
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 
-from firn.api.exchange import exchange_of
-from firn.api.fields import page_limit
-from firn.api.openapi import error_responses
+from firn.api.http.exchange import exchange_of
+from firn.api.http.fields import page_limit
+from firn.api.routes.openapi import error_responses
+from firn.api.routes.tree_answers import TreeAnswers, excerpt
 from firn.api.services import Services
-from firn.api.tree_answers import TreeAnswers, excerpt
 from firn.core.ports import CacheAdmin, SlicedQuery
 from firn.core.values import Namespace
 

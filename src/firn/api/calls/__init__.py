@@ -1,0 +1,4 @@
+"""A call's way through the engine: its prompt and job, its events, its limits.
+
+Dialects and routes start calls; `assembly` builds what they share.
+"""
