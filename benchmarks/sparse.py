@@ -49,7 +49,7 @@ from firn.models.model_arguments import IdsOnly
 from firn.sparse.attention import N_LOOKAHEAD, AttentionScorer, Reading
 from firn.sparse.rules import Sparse
 from firn.sparse.scorer import Scores
-from firn.text.prompt import PromptMaker
+from firn.text.prompt.maker import PromptMaker
 from models import SHAPES, random_model
 
 GIB = 1 << 30

@@ -33,7 +33,7 @@ from firn.models.hub import HubRules
 from firn.models.speculation.drafters import Draft
 from firn.models.speculation.gate import Unlimited
 from firn.models.speculation.speculator import DraftPlan, Speculation
-from firn.text.prompt import PromptMaker
+from firn.text.prompt.maker import PromptMaker
 
 N_GUESSES, RIGHT = 8, 0.9
 

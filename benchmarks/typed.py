@@ -27,11 +27,11 @@ from firn.demo.builtin import builtin_folder
 from firn.models.loader import load_tokenizer
 from firn.models.piecewise import PiecewiseEncoder
 from firn.models.tokenizer import HfTokenizer
-from firn.text.formats import assistant_markup, markup_tokens
-from firn.text.messages import normalize_calls, to_template
-from firn.text.rendering import Content
-from firn.text.template import MESSAGE_OPENERS, Template
-from firn.text.typed_control import TypedControl, control_texts
+from firn.text.prompt.messages import normalize_calls, to_template
+from firn.text.prompt.rendering import Content
+from firn.text.prompt.template import MESSAGE_OPENERS, Template
+from firn.text.prompt.typed_control import TypedControl, control_texts
+from firn.text.reply.formats import assistant_markup, markup_tokens
 
 FILE_CHARS = 20_000
 

@@ -28,7 +28,7 @@ settings.load_profile("firn")
 HEAVY = (
     "ranks/test_text.py", "models/test_speculation.py", "sweep/test_sweep.py", "vision/test_reuse.py",
     "models/test_batching.py", "test_oracle.py", "contracts/test_dialects.py",
-    "cache/test_cache_exact.py", "test_ssd_processes.py", "text/test_growing_chats.py",
+    "cache/test_cache_exact.py", "test_ssd_processes.py", "text/prompt/test_growing_chats.py",
     "traces/test_simulate.py", "cache/test_cache_faults.py", "cli/test_cli_chat.py",
     "models/test_backlog.py", "sparse/test_server.py", "contracts/test_codecs.py", "test_stores.py",
     "vision/test_mixed_batches.py", "test_ssd_faults_oracle.py", "cache/test_cache_requests.py",

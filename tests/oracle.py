@@ -20,7 +20,7 @@ from firn import backends
 from firn.core.values import Chat, Message, Role, TextPart
 from firn.demo.facts import FactSession, make_session
 from firn.models import loader
-from firn.text.prompt import PromptMaker
+from firn.text.prompt.maker import PromptMaker
 from tests.harness import Harness, Result
 
 MAX_REPLY = 48

@@ -29,7 +29,7 @@ from firn.cache.tiers import TierOptions
 from firn.core.errors import FirnError, InvalidValue, StepFailed
 from firn.demo.server import ServerProcess
 from firn.models.speculation import drafters
-from firn.text import parsers
+from firn.text.calls import parsers
 from tests.api.live import GREETING, serve
 from tests.cache.specimens import Specimen, table
 from tests.cache.tiers.records import Direct
@@ -44,7 +44,7 @@ FILE = re.compile(r"^`([\w./]+\.py)`[^\n]*:\n\n```python\n(.*?)^```", re.MULTILI
 FOLDERS: dict[str, ModuleType] = {
     "cache/tiers": tiers,
     "cache/codecs": codecs,
-    "text/parsers": parsers,
+    "text/calls/parsers": parsers,
     "api/dialects": dialects,
     "models/speculation/drafters": drafters,
 }

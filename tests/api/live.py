@@ -21,8 +21,8 @@ from firn.api.server import create_app
 from firn.api.services import ApiLimits, Services
 from firn.core.fair_pool import FairPool
 from firn.core.values import Job
-from firn.text.formats import PLAIN, ReplyFormat
-from firn.text.prompt import PromptMaker
+from firn.text.prompt.maker import PromptMaker
+from firn.text.reply.formats import PLAIN, ReplyFormat
 from tests.fakes import FakeEngine, FakeTokenizer
 
 GREETING = "Hello, world! Grüße, 世界."

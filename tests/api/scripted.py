@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from firn.core.values import Job
-from firn.text.formats import THINK_TAGS, ReplyFormat
+from firn.text.reply.formats import THINK_TAGS, ReplyFormat
 from tests.api.live import Live, serve
 from tests.fakes import FakeTokenizer
 

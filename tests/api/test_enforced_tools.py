@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from firn.config import CacheConfig, Config, ModelConfig
-from firn.text.parsers import formats
+from firn.text.calls.parsers import formats
 from tests.api.real import Real, serving, write_family, write_model
 
 TEMPLATE = (

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from firn.api.http.auth import SHARED, Keys, namespace_of
 from firn.api.services import ApiLimits
 from firn.core.reuse import Cause, Reason
-from firn.text.formats import THINK_TAGS, ReplyFormat
+from firn.text.reply.formats import THINK_TAGS, ReplyFormat
 from tests.api.live import Live, serve
 from tests.fakes import CHAT_TEMPLATE, FakeTokenizer
 

@@ -13,7 +13,7 @@ import openai
 import pydantic
 import pytest
 
-from firn.text.parsers import formats
+from firn.text.calls.parsers import formats
 from tests.api.real import Real, serving, write_model
 from tests.text.grammar_walks import TOOLS, WEATHER
 

@@ -10,7 +10,7 @@ import pytest
 
 from firn.assembly.text import load_text
 from firn.config import Config
-from firn.text.template_losses import TOOLS_MOVE
+from firn.text.prompt.template_losses import TOOLS_MOVE
 from tests import families
 
 

@@ -49,7 +49,7 @@ from firn.host.machine import (
     vm_stat_available,
 )
 from firn.models.inspect import CacheCost, ModelReport, inspect_folder
-from firn.text.template_losses import TOOLS_MOVE
+from firn.text.prompt.template_losses import TOOLS_MOVE
 from tests import families
 from tests.cli import command
 

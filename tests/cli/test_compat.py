@@ -11,7 +11,7 @@ from typer.testing import Result
 
 from firn.cli.compat import PARSERS, SAME, VLLM_MLX, AliasFlag, IgnoredFlag, RefusedFlag
 from firn.config import OPTIONS, Config
-from firn.text.formats import reasoning_parser_names, tool_parser_names
+from firn.text.reply.formats import reasoning_parser_names, tool_parser_names
 from tests.cli import command, vllm_mlx
 from tests.cli.test_cli_commands import Recorder
 

@@ -36,8 +36,8 @@ from firn.core.events import (
 )
 from firn.core.fair_pool import FairPool
 from firn.core.values import GenerateRequest, Namespace, Usage
-from firn.text.formats import PLAIN
-from firn.text.prompt import PromptMaker
+from firn.text.prompt.maker import PromptMaker
+from firn.text.reply.formats import PLAIN
 from tests.fakes import FakeEngine, FakeTokenizer
 
 HEAD = ReplyHead(id="1", model="fake", created=7)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firn.text.formats import ReplyFormat, reasoning_parser_names, tool_parser_names
-from firn.text.parsers import ToolFormat, formats, names
-from firn.text.splitter import ThinkTags
+from firn.text.calls.parsers import ToolFormat, formats, names
+from firn.text.reply.formats import ReplyFormat, reasoning_parser_names, tool_parser_names
+from firn.text.reply.splitter import ThinkTags
 from tests.text.replies import NATIVE, NEXT_PART, Reply, read, read_at_every_split
 
 THINK = ThinkTags("<think>", "</think>")

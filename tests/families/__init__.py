@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from firn.models.loader import load_tokenizer
 from firn.models.tokenizer import HfTokenizer
-from firn.text.parsers.harmony import CONTROL as CHANNELS
+from firn.text.calls.parsers.harmony import CONTROL as CHANNELS
 from tests.zoo.folder import CORPUS
 
 HERE = Path(__file__).parent

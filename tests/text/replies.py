@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from firn.core.values import Tool
-from firn.text.calls import NativeParser
-from firn.text.formats import ReplyFormat, make_splitter
-from firn.text.pieces import CallArguments, CallStart, Piece, ReasoningPiece, TextPiece
+from firn.text.calls.call_parser import NativeParser
+from firn.text.reply.formats import ReplyFormat, make_splitter
+from firn.text.reply.pieces import CallArguments, CallStart, Piece, ReasoningPiece, TextPiece
 
 WEATHER = Tool(
     "get_weather",

@@ -23,9 +23,9 @@ from firn.models.processor import VisionProcessor
 from firn.models.tokenizer import HfTokenizer
 from firn.models.vision import VisionModel
 from firn.models.vision_gemma import has_whole_pictures
-from firn.text.messages import to_template
-from firn.text.prompt import PromptMaker
-from firn.text.template import Template
+from firn.text.prompt.maker import PromptMaker
+from firn.text.prompt.messages import to_template
+from firn.text.prompt.template import Template
 from tests.zoo.vision import MORE_VISION, VISION, picture, write_vision_folder
 
 FAMILIES = tuple(VISION)

@@ -15,8 +15,8 @@ from firn.core.values import Chat, Message, PicturePart, Prompt, TextPart, Tool,
 from firn.media.pictures import PictureLimits, Pictures
 from firn.models import loader
 from firn.models.processor import VisionProcessor
-from firn.text.formats import FALLBACK
-from firn.text.prompt import PromptMaker
+from firn.text.prompt.maker import PromptMaker
+from firn.text.reply.formats import FALLBACK
 from tests.vision import gallery
 from tests.vision.gallery import part, said, user
 from tests.zoo.vision import VISION

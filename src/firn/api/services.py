@@ -28,9 +28,9 @@ from firn.core.values import (
     Reasoning,
     Source,
 )
-from firn.text.constraint import Relax, as_they_are
-from firn.text.formats import ReplyFormat
-from firn.text.rerank import Reranker
+from firn.text.grammar.constraint import Relax, as_they_are
+from firn.text.prompt.rerank import Reranker
+from firn.text.reply.formats import ReplyFormat
 
 T = TypeVar("T")
 STAND_INS = ("claude", "gpt-")
@@ -69,7 +69,7 @@ class AsSent:
 
 
 class Prompts(Protocol):
-    """Makes prompts, in the tokenize pool. `firn.text.prompt.PromptMaker` implements it."""
+    """Makes prompts, in the tokenize pool. `firn.text.prompt.maker.PromptMaker` implements it."""
 
     def make(self, source: Source, *, reasoning: Reasoning = ...) -> Prompt: ...
 

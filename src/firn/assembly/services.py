@@ -27,7 +27,7 @@ from firn.engine import Engine
 from firn.media.documents import Documents
 from firn.models.grammar import Compiler
 from firn.models.recognise import scoring_settings
-from firn.text import rerank
+from firn.text.prompt import rerank
 from firn.traces.record import Recorder, open_trace, user_salt
 
 log = logging.getLogger("firn")

@@ -13,11 +13,11 @@ from firn.core.values import ModelInfo
 from firn.models import loader
 from firn.models.processor import VisionProcessor
 from firn.models.tokenizer import HfTokenizer
-from firn.text.calls import NativeParser
-from firn.text.formats import ReplyFormat, detect_format
-from firn.text.prompt import PromptMaker
-from firn.text.template import Template
-from firn.text.template_losses import losses
+from firn.text.calls.call_parser import NativeParser
+from firn.text.prompt.maker import PromptMaker
+from firn.text.prompt.template import Template
+from firn.text.prompt.template_losses import losses
+from firn.text.reply.formats import ReplyFormat, detect_format
 
 log = logging.getLogger("firn.models")
 

@@ -278,8 +278,8 @@ def model_findings(name: str | None, *, n_stores: int = 0) -> Iterator[Finding]:
 def template_findings(folder: Path) -> Iterator[Finding]:
     """What the chat template drops or moves as a chat grows; nothing where there is none."""
     from firn.models.loader import load_tokenizer
-    from firn.text.template import Template
-    from firn.text.template_losses import losses
+    from firn.text.prompt.template import Template
+    from firn.text.prompt.template_losses import losses
 
     try:
         tokenizer = load_tokenizer(folder)

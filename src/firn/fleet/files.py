@@ -15,8 +15,8 @@ from firn.fleet.catalogue import ModelSpec
 from firn.models.local import find
 from firn.models.packaged import PACKAGED, made_folder, no_such_model
 from firn.models.recognise import context_length, is_vision, scoring_settings
-from firn.text.formats import reads_calls
-from firn.text.rerank import NAMED
+from firn.text.prompt.rerank import NAMED
+from firn.text.reply.formats import reads_calls
 
 THINKING = ("<think>", "<|channel|>", "enable_thinking", "reasoning_effort")
 

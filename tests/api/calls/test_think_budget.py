@@ -11,8 +11,8 @@ import pytest
 
 from firn.api.calls.think_budget import LOOKAHEAD_TOKENS, ThinkBudget, ThinkingEnd
 from firn.core.events import Token
-from firn.text.formats import THINK_TAGS, ReplyFormat
-from firn.text.parsers.harmony import CONTROL
+from firn.text.calls.parsers.harmony import CONTROL
+from firn.text.reply.formats import THINK_TAGS, ReplyFormat
 from tests.api.live import Live
 from tests.api.scripted import scripted_server
 from tests.fakes import END, START, FakeTokenizer

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from firn.text.formats import ReplyFormat
+from firn.text.reply.formats import ReplyFormat
 from tests.api.live import Live
 from tests.api.scripted import CALLS, PARAMETERS, post, scripted_server
 

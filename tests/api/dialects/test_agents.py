@@ -12,8 +12,8 @@ import pytest
 
 from firn.api.dialects import discover
 from firn.core.values import GenerateRequest, Job, Namespace, Prompt
-from firn.text.formats import detect_format
-from firn.text.prompt import PromptMaker
+from firn.text.prompt.maker import PromptMaker
+from firn.text.reply.formats import detect_format
 from tests.api.agents import AGENTS, LONG, Body, claude_code, codex, opencode
 from tests.api.live import Live, serve
 from tests.api.scripted import frames, post

@@ -18,7 +18,7 @@ from firn.api.services import ApiLimits
 from firn.config import CacheConfig
 from firn.core.errors import QueueFull, StepFailed
 from firn.core.values import Usage
-from firn.text.formats import PLAIN, THINK_TAGS, ReplyFormat
+from firn.text.reply.formats import PLAIN, THINK_TAGS, ReplyFormat
 from tests.api.live import GREETING, Live, serve
 from tests.api.real import demo_config, serving
 from tests.api.scripted import CALLS, PARAMETERS, SAID, THOUGHT, frames, post, scripted_server

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from firn.config import CacheConfig, Config, ModelConfig
-from firn.text.formats import ReplyFormat
+from firn.text.reply.formats import ReplyFormat
 from tests import families
 from tests.api.agents import LONG, reminder, tool_use
 from tests.api.live import Live, serve

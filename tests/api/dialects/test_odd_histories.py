@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from firn.text.formats import ReplyFormat
+from firn.text.reply.formats import ReplyFormat
 from tests import families
 from tests.api.live import Live, serve
 

@@ -16,7 +16,7 @@ from firn.api.dialects.ollama_generate import OllamaGenerate
 from firn.core.errors import InvalidValue
 from firn.core.events import ToolCallDelta, ToolCallStarted
 from firn.core.values import Chat, Defaults, FillInMiddle, Job, Namespace, PicturePart, RawText
-from firn.text.formats import detect_format
+from firn.text.reply.formats import detect_format
 from tests.api.live import Live, serve
 from tests.fakes import CHAT_TEMPLATE, FakeTokenizer
 

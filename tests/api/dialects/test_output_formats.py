@@ -11,7 +11,7 @@ import pytest
 from firn.api.dialects import discover
 from firn.core.errors import InvalidValue
 from firn.core.values import Grammar, Namespace
-from firn.text.json_lark import MAX_CHARS
+from firn.text.grammar.json_lark import MAX_CHARS
 
 HI = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

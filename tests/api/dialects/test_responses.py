@@ -17,7 +17,7 @@ from firn.api.http import large_json
 from firn.api.routes import json_routes
 from firn.core.errors import StepFailed
 from firn.core.values import Namespace
-from firn.text.formats import PLAIN
+from firn.text.reply.formats import PLAIN
 from tests.api.live import GREETING, Live, serve
 from tests.api.scripted import PARAMETERS, SAID, THOUGHT, frames, post, scripted_server
 

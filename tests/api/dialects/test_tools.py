@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from firn.core.values import Job
-from firn.text.formats import detect_format
+from firn.text.reply.formats import detect_format
 from tests.api.live import Live, serve
 from tests.fakes import CHAT_TEMPLATE, FakeTokenizer
 

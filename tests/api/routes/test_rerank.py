@@ -17,7 +17,7 @@ from mlx_lm.utils import load_model
 from firn.api.http.auth import SHARED
 from firn.config import CacheConfig, Config, EngineConfig, ModelConfig
 from firn.core.values import Reasoning
-from firn.text import rerank
+from firn.text.prompt import rerank
 from tests.api.real import Real, serving
 from tests.fakes import FakeTokenizer
 from tests.zoo import write_folder

@@ -25,10 +25,10 @@ from firn.core.values import (
     ToolChoice,
     ToolMode,
 )
-from firn.text.constraint import constraint
-from firn.text.formats import PLAIN
-from firn.text.reply import ReplyReader
-from firn.text.unread_calls import UnreadCalls
+from firn.text.grammar.constraint import constraint
+from firn.text.reply.formats import PLAIN
+from firn.text.reply.reader import ReplyReader
+from firn.text.reply.unread_calls import UnreadCalls
 
 logger = logging.getLogger("firn.api")
 

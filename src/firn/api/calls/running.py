@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from firn.api.calls.think_budget import ThinkBudget
 from firn.core.events import Admitted, Token, TokenLogprob
 from firn.core.values import GenerateRequest, Prompt, RequestId, TokenArray, Usage
-from firn.text.reply import ReplyReader
-from firn.text.unread_calls import UnreadCalls
+from firn.text.reply.reader import ReplyReader
+from firn.text.reply.unread_calls import UnreadCalls
 
 NOT_ADMITTED = Admitted(0)
 

@@ -36,8 +36,8 @@ from firn.core.events import (
     Token,
 )
 from firn.core.values import GenerateRequest, Prompt, RequestId, ServedRequest, Usage
-from firn.text.echo import EchoSlice, echoed
-from firn.text.unread_calls import UnreadCalls
+from firn.text.reply.echo import EchoSlice, echoed
+from firn.text.reply.unread_calls import UnreadCalls
 
 logger = logging.getLogger("firn.api")
 

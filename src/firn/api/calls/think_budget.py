@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from firn.core.events import Token
-from firn.text.reply import ReplyReader
+from firn.text.reply.reader import ReplyReader
 
 LOOKAHEAD_TOKENS = 128
 """Tokens left in the budget when the engine is told to force the end. It runs ahead of what has

@@ -32,7 +32,7 @@ from firn.core.values import (
     ToolChoice,
     ToolMode,
 )
-from firn.text.joined_parts import JoinedParts
+from firn.text.prompt.joined_parts import JoinedParts
 
 REMINDER = "<system-reminder>"
 """Begins a text that Claude Code has added to the words of the user or a tool."""

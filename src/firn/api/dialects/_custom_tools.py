@@ -15,7 +15,7 @@ from firn.api.dialects._output_formats import lark
 from firn.api.http import fields
 from firn.api.http.fields import Fields
 from firn.core.values import Grammar, Tool
-from firn.text.json_lark import MAX_CHARS
+from firn.text.grammar.json_lark import MAX_CHARS
 
 PARAMETERS: Mapping[str, Any] = {
     "type": "object",

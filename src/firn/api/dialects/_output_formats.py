@@ -16,7 +16,7 @@ from firn.api.http.body import parse
 from firn.api.http.fields import Fields
 from firn.core.errors import InvalidValue
 from firn.core.values import Grammar
-from firn.text.json_lark import MAX_CHARS
+from firn.text.grammar.json_lark import MAX_CHARS
 
 MAX_CHOICES = 16_384
 """The time to compile them grows with the square of their number."""

@@ -37,7 +37,7 @@ from firn.core.values import (
     ToolChoice,
     ToolMode,
 )
-from firn.text.joined_parts import JoinedParts
+from firn.text.prompt.joined_parts import JoinedParts
 
 PARAGRAPH = "\n\n"
 SEALED = "firn1:"

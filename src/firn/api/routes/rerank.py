@@ -22,8 +22,8 @@ from firn.api.services import Services
 from firn.core.errors import BadRequest, InvalidValue
 from firn.core.events import Failed, TextDelta, TextLogprob
 from firn.core.values import GenerateRequest, Namespace, RawTokens, Sampling
-from firn.text import rerank
-from firn.text.rerank import Reranker
+from firn.text.prompt import rerank
+from firn.text.prompt.rerank import Reranker
 
 PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
 """Cohere's clients send the version, others do not."""

@@ -1,0 +1,4 @@
+"""From messages to a prompt's tokens: arrange, render, tokenize, mark where messages end.
+
+`PromptMaker` (maker) is the way in. `assembly` builds it from what a template can do.
+"""
