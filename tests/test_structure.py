@@ -28,8 +28,8 @@ LEANING = ("firn.models.speculation.",)
 """Whose docstrings may still begin with what the one before says."""
 SAID = {
     "assembly/memory": "the option's name, which users of other servers know",
-    "cli/compat": "another server's option",
-    "cli/doctor": "the extra's name in pyproject.toml",
+    "cli/options/compat": "another server's option",
+    "cli/doctor/examine": "the extra's name in pyproject.toml",
     "config/engine": "the option's name, and help texts",
     "kv_events": "the medium's name in the protocol",
     "models/fingerprint": "the device is a part of every key",

@@ -17,7 +17,7 @@ from firn.api.http.auth import Keys
 from firn.api.routes.agents import AGENTS, ServedModel
 from firn.api.services import ApiLimits
 from firn.cli.agents import agents
-from firn.cli.parameters import DEFAULT_URL
+from firn.cli.options.parameters import DEFAULT_URL
 from tests.api.live import serve
 from tests.cli import command
 from tests.zoo import ZOO, write_folder

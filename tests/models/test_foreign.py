@@ -10,7 +10,7 @@ import pytest
 from firn.core.errors import SetupError
 from firn.models.inspect import inspect_folder
 from firn.models.loader import load, load_tokenizer, read_config, resolve
-from tests.cli.test_cli_commands import firn
+from tests.cli.test_commands import firn
 from tests.zoo import write_folder
 
 

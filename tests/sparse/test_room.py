@@ -20,7 +20,7 @@ NAME_IT = {
     "assembly/services.py",
     "assembly/sparse.py",  # builds it
     "assembly/speculation.py",  # shares its draft model
-    "cli/compat.py",  # the flag to use instead of another server's
+    "cli/options/compat.py",  # the flag to use instead of another server's
     "config/__init__.py",
     "config/engine.py",
     "config/sparse.py",  # its flags

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from firn.cli.chat import typed_paths
-from tests.cli.chat_server import Terminal, Wire, serving
+from firn.cli.talk.chat import typed_paths
+from tests.cli.talk.chat_server import Terminal, Wire, serving
 
 
 @pytest.mark.parametrize(

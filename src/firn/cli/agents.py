@@ -12,7 +12,7 @@ import typer
 
 from firn.api.routes.agents import AGENTS, KEY_VARIABLE, ServedModel, UnknownContext
 from firn.cli.client import ChatClient, RequestFailed
-from firn.cli.parameters import DEFAULT_URL
+from firn.cli.options.parameters import DEFAULT_URL
 from firn.config import UsageError
 from firn.core.errors import SetupError
 

@@ -15,12 +15,12 @@ from typing import Annotated, Any
 import typer
 
 from firn import __version__
-from firn.cli.bench import bench_app
-from firn.cli.cache import cache_app, cache_dir
-from firn.cli.flags import with_config
-from firn.cli.models import models_app, pull
-from firn.cli.options_help import OptionsCommand
-from firn.cli.parameters import DEFAULT_URL, ApiKey, CacheDir, ConfigFile, ModelsDir, Url
+from firn.cli.bench.commands import bench_app
+from firn.cli.cache.commands import cache_app, cache_dir
+from firn.cli.models.commands import models_app, pull
+from firn.cli.options.flags import with_config
+from firn.cli.options.help import OptionsCommand
+from firn.cli.options.parameters import DEFAULT_URL, ApiKey, CacheDir, ConfigFile, ModelsDir, Url
 from firn.cli.service import service_app
 from firn.config import Config, UsageError, load
 from firn.core.bounds import SAMPLING
@@ -157,8 +157,8 @@ def _chat(
 
     Ctrl-C stops a reply; Ctrl-C again, or Ctrl-D, leaves. Type /help for the commands.
     """
-    from firn.cli.chat import chat
     from firn.cli.client import ChatClient, ChatOptions
+    from firn.cli.talk.chat import chat
 
     options = ChatOptions(
         model=model, system=system, max_tokens=max_tokens, temperature=temperature
@@ -226,7 +226,7 @@ def _doctor(
     Downloads nothing, and reads weights only with --measure. The exit code is 1 when something is wrong.
     """
     from firn.cli.commands import folder_to_examine
-    from firn.cli.doctor import doctor
+    from firn.cli.doctor.examine import doctor
 
     given, where = models or [], cache_dir(folder, config)
     flags: dict[str, Any] = {"fleet.models": given[1:]} if len(given) > 1 else {}
@@ -235,7 +235,7 @@ def _doctor(
     flags |= {"cache.tiers": tiers} if tiers else {}
     settings = load(flags, environ=os.environ, file=config)
     if settings.has_front and not measure:
-        from firn.cli.doctor_fleet import doctor_fleet
+        from firn.cli.doctor.fleet import doctor_fleet
 
         raise typer.Exit(doctor_fleet(settings, cache_dir=where))
     if len(given) > 1:
@@ -256,6 +256,6 @@ def _show(
     Takes the flags of `firn serve`, so it shows what that command would run with. Flags win over
     the environment, the environment over the file, the file over the defaults.
     """
-    from firn.cli.show import show
+    from firn.cli.options.show import show
 
     return show(config, as_json=as_json)

@@ -44,7 +44,7 @@ def _app(config: Config) -> Callable[[Config], int]:
         from firn.app import serve as serve_model
     except ImportError as error:
         if (error.name or "").split(".")[0] == "mlx":
-            from firn.cli.doctor import INSTALL_HINT, ROSETTA
+            from firn.cli.doctor.examine import INSTALL_HINT, ROSETTA
 
             if is_translated():
                 raise SetupError(ROSETTA) from error

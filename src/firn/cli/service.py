@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from firn.cli.compat import VLLM_MLX
-from firn.cli.parameters import Guard
+from firn.cli.options.compat import VLLM_MLX
+from firn.cli.options.parameters import Guard
 from firn.config import OPTIONS
 from firn.core.errors import SetupError
 from firn.demo.builtin import builtin_folder

@@ -18,7 +18,7 @@ from firn.cache.storage.faults import Refused, TierFault
 from firn.cache.tiers import Buffer, Gone
 from firn.cache.tiers._folder import Disk
 from firn.cache.tiers._space import FULL
-from firn.cli.cache_work import CacheFolder
+from firn.cli.cache.work import CacheFolder
 from firn.core.errors import SetupError
 from tests.cache.tiers.folders import Clock, du, put
 from tests.cache.tiers.records import Folder, chain, of_size, record

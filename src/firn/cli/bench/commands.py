@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from firn.cli.parameters import (
+from firn.cli.options.parameters import (
     DEFAULT_URL,
     ApiKey,
     Command,
@@ -61,7 +61,7 @@ def _chats(
     json: Json = None,
 ) -> None:
     """Time to first token of chats that share a system prompt: cold, shared, later turns."""
-    from firn.cli.bench_work import BenchTargets, chats
+    from firn.cli.bench.work import BenchTargets, chats
 
     servers = BenchTargets(url, compare, model, api_key, json)
     chats(servers, rounds=rounds, sessions=sessions, turns=turns)
@@ -87,7 +87,7 @@ def _throughput(
     json: Json = None,
 ) -> None:
     """Tokens per second by number of streams, and the longest pause while a long prompt arrives."""
-    from firn.cli.bench_work import BenchTargets, throughput
+    from firn.cli.bench.work import BenchTargets, throughput
 
     servers = BenchTargets(url, compare, model, api_key, json)
     throughput(servers, rounds=rounds, concurrency=concurrency, requests=requests, gap=not no_gap)
@@ -126,7 +126,7 @@ def _replay(
 ) -> None:
     """Play a trace with made-up text that shares prefixes as the trace does."""
     from firn.bench.replay import ReplayPace
-    from firn.cli.bench_work import BenchTargets, replay
+    from firn.cli.bench.work import BenchTargets, replay
 
     servers = BenchTargets(url, compare, model, api_key, json)
     pace = ReplayPace(speed, streams, max_prompt, max_reply)

@@ -8,7 +8,7 @@ import pytest
 
 from firn.cache.admin.inventory import ModelNote, note_model, take_inventory
 from tests.cache.tiers.records import FINGERPRINT
-from tests.cli.test_cache_cli import ALL, TRUNK, Cache, key, store
+from tests.cli.cache.test_cache import ALL, TRUNK, Cache, key, store
 
 
 def test_a_folder_that_is_not_there_is_not_called_good(cache: Cache, folder: Path) -> None:

@@ -17,7 +17,7 @@ from rich.tree import Tree
 from firn.cache.admin.inventory import BlockFiles, Inventory, ModelRecords, Prefix, prefixes
 from firn.cache.parts import Part
 from firn.cache.storage.container import Header, load
-from firn.cli.cache_work import CacheFolder
+from firn.cli.cache.work import CacheFolder
 from firn.cli.client import ChatClient
 from firn.cli.terminal import plain_console, size
 from firn.core.errors import FirnError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from pathlib import Path
 
-from tests.cli.chat_server import Terminal, Wire, one_shot, serving
+from tests.cli.talk.chat_server import Terminal, Wire, one_shot, serving
 
 BYTES = b"\x89PNG not really"
 URL = "data:image/png;base64," + base64.b64encode(BYTES).decode()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firn.cli.markdown import CODE, PLAIN, QUIET, STRONG, MarkdownStyler, Styled
+from firn.cli.talk.markdown import CODE, PLAIN, QUIET, STRONG, MarkdownStyler, Styled
 
 
 def merged(pieces: list[Styled]) -> list[Styled]:

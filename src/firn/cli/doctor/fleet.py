@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from firn.cli.doctor import machine_findings, print_findings
-from firn.cli.doctor_store import store_findings
-from firn.cli.findings import Finding
+from firn.cli.doctor.examine import machine_findings, print_findings
+from firn.cli.doctor.findings import Finding
+from firn.cli.doctor.store import store_findings
 from firn.cli.terminal import plain_console, size
 from firn.config import Config, default_cache_dir
 from firn.core.errors import SetupError

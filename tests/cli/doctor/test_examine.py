@@ -23,7 +23,7 @@ from firn.assembly import memory as memory_plans
 from firn.backends import named
 from firn.backends.cpu.dtype import widened_nbytes
 from firn.backends.report import DeviceReport
-from firn.cli.doctor import (
+from firn.cli.doctor.examine import (
     Finding,
     as_computed,
     budget_rows,

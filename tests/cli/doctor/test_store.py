@@ -16,8 +16,8 @@ from firn.cache.storage.faults import TierFault
 from firn.cache.storage.store_address import StoreAddress
 from firn.cache.storage.store_probe import StoreReport
 from firn.cache.tiers import TierOptions
-from firn.cli.doctor_store import describe_store, store_findings
-from firn.cli.findings import Finding
+from firn.cli.doctor.findings import Finding
+from firn.cli.doctor.store import describe_store, store_findings
 from tests import stores
 
 needs_redis = pytest.mark.skipif(bool(stores.why_no_redis()), reason=stores.why_no_redis() or "-")

@@ -15,7 +15,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from firn.cli.chat import ChatReply, summary
 from firn.cli.client import (
     ChatClient,
     ChatOptions,
@@ -26,8 +25,9 @@ from firn.cli.client import (
     SseData,
     SseDecoder,
 )
+from firn.cli.talk.chat import ChatReply, summary
 from firn.core.values import Usage
-from tests.cli.chat_server import CHAT, CLEAN, Terminal, Wire, one_process, one_shot, serving
+from tests.cli.talk.chat_server import CHAT, CLEAN, Terminal, Wire, one_process, one_shot, serving
 
 # --- one question --------------------------------------------------------------------------
 

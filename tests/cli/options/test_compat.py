@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from firn.cli.compat import PARSERS, SAME, VLLM_MLX, AliasFlag, IgnoredFlag, RefusedFlag
+from firn.cli.options.compat import PARSERS, SAME, VLLM_MLX, AliasFlag, IgnoredFlag, RefusedFlag
 from firn.config import OPTIONS, Config
 from firn.text.reply.formats import reasoning_parser_names, tool_parser_names
-from tests.cli import command, vllm_mlx
-from tests.cli.test_cli_commands import Recorder
+from tests.cli import command
+from tests.cli.options import vllm_mlx
+from tests.cli.test_commands import Recorder
 
-DOCS = Path(__file__).parents[2] / "docs" / "from-vllm-mlx.md"
+DOCS = Path(__file__).parents[3] / "docs" / "from-vllm-mlx.md"
 BY_FLAG = {item.flag: item for item in OPTIONS}
 FLAGS = {item.key: item.flag for item in OPTIONS}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from firn.cli.doctor_fleet import fleet_findings
+from firn.cli.doctor.fleet import fleet_findings
 from firn.config import load
 from firn.core.errors import SetupError
 from firn.fleet.catalogue import folders
@@ -17,7 +17,7 @@ from firn.fleet.memory import Room
 from firn.models import hub
 from tests.api.live import serve
 from tests.cli import command
-from tests.cli.chat_server import Wire, serving
+from tests.cli.talk.chat_server import Wire, serving
 from tests.fleet.fronts import ECHO, Running, config, fronting
 
 GIB = 1 << 30

@@ -36,7 +36,7 @@ from tests.cache.tiers.records import (
     record,
 )
 from tests.cli import command
-from tests.cli.chat_server import serving
+from tests.cli.talk.chat_server import serving
 from tests.faulty_tier import put
 
 MIB = 1 << 20

@@ -9,7 +9,7 @@ from firn.cache.storage.faults import PermanentFault, TierError, TierFull
 from firn.cache.storage.store_address import StoreAddress, parse_address
 from firn.cache.storage.store_probe import PROBE_NBYTES, StoreReport, probe
 from firn.cache.tiers import Store, discover
-from firn.cli.findings import Finding
+from firn.cli.doctor.findings import Finding
 from firn.core.errors import SetupError
 from firn.core.units import MIB
 

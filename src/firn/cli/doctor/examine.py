@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from firn import __version__
-from firn.cli.findings import STYLES, Finding, Mark
+from firn.cli.doctor.findings import STYLES, Finding, Mark
 from firn.cli.terminal import plain_console, size
 from firn.config import BUILTIN_MODEL, default_cache_dir, kernels_dir
 from firn.core.errors import SetupError
@@ -129,7 +129,7 @@ def doctor(
 
     stores: addresses of shared stores, which are tested.
     """
-    from firn.cli.doctor_store import store_findings
+    from firn.cli.doctor.store import store_findings
 
     console = console or plain_console(soft_wrap=False)
     findings = [*machine_findings(cache_dir or default_cache_dir())]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from firn.cli.parameters import (
+from firn.cli.options.parameters import (
     DEFAULT_URL,
     ApiKey,
     Command,
@@ -26,7 +26,7 @@ def models_app(guarded: Guard) -> typer.Typer:
 
 def _ls(url: Url = DEFAULT_URL, api_key: ApiKey = None, models_dir: ModelsDir = None) -> None:
     """List the models of the running server with their states; without one, those on this machine."""
-    from firn.cli.models_work import ls
+    from firn.cli.models.work import ls
 
     raise typer.Exit(ls(url, api_key, models_dir))
 
@@ -41,14 +41,14 @@ def _load(
     ] = None,
 ) -> None:
     """Load a model in the running server, and wait until it is loaded."""
-    from firn.cli.models_work import change
+    from firn.cli.models.work import change
 
     raise typer.Exit(change(name, "load", url, api_key, keep_alive=keep_alive))
 
 
 def _unload(name: Name, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
     """Unload a model in the running server once its replies have ended."""
-    from firn.cli.models_work import change
+    from firn.cli.models.work import change
 
     raise typer.Exit(change(name, "unload", url, api_key))
 
@@ -61,7 +61,7 @@ def _rm(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Remove a model's files from this machine. Asks first; its cached prompts stay."""
-    from firn.cli.models_work import rm
+    from firn.cli.models.work import rm
 
     raise typer.Exit(rm(name, url, api_key, models_dir, yes=yes))
 
@@ -83,6 +83,6 @@ def pull(
 ) -> None:
     """Download a model, so that serving it needs no network. Files that are already here
     are not downloaded again."""
-    from firn.cli.models_work import pull
+    from firn.cli.models.work import pull
 
     raise typer.Exit(pull(name, models_dir, retries=retries))

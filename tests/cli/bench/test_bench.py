@@ -24,7 +24,8 @@ from firn.traces.read import line_of, read
 from firn.traces.trace import TraceEntry
 from tests.api.live import serve
 from tests.api.real import serving
-from tests.cli import chat_server, command
+from tests.cli import command
+from tests.cli.talk import chat_server
 
 MODEL = "firn-demo"
 

@@ -14,8 +14,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from firn.cli.compat import PARSERS, VLLM_MLX, AliasFlag, IgnoredFlag, RefusedFlag
-from firn.cli.options_help import ALL, show_all, text_of
+from firn.cli.options.compat import PARSERS, VLLM_MLX, AliasFlag, IgnoredFlag, RefusedFlag
+from firn.cli.options.help import ALL, show_all, text_of
 from firn.config import CONFIG_ENV, OPTIONS, Option, UsageError, load
 
 _FLAGS = {item.key: item.flag for item in OPTIONS}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from firn.cli.parameters import (
+from firn.cli.options.parameters import (
     DEFAULT_URL,
     ApiKey,
     CacheDir,
@@ -28,7 +28,7 @@ from firn.core.units import GIB
 
 MAX_GIB = 1 << 20
 if TYPE_CHECKING:
-    from firn.cli.cache_work import CacheFolder
+    from firn.cli.cache.work import CacheFolder
 
 KeyFile = Annotated[
     str | None,
@@ -68,7 +68,7 @@ def cache_dir(folder: str | None, config: Path | None) -> Path:
 
 def _location(folder: str | None, config: Path | None, key_file: str | None = None) -> CacheFolder:
     """That folder, and the key that its records are encrypted with."""
-    from firn.cli.cache_work import CacheFolder
+    from firn.cli.cache.work import CacheFolder
 
     settings = _cache_settings(folder, config, key_file)
     return CacheFolder.of(
@@ -93,7 +93,7 @@ def _ls(
     ] = 3,
 ) -> None:
     """List models and namespaces, and the largest prefixes of each."""
-    from firn.cli.cache_view import ls
+    from firn.cli.cache.view import ls
 
     ls(_location(folder, config, key_file), top=top)
 
@@ -119,7 +119,7 @@ def _show(
     ] = False,
 ) -> None:
     """Show a block: where it belongs, its layers, its tokens, and their text."""
-    from firn.cli.cache_view import show
+    from firn.cli.cache.view import show
 
     show(_location(folder, config, key_file), key, model=model, whole=whole)
 
@@ -135,7 +135,7 @@ def _where(
 
     KEY is a block's key. The first digits are enough if the block is on the SSD as well.
     """
-    from firn.cli.cache_view import where
+    from firn.cli.cache.view import where
     from firn.cli.client import ChatClient
 
     with ChatClient(url, api_key=api_key) as client:
@@ -149,7 +149,7 @@ def _stats(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print the folder's size, records and limits."""
-    from firn.cli.cache_view import show_stats
+    from firn.cli.cache.view import show_stats
 
     show_stats(_location(folder, config, key_file), as_json=as_json)
 
@@ -167,7 +167,7 @@ def _verify(
     ] = False,
 ) -> None:
     """Read every record and check every byte. The exit code is 1 when something is damaged."""
-    from firn.cli.cache_work import verify
+    from firn.cli.cache.work import verify
 
     raise typer.Exit(verify(_location(folder, config, key_file), quarantine=quarantine))
 
@@ -183,7 +183,7 @@ def _gc(
     config: ConfigFile = None,
 ) -> None:
     """Evict the least recently used prefixes, from their ends, until the rest fits."""
-    from firn.cli.cache_work import gc
+    from firn.cli.cache.work import gc
 
     gc(_location(folder, config), max_nbytes=int(max_gb * GIB))
 
@@ -201,7 +201,7 @@ def _clear(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Delete records: all of them, or a model's, or a namespace's."""
-    from firn.cli.cache_work import clear, to_clear
+    from firn.cli.cache.work import clear, to_clear
     from firn.cli.terminal import confirm
 
     location = _location(folder, config)
@@ -222,7 +222,7 @@ def _export(
 
     It holds the prompt in readable form: treat it like the prompt itself.
     """
-    from firn.cli.cache_work import export
+    from firn.cli.cache.work import export
 
     export(_location(folder, config, key_file), key, file)
 
@@ -241,7 +241,7 @@ def _import(
 
     A model answers from what it is given here: import files from people you trust.
     """
-    from firn.cli.cache_work import import_
+    from firn.cli.cache.work import import_
 
     import_(_location(folder, config, key_file), file, namespace=namespace)
 
@@ -271,7 +271,7 @@ def _advise(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Recommend cache sizes: play a trace against a table of sizes, without a model."""
-    from firn.cli.advise import run
+    from firn.cli.cache.advise import run
 
     run(
         trace,

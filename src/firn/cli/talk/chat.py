@@ -30,7 +30,7 @@ from firn.cli.client import (
     TokenCounts,
     image_url,
 )
-from firn.cli.markdown import MarkdownStyler
+from firn.cli.talk.markdown import MarkdownStyler
 from firn.cli.terminal import quiet_keyboard, typed_lines
 from firn.config import UsageError
 from firn.core.measure import writing_speed

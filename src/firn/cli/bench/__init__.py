@@ -1,0 +1,1 @@
+"""`firn bench`: for `commands` alone. The work is imported when the command runs."""

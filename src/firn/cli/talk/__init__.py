@@ -1,0 +1,1 @@
+"""`firn chat`: for `commands` alone."""
