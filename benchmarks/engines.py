@@ -51,9 +51,9 @@ from firn.models.decode.batch import why_not_batchable
 from firn.models.decode.kv_growth import ShapeBuckets
 from firn.models.decode.runner import Runner
 from firn.models.decode.steps import NO_SPECULATION
-from firn.models.loader import LoadedModel
+from firn.models.load.loader import LoadedModel
 from firn.models.model_arguments import IDS_ONLY
-from firn.models.mtp import MtpModel, PredictionHead, with_head_layer
+from firn.models.speculation.mtp import MtpModel, PredictionHead, with_head_layer
 from firn.models.speculation.speculator import Speculation
 from firn.sparse.placing import ArgumentsByPosition
 from firn.sparse.prefill import SparsePrefill

@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from firn.core.values import Grammar, Job, Prompt, RequestId, Sampling
 from firn.models.decode.runner import Runner
-from firn.models.grammar import CompiledGrammar, Compiler
-from firn.models.loader import load_tokenizer
+from firn.models.grammar.compiler import CompiledGrammar, Compiler
+from firn.models.load.loader import load_tokenizer
 from tests import zoo
 from tests.harness import model_info
 

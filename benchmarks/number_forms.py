@@ -31,7 +31,7 @@ from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 from report import cli, grid
 
 from firn.assembly import model_names
-from firn.models.packaged import SMOLLM2, installed_file
+from firn.models.load.packaged import SMOLLM2, installed_file
 
 QUESTIONS = (
     "What is the capital of France?",

@@ -43,8 +43,8 @@ from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixCache
 from firn.core.values import CacheControl, Chat, Message, Namespace, Prompt, TextPart
 from firn.demo.facts import Placement, make_session, n_facts_for
-from firn.models import loader
-from firn.models.loader import LoadedModel
+from firn.models.load import loader
+from firn.models.load.loader import LoadedModel
 from firn.models.model_arguments import IdsOnly
 from firn.sparse.attention import N_LOOKAHEAD, AttentionScorer, Reading
 from firn.sparse.rules import Sparse

@@ -24,9 +24,9 @@ import mlx.core as mx
 from disks import drop_pages
 from report import BenchError, cli
 
-from firn.models import fingerprint as fingerprints
-from firn.models.fingerprint import Fingerprint
-from firn.models.weight_memory import WeightMemory
+from firn.models.load import fingerprint as fingerprints
+from firn.models.load.fingerprint import Fingerprint
+from firn.models.load.weight_memory import WeightMemory
 
 GIB = 1 << 30
 SHARD_NBYTES = 4 * GIB

@@ -27,9 +27,9 @@ from speculation_device import Oracle
 from firn.assembly import model_names
 from firn.core.values import Chat, Message, Role, TextPart
 from firn.demo.facts import make_session
-from firn.models import loader
 from firn.models.decode.batch import Group
-from firn.models.hub import HubRules
+from firn.models.load import loader
+from firn.models.load.hub import HubRules
 from firn.models.speculation.drafters import Draft
 from firn.models.speculation.gate import Unlimited
 from firn.models.speculation.speculator import DraftPlan, Speculation

@@ -24,9 +24,9 @@ from tokenizers import Tokenizer as Definition
 from firn.core.ports import Tokenizer
 from firn.core.values import Message, TextPart, ToolCall
 from firn.demo.builtin import builtin_folder
-from firn.models.loader import load_tokenizer
-from firn.models.piecewise import PiecewiseEncoder
-from firn.models.tokenizer import HfTokenizer
+from firn.models.load.loader import load_tokenizer
+from firn.models.tokenizer.hf_tokenizer import HfTokenizer
+from firn.models.tokenizer.piecewise import PiecewiseEncoder
 from firn.text.prompt.messages import normalize_calls, to_template
 from firn.text.prompt.rendering import Content
 from firn.text.prompt.template import MESSAGE_OPENERS, Template

@@ -19,7 +19,7 @@ from firn.cache.storage.container import load
 from firn.cache.tiers import Tier
 from firn.cache.tree import Node, Record
 from firn.core.ports import At
-from firn.models.mtp import MtpModel
+from firn.models.speculation.mtp import MtpModel
 
 ROUNDING = 2e-3
 """Largest difference, relative to an array's largest value, that other chunks and batches may make."""

@@ -34,7 +34,7 @@ HEAVY = (
     "vision/test_mixed_batches.py", "test_ssd_faults_oracle.py", "cache/test_cache_requests.py",
     "cache/test_ssd_story.py", "cli/test_commands.py", "cli/doctor/test_examine.py",
     "fleet/test_front.py", "backends/cpu/test_cpu_functions.py", "cli/bench/test_bench.py",
-    "models/test_hub.py", "vision/test_loading.py", "models/speculation/drafters/test_mtp.py",
+    "models/load/test_hub.py", "vision/test_loading.py", "models/speculation/drafters/test_mtp.py",
     "host/test_shutdown.py", "vision/test_against_mlx_vlm.py", "vision/test_disk.py",
     "vision/test_guesses.py",
 )  # fmt: skip

@@ -50,8 +50,8 @@ from firn.models.decode.execution import PLAIN_EXECUTION, Execution
 from firn.models.decode.kv_growth import ShapeBuckets
 from firn.models.decode.runner import Runner
 from firn.models.decode.steps import NO_SPECULATION
-from firn.models.mtp import MtpModel
 from firn.models.patches import Patches
+from firn.models.speculation.mtp import MtpModel
 from firn.models.speculation.speculator import Speculation
 from firn.sparse.attention import AttentionScorer
 from firn.sparse.placing import ArgumentsByPosition

@@ -19,7 +19,7 @@ from typing import Any
 from firn import backends
 from firn.core.values import Chat, Message, Role, TextPart
 from firn.demo.facts import FactSession, make_session
-from firn.models import loader
+from firn.models.load import loader
 from firn.text.prompt.maker import PromptMaker
 from tests.harness import Harness, Result
 

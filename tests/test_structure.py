@@ -32,7 +32,7 @@ SAID = {
     "cli/doctor/examine": "the extra's name in pyproject.toml",
     "config/engine": "the option's name, and help texts",
     "kv_events": "the medium's name in the protocol",
-    "models/fingerprint": "the device is a part of every key",
+    "models/load/fingerprint": "the device is a part of every key",
 }
 """Files that may name a device, and why."""
 N_SAID = 12

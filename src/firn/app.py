@@ -39,7 +39,8 @@ from firn.host.shutdown import (
 )
 from firn.listener import Uvicorn, bind, connections, listen
 from firn.logs import configure as configure_logs
-from firn.models import embedder, loader
+from firn.models import embedder
+from firn.models.load import loader
 from firn.ranks.joining import RankMember, end_start, options_digest
 from firn.ranks.leader import Leader
 from firn.ranks.leader_parts import LeaderParts

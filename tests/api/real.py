@@ -17,7 +17,7 @@ from firn import app
 from firn.api.http.connections import Connections, http_config
 from firn.api.server import create_app
 from firn.config import CacheConfig, Config, ModelConfig, ServerConfig
-from firn.models.tokenizer import HfTokenizer
+from firn.models.tokenizer.hf_tokenizer import HfTokenizer
 from tests import families, zoo
 from tests.api.live import _Server
 from tests.text import grammar_walks

@@ -16,9 +16,9 @@ import pytest
 from firn.assembly import model_names
 from firn.config import converted_dir
 from firn.core.errors import SetupError
-from firn.models import packaged
-from firn.models.hub import HubRules
-from firn.models.packaged import SMOLLM2, installed_file
+from firn.models.load import packaged
+from firn.models.load.hub import HubRules
+from firn.models.load.packaged import SMOLLM2, installed_file
 from tests.cli.command import invoke
 
 

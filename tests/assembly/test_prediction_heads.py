@@ -15,9 +15,9 @@ from firn.assembly.speculation import with_head
 from firn.backends.contract import ComputeBackend
 from firn.config import Config, EngineConfig, ModelConfig
 from firn.core.errors import SetupError
-from firn.models.loader import LoadedModel
+from firn.models.load.loader import LoadedModel
 from firn.models.model_arguments import IdsOnly
-from firn.models.mtp import MtpModel
+from firn.models.speculation.mtp import MtpModel
 from tests.hash_runner import HashRunner
 from tests.models.speculation.drafters.test_mtp import as_published, random_head
 from tests.zoo import ZOO, build

@@ -27,7 +27,7 @@ from firn.cache.prefix import PrefixCache
 from firn.cache.storage.container import Header, pack, unpack
 from firn.core.keys import Key
 from firn.core.values import CacheControl, Namespace, PictureSpan, Prompt
-from firn.models.fingerprint import Fingerprint
+from firn.models.load.fingerprint import Fingerprint
 from tests.cache.lab import (
     DENSE,
     HYBRID,

@@ -16,9 +16,9 @@ from firn.cache.off import CacheOff
 from firn.core.values import Job, Prompt, RequestId
 from firn.models.decode.batch import Group, Row
 from firn.models.decode.mtp_hidden import HiddenAt, first_hidden
-from firn.models.mtp import MtpModel, with_head_layer
 from firn.models.speculation import drafters
 from firn.models.speculation.drafters import NO_DRAFT, Draft, Drafter
+from firn.models.speculation.mtp import MtpModel, with_head_layer
 from firn.models.speculation.speculator import MAX_DRAFT
 from tests.models.speculation.drafters.test_mtp import random_head
 from tests.zoo import build

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from firn.core import ports
-from firn.models.loader import load_tokenizer
+from firn.models.load.loader import load_tokenizer
 from tests.contracts.stands import assert_fits
 from tests.fakes import FakeTokenizer
 from tests.text import trained

@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from firn.models.loader import load_tokenizer
-from firn.models.tokenizer import HfTokenizer
+from firn.models.load.loader import load_tokenizer
+from firn.models.tokenizer.hf_tokenizer import HfTokenizer
 from firn.text.calls.parsers.harmony import CONTROL as CHANNELS
 from tests.zoo.folder import CORPUS
 

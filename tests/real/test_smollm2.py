@@ -16,7 +16,7 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from firn.demo.server import ServerProcess
-from firn.models.loader import load_tokenizer
+from firn.models.load.loader import load_tokenizer
 from tests.real.asking import Drift, Messages, Reply, ask, ask_together, client, compare, user
 from tests.real.conftest import Figure, start
 from tests.real.questions import QUESTIONS, SYSTEM, TEXTS

@@ -23,7 +23,7 @@ from firn.core.values import (
     Prompt,
 )
 from firn.demo.facts import FactSession, make_session
-from firn.models import loader
+from firn.models.load import loader
 from firn.models.speculation.drafters.lookup import Lookup
 from firn.models.speculation.speculator import Speculation
 from firn.sparse.rules import Sparse

@@ -25,7 +25,7 @@ NAME_IT = {
     "config/engine.py",
     "config/sparse.py",  # its flags
     "config/tree.py",
-    "models/selfcheck.py",  # layers that are sparse, which is something else
+    "models/load/selfcheck.py",  # layers that are sparse, which is something else
     "ranks/joining.py",  # the flag that several processes refuse
 }
 

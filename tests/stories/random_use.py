@@ -34,18 +34,18 @@ from firn.models.decode.runner import Runner
 from firn.models.decode.step_profile import StepProfile
 from firn.models.decode.steps import NO_SPECULATION
 from firn.models.decode.verify import Verification
-from firn.models.grammar import CompiledGrammar
-from firn.models.mtp import MtpModel, with_head_layer
+from firn.models.grammar.compiler import CompiledGrammar
 from firn.models.speculation.drafters import Draft
 from firn.models.speculation.drafters.lookup import Lookup
 from firn.models.speculation.drafters.model import ModelDrafter
 from firn.models.speculation.drafters.mtp import MtpDrafter
+from firn.models.speculation.mtp import MtpModel, with_head_layer
 from firn.models.speculation.speculator import Speculation
 from tests.audit import ROUNDING, wrong_records
 from tests.dict_tier import DictTier
 from tests.harness import GREEDY, Eager, Result, model_info
 from tests.models.alone import TIE, Built, prompt_of, with_caches
-from tests.models.grammar_lab import allowed, compiled, tokenizer
+from tests.models.grammar.grammar_lab import allowed, compiled, tokenizer
 from tests.models.integers import chunked, full, integers, quantised, state, window
 from tests.models.speculation.drafters.test_model import AsksWhenReady
 from tests.models.speculation.drafters.test_mtp import random_head

@@ -16,7 +16,7 @@ from typing import Any
 from firn.cache.layout import Layout
 from firn.core.errors import UnknownCacheLayer
 from firn.models.decode.batch import why_not_batchable
-from firn.models.selfcheck import CHUNKS_MATTER, batch_fault
+from firn.models.load.selfcheck import CHUNKS_MATTER, batch_fault
 from tests.harness import Harness, Result, running
 
 WINDOW = 32

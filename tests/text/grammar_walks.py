@@ -24,14 +24,14 @@ from firn.core.values import (
     ToolChoice,
     ToolMode,
 )
-from firn.models.grammar import Compiler, Constraint
-from firn.models.loader import load_tokenizer
-from firn.models.tokenizer import HfTokenizer
+from firn.models.grammar.compiler import Compiler, Constraint
+from firn.models.load.loader import load_tokenizer
+from firn.models.tokenizer.hf_tokenizer import HfTokenizer
 from firn.text.calls.parsers import ToolFormat, formats
 from firn.text.grammar.constraint import ReplyConstraint, constraint
 from firn.text.reply.formats import ReplyFormat
 from firn.text.reply.splitter import ThinkTags
-from tests.models.grammar_lab import wander
+from tests.models.grammar.grammar_lab import wander
 from tests.text.replies import Reply, read
 from tests.zoo.folder import CORPUS
 

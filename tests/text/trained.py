@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from firn.models.plain_text import PlainText
+from firn.models.tokenizer.plain_text import PlainText
 
 CONTROL = (
     "<|im_start|>",

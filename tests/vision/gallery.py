@@ -18,11 +18,12 @@ from PIL import Image
 
 from firn.core.values import Chat, Message, MessagePart, PicturePart, Prompt, TextPart
 from firn.media.pictures import PictureLimits, Pictures
-from firn.models import loader, vision_load
-from firn.models.processor import VisionProcessor
-from firn.models.tokenizer import HfTokenizer
-from firn.models.vision import VisionModel
-from firn.models.vision_gemma import has_whole_pictures
+from firn.models.load import loader
+from firn.models.tokenizer.hf_tokenizer import HfTokenizer
+from firn.models.vision import load as vision_load
+from firn.models.vision.gemma import has_whole_pictures
+from firn.models.vision.processor import VisionProcessor
+from firn.models.vision.vision_model import VisionModel
 from firn.text.prompt.maker import PromptMaker
 from firn.text.prompt.messages import to_template
 from firn.text.prompt.template import Template

@@ -11,11 +11,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from firn.models import loader
 from firn.models.decode.raggedcheck import ragged_fault, rewind_fault
-from firn.models.mtp import MtpModel, PredictionHead, with_head_layer
-from firn.models.mtp_load import has_head, read_head
+from firn.models.load import loader
 from firn.models.speculation.drafters.mtp import MtpDrafter
+from firn.models.speculation.mtp import MtpModel, PredictionHead, with_head_layer
+from firn.models.speculation.mtp_load import has_head, read_head
 from tests.harness import running
 from tests.models.speculation.drafters.test_model import AsksWhenReady
 from tests.models.speculation.drafters.test_mtp import as_published

@@ -18,10 +18,11 @@ from mlx_vlm.models import cache as vlm_cache
 
 from firn.cache.layout import Layout
 from firn.core.errors import SetupError
-from firn.models import loader, vision_load
-from firn.models.inspect import inspect_folder
-from firn.models.picture import Features
-from firn.models.recognise import is_vision
+from firn.models.load import loader
+from firn.models.load.inspect import inspect_folder
+from firn.models.load.recognise import is_vision
+from firn.models.vision import load as vision_load
+from firn.models.vision.picture import Features
 from tests.vision import gallery
 from tests.zoo import ZOO
 from tests.zoo.vision import REFUSED_VISION, VISION

@@ -14,7 +14,7 @@ import pytest
 
 from firn.core.errors import StepFailed
 from firn.core.values import Message, Prompt
-from firn.models.picture import FeatureCache, Features
+from firn.models.vision.picture import FeatureCache, Features
 from tests.harness import Harness, running
 from tests.vision import gallery
 from tests.vision.gallery import said, user

@@ -13,8 +13,8 @@ import pytest
 from firn.core.errors import BadPicture
 from firn.core.values import Chat, Message, PicturePart, Prompt, TextPart, Tool, ToolCall
 from firn.media.pictures import PictureLimits, Pictures
-from firn.models import loader
-from firn.models.processor import VisionProcessor
+from firn.models.load import loader
+from firn.models.vision.processor import VisionProcessor
 from firn.text.prompt.maker import PromptMaker
 from firn.text.reply.formats import FALLBACK
 from tests.vision import gallery

@@ -25,7 +25,7 @@ from firn.core.memory_plan import STORE_QUEUE_NBYTES
 from firn.core.units import GIB, MIB
 from firn.core.values import ModelInfo, Namespace
 from firn.host.backups import exclude_from_backups
-from firn.models.loader import LoadedModel
+from firn.models.load.loader import LoadedModel
 from firn.ranks.leader_parts import LeaderParts
 
 log = logging.getLogger("firn")

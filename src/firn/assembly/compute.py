@@ -11,7 +11,7 @@ from firn.backends.profile import DeviceProfile
 from firn.cache.arrays.transfers import use
 from firn.config import Config, default_cache_dir, kernels_dir
 from firn.engine import EngineLimits
-from firn.models.selfcheck import CHUNKS_MATTER
+from firn.models.load.selfcheck import CHUNKS_MATTER
 
 log = logging.getLogger("firn")
 

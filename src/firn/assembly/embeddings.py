@@ -11,7 +11,8 @@ from typing import Any
 from firn.assembly.compute import ComputeSettings
 from firn.core.errors import SetupError
 from firn.core.values import ModelInfo
-from firn.models import embedder, loader
+from firn.models import embedder
+from firn.models.load import loader
 
 log = logging.getLogger("firn")
 

@@ -28,9 +28,9 @@ from firn.core.memory_plan import MachineMemory
 from firn.core.ranks import RankCall
 from firn.host.backups import exclude_from_backups
 from firn.host.shutdown import kill_after, outlives_terminal
-from firn.models import loader
-from firn.models.loader import LoadedModel
-from firn.models.transient import transient_of
+from firn.models.load import loader
+from firn.models.load.loader import LoadedModel
+from firn.models.load.transient import transient_of
 from firn.ranks.cache.slices import Identity, Slices
 from firn.ranks.follower import Follower
 from firn.ranks.group import check

@@ -16,11 +16,11 @@ from firn.core.errors import UnknownCacheLayer
 from firn.core.units import MIB
 from firn.core.values import Namespace
 from firn.engine import RowCost
-from firn.models import loader
 from firn.models.decode.batch import BUFFER_TOKENS
-from firn.models.hub import HubRules
-from firn.models.processor import VisionProcessor
-from firn.models.weight_memory import WeightMemory
+from firn.models.load import loader
+from firn.models.load.hub import HubRules
+from firn.models.load.weight_memory import WeightMemory
+from firn.models.vision.processor import VisionProcessor
 from firn.ranks.leader_parts import LeaderParts
 
 log = logging.getLogger("firn")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from firn.config import converted_dir
 from firn.demo.builtin import builtin_folder
-from firn.models import loader, packaged
-from firn.models.hub import HubRules
-from firn.models.inspect import local_folder
+from firn.models.load import loader, packaged
+from firn.models.load.hub import HubRules
+from firn.models.load.inspect import local_folder
 
 
 def resolve(name: str, rules: HubRules | None = None) -> Path:

@@ -28,12 +28,13 @@ from firn.core.memory_plan import MIN_CAPACITY_NBYTES, MemoryPlan
 from firn.core.values import ModelInfo
 from firn.engine import Budget, Engine, EngineParts, RowCost
 from firn.kv_events import EventPublisher
-from firn.models import embedder, loader
+from firn.models import embedder
 from firn.models.decode.execution import Execution
 from firn.models.decode.kv_growth import ShapeBuckets
 from firn.models.decode.runner import Runner
 from firn.models.decode.steps import NO_SPECULATION, Speculator
-from firn.models.transient import transient_of
+from firn.models.load import loader
+from firn.models.load.transient import transient_of
 from firn.ranks.leader_parts import LeaderParts
 
 log = logging.getLogger("firn")

@@ -25,8 +25,8 @@ from firn.core.ports import Tokenizer
 from firn.core.units import MIB
 from firn.engine import Engine
 from firn.media.documents import Documents
-from firn.models.grammar import Compiler
-from firn.models.recognise import scoring_settings
+from firn.models.grammar.compiler import Compiler
+from firn.models.load.recognise import scoring_settings
 from firn.text.prompt import rerank
 from firn.traces.record import Recorder, open_trace, user_salt
 

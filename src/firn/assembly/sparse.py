@@ -11,8 +11,8 @@ from firn.assembly.speculation import Drafting, DraftSetup
 from firn.config import Config
 from firn.core.errors import SetupError
 from firn.engine import NoPreparation, Preparer
-from firn.models import loader
 from firn.models.decode.kv_growth import ShapeBuckets
+from firn.models.load import loader
 from firn.models.model_arguments import PreparePass
 from firn.models.patches import Patches
 from firn.sparse.attention import AttentionScorer

@@ -17,15 +17,16 @@ from firn.core.errors import SetupError, UnknownCacheLayer
 from firn.core.units import MIB
 from firn.core.values import ModelInfo
 from firn.engine import RowCost
-from firn.models import loader, mtp_load
 from firn.models.decode.raggedcheck import ragged_fault, rewind_fault
 from firn.models.decode.steps import NO_SPECULATION, Speculator
 from firn.models.faults import first_line
-from firn.models.hub import HubRules
-from firn.models.mtp import MtpModel, PredictionHead, with_head_layer
+from firn.models.load import loader
+from firn.models.load.hub import HubRules
+from firn.models.speculation import mtp_load
 from firn.models.speculation.drafters import Drafter, discover
 from firn.models.speculation.drafters.model import ModelDrafter
 from firn.models.speculation.drafters.mtp import MtpDrafter
+from firn.models.speculation.mtp import MtpModel, PredictionHead, with_head_layer
 from firn.models.speculation.speculator import Speculation
 
 log = logging.getLogger("firn")

@@ -10,9 +10,9 @@ from firn.config import Config
 from firn.core.ports import Pictures
 from firn.core.units import MIB
 from firn.core.values import ModelInfo
-from firn.models import loader
-from firn.models.processor import VisionProcessor
-from firn.models.tokenizer import HfTokenizer
+from firn.models.load import loader
+from firn.models.tokenizer.hf_tokenizer import HfTokenizer
+from firn.models.vision.processor import VisionProcessor
 from firn.text.calls.call_parser import NativeParser
 from firn.text.prompt.maker import PromptMaker
 from firn.text.prompt.template import Template

@@ -33,10 +33,10 @@ from firn.models.decode.step_profile import StepProfile
 from firn.models.decode.step_trace import NoStepTrace, StepTrace
 from firn.models.decode.steps import Speculator
 from firn.models.layers import MakeLayers
-from firn.models.loader import LoadedModel
+from firn.models.load.loader import LoadedModel
+from firn.models.load.weight_form import AsStored
 from firn.models.model_arguments import PreparePass, unprepared
 from firn.models.patches import Patches
-from firn.models.weight_form import AsStored
 
 
 @dataclass(frozen=True, slots=True)

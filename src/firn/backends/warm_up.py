@@ -23,10 +23,10 @@ from firn.models.decode.runner import Runner
 from firn.models.decode.step_profile import StepProfile
 from firn.models.decode.steps import Speculator
 from firn.models.faults import first_line
-from firn.models.mtp import MtpModel
 from firn.models.speculation.drafters import Draft, Drafter
 from firn.models.speculation.drafters.mtp import MtpDrafter
 from firn.models.speculation.gate import Unlimited
+from firn.models.speculation.mtp import MtpModel
 from firn.models.speculation.speculator import DraftPlan, Speculation
 
 log = logging.getLogger("firn.models")

@@ -73,8 +73,8 @@ def _from_server(client: ChatClient) -> ServedModel:
 def _from_folder(model: str, url: str) -> ServedModel:
     """The model as its folder describes it, which is what a server would report."""
     from firn.assembly import model_names
-    from firn.models.loader import read_config
-    from firn.models.recognise import context_length, is_vision
+    from firn.models.load.loader import read_config
+    from firn.models.load.recognise import context_length, is_vision
 
     folder = model_names.on_this_machine(model)
     if folder is None:

@@ -39,7 +39,7 @@ def folder_to_examine(name: str | None) -> str | None:
     None, with a line on stderr, if the packaged model's folder has not been made yet.
     """
     from firn.config import converted_dir
-    from firn.models.packaged import PACKAGED, installed_file, made_folder
+    from firn.models.load.packaged import PACKAGED, installed_file, made_folder
 
     model = PACKAGED.get(name or "")
     if model is None:

@@ -97,7 +97,7 @@ def _absolute_value(flag: str, text: str) -> str:
 
 
 def _is_own(model: str) -> bool:
-    from firn.models.packaged import PACKAGED
+    from firn.models.load.packaged import PACKAGED
 
     return model in PACKAGED or builtin_folder(model) is not None
 

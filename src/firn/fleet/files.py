@@ -12,9 +12,9 @@ from firn.config import converted_dir
 from firn.core.errors import SetupError
 from firn.demo.builtin import builtin_folder
 from firn.fleet.catalogue import ModelSpec
-from firn.models.local import find
-from firn.models.packaged import PACKAGED, made_folder, no_such_model
-from firn.models.recognise import context_length, is_vision, scoring_settings
+from firn.models.load.local import find
+from firn.models.load.packaged import PACKAGED, made_folder, no_such_model
+from firn.models.load.recognise import context_length, is_vision, scoring_settings
 from firn.text.prompt.rerank import NAMED
 from firn.text.reply.formats import reads_calls
 

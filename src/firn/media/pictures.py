@@ -41,7 +41,7 @@ class Processed(Protocol):
 
 
 class Processor(Protocol):
-    """The model's part of the work; `firn.models.processor.VisionProcessor` implements it."""
+    """The model's part of the work; `firn.models.vision.processor.VisionProcessor` implements it."""
 
     placeholder: str
     inline: bool

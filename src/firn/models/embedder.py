@@ -24,8 +24,8 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from firn.core.errors import BadRequest, SetupError
 from firn.core.values import ModelInfo
-from firn.models.tensor_header import read_header
-from firn.models.weight_form import AS_STORED, WeightForm
+from firn.models.load.tensor_header import read_header
+from firn.models.load.weight_form import AS_STORED, WeightForm
 
 Pooling = Literal["mean", "lasttoken", "cls", "max"]
 POOLING_FLAGS: Mapping[str, str] = {

@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_lm import utils as mlx_utils
 
 from firn.core.errors import SetupError
-from firn.models.recognise import is_vision
+from firn.models.load.recognise import is_vision
 
 HOW = "start it as `mlx.launch -n 2 firn serve MODEL --tensor-parallel`"
 MESSAGE_NBYTES = 1024

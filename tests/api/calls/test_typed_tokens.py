@@ -11,7 +11,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer, processors
 
-from firn.models.loader import load_tokenizer
+from firn.models.load.loader import load_tokenizer
 from tests import families
 from tests.api.live import Live, serve
 

@@ -15,7 +15,7 @@ from firn.backends.cpu import CpuBackend, CpuWeights, dtype
 from firn.backends.cpu.dtype import apply, is_narrow, widen, widened_nbytes
 from firn.config import WeightsDtype
 from firn.host.machine import SystemMemory
-from firn.models import loader
+from firn.models.load import loader
 from tests.zoo import ZOO, build, folder, probe
 from tests.zoo.test_zoo import FAST
 

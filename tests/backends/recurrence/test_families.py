@@ -14,8 +14,8 @@ from firn.backends.cuda.recurrence import KernelBuild, KernelBuilds, KernelLinea
 from firn.backends.recurrence import families, replacements, scans, ssm
 from firn.backends.recurrence.forms import Chunked, ChunkedLinear, ChunkedWkv
 from firn.backends.recurrence.replacements import Replacement, homes_of
+from firn.models.load.selfcheck import distance
 from firn.models.patches import Patches
-from firn.models.selfcheck import distance
 from tests.cache.tiny import tiny
 
 CLOSE = 1e-3

@@ -10,8 +10,8 @@ import pytest
 from mlx_lm.models import jamba, mamba
 
 from firn.backends.recurrence import replacements, scans
+from firn.models.load.selfcheck import distance
 from firn.models.patches import Patches
-from firn.models.selfcheck import distance
 from tests.cache.tiny import tiny
 
 CLOSE = 1e-3

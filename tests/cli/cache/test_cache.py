@@ -127,7 +127,7 @@ def test_show(folder: Path, cache: Cache) -> None:
 
 
 def test_show_decodes_with_a_tokenizer(folder: Path, cache: Cache) -> None:
-    from firn.models.loader import load_tokenizer
+    from firn.models.load.loader import load_tokenizer
 
     model = resources.files("firn.demo") / "models" / "firn-demo"
     assert isinstance(model, Path)

@@ -48,7 +48,7 @@ from firn.host.machine import (
     usable_cores,
     vm_stat_available,
 )
-from firn.models.inspect import CacheCost, ModelReport, inspect_folder
+from firn.models.load.inspect import CacheCost, ModelReport, inspect_folder
 from firn.text.prompt.template_losses import TOOLS_MOVE
 from tests import families
 from tests.cli import command

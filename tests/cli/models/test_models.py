@@ -14,7 +14,7 @@ from firn.config import load
 from firn.core.errors import SetupError
 from firn.fleet.catalogue import folders
 from firn.fleet.memory import Room
-from firn.models import hub
+from firn.models.load import hub
 from tests.api.live import serve
 from tests.cli import command
 from tests.cli.talk.chat_server import Wire, serving

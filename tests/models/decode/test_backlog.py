@@ -14,9 +14,9 @@ from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
 from firn.models.decode.backlog import MAX_STEPS
 from firn.models.decode.batch import Group
-from firn.models.mtp import split
 from firn.models.speculation.drafters import Draft
 from firn.models.speculation.drafters.mtp import MtpDrafter
+from firn.models.speculation.mtp import split
 from firn.models.speculation.speculator import DraftPlan
 from tests.cache.pending import settle
 from tests.harness import Harness, running

@@ -16,7 +16,7 @@ from firn.cache.layout import Layout
 from firn.models.decode.padding import in_blocks
 from firn.models.decode.ragged import ALL_COLUMNS, Columns
 from firn.models.decode.rewind import RaggedStep, is_rewindable, ready
-from firn.models.selfcheck import prefilled
+from firn.models.load.selfcheck import prefilled
 from tests.models.speculation.test_speculation import KINDS
 from tests.zoo import build
 

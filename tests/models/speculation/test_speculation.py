@@ -21,7 +21,7 @@ from firn.models.speculation.step_times import StepShape, StepTimes
 from tests.harness import GREEDY, Harness, Result, running
 from tests.models.alone import TIE, beginning, plain, prompt_of, said_alone
 from tests.models.decode.test_batching import CountedModel
-from tests.models.grammar_lab import PROMPT, compiled, sampled, text_of, tokenizer
+from tests.models.grammar.grammar_lab import PROMPT, compiled, sampled, text_of, tokenizer
 from tests.models.speculation.drafting import AnyWidth, KnownReplies
 from tests.zoo import VOCAB_SIZE, build
 

@@ -8,8 +8,8 @@ import pytest
 from llguidance import LLParserLimits
 
 from firn.core.values import ToolChoice
-from firn.models import grammar as grammars
-from firn.models.grammar import Compiler
+from firn.models.grammar import compiler as grammars
+from firn.models.grammar.compiler import Compiler
 from firn.text.calls.parsers import ToolFormat, formats
 from firn.text.grammar.constraint import constraint
 from firn.text.reply.formats import ReplyFormat

@@ -13,7 +13,7 @@ from firn.core.values import Grammar, Tool, ToolChoice
 from firn.text.calls.parsers import ToolFormat, formats
 from firn.text.grammar.call_grammar import parameters
 from firn.text.reply.formats import ReplyFormat
-from tests.models.grammar_lab import wander
+from tests.models.grammar.grammar_lab import wander
 from tests.text import grammar_walks
 from tests.text.grammar_walks import (
     EACH,

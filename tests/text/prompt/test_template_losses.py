@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from firn.models.tokenizer import HfTokenizer
+from firn.models.tokenizer.hf_tokenizer import HfTokenizer
 from firn.text.prompt.template import Template
 from firn.text.prompt.template_losses import (
     DATE,

@@ -29,7 +29,7 @@ from firn.backends.profile import DeviceProfile
 from firn.backends.recurrence import convolution, families, replacements, scans, ssm
 from firn.backends.recurrence.forms import Chunked, ChunkedDelta, ChunkedLinear, ChunkedWkv
 from firn.backends.recurrence.replaced import Recurrences
-from firn.models.loader import LoadedModel
+from firn.models.load.loader import LoadedModel
 from firn.models.model_arguments import PreparePass, unprepared
 from firn.models.patches import Patches
 

@@ -15,7 +15,7 @@ from firn.models.decode.padding import in_blocks
 from firn.models.decode.ragged import Columns
 from firn.models.decode.rewind import ready
 from firn.models.layers import MakeLayers
-from firn.models.selfcheck import FAR, LENGTHS, distance, prefilled
+from firn.models.load.selfcheck import FAR, LENGTHS, distance, prefilled
 
 TRIED_BLOCK = 8
 """Columns of a block in the trial."""

@@ -35,9 +35,9 @@ from firn.models.decode.step_profile import StepProfile
 from firn.models.decode.step_trace import NoStepTrace, StepTrace
 from firn.models.decode.steps import Speculator
 from firn.models.layers import MakeLayers
-from firn.models.loader import LoadedModel
+from firn.models.load.loader import LoadedModel
 from firn.models.model_arguments import IdsOnly
-from firn.models.mtp import MtpModel
+from firn.models.speculation.mtp import MtpModel
 
 log = logging.getLogger("firn.models")
 

@@ -32,7 +32,7 @@ from firn.core.common_chunks import common_end
 from firn.models.decode.kv_growth import PaddedPass, ShapeBuckets
 from firn.models.faults import first_line
 from firn.models.layers import MakeLayers
-from firn.models.selfcheck import FAR, distance, prefilled
+from firn.models.load.selfcheck import FAR, distance, prefilled
 
 WIDTHS = (16, 64, *range(256, 2049, 256))
 FULL = WIDTHS[-1]

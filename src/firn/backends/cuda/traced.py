@@ -31,7 +31,7 @@ from firn.models.decode.ragged import Columns, RaggedKVCache, padded
 from firn.models.decode.step_trace import RowLengths
 from firn.models.faults import first_line
 from firn.models.layers import MakeLayers, kind
-from firn.models.selfcheck import FAR, LENGTHS, distance, prefilled
+from firn.models.load.selfcheck import FAR, LENGTHS, distance, prefilled
 
 log = logging.getLogger("firn.models")
 

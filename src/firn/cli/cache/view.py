@@ -224,7 +224,7 @@ def _text_of(tokens: list[int], model: str | None) -> str:
     if model is None:
         return numbers
     try:
-        from firn.models.loader import load_tokenizer
+        from firn.models.load.loader import load_tokenizer
 
         tokenizer = load_tokenizer(Path(os.path.expanduser(model)))
     except (FirnError, ImportError) as e:

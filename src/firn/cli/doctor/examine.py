@@ -37,7 +37,7 @@ from firn.host.machine import SystemMemory, disk_free, is_translated, memory
 if TYPE_CHECKING:
     from firn.backends.contract import ComputeBackend
     from firn.backends.report import DeviceReport
-    from firn.models.inspect import ModelReport
+    from firn.models.load.inspect import ModelReport
     from firn.models.timing import TimeSplit
 
 LOW_DISK_NBYTES = 2 * GIB
@@ -253,7 +253,7 @@ def model_findings(name: str | None, *, n_stores: int = 0) -> Iterator[Finding]:
         yield Finding("model", f"{name} was not examined: that needs MLX", "note")
         return
     from firn.backends.report import report_of
-    from firn.models.inspect import inspect_folder, local_folder
+    from firn.models.load.inspect import inspect_folder, local_folder
 
     try:
         folder = local_folder(name)
@@ -277,7 +277,7 @@ def model_findings(name: str | None, *, n_stores: int = 0) -> Iterator[Finding]:
 
 def template_findings(folder: Path) -> Iterator[Finding]:
     """What the chat template drops or moves as a chat grows; nothing where there is none."""
-    from firn.models.loader import load_tokenizer
+    from firn.models.load.loader import load_tokenizer
     from firn.text.prompt.template import Template
     from firn.text.prompt.template_losses import losses
 
@@ -327,8 +327,8 @@ def time_model(name: str) -> Iterator[Finding]:
     """Loads the model as a server would, and measures where the time of a chunk and of a step goes."""
     from firn.assembly import model_names
     from firn.backends.contract import BackendOptions
-    from firn.models import loader
-    from firn.models.hub import HubRules
+    from firn.models.load import loader
+    from firn.models.load.hub import HubRules
     from firn.models.timing import measure
 
     backend = _backend()

@@ -20,7 +20,7 @@ from firn.core.errors import SetupError
 from firn.demo.builtin import builtin_folder
 
 if TYPE_CHECKING:
-    from firn.models.hub import HubRules
+    from firn.models.load.hub import HubRules
 
 STYLES = {"loaded": "green", "loading": "yellow", "draining": "yellow"}
 
@@ -100,7 +100,7 @@ def local_models(models_dir: Path | None) -> list[ModelOnDisk]:
 
 def _packaged_models() -> list[ModelOnDisk]:
     from firn.config import converted_dir
-    from firn.models.packaged import PACKAGED, made_folder
+    from firn.models.load.packaged import PACKAGED, made_folder
 
     made = {name: made_folder(model, converted_dir()) for name, model in PACKAGED.items()}
     return [ModelOnDisk(name, folder, _nbytes(folder)) for name, folder in made.items() if folder]
@@ -125,7 +125,7 @@ def _hub_models() -> list[ModelOnDisk]:
 
 
 def _lm_studio_models() -> list[ModelOnDisk]:
-    from firn.models.local import lm_studio_models
+    from firn.models.load.local import lm_studio_models
 
     return [
         ModelOnDisk(model.name, model.folder, _nbytes(model.folder), owner="LM Studio")
@@ -191,8 +191,8 @@ def _refuse_in_use(name: str, url: str, api_key: str | None) -> None:
 
 def pull(name: str, models_dir: Path | None, *, retries: int) -> int:
     from firn.assembly import model_names
-    from firn.models.hub import HubRules
-    from firn.models.packaged import PACKAGED
+    from firn.models.load.hub import HubRules
+    from firn.models.load.packaged import PACKAGED
 
     if not name.strip():
         raise UsageError("which model? Give the id of one on the Hugging Face hub, or smollm2")
@@ -208,7 +208,7 @@ def pull(name: str, models_dir: Path | None, *, retries: int) -> int:
 
 def _fetch_whole(name: str, models_dir: Path, rules: HubRules) -> Path:
     """A server that serves this folder sees the model once it is complete; a broken download resumes."""
-    from firn.models.hub import fetch_into
+    from firn.models.load.hub import fetch_into
 
     folder = models_dir / name
     if folder.exists():

@@ -82,7 +82,7 @@ def _folder(name: str) -> Path | None:
     if folder.is_dir():
         return folder
     try:
-        from firn.models.inspect import local_folder
+        from firn.models.load.inspect import local_folder
 
         return local_folder(name)
     except (ImportError, SetupError):

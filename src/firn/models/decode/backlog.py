@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from firn.models.mtp import MtpModel, split
+from firn.models.speculation.mtp import MtpModel, split
 
 MAX_STEPS = 64
 """Steps kept at most. Each keeps a hidden state per row."""

@@ -26,8 +26,8 @@ from firn.core.values import TokenArray
 from firn.models.decode.batch import Row
 from firn.models.decode.kv_growth import ShapeBuckets
 from firn.models.layers import MakeLayers
+from firn.models.load.selfcheck import FAR, LENGTHS, distance, prefilled
 from firn.models.model_arguments import PreparePass
-from firn.models.selfcheck import FAR, LENGTHS, distance, prefilled
 
 PASTS = (5, 0, 3)
 """Tokens already read by each of the rows that a model is tried with."""

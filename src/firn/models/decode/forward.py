@@ -24,7 +24,7 @@ from firn.models.decode.padding import in_blocks
 from firn.models.decode.ragged import ALL_COLUMNS, Columns
 from firn.models.decode.verify import KeepStates, keep_nothing
 from firn.models.model_arguments import IdsOnly, ModelArguments
-from firn.models.mtp import MtpModel
+from firn.models.speculation.mtp import MtpModel
 
 
 class Forward:

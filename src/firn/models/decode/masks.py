@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from firn.models.grammar import Constraint
+from firn.models.grammar.compiler import Constraint
 
 Bits = npt.NDArray[np.uint32]
 Allowed = npt.NDArray[np.bool_]

@@ -16,7 +16,7 @@ import mlx.core as mx
 from firn.models.decode.rewind import RaggedStep, is_rewindable, ready
 from firn.models.faults import first_line
 from firn.models.layers import MakeLayers
-from firn.models.selfcheck import FAR, LENGTHS, distance, prefilled
+from firn.models.load.selfcheck import FAR, LENGTHS, distance, prefilled
 
 FED = (3, 1, 2)
 """Tokens fed to each row. The last row takes back some, or all if it cannot take back a part."""

@@ -25,7 +25,7 @@ import numpy as np
 from firn.core.errors import FirnError, InvalidValue
 from firn.core.events import TokenLogprob
 from firn.core.values import Sampling, TokenArray
-from firn.models.grammar import Constraint
+from firn.models.grammar.compiler import Constraint
 
 TINY = 1e-30
 SCORED_ROWS = 32

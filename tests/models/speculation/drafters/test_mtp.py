@@ -13,12 +13,12 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from firn.models import loader
 from firn.models.decode.batch import Group
-from firn.models.mtp import MtpModel, PredictionHead, with_head_layer
-from firn.models.mtp_load import FAMILIES, has_head, read_head
+from firn.models.load import loader
 from firn.models.speculation.drafters import Draft
 from firn.models.speculation.drafters.mtp import MtpDrafter
+from firn.models.speculation.mtp import MtpModel, PredictionHead, with_head_layer
+from firn.models.speculation.mtp_load import FAMILIES, has_head, read_head
 from firn.models.speculation.speculator import DraftPlan
 from tests.harness import GREEDY, running
 from tests.models.alone import Built, plain, prompt_of

@@ -17,8 +17,8 @@ from firn.models.decode.batch import Group, Row
 from firn.models.decode.mtp_hidden import hidden_of
 from firn.models.decode.rewind import RaggedStep
 from firn.models.decode.sampling import to_host
-from firn.models.mtp import MtpModel, split
 from firn.models.speculation.drafters import MAX_CHAIN, NO_DRAFT, Draft, Drafter
+from firn.models.speculation.mtp import MtpModel, split
 
 ODDS = 0.6
 """That a drafted token is right, before anything is known."""
