@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_ssd_faults_oracle import (
+from tests.stories.test_ssd_faults_oracle import (
     MODELS,
     check,
     faulty,

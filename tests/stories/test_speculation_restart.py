@@ -18,7 +18,7 @@ from tests.api.real import Real, serving
 from tests.cache.pending import settle
 from tests.models.speculation.drafting import AnyWidth
 from tests.oracle import Oracle
-from tests.test_speculation_server import ask, config
+from tests.stories.test_speculation_server import ask, config
 from tests.zoo import ZOO, build, folder, write_folder
 
 MIB = 1 << 20
