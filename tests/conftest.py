@@ -26,13 +26,14 @@ settings.register_profile("firn", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("firn")
 
 HEAVY = (
-    "ranks/test_text.py", "models/test_speculation.py", "sweep/test_sweep.py", "vision/test_reuse.py",
-    "models/test_batching.py", "stories/test_oracle.py", "contracts/test_dialects.py",
-    "cache/test_cache_exact.py", "stories/test_ssd_processes.py", "text/prompt/test_growing_chats.py",
-    "traces/test_simulate.py", "cache/test_cache_faults.py", "cli/talk/test_chat.py",
-    "models/test_backlog.py", "stories/test_sparse_server.py", "contracts/test_codecs.py", "stories/test_stores.py",
-    "vision/test_mixed_batches.py", "stories/test_ssd_faults_oracle.py", "cache/test_cache_requests.py",
-    "cache/test_ssd_story.py", "cli/test_commands.py", "cli/doctor/test_examine.py",
+    "ranks/test_text.py", "models/speculation/test_speculation.py", "sweep/test_sweep.py",
+    "vision/test_reuse.py", "models/decode/test_batching.py", "stories/test_oracle.py",
+    "contracts/test_dialects.py", "cache/test_cache_exact.py", "stories/test_ssd_processes.py",
+    "text/prompt/test_growing_chats.py", "traces/test_simulate.py", "cache/test_cache_faults.py",
+    "cli/talk/test_chat.py", "models/decode/test_backlog.py", "stories/test_sparse_server.py",
+    "contracts/test_codecs.py", "stories/test_stores.py", "vision/test_mixed_batches.py",
+    "stories/test_ssd_faults_oracle.py", "cache/test_cache_requests.py", "cache/test_ssd_story.py",
+    "cli/test_commands.py", "cli/doctor/test_examine.py",
     "fleet/test_front.py", "backends/cpu/test_cpu_functions.py", "cli/bench/test_bench.py",
     "models/load/test_hub.py", "vision/test_loading.py", "models/speculation/drafters/test_mtp.py",
     "host/test_shutdown.py", "vision/test_against_mlx_vlm.py", "vision/test_disk.py",

@@ -64,8 +64,17 @@ MAY_IMPORT: dict[str, set[str]] = {
 # fmt: on
 # The folders (or files, without .py) that may use a library; all others must not.
 MAY_USE: dict[str, tuple[str, ...]] = {
-    "mlx": ("backends", "models", "sparse", "cache/codecs", "cache/arrays", "demo"),
-    "mlx_lm": ("backends", "models", "demo"),
+    "mlx": (
+        "backends",
+        "models",
+        "sparse",
+        "ranks/group",
+        "ranks/runner",
+        "cache/codecs",
+        "cache/arrays",
+        "demo",
+    ),
+    "mlx_lm": ("backends", "models", "ranks/group", "demo"),
     "mlx_vlm": ("models", "demo"),
     "PIL": ("media", "models"),
     "llguidance": ("models",),
@@ -100,8 +109,13 @@ REACHES: dict[str, tuple[str, ...]] = {
 """Names with an underscore that may be read from outside, by reason."""
 BORROWS: dict[str, tuple[tuple[str, str], ...]] = {
     "the folder's layout, for what people ask of it": (("cache", "firn.cache.tiers._folder"),),
+    "a rank's slices are payloads, too": (
+        ("ranks", "firn.cache.arrays.host"),
+        ("ranks", "firn.cache.arrays.payload"),
+    ),
 }
-"""Private modules that others may import, by reason: (the importing package, the module)."""
+"""Modules of another package's inside that may be imported, by reason: (the importing package, the
+module)."""
 HEAVY = ("mlx", "mlx_lm", "mlx_vlm", "transformers", "numpy", "fastapi", "uvicorn", "httpx")
 
 
@@ -177,10 +191,12 @@ def _private_ok(item: Import) -> bool:
     for i, part in enumerate(parts):
         if part.startswith("_") and not part.startswith("__"):
             home, module = "/".join(parts[1:i]), ".".join(parts[: i + 1])
-            borrows = {pair for pairs in BORROWS.values() for pair in pairs}
-            inside = item.place.startswith(f"{home}/")
-            return inside or (item.place.split("/")[0], module) in borrows
+            return item.place.startswith(f"{home}/") or _borrows(item.place, module)
     return True
+
+
+def _borrows(place: str, module: str) -> bool:
+    return any((place.split("/")[0], module) in pairs for pairs in BORROWS.values())
 
 
 @cache
@@ -204,7 +220,9 @@ def _facade_ok(item: Import) -> bool:
 def _inside_ok(item: Import) -> bool:
     target = "/".join(item.target.split(".")[1:]) + "/"
     return not any(
-        target.startswith(f"{package}/{name}/") and not item.place.startswith(f"{package}/")
+        target.startswith(f"{package}/{name}/")
+        and not item.place.startswith(f"{package}/")
+        and not _borrows(item.place, f"firn.{package}.{name}".replace("/", "."))
         for package, inner in INSIDES.items()
         for name in inner
     )
@@ -270,8 +288,9 @@ def test_every_package_has_its_line() -> None:
         ("assembly/cache", "from firn.cache.storage.desk import TierDesk"),
         ("cache/arraysish", "import mlx.core"),
         ("cache/codecs/pages", "from mlx_lm.models.cache import KVCache"),
-        ("models/runner", "from firn.demo import model"),
-        ("models/runner", "from firn.engine import sequence"),
+        ("models/decode/runner", "from firn.demo import model"),
+        ("models/decode/runner", "from firn.engine import sequence"),
+        ("ranks/cache/tree", "from firn.cache.storage.desk import TierDesk"),
         ("config/tree", "from firn import app"),
         ("app", "import firn.cli"),
         ("__init__", "from firn import core"),
@@ -302,6 +321,7 @@ def test_a_wrong_import_is_seen(place: str, source: str) -> None:
         ("cache/records", "from firn.cache.storage.desk import TierDesk"),
         ("assembly/cache", "from firn.cache.storage.worker import TierWorker"),
         ("cache/arrays/host", "import mlx.core"),
+        ("ranks/cache/slices", "from firn.cache.arrays.host import to_host"),
         ("cli/doctor/examine", "from firn.models.load.inspect import inspect_folder"),
         ("cli/__init__", "from firn import __version__"),
         ("demo/model", "import mlx_lm\nfrom firn import app"),
@@ -314,6 +334,17 @@ def test_a_wrong_import_is_seen(place: str, source: str) -> None:
 )
 def test_a_right_import_passes(place: str, source: str) -> None:
     assert faults(imports_of(source, place)) == []
+
+
+HTTP = [place for place in all_places() if place.startswith("api/http/")]
+
+
+@pytest.mark.parametrize("place", HTTP)
+def test_an_exchange_knows_no_call(place: str) -> None:
+    source = (SOURCES / f"{place}.py").read_text(encoding="utf-8")
+    targets = [item.target for item in imports_of(source, place)]
+    in_api = [target for target in targets if f"{target}.".startswith("firn.api.")]
+    assert [target for target in in_api if not target.startswith("firn.api.http.")] == []
 
 
 def test_a_reach_past_somebodys_own_names_is_seen() -> None:

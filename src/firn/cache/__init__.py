@@ -27,7 +27,6 @@ Read in this order:
     storage/             the engine's side of a tier; records as bytes; I/O threads; shared stores
     tiers/               where bytes are stored: ssd, s3, redis. One file each; only names and bytes
     codecs/, arrays/     layer caches <-> arrays <-> host bytes. The only users of MLX
-    ranks/               the same tree for a model that is split across several processes
     admin/               for people: statistics, pins, browsing; tools for a folder
     stats.py, off.py, garbage.py     counters; the disabled cache; garbage collection
 

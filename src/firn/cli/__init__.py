@@ -1,4 +1,8 @@
-"""The `firn` command. Imports only what `main` needs to survive an early Ctrl-C."""
+"""The `firn` command. Imports only what `main` needs to survive an early Ctrl-C.
+
+`commands` names all commands, and each imports its work when it runs; those of several files have a
+folder. `client` and `terminal` are for all of them.
+"""
 
 from __future__ import annotations
 

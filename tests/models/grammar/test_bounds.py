@@ -1,6 +1,6 @@
 """No grammar ends the server: every construct, many times over, nested, and with large numbers.
 
-What kills a process is compiled in another one first (`grammar_trial`); else these tests would not end.
+What kills a process is compiled in another one first (`trial`); else these tests would not end.
 """
 
 from __future__ import annotations

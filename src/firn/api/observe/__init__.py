@@ -1,4 +1,4 @@
 """What the server shows of itself: metrics, activity, the dashboard.
 
-Served by `server` and the probes; calls only report to it.
+`server`, the front and the probes serve it; calls only report to it.
 """

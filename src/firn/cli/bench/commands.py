@@ -1,4 +1,4 @@
-"""`firn bench`: names, flags and help texts. The work is in bench_work.py and firn.bench."""
+"""`firn bench`: names, flags and help texts. The work is in work.py and firn.bench."""
 
 from __future__ import annotations
 

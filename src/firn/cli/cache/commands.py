@@ -1,4 +1,4 @@
-"""`firn cache`: names, flags and help texts. The work is in cache_view.py and cache_work.py.
+"""`firn cache`: names, flags and help texts. The work is in view.py and work.py.
 
 All commands may run on a folder that servers are using; advise reads a trace instead of a folder.
 Nothing heavy is imported here.

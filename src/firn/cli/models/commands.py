@@ -1,4 +1,4 @@
-"""`firn models` and `firn pull`: names, flags and help texts. The work is in models_work.py."""
+"""`firn models` and `firn pull`: names, flags and help texts. The work is in work.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts the trial process, and asks it about grammars (see `grammar_trial`)."""
+"""Starts the trial process, and asks it about grammars (see `trial`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
 """The tokenizer and its chat templates, thread-safe and bounded in time.
 
-`load` builds an `HfTokenizer` for each model; all others use it through the port.
+`load` builds an `HfTokenizer` for each model. `assembly` and `grammar` know it; all others see the port.
 """

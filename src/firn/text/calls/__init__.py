@@ -1,4 +1,5 @@
 """Tool calls in the text of a reply: how they are read, in JSON, tags or Python.
 
-For `parsers`, which has one file for each format, and for `reply`, which runs them.
+For `parsers`, which has one file for each format, for `reply`, which runs them, and for
+`prompt`, which writes calls for templates that cannot.
 """

@@ -2,6 +2,7 @@
 
 Everything is read and checked before the first file is written. A file that cannot be converted
 without loss is rejected with a one-line error.
+Only `packaged` uses it.
 """
 
 from __future__ import annotations
