@@ -242,7 +242,7 @@ sys.meta_path.insert(0, Gone())
 find_spec = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *a: None if is_gone(name) else find_spec(name, *a)
 from pathlib import Path
-from firn.models import loader
+from firn.models.load import loader
 import firn.app
 folder = Path({str(gallery.folder("qwen3_5"))!r})
 tokenizer = loader.load_tokenizer(folder)

@@ -21,7 +21,7 @@ SCRIPT = (
     "import logging, sys\n"
     "logging.basicConfig(format='%(message)s', stream=sys.stdout)\n"
     "from firn.core.errors import SetupError\n"
-    "from firn.models import hub\n"
+    "from firn.models.load import hub\n"
     "hub.FIRST_PAUSE_S = 0.0\n"
     "try:\n    print('found', hub.{call}, hub.HubRules({rules})))\n"
     "except SetupError as e:\n    print('fault', e.message)\n"

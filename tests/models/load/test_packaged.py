@@ -175,7 +175,7 @@ def test_a_read_only_cache_folder_is_one_line(root: Path, data: bytes) -> None:
 CHILD = """
 import json, logging, sys
 from pathlib import Path
-from firn.models.packaged import PackagedModel, folder_of
+from firn.models.load.packaged import PackagedModel, folder_of
 
 root, model, stop_at = Path(sys.argv[1]), PackagedModel(**json.loads(sys.argv[2])), sys.argv[3]
 
