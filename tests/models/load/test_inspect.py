@@ -1,4 +1,4 @@
-"""What `models.inspect` finds in whole and in broken model folders, on tiny random models."""
+"""What `models.load.inspect` finds in whole and in broken model folders, on tiny random models."""
 
 from __future__ import annotations
 

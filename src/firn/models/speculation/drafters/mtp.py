@@ -1,6 +1,6 @@
 """Drafts by the model's own prediction head.
 
-The head reads along with the model (see `models.mtp`), so it is always ready. A draft is a chain:
+The head reads along with the model (see `speculation.mtp`), so it is always ready. A draft is a chain:
 the newest token and the hidden state before it give the first drafted token; that one and the
 head's own hidden state give the next. The cells that the chain writes to the head's cache are taken
 back: the step that verifies the draft writes them again, from the model's hidden states.
