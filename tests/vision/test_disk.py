@@ -80,7 +80,7 @@ class Teller:
             n_before = n_looks(small)
             again = {label: small.ask(prompt, N_REPLY) for label, prompt in asked.items()}
             settle(small)
-            stats, counts = small.cache.stats, small.io.usage().counts
+            stats, counts = small.cache.stats, small.worker.usage().counts
             n_again = n_looks(small) - n_before
         return Told(
             cold,

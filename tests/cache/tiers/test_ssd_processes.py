@@ -56,7 +56,7 @@ def test_the_limit_holds_at_every_moment(tmp_path: Path, n_processes: int, n_rou
         time.sleep(0.005)  # lets them take the lock
     results = [p.communicate(timeout=60) for p in processes]
     assert all(p.returncode == 0 for p in processes), [err for _, err in results]
-    assert len(samples) > 20
+    assert len(samples) > 10
     assert max(samples) <= limit
     assert max(samples) > limit * 0.6, "the limit was never near"
     totals: Counter[str] = Counter()
