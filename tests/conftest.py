@@ -27,17 +27,17 @@ settings.load_profile("firn")
 
 HEAVY = (
     "ranks/test_text.py", "models/speculation/test_speculation.py", "sweep/test_sweep.py",
-    "vision/test_reuse.py", "models/decode/test_batching.py", "stories/test_oracle.py",
+    "models/vision/test_reuse.py", "models/decode/test_batching.py", "stories/test_oracle.py",
     "contracts/test_dialects.py", "cache/test_cache_exact.py", "stories/test_ssd_processes.py",
     "text/prompt/test_growing_chats.py", "traces/test_simulate.py", "cache/test_cache_faults.py",
     "cli/talk/test_chat.py", "models/decode/test_backlog.py", "stories/test_sparse_server.py",
-    "contracts/test_codecs.py", "stories/test_stores.py", "vision/test_mixed_batches.py",
+    "contracts/test_codecs.py", "stories/test_stores.py", "models/vision/test_mixed_batches.py",
     "stories/test_ssd_faults_oracle.py", "cache/test_cache_requests.py", "cache/test_ssd_story.py",
-    "cli/test_commands.py", "cli/doctor/test_examine.py",
-    "fleet/test_front.py", "backends/cpu/test_cpu_functions.py", "cli/bench/test_bench.py",
-    "models/load/test_hub.py", "vision/test_loading.py", "models/speculation/drafters/test_mtp.py",
-    "host/test_shutdown.py", "vision/test_against_mlx_vlm.py", "vision/test_disk.py",
-    "vision/test_guesses.py",
+    "cli/test_commands.py", "cli/doctor/test_examine.py", "fleet/test_front.py",
+    "backends/cpu/test_cpu_functions.py", "cli/bench/test_bench.py", "models/load/test_hub.py",
+    "models/vision/test_loading.py", "models/speculation/drafters/test_mtp.py",
+    "host/test_shutdown.py", "models/vision/test_against_mlx_vlm.py", "models/vision/test_disk.py",
+    "models/vision/test_guesses.py",
 )  # fmt: skip
 """The slowest files, which run first: a worker that began one last would make the others wait."""
 

@@ -161,7 +161,7 @@ def test_lines_are_short(page: str) -> None:
     ("page", "generator"),
     [
         ("docs/architectures.md", "tests/sweep/table.py"),
-        ("docs/vision.md", "tests/vision/table.py"),
+        ("docs/vision.md", "tests/models/vision/table.py"),
     ],
 )
 def test_a_written_page_begins_as_its_generator_says(page: str, generator: str) -> None:

@@ -21,7 +21,7 @@ from firn.models.speculation.speculator import Speculation
 from tests.harness import model_info
 from tests.models.alone import Built, plain
 from tests.models.speculation.drafters.test_mtp import built
-from tests.vision import gallery
+from tests.models.vision import gallery
 
 NAMES = ("qwen3", "gemma3_text", "qwen3_next", "falcon_h1", "deepseek_v3", "llama4")
 

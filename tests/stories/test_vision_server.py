@@ -19,8 +19,8 @@ from PIL import Image
 
 from firn.config import CacheConfig, Config, EngineConfig, ImagesConfig, ModelConfig
 from tests.api.real import Real, serving
-from tests.vision import gallery
-from tests.vision.gallery import picture, said, user
+from tests.models.vision import gallery
+from tests.models.vision.gallery import picture, said, user
 
 NAME = "qwen3_vl"
 LONG = (

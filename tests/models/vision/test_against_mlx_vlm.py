@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.harness import running
-from tests.vision import gallery
-from tests.vision.gallery import said, user
+from tests.models.vision import gallery
+from tests.models.vision.gallery import said, user
 
 CHATS = {
     "no picture": [user("Who keeps the snow of last year?")],

@@ -23,7 +23,7 @@ from firn.models.load.inspect import inspect_folder
 from firn.models.load.recognise import is_vision
 from firn.models.vision import load as vision_load
 from firn.models.vision.picture import Features
-from tests.vision import gallery
+from tests.models.vision import gallery
 from tests.zoo import ZOO
 from tests.zoo.vision import REFUSED_VISION, VISION
 

@@ -12,9 +12,9 @@ from PIL import Image, ImageOps
 
 from firn.core.values import Message, PictureSpan, Prompt, TextPart
 from tests.harness import Harness, Result, running
+from tests.models.vision import gallery
+from tests.models.vision.gallery import every_family, picture, said, user
 from tests.sweep.checks import same_tokens
-from tests.vision import gallery
-from tests.vision.gallery import every_family, picture, said, user
 
 CHUNK, BLOCK = 32, 32
 SYSTEM = Message(

@@ -16,8 +16,8 @@ from firn.core.errors import StepFailed
 from firn.core.values import Message, Prompt
 from firn.models.vision.picture import FeatureCache, Features
 from tests.harness import Harness, running
-from tests.vision import gallery
-from tests.vision.gallery import said, user
+from tests.models.vision import gallery
+from tests.models.vision.gallery import said, user
 
 KINDS = ("qwen3_vl", "qwen3_5", "gemma3", "gemma4", "lfm2_vl", "pixtral")
 

@@ -16,8 +16,8 @@ from firn.cache.tiers.ssd import SsdTier
 from firn.core.values import Message, Prompt
 from tests import one_blas
 from tests.harness import Harness, running
-from tests.vision import gallery
-from tests.vision.gallery import said, user
+from tests.models.vision import gallery
+from tests.models.vision.gallery import said, user
 
 KINDS = ("qwen2_5_vl", "qwen3_5", "gemma3", "gemma4")
 """Pages; states and positions on three axes; windows; pictures that are read in one piece."""

@@ -1,6 +1,6 @@
 """The table of vision families in docs/vision.md: one row for each tiny model.
 
-python -m tests.vision.table      writes it
+python -m tests.models.vision.table      writes it
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.models.vision import gallery
 from tests.sweep.checks import MODES, check
-from tests.vision import gallery
 from tests.zoo.probe import layout
 from tests.zoo.vision import MORE_VISION, VISION
 from tests.zoo.vision_parts import VOCAB_SIZE
 
-PATH = Path(__file__).parents[2] / "docs" / "vision.md"
+PATH = Path(__file__).parents[3] / "docs" / "vision.md"
 HEAD = """# Vision models
 
 The families of mlx-vlm, built tiny with random weights. The same engine, batch and prefix cache serve
 them and text models. For each family this holds (`make sweep` checks it, and
-`python -m tests.vision.table` writes this file):
+`python -m tests.models.vision.table` writes this file):
 
 - requests with 0, 1, 2 and 3 pictures, in one batch, give what mlx-vlm gives for each alone;
 - text and pictures are reused: in exact mode warm logits are bit for bit the cold ones, with pictures
@@ -28,7 +28,7 @@ them and text models. For each family this holds (`make sweep` checks it, and
 - a changed, transposed, mirrored, moved, swapped or half transparent picture is another picture.
 
 After eviction from memory, or a restart, records come back from the SSD bit for bit
-(`tests/vision/test_disk.py`).
+(`tests/models/vision/test_disk.py`).
 
 firn takes PNG, JPEG, WebP, GIF, BMP and TIFF. The model sees what a viewer would show: turned
 upright, transparency over white, 16 bits scaled to 8. Animations, files with several pages, damaged

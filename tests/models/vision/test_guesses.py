@@ -20,8 +20,8 @@ from tests.harness import running
 from tests.models.speculation.drafters.test_model import AsksWhenReady
 from tests.models.speculation.drafters.test_mtp import as_published
 from tests.models.speculation.drafting import AnyWidth, KnownReplies
-from tests.vision import gallery
-from tests.vision.test_mixed_batches import KINDS, chats
+from tests.models.vision import gallery
+from tests.models.vision.test_mixed_batches import KINDS, chats
 from tests.zoo import weights
 
 

@@ -17,8 +17,8 @@ from firn.models.load import loader
 from firn.models.vision.processor import VisionProcessor
 from firn.text.prompt.maker import PromptMaker
 from firn.text.reply.formats import FALLBACK
-from tests.vision import gallery
-from tests.vision.gallery import part, said, user
+from tests.models.vision import gallery
+from tests.models.vision.gallery import part, said, user
 from tests.zoo.vision import VISION
 from tests.zoo.vision_parts import CHATML, TEXT_ONLY
 

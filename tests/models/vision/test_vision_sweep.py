@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.vision import table
+from tests.models.vision import table
 from tests.zoo.vision import MORE_VISION, VISION
 
 

@@ -20,8 +20,8 @@ from firn.cache.tiers.ssd import SsdTier
 from firn.core.values import CacheControl
 from tests.cache.pending import settle
 from tests.harness import Harness, Result, running
-from tests.vision import gallery
-from tests.vision.disk_story import (
+from tests.models.vision import gallery
+from tests.models.vision.disk_story import (
     BEHIND,
     BLOCK,
     CHUNK,
@@ -33,10 +33,10 @@ from tests.vision.disk_story import (
     n_looks,
     prompts,
 )
-from tests.vision.gallery import said, user
+from tests.models.vision.gallery import said, user
 from tests.zoo.vision import write_vision_folder
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EACH = pytest.mark.parametrize("name", KINDS)
 
 
@@ -144,7 +144,7 @@ def test_a_fresh_process_on_the_folder(told: Teller) -> None:
     """Digests of pictures and of their processor's settings are the same in every process."""
     stories = {name: told(name) for name in KINDS}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.vision.disk_story", str(told.folder)],
+        [sys.executable, "-m", "tests.models.vision.disk_story", str(told.folder)],
         capture_output=True,
         text=True,
         timeout=100,
