@@ -12,6 +12,8 @@ from functools import partial
 import pytest
 
 from firn.models.speculation.drafters.model import ModelDrafter
+from firn.sparse.rules import Sparse
+from tests.harness import Result
 from tests.models.alone import prompt_of
 from tests.stories.random_use import (
     DRAFTS,
@@ -133,6 +135,67 @@ def test_a_draft_model_keeps_true_tokens_only_while_its_rows_come_and_go(right: 
             for n in (25, 70, 90, 160):
                 used.ask(prompt_of(rng, 40), n)
             used.wait()
+        used.check()
+
+
+# --- thinned prompts ---------------------------------------------------------------------------
+
+HALF = Sparse(0.5, over=64)
+
+
+def thinned(used: Used, said: list[int], n_reply: int = 4) -> Result:
+    """Ask, and return as soon as the reply is said: before the whole prompt is read."""
+    n_before = used.runner.seen["thinned"]
+    result = used.ask(said, n_reply, preparation=HALF)
+    while not result.finished.is_set():
+        used.loop.step()
+    assert used.runner.seen["thinned"] == n_before + 1
+    return result
+
+
+def test_what_a_thinned_prompt_resumed_from_stays_cached() -> None:
+    kind, rng = SPARSE["sparse"], random.Random(1)
+    said = kind.tokens(rng, 200)
+    with Used(kind, None) as used:
+        used.ask(said, 1)
+        used.wait()
+        assert thinned(used, [*said, *kind.tokens(rng, 150)]).n_cached == 200
+        exact = used.ask([*said, *kind.tokens(rng, 20)], 1)
+        used.wait()
+        assert exact.n_cached == 200
+        used.check()
+
+
+def test_a_prompt_that_is_read_later_goes_on_after_every_request() -> None:
+    """Its parked row is taken over each time."""
+    kind, rng = SPARSE["sparse"], random.Random(2)
+    said = kind.tokens(rng, 600)
+    with Used(kind, None) as used:
+        thinned(used, said)
+        for _ in range(3):
+            for _ in range(2):
+                used.loop.step()
+            used.ask(kind.tokens(rng, 5), 1)
+            while used.running:
+                used.loop.step()
+        used.wait()
+        exact = used.ask(said, 1)
+        used.wait()
+        assert exact.n_cached == len(said) - 1
+        used.check()
+
+
+def test_a_thinned_prompt_keeps_what_an_earlier_one_stored_though_its_row_holds_more() -> None:
+    kind, rng = SPARSE["sparse"], random.Random(3)
+    said = kind.tokens(rng, 200)
+    with Used(kind, None) as used:
+        used.ask(said[:130], 1)
+        used.wait()
+        thinned(used, [*said[:140], *kind.tokens(rng, 150)])
+        used.ask(said, 1)
+        used.wait()
+        thinned(used, [*said, *kind.tokens(rng, 150)])
+        used.wait()
         used.check()
 
 
