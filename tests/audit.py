@@ -69,13 +69,14 @@ def wrong_records(
     rounding: float = ROUNDING,
     tier: Tier | None = None,
     fresh: Fresh | None = None,
+    own: Callable[[list[Any]], list[Any]] = lambda layers: layers,
 ) -> tuple[int, list[str]]:
     """How many records there are, and which of them hold something else than their tokens' state.
 
     Call it on the engine's thread. rounding: 0 compares bit for bit. tier: where records are read that
-    memory does not hold. fresh: computes the tokens; by default the model does, from their ids. What a
-    prediction head keeps is left out: it is only as good as the hidden state that the head began with,
-    and costs drafts, not answers.
+    memory does not hold. fresh: computes the tokens; by default the model does, from their ids. own:
+    those of its layers that the cache has records of. What a prediction head keeps is left out: it is
+    only as good as the hidden state that the head began with, and costs drafts, not answers.
     """
     has_head = isinstance(model, MtpModel)
     n_compared, wrong = 0, []
@@ -85,10 +86,10 @@ def wrong_records(
             for part, record in node.records.items():
                 skipped = 1 if has_head and part is Part.PAGES else 0
                 at = At(0, past.n_tokens)
-                want = layout.cut(part, past.layers, at, node.start, node.end)
+                want = layout.cut(part, own(past.layers), at, node.start, node.end)
                 for payload in _payloads(record, tier):
                     n_compared += 1
-                    far = _distance(payload, want, skipped=skipped, is_exact=not rounding)
+                    far = distance(payload, want, skipped=skipped, is_exact=not rounding)
                     if far > rounding:
                         wrong.append(f"{part.value} of [{node.start}, {node.end}): {far:.3g}")
     return n_compared, wrong
@@ -109,12 +110,12 @@ def _nodes(
     """Each node below this one, and what its records are cut from. before: the chain up to here."""
     for node in list(parent.children):
         chain = np.concatenate([before, node.tokens])
-        own = fresh(chain, past)
-        yield node, own
-        yield from _nodes(node, chain, own, fresh)
+        there = fresh(chain, past)
+        yield node, there
+        yield from _nodes(node, chain, there, fresh)
 
 
-def _distance(got: Payload, want: Payload, *, skipped: int = 0, is_exact: bool = False) -> float:
+def distance(got: Payload, want: Payload, *, skipped: int = 0, is_exact: bool = False) -> float:
     """The largest relative difference of any array, but for the last `skipped` layers; infinite for
     another shape."""
     far = 0.0

@@ -37,21 +37,36 @@ FIRST_TOKEN = 16
 class IntegerModel:
     """layers: makes an empty cache for each layer, all of them different in what they hash."""
 
-    def __init__(self, layers: Sequence[Callable[[], Any]]) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Callable[[], Any]],
+        *,
+        heads: Sequence[int] = (0,),
+        add: Callable[[mx.array], mx.array] = lambda seen: seen,
+    ) -> None:
+        """heads: which it computes, of those that a layer has; each has caches of its own. add: the
+        sum over those that other ranks compute."""
         self._layers = tuple(layers)
+        self._heads = tuple(heads)
+        self._add = add
 
     def make_layers(self) -> list[Any]:
-        return [make() for make in self._layers]
+        return [make() for make in self._layers for _ in self._heads]
 
     def __call__(self, ids: mx.array, cache: Sequence[Any]) -> mx.array:
         """Logits (rows, tokens, vocabulary), the largest of which leads by 1."""
         x = ids.astype(mx.int32)
-        for i, layer in enumerate(cache):
-            read = _state if isinstance(layer, ArraysCache) else _attended
-            x = (5 * x + 3 * read(x % PRIME, layer) + i + 1) % PRIME
+        caches = iter(cache)
+        for i in range(len(self._layers)):
+            seen = [_read((x * (head + 1) + head) % PRIME, next(caches)) for head in self._heads]
+            x = (5 * x + 3 * self._add(sum(seen[1:], seen[0])) + i + 1) % PRIME
         said = FIRST_TOKEN + (31 * x + 7 * ids.astype(mx.int32)) % (VOCAB_SIZE - FIRST_TOKEN)
         behind = (mx.arange(VOCAB_SIZE) - said[..., None]) % VOCAB_SIZE
         return -behind.astype(mx.float32)
+
+
+def _read(x: mx.array, layer: Any) -> mx.array:
+    return _state(x, layer) if isinstance(layer, ArraysCache) else _attended(x, layer)
 
 
 def _attended(x: mx.array, layer: Any) -> mx.array:
@@ -192,11 +207,11 @@ def seeing(*layers: Callable[[], Any], is_whole: bool = False) -> Callable[[], B
     return build
 
 
-def integers(*layers: Callable[[], Any]) -> Callable[[], Built]:
+def integers(*layers: Callable[[], Any], **options: Any) -> Callable[[], Built]:
     """For the harness: builds a model of these layers."""
 
     def build() -> Built:
-        model = IntegerModel(layers)
+        model = IntegerModel(layers, **options)
         return model, model.make_layers
 
     return build
