@@ -17,20 +17,21 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from firn.cache.layout import Layout
 from firn.cache.prefix import CacheSettings, PrefixCache
 from firn.cache.storage.orders import Worker
 from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import Tier
-from firn.core.ports import MAX_STEP_TOKENS, Delivery, EngineLoad
+from firn.core.events import TokenLogprob
+from firn.core.ports import MAX_STEP_TOKENS, Delivery, EngineLoad, Restored
 from firn.core.values import Job, Namespace, Prompt, RequestId
 from firn.engine import EngineLimits, EngineParts, NoPreparation
 from firn.engine.budget import Budget, RowCost
 from firn.engine.loop import Loop
 from firn.engine.sequence import ForcedTokens
-from firn.models.decode.batch import Group, Row
+from firn.models.decode.batch import Group, PickedToken, Row
 from firn.models.decode.ragged import Columns
 from firn.models.decode.rewind import can_be_cut_meanwhile, is_rewindable, ready
 from firn.models.decode.runner import Runner
@@ -73,6 +74,8 @@ from tests.vision import gallery
 from tests.zoo import VOCAB_SIZE, ZOO, Entry, build_entry
 
 CHUNK, MAX_ROWS = 64, 4
+INJECTED = "a fault of the test"
+FAILING = ("launch", "launch", "collect", "collect", "prefill", "settle", "join", "start")
 GRAMMAR = r"(the same words again, [0-9]{2}; ){2,20}end"
 
 
@@ -347,7 +350,47 @@ class WatchedRunner(Runner):
         self.seen: Counter[str] = Counter()
         self.read_as: dict[RequestId, Prompt] = {}
         """The prompts as they were read."""
+        self.fails: dict[str, Exception] = {}
+        """What the next call of a method raises."""
+        self.n_failed = 0
         return self
+
+    def _may_fail(self, name: str, *in_doubt: Any) -> None:
+        """in_doubt: layers that hold anything after the fault."""
+        error = self.fails.pop(name, None)
+        if error is not None:
+            self.n_failed += 1
+            for layer in in_doubt:
+                scramble(layer)
+            raise error
+
+    @property
+    def _live_layers(self) -> list[Any]:
+        return [layer for group in self._groups for layer in group.layers]
+
+    def start(self, restored: Restored | None) -> Row:
+        row = super().start(restored)
+        self._may_fail("start", *row.layers)
+        return row
+
+    def prefill(
+        self, row: Row, prompt: Prompt, end: int, *, top_logprobs: int | None = None
+    ) -> None:
+        super().prefill(row, prompt, end, top_logprobs=top_logprobs)
+        self._may_fail("prefill", *row.layers)
+
+    def settle(self, row: Row) -> list[TokenLogprob]:
+        self._may_fail("settle", *row.layers)
+        return super().settle(row)
+
+    def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[PickedToken]:
+        group = rows[0].group
+        self._may_fail("collect", *(group.layers if group else ()))
+        return super().collect(rows, keep_in_flight=keep_in_flight)
+
+    def confirm(self) -> None:
+        self._may_fail("confirm", *self._live_layers)
+        super().confirm()
 
     def choices(self, row: Row, job: Job, indices: Sequence[int]) -> list[Row]:
         self.read_as[job.id] = job.prompt
@@ -357,6 +400,7 @@ class WatchedRunner(Runner):
     def join(self, row: Row, token: int, *, before: Sequence[int] = (), n_coming: int = 0) -> None:
         drafting = [g for g in self._groups if _has_drafts_in_flight(g)]
         super().join(row, token, before=before, n_coming=n_coming)
+        self._may_fail("join", *(row.group.layers if row.group else ()))
         self.seen["joined"] += row.group in drafting
 
     def leave(self, rows: Sequence[Row]) -> None:
@@ -370,7 +414,16 @@ class WatchedRunner(Runner):
         assert group is not None
         n_seats, had_drafts = len(group.seats), _has_drafts_in_flight(group)
         super().launch(rows)
+        self._may_fail("launch", *group.layers)
         self.seen["shrank"] += had_drafts and len(group.seats) < n_seats
+
+
+def scramble(layer: Any) -> None:
+    for name in ("keys", "values"):
+        if isinstance(getattr(layer, name, None), mx.array):
+            setattr(layer, name, 0 * getattr(layer, name) + 7)
+    if isinstance(layer, ArraysCache):
+        layer.cache = [None if a is None else 0 * a + 7 for a in layer.cache]
 
 
 def _has_drafts_in_flight(group: Group) -> bool:
@@ -387,8 +440,10 @@ class Asked:
 class Used:
     """An engine without its thread, and what was asked of it."""
 
-    def __init__(self, kind: Kind, drafts: Drafts | None) -> None:
+    def __init__(self, kind: Kind, drafts: Drafts | None, *, fails: bool = False) -> None:
+        """fails: whether steps, chunks and the device fail now and then."""
         self.kind = kind
+        self.fails = fails
         self.asked: list[Asked] = []
         self.prompts = kind.prompts()
         self.tier = DictTier(1 << 40) if kind.memory_tokens else None
@@ -515,12 +570,16 @@ class Used:
         )
         assert not wrong, f"{len(wrong)} of {n_compared} records: {wrong[:5]}"
         faults = set(self.cache.stats.faults)
-        assert faults <= ({"commit", "close"} if kind.may_refuse else set()), faults
-        assert not {"internal error", "in doubt"} & set(self.cache.stats.dropped)
+        expected = {"commit", "close"} if kind.may_refuse else set()
+        assert faults <= expected | ({"fill"} if self.runner.n_failed else set()), faults
+        assert "internal error" not in self.cache.stats.dropped
+        assert "in doubt" not in self.cache.stats.dropped or self.runner.n_failed
         for drafter in self.drafters:
             if isinstance(drafter, ModelDrafter):
                 self._check_drafter(drafter)
-        assert not any(asked.result.error for asked in self.asked)
+        errors = [asked.result.error for asked in self.asked if asked.result.error is not None]
+        assert all(INJECTED in str(error) for error in errors), errors
+        assert len(errors) <= self.runner.n_failed
         for asked in self.asked:
             self._check_prompt(asked.job)
         if not (kind.kv_bits and kind.rounding):  # such prefixes are not exact
@@ -600,8 +659,12 @@ class User:
     used: Used
     rng: random.Random
 
+    n_faults: int = 0
+
     def act(self) -> None:
         running, rng = self.used.running, self.rng
+        if self.used.fails and rng.random() < 0.03 and not self.used.runner.fails:
+            self._fail()
         choice = rng.random()
         if choice < (0.4, 0.2, 0.1, 0.06, 0.04)[min(len(running), 4)]:
             self._ask()
@@ -614,6 +677,14 @@ class User:
             if self.used.asked[i].job.grammar is None:
                 tokens = self.used.kind.tokens(rng, rng.randint(1, 12))
                 self.used.force(i, rng.randrange(2), tokens)
+
+    def _fail(self) -> None:
+        """Let a call fail: of a device only twice, since a third time ends the process."""
+        self.n_faults += 1
+        where = self.rng.choice(FAILING) if self.n_faults not in (3, 6) else "confirm"
+        of_device = where == "confirm" or self.rng.random() < 0.5
+        error = RuntimeError(INJECTED) if of_device else ValueError(INJECTED)
+        self.used.runner.fails[where] = error
 
     def _ask(self) -> None:
         rng, options = self.rng, dict[str, Any]()
@@ -661,9 +732,9 @@ class User:
             said[rng.randrange(len(said))] = 17 + self.used.kind.first_token
 
 
-def use(kind: Kind, drafts: Drafts | None, seed: int, n_asked: int) -> Used:
+def use(kind: Kind, drafts: Drafts | None, seed: int, n_asked: int, *, fails: bool = False) -> Used:
     """Use an engine until so much was asked, and check everything that it said and stored."""
-    with Used(kind, drafts) as used:
+    with Used(kind, drafts, fails=fails) as used:
         use_up(used, seed, n_asked)
     return used
 
@@ -673,5 +744,6 @@ def use_up(used: Used, seed: int, n_asked: int) -> None:
     while len(used.asked) < n_asked:
         user.act()
         used.loop.step()
+    used.runner.fails.clear()
     used.wait()
     used.check()
