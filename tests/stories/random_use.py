@@ -26,7 +26,7 @@ from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import Tier
 from firn.core.events import TokenLogprob
 from firn.core.ports import MAX_STEP_TOKENS, Delivery, EngineLoad, Restored
-from firn.core.values import Job, Namespace, Prompt, RequestId
+from firn.core.values import CacheControl, Job, Namespace, Prompt, RequestId
 from firn.engine import EngineLimits, EngineParts, NoPreparation
 from firn.engine.budget import Budget, RowCost
 from firn.engine.loop import Loop
@@ -74,6 +74,7 @@ from tests.vision import gallery
 from tests.zoo import VOCAB_SIZE, ZOO, Entry, build_entry
 
 CHUNK, MAX_ROWS = 64, 4
+NAMESPACES = (Namespace(""), Namespace("other"))
 INJECTED = "a fault of the test"
 FAILING = ("launch", "launch", "collect", "collect", "prefill", "settle", "join", "start")
 GRAMMAR = r"(the same words again, [0-9]{2}; ){2,20}end"
@@ -398,9 +399,9 @@ class WatchedRunner(Runner):
         return super().choices(row, job, indices)
 
     def join(self, row: Row, token: int, *, before: Sequence[int] = (), n_coming: int = 0) -> None:
+        self._may_fail("join", *row.layers)
         drafting = [g for g in self._groups if _has_drafts_in_flight(g)]
         super().join(row, token, before=before, n_coming=n_coming)
-        self._may_fail("join", *(row.group.layers if row.group else ()))
         self.seen["joined"] += row.group in drafting
 
     def leave(self, rows: Sequence[Row]) -> None:
@@ -476,7 +477,7 @@ class Used:
         self.cache.expect_recipes(preparer.recipes)
         if self.tier is not None:
             self.cache.records.estimates = Eager()
-            self.cache.add_tier("ssd", self.make_worker(self.tier), namespaces=[Namespace("")])
+            self.cache.add_tier("ssd", self.make_worker(self.tier), namespaces=NAMESPACES)
         budget = Budget(cost, capacity_nbytes=capacity, reserve_tokens=32, grow_tokens=32)
         limits = EngineLimits(MAX_ROWS, 10_000, CHUNK, aligned=kind.is_exact)
         self.loop = Loop(
@@ -507,10 +508,16 @@ class Used:
         return [i for i, a in enumerate(self.asked) if not a.result.finished.is_set()]
 
     def ask(
-        self, said: list[int], n_reply: int, *, boundaries: Sequence[float] = (), **options: Any
+        self,
+        said: list[int],
+        n_reply: int,
+        *,
+        boundaries: Sequence[float] = (),
+        salt: str = "",
+        **options: Any,
     ) -> Result:
         """boundaries: shares of the prompt; those in a picture are left out."""
-        prompt = self.prompts.make(said)
+        prompt = self.prompts.make(said, salt=salt)
         places = sorted(int(share * len(prompt)) for share in boundaries)
         spans = prompt.picture_spans
         outside = [p for p in places if not any(s.start < p < s.end for s in spans)]
@@ -531,6 +538,13 @@ class Used:
 
     def stop(self, i: int, choice: int) -> None:
         self.loop.stop_choice(RequestId(str(i)), choice)
+
+    def clear(self, namespace: str) -> None:
+        self.cache.records.clear(Namespace(namespace))
+
+    def squeeze(self) -> None:
+        """Another program takes all the memory for a moment."""
+        self.cache.set_room(0)
 
     def force(self, i: int, choice: int, tokens: Sequence[int]) -> None:
         self.loop.force(RequestId(str(i)), choice, ForcedTokens(0, tuple(tokens)))
@@ -604,8 +618,14 @@ class Used:
     def _check_drafter(self, drafter: ModelDrafter) -> None:
         cache: Any = drafter._cache
         layout = Layout.of(drafter._make_layers())
+        reader = Reader(drafter._model, drafter._make_layers, IDS_ONLY, self.prompts)
         n_compared, wrong = wrong_records(
-            cache, layout, drafter._model, drafter._make_layers, rounding=self.kind.rounding
+            cache,
+            layout,
+            reader.model,
+            reader.make_layers,
+            rounding=self.kind.rounding,
+            fresh=reader,
         )
         assert not wrong, f"{len(wrong)} of {n_compared} of a draft model: {wrong[:5]}"
         assert not cache.stats.faults or self.kind.may_refuse, cache.stats.faults
@@ -677,6 +697,10 @@ class User:
             if self.used.asked[i].job.grammar is None:
                 tokens = self.used.kind.tokens(rng, rng.randint(1, 12))
                 self.used.force(i, rng.randrange(2), tokens)
+        elif 0.54 < choice < 0.543:
+            self.used.clear(rng.choice(NAMESPACES))
+        elif 0.543 < choice < 0.546:
+            self.used.squeeze()
 
     def _fail(self) -> None:
         """Let a call fail: of a device only twice, since a third time ends the process."""
@@ -702,7 +726,19 @@ class User:
         options["boundaries"] = [rng.random() for _ in range(rng.randrange(4))]
         if self.used.kind.scorer is not None and rng.random() < 0.4:
             options["preparation"] = Sparse(rng.choice((0.2, 0.5)), over=64)
-        self.used.ask(prompt, rng.choice((1, 3, 40, 200, 200)), **options)
+        options |= self._seldom()
+        self.used.ask(prompt, rng.choice((0, 1, 3, 40, 200, 200, 200)), **options)
+
+    def _seldom(self) -> dict[str, Any]:
+        """One of what few requests ask for, or nothing."""
+        seldom: list[dict[str, Any]] = [
+            {"namespace": NAMESPACES[1]},
+            {"salt": "a user's"},
+            {"cache": CacheControl(write=False)},
+            {"cache": CacheControl(read=False)},
+            {"prompt_logprobs": True, "top_logprobs": 1},
+        ]
+        return self.rng.choice(seldom) if self.rng.random() < 0.25 else {}
 
     def _prompt(self) -> tuple[list[int], list[int]]:
         """New, or something that was said: again, continued, cut off or edited. And the reply to it,

@@ -116,7 +116,8 @@ class UsedTogether(Used):
                 for part, record in node.records.items():
                     if record.arrays is not None:
                         number = number_of(payload_of(record))
-                        self._leader.tell("compare", number, part.value, node.start, chain.tolist())
+                        ids = self.prompts.of_keys(chain).ids.tolist()
+                        self._leader.tell("compare", number, part.value, node.start, ids)
         return n_compared
 
 
@@ -146,8 +147,8 @@ class ComparingRunner(FollowerRunner):
     def compare_with(self, reader: Reader, layout: Layout, slices: Slices) -> None:
         self._reader, self._layout, self._slices = reader, layout, slices
 
-    def on_compare(self, number: int, part: str, start: int, tokens: list[int]) -> None:
-        chain = np.array(tokens, dtype=np.uint64)
+    def on_compare(self, number: int, part: str, start: int, ids: list[int]) -> None:
+        chain = np.array(ids, dtype=np.uint64)
         past = self._reader(chain, Past(self._reader.make_layers()))
         own = past.layers[self.group.rank :: N_HEADS]
         want = self._layout.cut(Part(part), own, At(0, len(chain)), start, len(chain))

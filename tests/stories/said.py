@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from firn.core.keys import key_tokens
+from firn.core.keys import key_tokens, prompt_tokens
 from firn.core.values import KeyTokens, PicturePart, PictureSpan, Prompt
 from firn.models.model_arguments import ModelArguments
 from firn.models.picture import Picture
@@ -72,6 +72,8 @@ class Prompts:
         """whole: no pass may cut a picture."""
         self._shown = shown
         self._whole = whole
+        self._salted: dict[int, int] = {}
+        """The first tokens of prompts with a salt, by key token."""
         self._seen: dict[int, tuple[Shown, int]] = {}
         """By key token: which picture's, and which of its tokens."""
 
@@ -91,7 +93,10 @@ class Prompts:
             inputs.append(picture)
             ids += picture.ids.tolist()
         self._remember(spans, inputs)
-        return self._prompt(ids, spans, inputs, **more)
+        prompt = self._prompt(ids, spans, inputs, **more)
+        if prompt.salt:
+            self._salted[int(prompt_tokens(prompt)[0])] = ids[0]
+        return prompt
 
     def _prompt(
         self,
@@ -113,14 +118,14 @@ class Prompts:
 
     def of_keys(self, keys: KeyTokens) -> Prompt:
         """A prompt that begins with these key tokens. If they end in a picture, it ends with it."""
-        positions = keys >> POSITION_BITS
+        positions = keys[1:] >> POSITION_BITS
         ids: list[int] = []
         spans: list[PictureSpan] = []
         inputs: list[Picture] = []
         for key in keys.tolist():
             shown, i = self._seen.get(key, (None, 0))
             if shown is None:
-                ids.append(key % (1 << 32))
+                ids.append(self._salted.get(key, key % (1 << 32)))
                 continue
             if i == 0:
                 spans.append(PictureSpan(len(ids), len(ids) + _n_own(shown), shown.digest))
@@ -131,7 +136,7 @@ class Prompts:
         prompt = self._prompt(ids, spans, inputs)
         if spans or not positions.any():
             return prompt
-        kept = positions.astype(np.int64)
+        kept = np.concatenate([[0], positions]).astype(np.int64)
         return Prompt(prompt.ids, positions=Thinned(kept, prompt, "any"))
 
 
