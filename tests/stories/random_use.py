@@ -19,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
+from firn.backends.cuda.traced import TracedSteps
 from firn.cache.layout import Layout
 from firn.cache.prefix import CacheSettings, PrefixCache
 from firn.cache.storage.orders import Worker
@@ -32,6 +33,8 @@ from firn.engine.budget import Budget, RowCost
 from firn.engine.loop import Loop
 from firn.engine.sequence import ForcedTokens
 from firn.models.decode.batch import Group, PickedToken, Row
+from firn.models.decode.execution import PLAIN_EXECUTION, Execution
+from firn.models.decode.pipelined import PipelinedVerification
 from firn.models.decode.ragged import Columns
 from firn.models.decode.rewind import can_be_cut_meanwhile, is_rewindable, ready
 from firn.models.decode.runner import Runner
@@ -98,6 +101,8 @@ class Kind:
     """Whether a step can add more tokens than a window holds: then some are not stored."""
     is_exact: bool = False
     """Resumes only where chunks end, and drafts nothing."""
+    is_traced: bool = False
+    """Whether steps are traced, so that those with drafts are launched behind unread ones."""
     shown: Callable[[int], Shown] = no_picture
     """Its pictures, by number."""
     whole_pictures: bool = False
@@ -207,6 +212,12 @@ SPARSE = {
     "sparse, short of memory": Kind(integers(full, full), scorer=PlaceScorer, memory_tokens=1500),
 }
 """Compared bit for bit, too: some of their prompts are thinned."""
+TRACED = {
+    "traced": Kind(integers(full, full), is_traced=True),
+    "traced, short of memory": Kind(integers(full, full), is_traced=True, memory_tokens=1500),
+    "traced, sparse": Kind(integers(full, full), is_traced=True, scorer=PlaceScorer),
+}
+"""Compared bit for bit, too."""
 _real = partial(Kind, rounding=ROUNDING)
 REAL = {
     "qwen3": _real(of_zoo("qwen3")),
@@ -220,6 +231,7 @@ REAL = {
     "mimo, windows with a head": _real(of_zoo("mimo_v2_flash", has_head=True), block=48),
     "deepseek with a head": _real(of_zoo("deepseek_v3", has_head=True)),
     "qwen3_next with a head": _real(of_zoo("qwen3_next", has_head=True)),
+    "qwen3, traced": _real(of_zoo("qwen3"), is_traced=True),
     "qwen3, sparse": _real(of_zoo("qwen3"), scorer=lambda: scorer_of(plain("qwen3"))),
     "deepseek_v2, sparse": _real(of_zoo("deepseek_v2"), scorer=PlaceScorer),
     "qwen3_vl": _real(gallery.build("qwen3_vl"), shown=of_family("qwen3_vl"), first_token=100),
@@ -307,8 +319,14 @@ WIDE = StepProfile(widths=(1, 2, 5, 17, MAX_STEP_TOKENS))
 FEW_SHAPES = replace(WIDE, shapes=(4, 16, MAX_STEP_TOKENS), columns=Columns(64))
 
 
-def clairvoyant(kind: Kind, profile: StepProfile = WIDE) -> Speculation:
-    return AnyWidth(Clairvoyant(kind, right=0.98), least=2, most=MAX_STEP_TOKENS, profile=profile)
+def clairvoyant(
+    kind: Kind,
+    profile: StepProfile = WIDE,
+    *,
+    right: float = 0.98,
+    most: int = MAX_STEP_TOKENS,
+) -> Speculation:
+    return AnyWidth(Clairvoyant(kind, right=right), least=2, most=most, profile=profile)
 
 
 def lookups(kind: Kind) -> Speculation:
@@ -334,6 +352,7 @@ DRAFTS: dict[str, Drafts | None] = {
     "no drafts": None,
     "right drafts": clairvoyant,
     "in few shapes": partial(clairvoyant, profile=FEW_SHAPES),
+    "short drafts": partial(clairvoyant, profile=FEW_SHAPES, right=0.85, most=6),
     "lookups": lookups,
     "draft model": partial(draft_model, small=SMALL),
     "right draft model": own_draft_model,
@@ -416,6 +435,7 @@ class WatchedRunner(Runner):
         n_seats, had_drafts = len(group.seats), _has_drafts_in_flight(group)
         super().launch(rows)
         self._may_fail("launch", *group.layers)
+        self.seen["pipelined"] += isinstance(group.unread[-1], PipelinedVerification)
         self.seen["shrank"] += had_drafts and len(group.seats) < n_seats
 
 
@@ -461,6 +481,9 @@ class Used:
             max_rows=MAX_ROWS,
             arguments=kind.arguments(model),
             speculator=self.speculation or NO_SPECULATION,
+            execution=Execution(trace=TracedSteps(model, n_built=0))
+            if kind.is_traced
+            else PLAIN_EXECUTION,
         ).watch()
         for drafter in self.drafters:
             if isinstance(drafter, Clairvoyant):
