@@ -25,6 +25,7 @@ from firn.cache.prefix import CacheSettings, PrefixCache
 from firn.cache.storage.orders import Worker
 from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import Tier
+from firn.core.errors import StepFailed
 from firn.core.events import TokenLogprob
 from firn.core.ports import MAX_STEP_TOKENS, Delivery, EngineLoad, Restored
 from firn.core.values import CacheControl, Job, Namespace, Prompt, RequestId
@@ -79,6 +80,8 @@ from tests.zoo import VOCAB_SIZE, ZOO, Entry, build_entry
 CHUNK, MAX_ROWS = 64, 4
 NAMESPACES = (Namespace(""), Namespace("other"))
 INJECTED = "a fault of the test"
+LOGPROBS_LOST = "while the prompt's logprobs were computed"
+"""What such a request fails with if anything fails meanwhile: they must not be sent twice."""
 FAILING = ("launch", "launch", "collect", "collect", "prefill", "settle", "join", "start")
 GRAMMAR = r"(the same words again, [0-9]{2}; ){2,20}end"
 
@@ -111,6 +114,8 @@ class Kind:
     """Who says what some prompts are thinned to; None: all are read as they are."""
     first_token: int = 16
     """Those below are never said in a prompt."""
+    takes_grammars: bool = True
+    """Whether its tokens are those of the tests' grammars."""
 
     @property
     def sees(self) -> bool:
@@ -234,15 +239,24 @@ REAL = {
     "qwen3, traced": _real(of_zoo("qwen3"), is_traced=True),
     "qwen3, sparse": _real(of_zoo("qwen3"), scorer=lambda: scorer_of(plain("qwen3"))),
     "deepseek_v2, sparse": _real(of_zoo("deepseek_v2"), scorer=PlaceScorer),
-    "qwen3_vl": _real(gallery.build("qwen3_vl"), shown=of_family("qwen3_vl"), first_token=100),
+    "qwen3_vl": _real(
+        gallery.build("qwen3_vl"),
+        shown=of_family("qwen3_vl"),
+        first_token=100,
+        takes_grammars=False,
+    ),
     "qwen3_5, hybrid with pictures": _real(
-        gallery.build("qwen3_5"), shown=of_family("qwen3_5"), first_token=100
+        gallery.build("qwen3_5"), shown=of_family("qwen3_5"), first_token=100, takes_grammars=False
     ),
     "gemma3 with pictures": _real(
-        gallery.build("gemma3"), shown=of_family("gemma3"), first_token=100
+        gallery.build("gemma3"), shown=of_family("gemma3"), first_token=100, takes_grammars=False
     ),
     "gemma4, whole pictures": _real(
-        gallery.build("gemma4"), shown=of_family("gemma4"), first_token=100, whole_pictures=True
+        gallery.build("gemma4"),
+        shown=of_family("gemma4"),
+        first_token=100,
+        takes_grammars=False,
+        whole_pictures=True,
     ),
 }
 """Architectures of mlx-lm and mlx-vlm. Other chunks and batches round differently."""
@@ -615,8 +629,10 @@ class Used:
             if isinstance(drafter, ModelDrafter):
                 self._check_drafter(drafter)
         errors = [asked.result.error for asked in self.asked if asked.result.error is not None]
-        assert all(INJECTED in str(error) for error in errors), errors
-        assert len(errors) <= self.runner.n_failed
+        assert all(isinstance(error, StepFailed) for error in errors), errors
+        own = [error for error in errors if LOGPROBS_LOST not in str(error)]
+        assert len(own) <= self.runner.n_failed, errors
+        assert not errors or self.runner.n_failed, errors
         for asked in self.asked:
             self._check_prompt(asked.job)
         if not (kind.kv_bits and kind.rounding):  # such prefixes are not exact
@@ -737,7 +753,7 @@ class User:
         rng, options = self.rng, dict[str, Any]()
         prompt, reply = self._prompt()
         how = rng.random()
-        if how < 0.1:
+        if how < 0.1 and self.used.kind.takes_grammars:
             options |= {"grammar": compiled("regex", GRAMMAR), "eos": tokenizer().eos}
         elif how < 0.3:
             options["eos"] = frozenset(self.used.kind.tokens(rng, 6))

@@ -1,7 +1,8 @@
 """Random use of everything at once: no record and no reply differs from a fresh computation.
 
 Requests branch, repeat, grow, are edited, joined, cancelled, stopped and forced between any two steps,
-over every kind of layer, with drafts of every kind and of every width.
+over every kind of layer, with drafts of every kind and of every width, with pictures, thinned or not,
+while steps, chunks and the device fail or not.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tests.stories.random_use import (
     REAL,
     SMALL,
     SPARSE,
+    TRACED,
     Drafts,
     Kind,
     Used,
@@ -33,7 +35,14 @@ from tests.stories.random_use import (
 N_ASKED = 30
 IN_DEPTH = ("dense", "window of a third of a block", "window smaller than a draft", "hybrid")
 """Kinds that are tried with drafts of every sort, and the others only with right ones."""
-IN_SHORT = ("gpt_oss", "llama4, chunked", "mimo, windows with a head", "qwen3_next with a head")
+IN_SHORT = (
+    "gpt_oss",
+    "llama4, chunked",
+    "mimo, windows with a head",
+    "qwen3_next with a head",
+    "qwen3_vl",
+    "qwen3, sparse",
+)
 DRAFTED_ONE_WAY = [name for name in REAL if name.endswith("with a head")]
 """By the model's own head."""
 WINDOWS = [name for name in INTEGERS if name.startswith("window")]
@@ -50,12 +59,42 @@ def assert_used(used: Used) -> None:
         assert used.runner.seen["left"] or not used.drafts_stay_in_flight
 
 
-EXACT = INTEGERS | PICTURES | SPARSE
+EXACT = INTEGERS | PICTURES | SPARSE | TRACED
+PICTURES_IN_SHORT = ("pictures, window", "pictures, hybrid", "whole pictures, window")
+SPARSE_IN_SHORT = ("sparse", "sparse, kept quantised", "sparse, short of memory")
+FAILING_IN_SHORT = ("window of a third of a block", "pictures, short of memory", "sparse")
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", INTEGERS)
 def test_random_use_of_every_kind_of_layer(name: str) -> None:
-    assert_used(use(EXACT[name], clairvoyant, 1, N_ASKED))
+    assert_used(use(INTEGERS[name], clairvoyant, 1, N_ASKED))
+
+
+@pytest.mark.parametrize("name", PICTURES_IN_SHORT)
+def test_random_use_with_pictures(name: str) -> None:
+    used = use(PICTURES[name], clairvoyant, 1, N_ASKED)
+    assert_used(used)
+    jobs = [asked.job for asked in used.asked]
+    assert sum(bool(job.prompt.picture_spans) for job in jobs) > N_ASKED // 3
+
+
+@pytest.mark.parametrize("name", SPARSE_IN_SHORT)
+def test_random_use_of_thinned_prompts(name: str) -> None:
+    used = use(SPARSE[name], clairvoyant, 1, N_ASKED)
+    assert_used(used)
+    assert used.runner.seen["thinned"] > 1
+
+
+def test_random_use_of_steps_launched_behind_unread_ones() -> None:
+    used = use(TRACED["traced"], DRAFTS["short drafts"], 1, N_ASKED)
+    assert_used(used)
+    assert used.runner.seen["pipelined"] > 50
+
+
+@pytest.mark.parametrize("name", FAILING_IN_SHORT)
+def test_random_use_while_steps_and_the_device_fail(name: str) -> None:
+    used = use(EXACT[name], DRAFTS["short drafts"], 1, N_ASKED, fails=True)
+    assert used.runner.n_failed > 3
 
 
 @pytest.mark.parametrize("drafts", [name for name in DRAFTS if name != "right drafts"])
@@ -82,6 +121,13 @@ def test_random_use_of_architectures(name: str) -> None:
 def test_random_use_for_minutes(name: str, drafts: str) -> None:
     for seed in (100, 101):
         use((EXACT | REAL)[name], DRAFTS[drafts], seed, 2 * N_ASKED)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("name", EXACT)
+def test_random_use_for_minutes_while_steps_and_the_device_fail(name: str, drafts: str) -> None:
+    use(EXACT[name], DRAFTS[drafts], 100, 2 * N_ASKED, fails=True)
 
 
 # --- what random use meets too seldom ----------------------------------------------------------
