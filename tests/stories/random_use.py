@@ -36,7 +36,7 @@ from firn.engine.sequence import ForcedTokens
 from firn.models.decode.batch import Group, PickedToken, Row
 from firn.models.decode.execution import PLAIN_EXECUTION, Execution
 from firn.models.decode.pipelined import PipelinedVerification
-from firn.models.decode.ragged import Columns
+from firn.models.decode.ragged import ALL_COLUMNS, Columns
 from firn.models.decode.rewind import can_be_cut_meanwhile, is_rewindable, ready
 from firn.models.decode.runner import Runner
 from firn.models.decode.step_profile import StepProfile
@@ -112,6 +112,8 @@ class Kind:
     """Whether a picture's tokens see each other."""
     scorer: Callable[[], Scorer[Any]] | None = None
     """Who says what some prompts are thinned to; None: all are read as they are."""
+    takes_blocks: bool = True
+    """Whether its attention takes keys in whole blocks of columns."""
     first_token: int = 16
     """Those below are never said in a prompt."""
     takes_grammars: bool = True
@@ -246,7 +248,11 @@ REAL = {
         takes_grammars=False,
     ),
     "qwen3_5, hybrid with pictures": _real(
-        gallery.build("qwen3_5"), shown=of_family("qwen3_5"), first_token=100, takes_grammars=False
+        gallery.build("qwen3_5"),
+        shown=of_family("qwen3_5"),
+        first_token=100,
+        takes_blocks=False,
+        takes_grammars=False,
     ),
     "gemma3 with pictures": _real(
         gallery.build("gemma3"), shown=of_family("gemma3"), first_token=100, takes_grammars=False
@@ -340,6 +346,8 @@ def clairvoyant(
     right: float = 0.98,
     most: int = MAX_STEP_TOKENS,
 ) -> Speculation:
+    if not kind.takes_blocks:
+        profile = replace(profile, columns=ALL_COLUMNS)
     return AnyWidth(Clairvoyant(kind, right=right), least=2, most=most, profile=profile)
 
 
