@@ -98,6 +98,9 @@ class DictCursor:
         self.cache.cursors.append(forked)
         return forked
 
+    def hand_over(self, row: LiveRow) -> None:
+        self.close(None)
+
     def close(self, row: LiveRow | None) -> None:
         if self.closed:
             return

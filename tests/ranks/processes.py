@@ -65,12 +65,17 @@ def impatient(*, beat_s: float = heartbeat.BEAT_S, end_s: float = 1.0) -> tuple[
 
 def start(model: Path, *flags: str, folder: Path, program: Sequence[str] = FIRN) -> Ranks:
     """folder: holds the logs and the home of these processes."""
+    port = _free_port()
+    command = (*program, "serve", str(model), "--port", str(port), "--tensor-parallel", *flags)
+    return launch(*command, folder=folder, port=port)
+
+
+def launch(*arguments: str, folder: Path, port: int = 0) -> Ranks:
+    """Python with these arguments, once for each rank. port: where rank 0 will listen."""
     folder.mkdir(parents=True, exist_ok=True)
     one_blas.remember(folder / "home")
-    port = _free_port()
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{_free_port()}"] for _ in range(N_RANKS)]))
-    command = [sys.executable, *program, "serve", str(model), "--port", str(port)]
     processes, logs = [], []
     for rank in range(N_RANKS):
         log = folder / f"rank-{rank}.log"
@@ -78,9 +83,7 @@ def start(model: Path, *flags: str, folder: Path, program: Sequence[str] = FIRN)
         environ["XDG_CACHE_HOME"] = str(folder / "home")
         with log.open("wb") as f:
             processes.append(
-                subprocess.Popen(
-                    [*command, "--tensor-parallel", *flags], stdout=f, stderr=f, env=environ
-                )
+                subprocess.Popen([sys.executable, *arguments], stdout=f, stderr=f, env=environ)
             )
         logs.append(log)
     return Ranks(port, processes, logs)

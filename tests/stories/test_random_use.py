@@ -1,7 +1,8 @@
 """Random use of everything at once: no record and no reply differs from a fresh computation.
 
 Requests branch, repeat, grow, are edited, joined, cancelled, stopped and forced between any two steps,
-over every kind of layer, with drafts of every kind and of every width.
+over every kind of layer, with drafts of every kind and of every width, with pictures, thinned or not,
+while steps, chunks and the device fail or not.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ from functools import partial
 import pytest
 
 from firn.models.speculation.drafters.model import ModelDrafter
+from firn.sparse.rules import Sparse
+from tests.harness import Result
 from tests.models.alone import prompt_of
 from tests.stories.random_use import (
     DRAFTS,
     INTEGERS,
+    PICTURES,
     REAL,
     SMALL,
+    SPARSE,
+    TRACED,
     Drafts,
     Kind,
     Used,
@@ -29,7 +35,14 @@ from tests.stories.random_use import (
 N_ASKED = 30
 IN_DEPTH = ("dense", "window of a third of a block", "window smaller than a draft", "hybrid")
 """Kinds that are tried with drafts of every sort, and the others only with right ones."""
-IN_SHORT = ("gpt_oss", "llama4, chunked", "mimo, windows with a head", "qwen3_next with a head")
+IN_SHORT = (
+    "gpt_oss",
+    "llama4, chunked",
+    "mimo, windows with a head",
+    "qwen3_next with a head",
+    "qwen3_vl",
+    "qwen3, sparse",
+)
 DRAFTED_ONE_WAY = [name for name in REAL if name.endswith("with a head")]
 """By the model's own head."""
 WINDOWS = [name for name in INTEGERS if name.startswith("window")]
@@ -46,9 +59,42 @@ def assert_used(used: Used) -> None:
         assert used.runner.seen["left"] or not used.drafts_stay_in_flight
 
 
+EXACT = INTEGERS | PICTURES | SPARSE | TRACED
+PICTURES_IN_SHORT = ("pictures, window", "pictures, hybrid", "whole pictures, window")
+SPARSE_IN_SHORT = ("sparse", "sparse, kept quantised", "sparse, short of memory")
+FAILING_IN_SHORT = ("window of a third of a block", "pictures, short of memory", "sparse")
+
+
 @pytest.mark.parametrize("name", INTEGERS)
 def test_random_use_of_every_kind_of_layer(name: str) -> None:
     assert_used(use(INTEGERS[name], clairvoyant, 1, N_ASKED))
+
+
+@pytest.mark.parametrize("name", PICTURES_IN_SHORT)
+def test_random_use_with_pictures(name: str) -> None:
+    used = use(PICTURES[name], clairvoyant, 1, N_ASKED)
+    assert_used(used)
+    jobs = [asked.job for asked in used.asked]
+    assert sum(bool(job.prompt.picture_spans) for job in jobs) > N_ASKED // 3
+
+
+@pytest.mark.parametrize("name", SPARSE_IN_SHORT)
+def test_random_use_of_thinned_prompts(name: str) -> None:
+    used = use(SPARSE[name], clairvoyant, 1, N_ASKED)
+    assert_used(used)
+    assert used.runner.seen["thinned"]
+
+
+def test_random_use_of_steps_launched_behind_unread_ones() -> None:
+    used = use(TRACED["traced"], DRAFTS["short drafts"], 1, N_ASKED)
+    assert_used(used)
+    assert used.runner.seen["pipelined"] > 50
+
+
+@pytest.mark.parametrize("name", FAILING_IN_SHORT)
+def test_random_use_while_steps_and_the_device_fail(name: str) -> None:
+    used = use(EXACT[name], DRAFTS["short drafts"], 1, N_ASKED, fails=True)
+    assert used.runner.n_failed > 1
 
 
 @pytest.mark.parametrize("drafts", [name for name in DRAFTS if name != "right drafts"])
@@ -67,14 +113,21 @@ def test_random_use_of_architectures(name: str) -> None:
     ("name", "drafts"),
     [
         (name, drafts)
-        for name in (*INTEGERS, *REAL)
+        for name in (*EXACT, *REAL)
         for drafts in DRAFTS
         if drafts == "right drafts" or name not in DRAFTED_ONE_WAY
     ],
 )
 def test_random_use_for_minutes(name: str, drafts: str) -> None:
     for seed in (100, 101):
-        use((INTEGERS | REAL)[name], DRAFTS[drafts], seed, 2 * N_ASKED)
+        use((EXACT | REAL)[name], DRAFTS[drafts], seed, 2 * N_ASKED)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("name", EXACT)
+def test_random_use_for_minutes_while_steps_and_the_device_fail(name: str, drafts: str) -> None:
+    use(EXACT[name], DRAFTS[drafts], 100, 2 * N_ASKED, fails=True)
 
 
 # --- what random use meets too seldom ----------------------------------------------------------
@@ -131,6 +184,67 @@ def test_a_draft_model_keeps_true_tokens_only_while_its_rows_come_and_go(right: 
         used.check()
 
 
+# --- thinned prompts ---------------------------------------------------------------------------
+
+HALF = Sparse(0.5, over=64)
+
+
+def thinned(used: Used, said: list[int], n_reply: int = 4) -> Result:
+    """Ask, and return as soon as the reply is said: before the whole prompt is read."""
+    n_before = used.runner.seen["thinned"]
+    result = used.ask(said, n_reply, preparation=HALF)
+    while not result.finished.is_set():
+        used.loop.step()
+    assert used.runner.seen["thinned"] == n_before + 1
+    return result
+
+
+def test_what_a_thinned_prompt_resumed_from_stays_cached() -> None:
+    kind, rng = SPARSE["sparse"], random.Random(1)
+    said = kind.tokens(rng, 200)
+    with Used(kind, None) as used:
+        used.ask(said, 1)
+        used.wait()
+        assert thinned(used, [*said, *kind.tokens(rng, 150)]).n_cached == 200
+        exact = used.ask([*said, *kind.tokens(rng, 20)], 1)
+        used.wait()
+        assert exact.n_cached == 200
+        used.check()
+
+
+def test_a_prompt_that_is_read_later_goes_on_after_every_request() -> None:
+    """Its parked row is taken over each time."""
+    kind, rng = SPARSE["sparse"], random.Random(2)
+    said = kind.tokens(rng, 600)
+    with Used(kind, None) as used:
+        thinned(used, said)
+        for _ in range(3):
+            for _ in range(2):
+                used.loop.step()
+            used.ask(kind.tokens(rng, 5), 1)
+            while used.running:
+                used.loop.step()
+        used.wait()
+        exact = used.ask(said, 1)
+        used.wait()
+        assert exact.n_cached == len(said) - 1
+        used.check()
+
+
+def test_a_thinned_prompt_keeps_what_an_earlier_one_stored_though_its_row_holds_more() -> None:
+    kind, rng = SPARSE["sparse"], random.Random(3)
+    said = kind.tokens(rng, 200)
+    with Used(kind, None) as used:
+        used.ask(said[:130], 1)
+        used.wait()
+        thinned(used, [*said[:140], *kind.tokens(rng, 150)])
+        used.ask(said, 1)
+        used.wait()
+        thinned(used, [*said, *kind.tokens(rng, 150)])
+        used.wait()
+        used.check()
+
+
 def _drafter(used: Used) -> ModelDrafter:
-    assert used.speculation is not None
-    return next(d for d in used.speculation._drafters if isinstance(d, ModelDrafter))
+    (drafter,) = (d for d in used.drafters if isinstance(d, ModelDrafter))
+    return drafter

@@ -376,7 +376,7 @@ def test_the_draft_model_scores_and_guesses(folders: dict[str, Path]) -> None:
         assert reply.choices[0].message.content == plain.choices[0].message.content
         wait_idle(real)
         parts = real.server.engine.parts
-        stats = parts.speculator._drafters[-1]._cache.stats
+        stats = parts.speculator.drafters[-1]._cache.stats
         assert stats.n_lookups == 2, "to score, and to draft"
         assert stats.n_tokens_cached == reply.usage.prompt_tokens - 1
         for seed in range(3, 13):  # on a busy machine, drafts may look too slow for a reply or two

@@ -66,7 +66,7 @@ def n_cached(real: Real) -> int:
     """Prompt tokens that the draft model found in its own prefix cache."""
 
     def look(parts: Any) -> int:
-        drafter = parts.runner.speculator._drafters[-1]
+        drafter = parts.runner.speculator.drafters[-1]
         return int(drafter._cache.stats.n_tokens_cached)
 
     return int(real.server.engine.call(look).result(10))

@@ -157,7 +157,7 @@ def test_a_draft_model_guesses(real: Real, folder: Path) -> None:
             assert reply.choices[0].text == plain.choices[0].text
         assert health(running)["accepted"] > 0
         parts = running.server.engine.parts
-        plan, drafter = parts.planned.plan, parts.speculator._drafters[-1]
+        plan, drafter = parts.planned.plan, parts.speculator.drafters[-1]
         prefixes = drafter._cache.records.memory.limit_nbytes
         assert 0 < prefixes <= plan.draft_cache_nbytes - DRAFT_QUEUE_NBYTES, "its part of the plan"
 

@@ -329,6 +329,12 @@ class PrefixCursor(CacheCursor):
                 return PrefixCursor(request, committed, Loads(), Reuse(is_counted=True), cache)
         return NullCursor()
 
+    def hand_over(self, row: LiveRow) -> None:
+        with self._absorbing("hand over"):
+            self.cache.parking.move_out(row)
+            self.cache.committer.is_in(self, None)
+        self.close(None)
+
     def close(self, row: LiveRow | None) -> None:
         if self.closed:
             return

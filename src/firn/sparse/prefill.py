@@ -15,7 +15,7 @@ import logging
 import time
 from collections import abc, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -209,11 +209,13 @@ class SparsePrefill(Generic[S]):
         sequence.prepared = replace(
             sequence.prepared, n_skipped=n_skipped, whole=task.cursor.admission
         )
-        task.cursor.close(None)
+        task.cursor.hand_over(task.row)
         sequence.job = job = replace(sequence.job, prompt=prompt)
         cursor = inflight.cache.open(prompt, job.namespace, job.cache)
         restored = cursor.restore()
-        if restored is not None and restored.n_tokens > task.row.n_tokens:
+        if restored is not None and restored.n_tokens <= task.row.n_tokens:
+            cursor.filled(task.row)  # it holds the same, and more
+        elif restored is not None:
             try:
                 row = inflight.restore(job.id, cursor, restored)
             except RestoreFailed:
@@ -283,7 +285,8 @@ class DeferredPrefill:
             self._prompts.remove(deferred)
 
     def _begin(self, deferred: _DeferredPrompt) -> bool:
-        """Reserve memory, and restore what is cached. False: there is no memory for it."""
+        """Reserve memory, and restore what is cached. False: there is no memory for it, or what is
+        cached cannot be restored."""
         inflight, job = self._inflight, deferred.job
         need = inflight.budget.cost.of(len(job.prompt))
         if need > inflight.budget.free_nbytes():
@@ -292,8 +295,12 @@ class DeferredPrefill:
         inflight.update_room()
         deferred.cursor = inflight.cache.open(job.prompt, job.namespace, job.cache)
         restored = deferred.cursor.restore()
-        deferred.row = inflight.runner.start(restored)
-        return True
+        if restored is None:
+            deferred.row = inflight.runner.start(None)
+            return True
+        with suppress(RestoreFailed):
+            deferred.row = inflight.restore(job.id, deferred.cursor, restored)
+        return deferred.row is not None
 
     def _read(self, deferred: _DeferredPrompt) -> bool:
         """Read a chunk. True: all but the last token is read, as with any prompt."""

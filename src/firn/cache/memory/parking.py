@@ -79,8 +79,8 @@ class Parking:
     def _cut(self, pages: RowPages, row: LiveRow) -> None:
         """Give its records their own arrays.
 
-        No room is made first: the row's own memory is about to be freed, and if that is not enough,
-        the next new records evict others.
+        No room is made first: the row's own memory is about to be freed, or given to another request.
+        If that is not enough, the next new records evict others.
         """
         records = list(pages.records)
         cutter = RowCutter(self._layout, row, min(r.node.start for r in records), pages.end)
@@ -88,6 +88,14 @@ class Parking:
         for record, payload in zip(records, cut, strict=True):
             self._ledger.move(record, payload)
         self._copies.compute(CopyOrder(records, are_new=False))
+
+    def move_out(self, row: LiveRow) -> None:
+        """Keep the records in the row, which goes on with other tokens behind them."""
+        pages = self._rows.live.get(row)
+        if pages is not None:
+            if pages.records:
+                self._cut(pages, row)
+            self._rows.forget(pages)
 
     def abandon(self, pages: RowPages | None) -> None:
         """The row of these leaves, and must not be kept."""

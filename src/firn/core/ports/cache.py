@@ -77,6 +77,10 @@ class Cursor(Protocol):
         """A choice's own cursor from here on. reply: its token list, which will grow."""
         ...
 
+    def hand_over(self, row: LiveRow) -> None:
+        """End the request, and keep what was stored, while the row goes on for another cursor."""
+        ...
+
     def close(self, row: LiveRow | None) -> None:
         """End the request: store its tail if a row is given, release its leases. Idempotent."""
         ...
@@ -116,6 +120,9 @@ class NullCursor:
 
     def fork(self, reply: Sequence[int]) -> NullCursor:
         return self
+
+    def hand_over(self, row: LiveRow) -> None:
+        pass
 
     def close(self, row: LiveRow | None) -> None:
         pass

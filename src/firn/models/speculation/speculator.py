@@ -88,9 +88,9 @@ class Speculation:
         self.times = StepTimes(profile)
         self.allowance, self.looking = allowance(), allowance()
         self.step_clock = StepClock(self.times, self.allowance, clock)
-        self._drafters: tuple[Drafter, ...] = (*DECIDED, *drafters)
-        self._free = [i for i, d in enumerate(self._drafters) if d.is_free]
-        self._costly = next((i for i, d in enumerate(self._drafters) if not d.is_free), None)
+        self.drafters: tuple[Drafter, ...] = (*DECIDED, *drafters)
+        self._free = [i for i, d in enumerate(self.drafters) if d.is_free]
+        self._costly = next((i for i, d in enumerate(self.drafters) if not d.is_free), None)
         self._max_draft = min(profile.widths[-1] - 1, MAX_DRAFT)
         self._clock = clock
         self._odds = Odds()
@@ -114,10 +114,10 @@ class Speculation:
         if job.speculates:
             drafted = self._rows[row] = RowDrafts()
             for i in self._free:
-                self._drafters[i].open(row, job)
+                self.drafters[i].open(row, job)
             if self._costly is not None and self._clock() >= self._costly_from:
                 with self._costly_work():
-                    self._drafters[self._costly].open(row, job)
+                    self.drafters[self._costly].open(row, job)
                     drafted.has_costly = True
 
     def took(self, row: Row, tokens: Sequence[int]) -> None:
@@ -132,7 +132,7 @@ class Speculation:
             if token != expected:
                 break
         if self._costly is not None:
-            self._drafters[self._costly].took(row, tokens)
+            self.drafters[self._costly].took(row, tokens)
         drafted.untold += tokens
         drafted.next = NO_DRAFT
         if self.looking.is_open:
@@ -144,13 +144,13 @@ class Speculation:
             self.disturbed()
             self._asked.discard(row)
             self._tell(row, drafted)
-            for drafter in self._drafters:
+            for drafter in self.drafters:
                 drafter.close(row)
 
     def end(self) -> None:
         """The engine is stopping."""
         self._rows.clear()
-        for drafter in self._drafters:
+        for drafter in self.drafters:
             drafter.end()
 
     # --- steps -----------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class Speculation:
         self._n_looks += 1
         drafted.next = NO_DRAFT
         for i in self._free:
-            draft = self._drafters[i].draft([row], self._max_draft)[0]
+            draft = self.drafters[i].draft([row], self._max_draft)[0]
             if draft.tokens:
                 drafted.next, drafted.source = draft, i
                 return
@@ -259,7 +259,7 @@ class Speculation:
         """Pass on to the free drafters what the row took while none of them was asked."""
         if drafted.untold:
             for i in self._free:
-                self._drafters[i].took(row, drafted.untold)
+                self.drafters[i].took(row, drafted.untold)
             drafted.untold = []
 
     @contextmanager
@@ -322,7 +322,7 @@ class Speculation:
         return free, ExpectedTokens.of(odds, n_pending=n_pending)
 
     def _chance(self, drafted: RowDrafts, source: int, kind: int) -> float:
-        prior = self._drafters[source].odds(kind)
+        prior = self.drafters[source].odds(kind)
         return drafted.odds.of((source, kind), self._odds.of((source, kind), prior))
 
     def _pass_over(self, costly: int, group: Group) -> None:
@@ -340,7 +340,7 @@ class Speculation:
         if late and self._costly is not None:
             row, drafted = late[self.totals.n_steps % len(late)]
             with self._costly_work():
-                drafted.is_ready = self._drafters[self._costly].prepare(row)
+                drafted.is_ready = self.drafters[self._costly].prepare(row)
 
     def _ask(self, plan: DraftPlan) -> None:
         """Ask the costly drafter for drafts of the rows that gain by them."""
@@ -349,7 +349,7 @@ class Speculation:
             return
         drafts: Sequence[Draft] = ()
         try:
-            drafts = self._drafters[self._costly].draft(plan.asks, plan.width - 1)
+            drafts = self.drafters[self._costly].draft(plan.asks, plan.width - 1)
         except Exception as e:
             self._failed(e)
         for row, draft in zip(plan.asks, drafts, strict=False):
@@ -373,7 +373,7 @@ class Speculation:
         raised; they are computed again without the drafter.
         """
         assert self._costly is not None
-        drafter = self._drafters[self._costly]
+        drafter = self.drafters[self._costly]
         log.warning(
             "drafting failed (%s): disabled for running requests and for the next %.0f minutes: %r",
             type(drafter).__name__,
