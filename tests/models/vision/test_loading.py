@@ -26,6 +26,7 @@ from firn.models.vision.picture import Features
 from tests.models.vision import gallery
 from tests.zoo import ZOO
 from tests.zoo.vision import REFUSED_VISION, VISION
+from tests.zoo.vision_parts import VOCAB_SIZE
 
 
 @pytest.mark.parametrize("name", VISION)
@@ -287,3 +288,16 @@ def test_the_size_of_pictures_is_a_setting_of_the_processor(name: str, tmp_path:
     config["size"] = {side: n + 8 for side, n in config["size"].items()}
     path.write_text(json.dumps(config))
     assert settings(folder) != before
+
+
+@gallery.every_family
+def test_a_token_in_a_text_is_the_same_by_ids_and_by_embeddings(name: str) -> None:
+    """A reply may contain the id that stands for a picture; the next turn reads it beside a picture."""
+    model, make_cache = gallery.build(name)()
+    for first in range(0, VOCAB_SIZE, 32):
+        ids = mx.arange(first, first + 32)[None]
+        features = model.text_features(ids)
+        given = {} if features.per_layer is None else {"per_layer_inputs": features.per_layer}
+        by_ids = model(ids, cache=make_cache())
+        by_embeds = model(ids, cache=make_cache(), inputs_embeds=features.embeds, **given)
+        assert mx.array_equal(by_ids, by_embeds), f"tokens from {first}"

@@ -140,7 +140,10 @@ class VisionModel(CachesAsTheyAre):
     def text_features(self, ids: mx.array) -> Features:
         """The embeddings that the language model itself would look up for these ids."""
         out = self.model.get_input_embeddings(input_ids=ids, pixel_values=None)
-        return Features(out.inputs_embeds, out.per_layer_inputs)
+        per_layer = out.per_layer_inputs
+        if per_layer is not None:  # those of a picture's id in a text would be another token's
+            per_layer = self._language.model.get_per_layer_inputs(ids)
+        return Features(out.inputs_embeds, per_layer)
 
     def _features_of(self, span: PictureSpan, picture: Picture) -> Features:
         """Runs the vision tower, unless its result for this picture is cached."""
