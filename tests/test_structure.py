@@ -22,7 +22,7 @@ LARGE = {
 """Classes that have more attributes than others may: how many, at most. No class is added."""
 IDLE = {"ScorerTraits"}
 """Protocols that are no type of anything, and are to go. None is added."""
-MAX_CALLABLES = 42
+MAX_CALLABLES = 17
 """Parameters of the cache that are functions to call back, at most."""
 LEANING = ("firn.models.speculation.",)
 """Whose docstrings may still begin with what the one before says."""

@@ -34,13 +34,13 @@ from tests.cache.lab import (
     WINDOWED,
     LabLayer,
     LabRow,
-    SetClock,
     Shape,
     n_leases,
     prompt_of,
     records_of,
     tree,
 )
+from tests.clocks import SetClock
 from tests.hash_runner import prompt_of as words
 from tests.test_imports import SOURCES
 from tests.waiting import POLL_S

@@ -90,14 +90,12 @@ class Records:
         carrier = Part.PAGES if needs.pages else Part.WINDOW
         self.tree = Tree(identity.block, carrier=carrier, window=needs.window, clock=clock)
         self.ledger = Ledger(self.tree)
-        self.catalogue = RecordCatalogue(identity, needs, self.tree, wall=clock.wall)
+        self.catalogue = RecordCatalogue(identity, needs, self.tree, clock=clock)
         self.rows = LiveRows(self.tree, self.ledger)
         self.memory = MemoryTier(
             self.tree, self.ledger, self.rows, limit_nbytes=limit_nbytes, evict=self._evict
         )
-        self.tiers = Desk(
-            self.ledger, self.tree, self.catalogue, window=needs.window, clock=clock.elapsed
-        )
+        self.tiers = Desk(self.ledger, self.tree, self.catalogue, window=needs.window, clock=clock)
         self.index = TierIndex(self.ledger, self.tree, self.catalogue, self.tiers)
         self.counts = NamespaceStats()
         self.estimates = Estimates(clock)

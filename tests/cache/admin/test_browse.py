@@ -17,8 +17,9 @@ from firn.cache.prefix import PrefixCache
 from firn.cache.tree import Mark, Node
 from firn.core.errors import BadRequest, NotFound
 from firn.core.values import Namespace, PackedTokens
-from tests.cache.lab import DENSE, SetClock
+from tests.cache.lab import DENSE
 from tests.cache.lab import tree as lab_tree
+from tests.clocks import SetClock
 
 BLOCK, NBYTES = 4, 100
 ALICE, BOB = Namespace("alice"), Namespace("bob")

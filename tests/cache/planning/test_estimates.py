@@ -15,7 +15,7 @@ from firn.cache.planning.estimates import (
     STALE_S,
     Estimates,
 )
-from tests.cache.lab import SetClock
+from tests.clocks import SetClock
 
 MB = 10**6
 

@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import chain
 from typing import NamedTuple
@@ -57,6 +57,7 @@ from firn.cache.storage.spill_policy import EVERYTHING, SpillPolicy
 from firn.cache.storage.store_search import StoreQuestion
 from firn.cache.tiers import TierUsage, WriteResult
 from firn.cache.tree import Mark, Record, Root, Tree
+from firn.core.clock import SYSTEM_CLOCK, Clock
 from firn.core.keys import Key
 from firn.core.measure import Median
 from firn.core.ports import EngineLoad
@@ -147,7 +148,7 @@ class TierDesk:
         stamps: Stamps,
         policy: SpillPolicy = EVERYTHING,
         window: int = 0,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """policy: which records belong in this tier. window: the model's, in tokens."""
         self.name = name
@@ -160,7 +161,7 @@ class TierDesk:
         self._stamps = stamps
         self._policy = policy
         self._clock = clock
-        self._to_spill = SpillQueue(tree, window, clock())
+        self._to_spill = SpillQueue(tree, window, clock.elapsed())
         self._unwritten: dict[Record, None] = {}
         """An ordered set of the records that a fault of the tier kept from being written."""
         self._writing: dict[Record, _Writing] = {}
@@ -168,9 +169,9 @@ class TierDesk:
         self._promises: dict[BuryOrder | ConfirmOrder, Future[None]] = {}
         self._ask_s = Median(FIRST_LATENCY_S, kept=N_KEPT)
         self._asked_at = -math.inf
-        self.processed_until = clock()
+        self.processed_until = clock.elapsed()
         """The engine has processed everything that was read before this time."""
-        self._last_scan = clock()
+        self._last_scan = clock.elapsed()
         self.scanning = False
 
     # --- what is known -----------------------------------------------------------------------
@@ -212,7 +213,7 @@ class TierDesk:
     @property
     def ask_s(self) -> float | None:
         """How long the store takes to look up a prompt; None if unknown or out of date."""
-        is_stale = self._clock() - self._asked_at > STALE_S
+        is_stale = self._clock.elapsed() - self._asked_at > STALE_S
         return None if is_stale or not self._ask_s else self._ask_s.value
 
     @property
@@ -232,7 +233,7 @@ class TierDesk:
     def spill(self, record: Record) -> None:
         """Write the record soon, or a window when it is known to be of use."""
         # Other servers may branch off anywhere.
-        self._to_spill.add(record, self._clock(), holds=not self.is_store)
+        self._to_spill.add(record, self._clock.elapsed(), holds=not self.is_store)
 
     def is_worth_writing(self, record: Record) -> bool:
         """Whether a record that leaves memory should be written: what only those need who go back in a
@@ -246,7 +247,7 @@ class TierDesk:
         """Write a record that is about to leave memory as soon as the queue has room."""
         self._worker.defer_writes(False)  # until the next poll
         if not self._has_or_is_writing(record) and not self._write(record):
-            self._to_spill.add_first(record, self._clock())
+            self._to_spill.add_first(record, self._clock.elapsed())
 
     def _spill_next(self) -> bool:
         """Hand one record over; False when the queue is full."""
@@ -332,7 +333,7 @@ class TierDesk:
                 self._read(order)
             return None
         if not isinstance(result, TierError):
-            began = self._clock()
+            began = self._clock.elapsed()
             try:
                 arrays = self._worker.arrays(order, result)
             except Exception as e:  # whatever it is, everyone waiting for the record must be told
@@ -341,13 +342,13 @@ class TierDesk:
                 )
                 result = TierError("no arrays", repr(e))
             else:
-                return RecordRead(record, arrays, outcome.at, self._clock() - began)
+                return RecordRead(record, arrays, outcome.at, self._clock.elapsed() - began)
         self._ledger.lost(record, self.number)
         return ReadFailed(record, result)
 
     def ask(self, question: StoreQuestion) -> None:
         """Find out which records of a prompt the store has."""
-        self._worker.submit(AskOrder(question, self._clock()))
+        self._worker.submit(AskOrder(question, self._clock.elapsed()))
 
     def _answered(self, answer: StoreAnswered) -> StoreAnswered:
         if not answer.failed:
@@ -401,7 +402,7 @@ class TierDesk:
 
     def poll(self, load: EngineLoad) -> Iterator[TierEvent]:
         """Yield what happened in the tier, then spill as far as the engine's load allows."""
-        now = self._clock()
+        now = self._clock.elapsed()
         self._worker.defer_writes(load.prefilling and not self._ledger.leaving_nbytes)
         self._to_spill.tick(load, now, is_writing=bool(self._writing))
         self._touch_due()
@@ -412,10 +413,10 @@ class TierDesk:
         while self._to_spill and self._to_spill.may_write(load, now, n_pending=len(self._writing)):
             if self._can_spill:
                 wait_for_row(self._to_spill.first)
-            began = self._clock()
+            began = self._clock.elapsed()
             if not self._spill_next():
                 break
-            self._to_spill.spent(self._clock() - began)
+            self._to_spill.spent(self._clock.elapsed() - began)
             if load is EngineLoad.NONE and self._worker.n_results:
                 break  # a request may be waiting for them: spill the rest at the next poll
         if not self.scanning and now - self._last_scan > RESCAN_S:
@@ -438,12 +439,12 @@ class TierDesk:
                     event = outcome
                 case ScanEnded():
                     event = outcome
-                    self.scanning, self._last_scan = False, self._clock()
+                    self.scanning, self._last_scan = False, self._clock.elapsed()
                 case Confirmed():
                     self._keep(outcome)
             if event is not None:
                 yield event
-            if self._clock() > until:
+            if self._clock.elapsed() > until:
                 return
 
     # --- the end -----------------------------------------------------------------------------
@@ -472,7 +473,7 @@ class TierDesk:
             left = until - time.monotonic()
             if left <= 0 or not self._writing:
                 return
-            yield from self.take_events(self._clock(), wait_s=left)
+            yield from self.take_events(self._clock.elapsed(), wait_s=left)
 
     def _take_outdated_writes(self, timeout_s: float) -> Iterator[TierEvent]:
         """Wait until no pending write is outdated."""
@@ -481,7 +482,7 @@ class TierDesk:
             left = until - time.monotonic()
             if left <= 0:
                 return
-            yield from self.take_events(self._clock(), wait_s=left)
+            yield from self.take_events(self._clock.elapsed(), wait_s=left)
 
 
 Reported = tuple[TierDesk, TierEvent]
@@ -495,7 +496,7 @@ class Desk:
         catalogue: RecordCatalogue,
         *,
         window: int = 0,
-        clock: Callable[[], float],
+        clock: Clock,
     ) -> None:
         self._ledger = ledger
         self._tree = tree
