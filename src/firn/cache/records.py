@@ -414,9 +414,10 @@ class Records:
         """Apply what the tiers report to the tree, and yield it."""
         self._forget_cleared()
         self.index.drop_oldest_of_stores()
-        for tier, event in self.tiers.poll(load):
-            self.apply(tier, event)
-            yield tier, event
+        for tier in self.tiers:
+            for event in tier.poll(load):
+                self.apply(tier, event)
+                yield tier, event
 
     def apply(self, tier: TierDesk, event: TierEvent) -> None:
         match event:

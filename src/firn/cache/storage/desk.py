@@ -15,10 +15,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from itertools import chain
 from typing import NamedTuple
 
 from firn.cache.arrays.host import PayloadBytes, to_host
@@ -173,6 +171,8 @@ class TierDesk:
         """The engine has processed everything that was read before this time."""
         self._last_scan = clock.elapsed()
         self.scanning = False
+        self._postponed: list[TierEvent] = []
+        """Events that arrived while the engine waited for a write."""
 
     # --- what is known -----------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class TierDesk:
     def idle(self) -> bool:
         """Whether a poll could do nothing: nothing has happened, and none is left to be written, or the
         queue is full and the next outcome wakes us."""
-        if self._worker.n_results or self._stamps.has_raised(self.number):
+        if self._postponed or self._worker.n_results or self._stamps.has_raised(self.number):
             return False
         return not self._can_spill if self._to_spill else not self._to_spill.holds_any
 
@@ -311,26 +311,22 @@ class TierDesk:
         """Read the record if still wanted when its turn comes. One read serves all who wait for it."""
         if record in self._reading:
             self._reading[record].demands.append(demand)
-        else:
-            tokens = self._catalogue.tokens(record)
-            self._read(
-                ReadOrder(name_of(record), tokens, record, record.node.end, demands=[demand])
-            )
-
-    def _read(self, order: ReadOrder) -> None:
-        assert order.record is not None
-        self._reading[order.record] = order
-        self._ledger.begin_read(order.record, self.number)
+            return
+        tokens = self._catalogue.tokens(record)
+        order = ReadOrder(name_of(record), tokens, record, record.node.end, demands=[demand])
+        self._reading[record] = order
+        self._ledger.begin_read(record, self.number)
         self._worker.submit(order)
 
     def _read_over(self, outcome: ReadOver) -> RecordRead | ReadFailed | None:
         order, result, record = outcome.order, outcome.result, outcome.order.record
         assert record is not None
+        if isinstance(result, Unwanted) and order.wanted:  # by now somebody else wants it
+            self._worker.submit(order)
+            return None
         del self._reading[record]
         self._ledger.end_read(record, self.number)
         if isinstance(result, Unwanted):
-            if order.wanted:  # by now somebody else wants it
-                self._read(order)
             return None
         if not isinstance(result, TierError):
             began = self._clock.elapsed()
@@ -402,6 +398,8 @@ class TierDesk:
 
     def poll(self, load: EngineLoad) -> Iterator[TierEvent]:
         """Yield what happened in the tier, then spill as far as the engine's load allows."""
+        postponed, self._postponed = self._postponed, []
+        yield from postponed
         now = self._clock.elapsed()
         self._worker.defer_writes(load.prefilling and not self._ledger.leaving_nbytes)
         self._to_spill.tick(load, now, is_writing=bool(self._writing))
@@ -446,6 +444,16 @@ class TierDesk:
                 yield event
             if self._clock.elapsed() > until:
                 return
+
+    def take_writes(self, until: float) -> Iterator[TierEvent]:
+        """Yield ends of writes until this time, by the system's clock. Other events are left for
+        `poll`."""
+        while (left := until - time.monotonic()) > 0:
+            for event in self.take_events(math.inf, wait_s=left):
+                if isinstance(event, RecordWritten | WriteFailed):
+                    yield event
+                else:
+                    self._postponed.append(event)
 
     # --- the end -----------------------------------------------------------------------------
 
@@ -505,8 +513,6 @@ class Desk:
         self._clock = clock
         self._stamps = Stamps(tree)
         self._tiers: list[TierDesk] = []
-        self._postponed: defaultdict[int, list[TierEvent]] = defaultdict(list)
-        """By tier: events that arrived while the engine waited for a write."""
 
     def __iter__(self) -> Iterator[TierDesk]:
         return iter(self._tiers)
@@ -572,16 +578,11 @@ class Desk:
         self._stamps.raised(stamps)
 
     def take_writes(self, timeout_s: float) -> Iterator[Reported]:
-        """Yield ends of writes until time is up, or nobody asks for more. Other events are left for
-        `poll`."""
+        """Yield ends of writes until time is up, or nobody asks for more."""
         until = time.monotonic() + timeout_s
         for tier in self._tiers:
-            while (left := until - time.monotonic()) > 0:
-                for event in tier.take_events(math.inf, wait_s=left):
-                    if isinstance(event, RecordWritten | WriteFailed):
-                        yield tier, event
-                    else:
-                        self._postponed[tier.number].append(event)
+            for event in tier.take_writes(until):
+                yield tier, event
 
     # --- the rest --------------------------------------------------------------------------
 
@@ -624,15 +625,10 @@ class Desk:
         """For each tier: done once everything that it was told to delete is gone."""
         return [tier.deleted() for tier in self._tiers]
 
-    def poll(self, load: EngineLoad) -> Iterator[Reported]:
-        for tier in self._tiers:
-            for event in chain(self._postponed.pop(tier.number, ()), tier.poll(load)):
-                yield tier, event
-
     @property
     def idle(self) -> bool:
         """Whether a poll could do nothing at present."""
-        return not self._postponed and all(tier.idle for tier in self._tiers)
+        return all(tier.idle for tier in self._tiers)
 
     def close(self) -> Iterator[Reported]:
         """Write what should be kept and close the tiers; yields events that arrive meanwhile."""
