@@ -132,7 +132,7 @@ class RecordCatalogue:
             tensors=tensors,
             places=places,
             created=created,
-            mark=int(record.mark),
+            mark=int(record.kind),
         )
 
     # --- from a tier -----------------------------------------------------------------------

@@ -54,7 +54,7 @@ from firn.cache.storage.spill import SpillQueue
 from firn.cache.storage.spill_policy import EVERYTHING, SpillPolicy
 from firn.cache.storage.store_search import StoreQuestion
 from firn.cache.tiers import TierUsage, WriteResult
-from firn.cache.tree import Mark, Record, Root, Tree
+from firn.cache.tree import CheckpointKind, Record, Root, Tree
 from firn.core.clock import SYSTEM_CLOCK, Clock
 from firn.core.keys import Key
 from firn.core.measure import Median
@@ -570,7 +570,7 @@ class Desk:
         """
         if record.node.expires_at != math.inf:
             return False
-        if record.part is not Part.STATE or record.mark is not Mark.PROMPT_END:
+        if record.part is not Part.STATE or record.kind is not CheckpointKind.PROMPT_END:
             return True
         return not self._tree.has_state_before(record.node)
 
