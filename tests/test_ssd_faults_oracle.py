@@ -19,6 +19,7 @@ import pytest
 
 from firn.cache.tiers import TierOptions
 from tests.cache.pending import settle
+from tests.clocks import SetClock
 from tests.faulty_tier import (
     READ_FAULTS,
     WRITE_FAULTS,
@@ -126,7 +127,7 @@ def test_a_read_that_never_ends_is_not_waited_for(tmp_path: Path) -> None:
         return Fault.DELAY if op == "read" and stuck.is_set() else None
 
     tier = faulty(tmp_path, plan, delay_s=60)
-    with sit("firn-demo", tier, clock=lambda: time.monotonic() + ahead_s[0]) as oracle:
+    with sit("firn-demo", tier, clock=SetClock(lambda: time.monotonic() + ahead_s[0])) as oracle:
         exams = sessions(oracle, 6)
         assert oracle.wrong(exams, at_once=2) == []
         settle(oracle)
