@@ -377,7 +377,7 @@ class Engine:
             restored.fill(row.layers)
             row.n_tokens = restored.n_tokens
             cursor.filled(row)
-            self.cache.saw_restore(restored, time.perf_counter() - began)
+            self.cache.observe_restore(restored, time.perf_counter() - began)
         return row
 
     def _prefill(self, tasks: Sequence[Task]) -> int:

@@ -30,7 +30,7 @@ from firn.cache.arrays.payload import Payload
 from firn.cache.parts import Part
 from firn.cache.planning.match import Walk, resume_points
 from firn.cache.prefix import PrefixCache
-from firn.cache.tree import Mark, Record
+from firn.cache.tree import CheckpointKind, Record
 from firn.core.keys import key_tokens
 from firn.core.values import Namespace, PackedTokens, Prompt
 from tests.cache.lab import Shape, tree
@@ -82,7 +82,7 @@ def filled(shape: Shape, *, states: int = 0, windows: bool = True) -> tuple[Pref
 
     def add(node: Any, part: Part) -> None:
         payload = Payload((array[None],), (((0, 0),),))
-        cache.records.keep(node, part, payload, Mark.TURN, [])
+        cache.records.keep(node, part, payload, CheckpointKind.TURN, [])
 
     def grow(node: Any, tokens: Any) -> Any:
         child = cache.records.tree.child(node, PackedTokens(tokens), 0, len(tokens))

@@ -74,7 +74,7 @@ from firn.cache.storage.orders import (
 from firn.cache.storage.tier_records import BATCH
 from firn.cache.tiers import TierUsage
 from firn.cache.tiers._folder import SUBFOLDERS, path_of
-from firn.cache.tree import Mark, Node, Record
+from firn.cache.tree import CheckpointKind, Node, Record
 from firn.core.keys import Key, child_key, packed_tokens
 from firn.core.ports import At, EngineLoad, RowView
 from firn.core.values import CacheControl, Namespace, PackedTokens, Prompt
@@ -335,7 +335,7 @@ def long_prompt_pauses(n_tokens: int, *, in_memory: bool) -> dict[str, list[floa
     payload = Payload((mx.zeros((1, RECORD_NBYTES), dtype=mx.uint8),), (((0, 0),),))
     for start in range(0, n_tokens - BLOCK + 1, BLOCK):
         node = tree.child(node, tokens, start, start + BLOCK)
-        record = tree.add(node, Part.PAGES, nbytes=RECORD_NBYTES, mark=Mark.TURN)
+        record = tree.add(node, Part.PAGES, nbytes=RECORD_NBYTES, kind=CheckpointKind.TURN)
         if in_memory:
             cache.records.hold(record, payload, nbytes=RECORD_NBYTES)
         cache.records.ledger.found(record, 0)

@@ -183,7 +183,7 @@ class DictCache:
     def settled(self) -> bool:
         return True
 
-    def saw_restore(self, restored: Restored, seconds: float) -> None:
+    def observe_restore(self, restored: Restored, seconds: float) -> None:
         assert restored.n_tokens > 0
         assert seconds >= 0.0
 

@@ -226,7 +226,7 @@ class Harness:
                 if tier is not None:
                     cache.records.estimates = Eager()
                     wake = lambda: self.engine.wake()  # noqa: E731
-                    self.worker = TierWorker(tier, wake=wake, clock=clock.elapsed)
+                    self.worker = TierWorker(tier, wake=wake, clock=clock)
                     known = [Namespace(n) for n in namespaces]
                     cache.expect_recipes(recipes)
                     cache.add_tier("ssd", self.worker, namespaces=known)

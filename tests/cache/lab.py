@@ -21,11 +21,11 @@ from firn.cache.parts import Needs, Part
 from firn.cache.planning.estimates import Estimates
 from firn.cache.prefix import CacheSettings, PrefixCache
 from firn.cache.tree import InRow, Node, PartTotals, Record, Tree
-from firn.core.clock import Clock
 from firn.core.keys import Key, child_key
 from firn.core.ports import At, Restored, RowView
 from firn.core.prefill_speed import PrefillSpeed
 from firn.core.values import Job, KeyTokens, Prompt
+from tests.clocks import SetClock
 from tests.hash_engine import HashEngine
 from tests.hash_runner import GARBAGE, Faults, HashGroup, HashLayer, HashRow, HashRunner
 
@@ -265,20 +265,6 @@ def tree(
     )
     made.records.estimates = Steady()
     return made
-
-
-class SetClock(Clock):
-    """Two clocks that a test sets."""
-
-    def __init__(self, elapsed: Callable[[], float], wall: Callable[[], float] = time.time) -> None:
-        self._elapsed = elapsed
-        self._wall = wall
-
-    def elapsed(self) -> float:
-        return self._elapsed()
-
-    def wall(self) -> float:
-        return self._wall()
 
 
 class SteadySpeed(PrefillSpeed):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firn.cache.planning.checkpoints import LATTICE_FROM_TOKENS, MIN_GAP_TOKENS, N_TURNS, due
-from firn.cache.tree import Mark
+from firn.cache.tree import CheckpointKind
 from firn.core.events import Admitted
 from tests.cache.lab import (
     ALL_KINDS,
@@ -37,11 +37,11 @@ CHAT = (700, 900, 1500, 1800)
             1804,
             {},
             {
-                700: Mark.SHARED,
-                900: Mark.TURN,
-                1500: Mark.TURN,
-                1800: Mark.TURN,
-                1803: Mark.PROMPT_END,
+                700: CheckpointKind.SHARED,
+                900: CheckpointKind.TURN,
+                1500: CheckpointKind.TURN,
+                1800: CheckpointKind.TURN,
+                1803: CheckpointKind.PROMPT_END,
             },
         ),
         (
@@ -50,11 +50,11 @@ CHAT = (700, 900, 1500, 1800)
             1804,
             {},
             {
-                700: Mark.SHARED,
-                1300: Mark.TURN,
-                1500: Mark.TURN,
-                1800: Mark.TURN,
-                1803: Mark.PROMPT_END,
+                700: CheckpointKind.SHARED,
+                1300: CheckpointKind.TURN,
+                1500: CheckpointKind.TURN,
+                1800: CheckpointKind.TURN,
+                1803: CheckpointKind.PROMPT_END,
             },
         ),
         (
@@ -62,7 +62,7 @@ CHAT = (700, 900, 1500, 1800)
             CHAT,
             1804,
             {"n_restored": 1500, "n_shared": 1500},
-            {1800: Mark.TURN, 1803: Mark.PROMPT_END},
+            {1800: CheckpointKind.TURN, 1803: CheckpointKind.PROMPT_END},
         ),
         (
             "a branch that a lookup has just found",
@@ -70,11 +70,11 @@ CHAT = (700, 900, 1500, 1800)
             1804,
             {"n_restored": 700, "n_shared": 1200},
             {
-                900: Mark.TURN,
-                1200: Mark.BRANCH,
-                1500: Mark.TURN,
-                1800: Mark.TURN,
-                1803: Mark.PROMPT_END,
+                900: CheckpointKind.TURN,
+                1200: CheckpointKind.BRANCH,
+                1500: CheckpointKind.TURN,
+                1800: CheckpointKind.TURN,
+                1803: CheckpointKind.PROMPT_END,
             },
         ),
         (
@@ -82,7 +82,7 @@ CHAT = (700, 900, 1500, 1800)
             (700,),
             1804,
             {"n_restored": 700, "n_shared": 700 + MIN_GAP_TOKENS},
-            {1803: Mark.PROMPT_END},
+            {1803: CheckpointKind.PROMPT_END},
         ),
         (
             "a branch just before the end of the system prompt: others depart there",
@@ -90,17 +90,17 @@ CHAT = (700, 900, 1500, 1800)
             22_000,
             {"n_shared": 19_980},
             {
-                4096: Mark.LATTICE,
-                8192: Mark.LATTICE,
-                16384: Mark.LATTICE,
-                19_980: Mark.BRANCH,
-                20_000: Mark.SHARED,
-                21_000: Mark.TURN,
-                21_500: Mark.TURN,
-                21_999: Mark.PROMPT_END,
+                4096: CheckpointKind.LATTICE,
+                8192: CheckpointKind.LATTICE,
+                16384: CheckpointKind.LATTICE,
+                19_980: CheckpointKind.BRANCH,
+                20_000: CheckpointKind.SHARED,
+                21_000: CheckpointKind.TURN,
+                21_500: CheckpointKind.TURN,
+                21_999: CheckpointKind.PROMPT_END,
             },
         ),
-        ("raw text has no boundaries", (), 500, {}, {499: Mark.PROMPT_END}),
+        ("raw text has no boundaries", (), 500, {}, {499: CheckpointKind.PROMPT_END}),
         ("a prompt of one token has nothing to keep", (), 1, {}, {}),
         ("all of it was restored", CHAT, 1804, {"n_restored": 1803, "n_shared": 1804}, {}),
         (
@@ -108,7 +108,7 @@ CHAT = (700, 900, 1500, 1800)
             CHAT,
             1804,
             {"grid": 512},
-            {512: Mark.SHARED, 1024: Mark.TURN, 1536: Mark.TURN},
+            {512: CheckpointKind.SHARED, 1024: CheckpointKind.TURN, 1536: CheckpointKind.TURN},
         ),
         (
             "exact mode: shorter than a chunk",
@@ -123,12 +123,12 @@ CHAT = (700, 900, 1500, 1800)
             40_000,
             {},
             {
-                700: Mark.SHARED,
-                4096: Mark.LATTICE,
-                8192: Mark.LATTICE,
-                16384: Mark.LATTICE,
-                32768: Mark.LATTICE,
-                39_999: Mark.PROMPT_END,
+                700: CheckpointKind.SHARED,
+                4096: CheckpointKind.LATTICE,
+                8192: CheckpointKind.LATTICE,
+                16384: CheckpointKind.LATTICE,
+                32768: CheckpointKind.LATTICE,
+                39_999: CheckpointKind.PROMPT_END,
             },
         ),
         (
@@ -136,7 +136,7 @@ CHAT = (700, 900, 1500, 1800)
             (10, 20),
             60,
             {},
-            {10: Mark.SHARED, 59: Mark.PROMPT_END},
+            {10: CheckpointKind.SHARED, 59: CheckpointKind.PROMPT_END},
         ),
     ],
 )
@@ -145,11 +145,11 @@ def test_table(
     boundaries: tuple[int, ...],
     n_prompt: int,
     options: dict[str, int],
-    want: dict[int, Mark],
+    want: dict[int, CheckpointKind],
 ) -> None:
-    marks = due(boundaries, n_prompt, **{"n_restored": 0, "n_shared": 0, **options})
-    assert marks == want
-    assert list(marks) == sorted(marks)
+    kinds = due(boundaries, n_prompt, **{"n_restored": 0, "n_shared": 0, **options})
+    assert kinds == want
+    assert list(kinds) == sorted(kinds)
 
 
 @settings(max_examples=400)
@@ -167,24 +167,24 @@ def test_properties(
     n_restored = int(restored * (n_prompt - 1))
     n_restored -= n_restored % grid
     n_shared = max(n_restored, int(shared * n_prompt))
-    marks = due(boundaries, n_prompt, n_restored=n_restored, n_shared=n_shared, grid=grid)
-    assert list(marks) == sorted(marks)
-    assert all(n_restored < p < n_prompt for p in marks)
-    assert all(p % grid == 0 for p in marks)
+    kinds = due(boundaries, n_prompt, n_restored=n_restored, n_shared=n_shared, grid=grid)
+    assert list(kinds) == sorted(kinds)
+    assert all(n_restored < p < n_prompt for p in kinds)
+    assert all(p % grid == 0 for p in kinds)
     lattice = max(math.log2(n_prompt / LATTICE_FROM_TOKENS), 0)
-    assert len(marks) <= lattice + 1 + (N_TURNS + 1) + 1 + 1 + 1
-    for p, mark in marks.items():
-        if mark is Mark.SHARED:
+    assert len(kinds) <= lattice + 1 + (N_TURNS + 1) + 1 + 1 + 1
+    for p, kind in kinds.items():
+        if kind is CheckpointKind.SHARED:
             assert p == boundaries[0] - boundaries[0] % grid
     # The shared front and a branch are what others will ask for: no gap rule drops them.
     front = boundaries[0] - boundaries[0] % grid if boundaries else 0
     if n_restored < front < n_prompt:
-        assert front in marks
+        assert front in kinds
     branch = n_shared - n_shared % grid
     if n_shared > n_restored + MIN_GAP_TOKENS and n_restored < branch < n_prompt:
-        assert branch in marks
+        assert branch in kinds
     end = n_prompt - 1 - (n_prompt - 1) % grid
-    assert end in marks or end <= n_restored
+    assert end in kinds or end <= n_restored
 
 
 # --- through the engine --------------------------------------------------------------------

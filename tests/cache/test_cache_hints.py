@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from firn.cache.planning.checkpoints import N_HINTS, due
-from firn.cache.tree import Mark
+from firn.cache.tree import CheckpointKind
 from firn.core.values import Job, Prompt, RequestId
 from tests.harness import GREEDY, Harness, Result, running
 from tests.models.alone import plain
@@ -21,7 +21,7 @@ def test_a_hint_in_the_middle_is_kept() -> None:
     without = due(CHAT, 5600, n_restored=0, n_shared=0)
     marked = due(CHAT, 5600, n_restored=0, n_shared=0, hints=(2500,))
     assert 2500 not in without
-    assert marked == dict(sorted({**without, 2500: Mark.SHARED}.items()))
+    assert marked == dict(sorted({**without, 2500: CheckpointKind.SHARED}.items()))
 
 
 def test_hints_before_what_was_restored_are_done() -> None:
@@ -30,7 +30,9 @@ def test_hints_before_what_was_restored_are_done() -> None:
 
 def test_the_last_few_count() -> None:
     kept = due(CHAT, 5600, n_restored=0, n_shared=0, hints=CHAT[1:8])
-    assert [p for p in CHAT[1:8] if kept.get(p) is Mark.SHARED] == list(CHAT[1:8][-N_HINTS:])
+    assert [p for p in CHAT[1:8] if kept.get(p) is CheckpointKind.SHARED] == list(
+        CHAT[1:8][-N_HINTS:]
+    )
 
 
 def test_a_hint_lies_on_the_grid_like_all_others() -> None:

@@ -22,7 +22,7 @@ from firn.cache.prefix import PrefixCache, PrefixCursor
 from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
-from firn.cache.tree import Mark, Tree
+from firn.cache.tree import CheckpointKind, Tree
 from firn.core.keys import Key
 from firn.core.ports import EngineLoad
 from firn.core.reuse import Cause, Reason
@@ -34,13 +34,13 @@ from tests.cache.lab import (
     WINDOWED,
     LabLayer,
     LabRow,
-    SetClock,
     Shape,
     n_leases,
     prompt_of,
     records_of,
     tree,
 )
+from tests.clocks import SetClock
 from tests.hash_runner import prompt_of as words
 from tests.test_imports import SOURCES
 from tests.waiting import POLL_S
@@ -374,7 +374,7 @@ def test_a_record_is_read_from_the_fastest_tier_that_has_it() -> None:
     for name in ("ssd", "s3", "redis"):
         ledger.add_tier(name)
     node = inner.child(inner.root(Key(b"r" * 32), EVERYONE), PackedTokens(tokens_of(8)), 0, 8)
-    record = inner.add(node, Part.PAGES, nbytes=1, mark=Mark.TURN)
+    record = inner.add(node, Part.PAGES, nbytes=1, kind=CheckpointKind.TURN)
     with pytest.raises(LookupError):
         assert record.fastest_tier
     for tier in (2, 1, 0):

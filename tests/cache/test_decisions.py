@@ -276,7 +276,7 @@ def test_loads_and_computing_meet(tmp_path: Path, shape: Shape) -> None:
 def test_a_tiny_load_says_nothing_of_a_large_one() -> None:
     known = Estimates()
     known.prefill.observe(0, 512, 0.1)
-    known.saw_load("ssd", 50_000, 0.06)  # "hi", right after the start
+    known.observe_load("ssd", 50_000, 0.06)  # "hi", right after the start
     assert known.load_s("ssd", 100 << 20) < known.prefill_s(0, 1484)
 
 
@@ -455,14 +455,14 @@ def test_many_prompts_under_one_root_are_found_by_what_matches() -> None:
     """The lookup touches a few children, however many there are."""
     cache = tree(DENSE, block=BLOCK)
     from firn.cache.planning.match import Walk
-    from firn.cache.tree import Mark
+    from firn.cache.tree import CheckpointKind
     from firn.core.values import PackedTokens
 
     inner, root = cache.records.tree, cache.records.catalogue.root(Namespace(""))
     rng = np.random.default_rng(3)
     for tokens in rng.integers(0, 1000, size=(2000, BLOCK)).astype(np.uint64):
         node = inner.child(root, PackedTokens(tokens), 0, BLOCK)
-        inner.add(node, Part.PAGES, nbytes=1, mark=Mark.TURN)
+        inner.add(node, Part.PAGES, nbytes=1, kind=CheckpointKind.TURN)
     looked = 0
     real = type(root.children)._key
 

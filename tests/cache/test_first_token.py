@@ -32,7 +32,8 @@ from firn.core.values import CacheControl, Namespace
 from firn.engine.engine import LOAD_TICK_S
 from firn.engine.scheduler import chunk_end
 from tests.cache.fake_worker import FakeWorker
-from tests.cache.lab import DENSE, SHAPES, LabLayer, LabRow, SetClock, Shape, prompt_of, tree
+from tests.cache.lab import DENSE, SHAPES, LabLayer, LabRow, Shape, prompt_of, tree
+from tests.clocks import SetClock
 from tests.hash_runner import prompt_of as words
 
 T = TypeVar("T")

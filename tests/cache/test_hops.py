@@ -55,7 +55,7 @@ BACK = {
     "made a value": "Restorer.restore",
     "filled into the row": "KVCodec.fill",
 }
-MAX_OUT, MAX_BACK, MAX_FILES = 30, 30, 18
+MAX_OUT, MAX_BACK, MAX_FILES = 29, 28, 18
 BLOCK = 8
 DEADLINE_S = 30.0
 

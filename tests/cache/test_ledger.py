@@ -14,7 +14,7 @@ from firn.cache import integrity
 from firn.cache.ledger import Ledger, WrongTransition
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixCache
-from firn.cache.tree import Mark, Record, Tree
+from firn.cache.tree import CheckpointKind, Record, Tree
 from firn.core.keys import Key
 from firn.core.ports import EngineLoad
 from firn.core.values import CacheControl, Namespace, PackedTokens
@@ -23,7 +23,7 @@ from tests.hash_runner import prompt_of as words
 from tests.test_imports import SOURCES
 
 BLOCK = 8
-STATE = {"arrays", "leaving", "stored", "writing", "reading", "verified", "mark"}
+STATE = {"arrays", "leaving", "stored", "writing", "reading", "verified", "kind"}
 """What a record is in. Other classes have fields of some of these names: of their own, by `self`."""
 
 
@@ -71,7 +71,7 @@ def made() -> tuple[Ledger, Record]:
     assert [ledger.add_tier(name) for name in ("ssd", "s3")] == [0, 1]
     root = inner.root(Key(b"root"), Namespace(""))
     node = inner.child(root, PackedTokens(np.arange(BLOCK, dtype=np.uint64)), 0, BLOCK)
-    return ledger, ledger.add(node, Part.PAGES, nbytes=10, mark=Mark.TURN)
+    return ledger, ledger.add(node, Part.PAGES, nbytes=10, kind=CheckpointKind.TURN)
 
 
 def hold(ledger: Ledger, record: Record) -> None:
@@ -143,7 +143,7 @@ def test_totals_count_one_size_wherever_a_record_is() -> None:
 
 def test_a_history_is_of_one_record() -> None:
     ledger, record = made()
-    other = ledger.add(record.node, Part.WINDOW, nbytes=1, mark=Mark.TURN)
+    other = ledger.add(record.node, Part.WINDOW, nbytes=1, kind=CheckpointKind.TURN)
     ledger.hold(other, object(), nbytes=1)
     ledger.found(record, 1)
     assert ledger.history(record) == ["stored (s3)"]

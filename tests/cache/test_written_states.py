@@ -14,7 +14,7 @@ from firn.cache.parts import Part
 from firn.cache.storage.held import HOLD_S, HeldWindows
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
-from firn.cache.tree import Mark, Tree
+from firn.cache.tree import CheckpointKind, Tree
 from firn.core.keys import Key
 from firn.core.values import CacheControl, Namespace, PackedTokens
 from tests.cache.lab import ALL_KINDS, HYBRID, WINDOWED, LabEngine, Shape
@@ -143,7 +143,7 @@ def test_windows_of_a_long_reply_do_not_wait_for_its_end() -> None:
         child = tree.child(node, tokens, BLOCK * i, BLOCK * (i + 1))
         tree.move_lease(node, child)
         node = child
-        record = tree.add(node, Part.WINDOW, nbytes=1, mark=Mark.TURN)
+        record = tree.add(node, Part.WINDOW, nbytes=1, kind=CheckpointKind.TURN)
         Ledger(tree).hold(record, object(), nbytes=1)
         held.add(record, float(i))
         newest += [i - r.node.start // BLOCK for r, _ in held.take_due(float(i))]
@@ -203,7 +203,10 @@ def test_a_held_window_may_be_forgotten_meanwhile() -> None:
     tree = Tree(BLOCK)
     tokens = PackedTokens(np.arange(BLOCK, dtype=np.uint64))
     node = tree.child(tree.root(Key(b"root"), Namespace("")), tokens, 0, BLOCK)
-    held, record = HeldWindows(tree, 6), tree.add(node, Part.WINDOW, nbytes=1, mark=Mark.TURN)
+    held, record = (
+        HeldWindows(tree, 6),
+        tree.add(node, Part.WINDOW, nbytes=1, kind=CheckpointKind.TURN),
+    )
     held.add(record, 0.0)
     Ledger(tree).forget(record)
     assert list(held.take_due(1.0)) == []

@@ -50,7 +50,7 @@ def visit(
     row = runner.start(restored)
     if restored is not None:
         cursor.filled(row)
-        cache.saw_restore(restored, 0.001)
+        cache.observe_restore(restored, 0.001)
     n_cached = row.n_tokens
     assert cursor.admission.n_cached == n_cached
     assert n_cached < len(prompt), "a token is left to make the logits"

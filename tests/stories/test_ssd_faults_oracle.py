@@ -12,13 +12,14 @@ from __future__ import annotations
 import errno
 import itertools
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from firn.cache.tiers import TierOptions
-from firn.core.clock import Clock
 from tests.cache.pending import settle
+from tests.clocks import SetClock
 from tests.faulty_tier import (
     READ_FAULTS,
     WRITE_FAULTS,
@@ -118,22 +119,15 @@ def test_a_disk_that_is_full_and_one_that_is_empty_again(tmp_path: Path) -> None
         assert oracle.cache.stats.tokens_by_tier["ssd"] > 0
 
 
-class Later(Clock):
-    ahead_s = 0.0
-
-    def elapsed(self) -> float:
-        return super().elapsed() + self.ahead_s
-
-
 def test_a_read_that_never_ends_is_not_waited_for(tmp_path: Path) -> None:
     """The deadline passes: the prompt is computed, and nothing depends on the read when it ends."""
-    clock, stuck = Later(), threading.Event()
+    ahead_s, stuck = [0.0], threading.Event()
 
     def plan(op: Op, name: str) -> Fault | None:
         return Fault.DELAY if op == "read" and stuck.is_set() else None
 
     tier = faulty(tmp_path, plan, delay_s=60)
-    with sit("firn-demo", tier, clock=clock) as oracle:
+    with sit("firn-demo", tier, clock=SetClock(lambda: time.monotonic() + ahead_s[0])) as oracle:
         exams = sessions(oracle, 6)
         assert oracle.wrong(exams, at_once=2) == []
         settle(oracle)
@@ -141,7 +135,7 @@ def test_a_read_that_never_ends_is_not_waited_for(tmp_path: Path) -> None:
         late = oracle.put(exams[0], 1)
         while not tier.suffered["read delay"]:
             oracle.between_steps(lambda: None)
-        clock.ahead_s = 3600.0
+        ahead_s[0] += 3600
         assert oracle.text(late) == exams[0].session.questions[1].answer
         assert oracle.cache.stats.faults["read: too slow"] == 1
         stuck.clear()

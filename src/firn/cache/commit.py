@@ -16,7 +16,7 @@ from firn.cache.memory.rows import LEAST_BLOCKS, RowPages
 from firn.cache.parts import Part
 from firn.cache.planning.match import ANYWHERE, Match, has_parts
 from firn.cache.records import Records
-from firn.cache.tree import Mark, Node, Record, Root
+from firn.cache.tree import CheckpointKind, Node, Record, Root
 from firn.core.ports import LiveRow
 from firn.core.values import PackedTokens
 
@@ -65,14 +65,14 @@ class Committer:
             copies=old.copies,
         )
 
-    def expect(self, cursor: CacheCursor, due: dict[int, Mark]) -> None:
+    def expect(self, cursor: CacheCursor, due: dict[int, CheckpointKind]) -> None:
         """Keep states, and write windows, at these positions of the prompt."""
         committed, needs = cursor.committed, self._needs
         if needs.state:
             committed.due = due
         if needs.window:
             committed.branches = [
-                p for p, mark in due.items() if needs.state or mark > Mark.PROMPT_END
+                p for p, kind in due.items() if needs.state or kind > CheckpointKind.PROMPT_END
             ]
 
     def jump(self, cursor: CacheCursor, match: Match, window: Payload | None) -> None:
@@ -86,7 +86,7 @@ class Committer:
         if self._piece_tokens and window is not None and match.n_tokens > committed.node.end:
             committed.pieces = [WindowPiece(committed.node.end, match.n_tokens, window)]
             committed.n_saved = match.n_tokens
-        committed.due = {p: mark for p, mark in committed.due.items() if p > match.n_tokens}
+        committed.due = {p: kind for p, kind in committed.due.items() if p > match.n_tokens}
 
     def is_in(self, cursor: CacheCursor, pages: RowPages | None) -> None:
         """The cursor's records are in this row from now on; None: in none."""
@@ -117,9 +117,9 @@ class Committer:
                     break
             if self.keeps_pages_in_rows:
                 committed.pages = self._records.rows.of(row, self._layout, chain=committed.node)
-            mark = committed.due.pop(row.n_tokens, None)
-            if mark is not None and committed.writes:
-                self._commit_state(cursor, row, mark, new)
+            kind = committed.due.pop(row.n_tokens, None)
+            if kind is not None and committed.writes:
+                self._commit_state(cursor, row, kind, new)
         self._keep_windows(committed)
 
     def commit_tail(self, cursor: CacheCursor, row: LiveRow) -> None:
@@ -128,7 +128,7 @@ class Committer:
             return
         with self._all_or_nothing(cursor) as new:
             if self._needs.state:
-                self._commit_state(cursor, row, Mark.REPLY_END, new)
+                self._commit_state(cursor, row, CheckpointKind.REPLY_END, new)
             elif row.n_tokens > cursor.committed.node.end:
                 self._commit_tail(cursor, row, new)
 
@@ -186,7 +186,7 @@ class Committer:
         return True
 
     def _commit_state(
-        self, cursor: CacheCursor, row: LiveRow, mark: Mark, new: list[Record]
+        self, cursor: CacheCursor, row: LiveRow, kind: CheckpointKind, new: list[Record]
     ) -> None:
         """Keep the state at the row's position, with the pages of its unfinished block."""
         last, n = cursor.committed.node, row.n_tokens
@@ -200,7 +200,7 @@ class Committer:
             if node is not last and not self._store(cursor, node, cutter, new):
                 return
             if not _is_held(node, Part.STATE):
-                self._records.keep(node, Part.STATE, cutter.cut(Part.STATE, 0, n), mark, new)
+                self._records.keep(node, Part.STATE, cutter.cut(Part.STATE, 0, n), kind, new)
 
     def _store(self, cursor: CacheCursor, node: Node, cutter: RowCutter, new: list[Record]) -> bool:
         """Store the node's pages and window, unless memory has them. False: there is no room."""
@@ -213,7 +213,7 @@ class Committer:
                     arrays = _join_pieces(cursor.committed.pieces, node.start, node.end)
                 else:
                     arrays = cutter.cut(part, node.start, node.end)
-                if not self._records.keep(node, part, arrays, Mark.TURN, new):
+                if not self._records.keep(node, part, arrays, CheckpointKind.TURN, new):
                     cursor.committed.writes = False
                     return False
         self._records.extend_life(node, cursor.request.control.ttl_s)
@@ -249,7 +249,8 @@ class Committer:
             first = position - position % self._block
             if committed.node.end < (first if self._needs.state else position):
                 return
-            self._records.keep_window(committed.node, committed.branches.pop(0), Mark.BRANCH)
+            branch = committed.branches.pop(0)
+            self._records.keep_window(committed.node, branch, CheckpointKind.BRANCH)
 
     def _covers(self, node: Node, n_tokens: int) -> bool:
         """Whether a prompt could resume inside this node as well as in a tail of `n_tokens` tokens.

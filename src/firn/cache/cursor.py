@@ -24,7 +24,7 @@ from firn.cache.memory.rows import RowPages
 from firn.cache.planning.match import Match, Walk
 from firn.cache.planning.plan import GRACE_S
 from firn.cache.storage.store_search import StoreQuestion
-from firn.cache.tree import Mark, Node, Record, Root, Tree
+from firn.cache.tree import CheckpointKind, Node, Record, Root, Tree
 from firn.core.clock import Clock
 from firn.core.events import Admitted
 from firn.core.keys import reply_tokens
@@ -92,7 +92,7 @@ class Committed:
     """The deepest committed block; leased, so that the next block always has its parent."""
     writes: bool
     """Whether more is committed for this request. Not after a fault."""
-    due: dict[int, Mark] = field(default_factory=dict)
+    due: dict[int, CheckpointKind] = field(default_factory=dict)
     """Positions where a state will be kept."""
     branches: list[int] = field(default_factory=list)
     """Ascending positions, not committed yet, where other prompts may branch off: their windows are

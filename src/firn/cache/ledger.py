@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from firn.cache.parts import Part
-from firn.cache.tree import InRow, Mark, Node, PartTotals, Record, Root, Tree
+from firn.cache.tree import CheckpointKind, InRow, Node, PartTotals, Record, Root, Tree
 from firn.core.keys import Key
 
 N_REMEMBERED = 4096
@@ -61,9 +61,9 @@ class Ledger:
 
     # --- life ------------------------------------------------------------------------------
 
-    def add(self, node: Node, part: Part, *, nbytes: int, mark: Mark) -> Record:
+    def add(self, node: Node, part: Part, *, nbytes: int, kind: CheckpointKind) -> Record:
         """The node's record of this part, created if there is none. A new one is nowhere yet."""
-        return self._tree.add(node, part, nbytes=nbytes, mark=mark)
+        return self._tree.add(node, part, nbytes=nbytes, kind=kind)
 
     def forget(self, record: Record) -> None:
         """It is gone, with every node that is of no use without it."""
@@ -74,8 +74,8 @@ class Ledger:
             self._note(record, "forgotten")
             self._tree.remove(record)
 
-    def set_mark(self, record: Record, mark: Mark) -> None:
-        record.mark = mark
+    def set_kind(self, record: Record, kind: CheckpointKind) -> None:
+        record.kind = kind
 
     # --- trust -----------------------------------------------------------------------------
 

@@ -228,9 +228,9 @@ class Loader:
             arrived = loading.nbytes.get(tier.name, 0)
             late = sum(r.nbytes for r in loading.missing if tier.is_reading(r))
             waited_s = tier.processed_until - began
-            is_slow = late and estimates.saw_delay(tier.name, arrived + late, waited_s)
+            is_slow = late and estimates.observe_delay(tier.name, arrived + late, waited_s)
             if arrived and not is_slow:
-                estimates.saw_load(tier.name, arrived, loading.last_at - began)
+                estimates.observe_load(tier.name, arrived, loading.last_at - began)
 
     # --- asking stores ---------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ class CacheOff:
     def settled(self) -> bool:
         return True
 
-    def saw_restore(self, restored: Restored, seconds: float) -> None:
+    def observe_restore(self, restored: Restored, seconds: float) -> None:
         pass
 
     def close(self) -> None:

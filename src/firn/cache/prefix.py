@@ -228,8 +228,8 @@ class PrefixCache:
     def prefill(self) -> PrefillSpeed:
         return self.records.estimates.prefill
 
-    def saw_restore(self, restored: Restored, seconds: float) -> None:
-        self.records.estimates.saw_fill(restored.nbytes, seconds)
+    def observe_restore(self, restored: Restored, seconds: float) -> None:
+        self.records.estimates.observe_fill(restored.nbytes, seconds)
 
     @property
     def settled(self) -> bool:

@@ -43,7 +43,7 @@ from firn.cache.storage.orders import (
     WriteFailed,
 )
 from firn.cache.storage.spill_policy import EVERYTHING, SpillPolicy
-from firn.cache.tree import Cleared, Mark, Node, Record, Root, Tree
+from firn.cache.tree import CheckpointKind, Cleared, Node, Record, Root, Tree
 from firn.core.clock import SYSTEM_CLOCK, Clock
 from firn.core.errors import may_be_device_fault
 from firn.core.ports import EngineLoad
@@ -90,14 +90,12 @@ class Records:
         carrier = Part.PAGES if needs.pages else Part.WINDOW
         self.tree = Tree(identity.block, carrier=carrier, window=needs.window, clock=clock)
         self.ledger = Ledger(self.tree)
-        self.catalogue = RecordCatalogue(identity, needs, self.tree, wall=clock.wall)
+        self.catalogue = RecordCatalogue(identity, needs, self.tree, clock=clock)
         self.rows = LiveRows(self.tree, self.ledger)
         self.memory = MemoryTier(
             self.tree, self.ledger, self.rows, limit_nbytes=limit_nbytes, evict=self._evict
         )
-        self.tiers = Desk(
-            self.ledger, self.tree, self.catalogue, window=needs.window, clock=clock.elapsed
-        )
+        self.tiers = Desk(self.ledger, self.tree, self.catalogue, window=needs.window, clock=clock)
         self.index = TierIndex(self.ledger, self.tree, self.catalogue, self.tiers)
         self.counts = NamespaceStats()
         self.estimates = Estimates(clock)
@@ -121,7 +119,7 @@ class Records:
         node: Node,
         part: Part,
         arrays: Payload,
-        mark: Mark,
+        kind: CheckpointKind,
         new: list[Record],
     ) -> bool:
         """Hold in memory what was computed, whether or not a tier has it; False: there is no room.
@@ -131,8 +129,8 @@ class Records:
         """
         record = node.records.get(part)
         if record is not None:
-            if mark > record.mark:
-                self.ledger.set_mark(record, mark)
+            if kind > record.kind:
+                self.ledger.set_kind(record, kind)
             if record.leaving:
                 self._stay(record)
             elif record.arrays is None and self._hold_if_room(record, arrays):
@@ -142,7 +140,7 @@ class Records:
         if not has_room and not self._evict_own_chain(node, arrays.nbytes, part, new):
             self.counts.dropped(node.root.namespace, "no room")
             return False
-        record = self.ledger.add(node, part, nbytes=arrays.nbytes, mark=mark)
+        record = self.ledger.add(node, part, nbytes=arrays.nbytes, kind=kind)
         self.ledger.hold(record, arrays, nbytes=arrays.nbytes)
         self.memory.added(record)
         new.append(record)
@@ -154,7 +152,7 @@ class Records:
         """Leave the node's pages in a row, unless memory has them already. They need no room."""
         record = node.records.get(Part.PAGES)
         if record is None:
-            record = self.ledger.add(node, Part.PAGES, nbytes=nbytes, mark=Mark.TURN)
+            record = self.ledger.add(node, Part.PAGES, nbytes=nbytes, kind=CheckpointKind.TURN)
             self.counts.committed(node.root.namespace, Part.PAGES.value)
             self.index.learn_strays(node)
         if record.leaving:
@@ -254,7 +252,7 @@ class Records:
     # --- used ------------------------------------------------------------------------------
 
     def used(self, node: Node) -> None:
-        """Mark the chain that ends here as just used: memory and tiers evict it last."""
+        """CheckpointKind the chain that ends here as just used: memory and tiers evict it last."""
         self.tree.use(node)
         if len(self.tiers):
             self.tiers.touch(self.tree.order.outdated(node, TOUCH_EVERY_S))
@@ -264,14 +262,14 @@ class Records:
         for n in self.tree.set_reused(node):
             self.tiers.spill(n.records.values())
 
-    def keep_window(self, node: Node, position: int, mark: Mark) -> None:
+    def keep_window(self, node: Node, position: int, kind: CheckpointKind) -> None:
         """A prompt may resume at this position of the chain that ends here: write its window at once."""
         for n in node.path():
             if n.end <= position - self.needs.window:
                 return
             record = n.records.get(Part.WINDOW)
-            if record is not None and n.start < position and mark > record.mark:
-                self.ledger.set_mark(record, mark)
+            if record is not None and n.start < position and kind > record.kind:
+                self.ledger.set_kind(record, kind)
                 self.tiers.spill([record])
 
     def unlease(self, node: Node) -> None:
@@ -416,14 +414,15 @@ class Records:
         """Apply what the tiers report to the tree, and yield it."""
         self._forget_cleared()
         self.index.drop_oldest_of_stores()
-        for tier, event in self.tiers.poll(load):
-            self.apply(tier, event)
-            yield tier, event
+        for tier in self.tiers:
+            for event in tier.poll(load):
+                self.apply(tier, event)
+                yield tier, event
 
     def apply(self, tier: TierDesk, event: TierEvent) -> None:
         match event:
             case RecordRead(record, arrays, _, array_s):
-                self.estimates.saw_arrays(record.nbytes, array_s)
+                self.estimates.observe_arrays(record.nbytes, array_s)
                 if record.alive and record.arrays is None:
                     self._hold_if_room(record, arrays)
                 if tier.number:

@@ -27,7 +27,7 @@ from firn.cache.planning import checkpoints
 from firn.cache.planning.match import MEMORY, NOTHING, Match, Segment, last_match
 from firn.cache.planning.reasons import why_not_more
 from firn.cache.records import Records
-from firn.cache.tree import Mark, Node, Record
+from firn.cache.tree import CheckpointKind, Node, Record
 from firn.core.events import Admitted
 from firn.core.ports import LayerCache, LiveRow
 from firn.core.reuse import Cause, Reason
@@ -239,11 +239,13 @@ class Restorer:
             n_shared=n_shared,
             hints=source.hints,
             grid=self._needs.grid,
-            replies_stay=has_grown if state is None else state.mark is Mark.REPLY_END,
+            replies_stay=has_grown if state is None else state.kind is CheckpointKind.REPLY_END,
         )
         self._committer.expect(cursor, due)
         if self._needs.window and match.n_tokens and not has_grown:
-            self._records.keep_window(match.segments[-1].node, match.n_tokens, Mark.BRANCH)
+            self._records.keep_window(
+                match.segments[-1].node, match.n_tokens, CheckpointKind.BRANCH
+            )
 
     # --- resuming --------------------------------------------------------------------------
 

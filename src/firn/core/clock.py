@@ -1,4 +1,4 @@
-"""The two clocks of the process, as a value that a test replaces."""
+"""The clocks of the process, and waiting by them, as a value that a test replaces."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ class Clock:
     def wall(self) -> float:
         """Unix time; goes back where somebody sets it."""
         return time.time()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
 
 
 SYSTEM_CLOCK = Clock()

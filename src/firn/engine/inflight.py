@@ -154,7 +154,7 @@ class InFlight:
             cursor.not_filled(e)
             raise RestoreFailed from e
         cursor.filled(row)
-        self.cache.saw_restore(restored, time.perf_counter() - began)
+        self.cache.observe_restore(restored, time.perf_counter() - began)
         return row
 
     def commit(self, cursor: Cursor, row: LiveRow) -> None:

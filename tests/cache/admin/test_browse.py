@@ -14,11 +14,12 @@ from firn.cache.admin import browse, control
 from firn.cache.off import CacheOff
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixCache
-from firn.cache.tree import Mark, Node
+from firn.cache.tree import CheckpointKind, Node
 from firn.core.errors import BadRequest, NotFound
 from firn.core.values import Namespace, PackedTokens
-from tests.cache.lab import DENSE, SetClock
+from tests.cache.lab import DENSE
 from tests.cache.lab import tree as lab_tree
+from tests.clocks import SetClock
 
 BLOCK, NBYTES = 4, 100
 ALICE, BOB = Namespace("alice"), Namespace("bob")
@@ -32,7 +33,7 @@ def store(cache: PrefixCache, tokens: Sequence[int], namespace: Namespace = ALIC
     for start in range(0, len(tokens), BLOCK):
         node = records.tree.child(node, text, start, min(start + BLOCK, len(tokens)))
         if Part.PAGES not in node.records:
-            record = records.tree.add(node, Part.PAGES, nbytes=NBYTES, mark=Mark.TURN)
+            record = records.tree.add(node, Part.PAGES, nbytes=NBYTES, kind=CheckpointKind.TURN)
             records.ledger.hold(record, object(), nbytes=NBYTES)
             records.memory.added(record)
         records.tree.use(node)

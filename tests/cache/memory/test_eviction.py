@@ -17,7 +17,7 @@ from firn.cache.memory.eviction import STATE_SHARE
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixCache
 from firn.cache.storage.desk import Reported
-from firn.cache.tree import Mark, Node, Record
+from firn.cache.tree import CheckpointKind, Node, Record
 from firn.core.ports import EngineLoad
 from firn.core.values import Namespace, PackedTokens
 from tests.cache.lab import DENSE, HYBRID, WINDOWED, Shape, check_tree, nodes_of, records_of, tree
@@ -47,14 +47,14 @@ def put(
     part: Part = Part.PAGES,
     *,
     nbytes: int = 100,
-    mark: Mark = Mark.TURN,
+    kind: CheckpointKind = CheckpointKind.TURN,
 ) -> Record | None:
     node = node_of(cache, blocks)
     cache.records.tree.lease(node)
     try:
         cache.records.tree.use(node)
         arrays = Payload((mx.zeros((1, nbytes), dtype=mx.uint8),), (((0, 0),),))
-        return node.records[part] if cache.records.keep(node, part, arrays, mark, []) else None
+        return node.records[part] if cache.records.keep(node, part, arrays, kind, []) else None
     finally:
         cache.records.unlease(node)
 
@@ -258,7 +258,7 @@ def test_windows_before_a_branch_stay() -> None:
 def test_windows_at_a_point_where_others_will_branch_off_stay() -> None:
     cache = memory(WIDE, 1600)
     put_windows(cache, range(1, 9))
-    cache.records.keep_window(node_of(cache, [1, 2, 3]), 24, Mark.BRANCH)
+    cache.records.keep_window(node_of(cache, [1, 2, 3]), 24, CheckpointKind.BRANCH)
     for i in (50, 51):
         put(cache, [i])
     assert with_windows(cache) == {1, 2, 3, 6, 7, 8}
@@ -306,20 +306,27 @@ def test_a_state_larger_than_its_share_costs_nobody_anything() -> None:
 
 def test_states_that_will_not_be_asked_for_again_are_thinned_first() -> None:
     cache = memory(HYBRID, 10_000)
-    marks = [Mark.SHARED, Mark.PROMPT_END, Mark.BRANCH, Mark.LATTICE, Mark.TURN, Mark.REPLY_END]
-    for i, mark in enumerate(marks, start=1):
+    kinds = [
+        CheckpointKind.SHARED,
+        CheckpointKind.PROMPT_END,
+        CheckpointKind.BRANCH,
+        CheckpointKind.LATTICE,
+        CheckpointKind.TURN,
+        CheckpointKind.REPLY_END,
+    ]
+    for i, kind in enumerate(kinds, start=1):
         put(cache, [i])
-        put(cache, [i], Part.STATE, nbytes=800, mark=mark)
+        put(cache, [i], Part.STATE, nbytes=800, kind=kind)
     order = []
     for i in range(7, 12):
-        before = {r.mark for r in records_of(cache) if r.part is Part.STATE}
+        before = {r.kind for r in records_of(cache) if r.part is Part.STATE}
         put(cache, [i])
-        put(cache, [i], Part.STATE, nbytes=800, mark=Mark.SHARED)
-        after = {r.mark for r in records_of(cache) if r.part is Part.STATE}
+        put(cache, [i], Part.STATE, nbytes=800, kind=CheckpointKind.SHARED)
+        after = {r.kind for r in records_of(cache) if r.part is Part.STATE}
         order += list(before - after)
-    assert order[0] is Mark.PROMPT_END
-    assert set(order[1:3]) == {Mark.TURN, Mark.REPLY_END}
-    assert set(order[3:]) <= {Mark.BRANCH, Mark.LATTICE}
+    assert order[0] is CheckpointKind.PROMPT_END
+    assert set(order[1:3]) == {CheckpointKind.TURN, CheckpointKind.REPLY_END}
+    assert set(order[3:]) <= {CheckpointKind.BRANCH, CheckpointKind.LATTICE}
 
 
 # --- the books -----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from firn.cache.planning.estimates import (
     STALE_S,
     Estimates,
 )
-from tests.cache.lab import SetClock
+from tests.clocks import SetClock
 
 MB = 10**6
 
@@ -107,53 +107,53 @@ def test_short_chunks_are_the_measure_until_a_whole_one_comes() -> None:
 def test_small_loads_tell_latency_and_large_ones_bandwidth() -> None:
     known = Estimates()
     for _ in range(20):
-        known.saw_load("ssd", 10_000, 0.05)  # a tiny record, on a machine that was busy
+        known.observe_load("ssd", 10_000, 0.05)  # a tiny record, on a machine that was busy
     assert known.load_s("ssd", 10_000) == pytest.approx(0.05, rel=0.01)
     assert known.load_s("ssd", 1000 * MB) == pytest.approx(0.05 + 0.5, rel=0.01), "2 GB/s is hoped"
     for _ in range(20):
-        known.saw_load("ssd", 100 * MB, 0.05 + 0.1)
+        known.observe_load("ssd", 100 * MB, 0.05 + 0.1)
     assert known.load_s("ssd", 1000 * MB) == pytest.approx(0.05 + 1.0, rel=0.01)
     assert known.load_s("ssd", 10_000) == pytest.approx(0.05, rel=0.01)
 
 
 def test_tiers_are_told_apart() -> None:
     known = Estimates()
-    known.saw_load("s3", 100 * MB, 10.0)
+    known.observe_load("s3", 100 * MB, 10.0)
     assert known.load_s("s3", 100 * MB) == pytest.approx(10.0, rel=0.01)
     assert known.load_s("ssd", 100 * MB) < 0.1
 
 
 def test_the_engines_own_time_is_kept_apart_from_the_tiers() -> None:
     known = Estimates()
-    known.saw_load("ssd", 1000 * MB, 1.0)
-    known.saw_arrays(1000 * MB, 0.5)
-    known.saw_fill(1000 * MB, 0.25)
+    known.observe_load("ssd", 1000 * MB, 1.0)
+    known.observe_arrays(1000 * MB, 0.5)
+    known.observe_fill(1000 * MB, 0.25)
     assert known.load_s("ssd", 1000 * MB) == pytest.approx(1.0, rel=0.01)
     assert known.engine_s(1000 * MB) == pytest.approx(0.5)
-    known.saw_arrays(10, 5.0)
-    known.saw_fill(10, 5.0)
+    known.observe_arrays(10, 5.0)
+    known.observe_fill(10, 5.0)
     assert known.engine_s(1000 * MB) == pytest.approx(0.5), "a few bytes are no measure"
 
 
 def test_small_fills_say_nothing_about_the_bytes_of_large_ones() -> None:
     known = Estimates()
     for _ in range(N_KEPT):
-        known.saw_fill(4 * MB, 0.012)  # a few tokens on a GPU: all of the time is dispatch
+        known.observe_fill(4 * MB, 0.012)  # a few tokens on a GPU: all of the time is dispatch
     assert known.fill_s(2000 * MB) == pytest.approx(0.012)
-    known.saw_fill(1000 * MB, 0.112)
+    known.observe_fill(1000 * MB, 0.112)
     assert known.fill_s(2000 * MB) == pytest.approx(0.212)
     assert known.fill_s(0) == 0.0, "nothing is filled"
-    known.saw_fill(0, 1.0)
+    known.observe_fill(0, 1.0)
     assert known.fill_s(4 * MB) == pytest.approx(0.0124, rel=0.01)
 
 
 def test_a_small_fill_that_waited_for_other_work_is_no_measure() -> None:
     known = Estimates()
     for seconds in (0.5, 0.5, 0.002, 0.5, 0.5):
-        known.saw_fill(4 * MB, seconds)
+        known.observe_fill(4 * MB, seconds)
     assert known.fill_s(4 * MB) == pytest.approx(0.002)
     for _ in range(N_KEPT):
-        known.saw_fill(4 * MB, 0.02)
+        known.observe_fill(4 * MB, 0.02)
     assert known.fill_s(4 * MB) == pytest.approx(0.02), "the last few count"
 
 
@@ -168,37 +168,37 @@ def test_a_load_that_was_never_tried_is_hoped_to_be_fast() -> None:
 def test_one_slow_load_among_many_is_no_measure() -> None:
     known = Estimates()
     for seconds in (0.1, 0.1, 9.0, 0.1, 0.1):
-        known.saw_load("ssd", 100 * MB, seconds)
+        known.observe_load("ssd", 100 * MB, seconds)
     assert known.load_s("ssd", 100 * MB) == pytest.approx(0.1, rel=0.05)
 
 
 @pytest.mark.parametrize("nbytes", [1 << 10, 2 << 20, 64 << 20])
 def test_what_never_arrives_is_slow(nbytes: int) -> None:
     now, estimates = [0.0], Estimates(SetClock(lambda: now[0]))
-    assert not estimates.saw_delay("ssd", nbytes, 0.001), "given up before it could arrive"
+    assert not estimates.observe_delay("ssd", nbytes, 0.001), "given up before it could arrive"
     assert estimates.load_s("ssd", nbytes) < 0.05
-    assert estimates.saw_delay("ssd", nbytes, 3.0)
+    assert estimates.observe_delay("ssd", nbytes, 3.0)
     assert estimates.load_s("ssd", nbytes) == pytest.approx(3.0)
-    assert not estimates.saw_delay("ssd", nbytes, 2.0), "that was to be expected"
+    assert not estimates.observe_delay("ssd", nbytes, 2.0), "that was to be expected"
     assert estimates.load_s("ssd", nbytes) == pytest.approx(3.0)
     now[0] = STALE_S + 1
     assert estimates.load_s("ssd", nbytes) < 0.05, "it is tried again"
-    assert estimates.saw_delay("ssd", nbytes, 2.0)
+    assert estimates.observe_delay("ssd", nbytes, 2.0)
     assert estimates.load_s("ssd", nbytes) == pytest.approx(3.0), "and is no faster"
 
 
 def test_one_load_that_never_arrives_among_many_that_do_is_no_measure() -> None:
     estimates = Estimates(SetClock(lambda: 0.0))
     for _ in range(3):
-        estimates.saw_load("ssd", 1 << 10, 0.001)
-    assert estimates.saw_delay("ssd", 1 << 10, 3.0)
+        estimates.observe_load("ssd", 1 << 10, 0.001)
+    assert estimates.observe_delay("ssd", 1 << 10, 3.0)
     assert estimates.load_s("ssd", 1 << 10) == pytest.approx(0.001, rel=0.01)
 
 
 def test_a_slow_disk_is_given_another_chance() -> None:
     clock = Clock()
     known = Estimates(SetClock(clock))
-    known.saw_load("ssd", 100 * MB, 10.0)
+    known.observe_load("ssd", 100 * MB, 10.0)
     slow = known.load_s("ssd", 100 * MB)
     clock.now += STALE_S - 1
     assert known.load_s("ssd", 100 * MB) == slow
@@ -210,12 +210,12 @@ def taught() -> Estimates:
     known = Estimates()
     attend(known, 0, 4096, 16_384)
     known.prefill.observe(0, 32, 0.1)
-    known.saw_arrays(100 * MB, 0.02)
-    known.saw_fill(100 * MB, 0.01)
-    known.saw_fill(MB, 0.004)
+    known.observe_arrays(100 * MB, 0.02)
+    known.observe_fill(100 * MB, 0.01)
+    known.observe_fill(MB, 0.004)
     for _ in range(N_KEPT):
-        known.saw_load("ssd", 1000, 0.003)
-        known.saw_load("ssd", 100 * MB, 0.2)
+        known.observe_load("ssd", 1000, 0.003)
+        known.observe_load("ssd", 100 * MB, 0.2)
     return known
 
 
@@ -238,7 +238,7 @@ def test_what_was_kept_is_thrown_away_when_it_contradicts_what_is_seen() -> None
     later.restore(taught().to_save())
     later.prefill.observe(0, 256, 256 * 1e-5)  # a hundred times as fast: another machine
     assert later.prefill_s(0, 256 * 60) == pytest.approx(256 * 60 * 1e-5)
-    later.saw_load("ssd", 100 * MB, 20.0)
+    later.observe_load("ssd", 100 * MB, 20.0)
     assert later.tiers["ssd"].load_s(100 * MB) == pytest.approx(20.0, rel=0.01)
 
 
@@ -256,7 +256,7 @@ def test_what_was_kept_of_shorter_chunks_contradicts_nothing() -> None:
 def test_what_agrees_with_what_was_kept_is_weighed_with_it() -> None:
     later = Estimates()
     later.restore(taught().to_save())
-    later.saw_load("ssd", 100 * MB, 0.3)
+    later.observe_load("ssd", 100 * MB, 0.3)
     assert later.tiers["ssd"].load_s(100 * MB) == pytest.approx(0.2, rel=0.01), "the lower of two"
 
 
@@ -269,7 +269,7 @@ def test_nonsense_is_not_taken(wrong: dict[str, object]) -> None:
 def test_what_is_known_is_shown() -> None:
     known = Estimates()
     known.prefill.observe(0, 1000, 0.5)
-    known.saw_load("ssd", 100 * MB, FIRST_LATENCY_S + 0.1)
+    known.observe_load("ssd", 100 * MB, FIRST_LATENCY_S + 0.1)
     assert known.view() == {
         "prefill_tokens_per_s": {"500": 2000},
         "short_chunk_s": 0.0,

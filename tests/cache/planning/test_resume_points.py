@@ -15,7 +15,7 @@ from firn.cache.parts import Needs, Part
 from firn.cache.planning.estimates import Estimates
 from firn.cache.planning.match import NOTHING, ResumePoints, Walk, last_match
 from firn.cache.planning.plan import _ReadCosts, make_plan
-from firn.cache.tree import Mark, Node, Record, Tree
+from firn.cache.tree import CheckpointKind, Node, Record, Tree
 from firn.core.keys import Key
 from firn.core.values import KeyTokens, Namespace, PackedTokens
 
@@ -64,7 +64,7 @@ def grown(needs: Needs, rng: random.Random) -> tuple[Walk, dict[Record, str]]:
         parts = [*needs.by_block, *([Part.STATE] if needs.state and rng.random() < 0.4 else [])]
         for part in parts:
             if rng.random() < 0.97:
-                record = tree.add(child, part, nbytes=rng.randint(1, 999), mark=Mark.TURN)
+                record = tree.add(child, part, nbytes=rng.randint(1, 999), kind=CheckpointKind.TURN)
                 where[record] = rng.choice(PLACES)
                 if where[record]:
                     ledger.found(record, PLACES.index(where[record]) - 1)
@@ -131,7 +131,7 @@ def test_a_plan_looks_at_each_record_a_few_times(needs: Needs) -> None:
     for start in range(0, n_blocks * BLOCK, BLOCK):
         node = tree.child(node, PackedTokens(prompt[start : start + BLOCK]), 0, BLOCK)
         for part in (*needs.by_block, *([Part.STATE] if needs.state else [])):
-            ledger.found(tree.add(node, part, nbytes=1000, mark=Mark.TURN), 0)
+            ledger.found(tree.add(node, part, nbytes=1000, kind=CheckpointKind.TURN), 0)
 
     class Counting:
         def has(self, record: Record) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from firn.cache.parts import Needs, Part
 from firn.cache.planning.match import Walk, last_match, resume_points
-from firn.cache.tree import Mark, Node, Record, Tree
+from firn.cache.tree import CheckpointKind, Node, Record, Tree
 from firn.core.keys import Key
 from firn.core.values import KeyTokens, Namespace, PackedTokens
 
@@ -26,7 +26,7 @@ def stored(n_tokens: int, *parts: Part) -> Tree:
     for start in range(0, n_tokens, BLOCK):
         node = tree.child(node, PackedTokens(PROMPT), start, min(start + BLOCK, n_tokens))
         for part in parts:
-            tree.add(node, part, nbytes=1, mark=Mark.TURN)
+            tree.add(node, part, nbytes=1, kind=CheckpointKind.TURN)
     return tree
 
 

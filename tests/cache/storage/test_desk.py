@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -15,7 +16,7 @@ from firn.cache.prefix import PrefixCursor
 from firn.cache.storage import desk, worker
 from firn.cache.storage.container import Loaded, Name
 from firn.cache.storage.faults import NotForgotten, Refused, TierError, TierFault, Unwanted
-from firn.cache.storage.orders import ReadOrder, WriteOrder
+from firn.cache.storage.orders import ReadOrder, RecordWritten, ScanBatch, WriteOrder
 from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import TierStatus, TierUsage, WriteResult
 from firn.core.ports import EngineLoad
@@ -162,6 +163,77 @@ def test_what_left_memory_meanwhile_is_not_held_on_to() -> None:
         settled(lab, now)
         assert io.n_tries == before
         assert records_of(cache) == []
+
+
+class TalkativeWorker(SickWorker):
+    """Reports what a scan found before each end of a write."""
+
+    def write(self, order: WriteOrder) -> bool:
+        self.seen(())
+        return super().write(order)
+
+
+def test_what_arrives_while_the_engine_waits_for_a_write_is_left_for_the_next_poll() -> None:
+    ids = words(1, 9)
+    cache = tree(DENSE, block=BLOCK)
+    cache.add_tier("ssd", TalkativeWorker(lambda name: None), namespaces=[Namespace("")])
+    cursor = cache.open(lab_prompt(ids), Namespace(""), CacheControl())
+    row = LabRow(LabLayer([[]], DENSE))
+    row.consume(ids[:8])
+    cursor.commit(row)
+    cache.tick(EngineLoad.NONE)
+    tier, event = next(cache.records.tiers.take_writes(60.0))
+    assert isinstance(event, RecordWritten)
+    assert not tier.idle
+    assert [*tier.poll(EngineLoad.NONE)] == [ScanBatch(())]
+    assert tier.idle
+    cursor.close(None)
+
+
+@dataclass
+class Reader:
+    """Implements orders.Demand."""
+
+    front: int = 0
+    over: bool = False
+
+
+class ReadingWorker(SickWorker):
+    """Reads end when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda name: None)
+        self.reads: list[ReadOrder] = []
+
+    def read(self, order: ReadOrder) -> None:
+        self.reads.append(order)
+
+
+def test_a_read_given_up_is_ordered_again_if_somebody_wants_it_by_then() -> None:
+    ids, io = words(1, 9), ReadingWorker()
+    cache = tree(DENSE, block=BLOCK)
+    cache.add_tier("ssd", io, namespaces=[Namespace("")])
+    cursor = cache.open(lab_prompt(ids), Namespace(""), CacheControl())
+    row = LabRow(LabLayer([[]], DENSE))
+    row.consume(ids[:8])
+    cursor.commit(row)
+    cursor.close(None)
+    for _ in range(2):
+        cache.tick(EngineLoad.NONE)
+    cache.set_room(0)
+    (record,), (tier,) = records_of(cache), cache.records.tiers
+    reader = Reader()
+    tier.load(record, reader)
+    io.end(io.reads[0], Unwanted())
+    cache.tick(EngineLoad.NONE)
+    assert len(io.reads) == 2
+    assert tier.is_reading(record)
+    reader.over = True
+    io.end(io.reads[1], Unwanted())
+    cache.tick(EngineLoad.NONE)
+    assert len(io.reads) == 2
+    assert not tier.is_reading(record)
+    assert not record.reading
 
 
 # --- records that were read in vain --------------------------------------------------------

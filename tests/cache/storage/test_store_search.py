@@ -29,6 +29,7 @@ from firn.core.values import CacheControl, Namespace, PackedTokens, Prompt
 from firn.sparse.thinned import Thinned
 from tests.cache.lab import ALL_KINDS, DENSE, HYBRID, SHAPES, LabEngine, Shape, nodes_of, tree
 from tests.cache.lab import prompt_of as lab_prompt
+from tests.clocks import SetClock
 from tests.dict_store import DictStore
 from tests.harness import Eager
 from tests.hash_engine import Outcome
@@ -145,7 +146,7 @@ def server(
     cache = tree(shape, block=BLOCK, clock=clock, **options)
     cache.records.estimates = Eager()
     with LabEngine(shape, cache=cache) as lab:
-        worker = TierWorker(store, seal=seal, wake=lab.engine.wake, clock=clock)
+        worker = TierWorker(store, seal=seal, wake=lab.engine.wake, clock=SetClock(clock))
         policy = spill_policy(spill, BLOCK)
         lab.between_steps(
             lambda: cache.add_tier("store", worker, namespaces=[Namespace("")], policy=policy)
@@ -357,7 +358,7 @@ def test_a_store_that_answers_late_and_has_nothing_changes_the_reason() -> None:
     store = DictStore()
     store.gate = threading.Event()
     cache = tree(DENSE, block=BLOCK, clock=lambda: 0.0)
-    worker = TierWorker(store, clock=lambda: 0.0)
+    worker = TierWorker(store, clock=SetClock(lambda: 0.0))
     cache.add_tier("store", worker, namespaces=[Namespace("")])
     cursor = cache.open(lab_prompt(PROMPT), Namespace(""), CacheControl())
     assert isinstance(cursor, PrefixCursor)

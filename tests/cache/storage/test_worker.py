@@ -33,6 +33,7 @@ from firn.cache.storage.tier_records import BATCH
 from firn.cache.storage.worker import MAX_BATCHES, MAX_DEFER_S, TierWorker
 from firn.cache.tiers import Buffer, Gone, ScannedRecord, TierOptions, WriteResult
 from tests.cache.tiers.records import Direct, Folder, Record, chain, of_size
+from tests.clocks import SetClock
 from tests.dict_tier import DictTier
 from tests.faulty_tier import Fault, FaultyTier
 from tests.waiting import wait_until
@@ -607,7 +608,7 @@ def test_a_read_is_wanted_while_one_of_many_needs_it() -> None:
 
 def test_deferred_writes_wait_and_reads_do_not(made: Make) -> None:
     now = [0.0]
-    worker = made(DictTier(1 << 20), 2, clock=lambda: now[0])
+    worker = made(DictTier(1 << 20), 2, clock=SetClock(lambda: now[0]))
     worker.defer_writes(True)
     assert worker.submit(write_of(of_size(1)))
     worker.submit(read_of(of_size(1, 1)))
@@ -619,7 +620,7 @@ def test_deferred_writes_wait_and_reads_do_not(made: Make) -> None:
 
 def test_a_write_is_not_deferred_for_ever(made: Make) -> None:
     now = [0.0]
-    worker = made(DictTier(1 << 20), clock=lambda: now[0])
+    worker = made(DictTier(1 << 20), clock=SetClock(lambda: now[0]))
     worker.defer_writes(True)
     assert worker.submit(write_of(of_size(1)))
     now[0] += MAX_DEFER_S

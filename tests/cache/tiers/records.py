@@ -33,6 +33,7 @@ from firn.cache.tiers import Gone, Tier, TierOptions, TierUsage, WriteResult
 from firn.cache.tiers.ssd import SsdTier
 from firn.core.keys import Key, root_key
 from firn.core.values import Namespace
+from tests.clocks import SetClock
 
 FINGERPRINT = hashlib.sha256(b"a model").digest()
 LAYOUT = "kv;bfloat16;block8;full"
@@ -210,11 +211,13 @@ class Folder(Direct):
         *,
         write_budget_nbytes: int | None = None,
         seal: Seal | None = None,
+        clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         **more: Any,
     ) -> None:
         options = TierOptions(str(folder), limit_nbytes, write_budget_nbytes)
-        super().__init__(SsdTier(options, wall=wall, **more), seal=seal, wall=wall)
+        tier = SsdTier(options, clock=SetClock(clock, wall), **more)
+        super().__init__(tier, seal=seal, wall=wall)
 
     def evict_to(self, nbytes: int) -> int:
         return self.tier.evict_to(nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,16 +18,26 @@ from firn.cache.tiers._calls import N_TRIES, RetriedCalls
 from firn.cache.tiers._store import StoreSettings, StoreTier
 from firn.cache.tiers.redis import RedisClient
 from firn.cache.tiers.s3 import S3Client
+from firn.core.clock import Clock
 from firn.core.errors import SetupError
 
 
+class Middle(Random):
+    """Not at all at random."""
+
+    def random(self) -> float:
+        return 0.5
+
+
 @dataclass
-class Clock:
+class SleptClock(Clock):
     now: float = 100.0
     slept: list[float] = field(default_factory=list)
 
-    def __call__(self) -> float:
+    def elapsed(self) -> float:
         return self.now
+
+    wall = elapsed
 
     def sleep(self, seconds: float) -> None:
         assert seconds >= 0
@@ -38,7 +49,7 @@ class Clock:
 class Store:
     """A store whose first `fails` calls fail; each call takes `takes_s`."""
 
-    clock: Clock
+    clock: SleptClock
     fails: int = 0
     takes_s: float = 0.0
     error: Callable[[], Exception] = lambda: TierFault("unreachable")
@@ -53,16 +64,14 @@ class Store:
         return "well"
 
 
-def made(clock: Clock, *, deadline_s: float = 4.0) -> tuple[RetriedCalls, CircuitBreaker]:
-    breaker = CircuitBreaker("s3", clock=clock, wall=clock, uniform=lambda: 0.5)
-    calls = RetriedCalls(
-        breaker, deadline_s=deadline_s, clock=clock, sleep=clock.sleep, jitter=lambda: 0.5
-    )
+def made(clock: SleptClock, *, deadline_s: float = 4.0) -> tuple[RetriedCalls, CircuitBreaker]:
+    breaker = CircuitBreaker("s3", clock=clock, random=Middle())
+    calls = RetriedCalls(breaker, deadline_s=deadline_s, clock=clock, random=Middle())
     return calls, breaker
 
 
 def test_a_fault_is_tried_again_and_forgotten() -> None:
-    clock = Clock()
+    clock = SleptClock()
     calls, breaker = made(clock)
     store = Store(clock, fails=N_TRIES - 1)
     assert calls.run(store) == "well"
@@ -72,7 +81,7 @@ def test_a_fault_is_tried_again_and_forgotten() -> None:
 
 
 def test_the_deadline_holds_however_slow_each_attempt_is() -> None:
-    clock = Clock()
+    clock = SleptClock()
     calls, _ = made(clock, deadline_s=4.0)
     store = Store(clock, fails=99, takes_s=calls.attempt_s)
     began = clock.now
@@ -82,7 +91,7 @@ def test_the_deadline_holds_however_slow_each_attempt_is() -> None:
 
 
 def test_what_is_not_there_is_an_answer() -> None:
-    clock = Clock()
+    clock = SleptClock()
     calls, breaker = made(clock)
     for _ in range(2 * N_FAILURES):
         store = Store(clock, fails=1, error=Missing)
@@ -93,7 +102,7 @@ def test_what_is_not_there_is_an_answer() -> None:
 
 
 def test_the_circuit_opens_probes_with_one_call_and_closes() -> None:
-    clock = Clock()
+    clock = SleptClock()
     calls, breaker = made(clock)
     store = Store(clock, fails=10**6)
     for _ in range(N_FAILURES):
@@ -127,7 +136,7 @@ def test_the_circuit_opens_probes_with_one_call_and_closes() -> None:
 
 
 def test_wrong_credentials_are_tried_once() -> None:
-    clock = Clock()
+    clock = SleptClock()
     calls, breaker = made(clock)
     store = Store(clock, fails=9, error=lambda: PermanentFault("no permission"))
     with pytest.raises(PermanentFault):
@@ -137,7 +146,7 @@ def test_wrong_credentials_are_tried_once() -> None:
 
 
 def test_a_call_that_breaks_lets_the_next_probe_through() -> None:
-    clock = Clock()
+    clock = SleptClock()
     calls, breaker = made(clock)
     breaker.failed(PermanentFault("no permission"), for_good=True)
     clock.now += 2 * MAX_S
@@ -147,13 +156,13 @@ def test_a_call_that_breaks_lets_the_next_probe_through() -> None:
 
 
 def test_bytes_flow_at_the_rate_that_was_set() -> None:
-    clock = Clock()
-    bandwidth = Bandwidth(1000.0, clock=clock, sleep=clock.sleep)
+    clock = SleptClock()
+    bandwidth = Bandwidth(1000.0, clock=clock)
     began = clock.now
     for _ in range(50):
         bandwidth.take(200)
     assert clock.now - began == pytest.approx(50 * 200 / 1000 - BURST_S, abs=0.3)
-    unbounded = Bandwidth(0, clock=clock, sleep=clock.sleep)
+    unbounded = Bandwidth(0, clock=clock)
     before = clock.now
     unbounded.take(10**12)
     assert clock.now == before
@@ -233,7 +242,7 @@ def test_an_object_that_was_cut_short_on_its_way_is_a_fault_of_the_way() -> None
 class SlowRedis:
     """Takes a second for each value, less than the time limit of a call."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: SleptClock) -> None:
         self._clock = clock
         self.held: dict[str, bytes] = {}
         self.n_calls = 0
@@ -261,7 +270,7 @@ def test_a_record_of_many_pieces_has_one_attempts_time() -> None:
         RedisError = OutOfMemoryError = AuthenticationError = NoPermissionError = KeyError
         TimeoutError = ReadOnlyError = KeyError
 
-    clock = Clock()
+    clock = SleptClock()
     redis = SlowRedis(clock)
     client = RedisClient(
         redis, Errors, prefix="firn", ttl_s=60, attempt_s=2.5, piece_nbytes=1024, clock=clock

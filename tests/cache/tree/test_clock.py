@@ -21,6 +21,7 @@ from tests.cache.lab import DENSE, LabEngine, tree
 from tests.cache.memory.test_eviction import kept, put, touch
 from tests.cache.test_decisions import BLOCK, Patient, admission, ask, drop_memory, settle
 from tests.cache.tree.test_stamps import stamps
+from tests.clocks import SetClock
 from tests.hash_runner import prompt_of as words
 from tests.waiting import wait_until
 
@@ -142,7 +143,7 @@ def server(folder: Path, clocks: Clocks, *, n_records: int = 150) -> Iterator[La
     limit_nbytes = (256 + n_records) << 12
     cache = tree(DENSE, block=BLOCK, clock=clocks.elapsed, wall=clocks.wall)
     cache.records.estimates = Patient()
-    tier = SsdTier(TierOptions(str(folder), limit_nbytes), wall=clocks.wall)
+    tier = SsdTier(TierOptions(str(folder), limit_nbytes), clock=SetClock(wall=clocks.wall))
     with LabEngine(DENSE, cache=cache, chunk=16) as lab:
         names = [Namespace("")]
         worker = TierWorker(tier, wake=lab.engine.wake)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from firn.cache.tree import Mark
+from firn.cache.tree import CheckpointKind
 
 N_TURNS = 2
 """How many of the last turns have a state at their start."""
@@ -32,7 +32,7 @@ def due(
     hints: Sequence[int] = (),
     grid: int = 1,
     replies_stay: bool = False,
-) -> dict[int, Mark]:
+) -> dict[int, CheckpointKind]:
     """Ascending positions after n_restored where a state should be kept, with the reason.
 
     boundaries: ascending positions where messages end.
@@ -42,45 +42,45 @@ def due(
     replies_stay: this prompt continues the end of a reply, so the next one probably will, too. Then the
     starts of turns serve only those who go back: they are evicted first, and not written to tiers.
     """
-    wanted: dict[int, Mark] = {}
+    wanted: dict[int, CheckpointKind] = {}
 
-    def want(position: int, mark: Mark) -> None:
+    def want(position: int, kind: CheckpointKind) -> None:
         position -= position % grid
         if n_restored < position < n_prompt:
-            wanted[position] = max(mark, wanted.get(position, mark))
+            wanted[position] = max(kind, wanted.get(position, kind))
 
     position = LATTICE_FROM_TOKENS
     while position < n_prompt:
-        want(position, Mark.LATTICE)
+        want(position, CheckpointKind.LATTICE)
         position *= 2
     if boundaries:
-        want(boundaries[0], Mark.SHARED)
+        want(boundaries[0], CheckpointKind.SHARED)
         for boundary in boundaries[-1 - N_TURNS :]:
-            want(boundary, Mark.PROMPT_END if replies_stay else Mark.TURN)
+            want(boundary, CheckpointKind.PROMPT_END if replies_stay else CheckpointKind.TURN)
     for hint in hints[-N_HINTS:]:
-        want(hint, Mark.SHARED)
+        want(hint, CheckpointKind.SHARED)
     if n_shared > n_restored + MIN_GAP_TOKENS:
-        want(n_shared, Mark.BRANCH)
+        want(n_shared, CheckpointKind.BRANCH)
     kept = _spread(dict(sorted(wanted.items())), n_restored)
     end = n_prompt - 1 - (n_prompt - 1) % grid
     if end > n_restored:
-        kept.setdefault(end, Mark.PROMPT_END)  # the chunk ends there anyway
+        kept.setdefault(end, CheckpointKind.PROMPT_END)  # the chunk ends there anyway
     return dict(sorted(kept.items()))
 
 
-def _spread(wanted: dict[int, Mark], n_restored: int) -> dict[int, Mark]:
-    """Drop positions that follow a kept one too closely, or the kept one if its mark is lower.
+def _spread(wanted: dict[int, CheckpointKind], n_restored: int) -> dict[int, CheckpointKind]:
+    """Drop positions that follow a kept one too closely, or the kept one if its kind is lower.
 
     A branch point stays in any case: a prompt that branches off there can use no later state.
     """
-    kept: dict[int, Mark] = {}
+    kept: dict[int, CheckpointKind] = {}
     last = n_restored
-    for position, mark in wanted.items():
+    for position, kind in wanted.items():
         close = position - last < MIN_GAP_TOKENS
-        if close and kept.get(last, Mark.BRANCH) < min(mark, Mark.BRANCH):
+        if close and kept.get(last, CheckpointKind.BRANCH) < min(kind, CheckpointKind.BRANCH):
             del kept[last]
             close = False
-        if not close or mark >= Mark.BRANCH:
-            kept[position] = mark
+        if not close or kind >= CheckpointKind.BRANCH:
+            kept[position] = kind
             last = position
     return kept

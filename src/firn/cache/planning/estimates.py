@@ -122,22 +122,22 @@ class Estimates:
 
     # --- loading ---------------------------------------------------------------------------
 
-    def saw_load(self, tier: str, nbytes: int, seconds: float) -> None:
+    def observe_load(self, tier: str, nbytes: int, seconds: float) -> None:
         """Bytes of one prompt's loads, and the seconds from the order to the last of them."""
         self.tiers[tier].see(nbytes, seconds, now=self.clock.elapsed())
 
-    def saw_delay(self, tier: str, nbytes: int, seconds: float) -> bool:
+    def observe_delay(self, tier: str, nbytes: int, seconds: float) -> bool:
         """Some of the bytes of one prompt's loads had not arrived after `seconds`.
 
         Returns whether that was longer than expected; if so, it counts as a load of that duration.
         """
         return self.tiers[tier].see_delay(nbytes, seconds, now=self.clock.elapsed())
 
-    def saw_arrays(self, nbytes: int, seconds: float) -> None:
+    def observe_arrays(self, nbytes: int, seconds: float) -> None:
         if nbytes >= SMALL_NBYTES:
             self.array_s.add(seconds / nbytes)
 
-    def saw_fill(self, nbytes: int, seconds: float) -> None:
+    def observe_fill(self, nbytes: int, seconds: float) -> None:
         self.filling.see(nbytes, seconds)
 
     def fill_s(self, nbytes: int) -> float:

@@ -5,7 +5,7 @@ Owner: the engine thread, through `Records`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from firn.cache.parts import Needs
 from firn.cache.storage.container import Header, Label, Name, TensorSpec, TierEntry
 from firn.cache.storage.places import Places
 from firn.cache.tree import Node, Record, Root, Tree
+from firn.core.clock import Clock
 from firn.core.keys import Key, root_key
 from firn.core.values import KeyTokens, Namespace, PackedTokens
 
@@ -48,15 +49,13 @@ class RootInfo:
 
 
 class RecordCatalogue:
-    def __init__(
-        self, identity: CacheIdentity, needs: Needs, tree: Tree, *, wall: Callable[[], float]
-    ) -> None:
+    def __init__(self, identity: CacheIdentity, needs: Needs, tree: Tree, *, clock: Clock) -> None:
         self._identity = identity
         self._names_path = not needs.by_block
         """A model without pages and windows stores nothing for the blocks before a state, so the
         state's record has to name the tokens of its whole path."""
         self._tree = tree
-        self._wall = wall
+        self._clock = clock
         self._roots: dict[Key, RootInfo] = {}
         self._recipes: tuple[str, ...] = ("",)
 
@@ -115,7 +114,7 @@ class RecordCatalogue:
 
     def header(self, record: Record, tensors: tuple[TensorSpec, ...], places: Places) -> Header:
         node, root = record.node, record.node.root
-        created = max(self._wall(), root.cleared_at)  # even if a clock was set back since
+        created = max(self._clock.wall(), root.cleared_at)  # even if a clock was set back since
         self._tree.note_written(root, created)
         parent = root if self._names_path else node.parent
         assert parent is not None
@@ -133,7 +132,7 @@ class RecordCatalogue:
             tensors=tensors,
             places=places,
             created=created,
-            mark=int(record.mark),
+            mark=int(record.kind),
         )
 
     # --- from a tier -----------------------------------------------------------------------

@@ -15,10 +15,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from itertools import chain
 from typing import NamedTuple
 
 from firn.cache.arrays.host import PayloadBytes, to_host
@@ -56,7 +54,8 @@ from firn.cache.storage.spill import SpillQueue
 from firn.cache.storage.spill_policy import EVERYTHING, SpillPolicy
 from firn.cache.storage.store_search import StoreQuestion
 from firn.cache.tiers import TierUsage, WriteResult
-from firn.cache.tree import Mark, Record, Root, Tree
+from firn.cache.tree import CheckpointKind, Record, Root, Tree
+from firn.core.clock import SYSTEM_CLOCK, Clock
 from firn.core.keys import Key
 from firn.core.measure import Median
 from firn.core.ports import EngineLoad
@@ -147,7 +146,7 @@ class TierDesk:
         stamps: Stamps,
         policy: SpillPolicy = EVERYTHING,
         window: int = 0,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """policy: which records belong in this tier. window: the model's, in tokens."""
         self.name = name
@@ -160,7 +159,7 @@ class TierDesk:
         self._stamps = stamps
         self._policy = policy
         self._clock = clock
-        self._to_spill = SpillQueue(tree, window, clock())
+        self._to_spill = SpillQueue(tree, window, clock.elapsed())
         self._unwritten: dict[Record, None] = {}
         """An ordered set of the records that a fault of the tier kept from being written."""
         self._writing: dict[Record, _Writing] = {}
@@ -168,10 +167,12 @@ class TierDesk:
         self._promises: dict[BuryOrder | ConfirmOrder, Future[None]] = {}
         self._ask_s = Median(FIRST_LATENCY_S, kept=N_KEPT)
         self._asked_at = -math.inf
-        self.processed_until = clock()
+        self.processed_until = clock.elapsed()
         """The engine has processed everything that was read before this time."""
-        self._last_scan = clock()
+        self._last_scan = clock.elapsed()
         self.scanning = False
+        self._postponed: list[TierEvent] = []
+        """Events that arrived while the engine waited for a write."""
 
     # --- what is known -----------------------------------------------------------------------
 
@@ -212,14 +213,14 @@ class TierDesk:
     @property
     def ask_s(self) -> float | None:
         """How long the store takes to look up a prompt; None if unknown or out of date."""
-        is_stale = self._clock() - self._asked_at > STALE_S
+        is_stale = self._clock.elapsed() - self._asked_at > STALE_S
         return None if is_stale or not self._ask_s else self._ask_s.value
 
     @property
     def idle(self) -> bool:
         """Whether a poll could do nothing: nothing has happened, and none is left to be written, or the
         queue is full and the next outcome wakes us."""
-        if self._worker.n_results or self._stamps.has_raised(self.number):
+        if self._postponed or self._worker.n_results or self._stamps.has_raised(self.number):
             return False
         return not self._can_spill if self._to_spill else not self._to_spill.holds_any
 
@@ -232,7 +233,7 @@ class TierDesk:
     def spill(self, record: Record) -> None:
         """Write the record soon, or a window when it is known to be of use."""
         # Other servers may branch off anywhere.
-        self._to_spill.add(record, self._clock(), holds=not self.is_store)
+        self._to_spill.add(record, self._clock.elapsed(), holds=not self.is_store)
 
     def is_worth_writing(self, record: Record) -> bool:
         """Whether a record that leaves memory should be written: what only those need who go back in a
@@ -246,7 +247,7 @@ class TierDesk:
         """Write a record that is about to leave memory as soon as the queue has room."""
         self._worker.defer_writes(False)  # until the next poll
         if not self._has_or_is_writing(record) and not self._write(record):
-            self._to_spill.add_first(record, self._clock())
+            self._to_spill.add_first(record, self._clock.elapsed())
 
     def _spill_next(self) -> bool:
         """Hand one record over; False when the queue is full."""
@@ -310,29 +311,25 @@ class TierDesk:
         """Read the record if still wanted when its turn comes. One read serves all who wait for it."""
         if record in self._reading:
             self._reading[record].demands.append(demand)
-        else:
-            tokens = self._catalogue.tokens(record)
-            self._read(
-                ReadOrder(name_of(record), tokens, record, record.node.end, demands=[demand])
-            )
-
-    def _read(self, order: ReadOrder) -> None:
-        assert order.record is not None
-        self._reading[order.record] = order
-        self._ledger.begin_read(order.record, self.number)
+            return
+        tokens = self._catalogue.tokens(record)
+        order = ReadOrder(name_of(record), tokens, record, record.node.end, demands=[demand])
+        self._reading[record] = order
+        self._ledger.begin_read(record, self.number)
         self._worker.submit(order)
 
     def _read_over(self, outcome: ReadOver) -> RecordRead | ReadFailed | None:
         order, result, record = outcome.order, outcome.result, outcome.order.record
         assert record is not None
+        if isinstance(result, Unwanted) and order.wanted:  # by now somebody else wants it
+            self._worker.submit(order)
+            return None
         del self._reading[record]
         self._ledger.end_read(record, self.number)
         if isinstance(result, Unwanted):
-            if order.wanted:  # by now somebody else wants it
-                self._read(order)
             return None
         if not isinstance(result, TierError):
-            began = self._clock()
+            began = self._clock.elapsed()
             try:
                 arrays = self._worker.arrays(order, result)
             except Exception as e:  # whatever it is, everyone waiting for the record must be told
@@ -341,13 +338,13 @@ class TierDesk:
                 )
                 result = TierError("no arrays", repr(e))
             else:
-                return RecordRead(record, arrays, outcome.at, self._clock() - began)
+                return RecordRead(record, arrays, outcome.at, self._clock.elapsed() - began)
         self._ledger.lost(record, self.number)
         return ReadFailed(record, result)
 
     def ask(self, question: StoreQuestion) -> None:
         """Find out which records of a prompt the store has."""
-        self._worker.submit(AskOrder(question, self._clock()))
+        self._worker.submit(AskOrder(question, self._clock.elapsed()))
 
     def _answered(self, answer: StoreAnswered) -> StoreAnswered:
         if not answer.failed:
@@ -401,7 +398,9 @@ class TierDesk:
 
     def poll(self, load: EngineLoad) -> Iterator[TierEvent]:
         """Yield what happened in the tier, then spill as far as the engine's load allows."""
-        now = self._clock()
+        postponed, self._postponed = self._postponed, []
+        yield from postponed
+        now = self._clock.elapsed()
         self._worker.defer_writes(load.prefilling and not self._ledger.leaving_nbytes)
         self._to_spill.tick(load, now, is_writing=bool(self._writing))
         self._touch_due()
@@ -412,10 +411,10 @@ class TierDesk:
         while self._to_spill and self._to_spill.may_write(load, now, n_pending=len(self._writing)):
             if self._can_spill:
                 wait_for_row(self._to_spill.first)
-            began = self._clock()
+            began = self._clock.elapsed()
             if not self._spill_next():
                 break
-            self._to_spill.spent(self._clock() - began)
+            self._to_spill.spent(self._clock.elapsed() - began)
             if load is EngineLoad.NONE and self._worker.n_results:
                 break  # a request may be waiting for them: spill the rest at the next poll
         if not self.scanning and now - self._last_scan > RESCAN_S:
@@ -438,13 +437,23 @@ class TierDesk:
                     event = outcome
                 case ScanEnded():
                     event = outcome
-                    self.scanning, self._last_scan = False, self._clock()
+                    self.scanning, self._last_scan = False, self._clock.elapsed()
                 case Confirmed():
                     self._keep(outcome)
             if event is not None:
                 yield event
-            if self._clock() > until:
+            if self._clock.elapsed() > until:
                 return
+
+    def take_writes(self, until: float) -> Iterator[TierEvent]:
+        """Yield ends of writes until this time, by the system's clock. Other events are left for
+        `poll`."""
+        while (left := until - time.monotonic()) > 0:
+            for event in self.take_events(math.inf, wait_s=left):
+                if isinstance(event, RecordWritten | WriteFailed):
+                    yield event
+                else:
+                    self._postponed.append(event)
 
     # --- the end -----------------------------------------------------------------------------
 
@@ -472,7 +481,7 @@ class TierDesk:
             left = until - time.monotonic()
             if left <= 0 or not self._writing:
                 return
-            yield from self.take_events(self._clock(), wait_s=left)
+            yield from self.take_events(self._clock.elapsed(), wait_s=left)
 
     def _take_outdated_writes(self, timeout_s: float) -> Iterator[TierEvent]:
         """Wait until no pending write is outdated."""
@@ -481,7 +490,7 @@ class TierDesk:
             left = until - time.monotonic()
             if left <= 0:
                 return
-            yield from self.take_events(self._clock(), wait_s=left)
+            yield from self.take_events(self._clock.elapsed(), wait_s=left)
 
 
 Reported = tuple[TierDesk, TierEvent]
@@ -495,7 +504,7 @@ class Desk:
         catalogue: RecordCatalogue,
         *,
         window: int = 0,
-        clock: Callable[[], float],
+        clock: Clock,
     ) -> None:
         self._ledger = ledger
         self._tree = tree
@@ -504,8 +513,6 @@ class Desk:
         self._clock = clock
         self._stamps = Stamps(tree)
         self._tiers: list[TierDesk] = []
-        self._postponed: defaultdict[int, list[TierEvent]] = defaultdict(list)
-        """By tier: events that arrived while the engine waited for a write."""
 
     def __iter__(self) -> Iterator[TierDesk]:
         return iter(self._tiers)
@@ -563,7 +570,7 @@ class Desk:
         """
         if record.node.expires_at != math.inf:
             return False
-        if record.part is not Part.STATE or record.mark is not Mark.PROMPT_END:
+        if record.part is not Part.STATE or record.kind is not CheckpointKind.PROMPT_END:
             return True
         return not self._tree.has_state_before(record.node)
 
@@ -571,16 +578,11 @@ class Desk:
         self._stamps.raised(stamps)
 
     def take_writes(self, timeout_s: float) -> Iterator[Reported]:
-        """Yield ends of writes until time is up, or nobody asks for more. Other events are left for
-        `poll`."""
+        """Yield ends of writes until time is up, or nobody asks for more."""
         until = time.monotonic() + timeout_s
         for tier in self._tiers:
-            while (left := until - time.monotonic()) > 0:
-                for event in tier.take_events(math.inf, wait_s=left):
-                    if isinstance(event, RecordWritten | WriteFailed):
-                        yield tier, event
-                    else:
-                        self._postponed[tier.number].append(event)
+            for event in tier.take_writes(until):
+                yield tier, event
 
     # --- the rest --------------------------------------------------------------------------
 
@@ -623,15 +625,10 @@ class Desk:
         """For each tier: done once everything that it was told to delete is gone."""
         return [tier.deleted() for tier in self._tiers]
 
-    def poll(self, load: EngineLoad) -> Iterator[Reported]:
-        for tier in self._tiers:
-            for event in chain(self._postponed.pop(tier.number, ()), tier.poll(load)):
-                yield tier, event
-
     @property
     def idle(self) -> bool:
         """Whether a poll could do nothing at present."""
-        return not self._postponed and all(tier.idle for tier in self._tiers)
+        return all(tier.idle for tier in self._tiers)
 
     def close(self) -> Iterator[Reported]:
         """Write what should be kept and close the tiers; yields events that arrive meanwhile."""

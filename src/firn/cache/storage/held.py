@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from firn.cache.parts import Part
-from firn.cache.tree import Mark, Record, Tree
+from firn.cache.tree import CheckpointKind, Record, Tree
 
 HOLD_S = 5.0
 """A crash in the middle of a long prompt or reply should lose no more than seconds."""
@@ -73,7 +73,9 @@ class HeldWindows:
 
 def _is_branch_point(record: Record) -> bool:
     """Whether other prompts may resume here; or this one may, after its last reply was changed."""
-    if record.mark >= Mark.LATTICE:
+    if record.kind >= CheckpointKind.LATTICE:
         return True
     state = record.node.records.get(Part.STATE)
-    return record.part is Part.WINDOW and state is not None and state.mark > Mark.PROMPT_END
+    return (
+        record.part is Part.WINDOW and state is not None and state.kind > CheckpointKind.PROMPT_END
+    )

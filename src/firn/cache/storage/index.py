@@ -18,7 +18,7 @@ from firn.cache.storage.catalogue import RecordCatalogue
 from firn.cache.storage.container import Name, TierEntry
 from firn.cache.storage.desk import Desk, TierDesk
 from firn.cache.tiers import Gone
-from firn.cache.tree import Mark, Node, Record, Root, Tree
+from firn.cache.tree import CheckpointKind, Node, Record, Root, Tree
 from firn.core.keys import Key
 
 N_STRAYS, N_ORPHANS = 1 << 17, 1 << 12
@@ -82,7 +82,9 @@ class TierIndex:
                 self._add_stray(Stray(number, entry))
                 self._tree.prune(root)
                 continue
-            record = self._ledger.add(node, label.part, nbytes=entry.nbytes, mark=Mark(label.mark))
+            record = self._ledger.add(
+                node, label.part, nbytes=entry.nbytes, kind=CheckpointKind(label.mark)
+            )
             self._ledger.found(record, number)
             if tier.is_store:
                 self._only_in_stores[record] = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from firn.cache.parts import Part
-from firn.cache.tree import Mark, Record
+from firn.cache.tree import CheckpointKind, Record
 from firn.core.errors import SetupError
 
 
@@ -42,4 +42,4 @@ def is_findable(record: Record, block: int) -> bool:
     if record.node.n_tokens == block and record.part is not Part.STATE:
         return True
     state = record.node.records.get(Part.STATE)
-    return state is not None and state.mark >= Mark.TURN
+    return state is not None and state.kind >= CheckpointKind.TURN

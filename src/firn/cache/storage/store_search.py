@@ -24,7 +24,7 @@ from typing import TypeVar
 from firn.cache.parts import Needs, Part
 from firn.cache.storage.container import Label, Name, TierEntry
 from firn.cache.tiers import FoundRecord
-from firn.cache.tree import BLOCK_S, Mark
+from firn.cache.tree import BLOCK_S, CheckpointKind
 from firn.core.keys import Key, block_keys, child_key
 from firn.core.values import Namespace, PackedTokens
 
@@ -240,7 +240,7 @@ def _entry(
         fingerprint=question.fingerprint,
         namespace=question.namespace,
         created=stored.written_at,
-        mark=int(Mark.TURN),
+        mark=int(CheckpointKind.TURN),
         tokens=tokens,
         layout=question.layout,
     )

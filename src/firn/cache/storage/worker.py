@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -39,6 +38,7 @@ from firn.cache.storage.orders import (
 from firn.cache.storage.seal import Seal
 from firn.cache.storage.tier_records import BATCH, TierRecords
 from firn.cache.tiers import Store, Tier, TierUsage
+from firn.core.clock import SYSTEM_CLOCK, Clock
 
 log = logging.getLogger("firn.cache")
 
@@ -130,7 +130,7 @@ class TierWorker:
         max_write_nbytes: int = 1 << 30,
         flush_timeout_s: float = 10.0,
         wake: Callable[[], None] = nobody,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """seal: see TierRecords. wake: called on an I/O thread when there is something to poll."""
         self.is_store = isinstance(tier, Store)
@@ -198,7 +198,7 @@ class TierWorker:
             self.records.tally.drop("queue full")
             return False
         self.write_nbytes += nbytes
-        self._writes.append((order, self._clock()))
+        self._writes.append((order, self._clock.elapsed()))
         self._work.notify()
         return True
 
@@ -262,7 +262,7 @@ class TierWorker:
         Queued reads, and orders still queued when the time is up, end with IoClosed, so that nobody
         waits for them forever.
         """
-        until = self._clock() + self._flush_timeout_s
+        until = self._clock.elapsed() + self._flush_timeout_s
         self.results.close()
         with self._changed:
             self.closing = True
@@ -282,12 +282,12 @@ class TierWorker:
         for order in late:
             self._end(order, IoClosed())
         for thread in self._threads:
-            thread.join(timeout=max(until - self._clock(), 0.1))
+            thread.join(timeout=max(until - self._clock.elapsed(), 0.1))
 
     def _wait_for_the_rest(self, until: float) -> None:
         say_at = -math.inf
         with self._changed:
-            while (n_left := self.n_pending) and (now := self._clock()) < until:
+            while (n_left := self.n_pending) and (now := self._clock.elapsed()) < until:
                 if now >= say_at and self.write_nbytes:
                     say_at = now + SAY_EVERY_S
                     mib = self.write_nbytes // MIB
@@ -334,7 +334,7 @@ class TierWorker:
         """How much longer a write has to wait."""
         if not self._defers or self.closing:
             return 0.0
-        return since + MAX_DEFER_S - self._clock()
+        return since + MAX_DEFER_S - self._clock.elapsed()
 
     def _carried_out(self, order: Order) -> object:
         """The result, or the TierError that ended it."""
@@ -399,6 +399,6 @@ class TierWorker:
     def _end(self, order: Order, result: object) -> None:
         if isinstance(order, WriteOrder):
             order.content = None
-        outcome = outcome_of(order, result, self._clock())
+        outcome = outcome_of(order, result, self._clock.elapsed())
         if outcome is not None:
             self.results.put(outcome)

@@ -8,13 +8,12 @@ at a time checks whether it is back (`CircuitBreaker`).
 from __future__ import annotations
 
 import logging
-import random
 import threading
-import time
-from collections.abc import Callable
+from random import Random
 
 from firn.cache.storage.faults import TierFault
 from firn.cache.tiers import TierStatus
+from firn.core.clock import SYSTEM_CLOCK, Clock
 
 log = logging.getLogger("firn.cache")
 
@@ -36,19 +35,17 @@ class Backoff:
         first_s: float = FIRST_S,
         max_s: float = MAX_S,
         jitter: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
-        uniform: Callable[[], float] = random.random,
+        clock: Clock = SYSTEM_CLOCK,
+        random: Random | None = None,
     ) -> None:
-        """paused, resumed: log messages, followed by the reason. uniform: returns 0 to 1."""
+        """paused, resumed: log messages, followed by the reason."""
         self._paused = paused
         self._resumed = resumed
         self._first_s = first_s
         self._max_s = max_s
         self._jitter = jitter
         self._clock = clock
-        self._wall = wall
-        self._uniform = uniform
+        self._random = random or Random()
         self._lock = threading.Lock()
         self._n_pauses = 0
         self._retry_at = 0.0
@@ -61,17 +58,17 @@ class Backoff:
 
     def check(self, reason: str = "paused") -> None:
         """Raises TierFault until the pause is over."""
-        if self._n_pauses and self._clock() < self._retry_at:
+        if self._n_pauses and self._clock.elapsed() < self._retry_at:
             raise TierFault(reason, self.status.reason)
 
     def failed(self, fault: TierFault) -> None:
         with self._lock:
             pause_s = min(self._first_s * 2**self._n_pauses, self._max_s)
-            pause_s *= 1 + self._jitter * (2 * self._uniform() - 1)
+            pause_s *= 1 + self._jitter * (2 * self._random.random() - 1)
             self._n_pauses = min(self._n_pauses + 1, 32)
-            self._retry_at = self._clock() + pause_s
+            self._retry_at = self._clock.elapsed() + pause_s
             is_new = self.status.state == "ok"
-            since = self._wall() if is_new else self.status.since
+            since = self._clock.wall() if is_new else self.status.since
             self.status = TierStatus("paused", fault.message, since)
         level = logging.WARNING if is_new else logging.DEBUG
         log.log(level, "%s: %s; next try in %.1f s", self._paused, fault.message, pause_s)
@@ -91,17 +88,15 @@ class CircuitBreaker:
         self,
         store: str,
         *,
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
-        uniform: Callable[[], float] = random.random,
+        clock: Clock = SYSTEM_CLOCK,
+        random: Random | None = None,
     ) -> None:
         self._backoff = Backoff(
             paused=f"the {store} store is paused",
             resumed=f"the {store} store answers again",
             jitter=JITTER,
             clock=clock,
-            wall=wall,
-            uniform=uniform,
+            random=random,
         )
         self._lock = threading.Lock()
         self._n_failures = 0

@@ -415,12 +415,9 @@ class Page:
 class FolderLock:
     """Owner: the tier, which admits one thread at a time."""
 
-    def __init__(
-        self, disk: Disk, *, timeout_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, disk: Disk, *, timeout_s: float) -> None:
         self._disk = disk
         self._timeout_s = timeout_s
-        self._clock = clock
         self._fd = -1
 
     @contextlib.contextmanager
@@ -447,7 +444,7 @@ class FolderLock:
                 os.close(self._fd)
 
     def _acquire(self) -> int:
-        deadline = self._clock() + self._timeout_s
+        deadline = time.monotonic() + self._timeout_s
         poll = POLL_S
         while True:
             if self._fd < 0:
@@ -457,7 +454,7 @@ class FolderLock:
                 if self._disk.is_lock(self._fd):
                     return self._fd
                 self.close()  # the folder was deleted under us: begin again
-            if self._clock() >= deadline:
+            if time.monotonic() >= deadline:
                 raise TierFault(
                     "locked", "timed out waiting for the folder lock held by another process"
                 )

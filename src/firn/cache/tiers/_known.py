@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
@@ -32,6 +32,7 @@ from firn.cache.tiers._folder import (
     key_of,
     path_of,
 )
+from firn.core.clock import Clock
 
 FIRST = -inf
 """The stamp of files that are evicted before all others: foreign ones, and those that cannot be read."""
@@ -64,9 +65,9 @@ def is_foreign(key: str) -> bool:
 
 
 class KnownFiles:
-    def __init__(self, disk: Disk, wall: Callable[[], float]) -> None:
+    def __init__(self, disk: Disk, clock: Clock) -> None:
         self._disk = disk
-        self._wall = wall
+        self._clock = clock
         self._subfolders = {sub: Subfolder() for sub in SUBFOLDERS}
         self._heap: list[tuple[float, str]] = []
         self._highest = FIRST
@@ -129,7 +130,7 @@ class KnownFiles:
 
     def _stamp(self, mtime: float) -> float:
         """An mtime far in the future is moved far into the past; such files keep their order."""
-        return mtime if mtime <= self._wall() + AHEAD_S else mtime - 1e11
+        return mtime if mtime <= self._clock.wall() + AHEAD_S else mtime - 1e11
 
     def add(self, name: str, file: FileStat) -> None:
         """A file that this process has written."""

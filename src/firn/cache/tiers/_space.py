@@ -13,15 +13,15 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from firn.core.clock import Clock
+
 log = logging.getLogger("firn.cache")
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class DiskSpace:
-    def __init__(
-        self, folder: Path, clock: Callable[[], float], *, first_s: float, max_s: float
-    ) -> None:
+    def __init__(self, folder: Path, clock: Clock, *, first_s: float, max_s: float) -> None:
         """first_s, max_s: how long the limit stays before it may rise; twice as long each time that
         the disk is full again."""
         self._folder = folder
@@ -52,7 +52,7 @@ class DiskSpace:
 
     def _put_off(self) -> None:
         pause_s = min(self._first_s * 2 ** min(self._n_times - 1, 32), self._max_s)
-        self._raise_at = self._clock() + pause_s
+        self._raise_at = self._clock.elapsed() + pause_s
 
     def forget(self) -> None:
         """Making room did not help: the tier pauses, and then begins anew."""
@@ -64,7 +64,7 @@ class DiskSpace:
         """The limit that holds now. used, free: bytes that the folder takes up, and that are free."""
         if self._limit_nbytes is None:
             return limit_nbytes
-        if self._clock() >= self._raise_at:
+        if self._clock.elapsed() >= self._raise_at:
             self._put_off()
             # Half of what is free: others write there, too.
             self._limit_nbytes = max(self._limit_nbytes, used() + free() // 2)

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import os
 import struct
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,9 +25,9 @@ from firn.cache.storage.faults import Damaged, Missing, PermanentFault, TierFaul
 from firn.cache.tiers import Buffer, FoundRecord, TierOptions
 from firn.cache.tiers._backoff import CircuitBreaker
 from firn.cache.tiers._store import StoreSettings, StoreTier, first_line, number
+from firn.core.clock import SYSTEM_CLOCK, Clock
 from firn.core.errors import SetupError
 
-T = TypeVar("T")
 SCHEMES = ("redis", "rediss")
 PIECE_NBYTES = 8 << 20
 """Redis serves no other client while it copies a value: pieces keep that time short."""
@@ -60,8 +60,7 @@ class RedisClient:
         ttl_s: float,
         attempt_s: float,
         piece_nbytes: int = PIECE_NBYTES,
-        wall: Callable[[], float] = time.time,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._client = client
         self._errors = errors
@@ -69,14 +68,14 @@ class RedisClient:
         self._ttl_ms = max(int(ttl_s * 1000), 1)
         self._attempt_s = attempt_s
         self._piece_nbytes = piece_nbytes
-        self._wall = wall
         self._clock = clock
 
     def get(self, name: str, n: int | None) -> memoryview:
-        return self._translated(lambda: self._get(name))[:n]
+        with self._translating():
+            return self._get(name)[:n]
 
     def _get(self, name: str) -> memoryview:
-        until = self._clock() + self._attempt_s
+        until = self._clock.elapsed() + self._attempt_s
         value = self._client.get(self._key(name))
         if value is None:
             raise Missing
@@ -100,29 +99,28 @@ class RedisClient:
         return view
 
     def find(self, names: Sequence[str]) -> Iterator[FoundRecord]:
-        def heads() -> list[bytes]:
+        with self._translating():
             pipe = self._client.pipeline(transaction=False)
             for name in names:
                 pipe.getrange(self._key(name), 0, _HEAD.size - 1)
             raws: list[bytes] = pipe.execute()
-            return raws
-
-        for name, raw in zip(names, self._translated(heads), strict=True):
+        for name, raw in zip(names, raws, strict=True):
             if len(raw) == _HEAD.size and raw.startswith(_MAGIC):
                 head = _parse(raw)
                 yield FoundRecord(name, head.nbytes, head.written_at)
 
     def put(self, name: str, pieces: Sequence[Buffer], *, replace: bool) -> bool:
-        return self._translated(lambda: self._put(name, pieces, replace=replace))
+        with self._translating():
+            return self._put(name, pieces, replace=replace)
 
     def _put(self, name: str, pieces: Sequence[Buffer], *, replace: bool) -> bool:
-        until = self._clock() + self._attempt_s
+        until = self._clock.elapsed() + self._attempt_s
         key, nbytes = self._key(name), sum(memoryview(p).nbytes for p in pieces)
         if not replace and self._client.exists(key):
             return False
         is_small = nbytes <= self._piece_nbytes
         writer = 0 if is_small else int.from_bytes(os.urandom(8), "little") | 1
-        head = RecordHead(nbytes, self._wall(), writer)
+        head = RecordHead(nbytes, self._clock.wall(), writer)
         raw = _HEAD.pack(_MAGIC, head.nbytes, head.written_at, self._tagged(head.writer))
         keys = list(self._piece_keys(name, _parse(raw)))
         if is_small:
@@ -146,8 +144,7 @@ class RedisClient:
 
         The server's own eviction counts this as a use.
         """
-
-        def renew() -> None:
+        with self._translating():
             pipe = self._client.pipeline(transaction=False)
             for name in names:
                 pipe.pexpire(self._key(name), self._ttl_ms)
@@ -160,23 +157,19 @@ class RedisClient:
                         pipe.pexpire(piece_key, self._ttl_ms)
             pipe.execute()
 
-        self._translated(renew)
-
     def delete(self, name: str) -> bool:
-        def delete() -> bool:
+        with self._translating():
             raw = self._client.getrange(self._key(name), 0, _HEAD.size - 1)
             keys = [self._key(name)]
             if len(raw) == _HEAD.size and raw.startswith(_MAGIC):
                 keys += self._piece_keys(name, _parse(raw))
             return bool(self._client.unlink(*keys))
 
-        return self._translated(delete)
-
     # --- inside ------------------------------------------------------------------------------
 
     def _check_time(self, until: float, n_done: int, nbytes: int) -> None:
         """The library limits each command; a record of many pieces takes many of them."""
-        if self._clock() > until and n_done < nbytes:
+        if self._clock.elapsed() > until and n_done < nbytes:
             raise TierFault("too slow", f"{n_done} of {nbytes} bytes")
 
     def _key(self, name: str) -> str:
@@ -203,11 +196,12 @@ class RedisClient:
         except self._errors.RedisError:
             return
 
-    def _translated(self, call: Callable[[], T]) -> T:
-        """Run the call and translate what it raises."""
+    @contextmanager
+    def _translating(self) -> Iterator[None]:
+        """What the library raises is raised as a tier's fault."""
         errors = self._errors
         try:
-            return call()
+            yield
         except errors.OutOfMemoryError as e:
             raise TierFull(first_line(e)) from e
         except (errors.AuthenticationError, errors.NoPermissionError) as e:

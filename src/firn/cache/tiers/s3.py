@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -28,7 +29,6 @@ from firn.cache.tiers._backoff import CircuitBreaker
 from firn.cache.tiers._store import StoreSettings, StoreTier, first_line
 from firn.core.errors import SetupError
 
-T = TypeVar("T")
 SCHEMES = ("s3",)
 N_QUESTIONS_AT_ONCE = 16
 """Concurrent lookups: each request looks up one name."""
@@ -50,14 +50,12 @@ class S3Client:
         self._is_conditional = True
 
     def get(self, name: str, n: int | None) -> memoryview:
-        def whole() -> memoryview:
+        with self._translating():
             result = self._library.get(self._store, _path(name))
             data = memoryview(result.bytes())
             if len(data) != result.meta["size"]:
                 raise TierFault("cut short", f"{len(data)} of {result.meta['size']} bytes")
-            return data
-
-        return self._translated(whole)[:n]
+            return data[:n]
 
     def find(self, names: Sequence[str]) -> Iterator[FoundRecord]:
         if len(names) == 1:
@@ -68,7 +66,8 @@ class S3Client:
 
     def _head(self, name: str) -> FoundRecord | None:
         try:
-            meta = self._translated(lambda: self._library.head(self._store, _path(name)))
+            with self._translating():
+                meta = self._library.head(self._store, _path(name))
         except Missing:
             return None
         return FoundRecord(name, meta["size"], meta["last_modified"].timestamp())
@@ -79,11 +78,8 @@ class S3Client:
         def put(mode: str) -> None:
             path = _path(name)
             try:
-                self._translated(
-                    lambda: self._library.put(
-                        self._store, path, data, mode=mode, use_multipart=False
-                    )
-                )
+                with self._translating():
+                    self._library.put(self._store, path, data, mode=mode, use_multipart=False)
             except Missing as e:
                 raise PermanentFault("no such bucket") from e
 
@@ -109,14 +105,16 @@ class S3Client:
     def delete(self, name: str) -> bool:
         was_there = self._head(name) is not None
         if was_there:
-            self._translated(lambda: self._library.delete(self._store, _path(name)))
+            with self._translating():
+                self._library.delete(self._store, _path(name))
         return was_there
 
-    def _translated(self, call: Callable[[], T]) -> T:
-        """Run the call and translate what it raises."""
+    @contextmanager
+    def _translating(self) -> Iterator[None]:
+        """What the library raises is raised as a tier's fault."""
         errors, began = self._library.exceptions, time.monotonic()
         try:
-            return call()
+            yield
         except FileNotFoundError as e:
             raise Missing from e
         except errors.AlreadyExistsError as e:

@@ -58,6 +58,7 @@ from firn.cache.tiers._folder import (
 )
 from firn.cache.tiers._known import UNLISTED, KnownFiles, is_foreign
 from firn.cache.tiers._space import FULL, DiskSpace
+from firn.core.clock import SYSTEM_CLOCK, Clock
 
 SLACK_NBYTES = 2 * BLOCK_NBYTES
 """How much a new name may add to the size of folders."""
@@ -84,8 +85,7 @@ class SsdTier:
         retry_s: float = 1.0,
         max_retry_s: float = 60.0,
         disk: Disk | None = None,
-        wall: Callable[[], float] = time.time,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """guest: keep to the limit that the folder's servers have set, if there were any."""
         folder = Path(options.location)
@@ -93,28 +93,25 @@ class SsdTier:
         self._own_limit = options.limit_nbytes or 0
         self._budget_nbytes = options.write_budget_nbytes
         self._guest = guest
-        self._wall = wall
+        self._clock = clock
         self._disk = disk or Disk(folder)
         self._lock = FolderLock(self._disk, timeout_s=lock_timeout_s)
         self._lock_timeout_s = lock_timeout_s
         self._mutex = threading.Lock()
-        self._known = KnownFiles(self._disk, wall)
+        self._known = KnownFiles(self._disk, clock)
         self._backoff = Backoff(
             paused=f"the SSD cache pauses writing to {folder}",
             resumed=f"the SSD cache writes to {folder} again",
             first_s=retry_s,
             max_s=max_retry_s,
             clock=clock,
-            wall=wall,
         )
         self._reading = Backoff(
             paused=f"the SSD cache cannot read a record in {folder}, which costs a miss",
             resumed=f"the SSD cache reads from {folder} again",
             clock=clock,
-            wall=wall,
         )
         """Only for the log: each record has its own pause."""
-        self._clock = clock
         self._space = DiskSpace(folder, clock, first_s=retry_s, max_s=max_retry_s)
         self._tally = Tally()
         self._serial = count()
@@ -145,7 +142,7 @@ class SsdTier:
         except (OSError, TierFault) as e:
             self._failed(e)
         with self._exclusive():
-            self._known.report_again(self._clock())
+            self._known.report_again(self._clock.elapsed())
             gone, new = self._known.take_reports()
         yield from map(Gone, gone)
         yield from self._heads(new)
@@ -192,7 +189,7 @@ class SsdTier:
 
     def touch(self, stamps: Mapping[str, float]) -> None:
         """The highest stamps first, so that other processes always see the right order."""
-        latest = self._wall() + AHEAD_S
+        latest = self._clock.wall() + AHEAD_S
         for name, stamp in sorted(stamps.items(), key=lambda item: -item[1]):
             # Reads and scans notice files that are read-only or deleted.
             with contextlib.suppress(OSError):
@@ -270,7 +267,7 @@ class SsdTier:
         fault = TierFault(fault_of(error).reason, f"{error.strerror} ({path_of(name)})")
         self._tally.add(read_faults=1)
         self._reading.failed(fault)
-        self._known.report_later(name, self._clock())
+        self._known.report_later(name, self._clock.elapsed())
         return fault
 
     def _list_changed(self, counters: npt.NDArray[np.int64] | None) -> dict[int, int]:
@@ -365,7 +362,7 @@ class SsdTier:
 
     def _write(self, name: str, pieces: Sequence[Buffer], used_at: float) -> WriteResult[str]:
         nbytes, need = sum(map(len, pieces)), _need(pieces)
-        hour = int(self._wall()) // HOUR_S
+        hour = int(self._clock.wall()) // HOUR_S
         with self._locked() as page:
             page.check_budget(self._budget_nbytes, hour, nbytes)
             if self._is_stored(name):
@@ -422,7 +419,7 @@ class SsdTier:
     def _sweep(self, temp: FileStat) -> bool:
         """Remove a temp file if its writer is dead; returns whether it was."""
         path = f"{TMP}/{temp.name}"
-        is_dead = self._disk.is_abandoned(path, self._wall() - temp.mtime)
+        is_dead = self._disk.is_abandoned(path, self._clock.wall() - temp.mtime)
         if is_dead:
             self._disk.unlink(path)
         return is_dead
@@ -479,7 +476,7 @@ class SsdTier:
     def _set_aside(self, page: Page, name: str, nbytes: int) -> None:
         sub = name[:2]
         with self._change(page, sub), self._change(page, QUARANTINE):
-            self._disk.rename(path_of(name), f"{QUARANTINE}/{name}.{int(self._wall() * 1e6)}")
+            self._disk.rename(path_of(name), f"{QUARANTINE}/{name}.{int(self._clock.wall() * 1e6)}")
             page.nbytes[INDEX[sub]] -= nbytes
             page.nbytes[INDEX[QUARANTINE]] += nbytes
             self._known.forget(name, nbytes)
@@ -536,7 +533,7 @@ class SsdTier:
                 free=self._disk.free_nbytes,
             )
             yield page
-            self._day_nbytes = page.day_nbytes(int(self._wall()) // HOUR_S)
+            self._day_nbytes = page.day_nbytes(int(self._clock.wall()) // HOUR_S)
 
     @contextlib.contextmanager
     def _change(self, page: Page, sub: str) -> Iterator[None]:

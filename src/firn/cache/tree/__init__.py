@@ -12,7 +12,7 @@
 """
 
 from firn.cache.tree.announce import Announcement, Announcer, Cleared, Removed, StoredBlock
-from firn.cache.tree.nodes import InRow, Mark, Node, PartTotals, Record, Root
+from firn.cache.tree.nodes import CheckpointKind, InRow, Node, PartTotals, Record, Root
 from firn.cache.tree.order import BLOCK_S, DAY_S, EvictionOrder
 from firn.cache.tree.tree import Tree
 
@@ -21,10 +21,10 @@ __all__ = [
     "DAY_S",
     "Announcement",
     "Announcer",
+    "CheckpointKind",
     "Cleared",
     "EvictionOrder",
     "InRow",
-    "Mark",
     "Node",
     "PartTotals",
     "Record",

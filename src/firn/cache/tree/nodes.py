@@ -23,8 +23,8 @@ from firn.core.keys import Key
 from firn.core.values import NARROW, KeyTokens, Namespace, unpacked
 
 
-class Mark(IntEnum):
-    """Why a state was kept. When states must be evicted, the lowest marks go first."""
+class CheckpointKind(IntEnum):
+    """Why a state was kept. When states must be evicted, the lowest kinds go first."""
 
     PROMPT_END = 0
     REPLY_END = 1
@@ -38,15 +38,24 @@ class Record:
     """One part of one node's state, wherever it is stored."""
 
     __slots__ = (
-        "arrays", "leaving", "mark", "n_leases", "nbytes", "node", "part", "reading", "stored",
-        "verified", "writing",
+        "arrays",
+        "kind",
+        "leaving",
+        "n_leases",
+        "nbytes",
+        "node",
+        "part",
+        "reading",
+        "stored",
+        "verified",
+        "writing",
     )  # fmt: skip
 
-    def __init__(self, node: Node, part: Part, nbytes: int, mark: Mark) -> None:
+    def __init__(self, node: Node, part: Part, nbytes: int, kind: CheckpointKind) -> None:
         self.node = node
         self.part = part
         self.nbytes = nbytes
-        self.mark = mark
+        self.kind = kind
         self.arrays: Any = None
         """What memory holds: a payload of its own, or an `InRow`; None when memory has nothing."""
         self.leaving = False

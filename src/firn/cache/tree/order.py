@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 
 from firn.cache.parts import Part
-from firn.cache.tree.nodes import Mark, Node, Record
+from firn.cache.tree.nodes import CheckpointKind, Node, Record
 
 DAY_S = 86_400.0
 BLOCK_S = 2.0
@@ -57,10 +57,10 @@ class EvictionOrder:
 
     def _only_for_branches(self, record: Record) -> bool:
         """Whether only a branch would need this record: a single chain goes on without it."""
-        if record.part is Part.STATE and record.mark is Mark.PROMPT_END:
+        if record.part is Part.STATE and record.kind is CheckpointKind.PROMPT_END:
             return True
         n_tokens = self._window if record.part is Part.WINDOW else 1
-        return record.mark < Mark.LATTICE and _goes_on_alone(record.node, n_tokens)
+        return record.kind < CheckpointKind.LATTICE and _goes_on_alone(record.node, n_tokens)
 
     def left_behind(self, record: Record) -> Record | None:
         """The window or state that a chain no longer needs once it has this new record."""
@@ -74,7 +74,7 @@ class EvictionOrder:
     def state_last_use(self, record: Record) -> float:
         """Like `last_use`, among states, which have their own share of memory: shared positions are
         evicted last."""
-        return self.last_use(record) + (DAY_S if record.mark >= Mark.LATTICE else 0.0)
+        return self.last_use(record) + (DAY_S if record.kind >= CheckpointKind.LATTICE else 0.0)
 
     # --- stamps ----------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from firn.cache.tree.announce import Announcer, Removed, StoredBlock
 from firn.cache.tree.children import Children
 from firn.cache.tree.clock import UseClock
 from firn.cache.tree.lifetimes import EvictedBlocks, Lifetimes
-from firn.cache.tree.nodes import NO_CHILDREN, Mark, Node, PartTotals, Record, Root
+from firn.cache.tree.nodes import NO_CHILDREN, CheckpointKind, Node, PartTotals, Record, Root
 from firn.cache.tree.order import EvictionOrder
 from firn.core.clock import SYSTEM_CLOCK, Clock
 from firn.core.keys import Key, child_key
@@ -163,13 +163,13 @@ class Tree:
 
     # --- records ---------------------------------------------------------------------------
 
-    def add(self, node: Node, part: Part, *, nbytes: int, mark: Mark) -> Record:
+    def add(self, node: Node, part: Part, *, nbytes: int, kind: CheckpointKind) -> Record:
         """The node's record of this part, created if there is none. A new one is not stored yet."""
         record = node.records.get(part)
         if record is None:
             if not node.records:
                 node.root.n_stored_tokens += node.n_tokens
-            record = node.records[part] = Record(node, part, nbytes, mark)
+            record = node.records[part] = Record(node, part, nbytes, kind)
             if self.announcer is not None and self._is_whole_block(record):
                 parent = node.parent
                 above = parent.key if parent is not None and parent.parent is not None else None

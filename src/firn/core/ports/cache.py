@@ -191,6 +191,6 @@ class EngineCache(Protocol):
         decides by it whether loading beats computing."""
         ...
 
-    def saw_restore(self, restored: Restored, seconds: float) -> None:
+    def observe_restore(self, restored: Restored, seconds: float) -> None:
         """Filling a row took this long, not counting the load."""
         ...
