@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import struct
+import subprocess
+import sys
 import tracemalloc
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from firn.media import decode as decoding
 from firn.media.decode import decode
 from firn.media.headers import Undecodable
 
@@ -104,6 +108,43 @@ def test_a_large_picture_of_sixteen_bits_takes_no_numbers_of_64_bits_for_all_of_
         tracemalloc.stop()
     np.testing.assert_array_equal(got[:, :, 0], (values / 257.0).round())
     assert peak_nbytes < 20 * values.size
+
+
+MEASURE = """
+import sys
+from firn.media import decode as decoding
+from firn.media.decode import decode
+def nbytes():
+    with open("/proc/self/status") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith("VmHWM"))
+data = sys.stdin.buffer.read()
+decode(SMALL, max_pixels=1)
+before = nbytes()
+decode(data, max_pixels=10**8)
+print(nbytes() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA"])
+def test_a_large_picture_takes_no_memory_for_the_forms_in_between(mode: str) -> None:
+    """4 bytes a pixel in Pillow, and 3 in the result."""
+    size = (4000, 4000)
+    data = saved(Image.new(mode, size), compress_level=1)
+    program = MEASURE.replace("SMALL", repr(saved(Image.new(mode, (1, 1)))))
+    done = subprocess.run([sys.executable, "-c", program], input=data, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 10 * size[0] * size[1]
+
+
+def test_a_picture_of_many_bands_has_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "BAND_PIXELS", 30)
+    values = np.arange(11 * 13 * 4, dtype=np.uint16).astype(np.uint8).reshape(13, 11, 4)
+    rgba = Image.fromarray(values)
+    over_white = Image.alpha_composite(Image.new("RGBA", rgba.size, (255,) * 4), rgba)
+    np.testing.assert_array_equal(read(saved(rgba)), np.asarray(over_white.convert("RGB")))
+    wide = np.arange(11 * 13, dtype=np.uint16).reshape(13, 11) * 257
+    np.testing.assert_array_equal(read(saved(Image.fromarray(wide)))[:, :, 1], wide // 257)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
