@@ -108,7 +108,7 @@ def digest_of(pixels: Pixels, settings: bytes, *, owner: str = "") -> bytes:
     height, width, _ = pixels.shape
     digest = hashlib.blake2b(digest_size=32, person=b"firn-image")
     owner_field = (owner.encode(),) if owner else ()
-    content = memoryview(np.ascontiguousarray(pixels)).cast("B")  # not a copy of a large picture
+    content = np.ascontiguousarray(pixels).data.cast("B")  # not a copy of a large picture
     for field in (settings, b"RGB", f"{width}x{height}".encode(), content, *owner_field):
         digest.update(len(field).to_bytes(8, "little"))
         digest.update(field)
