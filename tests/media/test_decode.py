@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 import subprocess
 import sys
@@ -162,6 +163,21 @@ def test_a_turned_cameras_picture_is_upright(orientation: int) -> None:
     exif[0x0112] = orientation
     got = read(saved(stored, "PNG", exif=exif))
     np.testing.assert_array_equal(got, upright)
+
+
+def test_metadata_is_not_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture may have megabytes of it, which Pillow would search and replace at once."""
+
+    def unused(*args: Any, **options: Any) -> str:
+        raise AssertionError("metadata was rewritten")
+
+    turned = b'XML:com.adobe.xmp\0\0\0\0\0<x tiff:Orientation="6"/>'
+    data = saved(colours(size=(6, 2)))
+    data = data[:33] + chunk(b"iTXt", turned) + data[33:]
+    with monkeypatch.context() as patched:
+        patched.setattr(re, "sub", unused)
+        pixels = read(data)
+    assert pixels.shape == (6, 2, 3)
 
 
 def test_a_camera_with_two_views_shows_the_first() -> None:

@@ -12,7 +12,7 @@ import zlib
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from firn.media.headers import SEVERAL_PICTURES, Undecodable, check, one_line
 
@@ -31,6 +31,13 @@ DAMAGE = (
     ZeroDivisionError, NotImplementedError, MemoryError, struct.error, zlib.error,
 )  # fmt: skip
 """The exceptions that Pillow's decoders raise for damaged files."""
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM, 5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}  # fmt: skip
+"""By the orientation in Exif data."""
 WHITE = (255, 255, 255, 255)
 PLAIN_MODES = frozenset({"1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "LAB", "HSV"})
 ALPHA_MODES = frozenset({"RGBA", "RGBa", "LA", "La", "PA"})
@@ -43,8 +50,7 @@ def decode(data: bytes, *, max_pixels: int) -> Pixels:
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             _check(image, max_pixels)
-            ImageOps.exif_transpose(image, in_place=True)
-            return _to_rgb(image)
+            return _to_rgb(_upright(image))
     except UnidentifiedImageError as e:
         raise Undecodable(f"is not a {SHOWN_FORMATS} file") from e
     except Image.DecompressionBombError as e:
@@ -67,6 +73,14 @@ def _check(image: Image.Image, max_pixels: int) -> None:
     # check has already counted the frames of GIF and TIFF files: a decoder would take longer.
     if image.format in ("PNG", "WEBP") and getattr(image, "is_animated", False):
         raise Undecodable(SEVERAL_PICTURES)
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """As `ImageOps.exif_transpose`, which also rewrites the metadata: in 18 MB of it, for a second
+    without the GIL being released."""
+    image.load()  # a PNG may have its Exif data behind its pixels
+    turn = TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    return image if turn is None else image.transpose(turn)
 
 
 def _to_rgb(image: Image.Image) -> Pixels:
