@@ -39,7 +39,7 @@ STAND_INS = ("claude", "gpt-")
 Gather = Callable[[GenerateRequest, Namespace], Awaitable[GenerateRequest]]
 """Adds what a request refers to, on the asyncio thread. Anything it caches belongs to the owner."""
 Hold = Callable[[GenerateRequest, Namespace], AbstractAsyncContextManager[GenerateRequest]]
-"""The same; what was added counts against the owner's memory until the context ends."""
+"""Adds it for as long as the context lasts, and counts it against the owner's memory meanwhile."""
 
 
 class Preparations(Protocol):
