@@ -173,7 +173,7 @@ class HashEngine:
 
     def job(
         self,
-        prompt: Sequence[int],
+        prompt: Sequence[int] | Prompt,
         n_reply: int = 8,
         *,
         sampling: Sampling = GREEDY,
@@ -184,9 +184,11 @@ class HashEngine:
         scored: int | None = None,
         sparse: Sparse | None = None,
     ) -> Job:
+        if not isinstance(prompt, Prompt):
+            prompt = Prompt(np.array(prompt, dtype=np.int64))
         return Job(
             id=RequestId(f"job{next(self._ids)}"),
-            prompt=Prompt(np.array(prompt, dtype=np.int64)),
+            prompt=prompt,
             max_tokens=n_reply,
             sampling=sampling,
             n=n,
@@ -198,7 +200,7 @@ class HashEngine:
             preparation=sparse,
         )
 
-    def submit(self, prompt: Sequence[int], n_reply: int = 8, **options: Any) -> Outcome:
+    def submit(self, prompt: Sequence[int] | Prompt, n_reply: int = 8, **options: Any) -> Outcome:
         outcome = Outcome(self.job(prompt, n_reply, **options))
         self.outcomes[outcome.job.id] = outcome
         self.engine.submit(outcome.job)

@@ -148,6 +148,7 @@ class Faults:
     """Called at each stage, to raise a fault there or to wait for the test."""
 
     start: Callable[[Restored | None], None] = _nothing
+    read_picture: Callable[[int], None] = _nothing
     prefill: Callable[[HashRow, Sequence[int]], None] = _nothing
     settle: Callable[[HashRow], None] = _nothing
     choices: Callable[[Job], None] = _nothing
@@ -196,6 +197,10 @@ class HashRunner:
             return HashRow(layer)
         restored.fill([layer])
         return HashRow(layer, restored.n_tokens)
+
+    def read_picture(self, prompt: Prompt, index: int) -> bool:
+        self.faults.read_picture(index)
+        return True
 
     def prefill(
         self, row: HashRow, prompt: Prompt, end: int, *, top_logprobs: int | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from firn.core.errors import InvalidValue, NeverFits, QueueFull
 from firn.core.events import Admitted, ChoiceDone, JobDone, Prefilled, Token
 from firn.core.reuse import Cause, Reason
-from firn.core.values import CacheControl, RequestId, Sampling
+from firn.core.values import CacheControl, PictureSpan, Prompt, RequestId, Sampling
 from firn.engine import EngineParts
 from tests.dict_cache import DictCache
 from tests.hash_engine import WAIT_S, HashEngine, Outcome
@@ -189,6 +190,58 @@ def test_decoders_step_between_any_two_chunks() -> None:
         arrivals[0].wait().check()
     assert steps.count("chunk") == 25
     assert "chunk chunk" not in " ".join(steps)
+
+
+def with_pictures(seed: int, length: int, *spans: tuple[int, int]) -> Prompt:
+    ids = np.array(prompt_of(seed, length), dtype=np.int64)
+    placed = tuple(PictureSpan(a, b, bytes([i])) for i, (a, b) in enumerate(spans))
+    return Prompt(ids, picture_spans=placed, picture_inputs=spans)
+
+
+def test_decoders_step_between_any_two_pictures() -> None:
+    """However many small pictures a chunk has."""
+    steps: list[str] = []
+    arrivals: list[Outcome] = []
+    spans = [(i, i + 2) for i in range(0, 60, 3)]
+
+    def launch(rows: list[HashRow]) -> None:
+        steps.append("step")
+        if len(steps) == 10:
+            arrivals.append(lab.submit(with_pictures(2, 61, *spans), 2))
+
+    faults = Faults(
+        read_picture=lambda index: steps.append("picture"),
+        prefill=lambda row, chunk: steps.append("chunk"),
+        launch=launch,
+    )
+    with HashEngine(faults, chunk=32) as lab:
+        lab.submit(prompt_of(1, 1), 200).wait().check()
+        arrivals[0].wait().check()
+    assert steps.count("picture") == len(spans), "one that two chunks share is read once"
+    seen = " ".join(steps)
+    assert "picture picture" not in seen
+    assert "picture chunk" not in seen
+
+
+def test_pictures_before_the_resume_point_are_not_read() -> None:
+    read: list[int] = []
+    with HashEngine(Faults(read_picture=read.append), cache=DictCache(), chunk=8) as lab:
+        prompt = with_pictures(3, 40, (2, 6), (20, 24))
+        lab.submit(prompt, 2).wait().check()
+        lab.submit(prompt, 2).wait().check()
+    assert read == [0, 1]
+
+
+def test_a_fault_of_a_picture_ends_its_request_only() -> None:
+    def fault(index: int) -> None:
+        raise ValueError("the vision tower failed")
+
+    with HashEngine(Faults(read_picture=fault), chunk=8) as lab:
+        other = lab.submit(prompt_of(1, 20), 40)
+        bad = lab.submit(with_pictures(2, 40, (2, 6)), 2).wait()
+        assert bad.error is not None
+        other.wait().check()
+        assert lab.leftovers() == {}
 
 
 # --- the prefix cache's port ---------------------------------------------------------------

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
+import subprocess
+import sys
 import tracemalloc
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from firn.media import decode as decoding
 from firn.media.decode import decode
 from firn.media.headers import Undecodable
 
@@ -106,6 +111,43 @@ def test_a_large_picture_of_sixteen_bits_takes_no_numbers_of_64_bits_for_all_of_
     assert peak_nbytes < 20 * values.size
 
 
+MEASURE = """
+import sys
+from firn.media import decode as decoding
+from firn.media.decode import decode
+def nbytes():
+    with open("/proc/self/status") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith("VmHWM"))
+data = sys.stdin.buffer.read()
+decode(SMALL, max_pixels=1)
+before = nbytes()
+decode(data, max_pixels=10**8)
+print(nbytes() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA"])
+def test_a_large_picture_takes_no_memory_for_the_forms_in_between(mode: str) -> None:
+    """4 bytes a pixel in Pillow, and 3 in the result."""
+    size = (4000, 4000)
+    data = saved(Image.new(mode, size), compress_level=1)
+    program = MEASURE.replace("SMALL", repr(saved(Image.new(mode, (1, 1)))))
+    done = subprocess.run([sys.executable, "-c", program], input=data, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 10 * size[0] * size[1]
+
+
+def test_a_picture_of_many_bands_has_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "BAND_PIXELS", 30)
+    values = np.arange(11 * 13 * 4, dtype=np.uint16).astype(np.uint8).reshape(13, 11, 4)
+    rgba = Image.fromarray(values)
+    over_white = Image.alpha_composite(Image.new("RGBA", rgba.size, (255,) * 4), rgba)
+    np.testing.assert_array_equal(read(saved(rgba)), np.asarray(over_white.convert("RGB")))
+    wide = np.arange(11 * 13, dtype=np.uint16).reshape(13, 11) * 257
+    np.testing.assert_array_equal(read(saved(Image.fromarray(wide)))[:, :, 1], wide // 257)
+
+
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_a_turned_cameras_picture_is_upright(orientation: int) -> None:
     """All eight ways to hold a camera show the same picture."""
@@ -121,6 +163,21 @@ def test_a_turned_cameras_picture_is_upright(orientation: int) -> None:
     exif[0x0112] = orientation
     got = read(saved(stored, "PNG", exif=exif))
     np.testing.assert_array_equal(got, upright)
+
+
+def test_metadata_is_not_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture may have megabytes of it, which Pillow would search and replace at once."""
+
+    def unused(*args: Any, **options: Any) -> str:
+        raise AssertionError("metadata was rewritten")
+
+    turned = b'XML:com.adobe.xmp\0\0\0\0\0<x tiff:Orientation="6"/>'
+    data = saved(colours(size=(6, 2)))
+    data = data[:33] + chunk(b"iTXt", turned) + data[33:]
+    with monkeypatch.context() as patched:
+        patched.setattr(re, "sub", unused)
+        pixels = read(data)
+    assert pixels.shape == (6, 2, 3)
 
 
 def test_a_camera_with_two_views_shows_the_first() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from firn.core.values import (
     RawText,
     TextPart,
 )
+from firn.media import pdf_text
 from firn.media.documents import DocumentLimits, Documents
 
 
@@ -164,3 +168,10 @@ def test_a_text_is_kept_for_the_turns_to_come() -> None:
 
     assert asyncio.run(twice()) == ["Once."] * 4
     assert len(documents._kept) == 1
+
+
+def test_a_pdf_is_read_in_the_time_that_others_leave() -> None:
+    program = "import os, pdf_text; pdf_text._limit(5); print(os.nice(0))"
+    folder = Path(pdf_text.__file__).parent
+    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True)
+    assert int(done.stdout) >= pdf_text.NICENESS

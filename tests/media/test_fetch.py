@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
 import pytest
 
-from firn.core.errors import BadPicture
-from firn.core.values import Chat, GenerateRequest, Message, PicturePart, TextPart
+from firn.core.errors import BadPicture, Overloaded
+from firn.core.shares import Shares
+from firn.core.values import Chat, GenerateRequest, Message, Namespace, PicturePart, TextPart
 from firn.media.fetch import MAX_URLS, TOTAL_FACTOR, Fetcher, FetchLimits, is_public
 
 PUBLIC = "93.184.216.34"
@@ -57,7 +59,8 @@ class Web:
             resolve=self.resolve,
             transport=httpx.MockTransport(self.handle),
         )
-        return asyncio.run(fetcher.fetch(PicturePart(url, param="messages[2].content[1]")))
+        part = PicturePart(url, param="messages[2].content[1]")
+        return asyncio.run(fetcher.fetch(part, Shares(1 << 20).open("")))
 
 
 async def streamed(body: bytes) -> AsyncIterator[bytes]:
@@ -189,7 +192,9 @@ def test_a_silent_server_times_out() -> None:
         FetchLimits(nbytes=10, timeout_s=0.05), resolve=Web(ok).resolve, transport=Slow()
     )
     with pytest.raises(BadPicture, match=r"within 0\.05 seconds"):
-        asyncio.run(fetcher.fetch(PicturePart("https://pictures.example/")))
+        asyncio.run(
+            fetcher.fetch(PicturePart("https://pictures.example/"), Shares(1 << 20).open(""))
+        )
 
 
 def test_only_remote_pictures_of_a_request_are_filled_in() -> None:
@@ -203,15 +208,20 @@ def test_only_remote_pictures_of_a_request_are_filled_in() -> None:
     fetcher = Fetcher(
         FetchLimits(nbytes=100), resolve=web.resolve, transport=httpx.MockTransport(web.handle)
     )
-    got = asyncio.run(fetcher.gather(request))
+    got = asyncio.run(gathered(fetcher, request))
     assert isinstance(got.source, Chat)
     text, fetched, inline = got.source.messages[0].parts
     assert (text, inline) == (parts[0], parts[2])
     assert isinstance(fetched, PicturePart)
     assert fetched.data == b"pixels"
-    again = asyncio.run(fetcher.gather(got))
+    again = asyncio.run(gathered(fetcher, got))
     assert again is got
     assert len(web.asked) == 1
+
+
+async def gathered(fetcher: Fetcher, request: GenerateRequest, owner: str = "a") -> GenerateRequest:
+    async with fetcher.fetched(request, Namespace(owner)) as whole:
+        return whole
 
 
 def gather(web: Web, *urls: str, nbytes: int = 1000) -> GenerateRequest:
@@ -219,7 +229,7 @@ def gather(web: Web, *urls: str, nbytes: int = 1000) -> GenerateRequest:
         FetchLimits(nbytes=nbytes), resolve=web.resolve, transport=httpx.MockTransport(web.handle)
     )
     parts = tuple(PicturePart(url, param=f"content[{i}]") for i, url in enumerate(urls))
-    return asyncio.run(fetcher.gather(GenerateRequest("m", Chat((Message("user", parts),)))))
+    return asyncio.run(gathered(fetcher, GenerateRequest("m", Chat((Message("user", parts),)))))
 
 
 def test_an_address_that_is_shown_twice_is_fetched_once() -> None:
@@ -245,6 +255,26 @@ def test_a_request_fetches_a_limited_number_of_bytes() -> None:
         gather(Web(ok), *urls, nbytes=len(b"pixels"))
 
 
+def test_a_key_holds_its_share_of_fetched_bytes() -> None:
+    """Sixteen requests whose prompts wait would hold the pictures of all of them otherwise."""
+    parts = (PicturePart("https://pictures.example/a.png"),)
+    request = GenerateRequest("m", Chat((Message("user", parts),)))
+    limits = FetchLimits(nbytes=len(b"pixels"), total_nbytes=16 * len(b"pixels"))
+    web = Web(ok)
+    fetcher = Fetcher(limits, resolve=web.resolve, transport=httpx.MockTransport(web.handle))
+
+    async def run() -> None:
+        async with AsyncExitStack() as held:
+            for _ in range(8):
+                await held.enter_async_context(fetcher.fetched(request, Namespace("a")))
+            with pytest.raises(Overloaded):
+                await gathered(fetcher, request, "a")
+            await gathered(fetcher, request, "b")
+        await gathered(fetcher, request, "a")
+
+    asyncio.run(run())
+
+
 def test_one_fault_ends_the_request() -> None:
     """The first fault is reported, and the other fetches end."""
 
@@ -262,7 +292,7 @@ def test_one_fault_ends_the_request() -> None:
         urls = ("https://pictures.example/slow", "https://pictures.example/bad")
         parts = tuple(PicturePart(url, param=url) for url in urls)
         with pytest.raises(BadPicture, match="answered 500") as fault:
-            await fetcher.gather(GenerateRequest("m", Chat((Message("user", parts),))))
+            await gathered(fetcher, GenerateRequest("m", Chat((Message("user", parts),))))
         assert fault.value.param == urls[1]
         assert len(asyncio.all_tasks()) == 1
 

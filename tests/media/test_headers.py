@@ -77,6 +77,7 @@ def webp_with_exif(*blobs: bytes) -> bytes:
     return b"RIFF" + struct.pack("<I", 4 + len(chunks)) + b"WEBP" + chunks
 
 
+PROFILE = zlib.compress(bytes(MIB))
 FRAME = b"," + struct.pack("<HHHHB", 0, 0, 4, 4, 0) + b"\2" + b"\2\x8c\x2d\0"
 RLE = struct.pack("<2sIII", b"BM", 0, 0, 54) + struct.pack(
     "<IiiHHIIiiII", 40, 9, 9, 1, 8, 1, *[0] * 5
@@ -88,6 +89,11 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "a million tags": lambda: b"II+\0\x08\0\0\0" + struct.pack("<QQ", 16, 1 << 20) + bytes(100),
     "a million strips": lambda: tiff((273, 4, MIB, 50), rest=bytes(5 * MIB)),
     "a million tiles": lambda: tiff((324, 4, MIB, 50), rest=bytes(5 * MIB)),
+    "one tile of 30,000 x 30,000": lambda: tiff((322, 4, 1, 30_000), (323, 4, 1, 30_000)),
+    "such a tile, and another size": lambda: tiff(
+        (322, 4, 1, 30_000), (322, 3, 1, 0), (323, 4, 1, 30_000)
+    ),
+    "a tile whose size is elsewhere": lambda: tiff((322, 16, 1, 8), (323, 4, 1, 16)),
     "a million comments": lambda: gif(*[b"!\xfe\1x\0"] * MIB, FRAME),
     "a long comment": lambda: gif(b"!\xfe" + (b"\xff" + bytes(255)) * 10_000 + b"\0", FRAME),
     "a million frames": lambda: gif(*[FRAME] * MIB),
@@ -105,6 +111,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "a thousand scans behind a comment like an end": lambda: behind_an_end(n_scans=1000),
     "a million comments between scans": lambda: behind_an_end(n_comments=1_000_000),
     "a million chunks": lambda: saved(colours())[:33] + chunk(b"tEXt", b"a\0b") * 100_000,
+    "two colour profiles": lambda: saved(colours())[:33] + 2 * chunk(b"iCCP", b"a\0\0" + PROFILE),
     "Exif of a PNG": lambda: saved(colours())[:33] + chunk(b"eXIf", overlapping_tags()),
     "Exif of a PNG in a thousand pieces": lambda: (
         saved(colours())[:33] + chunk(b"eXIf", tiff()) * 1000

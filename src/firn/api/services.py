@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -37,6 +38,8 @@ STAND_INS = ("claude", "gpt-")
 """Prefixes of model ids that the served model answers to, whatever it is."""
 Gather = Callable[[GenerateRequest, Namespace], Awaitable[GenerateRequest]]
 """Adds what a request refers to, on the asyncio thread. Anything it caches belongs to the owner."""
+Hold = Callable[[GenerateRequest, Namespace], AbstractAsyncContextManager[GenerateRequest]]
+"""Adds it for as long as the context lasts, and counts it against the owner's memory meanwhile."""
 
 
 class Preparations(Protocol):
@@ -129,7 +132,7 @@ class Services:
     cache_admin: CacheAdmin | None = None
     embedder: Embedder | None = None
     reranker: Reranker | None = None
-    fetch_pictures: Gather | None = None
+    fetch_pictures: Hold | None = None
     read_documents: Gather | None = None
     recorder: Recorder | None = None
     """None: no trace is kept."""

@@ -12,7 +12,7 @@ from firn.api.http.auth import Keys
 from firn.api.http.hosts import Hosts, machine_names
 from firn.api.observe.cache_metrics import CacheMetrics, MemoryMetrics
 from firn.api.observe.metrics import SpeculationMetrics
-from firn.api.services import ApiLimits, Gather, Services
+from firn.api.services import ApiLimits, Hold, Services
 from firn.assembly import embeddings, sparse
 from firn.assembly.model import ServerSpec
 from firn.assembly.parts import ServerParts
@@ -119,7 +119,7 @@ def _quotas(config: Config) -> Quotas:
     return Quotas(limits, max_queue=config.engine.max_queue)
 
 
-def _fetcher(config: Config) -> Gather | None:
+def _fetcher(config: Config) -> Hold | None:
     """None: pictures given by URL are refused."""
     options = config.images
     if not options.allow_image_urls:
@@ -131,7 +131,7 @@ def _fetcher(config: Config) -> Gather | None:
         timeout_s=options.image_fetch_timeout_s,
         plain_http=options.allow_plain_http_images,
     )
-    return Fetcher(limits).gather
+    return Fetcher(limits).fetched
 
 
 def _reranker(spec: ServerSpec, tokenizer: Tokenizer) -> rerank.Reranker | None:

@@ -22,6 +22,9 @@ class Lru(Generic[K, V]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, key: K) -> bool:
+        return key in self._entries
+
     def get(self, key: K) -> V | None:
         """The value, which now is the most recently used."""
         entry = self._entries.get(key)

@@ -118,6 +118,11 @@ class Prefill:
             aligned=self._inflight.limits.aligned,
             common=self._inflight.limits.common_chunk,
         )
+        with self._recovery.guard(task.sequence):
+            if self._read_picture(task, end):
+                return ()
+        if task.number not in self._inflight.tasks:
+            return ()
         others = self._batches.find(task, max_tokens=chunk) if end == task.n_total else []
         if task.number not in self._inflight.tasks:  # another request's fault has put all back
             return ()
@@ -128,6 +133,21 @@ class Prefill:
                 self._runner.prefill(task.row, task.prompt, end, top_logprobs=top)
             return [task, *task.others]
         return ()
+
+    def _read_picture(self, task: PrefillTask, end: int) -> bool:
+        """Read the next picture of the chunk that ends here. False: there is none left to read.
+
+        One in a step: a chunk may have hundreds of small pictures, and decoding rows would wait for
+        the vision tower to see them all.
+        """
+        spans = task.prompt.picture_spans
+        while task.n_pictures < len(spans) and spans[task.n_pictures].start < end:
+            index, task.n_pictures = task.n_pictures, task.n_pictures + 1
+            if spans[index].end > task.row.n_tokens and self._runner.read_picture(
+                task.prompt, index
+            ):
+                return True
+        return False
 
     def _is_short_rest(self, task: PrefillTask) -> bool:
         """Whether the first decode step should read the rest of the prompt, too, which saves a pass.

@@ -170,6 +170,8 @@ class PrefillTask:
     """Its share of the tokens of its last pass."""
     others: list[PrefillTask] = field(default_factory=list)
     """Tasks read in the same pass; this one leads it."""
+    n_pictures: int = 0
+    """How many of its prompt's pictures have been read, or passed, before a chunk."""
     could_batch: bool = False
     """Other tasks could have been read in the same pass, whether or not they were."""
 

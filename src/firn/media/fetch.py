@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import httpx
 
-from firn.core.errors import BadPicture
+from firn.core.errors import BadPicture, Overloaded
+from firn.core.shares import Share, Shares
 from firn.core.units import MIB
 from firn.core.values import Chat, GenerateRequest, MessagePart, Namespace, PicturePart
 from firn.media.headers import one_line
@@ -39,15 +41,23 @@ HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "fi
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
-    """Limits per picture. plain_http: http:// is allowed as well as https://."""
+    """Limits per picture; total_nbytes is for all that are held at a time, whoever asked for them.
+
+    plain_http: http:// is allowed as well as https://.
+    """
 
     nbytes: int
+    total_nbytes: int = 1024 * MIB
     timeout_s: float = 10.0
     plain_http: bool = False
 
 
 class Fetcher:
-    """Fills in the bytes of the pictures that a request names by URL."""
+    """Fills in the bytes of the pictures that a request names by URL.
+
+    Owner of the memory for them, in which every key gets its share: what is sent to name a picture is
+    a millionth of what is fetched.
+    """
 
     def __init__(
         self,
@@ -60,15 +70,22 @@ class Fetcher:
         self._limits = limits
         self._resolve = resolve or system_resolver
         self._transport = transport
+        self._memory = Shares(max(limits.total_nbytes, TOTAL_FACTOR * limits.nbytes))
 
-    async def gather(
-        self, request: GenerateRequest, owner: Namespace | None = None
-    ) -> GenerateRequest:
+    @asynccontextmanager
+    async def fetched(
+        self, request: GenerateRequest, owner: Namespace
+    ) -> AsyncIterator[GenerateRequest]:
         """The request with the bytes of each picture, or with the reason why there are none.
 
-        Nothing is cached. Raises BadPicture if a picture of the newest message fails; if an older
-        one fails, the conversation continues without it.
+        Its pictures count as held until the context ends. Nothing is cached. Raises BadPicture if a
+        picture of the newest message fails; if an older one fails, the conversation continues without
+        it. Raises Overloaded if the owner holds its share of the memory.
         """
+        with self._memory.open(owner) as share:
+            yield await self._gather(request, share)
+
+    async def _gather(self, request: GenerateRequest, share: Share) -> GenerateRequest:
         source = request.source
         if not isinstance(source, Chat) or not any(map(_is_remote, _parts(source))):
             return request
@@ -81,7 +98,7 @@ class Fetcher:
             nonlocal n_left
             try:
                 async with slots:
-                    data = await self.fetch(part)
+                    data = await self.fetch(part, share)
                 n_left -= len(data)
                 if n_left < 0:
                     raise BadPicture(
@@ -96,7 +113,7 @@ class Fetcher:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = {url: group.create_task(fetched(part)) for url, part in wanted.items()}
-        except* BadPicture as faults:
+        except* (BadPicture, Overloaded) as faults:
             raise faults.exceptions[0] from None
 
         def filled(part: MessagePart) -> MessagePart:
@@ -112,10 +129,10 @@ class Fetcher:
         messages = tuple(replace(m, parts=tuple(map(filled, m.parts))) for m in source.messages)
         return replace(request, source=replace(source, messages=messages))
 
-    async def fetch(self, part: PicturePart) -> bytes:
+    async def fetch(self, part: PicturePart, share: Share) -> bytes:
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                return await self._follow(part)
+                return await self._follow(part, share)
         except TimeoutError as e:
             late = f"the image did not arrive within {self._limits.timeout_s:g} seconds."
             raise BadPicture(part.param, late) from e
@@ -123,7 +140,7 @@ class Fetcher:
             why = f"the image could not be fetched: {one_line(e)}"
             raise BadPicture(part.param, why) from e
 
-    async def _follow(self, part: PicturePart) -> bytes:
+    async def _follow(self, part: PicturePart, share: Share) -> bytes:
         url = httpx.URL(part.url)
         # One client per picture: a connection kept alive would outlive the check of its address.
         async with httpx.AsyncClient(
@@ -133,7 +150,7 @@ class Fetcher:
             transport=self._transport,
         ) as client:
             for _ in range(MAX_REDIRECTS + 1):
-                answer = await self._get(client, url, part)
+                answer = await self._get(client, url, part, share)
                 if isinstance(answer, bytes):
                     return answer
                 url = answer
@@ -142,7 +159,7 @@ class Fetcher:
         )
 
     async def _get(
-        self, client: httpx.AsyncClient, url: httpx.URL, part: PicturePart
+        self, client: httpx.AsyncClient, url: httpx.URL, part: PicturePart, share: Share
     ) -> bytes | httpx.URL:
         """The body, or the URL that the server redirects to."""
         address = await self._check(url, part)
@@ -164,6 +181,10 @@ class Fetcher:
                 )
             body = bytearray()
             async for chunk in response.aiter_raw():
+                if not share.grow(len(chunk)):
+                    raise Overloaded(
+                        "Your share of the memory for fetched images is in use; try again shortly."
+                    )
                 body += chunk
                 if len(body) > self._limits.nbytes:
                     raise BadPicture(

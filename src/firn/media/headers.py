@@ -1,9 +1,9 @@
 """Checks a picture file's structure before it is decoded: in linear time, with limits. Pure.
 
-A file of a few megabytes can have a million pages, tags that each claim the whole file, or a
-thousand passes over every pixel, and a decoder would process all of it. Files that no camera or
-program would write are refused here. Damaged files are left to the decoder, whose message is more
-specific.
+A file of a few megabytes can have a million pages, tags that each claim the whole file, a thousand
+passes over every pixel, or ten thousand colour profiles, and a decoder would process all of it.
+Files that no camera or program would write are refused here. Damaged files are left to the decoder,
+whose message is more specific.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ MAX_CHARS = 200
 
 MAX_TAGS = 1024
 MAX_STRIPS = 100_000
+MAX_TILE_PIXELS = 1 << 24
+"""A decoder has memory for a whole tile, however small the picture is."""
 MAX_SEGMENTS = 4096
 MAX_EXIF_SEGMENTS = 8
 MAX_JUNK_NBYTES = 4096
@@ -32,7 +34,9 @@ MAX_SCANNED_PIXELS = 1_000_000_000
 MIN_SCANS = 16
 TAG_NBYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4,
               16: 8, 17: 8, 18: 8}  # fmt: skip
-STRIP_OFFSETS, TILE_OFFSETS = 273, 324
+STRIP_OFFSETS, TILE_WIDTH, TILE_HEIGHT, TILE_OFFSETS = 273, 322, 323, 324
+INTEGERS = {3: "H", 4: "I"}
+"""The types in which programs write a tile's sides. A decoder would take others, too."""
 TIFF_HEADS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+", b"MM*\0", b"II\0*")
 EXIF = b"Exif\0\0"
 _MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd8]")
@@ -75,19 +79,26 @@ def _check_tags(data: bytes) -> int:
     if big:
         (at,) = struct.unpack_from(f"{order}Q", data, 8)
         (n_tags,) = struct.unpack_from(f"{order}Q", data, at)
-        head, entry, link = 8, struct.Struct(f"{order}HHQ8x"), f"{order}Q"
+        head, entry, link = 8, struct.Struct(f"{order}HHQ8s"), f"{order}Q"
     else:
         (at,) = struct.unpack_from(f"{order}I", data, 4)
         (n_tags,) = struct.unpack_from(f"{order}H", data, at)
-        head, entry, link = 2, struct.Struct(f"{order}HHI4x"), f"{order}I"
+        head, entry, link = 2, struct.Struct(f"{order}HHI4s"), f"{order}I"
     if n_tags > MAX_TAGS:
         raise Undecodable("has too many tags for a picture")
-    nbytes = 0
+    nbytes, sides = 0, {TILE_WIDTH: 0, TILE_HEIGHT: 0}
     for i in range(n_tags):
-        tag, kind, count = entry.unpack_from(data, at + head + i * entry.size)
+        tag, kind, count, value = entry.unpack_from(data, at + head + i * entry.size)
         nbytes += count * TAG_NBYTES.get(kind, 0)
+        if tag in sides:
+            if kind not in INTEGERS:
+                raise Undecodable("has tiles without a proper size")
+            (side,) = struct.unpack_from(f"{order}{INTEGERS[kind]}", value)
+            sides[tag] = max(sides[tag], side)  # a tag may occur twice
         if tag in (STRIP_OFFSETS, TILE_OFFSETS) and count > MAX_STRIPS:
             raise Undecodable("is divided into too many strips or tiles")
+    if sides[TILE_WIDTH] * sides[TILE_HEIGHT] > MAX_TILE_PIXELS:
+        raise Undecodable("is divided into tiles that are too large")
     if nbytes > 2 * len(data):
         raise Undecodable("has tags larger than the file itself")
     (following,) = struct.unpack_from(link, data, at + head + n_tags * entry.size)
@@ -193,10 +204,13 @@ def _palette_nbytes(flags: int) -> int:
 
 
 def _check_chunks(chunks: Iterator[tuple[bytes, bytes]]) -> None:
-    n_exif = 0
+    n_exif = n_profiles = 0
     for i, (kind, blob) in enumerate(chunks):
         if i > MAX_CHUNKS:
             raise Undecodable("has too many chunks for a picture")
+        n_profiles += kind == b"iCCP"
+        if n_profiles > 1:  # a decoder would inflate each of them
+            raise Undecodable("has several colour profiles")
         if kind in (b"eXIf", b"EXIF"):
             n_exif += 1
             _check_exif(blob)

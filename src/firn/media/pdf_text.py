@@ -1,8 +1,8 @@
 """A program that reads a PDF file on stdin and prints its text as JSON.
 
 A small PDF can demand endless work, so each is read in a process that has limited memory (where the
-system supports that), writes no files and is killed when its time is up. It is run by its path and
-imports nothing from firn.
+system supports that), only the processor time that others leave, writes no files and is killed when
+its time is up. It is run by its path and imports nothing from firn.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import sys
 
 MEMORY_NBYTES = 1 << 30
+NICENESS = 10
 CUT = "[The document is longer; its text was cut here.]"
 
 
@@ -30,6 +32,7 @@ def main(max_pages: int, max_chars: int, max_seconds: int) -> None:
 def _limit(max_seconds: int) -> None:
     import resource
 
+    os.nice(NICENESS)
     limits = {
         resource.RLIMIT_AS: MEMORY_NBYTES,
         resource.RLIMIT_CPU: max_seconds,

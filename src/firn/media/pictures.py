@@ -14,6 +14,8 @@ import urllib.parse
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from firn.core.errors import BadPicture
 from firn.core.fair_cache import FairCache
 from firn.core.units import MIB
@@ -106,7 +108,8 @@ def digest_of(pixels: Pixels, settings: bytes, *, owner: str = "") -> bytes:
     height, width, _ = pixels.shape
     digest = hashlib.blake2b(digest_size=32, person=b"firn-image")
     owner_field = (owner.encode(),) if owner else ()
-    for field in (settings, b"RGB", f"{width}x{height}".encode(), pixels.tobytes(), *owner_field):
+    content = np.ascontiguousarray(pixels).data.cast("B")  # not a copy of a large picture
+    for field in (settings, b"RGB", f"{width}x{height}".encode(), content, *owner_field):
         digest.update(len(field).to_bytes(8, "little"))
         digest.update(field)
     return digest.digest()

@@ -19,6 +19,10 @@ def unprepared(n_tokens: int) -> None:
 class ModelArguments(Protocol):
     """Makes the keyword arguments of the model's calls, and shows it its caches. Engine thread."""
 
+    def read_picture(self, prompt: Prompt, index: int) -> bool:
+        """As in core.ports.Runner."""
+        ...
+
     def chunk(self, prompt: Prompt, start: int, end: int) -> dict[str, Any]:
         """For prompt tokens [start, end)."""
         ...
@@ -57,6 +61,9 @@ class CachesAsTheyAre:
 
 
 class IdsOnly(CachesAsTheyAre):
+    def read_picture(self, prompt: Prompt, index: int) -> bool:
+        return False
+
     def chunk(self, prompt: Prompt, start: int, end: int) -> dict[str, Any]:
         return {}
 

@@ -7,8 +7,9 @@ import json
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -80,14 +81,13 @@ CAT = ["<|im_start|>user", "cat<|im_end|>", "<|im_start|>assistant"]
 PICTURE = "https://pictures.example/cat.png"
 
 
-async def fetched(request: GenerateRequest, owner: Namespace) -> GenerateRequest:
+@asynccontextmanager
+async def fetched(request: GenerateRequest, owner: Namespace) -> AsyncIterator[GenerateRequest]:
     """Replace a picture with a word, so that the prompt shows that it was fetched."""
     assert isinstance(request.source, Chat)
     (message,) = request.source.messages
     seen = tuple(TextPart("cat") if isinstance(p, PicturePart) else p for p in message.parts)
-    return replace(
-        request, source=replace(request.source, messages=(replace(message, parts=seen),))
-    )
+    yield replace(request, source=replace(request.source, messages=(replace(message, parts=seen),)))
 
 
 def test_pictures_are_fetched_for_counting_too() -> None:

@@ -129,6 +129,25 @@ def test_the_tower_runs_for_what_is_behind_the_resume_point() -> None:
         assert tower_runs(h) > n
 
 
+def test_a_picture_is_read_before_its_chunk_if_its_features_are_kept() -> None:
+    name = "qwen3_vl"
+    prompt = gallery.prompt_of(name, user("Look: ", 1, " and ", 2, "?"))
+    with running(gallery.build(name), chunk=16, cache_nbytes=None) as h:
+        model = h.runner._forward.arguments
+        assert [h.runner.read_picture(prompt, i) for i in (0, 1, 1, 0)] == [
+            True,
+            True,
+            False,
+            False,
+        ]
+        features = model.features  # type: ignore[union-attr]
+        assert (features.n_misses, len(features)) == (2, 2)
+        h.ask(prompt, 2)
+        assert features.n_misses == 2, "the chunks took what was there"
+    with running(gallery.build(name, feature_nbytes=0), chunk=16, cache_nbytes=None) as h:
+        assert not h.runner.read_picture(prompt, 0), "it would be computed twice"
+
+
 def test_features_are_held_within_their_limit() -> None:
     name = "qwen3_vl"
     prompt = gallery.prompt_of(name, user("Look: ", 1, "?"))

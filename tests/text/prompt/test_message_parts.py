@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from firn.core.errors import BadDocument, BadPart, BadPicture
+from firn.core.errors import BadDocument, BadPart, BadPicture, ContextTooLong
 from firn.core.values import (
     Chat,
     DocumentPart,
@@ -126,3 +126,19 @@ def test_pictures_that_take_too_long_are_refused_wherever_they_are(newest: int) 
     with pytest.raises(BadPicture, match="took too long"):
         PartReader(FakePictures(), pictures_s=-1.0).read(messages, newest=newest)
     PartReader(FakePictures(), pictures_s=-1.0).read(messages[1:], newest=0)
+
+
+def test_pictures_that_do_not_fit_are_refused_before_the_rest_is_prepared() -> None:
+    class Counted(FakePictures):
+        n = 0
+
+        def prepare(self, part: PicturePart) -> PreparedPicture:
+            self.n += 1
+            return super().prepare(part)
+
+    pictures = Counted()
+    with pytest.raises(ContextTooLong) as fault:
+        PartReader(pictures, max_tokens=10).read([message(*[SEEN] * 100)], newest=0)
+    assert pictures.n == 11
+    assert (fault.value.n_prompt, fault.value.limit) == (100, 10)
+    assert len(only(PartReader(pictures, max_tokens=10), *[SEEN] * 10)) == 10

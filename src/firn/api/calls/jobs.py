@@ -67,14 +67,14 @@ class JobMaker:
 
     async def make(self, run: RunningRequest) -> Job:
         """The job of a request. Also fills in the run, which nothing else reads meanwhile."""
-        run.request = await gathered(self._services, run.request, self._namespace)
-        return await self._services.in_pool(self._key_id, lambda: self._job(run))
+        async with gathered(self._services, run.request, self._namespace) as whole:
+            return await self._services.in_pool(self._key_id, lambda: self._job(run, whole))
 
-    def _job(self, run: RunningRequest) -> Job:
-        """In the tokenize pool."""
+    def _job(self, run: RunningRequest, whole: GenerateRequest) -> Job:
+        """In the tokenize pool. whole: the run's request with all it refers to."""
         services, request = self._services, run.request
         model = services.engine.model
-        prompt = make_prompt(services, request, self._namespace)
+        prompt = make_prompt(services, whole, self._namespace)
         run.n_prompt = len(prompt)
         if services.keeps_prompts:
             run.prompt = prompt

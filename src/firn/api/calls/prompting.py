@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 from firn.api.dialects import Dialect, RouteRequest
@@ -50,14 +52,20 @@ def _owned(source: Source, owner: Namespace) -> Source:
     return replace(source, messages=messages)
 
 
+@asynccontextmanager
 async def gathered(
     services: Services, request: GenerateRequest, owner: Namespace
-) -> GenerateRequest:
-    """The request with all it refers to: pictures from their addresses, texts of documents."""
-    for gather in (services.fetch_pictures, services.read_documents):
-        if gather is not None:
-            request = await gather(request, owner)
-    return request
+) -> AsyncIterator[GenerateRequest]:
+    """The request with all it refers to: pictures from their addresses, texts of documents.
+
+    Not to be kept when the context has ended.
+    """
+    async with AsyncExitStack() as held:
+        if services.fetch_pictures is not None:
+            request = await held.enter_async_context(services.fetch_pictures(request, owner))
+        if services.read_documents is not None:
+            request = await services.read_documents(request, owner)
+        yield request
 
 
 async def decoded_request(
@@ -72,8 +80,8 @@ async def decoded_request(
 
 async def prompt_of(services: Services, request: GenerateRequest, owner: Namespace) -> Prompt:
     """For routes that generate nothing. Raises what `make_prompt` does."""
-    request = await gathered(services, request, owner)
-    return await services.in_pool(owner, lambda: make_prompt(services, request, owner))
+    async with gathered(services, request, owner) as whole:
+        return await services.in_pool(owner, lambda: make_prompt(services, whole, owner))
 
 
 async def count_tokens(services: Services, request: GenerateRequest, owner: Namespace) -> int:

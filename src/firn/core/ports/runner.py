@@ -119,6 +119,13 @@ class Runner(Protocol[R]):
         """A new row, empty or with a restored prefix."""
         ...
 
+    def read_picture(self, prompt: Prompt, index: int) -> bool:
+        """Compute what a chunk needs of this picture of the prompt: it takes as long as a chunk.
+
+        False: it was there already, or is not kept, so that the chunk computes it.
+        """
+        ...
+
     def prefill(self, row: R, prompt: Prompt, end: int, *, top_logprobs: int | None = None) -> None:
         """Dispatch prompt tokens [row.n_tokens, end); `settle` waits for them.
 

@@ -88,6 +88,9 @@ class Runner:
         (mx.async_eval if is_soon else mx.eval)([layer.state for layer in layers])
         return Row(layers, restored.n_tokens)
 
+    def read_picture(self, prompt: Prompt, index: int) -> bool:
+        return self._forward.arguments.read_picture(prompt, index)
+
     def prefill(
         self, row: Row, prompt: Prompt, end: int, *, top_logprobs: int | None = None
     ) -> None:

@@ -92,5 +92,8 @@ class FeatureCache:
     def nbytes(self) -> int:
         return self._features.size
 
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._features
+
     def __len__(self) -> int:
         return len(self._features)

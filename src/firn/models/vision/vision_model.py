@@ -68,6 +68,13 @@ class VisionModel(CachesAsTheyAre):
 
     # --- ModelArguments ---------------------------------------------------------------------
 
+    def read_picture(self, prompt: Prompt, index: int) -> bool:
+        span, picture = prompt.picture_spans[index], prompt.picture_inputs[index]
+        if not self.features.limit_nbytes or span.digest in self.features:
+            return False
+        self._features_of(span, picture)
+        return True
+
     def chunk(self, prompt: Prompt, start: int, end: int) -> dict[str, Any]:
         arguments: dict[str, Any] = {}
         if self._rope is not None:

@@ -118,7 +118,9 @@ class PromptMaker:
         self._template = template
         self._boundaries = Boundaries(tokenizer, template.openers if template else ())
         self._tool_format = formats()[tool_format] if tool_format else None
-        self._reader = PartReader(pictures, in_results=self._shows_pictures_in_results())
+        self._reader = PartReader(
+            pictures, in_results=self._shows_pictures_in_results(), max_tokens=context_length
+        )
         own = assistant_markup() - {
             *MESSAGE_OPENERS,
             *map(tokenizer.decode, ([t] for t in tokenizer.eos)),

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from firn.core.errors import BadDocument, BadPart, BadPicture
+from firn.core.errors import BadDocument, BadPart, BadPicture, ContextTooLong
 from firn.core.ports import Pictures
 from firn.core.values import DocumentPart, Message, MessagePart, OtherPart, PicturePart, TextPart
 from firn.text.prompt.joined_parts import JoinedParts
@@ -34,7 +34,8 @@ class ReadableMessages:
 class PartReader:
     """Immutable. pictures: None for a model that accepts none.
 
-    in_results: the template has a place for pictures in a tool's result.
+    in_results: the template has a place for pictures in a tool's result. max_tokens: of a prompt's
+    pictures together; None: no limit.
     """
 
     def __init__(
@@ -42,19 +43,22 @@ class PartReader:
         pictures: Pictures | None = None,
         *,
         in_results: bool = True,
+        max_tokens: int | None = None,
         pictures_s: float = PICTURES_S,
     ) -> None:
         self._pictures = pictures
         self._pictures_s = pictures_s
         self._in_results = in_results
+        self._max_tokens = max_tokens
 
     def read(self, messages: Sequence[Message], *, newest: int) -> ReadableMessages:
-        """newest: the message whose parts are refused if they cannot be read. Raises BadPart."""
+        """newest: the message whose parts are refused if they cannot be read. Raises BadPart, and
+        ContextTooLong for pictures that do not fit, before the rest of them takes memory."""
         if all(isinstance(p, TextPart) for m in messages for p in m.parts):
             return ReadableMessages(tuple(messages))
         readable: list[Message] = []
         notes: list[str] = []
-        n_pictures, until = 0, time.thread_time() + self._pictures_s
+        n_pictures, n_tokens, until = 0, 0, time.thread_time() + self._pictures_s
         for i, message in enumerate(messages):
             parts: list[MessagePart] = []
             for part in message.parts:
@@ -67,6 +71,7 @@ class PartReader:
                 try:
                     n_pictures += isinstance(part, PicturePart)
                     parts.append(self._read(part, message, n_pictures))
+                    n_tokens += _picture_tokens(parts[-1])
                 except BadPart as fault:
                     if i == newest:
                         raise
@@ -74,6 +79,10 @@ class PartReader:
                         TextPart(_stand_in(part, sees_pictures=self._pictures is not None))
                     )
                     notes.append(f"{fault.message} It was replaced by a short text.")
+                if self._max_tokens is not None and n_tokens > self._max_tokens:
+                    n_all = sum(isinstance(p, PicturePart) for m in messages for p in m.parts)
+                    n_expected = n_tokens * n_all // n_pictures
+                    raise ContextTooLong(n_expected, self._max_tokens, estimated=True)
             readable.append(replace(message, parts=_join_texts(message.parts, parts)))
         return ReadableMessages(tuple(readable), tuple(notes))
 
@@ -109,6 +118,10 @@ class PartReader:
         if part.text is None:
             raise BadDocument(part.param, part.fault or "this server does not read documents.")
         return TextPart(PARAGRAPH.join(filter(None, (part.lead, part.text))))
+
+
+def _picture_tokens(part: MessagePart) -> int:
+    return len(part.prepared.ids) if isinstance(part, ReadyPicture) and part.prepared else 0
 
 
 def _stand_in(part: MessagePart, *, sees_pictures: bool) -> str:
