@@ -16,6 +16,7 @@ A backend is made by its module's `backend()` and belongs to the process, like M
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,8 @@ from firn.cache.arrays.transfers import Transfers
 from firn.config import BlasChoice, WeightsDtype
 from firn.models.decode.execution import Execution
 from firn.models.decode.kv_growth import ShapeBuckets
+from firn.models.decode.ragged import ALL_COLUMNS
+from firn.models.decode.raggedcheck import blocks_fault
 from firn.models.decode.rewind import is_rewindable
 from firn.models.decode.runner import Runner
 from firn.models.decode.step_profile import StepProfile
@@ -37,6 +40,8 @@ from firn.models.load.loader import LoadedModel
 from firn.models.load.weight_form import AsStored
 from firn.models.model_arguments import PreparePass, unprepared
 from firn.models.patches import Patches
+
+log = logging.getLogger("firn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,11 @@ class ComputeBackend:
     def step_profile(self, model: Any, make_layers: MakeLayers) -> StepProfile:
         """Tries the model once if necessary."""
         steps = self.profile.steps
+        if steps.columns != ALL_COLUMNS:
+            fault = blocks_fault(model, make_layers, steps.columns)
+            if fault is not None:
+                log.info("steps of several tokens have more shapes: %s", fault)
+                steps = replace(steps, columns=ALL_COLUMNS)
         # Padding a step would change layers that cannot be rewound.
         return steps if is_rewindable(make_layers()) else replace(steps, shapes=())
 

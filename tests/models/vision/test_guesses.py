@@ -11,6 +11,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from firn.backends import named
+from firn.models.decode.ragged import ALL_COLUMNS
 from firn.models.decode.raggedcheck import ragged_fault, rewind_fault
 from firn.models.load import loader
 from firn.models.speculation.drafters.mtp import MtpDrafter
@@ -48,6 +50,15 @@ def test_text_after_pictures_is_that_of_one_token_a_step(name: str) -> None:
             assert gallery.agree(result.reply, tokens, margins)
         assert not h.cache.stats.faults
     assert speculation.totals.n_accepted > 20 or not speculation.in_groups
+
+
+@pytest.mark.parametrize(
+    ("name", "takes_blocks"), [("qwen3_5", False), ("qwen3_vl", True), ("gemma4", True)]
+)
+def test_steps_see_blocks_of_columns_where_the_model_can(name: str, takes_blocks: bool) -> None:
+    """mlx-vlm's Qwen 3.5 cuts a mask to its tokens, but not the keys."""
+    profile = named("cuda").step_profile(*gallery.build(name)())
+    assert (profile.columns == ALL_COLUMNS) is not takes_blocks
 
 
 def test_text_stays_the_same_with_a_prediction_head_of_the_text_part(tmp_path: Path) -> None:

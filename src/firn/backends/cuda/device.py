@@ -29,7 +29,7 @@ from firn.backends.recurrence.scans import selective_scans
 from firn.backends.warm_up import warm_up, warm_up_speculator
 from firn.cache.arrays.transfers import Transfers
 from firn.models.decode.kv_growth import ShapeBuckets
-from firn.models.decode.ragged import Columns
+from firn.models.decode.ragged import ALL_COLUMNS, Columns
 from firn.models.decode.runner import Runner
 from firn.models.decode.step_profile import StepProfile
 from firn.models.decode.step_trace import NoStepTrace, StepTrace
@@ -165,7 +165,7 @@ class CudaBackend(ComputeBackend):
 
     def step_profile(self, model: Any, make_layers: MakeLayers) -> StepProfile:
         steps = super().step_profile(model, make_layers)
-        if not gains_by_bias(model, make_layers):
+        if steps.columns == ALL_COLUMNS or not gains_by_bias(model, make_layers):
             return steps
         return replace(steps, columns=replace(steps.columns, has_bias=True))
 
