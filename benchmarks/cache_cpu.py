@@ -189,7 +189,7 @@ def commit(rounds: int, n_prompt: int = 1500) -> None:
             warm.ask(tokens(0, 600), 2)
             commits = Watch(warm.cache.committer, "commit")
             prefill = Watch(warm.runner, "prefill")
-            settle = Watch(warm.runner, "settle")
+            settle = Watch(warm.runner, "finish_chunk")
             for i in range(rounds):
                 warm.ask(tokens(i + 1, n_prompt), 2, boundaries=(n_prompt // 2,))
             cpu = commits.cpu_s / (prefill.cpu_s + settle.cpu_s)

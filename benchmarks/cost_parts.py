@@ -41,7 +41,16 @@ from firn.models.decode.runner import Runner
 N_PROMPT, N_REPLY, N_ALIKE = 450, 128, 7
 MEMORY_NBYTES = 24 << 30
 N_CALLS = 8
-RUNNER = ("start", "prefill", "batched_prefill", "settle", "launch", "collect", "join", "leave")
+RUNNER = (
+    "start",
+    "prefill",
+    "batched_prefill",
+    "finish_chunk",
+    "launch",
+    "collect",
+    "join",
+    "leave",
+)
 KINDS = {
     "none": (False, False),
     "stored": (False, True),

@@ -62,7 +62,7 @@ def run(
     job = Job(RequestId("x"), prompt, 1 << 20, sampling, n=n_rows, grammar=grammar)
     row = runner.start(None)
     runner.prefill(row, prompt, len(prompt) - 1)
-    runner.settle(row)
+    runner.finish_chunk(row)
     rows = runner.choices(row, job, range(n_rows))
     for each in rows:
         runner.join(each, int(prompt.ids[-1]))

@@ -125,12 +125,12 @@ def computing(engine: BenchEngine, n_past: int, *, repeats: int) -> list[float]:
         prompt = Prompt(np.ones(n_total, dtype=np.int64))
         for end in [*range(2048, n_past, 2048), n_past]:
             runner.prefill(row, prompt, end)
-            runner.settle(row)
+            runner.finish_chunk(row)
         seconds = []
         for _ in range(repeats + 1):
             began = time.perf_counter()
             runner.prefill(row, prompt, row.n_tokens + N_SHORT - 1)
-            runner.settle(row)
+            runner.finish_chunk(row)
             logits = runner._model(mx.array([[1]]), cache=row.layers)
             mx.eval(mx.argmax(logits[:, -1]))
             row.n_tokens += 1

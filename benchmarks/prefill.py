@@ -153,7 +153,7 @@ def bare(shape: str, lengths: list[int], rounds: int) -> None:
         began = time.process_time()
         for end in range(chunk, len(ids), chunk):
             runs.prefill(row, prompt, end)
-            runs.settle(row)
+            runs.finish_chunk(row)
         return time.process_time() - began, mx.get_peak_memory() / 2**20
 
     for n_tokens in lengths:

@@ -19,7 +19,7 @@ from firn.core.errors import FirnError
 from firn.core.events import (
     TokenLogprob,
 )
-from firn.core.ports import At, Restored, RowView
+from firn.core.ports import At, ReadChunk, Restored, RowView
 from firn.core.values import (
     Job,
     ModelInfo,
@@ -150,7 +150,7 @@ class Faults:
     start: Callable[[Restored | None], None] = _nothing
     read_picture: Callable[[int], None] = _nothing
     prefill: Callable[[HashRow, Sequence[int]], None] = _nothing
-    settle: Callable[[HashRow], None] = _nothing
+    finish_chunk: Callable[[HashRow], None] = _nothing
     choices: Callable[[Job], None] = _nothing
     join: Callable[[HashRow], None] = _nothing
     launch: Callable[[Sequence[HashRow]], None] = _nothing
@@ -174,7 +174,6 @@ class HashRunner:
         self.rest_tokens = 0
         self.n_batched = 0
         self.closed = False
-        self.chunk_peak_nbytes = 0
         self._groups: list[HashGroup] = []
         self.info = ModelInfo(
             name="hash",
@@ -222,10 +221,10 @@ class HashRunner:
         for row, prompt, end in zip(rows, prompts, ends, strict=True):
             self.prefill(row, prompt, end)
 
-    def settle(self, row: HashRow) -> list[TokenLogprob]:
-        self.faults.settle(row)
+    def finish_chunk(self, row: HashRow) -> ReadChunk:
+        self.faults.finish_chunk(row)
         scores, row.scores = row.scores, []
-        return scores
+        return ReadChunk(scores)
 
     def choices(self, row: HashRow, job: Job, indices: Sequence[int]) -> list[HashRow]:
         self.faults.choices(job)

@@ -90,7 +90,7 @@ def started(runner: Any, prompt: Prompt, *, chunk: int = 4) -> Any:
 def read(runner: Any, row: Any, prompt: Prompt, *, chunk: int = 4) -> None:
     while row.n_tokens < len(prompt) - 1:
         runner.prefill(row, prompt, min(row.n_tokens + chunk, len(prompt) - 1))
-        runner.settle(row)
+        runner.finish_chunk(row)
 
 
 def step(runner: Any, *, keep_in_flight: int = 0) -> list[Any]:

@@ -62,7 +62,7 @@ def visit(
         end = min([row.n_tokens + 8, len(prompt) - 1, *(s for s in stops if s > row.n_tokens)])
         start = row.n_tokens
         runner.prefill(row, prompt, end)
-        runner.settle(row)
+        runner.finish_chunk(row)
         cache.prefill.observe(start, end, 0.001)
         cursor.commit(row)
         cache.tick(EngineLoad.DECODING)
@@ -176,7 +176,7 @@ def test_a_cursor_given_up_half_way_leaves_what_was_done(kind: str) -> None:
     cursor = at.cache.open(prompt, Namespace(""), EVERYTHING)
     row = at.runner.start(cursor.restore())
     at.runner.prefill(row, prompt, 32)
-    at.runner.settle(row)
+    at.runner.finish_chunk(row)
     cursor.commit(row)
     cursor.close(row)
     at.runner.leave([row])

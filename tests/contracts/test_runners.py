@@ -42,7 +42,7 @@ def test_a_row_counts_what_it_has_consumed(kind: str) -> None:
     row = runner.start(None)
     assert row.n_tokens == 0
     runner.prefill(row, prompt, 4)
-    runner.settle(row)
+    runner.finish_chunk(row)
     assert row.n_tokens == 4
     read(runner, row, prompt)
     assert row.n_tokens == 10

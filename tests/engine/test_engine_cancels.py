@@ -195,7 +195,7 @@ class Crowd:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.faults = Faults(
-            start=self._maybe, prefill=self._maybe, settle=self._maybe, launch=self._maybe,
+            start=self._maybe, prefill=self._maybe, finish_chunk=self._maybe, launch=self._maybe,
             collect=self._maybe,
         )  # fmt: skip
         self.lab: HashEngine | None = None

@@ -64,8 +64,8 @@ def fault_in_chunk(row: HashRow, chunk: Sequence[int]) -> None:
 
 @pytest.mark.parametrize(
     "faults",
-    [Faults(prefill=fault_in_chunk), Faults(settle=on_bad), Faults(join=on_bad)],
-    ids=["prefill", "settle", "join"],
+    [Faults(prefill=fault_in_chunk), Faults(finish_chunk=on_bad), Faults(join=on_bad)],
+    ids=["prefill", "finish_chunk", "join"],
 )
 def test_a_request_that_fails_ends_alone(faults: Faults) -> None:
     cache = DictCache()
@@ -109,16 +109,16 @@ def test_a_named_fault_keeps_its_name() -> None:
         assert lab.leftovers() == {}
 
 
-@pytest.mark.parametrize("stage", ["prefill", "settle"])
+@pytest.mark.parametrize("stage", ["prefill", "finish_chunk"])
 def test_a_row_in_doubt_is_not_stored(stage: str) -> None:
     """The failed chunk has left the row half-written: it must be neither stored nor continued."""
     fault = Once(3)
-    faults = Faults(prefill=fault) if stage == "prefill" else Faults(settle=fault)
+    faults = Faults(prefill=fault) if stage == "prefill" else Faults(finish_chunk=fault)
     cache = DictCache()
     prompt = prompt_of(1, 60)
     with HashEngine(faults, cache=cache, chunk=8) as lab:
         lab.submit(prompt, 5).wait().check()
-        assert lab.runner.prefills[3 if stage == "settle" else 2][0] == 16, (
+        assert lab.runner.prefills[3 if stage == "finish_chunk" else 2][0] == 16, (
             "what was committed before the fault is good"
         )
         lab.submit(prompt, 5).wait().check()
@@ -269,7 +269,7 @@ def test_random_faults_never_make_a_wrong_token() -> None:
             raise RuntimeError("by chance")
 
     faults = Faults(
-        start=maybe, prefill=maybe, settle=maybe, choices=maybe, join=maybe, launch=maybe,
+        start=maybe, prefill=maybe, finish_chunk=maybe, choices=maybe, join=maybe, launch=maybe,
         collect=maybe,
     )  # fmt: skip
     cache = DictCache()

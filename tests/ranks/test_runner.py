@@ -9,7 +9,10 @@ from firn.models.decode.runner import Runner
 from firn.ranks.runner import FollowerRunner, LeaderRunner
 
 LOCAL = frozenset(
-    {"confirm", "force", "groups", "live_nbytes", "batched_prefill", "resume", "close"}
+    {
+        *("confirm", "force", "groups", "live_nbytes", "batched_prefill", "resume", "close"),
+        "read_picture",
+    }
 )
 """Methods that are not sent to followers: they run no collective, change only what is sampled, or are
 never called with ranks. (`resume` also marks a row as alone; `join` sends that.)"""

@@ -26,8 +26,7 @@ from firn.cache.storage.orders import Worker
 from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import Tier
 from firn.core.errors import StepFailed
-from firn.core.events import TokenLogprob
-from firn.core.ports import MAX_STEP_TOKENS, Delivery, EngineLoad, Restored
+from firn.core.ports import MAX_STEP_TOKENS, Delivery, EngineLoad, ReadChunk, Restored
 from firn.core.values import CacheControl, Job, Namespace, Prompt, RequestId
 from firn.engine import EngineLimits, EngineParts, NoPreparation
 from firn.engine.budget import Budget, RowCost
@@ -82,7 +81,7 @@ NAMESPACES = (Namespace(""), Namespace("other"))
 INJECTED = "a fault of the test"
 LOGPROBS_LOST = "while the prompt's logprobs were computed"
 """What such a request fails with if anything fails meanwhile: they must not be sent twice."""
-FAILING = ("launch", "launch", "collect", "collect", "prefill", "settle", "join", "start")
+FAILING = ("launch", "launch", "collect", "collect", "prefill", "finish_chunk", "join", "start")
 GRAMMAR = r"(the same words again, [0-9]{2}; ){2,20}end"
 
 
@@ -421,9 +420,9 @@ class WatchedRunner(Runner):
         super().prefill(row, prompt, end, top_logprobs=top_logprobs)
         self._may_fail("prefill", *row.layers)
 
-    def settle(self, row: Row) -> list[TokenLogprob]:
-        self._may_fail("settle", *row.layers)
-        return super().settle(row)
+    def finish_chunk(self, row: Row) -> ReadChunk:
+        self._may_fail("finish_chunk", *row.layers)
+        return super().finish_chunk(row)
 
     def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[PickedToken]:
         group = rows[0].group

@@ -146,7 +146,7 @@ def _read(runner: Runner, prompts: Sequence[Prompt]) -> list[Row]:
         for row, prompt, end in zip(rows, prompts, ends, strict=True):
             runner.prefill(row, prompt, end)
     for row in rows:
-        runner.settle(row)
+        runner.finish_chunk(row)
     return rows
 
 

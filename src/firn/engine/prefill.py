@@ -244,9 +244,9 @@ class Prefill:
                 self._decode.begin(task)
 
     def _commit(self, task: PrefillTask) -> None:
-        logprobs = self._runner.settle(task.row)
-        if logprobs:
-            event = PromptLogprobs(task.chunk_start + 1, tuple(logprobs))
+        read = self._runner.finish_chunk(task.row)
+        if read.logprobs:
+            event = PromptLogprobs(task.chunk_start + 1, tuple(read.logprobs))
             self._inflight.emit(task.sequence.job.id, event)
         took_s = time.perf_counter() - task.chunk_began
         self._batches.observe(task, took_s)
@@ -254,5 +254,5 @@ class Prefill:
         start, end = task.chunk_start, task.row.n_tokens
         self._cache.prefill.observe(start, end, took_s)
         if task.share == 1.0:
-            self._inflight.budget.learn_chunk(end - start, start, self._runner.chunk_peak_nbytes)
+            self._inflight.budget.learn_chunk(end - start, start, read.peak_nbytes)
         self._inflight.commit(task.cursor, task.row)

@@ -51,6 +51,9 @@ class ModelArguments(Protocol):
 class CachesAsTheyAre:
     """The model counts positions by what is in its caches, or is given them."""
 
+    def read_picture(self, prompt: Prompt, index: int) -> bool:
+        return False
+
     def reading(
         self, layers: list[Any], prompt: Prompt, start: int, end: int, *, n_padding: int = 0
     ) -> AbstractContextManager[list[Any]]:
@@ -61,9 +64,6 @@ class CachesAsTheyAre:
 
 
 class IdsOnly(CachesAsTheyAre):
-    def read_picture(self, prompt: Prompt, index: int) -> bool:
-        return False
-
     def chunk(self, prompt: Prompt, start: int, end: int) -> dict[str, Any]:
         return {}
 

@@ -23,8 +23,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import numpy as np
 
-from firn.core.events import TokenLogprob
-from firn.core.ports import Restored
+from firn.core.ports import ReadChunk, Restored
 from firn.core.ranks import Followers
 from firn.core.values import Job, Prompt, RequestId, Sampling
 from firn.models.decode.batch import PickedToken, Row
@@ -85,9 +84,9 @@ class LeaderRunner(Runner):
         with self._on_all_ranks("prefill", *place, top_logprobs, blob=chunk):
             super().prefill(row, prompt, end, top_logprobs=top_logprobs)
 
-    def settle(self, row: Row) -> list[TokenLogprob]:
-        with self._on_all_ranks("settle", self._numbers[row]):
-            return super().settle(row)
+    def finish_chunk(self, row: Row) -> ReadChunk:
+        with self._on_all_ranks("finish_chunk", self._numbers[row]):
+            return super().finish_chunk(row)
 
     def choices(self, row: Row, job: Job, indices: Sequence[int]) -> list[Row]:
         rows = super().choices(row, job, indices)
@@ -172,8 +171,8 @@ class FollowerRunner(Runner):
         ids[start:end] = np.frombuffer(chunk, dtype="<i4")
         self.prefill(row, Prompt(ids), end, top_logprobs=top)
 
-    def on_settle(self, number: int) -> None:
-        self.settle(self.by_number[number])
+    def on_finish_chunk(self, number: int) -> None:
+        self.finish_chunk(self.by_number[number])
 
     def on_choices(self, number: int, numbers: Sequence[int]) -> None:
         job = Job(RequestId(""), EMPTY_PROMPT, 1, sampling=Sampling(temperature=0.0))

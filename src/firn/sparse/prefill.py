@@ -321,7 +321,7 @@ class DeferredPrefill:
         )
         began = time.perf_counter()
         inflight.runner.prefill(row, prompt, end)
-        inflight.runner.settle(row)
+        inflight.runner.finish_chunk(row)
         inflight.cache.prefill.observe(start, end, time.perf_counter() - began)
         inflight.commit(cursor, row)
         return end >= n_total

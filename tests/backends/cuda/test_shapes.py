@@ -61,7 +61,7 @@ def read(runner: Runner, prompt: Prompt, *ends: int) -> Any:
     row = runner.start(None)
     for end in ends:
         runner.prefill(row, prompt, end)
-        runner.settle(row)
+        runner.finish_chunk(row)
     return row
 
 
@@ -188,9 +188,9 @@ def test_scores_of_the_prompt_are_those_of_its_tokens() -> None:
         runner, _ = make_runner("qwen3", few=few)
         row = runner.start(None)
         runner.prefill(row, prompt, 20, top_logprobs=2)
-        scores = runner.settle(row)
+        scores = runner.finish_chunk(row).logprobs
         runner.prefill(row, prompt, 89, top_logprobs=2)
-        logprobs.append([*scores, *runner.settle(row)])
+        logprobs.append([*scores, *runner.finish_chunk(row).logprobs])
     assert len(logprobs[0]) == len(logprobs[1]) == 89
     for a, b in zip(*logprobs, strict=True):
         assert a.token == b.token
@@ -285,7 +285,7 @@ def test_prompts_read_together_have_a_common_width() -> None:
         rows = [r.start(None) for _ in prompts]
         r.batched_prefill(rows, prompts, [len(p) - 1 for p in prompts])
         for row in rows:
-            r.settle(row)
+            r.finish_chunk(row)
         lots.append(rows)
     assert seen[-1][0] == width_for(39) == 64
     for a, b in zip(*lots, strict=True):

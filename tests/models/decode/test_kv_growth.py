@@ -75,9 +75,9 @@ def test_the_runner_makes_room_for_a_prompt_and_ends_it_after() -> None:
     prompt = Prompt(np.arange(900, dtype=np.int64) % 50)
     row = runner.start(None)
     runner.prefill(row, prompt, 100)
-    runner.settle(row)
+    runner.finish_chunk(row)
     assert keys(row.layers[0]).shape[-2] >= 900
     runner.prefill(row, prompt, 899)
-    runner.settle(row)
+    runner.finish_chunk(row)
     (row,) = runner.choices(row, Job(RequestId("1"), prompt, 4), [0])
     assert {layer.step for layer in row.layers} == {256}

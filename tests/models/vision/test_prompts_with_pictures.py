@@ -256,6 +256,9 @@ def test_tools_and_pictures_together(template: str, tmp_path: Path) -> None:
 
 
 def test_only_so_many_pictures() -> None:
-    shown = part(1, "messages[0].content[256]")
+    name, shown = "qwen2_5_vl", part(1, "messages[0].content[256]")
+    maker = PromptMaker(
+        gallery.tokenizer(name), context_length=1 << 16, pictures=gallery.pictures(name)
+    )
     with pytest.raises(BadPicture, match=r"^messages\[0\]\.content\[256\]: more than 256 images"):
-        gallery.prompt_of("qwen2_5_vl", Message("user", (shown,) * 257))
+        maker.make(Chat((Message("user", (shown,) * 257),)))

@@ -112,6 +112,16 @@ class PickedToken(Protocol[R_co]):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ReadChunk:
+    """Prompt tokens that were read."""
+
+    logprobs: Sequence[TokenLogprob] = ()
+    """Those that were asked for."""
+    peak_nbytes: int = 0
+    """Peak memory beyond what it left allocated. 0: unknown, because an earlier peak was higher."""
+
+
 class Runner(Protocol[R]):
     """Runs the model. Engine thread only."""
 
@@ -127,7 +137,7 @@ class Runner(Protocol[R]):
         ...
 
     def prefill(self, row: R, prompt: Prompt, end: int, *, top_logprobs: int | None = None) -> None:
-        """Dispatch prompt tokens [row.n_tokens, end); `settle` waits for them.
+        """Dispatch prompt tokens [row.n_tokens, end); `finish_chunk` waits for them.
 
         top_logprobs: also compute the logprobs of tokens [row.n_tokens + 1, end + 1), each with
         this many of the likeliest alternatives.
@@ -148,19 +158,13 @@ class Runner(Protocol[R]):
         """
         ...
 
-    def settle(self, row: R) -> Sequence[TokenLogprob]:
-        """Wait for what was dispatched; returns the requested logprobs."""
+    def finish_chunk(self, row: R) -> ReadChunk:
+        """Wait for what was dispatched."""
         ...
 
     @property
     def rest_tokens(self) -> int:
         """How many tokens before a prompt's last one can be left to its first decode step."""
-        ...
-
-    @property
-    def chunk_peak_nbytes(self) -> int:
-        """Peak memory of the last settled chunk, beyond what it left allocated. 0: unknown, because
-        an earlier peak was higher."""
         ...
 
     def choices(self, row: R, job: Job, indices: Sequence[int]) -> list[R]:

@@ -17,8 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from firn.core.events import TokenLogprob
-from firn.core.ports import Restored
+from firn.core.ports import ReadChunk, Restored
 from firn.core.values import Job, ModelInfo, Prompt
 from firn.models.decode.batch import MAX_PADDING_TOKENS, Group, PickedToken, Row, fork
 from firn.models.decode.batched_prefill import BatchedPrefill
@@ -73,7 +72,6 @@ class Runner:
         self._groups: list[Group] = []
         self._memory_before = (0, 0)
         """Memory in use, and the peak so far, when the last chunk was dispatched."""
-        self.chunk_peak_nbytes = 0
 
     # --- prefill ---------------------------------------------------------------------------
 
@@ -94,7 +92,7 @@ class Runner:
     def prefill(
         self, row: Row, prompt: Prompt, end: int, *, top_logprobs: int | None = None
     ) -> None:
-        """Consume prompt tokens [row.n_tokens, end). Dispatched, not awaited: see `settle`.
+        """Consume prompt tokens [row.n_tokens, end). Dispatched, not awaited: see `finish_chunk`.
 
         top_logprobs: score the prompt's tokens; None computes no logits.
         """
@@ -136,14 +134,15 @@ class Runner:
         new = [p.ids[r.n_tokens : end] for r, p, end in zip(rows, prompts, ends, strict=True)]
         self._batched.read(rows, new, buckets=self._buckets, prepare=self._prepare)
 
-    def settle(self, row: Row) -> list[TokenLogprob]:
-        """Wait until the row's caches are computed. Returns the chunk's prompt logprobs, if any."""
+    def finish_chunk(self, row: Row) -> ReadChunk:
+        """Wait until the row's caches are computed."""
         mx.eval([layer.state for layer in row.layers])
         (active, peak_before), peak = self._memory_before, mx.get_peak_memory()
         lasting = max(active, mx.get_active_memory())
-        self.chunk_peak_nbytes = peak - lasting if peak > peak_before else 0
         scores, row.prompt_scores = row.prompt_scores, None
-        return scores.read() if scores else []
+        return ReadChunk(
+            scores.read() if scores else [], peak - lasting if peak > peak_before else 0
+        )
 
     def choices(self, row: Row, job: Job, indices: Sequence[int]) -> list[Row]:
         """One row per choice, all with this row's past, each with its own sampler."""
