@@ -77,7 +77,7 @@ def test_a_request_that_fails_ends_alone(faults: Faults) -> None:
         gate.set()
         error = bad.wait().error
         assert isinstance(error, StepFailed)
-        assert "bad token" in error.message or faults.settle is on_bad
+        assert "bad token" in error.message or faults.finish_chunk is on_bad
         assert bad.tokens() == []
         for outcome in before + after:
             outcome.wait().check()
