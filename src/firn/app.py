@@ -19,14 +19,14 @@ from firn.api.server import create_app
 from firn.api.services import Services
 from firn.assembly import sparse, speculation
 from firn.assembly.cache import FLUSH_S, check_settings
-from firn.assembly.follower import follow, join_ranks
 from firn.assembly.memory import MemoryWatch
 from firn.assembly.model import ServerSpec, find_folder, served_name, with_model_defaults
 from firn.assembly.parts import ServerParts, build_parts, watch_engine
 from firn.assembly.services import TraceFile, build_services, keys_of
+from firn.assembly.sharding import ONE_PROCESS, Sharding
 from firn.assembly.text import load_text
 from firn.config import Config
-from firn.core.errors import EngineDead, SetupError, ShuttingDown
+from firn.core.errors import EngineDead, ShuttingDown
 from firn.core.fair_pool import FairPool
 from firn.core.values import GenerateRequest
 from firn.engine import Engine
@@ -41,9 +41,6 @@ from firn.listener import Uvicorn, bind, connections, listen
 from firn.logs import configure as configure_logs
 from firn.models import embedder
 from firn.models.load import loader
-from firn.ranks.joining import RankMember, end_start, options_digest
-from firn.ranks.leader import Leader
-from firn.ranks.leader_parts import LeaderParts
 from firn.traces.record import Recorder
 from firn.welcome import announce
 
@@ -60,23 +57,12 @@ LEAVE_S = DRAIN_S + FLUSH_S + STOP_S + 5.0
 """A process that was told to stop is killed after this time."""
 
 
-def serve(config: Config) -> int:
-    """Run the server until it is told to stop. Returns the process's exit code."""
-    configure_logs(config.log.level)
-    raise_descriptor_limit()
-    member = None
-    if config.model.tensor_parallel:
-        config, member = join_ranks(config)
-        if member.follower is not None:
-            return exit_or_return(follow(config, member))
+def serve(config: Config, *, sharding: Sharding = ONE_PROCESS) -> int:
+    """Run the server until it is told to stop. Returns the process's exit code. Raises SetupError."""
+    begin_process(config)
     sock = bind(config.server.host, config.server.port)
     prompts = warm_prompts(config)
-    try:
-        server = build(config, member=member)
-    except SetupError as e:
-        if member is not None:
-            end_start(e)
-        raise
+    server = build(config, sharding=sharding)
     server.own_process()
     try:
         code = uvloop.run(_run(server, sock, prompts, config))
@@ -84,6 +70,12 @@ def serve(config: Config) -> int:
         end_at_next_signal()
         server.close()
     return exit_or_return(code)
+
+
+def begin_process(config: Config) -> None:
+    """What a process that serves a model needs before it does anything else."""
+    configure_logs(config.log.level)
+    raise_descriptor_limit()
 
 
 def warm_prompts(config: Config) -> list[GenerateRequest]:
@@ -103,8 +95,7 @@ class Server:
     memory: MemoryWatch | None = None
     awake: Awake = field(default_factory=Awake)
     recorder: Recorder | None = None
-    ranks: Leader | None = None
-    """The other ranks, if the model is sharded."""
+    sharding: Sharding = ONE_PROCESS
 
     def own_process(self) -> None:
         """The process runs only this server: its engine must not wait long for other threads."""
@@ -124,8 +115,7 @@ class Server:
         if self.memory is not None:
             self.memory.stop()
         self.engine.stop(timeout_s=FLUSH_S + STOP_S)
-        if self.ranks is not None:
-            self.ranks.end()
+        self.sharding.end()
         self.pool.close()
 
 
@@ -149,23 +139,19 @@ def _check_settings(config: Config) -> None:
     sparse.check_settings(config)
 
 
-def build(config: Config, *, front: int | None = None, member: RankMember | None = None) -> Server:
+def build(config: Config, *, front: int | None = None, sharding: Sharding = ONE_PROCESS) -> Server:
     """Load the model and wire everything to it. Raises SetupError.
 
-    front: the id of the process that divides memory among its models, if there is one. member: this
-    process among the ranks that serve the model together; it is the one that clients talk to.
+    front: the id of the process that divides memory among its models, if there is one.
     """
     _check_settings(config)
-    leader_parts = None
-    if member is not None and member.leader is not None:
-        leader_parts = LeaderParts(member, member.leader, options=options_digest(config))
     folder = find_folder(config.model)
     config = with_model_defaults(config, folder)
     trace_path = config.log.record_trace
     trace = None if trace_path is None else TraceFile.open(trace_path)
     name, namespaces = served_name(config), keys_of(config).namespaces
-    text = load_text(config, folder, with_pictures=leader_parts is None)
-    spec = ServerSpec(config, folder, name, namespaces, text.processor, front, leader_parts)
+    text = load_text(config, folder, with_pictures=not sharding.is_shared)
+    spec = ServerSpec(config, folder, name, namespaces, text.processor, front, sharding)
     event_router = EventRouter()
     died: list[str] = []
     engine: Engine[ServerParts] = Engine(
@@ -186,12 +172,10 @@ def build(config: Config, *, front: int | None = None, member: RankMember | None
         event_router=event_router,
         pool=pool,
         recorder=recorder,
-        n_ranks=1 if member is None else member.group.size,
     )
-    memory = watch_engine(engine, front=front, is_sharded=member is not None)
-    ranks = leader_parts.leader if leader_parts else None
+    memory = watch_engine(engine, front=front, is_sharded=sharding.is_shared)
     return Server(
-        services, engine, event_router, pool, died, memory, recorder=recorder, ranks=ranks
+        services, engine, event_router, pool, died, memory, recorder=recorder, sharding=sharding
     )
 
 
@@ -218,11 +202,10 @@ async def _run(
         loop.call_later(DRAIN_S, server.event_router.fail_all, ShuttingDown())
 
     stop = web.stop_at_signals(begin_stop)
-    if server.ranks is not None:
-        server.ranks.watch(
-            lost=lambda: loop.call_soon_threadsafe(server.lose_rank),
-            asked=lambda: loop.call_soon_threadsafe(stop),
-        )
+    server.sharding.watch(
+        lost=lambda: loop.call_soon_threadsafe(server.lose_rank),
+        asked=lambda: loop.call_soon_threadsafe(stop),
+    )
     watching = asyncio.create_task(watch(server, web))
     await warm.compute(server.services, prompts)
     if not web.should_exit:  # it may have been told to stop meanwhile

@@ -6,11 +6,10 @@ Built on that thread, because MLX ties arrays to the thread that created them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from firn import backends
 from firn.assembly import embeddings, sparse, speculation
@@ -35,7 +34,6 @@ from firn.models.decode.runner import Runner
 from firn.models.decode.steps import NO_SPECULATION, Speculator
 from firn.models.load import loader
 from firn.models.load.transient import transient_of
-from firn.ranks.leader_parts import LeaderParts
 
 log = logging.getLogger("firn")
 
@@ -62,19 +60,20 @@ class ServerParts(EngineParts):
 
 def build_parts(spec: ServerSpec, wake: Callable[[], None]) -> ServerParts:
     """On the engine thread. wake: makes the engine tick. Raises SetupError."""
-    config, folder, leader_parts = spec.config, spec.folder, spec.leader_parts
+    config, folder, sharding = spec.config, spec.folder, spec.sharding
     machine = with_reservations(backends.find().memory.now(), group=spec.front)
     settings, recipe = loader.read_config(folder), embeddings.read_recipe(folder)
     compute = compute_settings(config, str(settings["model_type"]), spec.name)
-    if leader_parts is not None:
-        _prepare_ranks(spec, leader_parts, settings, compute.backend)
-        if recipe is not None:
-            log.warning("no embeddings: the model is sharded over ranks")
-            recipe = None
+    sharding.prepare(
+        settings, spec.name, text_only=config.model.text_only, weights=compute.backend.weights
+    )
+    if sharding.is_shared and recipe is not None:
+        log.warning("no embeddings: the model is sharded over ranks")
+        recipe = None
     if recipe is not None and embedder.needs_encoder(folder, settings):
         return _encoder_parts(spec, recipe, compute)
     draft_folder = speculation.find_draft(config, folder, exact=compute.exact)
-    loaded = load_model(spec, compute, shard=leader_parts.shard if leader_parts else None)
+    loaded = load_model(spec, compute, shard=sharding.shard)
     planner = MemoryPlanner(
         config,
         machine,
@@ -92,23 +91,6 @@ def build_parts(spec: ServerSpec, wake: Callable[[], None]) -> ServerParts:
     return replace(parts, embedder=embeddings.of_decoder(recipe, loaded))
 
 
-def _prepare_ranks(
-    spec: ServerSpec,
-    leader_parts: LeaderParts,
-    settings: Mapping[str, Any],
-    backend: ComputeBackend,
-) -> None:
-    """Agree with all ranks on how to load the model, and tell them to. Raises SetupError."""
-    weights = backend.weights
-    weights.dtype = leader_parts.dtype_for(weights.dtype)
-    leader_parts.prepare(
-        settings,
-        spec.name,
-        text_only=spec.config.model.text_only,
-        weights_dtype=weights.dtype,
-    )
-
-
 def _decoder_parts(
     spec: ServerSpec,
     compute: ComputeSettings,
@@ -120,7 +102,7 @@ def _decoder_parts(
 ) -> ServerParts:
     config, info, backend = spec.config, loaded.info, compute.backend
     put_on_tiers = _tiers(spec, device=backend.profile.name, wake=wake)
-    cost, is_shared = row_cost(loaded), spec.leader_parts is not None
+    cost, is_shared = row_cost(loaded), spec.sharding.is_shared
     execution = execution_of(backend, loaded, exact=compute.exact, is_shared=is_shared)
     alone_nbytes = planner.plan(cost, info.weights_nbytes).alone_nbytes
     setup = speculation.DraftSetup(
@@ -151,9 +133,7 @@ def _decoder_parts(
         transient=planner.transient,
         chunk_nbytes=planned.plan.chunk_nbytes,
     )
-    cache = build_cache(
-        config, loaded, alone_nbytes, compute=compute, leader_parts=spec.leader_parts
-    )
+    cache = build_cache(config, loaded, alone_nbytes, compute=compute, sharding=spec.sharding)
     if isinstance(cache, PrefixCache):
         _prepare_cache(config, cache, recipes=preparer.recipes)
         put_on_tiers(cache, info, planned.plan.write_queue_nbytes)
@@ -205,7 +185,7 @@ def _tiers(
         device=device,
         namespaces=spec.namespaces,
         wake=wake,
-        leader_parts=spec.leader_parts,
+        sharding=spec.sharding,
     )
 
 
@@ -221,13 +201,12 @@ def _capacity(
 ) -> tuple[int, int]:
     """The capacity for live requests and stored prefixes, and what it would be if nothing else ran
     on the machine."""
-    capacity_nbytes, alone_nbytes = planned.plan.capacity_nbytes, planned.alone_nbytes
-    if spec.leader_parts is not None:
-        capacity_nbytes = spec.leader_parts.begin(
-            loaded.info, capacity_nbytes, has_own_memory=has_own_memory
-        )
-        alone_nbytes = min(alone_nbytes, capacity_nbytes)
-    return capacity_nbytes, alone_nbytes
+    own_nbytes = planned.plan.capacity_nbytes
+    nbytes = spec.sharding.begin(loaded.info, own_nbytes, has_own_memory=has_own_memory)
+    alone_nbytes = (
+        min(planned.alone_nbytes, nbytes) if spec.sharding.is_shared else planned.alone_nbytes
+    )
+    return nbytes, alone_nbytes
 
 
 def _warm_runner(
@@ -242,19 +221,18 @@ def _warm_runner(
     """The server's runner, on a device that is ready for it."""
 
     def make(speculator: Speculator) -> Runner:
-        common: dict[str, Any] = {
-            "make_layers": loaded.make_layers,
-            "max_rows": spec.config.engine.max_concurrency,
-            "arguments": loaded.arguments,
-            "speculator": speculator,
-            "execution": execution,
-        }
-        if spec.leader_parts is not None:
-            # All ranks must read and group rows in the same way, however much memory each has.
-            return spec.leader_parts.make_runner(loaded.model, loaded.info, **common)
-        return Runner(loaded.model, loaded.info, **common, max_padding=max_padding)
+        return spec.sharding.make_runner(
+            loaded.model,
+            loaded.info,
+            make_layers=loaded.make_layers,
+            max_rows=spec.config.engine.max_concurrency,
+            arguments=loaded.arguments,
+            speculator=speculator,
+            execution=execution,
+            max_padding=max_padding,
+        )
 
-    if spec.leader_parts is None:
+    if not spec.sharding.is_shared:
         backend.warm_up(loaded.model, make, speculator)
     return make(speculator)
 

@@ -41,7 +41,6 @@ def build_services(
     event_router: EventRouter,
     pool: FairPool,
     recorder: Recorder | None,
-    n_ranks: int,
 ) -> Services:
     """engine: must be running, so that its model is known."""
     config, model, parts = spec.config, engine.model, engine.parts
@@ -83,7 +82,7 @@ def build_services(
         health_details=lambda: {
             "cache": admin.health(),
             "speculation": parts.speculator.counters(),
-            "ranks": n_ranks,
+            "ranks": spec.sharding.n_ranks,
         },
         extra_collectors=(
             CacheMetrics(admin.snapshot),

@@ -25,11 +25,11 @@ import numpy as np
 
 from firn.core.events import TokenLogprob
 from firn.core.ports import Restored
-from firn.core.ranks import Followers
 from firn.core.values import Job, Prompt, RequestId, Sampling
 from firn.models.decode.batch import PickedToken, Row
 from firn.models.decode.runner import Runner
 from firn.models.decode.sampling import Picker, Picks
+from firn.ranks.calls import Followers
 from firn.ranks.group import RankGroup
 
 Fills = list[tuple[str, list[int], int]]
